@@ -1,0 +1,130 @@
+"""The client's side of the coordinator: signs each request, checks each answer, bounds each wait."""
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+
+from shoal.net.deadline import NotYet, wait_for
+from shoal.telemetry import Log
+from shoal.wire.codes import Rejected
+from shoal.wire.keys import Key
+from shoal.wire.messages import Problem
+from shoal.wire.record import Record
+from shoal.wire.request import Target, sign_request
+
+R = TypeVar("R", bound=Record)
+
+TIMEOUT = httpx.Timeout(30.0, connect=5.0)
+
+
+class Refused(Exception):
+    """The server answered, and said no. `problem.code` says why."""
+
+    def __init__(self, what: str, problem: Problem) -> None:
+        super().__init__(f"{what}: {problem.code}: {problem.detail} ({problem.fix})")
+        self.problem = problem
+
+    @property
+    def code(self) -> str:
+        return self.problem.code
+
+
+class Unreachable(Exception):
+    """No answer, or none that makes sense. Trying again may help."""
+
+
+class SignedClient:
+    """Talks to one coordinator with one key. `log` and `stop` serve the waits of `call_until`.
+
+    Each method makes exactly one attempt unless its name says otherwise, and a signature is made for each attempt:
+    a retry is a new request with a new nonce.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: Key,
+        *,
+        log: Log,
+        stop: threading.Event | None = None,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise ValueError(f"coordinator URL {url!r} must look like http://HOST:PORT")
+        self.url = url.rstrip("/")
+        self.key = key
+        self.stop = stop or threading.Event()
+        self._log = log
+        self._authority = parts.netloc
+        self._prefix = parts.path.rstrip("/")
+        self._http = httpx.Client(timeout=TIMEOUT, transport=transport, follow_redirects=False)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def call(self, method: str, path: str, body: Record | None, reply: type[R]) -> R:
+        """One signed request; the parsed answer, or Refused, or Unreachable."""
+        content = body.model_dump_json().encode() if body is not None else b""
+        return reply.parse(self.send(method, path, content).content)
+
+    def send(self, method: str, path: str, content: bytes = b"") -> httpx.Response:
+        """One signed request; the raw answer if it is a success."""
+        full_path, _, query = (self._prefix + path).partition("?")
+        target = Target(method=method, authority=self._authority, path=full_path, query=query)
+        headers = sign_request(self.key, target, content, now_s=time.time())
+        if content:
+            headers["Content-Type"] = "application/json"
+        try:
+            response = self._http.request(method, self.url + path, content=content, headers=headers)
+        except httpx.HTTPError as error:
+            raise Unreachable(f"{method} {self.url}{path}: {type(error).__name__}: {error}") from None
+        return _checked(f"{method} {path}", response)
+
+    def put_bytes(self, path: str, data: bytes) -> None:
+        """Upload to a path the coordinator chose: the path itself is the permission."""
+
+        def pieces() -> Iterator[bytes]:
+            for start in range(0, len(data), 1 << 20):
+                yield data[start : start + (1 << 20)]
+
+        try:
+            response = self._http.put(
+                self.url + path, content=pieces(), headers={"Content-Length": str(len(data))}
+            )
+        except httpx.HTTPError as error:
+            raise Unreachable(f"PUT {self.url}{path}: {type(error).__name__}: {error}") from None
+        _checked("PUT object", response)
+
+    def call_until(
+        self, what: str, method: str, path: str, body: Record | None, reply: type[R], *, deadline_s: float
+    ) -> R:
+        """`call`, again and again while the server is away or says it is too early. Other refusals pass through."""
+
+        def attempt() -> R:
+            try:
+                return self.call(method, path, body, reply)
+            except Unreachable as error:
+                raise NotYet(str(error)) from None
+            except Refused as refused:
+                if refused.code not in ("request.too_early", "request.too_many"):
+                    raise
+                raise NotYet(refused.problem.detail, refused.problem.retry_after_s) from None
+
+        return wait_for(what, attempt, deadline_s=deadline_s, log=self._log, stop=self.stop)
+
+
+def _checked(what: str, response: httpx.Response) -> httpx.Response:
+    if response.is_success:
+        return response
+    try:
+        problem = Problem.parse(response.content)
+    except Rejected:
+        raise Unreachable(
+            f"{what}: HTTP {response.status_code} without a problem we know: {response.text[:200]!r}"
+        ) from None
+    raise Refused(what, problem)

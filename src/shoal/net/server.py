@@ -1,0 +1,79 @@
+"""The server's side: run an ASGI app until told to stop, drain, and leave."""
+
+import contextlib
+import socket
+import threading
+import time
+from typing import Any
+
+import uvicorn
+
+from shoal.net.deadline import DeadlinePassed
+
+DRAIN_S = 3
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket, or an error that names the address and what to do."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise OSError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or stop what uses it"
+        ) from None
+    sock.listen(1024)
+    return sock
+
+
+class Server:
+    """An ASGI app on a socket. `serve` blocks until `stop` is set; `start`/`close` do the same from a thread."""
+
+    def __init__(self, app: Any, sock: socket.socket) -> None:
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=DRAIN_S,
+            timeout_keep_alive=30,
+            lifespan="on",
+            server_header=False,
+        )
+        self._uvicorn = uvicorn.Server(config)
+        self._sock = sock
+        self._thread: threading.Thread | None = None
+        # Signals belong to the command line; a server only ever stops because its owner says so.
+        self._uvicorn.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+
+    @property
+    def port(self) -> int:
+        return int(self._sock.getsockname()[1])
+
+    def serve(self, stop: threading.Event) -> None:
+        self.start()
+        while not stop.wait(0.2):
+            if self._thread is not None and not self._thread.is_alive():
+                raise RuntimeError(f"the server on port {self.port} ended by itself; its log says why")
+        self.close()
+
+    def start(self, deadline_s: float = 20.0) -> None:
+        self._thread = threading.Thread(
+            target=self._uvicorn.run, kwargs={"sockets": [self._sock]}, name="http", daemon=True
+        )
+        self._thread.start()
+        give_up_s = time.monotonic() + deadline_s
+        while not self._uvicorn.started:
+            if time.monotonic() > give_up_s or not self._thread.is_alive():
+                raise DeadlinePassed(
+                    f"the server on port {self.port} did not start within {deadline_s:.0f} s"
+                )
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        self._uvicorn.should_exit = True
+        if self._thread is not None:
+            self._thread.join(DRAIN_S + 2)
+        self._sock.close()

@@ -1,0 +1,52 @@
+"""Sums: the smallest task on which a language model visibly learns to reason its way to a number."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.tasks.task import Outcome, Problem, Reward, Split, is_held_out, problem_rng
+
+_NUMBER = re.compile(r"-?\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Add:
+    """The sum of two numbers below 10**digits. The last number in the reply is the answer.
+
+    style "bare" asks `47+38=`; "chat" asks in words; "shots" shows two worked lines first, which lifts a small
+    language model from a start where hardly any group has signal.
+    """
+
+    digits: int = 2
+    style: Literal["bare", "chat", "shots"] = "chat"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.digits <= 9:
+            raise ValueError(f"add: digits={self.digits} must be 1 to 9")
+        if self.style not in ("bare", "chat", "shots"):
+            raise ValueError(f"add: style={self.style!r} must be bare, chat or shots")
+
+    def problem(self, split: Split, seed: int) -> Problem:
+        attempt = 0
+        while True:
+            rng = problem_rng(seed, attempt)
+            a, b = rng.randrange(10**self.digits), rng.randrange(10**self.digits)
+            if is_held_out(f"{a}+{b}") == (split == "eval"):
+                return Problem(prompt=self._ask(a, b), answer=str(a + b))
+            attempt += 1
+
+    def reward(self, problem: Problem, text: str) -> Reward:
+        numbers = _NUMBER.findall(text)
+        if not numbers:
+            return Reward(0.0, Outcome.UNPARSEABLE)
+        right = numbers[-1].removeprefix("-").lstrip("0") == problem.answer.lstrip("0") and not numbers[
+            -1
+        ].startswith("-")
+        return Reward(1.0, Outcome.RIGHT) if right else Reward(0.0, Outcome.WRONG)
+
+    def _ask(self, a: int, b: int) -> str:
+        if self.style == "bare":
+            return f"{a}+{b}="
+        if self.style == "chat":
+            return f"What is {a} + {b}? Reply with the number only."
+        return f"13 + 25 = 38\n46 + 17 = 63\n{a} + {b} ="

@@ -1,0 +1,64 @@
+"""One log format, one metrics stream.
+
+Log lines go to stderr:  13:02:11 worker  lease done  rows=64 tokens_per_s=812
+Metrics go to a JSONL file, one object per event, flushed per line so that a reader can follow it live.
+"""
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Log:
+    """A logger for one role. Keyword arguments become key=value at the end of the line."""
+
+    def __init__(self, role: str) -> None:
+        self._logger = logging.getLogger(f"shoal.{role}")
+        self._role = role
+
+    def info(self, message: str, **values: object) -> None:
+        self._logger.info(_line(self._role, message, values))
+
+    def warning(self, message: str, **values: object) -> None:
+        self._logger.warning(_line(self._role, message, values))
+
+    def error(self, message: str, **values: object) -> None:
+        self._logger.error(_line(self._role, message, values))
+
+
+def start_logging() -> None:
+    """Send every role's lines to stderr. Called once, by the command line."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S"))
+    root = logging.getLogger("shoal")
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
+    root.propagate = False
+
+
+class Metrics:
+    """Appends one JSON object per event to `path`."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, event: str, **values: Any) -> None:
+        self._file.write(json.dumps({"time_s": round(time.time(), 3), "event": event, **values}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _line(role: str, message: str, values: dict[str, object]) -> str:
+    # Strangers' words reach log lines: a newline in one must not start a line of its own.
+    pairs = " ".join(f"{key}={_show(value)}" for key, value in values.items())
+    return f"{role:<11} {message}  {pairs}".rstrip().replace("\n", "\\n").replace("\r", "\\r")
+
+
+def _show(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,46 @@
+"""How randomness follows from a lease, so that a validator can draw again. docs/wire/draw.md is the standard.
+
+    prompt seed i      = HMAC-SHA256(lease seed, "prompt/" i), first 8 bytes, big-endian
+    sample seed (i, j) = HMAC-SHA256(lease seed, "sample/" i "/" j), first 8 bytes, big-endian
+    uniform t          = (splitmix64 output t of the sample seed) >> 11, times 2^-53   (t = 0: the first new token)
+    token t            = the first id whose cumulative probability exceeds uniform t
+
+The cumulative distribution runs over token ids in ascending order, of softmax(logits / temperature).
+"""
+
+import hashlib
+import hmac
+
+import numpy as np
+import numpy.typing as npt
+
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def lease_seed(epoch_secret: bytes, lease_id: str, node: str) -> str:
+    return hmac.new(epoch_secret, f"lease/{lease_id}/{node}".encode(), hashlib.sha256).hexdigest()
+
+
+def prompt_seed(seed: str, prompt_index: int) -> int:
+    return _derive(seed, f"prompt/{prompt_index}")
+
+
+def sample_seed(seed: str, prompt_index: int, sample_index: int) -> int:
+    return _derive(seed, f"sample/{prompt_index}/{sample_index}")
+
+
+def uniforms(
+    sample_seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.float64]:
+    """Uniforms in [0, 1) for each (sample seed, position) pair; the two arrays broadcast."""
+    with np.errstate(over="ignore"):
+        z = sample_seeds + (positions + np.uint64(1)) * np.uint64(_GOLDEN)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = z ^ (z >> np.uint64(31))
+    result: npt.NDArray[np.float64] = (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return result
+
+
+def _derive(seed: str, purpose: str) -> int:
+    return int.from_bytes(hmac.new(bytes.fromhex(seed), purpose.encode(), hashlib.sha256).digest()[:8], "big")

@@ -1,0 +1,63 @@
+"""The ledger: every transition as an event, each holding the hash of the one before, heads signed by the run key.
+
+    hash = SHA-256(canonical JSON of the event without its hash)
+
+An auditor who kept one signed head can tell whether anything before it was changed.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+from shoal.wire.codes import Rejected
+from shoal.wire.record import Record, Sealable, canonical_json
+
+GENESIS = "0" * 64
+
+
+class LedgerEvent(Record):
+    seq: int
+    time_s: float
+    type: str
+    """`noun.verb`: node.enrolled, lease.issued, submission.received, verdict.given, batch.formed, ..."""
+    actor: str
+    """Public key of whoever caused it."""
+    body: dict[str, Any]
+    prev: str
+    hash: str
+
+
+class LedgerHead(Sealable):
+    run: str
+    seq: int
+    hash: str
+    time_s: float
+
+    @classmethod
+    def tag(cls) -> str:
+        return "shoal/ledger-head/1"
+
+
+def event_hash(seq: int, time_s: float, type: str, actor: str, body: dict[str, Any], prev: str) -> str:
+    fields = {"seq": seq, "time_s": time_s, "type": type, "actor": actor, "body": body, "prev": prev}
+    return hashlib.sha256(canonical_json(fields)).hexdigest()
+
+
+def verify_chain(
+    events: Iterable[LedgerEvent], *, prev: str = GENESIS, first_seq: int = 1
+) -> tuple[int, str]:
+    """Number of events and hash of the last; Rejected names the first event that does not fit."""
+    seq, count = first_seq, 0
+    for event in events:
+        if event.seq != seq:
+            raise Rejected("request.conflict", f"ledger event {event.seq} stands where {seq} belongs")
+        if event.prev != prev:
+            raise Rejected(
+                "request.conflict", f"ledger event {seq} follows {event.prev[:16]}, not {prev[:16]}"
+            )
+        if event_hash(event.seq, event.time_s, event.type, event.actor, event.body, event.prev) != event.hash:
+            raise Rejected(
+                "request.conflict", f"ledger event {seq} ({event.type}) was changed: its hash does not fit"
+            )
+        prev, seq, count = event.hash, seq + 1, count + 1
+    return count, prev

@@ -1,0 +1,268 @@
+"""Bodies of the coordinator's routes. docs/wire/api.md lists the routes; every record here is one body.
+
+Nothing here says who the sender is: that is the key that signed the request.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from shoal.wire.lease import Lease, LeaseId, Sha256
+from shoal.wire.manifest import Manifest
+from shoal.wire.record import Record, Sealed
+from shoal.wire.run import RunSpec
+
+Url = Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.\-\[\]:]{1,255}(/[A-Za-z0-9._~/-]{0,255})?$")]
+Words = Annotated[str, Field(max_length=300)]
+
+
+class Problem(Record):
+    """Every error of every route (RFC 9457, with our code and the remedy)."""
+
+    code: str
+    detail: str
+    fix: str
+    retry_after_s: float | None = None
+    server_time_s: float
+
+
+class Info(Record):
+    """GET /v1/info: all a newcomer needs besides the URL."""
+
+    protocol: int
+    software: str
+    run_key: str
+    spec: RunSpec
+    newest_version: int | None
+    finished: bool
+    server_time_s: float
+
+
+class Enrol(Record):
+    """POST /v1/enrol"""
+
+    protocol: int
+    software: Words
+
+
+class Enrolled(Record):
+    node: str
+    trust: str
+    run_key: str
+
+
+class OpenSession(Record):
+    """POST /v1/session"""
+
+    software: Words
+
+
+class Session(Record):
+    """A higher epoch fences off every older session of the same key."""
+
+    epoch: int
+    heartbeat_s: float
+
+
+class Heartbeat(Record):
+    """POST /v1/heartbeat"""
+
+    epoch: int
+    phase: Words
+    policy_version: int | None = None
+    tokens_per_s: float = Field(default=0.0, ge=0)
+
+
+class HeartbeatReply(Record):
+    finished: bool
+    """The run is over: finish and exit."""
+    next_in_s: float
+
+
+class AskLease(Record):
+    """POST /v1/leases"""
+
+    epoch: int
+
+
+class AskUpload(Record):
+    """POST /v1/leases/{id}/upload"""
+
+    epoch: int
+    num_bytes: int = Field(gt=0)
+    sha256: Sha256
+
+
+class Upload(Record):
+    """Where to PUT exactly those bytes; the name is the coordinator's."""
+
+    path: str
+    expires_at_s: float
+
+
+class Submit(Record):
+    """POST /v1/leases/{id}/submit; asking again gives the same receipt."""
+
+    epoch: int
+    num_bytes: int = Field(gt=0)
+    sha256: Sha256
+    policy_version: int = Field(ge=0)
+
+
+class Abandon(Record):
+    """POST /v1/leases/{id}/abandon"""
+
+    epoch: int
+    reason: Words
+
+
+class LeaseStatus(Record):
+    """GET /v1/leases/{id}"""
+
+    lease_id: LeaseId
+    state: str
+    code: str | None
+    detail: str | None
+    credit: int
+
+
+class Claim(Record):
+    """POST /v1/checks/claim (validator): one submission to check before `deadline_s`."""
+
+    lease: Lease
+    policy_version: int
+    sha256: Sha256
+    num_bytes: int
+    received_at_s: float
+    deadline_s: float
+    copy_of: str | None
+    """Node that submitted the same bytes before, if any."""
+
+
+class RelayReport(Record):
+    """POST /v1/relays (relay): where it serves, what it holds, what it sent."""
+
+    url: Url
+    versions: tuple[int, ...]
+    bytes_sent: int = Field(default=0, ge=0)
+
+
+class StepReport(Record):
+    """What the trainer says of one step, with the version the step made."""
+
+    version: int
+    loss: float
+    reward_mean: float
+    """Over every accepted group since the last batch, those without signal included."""
+    groups: int
+    dropped_groups: int
+    """Accepted groups whose rewards were all equal: no signal, not trained on."""
+    rollouts: int
+    tokens: int
+    lag_mean: float
+    lag_max: int
+    grad_norm: float
+    clip_fraction: float
+    logprob_gap: float
+    """Mean |engine - trainer| log-prob on the batch, before the update."""
+    learning_rate: float
+    wait_s: float
+    train_s: float
+    tokens_per_s: float
+
+
+class Announce(Record):
+    """POST /v1/policies (trainer): a version is published; `report` is None for version 0."""
+
+    manifest: Sealed[Manifest]
+    origin_url: Url
+    report: StepReport | None
+
+
+class Group(Record):
+    """All samples of one prompt, accepted: rows of one stored file, with the swarm's rewards."""
+
+    group_id: str
+    lease_id: LeaseId
+    sha256: Sha256
+    prompt_index: int
+    policy_version: int
+    rewards: tuple[float, ...]
+
+
+class Batch(Record):
+    """GET /v1/batches/{version} (trainer): what the step from `version` trains on. The same answer for ever."""
+
+    version: int
+    groups: tuple[Group, ...]
+    dropped_groups: int
+    stale_groups: int
+    reward_mean: float
+
+
+class Evaluation(Record):
+    """Held-out reward of one policy version."""
+
+    version: int
+    reward_mean: float
+    rollouts: int
+    complete: bool
+
+
+class NodeView(Record):
+    node: str
+    trust: str
+    liveness: str
+    phase: str
+    policy_version: int | None
+    tokens_per_s: float
+    accepted: int
+    rejected: int
+    void: int
+    credit: int
+    last_code: str | None
+    last_detail: str | None
+
+
+class RelayView(Record):
+    url: str
+    liveness: str
+    versions: tuple[int, ...]
+    bytes_sent: int
+
+
+class Stats(Record):
+    """GET /v1/stats: the run at a glance."""
+
+    run: str
+    newest_version: int | None
+    last_version: int
+    finished: bool
+    waiting_for: str
+    """One sentence: what the run waits for right now, and on whom."""
+    ready_groups: int
+    groups_needed: int
+    open_leases: int
+    queued_checks: int
+    submissions: dict[str, int]
+    """Counts by verdict code."""
+    batches: int
+    trained_groups: int
+    generation_tokens_per_s: float
+    latest: StepReport | None
+    evaluations: tuple[Evaluation, ...]
+    nodes: tuple[NodeView, ...]
+    relays: tuple[RelayView, ...]
+    bytes_published: int
+    ledger_seq: int
+    server_time_s: float
+
+
+class History(Record):
+    """GET /v1/history: every step and every held-out evaluation."""
+
+    steps: tuple[StepReport, ...]
+    evaluations: tuple[Evaluation, ...]
+
+
+Role = Literal["trainer", "validator", "relay"]

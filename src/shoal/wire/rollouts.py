@@ -1,0 +1,206 @@
+"""The rollout table: every row of one lease in one Parquet file. One schema, versioned, nothing optional.
+
+    prompt_index   int32        which prompt of the lease
+    sample_index   int32        which sample of that prompt
+    prompt_tokens  list<int32>  as the policy's tokenizer encodes the leased prompt
+    output_tokens  list<int32>  the answer, its end token included
+    logprobs       list<float>  of each output token under the sampling policy
+    finish         int8         0: ended on an end token, 1: reached max_new_tokens
+    proof          binary       TOPLOC proofs, one after another; empty for a one-token answer
+
+No rewards, no advantages, no identity: the swarm computes the first two and knows the third.
+Rows are sorted by (prompt_index, sample_index). The footer names the format, the lease and the policy version.
+
+Reading is for strangers' files: `decode` looks at the footer's counts and encodings before a single value is
+decoded, because a 647-byte file can ask for a gigabyte. It still belongs in a child with an address-space limit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shoal.wire.codes import Rejected
+
+FORMAT = "shoal/rollouts/1"
+
+SCHEMA = pa.schema(
+    [
+        pa.field("prompt_index", pa.int32(), nullable=False),
+        pa.field("sample_index", pa.int32(), nullable=False),
+        pa.field("prompt_tokens", pa.list_(pa.field("element", pa.int32(), nullable=False)), nullable=False),
+        pa.field("output_tokens", pa.list_(pa.field("element", pa.int32(), nullable=False)), nullable=False),
+        pa.field("logprobs", pa.list_(pa.field("element", pa.float32(), nullable=False)), nullable=False),
+        pa.field("finish", pa.int8(), nullable=False),
+        pa.field("proof", pa.binary(), nullable=False),
+    ]
+)
+
+_CODECS = {"UNCOMPRESSED", "ZSTD", "SNAPPY"}
+# DELTA_* decoders can be made to allocate without bound; no writer of ours uses them.
+_ENCODINGS = {"PLAIN", "RLE", "RLE_DICTIONARY", "PLAIN_DICTIONARY", "BIT_PACKED"}
+_METADATA_KEYS = (b"shoal.format", b"shoal.lease_id", b"shoal.policy_version")
+
+
+class Finish(IntEnum):
+    EOS = 0
+    LENGTH = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One answer. output_tokens and logprobs have equal length T; proof covers decode states 0 .. T-2."""
+
+    prompt_index: int
+    sample_index: int
+    prompt_tokens: tuple[int, ...]
+    output_tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: Finish
+    proof: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutTable:
+    lease_id: str
+    policy_version: int
+    rows: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableLimits:
+    """What a lease allows a file to decode to."""
+
+    max_rows: int
+    max_prompt_tokens: int
+    max_output_tokens: int
+    max_proof_bytes: int
+
+    def max_values(self, column: str) -> int:
+        per_row = {
+            "prompt_tokens.list.element": self.max_prompt_tokens,
+            "output_tokens.list.element": self.max_output_tokens,
+            "logprobs.list.element": self.max_output_tokens,
+        }
+        # An empty list still counts as one value in the footer.
+        return self.max_rows * max(1, per_row.get(column, 1))
+
+
+def encode(table: RolloutTable) -> bytes:
+    """The file's bytes. The same table gives the same bytes with the same pyarrow."""
+    rows = sorted(table.rows, key=lambda row: (row.prompt_index, row.sample_index))
+    columns = {field.name: [getattr(row, field.name) for row in rows] for field in SCHEMA}
+    columns["finish"] = [int(finish) for finish in columns["finish"]]
+    metadata = {
+        "shoal.format": FORMAT,
+        "shoal.lease_id": table.lease_id,
+        "shoal.policy_version": str(table.policy_version),
+    }
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(
+        sink, SCHEMA, compression="zstd", use_dictionary=False, write_page_checksum=True, store_schema=False
+    ) as writer:
+        writer.write_table(pa.Table.from_pydict(columns, schema=SCHEMA))
+        writer.add_key_value_metadata(metadata)
+    return bytes(sink.getvalue())
+
+
+def decode(data: bytes, limits: TableLimits) -> RolloutTable:
+    """The table, or Rejected(reject.malformed_file | reject.oversized_table)."""
+    try:
+        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+        _check_footer(file, limits)
+        metadata = file.metadata.metadata or {}
+        arrow = file.read(use_threads=False)
+        arrow.validate(full=True)
+    except Rejected:
+        raise
+    except MemoryError:  # pyarrow's ArrowMemoryError is one: the child's address-space limit spoke
+        raise Rejected(
+            "reject.oversized_table", "decoding needs more memory than a submission may take"
+        ) from None
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        raise Rejected("reject.malformed_file", f"not readable as Parquet: {str(error)[:200]}") from None
+    return _to_table(arrow, metadata, limits)
+
+
+def _check_footer(file: Any, limits: TableLimits) -> None:
+    meta = file.metadata
+    found = file.schema_arrow.remove_metadata()
+    if not found.equals(SCHEMA):
+        raise Rejected("reject.malformed_file", f"schema is {_describe(found)}, expected {_describe(SCHEMA)}")
+    if meta.num_rows > limits.max_rows:
+        raise Rejected("reject.oversized_table", f"{meta.num_rows} rows, the lease allows {limits.max_rows}")
+    totals: dict[str, int] = {}
+    for group in range(meta.num_row_groups):
+        for index in range(meta.num_columns):
+            column = meta.row_group(group).column(index)
+            if column.compression not in _CODECS or not set(column.encodings) <= _ENCODINGS:
+                raise Rejected(
+                    "reject.malformed_file",
+                    f"{column.path_in_schema}: {column.compression} {column.encodings} is not allowed",
+                )
+            totals[column.path_in_schema] = totals.get(column.path_in_schema, 0) + column.num_values
+    for name, total in totals.items():
+        if total > limits.max_values(name):
+            raise Rejected(
+                "reject.oversized_table",
+                f"{name}: {total} values, the lease allows {limits.max_values(name)}",
+            )
+
+
+def _to_table(arrow: Any, metadata: dict[bytes, bytes], limits: TableLimits) -> RolloutTable:
+    values = {key: metadata.get(key, b"").decode("ascii", "replace") for key in _METADATA_KEYS}
+    if values[b"shoal.format"] != FORMAT:
+        raise Rejected("reject.malformed_file", f"format is {values[b'shoal.format']!r}, expected {FORMAT!r}")
+    if not values[b"shoal.policy_version"].isdecimal():
+        raise Rejected(
+            "reject.malformed_file",
+            f"policy version is {values[b'shoal.policy_version'][:32]!r}, expected a number",
+        )
+    rows = tuple(_to_rollout(row, limits) for row in arrow.to_pylist())
+    return RolloutTable(
+        lease_id=values[b"shoal.lease_id"], policy_version=int(values[b"shoal.policy_version"]), rows=rows
+    )
+
+
+def _to_rollout(row: dict[str, Any], limits: TableLimits) -> Rollout:
+    where = f"row ({row['prompt_index']}, {row['sample_index']})"
+    num_tokens = len(row["output_tokens"])
+    if not 1 <= num_tokens <= limits.max_output_tokens:
+        raise Rejected(
+            "reject.bad_values",
+            f"{where}: {num_tokens} output tokens, allowed 1 to {limits.max_output_tokens}",
+        )
+    if len(row["logprobs"]) != num_tokens:
+        raise Rejected(
+            "reject.bad_values", f"{where}: {len(row['logprobs'])} log-probs for {num_tokens} tokens"
+        )
+    if len(row["prompt_tokens"]) > limits.max_prompt_tokens:
+        raise Rejected(
+            "reject.bad_values",
+            f"{where}: {len(row['prompt_tokens'])} prompt tokens, at most {limits.max_prompt_tokens}",
+        )
+    if len(row["proof"]) > limits.max_proof_bytes:
+        raise Rejected(
+            "reject.malformed_proof",
+            f"{where}: {len(row['proof'])} proof bytes, at most {limits.max_proof_bytes}",
+        )
+    if row["finish"] not in (0, 1):
+        raise Rejected("reject.bad_values", f"{where}: finish is {row['finish']}, expected 0 or 1")
+    return Rollout(
+        prompt_index=row["prompt_index"],
+        sample_index=row["sample_index"],
+        prompt_tokens=tuple(row["prompt_tokens"]),
+        output_tokens=tuple(row["output_tokens"]),
+        logprobs=tuple(row["logprobs"]),
+        finish=Finish(row["finish"]),
+        proof=row["proof"],
+    )
+
+
+def _describe(schema: Sequence[Any]) -> str:
+    return ", ".join(f"{field.name}: {field.type}" for field in schema)
