@@ -25,6 +25,12 @@ def prompt_seed(seed: str, prompt_index: int) -> int:
     return _derive(seed, f"prompt/{prompt_index}")
 
 
+def problem_seeds(seed: str, *, run: str, purpose: str, chunk: int, num_prompts: int) -> list[int]:
+    """Seeds of a lease's problems. Held-out problems are the same for every policy version and every node."""
+    source = seed if purpose == "train" else hashlib.sha256(f"eval/{run}/{chunk}".encode()).hexdigest()
+    return [prompt_seed(source, index) for index in range(num_prompts)]
+
+
 def sample_seed(seed: str, prompt_index: int, sample_index: int) -> int:
     return _derive(seed, f"sample/{prompt_index}/{sample_index}")
 

@@ -35,6 +35,8 @@ class Lease(Sealable):
     epoch: int
     """Which epoch secret the seed comes from."""
     seed: Hex32
+    chunk: int = Field(ge=0)
+    """Which part of the held-out set an `eval` lease poses; 0 for `train`."""
     policies: tuple[PolicyRef, ...]
     """Versions the work may be done with, newest last. All rows of a submission use the same one."""
     relays: tuple[str, ...]
