@@ -2,9 +2,8 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 
@@ -17,8 +16,11 @@ from shoal.wire.record import Record
 from shoal.wire.request import Target, sign_request
 
 R = TypeVar("R", bound=Record)
+T = TypeVar("T")
 
 TIMEOUT = httpx.Timeout(30.0, connect=5.0)
+
+_TRY_AGAIN = ("request.too_early", "request.too_many", "request.failed")
 
 
 class Refused(Exception):
@@ -53,14 +55,13 @@ class SignedClient:
         stop: threading.Event | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ValueError(f"coordinator URL {url!r} must look like http://HOST:PORT")
+        parts = _parse_url(url)
         self.url = url.rstrip("/")
         self.key = key
         self.stop = stop or threading.Event()
         self._log = log
-        self._authority = parts.netloc
+        # As httpx will write it into the Host header: lower case, and no port where it is the scheme's own.
+        self._authority = parts.netloc.decode("ascii")
         self._prefix = parts.path.rstrip("/")
         self._http = httpx.Client(timeout=TIMEOUT, transport=transport, follow_redirects=False)
 
@@ -70,7 +71,13 @@ class SignedClient:
     def call(self, method: str, path: str, body: Record | None, reply: type[R]) -> R:
         """One signed request; the parsed answer, or Refused, or Unreachable."""
         content = body.model_dump_json().encode() if body is not None else b""
-        return reply.parse(self.send(method, path, content).content)
+        response = self.send(method, path, content)
+        try:
+            return reply.parse(response.content)
+        except Rejected as rejected:
+            raise Unreachable(
+                f"{method} {self.url}{path}: an answer we cannot read: {rejected.detail}"
+            ) from None
 
     def send(self, method: str, path: str, content: bytes = b"") -> httpx.Response:
         """One signed request; the raw answer if it is a success."""
@@ -103,19 +110,37 @@ class SignedClient:
     def call_until(
         self, what: str, method: str, path: str, body: Record | None, reply: type[R], *, deadline_s: float
     ) -> R:
-        """`call`, again and again while the server is away or says it is too early. Other refusals pass through."""
+        """`call`, again and again while the server is away, failing, or says it is too early. Other refusals pass."""
+        return self._until(what, lambda: self.call(method, path, body, reply), deadline_s)
 
-        def attempt() -> R:
+    def send_until(
+        self, what: str, method: str, path: str, content: bytes = b"", *, deadline_s: float
+    ) -> httpx.Response:
+        """`send`, again and again in the same way."""
+        return self._until(what, lambda: self.send(method, path, content), deadline_s)
+
+    def _until(self, what: str, once: Callable[[], T], deadline_s: float) -> T:
+        def attempt() -> T:
             try:
-                return self.call(method, path, body, reply)
+                return once()
             except Unreachable as error:
                 raise NotYet(str(error)) from None
             except Refused as refused:
-                if refused.code not in ("request.too_early", "request.too_many"):
+                if refused.code not in _TRY_AGAIN:
                     raise
                 raise NotYet(refused.problem.detail, refused.problem.retry_after_s) from None
 
         return wait_for(what, attempt, deadline_s=deadline_s, log=self._log, stop=self.stop)
+
+
+def _parse_url(url: str) -> httpx.URL:
+    try:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL:
+        parts = httpx.URL("")
+    if parts.scheme not in ("http", "https") or not parts.host or parts.userinfo:
+        raise ValueError(f"coordinator URL {url!r} must look like http://HOST:PORT")
+    return parts
 
 
 def _checked(what: str, response: httpx.Response) -> httpx.Response:

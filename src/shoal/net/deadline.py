@@ -39,8 +39,9 @@ def wait_for(
 ) -> T:
     """Call `attempt` until it stops raising NotYet.
 
-    Delays grow by half up to 2 s, jittered by a fifth; an `after_s` in NotYet is taken instead. While it waits it
-    says so every `say_every_s`, with the last reason, and after `deadline_s` it raises DeadlinePassed.
+    Delays grow by half up to 2 s, jittered by a fifth; an `after_s` in NotYet is taken instead, but never less than
+    50 ms: a server that says 0 must not make us spin. While it waits it says so every `say_every_s`, with the last
+    reason, and after `deadline_s` it raises DeadlinePassed.
     """
     started_s = said_s = time.monotonic()
     delay_s = first_delay_s
@@ -55,7 +56,7 @@ def wait_for(
         if time.monotonic() - said_s >= say_every_s:
             said_s = time.monotonic()
             log.info(f"waiting for {what}: {reason}", waited_s=round(waited_s), deadline_s=round(deadline_s))
-        pause_s = after_s if after_s is not None else delay_s * random.uniform(0.8, 1.2)
+        pause_s = max(after_s, 0.05) if after_s is not None else delay_s * random.uniform(0.8, 1.2)
         if stop.wait(min(pause_s, deadline_s - waited_s + 0.01)):
             raise Stopped(f"stopped while waiting for {what}")
         delay_s = min(delay_s * 1.5, 2.0)

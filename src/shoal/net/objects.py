@@ -6,6 +6,7 @@ An object's name is the SHA-256 of its bytes. Clients never choose a path.
 import hashlib
 import os
 import re
+import secrets
 from pathlib import Path
 
 from shoal.wire.codes import Rejected
@@ -39,7 +40,9 @@ class LocalStore:
 
     def receive(self, token: str, sha256: str, num_bytes: int) -> "Incoming":
         """Begin an upload that must come to exactly these bytes."""
-        return Incoming(self._incoming / token, self.path(sha256), sha256, num_bytes)
+        # A retry can overlap the attempt it replaces: each has a file of its own, so neither can tear the other's.
+        partial = self._incoming / f"{token}.{secrets.token_hex(8)}"
+        return Incoming(partial, self.path(sha256), sha256, num_bytes)
 
 
 class Incoming:

@@ -16,7 +16,9 @@ DRAIN_S = 3
 def listen(host: str, port: int) -> socket.socket:
     """A bound socket, or an error that names the address and what to do."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    # The protocol by name: asyncio sends small writes at once only on sockets that say they are TCP. Without it a
+    # response of head and body costs 40 ms, the wait for the delayed acknowledgement.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
@@ -55,18 +57,22 @@ class Server:
     def serve(self, stop: threading.Event) -> None:
         self.start()
         while not stop.wait(0.2):
-            if self._thread is not None and not self._thread.is_alive():
-                raise RuntimeError(f"the server on port {self.port} ended by itself; its log says why")
+            self.check()
         self.close()
 
+    def check(self) -> None:
+        """Raise if the server has ended although nobody closed it."""
+        if self._thread is not None and not self._thread.is_alive():
+            raise RuntimeError(f"the server on port {self.port} ended by itself; its log says why")
+
     def start(self, deadline_s: float = 20.0) -> None:
-        self._thread = threading.Thread(
-            target=self._uvicorn.run, kwargs={"sockets": [self._sock]}, name="http", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
         self._thread.start()
         give_up_s = time.monotonic() + deadline_s
         while not self._uvicorn.started:
-            if time.monotonic() > give_up_s or not self._thread.is_alive():
+            if not self._thread.is_alive():
+                raise RuntimeError(f"the server on port {self.port} ended while it started; its log says why")
+            if time.monotonic() > give_up_s:
                 raise DeadlinePassed(
                     f"the server on port {self.port} did not start within {deadline_s:.0f} s"
                 )
@@ -77,3 +83,8 @@ class Server:
         if self._thread is not None:
             self._thread.join(DRAIN_S + 2)
         self._sock.close()
+
+    def _run(self) -> None:
+        # Uvicorn leaves by sys.exit when the app fails to start, after it has logged why; here only a thread ends.
+        with contextlib.suppress(SystemExit):
+            self._uvicorn.run(sockets=[self._sock])

@@ -21,8 +21,8 @@ class Add:
     style: Literal["bare", "chat", "shots"] = "chat"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.digits <= 9:
-            raise ValueError(f"add: digits={self.digits} must be 1 to 9")
+        if not isinstance(self.digits, int) or not 1 <= self.digits <= 9:
+            raise ValueError(f"add: digits={self.digits!r} must be a whole number from 1 to 9")
         if self.style not in ("bare", "chat", "shots"):
             raise ValueError(f"add: style={self.style!r} must be bare, chat or shots")
 

@@ -13,8 +13,8 @@ class Sort:
     partial: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 2 <= self.length <= 12:
-            raise ValueError(f"sort: length={self.length} must be 2 to 12")
+        if not isinstance(self.length, int) or not 2 <= self.length <= 12:
+            raise ValueError(f"sort: length={self.length!r} must be a whole number from 2 to 12")
         if not 0 <= self.partial < 1:
             raise ValueError(f"sort: partial={self.partial} must be at least 0 and below 1")
 

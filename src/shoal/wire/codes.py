@@ -59,6 +59,9 @@ CODES: dict[str, Meaning] = {
     "request.too_large": Meaning(
         413, "more bytes than the limit allows", "stay within the lease's max_bytes"
     ),
+    "request.bad_range": Meaning(
+        416, "the range is not one range inside the file", "ask for one range of bytes within its size"
+    ),
     "request.too_early": Meaning(
         425, "what was asked for is not there yet", "wait retry_after_s, then ask again"
     ),
@@ -66,6 +69,9 @@ CODES: dict[str, Meaning] = {
         426, "client and server speak different protocol versions", "install the version the server names"
     ),
     "request.too_many": Meaning(429, "too many requests", "wait retry_after_s"),
+    "request.failed": Meaning(
+        500, "the server failed to handle it", "try again; the server's log has the reason"
+    ),
     # -- the contributor's doing ------------------------------------------------------------------------
     "reject.malformed_file": Meaning(
         0, "the file is not a rollout table of this version", "write it with shoal.wire.rollouts"

@@ -9,6 +9,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 PUBLIC_KEY = re.compile(r"[0-9a-f]{64}")
+_SIGNATURE = re.compile(r"[0-9a-f]{128}")
 
 
 class Key:
@@ -59,7 +60,8 @@ class Key:
 
 def verify(public: str, message: bytes, signature: str) -> bool:
     """Whether `signature` (hex) of `message` is by `public` (hex). Malformed input is simply not a signature."""
-    if not PUBLIC_KEY.fullmatch(public):
+    # One spelling per signature: no upper case, no blanks, which bytes.fromhex would let pass.
+    if not PUBLIC_KEY.fullmatch(public) or not _SIGNATURE.fullmatch(signature):
         return False
     try:
         Ed25519PublicKey.from_public_bytes(bytes.fromhex(public)).verify(bytes.fromhex(signature), message)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from shoal.wire.lease import Lease, LeaseId, Sha256
 from shoal.wire.manifest import Manifest
-from shoal.wire.record import Record, Sealed
+from shoal.wire.record import Count, Record, Sealed
 from shoal.wire.run import RunSpec
 
 Url = Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.\-\[\]:]{1,255}(/[A-Za-z0-9._~/-]{0,255})?$")]
@@ -41,7 +41,7 @@ class Info(Record):
 class Enrol(Record):
     """POST /v1/enrol"""
 
-    protocol: int
+    protocol: Count
     software: Words
 
 
@@ -67,9 +67,9 @@ class Session(Record):
 class Heartbeat(Record):
     """POST /v1/heartbeat"""
 
-    epoch: int
+    epoch: Count
     phase: Words
-    policy_version: int | None = None
+    policy_version: Count | None = None
     tokens_per_s: float = Field(default=0.0, ge=0)
 
 
@@ -82,14 +82,14 @@ class HeartbeatReply(Record):
 class AskLease(Record):
     """POST /v1/leases"""
 
-    epoch: int
+    epoch: Count
 
 
 class AskUpload(Record):
     """POST /v1/leases/{id}/upload"""
 
-    epoch: int
-    num_bytes: int = Field(gt=0)
+    epoch: Count
+    num_bytes: Count = Field(gt=0)
     sha256: Sha256
 
 
@@ -103,16 +103,16 @@ class Upload(Record):
 class Submit(Record):
     """POST /v1/leases/{id}/submit; asking again gives the same receipt."""
 
-    epoch: int
-    num_bytes: int = Field(gt=0)
+    epoch: Count
+    num_bytes: Count = Field(gt=0)
     sha256: Sha256
-    policy_version: int = Field(ge=0)
+    policy_version: Count
 
 
 class Abandon(Record):
     """POST /v1/leases/{id}/abandon"""
 
-    epoch: int
+    epoch: Count
     reason: Words
 
 
@@ -143,8 +143,14 @@ class RelayReport(Record):
     """POST /v1/relays (relay): where it serves, what it holds, what it sent."""
 
     url: Url
-    versions: tuple[int, ...]
-    bytes_sent: int = Field(default=0, ge=0)
+    versions: tuple[Count, ...]
+    bytes_sent: Count = 0
+
+
+class Origin(Record):
+    """GET /v1/origin (relay): where the trainer serves the versions it publishes."""
+
+    url: Url
 
 
 class StepReport(Record):
@@ -177,6 +183,12 @@ class Announce(Record):
     manifest: Sealed[Manifest]
     origin_url: Url
     report: StepReport | None
+
+
+class Recorded(Record):
+    """The answer to an announcement: it stands in the ledger as event `seq`."""
+
+    seq: int
 
 
 class Group(Record):

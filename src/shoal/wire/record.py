@@ -5,19 +5,23 @@ signed (RFC 8785), so that a record has one digest wherever it is computed.
 """
 
 import hashlib
-from typing import Any, Generic, Self, TypeVar
+from typing import Annotated, Any, Generic, Self, TypeVar, cast
 
 import rfc8785
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key, verify
+
+Count = Annotated[int, Field(ge=0, le=2**53 - 1)]
+"""A whole number that JSON carries exactly and every database can hold. For numbers that strangers send."""
 
 
 class Record(BaseModel):
     """Base of everything that crosses a border."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, ser_json_inf_nan="null")
+    # JSON has no infinity, but Python's reader makes one of 1e400: it would pass any lower bound.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     @classmethod
     def parse(cls, data: bytes | str) -> Self:
@@ -36,8 +40,11 @@ class Record(BaseModel):
 
 
 def canonical_json(value: Any) -> bytes:
-    """RFC 8785 bytes of plain JSON data."""
-    return rfc8785.dumps(value)
+    """RFC 8785 bytes of plain JSON data; Rejected if it has none (an integer past 2**53, an infinity)."""
+    try:
+        return rfc8785.dumps(value)
+    except rfc8785.CanonicalizationError as error:
+        raise Rejected("request.malformed", f"no canonical JSON: {str(error)[:200]}") from None
 
 
 class Sealable(Record):
@@ -74,11 +81,13 @@ class Sealed(Record, Generic[T]):
 
 
 def seal(body: T, key: Key) -> Sealed[T]:
-    return Sealed[type(body)](body=body, key=key.public, signature=key.sign(_sealed_bytes(body)))  # type: ignore[misc,no-any-return]
+    # Pydantic has one class per kind of body, and only that class writes the body's own fields.
+    kind = cast("type[Sealed[T]]", Sealed.__class_getitem__(type(body)))
+    return kind(body=body, key=key.public, signature=key.sign(_sealed_bytes(body)))
 
 
 def _sealed_bytes(body: Sealable) -> bytes:
     return body.tag().encode() + b"\n" + body.canonical()
 
 
-__all__ = ["Record", "Sealable", "Sealed", "canonical_json", "seal"]
+__all__ = ["Count", "Record", "Sealable", "Sealed", "canonical_json", "seal"]

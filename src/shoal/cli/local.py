@@ -1,0 +1,239 @@
+"""`shoal run`: every role of a run file on this machine, as processes that talk over loopback HTTP."""
+
+import shutil
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+
+from shoal.cli.plot import plot_rewards
+from shoal.cli.runfile import RunFile
+from shoal.cli.summary import Outcome, judge_run, print_summary
+from shoal.cli.supervise import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Supervisor, last_words
+from shoal.cli.view import View, make_view
+from shoal.net.deadline import DeadlinePassed
+from shoal.wire.keys import Key
+from shoal.wire.messages import History, Stats
+
+HOST = "127.0.0.1"
+MARKER = "run.toml"
+"""A folder that holds this file is a run's folder."""
+START_S = 60.0
+POLL_S = 0.5
+SILENCE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalRun:
+    """Where a run lives and how it was asked for."""
+
+    file: RunFile
+    source: Path
+    folder: Path
+    resume: bool
+    fresh: bool
+
+
+def prepare_folder(run: LocalRun) -> None:
+    """Make the run's folder, or refuse in words."""
+    held = run.folder / MARKER
+    if run.resume:
+        if not held.exists():
+            raise ValueError(f"nothing to resume: {run.folder} holds no run; start it without --resume")
+        if held.read_bytes() != run.source.read_bytes():
+            raise ValueError(
+                f"{run.source} differs from {held}, the file this run began with; put it back, or start anew with --fresh"
+            )
+        return
+    if run.folder.exists() and any(run.folder.iterdir()):
+        if not run.fresh:
+            raise ValueError(
+                f"{run.folder} holds an earlier run; continue it with --resume, or delete it and start anew with --fresh"
+            )
+        if not held.exists():
+            raise ValueError(
+                f"{run.folder} is not a run's folder, so --fresh will not delete it; choose another --dir"
+            )
+        shutil.rmtree(run.folder)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(run.source, held)
+
+
+def run_local(run: LocalRun, stop: threading.Event, console: Console) -> int:
+    """Start everything, watch it to its end, stop everything, sum up."""
+    prepare_folder(run)
+    supervisor = Supervisor(run.folder)
+    view: View | None = None
+    try:
+        url = start_roles(run, supervisor)
+        view = make_view(worker_names(run), console)
+        view.say(f"run {run.file.run.name}: coordinator {url}, files in {run.folder}")
+        stats, history = watch(url, supervisor, view, stop)
+    finally:
+        if view is not None:
+            view.close()
+        supervisor.stop()
+    if stats is None or history is None:
+        console.print(f"stopped; continue with: shoal run {run.source} --resume")
+        return EXIT_INTERRUPTED
+    outcome = judge_run(run.file, stats, worker_names(run))
+    plotted = plot_rewards(
+        history,
+        run.folder / "reward.png",
+        f"{run.file.run.name}: {run.file.run.model} on {run.file.task.name}",
+    )
+    print_summary(
+        run.file, stats, outcome, run.folder, plotted=plotted, names=worker_names(run), console=console
+    )
+    return EXIT_OK if outcome is Outcome.GOOD else EXIT_FAILED
+
+
+def start_roles(run: LocalRun, supervisor: Supervisor) -> str:
+    """All roles, the coordinator first because its folder holds the keys; returns its URL."""
+    file, folder = run.file, run.folder
+    ports = free_ports(2 + file.local.relays)
+    url = f"http://{HOST}:{ports[0]}"
+    keys = folder / "coordinator" / "keys"
+    supervisor.start(
+        "coordinator",
+        ["coordinator", str(run.source), "--dir", str(folder / "coordinator"), "--port", str(ports[0])],
+    )
+    wait_until_up(url, supervisor, keys)
+    deadline = ["--deadline-s", str(file.local.deadline_s)]
+    supervisor.start(
+        "trainer",
+        [
+            "trainer",
+            str(run.source),
+            "--coordinator",
+            url,
+            "--dir",
+            str(folder / "trainer"),
+            "--keys",
+            str(keys),
+        ]
+        + ["--port", str(ports[1]), "--threads", str(file.local.trainer_threads), *deadline],
+    )
+    for index in range(file.local.relays):
+        supervisor.start(
+            f"relay-{index + 1}",
+            [
+                "relay",
+                "--coordinator",
+                url,
+                "--dir",
+                str(folder / f"relay-{index + 1}"),
+                "--key",
+                str(keys / "relay.key"),
+            ]
+            + ["--port", str(ports[2 + index]), "--keep-versions", str(file.shardcast.keep_versions)],
+        )
+    for index in range(file.local.validators):
+        supervisor.start(
+            f"validator-{index + 1}",
+            [
+                "validator",
+                "--coordinator",
+                url,
+                "--dir",
+                str(folder / f"validator-{index + 1}"),
+                "--key",
+                str(keys / "validator.key"),
+                *deadline,
+            ],
+        )
+    for name, lie in worker_roles(file):
+        arguments = [
+            "worker",
+            "--coordinator",
+            url,
+            "--dir",
+            str(folder / name),
+            "--max-rows",
+            str(file.local.max_rows),
+        ]
+        arguments += [
+            "--threads",
+            str(file.local.worker_threads),
+            *deadline,
+            *(["--lie", lie] if lie else []),
+        ]
+        supervisor.start(name, arguments)
+    return url
+
+
+def worker_roles(file: RunFile) -> list[tuple[str, str | None]]:
+    """Name and lie of every worker, the liars last."""
+    lies: list[str | None] = [None] * file.local.workers + list(file.local.lies)
+    return [(f"worker-{index + 1}", lie) for index, lie in enumerate(lies)]
+
+
+def worker_names(run: LocalRun) -> dict[str, str]:
+    """What this run calls each node whose key it has made."""
+    names = {}
+    for name, lie in worker_roles(run.file):
+        path = run.folder / name / "node.key"
+        if path.exists():
+            names[Key.load(path).public] = f"{name}, lies: {lie}" if lie else name
+    return names
+
+
+def watch(
+    url: str, supervisor: Supervisor, view: View, stop: threading.Event
+) -> tuple[Stats | None, History | None]:
+    """Show the run until it is finished; (None, None) if somebody stopped it."""
+    said = 0
+    heard_s = time.monotonic()
+    with httpx.Client(base_url=url, timeout=5.0) as http:
+        while not stop.wait(POLL_S):
+            supervisor.check()
+            for event in supervisor.events[said:]:
+                view.say(event)
+            said = len(supervisor.events)
+            try:
+                stats = Stats.parse(http.get("/v1/stats").content)
+            except httpx.HTTPError as error:
+                if time.monotonic() - heard_s > SILENCE_S:
+                    raise DeadlinePassed(
+                        f"the coordinator at {url} has not answered for {SILENCE_S:.0f} s: {error}"
+                    ) from None
+                continue
+            heard_s = time.monotonic()
+            view.show(stats)
+            if stats.finished:
+                return stats, History.parse(http.get("/v1/history").content)
+    return None, None
+
+
+def wait_until_up(url: str, supervisor: Supervisor, keys: Path) -> None:
+    """Until the coordinator answers and its keys are written."""
+    give_up_s = time.monotonic() + START_S
+    while True:
+        supervisor.check()
+        try:
+            if httpx.get(f"{url}/healthz", timeout=2.0).is_success and (keys / "relay.key").exists():
+                return
+        except httpx.HTTPError:
+            pass
+        if time.monotonic() > give_up_s:
+            words = last_words(supervisor.children["coordinator"].log_path)
+            raise DeadlinePassed(
+                f"waited {START_S:.0f} s for the coordinator at {url}; its log ends: {words}"
+            )
+        time.sleep(0.1)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that are free now. Held together while choosing, so that they differ."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for sock in sockets:
+            sock.bind((HOST, 0))
+        return [int(sock.getsockname()[1]) for sock in sockets]
+    finally:
+        for sock in sockets:
+            sock.close()

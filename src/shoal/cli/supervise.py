@@ -1,0 +1,131 @@
+"""One process per role, watched: started, logged, restarted when it dies, stopped when we stop.
+
+A child's standard input is a pipe that we hold. When we end, however we end, the pipe closes and the child takes
+that as the word to stop: nothing is left behind, even after kill -9.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+GRACE_S = 6.0
+"""Between asking a child to stop and making it."""
+MAX_RESTARTS = 5
+STABLE_AFTER_S = 30.0
+"""A child that ran this long has earned a fresh count of restarts."""
+
+# Exit codes of a role that mean: do not start me again. docs/cli.md has the list.
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_DEADLINE, EXIT_EJECTED, EXIT_INTERRUPTED = 0, 1, 2, 3, 4, 130
+FINAL_CODES = {EXIT_OK, EXIT_USAGE, EXIT_EJECTED}
+
+
+@dataclass
+class Child:
+    name: str
+    command: Sequence[str]
+    log_path: Path
+    process: subprocess.Popen[bytes]
+    started_s: float
+    restarts: int = 0
+    ended: int | None = None
+    """Exit code, once it has ended for good."""
+
+
+@dataclass
+class Supervisor:
+    """Children by name, and what happened to them in words."""
+
+    folder: Path
+    children: dict[str, Child] = field(default_factory=dict)
+    events: list[str] = field(default_factory=list)
+
+    def start(self, name: str, arguments: Sequence[str]) -> None:
+        """Start `shoal ARGUMENTS` as a child called `name`."""
+        command = [sys.executable, "-m", "shoal.cli", *arguments, "--stop-with-stdin"]
+        log_path = self.folder / "logs" / f"{name}.log"
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        self.children[name] = Child(name, command, log_path, _spawn(command, log_path), time.monotonic())
+        self._write_pids()
+
+    def check(self) -> None:
+        """Restart children that died; raise if one keeps dying or will never come back."""
+        for child in self.children.values():
+            code = child.process.poll()
+            if code is None or child.ended is not None:
+                continue
+            if code in FINAL_CODES:
+                child.ended = code
+                if code == EXIT_USAGE:
+                    raise RuntimeError(
+                        f"{child.name} refused to start: {last_words(child.log_path)} (log: {child.log_path})"
+                    )
+                continue
+            if time.monotonic() - child.started_s > STABLE_AFTER_S:
+                child.restarts = 0
+            if child.restarts >= MAX_RESTARTS:
+                raise RuntimeError(
+                    f"{child.name} died {child.restarts + 1} times in a row: {last_words(child.log_path)} (log: {child.log_path})"
+                )
+            child.restarts += 1
+            self.events.append(
+                f"{child.name} ended with {_how(code)}; started again ({child.restarts} of {MAX_RESTARTS})"
+            )
+            child.process = _spawn(child.command, child.log_path)
+            child.started_s = time.monotonic()
+            self._write_pids()
+
+    def stop(self) -> None:
+        """Ask every child to stop, wait GRACE_S in all, then make it."""
+        running = [child for child in self.children.values() if child.process.poll() is None]
+        for child in running:
+            _close_stdin(child.process)
+            with contextlib.suppress(ProcessLookupError):
+                child.process.send_signal(signal.SIGTERM)
+        give_up_s = time.monotonic() + GRACE_S
+        for child in running:
+            try:
+                child.process.wait(max(0.0, give_up_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+                self.events.append(f"{child.name} did not stop within {GRACE_S:.0f} s and was killed")
+        for child in self.children.values():
+            _close_stdin(child.process)
+        (self.folder / "pids.json").unlink(missing_ok=True)
+
+    def _write_pids(self) -> None:
+        pids = {child.name: child.process.pid for child in self.children.values()}
+        partial = self.folder / "pids.json.partial"
+        partial.write_text(json.dumps(pids))
+        os.replace(partial, self.folder / "pids.json")
+
+
+def last_words(log_path: Path) -> str:
+    """The last line of a log that says something."""
+    lines = [line for line in log_path.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "it said nothing"
+
+
+def _spawn(command: Sequence[str], log_path: Path) -> subprocess.Popen[bytes]:
+    # A session of its own: Ctrl-C in the terminal reaches us alone, and we stop the children in order.
+    with log_path.open("ab") as log:
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+        )
+
+
+def _close_stdin(process: subprocess.Popen[bytes]) -> None:
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+
+
+def _how(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

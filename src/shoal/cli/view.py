@@ -1,0 +1,187 @@
+"""What a person sees while a run goes on: a live table on a terminal, one line every few seconds elsewhere."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from shoal.wire.codes import ACCEPTED, in_words
+from shoal.wire.messages import NodeView, Stats
+
+LINE_EVERY_S = 3.0
+
+
+class View(Protocol):
+    def show(self, stats: Stats) -> None: ...
+
+    def say(self, sentence: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_view(names: Mapping[str, str], console: Console) -> View:
+    """`names` maps node ids to what this run calls them."""
+    return LiveView(names, console) if console.is_terminal else LineView(names, console.print)
+
+
+class LineView:
+    """Plain lines: for logs and pipes."""
+
+    def __init__(self, names: Mapping[str, str], write: Callable[[str], None]) -> None:
+        self._names, self._write = names, write
+        self._last_s = float("-inf")
+        self._news = News(names)
+
+    def show(self, stats: Stats) -> None:
+        for sentence in self._news.of(stats):
+            self.say(sentence)
+        if time.monotonic() - self._last_s >= LINE_EVERY_S:
+            self._last_s = time.monotonic()
+            self.say(headline(stats))
+
+    def say(self, sentence: str) -> None:
+        self._write(f"{time.strftime('%H:%M:%S')} {sentence}")
+
+    def close(self) -> None:
+        pass
+
+
+class LiveView:
+    """The same in place, with a table of nodes."""
+
+    def __init__(self, names: Mapping[str, str], console: Console) -> None:
+        self._names = names
+        self._news = News(names)
+        self._live = Live(console=console, refresh_per_second=4, transient=True)
+        self._live.start()
+
+    def show(self, stats: Stats) -> None:
+        for sentence in self._news.of(stats):
+            self.say(sentence)
+        # Text, never markup: a node's words are shown as they are.
+        self._live.update(
+            Group(
+                Text(headline(stats), style="bold"),
+                Text(f"waiting for {stats.waiting_for}"),
+                node_table(stats, self._names),
+            )
+        )
+
+    def say(self, sentence: str) -> None:
+        self._live.console.print(Text(f"{time.strftime('%H:%M:%S')} {sentence}"))
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+class News:
+    """Sentences about what changed since the last look: refusals, ejections, held-out results."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
+        self._rejected: dict[str, int] = {}
+        self._trust: dict[str, str] = {}
+        self._evaluated: set[int] = set()
+
+    def of(self, stats: Stats) -> list[str]:
+        sentences = []
+        for node in stats.nodes:
+            name = name_of(node, self._names)
+            if (
+                node.rejected > self._rejected.get(node.node, 0)
+                and node.last_code
+                and node.last_code.startswith("reject.")
+            ):
+                sentences.append(
+                    f"{name} refused: {in_words(node.last_code)} [{node.last_code}: {node.last_detail}]"
+                )
+            if node.trust == "banned" and self._trust.get(node.node) != "banned":
+                sentences.append(
+                    f"{name} ejected after {node.rejected} refusals; nothing of the refused work is trained on"
+                )
+            self._rejected[node.node] = node.rejected
+            self._trust[node.node] = node.trust
+        for evaluation in stats.evaluations:
+            if evaluation.complete and evaluation.version not in self._evaluated:
+                self._evaluated.add(evaluation.version)
+                sentences.append(
+                    f"held-out reward of version {evaluation.version}: {evaluation.reward_mean:.3f} over {evaluation.rollouts} rollouts"
+                )
+        return sentences
+
+
+def headline(stats: Stats) -> str:
+    """The run in one line."""
+    version = "-" if stats.newest_version is None else str(stats.newest_version)
+    step = stats.latest
+    learned = (
+        f"reward {step.reward_mean:.3f}  train {step.tokens_per_s:,.0f} tok/s  lag {step.lag_mean:.1f} (max {step.lag_max})"
+        if step
+        else "no step yet"
+    )
+    counts = tally(stats)
+    return (
+        f"version {version}/{stats.last_version}  {learned}  generate {stats.generation_tokens_per_s:,.0f} tok/s"
+        f"  accepted {counts['accepted']}  refused {counts['refused']}  void {counts['void']}"
+        + (
+            ""
+            if step and not stats.waiting_for.startswith(("workers", "relays", "a validator"))
+            else f"  (waiting for {stats.waiting_for})"
+        )
+    )
+
+
+def tally(stats: Stats) -> dict[str, int]:
+    """Submissions by what became of them."""
+    counts = {"accepted": 0, "refused": 0, "void": 0}
+    for code, number in stats.submissions.items():
+        kind = "accepted" if code == ACCEPTED else "refused" if code.startswith("reject.") else "void"
+        counts[kind] += number
+    return counts
+
+
+def node_table(stats: Stats, names: Mapping[str, str]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in (
+        "worker",
+        "trust",
+        "state",
+        "version",
+        "tok/s",
+        "accepted",
+        "refused",
+        "void",
+        "credit",
+        "last verdict",
+    ):
+        table.add_column(
+            title,
+            justify="right"
+            if title in ("version", "tok/s", "accepted", "refused", "void", "credit")
+            else "left",
+        )
+    for node in stats.nodes:
+        verdict = "" if node.last_code is None else in_words(node.last_code)
+        cells = (
+            name_of(node, names),
+            node.trust,
+            f"{node.liveness}, {node.phase}" if node.phase else node.liveness,
+            "-" if node.policy_version is None else str(node.policy_version),
+            f"{node.tokens_per_s:,.0f}",
+            str(node.accepted),
+            str(node.rejected),
+            str(node.void),
+            f"{node.credit:,}",
+            verdict,
+        )
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def name_of(node: NodeView, names: Mapping[str, str]) -> str:
+    short = node.node[:8]
+    return f"{names[node.node]} ({short})" if node.node in names else short

@@ -1,0 +1,105 @@
+"""The numbers that make a model of the Llama/Qwen2/Qwen3 family, read from a Hugging Face config.json."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+# What a config may say that would change the numbers and that Decoder does not do. Refused rather than ignored.
+_MUST_BE: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu",),
+    "mlp_bias": (False,),
+    "use_sliding_window": (False,),
+    "pretraining_tp": (1,),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    rope_theta: float
+    norm_eps: float
+    tied_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_heads} is no multiple of num_key_value_heads={self.num_kv_heads}"
+            )
+
+
+def read_shape(folder: Path) -> Shape:
+    """The shape in `folder`/config.json, or a ValueError that names what this decoder cannot do."""
+    config = _read_json(folder / "config.json")
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ValueError(
+            f"{folder}/config.json: model_type={family!r} is not supported; known: {', '.join(FAMILIES)}"
+        )
+    for key, allowed in _MUST_BE.items():
+        if config.get(key, allowed[0]) not in allowed:
+            raise ValueError(
+                f"{folder}/config.json: {key}={config[key]!r} is not supported; only {allowed[0]!r}"
+            )
+    qkv_bias = family == "qwen2" or bool(config.get("attention_bias", False))
+    if family == "llama" and qkv_bias:
+        raise ValueError(f"{folder}/config.json: attention_bias=true is not supported for llama")
+    num_heads = int(config["num_attention_heads"])
+    return Shape(
+        vocab_size=int(config["vocab_size"]),
+        hidden_size=int(config["hidden_size"]),
+        num_layers=int(config["num_hidden_layers"]),
+        num_heads=num_heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+        head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // num_heads),
+        ffn_size=int(config["intermediate_size"]),
+        rope_theta=_rope_theta(folder, config),
+        norm_eps=float(config["rms_norm_eps"]),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=qkv_bias,
+        qk_norm=family == "qwen3",
+        max_positions=int(config["max_position_embeddings"]),
+        eos_token_ids=_eos_token_ids(folder, config),
+    )
+
+
+def _rope_theta(folder: Path, config: dict[str, Any]) -> float:
+    # transformers 4 writes rope_theta and rope_scaling, transformers 5 one dict for both.
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise ValueError(f"{folder}/config.json: rope type {kind!r} is not supported; only 'default'")
+    return float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+
+
+def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    """End tokens of both config files: chat models often name their turn's end only in generation_config.json."""
+    found: list[int] = []
+    generation = folder / "generation_config.json"
+    for source in (config, _read_json(generation) if generation.exists() else {}):
+        value = source.get("eos_token_id")
+        found += value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(dict.fromkeys(int(token) for token in found))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise FileNotFoundError(
+            f"no {path}; a model folder holds config.json, model.safetensors and a tokenizer"
+        )
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object")
+    return value

@@ -1,0 +1,106 @@
+"""Text to tokens and back.
+
+CharTokenizer serves the built-in `tiny`; any other model brings a Hugging Face tokenizer in its folder.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from shoal.model.shape import read_shape
+
+CHAR_FILE = "char_tokenizer.json"
+
+
+class Tokenizer(Protocol):
+    end_tokens: frozenset[int]
+    """A row that draws one of these is finished; the token belongs to the answer."""
+    vocab_size: int
+    """Tokens a model may draw are 0 .. vocab_size-1."""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """What the model sees before it answers: the user's turn in the chat template where the model has one."""
+
+    def encode_answer(self, text: str) -> list[int]:
+        """An answer as the model should have drawn it, end token included."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of an answer, special tokens left out."""
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer in a model folder. Never asks the network."""
+    if (folder / CHAR_FILE).exists():
+        return CharTokenizer.load(folder)
+    return HfTokenizer(folder)
+
+
+class CharTokenizer:
+    """One token per character of a fixed alphabet, after <pad>, <bos> and <eos>."""
+
+    PAD, BOS, EOS = 0, 1, 2
+
+    def __init__(self, alphabet: str) -> None:
+        if len(set(alphabet)) != len(alphabet):
+            raise ValueError(f"alphabet {alphabet!r} names a character twice")
+        self.alphabet = alphabet
+        self.end_tokens = frozenset({self.EOS})
+        self.vocab_size = 3 + len(alphabet)
+        self._ids = {char: 3 + index for index, char in enumerate(alphabet)}
+
+    @classmethod
+    def load(cls, folder: Path) -> "CharTokenizer":
+        return cls(json.loads((folder / CHAR_FILE).read_text(encoding="utf-8"))["alphabet"])
+
+    def save(self, folder: Path) -> None:
+        (folder / CHAR_FILE).write_text(json.dumps({"alphabet": self.alphabet}) + "\n", encoding="utf-8")
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return [self.BOS, *self._encode(text)]
+
+    def encode_answer(self, text: str) -> list[int]:
+        return [*self._encode(text), self.EOS]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(self.alphabet[token - 3] for token in tokens if 3 <= token < self.vocab_size)
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            return [self._ids[char] for char in text]
+        except KeyError as error:
+            raise ValueError(
+                f"character {error.args[0]!r} in {text[:80]!r} is not in the model's alphabet {self.alphabet!r}"
+            ) from None
+
+
+class HfTokenizer:
+    """A Hugging Face tokenizer from a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer  # takes seconds; the built-in tiny model does without
+
+        shape = read_shape(folder)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        ends = shape.eos_token_ids or (self._tokenizer.eos_token_id,)
+        if None in ends:
+            raise ValueError(
+                f"{folder}: neither config.json nor the tokenizer names an end token (eos_token_id)"
+            )
+        self.end_tokens = frozenset(ends)
+        self.vocab_size = shape.vocab_size
+        own = self._tokenizer.eos_token_id
+        self._end: int = own if own in self.end_tokens else ends[0]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        if not self._tokenizer.chat_template:
+            return list(self._tokenizer.encode(text))
+        turns = [{"role": "user", "content": text}]
+        prompt: str = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return list(self._tokenizer.encode(prompt, add_special_tokens=False))
+
+    def encode_answer(self, text: str) -> list[int]:
+        return [*self._tokenizer.encode(text, add_special_tokens=False), self._end]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))

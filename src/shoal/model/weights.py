@@ -1,0 +1,76 @@
+"""Weights to and from a safetensors file: bfloat16, Hugging Face names, the same bytes for the same weights."""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shoal.model.decoder import Decoder
+
+WEIGHTS_FILE = "model.safetensors"
+
+
+def save_weights(decoder: Decoder, path: Path) -> None:
+    """Write all parameters as bfloat16; `path` is complete or absent."""
+    tensors = {
+        name: parameter.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
+        for name, parameter in sorted(decoder.named_parameters())
+    }
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    save_file(tensors, partial, metadata={"format": "pt"})
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def load_weights(decoder: Decoder, path: Path) -> None:
+    """Copy a file's values into the decoder's parameters, where they are: nothing is allocated or renamed.
+
+    Names and shapes are compared before the first value is copied, so a wrong file changes nothing.
+    """
+    load_weight_files(decoder, [path])
+
+
+def load_weight_files(decoder: Decoder, paths: Iterable[Path]) -> None:
+    """`load_weights` of a checkpoint that was cut into several files."""
+    parameters = dict(decoder.named_parameters())
+    homes: dict[str, Path] = {}
+    for path in paths:
+        homes |= _check_file(path, parameters, tied=decoder.shape.tied_embeddings)
+    if missing := sorted(parameters.keys() - homes.keys()):
+        raise ValueError(
+            f"{sorted(set(homes.values()))[0] if homes else 'no file'}: {len(missing)} parameters are missing, "
+            f"first {missing[0]!r}; does config.json belong to these weights?"
+        )
+    with torch.no_grad():
+        for path in sorted(set(homes.values())):
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+                    if homes.get(name) == path:
+                        parameters[name].copy_(file.get_tensor(name))
+
+
+def _check_file(path: Path, parameters: Mapping[str, Tensor], *, tied: bool) -> dict[str, Path]:
+    if not path.exists():
+        raise FileNotFoundError(f"no weights at {path}; a model folder holds {WEIGHTS_FILE}")
+    found: dict[str, Path] = {}
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.keys():  # noqa: SIM118
+                if tied and name == "lm_head.weight":  # some writers store the shared matrix twice
+                    continue
+                if name not in parameters:
+                    raise ValueError(
+                        f"{path}: {name!r} is no parameter of this model; does config.json belong to it?"
+                    )
+                stored, wanted = tuple(file.get_slice(name).get_shape()), tuple(parameters[name].shape)
+                if stored != wanted:
+                    raise ValueError(f"{path}: {name} has shape {stored}, config.json asks for {wanted}")
+                found[name] = path
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a readable safetensors file: {error}") from None
+    return found

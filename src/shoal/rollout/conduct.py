@@ -1,0 +1,30 @@
+"""How a worker does its work. Honest workers use this class as it is; lies.py has the others, for tests and demos.
+
+The hooks stand where a dishonest worker would interfere, so that the honest path needs no branches for them.
+"""
+
+from collections.abc import Sequence
+
+from shoal.rollout.engine import Engine, Request
+from shoal.wire.lease import Lease
+from shoal.wire.rollouts import RolloutTable
+
+
+class Conduct:
+    """Leaves everything as it is."""
+
+    def engine(self, engine: Engine) -> Engine:
+        """The engine, once, before it loads anything."""
+        return engine
+
+    def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
+        """What is generated for a lease."""
+        return requests
+
+    def table(self, table: RolloutTable, lease: Lease) -> RolloutTable:
+        """What is reported of it."""
+        return table
+
+    def data(self, data: bytes) -> bytes:
+        """The bytes that are sent."""
+        return data

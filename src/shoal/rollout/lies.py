@@ -1,0 +1,247 @@
+"""Workers that cheat, each in one way, so that anybody can watch them being caught: `shoal worker --lie KIND`.
+
+Only against a coordinator on this machine. Each lie is made as well as it can be without doing the work, so that the
+check it is meant for is the one that has to find it.
+"""
+
+import ipaddress
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import torch
+
+from shoal.model.builtin import copy_all_but_weights
+from shoal.model.load import load_decoder
+from shoal.model.tokenizer import Tokenizer
+from shoal.model.weights import WEIGHTS_FILE, save_weights
+from shoal.rollout.conduct import Conduct
+from shoal.rollout.engine import Engine, Finished, Request
+from shoal.tasks import make_task
+from shoal.toploc.proof import PRIME, num_segments
+from shoal.wire.lease import Lease
+from shoal.wire.rollouts import Finish, RolloutTable
+
+FORGED_VALUE = 0x4010
+"""2.25 as bfloat16: about what the largest of normed states come to, so that exponents fit as often as they can."""
+OTHER_SEED = 0x5EED
+
+
+def make_conduct(lie: str | None, coordinator: str) -> Conduct:
+    """The honest conduct for None, else the lie of that name; ValueError if it is unknown or aimed at other people."""
+    if lie is None:
+        return Conduct()
+    if lie not in LIES:
+        raise ValueError(f"unknown lie {lie!r}; known: {', '.join(LIES)}")
+    if not is_loopback(coordinator):
+        raise ValueError(
+            f"--lie {lie} is for a coordinator on this machine, and {coordinator} is not; "
+            "other people's runs would eject this node for it"
+        )
+    return LIES[lie]()
+
+
+def is_loopback(url: str) -> bool:
+    host = httpx.URL(url).host
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Wrapped:
+    """An engine inside another: what a lie does not touch goes straight through."""
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner = inner
+        self.policy_version = inner.policy_version
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.inner.tokenizer
+
+    @property
+    def has_work(self) -> bool:
+        return self.inner.has_work
+
+    def load(self, folder: Path, version: int) -> None:
+        self.inner.load(folder, version)
+        self.policy_version = version
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.inner.submit(requests)
+
+    def step(self) -> list[Finished]:
+        return self.inner.step()
+
+
+class NoisyEngine(Wrapped):
+    """Generates with weights that were never published."""
+
+    def load(self, folder: Path, version: int) -> None:
+        decoder = load_decoder(folder)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in decoder.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise * 0.3 * parameter.square().mean().sqrt())
+        with tempfile.TemporaryDirectory(prefix="shoal-lie-") as scratch:
+            noisy = Path(scratch)
+            copy_all_but_weights(folder, noisy)
+            save_weights(decoder, noisy / WEIGHTS_FILE)
+            super().load(noisy, version)
+
+
+class FrozenEngine(Wrapped):
+    """Keeps the first version it ever loaded and claims to have every later one."""
+
+    def load(self, folder: Path, version: int) -> None:
+        if self.inner.policy_version is None:
+            self.inner.load(folder, version)
+        self.policy_version = version
+
+
+class WrongWeights(Conduct):
+    def engine(self, engine: Engine) -> Engine:
+        return NoisyEngine(engine)
+
+
+class StaleWeights(Conduct):
+    def engine(self, engine: Engine) -> Engine:
+        return FrozenEngine(engine)
+
+
+class ForgedProof(Conduct):
+    """Proofs that need no states: a constant polynomial claims the same likely value at every index."""
+
+    def table(self, table: RolloutTable, lease: Lease) -> RolloutTable:
+        words = (PRIME, FORGED_VALUE, *[0] * (lease.proof.topk - 1))
+        segment = b"".join(word.to_bytes(2, "big") for word in words)
+        rows = tuple(
+            replace(row, proof=segment * num_segments(len(row.output_tokens) - 1, lease.proof.segment_tokens))
+            for row in table.rows
+        )
+        return replace(table, rows=rows)
+
+
+class EditedPrompt(Conduct):
+    """Two tokens of one prompt change places, in what is run and in what is sent."""
+
+    def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
+        return [
+            replace(request, prompt_tokens=_swapped(request.prompt_tokens))
+            if request.prompt_index == 0
+            else request
+            for request in requests
+        ]
+
+
+class OtherPrompts(Conduct):
+    """Problems of its own choosing, which could be the easy ones."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+
+    def engine(self, engine: Engine) -> Engine:
+        self._engine = engine
+        return engine
+
+    def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
+        assert self._engine is not None, "the engine comes before its requests"
+        task = make_task(lease.task)
+        candidates = (task.problem("train", seed).prompt for seed in range(1000))
+        chosen = [prompt for prompt in candidates if prompt not in lease.prompts][: len(lease.prompts)]
+        encoded = [tuple(self._engine.tokenizer.encode_prompt(prompt)) for prompt in chosen]
+        return [replace(request, prompt_tokens=encoded[request.prompt_index]) for request in requests]
+
+
+class Truncated(Conduct):
+    """Stops early and says that the model did. Every state and proof is real: the last token is never fed."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+
+    def engine(self, engine: Engine) -> Engine:
+        self._engine = engine
+        return engine
+
+    def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
+        cap = max(1, lease.sampling.max_new_tokens // 4)
+        return [replace(request, max_new_tokens=cap) for request in requests]
+
+    def table(self, table: RolloutTable, lease: Lease) -> RolloutTable:
+        assert self._engine is not None, "the engine comes before its tables"
+        end = min(self._engine.tokenizer.end_tokens)
+        rows = tuple(
+            replace(
+                row,
+                output_tokens=(*row.output_tokens[:-1], end),
+                logprobs=(*row.logprobs[:-1], -0.05),
+                finish=Finish.EOS,
+            )
+            if row.finish is Finish.LENGTH
+            else row
+            for row in table.rows
+        )
+        return replace(table, rows=rows)
+
+
+class WrongLogprobs(Conduct):
+    """Claims that every token was less likely than it was, which would double its weight in the loss."""
+
+    def table(self, table: RolloutTable, lease: Lease) -> RolloutTable:
+        rows = tuple(
+            replace(row, logprobs=tuple(logprob - 0.7 for logprob in row.logprobs)) for row in table.rows
+        )
+        return replace(table, rows=rows)
+
+
+class HotSampling(Conduct):
+    """Samples at twice the temperature."""
+
+    def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
+        return [replace(request, temperature=2 * request.temperature) for request in requests]
+
+
+class OtherSeeds(Conduct):
+    """Samples honestly, but not the leased draw: the door to sending only the best of many."""
+
+    def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
+        return [replace(request, sample_seed=request.sample_seed ^ OTHER_SEED) for request in requests]
+
+
+class Replay(Conduct):
+    """Works once, and sends the same file ever after."""
+
+    def __init__(self) -> None:
+        self._first: bytes | None = None
+
+    def data(self, data: bytes) -> bytes:
+        self._first = self._first or data
+        return self._first
+
+
+LIES: dict[str, type[Conduct]] = {
+    "wrong-weights": WrongWeights,
+    "stale-weights": StaleWeights,
+    "forged-proof": ForgedProof,
+    "edited-prompt": EditedPrompt,
+    "other-prompts": OtherPrompts,
+    "truncated": Truncated,
+    "wrong-logprobs": WrongLogprobs,
+    "hot-sampling": HotSampling,
+    "other-seeds": OtherSeeds,
+    "replay": Replay,
+}
+
+
+def _swapped(tokens: tuple[int, ...]) -> tuple[int, ...]:
+    """The last two neighbours that differ, exchanged: still tokens of a prompt, but of another one."""
+    for index in range(len(tokens) - 1, 0, -1):
+        if tokens[index] != tokens[index - 1]:
+            return (*tokens[: index - 1], tokens[index], tokens[index - 1], *tokens[index + 1 :])
+    return (*tokens, tokens[-1])

@@ -1,0 +1,62 @@
+"""A bell: one thread rings, and everybody who waits for something looks again.
+
+Writers are threads, HTTP handlers live in an event loop; both wait here, and a thousand waiting handlers cost no
+thread.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+
+class Bell:
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._listeners: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self._silenced = False
+
+    def ring(self) -> None:
+        with self._condition:
+            self._condition.notify_all()
+            for loop, event in self._listeners:
+                # A loop leaves its listeners behind only when it was closed under them.
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(event.set)
+
+    def silence(self) -> None:
+        """End every wait, now and later: the owner is leaving."""
+        self._silenced = True
+        self.ring()
+
+    def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Whether `ready` came true in time. For threads. `ready` must not ring."""
+        with self._condition:
+            return self._condition.wait_for(lambda: self._silenced or ready(), timeout_s) and ready()
+
+    async def wait_async(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Whether `ready` came true in time. For event loops."""
+        event = asyncio.Event()
+        listener = (asyncio.get_running_loop(), event)
+        give_up_s = time.monotonic() + timeout_s
+        with self._condition:
+            self._listeners.add(listener)
+        try:
+            while not ready():
+                left_s = give_up_s - time.monotonic()
+                if left_s <= 0 or self._silenced:
+                    return False
+                await _set_within(event, left_s)
+                event.clear()
+            return True
+        finally:
+            with self._condition:
+                self._listeners.discard(listener)
+
+
+async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return

@@ -1,0 +1,143 @@
+"""Fetch a version from relays that need not be trusted: the signature says what is right, the digests check it.
+
+into/v7.partial/   on its way; taken up again after a restart
+into/v7/           complete: every shard and every file was checked before it got this name
+"""
+
+import random
+import re
+import shutil
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+from shoal.net.deadline import NotYet, wait_for
+from shoal.shardcast.assembly import Assembly, reuse_files
+from shoal.shardcast.choice import RelayChoice
+from shoal.shardcast.download import Download
+from shoal.shardcast.signed import open_manifest, prepare_folder, read_manifest, sync_folder
+from shoal.shardcast.upstream import Broken, NotThere, ask_latest, ask_manifest, open_http
+from shoal.telemetry import Log
+from shoal.wire.codes import Rejected
+from shoal.wire.manifest import Manifest
+from shoal.wire.record import Sealed
+
+_FOLDER = re.compile(r"v([0-9]{1,18})(\.partial)?")
+
+
+def fetch_version(
+    manifest: Sealed[Manifest],
+    relays: Sequence[str] | RelayChoice,
+    into: Path,
+    *,
+    run_key: str,
+    log: Log,
+    stop: threading.Event,
+    deadline_s: float,
+) -> Path:
+    """The folder of the version, complete and verified: `into/v{version}`.
+
+    Give a RelayChoice instead of URLs to remember over several fetches which relays are good. Raises Rejected for
+    a manifest the run key did not sign, DeadlinePassed with every relay's last failing, Stopped.
+    """
+    body = open_manifest(manifest, run=None, run_key=run_key)
+    final, partial = into / f"v{body.version}", into / f"v{body.version}.partial"
+    if _is_whole(final, body):
+        return final
+    prepare_folder(partial, manifest)
+    assembly = Assembly(partial, body)
+    if reused := reuse_files(assembly, _whole_folders(into)):
+        log.info(
+            f"version {body.version}: {len(reused)} files are the same as before", files=",".join(reused)
+        )
+    choice = relays if isinstance(relays, RelayChoice) else RelayChoice(relays)
+    try:
+        Download(assembly, choice, log=log, stop=stop).run(deadline_s)
+    finally:
+        assembly.close()
+    if final.exists():  # of the same number, but not these files
+        shutil.rmtree(final)
+    partial.rename(final)
+    sync_folder(into)
+    return final
+
+
+def fetch_manifest(
+    version: int | None,
+    relays: Sequence[str],
+    *,
+    run_key: str,
+    log: Log,
+    stop: threading.Event,
+    deadline_s: float,
+    run: str | None = None,
+) -> Sealed[Manifest]:
+    """The signed manifest of a version, or of the newest that any of the relays knows (None)."""
+    what = f"the manifest of version {version}" if version is not None else "the newest manifest"
+
+    def attempt() -> Sealed[Manifest]:
+        found: list[Sealed[Manifest]] = []
+        reasons = []
+        for url in random.sample(relays, len(relays)):
+            try:
+                sealed = _ask(http, url.rstrip("/"), version)
+                open_manifest(sealed, run=run, run_key=run_key)
+            except (NotThere, Broken, Rejected) as reason:
+                reasons.append(f"{url}: {reason}")
+                continue
+            if version is not None:
+                return sealed
+            found.append(sealed)
+        if not found:
+            raise NotYet("; ".join(reasons) or "no relay known")
+        return max(found, key=lambda sealed: sealed.body.version)
+
+    with open_http() as http:
+        return wait_for(what, attempt, deadline_s=deadline_s, log=log, stop=stop)
+
+
+def prune_versions(into: Path, keep_versions: int) -> list[int]:
+    """Delete all but the newest versions in a client's folder, and older downloads that were given up."""
+    folders = {path: int(match[1]) for path in into.iterdir() if (match := _FOLDER.fullmatch(path.name))}
+    whole = sorted(version for path, version in folders.items() if path.suffix != ".partial")
+    kept = whole[-keep_versions:]
+    gone = [path for path, version in folders.items() if kept and version < kept[0]]
+    for path in gone:
+        shutil.rmtree(path)
+    return sorted({folders[path] for path in gone})
+
+
+def _ask(http: httpx.Client, url: str, version: int | None) -> Sealed[Manifest]:
+    if version is None:
+        sealed = ask_latest(http, url)
+        if sealed is None:
+            raise NotThere("no version is known there yet")
+        return sealed
+    sealed = ask_manifest(http, url, version)
+    if sealed.body.version != version:
+        raise Broken(f"the manifest of version {sealed.body.version} for that of version {version}")
+    return sealed
+
+
+def _is_whole(folder: Path, manifest: Manifest) -> bool:
+    """Whether an earlier fetch of these very files ended here. It got its name only after every check."""
+    try:
+        standing = read_manifest(folder)
+    except Rejected:
+        return False
+    return (
+        standing is not None
+        and standing.body.files == manifest.files
+        and all(
+            (folder / entry.name).is_file() and (folder / entry.name).stat().st_size == entry.num_bytes
+            for entry in manifest.files
+        )
+    )
+
+
+def _whole_folders(into: Path) -> list[Path]:
+    """Newest first."""
+    folders = [path for path in into.iterdir() if _FOLDER.fullmatch(path.name) and path.suffix != ".partial"]
+    return sorted(folders, key=lambda path: int(path.name[1:]), reverse=True)

@@ -1,0 +1,204 @@
+"""Fill one assembly from several relays at once.
+
+A few streams, each with one shard in hand:  take a shard -> draw a relay -> fetch -> verify and write -> account.
+
+    right bytes       the relay's share grows with its bandwidth
+    not there yet     neither good nor bad; it is asked again a little later
+    broken, hung      counts as zero bandwidth; the shard goes to another relay
+    wrong bytes       the relay is dropped for this download, and the log says so
+
+When no shard is left to take, one that has been under way for long is asked for a second time, elsewhere; the first
+right answer counts. No relay ever holds all the streams, and one that has delivered nothing yet holds one at most.
+So a hung relay does not set the time.
+"""
+
+import random
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import httpx
+
+from shoal.net.deadline import DeadlinePassed, Stopped
+from shoal.shardcast.assembly import Assembly, Shard, WrongBytes
+from shoal.shardcast.choice import RelayChoice
+from shoal.shardcast.upstream import Broken, NotThere, ask_shard, open_http
+from shoal.telemetry import Log
+from shoal.wire.codes import Rejected
+
+NUM_STREAMS = 4
+"""Shards in flight, and so in memory."""
+SECOND_TRY_S = 1.0
+SAY_EVERY_S = 5.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+
+
+@dataclass(eq=False, slots=True)
+class _Try:
+    shard: Shard
+    relay: str
+    started_s: float
+    judged: bool = False
+    """Its relay has already been counted as failed for it."""
+
+
+class Download:
+    """One run per object. `choice` is this object's alone while it runs."""
+
+    def __init__(self, assembly: Assembly, choice: RelayChoice, *, log: Log, stop: threading.Event) -> None:
+        self._assembly, self._choice = assembly, choice
+        self._log, self._stop = log, stop
+        self._version = assembly.manifest.version
+        self._turn = threading.Condition()  # guards all below
+        self._pending = deque(assembly.missing())
+        self._tries: list[_Try] = []
+        self._dropped: set[str] = set()
+        self._reasons: dict[str, str] = {}
+        self._pauses: dict[str, float] = {}
+        self._not_before_s: dict[str, float] = {}
+        self._failure: OSError | Rejected | None = None
+        self._over = False
+
+    def run(self, deadline_s: float) -> None:
+        """Return when every file is whole. What has come stays on disk, whatever happens."""
+        if self._assembly.complete:
+            return
+        threads = [
+            threading.Thread(target=self._stream, name=f"shards-{index}", daemon=True)
+            for index in range(min(NUM_STREAMS, max(1, len(self._pending))))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            self._watch(time.monotonic() + deadline_s, deadline_s)
+        finally:
+            # Streams that hang end by their own timeouts; what they bring is no longer looked at.
+            with self._turn:
+                self._over = True
+                self._turn.notify_all()
+
+    def _watch(self, give_up_s: float, deadline_s: float) -> None:
+        said_s = time.monotonic()
+        while not self._assembly.complete:
+            with self._turn:
+                if self._failure is not None:
+                    raise self._failure
+                left = [url for url in self._choice.urls if url not in self._dropped]
+                now_s = time.monotonic()
+                if not left or now_s >= give_up_s:
+                    what = f"within {deadline_s:.0f} s" if left else "there is no relay left to ask"
+                    raise DeadlinePassed(f"version {self._version} did not come: {what}; {self._state()}")
+                if now_s - said_s >= SAY_EVERY_S:
+                    said_s = now_s
+                    self._log.info(f"fetching version {self._version}: {self._state()}")
+                self._turn.wait(min(0.2, give_up_s - now_s))
+            if self._stop.is_set():
+                raise Stopped(f"stopped while fetching version {self._version}")
+
+    def _state(self) -> str:
+        num_shards = sum(len(entry.shards) for entry in self._assembly.manifest.files)
+        relays = [f"{url}: {self._reasons.get(url, 'nothing to complain of')}" for url in self._choice.urls]
+        return f"{len(self._assembly.missing())} of {num_shards} shards missing; {'; '.join(relays) or 'no relay known'}"
+
+    # -- a stream ---------------------------------------------------------------------------------------
+
+    def _stream(self) -> None:
+        with open_http() as http:
+            while (job := self._take()) is not None:
+                self._attempt(http, job)
+
+    def _take(self) -> _Try | None:
+        """The next shard and the relay to ask for it; None when all is over."""
+        with self._turn:
+            while not self._over:
+                shard = self._next_shard()
+                relays = self._relays_for(shard) if shard is not None else []
+                if shard is not None and relays:
+                    job = _Try(shard, self._choice.pick(relays, random.random()), time.monotonic())
+                    self._tries.append(job)
+                    if self._pending and self._pending[0] is shard:
+                        self._pending.popleft()
+                    return job
+                self._turn.wait(0.05)
+        return None
+
+    def _next_shard(self) -> Shard | None:
+        if self._pending:
+            return self._pending[0]
+        slow_s = time.monotonic() - SECOND_TRY_S
+        for job in self._tries:
+            if job.started_s < slow_s and sum(other.shard == job.shard for other in self._tries) == 1:
+                return job.shard
+        return None
+
+    def _relays_for(self, shard: Shard) -> list[str]:
+        now_s = time.monotonic()
+        asked = {job.relay for job in self._tries if job.shard == shard}
+        left = [url for url in self._choice.urls if url not in self._dropped]
+        return [
+            url
+            for url in left
+            if url not in asked
+            and self._not_before_s.get(url, 0.0) <= now_s
+            and sum(job.relay == url for job in self._tries) < self._most_tries(url, alone=len(left) == 1)
+        ]
+
+    def _most_tries(self, url: str, *, alone: bool) -> int:
+        """At once, of one relay: if it hangs, a stream must be left that can go elsewhere."""
+        if self._choice.standing(url).bandwidth is None:
+            return 1
+        return NUM_STREAMS if alone else NUM_STREAMS - 1
+
+    def _attempt(self, http: httpx.Client, job: _Try) -> None:
+        try:
+            data = ask_shard(http, job.relay, self._version, job.shard, give_up=lambda: self._over)
+            took_s = time.monotonic() - job.started_s
+            if not self._over:
+                self._assembly.write(job.shard, data)
+        except NotThere as reason:
+            self._settle(job, str(reason), failed=False)
+        except Broken as reason:
+            self._settle(job, str(reason), failed=True)
+        except WrongBytes as reason:
+            self._log.warning(f"relay dropped: it sent wrong bytes: {reason}", relay=job.relay)
+            self._settle(job, f"dropped, wrong bytes: {reason}", failed=True, drop=True)
+        except (OSError, Rejected) as failure:
+            with self._turn:
+                self._failure = failure
+            self._settle(job, str(failure), failed=False)
+        else:
+            self._delivered(job, took_s)
+
+    # -- accounts ---------------------------------------------------------------------------------------
+
+    def _delivered(self, job: _Try, took_s: float) -> None:
+        with self._turn:
+            self._tries.remove(job)
+            if self._over:
+                return
+            self._choice.delivered(job.relay, job.shard.num_bytes / max(took_s, 1e-6))
+            self._pauses.pop(job.relay, None)
+            for other in self._tries:
+                if other.shard == job.shard and not other.judged:  # it was asked first, and overtaken
+                    other.judged = True
+                    self._choice.failed(other.relay)
+            self._turn.notify_all()
+
+    def _settle(self, job: _Try, reason: str, *, failed: bool, drop: bool = False) -> None:
+        with self._turn:
+            self._tries.remove(job)
+            if self._over:
+                return
+            self._reasons[job.relay] = reason
+            if failed and not job.judged:
+                self._choice.failed(job.relay)
+            if drop:
+                self._dropped.add(job.relay)
+            pause_s = self._pauses.get(job.relay, FIRST_PAUSE_S)
+            self._pauses[job.relay] = min(2 * pause_s, LONGEST_PAUSE_S)
+            self._not_before_s[job.relay] = time.monotonic() + pause_s
+            here = self._assembly.verified(job.shard.name, job.shard.start, job.shard.stop)
+            if not here and all(other.shard != job.shard for other in self._tries):
+                self._pending.append(job.shard)  # last: the others need not wait for what does not come
+            self._turn.notify_all()

@@ -1,0 +1,171 @@
+"""The relay as a process: start up, serve and mirror until told to stop, shut down.
+
+                    coordinator
+          run key, origin |  ^ what it holds, what it sent
+                          v  |
+upstream -- shards --> [ mirror -> store -> app ] -- shards --> workers, other relays
+"""
+
+import threading
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from shoal.net.client import Refused, SignedClient, Unreachable
+from shoal.net.deadline import NotYet
+from shoal.net.server import Server, listen
+from shoal.shardcast.mirror import Mirror, Upstream
+from shoal.shardcast.relay import RelayApp, make_app
+from shoal.shardcast.store import KEEP_VERSIONS, VersionStore
+from shoal.telemetry import Log
+from shoal.wire.keys import Key
+from shoal.wire.messages import Info, Origin, RelayReport, Url
+from shoal.wire.record import Record
+
+REPORT_EVERY_S = 5.0
+
+
+class RelayConfig(Record):
+    """With a coordinator a relay needs no more than its folder; without one, run, run_key and upstreams."""
+
+    folder: Path
+    coordinator: Url | None = None
+    upstreams: tuple[Url, ...] = ()
+    """Origins or relays to follow. Empty: the origin that the coordinator names."""
+    run: str | None = None
+    run_key: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)
+    url: Url | None = None
+    """What others reach it by. None: http://host:port, which is right on one machine."""
+    keep_versions: int = Field(default=KEEP_VERSIONS, ge=1)
+    deadline_s: float = Field(default=120.0, gt=0)
+    """How long to wait for the coordinator at the start."""
+
+    @model_validator(mode="after")
+    def _enough(self) -> "RelayConfig":
+        if self.coordinator is None and not (self.run and self.run_key and self.upstreams):
+            raise ValueError("without a coordinator a relay needs run, run_key and upstreams")
+        if self.url is None and self.host in ("0.0.0.0", "::"):
+            raise ValueError(
+                f"host={self.host!r} is every address of this machine; say by which url others reach it"
+            )
+        return self
+
+
+class Relay:
+    def __init__(self, config: RelayConfig, key: Key, *, log: Log, stop: threading.Event) -> None:
+        self.config = config
+        self._log, self._stop = log, stop
+        self._report_now = threading.Event()
+        self._reporter: threading.Thread | None = None
+        self._client = (
+            SignedClient(config.coordinator, key, log=log, stop=stop) if config.coordinator else None
+        )
+
+    def startup(self) -> None:
+        """Everything that can fail for want of a port, a folder or a coordinator."""
+        config = self.config
+        sock = listen(config.host, config.port)
+        try:
+            run, run_key = self._learn_run()
+            self.store = VersionStore(config.folder, config.keep_versions, run=run, run_key=run_key)
+        except BaseException:
+            sock.close()
+            raise
+        self.app: RelayApp = make_app(self.store, log=self._log)
+        self._server = Server(self.app, sock)
+        self._server.start()
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        self.url = config.url or f"http://{host}:{self._server.port}"
+        self._mirror = Mirror(
+            self.store,
+            self._upstreams(),
+            log=self._log,
+            stop=self._stop,
+            on_complete=lambda version: self._report_now.set(),
+        )
+        self._mirror.start()
+        if self._client is not None:
+            self._reporter = threading.Thread(target=self._report_loop, name="reporter", daemon=True)
+            self._reporter.start()
+        self._log.info("serving", url=self.url, run=run, versions=list(self.store.complete()))
+
+    def main_loop(self) -> None:
+        while not self._stop.wait(0.2):
+            self._mirror.check()
+            self._server.check()
+
+    def shutdown(self) -> None:
+        """Waits first, then the server, so that nobody's wait holds it up."""
+        self._stop.set()
+        self._report_now.set()
+        self._mirror.close()
+        self._server.close()
+        if self._reporter is not None:
+            self._reporter.join(1.0)
+        if self._client is not None:
+            self._client.close()
+        self._log.info("stopped", bytes_sent=self.app.bytes_sent)
+
+    # -- the coordinator --------------------------------------------------------------------------------
+
+    def _learn_run(self) -> tuple[str, str]:
+        run, run_key = self.config.run, self.config.run_key
+        if self._client is not None and not (run and run_key):
+            info = self._client.call_until(
+                "the coordinator's word on the run",
+                "GET",
+                "/v1/info",
+                None,
+                Info,
+                deadline_s=self.config.deadline_s,
+            )
+            run, run_key = run or info.spec.run, run_key or info.run_key
+        assert run and run_key, "RelayConfig lets nothing pass that has neither a coordinator nor these"
+        return run, run_key
+
+    def _upstreams(self) -> list[Upstream]:
+        if self.config.upstreams:
+            return [_fixed(url) for url in self.config.upstreams]
+        return [self._origin]
+
+    def _origin(self) -> str:
+        assert self._client is not None, "RelayConfig asks for upstreams where there is no coordinator"
+        try:
+            return self._client.call("GET", "/v1/origin", None, Origin).url
+        except Unreachable as error:
+            raise NotYet(f"the coordinator is away: {error}") from None
+        except Refused as refused:
+            raise NotYet(
+                f"the coordinator names no origin: {refused.problem.detail}", refused.problem.retry_after_s
+            ) from None
+
+    def _report_loop(self) -> None:
+        while not self._stop.is_set():
+            self._report_now.clear()
+            self._report()
+            self._report_now.wait(REPORT_EVERY_S)
+
+    def _report(self) -> None:
+        assert self._client is not None
+        report = RelayReport(url=self.url, versions=self.store.complete(), bytes_sent=self.app.bytes_sent)
+        try:
+            self._client.send("POST", "/v1/relays", report.model_dump_json().encode())
+        except (Unreachable, Refused) as error:
+            if not self._stop.is_set():
+                self._log.warning(f"report to the coordinator failed, will try again: {error}")
+
+
+def run_relay(config: RelayConfig, *, key: Key, log: Log, stop: threading.Event) -> None:
+    """Run one relay until `stop` is set."""
+    relay = Relay(config, key, log=log, stop=stop)
+    relay.startup()
+    try:
+        relay.main_loop()
+    finally:
+        relay.shutdown()
+
+
+def _fixed(url: str) -> Upstream:
+    return lambda: url

@@ -1,0 +1,68 @@
+"""Signed manifests on disk, and the one place that decides whether a manifest is to be believed."""
+
+import os
+import shutil
+from pathlib import Path
+
+from shoal.wire.codes import Rejected
+from shoal.wire.manifest import Manifest
+from shoal.wire.record import Sealed
+
+MANIFEST_FILE = "manifest.json"
+PARTIAL_MANIFEST = f".{MANIFEST_FILE}.partial"
+
+
+def open_manifest(sealed: Sealed[Manifest], *, run: str | None, run_key: str) -> Manifest:
+    """The manifest, if the run key signed it and it is for this run (None: any run of that key); else Rejected."""
+    manifest = sealed.open(run_key)
+    if run is not None and manifest.run != run:
+        raise Rejected("request.bad_signature", f"the manifest is for run {manifest.run!r}, expected {run!r}")
+    # The receiver keeps the manifest itself under this name, beside the files.
+    if any(entry.name == MANIFEST_FILE for entry in manifest.files):
+        raise Rejected("request.malformed", f"version {manifest.version} lists a file named {MANIFEST_FILE}")
+    return manifest
+
+
+def read_manifest(folder: Path) -> Sealed[Manifest] | None:
+    """The manifest in a version's folder, unverified; None where there is none yet."""
+    try:
+        return Sealed[Manifest].parse((folder / MANIFEST_FILE).read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def write_manifest(folder: Path, sealed: Sealed[Manifest]) -> None:
+    """Complete or absent, even across a power cut."""
+    partial = folder / PARTIAL_MANIFEST
+    with partial.open("wb") as file:
+        file.write(sealed.canonical())
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(folder / MANIFEST_FILE)
+    sync_folder(folder)
+
+
+def prepare_folder(folder: Path, sealed: Sealed[Manifest]) -> None:
+    """Make `folder` the place where this manifest's files come together; what lies there of the same files stays.
+
+    Files found there later are believed by their names, so what another manifest left must go first.
+    """
+    try:
+        standing = read_manifest(folder)
+    except Rejected:
+        standing = None
+    if standing is not None and standing.body.files == sealed.body.files:
+        return
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    write_manifest(folder, sealed)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside `folder` last."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

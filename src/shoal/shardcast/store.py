@@ -1,0 +1,179 @@
+"""The versions that an origin or a relay holds: one folder each, the newest few, complete or still coming.
+
+    FOLDER/v7/      what assembly.py describes
+    FOLDER/.gone-*  a deleted version that a crash left half deleted
+
+Everything in a store is signed by the run key for this run; a version never changes once it is known; no name
+that came over the network becomes a path unless a signed manifest lists it.
+"""
+
+import contextlib
+import re
+import secrets
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from shoal.shardcast.assembly import Assembly
+from shoal.shardcast.bell import Bell
+from shoal.shardcast.signed import open_manifest, prepare_folder, read_manifest
+from shoal.wire.codes import Rejected
+from shoal.wire.manifest import FileEntry, Manifest
+from shoal.wire.record import Sealed
+
+KEEP_VERSIONS = 5
+_VERSION_FOLDER = re.compile(r"v(0|[1-9][0-9]{0,17})")
+
+
+class Held:
+    """One version in the store."""
+
+    def __init__(self, sealed: Sealed[Manifest], assembly: Assembly) -> None:
+        self.sealed, self.assembly = sealed, assembly
+        self.files: dict[str, FileEntry] = {entry.name: entry for entry in sealed.body.files}
+        self.writers = 0
+
+
+class VersionStore:
+    """`changed` rings whenever a version becomes known, a shard is verified, or a file completes."""
+
+    def __init__(self, folder: Path, keep_versions: int = KEEP_VERSIONS, *, run: str, run_key: str) -> None:
+        if keep_versions < 1:
+            raise ValueError(f"keep_versions={keep_versions} must be at least 1")
+        self.folder, self.run, self.run_key = folder, run, run_key
+        self.keep_versions = keep_versions
+        self.changed = Bell()
+        # Lock order: the bell's, then this one. So never ring while holding this one.
+        self._lock = threading.Lock()
+        self._held: dict[int, Held] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        self._scan()
+        self._evict()
+
+    # -- what is here -----------------------------------------------------------------------------------
+
+    def path(self, version: int) -> Path:
+        return self.folder / f"v{version}"
+
+    @property
+    def newest(self) -> int | None:
+        """The newest version known, complete or not."""
+        with self._lock:
+            return max(self._held, default=None)
+
+    def get(self, version: int) -> Held | None:
+        with self._lock:
+            return self._held.get(version)
+
+    def known(self) -> tuple[int, ...]:
+        with self._lock:
+            return tuple(sorted(self._held))
+
+    def complete(self) -> tuple[int, ...]:
+        with self._lock:
+            return tuple(sorted(version for version, held in self._held.items() if held.assembly.complete))
+
+    def incomplete(self) -> tuple[int, ...]:
+        with self._lock:
+            return tuple(
+                sorted(version for version, held in self._held.items() if not held.assembly.complete)
+            )
+
+    # -- bringing it here -------------------------------------------------------------------------------
+
+    def adopt(self, version: int) -> Sealed[Manifest]:
+        """Serve what `publish` has just signed in this store's folder for that version."""
+        sealed = read_manifest(self.path(version))
+        if sealed is None:
+            raise ValueError(f"{self.path(version)} has no manifest; call publish on it first")
+        self._check(sealed)
+        held = self._hold(sealed)
+        if not held.assembly.complete:
+            raise ValueError(f"{self.path(version)} lacks files that its manifest lists; publish it again")
+        # Its publisher may have made it anew after a crash, and then the old bytes are gone: this is the version.
+        with self._lock:
+            self._held.pop(version, None)
+        self._register(held)
+        return sealed
+
+    def begin(self, sealed: Sealed[Manifest]) -> None:
+        """Make a version known whose files are still to come. Rejected if it is not this run's, or not the same."""
+        manifest = self._check(sealed)
+        standing = self.get(manifest.version)
+        if standing is not None:
+            if standing.sealed.body.files != manifest.files:
+                raise Rejected(
+                    "request.conflict",
+                    f"version {manifest.version} is known with other files; a version never changes",
+                )
+            return
+        prepare_folder(self.path(manifest.version), sealed)
+        self._register(self._hold(sealed))
+
+    @contextlib.contextmanager
+    def writing(self, version: int) -> Iterator[Assembly]:
+        """The assembly of a version, which is not deleted meanwhile."""
+        with self._lock:
+            held = self._held[version]
+            held.writers += 1
+        try:
+            yield held.assembly
+        finally:
+            with self._lock:
+                held.writers -= 1
+            self._evict()
+
+    def close(self) -> None:
+        """End every wait, so that the server need not sit them out. Call it before closing the server."""
+        self.changed.silence()
+
+    # -- inside -----------------------------------------------------------------------------------------
+
+    def _check(self, sealed: Sealed[Manifest]) -> Manifest:
+        return open_manifest(sealed, run=self.run, run_key=self.run_key)
+
+    def _hold(self, sealed: Sealed[Manifest]) -> Held:
+        path = self.path(sealed.body.version)
+        return Held(sealed, Assembly(path, sealed.body, on_change=self.changed.ring))
+
+    def _register(self, held: Held) -> None:
+        with self._lock:
+            self._held.setdefault(held.sealed.body.version, held)
+        self._evict()
+        self.changed.ring()
+
+    def _scan(self) -> None:
+        for leftover in self.folder.glob(".gone-*"):
+            shutil.rmtree(leftover)
+        for path in sorted(self.folder.iterdir()):
+            if not _VERSION_FOLDER.fullmatch(path.name):
+                continue
+            try:
+                sealed = read_manifest(path)
+                if sealed is None:
+                    continue  # its publisher has not finished it
+                manifest = self._check(sealed)
+            except Rejected as rejected:
+                raise ValueError(
+                    f"{path} is not a version of run {self.run!r}: {rejected.detail}; "
+                    "delete it, or give this run a folder of its own"
+                ) from None
+            if path != self.path(manifest.version):
+                raise ValueError(f"{path} holds the manifest of version {manifest.version}; delete it")
+            self._held[manifest.version] = self._hold(sealed)
+
+    def _evict(self) -> None:
+        """Delete all but the newest versions; one that is being written goes when its writer is done."""
+        with self._lock:
+            surplus = sorted(self._held)[: -self.keep_versions]
+            gone = [version for version in surplus if self._held[version].writers == 0]
+            paths = []
+            for version in gone:
+                self._held.pop(version).assembly.close()
+                # Under another name at once: a crash while deleting must not leave half a version behind.
+                trash = self.folder / f".gone-v{version}-{secrets.token_hex(4)}"
+                self.path(version).rename(trash)
+                paths.append(trash)
+        for path in paths:
+            shutil.rmtree(path)

@@ -1,0 +1,1 @@
+"""The two halves of the swarm: coordinator (no torch) and validator. Imports nothing."""

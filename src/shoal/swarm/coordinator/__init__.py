@@ -1,0 +1,1 @@
+"""The coordinator: identity, leases, submissions, verdicts, ledger, credit, batches. Starts without torch."""

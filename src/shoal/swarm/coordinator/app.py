@@ -1,0 +1,227 @@
+"""The coordinator as an ASGI app: routes to handlers, refusals to problems. docs/wire/api.md lists the routes."""
+
+import asyncio
+import math
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from sqlalchemy import Connection
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from shoal.net.objects import Incoming
+from shoal.swarm.coordinator import ledger, nodes, policies, stats, uploads
+from shoal.swarm.coordinator.auth import admitted, read_body, refuse_long_body, signer_of
+from shoal.swarm.coordinator.coordinator import Coordinator
+from shoal.swarm.coordinator.handlers import SIGNED_ROUTES, Call, SignedRoute, parse_version
+from shoal.swarm.coordinator.uploads import Expected
+from shoal.wire.codes import CODES, Rejected
+from shoal.wire.keys import PUBLIC_KEY
+from shoal.wire.messages import Problem
+from shoal.wire.record import Record
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+UPLOAD_IDLE_S = 30.0
+"""An upload that stands still for so long is given up; the client may begin it again."""
+UPLOADS_AT_ONCE = 2
+"""Per name: one that stalled and the one that replaces it."""
+
+_NUMBER = re.compile(r"[0-9]{1,15}")
+
+
+def make_app(coordinator: Coordinator, *, authorities: frozenset[str] | None = None) -> FastAPI:
+    """`authorities` are the HOST:PORT names that a signed request may be for; None takes any."""
+    app = FastAPI(title="Shoal coordinator", openapi_url=None, docs_url=None, redoc_url=None)
+    for route in SIGNED_ROUTES:
+        app.add_route(route.path, _signed(coordinator, route, authorities), methods=[route.method])
+    app.add_route("/v1/objects/{name}", _receive_object(coordinator), methods=["PUT"])
+    for path, view in PUBLIC_ROUTES.items():
+        app.add_route(path, _public(coordinator, view), methods=["GET"])
+    _answer_errors(app, coordinator)
+    return app
+
+
+# -- signed routes ----------------------------------------------------------------------------------------
+
+
+def _signed(coordinator: Coordinator, route: SignedRoute, authorities: frozenset[str] | None) -> Endpoint:
+    def act(request: Request, body: bytes) -> Response:
+        signer = signer_of(request, body, authorities=authorities, now_s=coordinator.clock())
+        with admitted(coordinator, signer, route.callers) as tx:
+            call = Call(coordinator=coordinator, tx=tx, body=body, path=request.path_params)
+            answer = route.handle(call)
+            return answer if isinstance(answer, Response) else _json(answer)
+
+    async def endpoint(request: Request) -> Response:
+        body = await read_body(request, route.max_body)
+        return await run_in_threadpool(act, request, body)
+
+    return endpoint
+
+
+# -- uploads ----------------------------------------------------------------------------------------------
+
+
+def _receive_object(coordinator: Coordinator) -> Endpoint:
+    arriving: Counter[str] = Counter()
+
+    def expected_under(token: str) -> Expected:
+        with coordinator.database.read() as db:
+            return uploads.expected_under(db, token, coordinator.clock())
+
+    async def endpoint(request: Request) -> Response:
+        token = request.path_params["name"]
+        expected = await run_in_threadpool(expected_under, token)
+        refuse_long_body(request, expected.num_bytes)
+        if arriving[token] >= UPLOADS_AT_ONCE:
+            raise Rejected("request.too_many", "this upload is under way already", retry_after_s=1.0)
+        arriving[token] += 1
+        try:
+            incoming = coordinator.store.receive(token, expected.sha256, expected.num_bytes)
+            await _receive(request, incoming)
+        finally:
+            arriving[token] -= 1
+            if not arriving[token]:
+                del arriving[token]
+        await run_in_threadpool(uploads.mark_stored, coordinator, expected)
+        return Response(status_code=204)
+
+    return endpoint
+
+
+async def _receive(request: Request, incoming: Incoming) -> None:
+    """Every byte to the disk, counted and hashed; nothing stays behind if it breaks off."""
+    complete = False
+    try:
+        async with asyncio.timeout(UPLOAD_IDLE_S) as patience:
+            async for piece in request.stream():
+                patience.reschedule(asyncio.get_running_loop().time() + UPLOAD_IDLE_S)
+                await run_in_threadpool(incoming.write, piece)
+        await run_in_threadpool(incoming.finish)
+        complete = True
+    except (TimeoutError, ClientDisconnect):
+        raise Rejected("request.wrong_digest", "the upload broke off") from None
+    finally:
+        if not complete:
+            incoming.discard()
+
+
+# -- public routes ----------------------------------------------------------------------------------------
+
+View = Callable[[Connection, Coordinator, Request], Record | list[Record]]
+
+
+def _public(coordinator: Coordinator, view: View) -> Endpoint:
+    def look(request: Request) -> Response:
+        with coordinator.database.read() as db:
+            answer = view(db, coordinator, request)
+        return _json(answer)
+
+    async def endpoint(request: Request) -> Response:
+        return await run_in_threadpool(look, request)
+
+    return endpoint
+
+
+def handle_node(db: Connection, coordinator: Coordinator, request: Request) -> Record:
+    key = request.path_params["node"]
+    if not PUBLIC_KEY.fullmatch(key):
+        raise Rejected("request.not_found", f"{key[:80]!r} is not a node id: 64 hex digits")
+    return nodes.view(nodes.get_node(db, key), coordinator.clock(), coordinator.config.heartbeat_s)
+
+
+def handle_policy(db: Connection, coordinator: Coordinator, request: Request) -> Record:
+    return policies.get_manifest(db, parse_version(request.path_params["version"]))
+
+
+def handle_ledger(db: Connection, coordinator: Coordinator, request: Request) -> list[Record]:
+    from_seq = _number(request, "from_seq", 1)
+    limit = _number(request, "limit", ledger.PAGE)
+    return [*ledger.read_page(db, from_seq, min(limit, ledger.PAGE))]
+
+
+class Health(Record):
+    run: str
+    ledger_seq: int
+
+
+PUBLIC_ROUTES: dict[str, View] = {
+    "/healthz": lambda db, coordinator, request: Health(
+        run=coordinator.spec.run, ledger_seq=ledger.head_seq(db)
+    ),
+    "/v1/info": lambda db, coordinator, request: stats.info(db, coordinator),
+    "/v1/stats": lambda db, coordinator, request: stats.stats(db, coordinator),
+    "/v1/history": lambda db, coordinator, request: stats.history(db),
+    "/v1/nodes/{node}": handle_node,
+    "/v1/origin": lambda db, coordinator, request: policies.origin(db),
+    "/v1/policies/latest": lambda db, coordinator, request: policies.get_manifest(db, None),
+    "/v1/policies/{version}": handle_policy,
+    "/v1/ledger": handle_ledger,
+    "/v1/ledger/head": lambda db, coordinator, request: ledger.signed_head(
+        db, coordinator.spec.run, coordinator.run_key
+    ),
+}
+
+
+def _number(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name, str(default))
+    if not _NUMBER.fullmatch(text):
+        raise Rejected("request.malformed", f"{name}={text[:32]!r} is not a number")
+    return int(text)
+
+
+# -- answers ----------------------------------------------------------------------------------------------
+
+
+def _json(answer: Record | list[Record]) -> Response:
+    if isinstance(answer, Record):
+        content = answer.model_dump_json()
+    else:
+        content = f"[{','.join(record.model_dump_json() for record in answer)}]"
+    return Response(content, media_type="application/json")
+
+
+def _answer_errors(app: FastAPI, coordinator: Coordinator) -> None:
+    def problem(code: str, detail: str, retry_after_s: float | None = None) -> Response:
+        meaning = CODES[code]
+        body = Problem(
+            code=code,
+            detail=detail,
+            fix=meaning.remedy,
+            retry_after_s=retry_after_s,
+            server_time_s=coordinator.clock(),
+        )
+        headers = {} if retry_after_s is None else {"Retry-After": str(math.ceil(retry_after_s))}
+        return Response(
+            body.model_dump_json(),
+            status_code=meaning.status,
+            media_type="application/problem+json",
+            headers=headers,
+        )
+
+    @app.exception_handler(Rejected)
+    async def refuse(request: Request, error: Rejected) -> Response:
+        return problem(error.code, error.detail, error.retry_after_s)
+
+    @app.exception_handler(HTTPException)
+    async def refuse_route(request: Request, error: HTTPException) -> Response:
+        return problem("request.not_found", f"there is no {request.method} {request.url.path[:200]}")
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse_parameters(request: Request, error: RequestValidationError) -> Response:
+        return problem(
+            "request.malformed", f"{request.method} {request.url.path[:200]}: {error.errors()[0]['msg']}"
+        )
+
+    @app.exception_handler(Exception)
+    async def fail(request: Request, error: Exception) -> Response:
+        # The traceback goes to the server's own log; a stranger gets no more than that it failed.
+        coordinator.log.error(
+            f"{request.method} {request.url.path[:200]} failed: {type(error).__name__}: {error}"
+        )
+        return problem("request.failed", "an error on our side; it is logged")

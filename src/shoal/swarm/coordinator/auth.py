@@ -1,0 +1,134 @@
+"""Who may do what: the signature on a request, the nonce that makes it count once, the role of the key.
+
+Order matters. The body is capped before anything is computed on it; the signature is checked before the database is
+asked; a key nobody knows leaves no trace; and the nonce is spent in the transaction of the effect, even if the
+effect is then refused, so that no captured request can ever be used again.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from fastapi import Request
+from sqlalchemy import Row, delete, insert
+from sqlalchemy.exc import IntegrityError
+from starlette.requests import ClientDisconnect
+
+from shoal.swarm.coordinator.coordinator import Coordinator, Transaction
+from shoal.swarm.coordinator.nodes import find_node
+from shoal.swarm.coordinator.schema import nonces
+from shoal.wire.codes import Rejected
+from shoal.wire.messages import Role
+from shoal.wire.request import NONCE_KEPT_S, Signer, Target, verify_request
+
+Caller = Literal["newcomer", "node"] | Role
+
+SMALL_BODY = 16 << 10
+"""What a node has to say."""
+LARGE_BODY = 4 << 20
+"""Manifests of large models, verdicts on large leases."""
+BODY_S = 20.0
+"""A body that takes longer is somebody holding the door open."""
+
+_ONCE = ("host", "content-digest", "signature-input", "signature")
+_SPEND = insert(nonces)
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body, refused at the first byte past `max_bytes`."""
+    refuse_long_body(request, max_bytes)
+    pieces, received = [], 0
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.stream():
+                received += len(piece)
+                if received > max_bytes:
+                    raise Rejected(
+                        "request.too_large", f"the body passed the {max_bytes} bytes this route takes"
+                    )
+                pieces.append(piece)
+    except (TimeoutError, ClientDisconnect):
+        raise Rejected("request.malformed", f"the body did not arrive within {BODY_S:.0f} s") from None
+    return b"".join(pieces)
+
+
+def refuse_long_body(request: Request, max_bytes: int) -> None:
+    """By its declared length, before a byte of it is read."""
+    declared = request.headers.get("content-length", "0")
+    if not declared.isascii() or not declared.isdecimal() or len(declared) > 15:
+        raise Rejected("request.malformed", f"Content-Length is {declared[:32]!r}, expected a number")
+    if int(declared) > max_bytes:
+        raise Rejected("request.too_large", f"{declared} bytes announced, {max_bytes} allowed here")
+
+
+def signer_of(request: Request, body: bytes, *, authorities: frozenset[str] | None, now_s: float) -> Signer:
+    """Whose signature the request carries; `authorities` are the names we answer to (None: any)."""
+    for name in _ONCE:
+        if len(request.headers.getlist(name)) > 1:
+            raise Rejected("request.bad_signature", f"the header {name} stands there more than once")
+    authority = request.headers.get("host", "").lower()
+    # Else a request signed for another server could be carried here, with that server's name in its Host header.
+    if authorities is not None and authority not in authorities:
+        raise Rejected(
+            "request.bad_signature",
+            f"the request is for {authority[:80]!r}; this coordinator is {', '.join(sorted(authorities))}",
+        )
+    # The path as it was sent: decoding it first would let two spellings share one signature.
+    target = Target(
+        method=request.method,
+        authority=authority,
+        path=request.scope["raw_path"].decode("latin-1"),
+        query=request.scope["query_string"].decode("latin-1"),
+    )
+    return verify_request(request.headers, target, body, now_s=now_s)
+
+
+@contextmanager
+def admitted(coordinator: Coordinator, signer: Signer, allowed: frozenset[Caller]) -> Iterator[Transaction]:
+    """The transaction of one signed request. A refusal inside it undoes the effect, but not the spent nonce."""
+    refusal: Rejected | None = None
+    with coordinator.transaction(signer.key) as tx:
+        tx.node = find_node(tx.db, signer.key)
+        _check_role(coordinator, signer, allowed, known=tx.node is not None)
+        _spend_nonce(tx, signer)
+        try:
+            with tx.db.begin_nested():
+                _refuse_banned(tx.node)
+                yield tx
+                tx.ledger.flush()
+        except Rejected as error:
+            tx.ledger.forget()
+            refusal = error
+    if refusal is not None:
+        raise refusal
+
+
+def prune_nonces(tx: Transaction) -> None:
+    tx.db.execute(delete(nonces).where(nonces.c.seen_at_s < tx.now_s - NONCE_KEPT_S))
+
+
+def _check_role(coordinator: Coordinator, signer: Signer, allowed: frozenset[Caller], *, known: bool) -> None:
+    caller: Caller = coordinator.roles.get(signer.key) or ("node" if known else "newcomer")
+    if caller in allowed:
+        return
+    if caller == "newcomer":
+        raise Rejected("request.unknown_key", f"key {signer.key[:16]} is not enrolled in this run")
+    raise Rejected(
+        "request.not_allowed",
+        f"key {signer.key[:16]} is a {caller} key; this route is for {' or '.join(sorted(allowed))}",
+    )
+
+
+def _spend_nonce(tx: Transaction, signer: Signer) -> None:
+    try:
+        tx.db.execute(_SPEND, {"key": signer.key, "nonce": signer.nonce, "seen_at_s": tx.now_s})
+    except IntegrityError:
+        raise Rejected(
+            "request.replayed", f"nonce {signer.nonce} of key {signer.key[:16]} is spent"
+        ) from None
+
+
+def _refuse_banned(node: Row[Any] | None) -> None:
+    if node is not None and node.trust == "banned":
+        raise Rejected("request.banned", f"node {node.node[:16]} was ejected: {node.trust_reason}")

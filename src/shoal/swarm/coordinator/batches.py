@@ -1,0 +1,164 @@
+"""Accepted groups, and the batches the trainer gets of them.
+
+A group is ready, dropped (its rewards are all equal: no signal), stale, or batched. A batch is formed once, in the
+transaction that assigns its groups, and kept as the bytes of its answer: asking again, after a crash of either side,
+gives the same groups, and no group is ever in two batches.
+"""
+
+import json
+import math
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import Connection, Row, func, insert, select, update
+
+from shoal.swarm.coordinator.coordinator import Coordinator, Transaction
+from shoal.swarm.coordinator.schema import batches, groups
+from shoal.wire.lease import Verdict
+from shoal.wire.messages import Batch, Group
+
+
+class GroupState(StrEnum):
+    READY = "ready"
+    DROPPED = "dropped"
+    STALE = "stale"
+    BATCHED = "batched"
+
+
+def has_signal(rewards: tuple[float, ...]) -> bool:
+    """Advantages are differences from the group's mean: equal rewards teach nothing."""
+    return max(rewards) != min(rewards)
+
+
+def is_stale(newest: int, policy_version: int, max_lag: int) -> bool:
+    return newest - policy_version > max_lag
+
+
+def add_groups(
+    tx: Transaction,
+    lease: Row[Any],
+    submission: Row[Any],
+    verdict: Verdict,
+    *,
+    seq: int,
+    newest: int,
+    max_lag: int,
+) -> None:
+    """One row per prompt of an accepted lease. `seq` is the verdict's number in the ledger."""
+    size = lease.samples_per_prompt
+    stale = is_stale(newest, submission.policy_version, max_lag)
+    rows: list[dict[str, Any]] = []
+    for index in range(lease.num_prompts):
+        rewards = verdict.rewards[index * size : (index + 1) * size]
+        signal = GroupState.READY if has_signal(rewards) else GroupState.DROPPED
+        rows.append(
+            {
+                "group_id": f"{lease.lease_id}-{index}",
+                "lease_id": lease.lease_id,
+                "prompt_index": index,
+                "sha256": submission.sha256,
+                "policy_version": submission.policy_version,
+                "rewards": json.dumps(rewards),
+                "reward_mean": math.fsum(rewards) / size,
+                "state": (GroupState.STALE if stale else signal).value,
+                "accepted_seq": seq,
+                "stale_seq": seq if stale else None,
+            }
+        )
+    tx.db.execute(insert(groups), rows)
+    if stale:
+        _record_stale(tx, newest, [row["group_id"] for row in rows])
+
+
+def retire_stale(tx: Transaction, newest: int, max_lag: int) -> None:
+    """A version was published: ready groups that are now too old are void, without blame."""
+    too_old = (groups.c.state == GroupState.READY.value, groups.c.policy_version < newest - max_lag)
+    ids = list(
+        tx.db.execute(select(groups.c.group_id).where(*too_old).order_by(groups.c.accepted_seq)).scalars()
+    )
+    if not ids:
+        return
+    seq = _record_stale(tx, newest, ids)
+    tx.db.execute(update(groups).where(*too_old).values(state=GroupState.STALE.value, stale_seq=seq))
+
+
+def _record_stale(tx: Transaction, newest: int, group_ids: list[str]) -> int:
+    return tx.record(
+        "group.stale", code="void.stale", version=newest, num_groups=len(group_ids), group_ids=group_ids
+    )
+
+
+def find_batch(db: Connection, version: int) -> Batch | None:
+    body = db.execute(select(batches.c.body).where(batches.c.version == version)).scalar_one_or_none()
+    return None if body is None else Batch.parse(body)
+
+
+def count_ready(db: Connection) -> int:
+    query = select(func.count()).select_from(groups).where(groups.c.state == GroupState.READY.value)
+    return int(db.execute(query).scalar_one())
+
+
+def form_batch(tx: Transaction, coordinator: Coordinator, version: int) -> Batch | None:
+    """The batch of `version`, the newest, if enough groups are ready: the oldest first, before they go stale."""
+    wanted = coordinator.config.groups_per_step
+    rows = tx.db.execute(
+        select(groups)
+        .where(groups.c.state == GroupState.READY.value)
+        .order_by(groups.c.policy_version, groups.c.accepted_seq, groups.c.prompt_index)
+        .limit(wanted)
+    ).all()
+    if len(rows) < wanted:
+        return None
+    batch = Batch(
+        version=version, groups=tuple(_to_group(row) for row in rows), **_since_last_batch(tx.db, rows)
+    )
+    ids = [group.group_id for group in batch.groups]
+    seq = tx.record(
+        "batch.formed",
+        version=version,
+        group_ids=ids,
+        dropped_groups=batch.dropped_groups,
+        stale_groups=batch.stale_groups,
+        reward_mean=batch.reward_mean,
+    )
+    tx.db.execute(
+        insert(batches).values(
+            version=version, num_groups=len(ids), body=batch.model_dump_json(), formed_at_s=tx.now_s, seq=seq
+        )
+    )
+    tx.db.execute(
+        update(groups)
+        .where(groups.c.group_id.in_(ids))
+        .values(state=GroupState.BATCHED.value, batch_version=version)
+    )
+    return batch
+
+
+def _since_last_batch(db: Connection, chosen: list[Row[Any]] | Any) -> dict[str, Any]:
+    """Dropped and stale groups and the mean reward, of what was accepted since the batch before."""
+    last_seq = db.execute(select(func.coalesce(func.max(batches.c.seq), 0))).scalar_one()
+    accepted = groups.c.accepted_seq > last_seq
+    mean, dropped = db.execute(
+        select(
+            func.avg(groups.c.reward_mean),
+            func.count().filter(groups.c.state == GroupState.DROPPED.value),
+        ).where(accepted)
+    ).one()
+    stale = db.execute(
+        select(func.count()).select_from(groups).where(groups.c.stale_seq > last_seq)
+    ).scalar_one()
+    # Everything may have been ready before the last batch was formed; then the batch speaks for itself.
+    if mean is None:
+        mean = math.fsum(row.reward_mean for row in chosen) / len(chosen)
+    return {"dropped_groups": dropped, "stale_groups": stale, "reward_mean": mean}
+
+
+def _to_group(row: Row[Any]) -> Group:
+    return Group(
+        group_id=row.group_id,
+        lease_id=row.lease_id,
+        sha256=row.sha256,
+        prompt_index=row.prompt_index,
+        policy_version=row.policy_version,
+        rewards=tuple(json.loads(row.rewards)),
+    )

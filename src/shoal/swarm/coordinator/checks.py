@@ -1,0 +1,193 @@
+"""Checks: a validator claims a submission, looks at it, and gives one verdict."""
+
+from typing import Any
+
+from sqlalchemy import Row, insert, select, update
+
+from shoal.swarm.coordinator import batches, evaluations
+from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest_version
+from shoal.swarm.coordinator.leases import (
+    TERMINAL,
+    Event,
+    State,
+    end,
+    find_lease,
+    move,
+    status,
+    void_all,
+)
+from shoal.swarm.coordinator.nodes import Finding, Trust, count_verdict, finding_of, get_node
+from shoal.swarm.coordinator.schema import leases, submissions, verdicts
+from shoal.swarm.coordinator.submissions import find_submission
+from shoal.wire.codes import ACCEPTED, CODES, Rejected
+from shoal.wire.lease import Lease, Verdict
+from shoal.wire.messages import Claim, LeaseStatus
+from shoal.wire.record import Sealed
+
+_EVENT = {Finding.ACCEPTED: Event.ACCEPT, Finding.REJECTED: Event.REJECT, Finding.VOID: Event.VOID}
+# Held-out work first: the curve, and the end of the run, wait for it. Then in the order of receipt.
+_NEXT = (
+    select(submissions, leases.c.sealed, leases.c.state)
+    .join(leases, leases.c.lease_id == submissions.c.lease_id)
+    .where(leases.c.state == State.SUBMITTED.value)
+    .order_by(leases.c.purpose, submissions.c.seq)
+    .limit(1)
+)
+
+
+def claim(tx: Transaction, coordinator: Coordinator) -> Claim:
+    """A submission for this validator alone, until the claim runs out."""
+    release_lapsed(tx)
+    row = tx.db.execute(_NEXT).one_or_none()
+    if row is None:
+        raise Rejected(
+            "request.too_early", "no submission waits to be checked", retry_after_s=coordinator.config.retry_s
+        )
+    until_s = tx.now_s + coordinator.config.claim_s
+    move(tx, row, Event.CLAIM)
+    tx.db.execute(
+        update(submissions)
+        .where(submissions.c.lease_id == row.lease_id)
+        .values(claimed_by=tx.actor, claimed_at_s=tx.now_s, claimed_until_s=until_s)
+    )
+    return Claim(
+        lease=Sealed[Lease].parse(row.sealed).body,
+        policy_version=row.policy_version,
+        sha256=row.sha256,
+        num_bytes=row.num_bytes,
+        received_at_s=row.received_at_s,
+        deadline_s=until_s,
+        copy_of=_first_with(tx, row.sha256, before_seq=row.seq),
+    )
+
+
+def release_lapsed(tx: Transaction) -> int:
+    """Claims whose validator was not heard of again go back into the queue; how many."""
+    rows = tx.db.execute(
+        select(leases)
+        .join(submissions, submissions.c.lease_id == leases.c.lease_id)
+        .where(leases.c.state == State.CHECKING.value, submissions.c.claimed_until_s < tx.now_s)
+    ).all()
+    for lease in rows:
+        move(tx, lease, Event.RELEASE)
+    return len(rows)
+
+
+def give_verdict(tx: Transaction, coordinator: Coordinator, lease_id: str, verdict: Verdict) -> LeaseStatus:
+    """Idempotent: the same finding again changes nothing, another one is refused. The first counts."""
+    _check_code(lease_id, verdict)
+    lease = find_lease(tx.db, lease_id)
+    given = tx.db.execute(select(verdicts).where(verdicts.c.lease_id == lease_id)).one_or_none()
+    if given is not None and given.code != verdict.code:
+        raise Rejected(
+            "request.conflict", f"lease {lease_id} has the verdict {given.code}, not {verdict.code}"
+        )
+    # It may have ended meanwhile without a verdict: gone stale, or its node ejected. The answer says so.
+    if given is not None or lease.state in TERMINAL:
+        return status(lease)
+    submission = find_submission(tx.db, lease_id)
+    if submission is None or submission.claimed_by is None:
+        raise Rejected(
+            "request.conflict", f"lease {lease_id} is {lease.state}: nobody claimed it for checking"
+        )
+    if verdict.code == ACCEPTED:
+        _check_accepted(lease, verdict)
+    _enter(tx, coordinator, lease, submission, verdict)
+    return status(find_lease(tx.db, lease_id))
+
+
+def _first_with(tx: Transaction, sha256: str, *, before_seq: int) -> str | None:
+    """The node that first submitted these bytes. Order is that of our receipts: nobody can claim to have been earlier."""
+    node: str | None = tx.db.execute(
+        select(submissions.c.node)
+        .where(submissions.c.sha256 == sha256, submissions.c.seq < before_seq)
+        .order_by(submissions.c.seq)
+        .limit(1)
+    ).scalar_one_or_none()
+    return node
+
+
+def _check_code(lease_id: str, verdict: Verdict) -> None:
+    if verdict.lease_id != lease_id:
+        raise Rejected(
+            "request.malformed", f"the verdict is on lease {verdict.lease_id}, the path names {lease_id}"
+        )
+    if verdict.code != ACCEPTED and (verdict.code not in CODES or verdict.code.startswith("request.")):
+        raise Rejected("request.malformed", f"{verdict.code[:80]!r} is not a verdict; wire/codes.py has them")
+
+
+def _check_accepted(lease: Row[Any], verdict: Verdict) -> None:
+    num_rows = lease.num_prompts * lease.samples_per_prompt
+    if len(verdict.rewards) != num_rows:
+        raise Rejected("request.malformed", f"{len(verdict.rewards)} rewards for {num_rows} rows")
+    max_tokens = num_rows * Sealed[Lease].parse(lease.sealed).body.sampling.max_new_tokens
+    if not num_rows <= verdict.output_tokens <= max_tokens:
+        raise Rejected(
+            "request.malformed",
+            f"{verdict.output_tokens} output tokens in {num_rows} rows, possible are {num_rows} to {max_tokens}",
+        )
+
+
+def _enter(
+    tx: Transaction, coordinator: Coordinator, lease: Row[Any], submission: Row[Any], verdict: Verdict
+) -> None:
+    finding = finding_of(verdict.code)
+    credit = verdict.output_tokens if finding is Finding.ACCEPTED else 0
+    seq = tx.record(
+        "verdict.given",
+        lease_id=lease.lease_id,
+        node=lease.node,
+        code=verdict.code,
+        detail=verdict.detail,
+        output_tokens=verdict.output_tokens,
+        rewards=list(verdict.rewards),
+        evidence=verdict.evidence,
+    )
+    tx.db.execute(
+        insert(verdicts).values(
+            lease_id=lease.lease_id,
+            validator=tx.actor,
+            code=verdict.code,
+            output_tokens=credit,
+            body=verdict.model_dump_json(),
+            given_at_s=tx.now_s,
+        )
+    )
+    end(tx, coordinator, lease, _EVENT[finding], code=verdict.code, detail=verdict.detail, credit=credit)
+    trust = count_verdict(
+        tx,
+        get_node(tx.db, lease.node),
+        code=verdict.code,
+        detail=verdict.detail,
+        credit=credit,
+        trusted_after=coordinator.config.trusted_after,
+    )
+    if trust is Trust.BANNED:
+        void_all(tx, coordinator, lease.node, "void.abandoned", "the node was ejected")
+    if finding is Finding.ACCEPTED:
+        _use(tx, coordinator, lease, submission, verdict, seq)
+
+
+def _use(
+    tx: Transaction,
+    coordinator: Coordinator,
+    lease: Row[Any],
+    submission: Row[Any],
+    verdict: Verdict,
+    seq: int,
+) -> None:
+    """Accepted work goes where its lease says: into groups for the trainer, or into the held-out curve."""
+    if lease.purpose == "eval":
+        evaluations.add_chunk(
+            tx,
+            coordinator,
+            version=lease.eval_version,
+            chunk=lease.chunk,
+            lease_id=lease.lease_id,
+            rewards=verdict.rewards,
+        )
+        return
+    newest = newest_version(tx.db)
+    assert newest is not None, "a lease was issued, so a policy was published"
+    max_lag = coordinator.spec.max_lag
+    batches.add_groups(tx, lease, submission, verdict, seq=seq, newest=newest, max_lag=max_lag)

@@ -1,0 +1,157 @@
+"""The coordinator as a value: terms, keys, database, store and clock. And the transaction, the unit of all it does."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from sqlalchemy import Connection, Row, func, insert, select, update
+
+from shoal.net.objects import LocalStore
+from shoal.swarm.coordinator.config import CoordinatorConfig
+from shoal.swarm.coordinator.database import Database
+from shoal.swarm.coordinator.journal import tell
+from shoal.swarm.coordinator.ledger import LedgerWriter
+from shoal.swarm.coordinator.schema import SCHEMA_VERSION, policies, run
+from shoal.tasks import Task, make_task
+from shoal.telemetry import Log
+from shoal.wire.keys import Key
+from shoal.wire.messages import Role
+from shoal.wire.run import PROTOCOL, RunSpec
+
+DATABASE_FILE = "shoal.db"
+
+_NEWEST = select(func.max(policies.c.version))
+_FINISHED = select(run.c.finished_version)
+
+
+class Transaction:
+    """What one request or one round of housekeeping does, all or nothing, with the ledger events that tell of it."""
+
+    def __init__(self, db: Connection, now_s: float, actor: str) -> None:
+        self.db, self.now_s, self.actor = db, now_s, actor
+        self.ledger = LedgerWriter(db, now_s)
+        self.node: Row[Any] | None = None
+        """The node that asks, as it was when the transaction began; None for a role and for housekeeping."""
+
+    def record(self, type: str, **body: Any) -> int:
+        """Append a ledger event; its number."""
+        return self.ledger.append(type, self.actor, body)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coordinator:
+    config: CoordinatorConfig
+    spec: RunSpec
+    task: Task
+    run_key: Key
+    roles: Mapping[str, Role]
+    """Public key to the role it holds."""
+    database: Database
+    store: LocalStore
+    clock: Callable[[], float]
+    log: Log
+
+    @contextmanager
+    def transaction(self, actor: str | None = None) -> Iterator[Transaction]:
+        """`actor` is whose doing it is; the run key's by default."""
+        with self.database.transaction() as db:
+            transaction = Transaction(db, self.clock(), actor or self.run_key.public)
+            yield transaction
+            transaction.ledger.flush()
+        # Only now is it true.
+        for event in transaction.ledger.events:
+            tell(self.log, event)
+
+    def close(self) -> None:
+        self.database.close()
+
+
+def open_coordinator(
+    config: CoordinatorConfig,
+    spec: RunSpec,
+    dir: Path,
+    *,
+    log: Log,
+    clock: Callable[[], float] = time.time,
+) -> Coordinator:
+    """The coordinator that lives in `dir`, made there first if need be. Refuses the folder of another run."""
+    dir.mkdir(parents=True, exist_ok=True)
+    keys = dir / "keys"
+    roles = {Key.load_or_create(keys / f"{role}.key").public: role for role in get_args(Role)}
+    coordinator = Coordinator(
+        config=config,
+        spec=spec,
+        task=make_task(spec.task),
+        run_key=Key.load_or_create(keys / "run.key"),
+        roles=roles,
+        database=Database(dir / DATABASE_FILE),
+        store=LocalStore(dir / "objects"),
+        clock=clock,
+        log=log,
+    )
+    _open_run(coordinator, dir)
+    return coordinator
+
+
+def _open_run(coordinator: Coordinator, dir: Path) -> None:
+    spec, key = coordinator.spec, coordinator.run_key.public
+    with coordinator.transaction() as tx:
+        found = tx.db.execute(select(run)).one_or_none()
+        if found is not None:
+            _check_same_run(found, spec, key, dir)
+            _check_last_version(newest_version(tx.db), spec, dir)
+        text = spec.model_dump_json()
+        if found is not None and found.spec == text:
+            return
+        if found is None:
+            row = {"name": spec.run, "run_key": key, "schema_version": SCHEMA_VERSION, "spec": text}
+            tx.db.execute(insert(run).values(**row))
+        else:
+            tx.db.execute(update(run).values(spec=text))
+        # The terms stand in the ledger, and so does every change of them.
+        tx.record(
+            "run.opened",
+            run=spec.run,
+            run_key=key,
+            protocol=PROTOCOL,
+            spec=spec.model_dump(mode="json"),
+        )
+
+
+def _check_same_run(found: Any, spec: RunSpec, key: str, dir: Path) -> None:
+    if found.name != spec.run:
+        raise ValueError(f"{dir} holds run {found.name!r}, not {spec.run!r}; choose another folder")
+    if found.run_key != key:
+        raise ValueError(
+            f"{dir} holds a run of key {found.run_key[:16]}, but keys/run.key is {key[:16]}; put the run's own key back"
+        )
+    if found.schema_version != SCHEMA_VERSION:
+        raise ValueError(
+            f"{dir} has a database of layout {found.schema_version}, this software reads {SCHEMA_VERSION}; "
+            "finish the run with the version that began it"
+        )
+
+
+def _check_last_version(newest: int | None, spec: RunSpec, dir: Path) -> None:
+    if newest is not None and newest > spec.last_version:
+        raise ValueError(
+            f"{dir} has published version {newest}, past last_version={spec.last_version}; raise last_version"
+        )
+
+
+def newest_version(db: Connection) -> int | None:
+    """The clock; None before version 0 is published."""
+    version: int | None = db.execute(_NEWEST).scalar_one()
+    return version
+
+
+def is_finished(db: Connection, spec: RunSpec) -> bool:
+    return bool(db.execute(_FINISHED).scalar_one() == spec.last_version)
+
+
+def finish(tx: Transaction, version: int) -> None:
+    tx.db.execute(update(run).values(finished_version=version))
+    tx.record("run.finished", version=version)

@@ -1,0 +1,185 @@
+"""What each signed route does. A handler parses the body into a record, acts in the request's transaction, and
+answers with a record; anything else is a Rejected."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from fastapi import Response
+from fastapi.responses import FileResponse
+
+from shoal.swarm.coordinator import (
+    batches,
+    checks,
+    issue,
+    leases,
+    nodes,
+    policies,
+    relays,
+    stats,
+    submissions,
+    uploads,
+)
+from shoal.swarm.coordinator.auth import LARGE_BODY, SMALL_BODY, Caller
+from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest_version
+from shoal.wire.codes import Rejected
+from shoal.wire.lease import Verdict
+from shoal.wire.messages import (
+    Abandon,
+    Announce,
+    AskLease,
+    AskUpload,
+    Enrol,
+    Heartbeat,
+    OpenSession,
+    RelayReport,
+    Submit,
+)
+from shoal.wire.record import Record
+
+_LEASE_ID = re.compile(r"[0-9a-f]{32}")
+_VERSION = re.compile(r"[0-9]{1,9}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One signed request, past the door: who asks is `tx.actor`."""
+
+    coordinator: Coordinator
+    tx: Transaction
+    body: bytes
+    path: Mapping[str, str]
+
+    @property
+    def lease_id(self) -> str:
+        lease_id = self.path["lease_id"]
+        if not _LEASE_ID.fullmatch(lease_id):
+            raise Rejected("request.not_found", f"{lease_id[:80]!r} is not a lease id")
+        return lease_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignedRoute:
+    method: str
+    path: str
+    callers: frozenset[Caller]
+    handle: Callable[[Call], Record | Response]
+    max_body: int = SMALL_BODY
+
+
+def parse_version(text: str) -> int:
+    if not _VERSION.fullmatch(text):
+        raise Rejected("request.not_found", f"{text[:80]!r} is not a policy version")
+    return int(text)
+
+
+def handle_enrol(call: Call) -> Record:
+    return nodes.enrol(call.tx, call.coordinator, Enrol.parse(call.body))
+
+
+def handle_session(call: Call) -> Record:
+    return nodes.open_session(call.tx, call.coordinator, OpenSession.parse(call.body))
+
+
+def handle_heartbeat(call: Call) -> Record:
+    return nodes.heartbeat(call.tx, call.coordinator, Heartbeat.parse(call.body))
+
+
+def handle_ask_lease(call: Call) -> Record:
+    return issue.ask_lease(call.tx, call.coordinator, AskLease.parse(call.body))
+
+
+def handle_ask_upload(call: Call) -> Record:
+    return uploads.ask_upload(call.tx, call.lease_id, AskUpload.parse(call.body))
+
+
+def handle_submit(call: Call) -> Record:
+    return submissions.submit(call.tx, call.coordinator, call.lease_id, Submit.parse(call.body))
+
+
+def handle_abandon(call: Call) -> Record:
+    return leases.abandon(call.tx, call.coordinator, call.lease_id, Abandon.parse(call.body))
+
+
+def handle_lease_status(call: Call) -> Record:
+    return leases.status(leases.own_lease(call.tx, call.lease_id))
+
+
+def handle_claim(call: Call) -> Record:
+    return checks.claim(call.tx, call.coordinator)
+
+
+def handle_verdict(call: Call) -> Record:
+    return checks.give_verdict(call.tx, call.coordinator, call.lease_id, Verdict.parse(call.body))
+
+
+def handle_get_object(call: Call) -> Response:
+    path = call.coordinator.store.path(call.path["name"])
+    if not path.exists():
+        raise Rejected("request.not_found", f"no object {path.name}")
+    return FileResponse(path, media_type="application/octet-stream")
+
+
+def handle_announce(call: Call) -> Record:
+    return policies.announce(call.tx, call.coordinator, Announce.parse(call.body))
+
+
+def handle_relay_report(call: Call) -> Record:
+    return relays.report(call.tx, call.coordinator, RelayReport.parse(call.body))
+
+
+def handle_get_batch(call: Call) -> Record:
+    """A batch once formed is the same for ever; a new one is formed for the newest version only."""
+    tx, coordinator, version = call.tx, call.coordinator, parse_version(call.path["version"])
+    batch = batches.find_batch(tx.db, version)
+    if batch is not None:
+        return batch
+    newest = newest_version(tx.db)
+    if newest is not None and version < newest:
+        raise Rejected("request.not_found", f"version {version} never had a batch; the newest is {newest}")
+    if newest is None or version > newest:
+        raise Rejected("request.conflict", f"version {version} is not published; announce it first")
+    if version >= coordinator.spec.last_version:
+        raise Rejected("request.conflict", f"version {version} is the last: there is no step after it")
+    batch = batches.form_batch(tx, coordinator, version)
+    if batch is None:
+        raise Rejected(
+            "request.too_early",
+            stats.waiting_sentence(tx.db, coordinator),
+            retry_after_s=coordinator.config.retry_s,
+        )
+    return batch
+
+
+_NEWCOMER: frozenset[Caller] = frozenset({"newcomer", "node"})
+_NODE: frozenset[Caller] = frozenset({"node"})
+_TRAINER: frozenset[Caller] = frozenset({"trainer"})
+_VALIDATOR: frozenset[Caller] = frozenset({"validator"})
+_RELAY: frozenset[Caller] = frozenset({"relay"})
+
+SIGNED_ROUTES = (
+    SignedRoute(method="POST", path="/v1/enrol", callers=_NEWCOMER, handle=handle_enrol),
+    SignedRoute(method="POST", path="/v1/session", callers=_NODE, handle=handle_session),
+    SignedRoute(method="POST", path="/v1/heartbeat", callers=_NODE, handle=handle_heartbeat),
+    SignedRoute(method="POST", path="/v1/leases", callers=_NODE, handle=handle_ask_lease),
+    SignedRoute(method="GET", path="/v1/leases/{lease_id}", callers=_NODE, handle=handle_lease_status),
+    SignedRoute(method="POST", path="/v1/leases/{lease_id}/upload", callers=_NODE, handle=handle_ask_upload),
+    SignedRoute(method="POST", path="/v1/leases/{lease_id}/submit", callers=_NODE, handle=handle_submit),
+    SignedRoute(method="POST", path="/v1/leases/{lease_id}/abandon", callers=_NODE, handle=handle_abandon),
+    SignedRoute(method="POST", path="/v1/checks/claim", callers=_VALIDATOR, handle=handle_claim),
+    SignedRoute(
+        method="POST",
+        path="/v1/checks/{lease_id}/verdict",
+        callers=_VALIDATOR,
+        handle=handle_verdict,
+        max_body=LARGE_BODY,
+    ),
+    SignedRoute(
+        method="GET", path="/v1/objects/{name}", callers=_TRAINER | _VALIDATOR, handle=handle_get_object
+    ),
+    SignedRoute(
+        method="POST", path="/v1/policies", callers=_TRAINER, handle=handle_announce, max_body=LARGE_BODY
+    ),
+    SignedRoute(method="GET", path="/v1/batches/{version}", callers=_TRAINER, handle=handle_get_batch),
+    SignedRoute(method="POST", path="/v1/relays", callers=_RELAY, handle=handle_relay_report),
+)

@@ -1,0 +1,72 @@
+"""What nobody asks for but time brings: leases and claims run out, nonces are forgotten, the log is folded in."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from sqlalchemy import select
+
+from shoal.swarm.coordinator import checks, evaluations, leases
+from shoal.swarm.coordinator.auth import prune_nonces
+from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, is_finished, newest_version
+from shoal.swarm.coordinator.schema import leases as lease_table
+from shoal.swarm.coordinator.schema import submissions
+
+TICK_S = 1.0
+TIDY_S = 60.0
+
+
+def tick(coordinator: Coordinator) -> None:
+    """Once a second: void what ran out, put lapsed claims back."""
+    with coordinator.transaction() as tx:
+        leases.expire(tx, coordinator)
+        checks.release_lapsed(tx)
+
+
+def tidy(coordinator: Coordinator) -> None:
+    """Once a minute."""
+    with coordinator.transaction() as tx:
+        prune_nonces(tx)
+    coordinator.database.checkpoint()
+
+
+def keep_house(coordinator: Coordinator, stop: threading.Event, *, check: Callable[[], None]) -> None:
+    """Until `stop`. An error ends it, and the coordinator with it: a run must not go on without its clock.
+
+    `check` raises if the server has ended.
+    """
+    tidied_s = time.monotonic()
+    while not stop.wait(TICK_S):
+        check()
+        tick(coordinator)
+        if time.monotonic() - tidied_s >= TIDY_S:
+            tidy(coordinator)
+            tidied_s = time.monotonic()
+
+
+def resume(coordinator: Coordinator) -> None:
+    """After an opening: whatever a crash or a changed run file left half-way."""
+    with coordinator.transaction() as tx:
+        rows = tx.db.execute(
+            select(lease_table, submissions.c.sha256)
+            .join(submissions, submissions.c.lease_id == lease_table.c.lease_id)
+            .where(lease_table.c.state.in_((leases.State.SUBMITTED.value, leases.State.CHECKING.value)))
+        ).all()
+        for lease in rows:
+            if not coordinator.store.has(lease.sha256):
+                leases.void(
+                    tx, coordinator, lease, "void.infra", f"object {lease.sha256} is gone from the store"
+                )
+        _settle_last_version(tx, coordinator)
+
+
+def _settle_last_version(tx: Transaction, coordinator: Coordinator) -> None:
+    """A lowered last_version can make a version the last that was not the last when it came."""
+    last = coordinator.spec.last_version
+    if newest_version(tx.db) != last or is_finished(tx.db, coordinator.spec):
+        return
+    progress = evaluations.progress(tx.db, last)
+    if progress is None:
+        evaluations.plan_evaluation(tx, coordinator, last)
+    elif progress[0] == progress[1]:
+        evaluations.finish_run(tx, coordinator)

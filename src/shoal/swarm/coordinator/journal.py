@@ -1,0 +1,60 @@
+"""What the coordinator's log says of a ledger event: one line each, refusals and ejections in words."""
+
+from typing import Any
+
+from shoal.telemetry import Log
+from shoal.wire.codes import ACCEPTED, in_words
+from shoal.wire.ledger import LedgerEvent
+
+_PLAIN = {
+    "run.opened": ("run opened", ("run",)),
+    "node.enrolled": ("node enrolled", ("node", "software")),
+    "node.trusted": ("node trusted", ("node", "reason")),
+    "policy.published": ("policy published", ("version", "num_bytes")),
+    "lease.issued": ("lease issued", ("lease_id", "node", "purpose")),
+    "epoch.revealed": ("epoch revealed", ("epoch",)),
+    "group.stale": ("groups went stale", ("version", "num_groups")),
+    "evaluation.completed": ("held-out evaluation complete", ("version", "reward_mean", "rollouts")),
+    "run.finished": ("run finished", ("version",)),
+}
+
+
+def tell(log: Log, event: LedgerEvent) -> None:
+    body = event.body
+    if event.type == "verdict.given":
+        _tell_verdict(log, body)
+    elif event.type == "node.quarantined":
+        log.warning(f"node quarantined: {body['reason']}", node=_short(body["node"]))
+    elif event.type == "node.banned":
+        log.warning(f"node ejected: {body['reason']}", node=_short(body["node"]))
+    elif event.type == "lease.void":
+        log.info(f"lease void: {in_words(body['code'])}", **_values(body, ("lease_id", "node", "detail")))
+    elif event.type == "batch.formed":
+        log.info(
+            "batch formed",
+            version=body["version"],
+            groups=len(body["group_ids"]),
+            reward_mean=body["reward_mean"],
+        )
+    elif event.type in _PLAIN:
+        message, names = _PLAIN[event.type]
+        log.info(message, **_values(body, names))
+
+
+def _tell_verdict(log: Log, body: dict[str, Any]) -> None:
+    values = _values(body, ("node", "lease_id"))
+    if body["code"] == ACCEPTED:
+        log.info("accepted", **values, output_tokens=body["output_tokens"])
+    else:
+        word = "refused" if body["code"].startswith("reject.") else "void"
+        log.warning(
+            f"{word}: {in_words(body['code'])}", **values, code=body["code"], detail=repr(body["detail"])
+        )
+
+
+def _values(body: dict[str, Any], names: tuple[str, ...]) -> dict[str, object]:
+    return {name: _short(body[name]) if name in ("node", "lease_id") else body[name] for name in names}
+
+
+def _short(identifier: str) -> str:
+    return identifier[:12]

@@ -1,0 +1,177 @@
+"""The life of a lease: a pure table of states and events, and the ways it ends.
+
+    issued -> uploading -> submitted -> checking -> accepted | rejected | void
+                              ^------------'            a claim that ran out
+
+Every lease reaches exactly one of the last three, and stays there. Which code it ended with says why.
+"""
+
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import Connection, Row, bindparam, select, update
+
+from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, is_finished
+from shoal.swarm.coordinator.epochs import reveal_ended
+from shoal.swarm.coordinator.nodes import check_session, count_void
+from shoal.swarm.coordinator.schema import leases
+from shoal.wire.codes import Rejected
+from shoal.wire.messages import Abandon, LeaseStatus
+
+
+class State(StrEnum):
+    ISSUED = "issued"
+    UPLOADING = "uploading"
+    SUBMITTED = "submitted"
+    CHECKING = "checking"
+    ACCEPTED = "accepted"
+    REJECTED = "rejected"
+    VOID = "void"
+
+
+class Event(StrEnum):
+    UPLOAD = "upload"
+    SUBMIT = "submit"
+    CLAIM = "claim"
+    RELEASE = "release"
+    """The claim ran out."""
+    ACCEPT = "accept"
+    REJECT = "reject"
+    VOID = "void"
+
+
+AWAITED = (State.ISSUED, State.UPLOADING)
+"""The node has yet to deliver."""
+OPEN = (*AWAITED, State.SUBMITTED, State.CHECKING)
+TERMINAL = (State.ACCEPTED, State.REJECTED, State.VOID)
+
+# A verdict may come in after its claim ran out: work done is work done, and the first verdict counts.
+_NEXT: dict[tuple[State, Event], State] = {
+    (State.ISSUED, Event.UPLOAD): State.UPLOADING,
+    (State.ISSUED, Event.VOID): State.VOID,
+    (State.UPLOADING, Event.UPLOAD): State.UPLOADING,
+    (State.UPLOADING, Event.SUBMIT): State.SUBMITTED,
+    (State.UPLOADING, Event.VOID): State.VOID,
+    (State.SUBMITTED, Event.CLAIM): State.CHECKING,
+    (State.SUBMITTED, Event.ACCEPT): State.ACCEPTED,
+    (State.SUBMITTED, Event.REJECT): State.REJECTED,
+    (State.SUBMITTED, Event.VOID): State.VOID,
+    (State.CHECKING, Event.RELEASE): State.SUBMITTED,
+    (State.CHECKING, Event.ACCEPT): State.ACCEPTED,
+    (State.CHECKING, Event.REJECT): State.REJECTED,
+    (State.CHECKING, Event.VOID): State.VOID,
+}
+
+
+def next_state(state: State, event: Event) -> State:
+    """Where an event leads, or Rejected: a lease that has ended stays as it ended."""
+    if state in TERMINAL:
+        raise Rejected("request.lease_closed", f"the lease has ended: {state.value}")
+    if (state, event) not in _NEXT:
+        raise Rejected("request.conflict", f"a lease that is {state.value} cannot {event.value}")
+    return _NEXT[state, event]
+
+
+_FIND = select(leases).where(leases.c.lease_id == bindparam("id"))
+
+
+def find_lease(db: Connection, lease_id: str) -> Row[Any]:
+    lease = db.execute(_FIND, {"id": lease_id}).one_or_none()
+    if lease is None:
+        raise Rejected("request.not_found", f"no lease {lease_id[:80]!r}")
+    return lease
+
+
+def own_lease(tx: Transaction, lease_id: str) -> Row[Any]:
+    """The lease, if it was issued to the node that asks."""
+    lease = find_lease(tx.db, lease_id)
+    if lease.node != tx.actor:
+        raise Rejected("request.not_yours", f"lease {lease_id} was issued to another node")
+    return lease
+
+
+def awaited_lease(tx: Transaction, lease_id: str, epoch: int) -> Row[Any]:
+    """The node's own lease, if it can still deliver on it."""
+    check_session(tx, epoch)
+    lease = own_lease(tx, lease_id)
+    if lease.state in TERMINAL:
+        raise Rejected("request.lease_closed", f"lease {lease_id} has ended: {lease.code}: {lease.detail}")
+    if lease.state in AWAITED and tx.now_s > lease.deadline_s:
+        raise Rejected(
+            "request.lease_closed", f"lease {lease_id} ran out {tx.now_s - lease.deadline_s:.1f} s ago"
+        )
+    return lease
+
+
+def move(tx: Transaction, lease: Row[Any], event: Event, **columns: Any) -> State:
+    state = next_state(State(lease.state), event)
+    tx.db.execute(
+        update(leases).where(leases.c.lease_id == lease.lease_id).values(state=state.value, **columns)
+    )
+    return state
+
+
+def end(
+    tx: Transaction,
+    coordinator: Coordinator,
+    lease: Row[Any],
+    event: Event,
+    *,
+    code: str,
+    detail: str,
+    credit: int = 0,
+) -> None:
+    """The one way into a terminal state."""
+    move(tx, lease, event, code=code, detail=detail, credit=credit, ended_at_s=tx.now_s)
+    reveal_ended(tx, coordinator.config.leases_per_epoch, run_over=is_finished(tx.db, coordinator.spec))
+
+
+def void(tx: Transaction, coordinator: Coordinator, lease: Row[Any], code: str, detail: str) -> None:
+    """End a lease without a verdict: nobody's doing, no blame, no credit."""
+    tx.record("lease.void", lease_id=lease.lease_id, node=lease.node, code=code, detail=detail)
+    count_void(tx, lease.node)
+    end(tx, coordinator, lease, Event.VOID, code=code, detail=detail)
+
+
+def abandon(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: Abandon) -> LeaseStatus:
+    lease = own_lease(tx, lease_id)
+    check_session(tx, ask.epoch)
+    if lease.state == State.VOID:
+        return status(lease)
+    if lease.state not in AWAITED:
+        raise Rejected("request.conflict", f"lease {lease_id} is {lease.state}: too late to give it back")
+    void(tx, coordinator, lease, "void.abandoned", ask.reason)
+    return status(find_lease(tx.db, lease_id))
+
+
+def void_all(tx: Transaction, coordinator: Coordinator, node: str, code: str, detail: str) -> None:
+    """Every lease of a node that has not ended."""
+    rows = tx.db.execute(select(leases).where(leases.c.node == node, leases.c.state.in_(OPEN))).all()
+    for lease in rows:
+        void(tx, coordinator, lease, code, detail)
+
+
+def expire(tx: Transaction, coordinator: Coordinator) -> int:
+    """Void the leases whose deadline passed before a submission came; how many."""
+    rows = tx.db.execute(
+        select(leases).where(leases.c.state.in_(AWAITED), leases.c.deadline_s < tx.now_s)
+    ).all()
+    for lease in rows:
+        void(
+            tx,
+            coordinator,
+            lease,
+            "void.expired",
+            f"no submission within {lease.deadline_s - lease.issued_at_s:.0f} s",
+        )
+    return len(rows)
+
+
+def status(lease: Row[Any]) -> LeaseStatus:
+    return LeaseStatus(
+        lease_id=lease.lease_id,
+        state=lease.state,
+        code=lease.code,
+        detail=lease.detail,
+        credit=lease.credit,
+    )

@@ -1,0 +1,44 @@
+"""Relays: where they serve, what they hold, whether they were heard of lately."""
+
+import json
+
+from sqlalchemy import Connection, delete, insert, select
+
+from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, is_finished
+from shoal.swarm.coordinator.nodes import Liveness, liveness
+from shoal.swarm.coordinator.schema import relays
+from shoal.wire.messages import HeartbeatReply, RelayReport, RelayView
+
+
+def report(tx: Transaction, coordinator: Coordinator, told: RelayReport) -> HeartbeatReply:
+    tx.db.execute(delete(relays).where(relays.c.url == told.url))
+    tx.db.execute(
+        insert(relays).values(
+            url=told.url,
+            versions=json.dumps(told.versions),
+            bytes_sent=told.bytes_sent,
+            last_seen_s=tx.now_s,
+        )
+    )
+    return HeartbeatReply(
+        finished=is_finished(tx.db, coordinator.spec), next_in_s=coordinator.config.heartbeat_s
+    )
+
+
+def views(db: Connection, now_s: float, heartbeat_s: float) -> tuple[RelayView, ...]:
+    return tuple(
+        RelayView(
+            url=row.url,
+            liveness=liveness(row.last_seen_s, now_s, heartbeat_s).value,
+            versions=tuple(json.loads(row.versions)),
+            bytes_sent=row.bytes_sent,
+        )
+        for row in db.execute(select(relays).order_by(relays.c.url))
+    )
+
+
+def usable(db: Connection, now_s: float, heartbeat_s: float) -> tuple[str, ...]:
+    """Those a worker is sent to. A late one may just be busy: the worker tries several anyway."""
+    return tuple(
+        relay.url for relay in views(db, now_s, heartbeat_s) if relay.liveness != Liveness.OFFLINE.value
+    )

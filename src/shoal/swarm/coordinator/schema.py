@@ -1,0 +1,212 @@
+"""The coordinator's tables. The ledger is the record; the others are what it adds up to, kept for speed.
+
+Times are seconds since 1970 by the coordinator's clock. Keys, digests and ids are lower-case hex.
+"""
+
+from sqlalchemy import Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
+
+SCHEMA_VERSION = 1
+
+metadata = MetaData()
+
+run = Table(
+    "run",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("run_key", String, nullable=False),
+    Column("schema_version", Integer, nullable=False),
+    Column("spec", Text, nullable=False),
+    # The last version of a run that is over. A run resumed with a higher last version is not over.
+    Column("finished_version", Integer),
+)
+
+ledger = Table(
+    "ledger",
+    metadata,
+    Column("seq", Integer, primary_key=True, autoincrement=False),
+    Column("time_s", Float, nullable=False),
+    Column("type", String, nullable=False),
+    Column("actor", String, nullable=False),
+    Column("body", Text, nullable=False),
+    Column("prev", String, nullable=False),
+    Column("hash", String, nullable=False),
+)
+
+nonces = Table(
+    "nonces",
+    metadata,
+    Column("key", String, primary_key=True),
+    Column("nonce", String, primary_key=True),
+    Column("seen_at_s", Float, nullable=False, index=True),
+    sqlite_with_rowid=False,
+)
+
+nodes = Table(
+    "nodes",
+    metadata,
+    Column("node", String, primary_key=True),
+    Column("enrolled_at_s", Float, nullable=False),
+    Column("software", String, nullable=False),
+    Column("trust", String, nullable=False),
+    Column("trust_reason", String, nullable=False),
+    Column("accepted_in_a_row", Integer, nullable=False),
+    Column("session_epoch", Integer, nullable=False),
+    Column("last_seen_s", Float),
+    Column("phase", String, nullable=False),
+    Column("policy_version", Integer),
+    Column("tokens_per_s", Float, nullable=False),
+    Column("accepted", Integer, nullable=False),
+    Column("rejected", Integer, nullable=False),
+    Column("void", Integer, nullable=False),
+    Column("credit", Integer, nullable=False),
+    Column("last_code", String),
+    Column("last_detail", String),
+)
+
+epochs = Table(
+    "epochs",
+    metadata,
+    Column("epoch", Integer, primary_key=True, autoincrement=False),
+    Column("secret", String, nullable=False),
+    Column("commitment", String, nullable=False),
+    Column("num_leases", Integer, nullable=False),
+    Column("revealed_at_s", Float),
+)
+
+policies = Table(
+    "policies",
+    metadata,
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("weights_digest", String, nullable=False),
+    Column("manifest", Text, nullable=False),
+    Column("origin_url", String, nullable=False),
+    Column("report", Text),
+    Column("num_bytes", Integer, nullable=False),
+    Column("published_at_s", Float, nullable=False),
+    Column("seq", Integer, nullable=False),
+)
+
+leases = Table(
+    "leases",
+    metadata,
+    Column("lease_id", String, primary_key=True),
+    Column("node", ForeignKey("nodes.node"), nullable=False),
+    Column("purpose", String, nullable=False),
+    Column("epoch", ForeignKey("epochs.epoch"), nullable=False),
+    Column("session_epoch", Integer, nullable=False),
+    # The version an eval lease is pinned to; NULL for train.
+    Column("eval_version", Integer),
+    Column("chunk", Integer, nullable=False),
+    Column("num_prompts", Integer, nullable=False),
+    Column("samples_per_prompt", Integer, nullable=False),
+    Column("max_bytes", Integer, nullable=False),
+    Column("sealed", Text, nullable=False),
+    Column("issued_at_s", Float, nullable=False),
+    Column("deadline_s", Float, nullable=False),
+    Column("state", String, nullable=False),
+    Column("code", String),
+    Column("detail", String),
+    Column("ended_at_s", Float),
+    Column("credit", Integer, nullable=False),
+    Index("leases_by_state", "state", "deadline_s"),
+    Index("leases_by_node", "node", "state"),
+    Index("leases_by_epoch", "epoch", "state"),
+    Index("leases_by_evaluation", "eval_version", "state"),
+)
+
+uploads = Table(
+    "uploads",
+    metadata,
+    Column("lease_id", ForeignKey("leases.lease_id"), primary_key=True),
+    Column("token", String, nullable=False, unique=True),
+    Column("sha256", String, nullable=False),
+    Column("num_bytes", Integer, nullable=False),
+    Column("expires_at_s", Float, nullable=False),
+    Column("stored_at_s", Float),
+)
+
+submissions = Table(
+    "submissions",
+    metadata,
+    Column("lease_id", ForeignKey("leases.lease_id"), primary_key=True),
+    Column("node", ForeignKey("nodes.node"), nullable=False),
+    Column("sha256", String, nullable=False, index=True),
+    Column("num_bytes", Integer, nullable=False),
+    Column("policy_version", Integer, nullable=False),
+    Column("received_at_s", Float, nullable=False),
+    # The ledger's number of its receipt: the order in which submissions came.
+    Column("seq", Integer, nullable=False),
+    Column("receipt", Text, nullable=False),
+    Column("claimed_by", String),
+    Column("claimed_at_s", Float),
+    Column("claimed_until_s", Float),
+)
+
+verdicts = Table(
+    "verdicts",
+    metadata,
+    Column("lease_id", ForeignKey("leases.lease_id"), primary_key=True),
+    Column("validator", String, nullable=False),
+    Column("code", String, nullable=False),
+    Column("output_tokens", Integer, nullable=False),
+    Column("body", Text, nullable=False),
+    Column("given_at_s", Float, nullable=False, index=True),
+)
+
+groups = Table(
+    "groups",
+    metadata,
+    Column("group_id", String, primary_key=True),
+    Column("lease_id", ForeignKey("leases.lease_id"), nullable=False),
+    Column("prompt_index", Integer, nullable=False),
+    Column("sha256", String, nullable=False),
+    Column("policy_version", Integer, nullable=False),
+    Column("rewards", Text, nullable=False),
+    Column("reward_mean", Float, nullable=False),
+    Column("state", String, nullable=False),
+    Column("batch_version", ForeignKey("batches.version")),
+    # Ledger numbers of its verdict and of the event that made it stale.
+    Column("accepted_seq", Integer, nullable=False, index=True),
+    Column("stale_seq", Integer, index=True),
+    Index("groups_by_state", "state", "policy_version", "accepted_seq"),
+)
+
+batches = Table(
+    "batches",
+    metadata,
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("num_groups", Integer, nullable=False),
+    # The answer itself, so that it is the same for ever.
+    Column("body", Text, nullable=False),
+    Column("formed_at_s", Float, nullable=False),
+    Column("seq", Integer, nullable=False),
+)
+
+evaluations = Table(
+    "evaluations",
+    metadata,
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    # As planned: a changed configuration must not change an evaluation that has begun.
+    Column("num_prompts", Integer, nullable=False),
+    Column("chunk_prompts", Integer, nullable=False),
+    Column("completed_at_s", Float),
+)
+
+evaluation_chunks = Table(
+    "evaluation_chunks",
+    metadata,
+    Column("version", ForeignKey("evaluations.version"), primary_key=True),
+    Column("chunk", Integer, primary_key=True),
+    Column("lease_id", ForeignKey("leases.lease_id"), nullable=False),
+    Column("reward_sum", Float, nullable=False),
+    Column("rollouts", Integer, nullable=False),
+)
+
+relays = Table(
+    "relays",
+    metadata,
+    Column("url", String, primary_key=True),
+    Column("versions", Text, nullable=False),
+    Column("bytes_sent", Integer, nullable=False),
+    Column("last_seen_s", Float, nullable=False),
+)

@@ -1,0 +1,162 @@
+"""The run at a glance: what the public pages show, read in one consistent view."""
+
+from typing import Any
+
+from sqlalchemy import Connection, Row, func, select
+
+from shoal import __version__
+from shoal.swarm.coordinator import evaluations, nodes, relays
+from shoal.swarm.coordinator.batches import count_ready
+from shoal.swarm.coordinator.coordinator import Coordinator, is_finished, newest_version
+from shoal.swarm.coordinator.leases import OPEN, State
+from shoal.swarm.coordinator.ledger import head_seq
+from shoal.swarm.coordinator.nodes import Liveness, Trust, liveness
+from shoal.swarm.coordinator.schema import batches as batch_table
+from shoal.swarm.coordinator.schema import leases, policies, submissions, verdicts
+from shoal.swarm.coordinator.schema import nodes as node_table
+from shoal.swarm.coordinator.waiting import Situation, waiting_for
+from shoal.wire.messages import History, Info, Stats, StepReport
+from shoal.wire.run import PROTOCOL
+
+SPEED_WINDOW_S = 60.0
+NODES_SHOWN = 500
+
+
+def info(db: Connection, coordinator: Coordinator) -> Info:
+    return Info(
+        protocol=PROTOCOL,
+        software=f"shoal {__version__}",
+        run_key=coordinator.run_key.public,
+        spec=coordinator.spec,
+        newest_version=newest_version(db),
+        finished=is_finished(db, coordinator.spec),
+        server_time_s=coordinator.clock(),
+    )
+
+
+def stats(db: Connection, coordinator: Coordinator) -> Stats:
+    now_s, heartbeat_s = coordinator.clock(), coordinator.config.heartbeat_s
+    situation = look(db, coordinator)
+    trained = db.execute(
+        select(func.count(), func.coalesce(func.sum(batch_table.c.num_groups), 0)).select_from(batch_table)
+    ).one()
+    return Stats(
+        run=coordinator.spec.run,
+        newest_version=situation.newest_version,
+        last_version=situation.last_version,
+        finished=situation.finished,
+        waiting_for=waiting_for(situation),
+        ready_groups=situation.ready_groups,
+        groups_needed=situation.groups_needed,
+        open_leases=situation.open_leases,
+        queued_checks=situation.queued_checks,
+        submissions=_ended_by_code(db),
+        batches=trained[0],
+        trained_groups=trained[1],
+        generation_tokens_per_s=_verified_tokens_per_s(db, now_s),
+        latest=_latest_report(db),
+        evaluations=evaluations.views(db),
+        nodes=tuple(nodes.view(row, now_s, heartbeat_s) for row in _nodes(db)),
+        relays=relays.views(db, now_s, heartbeat_s),
+        bytes_published=db.execute(select(func.coalesce(func.sum(policies.c.num_bytes), 0))).scalar_one(),
+        ledger_seq=head_seq(db),
+        server_time_s=now_s,
+    )
+
+
+def history(db: Connection) -> History:
+    reports = db.execute(
+        select(policies.c.report).where(policies.c.report.is_not(None)).order_by(policies.c.version)
+    ).scalars()
+    return History(
+        steps=tuple(StepReport.parse(report) for report in reports), evaluations=evaluations.views(db)
+    )
+
+
+def waiting_sentence(db: Connection, coordinator: Coordinator) -> str:
+    return waiting_for(look(db, coordinator))
+
+
+def look(db: Connection, coordinator: Coordinator) -> Situation:
+    now_s, heartbeat_s = coordinator.clock(), coordinator.config.heartbeat_s
+    newest = newest_version(db)
+    seen = relays.views(db, now_s, heartbeat_s)
+    workers = db.execute(
+        select(node_table.c.trust, node_table.c.last_seen_s).where(node_table.c.trust != Trust.BANNED.value)
+    ).all()
+    live = [row for row in workers if liveness(row.last_seen_s, now_s, heartbeat_s) is Liveness.LIVE]
+    by_state = dict(_open_by_state(db))
+    return Situation(
+        newest_version=newest,
+        last_version=coordinator.spec.last_version,
+        finished=is_finished(db, coordinator.spec),
+        known_relays=len(seen),
+        live_relays=sum(relay.liveness != Liveness.OFFLINE.value for relay in seen),
+        enrolled=len(workers),
+        live_workers=len(live),
+        eval_workers=sum(row.trust != Trust.QUARANTINED.value for row in live),
+        queued_checks=by_state.get(State.SUBMITTED.value, 0),
+        queue_untouched_s=_queue_untouched_s(db, now_s),
+        ready_groups=count_ready(db),
+        groups_needed=coordinator.config.groups_per_step,
+        open_leases=by_state.get(State.ISSUED.value, 0) + by_state.get(State.UPLOADING.value, 0),
+        batch_formed=newest is not None and _has_batch(db, newest),
+        eval_chunks=None if newest is None else evaluations.progress(db, newest),
+    )
+
+
+def _open_by_state(db: Connection) -> list[tuple[str, int]]:
+    query = select(leases.c.state, func.count()).where(leases.c.state.in_(OPEN)).group_by(leases.c.state)
+    return [(row[0], row[1]) for row in db.execute(query)]
+
+
+def _ended_by_code(db: Connection) -> dict[str, int]:
+    query = select(leases.c.code, func.count()).where(leases.c.code.is_not(None)).group_by(leases.c.code)
+    return {row[0]: row[1] for row in db.execute(query)}
+
+
+def _queue_untouched_s(db: Connection, now_s: float) -> float:
+    oldest_s = db.execute(
+        select(func.min(submissions.c.received_at_s))
+        .join(leases, leases.c.lease_id == submissions.c.lease_id)
+        .where(leases.c.state == State.SUBMITTED.value)
+    ).scalar_one()
+    if oldest_s is None:
+        return 0.0
+    claimed_s = db.execute(select(func.max(submissions.c.claimed_at_s))).scalar_one()
+    return float(now_s - max(oldest_s, claimed_s or 0.0))
+
+
+def _verified_tokens_per_s(db: Connection, now_s: float) -> float:
+    """Tokens of accepted submissions lately. What nodes say of their own speed is not counted."""
+    first_s = db.execute(select(func.min(leases.c.issued_at_s))).scalar_one()
+    if first_s is None or first_s >= now_s:
+        return 0.0
+    window_s = min(SPEED_WINDOW_S, now_s - first_s)
+    tokens = db.execute(
+        select(func.coalesce(func.sum(verdicts.c.output_tokens), 0)).where(
+            verdicts.c.given_at_s > now_s - window_s
+        )
+    ).scalar_one()
+    return float(tokens / window_s)
+
+
+def _latest_report(db: Connection) -> StepReport | None:
+    report = db.execute(
+        select(policies.c.report)
+        .where(policies.c.report.is_not(None))
+        .order_by(policies.c.version.desc())
+        .limit(1)
+    ).scalar_one_or_none()
+    return None if report is None else StepReport.parse(report)
+
+
+def _has_batch(db: Connection, version: int) -> bool:
+    query = select(batch_table.c.version).where(batch_table.c.version == version)
+    return db.execute(query).one_or_none() is not None
+
+
+def _nodes(db: Connection) -> list[Row[Any]]:
+    """In the order they came; of very many, those heard of last."""
+    rows = db.execute(select(node_table).order_by(node_table.c.last_seen_s.desc()).limit(NODES_SHOWN)).all()
+    return sorted(rows, key=lambda row: (row.enrolled_at_s, row.node))

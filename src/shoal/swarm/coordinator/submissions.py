@@ -1,0 +1,133 @@
+"""Submissions: a node says that its upload is the answer to its lease, and gets a receipt signed by the run key."""
+
+from typing import Any
+
+from sqlalchemy import Connection, Row, bindparam, insert, select
+
+from shoal.swarm.coordinator.batches import is_stale
+from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest_version
+from shoal.swarm.coordinator.leases import (
+    Event,
+    State,
+    awaited_lease,
+    find_lease,
+    move,
+    own_lease,
+    void,
+)
+from shoal.swarm.coordinator.schema import leases, submissions
+from shoal.swarm.coordinator.uploads import find_upload
+from shoal.wire.codes import Rejected
+from shoal.wire.lease import Lease, Receipt
+from shoal.wire.messages import Submit
+from shoal.wire.record import Sealed, seal
+
+_FIND = select(submissions).where(submissions.c.lease_id == bindparam("id"))
+
+
+def find_submission(db: Connection, lease_id: str) -> Row[Any] | None:
+    return db.execute(_FIND, {"id": lease_id}).one_or_none()
+
+
+def submit(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: Submit) -> Sealed[Receipt]:
+    """Idempotent: the same submission again gives the same receipt, whatever became of it since."""
+    own_lease(tx, lease_id)
+    found = find_submission(tx.db, lease_id)
+    if found is not None:
+        return _again(found, ask)
+    lease = awaited_lease(tx, lease_id, ask.epoch)
+    _check_version(lease, ask.policy_version)
+    _check_stored(tx, coordinator, ask, lease_id)
+    sealed = _receive(tx, coordinator, lease, ask)
+    newest = newest_version(tx.db)
+    assert newest is not None, "a lease was issued, so a policy was published"
+    if lease.purpose == "train" and is_stale(newest, ask.policy_version, coordinator.spec.max_lag):
+        _void_stale(tx, coordinator, find_lease(tx.db, lease_id), ask.policy_version, newest)
+    return sealed
+
+
+def void_stale(tx: Transaction, coordinator: Coordinator, newest: int) -> None:
+    """A version was published: what is now too old, and not being checked yet, need not be checked any more."""
+    rows = tx.db.execute(
+        select(leases, submissions.c.policy_version)
+        .join(submissions, submissions.c.lease_id == leases.c.lease_id)
+        .where(
+            leases.c.state == State.SUBMITTED.value,
+            leases.c.purpose == "train",
+            submissions.c.policy_version < newest - coordinator.spec.max_lag,
+        )
+    ).all()
+    for row in rows:
+        _void_stale(tx, coordinator, row, row.policy_version, newest)
+
+
+def _void_stale(
+    tx: Transaction, coordinator: Coordinator, lease: Row[Any], version: int, newest: int
+) -> None:
+    lag = newest - version
+    void(
+        tx,
+        coordinator,
+        lease,
+        "void.stale",
+        f"made with version {version}, {lag} behind {newest}; at most {coordinator.spec.max_lag} is used",
+    )
+
+
+def _again(found: Row[Any], ask: Submit) -> Sealed[Receipt]:
+    if (found.sha256, found.num_bytes, found.policy_version) != (
+        ask.sha256,
+        ask.num_bytes,
+        ask.policy_version,
+    ):
+        raise Rejected(
+            "request.conflict", f"lease {found.lease_id} has another submission already: {found.sha256}"
+        )
+    return Sealed[Receipt].parse(found.receipt)
+
+
+def _check_version(lease: Row[Any], version: int) -> None:
+    allowed = [policy.version for policy in Sealed[Lease].parse(lease.sealed).body.policies]
+    if version not in allowed:
+        raise Rejected(
+            "request.conflict", f"version {version} was not leased; lease {lease.lease_id} allows {allowed}"
+        )
+
+
+def _check_stored(tx: Transaction, coordinator: Coordinator, ask: Submit, lease_id: str) -> None:
+    # The upload must have come in under this very lease: knowing a digest is not having the file.
+    upload = find_upload(tx.db, lease_id)
+    if upload is None or (upload.sha256, upload.num_bytes) != (ask.sha256, ask.num_bytes):
+        raise Rejected(
+            "request.conflict",
+            f"no upload of {ask.num_bytes} bytes with digest {ask.sha256} on lease {lease_id}",
+        )
+    if upload.stored_at_s is None or not coordinator.store.has(ask.sha256):
+        raise Rejected("request.conflict", f"the upload of {ask.sha256} is not complete; send it again")
+
+
+def _receive(tx: Transaction, coordinator: Coordinator, lease: Row[Any], ask: Submit) -> Sealed[Receipt]:
+    what = {"sha256": ask.sha256, "num_bytes": ask.num_bytes, "policy_version": ask.policy_version}
+    seq = tx.record("submission.received", lease_id=lease.lease_id, node=lease.node, **what)
+    receipt = Receipt(
+        lease_id=lease.lease_id,
+        node=lease.node,
+        sha256=ask.sha256,
+        num_bytes=ask.num_bytes,
+        policy_version=ask.policy_version,
+        received_at_s=tx.now_s,
+        seq=seq,
+    )
+    sealed = seal(receipt, coordinator.run_key)
+    tx.db.execute(
+        insert(submissions).values(
+            lease_id=lease.lease_id,
+            node=lease.node,
+            **what,
+            received_at_s=tx.now_s,
+            seq=seq,
+            receipt=sealed.model_dump_json(),
+        )
+    )
+    move(tx, lease, Event.SUBMIT)
+    return sealed

@@ -1,0 +1,115 @@
+"""One submission in, one verdict out."""
+
+import time
+
+from shoal.model.tokenizer import Tokenizer
+from shoal.swarm.validator import checks
+from shoal.swarm.validator.reader import Reader
+from shoal.swarm.validator.recompute import BATCH_TOKENS, CannotCheck, Policy, recompute
+from shoal.tasks import Problem, make_task
+from shoal.toploc import expected_bytes
+from shoal.wire.codes import ACCEPTED, Rejected
+from shoal.wire.draw import problem_seeds
+from shoal.wire.lease import Lease, Verdict
+from shoal.wire.messages import Claim
+from shoal.wire.rollouts import RolloutTable, TableLimits
+from shoal.wire.run import RunSpec
+
+PROMPT_SLACK = 4096
+"""Prompt tokens a file may hold beyond the longest leased prompt: an edited prompt should be called one."""
+
+
+def judge(
+    data: bytes,
+    claim: Claim,
+    spec: RunSpec,
+    policy: Policy,
+    *,
+    reader: Reader,
+    control_seed: int,
+    batch_tokens: int = BATCH_TOKENS,
+) -> Verdict:
+    """The verdict on a submission's bytes, which are known to have the claimed digest.
+
+    `policy` is the claimed version. Raises CannotCheck or ReaderDown where our own side fails; never blames for it.
+    """
+    started_s = time.monotonic()
+    evidence: dict[str, float | int | str] = {"policy_version": claim.policy_version}
+    try:
+        checks.check_copy(claim)
+        problems = leased_problems(claim.lease, spec.run)
+        table = open_submission(data, claim, policy, reader=reader)
+        facts = recompute(
+            table.rows, claim.lease, policy, control_seed=control_seed, batch_tokens=batch_tokens
+        )
+        evidence |= checks.evidence(table.rows, facts, spec.tolerances)
+        checks.check_facts(table.rows, facts, spec.tolerances)
+    except Rejected as rejected:
+        return Verdict(
+            lease_id=claim.lease.lease_id, code=rejected.code, detail=rejected.detail, evidence=evidence
+        )
+    num_tokens = sum(len(row.output_tokens) for row in table.rows)
+    return Verdict(
+        lease_id=claim.lease.lease_id,
+        code=ACCEPTED,
+        detail=f"{len(table.rows)} rows, {num_tokens} tokens, checked in {time.monotonic() - started_s:.2f} s",
+        rewards=rewards(table, claim.lease, problems, policy.tokenizer),
+        output_tokens=num_tokens,
+        evidence=evidence,
+    )
+
+
+def open_submission(data: bytes, claim: Claim, policy: Policy, *, reader: Reader) -> RolloutTable:
+    """The table, past every check that needs no forward pass."""
+    lease, tokenizer = claim.lease, policy.tokenizer
+    prompt_tokens = encode_prompts(lease, tokenizer)
+    table = reader.read(data, table_limits(lease, max(map(len, prompt_tokens))))
+    checks.check_binding(table, claim)
+    checks.check_groups(table, lease)
+    checks.check_prompts(table, prompt_tokens)
+    checks.check_values(table, tokenizer.vocab_size)
+    checks.check_endings(table, tokenizer.end_tokens, lease.sampling.max_new_tokens)
+    checks.check_proof_format(table, lease.proof, policy.decoder.shape.hidden_size)
+    return table
+
+
+def table_limits(lease: Lease, longest_prompt: int) -> TableLimits:
+    max_new = lease.sampling.max_new_tokens
+    return TableLimits(
+        max_rows=lease.num_rows,
+        max_prompt_tokens=longest_prompt + PROMPT_SLACK,
+        max_output_tokens=max_new,
+        max_proof_bytes=expected_bytes(
+            max_new - 1, topk=lease.proof.topk, segment_tokens=lease.proof.segment_tokens
+        ),
+    )
+
+
+def leased_problems(lease: Lease, run: str) -> list[Problem]:
+    """The problems behind the lease's prompts, derived from its seed as anybody can; CannotCheck if they differ."""
+    seeds = problem_seeds(
+        lease.seed, run=run, purpose=lease.purpose, chunk=lease.chunk, num_prompts=len(lease.prompts)
+    )
+    task = make_task(lease.task)
+    problems = [task.problem(lease.purpose, seed) for seed in seeds]
+    if tuple(problem.prompt for problem in problems) != lease.prompts:
+        raise CannotCheck(f"the prompts of lease {lease.lease_id} do not follow from its seed")
+    return problems
+
+
+def encode_prompts(lease: Lease, tokenizer: Tokenizer) -> list[list[int]]:
+    try:
+        return [tokenizer.encode_prompt(prompt) for prompt in lease.prompts]
+    except ValueError as error:
+        raise CannotCheck(f"the policy's tokenizer cannot encode a leased prompt: {error}") from None
+
+
+def rewards(
+    table: RolloutTable, lease: Lease, problems: list[Problem], tokenizer: Tokenizer
+) -> tuple[float, ...]:
+    """What each row is worth, in file order."""
+    task = make_task(lease.task)
+    return tuple(
+        task.reward(problems[row.prompt_index], tokenizer.decode(row.output_tokens)).value
+        for row in table.rows
+    )

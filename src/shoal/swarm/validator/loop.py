@@ -1,0 +1,224 @@
+"""The validator's process.
+
+    claim ──▶ bytes ──▶ policy version ──▶ checks ──▶ verdict
+      ▲                                                │
+      └────────────────────────────────────────────────┘
+
+It keeps nothing that it could not lose: a claim that is not answered goes back into the coordinator's queue. What fails
+on its own side (weights that cannot be had, a reader that does not start) ends as void.infra, never as blame.
+"""
+
+import hashlib
+import secrets
+import threading
+import time
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from shoal.model.load import DTYPES, load_decoder
+from shoal.net.client import Refused, SignedClient
+from shoal.net.deadline import DeadlinePassed, Stopped
+from shoal.swarm.validator.judge import judge
+from shoal.swarm.validator.poison import Poison
+from shoal.swarm.validator.policies import PolicyShelf
+from shoal.swarm.validator.reader import Reader, ReaderDown
+from shoal.swarm.validator.recompute import BATCH_TOKENS, CannotCheck
+from shoal.telemetry import Log
+from shoal.wire.codes import ACCEPTED
+from shoal.wire.keys import Key
+from shoal.wire.lease import Verdict
+from shoal.wire.messages import Claim, Info, LeaseStatus
+from shoal.wire.run import PROTOCOL
+
+IDLE_S = 10.0
+"""How long to ask for work before asking whether the run is over."""
+_SETTLED = ("request.conflict", "request.lease_closed", "request.not_found")
+"""What the coordinator says to a verdict that came too late to count."""
+
+
+class Ended(Enum):
+    """Why a validator ended, in words."""
+
+    FINISHED = "the run is finished"
+    STOPPED = "stopped by request"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidatorConfig:
+    coordinator: str
+    """URL."""
+    key: Path
+    """The run's validator.key, from the coordinator's keys folder."""
+    dir: Path
+    """Holds the versions it fetched."""
+    run_key: str | None = None
+    """Public key of the run, if known beforehand; None takes what the coordinator says."""
+    device: str = "cpu"
+    num_threads: int = 0
+    """For torch; 0 leaves torch's own choice."""
+    max_loaded: int = 3
+    """Policy versions in memory at once: at least max_lag + 1 saves loading the same ones again and again."""
+    batch_tokens: int = BATCH_TOKENS
+    """Tokens of one prefill, padding included. More is faster until memory is full."""
+    fetch_s: float = 120.0
+    """How long to try for a policy version before its submissions are void."""
+    deadline_s: float = 900.0
+    """Of each wait for the coordinator itself."""
+
+
+def run_validator(config: ValidatorConfig, *, stop: threading.Event) -> Ended:
+    """Check submissions until the run is finished or `stop` is set.
+
+    Raises ValueError for what its owner must put right, Refused if the coordinator does not take the key, DeadlinePassed
+    if it cannot be reached.
+    """
+    log = Log("validator")
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    client = SignedClient(config.coordinator, Key.load(config.key), log=log, stop=stop)
+    try:
+        with Reader() as reader:
+            validator = Validator(config, client, reader, log=log)
+            validator.startup()
+            ended = validator.main_loop()
+    except Stopped:
+        ended = Ended.STOPPED
+    finally:
+        client.close()
+    log.info(ended.value)
+    return ended
+
+
+class Validator:
+    """`startup`, then `main_loop`, which ends when the run does or by Stopped."""
+
+    def __init__(self, config: ValidatorConfig, client: SignedClient, reader: Reader, *, log: Log) -> None:
+        self._config, self._client, self._reader, self._log = config, client, reader, log
+        self._num_checked = 0
+
+    def startup(self) -> None:
+        """Meet the coordinator and check that it is the run we know."""
+        config = self._config
+        self._info = self._ask_info()
+        if self._info.protocol != PROTOCOL:
+            raise ValueError(
+                f"{config.coordinator} speaks protocol {self._info.protocol} ({self._info.software}), this is protocol "
+                f"{PROTOCOL}; install the version the run uses"
+            )
+        if config.run_key not in (None, self._info.run_key):
+            raise ValueError(
+                f"{config.coordinator} runs under key {self._info.run_key}, expected {config.run_key}; check the URL"
+            )
+        config.dir.mkdir(parents=True, exist_ok=True)
+        self._poison = Poison(config.dir / "checking.json")
+        self._shelf = PolicyShelf(
+            config.dir / "policies",
+            self._client,
+            run_key=self._info.run_key,
+            load=partial(load_decoder, dtype=DTYPES[self._info.spec.compute_dtype], device=config.device),
+            max_loaded=config.max_loaded,
+            fetch_s=config.fetch_s,
+            log=self._log,
+        )
+        self._log.info(f"checking for run {self._info.spec.run!r}", coordinator=config.coordinator)
+
+    def main_loop(self) -> Ended:
+        while (claim := self._next_claim()) is not None:
+            verdict = self._check(claim)
+            self._deliver(claim, verdict)
+        return Ended.FINISHED
+
+    def _next_claim(self) -> Claim | None:
+        """The next submission to check; None when the run is finished."""
+        while not self._info.finished:
+            try:
+                return self._client.call_until(
+                    "a submission to check", "POST", "/v1/checks/claim", None, Claim, deadline_s=IDLE_S
+                )
+            except DeadlinePassed:
+                self._info = self._ask_info()  # the terms may change while a run is resumed
+        return None
+
+    def _check(self, claim: Claim) -> Verdict:
+        lease = claim.lease
+        if not self._poison.begin(lease.lease_id):
+            return _void(claim, "checking it ended the validator's process before")
+        try:
+            data = self._fetch(claim)
+            policy = self._shelf.get(claim.policy_version, lease)
+            return judge(
+                data,
+                claim,
+                self._info.spec,
+                policy,
+                reader=self._reader,
+                control_seed=secrets.randbits(64),
+                batch_tokens=self._config.batch_tokens,
+            )
+        except (CannotCheck, ReaderDown) as error:
+            return _void(claim, str(error))
+
+    def _fetch(self, claim: Claim) -> bytes:
+        try:
+            data = self._client.send_until(
+                f"the bytes of submission {claim.sha256[:16]}",
+                "GET",
+                f"/v1/objects/{claim.sha256}",
+                deadline_s=self._config.fetch_s,
+            ).content
+        except (Refused, DeadlinePassed) as error:
+            raise CannotCheck(f"the submission's bytes cannot be had: {error}") from None
+        # The coordinator compared them on arrival: if they differ now, the store or the way here is at fault.
+        if hashlib.sha256(data).hexdigest() != claim.sha256:
+            raise CannotCheck(f"the store gave {len(data)} bytes that are not {claim.sha256}")
+        return data
+
+    def _deliver(self, claim: Claim, verdict: Verdict) -> None:
+        try:
+            self._client.call_until(
+                "the coordinator to take a verdict",
+                "POST",
+                f"/v1/checks/{verdict.lease_id}/verdict",
+                verdict,
+                LeaseStatus,
+                deadline_s=self._config.deadline_s,
+            )
+        except Refused as refused:
+            if refused.code not in _SETTLED:
+                raise
+            self._log.warning("the verdict came too late", lease=verdict.lease_id, reason=refused)
+        finally:
+            self._poison.end(verdict.lease_id)
+        self._num_checked += 1
+        say = (
+            self._log.info
+            if verdict.code == ACCEPTED or verdict.code.startswith("void.")
+            else self._log.warning
+        )
+        say(
+            verdict.code,
+            lease=verdict.lease_id[:16],
+            node=claim.lease.node[:16],
+            version=claim.policy_version,
+            waited_s=round(time.time() - claim.received_at_s, 1),
+            checked=self._num_checked,
+            detail=verdict.detail,
+        )
+
+    def _ask_info(self) -> Info:
+        return self._client.call_until(
+            f"the coordinator at {self._config.coordinator}",
+            "GET",
+            "/v1/info",
+            None,
+            Info,
+            deadline_s=self._config.deadline_s,
+        )
+
+
+def _void(claim: Claim, reason: str) -> Verdict:
+    return Verdict(lease_id=claim.lease.lease_id, code="void.infra", detail=reason[:500])

@@ -1,0 +1,96 @@
+"""The policy versions a validator can run: fetched, verified, loaded, the least used swapped out in place."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal.model.decoder import Decoder
+from shoal.model.tokenizer import Tokenizer, load_tokenizer
+from shoal.model.weights import WEIGHTS_FILE, load_weights
+from shoal.net.client import Refused, SignedClient
+from shoal.net.deadline import DeadlinePassed
+from shoal.shardcast import fetch_version, prune_versions
+from shoal.swarm.validator.recompute import CannotCheck, Policy
+from shoal.telemetry import Log
+from shoal.wire.codes import Rejected
+from shoal.wire.lease import Lease
+from shoal.wire.manifest import Manifest
+from shoal.wire.record import Sealed
+
+KEEP_ON_DISK = 4
+
+
+class PolicyShelf:
+    """Gives the version a claim is about, or CannotCheck: weights that cannot be had are nobody's fault."""
+
+    def __init__(
+        self,
+        folder: Path,
+        client: SignedClient,
+        *,
+        run_key: str,
+        load: Callable[[Path], Decoder],
+        max_loaded: int,
+        fetch_s: float,
+        log: Log,
+    ) -> None:
+        self._folder, self._client, self._run_key, self._log = folder, client, run_key, log
+        self._load_decoder, self._max_loaded, self._fetch_s = load, max_loaded, fetch_s
+        self._loaded: OrderedDict[int, Policy] = OrderedDict()
+        self._same_model: tuple[object, Tokenizer] | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def get(self, version: int, lease: Lease) -> Policy:
+        """The version, ready to run. Loaded ones are at hand; others are fetched from the lease's relays."""
+        if version in self._loaded:
+            self._loaded.move_to_end(version)
+            return self._loaded[version]
+        try:
+            manifest = self._manifest(version, lease)
+            folder = fetch_version(
+                manifest,
+                lease.relays,
+                self._folder,
+                run_key=self._run_key,
+                log=self._log,
+                stop=self._client.stop,
+                deadline_s=self._fetch_s,
+            )
+            policy = self._load(folder, manifest.body)
+        except (Rejected, Refused, DeadlinePassed, ValueError, OSError) as error:
+            raise CannotCheck(f"policy version {version} cannot be had: {error}") from None
+        self._loaded[version] = policy
+        prune_versions(self._folder, KEEP_ON_DISK)
+        self._log.info("loaded policy", version=version, bytes=manifest.body.num_bytes)
+        return policy
+
+    def _manifest(self, version: int, lease: Lease) -> Sealed[Manifest]:
+        sealed = self._client.call_until(
+            f"the manifest of version {version}",
+            "GET",
+            f"/v1/policies/{version}",
+            None,
+            Sealed[Manifest],
+            deadline_s=self._fetch_s,
+        )
+        manifest = sealed.open(self._run_key)
+        leased = {policy.version: policy.weights_digest for policy in lease.policies}
+        found = (manifest.run, manifest.version, manifest.weights_digest)
+        if found != (lease.run, version, leased.get(version)):
+            raise ValueError(f"the lease names other weights than the manifest {found}")
+        return sealed
+
+    def _load(self, folder: Path, manifest: Manifest) -> Policy:
+        # Config and tokenizer rarely change between versions. While they do not, one decoder's memory serves many.
+        others = frozenset(
+            (entry.name, entry.blake3) for entry in manifest.files if entry.name != WEIGHTS_FILE
+        )
+        if self._same_model is None or self._same_model[0] != others:
+            self._loaded.clear()
+            self._same_model = (others, load_tokenizer(folder))
+        tokenizer = self._same_model[1]
+        if len(self._loaded) < self._max_loaded:
+            return Policy(manifest.version, self._load_decoder(folder), tokenizer)
+        _, least_used = self._loaded.popitem(last=False)
+        load_weights(least_used.decoder, folder / WEIGHTS_FILE)
+        return Policy(manifest.version, least_used.decoder, tokenizer)

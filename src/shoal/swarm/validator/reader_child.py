@@ -1,0 +1,60 @@
+"""The reading child: `python -m shoal.swarm.validator.reader_child`. Started and fed by reader.py.
+
+Reads strangers' files under limits on memory, processor time and files. It holds no key, needs no network,
+and imports nothing but the table format. Its limits are its own doing, before the first file arrives.
+"""
+
+import resource
+import sys
+
+from shoal.swarm.validator.frames import (
+    LENGTH_BYTES,
+    decode_request,
+    encode_refusal,
+    encode_table,
+)
+from shoal.wire.codes import Rejected
+from shoal.wire.rollouts import decode
+
+
+def main(max_memory_bytes: int, cpu_s: int) -> None:
+    _limit(max_memory_bytes)
+    while length := sys.stdin.buffer.read(LENGTH_BYTES):
+        _limit_cpu(cpu_s)
+        reply = _reply(sys.stdin.buffer.read(int.from_bytes(length, "big")))
+        sys.stdout.buffer.write(len(reply).to_bytes(LENGTH_BYTES, "big") + reply)
+        sys.stdout.buffer.flush()
+
+
+def _reply(frame: bytes) -> bytes:
+    data, limits = decode_request(frame)
+    del frame
+    try:
+        return encode_table(decode(data, limits))
+    except Rejected as rejected:
+        return encode_refusal(rejected)
+    except MemoryError:
+        return encode_refusal(
+            Rejected("reject.oversized_table", "decoding needs more memory than a submission may take")
+        )
+
+
+def _limit(max_memory_bytes: int) -> None:
+    for kind, value in (
+        (resource.RLIMIT_AS, max_memory_bytes),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NOFILE, 16),
+    ):
+        resource.setrlimit(kind, (value, value))
+
+
+def _limit_cpu(cpu_s: int) -> None:
+    """Processor time is counted over the child's life, so each file moves the limit on."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + cpu_s, hard))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,146 @@
+"""One prefill of every row under the claimed policy version, and what it says about tokens and proofs.
+
+    B  rows of a batch    T  tokens of a row    N  output tokens of a batch    H  hidden size    V  vocabulary
+
+The state at position p predicts the token at p + 1. So a row of P prompt and T output tokens needs the states at
+P-1 .. P+T-2: all of them predict an output token, all but the first are proven.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shoal.model.decoder import Decoder
+from shoal.model.tokenizer import Tokenizer
+from shoal.swarm.validator.checks import RowFacts, where
+from shoal.toploc import ProofError, SegmentCheck, verify_proofs
+from shoal.wire.codes import Rejected
+from shoal.wire.draw import sample_seed, uniforms
+from shoal.wire.lease import Lease
+from shoal.wire.rollouts import Rollout
+
+BATCH_TOKENS = 16384
+"""Tokens of one prefill, padding included."""
+LOGITS_AT_ONCE = 1 << 23
+"""Logits held at a time: 32 MiB of float32."""
+
+
+class CannotCheck(Exception):
+    """Our own side failed; nobody is to blame."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A policy version, ready to run."""
+
+    version: int
+    decoder: Decoder
+    tokenizer: Tokenizer
+
+
+@torch.inference_mode()
+def recompute(
+    rows: Sequence[Rollout],
+    lease: Lease,
+    policy: Policy,
+    *,
+    control_seed: int,
+    batch_tokens: int = BATCH_TOKENS,
+) -> list[RowFacts]:
+    """Facts about each row, in the order given. Rejected if a proof turns out to be malformed; CannotCheck."""
+    facts: dict[int, RowFacts] = {}
+    for batch in _batches(rows, batch_tokens):
+        states = _prefill(policy.decoder, [rows[index] for index in batch])
+        segments = _verify([rows[index] for index in batch], [s[1:] for s in states], lease, control_seed)
+        logprobs, distances = _tokens(policy.decoder, [rows[index] for index in batch], states, lease)
+        for place, index in enumerate(batch):
+            facts[index] = RowFacts(tuple(segments[place]), logprobs[place], distances[place])
+    return [facts[index] for index in range(len(rows))]
+
+
+def _batches(rows: Sequence[Rollout], batch_tokens: int) -> Iterator[list[int]]:
+    """Row numbers, longest first, so that rows of one batch are of about one length and little is padded."""
+    by_length = sorted(range(len(rows)), key=lambda index: _length(rows[index]), reverse=True)
+    batch: list[int] = []
+    for index in by_length:
+        if batch and (len(batch) + 1) * _length(rows[batch[0]]) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def _length(row: Rollout) -> int:
+    """Tokens that are run: the last one predicts nothing that was sent."""
+    return len(row.prompt_tokens) + len(row.output_tokens) - 1
+
+
+def _prefill(decoder: Decoder, rows: Sequence[Rollout]) -> list[Tensor]:
+    """For each row the states that predict its output tokens, [T, H]."""
+    device = next(decoder.parameters()).device
+    length = max(_length(row) for row in rows)
+    # Padding stands behind the tokens, where causal attention keeps it out of sight.
+    tokens_BT = torch.zeros(len(rows), length, dtype=torch.int64)
+    for place, row in enumerate(rows):
+        tokens_BT[place, : _length(row)] = torch.tensor(row.prompt_tokens + row.output_tokens[:-1])
+    positions_BT = torch.arange(length, device=device).expand(len(rows), length)
+    states_BTH = decoder(tokens_BT.to(device), positions_BT)
+    states = [states_BTH[place, len(row.prompt_tokens) - 1 : _length(row)] for place, row in enumerate(rows)]
+    if not all(bool(torch.isfinite(s).all()) for s in states):
+        raise CannotCheck("the policy's own states are not finite; its weights are broken")
+    return states
+
+
+def _verify(
+    rows: Sequence[Rollout], states: Sequence[Tensor], lease: Lease, control_seed: int
+) -> list[list[SegmentCheck]]:
+    try:
+        return verify_proofs(
+            [row.proof for row in rows],
+            states,
+            topk=lease.proof.topk,
+            segment_tokens=lease.proof.segment_tokens,
+            control_seed=control_seed,
+        )
+    except ProofError as error:
+        raise Rejected("reject.malformed_proof", f"{where(rows[error.row])}: {error.reason}") from None
+
+
+def _tokens(
+    decoder: Decoder, rows: Sequence[Rollout], states: Sequence[Tensor], lease: Lease
+) -> tuple[list[npt.NDArray[np.float64]], list[npt.NDArray[np.float64]]]:
+    """Log-prob and draw distance of every output token, row by row."""
+    states_NH = torch.cat(list(states))
+    tokens_N = torch.tensor([token for row in rows for token in row.output_tokens], device=states_NH.device)
+    chunk = max(1, LOGITS_AT_ONCE // decoder.shape.vocab_size)
+    parts = [
+        _intervals(decoder, hidden, tokens, lease.sampling.temperature)
+        for hidden, tokens in zip(torch.split(states_NH, chunk), torch.split(tokens_N, chunk), strict=True)
+    ]
+    logprob_N, low_N, high_N = (torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True))
+    uniform_N = np.concatenate([_row_uniforms(row, lease) for row in rows])
+    distance_N = np.maximum(np.maximum(low_N - uniform_N, uniform_N - high_N), 0.0)
+    ends = np.cumsum([len(row.output_tokens) for row in rows])[:-1]
+    return np.split(logprob_N, ends), np.split(distance_N, ends)
+
+
+def _intervals(
+    decoder: Decoder, hidden_NH: Tensor, tokens_N: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each token's log-prob and its interval of the cumulative distribution over ascending ids, in float64."""
+    logprobs_NV = torch.log_softmax(decoder.logits(hidden_NH).float() / temperature, dim=-1)
+    logprob_N = logprobs_NV.gather(1, tokens_N[:, None]).squeeze(1).double()
+    ids_V = torch.arange(logprobs_NV.shape[1], device=tokens_N.device)
+    below_NV = torch.where(ids_V < tokens_N[:, None], logprobs_NV.exp(), 0.0)
+    low_N = below_NV.sum(dim=1, dtype=torch.float64)
+    return logprob_N, low_N, low_N + logprob_N.exp()
+
+
+def _row_uniforms(row: Rollout, lease: Lease) -> npt.NDArray[np.float64]:
+    seed = np.uint64(sample_seed(lease.seed, row.prompt_index, row.sample_index))
+    return uniforms(np.array([seed]), np.arange(len(row.output_tokens), dtype=np.uint64))

@@ -1,0 +1,22 @@
+"""TOPLOC: 258 bytes that tie 32 hidden states to the model, prompt and tokens that gave them.
+
+    from shoal import toploc
+    proofs = toploc.build_proofs([states_TH])                                   # the worker, from its decode states
+    checks = toploc.verify_proofs(proofs, [states_TH], control_seed=secret)     # a validator, from one prefill
+
+Takes tensors, not models. Byte-compatible with toploc 0.1.6; docs/toploc.md has the rest.
+"""
+
+from shoal.toploc.build import build_proofs
+from shoal.toploc.proof import ProofError, check_format, expected_bytes
+from shoal.toploc.verify import NO_MATCH, SegmentCheck, verify_proofs
+
+__all__ = [
+    "NO_MATCH",
+    "ProofError",
+    "SegmentCheck",
+    "build_proofs",
+    "check_format",
+    "expected_bytes",
+    "verify_proofs",
+]

@@ -1,0 +1,84 @@
+"""Cutting rows of states into segments, and batching segments of one size: what build and verify share."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shoal.toploc.proof import ProofError
+
+BATCH = 256
+"""Segments worked on together. Per-call costs are spread thin by then, and the tables still fit in cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentBatch:
+    """Segments of equal size. `places` says for each where it belongs: (row, segment of the row)."""
+
+    places: list[tuple[int, int]]
+    values_SN: Tensor
+    """bfloat16, flattened: state after state."""
+
+
+def batches(states_list: Sequence[Tensor], *, segment_tokens: int) -> Iterator[SegmentBatch]:
+    """Every segment of every row, finite and not all zero, in batches of one size."""
+    by_size: dict[int, list[tuple[int, int, Tensor]]] = {}
+    for row, states in enumerate(states_list):
+        for segment, piece in enumerate(_pieces(states, row, segment_tokens)):
+            by_size.setdefault(piece.numel(), []).append((row, segment, piece))
+    for same_size in by_size.values():
+        for start in range(0, len(same_size), BATCH):
+            chunk = same_size[start : start + BATCH]
+            places = [(row, segment) for row, segment, _ in chunk]
+            values_SN = torch.stack([piece.to(torch.bfloat16) for _, _, piece in chunk])
+            _check_values(values_SN, places)
+            yield SegmentBatch(places, values_SN)
+
+
+def top_indices(batch: SegmentBatch, topk: int) -> Tensor:
+    """[S, K] flat indices of the largest magnitudes. Ties fall as torch.topk has them: that is part of the format."""
+    size = batch.values_SN.shape[1]
+    if topk > size:
+        row, segment = batch.places[0]
+        raise ProofError(f"segment {segment} has {size} values, fewer than topk={topk}", row)
+    return torch.topk(batch.values_SN.abs(), topk, dim=1, sorted=False).indices
+
+
+def bits_at(values_SN: Tensor, indices_SK: Tensor) -> npt.NDArray[np.uint16]:
+    """Bit patterns of the values at these indices."""
+    return _to_bits(torch.gather(values_SN, 1, indices_SK))
+
+
+def bits_of_columns(values_SN: Tensor, columns_C: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
+    """Bit patterns of the same places in every segment."""
+    return _to_bits(values_SN.index_select(1, torch.from_numpy(columns_C).to(values_SN.device)))
+
+
+def _to_bits(values: Tensor) -> npt.NDArray[np.uint16]:
+    bits: npt.NDArray[np.uint16] = values.view(torch.int16).cpu().numpy().view(np.uint16)
+    return bits
+
+
+def _pieces(states: Tensor, row: int, segment_tokens: int) -> Sequence[Tensor]:
+    if states.dim() != 2 or not states.is_floating_point():
+        raise ProofError(
+            f"states are {tuple(states.shape)} {states.dtype}, expected [tokens, hidden] floats", row
+        )
+    if segment_tokens < 1:
+        raise ValueError(f"segment_tokens={segment_tokens} must be at least 1")
+    if len(states) == 0:
+        return ()
+    return [piece.reshape(-1) for piece in torch.split(states.detach(), segment_tokens)]
+
+
+def _check_values(values_SN: Tensor, places: list[tuple[int, int]]) -> None:
+    largest_S = values_SN.abs().amax(dim=1)  # NaN propagates
+    bad = torch.nonzero(~torch.isfinite(largest_S) | (largest_S == 0)).flatten().tolist()
+    if bad:
+        row, segment = places[bad[0]]
+        largest = float(largest_S[bad[0]])
+        what = "is all zero" if largest == 0 else "holds NaN or infinity"
+        raise ProofError(f"segment {segment} {what} as bfloat16; no proof can be made of it", row)

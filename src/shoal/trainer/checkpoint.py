@@ -1,0 +1,179 @@
+"""Checkpoints that survive a crash at any moment: a folder is complete, or it does not exist.
+
+    checkpoints/v000007/weights.safetensors   fp32 master weights
+                        optimizer.pt          AdamW moments and the random state
+                        state.json            version, and the report of the step that made it
+                        manifest.json         BLAKE3 of each of the above; written last
+
+All of it is written and synced in a hidden folder, which is then renamed. A folder whose digests do not fit its
+manifest is passed over with a warning, and the one before it is taken. docs/trainer.md has the format.
+"""
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from blake3 import blake3
+from safetensors.torch import load_file, save_file
+
+from shoal.telemetry import Log
+from shoal.trainer.learner import Learner
+from shoal.wire.codes import Rejected
+from shoal.wire.messages import StepReport
+from shoal.wire.record import Record
+
+FileName = Literal["weights.safetensors", "optimizer.pt", "state.json"]
+WEIGHTS: FileName = "weights.safetensors"
+OPTIMIZER: FileName = "optimizer.pt"
+STATE: FileName = "state.json"
+FILES: tuple[FileName, ...] = (WEIGHTS, OPTIMIZER, STATE)
+MANIFEST = "manifest.json"
+_FOLDER = re.compile(r"v(\d{6,})")
+
+
+class State(Record):
+    version: int
+    report: StepReport | None
+    """Of the step that made this version; None for version 0. Kept so that an announcement can be repeated."""
+
+
+class FileDigest(Record):
+    name: FileName
+    num_bytes: int
+    blake3: str
+
+
+class CheckpointManifest(Record):
+    format: Literal["shoal/checkpoint/1"]
+    files: tuple[FileDigest, ...]
+
+
+class Damaged(Exception):
+    """A checkpoint that cannot be used; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint: every digest was checked."""
+
+    folder: Path
+    state: State
+
+
+class Checkpoints:
+    """The newest `keep` checkpoints of one run."""
+
+    def __init__(self, folder: Path, *, keep: int, log: Log) -> None:
+        self._folder = folder
+        self._keep = keep
+        self._log = log
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def save(self, learner: Learner, report: StepReport | None) -> None:
+        """Write the learner's version; when this returns it is on the disk, and older ones may be gone."""
+        state = State(version=learner.version, report=report)
+        partial = self._folder / f".v{learner.version:06d}.partial"
+        final = self._folder / f"v{learner.version:06d}"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        _write_files(partial, learner, state)
+        # Only a damaged checkpoint can stand here: a sound one would have been resumed from.
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(partial, final)
+        _sync(self._folder)
+        self._drop_others(learner.version)
+
+    def newest(self) -> Checkpoint | None:
+        """The newest one whose digests fit. Each damaged one that is passed over is named in the log."""
+        for version in sorted(self._versions(), reverse=True):
+            folder = self._folder / f"v{version:06d}"
+            try:
+                return Checkpoint(folder, _verify(folder, version))
+            except Damaged as damaged:
+                self._log.warning("checkpoint passed over", checkpoint=folder, reason=damaged)
+        return None
+
+    def _versions(self) -> list[int]:
+        matches = (_FOLDER.fullmatch(path.name) for path in self._folder.iterdir())
+        return [int(match[1]) for match in matches if match]
+
+    def _drop_others(self, saved: int) -> None:
+        # What is newer than a version just saved is damaged, else the run would have gone on from it.
+        older = sorted((version for version in self._versions() if version <= saved), reverse=True)
+        for version in set(self._versions()) - set(older[: self._keep]):
+            shutil.rmtree(self._folder / f"v{version:06d}")
+
+
+def restore(checkpoint: Checkpoint, learner: Learner) -> None:
+    """Put a checkpoint's weights, moments, random state and version into a learner of the same shape."""
+    weights = load_file(checkpoint.folder / WEIGHTS)
+    own = dict(learner.decoder.named_parameters())
+    if weights.keys() != own.keys() or any(weights[name].shape != own[name].shape for name in own):
+        raise ValueError(
+            f"{checkpoint.folder} holds another model than the run file names; "
+            "give the run another folder, or name the model it was started with"
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(weights[name])
+    kept = torch.load(checkpoint.folder / OPTIMIZER, map_location="cpu", weights_only=True)
+    learner.optimizer.load_state_dict(kept["optimizer"])
+    torch.set_rng_state(kept["rng"])
+    learner.version = checkpoint.state.version
+
+
+def _write_files(folder: Path, learner: Learner, state: State) -> None:
+    weights = {
+        name: parameter.detach().cpu().contiguous() for name, parameter in learner.decoder.named_parameters()
+    }
+    save_file(weights, folder / WEIGHTS)
+    torch.save(
+        {"optimizer": learner.optimizer.state_dict(), "rng": torch.get_rng_state()}, folder / OPTIMIZER
+    )
+    (folder / STATE).write_text(state.model_dump_json(indent=1))
+    for name in FILES:
+        _sync(folder / name)
+    manifest = CheckpointManifest(
+        format="shoal/checkpoint/1",
+        files=tuple(_digest(folder, name) for name in FILES),
+    )
+    (folder / MANIFEST).write_text(manifest.model_dump_json(indent=1))
+    _sync(folder / MANIFEST)
+    _sync(folder)
+
+
+def _verify(folder: Path, version: int) -> State:
+    if missing := [name for name in (*FILES, MANIFEST) if not (folder / name).is_file()]:
+        raise Damaged(f"{', '.join(missing)} is missing")
+    try:
+        manifest = CheckpointManifest.parse((folder / MANIFEST).read_bytes())
+        if {entry.name for entry in manifest.files} != set(FILES):
+            raise Damaged(f"its manifest names {[entry.name for entry in manifest.files]}")
+        for entry in manifest.files:
+            if _digest(folder, entry.name) != entry:
+                raise Damaged(f"{entry.name} is not what the manifest says")
+        state = State.parse((folder / STATE).read_bytes())
+    except Rejected as error:
+        raise Damaged(error.detail) from None
+    if state.version != version:
+        raise Damaged(f"it holds version {state.version}")
+    return state
+
+
+def _digest(folder: Path, name: FileName) -> FileDigest:
+    path = folder / name
+    digest = blake3()
+    digest.update_mmap(path)
+    return FileDigest(name=name, num_bytes=path.stat().st_size, blake3=digest.hexdigest())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

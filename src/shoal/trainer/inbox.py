@@ -1,0 +1,64 @@
+"""The inbox: asks the coordinator for the next batch and fetches the files its groups are in.
+
+The batch of a version is the same answer for ever, so asking again after a crash neither loses nor repeats a group.
+"""
+
+import hashlib
+
+from shoal.net.client import SignedClient
+from shoal.trainer.batch import TrainBatch, build_batch
+from shoal.trainer.config import TrainerConfig
+from shoal.wire.codes import Rejected
+from shoal.wire.messages import Batch
+from shoal.wire.rollouts import RolloutTable, TableLimits, decode
+
+OBJECT_DEADLINE_S = 120.0
+# The validator has held the file against its lease; here a limit only keeps a broken one from filling the memory.
+LIMITS = TableLimits(
+    max_rows=1 << 16, max_prompt_tokens=1 << 17, max_output_tokens=1 << 17, max_proof_bytes=1 << 24
+)
+
+
+class Inbox:
+    """Batches of one run. `deadline_s` bounds the wait for one batch."""
+
+    def __init__(
+        self, client: SignedClient, config: TrainerConfig, *, max_lag: int, deadline_s: float
+    ) -> None:
+        self._client = client
+        self._config = config
+        self._max_lag = max_lag
+        self._deadline_s = deadline_s
+
+    def take(self, version: int) -> TrainBatch:
+        """What the step from `version` trains on; waits for it."""
+        batch = self._client.call_until(
+            f"rollouts for the step from version {version}",
+            "GET",
+            f"/v1/batches/{version}",
+            None,
+            Batch,
+            deadline_s=self._deadline_s,
+        )
+        if batch.version != version:
+            raise ValueError(
+                f"asked for the batch of version {version}, the coordinator sent that of {batch.version}"
+            )
+        digests = dict.fromkeys(group.sha256 for group in batch.groups)
+        tables = {sha256: self._fetch(sha256) for sha256 in digests}
+        return build_batch(batch, tables, max_lag=self._max_lag, advantage=self._config.advantage)
+
+    def _fetch(self, sha256: str) -> RolloutTable:
+        answer = self._client.send_until(
+            f"object {sha256}", "GET", f"/v1/objects/{sha256}", deadline_s=OBJECT_DEADLINE_S
+        )
+        if hashlib.sha256(answer.content).hexdigest() != sha256:
+            raise ValueError(
+                f"object {sha256}: the coordinator sent {len(answer.content)} bytes of another digest"
+            )
+        try:
+            return decode(answer.content, LIMITS)
+        except Rejected as rejected:
+            raise ValueError(
+                f"object {sha256} was accepted, yet it is not a rollout table: {rejected}"
+            ) from None

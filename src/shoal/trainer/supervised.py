@@ -1,0 +1,71 @@
+"""Supervised warm-up before version 0: cross-entropy on the task's own answers.
+
+A model of random weights never earns a reward, and a group without reward has no signal. A few dozen such steps
+teach it the form of an answer; reinforcement learning then has something to prefer.
+"""
+
+import random
+import threading
+
+from shoal.model.tokenizer import Tokenizer
+from shoal.net.deadline import Stopped
+from shoal.tasks import Task
+from shoal.telemetry import Log
+from shoal.trainer.batch import Sample
+from shoal.trainer.config import TrainerConfig
+from shoal.trainer.learner import Learner, clip_gradient, make_optimizer, output_logprobs, warmed_up
+from shoal.trainer.pack import pack
+
+
+def warm_up(learner: Learner, task: Task, tokenizer: Tokenizer, *, log: Log, stop: threading.Event) -> None:
+    """`supervised_steps` steps with an optimiser of their own; the learner's starts fresh at version 0."""
+    config = learner.config
+    optimizer = make_optimizer(learner.decoder, config, learning_rate=config.supervised_learning_rate)
+    for step in range(config.supervised_steps):
+        samples = [answered(task, tokenizer, seed) for seed in _problem_seeds(config, step)]
+        rate = warmed_up(
+            config.supervised_learning_rate, step=step, warmup_steps=config.supervised_steps // 10
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.zero_grad(set_to_none=True)
+        loss = _accumulate(learner, samples, stop)
+        clip_gradient(learner.decoder, config.clip_norm)
+        optimizer.step()
+        if (step + 1) % 25 == 0 or step + 1 == config.supervised_steps:
+            log.info("supervised warm-up", step=step + 1, of=config.supervised_steps, loss=loss)
+
+
+def answered(task: Task, tokenizer: Tokenizer, seed: int) -> Sample:
+    """A training problem with its right answer."""
+    problem = task.problem("train", seed)
+    prompt, answer = tokenizer.encode_prompt(problem.prompt), tokenizer.encode_answer(problem.answer)
+    return Sample(
+        tokens=(*prompt, *answer),
+        prompt_len=len(prompt),
+        logprobs=(0.0,) * len(answer),
+        advantage=1.0,
+        lag=0,
+    )
+
+
+def _problem_seeds(config: TrainerConfig, step: int) -> list[int]:
+    rng = random.Random(f"supervised/{config.seed}/{step}")
+    return [rng.getrandbits(63) for _ in range(config.supervised_batch)]
+
+
+def _accumulate(learner: Learner, samples: list[Sample], stop: threading.Event) -> float:
+    num_tokens = sum(sample.num_outputs for sample in samples)
+    total = 0.0
+    for micro in pack(
+        samples,
+        row_tokens=learner.config.row_tokens,
+        rows_per_micro_batch=learner.config.rows_per_micro_batch,
+    ):
+        if stop.is_set():
+            raise Stopped("stopped in the supervised warm-up")
+        logprobs_N = output_logprobs(learner.decoder, micro.to(learner.device), temperature=1.0)
+        loss = -logprobs_N.sum() / num_tokens
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+    return total

@@ -1,0 +1,87 @@
+"""Weights survive a file bit for bit, land where the parameters already are, and a wrong file changes nothing."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shoal.model.builtin import create_model
+from shoal.model.load import empty_decoder, load_decoder
+from shoal.model.shape import read_shape
+from shoal.model.weights import load_weights, save_weights
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    create_model("tiny", tmp_path / "v0", seed=1)
+    return tmp_path / "v0"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_swap_in_place_equals_a_fresh_load_bit_for_bit(
+    dtype: torch.dtype, folder: Path, tmp_path: Path
+) -> None:
+    create_model("tiny", tmp_path / "v1", seed=2)
+    swapped = load_decoder(folder, dtype)
+    addresses = [parameter.data_ptr() for parameter in swapped.parameters()]
+
+    load_weights(swapped, tmp_path / "v1" / "model.safetensors")
+
+    fresh = load_decoder(tmp_path / "v1", dtype)
+    assert [parameter.data_ptr() for parameter in swapped.parameters()] == addresses
+    for (name, mine), (_, expected) in zip(swapped.named_parameters(), fresh.named_parameters(), strict=True):
+        assert mine.dtype == dtype
+        assert torch.equal(mine, expected), name
+
+
+def test_saving_is_deterministic_and_rounds_once(folder: Path, tmp_path: Path) -> None:
+    decoder = load_decoder(folder)
+    save_weights(decoder, tmp_path / "a.safetensors")
+    save_weights(decoder, tmp_path / "b.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    assert (tmp_path / "a.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert {tensor.dtype for tensor in load_file(tmp_path / "a.safetensors").values()} == {torch.bfloat16}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors", "v0"]
+
+
+@pytest.mark.parametrize("fault", ["missing", "surplus", "shape", "garbage", "absent"])
+def test_a_wrong_file_is_refused_by_name_and_changes_nothing(
+    fault: str, folder: Path, tmp_path: Path
+) -> None:
+    decoder = load_decoder(folder)
+    before = {name: parameter.clone() for name, parameter in decoder.named_parameters()}
+    tensors = {name: tensor + 1 for name, tensor in load_file(folder / "model.safetensors").items()}
+    norm = "model.norm.weight"
+    match fault:
+        case "missing":
+            del tensors[norm]
+        case "surplus":
+            tensors["model.extra.weight"] = torch.zeros(1)
+        case "shape":
+            tensors[norm] = torch.zeros(7)
+    wrong = tmp_path / "wrong.safetensors"
+    if fault == "garbage":
+        wrong.write_bytes(b"\x08" + b"\x00" * 40)
+    elif fault != "absent":
+        save_file(tensors, wrong)
+    expected = {
+        "missing": "1 parameters are missing, first 'model.norm.weight'",
+        "surplus": "'model.extra.weight' is no parameter",
+        "shape": r"model.norm.weight has shape \(7,\), config.json asks for \(128,\)",
+        "garbage": "not a readable safetensors file",
+        "absent": "no weights at",
+    }
+
+    with pytest.raises((ValueError, FileNotFoundError), match=expected[fault]):
+        load_weights(decoder, wrong)
+    assert all(torch.equal(before[name], parameter) for name, parameter in decoder.named_parameters())
+
+
+def test_a_shared_matrix_stored_twice_is_taken_once(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "twice.safetensors")
+    decoder = empty_decoder(read_shape(folder))
+    load_weights(decoder, tmp_path / "twice.safetensors")
+    assert torch.equal(decoder.model.embed_tokens.weight, load_decoder(folder).model.embed_tokens.weight)

@@ -1,0 +1,232 @@
+"""The signed client, against a real server that checks what arrives."""
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from fastapi import FastAPI, Request, Response
+
+from shoal.net.client import Refused, SignedClient, Unreachable
+from shoal.net.deadline import DeadlinePassed, Stopped
+from shoal.net.server import Server, listen
+from shoal.telemetry import Log
+from shoal.wire.codes import CODES, Rejected
+from shoal.wire.keys import Key
+from shoal.wire.messages import AskLease, Problem, Session
+from shoal.wire.record import Record
+from shoal.wire.request import Target, verify_request
+
+LOG = Log("test")
+KEY = Key.from_seed(bytes(range(32)))
+
+
+class Echo(Record):
+    signer: str
+    body: str
+    query: str
+
+
+@dataclass
+class Counting:
+    """What the server saw."""
+
+    nonces: list[str] = field(default_factory=list)
+    uploads: list[bytes] = field(default_factory=list)
+    upload_headers: list[dict[str, str]] = field(default_factory=list)
+    tries: int = 0
+
+
+def problem(code: str, retry_after_s: float | None = None) -> Response:
+    body = Problem(
+        code=code,
+        detail="because of the test",
+        fix=CODES[code].remedy,
+        retry_after_s=retry_after_s,
+        server_time_s=time.time(),
+    )
+    return Response(
+        body.model_dump_json(), status_code=CODES[code].status, media_type="application/problem+json"
+    )
+
+
+def make_app(seen: Counting) -> FastAPI:  # noqa: C901 - a list of routes
+    app = FastAPI()
+
+    @app.api_route("/deep/v1/echo", methods=["GET", "POST"])
+    async def echo(request: Request) -> Response:
+        body = await request.body()
+        target = Target(
+            method=request.method,
+            authority=request.headers["host"],
+            path=request.url.path,
+            query=request.url.query,
+        )
+        try:
+            signer = verify_request(request.headers, target, body, now_s=time.time())
+        except Rejected as rejected:
+            return problem(rejected.code)
+        seen.nonces.append(signer.nonce)
+        reply = Echo(signer=signer.key, body=body.decode(), query=request.url.query)
+        return Response(reply.model_dump_json())
+
+    @app.post("/v1/session")
+    def session() -> Response:
+        seen.tries += 1
+        if seen.tries == 1:
+            return problem("request.too_early", retry_after_s=0.01)
+        if seen.tries == 2:
+            return problem("request.too_many", retry_after_s=0.01)
+        if seen.tries == 3:
+            return Response("<html>bad gateway</html>", status_code=502)
+        return Response('{"epoch": 7, "heartbeat_s": 5.0}')
+
+    @app.post("/v1/banned")
+    def banned() -> Response:
+        seen.tries += 1
+        return problem("request.banned")
+
+    @app.post("/v1/garbage")
+    def garbage() -> Response:
+        return Response('{"epoch": "seven"}')
+
+    @app.put("/v1/objects/{token}")
+    async def put(token: str, request: Request) -> Response:
+        seen.uploads.append(await request.body())
+        seen.upload_headers.append(dict(request.headers))
+        return problem("request.too_large") if token == "large" else Response("{}")
+
+    @app.get("/v1/elsewhere")
+    def elsewhere() -> Response:
+        return Response(status_code=307, headers={"Location": "http://127.0.0.1:1/"})
+
+    return app
+
+
+@pytest.fixture
+def seen() -> Counting:
+    return Counting()
+
+
+@pytest.fixture
+def url(seen: Counting) -> Iterator[str]:
+    server = Server(make_app(seen), listen("127.0.0.1", 0))
+    server.start()
+    yield f"http://127.0.0.1:{server.port}"
+    server.close()
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[SignedClient]:
+    client = SignedClient(url, KEY, log=LOG)
+    yield client
+    client.close()
+
+
+def test_the_server_can_check_what_the_client_signed(url: str, seen: Counting) -> None:
+    client = SignedClient(f"{url}/deep/", KEY, log=LOG)
+    reply = client.call("POST", "/v1/echo", AskLease(epoch=3), Echo)
+    assert reply == Echo(signer=KEY.public, body='{"epoch":3}', query="")
+    reply = client.call("GET", "/v1/echo?a=1&b=x%20y", None, Echo)
+    assert reply == Echo(signer=KEY.public, body="", query="a=1&b=x%20y")
+    assert len(set(seen.nonces)) == 2
+    client.close()
+
+
+def test_a_refusal_says_what_and_what_to_do(client: SignedClient) -> None:
+    with pytest.raises(
+        Refused, match=r"POST /v1/banned: request\.banned: because of the test \(the ledger"
+    ) as caught:
+        client.call("POST", "/v1/banned", AskLease(epoch=1), Session)
+    assert caught.value.code == "request.banned"
+
+
+def test_call_until_outlasts_a_server_that_is_busy_or_broken(client: SignedClient, seen: Counting) -> None:
+    session = client.call_until("a session", "POST", "/v1/session", None, Session, deadline_s=30)
+    assert session.epoch == 7
+    assert seen.tries == 4
+
+
+def test_send_until_does_the_same_with_raw_bytes(client: SignedClient, seen: Counting) -> None:
+    response = client.send_until("a session", "POST", "/v1/session", deadline_s=30)
+    assert Session.parse(response.content).epoch == 7
+    assert seen.tries == 4
+
+
+def test_call_until_does_not_argue_with_other_refusals(client: SignedClient, seen: Counting) -> None:
+    with pytest.raises(Refused):
+        client.call_until("a ban", "POST", "/v1/banned", None, Session, deadline_s=30)
+    assert seen.tries == 1
+
+
+def test_an_answer_that_makes_no_sense_is_no_answer(client: SignedClient) -> None:
+    with pytest.raises(Unreachable, match=r"an answer we cannot read: Session\.epoch"):
+        client.call("POST", "/v1/garbage", None, Session)
+    with pytest.raises(Unreachable, match="HTTP 404 without a problem"):
+        client.call("POST", "/v1/nowhere", None, Session)
+
+
+def test_redirects_are_not_followed(client: SignedClient) -> None:
+    with pytest.raises(Unreachable, match="HTTP 307"):
+        client.call("GET", "/v1/elsewhere", None, Session)
+
+
+def test_nobody_there() -> None:
+    sock = listen("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    sock.close()
+    client = SignedClient(f"http://127.0.0.1:{port}", KEY, log=LOG)
+    with pytest.raises(Unreachable, match="ConnectError"):
+        client.call("GET", "/v1/info", None, Session)
+    with pytest.raises(DeadlinePassed, match=r"for the coordinator: GET .*ConnectError"):
+        client.call_until("the coordinator", "GET", "/v1/info", None, Session, deadline_s=0.2)
+    client.stop.set()
+    with pytest.raises(Stopped):
+        client.call_until("the coordinator", "GET", "/v1/info", None, Session, deadline_s=60)
+    client.close()
+
+
+def test_an_upload_has_a_length_and_no_signature(client: SignedClient, seen: Counting) -> None:
+    data = bytes(range(256)) * 10_000  # more than two pieces
+    client.put_bytes("/v1/objects/abc", data)
+    assert seen.uploads == [data]
+    assert seen.upload_headers[0]["content-length"] == str(len(data))
+    assert "transfer-encoding" not in seen.upload_headers[0]
+    assert "signature" not in seen.upload_headers[0]
+    with pytest.raises(Refused, match=r"request\.too_large"):
+        client.put_bytes("/v1/objects/large", b"x")
+
+
+def test_one_client_may_serve_two_threads(url: str, seen: Counting) -> None:
+    client = SignedClient(f"{url}/deep", KEY, log=LOG)
+    threads = [
+        threading.Thread(target=lambda: [client.call("GET", "/v1/echo", None, Echo) for _ in range(10)])
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(set(seen.nonces)) == 20
+    client.close()
+
+
+@pytest.mark.parametrize(
+    "url", ["", "swarm.example", "ftp://h:1", "http://", "http://u:p@h:1", "http://[::1"]
+)
+def test_a_url_that_cannot_be_one_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="coordinator URL"):
+        SignedClient(url, KEY, log=LOG)
+
+
+def test_the_schemes_own_port_is_left_out_as_in_the_host_header() -> None:
+    for url, authority in [
+        ("http://Swarm.Example:80/x", "swarm.example"),
+        ("https://swarm.example:443", "swarm.example"),
+        ("http://swarm.example:8100", "swarm.example:8100"),
+        ("http://[::1]:8100", "[::1]:8100"),
+    ]:
+        client = SignedClient(url, KEY, log=LOG)
+        assert client._authority == authority
+        client.close()

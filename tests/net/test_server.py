@@ -1,0 +1,89 @@
+"""The server: a port of its own, a clean start, a drained stop, and words when it cannot."""
+
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from shoal.net.server import Server, listen
+
+
+def make_app() -> FastAPI:
+    app = FastAPI()
+
+    @app.get("/hello")
+    def hello() -> str:
+        return "hello"
+
+    return app
+
+
+def test_it_serves_and_leaves() -> None:
+    server = Server(make_app(), listen("127.0.0.1", 0))
+    server.start()
+    url = f"http://127.0.0.1:{server.port}/hello"
+    assert httpx.get(url).json() == "hello"
+    server.close()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)
+
+
+def test_serve_blocks_until_stop_is_set() -> None:
+    stop = threading.Event()
+    server = Server(make_app(), listen("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{server.port}/hello"
+    thread = threading.Thread(target=server.serve, args=(stop,))
+    thread.start()
+    # The socket listens already: the request waits in its queue until the app is up.
+    assert httpx.get(url, timeout=20).json() == "hello"
+    assert thread.is_alive()
+    stop.set()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_a_request_under_way_is_finished_first() -> None:
+    entered, leave = threading.Event(), threading.Event()
+    app = FastAPI()
+
+    @app.get("/slow")
+    def slow() -> str:
+        entered.set()
+        leave.wait(20)
+        return "done"
+
+    server = Server(app, listen("127.0.0.1", 0))
+    server.start()
+    answers: list[str] = []
+    url = f"http://127.0.0.1:{server.port}/slow"
+    client = threading.Thread(target=lambda: answers.append(httpx.get(url, timeout=20).json()))
+    client.start()
+    assert entered.wait(20)
+    closing = threading.Thread(target=server.close)
+    closing.start()
+    leave.set()
+    client.join(20)
+    closing.join(20)
+    assert answers == ["done"]
+
+
+def test_a_taken_port_is_named_with_a_way_out() -> None:
+    with contextlib.closing(listen("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*--port"):
+            listen("127.0.0.1", port)
+
+
+def test_an_app_that_fails_to_start_is_reported() -> None:
+    @contextlib.asynccontextmanager
+    async def broken(_: FastAPI) -> AsyncIterator[None]:
+        raise RuntimeError("no database")
+        yield
+
+    server = Server(FastAPI(lifespan=broken), listen("127.0.0.1", 0))
+    with pytest.raises(RuntimeError, match="ended while it started"):
+        server.start()
+    server.close()

@@ -1,0 +1,215 @@
+"""The engine against a loop that recomputes everything for every token, and its swaps, caps and proofs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from shoal import toploc
+from shoal.model.builtin import create_model
+from shoal.model.decoder import Decoder
+from shoal.model.load import load_decoder
+from shoal.model.tokenizer import load_tokenizer
+from shoal.rollout.engine import Finished, Request
+from shoal.rollout.sampling import draw_tokens
+from shoal.rollout.torch_engine import TorchEngine
+from shoal.wire.draw import sample_seed, uniforms
+from shoal.wire.rollouts import Finish
+from shoal.wire.run import ProofSpec
+
+PROOF = ProofSpec(topk=128, segment_tokens=4)
+SEED = "ab" * 32
+PROMPTS = ["5291=", "7=", "What is 12 + 7?", "13+25="]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "v0"
+    create_model("tiny", folder, seed=11)
+    _make_ends_likely(folder)
+    return folder
+
+
+def test_tokens_logprobs_and_ends_equal_the_naive_loop(folder: Path) -> None:
+    requests = _requests(folder, num_samples=6, max_new_tokens=14)
+    requests[3] = replace(requests[3], temperature=0.5)
+    requests[5] = replace(requests[5], max_new_tokens=1)
+    finished = _run(_engine(folder, max_rows=64), requests)
+
+    decoder, end_tokens = load_decoder(folder), load_tokenizer(folder).end_tokens
+    assert {row.finish for row in finished.values()} == {Finish.EOS, Finish.LENGTH}
+    assert len({len(row.output_tokens) for row in finished.values()}) > 4
+    for request in requests:
+        row = finished[request]
+        tokens, logprobs = _naive(decoder, request, end_tokens)
+        assert list(row.output_tokens) == tokens
+        np.testing.assert_allclose(row.logprobs, logprobs, atol=1e-5)
+        assert row.finish == (Finish.EOS if tokens[-1] in end_tokens else Finish.LENGTH)
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 7])
+def test_a_row_does_not_depend_on_its_neighbours(folder: Path, max_rows: int) -> None:
+    requests = _requests(folder, num_samples=4, max_new_tokens=14)
+    together = _run(_engine(folder, max_rows=64), requests)
+    few = _run(_engine(folder, max_rows=max_rows), requests)
+    for request in requests:
+        assert few[request].output_tokens == together[request].output_tokens
+        np.testing.assert_allclose(few[request].logprobs, together[request].logprobs, atol=1e-5)
+
+
+def test_longer_rows_that_arrive_later_disturb_nobody(folder: Path) -> None:
+    short = _requests(folder, num_samples=2, max_new_tokens=9)
+    long = [
+        replace(request, max_new_tokens=60)
+        for request in _requests(folder, num_samples=3, max_new_tokens=9)[6:]
+    ]
+    engine = _engine(folder, max_rows=32)
+    engine.submit(short)
+    found = engine.step() + engine.step()
+    engine.submit(long)
+    found += _drain(engine)
+
+    alone = _run(_engine(folder, max_rows=32), short) | _run(_engine(folder, max_rows=32), long)
+    assert len(found) == len(short) + len(long)
+    assert {row.request: row.output_tokens for row in found} == {
+        request: row.output_tokens for request, row in alone.items()
+    }
+
+
+def test_proofs_verify_against_one_prefill_of_the_whole_row(folder: Path) -> None:
+    requests = _requests(folder, num_samples=4, max_new_tokens=14)
+    requests[5] = replace(requests[5], max_new_tokens=1)
+    finished = list(_run(_engine(folder, max_rows=8), requests).values())
+    decoder = load_decoder(folder)
+    states = [_states(decoder, row) for row in finished]
+    assert [len(row.proof) for row in finished] == [
+        258 * -(-(len(row.output_tokens) - 1) // PROOF.segment_tokens) for row in finished
+    ]
+    assert [row.request for row in finished if row.proof == b""] == [requests[5]]
+
+    checks = toploc.verify_proofs(
+        [row.proof for row in finished], states, topk=128, segment_tokens=4, control_seed=1
+    )
+    segments = [check for row in checks for check in row]
+    assert len(segments) > 20
+    assert max(check.exponent_mismatches for check in segments) <= 2
+    assert max(check.mantissa_mean for check in segments) < 0.5
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_a_swap_equals_a_fresh_load(folder: Path, tmp_path: Path, compute_dtype: str) -> None:
+    create_model("tiny", tmp_path / "v1", seed=12)
+    requests = _requests(folder, num_samples=3, max_new_tokens=8)
+    swapped = _engine(folder, max_rows=16, compute_dtype=compute_dtype)
+    first = _run(swapped, requests)
+    swapped.load(tmp_path / "v1", 1)
+    assert swapped.policy_version == 1
+    second = _run(swapped, requests)
+
+    fresh = _run(_engine(tmp_path / "v1", max_rows=16, compute_dtype=compute_dtype), requests)
+    assert second == fresh
+    assert {row.output_tokens for row in first.values()} != {row.output_tokens for row in second.values()}
+
+
+def test_what_cannot_be_done_is_refused(folder: Path, tmp_path: Path) -> None:
+    request = _requests(folder, num_samples=1, max_new_tokens=4)[0]
+    with pytest.raises(ValueError, match="load a version first"):
+        TorchEngine(compute_dtype="float32", proof=PROOF, max_rows=2).submit([request])
+    engine = _engine(folder, max_rows=2)
+    with pytest.raises(ValueError, match="pass the model's 2048 positions; lower max_new_tokens"):
+        engine.submit([replace(request, max_new_tokens=2048)])
+    with pytest.raises(ValueError, match="temperature=0"):
+        engine.submit([replace(request, temperature=0)])
+    engine.submit([request])
+    with pytest.raises(ValueError, match="finish them first"):
+        engine.load(folder, 1)
+    _drain(engine)
+
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    with pytest.raises(FileNotFoundError, match="no weights at"):
+        engine.load(tmp_path, 1)
+    assert engine.policy_version is None
+    engine.submit([request])
+    with pytest.raises(ValueError, match="no complete weights"):
+        engine.step()
+
+
+def test_draws_follow_the_distribution_and_never_hit_the_impossible() -> None:
+    probabilities = torch.tensor([0.0, 0.5, 0.25, 0.25, 0.0], dtype=torch.float64)
+    points = torch.tensor([0.0, 0.4999, 0.5, 0.7499, 0.75, 1 - 2**-53], dtype=torch.float64)
+    logits = probabilities.log().expand(6, 5).float()
+    tokens, logprobs = draw_tokens(logits, torch.ones(6), points)
+    assert tokens.tolist() == [1, 1, 2, 2, 3, 3]
+    torch.testing.assert_close(logprobs, probabilities[tokens].log().float())
+
+
+def _engine(folder: Path, *, max_rows: int, compute_dtype: str = "float32") -> TorchEngine:
+    engine = TorchEngine(compute_dtype=compute_dtype, proof=PROOF, max_rows=max_rows)  # type: ignore[arg-type]
+    engine.load(folder, 0)
+    return engine
+
+
+def _requests(folder: Path, *, num_samples: int, max_new_tokens: int) -> list[Request]:
+    tokenizer = load_tokenizer(folder)
+    return [
+        Request(
+            prompt_index=index,
+            sample_index=sample,
+            prompt_tokens=tuple(tokenizer.encode_prompt(prompt)),
+            sample_seed=sample_seed(SEED, index, sample),
+            max_new_tokens=max_new_tokens,
+            temperature=1.0,
+        )
+        for index, prompt in enumerate(PROMPTS)
+        for sample in range(num_samples)
+    ]
+
+
+def _run(engine: TorchEngine, requests: list[Request]) -> dict[Request, Finished]:
+    engine.submit(requests)
+    finished = {row.request: row for row in _drain(engine)}
+    assert finished.keys() == set(requests)
+    return finished
+
+
+def _drain(engine: TorchEngine) -> list[Finished]:
+    finished = []
+    while engine.has_work:
+        finished += engine.step()
+    return finished
+
+
+@torch.no_grad()
+def _naive(decoder: Decoder, request: Request, end_tokens: frozenset[int]) -> tuple[list[int], list[float]]:
+    """One row alone, the whole sequence computed again for every token."""
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    while len(tokens) < request.max_new_tokens and not (tokens and tokens[-1] in end_tokens):
+        row = torch.tensor([[*request.prompt_tokens, *tokens]])
+        hidden = decoder(row, torch.arange(row.shape[1])[None])[0, -1]
+        logprobs_V = (decoder.logits(hidden).double() / request.temperature).log_softmax(-1)
+        uniform = uniforms(np.array([request.sample_seed], np.uint64), np.array([len(tokens)], np.uint64))[0]
+        token = next(i for i, c in enumerate(logprobs_V.exp().cumsum(-1).tolist()) if c > uniform)
+        tokens.append(token)
+        logprobs.append(float(logprobs_V[token]))
+    return tokens, logprobs
+
+
+@torch.no_grad()
+def _states(decoder: Decoder, row: Finished) -> torch.Tensor:
+    prompt = row.request.prompt_tokens
+    tokens = torch.tensor([[*prompt, *row.output_tokens]])
+    return decoder(tokens, torch.arange(tokens.shape[1])[None])[0, len(prompt) : -1]
+
+
+def _make_ends_likely(folder: Path) -> None:
+    """Random weights hardly ever end a row; with a long embedding for the end token they do, here and there."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    embedding *= 0.3
+    embedding[2] *= 10
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,165 @@
+"""Origins, relays and crooked relays for these tests: real servers on loopback, small files, small shards."""
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from shoal import shardcast
+from shoal.net.server import Server, listen
+from shoal.telemetry import Log
+from shoal.wire.keys import Key
+
+RUN = "demo"
+SHARD_BYTES = 1000
+
+
+def random_files(seed: int = 0, num_bytes: int = 9_500) -> dict[str, bytes]:
+    """The shape of a version: small files that stay the same, weights that change, one file that is empty."""
+    return {
+        "config.json": b'{"hidden_size": 128}',
+        "tokenizer.json": random.Random(99).randbytes(2_300),
+        "model.safetensors": random.Random(seed).randbytes(num_bytes),
+        "empty": b"",
+    }
+
+
+def file_bytes(folder: Path) -> dict[str, bytes]:
+    return {
+        path.name: path.read_bytes()
+        for path in folder.iterdir()
+        if path.name != "manifest.json" and not path.name.startswith(".")
+    }
+
+
+def eventually(ready: Callable[[], Any], what: str, deadline_s: float = 30.0) -> Any:
+    give_up_s = time.monotonic() + deadline_s
+    while not (value := ready()):
+        assert time.monotonic() < give_up_s, f"never came: {what}"
+        time.sleep(0.01)
+    return value
+
+
+class Origin:
+    """A store that is published into, and the server over it."""
+
+    def __init__(self, folder: Path, key: Key, keep_versions: int = 5) -> None:
+        self.key = key
+        self.store = shardcast.VersionStore(folder, keep_versions, run=RUN, run_key=key.public)
+        self.app = shardcast.make_app(self.store)
+
+    def publish(self, version: int, files: dict[str, bytes]) -> Any:
+        folder = self.store.path(version)
+        folder.mkdir()
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+        sealed = shardcast.publish(folder, run=RUN, version=version, key=self.key, shard_bytes=SHARD_BYTES)
+        self.store.adopt(version)
+        return sealed
+
+
+class Spy:
+    """An application in front of another: sees every file request, and may treat it in its own way.
+
+    `treat(self, start, scope, receive, send)` gets file requests with the first byte of their range.
+    """
+
+    def __init__(self, app: Any, treat: Any = None) -> None:
+        self.app, self.treat = app, treat
+        self.asked: list[tuple[str, int]] = []
+        self.gate = threading.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith("/versions/"):
+            await self.app(scope, receive, send)
+            return
+        header = dict(scope["headers"]).get(b"range", b"bytes=0-").decode()
+        start = int(header.removeprefix("bytes=").split("-")[0])
+        self.asked.append((scope["path"].rsplit("/", 1)[1], start))
+        if self.treat is None:
+            await self.app(scope, receive, send)
+        else:
+            await self.treat(self, start, scope, receive, send)
+
+    async def pass_gate(self) -> None:
+        while not self.gate.is_set():  # noqa: ASYNC110 - set by the test's thread, not by this loop
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def key() -> Key:
+    return Key.from_seed(bytes(32))
+
+
+@pytest.fixture
+def stop() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log("test")
+
+
+@pytest.fixture(scope="session")
+def http() -> Iterator[httpx.Client]:
+    with httpx.Client(timeout=40) as client:
+        yield client
+
+
+@pytest.fixture
+def origin(tmp_path: Path, key: Key) -> Origin:
+    return Origin(tmp_path / "origin", key)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Any], str]]:
+    """Start an application; its URL. Everything is stopped at the end of the test."""
+    running: list[tuple[Any, Server]] = []
+
+    def start(app: Any) -> str:
+        server = Server(app, listen("127.0.0.1", 0))
+        server.start()
+        running.append((app, server))
+        return f"http://127.0.0.1:{server.port}"
+
+    yield start
+    for app, _ in running:
+        if isinstance(app, Spy):
+            app.gate.set()
+            app = app.app
+        if isinstance(app, shardcast.RelayApp):
+            app.store.close()
+    for _, server in running:
+        server.close()
+
+
+@pytest.fixture
+def fetch(key: Key, tmp_path: Path, log: Log, stop: threading.Event) -> Callable[..., Path]:
+    """fetch_version into tmp/client with the test's key, log and stop."""
+
+    def run(sealed: Any, relays: Any, *, into: str = "client", deadline_s: float = 60.0) -> Path:
+        return shardcast.fetch_version(
+            sealed, relays, tmp_path / into, run_key=key.public, log=log, stop=stop, deadline_s=deadline_s
+        )
+
+    return run
+
+
+@pytest.fixture
+def kit() -> Any:
+    """The plain functions of this file, without importing it by name."""
+
+    class Kit:
+        pass
+
+    made = Kit()
+    made.random_files, made.file_bytes, made.eventually = random_files, file_bytes, eventually  # type: ignore[attr-defined]
+    made.Origin, made.Spy, made.RUN, made.SHARD_BYTES = Origin, Spy, RUN, SHARD_BYTES  # type: ignore[attr-defined]
+    return made

@@ -1,0 +1,232 @@
+"""The client: right files from any mixture of relays, or an error that names each of them."""
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.net.deadline import DeadlinePassed, Stopped
+from shoal.shardcast import RelayChoice, fetch_manifest, fetch_version, prune_versions
+from shoal.shardcast import download as download_module
+from shoal.shardcast.assembly import Assembly
+from shoal.telemetry import Log
+from shoal.wire.codes import Rejected
+from shoal.wire.keys import Key
+from shoal.wire.record import seal
+
+NOWHERE = "http://127.0.0.1:9"  # discard: nobody listens
+
+
+async def flip_a_byte(spy: Any, start: int, scope: Any, receive: Any, send: Any) -> None:
+    async def flipped(message: Any) -> None:
+        if message.get("body"):
+            message = message | {"body": bytes([message["body"][0] ^ 1]) + message["body"][1:]}
+        await send(message)
+
+    await spy.app(scope, receive, flipped)
+
+
+async def hang(spy: Any, start: int, scope: Any, receive: Any, send: Any) -> None:
+    await spy.pass_gate()
+    await spy.app(scope, receive, send)
+
+
+async def die_half_way(spy: Any, start: int, scope: Any, receive: Any, send: Any) -> None:
+    """Headers and half the body, then the connection is cut."""
+    done = False
+
+    async def half(message: Any) -> None:
+        nonlocal done
+        if done:
+            return
+        if message["type"] == "http.response.body":
+            done = True
+            message = message | {"body": message["body"][: len(message["body"]) // 2], "more_body": True}
+        await send(message)
+
+    await spy.app(scope, receive, half)
+
+
+async def right_up_to_4000(spy: Any, start: int, scope: Any, receive: Any, send: Any) -> None:
+    await (flip_a_byte(spy, start, scope, receive, send) if start >= 4000 else spy.app(scope, receive, send))
+
+
+def test_a_version_from_one_relay(origin: Any, kit: Any, serve: Any, fetch: Any, tmp_path: Path) -> None:
+    sealed = origin.publish(7, kit.random_files())
+    folder = fetch(sealed, [serve(origin.app)])
+    assert folder == tmp_path / "client" / "v7"
+    assert kit.file_bytes(folder) == kit.random_files()
+    assert (folder / "manifest.json").read_bytes() == sealed.canonical()
+    assert [path.name for path in (tmp_path / "client").iterdir()] == ["v7"]
+    assert fetch(sealed, []) == folder  # it is there: no relay is needed
+
+
+def test_a_corrupting_relay_is_dropped_and_named(
+    origin: Any, kit: Any, serve: Any, fetch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    sealed = origin.publish(7, kit.random_files())
+    liar = kit.Spy(origin.app, flip_a_byte)
+    honest = serve(origin.app)
+    lying = serve(liar)
+    choice = RelayChoice([lying, honest])
+    choice.delivered(lying, 1e9)  # it used to be the best by far
+    choice.delivered(honest, 1.0)
+    with caplog.at_level(logging.WARNING):
+        folder = fetch(sealed, choice)
+    assert kit.file_bytes(folder) == kit.random_files()
+    assert "relay dropped: it sent wrong bytes" in caplog.text
+    assert lying in caplog.text
+    # Dropped at the first wrong shard: beyond what was already in flight it was not asked again.
+    assert 1 <= len(liar.asked) <= download_module.NUM_STREAMS
+
+
+def test_only_liars(origin: Any, kit: Any, serve: Any, fetch: Any, tmp_path: Path) -> None:
+    sealed = origin.publish(7, kit.random_files())
+    lying = serve(kit.Spy(origin.app, flip_a_byte))
+    with pytest.raises(DeadlinePassed, match=r"no relay left to ask; 14 of 14 shards missing.*wrong bytes"):
+        fetch(sealed, [lying])
+    assert not (tmp_path / "client" / "v7").exists()
+    assert not list((tmp_path / "client" / "v7.partial").glob(".*"))  # not one wrong byte on disk
+
+
+def test_a_hung_relay_does_not_set_the_time(
+    origin: Any, kit: Any, serve: Any, fetch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download_module, "SECOND_TRY_S", 0.05)
+    sealed = origin.publish(7, kit.random_files())
+    hung = kit.Spy(origin.app, hang)
+    hanging = serve(hung)
+    choice = RelayChoice([hanging, serve(origin.app)])
+    # One shard at least goes to the hung relay, which never answers: its gate stays shut until the end.
+    choice.delivered(hanging, 1.0)
+    assert kit.file_bytes(fetch(sealed, choice)) == kit.random_files()
+    assert not hung.gate.is_set()
+
+
+def test_a_relay_that_dies_half_way(origin: Any, kit: Any, serve: Any, fetch: Any) -> None:
+    sealed = origin.publish(7, kit.random_files())
+    relays = [serve(kit.Spy(origin.app, die_half_way)), serve(origin.app), NOWHERE]
+    assert kit.file_bytes(fetch(sealed, relays)) == kit.random_files()
+
+
+def test_a_restarted_client_fetches_only_what_is_missing(
+    origin: Any, kit: Any, serve: Any, fetch: Any, tmp_path: Path
+) -> None:
+    sealed = origin.publish(7, kit.random_files())
+    with pytest.raises(DeadlinePassed, match="of 14 shards missing"):
+        fetch(sealed, [serve(kit.Spy(origin.app, right_up_to_4000))])
+    missing = Assembly(tmp_path / "client" / "v7.partial", sealed.body).missing()
+    assert 6 <= len(missing) < 14
+    spy = kit.Spy(origin.app)
+    folder = fetch(sealed, [serve(spy)])
+    assert kit.file_bytes(folder) == kit.random_files()
+    assert sorted(spy.asked) == sorted((shard.name, shard.start) for shard in missing)
+
+
+def test_the_error_names_version_relays_and_reasons(origin: Any, kit: Any, serve: Any, fetch: Any) -> None:
+    sealed = origin.publish(7, kit.random_files())
+    behind = kit.Origin(origin.store.folder.with_name("behind"), origin.key)
+    url = serve(behind.app)
+    with pytest.raises(DeadlinePassed) as caught:
+        fetch(sealed, [url, NOWHERE], deadline_s=0.5)
+    message = str(caught.value)
+    assert "version 7 did not come: within 0 s" in message
+    assert f"{url}: no version '7' here" in message
+    assert f"{NOWHERE}: ConnectError" in message
+    with pytest.raises(DeadlinePassed, match="no relay known"):
+        fetch(sealed, [])
+
+
+def test_stop_ends_a_fetch(origin: Any, kit: Any, fetch: Any, stop: threading.Event) -> None:
+    sealed = origin.publish(7, kit.random_files())
+    stop.set()
+    with pytest.raises(Stopped, match="while fetching version 7"):
+        fetch(sealed, [NOWHERE])
+
+
+def test_a_manifest_of_another_key_is_refused_before_anything_is_asked(
+    origin: Any, kit: Any, serve: Any, fetch: Any, tmp_path: Path
+) -> None:
+    sealed = origin.publish(7, kit.random_files())
+    spy = kit.Spy(origin.app)
+    with pytest.raises(Rejected, match="is signed by"):
+        fetch(seal(sealed.body, Key.generate()), [serve(spy)])
+    assert spy.asked == []
+    assert not (tmp_path / "client").exists()
+
+
+def test_files_that_did_not_change_are_not_fetched_again(
+    origin: Any, kit: Any, serve: Any, fetch: Any
+) -> None:
+    spy = kit.Spy(origin.app)
+    url = serve(spy)
+    fetch(origin.publish(7, kit.random_files(seed=7)), [url])
+    spy.asked.clear()
+    folder = fetch(origin.publish(8, kit.random_files(seed=8)), [url])
+    assert kit.file_bytes(folder) == kit.random_files(seed=8)
+    assert {name for name, _ in spy.asked} == {"model.safetensors"}
+
+
+def test_a_version_of_the_same_number_with_other_files_is_replaced(
+    origin: Any, kit: Any, serve: Any, fetch: Any, tmp_path: Path
+) -> None:
+    fetch(origin.publish(7, kit.random_files(seed=7)), [serve(origin.app)])
+    other = kit.Origin(tmp_path / "other", origin.key)
+    folder = fetch(other.publish(7, kit.random_files(seed=1)), [serve(other.app)])
+    assert kit.file_bytes(folder) == kit.random_files(seed=1)
+
+
+def test_what_was_learnt_of_relays_is_kept_over_fetches(
+    origin: Any, kit: Any, serve: Any, fetch: Any
+) -> None:
+    url = serve(origin.app)
+    choice = RelayChoice([url, NOWHERE])
+    fetch(origin.publish(7, kit.random_files(seed=7)), choice)
+    assert choice.standing(url).bandwidth > 0
+    assert choice.standing(NOWHERE).bandwidth is None
+
+
+def test_manifests_by_number_and_the_newest(
+    origin: Any, kit: Any, serve: Any, key: Key, log: Log, stop: threading.Event, tmp_path: Path
+) -> None:
+    behind = kit.Origin(tmp_path / "behind", key)
+    behind.publish(6, kit.random_files())
+    foreign = kit.Origin(tmp_path / "foreign", Key.generate())
+    foreign.publish(9, kit.random_files())
+    sealed = origin.publish(7, kit.random_files())
+    relays = [NOWHERE, *(serve(one.app) for one in (behind, foreign, origin))]
+    terms: dict[str, Any] = {"run_key": key.public, "log": log, "stop": stop, "run": "demo"}
+    assert fetch_manifest(None, relays, deadline_s=30, **terms) == sealed
+    assert fetch_manifest(6, relays, deadline_s=30, **terms).body.version == 6
+    with pytest.raises(DeadlinePassed, match=r"manifest of version 9.*is signed by"):
+        fetch_manifest(9, relays, deadline_s=0.1, **terms)
+    with pytest.raises(DeadlinePassed, match="is for run 'demo', expected 'x'"):
+        fetch_manifest(7, relays, deadline_s=0.1, **(terms | {"run": "x"}))
+
+
+def test_old_versions_of_a_client_are_pruned(origin: Any, kit: Any, serve: Any, fetch: Any) -> None:
+    url = serve(origin.app)
+    for version in (7, 8, 9):
+        folder = fetch(origin.publish(version, kit.random_files(seed=version)), [url])
+    into = folder.parent
+    (into / "v6.partial").mkdir()
+    (into / "v10.partial").mkdir()
+    assert prune_versions(into, 2) == [6, 7]
+    assert sorted(path.name for path in into.iterdir()) == ["v10.partial", "v8", "v9"]
+
+
+def test_fetch_version_takes_exactly_what_the_interface_says(
+    origin: Any, kit: Any, serve: Any, key: Key, tmp_path: Path
+) -> None:
+    folder = fetch_version(
+        origin.publish(0, kit.random_files()),
+        (serve(origin.app) + "/",),
+        tmp_path / "deep" / "client",
+        run_key=key.public,
+        log=Log("test"),
+        stop=threading.Event(),
+        deadline_s=30.0,
+    )
+    assert folder.name == "v0"

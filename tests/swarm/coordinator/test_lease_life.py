@@ -1,0 +1,277 @@
+"""The life of a lease over a real socket: issue, upload, receipt, claim, verdict; and every way it ends."""
+
+import hashlib
+import time
+
+import pytest
+from small_swarm import SmallSwarm, refusal
+
+from shoal.swarm.coordinator.leases import TERMINAL, Event, State, next_state
+from shoal.tasks import make_task
+from shoal.wire.codes import Rejected
+from shoal.wire.draw import problem_seeds
+from shoal.wire.lease import Lease
+from shoal.wire.ledger import verify_chain
+from shoal.wire.messages import Abandon, LeaseStatus
+
+
+def test_the_whole_life(swarm: SmallSwarm) -> None:
+    swarm.start()
+    node = swarm.node()
+    sealed = node.sealed_lease()
+    lease = sealed.open(swarm.run_key.public)
+    assert (lease.run, lease.node, lease.purpose) == ("small", node.id, "train")
+    assert [policy.version for policy in lease.policies] == [0]
+    assert lease.relays == ("http://127.0.0.1:9999",)
+    assert lease.deadline_s - lease.issued_at_s == pytest.approx(swarm.config.lease_s)
+    assert node.status(lease).state == "issued"
+
+    data = b"rollouts"
+    node.upload(lease, data)
+    assert node.status(lease).state == "uploading"
+    receipt = node.submit(lease, data).open(swarm.run_key.public)
+    assert (receipt.node, receipt.sha256) == (node.id, hashlib.sha256(data).hexdigest())
+    assert swarm.ledger()[receipt.seq - 1].type == "submission.received"
+    assert node.status(lease).state == "submitted"
+
+    claim = swarm.claim()
+    assert (claim.lease, claim.sha256, claim.copy_of) == (lease, receipt.sha256, None)
+    assert swarm.validator.send("GET", f"/v1/objects/{claim.sha256}").content == data
+    assert node.status(lease).state == "checking"
+    assert swarm.verdict(lease).state == "accepted"
+
+    status = node.status(lease)
+    assert (status.state, status.code, status.credit) == ("accepted", "accepted", 3 * lease.num_rows)
+    assert swarm.stats().nodes[0].credit == 3 * lease.num_rows
+    verify_chain(swarm.ledger())
+
+
+def test_prompts_follow_from_the_seed(swarm: SmallSwarm) -> None:
+    swarm.start()
+    lease = swarm.node().lease()
+    seeds = problem_seeds(lease.seed, run="small", purpose="train", chunk=0, num_prompts=2)
+    assert lease.prompts == tuple(make_task(swarm.spec.task).problem("train", seed).prompt for seed in seeds)
+
+
+def test_submitting_again_gives_the_same_receipt(swarm: SmallSwarm) -> None:
+    swarm.start()
+    node = swarm.node()
+    lease = node.lease()
+    node.upload(lease, b"rollouts")
+    first = node.submit(lease, b"rollouts")
+    assert node.submit(lease, b"rollouts") == first
+    swarm.claim()
+    swarm.verdict(lease)
+    swarm.reopen()
+    node.client.close()
+    again = swarm.stranger(node.client.key)
+    again.epoch = node.epoch
+    assert again.submit(lease, b"rollouts") == first
+    assert refusal(again.submit, lease, b"other bytes").code == "request.conflict"
+    assert len(swarm.events("submission.received")) == 1
+
+
+def test_nothing_is_submitted_that_was_not_uploaded_on_this_lease(swarm: SmallSwarm) -> None:
+    swarm.start()
+    first, second = swarm.node(), swarm.node()
+    first.deliver(data=b"mine")
+    lease = second.lease()
+    # The bytes are in the store, and the second node knows their digest, but it has never sent them.
+    assert refusal(second.submit, lease, b"mine").code == "request.conflict"
+    second.ask_upload(lease, b"mine")
+    assert "not complete" in str(refusal(second.submit, lease, b"mine"))
+
+
+def test_only_a_leased_version_may_be_submitted(swarm: SmallSwarm) -> None:
+    swarm.start()
+    node = swarm.node()
+    lease = node.lease()
+    node.upload(lease, b"rollouts")
+    assert refusal(node.submit, lease, b"rollouts", version=3).code == "request.conflict"
+
+
+def test_an_expired_lease_is_void_and_its_work_goes_to_another(swarm: SmallSwarm) -> None:
+    swarm.start()
+    slow, other = swarm.node(), swarm.node()
+    lease = slow.lease()
+    slow.upload(lease, b"too late")
+    swarm.clock.ahead_s += swarm.config.lease_s + 1
+    assert refusal(slow.submit, lease, b"too late").code == "request.lease_closed"
+    assert refusal(slow.ask_upload, lease, b"too late").code == "request.lease_closed"
+    swarm.relay_up()
+    swarm.tick()
+    status = slow.status(lease)
+    assert (status.state, status.code) == ("void", "void.expired")
+    assert refusal(slow.submit, lease, b"too late").code == "request.lease_closed"
+    assert other.lease().lease_id != lease.lease_id
+    # No blame: the node may go on.
+    assert slow.lease().lease_id != lease.lease_id
+    assert swarm.stats().nodes[0].trust == "probation"
+
+
+def test_a_node_gets_back_the_lease_it_lost_sight_of(swarm: SmallSwarm) -> None:
+    swarm.start()
+    node = swarm.node()
+    first = node.sealed_lease()
+    # Its answer got lost, or the process died: the same lease again, not a wait for its deadline.
+    assert node.sealed_lease() == first
+    node.join()
+    assert node.sealed_lease() == first
+    node.deliver(first.body)
+
+
+def test_open_leases_are_capped_by_trust(swarm: SmallSwarm) -> None:
+    swarm.start()
+    node = swarm.node()
+    for _ in range(swarm.config.trusted_after):
+        swarm.work(node)
+    assert swarm.stats().nodes[0].trust == "trusted"
+    swarm.batch(0)
+    first, second = node.lease(), node.lease()
+    assert first != second
+    assert node.lease() == first
+
+
+def test_an_abandoned_lease_is_void_without_blame(swarm: SmallSwarm) -> None:
+    swarm.start()
+    node = swarm.node()
+    lease = node.lease()
+
+    def abandon() -> LeaseStatus:
+        ask = Abandon(epoch=node.epoch, reason="going home")
+        return node.client.call("POST", f"/v1/leases/{lease.lease_id}/abandon", ask, LeaseStatus)
+
+    assert (abandon().code, abandon().code) == ("void.abandoned", "void.abandoned")
+    assert len(swarm.events("lease.void")) == 1
+    done = node.deliver()
+    lease = done
+    assert refusal(abandon).code == "request.conflict"
+
+
+def test_another_nodes_lease_is_out_of_reach(swarm: SmallSwarm) -> None:
+    swarm.start()
+    owner, thief = swarm.node(), swarm.node()
+    lease = owner.lease()
+    owner.upload(lease, b"rollouts")
+    for call in (thief.status, lambda lease: thief.submit(lease, b"rollouts"), thief.deliver):
+        assert refusal(call, lease).code == "request.not_yours"
+    assert owner.status(lease).state == "uploading"
+
+
+@pytest.mark.parametrize("lease_id", ["0" * 32, "nonsense", "..%2f..%2fetc", "A" * 32])
+def test_a_lease_that_never_was(swarm: SmallSwarm, lease_id: str) -> None:
+    node = swarm.node()
+    refused = refusal(node.client.call, "GET", f"/v1/leases/{lease_id}", None, LeaseStatus)
+    assert refused.code == "request.not_found"
+
+
+def test_a_second_session_fences_off_the_first(swarm: SmallSwarm) -> None:
+    swarm.start()
+    node = swarm.node()
+    lease = node.lease()
+    clone = swarm.stranger(node.client.key).join()
+    assert refusal(node.beat).code == "request.stale_epoch"
+    assert refusal(node.lease).code == "request.stale_epoch"
+    assert refusal(node.deliver, lease).code == "request.stale_epoch"
+    clone.deliver(lease)
+
+
+# -- checking ---------------------------------------------------------------------------------------------
+
+
+def test_a_claim_is_for_one_validator_until_it_runs_out(swarm: SmallSwarm) -> None:
+    swarm.start()
+    node = swarm.node()
+    lease = node.deliver()
+    assert swarm.claim().lease == lease
+    assert refusal(swarm.claim).code == "request.too_early"
+    swarm.clock.ahead_s += swarm.config.claim_s + 1
+    assert swarm.claim().lease == lease
+    swarm.clock.ahead_s += swarm.config.claim_s + 1
+    swarm.tick()
+    assert node.status(lease).state == "submitted"
+    # The first validator was only slow. Its verdict counts: work done is work done.
+    assert swarm.verdict(lease).state == "accepted"
+    assert refusal(swarm.claim).code == "request.too_early"
+
+
+def test_a_verdict_is_given_once(swarm: SmallSwarm) -> None:
+    swarm.start()
+    node = swarm.node()
+    lease = swarm.work(node)
+    assert swarm.verdict(lease).state == "accepted"
+    refused = refusal(swarm.verdict, lease, "reject.early_stop")
+    assert refused.code == "request.conflict"
+    assert len(swarm.events("verdict.given")) == 1
+    assert swarm.stats().nodes[0].credit == 3 * lease.num_rows
+    assert swarm.stats().ready_groups == 2
+
+
+def test_a_verdict_needs_a_claim_and_a_meaning(swarm: SmallSwarm) -> None:
+    swarm.start()
+    node = swarm.node()
+    lease = node.lease()
+    assert refusal(swarm.verdict, lease).code == "request.conflict"
+    node.deliver(lease)
+    assert refusal(swarm.verdict, lease).code == "request.conflict"
+    swarm.claim()
+    assert refusal(swarm.verdict, lease, "reject.because").code == "request.malformed"
+    assert refusal(swarm.verdict, lease, "request.banned").code == "request.malformed"
+    assert refusal(swarm.verdict, lease, "accepted", (1.0,)).code == "request.malformed"
+    assert node.status(lease).state == "checking"
+
+
+def test_copies_are_pointed_out_in_the_order_of_receipt(swarm: SmallSwarm) -> None:
+    swarm.start()
+    first, second = swarm.node(), swarm.node()
+    first.deliver(data=b"the same")
+    second.deliver(data=b"the same")
+    first.deliver(data=b"the same")
+    assert [swarm.claim().copy_of for _ in range(3)] == [None, first.id, first.id]
+
+
+def test_a_void_verdict_blames_nobody(swarm: SmallSwarm) -> None:
+    swarm.start()
+    node = swarm.node()
+    for _ in range(3):
+        swarm.work(node, "void.infra")
+    view = swarm.stats().nodes[0]
+    assert (view.trust, view.void, view.credit, view.last_code) == ("probation", 3, 0, "void.infra")
+
+
+# -- the machine ------------------------------------------------------------------------------------------
+
+I, U, S, C, A, R, V = State
+ALLOWED = {
+    (I, Event.UPLOAD): U,
+    (U, Event.UPLOAD): U,
+    (U, Event.SUBMIT): S,
+    (S, Event.CLAIM): C,
+    (C, Event.RELEASE): S,
+    (S, Event.ACCEPT): A,
+    (C, Event.ACCEPT): A,
+    (S, Event.REJECT): R,
+    (C, Event.REJECT): R,
+    (I, Event.VOID): V,
+    (U, Event.VOID): V,
+    (S, Event.VOID): V,
+    (C, Event.VOID): V,
+}
+
+
+@pytest.mark.parametrize("state", list(State))
+@pytest.mark.parametrize("event", list(Event))
+def test_the_table_of_states(state: State, event: Event) -> None:
+    if (state, event) in ALLOWED:
+        assert next_state(state, event) is ALLOWED[state, event]
+        return
+    with pytest.raises(Rejected) as refused:
+        next_state(state, event)
+    assert refused.value.code == ("request.lease_closed" if state in TERMINAL else "request.conflict")
+
+
+def test_lease_times_are_the_servers(swarm: SmallSwarm) -> None:
+    swarm.clock.ahead_s = 50
+    swarm.start()
+    lease: Lease = swarm.node().lease()
+    assert lease.issued_at_s - time.time() == pytest.approx(50, abs=5)

@@ -1,0 +1,83 @@
+"""Sums: which replies are right, and which sums are posed."""
+
+import pytest
+
+from shoal.tasks import Outcome, Problem, Split, make_task
+from shoal.tasks.arithmetic import Add
+from shoal.tasks.task import is_held_out
+from shoal.wire.run import TaskSpec
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "outcome"),
+    [
+        ("85", "85", Outcome.RIGHT),
+        ("85", "The answer is 85.", Outcome.RIGHT),
+        ("85", "47 + 38 = 85", Outcome.RIGHT),
+        ("85", "085", Outcome.RIGHT),
+        ("85", "first 84, no: 85\n", Outcome.RIGHT),
+        ("0", "0", Outcome.RIGHT),
+        ("0", "00", Outcome.RIGHT),
+        ("85", "85, or perhaps 86", Outcome.WRONG),
+        ("85", "850", Outcome.WRONG),
+        ("85", "-85", Outcome.WRONG),
+        ("85", "8 5", Outcome.WRONG),
+        ("85", "0", Outcome.WRONG),
+        ("0", "-0", Outcome.WRONG),
+        ("85", "٨٥", Outcome.WRONG),
+        ("85", "", Outcome.UNPARSEABLE),
+        ("85", "eighty-five", Outcome.UNPARSEABLE),
+        ("85", "²", Outcome.UNPARSEABLE),
+    ],
+)
+def test_rewards(answer: str, text: str, outcome: Outcome) -> None:
+    reward = Add(digits=2).reward(Problem(prompt="47+38=", answer=answer), text)
+    assert reward.outcome is outcome
+    assert reward.value == (1.0 if outcome is Outcome.RIGHT else 0.0)
+
+
+@pytest.mark.parametrize("style", ["bare", "chat", "shots"])
+@pytest.mark.parametrize("digits", [1, 2, 9])
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_every_problem_is_answered_by_its_own_answer(style: str, digits: int, split: Split) -> None:
+    task = make_task(TaskSpec(name="add", options={"digits": digits, "style": style}))
+    for seed in range(30):
+        problem = task.problem(split, seed)
+        assert task.reward(problem, problem.answer).value == 1.0
+        assert task.reward(problem, f"I think it is {problem.answer}.").value == 1.0
+        assert task.reward(problem, str(int(problem.answer) + 1)).value == 0.0
+
+
+def test_held_out_sums_are_never_trained_on() -> None:
+    for digits in (1, 2):
+        task = Add(digits=digits, style="bare")
+        train = {task.problem("train", seed).prompt for seed in range(2000)}
+        held_out = {task.problem("eval", seed).prompt for seed in range(2000)}
+        assert train
+        assert held_out
+        assert not train & held_out
+
+
+def test_about_a_fifth_is_held_out() -> None:
+    share = sum(is_held_out(f"{a}+{b}") for a in range(100) for b in range(100)) / 10_000
+    assert 0.18 < share < 0.22
+
+
+def test_a_seed_poses_the_same_problem_for_ever() -> None:
+    # Golden: a validator of a later release must pose what this one posed.
+    bare = Add(digits=2, style="bare")
+    assert [bare.problem("train", seed) for seed in (0, 1, 2**64 - 1)] == [
+        Problem(prompt="2+19=", answer="21"),
+        Problem(prompt="78+85=", answer="163"),
+        Problem(prompt="95+76=", answer="171"),
+    ]
+    assert bare.problem("eval", 0) == Problem(prompt="55+13=", answer="68")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"digits": 0}, {"digits": 10}, {"digits": 2.5}, {"digits": "2"}, {"style": "prose"}, {"base": 10}],
+)
+def test_impossible_options_are_refused_with_the_task_named(options: dict[str, int | float | str]) -> None:
+    with pytest.raises(ValueError, match="add"):
+        make_task(TaskSpec(name="add", options=options))

@@ -1,0 +1,78 @@
+"""Sorting digits: partial credit, and a split that holds."""
+
+import pytest
+
+from shoal.tasks import Outcome, Problem, Split, make_task
+from shoal.tasks.sorting import Sort
+from shoal.wire.run import TaskSpec
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "outcome"),
+    [
+        ("1259", 1.0, Outcome.RIGHT),
+        (" 1259\n", 1.0, Outcome.RIGHT),
+        ("1295", 0.25, Outcome.WRONG),
+        ("9521", 0.0, Outcome.WRONG),
+        ("1111", 0.125, Outcome.WRONG),
+        ("125", 0.0, Outcome.UNPARSEABLE),
+        ("12599", 0.0, Outcome.UNPARSEABLE),
+        ("12 9", 0.0, Outcome.UNPARSEABLE),
+        ("125x", 0.0, Outcome.UNPARSEABLE),
+        ("", 0.0, Outcome.UNPARSEABLE),
+    ],
+)
+def test_rewards(text: str, value: float, outcome: Outcome) -> None:
+    reward = Sort(length=4).reward(Problem(prompt="5291=", answer="1259"), text)
+    assert (reward.value, reward.outcome) == (value, outcome)
+
+
+def test_a_wrong_answer_never_earns_what_a_right_one_does() -> None:
+    task = Sort(length=4, partial=0.99)
+    problem = Problem(prompt="5291=", answer="1259")
+    assert max(task.reward(problem, f"{number:04}").value for number in range(10_000) if number != 1259) < 1.0
+
+
+@pytest.mark.parametrize("length", [2, 4, 12])
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_every_problem_is_answered_by_its_own_answer(length: int, split: Split) -> None:
+    task = make_task(TaskSpec(name="sort", options={"length": length}))
+    for seed in range(30):
+        problem = task.problem(split, seed)
+        assert len(problem.prompt) == length + 1
+        assert sorted(problem.prompt[:-1]) == list(problem.answer)
+        assert task.reward(problem, problem.answer).value == 1.0
+
+
+def test_held_out_problems_are_never_trained_on() -> None:
+    for length in (2, 4):
+        task = Sort(length=length)
+        train = {task.problem("train", seed).prompt for seed in range(2000)}
+        held_out = {task.problem("eval", seed).prompt for seed in range(2000)}
+        assert train
+        assert held_out
+        assert not train & held_out
+
+
+def test_a_seed_poses_the_same_problem_for_ever() -> None:
+    task = Sort(length=4)
+    assert [task.problem("train", seed) for seed in (0, 1, 2**64 - 1)] == [
+        Problem(prompt="0210=", answer="0012"),
+        Problem(prompt="2511=", answer="1125"),
+        Problem(prompt="9459=", answer="4599"),
+    ]
+    assert task.problem("eval", 0) == Problem(prompt="8692=", answer="2689")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"length": 1}, {"length": 13}, {"length": 4.0}, {"partial": 1}, {"partial": -0.1}, {"digits": 4}],
+)
+def test_impossible_options_are_refused_with_the_task_named(options: dict[str, int | float | str]) -> None:
+    with pytest.raises(ValueError, match="sort"):
+        make_task(TaskSpec(name="sort", options=options))
+
+
+def test_an_unknown_task_is_refused_with_the_known_ones_named() -> None:
+    with pytest.raises(ValueError, match=r"unknown task 'chess'; known: \['add', 'sort'\]"):
+        make_task(TaskSpec(name="chess"))

@@ -1,0 +1,113 @@
+"""Building and verifying: batching changes nothing, honest passes, and what is said about those who are not."""
+
+import numpy as np
+import pytest
+import torch
+
+from shoal import toploc
+from shoal.toploc.field import PRIME, evaluate, interpolate
+from shoal.toploc.proof import proofs_of_points
+
+
+def random_states(*lengths: int, hidden: int = 128, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(length, hidden, generator=generator) for length in lengths]
+
+
+def test_interpolation_passes_through_its_points() -> None:
+    rng = np.random.default_rng(0)
+    x_KS = np.stack([rng.choice(PRIME, 64, replace=False) for _ in range(9)], axis=1).astype(np.uint32)
+    y_KS = rng.integers(0, PRIME, (64, 9), dtype=np.uint32)
+    assert (evaluate(interpolate(x_KS, y_KS), x_KS) == y_KS).all()
+
+
+def test_batching_does_not_change_a_proof() -> None:
+    states = random_states(0, 1, 2, 15, 31, 32, 33, 64, 100, 7)
+    together = toploc.build_proofs(states)
+    assert together == [toploc.build_proofs([one])[0] for one in states]
+    assert [len(proof) for proof in together] == [258 * n for n in (0, 1, 1, 1, 1, 1, 2, 2, 4, 1)]
+    assert [len(p) for p in together] == [
+        toploc.expected_bytes(len(s), topk=128, segment_tokens=32) for s in states
+    ]
+
+
+def test_any_float_dtype_is_proven_as_bfloat16() -> None:
+    (states,) = random_states(40)
+    assert toploc.build_proofs([states.double()]) == toploc.build_proofs([states.bfloat16()])
+
+
+def test_wide_states_need_the_modulus_search_and_still_verify() -> None:
+    states = random_states(32, 32, 32, 32, hidden=5120)
+    proofs = toploc.build_proofs(states)
+    for checks in toploc.verify_proofs(proofs, states, control_seed=1):
+        assert [(c.exponent_mismatches, c.mantissa_mean) for c in checks] == [(0, 0.0)]
+
+
+def test_honest_states_match_and_miss_the_control_points() -> None:
+    states = random_states(5, 64, 33, 1)
+    checks = toploc.verify_proofs(toploc.build_proofs(states), states, control_seed=7)
+    assert [len(row) for row in checks] == [1, 2, 2, 1]
+    for check in (check for row in checks for check in row):
+        assert check.exponent_mismatches == check.sign_mismatches == 0
+        assert check.mantissa_mean == check.mantissa_median == 0.0
+        assert check.control_hits <= 12 and not check.constant
+    assert [row[0].num_controls for row in checks] == [128, 128, 128, 0], (
+        "one state of 128 values is all top-k"
+    )
+
+
+def test_other_states_mismatch_nearly_everywhere() -> None:
+    proofs = toploc.build_proofs(random_states(32, seed=1))
+    ((check,),) = toploc.verify_proofs(proofs, random_states(32, seed=2), control_seed=7)
+    assert check.exponent_mismatches > 110
+
+
+def test_flipped_signs_are_counted() -> None:
+    states = random_states(8)
+    ((check,),) = toploc.verify_proofs(toploc.build_proofs(states), [-states[0]], control_seed=7)
+    assert check.exponent_mismatches == 0 and check.sign_mismatches == 128
+
+
+def test_a_constant_polynomial_hits_every_control_point() -> None:
+    """The forgery that the published rule accepts: made without any model, right about most exponents."""
+    states = random_states(32, hidden=5120)
+    typical = int(torch.tensor([3.4], dtype=torch.bfloat16).view(torch.int16))
+    forged = b"".join(value.to_bytes(2, "big") for value in [PRIME, typical, *[0] * 127])
+    ((check,),) = toploc.verify_proofs([forged], states, control_seed=7)
+    assert check.exponent_mismatches <= 38, "the published exponent threshold lets it pass"
+    assert check.control_hits == check.num_controls == 128 and check.constant
+
+
+def test_no_match_at_all_has_the_published_mantissa_error() -> None:
+    states = [torch.full((1, 128), 1.0) * torch.tensor([1.0, -1.0]).repeat(64)]
+    indices, bits = np.arange(128)[None], np.full((1, 128), 0x4300, dtype=np.uint16)
+    bits[0, 0] = 0x4200
+    ((check,),) = toploc.verify_proofs(proofs_of_points(indices, bits), states, control_seed=7)
+    assert (check.exponent_mismatches, check.mantissa_mean, check.mantissa_median) == (
+        128,
+        toploc.NO_MATCH,
+        toploc.NO_MATCH,
+    )
+
+
+def test_the_control_seed_moves_the_control_points_only() -> None:
+    states = random_states(32, 16)
+    proofs = toploc.build_proofs(states)
+    first, again = (toploc.verify_proofs(proofs, states, control_seed=5) for _ in range(2))
+    assert first == again
+
+
+@pytest.mark.parametrize(
+    ("states", "reason"),
+    [
+        (torch.zeros(3, 128), "all zero"),
+        (torch.tensor([[float("inf")] + [1.0] * 127]), "NaN or infinity"),
+        (torch.tensor([[3.4e38] + [1.0] * 127]), "NaN or infinity"),
+        (torch.ones(3, 128, dtype=torch.int64), "expected \\[tokens, hidden\\] floats"),
+        (torch.ones(128), "expected \\[tokens, hidden\\] floats"),
+        (torch.ones(1, 100), "100 values, fewer than topk=128"),
+    ],
+)
+def test_states_that_cannot_be_proven_are_refused_with_the_row(states: torch.Tensor, reason: str) -> None:
+    with pytest.raises(toploc.ProofError, match=f"row 1: .*{reason}"):
+        toploc.build_proofs([*random_states(4), states])

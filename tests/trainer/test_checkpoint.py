@@ -1,0 +1,166 @@
+"""Checkpoints: complete or absent, whatever happens; and a resumed run is the uninterrupted one."""
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_learner import make_batch, make_learner
+
+from shoal.telemetry import Log
+from shoal.trainer.checkpoint import Checkpoints, restore
+from shoal.trainer.learner import Learner
+from shoal.trainer.loop import step_report
+from shoal.wire.messages import StepReport
+
+
+def checkpoints(folder: Path, keep: int = 2) -> Checkpoints:
+    return Checkpoints(folder / "checkpoints", keep=keep, log=Log("trainer"))
+
+
+def advance(learner: Learner, num_steps: int) -> StepReport:
+    for _ in range(num_steps):
+        batch = make_batch(learner.version)
+        report = step_report(batch, learner.step(batch, threading.Event()), wait_s=0.0)
+    return report
+
+
+def weights_of(learner: Learner) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in learner.decoder.parameters()]
+
+
+def assert_same(left: Learner, right: Learner) -> None:
+    assert left.version == right.version
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(left), weights_of(right), strict=True))
+
+
+def resumed(folder: Path, model: Path) -> tuple[Learner, StepReport | None]:
+    checkpoint = checkpoints(folder).newest()
+    assert checkpoint is not None
+    learner = make_learner(model)
+    restore(checkpoint, learner)
+    return learner, checkpoint.state.report
+
+
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, model: Path) -> None:
+    straight = make_learner(model)
+    advance(straight, 2)
+    report = advance(straight, 1)
+    checkpoints(tmp_path).save(straight, report)
+    random_state = torch.get_rng_state()
+    torch.manual_seed(99)
+    again, report_again = resumed(tmp_path, model)
+    assert report_again == report
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert_same(straight, again)
+    advance(straight, 3)
+    advance(again, 3)
+    assert_same(straight, again)
+
+
+def test_keeps_the_newest(tmp_path: Path, model: Path) -> None:
+    learner, kept = make_learner(model), checkpoints(tmp_path)
+    kept.save(learner, None)
+    for _ in range(3):
+        kept.save(learner, advance(learner, 1))
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["v000002", "v000003"]
+
+
+def truncate(path: Path) -> None:
+    with path.open("rb+") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.pt", "state.json", "manifest.json"])
+def test_damaged_one_is_passed_over(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
+) -> None:
+    learner = make_learner(model)
+    checkpoints(tmp_path).save(learner, None)
+    checkpoints(tmp_path).save(learner, advance(learner, 1))
+    damage(tmp_path / "checkpoints" / "v000001" / name)
+    with caplog.at_level(logging.WARNING, logger="shoal.trainer"):
+        found = checkpoints(tmp_path).newest()
+    assert found is not None
+    assert found.state.version == 0
+    assert len(caplog.messages) == 1
+    assert "v000001" in caplog.messages[0]
+
+
+def test_damaged_one_is_replaced_and_never_counts_as_kept(tmp_path: Path, model: Path) -> None:
+    learner, kept = make_learner(model), checkpoints(tmp_path)
+    for _ in range(4):
+        kept.save(learner, advance(learner, 1))
+    truncate(tmp_path / "checkpoints" / "v000004" / "weights.safetensors")
+    learner, _ = resumed(tmp_path, model)
+    assert learner.version == 3
+    kept.save(learner, advance(learner, 1))
+    again, _ = resumed(tmp_path, model)
+    assert_same(learner, again)
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    assert checkpoints(tmp_path).newest() is None
+
+
+class PulledPlug(Exception):
+    """The process dies here."""
+
+
+@pytest.mark.parametrize("survives", range(8))
+def test_crash_between_any_two_writes(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, survives: int
+) -> None:
+    """`survives` syncs and renames succeed, the next does not happen."""
+    learner = make_learner(model)
+    checkpoints(tmp_path).save(learner, None)
+    report = advance(learner, 1)
+    left = [survives]
+
+    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise PulledPlug
+            return real(*arguments)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing(os.fsync))
+        patch.setattr(os, "rename", failing(os.rename))
+        try:
+            checkpoints(tmp_path).save(learner, report)
+            crashed = False
+        except PulledPlug:
+            crashed = True
+    # Five syncs (three files, manifest, folder), the rename, one more sync: only the last of the range goes through.
+    assert crashed == (survives < 7)
+    found = checkpoints(tmp_path).newest()
+    assert found is not None
+    assert found.state.version == (1 if survives >= 6 else 0)
+    checkpoints(tmp_path).save(learner, report)
+    again, _ = resumed(tmp_path, model)
+    assert_same(learner, again)
+
+
+def test_other_model_is_refused(tmp_path: Path, model: Path) -> None:
+    learner = make_learner(model)
+    checkpoints(tmp_path).save(learner, None)
+    checkpoint = checkpoints(tmp_path).newest()
+    assert checkpoint is not None
+    other = make_learner(model)
+    other.decoder.model.layers = other.decoder.model.layers[:1]
+    with pytest.raises(ValueError, match="holds another model than the run file names"):
+        restore(checkpoint, other)

@@ -1,0 +1,79 @@
+"""One step: the weights move as the formulas say, and the figures say what happened."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_learner import CONFIG, make_batch, make_learner
+
+from shoal.net.deadline import Stopped
+from shoal.trainer.learner import output_logprobs, warmed_up
+from shoal.trainer.pack import pack
+
+
+def test_rate_rises_then_stays() -> None:
+    rates = [warmed_up(1.0, step=step, warmup_steps=3) for step in range(6)]
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
+    assert warmed_up(1.0, step=0, warmup_steps=0) == 1.0
+
+
+def test_good_answers_become_likelier(model: Path) -> None:
+    learner = make_learner(model)
+    batch = make_batch(0)
+    (micro,) = pack(batch.samples, row_tokens=500, rows_per_micro_batch=1)
+    before_N = output_logprobs(learner.decoder, micro, temperature=0.8).detach()
+    figures = learner.step(batch, threading.Event())
+    after_N = output_logprobs(learner.decoder, micro, temperature=0.8).detach()
+    assert float(((after_N - before_N) * micro.advantages_N).mean()) > 0
+    assert learner.version == 1
+    assert figures.learning_rate == pytest.approx(1e-3 / 3)
+    assert figures.grad_norm > 0
+
+
+def test_gap_is_of_the_fresh_tokens(model: Path) -> None:
+    batch = make_batch(0)
+    learner = make_learner(model)
+    (micro,) = pack(batch.samples, row_tokens=500, rows_per_micro_batch=1)
+    gaps_N = (output_logprobs(learner.decoder, micro, temperature=0.8) - micro.behaviour_N).abs().detach()
+    assert 0 < int((micro.lags_N == 0).sum()) < len(gaps_N)
+    figures = learner.step(batch, threading.Event())
+    assert figures.logprob_gap == pytest.approx(float(gaps_N[micro.lags_N == 0].mean()), rel=1e-4)
+
+
+def test_gap_is_of_all_when_none_is_fresh(model: Path) -> None:
+    batch = make_batch(0)
+    batch = replace(batch, samples=tuple(replace(sample, lag=1) for sample in batch.samples))
+    learner = make_learner(model)
+    (micro,) = pack(batch.samples, row_tokens=500, rows_per_micro_batch=1)
+    gaps_N = (output_logprobs(learner.decoder, micro, temperature=0.8) - micro.behaviour_N).abs().detach()
+    assert learner.step(batch, threading.Event()).logprob_gap == pytest.approx(float(gaps_N.mean()), rel=1e-4)
+
+
+def test_stop_leaves_the_weights(model: Path) -> None:
+    learner = make_learner(model)
+    before = [parameter.detach().clone() for parameter in learner.decoder.parameters()]
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(Stopped, match="step from version 0"):
+        learner.step(make_batch(0), stop)
+    assert learner.version == 0
+    assert all(torch.equal(old, new) for old, new in zip(before, learner.decoder.parameters(), strict=True))
+
+
+def test_gradient_without_a_number_stops_the_run(model: Path) -> None:
+    learner = make_learner(model)
+    batch = make_batch(0)
+    broken = replace(batch.samples[0], advantage=float("nan"))
+    with pytest.raises(
+        ArithmeticError, match="step from version 0: gradient norm is nan; lower learning_rate"
+    ):
+        learner.step(replace(batch, samples=(broken, *batch.samples[1:])), threading.Event())
+    assert learner.version == 0
+
+
+def test_master_weights_are_float32(model: Path) -> None:
+    learner = make_learner(model, CONFIG)
+    learner.step(make_batch(0), threading.Event())
+    assert {parameter.dtype for parameter in learner.decoder.parameters()} == {torch.float32}

@@ -1,0 +1,57 @@
+"""Supervised warm-up: right answers of training problems become likely, the same way every time."""
+
+import threading
+from pathlib import Path
+
+import torch
+from tiny_learner import CONFIG, make_learner
+
+from shoal.model.tokenizer import load_tokenizer
+from shoal.tasks import make_task
+from shoal.telemetry import Log
+from shoal.trainer.learner import Learner, output_logprobs
+from shoal.trainer.pack import pack
+from shoal.trainer.supervised import answered, warm_up
+from shoal.wire.run import TaskSpec
+
+TASK = make_task(TaskSpec(name="sort", options={"length": 3}))
+
+
+def warmed(model: Path, num_steps: int) -> Learner:
+    config = CONFIG.model_copy(
+        update={"supervised_steps": num_steps, "supervised_batch": 16, "rows_per_micro_batch": 4}
+    )
+    learner = make_learner(model, config)
+    warm_up(learner, TASK, load_tokenizer(model), log=Log("test"), stop=threading.Event())
+    return learner
+
+
+def held_out_loss(model: Path, learner: Learner) -> float:
+    tokenizer = load_tokenizer(model)
+    samples = [answered(TASK, tokenizer, seed) for seed in range(1000, 1032)]
+    (micro,) = pack(samples, row_tokens=1000, rows_per_micro_batch=1)
+    with torch.no_grad():
+        return -float(output_logprobs(learner.decoder, micro, temperature=1.0).mean())
+
+
+def test_it_teaches_the_form_of_an_answer(model: Path) -> None:
+    before, after = held_out_loss(model, warmed(model, 0)), held_out_loss(model, warmed(model, 25))
+    assert before > 4
+    assert after < 2
+
+
+def test_it_is_the_same_every_time(model: Path) -> None:
+    first, second = warmed(model, 4), warmed(model, 4)
+    assert first.version == 0
+    assert not first.optimizer.state, "the learner's own optimiser starts fresh"
+    for left, right in zip(first.decoder.parameters(), second.decoder.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_answer_carries_its_end_token(model: Path) -> None:
+    tokenizer = load_tokenizer(model)
+    sample = answered(TASK, tokenizer, 5)
+    problem = TASK.problem("train", 5)
+    assert sample.tokens[: sample.prompt_len] == tuple(tokenizer.encode_prompt(problem.prompt))
+    assert tokenizer.decode(sample.tokens[sample.prompt_len :]) == problem.answer
+    assert sample.tokens[-1] in tokenizer.end_tokens

@@ -1,0 +1,76 @@
+"""From groups and tables to samples: every mismatch between the two is named."""
+
+import pytest
+
+from shoal.trainer.batch import build_batch
+from shoal.wire.messages import Batch, Group
+from shoal.wire.rollouts import Finish, Rollout, RolloutTable
+
+LEASE, SHA = "ab" * 16, "cd" * 32
+
+
+def make_row(prompt_index: int, sample_index: int) -> Rollout:
+    return Rollout(
+        prompt_index=prompt_index,
+        sample_index=sample_index,
+        prompt_tokens=(1, 2, 10 + prompt_index),
+        output_tokens=(3 + sample_index, 9),
+        logprobs=(-0.5, -0.25 * (sample_index + 1)),
+        finish=Finish.EOS,
+        proof=b"",
+    )
+
+
+def make_table(version: int = 4) -> RolloutTable:
+    rows = tuple(make_row(prompt, sample) for prompt in range(2) for sample in range(2))
+    return RolloutTable(lease_id=LEASE, policy_version=version, rows=rows)
+
+
+def make_group(prompt_index: int, rewards: tuple[float, ...], version: int = 4) -> Group:
+    return Group(
+        group_id=f"g{prompt_index}",
+        lease_id=LEASE,
+        sha256=SHA,
+        prompt_index=prompt_index,
+        policy_version=version,
+        rewards=rewards,
+    )
+
+
+def make_batch(*groups: Group, version: int = 5) -> Batch:
+    return Batch(version=version, groups=groups, dropped_groups=3, stale_groups=0, reward_mean=0.4)
+
+
+def test_samples_follow_the_groups() -> None:
+    built = build_batch(
+        make_batch(make_group(1, (0.0, 1.0)), make_group(0, (1.0, 0.5))),
+        {SHA: make_table()},
+        max_lag=2,
+        advantage="mean",
+    )
+    assert [sample.tokens for sample in built.samples] == [
+        (1, 2, 11, 3, 9),
+        (1, 2, 11, 4, 9),
+        (1, 2, 10, 3, 9),
+        (1, 2, 10, 4, 9),
+    ]
+    assert [sample.advantage for sample in built.samples] == [-0.5, 0.5, 0.25, -0.25]
+    assert {sample.lag for sample in built.samples} == {1}
+    assert (built.num_groups, built.num_outputs, built.num_tokens, built.dropped_groups) == (2, 8, 20, 3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "table", "message"),
+    [
+        (make_batch(make_group(0, (0.0, 1.0)), version=7), make_table(), "lag 3; max_lag is 2"),
+        (make_batch(make_group(0, (0.0, 1.0)), version=3), make_table(), "lag -1"),
+        (make_batch(make_group(0, (0.0, 1.0, 1.0))), make_table(), "3 rewards"),
+        (make_batch(make_group(2, (0.0, 1.0))), make_table(), "prompt 2 has samples"),
+        (make_batch(make_group(0, (0.0, 1.0))), make_table(version=3), "by version 3"),
+        (make_batch(make_group(0, (0.0, 1.0)), make_group(0, (0.0, 1.0))), make_table(), "occurs twice"),
+        (make_batch(), make_table(), "holds no groups"),
+    ],
+)
+def test_mismatch_is_named(batch: Batch, table: RolloutTable, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_batch(batch, {SHA: table}, max_lag=2, advantage="std")

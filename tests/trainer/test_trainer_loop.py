@@ -1,0 +1,196 @@
+"""The trainer's process against a coordinator over HTTP: in order, through crashes, and never waiting in silence."""
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+from small_coordinator import SmallCoordinator, Stopper
+
+from shoal.model.load import load_decoder
+from shoal.net.deadline import DeadlinePassed
+from shoal.trainer.config import TrainerConfig
+from shoal.trainer.loop import TrainerSite, run_trainer
+from shoal.trainer.publisher import Address
+from shoal.wire.codes import Rejected
+from shoal.wire.keys import Key
+from shoal.wire.manifest import Manifest
+from shoal.wire.messages import Announce
+from shoal.wire.record import Sealed
+
+CONFIG = TrainerConfig(
+    learning_rate=1e-3,
+    supervised_steps=2,
+    supervised_batch=4,
+    row_tokens=32,
+    rows_per_micro_batch=4,
+    keep_versions=3,
+)
+
+
+def site(folder: Path, coordinator: SmallCoordinator, *, deadline_s: float = 30.0) -> TrainerSite:
+    return TrainerSite(
+        folder=folder,
+        model="tiny",
+        coordinator_url=coordinator.url,
+        key=coordinator.trainer_key,
+        run_key=coordinator.run_key,
+        address=Address(),
+        deadline_s=deadline_s,
+    )
+
+
+def events(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[SmallCoordinator, Path]:
+    """A run of four steps that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    with SmallCoordinator(last_version=4).serving() as coordinator:
+        run_trainer(CONFIG, site(folder, coordinator), stop=threading.Event())
+    return coordinator, folder
+
+
+def test_every_version_is_announced_in_order(whole: tuple[SmallCoordinator, Path]) -> None:
+    coordinator, folder = whole
+    assert [told.manifest.body.version for told in coordinator.announced] == [0, 1, 2, 3, 4]
+    assert coordinator.announced[0].report is None
+    reports = [told.report for told in coordinator.announced[1:]]
+    assert [report.version for report in reports if report is not None] == [1, 2, 3, 4]
+    last = reports[-1]
+    assert last is not None
+    assert (last.groups, last.rollouts, last.dropped_groups, last.lag_max) == (3, 12, 1, 1)
+    assert last.lag_mean == pytest.approx(1 / 3)
+    assert len(set(coordinator.digests().values())) == 5, "every step changed the weights"
+    steps = [event for event in events(folder) if event["event"] == "step"]
+    assert [step["version"] for step in steps] == [1, 2, 3, 4]
+
+
+def test_each_object_is_fetched_once(whole: tuple[SmallCoordinator, Path]) -> None:
+    coordinator, _ = whole
+    assert len(coordinator.downloads) == len(set(coordinator.downloads)) == 8
+
+
+def test_only_the_newest_are_kept(whole: tuple[SmallCoordinator, Path]) -> None:
+    _, folder = whole
+    assert sorted(os.listdir(folder / "versions")) == ["v2", "v3", "v4"]
+    assert sorted(os.listdir(folder / "checkpoints")) == ["v000003", "v000004"]
+
+
+def test_version_is_a_complete_model_folder(whole: tuple[SmallCoordinator, Path]) -> None:
+    _, folder = whole
+    assert load_decoder(folder / "versions" / "v4").shape.hidden_size == 128
+    assert {"config.json", "model.safetensors", "manifest.json"} <= set(
+        os.listdir(folder / "versions" / "v4")
+    )
+
+
+@pytest.mark.parametrize("version", [0, 2, 4])
+def test_crash_before_an_announcement(
+    tmp_path: Path, whole: tuple[SmallCoordinator, Path], version: int
+) -> None:
+    """The version was checkpointed and published, not announced. The next process says the same and goes on."""
+    stop = threading.Event()
+    with SmallCoordinator(last_version=4).serving() as coordinator:
+        coordinator.before_announce = Stopper(stop, version)
+        run_trainer(CONFIG, site(tmp_path, coordinator), stop=stop)
+        assert max(coordinator.digests(), default=-1) == version - 1
+        run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
+    assert coordinator.digests() == whole[0].digests()
+    assert [told.manifest.body.version for told in coordinator.announced] == list(range(5))
+    repeated = coordinator.announced[version].report
+    assert (repeated is None) == (version == 0)
+
+
+def test_crash_after_an_announcement(tmp_path: Path, whole: tuple[SmallCoordinator, Path]) -> None:
+    """The next process announces version 2 again, the very same, and goes on."""
+    stop = threading.Event()
+    with SmallCoordinator(last_version=4).serving() as coordinator:
+        coordinator.before_announce = lambda told: stop.set() if told.manifest.body.version == 2 else None
+        run_trainer(CONFIG, site(tmp_path, coordinator), stop=stop)
+        coordinator.before_announce = lambda told: None
+        run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
+    assert coordinator.digests() == whole[0].digests()
+    first, second = (told for told in coordinator.announced if told.manifest.body.version == 2)
+    assert (first.manifest, first.report) == (second.manifest, second.report)
+
+
+def test_damaged_checkpoint_costs_steps_not_the_run(
+    tmp_path: Path, whole: tuple[SmallCoordinator, Path]
+) -> None:
+    stop = threading.Event()
+    with SmallCoordinator(last_version=4).serving() as coordinator:
+        coordinator.before_announce = Stopper(stop, 3)
+        run_trainer(CONFIG, site(tmp_path, coordinator), stop=stop)
+        (tmp_path / "checkpoints" / "v000003" / "optimizer.pt").write_bytes(b"half a file")
+        run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
+    assert coordinator.digests() == whole[0].digests()
+
+
+def test_origin_serves_while_the_trainer_waits(tmp_path: Path) -> None:
+    stop, announced = threading.Event(), threading.Event()
+    with SmallCoordinator(last_version=4, has_rollouts=False).serving() as coordinator:
+        coordinator.before_announce = lambda told: announced.set()
+        thread = threading.Thread(
+            target=run_trainer, args=(CONFIG, site(tmp_path, coordinator)), kwargs={"stop": stop}
+        )
+        thread.start()
+        try:
+            assert announced.wait(30)
+            while not coordinator.announced:
+                announced.wait(0.01)
+            told = coordinator.announced[0]
+            served = httpx.get(f"{told.origin_url}/manifests/0").content
+            assert Sealed[Manifest].parse(served) == told.manifest
+        finally:
+            stop.set()
+            thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_wait_for_rollouts_has_a_deadline_and_a_name(tmp_path: Path) -> None:
+    waiting = r"rollouts for the step from version 0: .* no worker is enrolled"
+    with (
+        SmallCoordinator(last_version=4, has_rollouts=False).serving() as coordinator,
+        pytest.raises(DeadlinePassed, match=waiting),
+    ):
+        run_trainer(CONFIG, site(tmp_path, coordinator, deadline_s=0.2), stop=threading.Event())
+
+
+def test_no_coordinator(tmp_path: Path) -> None:
+    coordinator = SmallCoordinator(last_version=1)
+    coordinator.url = "http://127.0.0.1:9"
+    with pytest.raises(DeadlinePassed, match=r"the coordinator at http://127\.0\.0\.1:9"):
+        run_trainer(CONFIG, site(tmp_path, coordinator, deadline_s=0.2), stop=threading.Event())
+
+
+def test_conflict_says_what_to_do(tmp_path: Path) -> None:
+    def refuse(told: Announce) -> None:
+        raise Rejected("request.conflict", "version 0 is already published with weights 1234")
+
+    with SmallCoordinator(last_version=1).serving() as coordinator:
+        coordinator.before_announce = refuse
+        with pytest.raises(ValueError, match=r"another version 0 than this trainer made .*start a new run"):
+            run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
+
+
+def test_key_of_another_run(tmp_path: Path) -> None:
+    with SmallCoordinator(last_version=1).serving() as coordinator:
+        mine = site(tmp_path, coordinator)
+        coordinator.run_key = Key.generate()
+        with pytest.raises(ValueError, match=r"copy run\.key"):
+            run_trainer(CONFIG, mine, stop=threading.Event())
+
+
+def test_broken_object_is_named(tmp_path: Path) -> None:
+    with SmallCoordinator(last_version=1).serving() as coordinator:
+        sha256 = coordinator.make_batch(0).groups[0].sha256
+        coordinator.objects[sha256] = b"not those bytes"
+        with pytest.raises(
+            ValueError, match=f"object {sha256}: the coordinator sent 15 bytes of another digest"
+        ):
+            run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())

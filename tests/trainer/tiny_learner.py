@@ -1,0 +1,45 @@
+"""A learner over the tiny model, and made-up samples for it."""
+
+import random
+from pathlib import Path
+
+from shoal.model.builtin import create_model
+from shoal.model.load import load_decoder
+from shoal.trainer.batch import Sample, TrainBatch
+from shoal.trainer.config import TrainerConfig
+from shoal.trainer.learner import Learner
+
+VOCAB = 80
+CONFIG = TrainerConfig(learning_rate=1e-3, warmup_steps=2, row_tokens=48, rows_per_micro_batch=2)
+
+
+def make_model(folder: Path) -> Path:
+    if not folder.exists():
+        create_model("tiny", folder, seed=7)
+    return folder
+
+
+def make_learner(model: Path, config: TrainerConfig = CONFIG) -> Learner:
+    return Learner(load_decoder(model), config, temperature=0.8)
+
+
+def make_sample(rng: random.Random, *, lag: int = 0) -> Sample:
+    prompt_len, num_outputs = rng.randint(1, 9), rng.randint(1, 12)
+    return Sample(
+        tokens=tuple(rng.randrange(VOCAB) for _ in range(prompt_len + num_outputs)),
+        prompt_len=prompt_len,
+        logprobs=tuple(-rng.uniform(3.5, 5.5) for _ in range(num_outputs)),
+        advantage=rng.gauss(0, 1),
+        lag=lag,
+    )
+
+
+def make_batch(version: int, num_samples: int = 12) -> TrainBatch:
+    rng = random.Random(version)
+    return TrainBatch(
+        version=version,
+        samples=tuple(make_sample(rng, lag=rng.choice([0, 1])) for _ in range(num_samples)),
+        num_groups=2,
+        dropped_groups=1,
+        reward_mean=0.5,
+    )

@@ -1,0 +1,42 @@
+"""Refusal codes: stable, explained, and travelling with the right kind of HTTP status."""
+
+import re
+
+import pytest
+
+from shoal.wire.codes import ACCEPTED, CODES, Rejected, in_words
+
+
+@pytest.mark.parametrize("code", sorted(CODES))
+def test_every_code_is_well_formed_and_explained(code: str) -> None:
+    assert re.fullmatch(r"(request|reject|void)\.[a-z_]+", code)
+    entry = CODES[code]
+    assert entry.meaning
+    assert entry.remedy
+    # Only a refused request is an HTTP error: verdicts are data.
+    assert (400 <= entry.status <= 500) == code.startswith("request.")
+    assert (entry.status == 0) == (not code.startswith("request."))
+
+
+def test_accepted_is_not_a_refusal() -> None:
+    assert ACCEPTED not in CODES
+
+
+def test_rejected_carries_code_detail_and_retry() -> None:
+    rejected = Rejected("request.too_early", "version 3 is not announced", retry_after_s=1.5)
+    assert (rejected.code, rejected.detail, rejected.retry_after_s) == (
+        "request.too_early",
+        "version 3 is not announced",
+        1.5,
+    )
+    assert str(rejected) == "request.too_early: version 3 is not announced"
+
+
+def test_a_code_nobody_defined_is_our_own_mistake() -> None:
+    with pytest.raises(AssertionError, match="unknown refusal code"):
+        Rejected("reject.looks_funny", "no")
+
+
+def test_in_words() -> None:
+    assert in_words("reject.early_stop") == "an answer ends where the model would not have ended it"
+    assert in_words("accepted") == "accepted"

@@ -1,0 +1,86 @@
+"""The ledger's chain: a golden hash, and no event can be changed, dropped, added or moved unseen."""
+
+from typing import Any
+
+import pytest
+
+from shoal.wire.codes import Rejected
+from shoal.wire.ledger import GENESIS, LedgerEvent, event_hash, verify_chain
+
+
+def chain(length: int) -> list[LedgerEvent]:
+    events: list[LedgerEvent] = []
+    prev = GENESIS
+    for seq in range(1, length + 1):
+        fields: dict[str, Any] = {
+            "seq": seq,
+            "time_s": 1000.0 + seq / 4,
+            "type": "lease.issued",
+            "actor": "ab" * 32,
+            "body": {"lease_id": f"{seq:032x}", "rows": 8, "notes": ["a", None, 0.5]},
+            "prev": prev,
+        }
+        prev = event_hash(**fields)
+        events.append(LedgerEvent(**fields, hash=prev))
+    return events
+
+
+def test_golden_hash() -> None:
+    # SHA-256 of {"actor":"ab..","body":{"n":1},"prev":"00..","seq":1,"time_s":1.5,"type":"run.opened"}
+    assert event_hash(1, 1.5, "run.opened", "ab" * 32, {"n": 1}, GENESIS) == (
+        "4798c2a9de5cc168fd389aba5e9b02a09622eeb006c271503b2f6a8859683610"
+    )
+
+
+def test_an_honest_chain_verifies() -> None:
+    events = chain(5)
+    assert verify_chain(events) == (5, events[-1].hash)
+    assert verify_chain([]) == (0, GENESIS)
+    # From a head one kept, only what came after is needed.
+    assert verify_chain(events[3:], prev=events[2].hash, first_seq=4) == (2, events[-1].hash)
+
+
+def test_events_survive_the_wire() -> None:
+    events = [LedgerEvent.parse(event.model_dump_json()) for event in chain(3)]
+    assert verify_chain(events) == (3, events[-1].hash)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"time_s": 1.0},
+        {"type": "lease.ended"},
+        {"actor": "cd" * 32},
+        {"body": {"lease_id": f"{2:032x}", "rows": 9, "notes": ["a", None, 0.5]}},
+        {"body": {}},
+        {"body": {"rows": float("inf")}},
+        {"hash": "00" * 32},
+        {"prev": "11" * 32},
+        {"seq": 3},
+    ],
+)
+def test_a_changed_event_is_noticed(change: dict[str, Any]) -> None:
+    events = chain(3)
+    events[1] = events[1].model_copy(update=change)
+    with pytest.raises(Rejected):
+        verify_chain(events)
+
+
+def test_a_dropped_added_or_moved_event_is_noticed() -> None:
+    events = chain(4)
+    for broken in (
+        events[1:],
+        events[:1] + events[2:],
+        [events[0], *events],
+        [events[0], events[2], events[1]],
+    ):
+        with pytest.raises(Rejected, match="stands where"):
+            verify_chain(broken)
+
+
+def test_a_rewritten_event_needs_every_later_one_rewritten() -> None:
+    events = chain(3)
+    fields = events[0].model_dump(exclude={"hash"}) | {"body": {"rows": 1}}
+    events[0] = LedgerEvent(**fields, hash=event_hash(**fields))
+    with pytest.raises(Rejected, match="event 2 follows"):
+        verify_chain(events)
