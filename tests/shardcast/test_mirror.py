@@ -134,11 +134,14 @@ def test_a_restarted_relay_goes_on_where_it_was(
         return held is not None and held.assembly.verified("model.safetensors", 0, 1000)
 
     kit.eventually(first_shards, "the first shard")
-    first.close()
+    # Not one of its threads may write any more: end its poll, its downloads, and the answers it has not taken yet.
+    first.stop.set()
+    origin.store.close()
+    first.mirror.close(30)
     gated.gate.set()
     missing = VersionStore(tmp_path / "relay", 5, run="demo", run_key=key.public).get(1).assembly.missing()
     assert 0 < len(missing) < 14
-    spy = kit.Spy(origin.app)
+    spy = kit.Spy(kit.Origin(origin.store.folder, key).app)
     second = node("relay", [serve(spy)])
     kit.eventually(lambda: second.store.complete() == (1,), "the rest")
     assert sorted(spy.asked) == sorted((shard.name, shard.start) for shard in missing)

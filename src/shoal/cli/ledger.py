@@ -46,8 +46,7 @@ def _events(http: httpx.Client, last_seq: int) -> Iterator[LedgerEvent]:
             raise Rejected(
                 "request.conflict", f"the ledger ends before event {seq}; its head says {last_seq}"
             )
-        for event in events[: last_seq - seq + 1]:
-            yield event
+        yield from events[: last_seq - seq + 1]
         seq = events[-1].seq + 1
 
 

@@ -4,6 +4,7 @@ import shutil
 import socket
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,9 +71,10 @@ def run_local(run: LocalRun, stop: threading.Event, console: Console) -> int:
     view: View | None = None
     try:
         url = start_roles(run, supervisor)
-        view = make_view(worker_names(run), console)
+        names: dict[str, str] = {}
+        view = make_view(names, console)
         view.say(f"run {run.file.run.name}: coordinator {url}, files in {run.folder}")
-        stats, history = watch(url, supervisor, view, stop)
+        stats, history = watch(url, supervisor, view, stop, on_poll=lambda: names.update(worker_names(run)))
     finally:
         if view is not None:
             view.close()
@@ -80,90 +82,58 @@ def run_local(run: LocalRun, stop: threading.Event, console: Console) -> int:
     if stats is None or history is None:
         console.print(f"stopped; continue with: shoal run {run.source} --resume")
         return EXIT_INTERRUPTED
-    outcome = judge_run(run.file, stats, worker_names(run))
+    outcome = judge_run(run.file, stats, names)
     plotted = plot_rewards(
         history,
         run.folder / "reward.png",
         f"{run.file.run.name}: {run.file.run.model} on {run.file.task.name}",
     )
-    print_summary(
-        run.file, stats, outcome, run.folder, plotted=plotted, names=worker_names(run), console=console
-    )
+    print_summary(run.file, stats, outcome, run.folder, plotted=plotted, names=names, console=console)
     return EXIT_OK if outcome is Outcome.GOOD else EXIT_FAILED
 
 
 def start_roles(run: LocalRun, supervisor: Supervisor) -> str:
     """All roles, the coordinator first because its folder holds the keys; returns its URL."""
-    file, folder = run.file, run.folder
-    ports = free_ports(2 + file.local.relays)
+    ports = free_ports(2 + run.file.local.relays)
     url = f"http://{HOST}:{ports[0]}"
-    keys = folder / "coordinator" / "keys"
-    supervisor.start(
-        "coordinator",
-        ["coordinator", str(run.source), "--dir", str(folder / "coordinator"), "--port", str(ports[0])],
-    )
-    wait_until_up(url, supervisor, keys)
-    deadline = ["--deadline-s", str(file.local.deadline_s)]
-    supervisor.start(
-        "trainer",
-        [
-            "trainer",
-            str(run.source),
-            "--coordinator",
-            url,
-            "--dir",
-            str(folder / "trainer"),
-            "--keys",
-            str(keys),
-        ]
-        + ["--port", str(ports[1]), "--threads", str(file.local.trainer_threads), *deadline],
-    )
-    for index in range(file.local.relays):
-        supervisor.start(
-            f"relay-{index + 1}",
-            [
-                "relay",
-                "--coordinator",
-                url,
-                "--dir",
-                str(folder / f"relay-{index + 1}"),
-                "--key",
-                str(keys / "relay.key"),
-            ]
-            + ["--port", str(ports[2 + index]), "--keep-versions", str(file.shardcast.keep_versions)],
-        )
-    for index in range(file.local.validators):
-        supervisor.start(
-            f"validator-{index + 1}",
-            [
-                "validator",
-                "--coordinator",
-                url,
-                "--dir",
-                str(folder / f"validator-{index + 1}"),
-                "--key",
-                str(keys / "validator.key"),
-                *deadline,
-            ],
-        )
-    for name, lie in worker_roles(file):
-        arguments = [
-            "worker",
-            "--coordinator",
-            url,
-            "--dir",
-            str(folder / name),
-            "--max-rows",
-            str(file.local.max_rows),
-        ]
-        arguments += [
-            "--threads",
-            str(file.local.worker_threads),
-            *deadline,
-            *(["--lie", lie] if lie else []),
-        ]
+    coordinator, *others = role_commands(run, url, ports)
+    supervisor.start(*coordinator)
+    wait_until_up(url, supervisor, run.folder / "coordinator" / "keys")
+    for name, arguments in others:
         supervisor.start(name, arguments)
     return url
+
+
+def role_commands(run: LocalRun, url: str, ports: Sequence[int]) -> list[tuple[str, list[str]]]:
+    """Name and arguments of every role: what an operator would type, one host each."""
+    file, keys, local = run.file, run.folder / "coordinator" / "keys", run.file.local
+    client = ["--coordinator", url, "--deadline-s", str(local.deadline_s)]
+    threads = ["--threads", str(local.worker_threads)]
+    commands = [
+        ("coordinator", ["coordinator", str(run.source), "--port", str(ports[0])]),
+        (
+            "trainer",
+            ["trainer", str(run.source), *client, "--keys", str(keys), "--port", str(ports[1])]
+            + ["--threads", str(local.trainer_threads)],
+        ),
+    ]
+    for index, port in enumerate(ports[2:]):
+        relay = ["relay", *client, "--key", str(keys / "relay.key"), "--port", str(port)]
+        commands.append((f"relay-{index + 1}", relay))
+    for index in range(local.validators):
+        validator = ["validator", *client, "--key", str(keys / "validator.key"), *threads]
+        commands.append((f"validator-{index + 1}", validator))
+    for name, lie in worker_roles(file):
+        worker = [
+            "worker",
+            *client,
+            "--max-rows",
+            str(local.max_rows),
+            *threads,
+            *(["--lie", lie] if lie else []),
+        ]
+        commands.append((name, worker))
+    return [(name, [*arguments, "--dir", str(run.folder / name)]) for name, arguments in commands]
 
 
 def worker_roles(file: RunFile) -> list[tuple[str, str | None]]:
@@ -183,7 +153,7 @@ def worker_names(run: LocalRun) -> dict[str, str]:
 
 
 def watch(
-    url: str, supervisor: Supervisor, view: View, stop: threading.Event
+    url: str, supervisor: Supervisor, view: View, stop: threading.Event, *, on_poll: Callable[[], None]
 ) -> tuple[Stats | None, History | None]:
     """Show the run until it is finished; (None, None) if somebody stopped it."""
     said = 0
@@ -191,6 +161,7 @@ def watch(
     with httpx.Client(base_url=url, timeout=5.0) as http:
         while not stop.wait(POLL_S):
             supervisor.check()
+            on_poll()
             for event in supervisor.events[said:]:
                 view.say(event)
             said = len(supervisor.events)

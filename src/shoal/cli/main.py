@@ -1,6 +1,7 @@
 """`shoal`: reads the command line and starts one thing. Rooms are imported only when their command is called."""
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -90,7 +91,7 @@ def _add_trainer(commands: "Commands[argparse.ArgumentParser]") -> None:
         "--keys", type=Path, required=True, help="folder with run.key and trainer.key, from the coordinator"
     )
     parser.add_argument("--url", help="how relays reach this origin (default: http://HOST:PORT)")
-    parser.add_argument("--threads", type=int, default=0, help="torch threads (default: all cores)")
+    _add_torch_options(parser)
     _add_client_options(parser)
     _add_role_options(parser, port=8701)
     parser.set_defaults(action=_trainer)
@@ -106,7 +107,6 @@ def _add_relay(commands: "Commands[argparse.ArgumentParser]") -> None:
         help="origin or relay to mirror (default: the origin the coordinator names)",
     )
     parser.add_argument("--url", help="how workers reach this relay (default: http://HOST:PORT)")
-    parser.add_argument("--keep-versions", type=int, default=5)
     _add_client_options(parser)
     _add_role_options(parser, port=8702)
     parser.set_defaults(action=_relay)
@@ -114,9 +114,8 @@ def _add_relay(commands: "Commands[argparse.ArgumentParser]") -> None:
 
 def _add_worker(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("worker", help="generate rollouts for a run")
-    parser.add_argument("--threads", type=int, default=0, help="torch threads (default: all cores)")
     parser.add_argument("--max-rows", type=int, default=64, help="rows decoded at once")
-    parser.add_argument("--device", default="cpu")
+    _add_torch_options(parser)
     parser.add_argument(
         "--lie",
         metavar="KIND",
@@ -130,7 +129,7 @@ def _add_worker(commands: "Commands[argparse.ArgumentParser]") -> None:
 def _add_validator(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("validator", help="check submissions and give verdicts")
     parser.add_argument("--key", type=Path, required=True, help="validator.key, from the coordinator")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    _add_torch_options(parser)
     _add_client_options(parser)
     _add_role_options(parser, port=None)
     parser.set_defaults(action=_validator)
@@ -156,6 +155,11 @@ def _add_role_options(parser: argparse.ArgumentParser, *, port: int | None) -> N
     if port is not None:
         parser.add_argument("--host", default="127.0.0.1")
         parser.add_argument("--port", type=int, default=port)
+
+
+def _add_torch_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=int, default=0, help="torch threads (default: torch's own choice)")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda")
 
 
 def _add_client_options(parser: argparse.ArgumentParser) -> None:
@@ -246,7 +250,9 @@ def _stop_on_signals(stop: threading.Event) -> None:
 
 def _stop_on_end_of_input(stop: threading.Event) -> None:
     def follow() -> None:
-        sys.stdin.buffer.read()
+        # The bare descriptor: a thread inside Python's buffered reader would abort the interpreter when it exits.
+        while os.read(0, 1024):
+            pass
         stop.set()
 
     threading.Thread(target=follow, name="stdin", daemon=True).start()

@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: a live table on a terminal, one line every few seconds elsewhere."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 from rich.console import Console, Group
@@ -24,15 +24,15 @@ class View(Protocol):
 
 
 def make_view(names: Mapping[str, str], console: Console) -> View:
-    """`names` maps node ids to what this run calls them."""
-    return LiveView(names, console) if console.is_terminal else LineView(names, console.print)
+    """`names` maps node ids to what this run calls them, and may grow while the view is open."""
+    return LiveView(names, console) if console.is_terminal else LineView(names, console)
 
 
 class LineView:
     """Plain lines: for logs and pipes."""
 
-    def __init__(self, names: Mapping[str, str], write: Callable[[str], None]) -> None:
-        self._names, self._write = names, write
+    def __init__(self, names: Mapping[str, str], console: Console) -> None:
+        self._console = console
         self._last_s = float("-inf")
         self._news = News(names)
 
@@ -44,7 +44,7 @@ class LineView:
             self.say(headline(stats))
 
     def say(self, sentence: str) -> None:
-        self._write(f"{time.strftime('%H:%M:%S')} {sentence}")
+        self._console.print(f"{time.strftime('%H:%M:%S')} {sentence}", markup=False, soft_wrap=True)
 
     def close(self) -> None:
         pass

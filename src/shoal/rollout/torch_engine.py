@@ -114,10 +114,7 @@ class TorchEngine:
         for prompts in prefill_batches(list(places), PREFILL_TOKENS):
             cache, logits_PV = _prefill(decoder, prompts, self._device)
             pairs = [(place, index) for index, prompt in enumerate(prompts) for place in places[prompt]]
-            places_B, index_B = (
-                self._tensor([pair[0] for pair in pairs]),
-                self._tensor([pair[1] for pair in pairs]),
-            )
+            places_B, index_B = (self._tensor(list(column)) for column in zip(*pairs, strict=True))
             logits_BV[places_B] = logits_PV[index_B]
             slots.cache.copy_from(
                 cache, source_slots=index_B, slots=places_B + first, context=cache.max_context

@@ -34,7 +34,7 @@ from shoal.wire.run import RunSpec
 
 GIVE_BACK_S = 3.0
 """How long a worker that ends takes to give its lease back."""
-AFTER_LOSS_S = 2.0
+AFTER_LOSS_S = 1.0
 """Pause after a lost lease, so that a worker that cannot deliver does not burn leases."""
 
 
@@ -124,6 +124,9 @@ class Worker:
                 self._work(self._open)
                 self._open = None
                 self._verdicts.ask_one()
+        except Left:
+            self._open = None  # there is nobody to give it back to
+            raise
         except Stopped:
             self._raise_what_the_heart_heard()
             raise

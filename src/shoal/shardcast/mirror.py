@@ -23,7 +23,7 @@ from shoal.shardcast.upstream import Broken, NotThere, ask_latest, ask_manifest,
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 
-POLL_S = 10.0
+POLL_S, SHORTEST_POLL_S = 10.0, 0.5
 TRY_S = 15.0
 COMPLAIN_S = 60.0
 
@@ -98,9 +98,12 @@ class Mirror:
         self._urls[index] = url
         after = self._store.newest
         after = -1 if after is None else after
+        asked_s = time.monotonic()
         try:
             sealed = ask_latest(http, url, after=after, wait_s=POLL_S)
             if sealed is None or self._stop.is_set():
+                # A server that is closing, or knows no long polls, answers at once: do not hammer it.
+                self._stop.wait(max(0.0, SHORTEST_POLL_S - (time.monotonic() - asked_s)))
                 return
             if sealed.body.version <= after:
                 raise Rejected(

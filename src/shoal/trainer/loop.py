@@ -53,14 +53,16 @@ class TrainerSite:
     address: Address
     """Of the origin."""
     device: str = "cpu"
-    num_threads: int = 1
+    num_threads: int = 0
+    """For torch; 0 leaves torch's own choice."""
     deadline_s: float = 900.0
     """Of each wait for the coordinator or for rollouts."""
 
 
 def run_trainer(config: TrainerConfig, site: TrainerSite, *, stop: threading.Event) -> None:
     """Train until the run is finished or `stop` is set; goes on where the folder's newest checkpoint ends."""
-    torch.set_num_threads(site.num_threads)
+    if site.num_threads:
+        torch.set_num_threads(site.num_threads)
     log = Log("trainer")
     client = SignedClient(site.coordinator_url, site.key, log=log, stop=stop)
     metrics = Metrics(site.folder / "metrics.jsonl")

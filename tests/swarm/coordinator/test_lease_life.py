@@ -241,9 +241,9 @@ def test_a_void_verdict_blames_nobody(swarm: SmallSwarm) -> None:
 
 # -- the machine ------------------------------------------------------------------------------------------
 
-I, U, S, C, A, R, V = State
+N, U, S, C, A, R, V = State
 ALLOWED = {
-    (I, Event.UPLOAD): U,
+    (N, Event.UPLOAD): U,
     (U, Event.UPLOAD): U,
     (U, Event.SUBMIT): S,
     (S, Event.CLAIM): C,
@@ -252,7 +252,7 @@ ALLOWED = {
     (C, Event.ACCEPT): A,
     (S, Event.REJECT): R,
     (C, Event.REJECT): R,
-    (I, Event.VOID): V,
+    (N, Event.VOID): V,
     (U, Event.VOID): V,
     (S, Event.VOID): V,
     (C, Event.VOID): V,

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from shoal.model.cache import KVCache
 from shoal.model.decoder import Decoder
 from shoal.model.tokenizer import Tokenizer
 from shoal.swarm.validator.checks import RowFacts, where
@@ -23,8 +24,8 @@ from shoal.wire.draw import sample_seed, uniforms
 from shoal.wire.lease import Lease
 from shoal.wire.rollouts import Rollout
 
-BATCH_TOKENS = 16384
-"""Tokens of one prefill, padding included."""
+BATCH_TOKENS = 8192
+"""Tokens of one prefill, prompts and padding included: they bound the keys and values held at once."""
 LOGITS_AT_ONCE = 1 << 23
 """Logits held at a time: 32 MiB of float32."""
 
@@ -81,19 +82,62 @@ def _length(row: Rollout) -> int:
 
 
 def _prefill(decoder: Decoder, rows: Sequence[Rollout]) -> list[Tensor]:
-    """For each row the states that predict its output tokens, [T, H]."""
-    device = next(decoder.parameters()).device
-    length = max(_length(row) for row in rows)
-    # Padding stands behind the tokens, where causal attention keeps it out of sight.
-    tokens_BT = torch.zeros(len(rows), length, dtype=torch.int64)
-    for place, row in enumerate(rows):
-        tokens_BT[place, : _length(row)] = torch.tensor(row.prompt_tokens + row.output_tokens[:-1])
-    positions_BT = torch.arange(length, device=device).expand(len(rows), length)
-    states_BTH = decoder(tokens_BT.to(device), positions_BT)
-    states = [states_BTH[place, len(row.prompt_tokens) - 1 : _length(row)] for place, row in enumerate(rows)]
+    """For each row the states that predict its output tokens, [T, H]. A prompt is run once, however many rows share it."""
+    device = decoder.model.norm.weight.device
+    end = max(_length(row) for row in rows)
+    if end >= decoder.shape.max_positions:
+        raise CannotCheck(f"{end + 1} tokens pass the model's {decoder.shape.max_positions} positions")
+    prompts = list(dict.fromkeys(row.prompt_tokens for row in rows))
+    prompt_cache, last_PH = _run_prompts(decoder, prompts, device)
+    index_B = torch.tensor([prompts.index(row.prompt_tokens) for row in rows], device=device)
+    slots_B = torch.arange(len(rows), device=device)
+    cache = _make_cache(decoder, num_slots=len(rows), max_context=end + 1, device=device)
+    cache.copy_from(
+        prompt_cache, source_slots=index_B, slots=slots_B, context=min(prompt_cache.max_context, end + 1)
+    )
+    fed_BTH = _run_outputs(decoder, rows, cache, device)
+    states = [
+        torch.cat([last_PH[index_B[place]][None], fed_BTH[place, : len(row.output_tokens) - 1]])
+        for place, row in enumerate(rows)
+    ]
     if not all(bool(torch.isfinite(s).all()) for s in states):
         raise CannotCheck("the policy's own states are not finite; its weights are broken")
     return states
+
+
+def _run_prompts(
+    decoder: Decoder, prompts: Sequence[tuple[int, ...]], device: torch.device
+) -> tuple[KVCache, Tensor]:
+    """Keys and values of the prompts, and the state at the end of each, [P, H]."""
+    width = max(len(prompt) for prompt in prompts)
+    # Padding stands behind the tokens, where nothing looks at it before it is overwritten.
+    tokens_PT = torch.tensor([prompt + (0,) * (width - len(prompt)) for prompt in prompts], device=device)
+    positions_PT = torch.arange(width, device=device).expand_as(tokens_PT)
+    cache = _make_cache(decoder, num_slots=len(prompts), max_context=width, device=device)
+    states_PTH = decoder(tokens_PT, positions_PT, cache=cache)
+    last_P = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
+    return cache, states_PTH[torch.arange(len(prompts), device=device), last_P]
+
+
+def _run_outputs(decoder: Decoder, rows: Sequence[Rollout], cache: KVCache, device: torch.device) -> Tensor:
+    """States at all output tokens but the last, [B, T, H], behind the prompts in the cache."""
+    width = max(len(row.output_tokens) for row in rows) - 1
+    if width == 0:
+        return torch.empty(len(rows), 0, decoder.shape.hidden_size, device=device)
+    tokens_BT = torch.zeros(len(rows), width, dtype=torch.int64)
+    # Padding goes to the one position that no row reaches.
+    positions_BT = torch.full_like(tokens_BT, cache.max_context - 1)
+    for place, row in enumerate(rows):
+        fed, start = len(row.output_tokens) - 1, len(row.prompt_tokens)
+        tokens_BT[place, :fed] = torch.tensor(row.output_tokens[:-1], dtype=torch.int64)
+        positions_BT[place, :fed] = torch.arange(start, start + fed)
+    states_BTH: Tensor = decoder(tokens_BT.to(device), positions_BT.to(device), cache=cache)
+    return states_BTH
+
+
+def _make_cache(decoder: Decoder, *, num_slots: int, max_context: int, device: torch.device) -> KVCache:
+    dtype = decoder.model.norm.weight.dtype
+    return KVCache(decoder.shape, num_slots=num_slots, max_context=max_context, dtype=dtype, device=device)
 
 
 def _verify(

@@ -1,0 +1,205 @@
+"""A run small enough for a test: a real coordinator, a real origin and relay, and, where asked for, a real validator.
+
+All in threads of this process, over HTTP on loopback. The trainer is the test itself: `publish` is what it does.
+"""
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from shoal.model.builtin import create_model
+from shoal.net.client import SignedClient
+from shoal.net.server import Server, listen
+from shoal.rollout.session import Exit
+from shoal.rollout.worker import WorkerConfig, run_worker
+from shoal.shardcast import RelayConfig, VersionStore, make_app, publish, run_relay
+from shoal.swarm.coordinator.config import CoordinatorConfig
+from shoal.swarm.coordinator.run import run_coordinator
+from shoal.swarm.validator.loop import ValidatorConfig, run_validator
+from shoal.telemetry import Log
+from shoal.wire.keys import Key
+from shoal.wire.ledger import LedgerEvent
+from shoal.wire.messages import Announce, Recorded, RelayReport, Stats, StepReport
+from shoal.wire.run import RunSpec, Sampling, TaskSpec
+
+WAIT_S = 60.0
+"""Far more than anything here takes: only a hang reaches it."""
+
+SPEC = RunSpec(
+    run="small",
+    task=TaskSpec(name="sort", options={"length": 3}),
+    compute_dtype="float32",
+    sampling=Sampling(max_new_tokens=8, samples_per_prompt=2),
+    last_version=2,
+)
+CONFIG = CoordinatorConfig(
+    groups_per_step=64,
+    prompts_per_lease=2,
+    heartbeat_s=0.5,
+    eval_prompts=0,
+    retry_s=0.05,
+)
+
+
+def eventually(what: str, look: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not look():
+        assert time.monotonic() < end_s, f"it never came to this: {what}"
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    sock = listen("127.0.0.1", 0)
+    port = int(sock.getsockname()[1])
+    sock.close()
+    return port
+
+
+def step_report(version: int) -> StepReport:
+    zeros = dict.fromkeys(("groups", "dropped_groups", "rollouts", "tokens", "lag_max"), 0)
+    names = set(StepReport.model_fields) - set(zeros) - {"version"}
+    return StepReport(version=version, **zeros, **dict.fromkeys(names, 0.0))  # type: ignore[arg-type]
+
+
+class SmallRun:
+    """Talks to the run as its operator does. Made by `small_run`."""
+
+    def __init__(self, folder: Path, url: str, log: Log) -> None:
+        self.folder, self.url, self.keys = folder, url, folder / "coordinator" / "keys"
+        self.run_key = Key.load(self.keys / "run.key")
+        self.stop = threading.Event()
+        self.threads: list[threading.Thread] = []
+        self.log = log
+        self._trainer = SignedClient(url, Key.load(self.keys / "trainer.key"), log=log)
+        self._store = VersionStore(folder / "origin", run=SPEC.run, run_key=self.run_key.public)
+        self._server = Server(make_app(self._store, log=log), listen("127.0.0.1", 0))
+        self._server.start()
+        self.origin_url = f"http://127.0.0.1:{self._server.port}"
+
+    # -- what the trainer does ------------------------------------------------------------------------------
+
+    def publish(self, version: int, *, served: bool = True) -> None:
+        """A new random model as `version`; if not `served`, its bytes are nowhere to be had."""
+        folder = self._store.path(version)
+        create_model("tiny", folder, seed=version)
+        sealed = publish(folder, run=SPEC.run, version=version, key=self.run_key)
+        if served:
+            self._store.adopt(version)
+        else:
+            shutil.rmtree(folder)
+        report = step_report(version) if version else None
+        body = Announce(manifest=sealed, origin_url=self.origin_url, report=report)
+        self._trainer.call("POST", "/v1/policies", body, Recorded)
+
+    # -- who else there is ----------------------------------------------------------------------------------
+
+    def start_relay(self) -> None:
+        config = RelayConfig(folder=self.folder / "relay", coordinator=self.url)
+        key = Key.load(self.keys / "relay.key")
+        self._start(lambda: run_relay(config, key=key, log=Log("relay"), stop=self.stop))
+
+    def serve_from_origin(self) -> None:
+        """Let workers fetch from the origin itself, as if it were a relay."""
+
+        def report() -> None:
+            body = RelayReport(url=self.origin_url, versions=self._store.complete())
+            client.send("POST", "/v1/relays", body.model_dump_json().encode())
+
+        def keep_reporting() -> None:
+            while not self.stop.wait(0.5):
+                report()
+            client.close()
+
+        client = SignedClient(self.url, Key.load(self.keys / "relay.key"), log=self.log)
+        report()
+        self._start(keep_reporting)
+
+    def start_validator(self) -> None:
+        config = ValidatorConfig(
+            coordinator=self.url, key=self.keys / "validator.key", dir=self.folder / "validator"
+        )
+        self._start(lambda: run_validator(config, stop=self.stop))
+
+    # -- what can be seen -----------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        return Stats.parse(httpx.get(f"{self.url}/v1/stats").content)
+
+    def events(self, type: str) -> list[LedgerEvent]:
+        events = httpx.get(f"{self.url}/v1/ledger").json()
+        return [LedgerEvent.model_validate(event) for event in events if event["type"] == type]
+
+    def accepted(self) -> int:
+        return self.stats().submissions.get("accepted", 0)
+
+    # -- the end --------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        self.stop.set()
+        for thread in self.threads:
+            thread.join(WAIT_S)
+        self._store.close()
+        self._server.close()
+        self._trainer.close()
+
+    def _start(self, work: Callable[[], object]) -> None:
+        thread = threading.Thread(target=work, daemon=True)
+        self.threads.append(thread)
+        thread.start()
+
+
+@contextmanager
+def small_run(folder: Path, config: CoordinatorConfig = CONFIG, *, port: int = 0) -> Iterator[SmallRun]:
+    stop, ready, urls = threading.Event(), threading.Event(), []
+
+    def on_ready(url: str) -> None:
+        urls.append(url)
+        ready.set()
+
+    coordinator = threading.Thread(
+        target=run_coordinator,
+        args=(config, SPEC, folder / "coordinator", "127.0.0.1", port, stop, on_ready),
+        daemon=True,
+    )
+    coordinator.start()
+    assert ready.wait(WAIT_S)
+    run = SmallRun(folder, urls[0], Log("test"))
+    try:
+        yield run
+    finally:
+        run.close()
+        stop.set()
+        coordinator.join(WAIT_S)
+
+
+class RunningWorker:
+    """`run_worker` in a thread, with what it returned or raised."""
+
+    def __init__(self, run: SmallRun, name: str = "worker", **options: object) -> None:
+        fields: dict[str, object] = {"coordinator": run.url, "dir": run.folder / name, "num_threads": 1}
+        self.config = WorkerConfig(**(fields | options))  # type: ignore[arg-type]
+        self.stop = threading.Event()
+        self.exit: Exit | None = None
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def node(self) -> str:
+        return Key.load(self.config.dir / "node.key").public
+
+    def join(self) -> Exit | None:
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive(), "the worker did not end"
+        return self.exit
+
+    def _run(self) -> None:
+        try:
+            self.exit = run_worker(self.config, stop=self.stop)
+        except Exception as error:  # noqa: BLE001 - handed to the test, which looks at it
+            self.error = error

@@ -1,0 +1,323 @@
+"""The worker against a real coordinator, relay and validator: what it delivers, and how it ends."""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import FastAPI, Response
+from small_run import CONFIG, SPEC, RunningWorker, SmallRun, eventually, free_port, small_run
+
+from shoal.net.client import SignedClient
+from shoal.net.deadline import DeadlinePassed, Stopped
+from shoal.net.server import Server, listen
+from shoal.rollout.conduct import Conduct
+from shoal.rollout.engine import Request
+from shoal.rollout.session import Exit
+from shoal.rollout.state import PinnedRun, open_state
+from shoal.rollout.worker import Worker, WorkerConfig, run_worker
+from shoal.telemetry import Log
+from shoal.wire.keys import Key
+from shoal.wire.lease import Lease
+from shoal.wire.messages import OpenSession, Session
+from shoal.wire.rollouts import TableLimits, decode
+
+LOG = Log("test")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[SmallRun]:
+    with small_run(tmp_path) as run:
+        yield run
+
+
+@pytest.fixture
+def ready(run: SmallRun) -> SmallRun:
+    """A run with a policy and somebody to fetch it from."""
+    run.publish(0)
+    run.serve_from_origin()
+    return run
+
+
+# -- work ---------------------------------------------------------------------------------------------------
+
+
+def test_work_is_accepted_across_a_swap_until_the_run_is_finished(
+    run: SmallRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="shoal.worker"):
+        run.publish(0)
+        run.start_relay()
+        run.start_validator()
+        worker = RunningWorker(run)
+        eventually("work with version 0 is accepted", lambda: run.accepted() >= 2)
+        run.publish(1)
+        eventually(
+            "work with version 1 is submitted",
+            lambda: any(event.body["policy_version"] == 1 for event in run.events("submission.received")),
+        )
+        so_far = run.accepted()
+        eventually("work is accepted after the swap", lambda: run.accepted() >= so_far + 3)
+        run.publish(2)  # the last version: without held-out problems the run is over
+        assert worker.join() is Exit.FINISHED
+    stats = run.stats()
+    assert set(stats.submissions) == {"accepted"}
+    node = stats.nodes[0]
+    assert node.node == worker.node
+    assert node.credit > 0
+    assert node.policy_version in (0, 1)
+    said = " ".join(caplog.messages)
+    for words in (
+        "joined run 'small'",
+        "loaded version 0",
+        "loaded version 1",
+        "submitted",
+        "accepted, credit +",
+    ):
+        assert words in said
+
+
+def test_the_file_holds_every_row_of_the_lease_and_nothing_else(ready: SmallRun) -> None:
+    worker = RunningWorker(ready)
+    eventually("a submission", lambda: bool(ready.events("submission.received")))
+    worker.stop.set()
+    assert worker.join() is Exit.STOPPED
+    received = ready.events("submission.received")[0].body
+    validator = SignedClient(ready.url, Key.load(ready.keys / "validator.key"), log=LOG)
+    data = validator.send("GET", f"/v1/objects/{received['sha256']}").content
+    validator.close()
+    limits = TableLimits(max_rows=4, max_prompt_tokens=16, max_output_tokens=8, max_proof_bytes=258)
+    table = decode(data, limits)
+    assert table.lease_id == received["lease_id"]
+    assert table.policy_version == 0
+    assert [(row.prompt_index, row.sample_index) for row in table.rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+# -- how it ends --------------------------------------------------------------------------------------------
+
+
+def test_stop_gives_the_open_lease_back(ready: SmallRun, tmp_path: Path) -> None:
+    stop = threading.Event()
+
+    class StoppedMidway(Conduct):
+        def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
+            stop.set()
+            return requests
+
+    config = WorkerConfig(coordinator=ready.url, dir=tmp_path / "worker", num_threads=1)
+    with open_state(config.dir) as state:
+        worker = Worker(config, state, StoppedMidway(), stop=stop, log=LOG)
+        worker.startup()
+        with pytest.raises(Stopped, match="while generating"):
+            worker.main_loop()
+        assert ready.stats().open_leases == 1
+        worker.shutdown()
+    assert ready.stats().open_leases == 0
+    (void,) = ready.events("lease.void")
+    assert void.body["code"] == "void.abandoned"
+    assert ready.events("submission.received") == []
+
+
+def test_after_a_crash_the_same_lease_is_taken_up_again(ready: SmallRun, tmp_path: Path) -> None:
+    class PowerCut(Exception):
+        pass
+
+    class CrashesMidway(Conduct):
+        def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
+            raise PowerCut
+
+    config = WorkerConfig(coordinator=ready.url, dir=tmp_path / "worker", num_threads=1)
+    with open_state(config.dir) as state:
+        worker = Worker(config, state, CrashesMidway(), stop=threading.Event(), log=LOG)
+        worker.startup()
+        with pytest.raises(PowerCut):
+            worker.main_loop()
+        worker._open = None  # a power cut gives nothing back
+        worker.shutdown()
+    (issued,) = ready.events("lease.issued")
+    again = RunningWorker(ready)
+    eventually("a submission", lambda: bool(ready.events("submission.received")))
+    again.stop.set()
+    assert again.join() is Exit.STOPPED
+    assert ready.events("submission.received")[0].body["lease_id"] == issued.body["lease_id"]
+
+
+def test_a_lease_past_its_deadline_is_lost_and_the_next_one_is_not(tmp_path: Path) -> None:
+    class LateOnce(Conduct):
+        late = True
+
+        def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
+            while self.late and time.time() <= lease.deadline_s:
+                time.sleep(0.05)
+            self.late = False
+            return requests
+
+    def work() -> None:
+        with pytest.raises(Stopped):
+            worker.main_loop()
+
+    with small_run(tmp_path, CONFIG.model_copy(update={"lease_s": 1.5})) as run:
+        run.publish(0)
+        run.serve_from_origin()
+        stop = threading.Event()
+        config = WorkerConfig(coordinator=run.url, dir=tmp_path / "worker", num_threads=1)
+        with open_state(config.dir) as state:
+            worker = Worker(config, state, LateOnce(), stop=stop, log=LOG)
+            worker.startup()
+            loop = threading.Thread(target=work)
+            loop.start()
+            eventually("a submission", lambda: bool(run.events("submission.received")))
+            stop.set()
+            loop.join(30)
+            worker.shutdown()
+        assert run.events("lease.void")[0].body["code"] in ("void.abandoned", "void.expired")
+
+
+def test_a_liar_is_ejected_and_told_why(run: SmallRun, caplog: pytest.LogCaptureFixture) -> None:
+    run.publish(0)
+    run.start_relay()
+    run.start_validator()
+    liar = RunningWorker(run, "liar", lie="wrong-logprobs")
+    assert liar.join() is Exit.EJECTED
+    stats = run.stats()
+    assert set(stats.submissions) <= {"reject.wrong_logprobs", "void.abandoned"}
+    assert stats.submissions["reject.wrong_logprobs"] == 2
+    assert stats.ready_groups == 0
+    said = [message for message in caplog.messages if "ejected from the run" in message]
+    assert any("the log-probs are not the model's" in message for message in said)
+    # An ejected node cannot come back.
+    assert RunningWorker(run, "liar").join() is Exit.EJECTED
+
+
+def test_a_second_process_with_the_same_key_fences_off_the_first(
+    ready: SmallRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = RunningWorker(ready)
+    eventually("a submission", lambda: bool(ready.events("submission.received")))
+    clone = SignedClient(ready.url, Key.load(worker.config.dir / "node.key"), log=LOG)
+    clone.call("POST", "/v1/session", OpenSession(software="a clone"), Session)
+    clone.close()
+    assert worker.join() is Exit.REPLACED
+    assert any("stop the other process that uses this key" in message for message in caplog.messages)
+
+
+def test_the_coordinator_may_go_away_and_come_back(tmp_path: Path) -> None:
+    port = free_port()
+    with small_run(tmp_path, port=port) as run:
+        run.publish(0)
+        run.serve_from_origin()
+        worker = RunningWorker(run)
+        eventually("a submission", lambda: bool(run.events("submission.received")))
+    with small_run(tmp_path, port=port) as run:
+        run.serve_from_origin()
+        before = len(run.events("submission.received"))
+        eventually("another submission", lambda: len(run.events("submission.received")) > before)
+        worker.stop.set()
+        assert worker.join() is Exit.STOPPED
+        assert worker.error is None
+
+
+# -- what it waits for --------------------------------------------------------------------------------------
+
+
+def test_no_coordinator(tmp_path: Path) -> None:
+    config = WorkerConfig(coordinator=f"http://127.0.0.1:{free_port()}", dir=tmp_path, deadline_s=0.3)
+    with pytest.raises(DeadlinePassed, match=r"for the coordinator at http://127.*Check the URL, and that"):
+        run_worker(config, stop=threading.Event())
+    stop = threading.Event()
+    stop.set()
+    assert run_worker(config, stop=stop) is Exit.STOPPED
+
+
+def test_no_policy(run: SmallRun) -> None:
+    worker = RunningWorker(run, deadline_s=0.5)
+    worker.join()
+    assert isinstance(worker.error, DeadlinePassed)
+    assert "for a lease: no policy yet: the trainer has not published version 0" in str(worker.error)
+
+
+def test_no_relay(run: SmallRun) -> None:
+    run.publish(0)
+    worker = RunningWorker(run, deadline_s=0.5)
+    worker.join()
+    assert isinstance(worker.error, DeadlinePassed)
+    assert "for a lease: no relay is live" in str(worker.error)
+
+
+def test_an_older_version_serves_where_the_newest_cannot_be_had(tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"lease_s": 5.0, "heartbeat_s": 5.0})
+    with small_run(tmp_path, config) as run:
+        run.publish(0)
+        run.publish(1, served=False)
+        run.serve_from_origin()
+        worker = RunningWorker(run)
+        eventually("a submission", lambda: bool(run.events("submission.received")))
+        worker.stop.set()
+        assert worker.join() is Exit.STOPPED
+        assert run.events("submission.received")[0].body["policy_version"] == 0
+
+
+def test_where_no_version_can_be_had_the_lease_is_given_back_with_the_reason(tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"lease_s": 2.0, "heartbeat_s": 5.0})
+    with small_run(tmp_path, config) as run:
+        run.publish(0, served=False)
+        run.serve_from_origin()
+        worker = RunningWorker(run, deadline_s=0.5)
+        worker.join()
+        assert isinstance(worker.error, DeadlinePassed)
+        assert "See that the relays can be reached" in str(worker.error)
+        (void,) = run.events("lease.void")
+        assert void.body["code"] == "void.abandoned"
+        assert "no policy version can be had: version 0" in void.body["detail"]
+
+
+# -- its folder ---------------------------------------------------------------------------------------------
+
+
+def test_a_second_worker_in_the_same_folder_is_refused(ready: SmallRun) -> None:
+    worker = RunningWorker(ready)
+    eventually("a submission", lambda: bool(ready.events("submission.received")))
+    with pytest.raises(ValueError, match=r"is in use by another worker \(process \d+\); stop that one or"):
+        run_worker(worker.config, stop=threading.Event())
+    worker.stop.set()
+    assert worker.join() is Exit.STOPPED
+    with open_state(worker.config.dir) as state:  # free again
+        assert state.key.public == worker.node
+
+
+def test_another_run_under_the_same_address_is_refused(ready: SmallRun, tmp_path: Path) -> None:
+    folder = tmp_path / "worker"
+    with open_state(folder) as state:
+        state.pin(PinnedRun(run=SPEC.run, run_key="ab" * 32), ready.url)
+    worker = RunningWorker(ready)
+    worker.join()
+    assert isinstance(worker.error, ValueError)
+    assert "this folder works for run 'small' with key abababab" in str(worker.error)
+    assert ready.stats().nodes == ()
+    (folder / "run.json").write_text("not json")
+    worker = RunningWorker(ready)
+    worker.join()
+    assert "delete it to join anew" in str(worker.error)
+
+
+def test_a_coordinator_of_another_protocol_is_refused(tmp_path: Path) -> None:
+    with small_run(tmp_path / "run") as run:
+        info = httpx.get(f"{run.url}/v1/info").text.replace('"protocol":1', '"protocol":99')
+    app = FastAPI()
+    app.add_api_route("/v1/info", lambda: Response(info), methods=["GET"], response_class=Response)
+    server = Server(app, listen("127.0.0.1", 0))
+    server.start()
+    config = WorkerConfig(coordinator=f"http://127.0.0.1:{server.port}", dir=tmp_path / "worker")
+    with pytest.raises(ValueError, match="speaks protocol 99"):
+        run_worker(config, stop=threading.Event())
+    server.close()
+
+
+def test_a_lie_against_somebody_elses_run_is_refused_before_anything_happens(tmp_path: Path) -> None:
+    config = WorkerConfig(coordinator="https://swarm.example", dir=tmp_path / "worker", lie="replay")
+    with pytest.raises(ValueError, match="on this machine"):
+        run_worker(config, stop=threading.Event())
+    assert not (tmp_path / "worker").exists()

@@ -1,0 +1,190 @@
+"""Held-out evaluations: which versions, which chunks, what they come to; and the end of the run."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from small_swarm import CONFIG, SPEC, SmallSwarm, refusal
+
+from shoal.swarm.coordinator.evaluations import cut, is_due
+from shoal.tasks import make_task
+from shoal.wire.draw import problem_seeds
+from shoal.wire.lease import Lease
+
+EVALUATED = CONFIG.model_copy(update={"eval_prompts": 5, "eval_samples": 3, "eval_every": 2})
+
+
+@pytest.fixture
+def evaluated(tmp_path: Path) -> Iterator[SmallSwarm]:
+    swarm = SmallSwarm(tmp_path / "run", EVALUATED)
+    yield swarm
+    swarm.close()
+
+
+def evaluate(swarm: SmallSwarm, version: int, reward: float = 1.0) -> None:
+    node = swarm.node()
+    for _ in range(3):
+        lease = node.deliver()
+        assert (lease.purpose, lease.policies[0].version) == ("eval", version)
+        swarm.claim()
+        swarm.verdict(lease, rewards=(reward,) * lease.num_rows)
+
+
+@pytest.mark.parametrize(
+    ("version", "due"), [(0, True), (1, False), (5, True), (10, True), (11, False), (12, True)]
+)
+def test_which_versions(version: int, due: bool) -> None:
+    assert is_due(version, eval_every=5, last_version=12) is due
+
+
+def test_an_evaluation_is_cut_into_leases() -> None:
+    assert cut(5, 2) == [2, 2, 1]
+    assert cut(4, 2) == [2, 2]
+    assert cut(0, 2) == []
+
+
+def test_eval_leases_come_first_and_pose_the_held_out_set(evaluated: SmallSwarm) -> None:
+    evaluated.start()
+    nodes = [evaluated.node() for _ in range(4)]
+    leases = [node.lease() for node in nodes]
+    assert [lease.purpose for lease in leases] == ["eval", "eval", "eval", "train"]
+    assert [(lease.chunk, len(lease.prompts)) for lease in leases[:3]] == [(0, 2), (1, 2), (2, 1)]
+    assert {lease.sampling.samples_per_prompt for lease in leases[:3]} == {3}
+    task = make_task(SPEC.task)
+    for lease in leases[:3]:
+        seeds = problem_seeds(
+            lease.seed, run="small", purpose="eval", chunk=lease.chunk, num_prompts=len(lease.prompts)
+        )
+        assert lease.prompts == tuple(task.problem("eval", seed).prompt for seed in seeds)
+    assert len({lease.seed for lease in leases}) == 4
+
+
+def test_the_held_out_set_is_the_same_for_every_version_and_node(evaluated: SmallSwarm) -> None:
+    evaluated.start()
+    first = evaluated.node().lease()
+    evaluated.announce(1)
+    evaluated.announce(2)
+    second: Lease | None = None
+    while second is None or second.policies[0].version != 2 or second.chunk != first.chunk:
+        second = evaluated.node().lease()
+    assert (second.prompts, second.seed == first.seed) == (first.prompts, False)
+
+
+def test_a_chunk_is_leased_until_one_is_accepted(evaluated: SmallSwarm) -> None:
+    evaluated.start()
+    liar, idler, honest = evaluated.node(), evaluated.node(), evaluated.node()
+    assert evaluated.work(liar, "reject.copied").chunk == 0
+    assert evaluated.work(honest, "void.infra").chunk == 0
+    assert idler.lease().chunk == 0
+    evaluated.clock.ahead_s += evaluated.config.lease_s + 1
+    evaluated.relay_up()
+    lease = honest.deliver()
+    assert lease.chunk == 0
+    evaluated.claim()
+    evaluated.verdict(lease, rewards=(1.0,) * lease.num_rows)
+    assert honest.lease().chunk == 1
+    assert [(view.version, view.rollouts, view.complete) for view in evaluated.stats().evaluations] == [
+        (0, 6, False)
+    ]
+
+
+def test_a_node_in_quarantine_gets_none(evaluated: SmallSwarm) -> None:
+    evaluated.start()
+    liar = evaluated.node()
+    evaluated.work(liar, "reject.copied")
+    assert liar.lease().purpose == "train"
+
+
+def test_the_mean_is_over_rollouts(evaluated: SmallSwarm) -> None:
+    evaluated.start()
+    node = evaluated.node()
+    for reward in (1.0, 0.0, 1.0):
+        lease = node.deliver()
+        evaluated.claim()
+        evaluated.verdict(lease, rewards=(reward,) * lease.num_rows)
+    (view,) = evaluated.stats().evaluations
+    assert (view.reward_mean, view.rollouts, view.complete) == (pytest.approx(9 / 15), 15, True)
+    (event,) = evaluated.events("evaluation.completed")
+    assert event.body == {"version": 0, "reward_mean": 9 / 15, "rollouts": 15}
+    # It only ever moves the curve.
+    assert evaluated.stats().ready_groups == 0
+    assert evaluated.stats().nodes[0].credit > 0
+
+
+def test_validators_check_held_out_work_first(evaluated: SmallSwarm) -> None:
+    evaluated.start()
+    for _ in range(3):
+        evaluated.node().lease()
+    train = evaluated.node().deliver()
+    assert train.purpose == "train"
+    evaluated.clock.ahead_s += evaluated.config.lease_s + 1
+    evaluated.relay_up()
+    late = evaluated.node().deliver()
+    assert [evaluated.claim().lease for _ in range(2)] == [late, train]
+
+
+def test_the_run_ends_with_the_evaluation_of_its_last_version(evaluated: SmallSwarm) -> None:
+    evaluated.start()
+    evaluate(evaluated, 0, reward=0.25)
+    for version in range(1, 5):
+        evaluated.announce(version)
+    evaluate(evaluated, 2)
+    assert not evaluated.stats().finished
+    assert evaluated.stats().waiting_for == (
+        "the evaluation of version 4: 0 of 3 parts accepted, 0 leases open on 2 live workers"
+    )
+    evaluate(evaluated, 4, reward=0.75)
+    stats = evaluated.stats()
+    assert stats.finished
+    assert stats.waiting_for == "nothing: the run is finished"
+    assert [(view.version, view.reward_mean) for view in stats.evaluations] == [
+        (0, 0.25),
+        (2, 1.0),
+        (4, 0.75),
+    ]
+    assert evaluated.history().evaluations == stats.evaluations
+    node = evaluated.node()
+    assert node.beat().finished
+    assert "finished" in refusal(node.lease).problem.detail
+    assert [event.body["version"] for event in evaluated.events("run.finished")] == [4]
+    # Every secret is out: the run can be audited to the last lease.
+    committed = {event.body["epoch"] for event in evaluated.events("epoch.committed")}
+    assert {event.body["epoch"] for event in evaluated.events("epoch.revealed")} == committed
+
+
+def test_a_version_that_relays_no_longer_keep_is_not_evaluated(tmp_path: Path) -> None:
+    config = EVALUATED.model_copy(update={"keep_versions": 2})
+    swarm = SmallSwarm(tmp_path, config)
+    swarm.start()
+    swarm.announce(1)
+    swarm.announce(2)
+    assert swarm.node().lease().policies[0].version == 2
+    swarm.close()
+
+
+def test_a_run_resumed_with_more_versions_is_not_over(tmp_path: Path) -> None:
+    swarm = SmallSwarm(tmp_path)
+    for version in range(5):
+        swarm.announce(version)
+    assert swarm.stats().finished
+    swarm.spec = SPEC.model_copy(update={"last_version": 6})
+    swarm.reopen()
+    assert not swarm.stats().finished
+    swarm.relay_up()
+    swarm.fill(swarm.node())
+    assert swarm.batch(4).version == 4
+    swarm.announce(5)
+    assert [event.body["spec"]["last_version"] for event in swarm.events("run.opened")] == [4, 6]
+    swarm.close()
+
+
+def test_a_lowered_last_version_is_settled_at_the_start(tmp_path: Path) -> None:
+    swarm = SmallSwarm(tmp_path, EVALUATED)
+    swarm.start()
+    swarm.announce(1)  # not to be evaluated, as things stand
+    swarm.spec = SPEC.model_copy(update={"last_version": 1})
+    swarm.reopen()
+    evaluate(swarm, 0)
+    evaluate(swarm, 1)
+    assert swarm.stats().finished
+    swarm.close()

@@ -1,0 +1,268 @@
+"""Who may do what. The lettered tests answer, one by one, the holes known from PRIME's signed requests."""
+
+import json
+import time
+from collections.abc import Mapping
+
+import httpx
+import pytest
+from small_swarm import Node, SmallSwarm, at_once, manifest, refusal
+from sqlalchemy import func, select
+
+from shoal.net.client import SignedClient
+from shoal.swarm.coordinator.auth import LARGE_BODY, SMALL_BODY
+from shoal.swarm.coordinator.housekeeping import tidy
+from shoal.swarm.coordinator.schema import nonces
+from shoal.telemetry import Log
+from shoal.wire.keys import Key
+from shoal.wire.messages import AskLease, Enrol, Heartbeat, Problem, RelayReport
+from shoal.wire.record import seal
+from shoal.wire.request import NONCE_KEPT_S, Target, content_digest, sign_request
+from shoal.wire.run import PROTOCOL
+
+BEAT = "/v1/heartbeat"
+
+
+def beat_body(node: Node) -> bytes:
+    return Heartbeat(epoch=node.epoch, phase="testing").model_dump_json().encode()
+
+
+def headers_for(swarm: SmallSwarm, node: Node, body: bytes, **changes: str) -> dict[str, str]:
+    """A good signature on a heartbeat, or on whatever else `changes` names."""
+    aim = {"method": "POST", "authority": swarm.authority, "path": BEAT, "query": ""} | changes
+    return sign_request(node.client.key, Target(**aim), body, now_s=time.time())
+
+
+def post(
+    swarm: SmallSwarm, body: bytes, headers: Mapping[str, str], path: str = BEAT, method: str = "POST"
+) -> str:
+    """ "ok", or the code of the refusal. Every refusal is a problem with the status its code has."""
+    response = swarm.public.request(method, path, content=body, headers=dict(headers))
+    if response.is_success:
+        return "ok"
+    problem = Problem.parse(response.content)
+    assert response.headers["content-type"] == "application/problem+json"
+    assert abs(problem.server_time_s - swarm.clock()) < 10
+    return problem.code
+
+
+def test_a_good_signature_is_good(swarm: SmallSwarm) -> None:
+    node = swarm.node()
+    body = beat_body(node)
+    assert post(swarm, body, headers_for(swarm, node, body)) == "ok"
+
+
+def test_a_request_counts_once_for_as_long_as_its_signature_lives(swarm: SmallSwarm) -> None:
+    """(a) Theirs forgot a nonce after 60 s and took its request again."""
+    node = swarm.node()
+    body = beat_body(node)
+    headers = headers_for(swarm, node, body)
+    assert post(swarm, body, headers) == "ok"
+    for ahead_s in (0, 61, 300, 355):
+        swarm.clock.ahead_s = ahead_s
+        tidy(swarm.coordinator)
+        assert post(swarm, body, headers) == "request.replayed"
+    swarm.clock.ahead_s = 365
+    assert post(swarm, body, headers) == "request.expired"
+    swarm.clock.ahead_s = NONCE_KEPT_S + 1
+    tidy(swarm.coordinator)
+    assert post(swarm, body, headers) == "request.expired"
+    with swarm.coordinator.database.read() as db:
+        assert db.execute(select(func.count()).select_from(nonces)).scalar_one() == 0
+
+
+@pytest.mark.parametrize("parameter", ["created", "expires", "nonce", "keyid", "alg", "tag"])
+def test_no_parameter_may_be_missing(swarm: SmallSwarm, parameter: str) -> None:
+    """(a) Theirs took a request without a time stamp for ever."""
+    node = swarm.node()
+    body = beat_body(node)
+    headers = headers_for(swarm, node, body)
+    parts = headers["Signature-Input"].split(";")
+    headers["Signature-Input"] = ";".join(part for part in parts if not part.startswith(f"{parameter}="))
+    assert post(swarm, body, headers) == "request.bad_signature"
+
+
+def test_the_query_and_the_nonce_of_a_get_are_signed(swarm: SmallSwarm) -> None:
+    """(b) Theirs signed only the path, so that one capture worked with ever new nonces."""
+    node = swarm.node()
+    path = f"/v1/leases/{'0' * 32}"
+    headers = headers_for(swarm, node, b"", method="GET", path=path, query="a=1")
+    assert post(swarm, b"", headers, f"{path}?a=2", "GET") == "request.bad_signature"
+    assert post(swarm, b"", headers, path, "GET") == "request.bad_signature"
+    fresh = headers | {"Signature-Input": headers["Signature-Input"].replace('nonce="', 'nonce="00')[:-2]}
+    assert post(swarm, b"", fresh, f"{path}?a=1", "GET") == "request.bad_signature"
+    # Not one of those attempts spent it.
+    assert post(swarm, b"", headers, f"{path}?a=1", "GET") == "request.not_found"
+    assert post(swarm, b"", headers, f"{path}?a=1", "GET") == "request.replayed"
+
+
+def test_method_path_and_host_are_signed(swarm: SmallSwarm) -> None:
+    """(c) Theirs was valid on any service that had the path."""
+    node = swarm.node()
+    body = AskLease(epoch=node.epoch).model_dump_json().encode()
+    for changes in ({"method": "PUT"}, {"path": "/v1/leases"}, {"authority": "other.example:80"}):
+        assert post(swarm, body, headers_for(swarm, node, body, **changes)) == "request.bad_signature"
+    # A request made for another server, carried here with that server's name on it.
+    headers = headers_for(swarm, node, body, authority="other.example:80") | {"Host": "other.example:80"}
+    assert post(swarm, body, headers) == "request.bad_signature"
+    headers = headers_for(swarm, node, body, path="/v1/heartbeat")
+    assert post(swarm, body, headers, "/v1/%68eartbeat") == "request.bad_signature"
+
+
+def test_nobody_can_speak_for_another(swarm: SmallSwarm) -> None:
+    """(d) Theirs acted on an address in the body without comparing it to the signer."""
+    victim, other = swarm.node(), swarm.node()
+    other.beat(policy_version=3)
+    assert [view.policy_version for view in swarm.stats().nodes] == [None, 3]
+    body = json.dumps({"epoch": other.epoch, "phase": "", "node": victim.id}).encode()
+    assert post(swarm, body, headers_for(swarm, other, body)) == "request.malformed"
+
+
+def test_a_key_has_one_spelling(swarm: SmallSwarm) -> None:
+    """(e) Theirs counted quotas by the raw header, which another case of the same hex evaded."""
+    node = swarm.node()
+    body = beat_body(node)
+    headers = headers_for(swarm, node, body)
+    for name in ("Signature-Input", "Signature", "Content-Digest"):
+        assert post(swarm, body, headers | {name: headers[name].upper()}) != "ok"
+    shouted = headers["Signature-Input"].replace(node.id, node.id.upper())
+    assert post(swarm, body, headers | {"Signature-Input": shouted}) == "request.bad_signature"
+
+
+def test_no_other_signature_counts_as_a_request(swarm: SmallSwarm) -> None:
+    """(f) Theirs signed whatever a peer asked, with the same prefix as requests."""
+    node = swarm.node()
+    body = beat_body(node)
+    headers = headers_for(swarm, node, body)
+    for tag in ("shoal/lease/1", "shoal/manifest/1", "shoal/req/2"):
+        other = headers["Signature-Input"].replace("shoal/req/1", tag)
+        assert post(swarm, body, headers | {"Signature-Input": other}) == "request.bad_signature"
+    sealed = seal(manifest(0), node.client.key)
+    assert post(swarm, body, headers | {"Signature": f"sig1=:{sealed.signature}:"}) == "request.bad_signature"
+
+
+@pytest.mark.parametrize("sha256", ["../../etc/passwd", "A" * 64, "0" * 63, "0" * 65, "\x00" * 64, ""])
+def test_a_digest_is_hex_before_it_is_anything(swarm: SmallSwarm, sha256: str) -> None:
+    """(g) Theirs made a path of whatever stood there. (Names of uploads are ours: see test_object_uploads.)"""
+    swarm.start()
+    node = swarm.node()
+    path = f"/v1/leases/{node.lease().lease_id}/upload"
+    body = json.dumps({"epoch": node.epoch, "num_bytes": 5, "sha256": sha256}).encode()
+    assert post(swarm, body, headers_for(swarm, node, body, path=path), path) == "request.malformed"
+
+
+@pytest.mark.parametrize("threads", [2, 8])
+def test_two_at_once_with_one_nonce_one_wins(swarm: SmallSwarm, threads: int) -> None:
+    node = swarm.node()
+    body = beat_body(node)
+    headers = headers_for(swarm, node, body)
+
+    def send() -> str:
+        with httpx.Client(base_url=swarm.url) as http:
+            response = http.post(BEAT, content=body, headers=headers)
+        return "ok" if response.is_success else Problem.parse(response.content).code
+
+    assert sorted(at_once(send, threads)) == ["ok"] + ["request.replayed"] * (threads - 1)
+
+
+def test_a_refused_request_is_spent_too(swarm: SmallSwarm) -> None:
+    # Else whoever captured a refused request could have it carried out once the reason is gone.
+    node = swarm.node()
+    body = AskLease(epoch=node.epoch).model_dump_json().encode()
+    headers = headers_for(swarm, node, body, path="/v1/leases")
+    assert post(swarm, body, headers, "/v1/leases") == "request.too_early"
+    swarm.start()
+    assert post(swarm, body, headers, "/v1/leases") == "request.replayed"
+    assert swarm.events("lease.issued") == []
+
+
+def test_the_body_is_signed(swarm: SmallSwarm) -> None:
+    node = swarm.node()
+    body = beat_body(node)
+    headers = headers_for(swarm, node, body)
+    other = body.replace(b"testing", b"tasting")
+    assert post(swarm, other, headers) == "request.wrong_digest"
+    assert post(swarm, other, headers | {"Content-Digest": content_digest(other)}) == "request.bad_signature"
+    assert post(swarm, body, headers | {"Content-Digest": ""}) == "request.wrong_digest"
+    assert post(swarm, body, {}) == "request.unsigned"
+
+
+def test_a_header_stands_there_once(swarm: SmallSwarm) -> None:
+    node = swarm.node()
+    body = beat_body(node)
+    headers = list(headers_for(swarm, node, body).items())
+    for name, value in headers:
+        twice = swarm.public.post(BEAT, content=body, headers=[*headers, (name, value)])
+        assert Problem.parse(twice.content).code == "request.bad_signature"
+
+
+@pytest.mark.parametrize("offset_s", [-400, 400])
+def test_a_clock_far_off_is_told_the_time(swarm: SmallSwarm, offset_s: int) -> None:
+    node = swarm.node()
+    body = beat_body(node)
+    target = Target(method="POST", authority=swarm.authority, path=BEAT)
+    headers = sign_request(node.client.key, target, body, now_s=time.time() + offset_s)
+    assert post(swarm, body, headers) == "request.expired"
+
+
+def test_a_body_is_capped_before_it_is_looked_at(swarm: SmallSwarm) -> None:
+    # Unsigned on purpose: the size is refused first.
+    assert post(swarm, b"x" * (SMALL_BODY + 1), {}) == "request.too_large"
+    assert post(swarm, b"x" * (LARGE_BODY + 1), {}, "/v1/policies") == "request.too_large"
+
+    def endless() -> object:
+        for _ in range(SMALL_BODY):
+            yield b"xx"
+
+    response = swarm.public.post(BEAT, content=endless())  # chunked: no length to go by
+    assert Problem.parse(response.content).code == "request.too_large"
+
+
+def test_a_stranger_leaves_no_trace(swarm: SmallSwarm) -> None:
+    stranger = swarm.stranger()
+    assert refusal(stranger.beat).code == "request.unknown_key"
+    with swarm.coordinator.database.read() as db:
+        assert db.execute(select(func.count()).select_from(nonces)).scalar_one() == 0
+
+
+def test_roles_go_by_key(swarm: SmallSwarm) -> None:
+    swarm.start()
+    node = swarm.node()
+    claim = ("POST", "/v1/checks/claim", None, Problem)
+    report = ("POST", "/v1/relays", RelayReport(url="http://evil.example", versions=()), Problem)
+    batch = ("GET", "/v1/batches/0", None, Problem)
+    stored = ("GET", f"/v1/objects/{'0' * 64}", None, Problem)
+    beat = ("POST", BEAT, Heartbeat(epoch=1, phase=""), Problem)
+    enrol = ("POST", "/v1/enrol", Enrol(protocol=PROTOCOL, software=""), Problem)
+    asked: list[tuple[SignedClient, tuple[object, ...]]] = [
+        *((node.client, call) for call in (claim, report, batch, stored)),
+        *((swarm.validator, call) for call in (report, batch, beat, enrol)),
+        *((swarm.trainer, call) for call in (report, claim, beat, enrol)),
+        *((swarm.relay, call) for call in (stored, claim, batch, beat, enrol)),
+    ]
+    for client, call in asked:
+        assert refusal(client.call, *call).code == "request.not_allowed", call
+
+
+def test_other_protocols_are_told_which_one_is_spoken(swarm: SmallSwarm) -> None:
+    stranger = swarm.stranger()
+    ask = Enrol(protocol=PROTOCOL + 1, software="future")
+    refused = refusal(stranger.client.call, "POST", "/v1/enrol", ask, Problem)
+    assert refused.code == "request.outdated"
+    assert f"protocol {PROTOCOL}" in refused.problem.detail
+
+
+def test_enrolling_again_changes_nothing(swarm: SmallSwarm) -> None:
+    node = swarm.node()
+    node.join()
+    assert len(swarm.events("node.enrolled")) == 1
+    assert [event.body["epoch"] for event in swarm.events("session.opened")] == [1, 2]
+
+
+def test_a_signed_client_against_the_wrong_name(swarm: SmallSwarm) -> None:
+    """The names a coordinator answers to are its own: localhost was not among them here."""
+    key = Key.generate()
+    client = SignedClient(swarm.url.replace("127.0.0.1", "localhost"), key, log=Log("test"))
+    ask = Enrol(protocol=PROTOCOL, software="test")
+    assert refusal(client.call, "POST", "/v1/enrol", ask, Problem).code == "request.bad_signature"
+    client.close()

@@ -1,0 +1,394 @@
+"""Real submissions of a real (tiny) model: honest ones pass, and every lie gets its own code."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from honest_work import (
+    NODE,
+    Drawn,
+    generate,
+    make_claim,
+    make_lease,
+    make_policy,
+    make_spec,
+    make_table,
+    sharpen,
+    with_row,
+    with_rows,
+)
+
+from shoal.swarm.validator.judge import judge
+from shoal.swarm.validator.reader import Reader
+from shoal.swarm.validator.recompute import CannotCheck, Policy, recompute
+from shoal.tasks import make_task
+from shoal.toploc.field import PRIME
+from shoal.wire.codes import ACCEPTED
+from shoal.wire.lease import Lease, PolicyRef, Verdict
+from shoal.wire.rollouts import Finish, RolloutTable, encode
+from shoal.wire.run import Sampling, default_tolerances
+
+SPEC = make_spec()
+LEASE = make_lease(SPEC)
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[Reader]:
+    with Reader() as reader:
+        yield reader
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def policy(folder: Path) -> Policy:
+    return sharpen(make_policy(folder))
+
+
+@pytest.fixture(scope="module")
+def honest(policy: Policy) -> RolloutTable:
+    return make_table(LEASE, policy)
+
+
+Judge = Callable[..., Verdict]
+
+
+@pytest.fixture
+def verdict(reader: Reader, policy: Policy) -> Judge:
+    def of(table: RolloutTable | bytes, *, lease: Lease = LEASE, spec=SPEC, **claim: object) -> Verdict:
+        data = table if isinstance(table, bytes) else encode(table)
+        return judge(data, make_claim(lease, data, **claim), spec, policy, reader=reader, control_seed=5)
+
+    return of
+
+
+def nudged(policy: Policy, size: float) -> Policy:
+    """The same model after one step of sign descent of this size."""
+    decoder = copy.deepcopy(policy.decoder)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise.sign().to(parameter.dtype), alpha=size)
+    return Policy(policy.version, decoder, policy.tokenizer)
+
+
+# -- the honest -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 12, 40])
+def test_honest_work_is_accepted_with_the_swarms_rewards(
+    verdict: Judge, policy: Policy, max_new_tokens: int
+) -> None:
+    spec = make_spec(sampling=Sampling(max_new_tokens=max_new_tokens, samples_per_prompt=4))
+    lease = make_lease(spec, number=max_new_tokens)
+    table = make_table(lease, policy)
+    found = verdict(table, lease=lease, spec=spec)
+    assert (found.code, found.lease_id) == (ACCEPTED, lease.lease_id), found.detail
+    assert found.output_tokens == sum(len(row.output_tokens) for row in table.rows)
+    task, tokenizer = make_task(lease.task), policy.tokenizer
+    for row, reward in zip(table.rows, found.rewards, strict=True):
+        answer = "".join(sorted(lease.prompts[row.prompt_index].removesuffix("=")))
+        expected = task.reward(replace_answer(lease, row.prompt_index, answer), tokenizer.decode(row.output_tokens))
+        assert reward == expected.value
+    assert found.evidence["exponent_mismatches_max"] <= 3 and found.evidence["draw_misses"] == 0
+
+
+def replace_answer(lease: Lease, prompt_index: int, answer: str):  # type: ignore[no-untyped-def]
+    from shoal.tasks import Problem
+
+    return Problem(prompt=lease.prompts[prompt_index], answer=answer)
+
+
+def test_right_answers_earn_their_reward(folder: Path, reader: Reader) -> None:
+    """Rows that happen to be right, from a model that was taught one prompt, are paid in file order."""
+    spec = make_spec(sampling=Sampling(max_new_tokens=6, samples_per_prompt=2))
+    lease = make_lease(spec, prompts=1, number=77)
+    taught = make_policy(folder, seed=5)
+    prompt = taught.tokenizer.encode_prompt(lease.prompts[0])
+    answer = taught.tokenizer.encode_answer("".join(sorted(lease.prompts[0].removesuffix("="))))
+    row = torch.tensor([prompt + answer])
+    optimizer = torch.optim.AdamW(taught.decoder.parameters(), lr=3e-3)
+    for _ in range(40):
+        hidden = taught.decoder(row[:, :-1], torch.arange(row.shape[1] - 1)[None])
+        logits = taught.decoder.logits(hidden)[0, len(prompt) - 1 :]
+        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(answer))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    data = encode(make_table(lease, taught))
+    found = judge(data, make_claim(lease, data), spec, taught, reader=reader, control_seed=1)
+    assert (found.code, found.rewards) == (ACCEPTED, (1.0, 1.0)), found.detail
+
+
+def test_honest_bfloat16_work_passes_its_own_tolerances(folder: Path, reader: Reader) -> None:
+    spec = make_spec(compute_dtype="bfloat16", tolerances=default_tolerances("bfloat16"))
+    policy = sharpen(make_policy(folder, dtype=torch.bfloat16))
+    data = encode(make_table(LEASE, policy))
+    found = judge(data, make_claim(LEASE, data), spec, policy, reader=reader, control_seed=1)
+    assert found.code == ACCEPTED, found.detail
+
+
+def test_batching_does_not_change_the_facts(policy: Policy, honest: RolloutTable) -> None:
+    together = recompute(honest.rows, LEASE, policy, control_seed=1)
+    apart = recompute(honest.rows, LEASE, policy, control_seed=1, batch_tokens=20)
+    for one, other in zip(together, apart, strict=True):
+        np.testing.assert_allclose(one.logprobs_T, other.logprobs_T, atol=1e-4)
+        assert len(one.segments) == len(other.segments)
+
+
+# -- lies in the file -----------------------------------------------------------------------------------
+
+
+def test_replayed_and_copied_files_have_different_codes(verdict: Judge, honest: RolloutTable) -> None:
+    assert verdict(honest, copy_of=NODE).code == "reject.replayed"
+    assert verdict(honest, copy_of="cd" * 32).code == "reject.copied"
+
+
+def test_files_of_another_lease_or_version_are_refused(verdict: Judge, honest: RolloutTable) -> None:
+    assert verdict(replace(honest, lease_id="f" * 32)).code == "reject.wrong_lease"
+    assert verdict(honest, version=1).code == "reject.wrong_lease"
+    assert verdict(replace(honest, policy_version=1), version=1).code == "reject.wrong_lease", "not leased"
+
+
+def test_bytes_that_are_no_table_are_malformed(verdict: Judge) -> None:
+    assert verdict(b"PAR1 nothing PAR1").code == "reject.malformed_file"
+
+
+def test_groups_must_be_complete(verdict: Judge, honest: RolloutTable) -> None:
+    rows = honest.rows
+    for wrong in (rows[:-1], (*rows[:-1], rows[0]), (*rows[:-1], replace(rows[-1], sample_index=99))):
+        assert verdict(replace(honest, rows=wrong)).code == "reject.incomplete_group"
+
+
+def test_prompts_must_be_the_leased_ones(verdict: Judge, policy: Policy, honest: RolloutTable) -> None:
+    hint = tuple(policy.tokenizer.encode_prompt("1234="))
+    assert verdict(with_row(honest, 3, prompt_tokens=hint)).code == "reject.edited_prompt"
+    assert verdict(with_rows(honest, prompt_tokens=hint)).code == "reject.other_prompts"
+    longer = (*honest.rows[0].prompt_tokens, *[7] * 300)
+    assert verdict(with_row(honest, 0, prompt_tokens=longer)).code == "reject.edited_prompt"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"output_tokens": (5, 6, -1)},
+        {"output_tokens": (5, 6, 10**6)},
+        {"logprobs": (-1.0, math.nan, -1.0)},
+        {"logprobs": (-1.0, -math.inf, -1.0)},
+        {"logprobs": (-1.0, 0.5, -1.0)},
+    ],
+)
+def test_values_outside_their_range_are_refused(
+    verdict: Judge, honest: RolloutTable, change: dict[str, object]
+) -> None:
+    plain = {"output_tokens": (5, 6, 7), "logprobs": (-1.0, -1.0, -1.0)}
+    assert verdict(with_row(honest, 2, **(plain | change))).code == "reject.bad_values"
+
+
+def test_proofs_must_have_the_right_count_and_form(verdict: Judge, honest: RolloutTable) -> None:
+    proof = honest.rows[0].proof
+    assert len(proof) == 258
+    for wrong in (b"", proof[:-2], bytes(258), b"\xff\xd8" + proof[2:], proof[:2] + b"\xff\xff" + proof[4:]):
+        assert verdict(with_row(honest, 0, proof=wrong)).code == "reject.malformed_proof"
+    # Two proofs for a row that can have one: more bytes than the lease allows are seen before the rest.
+    assert verdict(with_row(honest, 0, proof=proof * 2)).code == "reject.malformed_proof"
+
+
+# -- truncated answers ----------------------------------------------------------------------------------
+
+
+def cut(lease: Lease, policy: Policy, *, append_end: bool) -> RolloutTable:
+    """Honest generation, cut after three tokens to save the rest; proofs and log-probs are kept consistent."""
+    end = next(iter(policy.tokenizer.end_tokens))
+    rows = []
+    for row in generate(lease, policy):
+        if len(row.tokens) < 5:
+            rows.append(row)
+        elif append_end:
+            rows.append(Drawn([*row.tokens[:3], end], [*row.logprobs[:3], -0.1], row.states[:3]))
+        else:
+            rows.append(Drawn(row.tokens[:3], row.logprobs[:3], row.states[:2]))
+    return make_table(lease, policy, rows)
+
+
+def test_truncated_answers_are_early_stops(verdict: Judge, policy: Policy) -> None:
+    assert verdict(cut(LEASE, policy, append_end=False)).code == "reject.early_stop"
+    found = verdict(cut(LEASE, policy, append_end=True))
+    assert found.code == "reject.early_stop", found.detail
+    ended = with_rows(cut(LEASE, policy, append_end=False), finish=Finish.EOS)
+    assert verdict(ended).code == "reject.early_stop", "says EOS without an end token"
+
+
+def test_a_truncation_with_the_old_proofs_is_an_early_stop_too(
+    verdict: Judge, policy: Policy, honest: RolloutTable
+) -> None:
+    stumps = cut(LEASE, policy, append_end=True)
+    kept = tuple(
+        replace(stump, proof=row.proof) for stump, row in zip(stumps.rows, honest.rows, strict=True)
+    )
+    assert verdict(replace(stumps, rows=kept)).code == "reject.early_stop"
+
+
+def test_going_on_after_an_end_token_is_refused(verdict: Judge, policy: Policy, honest: RolloutTable) -> None:
+    end = next(iter(policy.tokenizer.end_tokens))
+    tokens = honest.rows[0].output_tokens
+    spliced = (*tokens[:2], end, *tokens[3:])
+    assert verdict(with_row(honest, 0, output_tokens=spliced)).code == "reject.early_stop"
+
+
+# -- lies about the computation -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [None, 1e-2, 1e-3])
+def test_other_weights_are_a_wrong_computation(
+    verdict: Judge, policy: Policy, folder: Path, size: float | None
+) -> None:
+    other = sharpen(make_policy(folder, seed=1)) if size is None else nudged(policy, size)
+    found = verdict(make_table(LEASE, other))
+    assert found.code == "reject.wrong_computation", found.detail
+    assert "exponents" in found.detail or "mantissas" in found.detail
+
+
+def test_an_edited_prompt_that_is_hidden_is_a_wrong_computation(verdict: Judge, policy: Policy) -> None:
+    """The worker shows the model another prompt and reports the leased one."""
+    shown = LEASE.model_copy(update={"prompts": tuple("9" + prompt[1:] for prompt in LEASE.prompts)})
+    secret = make_table(shown, policy)
+    told = {
+        index: tuple(policy.tokenizer.encode_prompt(prompt)) for index, prompt in enumerate(LEASE.prompts)
+    }
+    rows = tuple(replace(row, prompt_tokens=told[row.prompt_index]) for row in secret.rows)
+    assert verdict(replace(secret, rows=rows)).code == "reject.wrong_computation"
+
+
+def constant_proof(value: float) -> bytes:
+    bits = int(torch.tensor([value], dtype=torch.bfloat16).view(torch.int16)) & 0xFFFF
+    return b"".join(word.to_bytes(2, "big") for word in [PRIME, bits, *[0] * 127])
+
+
+def random_proof(rng: np.random.Generator) -> bytes:
+    return b"".join(int(word).to_bytes(2, "big") for word in [PRIME, *rng.integers(0, PRIME, 128)])
+
+
+def test_made_up_proofs_are_forged(verdict: Judge, honest: RolloutTable) -> None:
+    rng = np.random.default_rng(0)
+    forgeries = {
+        "constant": lambda: constant_proof(8.0),
+        "random": lambda: random_proof(rng),
+        "zero": lambda: PRIME.to_bytes(2, "big") + bytes(256),
+    }
+    for name, make in forgeries.items():
+        rows = tuple(replace(row, proof=make() if row.proof else b"") for row in honest.rows)
+        found = verdict(replace(honest, rows=rows))
+        assert found.code == "reject.forged_proof", f"{name}: {found.detail}"
+
+
+def test_a_nearly_constant_proof_meets_the_control_points(verdict: Judge, policy: Policy) -> None:
+    """One coefficient more than a constant, of an exponent that fits most values: only control points see it."""
+    spec = make_spec(sampling=Sampling(max_new_tokens=33, samples_per_prompt=4))
+    lease = make_lease(spec, number=9)
+    table = make_table(lease, policy)
+    fact = recompute(table.rows, lease, policy, control_seed=1)[0].segments[0]
+    assert fact.num_controls == 128
+    states = torch.stack(generate(lease, policy)[0].states).bfloat16().flatten()
+    typical = float(states.abs().topk(128).values.median())
+    words = [int.from_bytes(constant_proof(typical)[i : i + 2], "big") for i in range(0, 258, 2)]
+    # x^(p-1) is 1 for every x but 0, so this is c_0 + c_1 * (something tiny in effect) nearly everywhere.
+    words[2] = 0
+    words[128] = 0
+    forged = b"".join(word.to_bytes(2, "big") for word in words)
+    rows = tuple(replace(row, proof=forged * (len(row.proof) // 258)) for row in table.rows)
+    assert verdict(replace(table, rows=rows), lease=lease, spec=spec).code == "reject.forged_proof"
+
+
+def test_random_proofs_over_other_tokens_are_refused(verdict: Judge, folder: Path) -> None:
+    """Nothing of it is the model's: which of the two refusals it gets does not matter, and is fixed."""
+    rng = np.random.default_rng(0)
+    other = make_table(LEASE, sharpen(make_policy(folder, seed=1)))
+    rows = tuple(replace(row, proof=random_proof(rng)) for row in other.rows if row.proof)
+    found = verdict(replace(other, rows=rows))
+    assert found.code in ("reject.wrong_computation", "reject.incomplete_group")
+
+
+# -- lies about the sampling ----------------------------------------------------------------------------
+
+
+def through_the_right_model(lease: Lease, policy: Policy, tokens: list[list[int]]) -> RolloutTable:
+    """Tokens of whatever origin, prefilled through the leased model: its own states, proofs and log-probs."""
+    rows = []
+    for index, output in enumerate(tokens):
+        prompt = policy.tokenizer.encode_prompt(lease.prompts[index // lease.sampling.samples_per_prompt])
+        row = torch.tensor([prompt + output])
+        with torch.inference_mode():
+            hidden = policy.decoder(row[:, :-1], torch.arange(row.shape[1] - 1)[None])[0]
+            logprobs = torch.log_softmax(policy.decoder.logits(hidden[len(prompt) - 1 :]).float(), dim=-1)
+        claimed = [float(logprobs[step, token]) for step, token in enumerate(output)]
+        rows.append(Drawn(output, claimed, list(hidden[len(prompt) :])))
+    return make_table(lease, policy, rows)
+
+
+def test_tokens_of_another_model_are_a_wrong_sampling(verdict: Judge, policy: Policy, folder: Path) -> None:
+    other = sharpen(make_policy(folder, seed=1))
+    tokens = [row.tokens for row in generate(LEASE, other)]
+    found = verdict(through_the_right_model(LEASE, policy, tokens))
+    assert found.code == "reject.wrong_sampling", found.detail
+
+
+def test_another_temperature_is_a_wrong_sampling(verdict: Judge, policy: Policy) -> None:
+    found = verdict(make_table(LEASE, policy, generate(LEASE, policy, temperature=1.5)))
+    assert found.code == "reject.wrong_sampling", found.detail
+
+
+def test_one_replaced_token_is_a_wrong_sampling(verdict: Judge, policy: Policy) -> None:
+    """A wrong answer put right, the rest honest to the letter: in float32 no token may miss its draw."""
+    tokens = [row.tokens for row in generate(LEASE, policy)]
+    long = next(index for index, row in enumerate(tokens) if len(row) == 12)
+    tokens[long] = [*tokens[long][:5], (tokens[long][5] + 30) % 80 + 3, *tokens[long][6:]]
+    found = verdict(through_the_right_model(LEASE, policy, tokens))
+    assert found.code == "reject.wrong_sampling", found.detail
+    assert found.evidence["draw_misses"] >= 1
+
+
+def test_another_seed_is_a_wrong_sampling(verdict: Judge, policy: Policy) -> None:
+    """Best of n, or rows swapped within a group: honest draws, but not the leased ones."""
+    reseeded = LEASE.model_copy(update={"seed": "12" * 32})
+    assert verdict(make_table(reseeded, policy)).code == "reject.wrong_sampling"
+
+
+def test_wrong_logprobs_alone_are_named_so(verdict: Judge, honest: RolloutTable) -> None:
+    shifted = tuple(min(0.0, logprob + 0.05) for logprob in honest.rows[1].logprobs)
+    assert verdict(with_row(honest, 1, logprobs=shifted)).code == "reject.wrong_logprobs"
+    zeros = tuple(replace(row, logprobs=(0.0,) * len(row.logprobs)) for row in honest.rows)
+    assert verdict(replace(honest, rows=zeros)).code == "reject.wrong_logprobs"
+
+
+# -- our own side ---------------------------------------------------------------------------------------
+
+
+def test_a_lease_that_contradicts_itself_blames_nobody(verdict: Judge, honest: RolloutTable) -> None:
+    lease = LEASE.model_copy(update={"prompts": ("1111=", *LEASE.prompts[1:])})
+    with pytest.raises(CannotCheck, match="do not follow from its seed"):
+        verdict(honest, lease=lease)
+
+
+def test_broken_weights_blame_nobody(reader: Reader, policy: Policy, honest: RolloutTable) -> None:
+    broken = Policy(0, copy.deepcopy(policy.decoder), policy.tokenizer)
+    with torch.no_grad():
+        broken.decoder.model.norm.weight.fill_(math.nan)
+    data = encode(honest)
+    with pytest.raises(CannotCheck, match="not finite"):
+        judge(data, make_claim(LEASE, data), SPEC, broken, reader=reader, control_seed=1)
+
+
+def test_several_leased_versions_accept_the_one_that_was_used(verdict: Judge, honest: RolloutTable) -> None:
+    refs = tuple(PolicyRef(version=version, weights_digest="0" * 64) for version in (0, 1, 2))
+    lease = LEASE.model_copy(update={"policies": refs})
+    assert verdict(honest, lease=lease).code == ACCEPTED
