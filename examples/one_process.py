@@ -36,8 +36,8 @@ from shoal.wire.draw import prompt_seed, sample_seed, uniforms
 from shoal.wire.run import TaskSpec, Tolerances
 
 NUM_PROMPTS, NUM_SAMPLES, MAX_NEW_TOKENS = 16, 16, 6
-SUPERVISED_STEPS, SUPERVISED_RATE, SUPERVISED_BATCH = 45, 1e-3, 64
-LEARNING_RATE, WARMUP_STEPS, CLIP_NORM, BETAS = 5e-4, 5, 1.0, (0.9, 0.99)
+SUPERVISED_STEPS, SUPERVISED_RATE, SUPERVISED_BATCH = 18, 1e-3, 64
+LEARNING_RATE, WARMUP_STEPS, CLIP_NORM, BETAS = 3e-4, 5, 1.0, (0.9, 0.99)
 EPS, DELTA = 0.2, 4.0
 TOLERANCES = Tolerances()
 

@@ -1,5 +1,7 @@
 """The store: bounded, of one run only, the same after a restart, and never a path of a stranger's making."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,21 @@ def test_a_version_never_changes(store: VersionStore, origin: Any, kit: Any, key
     forged = Manifest(run="demo", version=1, files=other.files, created_at_s=2.0)
     with pytest.raises(Rejected, match="a version never changes"):
         store.begin(seal(forged, key))
+
+
+def test_word_of_one_version_from_many_upstreams_at_once(store: VersionStore, origin: Any, kit: Any) -> None:
+    sealed = origin.publish(1, kit.random_files())
+    start = threading.Barrier(8)
+
+    def begin(index: int) -> Any:
+        start.wait(20)
+        store.begin(sealed)
+        return store.get(1)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(begin, range(8)))) == 1
+    fill(store, 1, kit.random_files())
+    assert store.complete() == (1,)
 
 
 @pytest.mark.parametrize("name", ["../escape", "/tmp/escape", "..", "a/b", ".hidden", "v1\x00"])

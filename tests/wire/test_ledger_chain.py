@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from shoal.wire.codes import Rejected
-from shoal.wire.ledger import GENESIS, LedgerEvent, event_hash, verify_chain
+from shoal.wire.keys import Key
+from shoal.wire.ledger import GENESIS, LedgerEvent, LedgerHead, event_hash, verify_chain, verify_ledger
+from shoal.wire.record import seal
 
 
 def chain(length: int) -> list[LedgerEvent]:
@@ -84,3 +86,14 @@ def test_a_rewritten_event_needs_every_later_one_rewritten() -> None:
     events[0] = LedgerEvent(**fields, hash=event_hash(**fields))
     with pytest.raises(Rejected, match="event 2 follows"):
         verify_chain(events)
+
+
+def test_a_signed_head_vouches_for_the_whole_ledger() -> None:
+    key, events = Key.from_seed(bytes(32)), chain(4)
+    head = seal(LedgerHead(run="r", seq=4, hash=events[-1].hash, time_s=1.0), key)
+    assert verify_ledger(events, head, key.public) == 4
+    for other in (events[:3], [], chain(5)):
+        with pytest.raises(Rejected, match="the signed head says 4"):
+            verify_ledger(other, head, key.public)
+    with pytest.raises(Rejected, match=r"request\.bad_signature"):
+        verify_ledger(events, head, Key.generate().public)

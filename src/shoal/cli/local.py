@@ -37,6 +37,7 @@ class LocalRun:
     folder: Path
     resume: bool
     fresh: bool
+    device: str
 
 
 def prepare_folder(run: LocalRun) -> None:
@@ -108,13 +109,14 @@ def role_commands(run: LocalRun, url: str, ports: Sequence[int]) -> list[tuple[s
     """Name and arguments of every role: what an operator would type, one host each."""
     file, keys, local = run.file, run.folder / "coordinator" / "keys", run.file.local
     client = ["--coordinator", url, "--deadline-s", str(local.deadline_s)]
-    threads = ["--threads", str(local.worker_threads)]
+    device = ["--device", run.device]
+    threads = [*device, "--threads", str(local.worker_threads)]
     commands = [
         ("coordinator", ["coordinator", str(run.source), "--port", str(ports[0])]),
         (
             "trainer",
             ["trainer", str(run.source), *client, "--keys", str(keys), "--port", str(ports[1])]
-            + ["--threads", str(local.trainer_threads)],
+            + [*device, "--threads", str(local.trainer_threads)],
         ),
     ]
     for index, port in enumerate(ports[2:]):

@@ -69,6 +69,9 @@ def _add_run(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser.add_argument("file", type=Path, metavar="FILE.toml")
     parser.add_argument("--dir", type=Path, help="where the run's files go (default: out/NAME)")
     parser.add_argument(
+        "--device", default="cpu", help="where trainer, workers and validator compute: cpu, or cuda"
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="check the file and print the numbers it implies"
     )
     how = parser.add_mutually_exclusive_group()
@@ -185,7 +188,14 @@ def _run(options: argparse.Namespace, stop: threading.Event) -> int:
             print(f"  {name:<38} {value}")
         return EXIT_OK
     folder = options.dir or Path("out") / file.run.name
-    run = LocalRun(file=file, source=options.file, folder=folder, resume=options.resume, fresh=options.fresh)
+    run = LocalRun(
+        file=file,
+        source=options.file,
+        folder=folder,
+        resume=options.resume,
+        fresh=options.fresh,
+        device=options.device,
+    )
     return run_local(run, stop, Console(highlight=False))
 
 

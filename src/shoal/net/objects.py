@@ -78,6 +78,12 @@ class Incoming:
         self._file.close()
         self._final.parent.mkdir(exist_ok=True)
         os.replace(self._partial, self._final)
+        # A receipt will promise that we hold it: the name must outlast a power cut, too.
+        folder = os.open(self._final.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
     def discard(self) -> None:
         self._file.close()

@@ -5,6 +5,7 @@ thread.
 """
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -20,8 +21,7 @@ class Bell:
         with self._condition:
             self._condition.notify_all()
             for loop, event in self._listeners:
-                # A loop leaves its listeners behind only when it was closed under them.
-                if not loop.is_closed():
+                with contextlib.suppress(RuntimeError):  # a loop that was closed under its listeners
                     loop.call_soon_threadsafe(event.set)
 
     def silence(self) -> None:

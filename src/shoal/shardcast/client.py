@@ -40,7 +40,8 @@ def fetch_version(
     """The folder of the version, complete and verified: `into/v{version}`.
 
     Give a RelayChoice instead of URLs to remember over several fetches which relays are good. Raises Rejected for
-    a manifest the run key did not sign, DeadlinePassed with every relay's last failing, Stopped.
+    a manifest the run key did not sign, DeadlinePassed with every relay's last failing, Stopped, and OSError when the
+    disk fails.
     """
     body = open_manifest(manifest, run=None, run_key=run_key)
     final, partial = into / f"v{body.version}", into / f"v{body.version}.partial"

@@ -158,10 +158,10 @@ class Mirror:
 
     def _advance(self, version: int, assembly: Assembly) -> bool:
         began_s, before = time.monotonic(), len(assembly.missing())
-        reuse_files(assembly, [self._store.path(other) for other in reversed(self._store.complete())])
         self._choice.update(self._urls.values())
         problem = ""
         try:
+            reuse_files(assembly, [self._store.path(other) for other in reversed(self._store.complete())])
             Download(assembly, self._choice, log=self._log, stop=self._stop).run(TRY_S)
         except Stopped:
             return False

@@ -44,9 +44,10 @@ class VersionStore:
         self.folder, self.run, self.run_key = folder, run, run_key
         self.keep_versions = keep_versions
         self.changed = Bell()
-        # Lock order: the bell's, then this one. So never ring while holding this one.
+        # Lock order: the bell's, then this one, for what waits looks into the store. Never ring while holding it.
         self._lock = threading.Lock()
         self._held: dict[int, Held] = {}
+        self._one_at_a_time = threading.Lock()  # two upstreams may bring word of the same version
         folder.mkdir(parents=True, exist_ok=True)
         self._scan()
         self._evict()
@@ -100,16 +101,16 @@ class VersionStore:
     def begin(self, sealed: Sealed[Manifest]) -> None:
         """Make a version known whose files are still to come. Rejected if it is not this run's, or not the same."""
         manifest = self._check(sealed)
-        standing = self.get(manifest.version)
-        if standing is not None:
-            if standing.sealed.body.files != manifest.files:
+        with self._one_at_a_time:
+            standing = self.get(manifest.version)
+            if standing is None:
+                prepare_folder(self.path(manifest.version), sealed)
+                self._register(self._hold(sealed))
+            elif standing.sealed.body.files != manifest.files:
                 raise Rejected(
                     "request.conflict",
                     f"version {manifest.version} is known with other files; a version never changes",
                 )
-            return
-        prepare_folder(self.path(manifest.version), sealed)
-        self._register(self._hold(sealed))
 
     @contextlib.contextmanager
     def writing(self, version: int) -> Iterator[Assembly]:

@@ -17,8 +17,8 @@ STALL_S = 3.0
 """No byte for this long, over what the server was allowed to wait: it hangs."""
 SHARD_WAIT_S = 2.0
 """How long the server may wait for a shard that is on its way to it, before it says that it is too early."""
-SHARD_DEADLINE_S = 60.0
-"""For one shard in all: bytes that drip are no better than none."""
+ANSWER_DEADLINE_S = 60.0
+"""For one answer in all: bytes that drip are no better than none."""
 MAX_MANIFEST_BYTES = 16 << 20
 
 
@@ -58,7 +58,7 @@ def ask_shard(
     """As many bytes as the shard has, unverified."""
     where = f"{url}/versions/{version}/{shard.name}?wait_s={SHARD_WAIT_S:g}"
     headers = {"Range": f"bytes={shard.start}-{shard.stop - 1}"}
-    late_s = time.monotonic() + SHARD_DEADLINE_S
+    late_s = time.monotonic() + ANSWER_DEADLINE_S
     data = bytearray()
     try:
         with http.stream("GET", where, headers=headers, timeout=_timeout(SHARD_WAIT_S)) as response:
@@ -77,14 +77,17 @@ def ask_shard(
 
 
 def _ask(http: httpx.Client, where: str, wait_s: float) -> bytes:
+    late_s = time.monotonic() + ANSWER_DEADLINE_S
     body = b""
     try:
         with http.stream("GET", where, timeout=_timeout(wait_s)) as response:
             _check_status(response)
             for piece in response.iter_raw():
                 body += piece
-                if len(body) > MAX_MANIFEST_BYTES:
-                    raise Broken(f"a manifest of more than {MAX_MANIFEST_BYTES} bytes")
+                if len(body) > MAX_MANIFEST_BYTES or time.monotonic() > late_s:
+                    raise Broken(
+                        f"a manifest of over {MAX_MANIFEST_BYTES} bytes, or {ANSWER_DEADLINE_S:.0f} s"
+                    )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Broken(f"{type(error).__name__}: {error}") from None
     return body

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from shoal.wire.codes import Rejected
-from shoal.wire.record import Record, Sealable, canonical_json
+from shoal.wire.record import Record, Sealable, Sealed, canonical_json
 
 GENESIS = "0" * 64
 
@@ -61,3 +61,15 @@ def verify_chain(
             )
         prev, seq, count = event.hash, seq + 1, count + 1
     return count, prev
+
+
+def verify_ledger(events: Iterable[LedgerEvent], head: Sealed[LedgerHead], run_key: str) -> int:
+    """How many events, if they are all that `head` vouches for, from the first to the last; else Rejected."""
+    signed = head.open(run_key)
+    count, last = verify_chain(events)
+    if (count, last) != (signed.seq, signed.hash):
+        raise Rejected(
+            "request.conflict",
+            f"{count} events end in {last[:16]}, the signed head says {signed.seq} and {signed.hash[:16]}",
+        )
+    return count

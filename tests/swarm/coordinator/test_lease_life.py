@@ -158,11 +158,11 @@ def test_another_nodes_lease_is_out_of_reach(swarm: SmallSwarm) -> None:
     assert owner.status(lease).state == "uploading"
 
 
-@pytest.mark.parametrize("lease_id", ["0" * 32, "nonsense", "..%2f..%2fetc", "A" * 32])
-def test_a_lease_that_never_was(swarm: SmallSwarm, lease_id: str) -> None:
+def test_a_lease_that_never_was(swarm: SmallSwarm) -> None:
     node = swarm.node()
-    refused = refusal(node.client.call, "GET", f"/v1/leases/{lease_id}", None, LeaseStatus)
-    assert refused.code == "request.not_found"
+    for lease_id in ("0" * 32, "nonsense", "..%2f..%2fetc", "A" * 32):
+        refused = refusal(node.client.call, "GET", f"/v1/leases/{lease_id}", None, LeaseStatus)
+        assert refused.code == "request.not_found"
 
 
 def test_a_second_session_fences_off_the_first(swarm: SmallSwarm) -> None:

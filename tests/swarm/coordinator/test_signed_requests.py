@@ -4,8 +4,6 @@ import json
 import time
 from collections.abc import Mapping
 
-import httpx
-import pytest
 from small_swarm import Node, SmallSwarm, at_once, manifest, refusal
 from sqlalchemy import func, select
 
@@ -71,15 +69,16 @@ def test_a_request_counts_once_for_as_long_as_its_signature_lives(swarm: SmallSw
         assert db.execute(select(func.count()).select_from(nonces)).scalar_one() == 0
 
 
-@pytest.mark.parametrize("parameter", ["created", "expires", "nonce", "keyid", "alg", "tag"])
-def test_no_parameter_may_be_missing(swarm: SmallSwarm, parameter: str) -> None:
+def test_no_parameter_may_be_missing(swarm: SmallSwarm) -> None:
     """(a) Theirs took a request without a time stamp for ever."""
     node = swarm.node()
     body = beat_body(node)
     headers = headers_for(swarm, node, body)
     parts = headers["Signature-Input"].split(";")
-    headers["Signature-Input"] = ";".join(part for part in parts if not part.startswith(f"{parameter}="))
-    assert post(swarm, body, headers) == "request.bad_signature"
+    for name in ("created", "expires", "nonce", "keyid", "alg", "tag"):
+        less = ";".join(part for part in parts if not part.startswith(f"{name}="))
+        assert less != headers["Signature-Input"]
+        assert post(swarm, body, headers | {"Signature-Input": less}) == "request.bad_signature"
 
 
 def test_the_query_and_the_nonce_of_a_get_are_signed(swarm: SmallSwarm) -> None:
@@ -141,28 +140,23 @@ def test_no_other_signature_counts_as_a_request(swarm: SmallSwarm) -> None:
     assert post(swarm, body, headers | {"Signature": f"sig1=:{sealed.signature}:"}) == "request.bad_signature"
 
 
-@pytest.mark.parametrize("sha256", ["../../etc/passwd", "A" * 64, "0" * 63, "0" * 65, "\x00" * 64, ""])
-def test_a_digest_is_hex_before_it_is_anything(swarm: SmallSwarm, sha256: str) -> None:
+def test_a_digest_is_hex_before_it_is_anything(swarm: SmallSwarm) -> None:
     """(g) Theirs made a path of whatever stood there. (Names of uploads are ours: see test_object_uploads.)"""
     swarm.start()
     node = swarm.node()
     path = f"/v1/leases/{node.lease().lease_id}/upload"
-    body = json.dumps({"epoch": node.epoch, "num_bytes": 5, "sha256": sha256}).encode()
-    assert post(swarm, body, headers_for(swarm, node, body, path=path), path) == "request.malformed"
+    for sha256 in ("../../etc/passwd", "A" * 64, "0" * 63, "0" * 65, "\x00" * 64, ""):
+        body = json.dumps({"epoch": node.epoch, "num_bytes": 5, "sha256": sha256}).encode()
+        assert post(swarm, body, headers_for(swarm, node, body, path=path), path) == "request.malformed"
 
 
-@pytest.mark.parametrize("threads", [2, 8])
-def test_two_at_once_with_one_nonce_one_wins(swarm: SmallSwarm, threads: int) -> None:
+def test_two_at_once_with_one_nonce_one_wins(swarm: SmallSwarm) -> None:
     node = swarm.node()
     body = beat_body(node)
-    headers = headers_for(swarm, node, body)
-
-    def send() -> str:
-        with httpx.Client(base_url=swarm.url) as http:
-            response = http.post(BEAT, content=body, headers=headers)
-        return "ok" if response.is_success else Problem.parse(response.content).code
-
-    assert sorted(at_once(send, threads)) == ["ok"] + ["request.replayed"] * (threads - 1)
+    for threads in (2, 2, 2, 8):
+        headers = headers_for(swarm, node, body)
+        outcomes = at_once(lambda headers=headers: post(swarm, body, headers), threads)
+        assert sorted(outcomes) == ["ok"] + ["request.replayed"] * (threads - 1)
 
 
 def test_a_refused_request_is_spent_too(swarm: SmallSwarm) -> None:
@@ -196,13 +190,13 @@ def test_a_header_stands_there_once(swarm: SmallSwarm) -> None:
         assert Problem.parse(twice.content).code == "request.bad_signature"
 
 
-@pytest.mark.parametrize("offset_s", [-400, 400])
-def test_a_clock_far_off_is_told_the_time(swarm: SmallSwarm, offset_s: int) -> None:
+def test_a_clock_far_off_is_told_the_time(swarm: SmallSwarm) -> None:
     node = swarm.node()
     body = beat_body(node)
     target = Target(method="POST", authority=swarm.authority, path=BEAT)
-    headers = sign_request(node.client.key, target, body, now_s=time.time() + offset_s)
-    assert post(swarm, body, headers) == "request.expired"
+    for offset_s in (-400, 400):
+        headers = sign_request(node.client.key, target, body, now_s=time.time() + offset_s)
+        assert post(swarm, body, headers) == "request.expired"
 
 
 def test_a_body_is_capped_before_it_is_looked_at(swarm: SmallSwarm) -> None:

@@ -109,7 +109,7 @@ def generate(lease: Lease, policy: Policy, *, temperature: float | None = None) 
         )
         cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
         drawn_B = torch.searchsorted(
-            cumulative_BV, torch.from_numpy(uniform_RT[:, step : step + 1]), right=True
+            cumulative_BV, torch.from_numpy(uniform_RT[:, step : step + 1].copy()), right=True
         ).clamp(max=decoder.shape.vocab_size - 1)[:, 0]
         for index, row in enumerate(rows):
             if row.tokens and row.tokens[-1] in tokenizer.end_tokens:

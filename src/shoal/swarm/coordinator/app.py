@@ -36,7 +36,7 @@ _NUMBER = re.compile(r"[0-9]{1,15}")
 
 def make_app(coordinator: Coordinator, *, authorities: frozenset[str] | None = None) -> FastAPI:
     """`authorities` are the HOST:PORT names that a signed request may be for; None takes any."""
-    app = FastAPI(title="Shoal coordinator", openapi_url=None, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Shoal coordinator", openapi_url=None, redirect_slashes=False)
     for route in SIGNED_ROUTES:
         app.add_route(route.path, _signed(coordinator, route, authorities), methods=[route.method])
     app.add_route("/v1/objects/{name}", _receive_object(coordinator), methods=["PUT"])
@@ -221,7 +221,8 @@ def _answer_errors(app: FastAPI, coordinator: Coordinator) -> None:
     @app.exception_handler(Exception)
     async def fail(request: Request, error: Exception) -> Response:
         # The traceback goes to the server's own log; a stranger gets no more than that it failed.
+        first_line = str(error).partition("\n")[0]
         coordinator.log.error(
-            f"{request.method} {request.url.path[:200]} failed: {type(error).__name__}: {error}"
+            f"{request.method} {request.url.path[:200]} failed: {type(error).__name__}: {first_line}"
         )
         return problem("request.failed", "an error on our side; it is logged")

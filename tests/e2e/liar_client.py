@@ -1,0 +1,167 @@
+"""A contributor's own client, made of the worker's parts, that a test can make say anything at any point."""
+
+import hashlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shoal.net.client import Refused, SignedClient
+from shoal.rollout.policies import PolicyShelf
+from shoal.rollout.session import Session, join
+from shoal.rollout.state import State
+from shoal.rollout.submission import generate, make_requests, make_table
+from shoal.rollout.torch_engine import TorchEngine
+from shoal.telemetry import Log
+from shoal.wire.lease import Lease, Receipt
+from shoal.wire.messages import AskUpload, LeaseStatus, Submit, Upload
+from shoal.wire.record import Sealed
+from shoal.wire.rollouts import FORMAT, SCHEMA, Rollout, RolloutTable
+
+WAIT_S = 90.0
+"""Far more than anything takes: only a hang reaches it."""
+ENDLESS = 64 << 20
+"""Bytes after which a stream that nobody cut counts as endless. Kernel buffers hold a few of them."""
+
+
+class Liar:
+    """A node of its own: enrolled, in session, able to do honest work. What it sends is up to the test."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        log, stop = Log("liar"), threading.Event()
+        state = State(folder)
+        self.client = SignedClient(url, state.key, log=log, stop=stop)
+        self.node = state.key.public
+        terms = join(self.client, state, deadline_s=WAIT_S, log=log)
+        self.epoch, self.authority = terms.epoch, url.removeprefix("http://")
+        self.session = Session(self.client, terms, deadline_s=WAIT_S, log=log)
+        self._shelf = PolicyShelf(state.versions, self.session, keep_versions=4, stop=stop, log=log)
+        self._engine = TorchEngine(
+            compute_dtype=terms.info.spec.compute_dtype, proof=terms.info.spec.proof, max_rows=64
+        )
+
+    # -- as an honest worker would ----------------------------------------------------------------------------
+
+    def work(self, lease: Lease) -> RolloutTable:
+        version = self._shelf.load_for(lease, self._engine)
+        requests = make_requests(lease, self._engine.tokenizer)
+        return make_table(lease, version, generate(self._engine, requests, lambda done, rows: None))
+
+    def deliver(self, lease: Lease, data: bytes, version: int | None = None) -> Receipt:
+        newest = lease.policies[-1].version
+        return self.session.deliver(lease, data, policy_version=newest if version is None else version)
+
+    def verdict_on(self, lease: Lease) -> LeaseStatus:
+        """What became of a submission, once a validator has looked at it."""
+        give_up_s = time.monotonic() + WAIT_S
+        while time.monotonic() < give_up_s:
+            status = self.session.ask_status(lease.lease_id)
+            if status is not None and status.code is not None:
+                return status
+            time.sleep(0.1)
+        raise AssertionError(f"no verdict on lease {lease.lease_id} within {WAIT_S:.0f} s")
+
+    # -- one request at a time --------------------------------------------------------------------------------
+
+    def ask_upload(self, lease_id: str, num_bytes: int, sha256: str) -> Upload:
+        ask = AskUpload(epoch=self.epoch, num_bytes=num_bytes, sha256=sha256)
+        return self.client.call("POST", f"/v1/leases/{lease_id}/upload", ask, Upload)
+
+    def submit(self, lease_id: str, data: bytes, version: int) -> Sealed[Receipt]:
+        ask = Submit(epoch=self.epoch, num_bytes=len(data), sha256=sha256_of(data), policy_version=version)
+        return self.client.call("POST", f"/v1/leases/{lease_id}/submit", ask, Sealed[Receipt])
+
+    def close(self) -> None:
+        self.client.close()
+
+
+def sha256_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def refusal(call: Callable[..., Any], *arguments: Any) -> str:
+    """The code of the refusal that a call must end in."""
+    try:
+        answer = call(*arguments)
+    except Refused as refused:
+        return refused.code
+    raise AssertionError(f"not refused, but answered {answer!r}")
+
+
+# -- files that no worker of ours would write ------------------------------------------------------------------
+
+
+def write_parquet(
+    columns: dict[str, Any], *, lease_id: str, version: int, compression: str = "zstd", dictionary: bool = False
+) -> bytes:
+    """The columns as they are, in the order they are, under a footer that names the lease."""
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(
+        sink, SCHEMA, compression=compression, use_dictionary=dictionary, store_schema=False
+    ) as writer:
+        writer.write_table(pa.Table.from_pydict(columns, schema=SCHEMA))
+        writer.add_key_value_metadata(
+            {"shoal.format": FORMAT, "shoal.lease_id": lease_id, "shoal.policy_version": str(version)}
+        )
+    return bytes(sink.getvalue())
+
+
+def columns_of(rows: tuple[Rollout, ...]) -> dict[str, list[Any]]:
+    return {name: [getattr(row, name) for row in rows] for name in SCHEMA.names}
+
+
+def bomb(lease: Lease, count: int, *, dictionary: bool) -> bytes:
+    """One row whose answer is `count` zeros: a few kilobytes at most, hundreds of megabytes once decoded."""
+    zeros = pa.ListArray.from_arrays(
+        pa.array([0, count], pa.int32()), pa.array([0]).cast(pa.int32()).take(pa.nulls(0, pa.int32()))
+    ) if count == 0 else pa.ListArray.from_arrays(
+        pa.array([0, count], pa.int32()), pa.repeat(pa.scalar(0, pa.int32()), count)
+    )
+    columns: dict[str, Any] = {
+        "prompt_index": [0],
+        "sample_index": [0],
+        "prompt_tokens": [[1]],
+        "output_tokens": zeros.cast(SCHEMA.field("output_tokens").type),
+        "logprobs": [[-1.0]],
+        "finish": [0],
+        "proof": [b""],
+    }
+    return write_parquet(
+        columns, lease_id=lease.lease_id, version=lease.policies[-1].version, dictionary=dictionary
+    )
+
+
+# -- bytes on a socket ------------------------------------------------------------------------------------------
+
+
+def stream_forever(authority: str, head: str, chunk: bytes) -> tuple[str, int]:
+    """Send a request whose body does not end. The status line of the answer, and how many bytes went before the cut."""
+    host, port = authority.rsplit(":", 1)
+    sent = 0
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as raw:
+        raw.sendall(head.encode())
+        try:
+            while sent < ENDLESS:
+                raw.sendall(chunk)
+                sent += len(chunk)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        return _first_line(raw), sent
+
+
+def _first_line(raw: socket.socket) -> str:
+    try:
+        return raw.recv(4096).split(b"\r\n", 1)[0].decode("latin-1")
+    except ConnectionResetError:
+        return ""  # cut so fast that the answer was lost with the connection
+
+
+def chunks(size: int, count: int) -> Iterator[bytes]:
+    for _ in range(count):
+        yield bytes(size)

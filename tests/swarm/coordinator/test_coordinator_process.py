@@ -1,0 +1,250 @@
+"""The coordinator as a process: killed in the middle of work and started again; and the folders it refuses."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+from small_swarm import CONFIG, LOG, RELAY_URL, SPEC, Node, manifest, signed_client, with_signal
+
+from shoal.net.client import Refused, Unreachable
+from shoal.net.deadline import NotYet, Stopped, wait_for
+from shoal.swarm.coordinator.coordinator import DATABASE_FILE, open_coordinator
+from shoal.swarm.coordinator.housekeeping import keep_house, resume
+from shoal.swarm.coordinator.issue import check_upload_limit
+from shoal.swarm.coordinator.ledger import read_ledger
+from shoal.swarm.coordinator.run import alone_in, known_authorities, run_coordinator
+from shoal.wire.keys import Key
+from shoal.wire.lease import Verdict
+from shoal.wire.ledger import LedgerHead, verify_ledger
+from shoal.wire.messages import (
+    Announce,
+    Batch,
+    Claim,
+    HeartbeatReply,
+    LeaseStatus,
+    Recorded,
+    RelayReport,
+    Stats,
+)
+from shoal.wire.record import Sealed, seal
+
+T = TypeVar("T")
+
+CHILD = """
+import signal, sys, threading
+from pathlib import Path
+from shoal.swarm.coordinator.config import CoordinatorConfig
+from shoal.swarm.coordinator.run import run_coordinator
+from shoal.wire.run import RunSpec
+stop = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: stop.set())
+config, spec, dir, port = sys.argv[1:]
+run_coordinator(CoordinatorConfig.parse(config), RunSpec.parse(spec), Path(dir), "127.0.0.1", int(port), stop,
+                lambda url: print(url, flush=True))
+"""
+
+
+class Process:
+    """One coordinator in a process of its own, started again on the same port."""
+
+    def __init__(self, dir: Path) -> None:
+        self.dir, self.url, self.port = dir, "", 0
+        self.start()
+
+    def start(self) -> None:
+        spec = SPEC.model_copy(update={"last_version": 99, "max_lag": 9})
+        arguments = [CONFIG.model_dump_json(), spec.model_dump_json(), str(self.dir), str(self.port)]
+        self.child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE, text=True
+        )
+        assert self.child.stdout is not None
+        self.url = self.child.stdout.readline().strip()
+        assert self.url, "the coordinator did not start; its words are above"
+        self.port = int(self.url.rsplit(":", 1)[1])
+
+    def kill(self) -> None:
+        self.child.kill()
+        self.child.communicate()
+
+    def stop(self) -> int:
+        self.child.send_signal(signal.SIGTERM)
+        self.child.communicate(timeout=10)
+        return self.child.returncode
+
+
+class Clients:
+    """Every role at work against a coordinator that comes and goes."""
+
+    def __init__(self, process: Process) -> None:
+        self.url, self.done = process.url, threading.Event()
+        keys = {
+            name: Key.load(process.dir / "keys" / f"{name}.key")
+            for name in ("run", "trainer", "validator", "relay")
+        }
+        self.run_key = keys["run"]
+        self.trainer = signed_client(process.url, keys["trainer"])
+        self.validator = signed_client(process.url, keys["validator"])
+        self.relay = signed_client(process.url, keys["relay"])
+        self.receipts: list[int] = []
+
+    def persist(self, action: Callable[..., T], *arguments: Any) -> T:
+        """As every client must: a coordinator that is away comes back."""
+
+        def attempt() -> T:
+            try:
+                return action(*arguments)
+            except Unreachable as error:
+                raise NotYet(str(error)) from None
+            except Refused as refused:
+                if refused.code != "request.too_early":
+                    raise
+                raise NotYet(str(refused), 0.02) from None
+
+        return wait_for("the coordinator", attempt, deadline_s=60, log=LOG, stop=self.done)
+
+    def announce(self, version: int) -> None:
+        sealed = seal(manifest(version), self.run_key)
+        body = Announce(manifest=sealed, origin_url="http://127.0.0.1:1", report=None)
+        self.persist(self.trainer.call, "POST", "/v1/policies", body, Recorded)
+        told = RelayReport(url=RELAY_URL, versions=())
+        self.persist(self.relay.call, "POST", "/v1/relays", told, HeartbeatReply)
+
+    def batch(self, version: int) -> Batch:
+        return self.persist(self.trainer.call, "GET", f"/v1/batches/{version}", None, Batch)
+
+    def work(self) -> None:
+        node = Node(self.url, Key.generate())
+        self.persist(node.join)
+        while True:
+            lease = self.persist(node.lease)
+            data = lease.lease_id.encode()
+            self.persist(node.upload, lease, data)
+            self.receipts.append(self.persist(node.submit, lease, data).open(self.run_key.public).seq)
+
+    def judge(self) -> None:
+        while True:
+            claim = self.persist(self.validator.call, "POST", "/v1/checks/claim", None, Claim)
+            verdict = Verdict(
+                lease_id=claim.lease.lease_id,
+                code="accepted",
+                detail="",
+                rewards=with_signal(claim.lease),
+                output_tokens=claim.lease.num_rows,
+            )
+            path = f"/v1/checks/{claim.lease.lease_id}/verdict"
+            self.persist(self.validator.call, "POST", path, verdict, LeaseStatus)
+
+    def close(self) -> None:
+        for client in (self.trainer, self.validator, self.relay):
+            client.close()
+
+
+def test_killed_in_the_middle_and_started_again(tmp_path: Path) -> None:
+    process = Process(tmp_path)
+    clients = Clients(process)
+    clients.announce(0)
+    trained: list[str] = []
+    with ThreadPoolExecutor(3) as pool:
+        loops = [pool.submit(clients.work), pool.submit(clients.work), pool.submit(clients.judge)]
+        for version in range(4):
+            batch = clients.batch(version)
+            process.kill()
+            process.start()
+            # Asked again after the crash, the answer is the same.
+            assert clients.batch(version) == batch
+            trained += [group.group_id for group in batch.groups]
+            clients.announce(version + 1)
+        clients.done.set()
+        # Each went on until it was told to stop: no crash of the coordinator was the end of any of them.
+        assert {type(loop.exception(30)) for loop in loops} == {Stopped}
+    assert len(trained) == len(set(trained)) == 16
+
+    head = Sealed[LedgerHead].parse(httpx.get(f"{process.url}/v1/ledger/head").content)
+    stats = Stats.parse(httpx.get(f"{process.url}/v1/stats").content)
+    assert process.stop() == 0
+    events = read_ledger(tmp_path / DATABASE_FILE)
+    assert verify_ledger(events, head, clients.run_key.public) == stats.ledger_seq
+    # Whatever was answered is on disk: every receipt that a worker holds stands in the ledger.
+    assert {events[seq - 1].type for seq in clients.receipts} == {"submission.received"}
+    tokens = sum(event.body["output_tokens"] for event in events if event.type == "verdict.given")
+    assert sum(node.credit for node in stats.nodes) == tokens
+    clients.close()
+
+
+def test_a_folder_belongs_to_one_run_and_one_key(tmp_path: Path) -> None:
+    open_coordinator(CONFIG, SPEC, tmp_path, log=LOG).close()
+    other = SPEC.model_copy(update={"run": "other"})
+    with pytest.raises(ValueError, match="holds run 'small', not 'other'"):
+        open_coordinator(CONFIG, other, tmp_path, log=LOG)
+    (tmp_path / "keys" / "run.key").rename(tmp_path / "kept.key")
+    with pytest.raises(ValueError, match="put the run's own key back"):
+        open_coordinator(CONFIG, SPEC, tmp_path, log=LOG)
+    (tmp_path / "kept.key").rename(tmp_path / "keys" / "run.key")
+    open_coordinator(CONFIG, SPEC, tmp_path, log=LOG).close()
+    assert len(read_ledger(tmp_path / DATABASE_FILE)) == 1
+
+
+def test_two_coordinators_cannot_share_a_folder(tmp_path: Path) -> None:
+    with alone_in(tmp_path), pytest.raises(ValueError, match="already running"), alone_in(tmp_path):
+        pass
+    with alone_in(tmp_path):
+        pass
+
+
+def test_keys_are_private(tmp_path: Path) -> None:
+    open_coordinator(CONFIG, SPEC, tmp_path, log=LOG).close()
+    keys = sorted((tmp_path / "keys").iterdir())
+    assert [key.name for key in keys] == ["relay.key", "run.key", "trainer.key", "validator.key"]
+    assert {os.stat(key).st_mode & 0o777 for key in keys} == {0o600}
+
+
+def test_a_lease_must_fit_the_upload_limit(tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"max_upload_bytes": 1000})
+    coordinator = open_coordinator(config, SPEC, tmp_path, log=LOG)
+    with pytest.raises(ValueError, match="max_upload_bytes=1000"):
+        check_upload_limit(coordinator)
+    coordinator.close()
+
+
+def test_it_serves_until_it_is_stopped(tmp_path: Path) -> None:
+    stop = threading.Event()
+    seen: list[int] = []
+
+    def look(url: str) -> None:
+        seen.append(httpx.get(f"{url}/healthz").status_code)
+        stop.set()
+
+    run_coordinator(CONFIG, SPEC, tmp_path, "127.0.0.1", 0, stop, look)
+    assert seen == [200]
+
+
+def test_housekeeping_ends_with_the_server(tmp_path: Path) -> None:
+    coordinator = open_coordinator(CONFIG, SPEC, tmp_path, log=LOG)
+    resume(coordinator)
+
+    def check() -> None:
+        raise RuntimeError("the server ended by itself")
+
+    with pytest.raises(RuntimeError, match="by itself"):
+        keep_house(coordinator, threading.Event(), check=check)
+    coordinator.close()
+
+
+def test_the_names_a_coordinator_answers_to() -> None:
+    assert known_authorities("0.0.0.0", 80, ()) is None
+    assert known_authorities("0.0.0.0", 80, ("Swarm.example:443",)) == {
+        "0.0.0.0:80",
+        "127.0.0.1:80",
+        "localhost:80",
+        "[::1]:80",
+        "swarm.example:443",
+    }
+    assert "[::1]:9" in (known_authorities("::1", 9, ()) or ())

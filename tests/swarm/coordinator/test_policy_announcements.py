@@ -1,0 +1,88 @@
+"""Policy versions: in order, under the run's key, each for ever with the weights it was announced with."""
+
+import httpx
+from small_swarm import SmallSwarm, manifest, refusal, report
+
+from shoal.wire.keys import Key
+from shoal.wire.manifest import Manifest
+from shoal.wire.messages import Announce, Info, Origin, Problem, Recorded
+from shoal.wire.record import Sealed, seal
+
+
+def test_a_version_is_announced_and_served(swarm: SmallSwarm) -> None:
+    assert problem(swarm.public.get("/v1/policies/latest")) == "request.not_found"
+    assert problem(swarm.public.get("/v1/origin")) == "request.too_early"
+    recorded = swarm.announce(0)
+    assert swarm.ledger()[recorded.seq - 1].type == "policy.published"
+    swarm.announce(1)
+    for path, version in (("latest", 1), ("0", 0), ("1", 1)):
+        sealed = Sealed[Manifest].parse(swarm.public.get(f"/v1/policies/{path}").content)
+        assert sealed.open(swarm.run_key.public).version == version
+    assert problem(swarm.public.get("/v1/policies/2")) == "request.not_found"
+    assert problem(swarm.public.get("/v1/policies/-1")) == "request.not_found"
+    assert Origin.parse(swarm.public.get("/v1/origin").content).url == "http://127.0.0.1:9998"
+    assert Info.parse(swarm.public.get("/v1/info").content).newest_version == 1
+    assert swarm.stats().bytes_published == 2000
+    assert [step.version for step in swarm.history().steps] == [1]
+
+
+def test_announcing_again_is_harmless_and_other_weights_are_refused(swarm: SmallSwarm) -> None:
+    first = swarm.announce(0)
+    swarm.announce(1)
+    assert swarm.announce(0) == first
+    assert refusal(swarm.announce, 0, weights="f" * 64).code == "request.conflict"
+    swarm.reopen()
+    assert swarm.announce(0) == first
+    assert len(swarm.events("policy.published")) == 2
+
+
+def test_versions_come_in_order_and_end_with_the_last(swarm: SmallSwarm) -> None:
+    assert "0 is next" in refusal(swarm.announce, 1).problem.detail
+    for version in range(5):
+        swarm.announce(version)
+    assert refusal(swarm.announce, 6).code == "request.conflict"
+    assert "4 is the last" in refusal(swarm.announce, 5).problem.detail
+
+
+def test_a_trainer_that_came_back_elsewhere_is_found_there(swarm: SmallSwarm) -> None:
+    swarm.announce(0)
+    body = announcement(seal(manifest(0), swarm.run_key), origin="http://10.0.0.7:1234")
+    swarm.trainer.call("POST", "/v1/policies", body, Recorded)
+    assert Origin.parse(swarm.public.get("/v1/origin").content).url == "http://10.0.0.7:1234"
+
+
+def test_only_manifests_of_this_run_under_its_key(swarm: SmallSwarm) -> None:
+    forged = announcement(seal(manifest(0), Key.generate()))
+    other_run = announcement(seal(manifest(0, run="other"), swarm.run_key))
+    good = seal(manifest(0), swarm.run_key)
+    changed = announcement(good.model_copy(update={"body": manifest(0, weights="e" * 64)}))
+    no_weights = announcement(
+        seal(Manifest(run="small", version=0, files=(), created_at_s=0.0), swarm.run_key)
+    )
+    wrong_report = Announce(manifest=good, origin_url="http://127.0.0.1:1", report=report(3))
+    for body, code in (
+        (forged, "request.bad_signature"),
+        (changed, "request.bad_signature"),
+        (other_run, "request.conflict"),
+        (no_weights, "request.malformed"),
+        (wrong_report, "request.malformed"),
+    ):
+        assert refusal(swarm.trainer.call, "POST", "/v1/policies", body, Recorded).code == code
+    assert swarm.stats().newest_version is None
+
+
+def test_leases_allow_what_is_fresh_enough(swarm: SmallSwarm) -> None:
+    swarm.start()
+    swarm.announce(1)
+    swarm.announce(2)
+    lease = swarm.node().lease()
+    assert [policy.version for policy in lease.policies] == [1, 2]
+    assert [policy.weights_digest for policy in lease.policies] == [f"{1:064x}", f"{2:064x}"]
+
+
+def announcement(sealed: Sealed[Manifest], origin: str = "http://127.0.0.1:9998") -> Announce:
+    return Announce(manifest=sealed, origin_url=origin, report=None)
+
+
+def problem(response: httpx.Response) -> str:
+    return Problem.parse(response.content).code

@@ -1,0 +1,227 @@
+"""A run driven at random, with crashes and a virtual clock, against what must always hold."""
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from small_swarm import CONFIG, LOG, SPEC, manifest, report
+from sqlalchemy import select
+
+from shoal.swarm.coordinator import (
+    batches,
+    checks,
+    issue,
+    leases,
+    nodes,
+    policies,
+    relays,
+    submissions,
+    uploads,
+)
+from shoal.swarm.coordinator.coordinator import DATABASE_FILE, Transaction, newest_version, open_coordinator
+from shoal.swarm.coordinator.housekeeping import resume, tick
+from shoal.swarm.coordinator.ledger import read_ledger
+from shoal.swarm.coordinator.nodes import Standing, Trust, find_node, finding_of, judge
+from shoal.swarm.coordinator.schema import leases as lease_table
+from shoal.swarm.coordinator.schema import nodes as node_table
+from shoal.wire.codes import Rejected
+from shoal.wire.lease import Lease, Verdict
+from shoal.wire.ledger import verify_chain
+from shoal.wire.messages import Announce, AskLease, AskUpload, Enrol, OpenSession, RelayReport, Submit
+from shoal.wire.record import seal
+from shoal.wire.run import PROTOCOL
+
+T = TypeVar("T")
+
+SPEC_LONG = SPEC.model_copy(update={"last_version": 12})
+CONFIG_EVAL = CONFIG.model_copy(
+    update={
+        "eval_prompts": 3,
+        "eval_every": 3,
+        "eval_samples": 2,
+        "leases_per_epoch": 5,
+        "groups_per_step": 3,
+    }
+)
+
+
+class Life:
+    def __init__(self, dir: Path, seed: int) -> None:
+        self.dir, self.rng, self.now_s = dir, random.Random(seed), 1e9
+        self.held: dict[str, list[Lease]] = {f"{index:064x}": [] for index in range(1, 6)}
+        self.claimed: list[Lease] = []
+        self.open()
+        for node in self.held:
+            self.act(
+                node, lambda tx: nodes.enrol(tx, self.coordinator, Enrol(protocol=PROTOCOL, software=""))
+            )
+            self.act(node, lambda tx: nodes.open_session(tx, self.coordinator, OpenSession(software="")))
+        self.announce()
+        self.beat_relay()
+
+    def open(self) -> None:
+        self.coordinator = open_coordinator(
+            CONFIG_EVAL, SPEC_LONG, self.dir, log=LOG, clock=lambda: self.now_s
+        )
+        resume(self.coordinator)
+
+    def act(self, actor: str | None, effect: Callable[[Transaction], T]) -> T | None:
+        """The effect, or None where it is refused."""
+        try:
+            with self.coordinator.transaction(actor) as tx:
+                tx.node = find_node(tx.db, actor) if actor else None
+                if tx.node is not None and tx.node.trust == "banned":
+                    raise Rejected("request.banned", "out")
+                return effect(tx)
+        except Rejected:
+            return None
+
+    # -- what can happen --------------------------------------------------------------------------------
+
+    def announce(self) -> None:
+        with self.coordinator.database.read() as db:
+            newest = newest_version(db)
+        version = 0 if newest is None else newest + 1
+        sealed = seal(manifest(version), self.coordinator.run_key)
+        told = Announce(
+            manifest=sealed, origin_url="http://127.0.0.1:1", report=report(version) if version else None
+        )
+        self.act(None, lambda tx: policies.announce(tx, self.coordinator, told))
+
+    def beat_relay(self) -> None:
+        told = RelayReport(url="http://127.0.0.1:2", versions=())
+        self.act(None, lambda tx: relays.report(tx, self.coordinator, told))
+
+    def ask_lease(self) -> None:
+        node = self.rng.choice(list(self.held))
+        sealed = self.act(node, lambda tx: issue.ask_lease(tx, self.coordinator, AskLease(epoch=1)))
+        if sealed and sealed.body not in self.held[node]:
+            self.held[node].append(sealed.body)
+
+    def deliver(self) -> None:
+        node = self.rng.choice([node for node, held in self.held.items() if held] or [None])
+        if node is None:
+            return
+        lease = self.held[node].pop(0)
+        data = lease.lease_id.encode()
+        store, sha256 = self.coordinator.store, hashlib.sha256(data).hexdigest()
+        ask = AskUpload(epoch=1, num_bytes=len(data), sha256=sha256)
+        upload = self.act(node, lambda tx: uploads.ask_upload(tx, lease.lease_id, ask))
+        if upload is None:
+            return
+        token = upload.path.removeprefix(uploads.PATH)
+        incoming = store.receive(token, sha256, len(data))
+        incoming.write(data)
+        incoming.finish()
+        with self.coordinator.database.read() as db:
+            expected = uploads.expected_under(db, token, self.now_s)
+        uploads.mark_stored(self.coordinator, expected)
+        version = self.rng.choice(lease.policies).version
+        submit = Submit(epoch=1, num_bytes=len(data), sha256=sha256, policy_version=version)
+        self.act(node, lambda tx: submissions.submit(tx, self.coordinator, lease.lease_id, submit))
+
+    def claim(self) -> None:
+        if claim := self.act(None, lambda tx: checks.claim(tx, self.coordinator)):
+            self.claimed.append(claim.lease)
+
+    def judge(self) -> None:
+        if not self.claimed:
+            return
+        lease = self.rng.choice(self.claimed)
+        codes = ["accepted"] * 12 + ["reject.copied", "void.infra"]
+        code = self.rng.choice(codes)
+        good = code == "accepted"
+        verdict = Verdict(
+            lease_id=lease.lease_id,
+            code=code,
+            detail="",
+            rewards=tuple(float(self.rng.random() < 0.5) for _ in range(lease.num_rows)) if good else (),
+            output_tokens=lease.num_rows if good else 0,
+        )
+        self.act("9" * 64, lambda tx: checks.give_verdict(tx, self.coordinator, lease.lease_id, verdict))
+
+    def train(self) -> None:
+        with self.coordinator.database.read() as db:
+            newest = newest_version(db)
+        assert newest is not None
+        if newest == SPEC_LONG.last_version:
+            return
+
+        def take(tx: Transaction) -> Any:
+            return batches.find_batch(tx.db, newest) or batches.form_batch(tx, self.coordinator, newest)
+
+        if self.act(None, take) is not None and self.rng.random() < 0.7:
+            self.announce()
+
+    def pass_time(self) -> None:
+        self.now_s += self.rng.choice([1, 5, 20, 40])
+        self.beat_relay()
+        tick(self.coordinator)
+
+    def crash(self) -> None:
+        self.coordinator.close()
+        self.open()
+
+    def live(self, steps: int) -> None:
+        happenings = [self.ask_lease] * 6 + [self.deliver] * 6 + [self.claim] * 6 + [self.judge] * 8
+        happenings += [self.train] * 4 + [self.pass_time] * 3 + [self.crash]
+        for _ in range(steps):
+            self.rng.choice(happenings)()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_what_must_always_hold(tmp_path: Path, seed: int) -> None:
+    life = Life(tmp_path, seed)
+    life.live(350)
+    events = read_ledger(tmp_path / DATABASE_FILE)
+    verify_chain(events)
+    with life.coordinator.database.read() as db:
+        lease_rows = db.execute(select(lease_table)).all()
+        node_rows = {row.node: row for row in db.execute(select(node_table))}
+    life.coordinator.close()
+    by_type = {
+        type: [event.body for event in events if event.type == type]
+        for type in {event.type for event in events}
+    }
+    verdicts = by_type["verdict.given"]
+
+    # One end per lease, and every end is in the ledger.
+    ends = Counter(body["lease_id"] for body in verdicts + by_type.get("lease.void", []))
+    assert set(ends.values()) == {1}
+    assert set(ends) == {row.lease_id for row in lease_rows if row.state in leases.TERMINAL}
+
+    # Credit is the tokens of accepted work; trust is what the verdicts add up to.
+    for node, row in node_rows.items():
+        own = [body for body in verdicts if body["node"] == node]
+        assert row.credit == sum(body["output_tokens"] for body in own if body["code"] == "accepted")
+        standing = Standing(trust=Trust.PROBATION)
+        for body in own:
+            standing = judge(standing, finding_of(body["code"]), trusted_after=CONFIG_EVAL.trusted_after)
+        assert (row.trust, row.rejected) == (standing.trust.value, standing.rejected)
+
+    # Nothing is leased to a node after its ejection.
+    banned_at = {event.body["node"]: event.seq for event in events if event.type == "node.banned"}
+    for event in events:
+        if event.type == "lease.issued":
+            assert event.seq < banned_at.get(event.body["node"], event.seq + 1)
+
+    # A group is trained on once, and only if its lease was accepted for training, with a version fresh enough.
+    trained = [group for body in by_type.get("batch.formed", []) for group in body["group_ids"]]
+    assert len(trained) == len(set(trained)) > 0
+    accepted = {body["lease_id"] for body in verdicts if body["code"] == "accepted"}
+    purposes = {row.lease_id: row.purpose for row in lease_rows}
+    assert all(group[:32] in accepted and purposes[group[:32]] == "train" for group in trained)
+    versions = {body["lease_id"]: body["policy_version"] for body in by_type["submission.received"]}
+    for body in by_type["batch.formed"]:
+        assert all(
+            0 <= body["version"] - versions[group[:32]] <= SPEC_LONG.max_lag for group in body["group_ids"]
+        )
+
+    # A secret is out only when every lease of its epoch has ended.
+    open_epochs = {row.epoch for row in lease_rows if row.state in leases.OPEN}
+    revealed = {body["epoch"] for body in by_type.get("epoch.revealed", [])}
+    assert not revealed & open_epochs and revealed

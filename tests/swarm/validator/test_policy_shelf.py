@@ -1,0 +1,76 @@
+"""Versions are fetched once, swapped in place, and never believed without their digest."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from honest_work import make_lease, make_spec
+from loopback import LOG, Swarm, origin_of
+
+from shoal.model.decoder import Decoder
+from shoal.model.load import load_decoder
+from shoal.swarm.validator.policies import PolicyShelf
+from shoal.swarm.validator.recompute import CannotCheck
+from shoal.wire.keys import Key
+from shoal.wire.lease import Lease, PolicyRef
+
+
+@pytest.fixture
+def origin(swarm: Swarm) -> Iterator[str]:
+    with origin_of(swarm) as url:
+        for version in range(3):
+            swarm.publish(version, url)
+        yield url
+
+
+def lease_on(swarm: Swarm, url: str, *, digest: str | None = None) -> Lease:
+    refs = []
+    for version in range(3):
+        held = swarm.store.get(version)
+        assert held is not None
+        refs.append(PolicyRef(version=version, weights_digest=digest or held.sealed.body.weights_digest))
+    return make_lease(make_spec()).model_copy(update={"policies": tuple(refs), "relays": (url,)})
+
+
+def make_shelf(swarm: Swarm, *, run_key: str | None = None) -> PolicyShelf:
+    return PolicyShelf(
+        swarm.dir / "shelf",
+        swarm.client_of(swarm.key("validator")),
+        run_key=run_key or swarm.key("run").public,
+        load=load_decoder,
+        max_loaded=2,
+        fetch_s=5.0,
+        log=LOG,
+    )
+
+
+def same_weights(one: Decoder, other: Decoder) -> bool:
+    ours, theirs = dict(one.named_parameters()), dict(other.named_parameters())
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_the_least_used_version_is_swapped_out_in_place(swarm: Swarm, origin: str) -> None:
+    shelf, lease = make_shelf(swarm), lease_on(swarm, origin)
+    zero, one = shelf.get(0, lease), shelf.get(1, lease)
+    assert shelf.get(0, lease) is zero, "what is loaded is at hand"
+    two = shelf.get(2, lease)
+    assert two.decoder is one.decoder, "version 1 was used least"
+    assert same_weights(two.decoder, load_decoder(swarm.store.path(2))), "a swap equals a fresh load"
+    assert same_weights(zero.decoder, load_decoder(swarm.store.path(0)))
+    assert same_weights(shelf.get(1, lease).decoder, load_decoder(swarm.store.path(1)))
+    assert two.tokenizer is zero.tokenizer
+
+
+def test_other_weights_than_leased_are_not_used(swarm: Swarm, origin: str) -> None:
+    with pytest.raises(CannotCheck, match="names other weights"):
+        make_shelf(swarm).get(0, lease_on(swarm, origin, digest="1" * 64))
+
+
+def test_a_manifest_of_another_run_key_is_not_used(swarm: Swarm, origin: str) -> None:
+    with pytest.raises(CannotCheck, match="cannot be had"):
+        make_shelf(swarm, run_key=Key.generate().public).get(0, lease_on(swarm, origin))
+
+
+def test_a_version_that_was_never_published_cannot_be_had(swarm: Swarm, origin: str) -> None:
+    with pytest.raises(CannotCheck, match="policy version 3 cannot be had"):
+        make_shelf(swarm).get(3, lease_on(swarm, origin))

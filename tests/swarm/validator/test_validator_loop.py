@@ -1,0 +1,76 @@
+"""The validator's loop against a real coordinator, a real origin and real submissions, all on loopback."""
+
+import threading
+from pathlib import Path
+
+import pytest
+from honest_work import make_table
+from loopback import Swarm, in_thread, origin_of
+
+from shoal.net.client import Refused
+from shoal.swarm.validator.loop import Ended, run_validator
+from shoal.swarm.validator.poison import Poison
+from shoal.wire.codes import ACCEPTED
+from shoal.wire.rollouts import encode
+
+
+def test_honest_work_is_accepted_and_lies_are_refused(swarm: Swarm) -> None:
+    with origin_of(swarm) as url:
+        policy = swarm.publish(0, url)
+        swarm.report_relay(url, 0)
+        swarm.join()
+        with in_thread(lambda stop: run_validator(swarm.config(), stop=stop)) as ended:
+            honest = swarm.lease()
+            data = encode(make_table(honest, policy))
+            swarm.submit(honest, data)
+            status = swarm.verdict_on(honest)
+            assert status.code == ACCEPTED, status.detail
+            assert status.credit > 0
+
+            replayed = swarm.lease()
+            swarm.submit(replayed, data)
+            assert swarm.verdict_on(replayed).code == "reject.replayed"
+
+            bomb = swarm.lease()
+            swarm.submit(bomb, b"PAR1" * 100)
+            with pytest.raises(Refused, match=r"ejected: .*reject.malformed_file"):  # its second refusal
+                swarm.verdict_on(bomb)
+        assert ended.result() is Ended.STOPPED
+        assert (swarm.dir / "validator" / "policies" / "v0" / "model.safetensors").exists()
+
+
+def test_weights_that_cannot_be_had_are_nobodys_fault(swarm: Swarm) -> None:
+    policy = swarm.publish(0, "http://127.0.0.1:9")
+    swarm.report_relay("http://127.0.0.1:9", 0)  # nobody listens there
+    swarm.join()
+    with in_thread(lambda stop: run_validator(swarm.config(fetch_s=0.3), stop=stop)):
+        lease = swarm.lease()
+        swarm.submit(lease, encode(make_table(lease, policy)))
+        status = swarm.verdict_on(lease)
+        assert status.code == "void.infra"
+        assert "policy version 0 cannot be had" in (status.detail or "")
+
+
+def test_a_finished_run_needs_no_validator(swarm: Swarm) -> None:
+    for version in range(4):
+        swarm.publish(version, "http://127.0.0.1:9")
+    assert run_validator(swarm.config(), stop=threading.Event()) is Ended.FINISHED
+
+
+def test_the_wrong_key_or_run_is_said_at_once(swarm: Swarm) -> None:
+    with pytest.raises(Refused, match="relay key"):
+        run_validator(swarm.config(key=swarm.dir / "keys" / "relay.key"), stop=threading.Event())
+    with pytest.raises(ValueError, match="runs under key"):
+        run_validator(swarm.config(run_key="0" * 64), stop=threading.Event())
+
+
+def test_a_submission_that_takes_the_validator_down_is_not_tried_for_ever(tmp_path: Path) -> None:
+    path, lease_id = tmp_path / "checking.json", "a" * 32
+    for _ in range(2):
+        assert Poison(path).begin(lease_id), "a crash may have had another cause"
+    assert not Poison(path).begin(lease_id)
+    survivor = Poison(path)
+    survivor.end(lease_id)
+    assert Poison(path).begin(lease_id)
+    path.write_text('{"a')
+    assert Poison(path).begin(lease_id), "a torn file is no reason to stop"
