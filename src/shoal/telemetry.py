@@ -54,10 +54,19 @@ class Metrics:
         self._file.close()
 
 
+def plain(words: str) -> str:
+    """The words as they may stand in a log or on a terminal: control characters spelled out.
+
+    Strangers' words get there. A newline in one must not start a line of its own, an escape must not steer a terminal.
+    """
+    if words.isprintable():
+        return words
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+
+
 def _line(role: str, message: str, values: dict[str, object]) -> str:
-    # Strangers' words reach log lines: a newline in one must not start a line of its own.
     pairs = " ".join(f"{key}={_show(value)}" for key, value in values.items())
-    return f"{role:<11} {message}  {pairs}".rstrip().replace("\n", "\\n").replace("\r", "\\r")
+    return plain(f"{role:<11} {message}  {pairs}".rstrip())
 
 
 def _show(value: object) -> str:

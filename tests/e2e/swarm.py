@@ -1,7 +1,10 @@
-"""A whole run as real processes on loopback, for tests that break it: `shoal run` on a small run file."""
+"""Real processes on loopback, for tests that break them: a whole `shoal run` on a small run file, or one role."""
 
+import contextlib
 import json
 import os
+import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -48,6 +51,9 @@ deadline_s = {deadline_s}
 """
 
 
+SHOAL = [sys.executable, "-m", "shoal.cli"]
+
+
 class Swarm:
     """One `shoal run`. Use as a context manager: whatever happens, its processes are gone afterwards."""
 
@@ -60,36 +66,36 @@ class Swarm:
         workers: int = 2,
         lies: list[str] | None = None,
         deadline_s: float = 120.0,
+        settings: dict[str, object] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder / "run"
         self.file = folder / "e2e.toml"
         self.output_path = folder / "output.txt"
-        self.file.write_text(
-            RUN_FILE.format(
-                last_version=last_version,
-                relays=relays,
-                workers=workers,
-                lies=json.dumps(lies or []),
-                deadline_s=deadline_s,
-            )
+        text = RUN_FILE.format(
+            last_version=last_version,
+            relays=relays,
+            workers=workers,
+            lies=json.dumps(lies or []),
+            deadline_s=deadline_s,
         )
+        self.file.write_text(change(text, settings or {}))
         self.process: subprocess.Popen[bytes] | None = None
+        self._mark = f"SHOAL_E2E={secrets.token_hex(16)}"
+        self._output_before = 0
 
     def start(self, *options: str) -> "Swarm":
-        command = [
-            sys.executable,
-            "-m",
-            "shoal.cli",
-            "run",
-            str(self.file),
-            "--dir",
-            str(self.folder),
-            *options,
-        ]
+        """Begin, or go on with "--resume"."""
+        name, value = self._mark.split("=")
         with self.output_path.open("ab") as output:
+            self._output_before = output.tell()
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                [*SHOAL, "run", str(self.file), "--dir", str(self.folder), *options],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=os.environ | {name: value},
             )
         return self
 
@@ -105,12 +111,16 @@ class Swarm:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     # -- looking ------------------------------------------------------------------------------------------
 
     @property
     def output(self) -> str:
-        return self.output_path.read_text(errors="replace")
+        """What `shoal run` has said since it was last started."""
+        return self.output_path.read_bytes()[self._output_before :].decode(errors="replace")
 
     def log(self, name: str) -> str:
         path = self.folder / "logs" / f"{name}.log"
@@ -132,6 +142,11 @@ class Swarm:
         path = self.folder / "pids.json"
         return dict(json.loads(path.read_text())) if path.exists() else {}
 
+    def processes(self) -> set[int]:
+        """Every process of this run that lives, found by what all of them inherit, and their children."""
+        own = {pid for pid in all_pids() if self._mark.encode() in environment_of(pid)}
+        return {pid for pid in own | children_of(own) if is_alive(pid)}
+
     def stats(self) -> Stats | None:
         try:
             return Stats.parse(httpx.get(f"{self.url}/v1/stats", timeout=5.0).content)
@@ -141,7 +156,9 @@ class Swarm:
     def ledger(self) -> list[LedgerEvent]:
         return list(read_ledger(self.url))
 
-    def wait_for(self, what: str, look: Callable[[], Any], *, deadline_s: float = 120.0) -> Any:
+    def wait_for(
+        self, what: str, look: Callable[[], Any], *, deadline_s: float = 120.0, pause_s: float = 0.1
+    ) -> Any:
         """Until `look` returns something true."""
         give_up_s = time.monotonic() + deadline_s
         while time.monotonic() < give_up_s:
@@ -151,7 +168,7 @@ class Swarm:
                 raise AssertionError(
                     f"the run ended with {self.process.returncode} while waiting for {what}:\n{self.output[-4000:]}"
                 )
-            time.sleep(0.1)
+            time.sleep(pause_s)
         raise AssertionError(f"waited {deadline_s:.0f} s for {what}:\n{self.output[-4000:]}")
 
     def wait_for_version(self, version: int, deadline_s: float = 120.0) -> Stats:
@@ -183,6 +200,79 @@ class Swarm:
         os.kill(pid, signal.SIGKILL)
         return pid
 
+    def kill_when(self, role: str, what: str, look: Callable[[], Any]) -> None:
+        """kill -9 at the very moment that `look` sees something."""
+        self.wait_for(what, look, pause_s=0.001)
+        self.kill(role)
+
+    def wait_until_back(self, role: str, killed: int) -> None:
+        """Until the supervisor has started a role again."""
+        self.wait_for(f"{role} to be started again", lambda: self.pids().get(role, killed) != killed)
+
+    def signal(self, number: signal.Signals = signal.SIGINT) -> None:
+        """To `shoal run` itself."""
+        assert self.process is not None
+        self.process.send_signal(number)
+
+
+class Role:
+    """One role, started by hand as an operator would. Use as a context manager."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.name = arguments[0]
+        self.log_path = folder / f"{self.name}-{secrets.token_hex(4)}.log"
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*SHOAL, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    def __enter__(self) -> "Role":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def wait_for_log(self, words: str, *, deadline_s: float = 60.0) -> None:
+        give_up_s = time.monotonic() + deadline_s
+        while words not in self.log:
+            if time.monotonic() > give_up_s or self.process.poll() is not None:
+                raise AssertionError(f"{self.name} never said {words!r}:\n{self.log[-4000:]}")
+            time.sleep(0.05)
+
+    def wait_until_over(self, deadline_s: float = 60.0) -> int:
+        try:
+            return self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(
+                f"{self.name} was not over after {deadline_s:.0f} s:\n{self.log[-4000:]}"
+            ) from None
+
+
+def shoal(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """One command, to its end."""
+    return subprocess.run(
+        [*SHOAL, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, cwd=cwd
+    )
+
+
+def change(text: str, settings: dict[str, object]) -> str:
+    """A run file with other values for keys that it has."""
+    for key, value in settings.items():
+        text, found = re.subn(rf"(?m)^{key} = .*$", f"{key} = {json.dumps(value)}", text)
+        assert found == 1, f"{key} stands {found} times in the run file"
+    return text
+
 
 def read_ledger(url: str) -> Iterator[LedgerEvent]:
     seq = 1
@@ -195,9 +285,37 @@ def read_ledger(url: str) -> Iterator[LedgerEvent]:
         seq = page[-1]["seq"] + 1
 
 
+def all_pids() -> set[int]:
+    return {int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()}
+
+
+def environment_of(pid: int) -> set[bytes]:
+    """What a process was started with; nothing if it is gone."""
+    try:
+        return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    except OSError:
+        return set()
+
+
+def children_of(parents: set[int]) -> set[int]:
+    """Theirs, their children's, and so on."""
+    parent_of = {pid: parent for pid in all_pids() if (parent := _parent(pid)) is not None}
+    found: set[int] = set()
+    while new := {pid for pid, parent in parent_of.items() if parent in parents | found} - found:
+        found |= new
+    return found
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    except OSError:
+        return None
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:
         return False

@@ -12,7 +12,7 @@ import torch
 
 from shoal import toploc
 from shoal.toploc.proof import proofs_of_points
-from shoal.toploc.segments import batches, top_indices
+from shoal.toploc.segments import batches, top_points
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden.json").read_text())
 
@@ -78,7 +78,7 @@ def test_states_give_the_published_proofs(entry: dict[str, Any]) -> None:
 def test_ties_at_the_last_place_fall_as_published(entry: dict[str, Any]) -> None:
     states = states_of(generated_bits(entry["seed"], entry["tokens"] * entry["hidden"]), entry["hidden"])
     (batch,) = batches([states], segment_tokens=entry["decode_batching_size"])
-    chosen = top_indices(batch, entry["topk"])
+    chosen, _ = top_points(batch, entry["topk"])
     assert [set(line.tolist()) for line in chosen] == [set(line) for line in entry["topk_indices"]]
 
 
@@ -115,3 +115,12 @@ def test_where_the_package_is_silent_we_raise_or_do_better() -> None:
     null = GOLDEN["edge"][0]["hex"]
     with pytest.raises(toploc.ProofError, match="modulus 0"):
         toploc.verify_proofs([bytes.fromhex(null[0])], [states], topk=5, control_seed=1)
+
+
+def test_the_documented_vectors_are_what_the_code_makes() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "wire" / "proof.md").read_text(encoding="utf-8")
+    table, row, coinciding = [block.split("```")[0].strip() for block in page.split("```\n")[3::2]]
+    states = torch.tensor([[float(word) for word in line.split()] for line in table.splitlines()])
+    assert toploc.build_proofs([states], topk=3, segment_tokens=2)[0].hex() == row
+    (proof,) = proofs_of_points(np.array([[0, 65497, 3]]), np.array([[1, 2, 3]], dtype=np.uint16))
+    assert proof.hex() == coinciding

@@ -103,6 +103,8 @@ def test_the_control_seed_moves_the_control_points_only() -> None:
         (torch.zeros(3, 128), "all zero"),
         (torch.tensor([[float("inf")] + [1.0] * 127]), "NaN or infinity"),
         (torch.tensor([[3.4e38] + [1.0] * 127]), "NaN or infinity"),
+        (torch.tensor([[1.0] * 4000 + [float("nan")] + [1.0] * 95]), "NaN or infinity"),
+        (torch.tensor([[1.0] * 20000 + [-float("inf")] + [2.0] * 200]), "NaN or infinity"),
         (torch.ones(3, 128, dtype=torch.int64), "expected \\[tokens, hidden\\] floats"),
         (torch.ones(128), "expected \\[tokens, hidden\\] floats"),
         (torch.ones(1, 100), "100 values, fewer than topk=128"),

@@ -1,5 +1,8 @@
 """`shoal run`: every role of a run file on this machine, as processes that talk over loopback HTTP."""
 
+import contextlib
+import random
+import shlex
 import shutil
 import socket
 import threading
@@ -13,18 +16,30 @@ from rich.console import Console
 
 from shoal.cli.plot import plot_rewards
 from shoal.cli.runfile import RunFile
-from shoal.cli.summary import Outcome, judge_run, print_summary
-from shoal.cli.supervise import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Supervisor, last_words
+from shoal.cli.summary import Outcome, judge_run, print_plainly, print_summary
+from shoal.cli.supervise import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    RunFailed,
+    Supervisor,
+    alone_in,
+    last_words,
+)
 from shoal.cli.view import View, make_view
-from shoal.net.deadline import DeadlinePassed
+from shoal.net.deadline import Stopped
 from shoal.wire.keys import Key
 from shoal.wire.messages import History, Stats
 
 HOST = "127.0.0.1"
 MARKER = "run.toml"
 """A folder that holds this file is a run's folder."""
+PORTS = range(20_000, 30_000)
+"""Below those that systems give to outgoing connections: a role that is started again must find its port free."""
 START_S = 60.0
 POLL_S = 0.5
+ANSWER_S = 3.0
+"""Short, so that Ctrl-C does not wait for a coordinator that hangs."""
 SILENCE_S = 60.0
 
 
@@ -40,8 +55,8 @@ class LocalRun:
     device: str
 
 
-def prepare_folder(run: LocalRun) -> None:
-    """Make the run's folder, or refuse in words."""
+def check_folder(run: LocalRun) -> None:
+    """Refuse, in words, what would lose or mix up somebody's files. Changes nothing."""
     held = run.folder / MARKER
     if run.resume:
         if not held.exists():
@@ -50,38 +65,57 @@ def prepare_folder(run: LocalRun) -> None:
             raise ValueError(
                 f"{run.source} differs from {held}, the file this run began with; put it back, or start anew with --fresh"
             )
-        return
-    if run.folder.exists() and any(run.folder.iterdir()):
+    elif run.folder.exists() and any(run.folder.iterdir()):
+        if not held.exists():
+            raise ValueError(
+                f"{run.folder} holds files, but not a run's, so they are left alone; choose another --dir"
+            )
         if not run.fresh:
             raise ValueError(
                 f"{run.folder} holds an earlier run; continue it with --resume, or delete it and start anew with --fresh"
             )
-        if not held.exists():
-            raise ValueError(
-                f"{run.folder} is not a run's folder, so --fresh will not delete it; choose another --dir"
-            )
-        shutil.rmtree(run.folder)
-    run.folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(run.source, held)
+
+
+def prepare_folder(run: LocalRun) -> None:
+    """Empty the folder of a fresh run, and note down which file the run began with."""
+    if run.resume:
+        return
+    # The folder itself stays: we hold it.
+    for path in run.folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    shutil.copyfile(run.source, run.folder / MARKER)
 
 
 def run_local(run: LocalRun, stop: threading.Event, console: Console) -> int:
     """Start everything, watch it to its end, stop everything, sum up."""
-    prepare_folder(run)
-    supervisor = Supervisor(run.folder)
+    check_folder(run)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    with alone_in(run.folder, stop) as held:
+        check_folder(run)  # again: it may have been another run's until now
+        prepare_folder(run)
+        return run_held(run, held, stop, console)
+
+
+def run_held(run: LocalRun, held: int, stop: threading.Event, console: Console) -> int:
+    supervisor = Supervisor(run.folder, held)
     view: View | None = None
+    names: dict[str, str] = {}
     try:
-        url = start_roles(run, supervisor)
-        names: dict[str, str] = {}
+        url = start_roles(run, supervisor, stop)
         view = make_view(names, console)
         view.say(f"run {run.file.run.name}: coordinator {url}, files in {run.folder}")
         stats, history = watch(url, supervisor, view, stop, on_poll=lambda: names.update(worker_names(run)))
+    except Stopped:
+        stats = history = None
     finally:
         if view is not None:
             view.close()
         supervisor.stop()
     if stats is None or history is None:
-        console.print(f"stopped; continue with: shoal run {run.source} --resume")
+        print_plainly(console, f"stopped; continue with: {resume_command(run)}")
         return EXIT_INTERRUPTED
     outcome = judge_run(run.file, stats, names)
     plotted = plot_rewards(
@@ -93,13 +127,27 @@ def run_local(run: LocalRun, stop: threading.Event, console: Console) -> int:
     return EXIT_OK if outcome is Outcome.GOOD else EXIT_FAILED
 
 
-def start_roles(run: LocalRun, supervisor: Supervisor) -> str:
+def resume_command(run: LocalRun) -> str:
+    """What to type to go on, in full."""
+    words = ["shoal", "run", str(run.source)]
+    if run.folder != default_folder(run.file):
+        words += ["--dir", str(run.folder)]
+    if run.device != "cpu":
+        words += ["--device", run.device]
+    return shlex.join([*words, "--resume"])
+
+
+def default_folder(file: RunFile) -> Path:
+    return Path("out") / file.run.name
+
+
+def start_roles(run: LocalRun, supervisor: Supervisor, stop: threading.Event) -> str:
     """All roles, the coordinator first because its folder holds the keys; returns its URL."""
     ports = free_ports(2 + run.file.local.relays)
     url = f"http://{HOST}:{ports[0]}"
     coordinator, *others = role_commands(run, url, ports)
     supervisor.start(*coordinator)
-    wait_until_up(url, supervisor, run.folder / "coordinator" / "keys")
+    wait_until_up(url, supervisor, run.folder / "coordinator" / "keys", stop)
     for name, arguments in others:
         supervisor.start(name, arguments)
     return url
@@ -121,6 +169,7 @@ def role_commands(run: LocalRun, url: str, ports: Sequence[int]) -> list[tuple[s
     ]
     for index, port in enumerate(ports[2:]):
         relay = ["relay", *client, "--key", str(keys / "relay.key"), "--port", str(port)]
+        relay += ["--keep-versions", str(file.coordinator.keep_versions)]
         commands.append((f"relay-{index + 1}", relay))
     for index in range(local.validators):
         validator = ["validator", *client, "--key", str(keys / "validator.key"), *threads]
@@ -160,7 +209,7 @@ def watch(
     """Show the run until it is finished; (None, None) if somebody stopped it."""
     said = 0
     heard_s = time.monotonic()
-    with httpx.Client(base_url=url, timeout=5.0) as http:
+    with httpx.Client(base_url=url, timeout=ANSWER_S) as http:
         while not stop.wait(POLL_S):
             supervisor.check()
             on_poll()
@@ -168,45 +217,63 @@ def watch(
                 view.say(event)
             said = len(supervisor.events)
             try:
-                stats = Stats.parse(http.get("/v1/stats").content)
+                stats = Stats.parse(_get(http, "/v1/stats"))
+                history = History.parse(_get(http, "/v1/history")) if stats.finished else None
             except httpx.HTTPError as error:
                 if time.monotonic() - heard_s > SILENCE_S:
-                    raise DeadlinePassed(
-                        f"the coordinator at {url} has not answered for {SILENCE_S:.0f} s: {error}"
+                    raise RunFailed(
+                        f"the coordinator at {url} has not answered for {SILENCE_S:.0f} s: {error}; "
+                        f"its log is {supervisor.children['coordinator'].log_path}"
                     ) from None
                 continue
             heard_s = time.monotonic()
             view.show(stats)
-            if stats.finished:
-                return stats, History.parse(http.get("/v1/history").content)
+            if history is not None:
+                return stats, history
+            check_workers(supervisor)
     return None, None
 
 
-def wait_until_up(url: str, supervisor: Supervisor, keys: Path) -> None:
+def _get(http: httpx.Client, path: str) -> bytes:
+    return http.get(path).raise_for_status().content
+
+
+def check_workers(supervisor: Supervisor) -> None:
+    """A run that nobody works for any more would wait until somebody's deadline."""
+    workers = [child for name, child in supervisor.children.items() if name.startswith("worker-")]
+    if all(child.ended is not None for child in workers):
+        words = "; ".join(f"{child.name}: {last_words(child.log_path)}" for child in workers)
+        raise RunFailed(f"every worker has left before the run was finished: {words}")
+
+
+def wait_until_up(url: str, supervisor: Supervisor, keys: Path, stop: threading.Event) -> None:
     """Until the coordinator answers and its keys are written."""
     give_up_s = time.monotonic() + START_S
     while True:
         supervisor.check()
         try:
-            if httpx.get(f"{url}/healthz", timeout=2.0).is_success and (keys / "relay.key").exists():
+            if httpx.get(f"{url}/healthz", timeout=ANSWER_S).is_success and (keys / "relay.key").exists():
                 return
         except httpx.HTTPError:
             pass
         if time.monotonic() > give_up_s:
-            words = last_words(supervisor.children["coordinator"].log_path)
-            raise DeadlinePassed(
-                f"waited {START_S:.0f} s for the coordinator at {url}; its log ends: {words}"
+            log_path = supervisor.children["coordinator"].log_path
+            raise RunFailed(
+                f"waited {START_S:.0f} s for the coordinator at {url}; its log, {log_path}, ends: {last_words(log_path)}"
             )
-        time.sleep(0.1)
+        if stop.wait(0.1):
+            raise Stopped("stopped while waiting for the coordinator")
 
 
 def free_ports(count: int) -> list[int]:
     """Ports that are free now. Held together while choosing, so that they differ."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for sock in sockets:
-            sock.bind((HOST, 0))
-        return [int(sock.getsockname()[1]) for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
+    with contextlib.ExitStack() as held:
+        found: list[int] = []
+        for port in random.sample(PORTS, 500):
+            sock = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                sock.bind((HOST, port))
+                found.append(port)
+            if len(found) == count:
+                return found
+    raise RunFailed(f"{count} ports are needed on {HOST}, {len(found)} were found free; stop what uses them")

@@ -1,16 +1,29 @@
-"""`shoal`: reads the command line and starts one thing. Rooms are imported only when their command is called."""
+"""`shoal`: reads the command line and starts one thing.
+
+Rooms are imported only when their command is called, and nothing slow before signals are in hand: Ctrl-C is clean from
+the first moment.
+"""
 
 import argparse
 import os
+import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from shoal import __version__
-from shoal.cli.supervise import EXIT_DEADLINE, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
-from shoal.net.client import Refused, Unreachable
+from shoal.cli.supervise import (
+    EXIT_DEADLINE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+    GRACE_S,
+    RunFailed,
+)
 from shoal.net.deadline import DeadlinePassed, Stopped
 from shoal.telemetry import start_logging
 from shoal.wire.codes import CODES, Rejected
@@ -18,27 +31,67 @@ from shoal.wire.codes import CODES, Rejected
 FIRST_THINGS = """first things to do:
   shoal run runs/demo.toml          a whole swarm on this machine, learning, with a liar in it
   shoal run FILE.toml --dry-run     check a run file and see the numbers it implies
-  shoal worker --coordinator URL    give this machine's time to somebody's run
+  shoal worker --coordinator URL --dir DIR
+                                    give this machine's time to somebody's run
   shoal ledger verify URL           check that a run's ledger was not rewritten
   shoal explain CODE                what a refusal means and what to do about it
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    start_logging()
     stop = threading.Event()
     _stop_on_signals(stop)
+    options = parse(arguments)
     if getattr(options, "stop_with_stdin", False):
         _stop_on_end_of_input(stop)
+    return act(options, stop)
+
+
+def act(options: argparse.Namespace, stop: threading.Event) -> int:
+    """Do what was asked for; the exit code, with the reason on standard error if it is not 0. docs/cli.md lists them."""
+    from shoal.net.client import Refused, Unreachable
+
+    codes: dict[type[Exception], int] = {
+        ValueError: EXIT_USAGE,
+        OSError: EXIT_USAGE,
+        Rejected: EXIT_USAGE,
+        ModuleNotFoundError: EXIT_USAGE,
+        DeadlinePassed: EXIT_DEADLINE,
+        Unreachable: EXIT_DEADLINE,
+        Refused: EXIT_FAILED,
+        RunFailed: EXIT_FAILED,
+    }
+    start_logging()
     try:
         return int(options.action(options, stop))
-    except (ValueError, OSError, Rejected, RuntimeError) as error:
-        return _fail(error, EXIT_USAGE)
-    except (DeadlinePassed, Unreachable, Refused) as error:
-        return _fail(error, EXIT_DEADLINE)
-    except (Stopped, KeyboardInterrupt):
+    except Stopped:
         return EXIT_INTERRUPTED
+    except tuple(codes) as error:
+        code = next(code for kind, code in codes.items() if isinstance(error, kind))
+        if isinstance(error, Refused) and refused_for_good(error.code):
+            code = EXIT_USAGE
+        print(f"shoal: {in_words(error, waits='deadline_s' in options)}", file=sys.stderr)
+        return code
+
+
+def refused_for_good(code: str) -> bool:
+    """Who one is, and which protocol one speaks, does not change by trying again."""
+    return code in CODES and CODES[code].status in (401, 403, 426)
+
+
+def in_words(error: Exception, *, waits: bool) -> str:
+    """What went wrong and what to do, for a person. `waits`: it is a role, and has a deadline to set."""
+    if isinstance(error, DeadlinePassed) and waits:
+        return (
+            f"{error}. See to that and start this role again: it goes on where it was. "
+            "--deadline-s sets how long it waits"
+        )
+    if isinstance(error, ModuleNotFoundError):
+        return f"this needs the package {error.name}: pip install 'shoal[torch]'"
+    # Our own come with a sentence; the system's have a file and a reason.
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{error.filename}: {error.strerror.lower()}; check the path and who may read and write it"
+    return str(error)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -93,7 +146,7 @@ def _add_trainer(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser.add_argument(
         "--keys", type=Path, required=True, help="folder with run.key and trainer.key, from the coordinator"
     )
-    parser.add_argument("--url", help="how relays reach this origin (default: http://HOST:PORT)")
+    parser.add_argument("--url", type=_url, help="how relays reach this origin (default: http://HOST:PORT)")
     _add_torch_options(parser)
     _add_client_options(parser)
     _add_role_options(parser, port=8701)
@@ -105,11 +158,18 @@ def _add_relay(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser.add_argument("--key", type=Path, required=True, help="relay.key, from the coordinator")
     parser.add_argument(
         "--upstream",
+        type=_url,
         action="append",
         default=[],
         help="origin or relay to mirror (default: the origin the coordinator names)",
     )
-    parser.add_argument("--url", help="how workers reach this relay (default: http://HOST:PORT)")
+    parser.add_argument("--url", type=_url, help="how workers reach this relay (default: http://HOST:PORT)")
+    parser.add_argument(
+        "--keep-versions",
+        type=_at_least_one,
+        default=5,
+        help="newest versions to hold; the run file's coordinator.keep_versions",
+    )
     _add_client_options(parser)
     _add_role_options(parser, port=8702)
     parser.set_defaults(action=_relay)
@@ -117,7 +177,7 @@ def _add_relay(commands: "Commands[argparse.ArgumentParser]") -> None:
 
 def _add_worker(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("worker", help="generate rollouts for a run")
-    parser.add_argument("--max-rows", type=int, default=64, help="rows decoded at once")
+    parser.add_argument("--max-rows", type=_at_least_one, default=64, help="rows decoded at once")
     _add_torch_options(parser)
     parser.add_argument(
         "--lie",
@@ -142,7 +202,7 @@ def _add_ledger(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("ledger", help="audit a run's ledger")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     verify = actions.add_parser("verify", help="recompute every hash and the signed head")
-    verify.add_argument("url", help="the coordinator's URL")
+    verify.add_argument("url", type=_url, help="the coordinator's URL")
     verify.set_defaults(action=_verify_ledger)
 
 
@@ -157,19 +217,61 @@ def _add_role_options(parser: argparse.ArgumentParser, *, port: int | None) -> N
     parser.add_argument("--stop-with-stdin", action="store_true", help="stop when standard input ends")
     if port is not None:
         parser.add_argument("--host", default="127.0.0.1")
-        parser.add_argument("--port", type=int, default=port)
+        parser.add_argument("--port", type=_port, default=port, help="0 takes any free one")
 
 
 def _add_torch_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--threads", type=int, default=0, help="torch threads (default: torch's own choice)")
+    parser.add_argument(
+        "--threads", type=_count, default=0, help="torch threads (default: 0, torch's own choice)"
+    )
     parser.add_argument("--device", default="cpu", help="cpu, or cuda")
 
 
 def _add_client_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--coordinator", required=True, metavar="URL")
+    parser.add_argument("--coordinator", type=_url, required=True, metavar="URL")
     parser.add_argument(
-        "--deadline-s", type=float, default=900.0, help="how long to wait for another role before giving up"
+        "--deadline-s",
+        type=_seconds,
+        default=900.0,
+        help="how long to wait for another role before giving up",
     )
+
+
+# -- values on the command line ---------------------------------------------------------------------------
+
+
+def _url(text: str) -> str:
+    if not re.fullmatch(r"https?://[A-Za-z0-9.\-\[\]:]{1,255}(/[A-Za-z0-9._~/-]{0,255})?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} must look like http://HOST:PORT")
+    return text
+
+
+def _port(text: str) -> int:
+    return _whole(text, 0, 65535)
+
+
+def _count(text: str) -> int:
+    return _whole(text, 0, 1 << 20)
+
+
+def _at_least_one(text: str) -> int:
+    return _whole(text, 1, 1 << 20)
+
+
+def _whole(text: str, least: int, most: int) -> int:
+    if not re.fullmatch(r"[0-9]{1,7}", text) or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from {least} to {most}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
+    return number
 
 
 # -- what the commands do ---------------------------------------------------------------------------------
@@ -178,16 +280,17 @@ def _add_client_options(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, stop: threading.Event) -> int:
     from rich.console import Console
 
-    from shoal.cli.local import LocalRun, run_local
-    from shoal.cli.runfile import derived_numbers, load_run_file
+    from shoal.cli.local import LocalRun, default_folder, run_local
+    from shoal.cli.runfile import check_names, derived_numbers, load_run_file
 
     file = load_run_file(options.file)
     if options.dry_run:
+        check_names(file, options.file)
         print(f"{options.file}: good")
         for name, value in derived_numbers(file).items():
             print(f"  {name:<38} {value}")
         return EXIT_OK
-    folder = options.dir or Path("out") / file.run.name
+    folder = options.dir or default_folder(file)
     run = LocalRun(
         file=file,
         source=options.file,
@@ -230,9 +333,9 @@ def _validator(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def _verify_ledger(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.ledger import verify_ledger
+    from shoal.cli.ledger import audit_ledger
 
-    return verify_ledger(options.url)
+    return audit_ledger(options.url, stop)
 
 
 def _explain(options: argparse.Namespace, stop: threading.Event) -> int:
@@ -264,13 +367,11 @@ def _stop_on_end_of_input(stop: threading.Event) -> None:
         while os.read(0, 1024):
             pass
         stop.set()
+        # Whoever held the other end is gone and cannot make us end. Every role survives an end like this one.
+        time.sleep(GRACE_S)
+        os._exit(EXIT_INTERRUPTED)
 
     threading.Thread(target=follow, name="stdin", daemon=True).start()
-
-
-def _fail(error: Exception, code: int) -> int:
-    print(f"shoal: {error}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

@@ -14,13 +14,15 @@ def coordinator(options: argparse.Namespace, stop: threading.Event) -> int:
 
     file = load_run_file(options.file)
     run_coordinator(file.coordinator, file.spec(), options.dir, options.host, options.port, stop)
-    return EXIT_OK
+    return _left(stop)
 
 
 def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.trainer.loop import TrainerSite, run_trainer
     from shoal.trainer.publisher import Address
 
+    _check_device(options.device)
+    _check_reachable(options)
     file = load_run_file(options.file)
     site = TrainerSite(
         folder=options.dir,
@@ -34,12 +36,14 @@ def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
         deadline_s=options.deadline_s,
     )
     run_trainer(file.trainer, site, stop=stop)
-    return EXIT_OK
+    return _left(stop)
 
 
 def relay(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.shardcast import RelayConfig, run_relay
 
+    _check_reachable(options)
+    key = Key.load(options.key)
     config = RelayConfig(
         folder=options.dir,
         coordinator=options.coordinator,
@@ -47,16 +51,18 @@ def relay(options: argparse.Namespace, stop: threading.Event) -> int:
         host=options.host,
         port=options.port,
         url=options.url,
+        keep_versions=options.keep_versions,
         deadline_s=options.deadline_s,
     )
-    run_relay(config, key=Key.load(options.key), log=Log("relay"), stop=stop)
-    return EXIT_OK
+    run_relay(config, key=key, log=Log("relay"), stop=stop)
+    return _left(stop)
 
 
 def worker(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.rollout.session import Exit
     from shoal.rollout.worker import WorkerConfig, run_worker
 
+    _check_device(options.device)
     config = WorkerConfig(
         coordinator=options.coordinator,
         dir=options.dir,
@@ -73,6 +79,7 @@ def worker(options: argparse.Namespace, stop: threading.Event) -> int:
 def validator(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.swarm.validator.loop import ValidatorConfig, run_validator
 
+    _check_device(options.device)
     config = ValidatorConfig(
         coordinator=options.coordinator,
         key=options.key,
@@ -82,4 +89,30 @@ def validator(options: argparse.Namespace, stop: threading.Event) -> int:
         deadline_s=options.deadline_s,
     )
     run_validator(config, stop=stop)
-    return EXIT_OK
+    return _left(stop)
+
+
+def _left(stop: threading.Event) -> int:
+    """A role that was told to stop has not finished: whoever supervises it may want it back."""
+    return EXIT_INTERRUPTED if stop.is_set() else EXIT_OK
+
+
+def _check_device(name: str) -> None:
+    """Now, and not after minutes of waiting for others."""
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name}: torch knows no such device; use cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"--device {name}: torch {torch.__version__} finds no CUDA device here; use --device cpu"
+        )
+
+
+def _check_reachable(options: argparse.Namespace) -> None:
+    if options.url is None and options.host in ("0.0.0.0", "::"):
+        raise ValueError(
+            f"--host {options.host} is every address of this machine; say with --url by which one others reach it"
+        )

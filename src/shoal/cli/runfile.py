@@ -1,16 +1,17 @@
 """The run file: one TOML file is one run. Unknown keys are refused, nothing is repaired, the numbers it implies are shown."""
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.tasks import make_task
 from shoal.trainer.config import TrainerConfig
 from shoal.wire.record import Record
-from shoal.wire.run import ProofSpec, RunSpec, Sampling, TaskSpec, Tolerances
+from shoal.wire.run import ProofSpec, RunSpec, Sampling, TaskSpec, Tolerances, default_tolerances
 
 
 class RunSection(Record):
@@ -20,11 +21,6 @@ class RunSection(Record):
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     last_version: int = Field(ge=1)
     max_lag: int = Field(default=2, ge=0)
-
-
-class ShardcastSection(Record):
-    shard_bytes: int = Field(default=4_000_000, ge=4096)
-    keep_versions: int = Field(default=5, ge=1)
 
 
 class LocalSection(Record):
@@ -40,8 +36,8 @@ class LocalSection(Record):
     worker_threads: int = Field(default=1, ge=1)
     deadline_s: float = Field(default=900.0, gt=0)
     """How long a role waits for another before it gives up and says for whom."""
-    expect_gain: float = Field(default=0.0, ge=0)
-    """`shoal run` fails unless held-out reward rises by this much."""
+    expect_gain: float | None = Field(default=None, ge=0)
+    """`shoal run` fails unless held-out reward rises by this much; without it, any end is a good one."""
 
 
 class RunFile(Record):
@@ -51,16 +47,33 @@ class RunFile(Record):
     trainer: TrainerConfig
     coordinator: CoordinatorConfig
     proof: ProofSpec = ProofSpec()
-    tolerances: Tolerances = Tolerances()
-    shardcast: ShardcastSection = ShardcastSection()
+    tolerances: Tolerances | None = None
+    """What is not set here is as wire.run.default_tolerances has it for the run's compute_dtype."""
     local: LocalSection = LocalSection()
+
+    @field_validator("task")
+    @classmethod
+    def _task_exists(cls, task: TaskSpec) -> TaskSpec:
+        make_task(task)
+        return task
 
     @model_validator(mode="after")
     def _fits_together(self) -> "RunFile":
-        make_task(self.task)
-        if self.shardcast.keep_versions <= self.run.max_lag:
+        kept, max_lag = self.coordinator.keep_versions, self.run.max_lag
+        if kept <= max_lag:
             raise ValueError(
-                f"shardcast.keep_versions={self.shardcast.keep_versions} must exceed run.max_lag={self.run.max_lag}, or leased versions vanish from the relays"
+                f"coordinator.keep_versions = {kept} must exceed run.max_lag = {max_lag}, or leased versions vanish from "
+                "the relays; raise the one or lower the other"
+            )
+        if self.trainer.keep_versions < kept:
+            raise ValueError(
+                f"trainer.keep_versions = {self.trainer.keep_versions} is below coordinator.keep_versions = {kept}, so a "
+                "relay that comes late could not have them all; raise it"
+            )
+        if self.trainer.row_tokens <= self.sampling.max_new_tokens:
+            raise ValueError(
+                f"trainer.row_tokens = {self.trainer.row_tokens} cannot hold a prompt and sampling.max_new_tokens = "
+                f"{self.sampling.max_new_tokens}; raise it"
             )
         return self
 
@@ -72,10 +85,14 @@ class RunFile(Record):
             compute_dtype=self.run.compute_dtype,
             sampling=self.sampling,
             proof=self.proof,
-            tolerances=self.tolerances,
+            tolerances=self._tolerances(),
             max_lag=self.run.max_lag,
             last_version=self.run.last_version,
         )
+
+    def _tolerances(self) -> Tolerances:
+        named = {} if self.tolerances is None else self.tolerances.model_dump(exclude_unset=True)
+        return default_tolerances(self.run.compute_dtype).model_copy(update=named)
 
 
 def load_run_file(path: Path) -> RunFile:
@@ -85,11 +102,13 @@ def load_run_file(path: Path) -> RunFile:
             table = tomllib.load(file)
     except FileNotFoundError:
         raise ValueError(f"no run file at {path}; the ones that ship are in runs/") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path} is not TOML: {error}") from None
+    except IsADirectoryError:
+        raise ValueError(f"{path} is a folder, not a run file; the ones that ship are in runs/") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}; runs/demo.toml is an example") from None
     try:
-        # TOML has no tuples and JSON's rules for them are the ones we want: lists stand for them.
-        return RunFile.model_validate(table, strict=False)
+        # TOML has no tuples, and JSON's rules are the ones we want: lists stand for them, and "20" is not 20.
+        return RunFile.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
         raise ValueError(
             "\n".join(f"{path}: {_complaint(problem)}" for problem in error.errors(include_url=False))
@@ -97,12 +116,29 @@ def load_run_file(path: Path) -> RunFile:
 
 
 def _complaint(problem: Any) -> str:
-    where = ".".join(str(part) for part in problem["loc"]) or "the file"
+    where = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         return f"{where} is not a key of a run file; docs/run-file.md lists them"
     if problem["type"] == "missing":
-        return f"{where} is missing"
+        return f"{where} is missing; docs/run-file.md says what it is"
+    # Ours name the values themselves, and would otherwise be followed by the whole table.
+    if problem["type"] == "value_error":
+        reason = str(problem["ctx"]["error"])
+        return f"{where}: {reason}" if where else reason
     return f"{where} = {problem['input']!r}: {problem['msg']}"
+
+
+def check_names(file: RunFile, path: Path) -> None:
+    """What only torch-laden rooms know: the names of models and lies. For `--dry-run`; roles check their own."""
+    from shoal.model.builtin import BUILTIN
+    from shoal.rollout.lies import LIES
+
+    model = file.run.model
+    if model not in BUILTIN and not Path(model).is_dir():
+        raise ValueError(f"{path}: run.model = {model!r} is neither a folder nor one of {', '.join(BUILTIN)}")
+    for lie in file.local.lies:
+        if lie not in LIES:
+            raise ValueError(f"{path}: local.lies: no lie is called {lie!r}; known: {', '.join(LIES)}")
 
 
 def derived_numbers(file: RunFile) -> dict[str, str]:
@@ -121,5 +157,9 @@ def derived_numbers(file: RunFile) -> dict[str, str]:
         "proof bytes a rollout, at most": f"{-(-(sampling.max_new_tokens - 1) // file.proof.segment_tokens) * (2 + 2 * file.proof.topk):,}",
         "held-out evaluations": f"{evaluations} of {coordinator.eval_prompts} x {coordinator.eval_samples} = {eval_rollouts:,} rollouts",
         "rollouts in all, at least": f"{rollouts * file.run.last_version + evaluations * eval_rollouts:,}",
-        "processes": f"1 coordinator, 1 trainer, {file.local.relays} relays, {file.local.workers + len(file.local.lies)} workers ({len(file.local.lies)} lying), {file.local.validators} validators",
+        "processes": f"1 coordinator, 1 trainer, {_count(file.local.relays, 'relay')}, {_count(file.local.workers + len(file.local.lies), 'worker')} ({len(file.local.lies)} lying), {_count(file.local.validators, 'validator')}",
     }
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -33,8 +33,8 @@ def judge_run(file: RunFile, stats: Stats, names: Mapping[str, str]) -> Outcome:
             return Outcome.HONEST_EJECTED
     if sum(", lies: " in name for name in names.values()) < len(file.local.lies):
         return Outcome.LIAR_AT_LARGE
-    ends = held_out(stats)
-    if ends is None or ends[1].reward_mean - ends[0].reward_mean < file.local.expect_gain:
+    ends, expected = held_out(stats), file.local.expect_gain
+    if expected is not None and (ends is None or ends[1].reward_mean - ends[0].reward_mean < expected):
         return Outcome.NO_GAIN
     return Outcome.GOOD
 
@@ -55,12 +55,14 @@ def print_summary(
     if ends:
         lines.append(
             f"  held-out reward   {ends[0].reward_mean:.3f} (version {ends[0].version}) -> {ends[1].reward_mean:.3f} (version {ends[1].version})"
-            f", expected a gain of {file.local.expect_gain:.2f}"
+            + _expectation(file)
         )
+    else:
+        lines.append(f"  held-out reward   fewer than two evaluations were completed{_expectation(file)}")
     sent = sum(relay.bytes_sent for relay in stats.relays)
     lines += [
         f"  versions          {(stats.newest_version or 0) + 1} published, {stats.trained_groups} groups trained on in {stats.batches} batches",
-        f"  broadcast         {stats.bytes_published / 1e6:,.1f} MB published, {sent / 1e6:,.1f} MB sent by {len(stats.relays)} relays",
+        f"  broadcast         {stats.bytes_published / 1e6:,.1f} MB published, {sent / 1e6:,.1f} MB sent by relays",
         f"  submissions       {counts['accepted']} accepted, {counts['refused']} refused, {counts['void']} void",
     ]
     for node in stats.nodes:
@@ -75,4 +77,14 @@ def print_summary(
         if plotted
         else "  plot              none: pip install 'shoal[plot]'"
     )
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    print_plainly(console, "\n".join(lines))
+
+
+def print_plainly(console: Console, text: str) -> None:
+    """As it is: paths may hold anything, brackets included."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _expectation(file: RunFile) -> str:
+    expected = file.local.expect_gain
+    return "" if expected is None else f", expected a gain of {expected:.2f}"

@@ -9,6 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from shoal.telemetry import plain
 from shoal.wire.codes import ACCEPTED, in_words
 from shoal.wire.messages import NodeView, Stats
 
@@ -44,7 +45,7 @@ class LineView:
             self.say(headline(stats))
 
     def say(self, sentence: str) -> None:
-        self._console.print(f"{time.strftime('%H:%M:%S')} {sentence}", markup=False, soft_wrap=True)
+        self._console.print(f"{time.strftime('%H:%M:%S')} {plain(sentence)}", markup=False, soft_wrap=True)
 
     def close(self) -> None:
         pass
@@ -62,7 +63,7 @@ class LiveView:
     def show(self, stats: Stats) -> None:
         for sentence in self._news.of(stats):
             self.say(sentence)
-        # Text, never markup: a node's words are shown as they are.
+        # Text, never markup, and no control characters: a node's words are words.
         self._live.update(
             Group(
                 Text(headline(stats), style="bold"),
@@ -72,7 +73,7 @@ class LiveView:
         )
 
     def say(self, sentence: str) -> None:
-        self._live.console.print(Text(f"{time.strftime('%H:%M:%S')} {sentence}"))
+        self._live.console.print(Text(f"{time.strftime('%H:%M:%S')} {plain(sentence)}"))
 
     def close(self) -> None:
         self._live.stop()
@@ -178,7 +179,7 @@ def node_table(stats: Stats, names: Mapping[str, str]) -> Table:
             f"{node.credit:,}",
             verdict,
         )
-        table.add_row(*(Text(cell) for cell in cells))
+        table.add_row(*(Text(plain(cell)) for cell in cells))
     return table
 
 

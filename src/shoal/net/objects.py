@@ -38,6 +38,9 @@ class LocalStore:
             raise Rejected("request.not_found", f"no object {sha256}")
         return path.read_bytes()
 
+    def remove(self, sha256: str) -> None:
+        self.path(sha256).unlink(missing_ok=True)
+
     def receive(self, token: str, sha256: str, num_bytes: int) -> "Incoming":
         """Begin an upload that must come to exactly these bytes."""
         # A retry can overlap the attempt it replaces: each has a file of its own, so neither can tear the other's.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from shoal.toploc.proof import ProofError, num_segments, proofs_of_points
-from shoal.toploc.segments import batches, bits_at, top_indices
+from shoal.toploc.segments import batches, top_points
 
 
 def build_proofs(states_list: Sequence[Tensor], *, topk: int = 128, segment_tokens: int = 32) -> list[bytes]:
@@ -16,9 +16,9 @@ def build_proofs(states_list: Sequence[Tensor], *, topk: int = 128, segment_toke
     """
     proofs = [[b""] * num_segments(len(states), segment_tokens) for states in states_list]
     for batch in batches(states_list, segment_tokens=segment_tokens):
-        indices_SK = top_indices(batch, topk)
+        indices_SK, bits_SK = top_points(batch, topk)
         try:
-            made = proofs_of_points(indices_SK.cpu().numpy(), bits_at(batch.values_SN, indices_SK))
+            made = proofs_of_points(indices_SK, bits_SK)
         except ValueError as error:
             raise ProofError(str(error), batch.places[0][0]) from None
         for (row, segment), proof in zip(batch.places, made, strict=True):

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from shoal.toploc.proof import ProofError
 
+Bits = npt.NDArray[np.uint16]
+
 BATCH = 256
 """Segments worked on together. Per-call costs are spread thin by then, and the tables still fit in cache."""
 
@@ -24,7 +26,7 @@ class SegmentBatch:
 
 
 def batches(states_list: Sequence[Tensor], *, segment_tokens: int) -> Iterator[SegmentBatch]:
-    """Every segment of every row, finite and not all zero, in batches of one size."""
+    """Every segment of every row, in batches of one size."""
     by_size: dict[int, list[tuple[int, int, Tensor]]] = {}
     for row, states in enumerate(states_list):
         for segment, piece in enumerate(_pieces(states, row, segment_tokens)):
@@ -34,31 +36,31 @@ def batches(states_list: Sequence[Tensor], *, segment_tokens: int) -> Iterator[S
             chunk = same_size[start : start + BATCH]
             places = [(row, segment) for row, segment, _ in chunk]
             values_SN = torch.stack([piece.to(torch.bfloat16) for _, _, piece in chunk])
-            _check_values(values_SN, places)
             yield SegmentBatch(places, values_SN)
 
 
-def top_indices(batch: SegmentBatch, topk: int) -> Tensor:
-    """[S, K] flat indices of the largest magnitudes. Ties fall as torch.topk has them: that is part of the format."""
+def top_points(batch: SegmentBatch, topk: int) -> tuple[npt.NDArray[np.int64], Bits]:
+    """[S, K] flat indices of the largest magnitudes, and the bit patterns there.
+
+    Ties fall as torch.topk has them: that is part of the format.
+    """
     size = batch.values_SN.shape[1]
     if topk > size:
         row, segment = batch.places[0]
         raise ProofError(f"segment {segment} has {size} values, fewer than topk={topk}", row)
-    return torch.topk(batch.values_SN.abs(), topk, dim=1, sorted=False).indices
+    indices_SK = torch.topk(batch.values_SN.abs(), topk, dim=1, sorted=False).indices
+    bits_SK = _to_bits(torch.gather(batch.values_SN, 1, indices_SK))
+    _check_bits(bits_SK, batch.places)
+    return indices_SK.cpu().numpy(), bits_SK
 
 
-def bits_at(values_SN: Tensor, indices_SK: Tensor) -> npt.NDArray[np.uint16]:
-    """Bit patterns of the values at these indices."""
-    return _to_bits(torch.gather(values_SN, 1, indices_SK))
-
-
-def bits_of_columns(values_SN: Tensor, columns_C: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
+def bits_of_columns(values_SN: Tensor, columns_C: npt.NDArray[np.int64]) -> Bits:
     """Bit patterns of the same places in every segment."""
     return _to_bits(values_SN.index_select(1, torch.from_numpy(columns_C).to(values_SN.device)))
 
 
-def _to_bits(values: Tensor) -> npt.NDArray[np.uint16]:
-    bits: npt.NDArray[np.uint16] = values.view(torch.int16).cpu().numpy().view(np.uint16)
+def _to_bits(values: Tensor) -> Bits:
+    bits: Bits = values.view(torch.int16).cpu().numpy().view(np.uint16)
     return bits
 
 
@@ -74,11 +76,11 @@ def _pieces(states: Tensor, row: int, segment_tokens: int) -> Sequence[Tensor]:
     return [piece.reshape(-1) for piece in torch.split(states.detach(), segment_tokens)]
 
 
-def _check_values(values_SN: Tensor, places: list[tuple[int, int]]) -> None:
-    largest_S = values_SN.abs().amax(dim=1)  # NaN propagates
-    bad = torch.nonzero(~torch.isfinite(largest_S) | (largest_S == 0)).flatten().tolist()
-    if bad:
-        row, segment = places[bad[0]]
-        largest = float(largest_S[bad[0]])
-        what = "is all zero" if largest == 0 else "holds NaN or infinity"
+def _check_bits(bits_SK: Bits, places: list[tuple[int, int]]) -> None:
+    """The top values tell of all: to torch.topk infinity is large and NaN larger still."""
+    magnitudes_SK = bits_SK & 0x7FFF
+    largest_S = magnitudes_SK.max(axis=1)
+    for s in np.flatnonzero((largest_S >= 0x7F80) | (largest_S == 0)):
+        row, segment = places[s]
+        what = "is all zero" if largest_S[s] == 0 else "holds NaN or infinity"
         raise ProofError(f"segment {segment} {what} as bfloat16; no proof can be made of it", row)

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from shoal.toploc.field import PRIME, Residues, evaluate
 from shoal.toploc.proof import ProofError, check_format, collisions, num_segments, unpack
-from shoal.toploc.segments import SegmentBatch, batches, bits_at, bits_of_columns, top_indices
+from shoal.toploc.segments import Bits, SegmentBatch, batches, bits_of_columns, top_points
 
 NO_MATCH = 2.0**64
 """Mantissa error of a segment in which no exponent matches; the published value."""
 MAX_CONTROLS = 128
 _CANDIDATES = 4 * MAX_CONTROLS
 
-Bits = npt.NDArray[np.uint16]
 Mask = npt.NDArray[np.bool_]
 
 
@@ -85,9 +84,7 @@ def verify_proofs(
 def _check_batch(
     batch: SegmentBatch, lines_SK: Bits, topk: int, rng: np.random.Generator
 ) -> list[SegmentCheck]:
-    indices_SK = top_indices(batch, topk)
-    true_SK = bits_at(batch.values_SN, indices_SK)
-    top_SK = indices_SK.cpu().numpy()
+    top_SK, true_SK = top_points(batch, topk)
     moduli_S = lines_SK[:, 0].astype(np.int64)
     _check_moduli(top_SK, moduli_S, batch.places, topk)
     control_SC, control_true_SC, usable_SC = _controls(batch.values_SN, true_SK, rng)

@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
@@ -34,9 +34,12 @@ class Key:
             raise FileNotFoundError(
                 f"no key at {path}; the coordinator writes the run's keys into its keys folder, copy the one for this role"
             )
-        private = serialization.load_pem_private_key(path.read_bytes(), password=None)
+        try:
+            private = serialization.load_pem_private_key(path.read_bytes(), password=None)
+        except (ValueError, TypeError, UnsupportedAlgorithm):
+            private = None  # not PEM, or encrypted
         if not isinstance(private, Ed25519PrivateKey):
-            raise ValueError(f"{path}: not an Ed25519 private key")
+            raise ValueError(f"{path}: not an Ed25519 private key; copy it anew from where it was made")
         return cls(private)
 
     @classmethod

@@ -70,7 +70,7 @@ class Heartbeat(Record):
     epoch: Count
     phase: Words
     policy_version: Count | None = None
-    tokens_per_s: float = Field(default=0.0, ge=0)
+    tokens_per_s: float = Field(default=0.0, ge=0, le=1e12)
 
 
 class HeartbeatReply(Record):

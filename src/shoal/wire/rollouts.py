@@ -190,6 +190,10 @@ def _to_table(arrow: Any, metadata: dict[bytes, bytes], limits: TableLimits) -> 
             f"policy version is {values[b'shoal.policy_version'][:32]!r}, expected a number",
         )
     rows = tuple(_to_rollout(row, limits) for row in arrow.to_pylist())
+    # Rewards travel without names, in the order of rows: whoever could choose it could swap the rewards of answers.
+    places = [(row.prompt_index, row.sample_index) for row in rows]
+    if places != sorted(places):
+        raise Rejected("reject.malformed_file", "rows are not sorted by prompt_index, sample_index")
     return RolloutTable(
         lease_id=values[b"shoal.lease_id"], policy_version=int(values[b"shoal.policy_version"]), rows=rows
     )

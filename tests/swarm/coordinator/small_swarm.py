@@ -152,22 +152,18 @@ class SmallSwarm:
         self.public = httpx.Client(base_url=self.url, transport=httpx.HTTPTransport(verify=False))
 
     def close(self) -> None:
-        for client in (
-            self.trainer,
-            self.validator,
-            self.relay,
-            self.public,
-            *(n.client for n in self._nodes),
-        ):
+        for client in (self.trainer, self.validator, self.relay, *(node.client for node in self._nodes)):
             client.close()
+        self.public.close()
         self._server.close()
         self.coordinator.close()
 
     def reopen(self) -> None:
         """As after a crash: nothing is said to the old one but that its socket is gone."""
         port = int(self.url.rsplit(":", 1)[1])
-        for client in (self.trainer, self.validator, self.relay, self.public):
+        for client in (self.trainer, self.validator, self.relay):
             client.close()
+        self.public.close()
         self._server.close()
         self.coordinator.close()
         self._open(port)

@@ -110,7 +110,7 @@ class Life:
         data = lease.lease_id.encode()
         store, sha256 = self.coordinator.store, hashlib.sha256(data).hexdigest()
         ask = AskUpload(epoch=1, num_bytes=len(data), sha256=sha256)
-        upload = self.act(node, lambda tx: uploads.ask_upload(tx, lease.lease_id, ask))
+        upload = self.act(node, lambda tx: uploads.ask_upload(tx, self.coordinator, lease.lease_id, ask))
         if upload is None:
             return
         token = upload.path.removeprefix(uploads.PATH)

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from small_swarm import Node, SmallSwarm, at_once, manifest, refusal
 from sqlalchemy import func, select
@@ -204,7 +204,7 @@ def test_a_body_is_capped_before_it_is_looked_at(swarm: SmallSwarm) -> None:
     assert post(swarm, b"x" * (SMALL_BODY + 1), {}) == "request.too_large"
     assert post(swarm, b"x" * (LARGE_BODY + 1), {}, "/v1/policies") == "request.too_large"
 
-    def endless() -> object:
+    def endless() -> Iterator[bytes]:
         for _ in range(SMALL_BODY):
             yield b"xx"
 

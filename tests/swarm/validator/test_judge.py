@@ -2,6 +2,7 @@
 
 import copy
 import math
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from honest_work import (
     with_rows,
 )
 
+from shoal.net.deadline import Stopped
 from shoal.swarm.validator.checks import RowFacts, check_forgery
 from shoal.swarm.validator.judge import judge
 from shoal.swarm.validator.reader import Reader
@@ -134,7 +136,7 @@ def test_honest_bfloat16_work_passes_its_own_tolerances(folder: Path, reader: Re
 
 def test_batching_does_not_change_the_facts(policy: Policy, honest: RolloutTable) -> None:
     together = recompute(honest.rows, LEASE, policy, control_seed=1)
-    apart = recompute(honest.rows, LEASE, policy, control_seed=1, batch_tokens=20)
+    apart = recompute(honest.rows, LEASE, replace(policy, batch_tokens=20), control_seed=1)
     for one, other in zip(together, apart, strict=True):
         np.testing.assert_allclose(one.logprobs_T, other.logprobs_T, atol=1e-4)
         assert len(one.segments) == len(other.segments)
@@ -366,6 +368,13 @@ def test_wrong_logprobs_alone_are_named_so(verdict: Judge, honest: RolloutTable)
 
 
 # -- our own side ---------------------------------------------------------------------------------------
+
+
+def test_a_check_can_be_stopped(policy: Policy, honest: RolloutTable) -> None:
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(Stopped):
+        recompute(honest.rows, LEASE, policy, control_seed=1, stop=stop)
 
 
 def test_a_lease_that_contradicts_itself_blames_nobody(verdict: Judge, honest: RolloutTable) -> None:

@@ -15,7 +15,14 @@ from starlette.requests import ClientDisconnect
 
 from shoal.net.objects import Incoming
 from shoal.swarm.coordinator import ledger, nodes, policies, stats, uploads
-from shoal.swarm.coordinator.auth import admitted, read_body, refuse_long_body, signer_of
+from shoal.swarm.coordinator.auth import (
+    admitted,
+    has_unread_body,
+    note_body_read,
+    read_body,
+    refuse_long_body,
+    signer_of,
+)
 from shoal.swarm.coordinator.coordinator import Coordinator
 from shoal.swarm.coordinator.handlers import SIGNED_ROUTES, Call, SignedRoute, parse_version
 from shoal.swarm.coordinator.uploads import Expected
@@ -83,7 +90,7 @@ def _receive_object(coordinator: Coordinator) -> Endpoint:
         arriving[token] += 1
         try:
             incoming = coordinator.store.receive(token, expected.sha256, expected.num_bytes)
-            await _receive(request, incoming)
+            await _receive(request, incoming, expected.expires_at_s - coordinator.clock())
         finally:
             arriving[token] -= 1
             if not arriving[token]:
@@ -94,14 +101,16 @@ def _receive_object(coordinator: Coordinator) -> Endpoint:
     return endpoint
 
 
-async def _receive(request: Request, incoming: Incoming) -> None:
-    """Every byte to the disk, counted and hashed; nothing stays behind if it breaks off."""
-    complete = False
+async def _receive(request: Request, incoming: Incoming, left_s: float) -> None:
+    """Every byte to the disk, counted and hashed; nothing stays behind if it breaks off or outlasts its lease."""
+    complete, clock = False, asyncio.get_running_loop().time
+    end_s = clock() + left_s
     try:
-        async with asyncio.timeout(UPLOAD_IDLE_S) as patience:
+        async with asyncio.timeout_at(min(end_s, clock() + UPLOAD_IDLE_S)) as patience:
             async for piece in request.stream():
-                patience.reschedule(asyncio.get_running_loop().time() + UPLOAD_IDLE_S)
+                patience.reschedule(min(end_s, clock() + UPLOAD_IDLE_S))
                 await run_in_threadpool(incoming.write, piece)
+        note_body_read(request)
         await run_in_threadpool(incoming.finish)
         complete = True
     except (TimeoutError, ClientDisconnect):
@@ -187,7 +196,7 @@ def _json(answer: Record | list[Record]) -> Response:
 
 
 def _answer_errors(app: FastAPI, coordinator: Coordinator) -> None:
-    def problem(code: str, detail: str, retry_after_s: float | None = None) -> Response:
+    def problem(request: Request, code: str, detail: str, retry_after_s: float | None = None) -> Response:
         meaning = CODES[code]
         body = Problem(
             code=code,
@@ -197,6 +206,9 @@ def _answer_errors(app: FastAPI, coordinator: Coordinator) -> None:
             server_time_s=coordinator.clock(),
         )
         headers = {} if retry_after_s is None else {"Retry-After": str(math.ceil(retry_after_s))}
+        # Else the server would go on reading and throwing away a body for as long as somebody sends one.
+        if has_unread_body(request):
+            headers["Connection"] = "close"
         return Response(
             body.model_dump_json(),
             status_code=meaning.status,
@@ -206,16 +218,18 @@ def _answer_errors(app: FastAPI, coordinator: Coordinator) -> None:
 
     @app.exception_handler(Rejected)
     async def refuse(request: Request, error: Rejected) -> Response:
-        return problem(error.code, error.detail, error.retry_after_s)
+        return problem(request, error.code, error.detail, error.retry_after_s)
 
     @app.exception_handler(HTTPException)
     async def refuse_route(request: Request, error: HTTPException) -> Response:
-        return problem("request.not_found", f"there is no {request.method} {request.url.path[:200]}")
+        return problem(request, "request.not_found", f"there is no {request.method} {request.url.path[:200]}")
 
     @app.exception_handler(RequestValidationError)
     async def refuse_parameters(request: Request, error: RequestValidationError) -> Response:
         return problem(
-            "request.malformed", f"{request.method} {request.url.path[:200]}: {error.errors()[0]['msg']}"
+            request,
+            "request.malformed",
+            f"{request.method} {request.url.path[:200]}: {error.errors()[0]['msg']}",
         )
 
     @app.exception_handler(Exception)
@@ -225,4 +239,4 @@ def _answer_errors(app: FastAPI, coordinator: Coordinator) -> None:
         coordinator.log.error(
             f"{request.method} {request.url.path[:200]} failed: {type(error).__name__}: {first_line}"
         )
-        return problem("request.failed", "an error on our side; it is logged")
+        return problem(request, "request.failed", "an error on our side; it is logged")

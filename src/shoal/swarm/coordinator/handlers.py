@@ -90,7 +90,7 @@ def handle_ask_lease(call: Call) -> Record:
 
 
 def handle_ask_upload(call: Call) -> Record:
-    return uploads.ask_upload(call.tx, call.lease_id, AskUpload.parse(call.body))
+    return uploads.ask_upload(call.tx, call.coordinator, call.lease_id, AskUpload.parse(call.body))
 
 
 def handle_submit(call: Call) -> Record:

@@ -13,6 +13,7 @@ from sqlalchemy import Connection, Row, bindparam, select, update
 
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, is_finished
 from shoal.swarm.coordinator.epochs import reveal_ended
+from shoal.swarm.coordinator.leftovers import remove_leftover_of
 from shoal.swarm.coordinator.nodes import check_session, count_void
 from shoal.swarm.coordinator.schema import leases
 from shoal.wire.codes import Rejected
@@ -130,6 +131,8 @@ def void(tx: Transaction, coordinator: Coordinator, lease: Row[Any], code: str, 
     """End a lease without a verdict: nobody's doing, no blame, no credit."""
     tx.record("lease.void", lease_id=lease.lease_id, node=lease.node, code=code, detail=detail)
     count_void(tx, lease.node)
+    if lease.state in AWAITED:
+        remove_leftover_of(tx, coordinator, lease.lease_id)
     end(tx, coordinator, lease, Event.VOID, code=code, detail=detail)
 
 

@@ -119,7 +119,7 @@ uploads = Table(
     metadata,
     Column("lease_id", ForeignKey("leases.lease_id"), primary_key=True),
     Column("token", String, nullable=False, unique=True),
-    Column("sha256", String, nullable=False),
+    Column("sha256", String, nullable=False, index=True),
     Column("num_bytes", Integer, nullable=False),
     Column("expires_at_s", Float, nullable=False),
     Column("stored_at_s", Float),

@@ -10,7 +10,7 @@ from shoal.swarm.coordinator.batches import count_ready
 from shoal.swarm.coordinator.coordinator import Coordinator, is_finished, newest_version
 from shoal.swarm.coordinator.leases import OPEN, State
 from shoal.swarm.coordinator.ledger import head_seq
-from shoal.swarm.coordinator.nodes import Liveness, Trust, liveness
+from shoal.swarm.coordinator.nodes import LATE_AFTER, Liveness, Trust
 from shoal.swarm.coordinator.schema import batches as batch_table
 from shoal.swarm.coordinator.schema import leases, policies, submissions, verdicts
 from shoal.swarm.coordinator.schema import nodes as node_table
@@ -81,10 +81,7 @@ def look(db: Connection, coordinator: Coordinator) -> Situation:
     now_s, heartbeat_s = coordinator.clock(), coordinator.config.heartbeat_s
     newest = newest_version(db)
     seen = relays.views(db, now_s, heartbeat_s)
-    workers = db.execute(
-        select(node_table.c.trust, node_table.c.last_seen_s).where(node_table.c.trust != Trust.BANNED.value)
-    ).all()
-    live = [row for row in workers if liveness(row.last_seen_s, now_s, heartbeat_s) is Liveness.LIVE]
+    enrolled, live, quarantined = _count_workers(db, now_s - LATE_AFTER * heartbeat_s)
     by_state = dict(_open_by_state(db))
     return Situation(
         newest_version=newest,
@@ -92,9 +89,9 @@ def look(db: Connection, coordinator: Coordinator) -> Situation:
         finished=is_finished(db, coordinator.spec),
         known_relays=len(seen),
         live_relays=sum(relay.liveness != Liveness.OFFLINE.value for relay in seen),
-        enrolled=len(workers),
-        live_workers=len(live),
-        eval_workers=sum(row.trust != Trust.QUARANTINED.value for row in live),
+        enrolled=enrolled,
+        live_workers=live,
+        eval_workers=live - quarantined,
         queued_checks=by_state.get(State.SUBMITTED.value, 0),
         queue_untouched_s=_queue_untouched_s(db, now_s),
         ready_groups=count_ready(db),
@@ -103,6 +100,18 @@ def look(db: Connection, coordinator: Coordinator) -> Situation:
         batch_formed=newest is not None and _has_batch(db, newest),
         eval_chunks=None if newest is None else evaluations.progress(db, newest),
     )
+
+
+def _count_workers(db: Connection, live_since_s: float) -> tuple[int, int, int]:
+    """Nodes that are not banned; of those the live ones; of those the quarantined. Anybody can enrol any number."""
+    live = node_table.c.last_seen_s > live_since_s
+    query = select(
+        func.count(),
+        func.count().filter(live),
+        func.count().filter(live, node_table.c.trust == Trust.QUARANTINED.value),
+    ).where(node_table.c.trust != Trust.BANNED.value)
+    row = db.execute(query).one()
+    return row[0], row[1], row[2]
 
 
 def _open_by_state(db: Connection) -> list[tuple[str, int]]:

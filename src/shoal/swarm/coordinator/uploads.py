@@ -7,7 +7,8 @@ from typing import Any
 from sqlalchemy import Connection, Row, insert, select, update
 
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction
-from shoal.swarm.coordinator.leases import AWAITED, Event, awaited_lease, find_lease, move
+from shoal.swarm.coordinator.leases import AWAITED, Event, State, awaited_lease, find_lease, move
+from shoal.swarm.coordinator.leftovers import remove_leftover
 from shoal.swarm.coordinator.schema import uploads
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import AskUpload, Upload
@@ -26,7 +27,7 @@ class Expected:
     expires_at_s: float
 
 
-def ask_upload(tx: Transaction, lease_id: str, ask: AskUpload) -> Upload:
+def ask_upload(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: AskUpload) -> Upload:
     """Where to put the bytes. Asking again for the same bytes gives the same place."""
     lease = awaited_lease(tx, lease_id, ask.epoch)
     if lease.state not in AWAITED:
@@ -46,6 +47,7 @@ def ask_upload(tx: Transaction, lease_id: str, ask: AskUpload) -> Upload:
     if found is None:
         tx.db.execute(insert(uploads).values(lease_id=lease_id, **row))
     else:
+        remove_leftover(tx, coordinator, token=found.token, sha256=found.sha256)
         tx.db.execute(update(uploads).where(uploads.c.lease_id == lease_id).values(**row))
     move(tx, lease, Event.UPLOAD)
     return Upload(path=f"{PATH}{row['token']}", expires_at_s=lease.deadline_s)
@@ -71,6 +73,14 @@ def expected_under(db: Connection, token: str, now_s: float) -> Expected:
 
 
 def mark_stored(coordinator: Coordinator, expected: Expected) -> None:
-    """The bytes are in the store, complete: say so."""
+    """The bytes are in the store, complete: say so. Rejected if nobody waits for them any more."""
     with coordinator.transaction() as tx:
-        tx.db.execute(update(uploads).where(uploads.c.token == expected.token).values(stored_at_s=tx.now_s))
+        lease = find_lease(tx.db, expected.lease_id)
+        upload = find_upload(tx.db, expected.lease_id)
+        if upload is not None and upload.token == expected.token and lease.state != State.VOID:
+            tx.db.execute(
+                update(uploads).where(uploads.c.token == expected.token).values(stored_at_s=tx.now_s)
+            )
+            return
+        remove_leftover(tx, coordinator, token=expected.token, sha256=expected.sha256)
+    raise Rejected("request.lease_closed", "the lease ended, or other bytes were declared, while these came")

@@ -1,7 +1,7 @@
 """Every check of a submission, from cheap to dear. Pure: each passes in silence or raises Rejected with its code.
 
 Before the model runs (on the claim, the table and the lease):
-    copy, binding to the lease, complete groups, prompts, values, proof format, endings
+    claim (copies, leased version), binding to the lease, complete groups, prompts, values, proof format, endings
 After one prefill (on the facts that recompute.py found):
     forged proofs, early stops, computation, sampling, log-probs
 
@@ -57,12 +57,18 @@ def where(row: Rollout) -> str:
 # -- before the model runs ------------------------------------------------------------------------------
 
 
-def check_copy(claim: Claim) -> None:
+def check_claim(claim: Claim) -> None:
+    """What the claim alone says."""
     if claim.copy_of == claim.lease.node:
         raise Rejected("reject.replayed", f"the node submitted file {claim.sha256[:16]} before")
     if claim.copy_of is not None:
         raise Rejected(
             "reject.copied", f"node {claim.copy_of[:16]} submitted file {claim.sha256[:16]} before"
+        )
+    leased = [policy.version for policy in claim.lease.policies]
+    if claim.policy_version not in leased:
+        raise Rejected(
+            "reject.wrong_lease", f"policy version {claim.policy_version} is not leased; leased: {leased}"
         )
 
 
@@ -76,11 +82,6 @@ def check_binding(table: RolloutTable, claim: Claim) -> None:
         raise Rejected(
             "reject.wrong_lease",
             f"the file names policy version {table.policy_version}, the submission {claim.policy_version}",
-        )
-    leased = [policy.version for policy in lease.policies]
-    if table.policy_version not in leased:
-        raise Rejected(
-            "reject.wrong_lease", f"policy version {table.policy_version} is not leased; leased: {leased}"
         )
 
 

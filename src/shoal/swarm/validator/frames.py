@@ -17,6 +17,8 @@ from shoal.wire.codes import CODES, Rejected
 from shoal.wire.rollouts import Finish, Rollout, RolloutTable, TableLimits
 
 LENGTH_BYTES = 8
+READY = b"ready\n"
+"""What a child says before its first frame, once its limits stand and all it needs is loaded."""
 _LIMITS = ("max_rows", "max_prompt_tokens", "max_output_tokens", "max_proof_bytes")
 
 

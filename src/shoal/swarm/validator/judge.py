@@ -1,11 +1,12 @@
 """One submission in, one verdict out."""
 
+import threading
 import time
 
 from shoal.model.tokenizer import Tokenizer
 from shoal.swarm.validator import checks
 from shoal.swarm.validator.reader import Reader
-from shoal.swarm.validator.recompute import BATCH_TOKENS, CannotCheck, Policy, recompute
+from shoal.swarm.validator.recompute import CannotCheck, Policy, recompute
 from shoal.tasks import Problem, make_task
 from shoal.toploc import expected_bytes
 from shoal.wire.codes import ACCEPTED, Rejected
@@ -27,27 +28,24 @@ def judge(
     *,
     reader: Reader,
     control_seed: int,
-    batch_tokens: int = BATCH_TOKENS,
+    stop: threading.Event | None = None,
 ) -> Verdict:
     """The verdict on a submission's bytes, which are known to have the claimed digest.
 
-    `policy` is the claimed version. Raises CannotCheck or ReaderDown where our own side fails; never blames for it.
+    `policy` is the claimed version. Raises CannotCheck or ReaderDown where our own side fails; never blames for it;
+    Stopped if `stop` is set meanwhile.
     """
     started_s = time.monotonic()
     evidence: dict[str, float | int | str] = {"policy_version": claim.policy_version}
     try:
-        checks.check_copy(claim)
+        checks.check_claim(claim)
         problems = leased_problems(claim.lease, spec.run)
         table = open_submission(data, claim, policy, reader=reader)
-        facts = recompute(
-            table.rows, claim.lease, policy, control_seed=control_seed, batch_tokens=batch_tokens
-        )
+        facts = recompute(table.rows, claim.lease, policy, control_seed=control_seed, stop=stop)
         evidence |= checks.evidence(table.rows, facts, spec.tolerances)
         checks.check_facts(table.rows, facts, spec.tolerances)
     except Rejected as rejected:
-        return Verdict(
-            lease_id=claim.lease.lease_id, code=rejected.code, detail=rejected.detail, evidence=evidence
-        )
+        return _refusal(claim, rejected, evidence)
     num_tokens = sum(len(row.output_tokens) for row in table.rows)
     return Verdict(
         lease_id=claim.lease.lease_id,
@@ -57,6 +55,15 @@ def judge(
         output_tokens=num_tokens,
         evidence=evidence,
     )
+
+
+def judge_claim(claim: Claim) -> Verdict | None:
+    """The refusal that needs neither the bytes nor the weights, if there is one."""
+    try:
+        checks.check_claim(claim)
+    except Rejected as rejected:
+        return _refusal(claim, rejected, {})
+    return None
 
 
 def open_submission(data: bytes, claim: Claim, policy: Policy, *, reader: Reader) -> RolloutTable:
@@ -112,4 +119,10 @@ def rewards(
     return tuple(
         task.reward(problems[row.prompt_index], tokenizer.decode(row.output_tokens)).value
         for row in table.rows
+    )
+
+
+def _refusal(claim: Claim, rejected: Rejected, evidence: dict[str, float | int | str]) -> Verdict:
+    return Verdict(
+        lease_id=claim.lease.lease_id, code=rejected.code, detail=rejected.detail, evidence=evidence
     )

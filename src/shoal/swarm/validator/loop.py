@@ -12,7 +12,7 @@ import hashlib
 import secrets
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch
 from shoal.model.load import DTYPES, load_decoder
 from shoal.net.client import Refused, SignedClient
 from shoal.net.deadline import DeadlinePassed, Stopped
-from shoal.swarm.validator.judge import judge
+from shoal.swarm.validator.judge import judge, judge_claim
 from shoal.swarm.validator.poison import Poison
 from shoal.swarm.validator.policies import PolicyShelf
 from shoal.swarm.validator.reader import Reader, ReaderDown
@@ -87,6 +87,8 @@ def run_validator(config: ValidatorConfig, *, stop: threading.Event) -> Ended:
             ended = validator.main_loop()
     except Stopped:
         ended = Ended.STOPPED
+    except ReaderDown as down:
+        raise ValueError(f"this machine cannot read submissions: {down}") from None
     finally:
         client.close()
     log.info(ended.value)
@@ -135,6 +137,8 @@ class Validator:
     def _next_claim(self) -> Claim | None:
         """The next submission to check; None when the run is finished."""
         while not self._info.finished:
+            if self._client.stop.is_set():
+                raise Stopped("stopped between two checks")
             try:
                 return self._client.call_until(
                     "a submission to check", "POST", "/v1/checks/claim", None, Claim, deadline_s=IDLE_S
@@ -144,23 +148,27 @@ class Validator:
         return None
 
     def _check(self, claim: Claim) -> Verdict:
-        lease = claim.lease
-        if not self._poison.begin(lease.lease_id):
+        if (refusal := judge_claim(claim)) is not None:
+            return refusal
+        if not self._poison.begin(claim.lease.lease_id):
             return _void(claim, "checking it ended the validator's process before")
         try:
             data = self._fetch(claim)
-            policy = self._shelf.get(claim.policy_version, lease)
+            policy = self._shelf.get(claim.policy_version, claim.lease)
             return judge(
                 data,
                 claim,
                 self._info.spec,
-                policy,
+                replace(policy, batch_tokens=self._config.batch_tokens),
                 reader=self._reader,
                 control_seed=secrets.randbits(64),
-                batch_tokens=self._config.batch_tokens,
+                stop=self._client.stop,
             )
         except (CannotCheck, ReaderDown) as error:
             return _void(claim, str(error))
+        except Stopped:
+            self._poison.end(claim.lease.lease_id)  # no fault of the submission
+            raise
 
     def _fetch(self, claim: Claim) -> bytes:
         try:

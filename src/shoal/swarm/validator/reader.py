@@ -1,7 +1,8 @@
 """Reads strangers' files in a child process that can be killed, starved or crashed without harm.
 
-One child serves many files. When a file makes it die or run too long, the child is replaced and the file refused, but
-only after a second child came to the same end: a machine short of memory must not cost an honest node its name.
+One child serves many files. It says when it is ready, so a child that cannot start (a broken installation, a machine
+short of memory) is our own failure. When a file makes a ready child die, the child is replaced and the file refused, but
+only after a second child came to the same end: what ails this machine must not cost an honest node its name.
 """
 
 import contextlib
@@ -14,17 +15,19 @@ import time
 from types import TracebackType
 from typing import Self
 
-from shoal.swarm.validator.frames import LENGTH_BYTES, BadReply, decode_reply, encode_request
+from shoal.swarm.validator.frames import LENGTH_BYTES, READY, BadReply, decode_reply, encode_request
 from shoal.wire.codes import Rejected
 from shoal.wire.rollouts import RolloutTable, TableLimits
 
-MAX_MEMORY_BYTES = 1_500_000_000
+MAX_MEMORY_BYTES = 1_000_000_000
+"""On top of what the child holds before the first file."""
 CPU_S = 20
 WALL_S = 120.0
+START_S = 60.0
 TRIES = 2
 
 
-class ReaderDown(Exception):
+class ReaderDown(RuntimeError):
     """Our own side could not read the file: not the sender's doing."""
 
 
@@ -43,11 +46,14 @@ class Reader:
         max_memory_bytes: int = MAX_MEMORY_BYTES,
         cpu_s: int = CPU_S,
         wall_s: float = WALL_S,
+        python: str = sys.executable,
     ) -> None:
         self._max_memory_bytes, self._cpu_s, self._wall_s = max_memory_bytes, cpu_s, wall_s
+        self._python = python
         self._child: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
+        self._running_child()  # who cannot read should say so before claiming anything
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -93,7 +99,7 @@ class Reader:
             self.close()
             # -I: no user site, no environment that could load code. The system allocator gives memory back and, unlike
             # arena allocators, reserves no address space of which the limit would take away half.
-            command = [sys.executable, "-I", "-m", "shoal.swarm.validator.reader_child"]
+            command = [self._python, "-I", "-m", "shoal.swarm.validator.reader_child"]
             self._child = subprocess.Popen(
                 [*command, str(self._max_memory_bytes), str(self._cpu_s)],
                 stdin=subprocess.PIPE,
@@ -110,7 +116,20 @@ class Reader:
             assert self._child.stdin is not None and self._child.stdout is not None
             os.set_blocking(self._child.stdin.fileno(), False)
             os.set_blocking(self._child.stdout.fileno(), False)
+            self._await_ready(self._child.stdout.fileno())
         return self._child
+
+    def _await_ready(self, fd: int) -> None:
+        try:
+            said = self._read(fd, len(READY), time.monotonic() + START_S)
+        except _ChildDied as died:
+            self.close()
+            raise ReaderDown(
+                f"{died} before it had read anything; try: python -I -m shoal.swarm.validator.reader_child 1000000000 20"
+            ) from None
+        if said != READY:
+            self.close()
+            raise ReaderDown(f"the reading child began with {said!r}, expected {READY!r}")
 
     def _write(self, fd: int, data: bytes, give_up_s: float) -> None:
         view = memoryview(data)
@@ -138,7 +157,9 @@ class Reader:
         while time.monotonic() > give_up_s or not poll.poll(200):
             if time.monotonic() > give_up_s:
                 self.close()
-                raise ReaderDown(f"a file was not read within {self._wall_s:.0f} s of wall clock")
+                raise ReaderDown(
+                    f"the reading child did not answer in time (wall clock, {self._wall_s:.0f} s a file)"
+                )
 
     def _death(self) -> _ChildDied:
         assert self._child is not None

@@ -9,16 +9,21 @@ import sys
 
 from shoal.swarm.validator.frames import (
     LENGTH_BYTES,
+    READY,
     decode_request,
     encode_refusal,
     encode_table,
 )
 from shoal.wire.codes import Rejected
-from shoal.wire.rollouts import decode
+from shoal.wire.rollouts import Finish, Rollout, RolloutTable, TableLimits, decode, encode
 
 
 def main(max_memory_bytes: int, cpu_s: int) -> None:
-    _limit(max_memory_bytes)
+    _limit(_address_space_bytes() + max_memory_bytes)
+    _limit_cpu(cpu_s)
+    _read_one_of_ours()
+    sys.stdout.buffer.write(READY)
+    sys.stdout.buffer.flush()
     while length := sys.stdin.buffer.read(LENGTH_BYTES):
         _limit_cpu(cpu_s)
         reply = _reply(sys.stdin.buffer.read(int.from_bytes(length, "big")))
@@ -37,6 +42,31 @@ def _reply(frame: bytes) -> bytes:
         return encode_refusal(
             Rejected("reject.oversized_table", "decoding needs more memory than a submission may take")
         )
+
+
+def _read_one_of_ours() -> None:
+    """Under these limits an honest file must be readable, else what follows would put the blame on others."""
+    row = Rollout(
+        prompt_index=0,
+        sample_index=0,
+        prompt_tokens=(1,),
+        output_tokens=(2,),
+        logprobs=(-1.0,),
+        finish=Finish.EOS,
+        proof=b"",
+    )
+    table = RolloutTable(lease_id="0" * 32, policy_version=0, rows=(row,))
+    limits = TableLimits(max_rows=1, max_prompt_tokens=1, max_output_tokens=1, max_proof_bytes=1)
+    assert decode(encode(table), limits) == table, "a table of our own does not read back"
+
+
+def _address_space_bytes() -> int:
+    """What is mapped already: libraries reserve more of it on machines with many cores, and use none of it."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except FileNotFoundError:
+        return 0
 
 
 def _limit(max_memory_bytes: int) -> None:

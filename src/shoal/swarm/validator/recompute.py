@@ -6,6 +6,7 @@ The state at position p predicts the token at p + 1. So a row of P prompt and T 
 P-1 .. P+T-2: all of them predict an output token, all but the first are proven.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from shoal.model.cache import KVCache
 from shoal.model.decoder import Decoder
 from shoal.model.tokenizer import Tokenizer
+from shoal.net.deadline import Stopped
 from shoal.swarm.validator.checks import RowFacts, where
 from shoal.toploc import ProofError, SegmentCheck, verify_proofs
 from shoal.wire.codes import Rejected
@@ -24,7 +26,7 @@ from shoal.wire.draw import sample_seed, uniforms
 from shoal.wire.lease import Lease
 from shoal.wire.rollouts import Rollout
 
-BATCH_TOKENS = 8192
+BATCH_TOKENS = 4096
 """Tokens of one prefill, prompts and padding included: they bound the keys and values held at once."""
 LOGITS_AT_ONCE = 1 << 23
 """Logits held at a time: 32 MiB of float32."""
@@ -41,6 +43,7 @@ class Policy:
     version: int
     decoder: Decoder
     tokenizer: Tokenizer
+    batch_tokens: int = BATCH_TOKENS
 
 
 @torch.inference_mode()
@@ -50,11 +53,13 @@ def recompute(
     policy: Policy,
     *,
     control_seed: int,
-    batch_tokens: int = BATCH_TOKENS,
+    stop: threading.Event | None = None,
 ) -> list[RowFacts]:
-    """Facts about each row, in the order given. Rejected if a proof turns out to be malformed; CannotCheck."""
+    """Facts about each row, in the order given. Rejected if a proof turns out to be malformed; CannotCheck; Stopped."""
     facts: dict[int, RowFacts] = {}
-    for batch in _batches(rows, batch_tokens):
+    for batch in _batches(rows, policy.batch_tokens):
+        if stop is not None and stop.is_set():
+            raise Stopped("stopped between two batches of a check")
         states = _prefill(policy.decoder, [rows[index] for index in batch])
         segments = _verify([rows[index] for index in batch], [s[1:] for s in states], lease, control_seed)
         logprobs, distances = _tokens(policy.decoder, [rows[index] for index in batch], states, lease)
@@ -180,9 +185,10 @@ def _intervals(
     logprobs_NV = torch.log_softmax(decoder.logits(hidden_NH).float() / temperature, dim=-1)
     logprob_N = logprobs_NV.gather(1, tokens_N[:, None]).squeeze(1).double()
     ids_V = torch.arange(logprobs_NV.shape[1], device=tokens_N.device)
-    below_NV = torch.where(ids_V < tokens_N[:, None], logprobs_NV.exp(), 0.0)
-    low_N = below_NV.sum(dim=1, dtype=torch.float64)
-    return logprob_N, low_N, low_N + logprob_N.exp()
+    probs_NV = logprobs_NV.exp()
+    total_N = probs_NV.sum(dim=1, dtype=torch.float64)  # 1 but for rounding
+    low_N = torch.where(ids_V < tokens_N[:, None], probs_NV, 0.0).sum(dim=1, dtype=torch.float64)
+    return logprob_N, low_N / total_N, (low_N + logprob_N.exp()) / total_N
 
 
 def _row_uniforms(row: Rollout, lease: Lease) -> npt.NDArray[np.float64]:

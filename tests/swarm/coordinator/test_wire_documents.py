@@ -1,0 +1,117 @@
+"""The pages of docs/wire that belong to the coordinator: their vectors hold, and no route or event is missing."""
+
+import json
+import re
+from pathlib import Path
+
+from small_swarm import CONFIG, LOG, SPEC
+from starlette.routing import Route
+
+from shoal.swarm.coordinator.app import make_app
+from shoal.swarm.coordinator.coordinator import open_coordinator
+from shoal.tasks import make_task
+from shoal.wire.codes import CODES
+from shoal.wire.draw import lease_seed, problem_seeds
+from shoal.wire.keys import Key
+from shoal.wire.lease import Lease, Receipt, Verdict
+from shoal.wire.ledger import LedgerEvent, LedgerHead, verify_ledger
+from shoal.wire.record import Record, Sealed, seal
+from shoal.wire.request import Target, sign_request, signature_base, verify_request
+
+ROOT = Path(__file__).parents[3]
+PAGES = ROOT / "docs" / "wire"
+RUN_KEY = Key.from_seed(bytes(range(32)))
+NODE_KEY = Key.from_seed(bytes(range(32, 64)))
+
+
+def block(page: str, name: str) -> str:
+    """The fenced block of a page that is called `name`."""
+    text = (PAGES / page).read_text(encoding="utf-8")
+    match = re.search(rf"^```\w+ {name}\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
+    assert match is not None, f"{page} has no block {name}"
+    return match[1]
+
+
+def fields(page: str) -> set[str]:
+    """What stands in backquotes at the head of table rows."""
+    rows = re.findall(r"^\| (`[^|]*) \|", (PAGES / page).read_text(encoding="utf-8"), re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def test_the_lease_vector() -> None:
+    sealed = Sealed[Lease].parse(block("lease.md", "lease"))
+    lease = sealed.open(RUN_KEY.public)
+    assert seal(lease, RUN_KEY) == sealed
+    assert lease.digest() == block("lease.md", "lease-digest")
+    assert lease.node == NODE_KEY.public
+    assert lease.seed == lease_seed(bytes(range(64, 96)), lease.lease_id, lease.node)
+    seeds = problem_seeds(lease.seed, run="golden", purpose="train", chunk=0, num_prompts=2)
+    assert lease.prompts == tuple(make_task(lease.task).problem("train", seed).prompt for seed in seeds)
+
+
+def test_the_receipt_vector() -> None:
+    sealed = Sealed[Receipt].parse(block("lease.md", "receipt"))
+    assert seal(sealed.open(RUN_KEY.public), RUN_KEY) == sealed
+
+
+def test_the_ledger_vector() -> None:
+    events = [LedgerEvent.parse(json.dumps(event)) for event in json.loads(block("ledger.md", "events"))]
+    head = Sealed[LedgerHead].parse(block("ledger.md", "head"))
+    assert verify_ledger(events, head, RUN_KEY.public) == 3
+    assert seal(head.body, RUN_KEY) == head
+
+
+def test_the_request_vector() -> None:
+    asked = json.loads(block("request.md", "request"))
+    body, now_s, nonce = asked.pop("body").encode(), asked.pop("now_s"), asked.pop("nonce")
+    target = Target(**asked)
+    headers = json.loads(block("request.md", "headers"))
+    assert sign_request(NODE_KEY, target, body, now_s=now_s, nonce=nonce) == headers
+    parameters = headers["Signature-Input"].removeprefix("sig1=")
+    base = signature_base(target, headers["Content-Digest"], parameters)
+    assert base.decode() == block("request.md", "signature-base")
+    signer = verify_request(headers, target, body, now_s=now_s)
+    assert (signer.key, signer.nonce) == (NODE_KEY.public, nonce)
+
+
+def test_every_field_has_its_line() -> None:
+    records: tuple[type[Record], ...] = (Lease, Receipt, Verdict)
+    for record in records:
+        assert set(record.model_fields) <= fields("lease.md"), record.__name__
+    assert set(LedgerEvent.model_fields) <= fields("ledger.md")
+
+
+def test_every_event_has_its_line() -> None:
+    """Whatever the code writes into the ledger is on the page, and the other way round."""
+    written = set(re.findall(r'\.record\(\s*"([a-z]+\.[a-z]+)"', source_of("swarm/coordinator")))
+    written |= {f"node.{trust}" for trust in ("trusted", "quarantined", "banned")}
+    assert {name for name in fields("ledger.md") if "." in name} == written
+
+
+def test_every_route_and_code_has_its_line(tmp_path: Path) -> None:
+    coordinator = open_coordinator(CONFIG, SPEC, tmp_path, log=LOG)
+    routes = {
+        f"{method} {route.path}"
+        for route in make_app(coordinator).routes
+        if isinstance(route, Route)
+        for method in route.methods or ()
+        if method != "HEAD"
+    }
+    coordinator.close()
+    page = (PAGES / "api.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"`((?:GET|POST|PUT) /[^`]*)`", page)) == routes
+    listed = {
+        code: int(status)
+        for status, row in re.findall(r"^\| (\d{3}) \| (.*) \|$", page, re.MULTILINE)
+        for code in re.findall(r"`(request\.[a-z_]+)`", row)
+    }
+    assert listed == {code: CODES[code].status for code in listed}
+    assert listed.keys() >= set(
+        re.findall(r'"(request\.[a-z_]+)"', source_of("swarm/coordinator", "wire", "net"))
+    )
+
+
+def source_of(*rooms: str) -> str:
+    """The code that a request can run through; the table of codes itself apart, which has those of relays too."""
+    paths = [path for room in rooms for path in (ROOT / "src" / "shoal" / room).glob("*.py")]
+    return "\n".join(path.read_text(encoding="utf-8") for path in paths if path.name != "codes.py")

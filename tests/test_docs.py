@@ -1,0 +1,49 @@
+"""The docs name what the code has."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from shoal.cli.runfile import RunFile, load_run_file
+from shoal.wire.codes import CODES
+
+ROOT = Path(__file__).parent.parent
+
+
+def leaf_keys(model: type[BaseModel]) -> set[str]:
+    keys: set[str] = set()
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        keys |= leaf_keys(inner) if isinstance(inner, type) and issubclass(inner, BaseModel) else {name}
+    return keys
+
+
+@pytest.mark.parametrize("key", sorted(leaf_keys(RunFile)))
+def test_every_key_of_a_run_file_is_documented(key: str) -> None:
+    assert f"`{key}`" in (ROOT / "docs" / "run-file.md").read_text(), f"docs/run-file.md does not name {key}"
+
+
+def test_a_run_file_stays_small() -> None:
+    assert len(leaf_keys(RunFile)) < 100
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "runs").glob("*.toml")), ids=lambda path: path.name)
+def test_the_run_files_that_ship_are_good(path: Path) -> None:
+    load_run_file(path)
+
+
+def test_links_between_the_docs_lead_somewhere() -> None:
+    import re
+
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+            if not target.startswith(("http://", "https://")):
+                assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+
+
+@pytest.mark.parametrize("code", sorted(CODES))
+def test_every_code_is_explained(code: str) -> None:
+    meaning = CODES[code]
+    assert meaning.meaning and meaning.remedy
+    assert (meaning.status > 0) == code.startswith("request.")
