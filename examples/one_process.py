@@ -61,7 +61,11 @@ class Rollouts:
 @torch.no_grad()
 def generate(policy: Decoder, tokenizer: Tokenizer, problems: Sequence[Problem], seed: str) -> Rollouts:
     """Every token is the first whose cumulative probability exceeds the uniform that the seed gives for its place."""
-    prompts = [tokenizer.encode_prompt(problem.prompt) for problem in problems for _ in range(NUM_SAMPLES)]
+    prompts = [
+        tokenizer.encode_prompt(problem.prompt, chat=False)
+        for problem in problems
+        for _ in range(NUM_SAMPLES)
+    ]
     tokens_BT, uniforms_BT = torch.tensor(prompts), draws(seed, len(problems))
     num_rows, prompt_len = tokens_BT.shape
     cache = KVCache(
@@ -187,7 +191,9 @@ def warm_up(learner: Decoder, tokenizer: Tokenizer, task: Task) -> None:
         problems = [
             task.problem("train", step * SUPERVISED_BATCH + index) for index in range(SUPERVISED_BATCH)
         ]
-        prompts_BT = torch.tensor([tokenizer.encode_prompt(problem.prompt) for problem in problems])
+        prompts_BT = torch.tensor(
+            [tokenizer.encode_prompt(problem.prompt, chat=False) for problem in problems]
+        )
         answers_BT = torch.tensor([tokenizer.encode_answer(problem.answer) for problem in problems])
         states_BTH = states_before(learner, torch.cat([prompts_BT, answers_BT], 1))
         logits_BTV = learner.logits(states_BTH[:, prompts_BT.shape[1] - 1 :])

@@ -23,7 +23,14 @@ FLOOR = {
     "cli": 4,
 }
 
-CONTROL_PLANE = ["shoal.wire.messages", "shoal.net.client", "shoal.tasks", "shoal.shardcast", "shoal.swarm.coordinator", "shoal.cli.main"]
+CONTROL_PLANE = [
+    "shoal.wire.messages",
+    "shoal.net.client",
+    "shoal.tasks",
+    "shoal.shardcast",
+    "shoal.swarm.coordinator",
+    "shoal.cli.main",
+]
 
 BANNED_NAMES = {"utils", "common", "helpers", "base", "manager"}
 
@@ -55,13 +62,17 @@ def test_a_room_imports_only_lower_floors(path: Path) -> None:
         other = name.split(".")[1]
         if other == room or other not in FLOOR:
             continue
-        assert FLOOR[other] < FLOOR[room], f"{room} (floor {FLOOR[room]}) imports {name} (floor {FLOOR[other]})"
+        assert FLOOR[other] < FLOOR[room], (
+            f"{room} (floor {FLOOR[room]}) imports {name} (floor {FLOOR[other]})"
+        )
 
 
 @pytest.mark.parametrize("module", CONTROL_PLANE)
 def test_the_control_plane_starts_without_torch(module: str) -> None:
     program = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0, f"{module} imports torch"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0, (
+        f"{module} imports torch"
+    )
 
 
 def test_no_room_or_file_has_a_name_that_says_nothing() -> None:

@@ -136,7 +136,8 @@ class Swarm:
                     return line.split("coordinator ")[1].split(",")[0]
             return None
 
-        return self.wait_for("the run to name its coordinator", said, deadline_s=60.0)
+        url: str = self.wait_for("the run to name its coordinator", said, deadline_s=60.0)
+        return url
 
     def pids(self) -> dict[str, int]:
         path = self.folder / "pids.json"
@@ -209,8 +210,8 @@ class Swarm:
         """Until the supervisor has started a role again."""
         self.wait_for(f"{role} to be started again", lambda: self.pids().get(role, killed) != killed)
 
-    def signal(self, number: signal.Signals = signal.SIGINT) -> None:
-        """To `shoal run` itself."""
+    def interrupt(self, number: signal.Signals = signal.SIGINT) -> None:
+        """As Ctrl-C does: to `shoal run` itself."""
         assert self.process is not None
         self.process.send_signal(number)
 

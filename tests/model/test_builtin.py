@@ -25,7 +25,7 @@ def test_transformers_loads_tiny_to_the_same_logits(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     create_model("tiny", tmp_path / "m", seed=7)
-    tokens = torch.tensor([load_tokenizer(tmp_path / "m").encode_prompt("5291=")])
+    tokens = torch.tensor([load_tokenizer(tmp_path / "m").encode_prompt("5291=", chat=True)])
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
     decoder = load_decoder(tmp_path / "m")
     with torch.no_grad():
@@ -77,7 +77,7 @@ def test_smollm2_equals_transformers_and_talks(tmp_path: Path) -> None:
     tokenizer, decoder = load_tokenizer(folder), load_decoder(folder)
     assert tokenizer.end_tokens == {2}
     assert tokenizer.encode_answer("85") == [40, 37, 2]
-    tokens = tokenizer.encode_prompt("What is the capital of France?")
+    tokens = tokenizer.encode_prompt("What is the capital of France?", chat=True)
     text = load_tokenizer(folder)._tokenizer.decode(tokens)  # type: ignore[attr-defined]
     assert text == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"

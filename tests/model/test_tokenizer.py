@@ -17,7 +17,7 @@ from shoal.wire.run import TaskSpec
 def test_characters_round_trip_and_specials_do_not_show(tmp_path: Path) -> None:
     create_model("tiny", tmp_path / "m", seed=0)
     tokenizer = load_tokenizer(tmp_path / "m")
-    prompt, answer = tokenizer.encode_prompt("47+38="), tokenizer.encode_answer("85")
+    prompt, answer = tokenizer.encode_prompt("47+38=", chat=True), tokenizer.encode_answer("85")
     assert len(prompt) == 7
     assert answer[-1] in tokenizer.end_tokens
     assert tokenizer.decode(prompt + answer) == "47+38=85"
@@ -33,13 +33,13 @@ def test_tiny_can_read_every_task(tmp_path: Path) -> None:
         *(TaskSpec(name="add", options={"style": s}) for s in ("bare", "chat", "shots")),
     ):
         problem = make_task(spec).problem("train", 1)
-        assert tokenizer.decode(tokenizer.encode_prompt(problem.prompt)) == problem.prompt
+        assert tokenizer.decode(tokenizer.encode_prompt(problem.prompt, chat=True)) == problem.prompt
 
 
 def test_an_unknown_character_is_named(tmp_path: Path) -> None:
     create_model("tiny", tmp_path / "m", seed=0)
     with pytest.raises(ValueError, match="character 'é' in 'café'"):
-        load_tokenizer(tmp_path / "m").encode_prompt("café")
+        load_tokenizer(tmp_path / "m").encode_prompt("café", chat=True)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,8 @@ def test_a_hugging_face_tokenizer_uses_its_chat_template_if_it_has_one(
 
     tokenizer = load_tokenizer(folder)
 
-    assert tokenizer.encode_prompt("12") == ([4, 5] if template is None else [2, 4, 5, 0, 3])
+    assert tokenizer.encode_prompt("12", chat=True) == ([4, 5] if template is None else [2, 4, 5, 0, 3])
+    assert tokenizer.encode_prompt("12", chat=False) == [4, 5]
     assert tokenizer.encode_answer("21") == [5, 4, 0]
     assert tokenizer.decode([5, 4, 0]) == "21"
     assert tokenizer.end_tokens == {0, 1}

@@ -1,12 +1,13 @@
 """The server: a port of its own, a clean start, a drained stop, and words when it cannot."""
 
 import contextlib
+import socket
 import threading
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 
 from shoal.net.server import Server, listen
 
@@ -86,4 +87,35 @@ def test_an_app_that_fails_to_start_is_reported() -> None:
     server = Server(FastAPI(lifespan=broken), listen("127.0.0.1", 0))
     with pytest.raises(RuntimeError, match="ended while it started"):
         server.start()
+    server.close()
+
+
+def test_a_body_that_nobody_reads_is_not_waited_for() -> None:
+    server = Server(make_app(), listen("127.0.0.1", 0))
+    server.start()
+    chunk = b"10000\r\n" + bytes(1 << 16) + b"\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as raw:
+        raw.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            for _ in range(1000):
+                raw.sendall(chunk)
+    server.close()
+
+
+def test_a_connection_stays_open_after_a_body_that_was_read() -> None:
+    app = FastAPI()
+
+    @app.post("/length")
+    async def length(request: Request) -> int:
+        return len(await request.body())
+
+    server = Server(app, listen("127.0.0.1", 0))
+    server.start()
+    with httpx.Client(base_url=f"http://127.0.0.1:{server.port}") as http:
+        for content in (b"", b"x" * 100_000):
+            answer = http.post("/length", content=content)
+            assert (answer.json(), answer.headers.get("connection")) == (len(content), None)
+        refused = http.post("/nowhere", content=b"unread")
+        assert (refused.status_code, refused.headers["connection"]) == (404, "close")
+        assert http.post("/length", content=b"again").json() == 5
     server.close()

@@ -157,7 +157,7 @@ def _requests(folder: Path, *, num_samples: int, max_new_tokens: int) -> list[Re
         Request(
             prompt_index=index,
             sample_index=sample,
-            prompt_tokens=tuple(tokenizer.encode_prompt(prompt)),
+            prompt_tokens=tuple(tokenizer.encode_prompt(prompt, chat=False)),
             sample_seed=sample_seed(SEED, index, sample),
             max_new_tokens=max_new_tokens,
             temperature=1.0,

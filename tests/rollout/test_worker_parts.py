@@ -52,7 +52,9 @@ def test_a_lease_becomes_one_request_per_sample_with_the_seed_of_its_place() -> 
         (1, 2),
     ]
     for request in requests:
-        assert request.prompt_tokens == tuple(tokenizer.encode_prompt(LEASE.prompts[request.prompt_index]))
+        assert request.prompt_tokens == tuple(
+            tokenizer.encode_prompt(LEASE.prompts[request.prompt_index], chat=False)
+        )
         assert request.sample_seed == sample_seed(LEASE.seed, request.prompt_index, request.sample_index)
         assert (request.max_new_tokens, request.temperature) == (7, 0.5)
 

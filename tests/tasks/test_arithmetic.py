@@ -36,6 +36,21 @@ def test_rewards(answer: str, text: str, outcome: Outcome) -> None:
     assert reward.value == (1.0 if outcome is Outcome.RIGHT else 0.0)
 
 
+def test_worked_lines_ask_for_one_line() -> None:
+    problem = Problem(prompt="47 + 38 =", answer="85")
+    task = Add(style="shots")
+    assert task.reward(problem, " 85\n12 + 7 = 19").outcome is Outcome.RIGHT
+    assert task.reward(problem, "\n85").outcome is Outcome.RIGHT
+    assert task.reward(problem, " 84\n85").outcome is Outcome.WRONG
+    assert task.reward(problem, "").outcome is Outcome.UNPARSEABLE
+    assert Add(style="chat").reward(problem, " 85\n12 + 7 = 19").outcome is Outcome.WRONG
+
+
+def test_only_a_question_in_words_is_a_users_turn() -> None:
+    assert Add(style="chat").chat
+    assert not Add(style="shots").chat and not Add(style="bare").chat
+
+
 @pytest.mark.parametrize("style", ["bare", "chat", "shots"])
 @pytest.mark.parametrize("digits", [1, 2, 9])
 @pytest.mark.parametrize("split", ["train", "eval"])

@@ -52,6 +52,6 @@ def test_answer_carries_its_end_token(model: Path) -> None:
     tokenizer = load_tokenizer(model)
     sample = answered(TASK, tokenizer, 5)
     problem = TASK.problem("train", 5)
-    assert sample.tokens[: sample.prompt_len] == tuple(tokenizer.encode_prompt(problem.prompt))
+    assert sample.tokens[: sample.prompt_len] == tuple(tokenizer.encode_prompt(problem.prompt, chat=False))
     assert tokenizer.decode(sample.tokens[sample.prompt_len :]) == problem.answer
     assert sample.tokens[-1] in tokenizer.end_tokens

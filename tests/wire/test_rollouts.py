@@ -126,6 +126,13 @@ def test_rows_are_written_in_order() -> None:
     assert decode(encode(shuffled), LIMITS) == table
 
 
+def test_rows_out_of_order_are_refused() -> None:
+    # Rewards go by the order of rows, so it is not the sender's to choose.
+    rows = tuple(reversed(golden_table().rows))
+    columns = {name: [getattr(row, name) for row in rows] for name in SCHEMA.names}
+    assert refusal(write(columns)) == "reject.malformed_file"
+
+
 @st.composite
 def tables(draw: st.DrawFn) -> RolloutTable:
     rows = []

@@ -1,6 +1,8 @@
 """`shoal run`: every role of a run file on this machine, as processes that talk over loopback HTTP."""
 
 import contextlib
+import itertools
+import json
 import random
 import shlex
 import shutil
@@ -143,7 +145,7 @@ def default_folder(file: RunFile) -> Path:
 
 def start_roles(run: LocalRun, supervisor: Supervisor, stop: threading.Event) -> str:
     """All roles, the coordinator first because its folder holds the keys; returns its URL."""
-    ports = free_ports(2 + run.file.local.relays)
+    ports = choose_ports(run.folder, 2 + run.file.local.relays)
     url = f"http://{HOST}:{ports[0]}"
     coordinator, *others = role_commands(run, url, ports)
     supervisor.start(*coordinator)
@@ -265,15 +267,36 @@ def wait_until_up(url: str, supervisor: Supervisor, keys: Path, stop: threading.
             raise Stopped("stopped while waiting for the coordinator")
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that are free now. Held together while choosing, so that they differ."""
+def choose_ports(folder: Path, count: int) -> list[int]:
+    """The ports of the last start where they are still free: leases issued then name the relays by them."""
+    path = folder / "ports.json"
+    before = json.loads(path.read_text()) if path.exists() else []
+    ports = free_ports(count, before)
+    path.write_text(json.dumps(ports))
+    return ports
+
+
+def free_ports(count: int, wanted: Sequence[int] = ()) -> list[int]:
+    """Ports that are free now, `wanted` ones if they are. Held together while choosing, so that they differ."""
+    others = iter(random.sample(PORTS, 500))
     with contextlib.ExitStack() as held:
-        found: list[int] = []
-        for port in random.sample(PORTS, 500):
-            sock = held.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
-                sock.bind((HOST, port))
-                found.append(port)
-            if len(found) == count:
-                return found
-    raise RunFailed(f"{count} ports are needed on {HOST}, {len(found)} were found free; stop what uses them")
+        found = []
+        for first in [*wanted, *[None] * count][:count]:
+            candidates = itertools.chain(() if first is None else (first,), others)
+            port = next((port for port in candidates if _take(port, held)), None)
+            if port is None:
+                raise RunFailed(f"{HOST} has no free port among 500 of {PORTS}; stop what uses them")
+            found.append(port)
+    return found
+
+
+def _take(port: int, held: contextlib.ExitStack) -> bool:
+    sock = held.enter_context(socket.socket())
+    # As the roles do: connections of a run just ended do not count.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((HOST, port))
+        sock.listen()
+    except OSError:
+        return False
+    return True

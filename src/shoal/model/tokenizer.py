@@ -19,8 +19,8 @@ class Tokenizer(Protocol):
     vocab_size: int
     """Tokens a model may draw are 0 .. vocab_size-1."""
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """What the model sees before it answers: the user's turn in the chat template where the model has one."""
+    def encode_prompt(self, text: str, *, chat: bool) -> list[int]:
+        """What the model sees before it answers: with `chat` the user's turn in its chat template, if it has one."""
 
     def encode_answer(self, text: str) -> list[int]:
         """An answer as the model should have drawn it, end token included."""
@@ -56,7 +56,7 @@ class CharTokenizer:
     def save(self, folder: Path) -> None:
         (folder / CHAR_FILE).write_text(json.dumps({"alphabet": self.alphabet}) + "\n", encoding="utf-8")
 
-    def encode_prompt(self, text: str) -> list[int]:
+    def encode_prompt(self, text: str, *, chat: bool) -> list[int]:
         return [self.BOS, *self._encode(text)]
 
     def encode_answer(self, text: str) -> list[int]:
@@ -92,8 +92,8 @@ class HfTokenizer:
         own = self._tokenizer.eos_token_id
         self._end: int = own if own in self.end_tokens else ends[0]
 
-    def encode_prompt(self, text: str) -> list[int]:
-        if not self._tokenizer.chat_template:
+    def encode_prompt(self, text: str, *, chat: bool) -> list[int]:
+        if not chat or not self._tokenizer.chat_template:
             return list(self._tokenizer.encode(text))
         turns = [{"role": "user", "content": text}]
         prompt: str = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)

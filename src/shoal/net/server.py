@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import uvicorn
@@ -31,12 +32,47 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
+def close_on_unread_body(app: Any) -> Any:
+    """The ASGI app, but an answer to a request whose body was not read to its end closes the connection.
+
+    Else the server would go on reading, to throw it away, for as long as somebody cares to send.
+    """
+
+    async def wrapped(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or not _announces_body(scope["headers"]):
+            await app(scope, receive, send)
+            return
+        read = False
+
+        async def counted() -> Any:
+            nonlocal read
+            message = await receive()
+            read = read or not message.get("more_body", False)
+            return message
+
+        async def closing(message: Any) -> None:
+            if message["type"] == "http.response.start" and not read:
+                message = message | {"headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        await app(scope, counted, closing)
+
+    return wrapped
+
+
+def _announces_body(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
+        for name, value in headers
+    )
+
+
 class Server:
     """An ASGI app on a socket. `serve` blocks until `stop` is set; `start`/`close` do the same from a thread."""
 
     def __init__(self, app: Any, sock: socket.socket) -> None:
         config = uvicorn.Config(
-            app,
+            close_on_unread_body(app),
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=DRAIN_S,

@@ -13,8 +13,9 @@ _NUMBER = re.compile(r"-?\d+")
 class Add:
     """The sum of two numbers below 10**digits. The last number in the reply is the answer.
 
-    style "bare" asks `47+38=`; "chat" asks in words; "shots" shows two worked lines first, which lifts a small
-    language model from a start where hardly any group has signal.
+    style "chat" asks in words, as a user's turn. The others are plain text: "bare" asks `47+38=`; "shots" shows two
+    worked lines first, and only the first line of the reply counts, since a model goes on with lines of its own. That
+    lifts SmolLM2-135M from 5 % right to 30 %, a start where most groups have signal.
     """
 
     digits: int = 2
@@ -26,6 +27,10 @@ class Add:
         if self.style not in ("bare", "chat", "shots"):
             raise ValueError(f"add: style={self.style!r} must be bare, chat or shots")
 
+    @property
+    def chat(self) -> bool:
+        return self.style == "chat"
+
     def problem(self, split: Split, seed: int) -> Problem:
         attempt = 0
         while True:
@@ -36,12 +41,12 @@ class Add:
             attempt += 1
 
     def reward(self, problem: Problem, text: str) -> Reward:
-        numbers = _NUMBER.findall(text)
+        reply = text.strip().split("\n")[0] if self.style == "shots" else text
+        numbers = _NUMBER.findall(reply)
         if not numbers:
             return Reward(0.0, Outcome.UNPARSEABLE)
-        right = numbers[-1].removeprefix("-").lstrip("0") == problem.answer.lstrip("0") and not numbers[
-            -1
-        ].startswith("-")
+        given = numbers[-1]
+        right = not given.startswith("-") and given.lstrip("0") == problem.answer.lstrip("0")
         return Reward(1.0, Outcome.RIGHT) if right else Reward(0.0, Outcome.WRONG)
 
     def _ask(self, a: int, b: int) -> str:

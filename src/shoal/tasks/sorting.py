@@ -18,6 +18,10 @@ class Sort:
         if not 0 <= self.partial < 1:
             raise ValueError(f"sort: partial={self.partial} must be at least 0 and below 1")
 
+    @property
+    def chat(self) -> bool:
+        return False
+
     def problem(self, split: Split, seed: int) -> Problem:
         attempt = 0
         while True:

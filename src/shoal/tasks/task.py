@@ -33,6 +33,10 @@ class Reward:
 
 
 class Task(Protocol):
+    @property
+    def chat(self) -> bool:
+        """Whether a prompt is a user's turn, put in the model's chat template, or plain text to go on from."""
+
     def problem(self, split: Split, seed: int) -> Problem:
         """The problem of this seed; the same for everybody, for ever."""
 

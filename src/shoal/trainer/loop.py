@@ -127,7 +127,6 @@ class _Run:
             report = step_report(batch, figures, wait_s)
             self._checkpoints.save(self._learner, report)
             self._send_out(report)
-            self._metrics.write("step", **report.model_dump())
         self._serve_until_finished()
 
     def shutdown(self) -> None:
@@ -157,9 +156,14 @@ class _Run:
         return learner, None
 
     def _send_out(self, report: StepReport | None) -> None:
-        """Publish and announce the learner's version."""
+        """Publish and announce the learner's version, and note the step that made it.
+
+        After a crash all three are done again: a step may stand in the metrics twice, in the same words, but none is missing.
+        """
         manifest = self._publisher.publish(self._learner.decoder, self._learner.version)
         self._publisher.announce(manifest, report)
+        if report is not None:
+            self._metrics.write("step", **report.model_dump())
 
     def _serve_until_finished(self) -> None:
         """The last version is out; workers still fetch it to be evaluated."""

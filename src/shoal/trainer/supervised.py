@@ -39,7 +39,8 @@ def warm_up(learner: Learner, task: Task, tokenizer: Tokenizer, *, log: Log, sto
 def answered(task: Task, tokenizer: Tokenizer, seed: int) -> Sample:
     """A training problem with its right answer."""
     problem = task.problem("train", seed)
-    prompt, answer = tokenizer.encode_prompt(problem.prompt), tokenizer.encode_answer(problem.answer)
+    prompt = tokenizer.encode_prompt(problem.prompt, chat=task.chat)
+    answer = tokenizer.encode_answer(problem.answer)
     return Sample(
         tokens=(*prompt, *answer),
         prompt_len=len(prompt),

@@ -2,13 +2,14 @@
 
 import hashlib
 import os
+import socket
 from pathlib import Path
 
-from small_swarm import Node, SmallSwarm, refusal
-from test_object_uploads import stored_files
+import pytest
+from small_swarm import Node, SmallSwarm
 
-from shoal.net.client import Refused
 from shoal.swarm.coordinator.uploads import expected_under, mark_stored
+from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease
 from shoal.wire.messages import Abandon, LeaseStatus
 
@@ -16,6 +17,10 @@ from shoal.wire.messages import Abandon, LeaseStatus
 def abandon(node: Node, lease: Lease) -> None:
     ask = Abandon(epoch=node.epoch, reason="no longer")
     node.client.call("POST", f"/v1/leases/{lease.lease_id}/abandon", ask, LeaseStatus)
+
+
+def stored_files(swarm: SmallSwarm) -> list[str]:
+    return sorted(path.name for path in (swarm.dir / "objects").rglob("*") if path.is_file())
 
 
 def stored_bytes(folder: Path) -> int:
@@ -79,9 +84,23 @@ def test_bytes_that_come_in_after_others_were_declared_are_refused(swarm: SmallS
     incoming.write(b"first")
     node.ask_upload(lease, b"second")
     incoming.finish()
-    assert refusal(late, swarm, expected).code == "request.lease_closed"
+    with pytest.raises(Rejected, match=r"request\.lease_closed"):
+        mark_stored(swarm.coordinator, expected)
     assert stored_files(swarm) == []
 
 
-def late(swarm: SmallSwarm, expected: object) -> None:
-    raise NotImplementedError
+def test_an_upload_that_drips_on_ends_with_its_lease(swarm: SmallSwarm) -> None:
+    swarm.start()
+    node = swarm.node()
+    lease = node.lease()
+    path = node.ask_upload(lease, b"drip, drip").path
+    swarm.clock.ahead_s = swarm.config.lease_s - 1.0
+    with socket.create_connection(("127.0.0.1", int(swarm.authority.split(":")[1])), timeout=20) as raw:
+        raw.sendall(
+            f"PUT {path} HTTP/1.1\r\nHost: {swarm.authority}\r\nContent-Length: 10\r\n\r\ndrip".encode()
+        )
+        answer = raw.recv(4096)  # far sooner than the 30 s that any silence is allowed
+    # Where the machine is slow the lease has ended before the upload began.
+    assert answer.split()[1] in (b"401", b"410")
+    assert b"connection: close" in answer.lower()
+    assert stored_files(swarm) == []

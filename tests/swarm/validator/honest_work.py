@@ -89,7 +89,9 @@ def generate(lease: Lease, policy: Policy, *, temperature: float | None = None) 
     """Every row of the lease, all at once; prompts of a sort task are all of one length."""
     decoder, tokenizer = policy.decoder, policy.tokenizer
     samples, max_new = lease.sampling.samples_per_prompt, lease.sampling.max_new_tokens
-    prompts = [tokenizer.encode_prompt(prompt) for prompt in lease.prompts for _ in range(samples)]
+    prompts = [
+        tokenizer.encode_prompt(prompt, chat=False) for prompt in lease.prompts for _ in range(samples)
+    ]
     length = len(prompts[0])
     seeds = [sample_seed(lease.seed, i, j) for i in range(len(lease.prompts)) for j in range(samples)]
     uniform_RT = uniforms(
@@ -139,7 +141,9 @@ def make_table(
             Rollout(
                 prompt_index=index // samples,
                 sample_index=index % samples,
-                prompt_tokens=tuple(policy.tokenizer.encode_prompt(lease.prompts[index // samples])),
+                prompt_tokens=tuple(
+                    policy.tokenizer.encode_prompt(lease.prompts[index // samples], chat=False)
+                ),
                 output_tokens=tuple(row.tokens),
                 logprobs=tuple(row.logprobs),
                 finish=Finish.EOS if row.tokens[-1] in ends else Finish.LENGTH,

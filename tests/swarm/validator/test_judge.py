@@ -110,7 +110,7 @@ def test_right_answers_earn_their_reward(folder: Path, reader: Reader) -> None:
     spec = make_spec(sampling=Sampling(max_new_tokens=6, samples_per_prompt=2))
     lease = make_lease(spec, prompts=1, number=77)
     taught = make_policy(folder, seed=5)
-    prompt = taught.tokenizer.encode_prompt(lease.prompts[0])
+    prompt = taught.tokenizer.encode_prompt(lease.prompts[0], chat=False)
     answer = taught.tokenizer.encode_answer("".join(sorted(lease.prompts[0].removesuffix("="))))
     row = torch.tensor([prompt + answer])
     optimizer = torch.optim.AdamW(taught.decoder.parameters(), lr=3e-3)
@@ -167,7 +167,7 @@ def test_groups_must_be_complete(verdict: Judge, honest: RolloutTable) -> None:
 
 
 def test_prompts_must_be_the_leased_ones(verdict: Judge, policy: Policy, honest: RolloutTable) -> None:
-    hint = tuple(policy.tokenizer.encode_prompt("1234="))
+    hint = tuple(policy.tokenizer.encode_prompt("1234=", chat=False))
     assert verdict(with_row(honest, 3, prompt_tokens=hint)).code == "reject.edited_prompt"
     assert verdict(with_rows(honest, prompt_tokens=hint)).code == "reject.other_prompts"
     longer = (*honest.rows[0].prompt_tokens, *[7] * 300)
@@ -258,7 +258,8 @@ def test_an_edited_prompt_that_is_hidden_is_a_wrong_computation(verdict: Judge, 
     shown = LEASE.model_copy(update={"prompts": tuple("9" + prompt[1:] for prompt in LEASE.prompts)})
     secret = make_table(shown, policy)
     told = {
-        index: tuple(policy.tokenizer.encode_prompt(prompt)) for index, prompt in enumerate(LEASE.prompts)
+        index: tuple(policy.tokenizer.encode_prompt(prompt, chat=False))
+        for index, prompt in enumerate(LEASE.prompts)
     }
     rows = tuple(replace(row, prompt_tokens=told[row.prompt_index]) for row in secret.rows)
     assert verdict(replace(secret, rows=rows)).code == "reject.wrong_computation"
@@ -322,7 +323,9 @@ def through_the_right_model(lease: Lease, policy: Policy, tokens: list[list[int]
     """Tokens of whatever origin, prefilled through the leased model: its own states, proofs and log-probs."""
     rows = []
     for index, output in enumerate(tokens):
-        prompt = policy.tokenizer.encode_prompt(lease.prompts[index // lease.sampling.samples_per_prompt])
+        prompt = policy.tokenizer.encode_prompt(
+            lease.prompts[index // lease.sampling.samples_per_prompt], chat=False
+        )
         row = torch.tensor([prompt + output])
         with torch.inference_mode():
             hidden = policy.decoder(row[:, :-1], torch.arange(row.shape[1] - 1)[None])[0]

@@ -15,14 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from shoal.net.objects import Incoming
 from shoal.swarm.coordinator import ledger, nodes, policies, stats, uploads
-from shoal.swarm.coordinator.auth import (
-    admitted,
-    has_unread_body,
-    note_body_read,
-    read_body,
-    refuse_long_body,
-    signer_of,
-)
+from shoal.swarm.coordinator.auth import admitted, read_body, refuse_long_body, signer_of
 from shoal.swarm.coordinator.coordinator import Coordinator
 from shoal.swarm.coordinator.handlers import SIGNED_ROUTES, Call, SignedRoute, parse_version
 from shoal.swarm.coordinator.uploads import Expected
@@ -110,7 +103,6 @@ async def _receive(request: Request, incoming: Incoming, left_s: float) -> None:
             async for piece in request.stream():
                 patience.reschedule(min(end_s, clock() + UPLOAD_IDLE_S))
                 await run_in_threadpool(incoming.write, piece)
-        note_body_read(request)
         await run_in_threadpool(incoming.finish)
         complete = True
     except (TimeoutError, ClientDisconnect):
@@ -196,7 +188,7 @@ def _json(answer: Record | list[Record]) -> Response:
 
 
 def _answer_errors(app: FastAPI, coordinator: Coordinator) -> None:
-    def problem(request: Request, code: str, detail: str, retry_after_s: float | None = None) -> Response:
+    def problem(code: str, detail: str, retry_after_s: float | None = None) -> Response:
         meaning = CODES[code]
         body = Problem(
             code=code,
@@ -206,9 +198,6 @@ def _answer_errors(app: FastAPI, coordinator: Coordinator) -> None:
             server_time_s=coordinator.clock(),
         )
         headers = {} if retry_after_s is None else {"Retry-After": str(math.ceil(retry_after_s))}
-        # Else the server would go on reading and throwing away a body for as long as somebody sends one.
-        if has_unread_body(request):
-            headers["Connection"] = "close"
         return Response(
             body.model_dump_json(),
             status_code=meaning.status,
@@ -218,18 +207,16 @@ def _answer_errors(app: FastAPI, coordinator: Coordinator) -> None:
 
     @app.exception_handler(Rejected)
     async def refuse(request: Request, error: Rejected) -> Response:
-        return problem(request, error.code, error.detail, error.retry_after_s)
+        return problem(error.code, error.detail, error.retry_after_s)
 
     @app.exception_handler(HTTPException)
     async def refuse_route(request: Request, error: HTTPException) -> Response:
-        return problem(request, "request.not_found", f"there is no {request.method} {request.url.path[:200]}")
+        return problem("request.not_found", f"there is no {request.method} {request.url.path[:200]}")
 
     @app.exception_handler(RequestValidationError)
     async def refuse_parameters(request: Request, error: RequestValidationError) -> Response:
         return problem(
-            request,
-            "request.malformed",
-            f"{request.method} {request.url.path[:200]}: {error.errors()[0]['msg']}",
+            "request.malformed", f"{request.method} {request.url.path[:200]}: {error.errors()[0]['msg']}"
         )
 
     @app.exception_handler(Exception)
@@ -239,4 +226,4 @@ def _answer_errors(app: FastAPI, coordinator: Coordinator) -> None:
         coordinator.log.error(
             f"{request.method} {request.url.path[:200]} failed: {type(error).__name__}: {first_line}"
         )
-        return problem(request, "request.failed", "an error on our side; it is logged")
+        return problem("request.failed", "an error on our side; it is logged")

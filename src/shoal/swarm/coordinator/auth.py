@@ -50,18 +50,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
                 pieces.append(piece)
     except (TimeoutError, ClientDisconnect):
         raise Rejected("request.malformed", f"the body did not arrive within {BODY_S:.0f} s") from None
-    note_body_read(request)
     return b"".join(pieces)
-
-
-def note_body_read(request: Request) -> None:
-    request.state.body_read = True
-
-
-def has_unread_body(request: Request) -> bool:
-    """Whether the client announced a body that was not read to its end."""
-    announced = "transfer-encoding" in request.headers or request.headers.get("content-length", "0") != "0"
-    return announced and not getattr(request.state, "body_read", False)
 
 
 def refuse_long_body(request: Request, max_bytes: int) -> None:

@@ -109,6 +109,7 @@ leases = Table(
     Column("ended_at_s", Float),
     Column("credit", Integer, nullable=False),
     Index("leases_by_state", "state", "deadline_s"),
+    Index("leases_by_code", "code"),
     Index("leases_by_node", "node", "state"),
     Index("leases_by_epoch", "epoch", "state"),
     Index("leases_by_evaluation", "eval_version", "state"),
@@ -138,7 +139,7 @@ submissions = Table(
     Column("seq", Integer, nullable=False),
     Column("receipt", Text, nullable=False),
     Column("claimed_by", String),
-    Column("claimed_at_s", Float),
+    Column("claimed_at_s", Float, index=True),
     Column("claimed_until_s", Float),
 )
 

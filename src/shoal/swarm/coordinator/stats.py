@@ -138,7 +138,7 @@ def _queue_untouched_s(db: Connection, now_s: float) -> float:
 
 def _verified_tokens_per_s(db: Connection, now_s: float) -> float:
     """Tokens of accepted submissions lately. What nodes say of their own speed is not counted."""
-    first_s = db.execute(select(func.min(leases.c.issued_at_s))).scalar_one()
+    first_s = db.execute(select(func.min(policies.c.published_at_s))).scalar_one()
     if first_s is None or first_s >= now_s:
         return 0.0
     window_s = min(SPEED_WINDOW_S, now_s - first_s)

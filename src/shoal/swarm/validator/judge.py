@@ -105,8 +105,9 @@ def leased_problems(lease: Lease, run: str) -> list[Problem]:
 
 
 def encode_prompts(lease: Lease, tokenizer: Tokenizer) -> list[list[int]]:
+    chat = make_task(lease.task).chat
     try:
-        return [tokenizer.encode_prompt(prompt) for prompt in lease.prompts]
+        return [tokenizer.encode_prompt(prompt, chat=chat) for prompt in lease.prompts]
     except ValueError as error:
         raise CannotCheck(f"the policy's tokenizer cannot encode a leased prompt: {error}") from None
 

@@ -1,0 +1,134 @@
+"""kill -9, of every role and of `shoal run` itself, in the middle of a run: it goes on, and its books are in order."""
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from books import check_books, keep_head
+
+from swarm import Swarm, is_alive
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+LEAVE_S = 10.0
+
+
+def being_checked(swarm: Swarm) -> bool:
+    path = swarm.folder / "validator-1" / "checking.json"
+    return path.exists() and path.read_text() not in ("", "{}")
+
+
+def generating(swarm: Swarm) -> bool:
+    stats = swarm.stats()
+    return stats is not None and any(node.phase.startswith("generating") for node in stats.nodes)
+
+
+def uploading(swarm: Swarm) -> bool:
+    return any((swarm.folder / "coordinator" / "objects" / "incoming").iterdir())
+
+
+def newest_checkpoint(swarm: Swarm) -> int:
+    return max(
+        (int(path.name[1:]) for path in (swarm.folder / "trainer" / "checkpoints").glob("v*")), default=-1
+    )
+
+
+def assert_nothing_is_left(swarm: Swarm) -> None:
+    assert not swarm.processes(), "processes are left behind"
+    assert not (swarm.folder / "pids.json").exists()
+
+
+def test_each_role_killed_in_the_middle_of_its_work(tmp_path: Path) -> None:
+    with Swarm(tmp_path, last_version=14) as swarm:
+        heads = []
+        moments = {
+            "worker-1": ("a worker to generate", lambda: generating(swarm)),
+            "validator-1": ("a submission being checked", lambda: being_checked(swarm)),
+            "relay-1": ("nothing in particular", lambda: True),
+            # Saved, but nobody knows: it must announce exactly this version when it comes back.
+            "trainer": ("a checkpoint not yet announced", lambda: newest_checkpoint(swarm) > version),
+            "coordinator": ("an upload half arrived", lambda: uploading(swarm)),
+        }
+        for number, (role, (what, look)) in enumerate(moments.items()):
+            version = swarm.wait_for_version(1 + 2 * number).newest_version
+            heads.append(keep_head(swarm))
+            before = swarm.pids()[role]
+            swarm.kill_when(role, what, look)
+            swarm.wait_until_back(role, before)
+        assert swarm.wait_until_over() == 0, swarm.output
+        for role in moments:
+            assert f"{role} ended with signal SIGKILL; started again (1 of 5)" in swarm.output
+        assert_nothing_is_left(swarm)
+        check_books(swarm, heads)
+
+
+def test_all_of_them_at_once_and_again(tmp_path: Path) -> None:
+    with Swarm(tmp_path, last_version=10) as swarm:
+        heads = []
+        for version in (1, 5):
+            swarm.wait_for_version(version)
+            heads.append(keep_head(swarm))
+            before = swarm.pids()
+            for role in before:
+                swarm.kill(role)
+            for role, pid in before.items():
+                swarm.wait_until_back(role, pid)
+        assert swarm.wait_until_over() == 0, swarm.output
+        assert_nothing_is_left(swarm)
+        check_books(swarm, heads)
+
+
+def test_the_trainer_and_the_coordinator_over_and_over(tmp_path: Path) -> None:
+    with Swarm(tmp_path, last_version=12) as swarm:
+        for number in range(3):
+            for role in ("coordinator", "trainer"):
+                version = swarm.wait_for_version(1 + 2 * number).newest_version
+                assert version is not None
+                before = swarm.pids()[role]
+                if role == "trainer":
+                    swarm.kill_when(role, "the next batch", partial(has_batch, swarm, version))
+                else:
+                    swarm.kill(role)
+                swarm.wait_until_back(role, before)
+        assert swarm.wait_until_over() == 0, swarm.output
+        check_books(swarm)
+
+
+def has_batch(swarm: Swarm, version: int) -> bool:
+    """The trainer has the batch of this version, or is further: anywhere between fetching and publishing."""
+    stats = swarm.stats()
+    return stats is not None and (stats.batches > version or stats.newest_version != version)
+
+
+def test_shoal_run_itself(tmp_path: Path) -> None:
+    with Swarm(tmp_path, last_version=8) as swarm:
+        swarm.wait_for_version(2)
+        head = keep_head(swarm)
+        children = swarm.processes() - {swarm.process.pid}
+        assert len(children) >= len(swarm.pids()) == 7
+        killed_s = time.monotonic()
+        os.kill(swarm.process.pid, signal.SIGKILL)
+        swarm.process.wait()
+        while left := {pid for pid in children if is_alive(pid)}:
+            assert time.monotonic() - killed_s < LEAVE_S, f"still there: {left}"
+            time.sleep(0.05)
+        assert not swarm.processes()
+
+        swarm.start("--resume")
+        assert swarm.wait_until_over() == 0, swarm.output
+        assert_nothing_is_left(swarm)
+        check_books(swarm, [head])
+
+
+def test_resuming_at_once_waits_for_what_a_killed_run_left_behind(tmp_path: Path) -> None:
+    with Swarm(tmp_path, last_version=3) as swarm:
+        swarm.wait_for_version(1)
+        os.kill(swarm.process.pid, signal.SIGKILL)
+        swarm.process.wait()
+        swarm.start("--resume")
+        assert swarm.wait_until_over() == 0, swarm.output
+        assert_nothing_is_left(swarm)
+        check_books(swarm)
