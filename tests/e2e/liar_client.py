@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -20,13 +21,15 @@ from shoal.rollout.submission import generate, make_requests, make_table
 from shoal.rollout.torch_engine import TorchEngine
 from shoal.telemetry import Log
 from shoal.wire.lease import Lease, Receipt
+from shoal.wire.ledger import LedgerEvent
 from shoal.wire.messages import AskUpload, LeaseStatus, Submit, Upload
 from shoal.wire.record import Sealed
 from shoal.wire.rollouts import FORMAT, SCHEMA, Rollout, RolloutTable
 
 WAIT_S = 90.0
 """Far more than anything takes: only a hang reaches it."""
-TRIES = 6
+TRIES = 8
+ANY_LEASE = "f" * 32
 ENDLESS = 64 << 20
 """Bytes after which a stream that nobody cut counts as endless. Kernel buffers hold a few of them."""
 
@@ -47,6 +50,7 @@ class Liar:
         state = State(folder)
         self.client = SignedClient(url, state.key, log=log, stop=stop)
         self.node = state.key.public
+        self._since_seq = self._ledger_seq()
         terms = join(self.client, state, deadline_s=WAIT_S, log=log)
         self.epoch, self.authority = terms.epoch, url.removeprefix("http://")
         self.session = Session(self.client, terms, deadline_s=WAIT_S, log=log)
@@ -92,6 +96,19 @@ class Liar:
     def submit(self, lease_id: str, data: bytes, version: int) -> Sealed[Receipt]:
         ask = Submit(epoch=self.epoch, num_bytes=len(data), sha256=sha256_of(data), policy_version=version)
         return self.client.call("POST", f"/v1/leases/{lease_id}/submit", ask, Sealed[Receipt])
+
+    # -- what anybody can see ---------------------------------------------------------------------------------
+
+    def events_since_it_enrolled(self) -> list[LedgerEvent]:
+        events: list[LedgerEvent] = []
+        seq = self._since_seq
+        while page := httpx.get(f"{self.client.url}/v1/ledger?from_seq={seq}", timeout=WAIT_S).json():
+            events += [LedgerEvent.model_validate(event) for event in page]
+            seq = events[-1].seq + 1
+        return events
+
+    def _ledger_seq(self) -> int:
+        return int(httpx.get(f"{self.client.url}/healthz", timeout=WAIT_S).json()["ledger_seq"])
 
     def close(self) -> None:
         self.client.close()
@@ -142,8 +159,11 @@ def columns_of(rows: tuple[Rollout, ...]) -> dict[str, list[Any]]:
     return {name: [getattr(row, name) for row in rows] for name in SCHEMA.names}
 
 
-def bomb(lease: Lease, count: int, *, dictionary: bool) -> bytes:
-    """One row whose answer is `count` zeros: a few kilobytes at most, hundreds of megabytes once decoded."""
+def bomb(count: int, *, dictionary: bool) -> bytes:
+    """One row whose answer is `count` zeros: a few kilobytes at most, hundreds of megabytes once decoded.
+
+    It takes seconds to make, so it is made before the lease; `aimed` makes it one for the lease.
+    """
     zeros = pa.ListArray.from_arrays(
         pa.array([0, count], pa.int32()), pa.repeat(pa.scalar(0, pa.int32()), count)
     )
@@ -156,9 +176,12 @@ def bomb(lease: Lease, count: int, *, dictionary: bool) -> bytes:
         "finish": [0],
         "proof": [b""],
     }
-    return write_parquet(
-        columns, lease_id=lease.lease_id, version=lease.policies[-1].version, dictionary=dictionary
-    )
+    return write_parquet(columns, lease_id=ANY_LEASE, version=0, dictionary=dictionary)
+
+
+def aimed(data: bytes, lease: Lease) -> Made:
+    """A footer's words are plain, and nothing sums them up."""
+    return Made(data.replace(ANY_LEASE.encode(), lease.lease_id.encode()), lease.policies[-1].version)
 
 
 # -- bytes on a socket ------------------------------------------------------------------------------------------

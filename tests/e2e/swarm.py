@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class Swarm:
         workers: int = 2,
         lies: list[str] | None = None,
         deadline_s: float = 120.0,
-        settings: dict[str, object] | None = None,
+        settings: Mapping[str, object] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder / "run"
@@ -81,12 +81,12 @@ class Swarm:
         )
         self.file.write_text(change(text, settings or {}))
         self.process: subprocess.Popen[bytes] | None = None
-        self._mark = f"SHOAL_E2E={secrets.token_hex(16)}"
+        self.mark = {"SHOAL_E2E": secrets.token_hex(16)}
+        """In the environment of every process of this run, so that none can hide."""
         self._output_before = 0
 
     def start(self, *options: str) -> "Swarm":
         """Begin, or go on with "--resume"."""
-        name, value = self._mark.split("=")
         with self.output_path.open("ab") as output:
             self._output_before = output.tell()
             self.process = subprocess.Popen(
@@ -95,7 +95,7 @@ class Swarm:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env=os.environ | {name: value},
+                env=os.environ | self.mark,
             )
         return self
 
@@ -120,6 +120,8 @@ class Swarm:
     @property
     def output(self) -> str:
         """What `shoal run` has said since it was last started."""
+        if not self.output_path.exists():
+            return ""
         return self.output_path.read_bytes()[self._output_before :].decode(errors="replace")
 
     def log(self, name: str) -> str:
@@ -145,7 +147,8 @@ class Swarm:
 
     def processes(self) -> set[int]:
         """Every process of this run that lives, found by what all of them inherit, and their children."""
-        own = {pid for pid in all_pids() if self._mark.encode() in environment_of(pid)}
+        mark = "SHOAL_E2E={SHOAL_E2E}".format_map(self.mark).encode()
+        own = {pid for pid in all_pids() if mark in environment_of(pid)}
         return {pid for pid in own | children_of(own) if is_alive(pid)}
 
     def stats(self) -> Stats | None:
@@ -210,6 +213,12 @@ class Swarm:
         """Until the supervisor has started a role again."""
         self.wait_for(f"{role} to be started again", lambda: self.pids().get(role, killed) != killed)
 
+    def crash(self) -> None:
+        """kill -9 `shoal run` itself."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
     def interrupt(self, number: signal.Signals = signal.SIGINT) -> None:
         """As Ctrl-C does: to `shoal run` itself."""
         assert self.process is not None
@@ -267,7 +276,7 @@ def shoal(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProce
     )
 
 
-def change(text: str, settings: dict[str, object]) -> str:
+def change(text: str, settings: Mapping[str, object]) -> str:
     """A run file with other values for keys that it has."""
     for key, value in settings.items():
         text, found = re.subn(rf"(?m)^{key} = .*$", f"{key} = {json.dumps(value)}", text)

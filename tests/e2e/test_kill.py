@@ -1,7 +1,5 @@
 """kill -9, of every role and of `shoal run` itself, in the middle of a run: it goes on, and its books are in order."""
 
-import os
-import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -43,7 +41,7 @@ def assert_nothing_is_left(swarm: Swarm) -> None:
 
 def test_each_role_killed_in_the_middle_of_its_work(tmp_path: Path) -> None:
     with Swarm(tmp_path, last_version=14) as swarm:
-        heads = []
+        heads, version = [], 0
         moments = {
             "worker-1": ("a worker to generate", lambda: generating(swarm)),
             "validator-1": ("a submission being checked", lambda: being_checked(swarm)),
@@ -53,7 +51,7 @@ def test_each_role_killed_in_the_middle_of_its_work(tmp_path: Path) -> None:
             "coordinator": ("an upload half arrived", lambda: uploading(swarm)),
         }
         for number, (role, (what, look)) in enumerate(moments.items()):
-            version = swarm.wait_for_version(1 + 2 * number).newest_version
+            version = swarm.wait_for_version(1 + 2 * number).newest_version or 0
             heads.append(keep_head(swarm))
             before = swarm.pids()[role]
             swarm.kill_when(role, what, look)
@@ -85,8 +83,7 @@ def test_the_trainer_and_the_coordinator_over_and_over(tmp_path: Path) -> None:
     with Swarm(tmp_path, last_version=12) as swarm:
         for number in range(3):
             for role in ("coordinator", "trainer"):
-                version = swarm.wait_for_version(1 + 2 * number).newest_version
-                assert version is not None
+                version = swarm.wait_for_version(1 + 2 * number).newest_version or 0
                 before = swarm.pids()[role]
                 if role == "trainer":
                     swarm.kill_when(role, "the next batch", partial(has_batch, swarm, version))
@@ -107,12 +104,12 @@ def test_shoal_run_itself(tmp_path: Path) -> None:
     with Swarm(tmp_path, last_version=8) as swarm:
         swarm.wait_for_version(2)
         head = keep_head(swarm)
-        children = swarm.processes() - {swarm.process.pid}
-        assert len(children) >= len(swarm.pids()) == 7
+        everything = swarm.processes()
+        assert set(swarm.pids().values()) < everything
+        assert len(swarm.pids()) == 7
         killed_s = time.monotonic()
-        os.kill(swarm.process.pid, signal.SIGKILL)
-        swarm.process.wait()
-        while left := {pid for pid in children if is_alive(pid)}:
+        swarm.crash()
+        while left := {pid for pid in everything if is_alive(pid)}:
             assert time.monotonic() - killed_s < LEAVE_S, f"still there: {left}"
             time.sleep(0.05)
         assert not swarm.processes()
@@ -126,8 +123,7 @@ def test_shoal_run_itself(tmp_path: Path) -> None:
 def test_resuming_at_once_waits_for_what_a_killed_run_left_behind(tmp_path: Path) -> None:
     with Swarm(tmp_path, last_version=3) as swarm:
         swarm.wait_for_version(1)
-        os.kill(swarm.process.pid, signal.SIGKILL)
-        swarm.process.wait()
+        swarm.crash()
         swarm.start("--resume")
         assert swarm.wait_until_over() == 0, swarm.output
         assert_nothing_is_left(swarm)

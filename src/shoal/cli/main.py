@@ -168,7 +168,7 @@ def _add_relay(commands: "Commands[argparse.ArgumentParser]") -> None:
         "--keep-versions",
         type=_at_least_one,
         default=5,
-        help="newest versions to hold; the run file's coordinator.keep_versions",
+        help="newest versions to hold; the run file's run.keep_versions",
     )
     _add_client_options(parser)
     _add_role_options(parser, port=8702)

@@ -21,6 +21,12 @@ class RunSection(Record):
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     last_version: int = Field(ge=1)
     max_lag: int = Field(default=2, ge=0)
+    keep_versions: int = Field(default=5, ge=1)
+    """How many versions origin and relays keep."""
+
+
+class ShardcastSection(Record):
+    shard_bytes: int = Field(default=4 << 20, ge=4096)
 
 
 class LocalSection(Record):
@@ -49,6 +55,7 @@ class RunFile(Record):
     proof: ProofSpec = ProofSpec()
     tolerances: Tolerances | None = None
     """What is not set here is as wire.run.default_tolerances has it for the run's compute_dtype."""
+    shardcast: ShardcastSection = ShardcastSection()
     local: LocalSection = LocalSection()
 
     @field_validator("task")
@@ -59,16 +66,13 @@ class RunFile(Record):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "RunFile":
-        kept, max_lag = self.coordinator.keep_versions, self.run.max_lag
-        if kept <= max_lag:
+        for name, section in (("trainer", self.trainer), ("coordinator", self.coordinator)):
+            if "keep_versions" in section.model_fields_set:
+                raise ValueError(f"{name}.keep_versions is one number for all: set run.keep_versions instead")
+        if self.run.keep_versions <= self.run.max_lag:
             raise ValueError(
-                f"coordinator.keep_versions = {kept} must exceed run.max_lag = {max_lag}, or leased versions vanish from "
-                "the relays; raise the one or lower the other"
-            )
-        if self.trainer.keep_versions < kept:
-            raise ValueError(
-                f"trainer.keep_versions = {self.trainer.keep_versions} is below coordinator.keep_versions = {kept}, so a "
-                "relay that comes late could not have them all; raise it"
+                f"run.keep_versions = {self.run.keep_versions} must exceed run.max_lag = {self.run.max_lag}, or leased "
+                "versions vanish from the relays; raise the one or lower the other"
             )
         if self.trainer.row_tokens <= self.sampling.max_new_tokens:
             raise ValueError(
@@ -76,6 +80,12 @@ class RunFile(Record):
                 f"{self.sampling.max_new_tokens}; raise it"
             )
         return self
+
+    def trainer_config(self) -> TrainerConfig:
+        return self.trainer.model_copy(update={"keep_versions": self.run.keep_versions})
+
+    def coordinator_config(self) -> CoordinatorConfig:
+        return self.coordinator.model_copy(update={"keep_versions": self.run.keep_versions})
 
     def spec(self) -> RunSpec:
         """The public terms of the run."""

@@ -42,7 +42,7 @@ class LineView:
             self.say(sentence)
         if time.monotonic() - self._last_s >= LINE_EVERY_S:
             self._last_s = time.monotonic()
-            self.say(headline(stats))
+            self.say(headline(stats) + worry(stats))
 
     def say(self, sentence: str) -> None:
         self._console.print(f"{time.strftime('%H:%M:%S')} {plain(sentence)}", markup=False, soft_wrap=True)
@@ -128,12 +128,13 @@ def headline(stats: Stats) -> str:
     return (
         f"version {version}/{stats.last_version}  {learned}  generate {stats.generation_tokens_per_s:,.0f} tok/s"
         f"  accepted {counts['accepted']}  refused {counts['refused']}  void {counts['void']}"
-        + (
-            ""
-            if step and not stats.waiting_for.startswith(("workers", "relays", "a validator"))
-            else f"  (waiting for {stats.waiting_for})"
-        )
     )
+
+
+def worry(stats: Stats) -> str:
+    """What it waits for, where that is worth a word: before the first step, and when somebody is missing."""
+    missing = stats.waiting_for.startswith(("workers", "relays", "a validator"))
+    return f"  (waiting for {stats.waiting_for})" if stats.latest is None or missing else ""
 
 
 def tally(stats: Stats) -> dict[str, int]:

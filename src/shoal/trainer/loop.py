@@ -20,6 +20,7 @@ from shoal.model.load import load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.net.client import SignedClient
 from shoal.net.deadline import NotYet, Stopped, wait_for
+from shoal.shardcast.publish import SHARD_BYTES
 from shoal.shardcast.store import VersionStore
 from shoal.tasks import make_task
 from shoal.telemetry import Log, Metrics
@@ -57,6 +58,8 @@ class TrainerSite:
     """For torch; 0 leaves torch's own choice."""
     deadline_s: float = 900.0
     """Of each wait for the coordinator or for rollouts."""
+    shard_bytes: int = SHARD_BYTES
+    """Of the versions it publishes."""
 
 
 def run_trainer(config: TrainerConfig, site: TrainerSite, *, stop: threading.Event) -> None:
@@ -160,7 +163,9 @@ class _Run:
 
         After a crash all three are done again: a step may stand in the metrics twice, in the same words, but none is missing.
         """
-        manifest = self._publisher.publish(self._learner.decoder, self._learner.version)
+        manifest = self._publisher.publish(
+            self._learner.decoder, self._learner.version, shard_bytes=self._site.shard_bytes
+        )
         self._publisher.announce(manifest, report)
         if report is not None:
             self._metrics.write("step", **report.model_dump())

@@ -10,7 +10,7 @@ from shoal.model.decoder import Decoder
 from shoal.model.weights import save_weights
 from shoal.net.client import Refused, SignedClient
 from shoal.net.server import Server, listen
-from shoal.shardcast.publish import publish
+from shoal.shardcast.publish import SHARD_BYTES, publish
 from shoal.shardcast.relay import make_app
 from shoal.shardcast.store import VersionStore
 from shoal.telemetry import Log
@@ -59,7 +59,7 @@ class Publisher:
         self._store.close()
         self._server.close()
 
-    def publish(self, decoder: Decoder, version: int) -> Sealed[Manifest]:
+    def publish(self, decoder: Decoder, version: int, *, shard_bytes: int = SHARD_BYTES) -> Sealed[Manifest]:
         """Write and serve a version. Doing it again with the same weights gives the same signed manifest."""
         final = self._store.path(version)
         partial = final.with_name(f".{final.name}.partial")
@@ -72,7 +72,7 @@ class Publisher:
         else:
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
-        publish(final, run=self._store.run, version=version, key=self._run_key)
+        publish(final, run=self._store.run, version=version, key=self._run_key, shard_bytes=shard_bytes)
         return self._store.adopt(version)
 
     def announce(self, manifest: Sealed[Manifest], report: StepReport | None) -> None:
