@@ -91,7 +91,11 @@ def check_signed_head(swarm: Swarm, books: Books) -> None:
         url = coordinator.log.split("url=")[1].split()[0]
         audit = shoal("ledger", "verify", url)
     assert (audit.returncode, audit.stderr) == (0, ""), audit.stderr
-    assert audit.stdout.startswith(f"good: {len(books.events)} events"), audit.stdout
+    # It keeps house, too: a lease that was still open runs out, and that is an event.
+    count = int(audit.stdout.removeprefix("good: ").split()[0])
+    later = open_books(swarm).events
+    assert len(books.events) <= count <= len(later)
+    assert later[: len(books.events)] == books.events
 
 
 def check_versions(books: Books) -> None:

@@ -40,6 +40,7 @@ class SmallCoordinator:
             task=TaskSpec(name="sort", options={"length": 3}),
             compute_dtype="float32",
             sampling=Sampling(temperature=0.8, max_new_tokens=5, samples_per_prompt=SAMPLES),
+            keep_versions=3,
             last_version=last_version,
         )
         self.before_announce: Callable[[Announce], None] = lambda told: None

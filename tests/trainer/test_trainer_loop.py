@@ -26,7 +26,6 @@ CONFIG = TrainerConfig(
     supervised_batch=4,
     row_tokens=32,
     rows_per_micro_batch=4,
-    keep_versions=3,
 )
 
 

@@ -13,7 +13,7 @@ def coordinator(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.swarm.coordinator.run import run_coordinator
 
     file = load_run_file(options.file)
-    run_coordinator(file.coordinator_config(), file.spec(), options.dir, options.host, options.port, stop)
+    run_coordinator(file.coordinator, file.spec(), options.dir, options.host, options.port, stop)
     return _left(stop)
 
 
@@ -36,7 +36,7 @@ def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
         deadline_s=options.deadline_s,
         shard_bytes=file.shardcast.shard_bytes,
     )
-    run_trainer(file.trainer_config(), site, stop=stop)
+    run_trainer(file.trainer, site, stop=stop)
     return _left(stop)
 
 

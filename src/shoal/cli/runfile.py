@@ -66,26 +66,13 @@ class RunFile(Record):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "RunFile":
-        for name, section in (("trainer", self.trainer), ("coordinator", self.coordinator)):
-            if "keep_versions" in section.model_fields_set:
-                raise ValueError(f"{name}.keep_versions is one number for all: set run.keep_versions instead")
-        if self.run.keep_versions <= self.run.max_lag:
-            raise ValueError(
-                f"run.keep_versions = {self.run.keep_versions} must exceed run.max_lag = {self.run.max_lag}, or leased "
-                "versions vanish from the relays; raise the one or lower the other"
-            )
+        self.spec()
         if self.trainer.row_tokens <= self.sampling.max_new_tokens:
             raise ValueError(
                 f"trainer.row_tokens = {self.trainer.row_tokens} cannot hold a prompt and sampling.max_new_tokens = "
                 f"{self.sampling.max_new_tokens}; raise it"
             )
         return self
-
-    def trainer_config(self) -> TrainerConfig:
-        return self.trainer.model_copy(update={"keep_versions": self.run.keep_versions})
-
-    def coordinator_config(self) -> CoordinatorConfig:
-        return self.coordinator.model_copy(update={"keep_versions": self.run.keep_versions})
 
     def spec(self) -> RunSpec:
         """The public terms of the run."""
@@ -97,6 +84,7 @@ class RunFile(Record):
             proof=self.proof,
             tolerances=self._tolerances(),
             max_lag=self.run.max_lag,
+            keep_versions=self.run.keep_versions,
             last_version=self.run.last_version,
         )
 

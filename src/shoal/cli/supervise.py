@@ -55,12 +55,13 @@ class Supervisor:
     folder: Path
     held: int | None = None
     """What `alone_in` gave. Children inherit it: the folder is free again when the last of them is gone."""
+    program: Sequence[str] = (sys.executable, "-m", "shoal.cli")
     children: dict[str, Child] = field(default_factory=dict)
     events: list[str] = field(default_factory=list)
 
     def start(self, name: str, arguments: Sequence[str]) -> None:
         """Start `shoal ARGUMENTS` as a child called `name`."""
-        command = [sys.executable, "-m", "shoal.cli", *arguments, "--stop-with-stdin"]
+        command = [*self.program, *arguments, "--stop-with-stdin"]
         log_path = self.folder / "logs" / f"{name}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self.children[name] = Child(name, command, log_path, self._spawn(command, log_path), time.monotonic())

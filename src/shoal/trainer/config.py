@@ -34,8 +34,6 @@ class TrainerConfig(Record):
     rows_per_micro_batch: int = Field(default=8, ge=1)
     """Rows in memory at once. Changes speed and memory, never the gradient."""
     keep_checkpoints: int = Field(default=2, ge=1)
-    keep_versions: int = Field(default=8, ge=1)
-    """Published versions the origin still serves: at least max_lag + 1, and those still being evaluated."""
     seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")

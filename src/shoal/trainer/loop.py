@@ -105,7 +105,7 @@ class _Run:
         self._inbox = Inbox(client, config, max_lag=spec.max_lag, deadline_s=site.deadline_s)
         self._publisher = Publisher(
             VersionStore(
-                site.folder / "versions", config.keep_versions, run=spec.run, run_key=site.run_key.public
+                site.folder / "versions", spec.keep_versions, run=spec.run, run_key=site.run_key.public
             ),
             model_folder=self._model_folder,
             run_key=site.run_key,

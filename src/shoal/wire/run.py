@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shoal.wire.record import Record
 
@@ -46,7 +46,7 @@ class Tolerances(Record):
     """Of 128 control points, beyond those another model's proof would hit."""
     logprob: float = Field(default=0.01, gt=0)
     """Largest mean |claimed - recomputed| log-prob over a row."""
-    draw: float = Field(default=0.002, gt=0)
+    draw: float = Field(default=0.0005, gt=0)
     """How far outside a token's interval of the cumulative distribution its uniform may lie."""
     draw_misses: float = Field(default=0.0, ge=0, lt=1)
     """Share of a submission's tokens whose draw may lie further out than that; above 0 it allows at least one."""
@@ -80,4 +80,15 @@ class RunSpec(Record):
     proof: ProofSpec = ProofSpec()
     tolerances: Tolerances = Tolerances()
     max_lag: int = Field(default=2, ge=0)
+    keep_versions: int = Field(default=5, ge=1)
+    """How many versions origin and relays keep; older ones are neither leased nor evaluated."""
     last_version: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _leased_versions_are_kept(self) -> "RunSpec":
+        if self.keep_versions <= self.max_lag:
+            raise ValueError(
+                f"keep_versions = {self.keep_versions} must exceed max_lag = {self.max_lag}, or leased versions vanish "
+                "from the relays; raise the one or lower the other"
+            )
+        return self

@@ -80,7 +80,7 @@ class Process:
         self.start()
 
     def start(self) -> None:
-        spec = SPEC.model_copy(update={"last_version": 99, "max_lag": 9})
+        spec = SPEC.model_copy(update={"last_version": 99, "max_lag": 9, "keep_versions": 10})
         arguments = [CONFIG.model_dump_json(), spec.model_dump_json(), str(self.dir), str(self.port)]
         self.child = subprocess.Popen(
             [sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE, text=True

@@ -153,8 +153,7 @@ def test_the_run_ends_with_the_evaluation_of_its_last_version(evaluated: SmallSw
 
 
 def test_a_version_that_relays_no_longer_keep_is_not_evaluated(tmp_path: Path) -> None:
-    config = EVALUATED.model_copy(update={"keep_versions": 2})
-    swarm = SmallSwarm(tmp_path, config)
+    swarm = SmallSwarm(tmp_path, EVALUATED, SPEC.model_copy(update={"keep_versions": 2}))
     swarm.start()
     swarm.announce(1)
     swarm.announce(2)

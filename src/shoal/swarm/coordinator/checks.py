@@ -18,7 +18,7 @@ from shoal.swarm.coordinator.leases import (
 )
 from shoal.swarm.coordinator.nodes import Finding, Trust, count_verdict, finding_of, get_node
 from shoal.swarm.coordinator.schema import leases, submissions, verdicts
-from shoal.swarm.coordinator.submissions import find_submission
+from shoal.swarm.coordinator.submissions import find_submission, void_stale
 from shoal.wire.codes import ACCEPTED, CODES, Rejected
 from shoal.wire.lease import Lease, Verdict
 from shoal.wire.messages import Claim, LeaseStatus
@@ -37,7 +37,7 @@ _NEXT = (
 
 def claim(tx: Transaction, coordinator: Coordinator) -> Claim:
     """A submission for this validator alone, until the claim runs out."""
-    release_lapsed(tx)
+    release_lapsed(tx, coordinator)
     row = tx.db.execute(_NEXT).one_or_none()
     if row is None:
         raise Rejected(
@@ -61,8 +61,8 @@ def claim(tx: Transaction, coordinator: Coordinator) -> Claim:
     )
 
 
-def release_lapsed(tx: Transaction) -> int:
-    """Claims whose validator was not heard of again go back into the queue; how many."""
+def release_lapsed(tx: Transaction, coordinator: Coordinator) -> int:
+    """Claims whose validator was not heard of again go back into the queue, or are void if too old by now; how many."""
     rows = tx.db.execute(
         select(leases)
         .join(submissions, submissions.c.lease_id == leases.c.lease_id)
@@ -70,6 +70,9 @@ def release_lapsed(tx: Transaction) -> int:
     ).all()
     for lease in rows:
         move(tx, lease, Event.RELEASE)
+    newest = newest_version(tx.db)
+    if rows and newest is not None:
+        void_stale(tx, coordinator, newest)
     return len(rows)
 
 

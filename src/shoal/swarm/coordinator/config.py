@@ -25,8 +25,6 @@ class CoordinatorConfig(Record):
     """Held-out evaluation of version 0, every this many versions, and the last."""
     eval_prompts: int = Field(default=64, ge=0)
     eval_samples: int = Field(default=4, ge=1)
-    keep_versions: int = Field(default=5, ge=1)
-    """How many versions relays keep; older ones are not leased."""
     max_upload_bytes: int = Field(default=64 << 20, ge=1)
     retry_s: float = Field(default=0.5, gt=0)
     """What a client is told to wait when there is nothing for it yet."""

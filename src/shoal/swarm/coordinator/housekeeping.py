@@ -20,7 +20,7 @@ def tick(coordinator: Coordinator) -> None:
     """Once a second: void what ran out, put lapsed claims back."""
     with coordinator.transaction() as tx:
         leases.expire(tx, coordinator)
-        checks.release_lapsed(tx)
+        checks.release_lapsed(tx, coordinator)
 
 
 def tidy(coordinator: Coordinator) -> None:

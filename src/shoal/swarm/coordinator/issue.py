@@ -78,7 +78,7 @@ def plan(outlook: Outlook, coordinator: Coordinator) -> Work:
     wanted = config.groups_per_step * steps_ahead
     if outlook.ready_groups + outlook.flying_groups >= wanted:
         raise NoWork(_enough(outlook, wanted))
-    oldest = max(0, newest - min(spec.max_lag, config.keep_versions - 1))
+    oldest = max(0, newest - spec.max_lag)
     return Work(
         purpose="train",
         versions=range(oldest, newest + 1),
@@ -156,7 +156,7 @@ def _look(tx: Transaction, coordinator: Coordinator, trust: Trust) -> Outlook:
     config, newest = coordinator.config, newest_version(tx.db)
     chunk = None
     if newest is not None:
-        chunk = evaluations.next_chunk(tx.db, newest=newest, keep_versions=config.keep_versions)
+        chunk = evaluations.next_chunk(tx.db, newest=newest, keep_versions=coordinator.spec.keep_versions)
     return Outlook(
         newest_version=newest,
         last_version=coordinator.spec.last_version,

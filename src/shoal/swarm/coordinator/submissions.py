@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, insert, select
+from sqlalchemy import Connection, Row, and_, bindparam, insert, or_, select
 
 from shoal.swarm.coordinator.batches import is_stale
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest_version
@@ -47,14 +47,17 @@ def submit(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: Submit
 
 
 def void_stale(tx: Transaction, coordinator: Coordinator, newest: int) -> None:
-    """A version was published: what is now too old, and not being checked yet, need not be checked any more."""
+    """What is too old, and not being checked, need not be checked any more. Held-out work is when its version is gone."""
+    made_by = submissions.c.policy_version
     rows = tx.db.execute(
-        select(leases, submissions.c.policy_version)
+        select(leases, made_by)
         .join(submissions, submissions.c.lease_id == leases.c.lease_id)
         .where(
             leases.c.state == State.SUBMITTED.value,
-            leases.c.purpose == "train",
-            submissions.c.policy_version < newest - coordinator.spec.max_lag,
+            or_(
+                and_(leases.c.purpose == "train", made_by < newest - coordinator.spec.max_lag),
+                and_(leases.c.purpose == "eval", made_by <= newest - coordinator.spec.keep_versions),
+            ),
         )
     ).all()
     for row in rows:
@@ -64,13 +67,16 @@ def void_stale(tx: Transaction, coordinator: Coordinator, newest: int) -> None:
 def _void_stale(
     tx: Transaction, coordinator: Coordinator, lease: Row[Any], version: int, newest: int
 ) -> None:
-    lag = newest - version
+    if lease.purpose == "train":
+        rule = f"at most {coordinator.spec.max_lag} is used"
+    else:
+        rule = f"the newest {coordinator.spec.keep_versions} are kept"
     void(
         tx,
         coordinator,
         lease,
         "void.stale",
-        f"made with version {version}, {lag} behind {newest}; at most {coordinator.spec.max_lag} is used",
+        f"made with version {version}, {newest - version} behind {newest}; {rule}",
     )
 
 

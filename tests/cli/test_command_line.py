@@ -1,0 +1,190 @@
+"""`shoal`: arguments, exit codes, and the sentence that goes with each."""
+
+import argparse
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.main import act, in_words, parse
+from shoal.cli.supervise import RunFailed
+from shoal.net.client import Refused, Unreachable
+from shoal.net.deadline import DeadlinePassed, Stopped
+from shoal.wire.codes import CODES, Rejected
+from shoal.wire.keys import Key
+from shoal.wire.messages import Problem
+
+URL = "http://127.0.0.1:1"
+ROLES = {
+    "coordinator": ["FILE", "--dir", "DIR"],
+    "trainer": ["FILE", "--dir", "DIR", "--coordinator", URL, "--keys", "DIR"],
+    "relay": ["--dir", "DIR", "--coordinator", URL, "--key", "KEY"],
+    "worker": ["--dir", "DIR", "--coordinator", URL],
+    "validator": ["--dir", "DIR", "--coordinator", URL, "--key", "KEY"],
+}
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """`act` sends the log to standard error, which a test must not do to the others."""
+    root = logging.getLogger("shoal")
+    before = (root.handlers[:], root.level, root.propagate)
+    yield
+    root.handlers[:], root.level, root.propagate = before
+
+
+def do(*arguments: str) -> int:
+    return act(parse(arguments), threading.Event())
+
+
+def end_with(error: Exception, *, role: bool = True) -> int:
+    def action(options: argparse.Namespace, stop: threading.Event) -> int:
+        raise error
+
+    options = argparse.Namespace(action=action, **({"deadline_s": 1.0} if role else {}))
+    return act(options, threading.Event())
+
+
+def refused(code: str) -> Refused:
+    return Refused(
+        "POST /x", Problem(code=code, detail="no", fix="ask", retry_after_s=None, server_time_s=0.0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError("learn to count"), 2),
+        (FileNotFoundError("no key at K; copy it"), 2),
+        (Rejected("request.malformed", "not that"), 2),
+        (ModuleNotFoundError("no", name="torch"), 2),
+        (DeadlinePassed("waited 3 s for rain"), 3),
+        (Unreachable("nobody there"), 3),
+        (refused("request.not_allowed"), 2),
+        (refused("request.banned"), 2),
+        (refused("request.outdated"), 2),
+        (refused("request.conflict"), 1),
+        (RunFailed("trainer died"), 1),
+        (Stopped("enough"), 130),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
+)
+def test_exit_codes(error: Exception, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert end_with(error) == code
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("shoal: ") is (code != 130)
+    assert said.err.count("\n") == (code != 130), "one sentence, no traceback"
+
+
+def test_a_bug_shows_its_traceback() -> None:
+    for error in (RuntimeError("shapes differ"), AssertionError("cannot be"), KeyError("x")):
+        with pytest.raises(type(error)):
+            end_with(error)
+
+
+def test_sentences() -> None:
+    passed = DeadlinePassed("waited 3 s for rain")
+    assert in_words(passed, waits=True).startswith(
+        "waited 3 s for rain. See to that and start this role again"
+    )
+    assert in_words(passed, waits=False) == "waited 3 s for rain"
+    assert in_words(ModuleNotFoundError("x", name="torch"), waits=True).endswith("pip install 'shoal[torch]'")
+    system = PermissionError(13, "Permission denied", "/root/x")
+    assert in_words(system, waits=False).startswith("/root/x: permission denied; check the path")
+    assert (
+        in_words(OSError("cannot listen on X; choose another"), waits=False)
+        == "cannot listen on X; choose another"
+    )
+
+
+@pytest.mark.parametrize(
+    ("role", "arguments", "words"),
+    [
+        ("worker", ["--coordinator", "127.0.0.1:8700"], "'127.0.0.1:8700' must look like http://HOST:PORT"),
+        ("worker", ["--deadline-s", "0"], "'0' must be a number of seconds above 0"),
+        ("worker", ["--deadline-s", "soon"], "'soon' must be a number of seconds above 0"),
+        ("worker", ["--deadline-s", "inf"], "'inf' must be a number of seconds above 0"),
+        ("worker", ["--max-rows", "0"], "'0' must be a whole number from 1"),
+        ("worker", ["--threads", "-1"], "--threads"),
+        ("relay", ["--port", "65536"], "'65536' must be a whole number from 0 to 65535"),
+        ("relay", ["--upstream", "origin"], "'origin' must look like http://HOST:PORT"),
+        ("relay", ["--keep-versions", "0"], "'0' must be a whole number from 1"),
+        ("trainer", ["--url", "ftp://x"], "'ftp://x' must look like http://HOST:PORT"),
+        ("coordinator", ["--port", "x"], "'x' must be a whole number"),
+    ],
+)
+def test_values_that_cannot_be(
+    role: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse([role, *ROLES[role], *arguments])
+    assert left.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_what_each_role_cannot_do_without(role: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parse([role, *ROLES[role]])
+    for missing in [name for name in ROLES[role] if name.startswith("--")]:
+        index = ROLES[role].index(missing)
+        with pytest.raises(SystemExit):
+            parse([role, *ROLES[role][:index], *ROLES[role][index + 2 :]])
+        assert missing in capsys.readouterr().err
+
+
+def test_roles_refuse_before_they_wait(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there = ["--dir", str(tmp_path / "role"), "--coordinator", URL]
+    key, file = tmp_path / "relay.key", Path(__file__).parent.parent.parent / "runs" / "demo.toml"
+    assert do("relay", *there, "--key", str(key)) == 2
+    assert f"no key at {key}; the coordinator writes the run's keys" in capsys.readouterr().err
+    key.write_text("not a key")
+    assert do("relay", *there, "--key", str(key)) == 2
+    assert f"{key}: not an Ed25519 private key" in capsys.readouterr().err
+    Key.load_or_create(tmp_path / "good.key")
+    everywhere = ["--key", str(tmp_path / "good.key"), "--host", "0.0.0.0"]
+    assert do("relay", *there, *everywhere) == 2
+    assert "--host 0.0.0.0 is every address of this machine; say with --url" in capsys.readouterr().err
+    assert do("trainer", str(file), *there, "--keys", str(tmp_path / "nowhere")) == 2
+    assert f"no key at {tmp_path}/nowhere/trainer.key" in capsys.readouterr().err
+    assert do("trainer", str(tmp_path / "no.toml"), *there, "--keys", str(tmp_path)) == 2
+    assert "no run file at" in capsys.readouterr().err
+    assert do("worker", *there, "--device", "abacus") == 2
+    assert "--device abacus: torch knows no such device" in capsys.readouterr().err
+    assert do("worker", *there, "--lie", "white") == 2
+    assert "unknown lie 'white'; known: wrong-weights" in capsys.readouterr().err
+
+
+def test_explain_one_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert do("explain", "reject.early_stop") == 0
+    meaning = CODES["reject.early_stop"]
+    assert capsys.readouterr().out == f"reject.early_stop: {meaning.meaning}\nwhat to do: {meaning.remedy}\n"
+
+
+def test_explain_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert do("explain") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(CODES)
+    assert all(CODES[line.split()[0]].meaning in line for line in lines)
+
+
+def test_explain_an_unknown_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert do("explain", "reject.everything") == 2
+    assert "no refusal code 'reject.everything'; `shoal explain` lists them all" in capsys.readouterr().err
+
+
+def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = Path(__file__).parent.parent.parent / "runs" / "demo.toml"
+    assert do("run", str(file), "--dry-run", "--dir", str(tmp_path / "run")) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{file}: good\n")
+    assert "processes" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_names_the_first_things_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    assert "first things to do:" in capsys.readouterr().out

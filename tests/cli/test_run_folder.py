@@ -1,0 +1,183 @@
+"""`shoal run` before anything runs: its folder, its ports, and what it starts."""
+
+import contextlib
+import dataclasses
+import socket
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.local import (
+    HOST,
+    MARKER,
+    PORTS,
+    LocalRun,
+    check_folder,
+    check_workers,
+    choose_ports,
+    free_ports,
+    prepare_folder,
+    resume_command,
+    role_commands,
+    worker_names,
+    worker_roles,
+)
+from shoal.cli.main import parse
+from shoal.cli.runfile import load_run_file
+from shoal.cli.supervise import Child, RunFailed, Supervisor
+from shoal.wire.keys import Key
+
+DEMO = Path(__file__).parent.parent.parent / "runs" / "demo.toml"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> LocalRun:
+    source = tmp_path / "demo.toml"
+    source.write_bytes(DEMO.read_bytes())
+    return LocalRun(
+        file=load_run_file(source),
+        source=source,
+        folder=tmp_path / "run",
+        resume=False,
+        fresh=False,
+        device="cpu",
+    )
+
+
+def begin(run: LocalRun) -> None:
+    run.folder.mkdir()
+    prepare_folder(run)
+    (run.folder / "trainer").mkdir()
+    (run.folder / "trainer" / "precious").write_text("weights")
+
+
+def resumed(run: LocalRun) -> LocalRun:
+    return dataclasses.replace(run, resume=True)
+
+
+def fresh(run: LocalRun) -> LocalRun:
+    return dataclasses.replace(run, fresh=True)
+
+
+def test_a_new_folder_remembers_its_run_file(run: LocalRun) -> None:
+    check_folder(run)
+    begin(run)
+    assert (run.folder / MARKER).read_bytes() == run.source.read_bytes()
+
+
+def test_an_earlier_run_is_neither_lost_nor_mixed_up(run: LocalRun) -> None:
+    begin(run)
+    with pytest.raises(
+        ValueError, match=r"holds an earlier run; continue it with --resume, or .* with --fresh"
+    ):
+        check_folder(run)
+    assert (run.folder / "trainer" / "precious").exists()
+
+
+def test_resuming(run: LocalRun) -> None:
+    with pytest.raises(ValueError, match=r"nothing to resume: .* holds no run; start it without --resume"):
+        check_folder(resumed(run))
+    begin(run)
+    check_folder(resumed(run))
+    prepare_folder(resumed(run))
+    assert (run.folder / "trainer" / "precious").exists()
+    run.source.write_text(run.source.read_text() + "\n# a thought\n")
+    with pytest.raises(
+        ValueError, match=r"demo\.toml differs from .*run/run\.toml, the file this run began with"
+    ):
+        check_folder(resumed(run))
+
+
+def test_starting_afresh_deletes_a_run_and_nothing_else(run: LocalRun, tmp_path: Path) -> None:
+    begin(run)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").write_text("mine")
+    (run.folder / "link").symlink_to(outside)
+    check_folder(fresh(run))
+    prepare_folder(fresh(run))
+    assert [path.name for path in run.folder.iterdir()] == [MARKER]
+    assert (outside / "kept").exists()
+
+
+def test_files_that_are_no_runs_are_left_alone(run: LocalRun) -> None:
+    run.folder.mkdir()
+    check_folder(run)  # an empty folder is as good as none
+    (run.folder / "thesis.tex").write_text("years")
+    for asked in (run, fresh(run)):
+        with pytest.raises(
+            ValueError, match="holds files, but not a run's, so they are left alone; choose another"
+        ):
+            check_folder(asked)
+
+
+def test_how_to_go_on_is_said_in_full(run: LocalRun) -> None:
+    default = dataclasses.replace(run, folder=Path("out/demo"), source=Path("runs/demo.toml"))
+    assert resume_command(default) == "shoal run runs/demo.toml --resume"
+    there = dataclasses.replace(default, folder=Path("my runs/x"), device="cuda")
+    assert resume_command(there) == "shoal run runs/demo.toml --dir 'my runs/x' --device cuda --resume"
+
+
+# -- ports --------------------------------------------------------------------------------------------------
+
+
+def test_ports_differ_and_lie_where_no_connection_takes_them() -> None:
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    assert all(port in PORTS for port in ports)
+
+
+def test_a_resumed_run_has_its_ports_again(tmp_path: Path) -> None:
+    ports = choose_ports(tmp_path, 4)
+    assert choose_ports(tmp_path, 4) == ports
+    with contextlib.closing(socket.socket()) as taken:
+        taken.bind((HOST, ports[2]))
+        taken.listen()
+        others = choose_ports(tmp_path, 4)
+    assert [others[0], others[1], others[3]] == [ports[0], ports[1], ports[3]]
+    assert others[2] not in ports
+
+
+# -- roles --------------------------------------------------------------------------------------------------
+
+
+def test_every_role_is_what_an_operator_could_type(run: LocalRun) -> None:
+    commands = dict(role_commands(run, "http://127.0.0.1:20001", [20001, 20002, 20003, 20004]))
+    assert list(commands) == [
+        "coordinator",
+        "trainer",
+        "relay-1",
+        "relay-2",
+        "validator-1",
+        "worker-1",
+        "worker-2",
+        "worker-3",
+    ]
+    for name, arguments in commands.items():
+        options = parse([*arguments, "--stop-with-stdin"])
+        assert options.dir == run.folder / name
+    assert parse(commands["relay-2"]).port == 20004
+    assert parse(commands["relay-1"]).keep_versions == run.file.run.keep_versions
+    assert [parse(commands[f"worker-{number}"]).lie for number in (1, 2, 3)] == [None, None, "wrong-weights"]
+
+
+def test_workers_are_known_by_the_keys_they_made(run: LocalRun) -> None:
+    assert worker_roles(run.file) == [("worker-1", None), ("worker-2", None), ("worker-3", "wrong-weights")]
+    assert worker_names(run) == {}
+    keys = [Key.load_or_create(run.folder / f"worker-{number}" / "node.key").public for number in (1, 3)]
+    assert worker_names(run) == {keys[0]: "worker-1", keys[1]: "worker-3, lies: wrong-weights"}
+
+
+def test_a_run_without_workers_ends(tmp_path: Path) -> None:
+    supervisor = Supervisor(tmp_path)
+    for name, ended in (("trainer", None), ("worker-1", 4), ("worker-2", None)):
+        log = tmp_path / f"{name}.log"
+        log.write_text(f"shoal: {name} was ejected\n")
+        supervisor.children[name] = Child(name, [], log, None, 0.0, ended=ended)  # type: ignore[arg-type]
+    check_workers(supervisor)
+    supervisor.children["worker-2"].ended = 4
+    with pytest.raises(
+        RunFailed,
+        match=r"every worker has left .*: worker-1: worker-1 was ejected; worker-2: worker-2 was ejected",
+    ):
+        check_workers(supervisor)

@@ -1,0 +1,158 @@
+"""The run file: what is refused and in which words, and what a good one implies."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.runfile import RunFile, check_names, derived_numbers, load_run_file
+from shoal.wire.run import default_tolerances
+
+ROOT = Path(__file__).parent.parent.parent
+SHIPPED = sorted((ROOT / "runs").glob("*.toml"))
+
+GOOD = """
+[run]
+name = "test"
+model = "tiny"
+last_version = 25
+[task]
+name = "sort"
+options = { length = 4 }
+[sampling]
+max_new_tokens = 8
+samples_per_prompt = 4
+[trainer]
+row_tokens = 64
+rows_per_micro_batch = 2
+[coordinator]
+groups_per_step = 6
+prompts_per_lease = 4
+eval_every = 10
+eval_prompts = 32
+eval_samples = 2
+"""
+
+
+def load(tmp_path: Path, text: str) -> RunFile:
+    path = tmp_path / "test.toml"
+    path.write_text(text)
+    return load_run_file(path)
+
+
+def complaint(tmp_path: Path, text: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        load(tmp_path, text)
+    said = str(caught.value)
+    assert str(tmp_path / "test.toml") in said, "which file"
+    assert "pydantic" not in said and len(said) < 400, said
+    return said.replace(f"{tmp_path}/", "")
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_files_that_ship_are_good(path: Path) -> None:
+    file = load_run_file(path)
+    check_names(file, path)
+    assert file.run.name == path.stem, "`out/NAME` should be where one looks for it"
+    assert derived_numbers(file)
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "words"),
+    [
+        ("last_version = 25", 'last_version = "25"', "run.last_version = '25': Input should be a valid integer"),
+        ("last_version = 25", "last_version = 0", "run.last_version = 0: "),
+        ("last_version = 25", "", "run.last_version is missing"),
+        ("last_version = 25", "last_verison = 25", "run.last_verison is not a key of a run file; docs/run-file.md"),
+        ('name = "test"', 'name = "../test"', "run.name = '../test': "),
+        ('model = "tiny"', "model = 1", "run.model = 1: "),
+        ('name = "sort"', 'name = "sorting"', "task: unknown task 'sorting'; known: ['add', 'sort']"),
+        ("length = 4", "length = 40", "task: sort: length=40 must be a whole number from 2 to 12"),
+        ("length = 4", "lenght = 4", "task: task 'sort': "),
+        ("max_new_tokens = 8", "max_new_tokens = 64", "trainer.row_tokens = 64 cannot hold a prompt and"),
+        ("row_tokens = 64", "keep_versions = 9", "trainer.keep_versions is not a key"),
+        ("eval_every = 10", "keep_versions = 9", "coordinator.keep_versions is not a key"),
+        ("last_version = 25", "last_version = 25\nmax_lag = 5", "keep_versions = 5 must exceed max_lag = 5"),
+        ("row_tokens = 64", "row_tokens = 64\ndelta = 1.1", "trainer: delta=1.1 must lie above 1 + eps = 1.2"),
+        ("row_tokens = 64", "row_tokens = 64\nlearning_rate = inf", "trainer.learning_rate = "),
+        ("row_tokens = 64", "row_tokens = 1979-05-27", "trainer.row_tokens = '1979-05-27': "),
+        ("[sampling]", "[tolerances]\ndraw = -1\n[sampling]", "tolerances.draw = -1: "),
+        ("[sampling]", "[weather]\n[sampling]", "weather is not a key of a run file"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_names_key_value_and_file(
+    tmp_path: Path, line: str, instead: str, words: str
+) -> None:
+    assert line in GOOD
+    assert f"test.toml: {words}" in complaint(tmp_path, GOOD.replace(line, instead))
+
+
+def test_every_mistake_is_named_at_once(tmp_path: Path) -> None:
+    said = complaint(tmp_path, GOOD.replace("row_tokens", "row_token").replace("25", "-1"))
+    assert len(said.splitlines()) == 2
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no run file at .*nothing\.toml; the ones that ship are in runs/"):
+        load_run_file(tmp_path / "nothing.toml")
+    with pytest.raises(ValueError, match="is a folder, not a run file"):
+        load_run_file(tmp_path)
+    assert "is not TOML" in complaint(tmp_path, "[run\n")
+    (tmp_path / "test.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="is not TOML"):
+        load_run_file(tmp_path / "test.toml")
+
+
+def test_names_that_only_the_rooms_know(tmp_path: Path) -> None:
+    path = tmp_path / "test.toml"
+    with pytest.raises(
+        ValueError, match=r"test\.toml: run.model = 'tinny' is neither a folder nor one of tiny"
+    ):
+        check_names(load(tmp_path, GOOD.replace('"tiny"', '"tinny"')), path)
+    with pytest.raises(
+        ValueError, match=r"test\.toml: local.lies: no lie is called 'white'; known: wrong-weights"
+    ):
+        check_names(load(tmp_path, GOOD + '[local]\nlies = ["white"]\n'), path)
+    check_names(load(tmp_path, GOOD.replace('"tiny"', f'"{tmp_path}"')), path)
+
+
+def test_what_a_file_implies(tmp_path: Path) -> None:
+    assert derived_numbers(load(tmp_path, GOOD)) == {
+        "prompts x samples = rollouts a step": "6 x 4 = 24",
+        "output tokens a step, at most": "192",
+        "tokens a micro-batch": "2 rows x 64 = 128",
+        "rollouts a lease": "4 x 4 = 16",
+        "leases a step, at least": "2",
+        "groups in flight, at most": "18",
+        "proof bytes a rollout, at most": "258",
+        "held-out evaluations": "4 of 32 x 2 = 64 rollouts",  # versions 0, 10, 20 and the last, 25
+        "rollouts in all, at least": f"{24 * 25 + 4 * 64}",
+        "processes": "1 coordinator, 1 trainer, 2 relays, 2 workers (0 lying), 1 validator",
+    }
+
+
+def test_tolerances_are_those_of_the_dtype_and_a_file_replaces_single_ones(tmp_path: Path) -> None:
+    assert load(tmp_path, GOOD).spec().tolerances == default_tolerances("float32")
+    coarse = GOOD.replace('model = "tiny"', 'model = "tiny"\ncompute_dtype = "bfloat16"')
+    assert load(tmp_path, coarse).spec().tolerances == default_tolerances("bfloat16")
+    expected = default_tolerances("bfloat16").model_copy(update={"draw": 0.2})
+    assert load(tmp_path, coarse + "[tolerances]\ndraw = 0.2\n").spec().tolerances == expected
+
+
+def test_the_page_lists_every_key_and_no_other() -> None:
+    keys: dict[str, set[str]] = {}
+    for title, body in re.findall(r"(?m)^## (.*)\n([^#]*)", (ROOT / "docs" / "run-file.md").read_text()):
+        first_cells = "".join(re.findall(r"(?m)^\| ([^|]*) \|", body))
+        for section in re.findall(r"\[(\w+)\]", title):
+            keys[section] = set(re.findall(r"`(\w+)`", first_cells))
+    for name in RunFile.model_fields:
+        missing = section_fields(name) - keys[name]
+        assert not missing, f"[{name}] {sorted(missing)} are not in docs/run-file.md"
+    known = set().union(*(section_fields(name) for name in RunFile.model_fields))
+    assert set().union(*keys.values()) <= known
+
+
+def section_fields(name: str) -> set[str]:
+    kind = RunFile.model_fields[name].annotation
+    kinds = [kind, *getattr(kind, "__args__", ())]
+    return {field for each in kinds for field in getattr(each, "model_fields", {})}

@@ -1,0 +1,110 @@
+"""How a run ended: the verdict on it, and the summary."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from small_stats import HONEST, LIAR, evaluation, node, stats, step
+
+from shoal.cli.plot import plot_rewards
+from shoal.cli.runfile import RunFile, load_run_file
+from shoal.cli.summary import Outcome, judge_run, print_summary
+from shoal.wire.messages import History, RelayView
+
+NAMES = {LIAR: "worker-2, lies: truncated", HONEST: "worker-1"}
+RISEN = (evaluation(0, 0.2), evaluation(5, 0.1), evaluation(10, 0.5))
+CAUGHT = (node(HONEST), node(LIAR, trust="banned", rejected=2))
+
+
+@pytest.fixture
+def file() -> RunFile:
+    """One liar, and a gain of 0.2 expected."""
+    file = load_run_file(Path(__file__).parent.parent.parent / "runs" / "demo.toml")
+    assert (len(file.local.lies), file.local.expect_gain) == (1, 0.2)
+    return file
+
+
+def expecting(file: RunFile, gain: float | None) -> RunFile:
+    return file.model_copy(update={"local": file.local.model_copy(update={"expect_gain": gain})})
+
+
+@pytest.mark.parametrize(
+    ("values", "outcome"),
+    [
+        ({"evaluations": RISEN, "nodes": CAUGHT}, Outcome.GOOD),
+        ({"evaluations": RISEN[:2], "nodes": CAUGHT}, Outcome.NO_GAIN),
+        ({"evaluations": RISEN[:1], "nodes": CAUGHT}, Outcome.NO_GAIN),
+        (
+            {"evaluations": (RISEN[0], evaluation(10, 0.9, complete=False)), "nodes": CAUGHT},
+            Outcome.NO_GAIN,
+        ),
+        ({"evaluations": RISEN, "nodes": (node(HONEST), node(LIAR, rejected=1))}, Outcome.LIAR_AT_LARGE),
+        (
+            {"evaluations": RISEN, "nodes": (node(HONEST, trust="banned"), CAUGHT[1])},
+            Outcome.HONEST_EJECTED,
+        ),
+    ],
+)
+def test_what_a_run_is_judged_by(file: RunFile, values: dict[str, Any], outcome: Outcome) -> None:
+    assert judge_run(file, stats(**values), NAMES) is outcome
+
+
+def test_a_liar_that_never_came_was_not_caught(file: RunFile) -> None:
+    seen = stats(evaluations=RISEN, nodes=(node(HONEST),))
+    assert judge_run(file, seen, {HONEST: "worker-1"}) is Outcome.LIAR_AT_LARGE
+
+
+def test_without_an_expectation_any_end_is_a_good_one(file: RunFile) -> None:
+    fallen = (evaluation(0, 0.5), evaluation(10, 0.4))
+    for evaluations in ((), fallen):
+        seen = stats(evaluations=evaluations, nodes=CAUGHT)
+        assert judge_run(expecting(file, None), seen, NAMES) is Outcome.GOOD
+    assert judge_run(expecting(file, 0.0), stats(evaluations=fallen, nodes=CAUGHT), NAMES) is Outcome.NO_GAIN
+
+
+def summary(file: RunFile, folder: Path, *, plotted: bool = True, **values: Any) -> list[str]:
+    out = io.StringIO()
+    seen = stats(nodes=CAUGHT, **values)
+    print_summary(
+        file, seen, Outcome.GOOD, folder, plotted=plotted, names=NAMES, console=Console(file=out, width=20)
+    )
+    return out.getvalue().splitlines()
+
+
+def test_the_summary(file: RunFile) -> None:
+    relay = RelayView(url="http://127.0.0.1:1", liveness="live", versions=(3,), bytes_sent=1_500_000)
+    folder = Path("/data/[bold]runs")
+    lines = summary(file, folder, newest_version=10, evaluations=RISEN, relays=(relay, relay))
+    assert lines == [
+        "run demo: as expected",
+        "  held-out reward   0.200 (version 0) -> 0.500 (version 10), expected a gain of 0.20",
+        "  versions          11 published, 12 groups trained on in 3 batches",
+        "  broadcast         2.5 MB published, 3.0 MB sent by relays",
+        "  submissions       5 accepted, 2 refused, 3 void",
+        "  worker-1 (22222222)                      trusted      credit     12,345   accepted 5, refused 0, void 0",
+        "  worker-2, lies: truncated (11111111)     banned       credit     12,345   accepted 5, refused 2, void 0",
+        f"  files             {folder}: metrics in trainer/metrics.jsonl, ledger in coordinator/, logs in logs/",
+        f"  plot              {folder}/reward.png",
+    ]
+
+
+def test_a_summary_of_little(file: RunFile) -> None:
+    lines = summary(expecting(file, None), Path("x"), plotted=False, newest_version=None)
+    assert "  held-out reward   fewer than two evaluations were completed" in lines
+    assert lines[-1] == "  plot              none: pip install 'shoal[plot]'"
+
+
+def test_the_plot_is_a_png(tmp_path: Path) -> None:
+    steps = tuple(step(version=version, reward_mean=version / 10) for version in range(1, 11))
+    for history in (History(steps=steps, evaluations=RISEN), History(steps=(), evaluations=())):
+        path = tmp_path / "reward.png"
+        assert plot_rewards(history, path, "a title with $ and [brackets]")
+        assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_no_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)  # as if it were not installed
+    assert not plot_rewards(History(steps=(), evaluations=()), tmp_path / "reward.png", "title")
+    assert not (tmp_path / "reward.png").exists()

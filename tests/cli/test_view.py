@@ -1,0 +1,118 @@
+"""What a person sees while a run goes on."""
+
+import io
+
+import pytest
+from rich.console import Console
+from small_stats import HONEST, LIAR, evaluation, node, stats
+
+from shoal.cli.view import LineView, LiveView, News, headline, make_view, tally, worry
+
+NAMES = {LIAR: "worker-2, lies: truncated", HONEST: "worker-1"}
+
+
+def refused(times: int, trust: str = "quarantined"):  # type: ignore[no-untyped-def]
+    return node(
+        LIAR, trust=trust, rejected=times, last_code="reject.early_stop", last_detail=f"row (0, {times})"
+    )
+
+
+def test_the_run_in_one_line() -> None:
+    assert headline(stats()) == (
+        "version 3/10  reward 0.250  train 9,876 tok/s  lag 1.5 (max 2)  generate 1,234 tok/s"
+        "  accepted 5  refused 2  void 3"
+    )
+    assert headline(stats(newest_version=None, latest=None)).startswith("version -/10  no step yet  generate")
+
+
+@pytest.mark.parametrize(
+    ("latest", "waiting_for", "said"),
+    [
+        (True, "rollouts: 1 of 4 groups ready", False),
+        (True, "the trainer: it has the batch of version 3", False),
+        (True, "workers: none live (0 of 2 enrolled)", True),
+        (True, "relays: none live (0 of 1 known)", True),
+        (True, "a validator: 3 submissions queued", True),
+        (False, "a policy: the trainer has not published version 0", True),
+    ],
+)
+def test_waiting_is_told_before_the_first_step_and_when_somebody_is_missing(
+    latest: bool, waiting_for: str, said: bool
+) -> None:
+    seen = stats(waiting_for=waiting_for) if latest else stats(waiting_for=waiting_for, latest=None)
+    assert worry(seen) == (f"  (waiting for {waiting_for})" if said else "")
+
+
+def test_submissions_by_what_became_of_them() -> None:
+    assert tally(stats()) == {"accepted": 5, "refused": 2, "void": 3}
+    assert tally(stats(submissions={})) == {"accepted": 0, "refused": 0, "void": 0}
+
+
+def test_news_are_told_once_and_in_words() -> None:
+    news = News(NAMES)
+    assert news.of(stats(nodes=(node(HONEST), node(LIAR)))) == []
+    assert news.of(stats(nodes=(node(HONEST), refused(1)))) == [
+        "worker-2, lies: truncated (11111111) refused: an answer ends where the model would not have ended it "
+        "[reject.early_stop: row (0, 1)]"
+    ]
+    assert news.of(stats(nodes=(node(HONEST), refused(1)))) == []
+    told = news.of(stats(nodes=(node(HONEST), refused(2, "banned"))))
+    assert len(told) == 2
+    assert told[1] == (
+        "worker-2, lies: truncated (11111111) ejected after 2 refusals; nothing of the refused work is trained on"
+    )
+    assert news.of(stats(nodes=(node(HONEST), refused(2, "banned")))) == []
+
+
+def test_news_of_held_out_results() -> None:
+    news = News({})
+    assert news.of(stats(evaluations=(evaluation(0, 0.125, complete=False),))) == []
+    assert news.of(stats(evaluations=(evaluation(0, 0.125),))) == [
+        "held-out reward of version 0: 0.125 over 128 rollouts"
+    ]
+    assert news.of(stats(evaluations=(evaluation(0, 0.125), evaluation(10, 0.5)))) == [
+        "held-out reward of version 10: 0.500 over 128 rollouts"
+    ]
+
+
+def test_a_node_nobody_named_is_called_by_its_key() -> None:
+    (told, _) = News({}).of(stats(nodes=(refused(2, "banned"),)))
+    assert told.startswith("11111111 refused: ")
+
+
+def test_lines_for_logs_and_pipes() -> None:
+    out = io.StringIO()
+    view = make_view(NAMES, Console(file=out, width=40))
+    assert isinstance(view, LineView)
+    view.show(stats(nodes=(refused(1),)))
+    view.show(stats(nodes=(refused(1),)))
+    view.say("[bold]said[/bold] \x1b[31mred\nnext line")
+    view.close()
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 3, "the refusal, one headline for both looks, and what was said, however long"
+    assert "refused: an answer ends" in lines[0]
+    assert "version 3/10" in lines[1]
+    assert lines[2].endswith(r"[bold]said[/bold] \x1b[31mred\nnext line"), (
+        "as it is, and nothing a terminal obeys"
+    )
+
+
+def test_a_table_for_terminals() -> None:
+    out = io.StringIO()
+    view = make_view(NAMES, Console(file=out, force_terminal=True, width=200, height=40))
+    assert isinstance(view, LiveView)
+    evil = node("33" * 32, phase="\x1b[2J[red]mine", policy_version=None, last_code=None)
+    view.show(stats(nodes=(node(HONEST), refused(2, "banned"), evil)))
+    view.close()
+    shown = out.getvalue()
+    for words in (
+        "last verdict",
+        "worker-1 (22222222)",
+        "banned",
+        "12,345",
+        "ejected after 2 refusals",
+        "waiting for",
+    ):
+        assert words in shown
+    assert "\x1b[2J" not in shown
+    assert "[red]mine" in shown
