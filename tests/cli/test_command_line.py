@@ -111,7 +111,6 @@ def test_sentences() -> None:
         ("worker", ["--threads", "-1"], "--threads"),
         ("relay", ["--port", "65536"], "'65536' must be a whole number from 0 to 65535"),
         ("relay", ["--upstream", "origin"], "'origin' must look like http://HOST:PORT"),
-        ("relay", ["--keep-versions", "0"], "'0' must be a whole number from 1"),
         ("trainer", ["--url", "ftp://x"], "'ftp://x' must look like http://HOST:PORT"),
         ("coordinator", ["--port", "x"], "'x' must be a whole number"),
     ],

@@ -157,7 +157,6 @@ def test_every_role_is_what_an_operator_could_type(run: LocalRun) -> None:
         options = parse([*arguments, "--stop-with-stdin"])
         assert options.dir == run.folder / name
     assert parse(commands["relay-2"]).port == 20004
-    assert parse(commands["relay-1"]).keep_versions == run.file.run.keep_versions
     assert [parse(commands[f"worker-{number}"]).lie for number in (1, 2, 3)] == [None, None, "wrong-weights"]
 
 

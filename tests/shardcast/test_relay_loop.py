@@ -43,6 +43,7 @@ class Coordinator:
             task=TaskSpec(name="sort"),
             compute_dtype="float32",
             sampling=Sampling(),
+            keep_versions=4,
             last_version=3,
         )
         info = Info(
@@ -116,6 +117,7 @@ def test_a_relay_that_knows_only_its_coordinator(
     origin: Any, kit: Any, serve: Any, running: Any, coordinator: Coordinator, fetch: Any, tmp_path: Path
 ) -> None:
     relay = running(RelayConfig(folder=tmp_path / "relay", coordinator=serve(coordinator.app)))
+    assert relay.store.keep_versions == 4, "as the run's terms say"
     kit.eventually(lambda: coordinator.reports, "the first report")
     assert coordinator.reports[0] == RelayReport(url=relay.url, versions=(), bytes_sent=0)
     sealed = origin.publish(1, kit.random_files())

@@ -164,12 +164,6 @@ def _add_relay(commands: "Commands[argparse.ArgumentParser]") -> None:
         help="origin or relay to mirror (default: the origin the coordinator names)",
     )
     parser.add_argument("--url", type=_url, help="how workers reach this relay (default: http://HOST:PORT)")
-    parser.add_argument(
-        "--keep-versions",
-        type=_at_least_one,
-        default=5,
-        help="newest versions to hold; the run file's run.keep_versions",
-    )
     _add_client_options(parser)
     _add_role_options(parser, port=8702)
     parser.set_defaults(action=_relay)

@@ -52,7 +52,6 @@ def relay(options: argparse.Namespace, stop: threading.Event) -> int:
         host=options.host,
         port=options.port,
         url=options.url,
-        keep_versions=options.keep_versions,
         deadline_s=options.deadline_s,
     )
     run_relay(config, key=key, log=Log("relay"), stop=stop)

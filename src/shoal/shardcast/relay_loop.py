@@ -38,7 +38,8 @@ class RelayConfig(Record):
     port: int = Field(default=0, ge=0, le=65535)
     url: Url | None = None
     """What others reach it by. None: http://host:port, which is right on one machine."""
-    keep_versions: int = Field(default=KEEP_VERSIONS, ge=1)
+    keep_versions: int | None = Field(default=None, ge=1)
+    """None: as many as the run's terms say, so that what is leased can be had."""
     deadline_s: float = Field(default=120.0, gt=0)
     """How long to wait for the coordinator at the start."""
 
@@ -68,8 +69,8 @@ class Relay:
         config = self.config
         sock = listen(config.host, config.port)
         try:
-            run, run_key = self._learn_run()
-            self.store = VersionStore(config.folder, config.keep_versions, run=run, run_key=run_key)
+            run, run_key, keep_versions = self._learn_run()
+            self.store = VersionStore(config.folder, keep_versions, run=run, run_key=run_key)
         except BaseException:
             sock.close()
             raise
@@ -110,8 +111,9 @@ class Relay:
 
     # -- the coordinator --------------------------------------------------------------------------------
 
-    def _learn_run(self) -> tuple[str, str]:
-        run, run_key = self.config.run, self.config.run_key
+    def _learn_run(self) -> tuple[str, str, int]:
+        """Its name, its key, and how many of its versions to keep."""
+        run, run_key, keep_versions = self.config.run, self.config.run_key, self.config.keep_versions
         if self._client is not None and not (run and run_key):
             info = self._client.call_until(
                 "the coordinator's word on the run",
@@ -122,8 +124,9 @@ class Relay:
                 deadline_s=self.config.deadline_s,
             )
             run, run_key = run or info.spec.run, run_key or info.run_key
+            keep_versions = keep_versions or info.spec.keep_versions
         assert run and run_key, "RelayConfig lets nothing pass that has neither a coordinator nor these"
-        return run, run_key
+        return run, run_key, keep_versions or KEEP_VERSIONS
 
     def _upstreams(self) -> list[Upstream]:
         if self.config.upstreams:
