@@ -23,7 +23,7 @@ from shoal.cli.local import (
     worker_roles,
 )
 from shoal.cli.main import parse
-from shoal.cli.runfile import load_run_file
+from shoal.cli.runfile import LocalSection, load_run_file
 from shoal.cli.supervise import Child, RunFailed, Supervisor
 from shoal.wire.keys import Key
 
@@ -34,8 +34,9 @@ DEMO = Path(__file__).parent.parent.parent / "runs" / "demo.toml"
 def run(tmp_path: Path) -> LocalRun:
     source = tmp_path / "demo.toml"
     source.write_bytes(DEMO.read_bytes())
+    local = LocalSection(relays=2, workers=2, lies=("wrong-weights",))
     return LocalRun(
-        file=load_run_file(source),
+        file=load_run_file(source).model_copy(update={"local": local}),
         source=source,
         folder=tmp_path / "run",
         resume=False,

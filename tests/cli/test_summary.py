@@ -9,7 +9,7 @@ from rich.console import Console
 from small_stats import HONEST, LIAR, evaluation, node, stats, step
 
 from shoal.cli.plot import plot_rewards
-from shoal.cli.runfile import RunFile, load_run_file
+from shoal.cli.runfile import LocalSection, RunFile, load_run_file
 from shoal.cli.summary import Outcome, judge_run, print_summary
 from shoal.wire.messages import History, RelayView
 
@@ -22,8 +22,7 @@ CAUGHT = (node(HONEST), node(LIAR, trust="banned", rejected=2))
 def file() -> RunFile:
     """One liar, and a gain of 0.2 expected."""
     file = load_run_file(Path(__file__).parent.parent.parent / "runs" / "demo.toml")
-    assert (len(file.local.lies), file.local.expect_gain) == (1, 0.2)
-    return file
+    return file.model_copy(update={"local": LocalSection(lies=("truncated",), expect_gain=0.2)})
 
 
 def expecting(file: RunFile, gain: float | None) -> RunFile:

@@ -93,6 +93,15 @@ def test_an_impatient_person(tmp_path: Path) -> None:
         assert_it_stops(swarm, press)
 
 
+def test_roles_that_hang(tmp_path: Path) -> None:
+    """Neither a coordinator that does not answer nor a child that does not listen holds it up."""
+    with Swarm(tmp_path) as swarm:
+        while_roles_start(swarm)
+        for role in ("coordinator", "worker-1"):
+            os.kill(swarm.pids()[role], signal.SIGSTOP)
+        assert_it_stops(swarm, swarm.interrupt)
+
+
 def test_the_key_itself_on_a_terminal(tmp_path: Path) -> None:
     """The live table is drawn, and the terminal's own Ctrl-C reaches `shoal run` alone, which stops the rest."""
     swarm = Swarm(tmp_path)

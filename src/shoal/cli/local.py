@@ -40,7 +40,7 @@ PORTS = range(20_000, 30_000)
 """Below those that systems give to outgoing connections: a role that is started again must find its port free."""
 START_S = 60.0
 POLL_S = 0.5
-ANSWER_S = 3.0
+ANSWER_S = 2.0
 """Short, so that Ctrl-C does not wait for a coordinator that hangs."""
 SILENCE_S = 60.0
 

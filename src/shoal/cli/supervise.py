@@ -19,8 +19,8 @@ from pathlib import Path
 
 from shoal.net.deadline import Stopped
 
-GRACE_S = 6.0
-"""Between asking a child to stop and making it."""
+GRACE_S = 5.0
+"""Between asking a child to stop and making it. With local.ANSWER_S it must stay well below ten seconds."""
 FORMER_S = 15.0
 """How long to wait for what an earlier run left behind: such processes end by themselves within GRACE_S."""
 MAX_RESTARTS = 5
