@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from shoal.shardcast import Mirror, VersionStore, make_app
+from shoal.shardcast import Mirror, RelayApp, VersionStore
 from shoal.shardcast import mirror as mirror_module
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
@@ -23,7 +23,7 @@ class Node:
 
     def __init__(self, folder: Path, key: Key, upstreams: list[str], log: Log, keep_versions: int) -> None:
         self.store = VersionStore(folder, keep_versions, run="demo", run_key=key.public)
-        self.app = make_app(self.store)
+        self.app = RelayApp(self.store)
         self.stop = threading.Event()
         self.completed: list[int] = []
         self.mirror = Mirror(

@@ -13,9 +13,9 @@ from pydantic import Field, model_validator
 
 from shoal.net.client import Refused, SignedClient, Unreachable
 from shoal.net.deadline import NotYet
-from shoal.net.server import Server, listen
+from shoal.net.server import listen
 from shoal.shardcast.mirror import Mirror, Upstream
-from shoal.shardcast.relay import RelayApp, make_app
+from shoal.shardcast.relay import RelayServer
 from shoal.shardcast.store import KEEP_VERSIONS, VersionStore
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
@@ -73,8 +73,8 @@ class Relay:
         except BaseException:
             sock.close()
             raise
-        self.app: RelayApp = make_app(self.store, log=self._log)
-        self._server = Server(self.app, sock)
+        self._server = RelayServer(self.store, sock, log=self._log)
+        self.app = self._server.app
         self._server.start()
         host = f"[{config.host}]" if ":" in config.host else config.host
         self.url = config.url or f"http://{host}:{self._server.port}"

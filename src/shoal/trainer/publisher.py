@@ -9,9 +9,9 @@ from shoal.model.builtin import copy_all_but_weights
 from shoal.model.decoder import Decoder
 from shoal.model.weights import save_weights
 from shoal.net.client import Refused, SignedClient
-from shoal.net.server import Server, listen
+from shoal.net.server import listen
 from shoal.shardcast.publish import publish
-from shoal.shardcast.relay import make_app
+from shoal.shardcast.relay import RelayServer
 from shoal.shardcast.store import VersionStore
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
@@ -49,7 +49,7 @@ class Publisher:
         self._client = client
         self._deadline_s = deadline_s
         self._log = log
-        self._server = Server(make_app(store, log=log), listen(address.host, address.port))
+        self._server = RelayServer(store, listen(address.host, address.port), log=log)
         self.origin_url = address.url or f"http://{_in_url(address.host)}:{self._server.port}"
 
     def start(self) -> None:
