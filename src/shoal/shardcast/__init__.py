@@ -11,7 +11,7 @@ docs/shardcast.md shows all four in one example. No torch here.
 from shoal.shardcast.choice import RelayChoice
 from shoal.shardcast.client import fetch_manifest, fetch_version, prune_versions
 from shoal.shardcast.mirror import Mirror
-from shoal.shardcast.publish import SHARD_BYTES, publish
+from shoal.shardcast.publish import SHARD_BYTES, SNAPSHOT_EVERY, Base, publish
 from shoal.shardcast.relay import RelayApp, RelayServer
 from shoal.shardcast.relay_loop import Relay, RelayConfig, run_relay
 from shoal.shardcast.store import KEEP_VERSIONS, VersionStore
@@ -19,6 +19,8 @@ from shoal.shardcast.store import KEEP_VERSIONS, VersionStore
 __all__ = [
     "KEEP_VERSIONS",
     "SHARD_BYTES",
+    "SNAPSHOT_EVERY",
+    "Base",
     "Mirror",
     "Relay",
     "RelayApp",

@@ -34,6 +34,10 @@ SAY_EVERY_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 
 
+class NoRelayLeft(DeadlinePassed):
+    """None is known, or all were dropped: waiting longer would bring nothing."""
+
+
 @dataclass(eq=False, slots=True)
 class _Try:
     shard: Shard
@@ -59,9 +63,13 @@ class Download:
         self._not_before_s: dict[str, float] = {}
         self._failure: OSError | Rejected | None = None
         self._over = False
+        self._forward_s = 0.0
 
-    def run(self, deadline_s: float) -> None:
-        """Return when every file is whole. What has come stays on disk, whatever happens."""
+    def run(self, deadline_s: float, *, patience_s: float | None = None) -> None:
+        """Return when every file is whole. What has come stays on disk, whatever happens.
+
+        With `patience_s` it gives up early, when no shard has come for that long: for those who know another way.
+        """
         if self._assembly.complete:
             return
         threads = [
@@ -71,24 +79,31 @@ class Download:
         for thread in threads:
             thread.start()
         try:
-            self._watch(time.monotonic() + deadline_s, deadline_s)
+            self._watch(deadline_s, deadline_s if patience_s is None else patience_s)
         finally:
             # Streams that hang end by their own timeouts; what they bring is no longer looked at.
             with self._turn:
                 self._over = True
                 self._turn.notify_all()
 
-    def _watch(self, give_up_s: float, deadline_s: float) -> None:
-        said_s = time.monotonic()
+    def _watch(self, deadline_s: float, patience_s: float) -> None:
+        said_s = self._forward_s = time.monotonic()
+        give_up_s = said_s + deadline_s
         while not self._assembly.complete:
             with self._turn:
                 if self._failure is not None:
                     raise self._failure
                 left = [url for url in self._choice.urls if url not in self._dropped]
                 now_s = time.monotonic()
-                if not left or now_s >= give_up_s:
-                    what = f"within {deadline_s:.0f} s" if left else "there is no relay left to ask"
-                    raise DeadlinePassed(f"version {self._version} did not come: {what}; {self._state()}")
+                if not left:
+                    raise NoRelayLeft(
+                        f"version {self._version} did not come: there is no relay left to ask; {self._state()}"
+                    )
+                if now_s >= min(give_up_s, self._forward_s + patience_s):
+                    within_s = min(deadline_s, patience_s)
+                    raise DeadlinePassed(
+                        f"version {self._version} did not come: within {within_s:.0f} s; {self._state()}"
+                    )
                 if now_s - said_s >= SAY_EVERY_S:
                     said_s = now_s
                     self._log.info(f"fetching version {self._version}: {self._state()}")
@@ -97,7 +112,7 @@ class Download:
                 raise Stopped(f"stopped while fetching version {self._version}")
 
     def _state(self) -> str:
-        num_shards = sum(len(entry.shards) for entry in self._assembly.manifest.files)
+        num_shards = sum(len(entry.shards) for entry in self._assembly.entries)
         relays = [f"{url}: {self._reasons.get(url, 'nothing to complain of')}" for url in self._choice.urls]
         return f"{len(self._assembly.missing())} of {num_shards} shards missing; {'; '.join(relays) or 'no relay known'}"
 
@@ -179,6 +194,7 @@ class Download:
                 return
             self._choice.delivered(job.relay, job.shard.num_bytes / max(took_s, 1e-6))
             self._pauses.pop(job.relay, None)
+            self._forward_s = time.monotonic()
             for other in self._tries:
                 if other.shard == job.shard and not other.judged:  # it was asked first, and overtaken
                     other.judged = True

@@ -5,7 +5,7 @@
 
 A version that was begun is finished before a newer one is, as long as shards keep coming: a publisher faster than
 the link would otherwise see nothing completed. Versions in between that were missed are skipped, then filled in,
-newest first, as far back as the store keeps them.
+newest first, as far back as the store keeps them and as those need them.
 """
 
 import threading
@@ -100,6 +100,7 @@ class Mirror:
         after = -1 if after is None else after
         asked_s = time.monotonic()
         try:
+            self._complete_chains(http, url)
             sealed = ask_latest(http, url, after=after, wait_s=POLL_S)
             if sealed is None or self._stop.is_set():
                 # A server that is closing, or knows no long polls, answers at once: do not hammer it.
@@ -119,15 +120,26 @@ class Mirror:
     def _fill_gaps(self, http: httpx.Client, url: str, newest: int) -> None:
         oldest = max(0, newest - self._store.keep_versions + 1)
         for version in range(newest - 1, oldest - 1, -1):
-            if self._store.get(version) is not None:
-                continue
-            try:
-                sealed = ask_manifest(http, url, version)
-            except NotThere:
-                continue
-            if sealed.body.version != version:
-                raise Broken(f"the manifest of version {sealed.body.version} for that of version {version}")
-            self._store.begin(sealed)
+            if self._store.get(version) is None:
+                self._learn_of(http, url, version)
+        self._complete_chains(http, url)
+
+    def _complete_chains(self, http: httpx.Client, url: str) -> None:
+        """A version that comes as a delta is of use only together with those it builds on, however old they are."""
+        asked: set[int] = set()
+        while lacking := set(self._store.lacking()) - asked:
+            version = max(lacking)
+            asked.add(version)
+            self._learn_of(http, url, version)
+
+    def _learn_of(self, http: httpx.Client, url: str, version: int) -> None:
+        try:
+            sealed = ask_manifest(http, url, version)
+        except NotThere:
+            return
+        if sealed.body.version != version:
+            raise Broken(f"the manifest of version {sealed.body.version} for that of version {version}")
+        self._store.begin(sealed)
 
     # -- bringing them here -----------------------------------------------------------------------------
 
@@ -173,7 +185,8 @@ class Mirror:
             problem = str(error)
         if assembly.complete:
             took_s = round(time.monotonic() - began_s, 2)
-            self._log.info("complete", version=version, num_bytes=assembly.manifest.num_bytes, last_s=took_s)
+            num_bytes = sum(entry.num_bytes for entry in assembly.entries)
+            self._log.info("complete", version=version, num_bytes=num_bytes, last_s=took_s)
             self._on_complete(version)
             return True
         forward = len(assembly.missing()) < before
