@@ -36,6 +36,8 @@ class TrainerConfig(Record):
     keep_checkpoints: int = Field(default=2, ge=1)
     keep_versions: int = Field(default=8, ge=1)
     """Published versions the origin still serves: at least max_lag + 1, and those still being evaluated."""
+    snapshot_every: int = Field(default=8, ge=1)
+    """Versions are published as what changed since the last; one divisible by this also whole, for those who come late."""
     seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")

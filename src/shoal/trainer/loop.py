@@ -160,7 +160,9 @@ class _Run:
 
         After a crash all three are done again: a step may stand in the metrics twice, in the same words, but none is missing.
         """
-        manifest = self._publisher.publish(self._learner.decoder, self._learner.version)
+        manifest = self._publisher.publish(
+            self._learner.decoder, self._learner.version, snapshot_every=self._config.snapshot_every
+        )
         self._publisher.announce(manifest, report)
         if report is not None:
             self._metrics.write("step", **report.model_dump())

@@ -10,7 +10,7 @@ from shoal.model.decoder import Decoder
 from shoal.model.weights import save_weights
 from shoal.net.client import Refused, SignedClient
 from shoal.net.server import listen
-from shoal.shardcast.publish import publish
+from shoal.shardcast.publish import Base, publish
 from shoal.shardcast.relay import RelayServer
 from shoal.shardcast.store import VersionStore
 from shoal.telemetry import Log
@@ -59,8 +59,11 @@ class Publisher:
         self._store.close()
         self._server.close()
 
-    def publish(self, decoder: Decoder, version: int) -> Sealed[Manifest]:
-        """Write and serve a version. Doing it again with the same weights gives the same signed manifest."""
+    def publish(self, decoder: Decoder, version: int, *, snapshot_every: int) -> Sealed[Manifest]:
+        """Write and serve a version, as what changed since the one before where that is here.
+
+        Doing it again with the same weights gives the same signed manifest.
+        """
         final = self._store.path(version)
         partial = final.with_name(f".{final.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -72,7 +75,10 @@ class Publisher:
         else:
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
-        publish(final, run=self._store.run, version=version, key=self._run_key)
+        base = None
+        if self._store.get(version - 1) is not None:
+            base = Base(folder=self._store.path(version - 1), snapshot_every=snapshot_every)
+        publish(final, run=self._store.run, version=version, key=self._run_key, base=base)
         return self._store.adopt(version)
 
     def announce(self, manifest: Sealed[Manifest], report: StepReport | None) -> None:
@@ -97,7 +103,11 @@ class Publisher:
                 "announced it, or start a new run"
             ) from None
         self._log.info(
-            "version announced", version=version, bytes=manifest.body.num_bytes, origin=self.origin_url
+            "version announced",
+            version=version,
+            bytes=manifest.body.num_bytes,
+            bytes_since_last=manifest.body.follow_bytes,
+            origin=self.origin_url,
         )
 
 

@@ -165,6 +165,11 @@ class Manifest(Sealable):
         return sum(entry.num_bytes for entry in self.files)
 
     @property
+    def follow_bytes(self) -> int:
+        """What is fetched of it by whoever has its base; all of it where it has none."""
+        return sum(entry.payloads[0].num_bytes for entry in self.files if entry.payloads)
+
+    @property
     def weights_digest(self) -> str:
         return self.file(WEIGHTS_FILE).blake3
 
