@@ -222,7 +222,9 @@ def test_an_upstream_that_is_away_is_named_and_awaited(
     monkeypatch.setattr(mirror_module, "COMPLAIN_S", 0.1)
     with caplog.at_level(logging.INFO):
         relay = node("relay", ["http://127.0.0.1:9", serve(origin.app)])
-        kit.eventually(lambda: "http://127.0.0.1:9: ConnectError" in caplog.text, "a word on the upstream")
+        kit.eventually(
+            lambda: "http://127.0.0.1:9: ConnectionRefusedError" in caplog.text, "a word on the upstream"
+        )
     relay.mirror.check()
     origin.publish(1, kit.random_files())
     kit.eventually(lambda: relay.store.complete() == (1,), "version 1 from the other")

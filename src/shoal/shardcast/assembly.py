@@ -116,7 +116,7 @@ class Assembly:
 
     # -- bringing it here -------------------------------------------------------------------------------
 
-    def write(self, shard: Shard, data: bytes | bytearray) -> None:
+    def write(self, shard: Shard, data: bytes | bytearray | memoryview) -> None:
         """Put a shard in its place, if it is the right one; else WrongBytes. The last one completes the file."""
         if (found := hash_bytes(data)) != shard.blake3 or len(data) != shard.num_bytes:
             raise WrongBytes(
@@ -248,7 +248,7 @@ def _fits(path: Path, entry: FileEntry) -> bool:
         os.close(fd)
 
 
-def _write_at(fd: int, data: bytes | bytearray, start: int) -> None:
+def _write_at(fd: int, data: bytes | bytearray | memoryview, start: int) -> None:
     view = memoryview(data)
     while view:
         written = os.pwrite(fd, view, start)

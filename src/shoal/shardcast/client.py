@@ -11,13 +11,11 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import httpx
-
 from shoal.net.deadline import NotYet, wait_for
 from shoal.shardcast.choice import RelayChoice
 from shoal.shardcast.fetch import Fetch
 from shoal.shardcast.signed import open_manifest, read_manifest, sync_folder
-from shoal.shardcast.upstream import Broken, NotThere, ask_latest, ask_manifest, open_http
+from shoal.shardcast.upstream import Broken, Connections, NotThere, ask_latest, ask_manifest
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import Manifest
@@ -82,7 +80,7 @@ def fetch_manifest(
         reasons = []
         for url in random.sample(relays, len(relays)):
             try:
-                sealed = _ask(http, url.rstrip("/"), version)
+                sealed = _ask(connections, url.rstrip("/"), version)
                 open_manifest(sealed, run=run, run_key=run_key)
             except (NotThere, Broken, Rejected) as reason:
                 reasons.append(f"{url}: {reason}")
@@ -94,7 +92,7 @@ def fetch_manifest(
             raise NotYet("; ".join(reasons) or "no relay known")
         return max(found, key=lambda sealed: sealed.body.version)
 
-    with open_http() as http:
+    with Connections() as connections:
         return wait_for(what, attempt, deadline_s=deadline_s, log=log, stop=stop)
 
 
@@ -109,13 +107,13 @@ def prune_versions(into: Path, keep_versions: int) -> list[int]:
     return sorted({folders[path] for path in gone})
 
 
-def _ask(http: httpx.Client, url: str, version: int | None) -> Sealed[Manifest]:
+def _ask(connections: Connections, url: str, version: int | None) -> Sealed[Manifest]:
     if version is None:
-        sealed = ask_latest(http, url)
+        sealed = ask_latest(connections, url)
         if sealed is None:
             raise NotThere("no version is known there yet")
         return sealed
-    sealed = ask_manifest(http, url, version)
+    sealed = ask_manifest(connections, url, version)
     if sealed.body.version != version:
         raise Broken(f"the manifest of version {sealed.body.version} for that of version {version}")
     return sealed

@@ -18,12 +18,10 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-import httpx
-
 from shoal.net.deadline import DeadlinePassed, Stopped
 from shoal.shardcast.assembly import Assembly, Shard, WrongBytes
 from shoal.shardcast.choice import RelayChoice
-from shoal.shardcast.upstream import Broken, NotThere, ask_shard, open_http
+from shoal.shardcast.upstream import Broken, Connections, NotThere, ask_shard
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 
@@ -119,9 +117,9 @@ class Download:
     # -- a stream ---------------------------------------------------------------------------------------
 
     def _stream(self) -> None:
-        with open_http() as http:
+        with Connections() as connections:
             while (job := self._take()) is not None:
-                self._attempt(http, job)
+                self._attempt(connections, job)
 
     def _take(self) -> _Try | None:
         """The next shard and the relay to ask for it; None when all is over."""
@@ -165,9 +163,9 @@ class Download:
             return 1
         return NUM_STREAMS if alone else NUM_STREAMS - 1
 
-    def _attempt(self, http: httpx.Client, job: _Try) -> None:
+    def _attempt(self, connections: Connections, job: _Try) -> None:
         try:
-            data = ask_shard(http, job.relay, self._version, job.shard, give_up=lambda: self._over)
+            data = ask_shard(connections, job.relay, self._version, job.shard, give_up=lambda: self._over)
             took_s = time.monotonic() - job.started_s
             if not self._over:
                 self._assembly.write(job.shard, data)
