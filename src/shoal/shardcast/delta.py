@@ -50,6 +50,19 @@ def apply(old: bytes | memoryview, payload: bytes | memoryview) -> bytes:
     return b"".join(_apply(_reader(old), len(old), [delta]))
 
 
+def apply_in_place(data: bytearray | memoryview, payload: bytes | memoryview) -> None:
+    """Make `new` of `old` where it lies. After a Rejected it is neither, so keep a copy of what must not be lost."""
+    delta = _Delta(_reader(payload), len(payload), len(data))
+    for start, length in _chunks(len(data)):
+        if length % 2:
+            words = _words(memoryview(data)[start : start + length])
+            delta.apply_next(words)
+            data[start : start + length] = words.tobytes()[:length]
+        else:
+            delta.apply_next(np.frombuffer(data, "<u2", length // 2, start))
+    delta.check_end()
+
+
 def write_delta(old: Path, new: Path, into: Path, *, old_blake3: str, max_bytes: int) -> bool:
     """Write the payload to `into`, on the disk when this returns.
 

@@ -89,11 +89,10 @@ class Fetch:
 
     def _despair(self, name: str) -> None:
         """No way to a file: begin anew with what could not be had, while there is time and hope."""
-        hopeless = isinstance(self._failure, (NoRelayLeft, Rejected)) or not self._unreachable
-        if (hopeless and self._failure is not None) or self._left_s() <= 0:
-            raise self._failure or DeadlinePassed(self._no_way(name))
         if self._failure is None:  # every way was tried, and none gave the right bytes
             raise Rejected("request.wrong_digest", self._no_way(name))
+        if isinstance(self._failure, (NoRelayLeft, Rejected)) or self._left_s() <= 0:
+            raise self._failure
         self._unreachable.clear()
         if self._stop.wait(PAUSE_S):
             raise Stopped(f"stopped while fetching version {self._manifest.version}")
