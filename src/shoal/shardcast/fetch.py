@@ -172,9 +172,7 @@ class Fetch:
             )
         for way in plan:
             if way.deltas:
-                self._log.info(
-                    f"version {version} comes as {len(way.deltas)} deltas", way=way, bytes=way.num_bytes
-                )
+                self._log.info(f"version {version} is made of deltas", way=way, bytes=way.num_bytes)
 
     # -- make -------------------------------------------------------------------------------------------
 
