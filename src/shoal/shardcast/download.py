@@ -28,7 +28,7 @@ from shoal.wire.codes import Rejected
 NUM_STREAMS = 4
 """Shards in flight, and so in memory."""
 SECOND_TRY_S = 1.0
-SAY_EVERY_S = 5.0
+SAY_AFTER_S, SAY_EVERY_S = 2.0, 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 
 
@@ -62,6 +62,10 @@ class Download:
         self._failure: OSError | Rejected | None = None
         self._over = False
         self._forward_s = 0.0
+        self._began_s = time.monotonic()
+        self._had = sum(entry.num_bytes for entry in assembly.entries) - sum(
+            shard.num_bytes for shard in self._pending
+        )
 
     def run(self, deadline_s: float, *, patience_s: float | None = None) -> None:
         """Return when every file is whole. What has come stays on disk, whatever happens.
@@ -87,6 +91,7 @@ class Download:
     def _watch(self, deadline_s: float, patience_s: float) -> None:
         said_s = self._forward_s = time.monotonic()
         give_up_s = said_s + deadline_s
+        said_s -= SAY_EVERY_S - SAY_AFTER_S
         while not self._assembly.complete:
             with self._turn:
                 if self._failure is not None:
@@ -104,10 +109,21 @@ class Download:
                     )
                 if now_s - said_s >= SAY_EVERY_S:
                     said_s = now_s
-                    self._log.info(f"fetching version {self._version}: {self._state()}")
+                    self._log.info(f"fetching version {self._version}: {self._progress()}; {self._state()}")
                 self._turn.wait(min(0.2, give_up_s - now_s))
             if self._stop.is_set():
                 raise Stopped(f"stopped while fetching version {self._version}")
+
+    def _progress(self) -> str:
+        """[######    ] 57 % of 269 MB, 38 MB/s"""
+        num_bytes = sum(entry.num_bytes for entry in self._assembly.entries)
+        here = num_bytes - sum(shard.num_bytes for shard in self._assembly.missing())
+        share, speed = (
+            here / max(1, num_bytes),
+            (here - self._had) / max(1e-6, time.monotonic() - self._began_s),
+        )
+        bar = "#" * int(10 * share)
+        return f"[{bar:<10}] {100 * share:.0f} % of {num_bytes / 1e6:.0f} MB, {speed / 1e6:.3g} MB/s"
 
     def _state(self) -> str:
         num_shards = sum(len(entry.shards) for entry in self._assembly.entries)

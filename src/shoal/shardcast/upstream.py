@@ -74,6 +74,9 @@ class Connections:
         done = False
         try:
             response = self._send(server, target, {"Accept-Encoding": "identity", **headers}, read_s)
+            self._open[server].sock.settimeout(
+                STALL_S
+            )  # it has begun to answer: there is nothing to wait for now
             yield response
             # At the body's end the connection is free for the next request, unless the server is to close it.
             done = response.length == 0 and not response.will_close
