@@ -52,6 +52,10 @@ def relay(options: argparse.Namespace, stop: threading.Event) -> int:
         port=options.port,
         url=options.url,
         keep_versions=options.keep_versions,
+        max_bytes=None if options.max_gb is None else int(options.max_gb * 1e9),
+        max_connections=options.max_connections,
+        max_connections_per_address=options.max_connections_per_address,
+        bytes_per_s_per_address=None if options.mb_per_s is None else options.mb_per_s * 1e6,
         deadline_s=options.deadline_s,
     )
     run_relay(config, key=key, log=Log("relay"), stop=stop)

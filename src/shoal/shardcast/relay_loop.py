@@ -6,6 +6,7 @@
 upstream -- shards --> [ mirror -> store -> app ] -- shards --> workers, other relays
 """
 
+import resource
 import threading
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from pydantic import Field, model_validator
 
 from shoal.net.client import Refused, SignedClient, Unreachable
 from shoal.net.deadline import NotYet
+from shoal.net.limits import Limits
 from shoal.net.server import listen
 from shoal.shardcast.mirror import Mirror, Upstream
 from shoal.shardcast.relay import RelayServer
@@ -39,6 +41,11 @@ class RelayConfig(Record):
     url: Url | None = None
     """What others reach it by. None: http://host:port, which is right on one machine."""
     keep_versions: int = Field(default=KEEP_VERSIONS, ge=1)
+    max_bytes: int | None = Field(default=None, gt=0)
+    """On disk, for versions. Fewer than `keep_versions` are kept where they would take more; the newest always is."""
+    max_connections: int = Field(default=2048, ge=1)
+    max_connections_per_address: int = Field(default=512, ge=1)
+    bytes_per_s_per_address: float | None = Field(default=None, gt=0)
     deadline_s: float = Field(default=120.0, gt=0)
     """How long to wait for the coordinator at the start."""
 
@@ -69,11 +76,19 @@ class Relay:
         sock = listen(config.host, config.port)
         try:
             run, run_key = self._learn_run()
-            self.store = VersionStore(config.folder, config.keep_versions, run=run, run_key=run_key)
+            self.store = VersionStore(
+                config.folder, config.keep_versions, run=run, run_key=run_key, max_bytes=config.max_bytes
+            )
         except BaseException:
             sock.close()
             raise
-        self._server = RelayServer(self.store, sock, log=self._log)
+        limits = Limits(
+            connections=config.max_connections,
+            connections_per_address=config.max_connections_per_address,
+            bytes_per_s=config.bytes_per_s_per_address,
+        )
+        _allow_open_files(2 * config.max_connections + 100, self._log)
+        self._server = RelayServer(self.store, sock, log=self._log, limits=limits)
         self.app = self._server.app
         self._server.start()
         host = f"[{config.host}]" if ":" in config.host else config.host
@@ -165,6 +180,21 @@ def run_relay(config: RelayConfig, *, key: Key, log: Log, stop: threading.Event)
         relay.main_loop()
     finally:
         relay.shutdown()
+
+
+def _allow_open_files(wanted: int, log: Log) -> None:
+    """A connection that is sent a file holds two descriptors; many systems start a process with 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        log.warning(
+            "this system lets a process open fewer files than the connections need",
+            files=allowed,
+            need=wanted,
+        )
 
 
 def _fixed(url: str) -> Upstream:

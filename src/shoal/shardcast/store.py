@@ -40,11 +40,20 @@ class Held:
 class VersionStore:
     """`changed` rings whenever a version becomes known, a shard is verified, or a file completes."""
 
-    def __init__(self, folder: Path, keep_versions: int = KEEP_VERSIONS, *, run: str, run_key: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep_versions: int = KEEP_VERSIONS,
+        *,
+        run: str,
+        run_key: str,
+        max_bytes: int | None = None,
+    ) -> None:
+        """With `max_bytes` it keeps fewer versions where they would take more than that; the newest always stays."""
         if keep_versions < 1:
             raise ValueError(f"keep_versions={keep_versions} must be at least 1")
         self.folder, self.run, self.run_key = folder, run, run_key
-        self.keep_versions = keep_versions
+        self.keep_versions, self._max_bytes = keep_versions, max_bytes
         self.changed = Bell()
         # Lock order: the bell's, then this one, for what waits looks into the store. Never ring while holding it.
         self._lock = threading.Lock()
@@ -108,6 +117,12 @@ class VersionStore:
     def begin(self, sealed: Sealed[Manifest]) -> None:
         """Make a version known whose files are still to come. Rejected if it is not this run's, or not the same."""
         manifest = self._check(sealed)
+        num_bytes = sum(entry.num_bytes for entry in manifest.payloads)
+        if self._max_bytes is not None and num_bytes > self._max_bytes:
+            raise Rejected(
+                "request.too_large",
+                f"version {manifest.version} has {num_bytes} bytes, this store may hold {self._max_bytes}",
+            )
         with self._one_at_a_time:
             standing = self.get(manifest.version)
             if standing is None:
@@ -187,8 +202,7 @@ class VersionStore:
         """Delete all but the newest versions and what they build on; one that is being written goes when its writer
         is done."""
         with self._lock:
-            newest = sorted(self._held)[-self.keep_versions :]
-            needed = self._needed(newest)
+            newest, needed = self._kept()
             for version in needed.intersection(self._held).difference(newest):
                 self._thin(self._held[version])
             surplus = self._held.keys() - needed - set(newest)
@@ -202,6 +216,17 @@ class VersionStore:
                 paths.append(trash)
         for path in paths:
             shutil.rmtree(path)
+
+    def _kept(self) -> tuple[list[int], set[int]]:
+        """The newest versions that fit, and what they build on."""
+        newest, needed = sorted(self._held)[-self.keep_versions :], set[int]()
+        for first in range(len(newest)):
+            needed = self._needed(newest[first:])
+            held = [self._held[version] for version in needed.union(newest[first:]) & self._held.keys()]
+            num_bytes = sum(entry.num_bytes for one in held for entry in one.files.values())
+            if self._max_bytes is None or num_bytes <= self._max_bytes or first == len(newest) - 1:
+                return newest[first:], needed
+        return newest, needed
 
     def _thin(self, held: Held) -> None:
         """Of a version that is kept only because others build on it, keep what is sent: a publisher's folder also holds
