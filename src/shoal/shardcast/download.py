@@ -8,10 +8,11 @@ A few streams, each with one shard in hand:  take a shard -> draw a relay -> fet
     wrong bytes       the relay is dropped for this download, and the log says so
 
 When no shard is left to take, one that has been under way for long is asked for a second time, elsewhere; the first
-right answer counts. No relay ever holds all the streams, and one that has delivered nothing yet holds one at most.
-So a hung relay does not set the time.
+right answer counts. No relay ever holds more than its share of the streams, nor all of them, and one that has
+delivered nothing yet holds one at most. So a slow or hung relay does not set the time.
 """
 
+import math
 import random
 import threading
 import time
@@ -167,17 +168,18 @@ class Download:
         left = [url for url in self._choice.urls if url not in self._dropped]
         return [
             url
-            for url in left
+            for url, share in self._choice.shares(left).items()
             if url not in asked
             and self._not_before_s.get(url, 0.0) <= now_s
-            and sum(job.relay == url for job in self._tries) < self._most_tries(url, alone=len(left) == 1)
+            and sum(job.relay == url for job in self._tries) < self._most_tries(url, share)
         ]
 
-    def _most_tries(self, url: str, *, alone: bool) -> int:
-        """At once, of one relay: if it hangs, a stream must be left that can go elsewhere."""
+    def _most_tries(self, url: str, share: float) -> int:
+        """At once, of one relay: its share of the streams, so that slow ones do not hold them all while a fast one is
+        idle. And if it hangs, a stream must be left that can go elsewhere."""
         if self._choice.standing(url).bandwidth is None:
             return 1
-        return NUM_STREAMS if alone else NUM_STREAMS - 1
+        return NUM_STREAMS if share == 1 else min(math.ceil(share * NUM_STREAMS), NUM_STREAMS - 1)
 
     def _attempt(self, connections: Connections, job: _Try) -> None:
         try:
@@ -206,7 +208,9 @@ class Download:
             self._tries.remove(job)
             if self._over:
                 return
-            self._choice.delivered(job.relay, job.shard.num_bytes / max(took_s, 1e-6))
+            # Shards that come from one relay at the same time share its link: what counts is what they make together.
+            at_once = 1 + sum(other.relay == job.relay for other in self._tries)
+            self._choice.delivered(job.relay, at_once * job.shard.num_bytes / max(took_s, 1e-6))
             self._pauses.pop(job.relay, None)
             self._forward_s = time.monotonic()
             for other in self._tries:
