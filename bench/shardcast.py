@@ -68,7 +68,11 @@ def our_relay(options: argparse.Namespace) -> None:
 
     key, stop = Key.from_seed(SEED), threading.Event()
     config = shardcast.RelayConfig(
-        folder=options.dir, run="bench", run_key=key.public, upstreams=tuple(options.upstream)
+        folder=options.dir,
+        run="bench",
+        run_key=key.public,
+        upstreams=tuple(options.upstream),
+        max_connections_per_address=2048,  # here all clients have the same address
     )
     relay = shardcast.Relay(config, key, log=Log("relay"), stop=stop)
     relay.startup()

@@ -178,8 +178,9 @@ def test_a_client_that_does_not_read_is_left(
 def test_an_address_with_too_many_connections_is_told_so(start: Any) -> None:
     url, server = start(Limits(connections_per_address=2))
     with contextlib.ExitStack() as stack:
-        for _ in range(2):
-            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+        early = stack.enter_context(httpx.Client())
+        assert early.get(f"{url}/file").content == DATA
+        stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
         refused = httpx.get(f"{url}/file")
         assert (refused.status_code, Problem.parse(refused.content).code) == (429, "request.too_many")
         assert int(refused.headers["retry-after"]) >= 1
@@ -187,6 +188,7 @@ def test_an_address_with_too_many_connections_is_told_so(start: Any) -> None:
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
         with pytest.raises(httpx.TransportError):  # at twice its share there is not even an answer
             httpx.get(f"{url}/file")
+        assert early.get(f"{url}/file").content == DATA  # who came in time is not disturbed
     give_up_s = time.monotonic() + 20
     while True:  # they left, and it is as before; a close takes its time to be seen
         with contextlib.suppress(httpx.TransportError):

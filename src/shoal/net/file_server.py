@@ -204,12 +204,13 @@ class FileServer:
     async def _converse(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, account: Account
     ) -> None:
+        crowded = self._accounts.crowded(account)
         wait_s, keep_alive = HEAD_S, True
         while keep_alive and not self._closing.is_set():
             try:
                 request = await self._read(reader, writer, wait_s)
-                keep_alive = request.keep_alive and not self._accounts.crowded(account)
-                answer = await self._decide(request, account)
+                keep_alive = request.keep_alive and not crowded
+                answer = await self._decide(request, account, crowded=crowded)
                 head_only = request.method == "HEAD"
             except asyncio.LimitOverrunError:
                 too_long = Rejected("request.too_large", f"a head of over {MAX_HEAD_BYTES} bytes")
@@ -230,14 +231,14 @@ class FileServer:
         finally:
             self._idle.discard(writer)
 
-    async def _decide(self, request: Request, account: Account) -> Answer:
+    async def _decide(self, request: Request, account: Account, *, crowded: bool) -> Answer:
         try:
             if request.method not in ("GET", "HEAD"):
                 wrong = Rejected(
                     "request.malformed", f"{request.method} {request.path[:80]!r}: only GET and HEAD"
                 )
                 return problem(wrong, status=405)
-            if self._accounts.crowded(account):
+            if crowded:
                 raise Rejected(
                     "request.too_many", "too many connections from this address", retry_after_s=1.0
                 )

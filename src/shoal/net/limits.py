@@ -65,6 +65,8 @@ class Accounts:
         account.connections -= 1
 
     def crowded(self, account: Account) -> bool:
+        """Whether the connection that has just entered is one too many. Those before it are served on: refusing all
+        of a crowd would serve nobody."""
         return account.connections > self.limits.connections_per_address
 
     def debt_s(self, account: Account, now_s: float) -> float:
