@@ -3,13 +3,16 @@
 import json
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shoal.net.deadline import DeadlinePassed
-from shoal.shardcast import VersionStore, fetch_manifest
+from shoal.net.limits import Limits
+from shoal.net.server import listen
+from shoal.shardcast import RelayServer, VersionStore, fetch_manifest
 from shoal.shardcast import download as download_module
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
@@ -59,6 +62,22 @@ def test_an_idle_connection_silences_nobody(origin: Any, kit: Any, serve: Any, f
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))):
         assert kit.file_bytes(fetch(sealed, [url])) == kit.random_files()
+
+
+def test_a_crowd_beyond_an_address_s_share_comes_through(
+    origin: Any, kit: Any, fetch: Any, tmp_path: Path
+) -> None:
+    """Most connections are refused and closed again and again; every client gets its version."""
+    sealed = origin.publish(7, kit.random_files())
+    server = RelayServer(origin.store, listen("127.0.0.1", 0), limits=Limits(connections_per_address=2))
+    server.start()
+    try:
+        with ThreadPoolExecutor(5) as pool:
+            url = f"http://127.0.0.1:{server.port}"
+            fetched = [pool.submit(fetch, sealed, [url], into=f"client{index}") for index in range(5)]
+            assert all(kit.file_bytes(one.result(100)) == kit.random_files() for one in fetched)
+    finally:
+        server.close()
 
 
 def test_a_wrong_bit_costs_one_shard(

@@ -74,9 +74,6 @@ class Connections:
         done = False
         try:
             response = self._send(server, target, {"Accept-Encoding": "identity", **headers}, read_s)
-            self._open[server].sock.settimeout(
-                STALL_S
-            )  # it has begun to answer: there is nothing to wait for now
             yield response
             # At the body's end the connection is free for the next request, unless the server is to close it.
             done = response.length == 0 and not response.will_close
@@ -96,9 +93,11 @@ class Connections:
             try:
                 if connection.sock is None:
                     connection.connect()
-                connection.sock.settimeout(read_s)
+                sock = connection.sock
+                sock.settimeout(read_s)
                 connection.request("GET", target, headers=headers)
                 response = connection.getresponse()
+                sock.settimeout(STALL_S)  # it has begun to answer: there is nothing to wait for now
             except (ConnectionError, http.client.BadStatusLine):
                 connection.close()
                 if fresh:
