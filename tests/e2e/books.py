@@ -189,8 +189,12 @@ def check_files(books: Books) -> None:
         named = Sealed[Manifest].parse(manifest.read_bytes()).body
         assert named.weights_digest == digests[named.version], manifest
         if manifest.is_relative_to(books.folder / "trainer"):
-            weights = (manifest.parent / WEIGHTS_FILE).read_bytes()
-            assert blake3(weights).hexdigest() == digests[named.version], manifest
+            for sent in named.payloads:
+                assert blake3((manifest.parent / sent.name).read_bytes()).hexdigest() == sent.blake3, manifest
+            if named.version > books.file.run.last_version - books.file.trainer.keep_versions:
+                # Not only what is sent: the next version's delta is made from it.
+                weights = (manifest.parent / WEIGHTS_FILE).read_bytes()
+                assert blake3(weights).hexdigest() == digests[named.version], manifest
     trained = {lease_of(name) for event in books.of("batch.formed") for name in event.body["group_ids"]}
     for event in books.of("submission.received"):
         if event.body["lease_id"] in trained:

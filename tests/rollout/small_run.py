@@ -14,10 +14,10 @@ import httpx
 
 from shoal.model.builtin import create_model
 from shoal.net.client import SignedClient
-from shoal.net.server import Server, listen
+from shoal.net.server import listen
 from shoal.rollout.session import Exit
 from shoal.rollout.worker import WorkerConfig, run_worker
-from shoal.shardcast import RelayConfig, VersionStore, make_app, publish, run_relay
+from shoal.shardcast import RelayConfig, RelayServer, VersionStore, publish, run_relay
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.run import run_coordinator
 from shoal.swarm.validator.loop import ValidatorConfig, run_validator
@@ -77,7 +77,7 @@ class SmallRun:
         self.log = log
         self._trainer = SignedClient(url, Key.load(self.keys / "trainer.key"), log=log)
         self._store = VersionStore(folder / "origin", run=SPEC.run, run_key=self.run_key.public)
-        self._server = Server(make_app(self._store, log=log), listen("127.0.0.1", 0))
+        self._server = RelayServer(self._store, listen("127.0.0.1", 0), log=log)
         self._server.start()
         self.origin_url = f"http://127.0.0.1:{self._server.port}"
 

@@ -1,19 +1,23 @@
 """Origins, relays and crooked relays for these tests: real servers on loopback, small files, small shards."""
 
 import asyncio
+import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import httpx
 import pytest
 
 from shoal import shardcast
+from shoal.net.file_server import FileServer, Request, problem
 from shoal.net.server import Server, listen
 from shoal.telemetry import Log
+from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
 
 RUN = "demo"
@@ -52,7 +56,7 @@ class Origin:
     def __init__(self, folder: Path, key: Key, keep_versions: int = 5) -> None:
         self.key = key
         self.store = shardcast.VersionStore(folder, keep_versions, run=RUN, run_key=key.public)
-        self.app = shardcast.make_app(self.store)
+        self.app = shardcast.RelayApp(self.store)
 
     def publish(self, version: int, files: dict[str, bytes]) -> Any:
         folder = self.store.path(version)
@@ -64,19 +68,55 @@ class Origin:
         return sealed
 
 
+class Asgi:
+    """A relay's answers as an ASGI application, for those who want to spoil them on their way."""
+
+    def __init__(self, app: shardcast.RelayApp) -> None:
+        self.relay = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        assert scope["type"] == "http"
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        query = dict(parse_qsl(scope["query_string"].decode()))
+        request = Request(scope["method"], scope["path"], query, headers, True)
+        try:
+            answer = await self.relay(request)
+        except Rejected as rejected:
+            answer = problem(rejected)
+        lines = [(name.encode(), value.encode()) for name, value in answer.headers.items()]
+        lines.append((b"content-length", str(answer.num_bytes).encode()))
+        await send({"type": "http.response.start", "status": answer.status, "headers": lines})
+        body = answer.content
+        if isinstance(body, bytes):
+            await send({"type": "http.response.body", "body": body})
+            return
+        fd, position = body.open(), body.start
+        try:
+            while position < body.stop and (end := await body.ready(position)) is not None:
+                data = os.pread(fd, end - position, position)
+                body.sent(len(data))
+                position = end
+                await send({"type": "http.response.body", "body": data, "more_body": position < body.stop})
+        finally:
+            os.close(fd)
+
+
 class Spy:
-    """An application in front of another: sees every file request, and may treat it in its own way.
+    """An application in front of a relay's: sees every file request, and may treat it in its own way.
 
     `treat(self, start, scope, receive, send)` gets file requests with the first byte of their range.
     """
 
     def __init__(self, app: Any, treat: Any = None) -> None:
-        self.app, self.treat = app, treat
+        self.app, self.treat = Asgi(app), treat
         self.asked: list[tuple[str, int]] = []
         self.gate = threading.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith("/versions/"):
+        if scope["type"] == "lifespan":
+            await lifespan(receive, send)
+            return
+        if not scope["path"].startswith("/versions/"):
             await self.app(scope, receive, send)
             return
         header = dict(scope["headers"]).get(b"range", b"bytes=0-").decode()
@@ -90,6 +130,12 @@ class Spy:
     async def pass_gate(self) -> None:
         while not self.gate.is_set():  # noqa: ASYNC110 - set by the test's thread, not by this loop
             await asyncio.sleep(0.01)
+
+
+async def lifespan(receive: Any, send: Any) -> None:
+    while (message := await receive())["type"] != "lifespan.shutdown":
+        await send({"type": f"{message['type']}.complete"})
+    await send({"type": "lifespan.shutdown.complete"})
 
 
 @pytest.fixture
@@ -121,10 +167,12 @@ def origin(tmp_path: Path, key: Key) -> Origin:
 @pytest.fixture
 def serve() -> Iterator[Callable[[Any], str]]:
     """Start an application; its URL. Everything is stopped at the end of the test."""
-    running: list[tuple[Any, Server]] = []
+    running: list[tuple[Any, Any]] = []
 
     def start(app: Any) -> str:
-        server = Server(app, listen("127.0.0.1", 0))
+        sock = listen("127.0.0.1", 0)
+        is_relay = isinstance(app, shardcast.RelayApp)
+        server = FileServer(app, sock, log=app.log) if is_relay else Server(app, sock)
         server.start()
         running.append((app, server))
         return f"http://127.0.0.1:{server.port}"
@@ -133,7 +181,7 @@ def serve() -> Iterator[Callable[[Any], str]]:
     for app, _ in running:
         if isinstance(app, Spy):
             app.gate.set()
-            app = app.app
+            app = app.app.relay
         if isinstance(app, shardcast.RelayApp):
             app.store.close()
     for _, server in running:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from shoal.shardcast import Mirror, VersionStore, make_app
+from shoal.shardcast import Mirror, RelayApp, VersionStore
 from shoal.shardcast import mirror as mirror_module
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
@@ -23,7 +23,7 @@ class Node:
 
     def __init__(self, folder: Path, key: Key, upstreams: list[str], log: Log, keep_versions: int) -> None:
         self.store = VersionStore(folder, keep_versions, run="demo", run_key=key.public)
-        self.app = make_app(self.store)
+        self.app = RelayApp(self.store)
         self.stop = threading.Event()
         self.completed: list[int] = []
         self.mirror = Mirror(
@@ -222,7 +222,9 @@ def test_an_upstream_that_is_away_is_named_and_awaited(
     monkeypatch.setattr(mirror_module, "COMPLAIN_S", 0.1)
     with caplog.at_level(logging.INFO):
         relay = node("relay", ["http://127.0.0.1:9", serve(origin.app)])
-        kit.eventually(lambda: "http://127.0.0.1:9: ConnectError" in caplog.text, "a word on the upstream")
+        kit.eventually(
+            lambda: "http://127.0.0.1:9: ConnectionRefusedError" in caplog.text, "a word on the upstream"
+        )
     relay.mirror.check()
     origin.publish(1, kit.random_files())
     kit.eventually(lambda: relay.store.complete() == (1,), "version 1 from the other")

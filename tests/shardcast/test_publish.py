@@ -6,7 +6,8 @@ from typing import Any
 import blake3
 import pytest
 
-from shoal.shardcast import publish
+from shoal.shardcast import Base, publish
+from shoal.shardcast.delta import apply
 from shoal.wire.keys import Key
 from shoal.wire.manifest import Manifest
 from shoal.wire.record import Sealed
@@ -69,3 +70,106 @@ def test_what_cannot_be_published_is_said(folder: Path, key: Key, tmp_path: Path
     (tmp_path / "nothing" / ".hidden").touch()
     with pytest.raises(ValueError, match="not a plain name"):
         publish(tmp_path / "nothing", run="demo", version=3, key=key)
+
+
+# -- what changed since a base --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def versions(tmp_path: Path, key: Key, kit: Any) -> Path:
+    """v0 is published; v1 has one byte of its weights changed, and waits."""
+    for version in (0, 1):
+        (tmp_path / f"v{version}").mkdir()
+        for name, data in kit.random_files().items():
+            (tmp_path / f"v{version}" / name).write_bytes(data)
+    change(tmp_path / "v1" / "model.safetensors", 5000)
+    publish(tmp_path / "v0", run="demo", version=0, key=key, shard_bytes=1000)
+    return tmp_path
+
+
+def change(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def codecs(sealed: Sealed[Manifest]) -> dict[str, str]:
+    return {entry.name: entry.codec for entry in sealed.body.files}
+
+
+def test_only_what_changed_is_sent(versions: Path, key: Key) -> None:
+    base = Base(folder=versions / "v0")
+    first = publish(versions / "v1", run="demo", version=1, key=key, base=base, now_s=1.0)
+    assert first.body.base == 0
+    assert codecs(first) == {
+        "config.json": "same",
+        "empty": "same",
+        "model.safetensors": "delta",
+        "tokenizer.json": "same",
+    }
+    payload = (versions / "v1" / "model.safetensors.delta").read_bytes()
+    entry = first.body.file("model.safetensors")
+    assert entry.delta is not None
+    assert (entry.delta.num_bytes, entry.delta.blake3) == (len(payload), blake3.blake3(payload).hexdigest())
+    assert (
+        apply((versions / "v0" / entry.name).read_bytes(), payload)
+        == (versions / "v1" / entry.name).read_bytes()
+    )
+    # Again, later, even where the base is gone by then: the same.
+    assert publish(versions / "v1", run="demo", version=1, key=key, base=base, now_s=2.0) == first
+    assert publish(versions / "v1", run="demo", version=1, key=key, now_s=2.0) == first
+    (versions / "v1" / "model.safetensors.delta").write_bytes(b"damaged")
+    assert publish(versions / "v1", run="demo", version=1, key=key, base=base, now_s=1.0) == first
+    assert (versions / "v1" / "model.safetensors.delta").read_bytes() == payload
+
+
+def test_a_snapshot_is_sent_both_ways(versions: Path, key: Key) -> None:
+    base = Base(folder=versions / "v0", snapshot_every=1)
+    sealed = publish(versions / "v1", run="demo", version=1, key=key, base=base)
+    assert set(codecs(sealed).values()) == {"raw"}
+    assert sealed.body.is_snapshot and sealed.body.base == 0
+    assert sealed.body.file("model.safetensors").delta is not None
+    with pytest.raises(ValueError, match="snapshot_every=0"):
+        Base(folder=versions, snapshot_every=0)
+
+
+@pytest.mark.parametrize("why", ["much changed", "another size", "base without its file", "base damaged"])
+def test_where_a_delta_saves_nothing_the_version_is_sent_whole(
+    versions: Path, key: Key, kit: Any, why: str
+) -> None:
+    weights = versions / "v1" / "model.safetensors"
+    if why == "much changed":
+        weights.write_bytes(kit.random_files(seed=5)["model.safetensors"])
+    elif why == "another size":
+        weights.write_bytes(weights.read_bytes() + b"x")
+    elif why == "base without its file":
+        (versions / "v0" / "model.safetensors").unlink()
+    else:
+        change(versions / "v0" / "model.safetensors", 9)
+    base = Base(folder=versions / "v0")
+    sealed = publish(versions / "v1", run="demo", version=1, key=key, base=base, now_s=1.0)
+    assert set(codecs(sealed).values()) == {"raw"}
+    assert sealed.body.base is None
+    assert not list(versions.glob("v1/*.delta"))
+    assert publish(versions / "v1", run="demo", version=1, key=key, now_s=1.0) == sealed
+
+
+def test_nothing_changed(versions: Path, key: Key, kit: Any) -> None:
+    (versions / "v1" / "model.safetensors").write_bytes(kit.random_files()["model.safetensors"])
+    sealed = publish(versions / "v1", run="demo", version=1, key=key, base=Base(folder=versions / "v0"))
+    assert set(codecs(sealed).values()) == {"same"}
+    assert sealed.body.payloads == ()
+
+
+def test_a_base_that_cannot_be_one_is_said(versions: Path, key: Key) -> None:
+    def attempt(run: str = "demo", version: int = 1, key: Key = key, folder: str = "v0") -> None:
+        publish(versions / "v1", run=run, version=version, key=key, base=Base(folder=versions / folder))
+
+    with pytest.raises(ValueError, match="needs an earlier one"):
+        attempt(version=0)
+    with pytest.raises(ValueError, match="of the same run"):
+        attempt(run="other")
+    with pytest.raises(ValueError, match="not published with this key"):
+        attempt(key=Key.generate())
+    with pytest.raises(ValueError, match="has no manifest"):
+        attempt(folder="v1")

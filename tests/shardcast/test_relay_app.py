@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.shardcast import VersionStore, make_app
+from shoal.shardcast import RelayApp, VersionStore
 from shoal.shardcast.assembly import shards_of
 from shoal.wire.keys import Key
 from shoal.wire.manifest import Manifest
@@ -136,7 +136,7 @@ def filling(tmp_path: Any, origin: Any, kit: Any, key: Key) -> VersionStore:
 def test_what_is_verified_is_served_and_what_is_not_is_too_early(
     http: httpx.Client, filling: VersionStore, serve: Any, kit: Any
 ) -> None:
-    url = serve(make_app(filling)) + "/versions/3/model.safetensors"
+    url = serve(RelayApp(filling)) + "/versions/3/model.safetensors"
     data = kit.random_files()["model.safetensors"]
     assert http.get(url, headers={"Range": "bytes=500-1999"}).content == data[500:2000]
     early = http.get(url + "?wait_s=0", headers={"Range": "bytes=2000-2000"})
@@ -149,7 +149,7 @@ def test_what_is_verified_is_served_and_what_is_not_is_too_early(
 def test_a_request_waits_for_the_shard_that_comes(
     http: httpx.Client, filling: VersionStore, serve: Any, kit: Any
 ) -> None:
-    url = serve(make_app(filling)) + "/versions/3/model.safetensors"
+    url = serve(RelayApp(filling)) + "/versions/3/model.safetensors"
     data = kit.random_files()["model.safetensors"]
     with ThreadPoolExecutor(2) as pool:
         later = pool.submit(http.get, url, headers={"Range": "bytes=4000-4999"})
@@ -163,7 +163,7 @@ def test_a_request_waits_for_the_shard_that_comes(
 def test_a_stream_over_missing_shards_sends_what_there_is_at_once(
     http: httpx.Client, filling: VersionStore, serve: Any, kit: Any
 ) -> None:
-    url = serve(make_app(filling)) + "/versions/3/model.safetensors"
+    url = serve(RelayApp(filling)) + "/versions/3/model.safetensors"
     data = kit.random_files()["model.safetensors"]
     with http.stream("GET", url) as response:
         pieces = response.iter_raw(1000)

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -195,6 +196,26 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
         RelayConfig(folder=tmp_path)
     with pytest.raises(ValueError, match="by which url others reach it"):
         RelayConfig(folder=tmp_path, coordinator="http://c:1", host="0.0.0.0")
+
+
+def test_limits_reach_the_server(
+    origin: Any, kit: Any, serve: Any, running: Any, key: Key, tmp_path: Path
+) -> None:
+    origin.publish(1, kit.random_files())
+    relay = running(
+        RelayConfig(
+            folder=tmp_path / "relay",
+            run=kit.RUN,
+            run_key=key.public,
+            upstreams=(serve(origin.app),),
+            max_connections_per_address=1,
+            max_bytes=10**9,
+        )
+    )
+    with httpx.Client() as first, httpx.Client() as second:
+        assert first.get(f"{relay.url}/healthz").status_code == 200
+        refused = second.get(f"{relay.url}/healthz")
+        assert (refused.status_code, Problem.parse(refused.content).code) == (429, "request.too_many")
 
 
 def test_the_library_starts_without_torch() -> None:

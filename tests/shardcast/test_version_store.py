@@ -142,3 +142,22 @@ def test_publishing_anew_replaces_what_the_origin_serves(origin: Any, kit: Any, 
     second = publish(origin.store.path(1), run="demo", version=1, key=key, shard_bytes=1000)
     origin.store.adopt(1)
     assert origin.store.get(1).sealed == second
+
+
+def test_a_store_stays_within_its_bytes(origin: Any, kit: Any, key: Key, tmp_path: Path) -> None:
+    size = sum(len(data) for data in kit.random_files().values())
+    sealed = [origin.publish(version, kit.random_files(seed=version)) for version in range(4)]
+    store = VersionStore(tmp_path / "relay", run=kit.RUN, run_key=key.public, max_bytes=2 * size + size // 2)
+    for one in sealed:
+        store.begin(one)
+    assert store.known() == (2, 3)
+    assert sorted(path.name for path in store.folder.iterdir()) == ["v2", "v3"]
+    # The same folder with less room; the newest always stays.
+    assert VersionStore(store.folder, run=kit.RUN, run_key=key.public, max_bytes=10).known() == (3,)
+
+
+def test_a_version_that_can_never_fit_is_refused(origin: Any, kit: Any, key: Key, tmp_path: Path) -> None:
+    store = VersionStore(tmp_path / "relay", run=kit.RUN, run_key=key.public, max_bytes=10)
+    with pytest.raises(Rejected, match=r"version 7 has .* bytes, this store may hold 10"):
+        store.begin(origin.publish(7, kit.random_files()))
+    assert store.known() == ()

@@ -74,9 +74,15 @@ def test_each_object_is_fetched_once(whole: tuple[SmallCoordinator, Path]) -> No
     assert len(coordinator.downloads) == len(set(coordinator.downloads)) == 8
 
 
-def test_only_the_newest_are_kept(whole: tuple[SmallCoordinator, Path]) -> None:
-    _, folder = whole
-    assert sorted(os.listdir(folder / "versions")) == ["v2", "v3", "v4"]
+def test_only_the_newest_are_kept_and_what_they_build_on(whole: tuple[SmallCoordinator, Path]) -> None:
+    coordinator, folder = whole
+    manifests = [told.manifest.body for told in coordinator.announced]
+    assert [manifest.base for manifest in manifests] == [None, 0, 1, 2, 3]
+    assert all(manifest.follow_bytes < manifest.num_bytes / 2 for manifest in manifests[1:])
+    # Version 2 is the oldest kept for itself; of the two before it there is what is sent, and no more.
+    with_weights = [path.parent.name for path in (folder / "versions").glob("*/model.safetensors")]
+    assert sorted(with_weights) == ["v0", "v2", "v3", "v4"]
+    assert sorted(os.listdir(folder / "versions" / "v1")) == ["manifest.json", "model.safetensors.delta"]
     assert sorted(os.listdir(folder / "checkpoints")) == ["v000003", "v000004"]
 
 

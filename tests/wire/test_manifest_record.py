@@ -1,5 +1,7 @@
 """Manifests: only plain names, only counts that fit, and shards that tile each file exactly."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from pydantic import ValidationError
 
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
-from shoal.wire.manifest import FileEntry, Manifest
+from shoal.wire.manifest import Delta, FileEntry, Manifest
 from shoal.wire.record import Sealed, seal
 
 DIGEST = "ab" * 32
@@ -104,3 +106,89 @@ def test_a_relay_cannot_pass_one_version_off_as_another() -> None:
     assert Sealed[Manifest].parse(sealed).open(key.public).version == 3
     with pytest.raises(Rejected, match="does not fit the body"):
         Sealed[Manifest].parse(sealed.replace('"version":3', '"version":4')).open(key.public)
+
+
+# -- deltas ---------------------------------------------------------------------------------------------
+
+DELTA = Delta(num_bytes=6, blake3=DIGEST, shards=(DIGEST,) * 2)
+
+
+def changed(codec: str = "delta", delta: Delta | None = DELTA, num_shards: int = 0, **more: Any) -> FileEntry:
+    fields = {"delta": delta} if delta is not None else {}
+    fields |= {"name": "model.safetensors", "num_bytes": 10, "blake3": DIGEST, "shard_bytes": 4} | more
+    return FileEntry(**fields, codec=codec, shards=(DIGEST,) * num_shards)
+
+
+def test_what_each_codec_sends() -> None:
+    assert [payload.name for payload in entry().payloads] == ["model.safetensors"]
+    assert changed("same", None).payloads == ()
+    (sent,) = changed().payloads
+    assert (sent.name, sent.num_bytes, sent.codec) == ("model.safetensors.delta", 6, "raw")
+    assert [sent.shard_range(index) for index in range(2)] == [(0, 4), (4, 2)]
+    both = changed("raw", num_shards=3)
+    assert [payload.name for payload in both.payloads] == ["model.safetensors.delta", "model.safetensors"]
+    assert all(payload.delta is None for payload in both.payloads)
+
+
+@pytest.mark.parametrize(
+    ("codec", "delta", "num_shards"),
+    [
+        ("delta", None, 0),
+        ("same", DELTA, 0),
+        ("delta", DELTA, 3),
+        ("same", None, 3),
+        ("raw", DELTA, 0),
+        ("delta", DELTA.model_copy(update={"shards": (DIGEST,)}), 0),
+        ("delta", DELTA.model_copy(update={"shards": (DIGEST,) * 3}), 0),
+    ],
+)
+def test_codec_delta_and_shards_must_fit(codec: str, delta: Delta | None, num_shards: int) -> None:
+    with pytest.raises(ValidationError, match=r"model\.safetensors"):
+        changed(codec, delta, num_shards)
+
+
+def test_a_delta_is_left_out_where_there_is_none() -> None:
+    assert "delta" not in entry().model_dump()
+    assert '"delta"' not in entry().model_dump_json()
+    assert FileEntry.parse(changed().model_dump_json()) == changed()
+    with pytest.raises(Rejected, match="left out, not null"):
+        FileEntry.parse(entry().model_dump_json().replace("}", ',"delta":null}'))
+
+
+def test_an_empty_delta_is_none() -> None:
+    with pytest.raises(ValidationError):
+        Delta(num_bytes=0, blake3=DIGEST, shards=())
+
+
+@pytest.mark.parametrize(
+    ("base", "files", "words"),
+    [
+        (None, (changed(),), "names no base"),
+        (None, (changed("same", None),), "names no base"),
+        (None, (changed("raw", num_shards=3),), "names no base"),
+        (2, (entry(),), "something must build on it"),
+        (3, (changed(),), "must be an earlier one"),
+        (4, (changed(),), "must be an earlier one"),
+        (-1, (changed(),), "must be an earlier one"),
+        (2, (changed(), entry("model.safetensors.delta")), "repeat"),
+    ],
+)
+def test_base_and_files_must_fit(base: int | None, files: tuple[FileEntry, ...], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        Manifest(run="demo", version=3, base=base, files=files, created_at_s=1.0)
+
+
+def test_a_name_too_long_for_its_delta() -> None:
+    with pytest.raises(ValidationError, match="no room"):
+        changed(name="x" * 125)
+
+
+def test_snapshots_and_what_is_yielded() -> None:
+    def of(*files: FileEntry) -> Manifest:
+        return Manifest(run="demo", version=3, base=2, files=files, created_at_s=1.0)
+
+    short, both = of(changed()), of(changed("raw", num_shards=3))
+    assert (manifest(entry()).is_snapshot, both.is_snapshot, short.is_snapshot) == (True, True, False)
+    assert short.yields_the_same(both) and short.yields_the_same(manifest(entry()))
+    assert not short.sends_the_same(both)
+    assert not short.yields_the_same(of(changed(num_bytes=11)))

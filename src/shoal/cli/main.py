@@ -164,6 +164,14 @@ def _add_relay(commands: "Commands[argparse.ArgumentParser]") -> None:
         help="origin or relay to mirror (default: the origin the coordinator names)",
     )
     parser.add_argument("--url", type=_url, help="how workers reach this relay (default: http://HOST:PORT)")
+    parser.add_argument(
+        "--max-gb", type=_above_zero, help="disk for versions; where more would be taken, fewer are held"
+    )
+    parser.add_argument(
+        "--mb-per-s", type=_above_zero, help="most that one address is sent (default: no limit)"
+    )
+    parser.add_argument("--max-connections", type=_at_least_one, default=2048)
+    parser.add_argument("--max-connections-per-address", type=_at_least_one, default=512)
     _add_client_options(parser)
     _add_role_options(parser, port=8702)
     parser.set_defaults(action=_relay)
@@ -259,12 +267,16 @@ def _whole(text: str, least: int, most: int) -> int:
 
 
 def _seconds(text: str) -> float:
+    return _above_zero(text, "a number of seconds")
+
+
+def _above_zero(text: str, what: str = "a number") -> float:
     try:
         number = float(text)
     except ValueError:
         number = 0.0
     if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} must be {what} above 0")
     return number
 
 

@@ -35,6 +35,7 @@ def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
         num_threads=options.threads,
         deadline_s=options.deadline_s,
         shard_bytes=file.shardcast.shard_bytes,
+        snapshot_every=file.shardcast.snapshot_every,
     )
     run_trainer(file.trainer, site, stop=stop)
     return _left(stop)
@@ -52,6 +53,10 @@ def relay(options: argparse.Namespace, stop: threading.Event) -> int:
         host=options.host,
         port=options.port,
         url=options.url,
+        max_bytes=None if options.max_gb is None else int(options.max_gb * 1e9),
+        max_connections=options.max_connections,
+        max_connections_per_address=options.max_connections_per_address,
+        bytes_per_s_per_address=None if options.mb_per_s is None else options.mb_per_s * 1e6,
         deadline_s=options.deadline_s,
     )
     run_relay(config, key=key, log=Log("relay"), stop=stop)

@@ -27,6 +27,7 @@ class RunSection(Record):
 
 class ShardcastSection(Record):
     shard_bytes: int = Field(default=4 << 20, ge=4096)
+    snapshot_every: int = Field(default=8, ge=1)
 
 
 class LocalSection(Record):

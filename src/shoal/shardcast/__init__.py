@@ -1,7 +1,7 @@
 """SHARDCAST: bring a folder to many machines, through a tree of relays that nobody has to trust.
 
     publish(folder, run=..., version=..., key=...)             sign what is to be spread
-    VersionStore + make_app + net.server.Server                serve it (origin)
+    VersionStore + RelayServer                                 serve it (origin)
     run_relay(RelayConfig(...), ...)                           mirror and serve it (relay)
     fetch_manifest(...), fetch_version(...)                    have it (client)
 
@@ -11,23 +11,25 @@ docs/shardcast.md shows all four in one example. No torch here.
 from shoal.shardcast.choice import RelayChoice
 from shoal.shardcast.client import fetch_manifest, fetch_version, prune_versions
 from shoal.shardcast.mirror import Mirror
-from shoal.shardcast.publish import SHARD_BYTES, publish
-from shoal.shardcast.relay import RelayApp, make_app
+from shoal.shardcast.publish import SHARD_BYTES, SNAPSHOT_EVERY, Base, publish
+from shoal.shardcast.relay import RelayApp, RelayServer
 from shoal.shardcast.relay_loop import Relay, RelayConfig, run_relay
 from shoal.shardcast.store import KEEP_VERSIONS, VersionStore
 
 __all__ = [
     "KEEP_VERSIONS",
     "SHARD_BYTES",
+    "SNAPSHOT_EVERY",
+    "Base",
     "Mirror",
     "Relay",
     "RelayApp",
     "RelayChoice",
     "RelayConfig",
+    "RelayServer",
     "VersionStore",
     "fetch_manifest",
     "fetch_version",
-    "make_app",
     "prune_versions",
     "publish",
     "run_relay",

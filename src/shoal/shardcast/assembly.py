@@ -1,4 +1,4 @@
-"""One version on its way into a folder: which shards are here and verified, and whether it is whole.
+"""What is sent of one version on its way into a folder: which shards are here and verified, and whether it is whole.
 
     v7/manifest.json                    what it will be
     v7/.model.safetensors.partial       shards at their places, some still missing
@@ -12,7 +12,7 @@ import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,23 +57,35 @@ class _File:
 
 
 class Assembly:
-    """The files of one manifest in a folder that `prepare_folder` made, or in one that was published.
+    """What one manifest sends (or those of it that are `wanted`: the file names, the delta's with its suffix) in a folder
+    that `prepare_folder` made, or in one that was published.
 
     All methods may be called from any thread. `on_change` is called after each step forward.
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, *, on_change: Callable[[], None] = lambda: None
+        self,
+        folder: Path,
+        manifest: Manifest,
+        *,
+        wanted: Collection[str] | None = None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder, self.manifest = folder, manifest
         self._on_change = on_change
         self._lock = threading.Lock()
         self._closed = False
-        self._files = {entry.name: _File(entry) for entry in manifest.files}
+        self._files = {
+            entry.name: _File(entry) for entry in manifest.payloads if wanted is None or entry.name in wanted
+        }
         for file in self._files.values():
             self._look(file)
 
     # -- what is here -----------------------------------------------------------------------------------
+
+    @property
+    def entries(self) -> list[FileEntry]:
+        return [file.entry for file in self._files.values()]
 
     @property
     def complete(self) -> bool:
@@ -104,7 +116,7 @@ class Assembly:
 
     # -- bringing it here -------------------------------------------------------------------------------
 
-    def write(self, shard: Shard, data: bytes | bytearray) -> None:
+    def write(self, shard: Shard, data: bytes | bytearray | memoryview) -> None:
         """Put a shard in its place, if it is the right one; else WrongBytes. The last one completes the file."""
         if (found := hash_bytes(data)) != shard.blake3 or len(data) != shard.num_bytes:
             raise WrongBytes(
@@ -220,7 +232,7 @@ def reuse_files(assembly: Assembly, folders: Iterable[Path]) -> list[str]:
         except Rejected:
             continue
         there = {entry.name: entry.blake3 for entry in other.body.files} if other is not None else {}
-        for entry in assembly.manifest.files:
+        for entry in assembly.entries:
             if there.get(entry.name) == entry.blake3 and assembly.link(entry.name, folder / entry.name):
                 reused.append(entry.name)
     return reused
@@ -236,7 +248,7 @@ def _fits(path: Path, entry: FileEntry) -> bool:
         os.close(fd)
 
 
-def _write_at(fd: int, data: bytes | bytearray, start: int) -> None:
+def _write_at(fd: int, data: bytes | bytearray | memoryview, start: int) -> None:
     view = memoryview(data)
     while view:
         written = os.pwrite(fd, view, start)

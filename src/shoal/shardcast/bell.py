@@ -14,15 +14,15 @@ from collections.abc import Callable
 class Bell:
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._listeners: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self._listeners: dict[asyncio.AbstractEventLoop, set[asyncio.Event]] = {}
         self._silenced = False
 
     def ring(self) -> None:
         with self._condition:
             self._condition.notify_all()
-            for loop, event in self._listeners:
+            for loop, events in self._listeners.items():
                 with contextlib.suppress(RuntimeError):  # a loop that was closed under its listeners
-                    loop.call_soon_threadsafe(event.set)
+                    loop.call_soon_threadsafe(_set_all, tuple(events))
 
     def silence(self) -> None:
         """End every wait, now and later: the owner is leaving."""
@@ -37,10 +37,12 @@ class Bell:
     async def wait_async(self, ready: Callable[[], bool], timeout_s: float) -> bool:
         """Whether `ready` came true in time. For event loops."""
         event = asyncio.Event()
-        listener = (asyncio.get_running_loop(), event)
+        loop = asyncio.get_running_loop()
         give_up_s = time.monotonic() + timeout_s
+        if ready():  # most often: no need to disturb the bell
+            return True
         with self._condition:
-            self._listeners.add(listener)
+            self._listeners.setdefault(loop, set()).add(event)
         try:
             while not ready():
                 left_s = give_up_s - time.monotonic()
@@ -51,7 +53,15 @@ class Bell:
             return True
         finally:
             with self._condition:
-                self._listeners.discard(listener)
+                events = self._listeners[loop]
+                events.discard(event)
+                if not events:
+                    del self._listeners[loop]
+
+
+def _set_all(events: tuple[asyncio.Event, ...]) -> None:
+    for event in events:
+        event.set()
 
 
 async def _set_within(event: asyncio.Event, timeout_s: float) -> None:

@@ -11,14 +11,11 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import httpx
-
 from shoal.net.deadline import NotYet, wait_for
-from shoal.shardcast.assembly import Assembly, reuse_files
 from shoal.shardcast.choice import RelayChoice
-from shoal.shardcast.download import Download
-from shoal.shardcast.signed import open_manifest, prepare_folder, read_manifest, sync_folder
-from shoal.shardcast.upstream import Broken, NotThere, ask_latest, ask_manifest, open_http
+from shoal.shardcast.fetch import Fetch
+from shoal.shardcast.signed import open_manifest, read_manifest, sync_folder
+from shoal.shardcast.upstream import Broken, Connections, NotThere, ask_latest, ask_manifest
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import Manifest
@@ -39,28 +36,28 @@ def fetch_version(
 ) -> Path:
     """The folder of the version, complete and verified: `into/v{version}`.
 
+    With an earlier version in `into`, only what changed since is fetched, where the publisher sends that.
+
     Give a RelayChoice instead of URLs to remember over several fetches which relays are good. Raises Rejected for
     a manifest the run key did not sign, DeadlinePassed with every relay's last failing, Stopped, and OSError when the
     disk fails.
     """
     body = open_manifest(manifest, run=None, run_key=run_key)
-    final, partial = into / f"v{body.version}", into / f"v{body.version}.partial"
+    final = into / f"v{body.version}"
     if _is_whole(final, body):
         return final
-    prepare_folder(partial, manifest)
-    assembly = Assembly(partial, body)
-    if reused := reuse_files(assembly, _whole_folders(into)):
-        log.info(
-            f"version {body.version}: {len(reused)} files are the same as before", files=",".join(reused)
-        )
     choice = relays if isinstance(relays, RelayChoice) else RelayChoice(relays)
-    try:
-        Download(assembly, choice, log=log, stop=stop).run(deadline_s)
-    finally:
-        assembly.close()
+
+    def ask(version: int, within_s: float) -> Sealed[Manifest]:
+        return fetch_manifest(
+            version, choice.urls, run_key=run_key, log=log, stop=stop, deadline_s=within_s, run=body.run
+        )
+
+    fetch = Fetch(manifest, into, run_key=run_key, log=log, stop=stop)
+    fetch.run(choice, ask, deadline_s)
     if final.exists():  # of the same number, but not these files
         shutil.rmtree(final)
-    partial.rename(final)
+    fetch.partial.rename(final)
     sync_folder(into)
     return final
 
@@ -83,7 +80,7 @@ def fetch_manifest(
         reasons = []
         for url in random.sample(relays, len(relays)):
             try:
-                sealed = _ask(http, url.rstrip("/"), version)
+                sealed = _ask(connections, url.rstrip("/"), version)
                 open_manifest(sealed, run=run, run_key=run_key)
             except (NotThere, Broken, Rejected) as reason:
                 reasons.append(f"{url}: {reason}")
@@ -95,7 +92,7 @@ def fetch_manifest(
             raise NotYet("; ".join(reasons) or "no relay known")
         return max(found, key=lambda sealed: sealed.body.version)
 
-    with open_http() as http:
+    with Connections() as connections:
         return wait_for(what, attempt, deadline_s=deadline_s, log=log, stop=stop)
 
 
@@ -110,13 +107,13 @@ def prune_versions(into: Path, keep_versions: int) -> list[int]:
     return sorted({folders[path] for path in gone})
 
 
-def _ask(http: httpx.Client, url: str, version: int | None) -> Sealed[Manifest]:
+def _ask(connections: Connections, url: str, version: int | None) -> Sealed[Manifest]:
     if version is None:
-        sealed = ask_latest(http, url)
+        sealed = ask_latest(connections, url)
         if sealed is None:
             raise NotThere("no version is known there yet")
         return sealed
-    sealed = ask_manifest(http, url, version)
+    sealed = ask_manifest(connections, url, version)
     if sealed.body.version != version:
         raise Broken(f"the manifest of version {sealed.body.version} for that of version {version}")
     return sealed
@@ -130,15 +127,9 @@ def _is_whole(folder: Path, manifest: Manifest) -> bool:
         return False
     return (
         standing is not None
-        and standing.body.files == manifest.files
+        and standing.body.yields_the_same(manifest)
         and all(
             (folder / entry.name).is_file() and (folder / entry.name).stat().st_size == entry.num_bytes
             for entry in manifest.files
         )
     )
-
-
-def _whole_folders(into: Path) -> list[Path]:
-    """Newest first."""
-    folders = [path for path in into.iterdir() if _FOLDER.fullmatch(path.name) and path.suffix != ".partial"]
-    return sorted(folders, key=lambda path: int(path.name[1:]), reverse=True)

@@ -7,7 +7,7 @@ from blake3 import blake3
 PIECE_BYTES = 1 << 20
 
 
-def hash_bytes(data: bytes | bytearray) -> str:
+def hash_bytes(data: bytes | bytearray | memoryview) -> str:
     return blake3(data).hexdigest()
 
 

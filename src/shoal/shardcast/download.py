@@ -8,30 +8,33 @@ A few streams, each with one shard in hand:  take a shard -> draw a relay -> fet
     wrong bytes       the relay is dropped for this download, and the log says so
 
 When no shard is left to take, one that has been under way for long is asked for a second time, elsewhere; the first
-right answer counts. No relay ever holds all the streams, and one that has delivered nothing yet holds one at most.
-So a hung relay does not set the time.
+right answer counts. No relay ever holds more than its share of the streams, nor all of them, and one that has
+delivered nothing yet holds one at most. So a slow or hung relay does not set the time.
 """
 
+import math
 import random
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass
 
-import httpx
-
 from shoal.net.deadline import DeadlinePassed, Stopped
 from shoal.shardcast.assembly import Assembly, Shard, WrongBytes
 from shoal.shardcast.choice import RelayChoice
-from shoal.shardcast.upstream import Broken, NotThere, ask_shard, open_http
+from shoal.shardcast.upstream import Broken, Connections, NotThere, ask_shard
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 
 NUM_STREAMS = 4
 """Shards in flight, and so in memory."""
 SECOND_TRY_S = 1.0
-SAY_EVERY_S = 5.0
+SAY_AFTER_S, SAY_EVERY_S = 2.0, 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+
+
+class NoRelayLeft(DeadlinePassed):
+    """None is known, or all were dropped: waiting longer would bring nothing."""
 
 
 @dataclass(eq=False, slots=True)
@@ -59,9 +62,17 @@ class Download:
         self._not_before_s: dict[str, float] = {}
         self._failure: OSError | Rejected | None = None
         self._over = False
+        self._forward_s = 0.0
+        self._began_s = time.monotonic()
+        self._had = sum(entry.num_bytes for entry in assembly.entries) - sum(
+            shard.num_bytes for shard in self._pending
+        )
 
-    def run(self, deadline_s: float) -> None:
-        """Return when every file is whole. What has come stays on disk, whatever happens."""
+    def run(self, deadline_s: float, *, patience_s: float | None = None) -> None:
+        """Return when every file is whole. What has come stays on disk, whatever happens.
+
+        With `patience_s` it gives up early, when no shard has come for that long: for those who know another way.
+        """
         if self._assembly.complete:
             return
         threads = [
@@ -71,42 +82,61 @@ class Download:
         for thread in threads:
             thread.start()
         try:
-            self._watch(time.monotonic() + deadline_s, deadline_s)
+            self._watch(deadline_s, deadline_s if patience_s is None else patience_s)
         finally:
             # Streams that hang end by their own timeouts; what they bring is no longer looked at.
             with self._turn:
                 self._over = True
                 self._turn.notify_all()
 
-    def _watch(self, give_up_s: float, deadline_s: float) -> None:
-        said_s = time.monotonic()
+    def _watch(self, deadline_s: float, patience_s: float) -> None:
+        said_s = self._forward_s = time.monotonic()
+        give_up_s = said_s + deadline_s
+        said_s -= SAY_EVERY_S - SAY_AFTER_S
         while not self._assembly.complete:
             with self._turn:
                 if self._failure is not None:
                     raise self._failure
                 left = [url for url in self._choice.urls if url not in self._dropped]
                 now_s = time.monotonic()
-                if not left or now_s >= give_up_s:
-                    what = f"within {deadline_s:.0f} s" if left else "there is no relay left to ask"
-                    raise DeadlinePassed(f"version {self._version} did not come: {what}; {self._state()}")
+                if not left:
+                    raise NoRelayLeft(
+                        f"version {self._version} did not come: there is no relay left to ask; {self._state()}"
+                    )
+                if now_s >= min(give_up_s, self._forward_s + patience_s):
+                    within_s = min(deadline_s, patience_s)
+                    raise DeadlinePassed(
+                        f"version {self._version} did not come: within {within_s:.0f} s; {self._state()}"
+                    )
                 if now_s - said_s >= SAY_EVERY_S:
                     said_s = now_s
-                    self._log.info(f"fetching version {self._version}: {self._state()}")
+                    self._log.info(f"fetching version {self._version}: {self._progress()}; {self._state()}")
                 self._turn.wait(min(0.2, give_up_s - now_s))
             if self._stop.is_set():
                 raise Stopped(f"stopped while fetching version {self._version}")
 
+    def _progress(self) -> str:
+        """[######    ] 57 % of 269 MB, 38 MB/s"""
+        num_bytes = sum(entry.num_bytes for entry in self._assembly.entries)
+        here = num_bytes - sum(shard.num_bytes for shard in self._assembly.missing())
+        share, speed = (
+            here / max(1, num_bytes),
+            (here - self._had) / max(1e-6, time.monotonic() - self._began_s),
+        )
+        bar = "#" * int(10 * share)
+        return f"[{bar:<10}] {100 * share:.0f} % of {num_bytes / 1e6:.0f} MB, {speed / 1e6:.3g} MB/s"
+
     def _state(self) -> str:
-        num_shards = sum(len(entry.shards) for entry in self._assembly.manifest.files)
+        num_shards = sum(len(entry.shards) for entry in self._assembly.entries)
         relays = [f"{url}: {self._reasons.get(url, 'nothing to complain of')}" for url in self._choice.urls]
         return f"{len(self._assembly.missing())} of {num_shards} shards missing; {'; '.join(relays) or 'no relay known'}"
 
     # -- a stream ---------------------------------------------------------------------------------------
 
     def _stream(self) -> None:
-        with open_http() as http:
+        with Connections() as connections:
             while (job := self._take()) is not None:
-                self._attempt(http, job)
+                self._attempt(connections, job)
 
     def _take(self) -> _Try | None:
         """The next shard and the relay to ask for it; None when all is over."""
@@ -138,21 +168,22 @@ class Download:
         left = [url for url in self._choice.urls if url not in self._dropped]
         return [
             url
-            for url in left
+            for url, share in self._choice.shares(left).items()
             if url not in asked
             and self._not_before_s.get(url, 0.0) <= now_s
-            and sum(job.relay == url for job in self._tries) < self._most_tries(url, alone=len(left) == 1)
+            and sum(job.relay == url for job in self._tries) < self._most_tries(url, share)
         ]
 
-    def _most_tries(self, url: str, *, alone: bool) -> int:
-        """At once, of one relay: if it hangs, a stream must be left that can go elsewhere."""
+    def _most_tries(self, url: str, share: float) -> int:
+        """At once, of one relay: its share of the streams, so that slow ones do not hold them all while a fast one is
+        idle. And if it hangs, a stream must be left that can go elsewhere."""
         if self._choice.standing(url).bandwidth is None:
             return 1
-        return NUM_STREAMS if alone else NUM_STREAMS - 1
+        return NUM_STREAMS if share == 1 else min(math.ceil(share * NUM_STREAMS), NUM_STREAMS - 1)
 
-    def _attempt(self, http: httpx.Client, job: _Try) -> None:
+    def _attempt(self, connections: Connections, job: _Try) -> None:
         try:
-            data = ask_shard(http, job.relay, self._version, job.shard, give_up=lambda: self._over)
+            data = ask_shard(connections, job.relay, self._version, job.shard, give_up=lambda: self._over)
             took_s = time.monotonic() - job.started_s
             if not self._over:
                 self._assembly.write(job.shard, data)
@@ -177,8 +208,11 @@ class Download:
             self._tries.remove(job)
             if self._over:
                 return
-            self._choice.delivered(job.relay, job.shard.num_bytes / max(took_s, 1e-6))
+            # Shards that come from one relay at the same time share its link: what counts is what they make together.
+            at_once = 1 + sum(other.relay == job.relay for other in self._tries)
+            self._choice.delivered(job.relay, at_once * job.shard.num_bytes / max(took_s, 1e-6))
             self._pauses.pop(job.relay, None)
+            self._forward_s = time.monotonic()
             for other in self._tries:
                 if other.shard == job.shard and not other.judged:  # it was asked first, and overtaken
                     other.judged = True

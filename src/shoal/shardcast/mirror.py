@@ -5,21 +5,19 @@
 
 A version that was begun is finished before a newer one is, as long as shards keep coming: a publisher faster than
 the link would otherwise see nothing completed. Versions in between that were missed are skipped, then filled in,
-newest first, as far back as the store keeps them.
+newest first, as far back as the store keeps them and as those need them.
 """
 
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-import httpx
-
 from shoal.net.deadline import DeadlinePassed, NotYet, Stopped, wait_for
 from shoal.shardcast.assembly import Assembly, reuse_files
 from shoal.shardcast.choice import RelayChoice
 from shoal.shardcast.download import Download
 from shoal.shardcast.store import VersionStore
-from shoal.shardcast.upstream import Broken, NotThere, ask_latest, ask_manifest, open_http
+from shoal.shardcast.upstream import Broken, Connections, NotThere, ask_latest, ask_manifest
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 
@@ -77,12 +75,12 @@ class Mirror:
     # -- learning of versions ---------------------------------------------------------------------------
 
     def _follow_loop(self, index: int) -> None:
-        with open_http() as http:
+        with Connections() as connections:
             while not self._stop.is_set():
                 try:
                     wait_for(
                         "word from upstream",
-                        lambda: self._poll(http, index),
+                        lambda: self._poll(connections, index),
                         deadline_s=COMPLAIN_S,
                         log=self._log,
                         stop=self._stop,
@@ -92,7 +90,7 @@ class Mirror:
                 except Stopped:
                     return
 
-    def _poll(self, http: httpx.Client, index: int) -> None:
+    def _poll(self, connections: Connections, index: int) -> None:
         """One question to one upstream. Silence from it is no error; that there is no answer at all is."""
         url = self._upstreams[index]().rstrip("/")
         self._urls[index] = url
@@ -100,7 +98,8 @@ class Mirror:
         after = -1 if after is None else after
         asked_s = time.monotonic()
         try:
-            sealed = ask_latest(http, url, after=after, wait_s=POLL_S)
+            self._complete_chains(connections, url)
+            sealed = ask_latest(connections, url, after=after, wait_s=POLL_S)
             if sealed is None or self._stop.is_set():
                 # A server that is closing, or knows no long polls, answers at once: do not hammer it.
                 self._stop.wait(max(0.0, SHORTEST_POLL_S - (time.monotonic() - asked_s)))
@@ -112,22 +111,33 @@ class Mirror:
                 )
             self._store.begin(sealed)
             self._log.info("new version", version=sealed.body.version, upstream=url)
-            self._fill_gaps(http, url, sealed.body.version)
+            self._fill_gaps(connections, url, sealed.body.version)
         except (NotThere, Broken, Rejected, OSError) as reason:
             raise NotYet(f"{url}: {reason}") from None
 
-    def _fill_gaps(self, http: httpx.Client, url: str, newest: int) -> None:
+    def _fill_gaps(self, connections: Connections, url: str, newest: int) -> None:
         oldest = max(0, newest - self._store.keep_versions + 1)
         for version in range(newest - 1, oldest - 1, -1):
-            if self._store.get(version) is not None:
-                continue
-            try:
-                sealed = ask_manifest(http, url, version)
-            except NotThere:
-                continue
-            if sealed.body.version != version:
-                raise Broken(f"the manifest of version {sealed.body.version} for that of version {version}")
-            self._store.begin(sealed)
+            if self._store.get(version) is None:
+                self._learn_of(connections, url, version)
+        self._complete_chains(connections, url)
+
+    def _complete_chains(self, connections: Connections, url: str) -> None:
+        """A version that comes as a delta is of use only together with those it builds on, however old they are."""
+        asked: set[int] = set()
+        while lacking := set(self._store.lacking()) - asked:
+            version = max(lacking)
+            asked.add(version)
+            self._learn_of(connections, url, version)
+
+    def _learn_of(self, connections: Connections, url: str, version: int) -> None:
+        try:
+            sealed = ask_manifest(connections, url, version)
+        except NotThere:
+            return
+        if sealed.body.version != version:
+            raise Broken(f"the manifest of version {sealed.body.version} for that of version {version}")
+        self._store.begin(sealed)
 
     # -- bringing them here -----------------------------------------------------------------------------
 
@@ -173,7 +183,8 @@ class Mirror:
             problem = str(error)
         if assembly.complete:
             took_s = round(time.monotonic() - began_s, 2)
-            self._log.info("complete", version=version, num_bytes=assembly.manifest.num_bytes, last_s=took_s)
+            num_bytes = sum(entry.num_bytes for entry in assembly.entries)
+            self._log.info("complete", version=version, num_bytes=num_bytes, last_s=took_s)
             self._on_complete(version)
             return True
         forward = len(assembly.missing()) < before

@@ -9,70 +9,52 @@ A request for bytes that are still on their way here waits for them, so a tree o
 arrive. Every wait is bounded, and every refusal is a Problem with a stable code.
 """
 
-import asyncio
+import json
 import os
-import time
-from collections.abc import Callable
-from typing import Any
+import socket
 
-from anyio import to_thread
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
-
+from shoal.net.file_server import Answer, FileServer, Request
+from shoal.net.limits import Limits
 from shoal.shardcast.ranges import parse_range
 from shoal.shardcast.store import Held, VersionStore
 from shoal.telemetry import Log
-from shoal.wire.codes import CODES, Rejected
+from shoal.wire.codes import Rejected
 from shoal.wire.manifest import FileEntry
-from shoal.wire.messages import Problem
 
 MAX_POLL_S = 30.0
 SHARD_WAIT_S = 20.0
 """How long a request waits for a shard that is still coming, unless it asks for less."""
-SEND_S = 60.0
-"""How long a client may take over one piece before it is left."""
-PIECE_BYTES = 256 << 10
-"""Read and sent at once: what one connection holds in memory."""
 
 
 class RelayApp:
-    """The ASGI application over a store. `bytes_sent` counts file bytes handed to clients."""
+    """The routes over a store. `bytes_sent` counts file bytes handed to clients."""
 
-    def __init__(self, store: VersionStore, log: Log) -> None:
-        self.store, self.log = store, log
+    def __init__(self, store: VersionStore, *, log: Log | None = None) -> None:
+        self.store, self.log = store, log or Log("relay")
         self.bytes_sent = 0
-        handlers: dict[Any, Any] = {Rejected: _refuse, HTTPException: _refuse_http}
-        self._app = Starlette(
-            routes=[
-                Route("/healthz", self.handle_health),
-                Route("/manifests/latest", self.handle_latest),
-                Route("/manifests/{version}", self.handle_manifest),
-                Route("/versions/{version}/{name}", self.handle_file),
-            ],
-            exception_handlers=handlers,
-        )
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
+    async def __call__(self, request: Request) -> Answer:
+        match request.path.split("/")[1:]:
+            case ["healthz"]:
+                return self._health()
+            case ["manifests", "latest"]:
+                return await self._latest(request)
+            case ["manifests", version]:
+                return _manifest(self._held(version))
+            case ["versions", version, name]:
+                return await self._file(request, self._held(version), name)
+        raise Rejected("request.not_found", f"no route {request.path[:80]!r} here")
 
-    async def handle_health(self, request: Request) -> Response:
-        return JSONResponse(
-            {
-                "run": self.store.run,
-                "newest": self.store.newest,
-                "complete": self.store.complete(),
-                "bytes_sent": self.bytes_sent,
-            }
-        )
+    def _health(self) -> Answer:
+        health = {
+            "run": self.store.run,
+            "newest": self.store.newest,
+            "complete": self.store.complete(),
+            "bytes_sent": self.bytes_sent,
+        }
+        return Answer(200, json.dumps(health).encode(), {"content-type": "application/json"})
 
-    async def handle_manifest(self, request: Request) -> Response:
-        return _manifest(self._held(request))
-
-    async def handle_latest(self, request: Request) -> Response:
+    async def _latest(self, request: Request) -> Answer:
         after = _number(request, "after", default=-1.0, lowest=-1.0, highest=2.0**53)
         wait_s = _number(request, "wait_s", default=0.0, lowest=0.0, highest=MAX_POLL_S)
         newer: list[Held] = []
@@ -85,31 +67,32 @@ class RelayApp:
 
         if await self.store.changed.wait_async(look, wait_s):
             return _manifest(newer[0])
-        return Response(status_code=204)
+        return Answer(204)
 
-    async def handle_file(self, request: Request) -> Response:
-        held = self._held(request)
-        entry = held.files.get(request.path_params["name"])
+    async def _file(self, request: Request, held: Held, name: str) -> Answer:
+        version, entry = held.sealed.body.version, held.files.get(name)
         if entry is None:
-            raise Rejected(
-                "request.not_found",
-                f"version {held.sealed.body.version} has no file {request.path_params['name'][:80]!r}",
-            )
+            raise Rejected("request.not_found", f"version {version} has no file {name[:80]!r}")
         header = request.headers.get("range")
         wanted = parse_range(header, entry.num_bytes) if header and request.method == "GET" else None
-        sending = Sending(self, held, entry, wanted)
+        part = Part(self, held, entry, wanted or (0, entry.num_bytes))
         wait_s = _number(request, "wait_s", default=SHARD_WAIT_S, lowest=0.0, highest=SHARD_WAIT_S)
         # Before the first byte there is still a status to say it with; later bytes are waited for while sending.
-        if request.method != "HEAD" and not await sending.ready(sending.start, wait_s):
+        if request.method != "HEAD" and await part.verified_up_to(part.start, wait_s) is None:
             raise Rejected(
-                "request.too_early",
-                f"{entry.name} of version {held.sealed.body.version} is still coming here",
-                retry_after_s=0.1,
+                "request.too_early", f"{name} of version {version} is still coming here", retry_after_s=0.1
             )
-        return sending
+        headers = {
+            "content-type": "application/octet-stream",
+            "accept-ranges": "bytes",
+            "etag": f'"{entry.blake3}"',
+        }
+        if wanted is None:
+            return Answer(200, part, headers)
+        headers["content-range"] = f"bytes {part.start}-{part.stop - 1}/{entry.num_bytes}"
+        return Answer(206, part, headers)
 
-    def _held(self, request: Request) -> Held:
-        text = request.path_params["version"]
+    def _held(self, text: str) -> Held:
         held = self.store.get(int(text)) if text.isascii() and text.isdigit() and len(text) <= 18 else None
         if held is None:
             raise Rejected(
@@ -120,99 +103,69 @@ class RelayApp:
         return held
 
 
-class Sending(Response):
-    """A range of a file, read in pieces by a thread so that no disk holds up the other connections."""
+class Part:
+    """A range of a file in the store, sendable as far as it is verified (a Body of net.file_server)."""
 
-    def __init__(self, app: RelayApp, held: Held, entry: FileEntry, wanted: tuple[int, int] | None) -> None:
-        self._relay, self._held, self._entry = app, held, entry
-        self.start, self.stop = wanted or (0, entry.num_bytes)
-        headers = {
-            "content-type": "application/octet-stream",
-            "content-length": str(self.stop - self.start),
-            "accept-ranges": "bytes",
-            "etag": f'"{entry.blake3}"',
-        }
-        if wanted is not None:
-            headers["content-range"] = f"bytes {self.start}-{self.stop - 1}/{entry.num_bytes}"
-        super().__init__(status_code=200 if wanted is None else 206, headers=headers)
+    def __init__(self, app: RelayApp, held: Held, entry: FileEntry, wanted: tuple[int, int]) -> None:
+        self._app, self._held, self._entry = app, held, entry
+        self.start, self.stop = wanted
 
-    async def ready(self, position: int, wait_s: float) -> bool:
-        """Whether the shard around `position`, as far as it is asked for, is verified in time."""
-        end = min(self.stop, _shard_end(self._entry, position))
-        assembly, name = self._held.assembly, self._entry.name
-        return await self._relay.store.changed.wait_async(
-            lambda: assembly.verified(name, position, end), wait_s
-        )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        if scope["method"] == "HEAD" or self.start == self.stop:
-            await send(head)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-            return
-        fd = await to_thread.run_sync(self._open)
-        left = asyncio.ensure_future(_disconnected(receive))
+    def open(self) -> int:
         try:
-            await send(head)
-            await self._send_body(fd, send, left.done)
-        finally:
-            left.cancel()
-            os.close(fd)
-
-    def _open(self) -> int:
-        try:
-            return self._held.assembly.open_file(self._entry.name)
+            fd = self._held.assembly.open_file(self._entry.name)
         except FileNotFoundError:
             raise Rejected(
                 "request.not_found", f"version {self._held.sealed.body.version} has just been deleted here"
             ) from None
+        # The loop that sends must not wait for a disk: have the kernel read ahead of it.
+        os.posix_fadvise(fd, self.start, self.stop - self.start, os.POSIX_FADV_WILLNEED)
+        return fd
 
-    async def _send_body(self, fd: int, send: Send, left: Callable[[], bool]) -> None:
-        """Returning early cuts the connection, which is all that can be said once the status is out."""
-        position = self.start
-        while position < self.stop and not left():
-            if not await self.ready(position, SHARD_WAIT_S):
-                self._relay.log.warning(
-                    "a client is left waiting: the rest does not come",
-                    file=self._entry.name,
-                    version=self._held.sealed.body.version,
-                )
-                return
-            end = min(self.stop, _shard_end(self._entry, position), position + PIECE_BYTES)
-            piece = await to_thread.run_sync(os.pread, fd, end - position, position)
-            if not piece:
-                self._relay.log.error("a file of ours has lost its end", file=self._entry.name)
-                return
-            position += len(piece)
-            message = {"type": "http.response.body", "body": piece, "more_body": position < self.stop}
-            try:
-                async with asyncio.timeout(SEND_S):
-                    await send(message)
-            except TimeoutError:
-                return
-            self._relay.bytes_sent += len(piece)
+    async def ready(self, position: int) -> int | None:
+        end = await self.verified_up_to(position, SHARD_WAIT_S)
+        if end is None:
+            self._app.log.warning(
+                "a client is left waiting: the rest does not come",
+                file=self._entry.name,
+                version=self._held.sealed.body.version,
+            )
+        return end
 
+    async def verified_up_to(self, position: int, wait_s: float) -> int | None:
+        """The end of the shard around `position`, as far as it is asked for, once that is verified; None if late."""
+        size = self._entry.shard_bytes
+        end = min(self.stop, (position // size + 1) * size)
+        assembly, name = self._held.assembly, self._entry.name
+        here = await self._app.store.changed.wait_async(
+            lambda: assembly.verified(name, position, end), wait_s
+        )
+        return end if here else None
 
-def make_app(store: VersionStore, *, log: Log | None = None) -> RelayApp:
-    """The application to run with net.server.Server. Close the store before the server, to end pending waits."""
-    return RelayApp(store, log or Log("relay"))
+    def sent(self, num_bytes: int) -> None:
+        self._app.bytes_sent += num_bytes
 
 
-def _shard_end(entry: FileEntry, position: int) -> int:
-    return (position // entry.shard_bytes + 1) * entry.shard_bytes
+class RelayServer(FileServer):
+    """Serves a store on a socket. Close the store before the server, to end pending waits."""
+
+    def __init__(
+        self,
+        store: VersionStore,
+        sock: socket.socket,
+        *,
+        log: Log | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        self.app = RelayApp(store, log=log)
+        super().__init__(self.app, sock, log=self.app.log, limits=limits)
 
 
-def _manifest(held: Held) -> Response:
-    return Response(held.sealed.canonical(), media_type="application/json")
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def _manifest(held: Held) -> Answer:
+    return Answer(200, held.sealed.canonical(), {"content-type": "application/json"})
 
 
 def _number(request: Request, name: str, *, default: float, lowest: float, highest: float) -> float:
-    text = request.query_params.get(name)
+    text = request.query.get(name)
     if text is None:
         return default
     try:
@@ -222,25 +175,3 @@ def _number(request: Request, name: str, *, default: float, lowest: float, highe
     if not value >= lowest:
         raise Rejected("request.malformed", f"{name}={text[:40]!r} must be a number from {lowest:g}")
     return min(value, highest)
-
-
-async def _refuse(request: Request, rejected: Rejected) -> Response:
-    return _problem(CODES[rejected.code].status, rejected.code, rejected.detail, rejected.retry_after_s)
-
-
-async def _refuse_http(request: Request, error: HTTPException) -> Response:
-    code = "request.not_found" if error.status_code == 404 else "request.malformed"
-    return _problem(
-        error.status_code, code, f"{request.method} {request.url.path[:80]}: {error.detail}", None
-    )
-
-
-def _problem(status: int, code: str, detail: str, retry_after_s: float | None) -> Response:
-    problem = Problem(
-        code=code,
-        detail=detail,
-        fix=CODES[code].remedy,
-        retry_after_s=retry_after_s,
-        server_time_s=time.time(),
-    )
-    return Response(problem.model_dump_json(), status_code=status, media_type="application/problem+json")

@@ -6,6 +6,7 @@
 upstream -- shards --> [ mirror -> store -> app ] -- shards --> workers, other relays
 """
 
+import resource
 import threading
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from pydantic import Field, model_validator
 
 from shoal.net.client import Refused, SignedClient, Unreachable
 from shoal.net.deadline import NotYet
-from shoal.net.server import Server, listen
+from shoal.net.limits import Limits
+from shoal.net.server import listen
 from shoal.shardcast.mirror import Mirror, Upstream
-from shoal.shardcast.relay import RelayApp, make_app
+from shoal.shardcast.relay import RelayServer
 from shoal.shardcast.store import KEEP_VERSIONS, VersionStore
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
@@ -40,6 +42,11 @@ class RelayConfig(Record):
     """What others reach it by. None: http://host:port, which is right on one machine."""
     keep_versions: int | None = Field(default=None, ge=1)
     """None: as many as the run's terms say, so that what is leased can be had."""
+    max_bytes: int | None = Field(default=None, gt=0)
+    """On disk, for versions. Fewer than `keep_versions` are kept where they would take more; the newest always is."""
+    max_connections: int = Field(default=2048, ge=1)
+    max_connections_per_address: int = Field(default=512, ge=1)
+    bytes_per_s_per_address: float | None = Field(default=None, gt=0)
     deadline_s: float = Field(default=120.0, gt=0)
     """How long to wait for the coordinator at the start."""
 
@@ -70,12 +77,20 @@ class Relay:
         sock = listen(config.host, config.port)
         try:
             run, run_key, keep_versions = self._learn_run()
-            self.store = VersionStore(config.folder, keep_versions, run=run, run_key=run_key)
+            self.store = VersionStore(
+                config.folder, keep_versions, run=run, run_key=run_key, max_bytes=config.max_bytes
+            )
         except BaseException:
             sock.close()
             raise
-        self.app: RelayApp = make_app(self.store, log=self._log)
-        self._server = Server(self.app, sock)
+        limits = Limits(
+            connections=config.max_connections,
+            connections_per_address=config.max_connections_per_address,
+            bytes_per_s=config.bytes_per_s_per_address,
+        )
+        _allow_open_files(2 * config.max_connections + 100, self._log)
+        self._server = RelayServer(self.store, sock, log=self._log, limits=limits)
+        self.app = self._server.app
         self._server.start()
         host = f"[{config.host}]" if ":" in config.host else config.host
         self.url = config.url or f"http://{host}:{self._server.port}"
@@ -168,6 +183,21 @@ def run_relay(config: RelayConfig, *, key: Key, log: Log, stop: threading.Event)
         relay.main_loop()
     finally:
         relay.shutdown()
+
+
+def _allow_open_files(wanted: int, log: Log) -> None:
+    """A connection that is sent a file holds two descriptors; many systems start a process with 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        log.warning(
+            "this system lets a process open fewer files than the connections need",
+            files=allowed,
+            need=wanted,
+        )
 
 
 def _fixed(url: str) -> Upstream:

@@ -51,7 +51,7 @@ def prepare_folder(folder: Path, sealed: Sealed[Manifest]) -> None:
         standing = read_manifest(folder)
     except Rejected:
         standing = None
-    if standing is not None and standing.body.files == sealed.body.files:
+    if standing is not None and standing.body.sends_the_same(sealed.body):
         return
     if folder.exists():
         shutil.rmtree(folder)

@@ -1,4 +1,5 @@
-"""The versions that an origin or a relay holds: one folder each, the newest few, complete or still coming.
+"""The versions that an origin or a relay holds: one folder each, the newest few and what they build on, complete or
+still coming.
 
     FOLDER/v7/      what assembly.py describes
     FOLDER/.gone-*  a deleted version that a crash left half deleted
@@ -12,7 +13,7 @@ import re
 import secrets
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from shoal.shardcast.assembly import Assembly
@@ -31,18 +32,28 @@ class Held:
 
     def __init__(self, sealed: Sealed[Manifest], assembly: Assembly) -> None:
         self.sealed, self.assembly = sealed, assembly
-        self.files: dict[str, FileEntry] = {entry.name: entry for entry in sealed.body.files}
+        self.files: dict[str, FileEntry] = {entry.name: entry for entry in sealed.body.payloads}
         self.writers = 0
+        self.thin = False
 
 
 class VersionStore:
     """`changed` rings whenever a version becomes known, a shard is verified, or a file completes."""
 
-    def __init__(self, folder: Path, keep_versions: int = KEEP_VERSIONS, *, run: str, run_key: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep_versions: int = KEEP_VERSIONS,
+        *,
+        run: str,
+        run_key: str,
+        max_bytes: int | None = None,
+    ) -> None:
+        """With `max_bytes` it keeps fewer versions where they would take more than that; the newest always stays."""
         if keep_versions < 1:
             raise ValueError(f"keep_versions={keep_versions} must be at least 1")
         self.folder, self.run, self.run_key = folder, run, run_key
-        self.keep_versions = keep_versions
+        self.keep_versions, self._max_bytes = keep_versions, max_bytes
         self.changed = Bell()
         # Lock order: the bell's, then this one, for what waits looks into the store. Never ring while holding it.
         self._lock = threading.Lock()
@@ -81,6 +92,11 @@ class VersionStore:
                 sorted(version for version, held in self._held.items() if not held.assembly.complete)
             )
 
+    def lacking(self) -> tuple[int, ...]:
+        """Versions that those here build on, back to a snapshot, and that are not known here."""
+        with self._lock:
+            return tuple(sorted(self._needed(self._held) - self._held.keys()))
+
     # -- bringing it here -------------------------------------------------------------------------------
 
     def adopt(self, version: int) -> Sealed[Manifest]:
@@ -101,12 +117,18 @@ class VersionStore:
     def begin(self, sealed: Sealed[Manifest]) -> None:
         """Make a version known whose files are still to come. Rejected if it is not this run's, or not the same."""
         manifest = self._check(sealed)
+        num_bytes = sum(entry.num_bytes for entry in manifest.payloads)
+        if self._max_bytes is not None and num_bytes > self._max_bytes:
+            raise Rejected(
+                "request.too_large",
+                f"version {manifest.version} has {num_bytes} bytes, this store may hold {self._max_bytes}",
+            )
         with self._one_at_a_time:
             standing = self.get(manifest.version)
             if standing is None:
                 prepare_folder(self.path(manifest.version), sealed)
                 self._register(self._hold(sealed))
-            elif standing.sealed.body.files != manifest.files:
+            elif not standing.sealed.body.sends_the_same(manifest):
                 raise Rejected(
                     "request.conflict",
                     f"version {manifest.version} is known with other files; a version never changes",
@@ -164,11 +186,27 @@ class VersionStore:
                 raise ValueError(f"{path} holds the manifest of version {manifest.version}; delete it")
             self._held[manifest.version] = self._hold(sealed)
 
+    def _needed(self, versions: Iterable[int]) -> set[int]:
+        """What these versions build on, back to a snapshot or to one that is not here."""
+        needed: set[int] = set()
+        for version in versions:
+            held = self._held.get(version)
+            while held is not None and not held.sealed.body.is_snapshot:
+                base = held.sealed.body.base
+                assert base is not None, "a manifest that is no snapshot names its base"
+                needed.add(base)
+                held = self._held.get(base)
+        return needed
+
     def _evict(self) -> None:
-        """Delete all but the newest versions; one that is being written goes when its writer is done."""
+        """Delete all but the newest versions and what they build on; one that is being written goes when its writer
+        is done."""
         with self._lock:
-            surplus = sorted(self._held)[: -self.keep_versions]
-            gone = [version for version in surplus if self._held[version].writers == 0]
+            newest, needed = self._kept()
+            for version in needed.intersection(self._held).difference(newest):
+                self._thin(self._held[version])
+            surplus = self._held.keys() - needed - set(newest)
+            gone = [version for version in sorted(surplus) if self._held[version].writers == 0]
             paths = []
             for version in gone:
                 self._held.pop(version).assembly.close()
@@ -178,3 +216,24 @@ class VersionStore:
                 paths.append(trash)
         for path in paths:
             shutil.rmtree(path)
+
+    def _kept(self) -> tuple[list[int], set[int]]:
+        """The newest versions that fit, and what they build on."""
+        newest, needed = sorted(self._held)[-self.keep_versions :], set[int]()
+        for first in range(len(newest)):
+            needed = self._needed(newest[first:])
+            held = [self._held[version] for version in needed.union(newest[first:]) & self._held.keys()]
+            num_bytes = sum(entry.num_bytes for one in held for entry in one.files.values())
+            if self._max_bytes is None or num_bytes <= self._max_bytes or first == len(newest) - 1:
+                return newest[first:], needed
+        return newest, needed
+
+    def _thin(self, held: Held) -> None:
+        """Of a version that is kept only because others build on it, keep what is sent: a publisher's folder also holds
+        the files that its deltas yield, as the base for the next."""
+        if held.thin:
+            return
+        held.thin = True
+        for entry in held.sealed.body.files:
+            if entry.name not in held.files:
+                (self.path(held.sealed.body.version) / entry.name).unlink(missing_ok=True)

@@ -1,9 +1,13 @@
 """One origin or relay as its client sees it: three questions, each asked once, each bounded in time and bytes."""
 
 import functools
+import http.client
 import ssl
 import time
-from collections.abc import Callable
+import urllib.parse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
 
 import httpx
 
@@ -20,6 +24,7 @@ SHARD_WAIT_S = 2.0
 ANSWER_DEADLINE_S = 60.0
 """For one answer in all: bytes that drip are no better than none."""
 MAX_MANIFEST_BYTES = 16 << 20
+PIECE_BYTES = 256 << 10
 
 
 class NotThere(Exception):
@@ -35,74 +40,145 @@ def _tls() -> ssl.SSLContext:
     return httpx.create_ssl_context()  # reading the certificates takes longer than a small fetch
 
 
-def open_http() -> httpx.Client:
-    return httpx.Client(verify=_tls(), follow_redirects=False, headers={"Accept-Encoding": "identity"})
+class Connections:
+    """Kept-alive connections of one thread, one per server.
+
+    The standard library's client, not httpx: it hands a shard on as the kernel gives it, for a third of the work.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, str], http.client.HTTPConnection] = {}
+        self._room = bytearray()
+
+    def room(self, num_bytes: int) -> memoryview:
+        """Memory for one shard, the same for each: new pages would cost as much as hashing what goes into them."""
+        if len(self._room) < num_bytes:
+            self._room = bytearray(num_bytes)
+        return memoryview(self._room)[:num_bytes]
+
+    def __enter__(self) -> "Connections":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for connection in self._open.values():
+            connection.close()
+
+    @contextmanager
+    def get(self, url: str, headers: dict[str, str], *, read_s: float) -> Iterator[http.client.HTTPResponse]:
+        """The answer, whose body is still to be read; anything that goes wrong, then too, is Broken."""
+        parts = urllib.parse.urlsplit(url)
+        server = (parts.scheme, parts.netloc)
+        target = f"{parts.path}?{parts.query}" if parts.query else parts.path
+        done = False
+        try:
+            response = self._send(server, target, {"Accept-Encoding": "identity", **headers}, read_s)
+            yield response
+            # At the body's end the connection is free for the next request, unless the server is to close it.
+            done = response.length == 0 and not response.will_close
+            response.close()
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise Broken(f"{type(error).__name__}: {error}") from None
+        finally:
+            if not done and server in self._open:  # the rest of its body would be taken for the next answer
+                self._open.pop(server).close()
+
+    def _send(
+        self, server: tuple[str, str], target: str, headers: dict[str, str], read_s: float
+    ) -> http.client.HTTPResponse:
+        while True:
+            fresh = server not in self._open
+            connection = self._open.pop(server, None) or _connection(*server)
+            try:
+                if connection.sock is None:
+                    connection.connect()
+                sock = connection.sock
+                sock.settimeout(read_s)
+                connection.request("GET", target, headers=headers)
+                response = connection.getresponse()
+                sock.settimeout(STALL_S)  # it has begun to answer: there is nothing to wait for now
+            except (ConnectionError, http.client.BadStatusLine):
+                connection.close()
+                if fresh:
+                    raise
+                continue  # an idle connection that the server has closed meanwhile says nothing about the server
+            except (OSError, http.client.HTTPException):
+                connection.close()
+                raise
+            self._open[server] = connection
+            return response
+
+
+def _connection(scheme: str, netloc: str) -> http.client.HTTPConnection:
+    if scheme == "https":
+        return http.client.HTTPSConnection(netloc, timeout=STALL_S, context=_tls())
+    if scheme != "http":
+        raise ValueError(f"{scheme!r} is neither http nor https")
+    return http.client.HTTPConnection(netloc, timeout=STALL_S)
 
 
 def ask_latest(
-    http: httpx.Client, url: str, *, after: int = -1, wait_s: float = 0.0
+    connections: Connections, url: str, *, after: int = -1, wait_s: float = 0.0
 ) -> Sealed[Manifest] | None:
     """The newest manifest there, unverified, as soon as it is newer than `after`; None if none came in time."""
-    body = _ask(http, f"{url}/manifests/latest?after={after}&wait_s={wait_s:g}", wait_s)
+    body = _ask(connections, f"{url}/manifests/latest?after={after}&wait_s={wait_s:g}", wait_s)
     return _parse(url, body) if body else None
 
 
-def ask_manifest(http: httpx.Client, url: str, version: int) -> Sealed[Manifest]:
+def ask_manifest(connections: Connections, url: str, version: int) -> Sealed[Manifest]:
     """The manifest of one version, unverified."""
-    return _parse(url, _ask(http, f"{url}/manifests/{version}", 0.0))
+    return _parse(url, _ask(connections, f"{url}/manifests/{version}", 0.0))
 
 
 def ask_shard(
-    http: httpx.Client, url: str, version: int, shard: Shard, *, give_up: Callable[[], bool]
-) -> bytearray:
-    """As many bytes as the shard has, unverified."""
+    connections: Connections, url: str, version: int, shard: Shard, *, give_up: Callable[[], bool]
+) -> memoryview:
+    """As many bytes as the shard has, unverified; good until the next one is asked for over these connections."""
     where = f"{url}/versions/{version}/{shard.name}?wait_s={SHARD_WAIT_S:g}"
     headers = {"Range": f"bytes={shard.start}-{shard.stop - 1}"}
     late_s = time.monotonic() + ANSWER_DEADLINE_S
-    data = bytearray()
-    try:
-        with http.stream("GET", where, headers=headers, timeout=_timeout(SHARD_WAIT_S)) as response:
-            _check_status(response)
-            for piece in response.iter_raw():
-                data += piece
-                if len(data) > shard.num_bytes or give_up() or time.monotonic() > late_s:
-                    break
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise Broken(f"{type(error).__name__}: {error}") from None
-    if len(data) != shard.num_bytes:
-        raise Broken(
-            f"{len(data)} bytes for shard {shard.index} of {shard.name}, which has {shard.num_bytes}"
-        )
+    data, position = connections.room(shard.num_bytes), 0
+    with connections.get(where, headers, read_s=SHARD_WAIT_S + STALL_S) as response:
+        _check_status(response)
+        if response.length not in (None, shard.num_bytes):
+            raise Broken(
+                f"{response.length} bytes for shard {shard.index} of {shard.name}, which has {len(data)}"
+            )
+        while position < len(data) and (piece := response.read1(min(PIECE_BYTES, len(data) - position))):
+            data[position : position + len(piece)] = piece
+            position += len(piece)
+            if give_up() or time.monotonic() > late_s:
+                break
+    if position != shard.num_bytes:
+        raise Broken(f"{position} bytes for shard {shard.index} of {shard.name}, which has {shard.num_bytes}")
     return data
 
 
-def _ask(http: httpx.Client, where: str, wait_s: float) -> bytes:
+def _ask(connections: Connections, where: str, wait_s: float) -> bytes:
     late_s = time.monotonic() + ANSWER_DEADLINE_S
     body = b""
-    try:
-        with http.stream("GET", where, timeout=_timeout(wait_s)) as response:
-            _check_status(response)
-            for piece in response.iter_raw():
-                body += piece
-                if len(body) > MAX_MANIFEST_BYTES or time.monotonic() > late_s:
-                    raise Broken(
-                        f"a manifest of over {MAX_MANIFEST_BYTES} bytes, or {ANSWER_DEADLINE_S:.0f} s"
-                    )
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise Broken(f"{type(error).__name__}: {error}") from None
+    with connections.get(where, {}, read_s=wait_s + STALL_S) as response:
+        _check_status(response)
+        while piece := response.read1(PIECE_BYTES):
+            body += piece
+            if len(body) > MAX_MANIFEST_BYTES or time.monotonic() > late_s:
+                raise Broken(f"a manifest of over {MAX_MANIFEST_BYTES} bytes, or {ANSWER_DEADLINE_S:.0f} s")
+        if response.length:
+            raise Broken(f"the manifest ended {response.length} bytes too early")
     return body
 
 
-def _check_status(response: httpx.Response) -> None:
-    if response.is_success:
+def _check_status(response: http.client.HTTPResponse) -> None:
+    if 200 <= response.status < 300:
         return
-    reason = f"HTTP {response.status_code}"
+    reason = f"HTTP {response.status}"
     if response.headers.get("content-type", "").startswith("application/problem+json"):
         try:
-            reason = Problem.parse(next(response.iter_raw(4096), b"")).detail
+            reason = Problem.parse(response.read(min(response.length or 0, 4096))).detail
         except Rejected:
             reason += " with a problem we cannot read"
-    if response.status_code in (404, 425, 429, 503):
+    if response.status in (404, 425, 429, 503):
         raise NotThere(reason)
     raise Broken(reason)
 
@@ -112,7 +188,3 @@ def _parse(url: str, body: bytes) -> Sealed[Manifest]:
         return Sealed[Manifest].parse(body)
     except Rejected as rejected:
         raise Broken(f"not a manifest: {rejected.detail}") from None
-
-
-def _timeout(wait_s: float) -> httpx.Timeout:
-    return httpx.Timeout(STALL_S, read=wait_s + STALL_S)

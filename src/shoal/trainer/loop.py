@@ -60,6 +60,8 @@ class TrainerSite:
     """Of each wait for the coordinator or for rollouts."""
     shard_bytes: int = SHARD_BYTES
     """Of the versions it publishes."""
+    snapshot_every: int = 8
+    """Versions are published as what changed since the last; one divisible by this also whole, for those who come late."""
 
 
 def run_trainer(config: TrainerConfig, site: TrainerSite, *, stop: threading.Event) -> None:
@@ -164,7 +166,10 @@ class _Run:
         After a crash all three are done again: a step may stand in the metrics twice, in the same words, but none is missing.
         """
         manifest = self._publisher.publish(
-            self._learner.decoder, self._learner.version, shard_bytes=self._site.shard_bytes
+            self._learner.decoder,
+            self._learner.version,
+            shard_bytes=self._site.shard_bytes,
+            snapshot_every=self._site.snapshot_every,
         )
         self._publisher.announce(manifest, report)
         if report is not None:

@@ -9,9 +9,9 @@ from shoal.model.builtin import copy_all_but_weights
 from shoal.model.decoder import Decoder
 from shoal.model.weights import save_weights
 from shoal.net.client import Refused, SignedClient
-from shoal.net.server import Server, listen
-from shoal.shardcast.publish import SHARD_BYTES, publish
-from shoal.shardcast.relay import make_app
+from shoal.net.server import listen
+from shoal.shardcast.publish import Base, publish
+from shoal.shardcast.relay import RelayServer
 from shoal.shardcast.store import VersionStore
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
@@ -49,7 +49,7 @@ class Publisher:
         self._client = client
         self._deadline_s = deadline_s
         self._log = log
-        self._server = Server(make_app(store, log=log), listen(address.host, address.port))
+        self._server = RelayServer(store, listen(address.host, address.port), log=log)
         self.origin_url = address.url or f"http://{_in_url(address.host)}:{self._server.port}"
 
     def start(self) -> None:
@@ -59,8 +59,13 @@ class Publisher:
         self._store.close()
         self._server.close()
 
-    def publish(self, decoder: Decoder, version: int, *, shard_bytes: int = SHARD_BYTES) -> Sealed[Manifest]:
-        """Write and serve a version. Doing it again with the same weights gives the same signed manifest."""
+    def publish(
+        self, decoder: Decoder, version: int, *, shard_bytes: int, snapshot_every: int
+    ) -> Sealed[Manifest]:
+        """Write and serve a version, as what changed since the one before where that is here.
+
+        Doing it again with the same weights gives the same signed manifest.
+        """
         final = self._store.path(version)
         partial = final.with_name(f".{final.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -72,7 +77,17 @@ class Publisher:
         else:
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
-        publish(final, run=self._store.run, version=version, key=self._run_key, shard_bytes=shard_bytes)
+        base = None
+        if self._store.get(version - 1) is not None:
+            base = Base(folder=self._store.path(version - 1), snapshot_every=snapshot_every)
+        publish(
+            final,
+            run=self._store.run,
+            version=version,
+            key=self._run_key,
+            base=base,
+            shard_bytes=shard_bytes,
+        )
         return self._store.adopt(version)
 
     def announce(self, manifest: Sealed[Manifest], report: StepReport | None) -> None:
@@ -97,7 +112,11 @@ class Publisher:
                 "announced it, or start a new run"
             ) from None
         self._log.info(
-            "version announced", version=version, bytes=manifest.body.num_bytes, origin=self.origin_url
+            "version announced",
+            version=version,
+            bytes=manifest.body.num_bytes,
+            bytes_since_last=manifest.body.follow_bytes,
+            origin=self.origin_url,
         )
 
 

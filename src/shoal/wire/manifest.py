@@ -1,58 +1,111 @@
-"""The manifest of one policy version: which files it yields and the digest of every shard of them.
+"""The manifest of one policy version: which files it yields and the digest of every shard that is sent for them.
 
 A version is a folder in the Hugging Face layout (config.json, tokenizer files, model.safetensors). Shards are
-ranges of the files themselves: nothing is cut up on disk, and a plain web server with range requests can
-serve the folder. Signed by the run key, so a relay can neither change nor roll back what it serves.
+ranges of the files themselves, or of their deltas: nothing is cut up on disk, and a plain web server with range
+requests can serve the folder. Signed by the run key, so a relay can neither change nor roll back what it serves.
 """
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from shoal.wire.record import Record, Sealable
 
 Blake3 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 WEIGHTS_FILE = "model.safetensors"
+DELTA_SUFFIX = ".delta"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-class FileEntry(Record):
-    """One file of the version, sent as consecutive shards of `shard_bytes` (the last may be shorter).
+class Delta(Record):
+    """A payload that makes a file of the one of the same name in the version's base (docs/wire/delta.md).
 
-    `codec` says how the payload becomes the file: "raw" is the file itself.
+    It is sent under the file's name with `.delta` behind, in shards of the file's `shard_bytes`.
+    """
+
+    num_bytes: int = Field(gt=0)
+    blake3: Blake3
+    shards: tuple[Blake3, ...]
+
+
+class FileEntry(Record):
+    """One file of the version, and how it is had.
+
+    raw     it is sent as it is, in consecutive shards of `shard_bytes` (the last may be shorter). With `delta` besides,
+            whoever has the base may take that instead.
+    delta   only its delta is sent
+    same    it is the base's; nothing is sent
     """
 
     name: str
     num_bytes: int = Field(ge=0)
     blake3: Blake3
-    codec: Literal["raw"] = "raw"
+    codec: Literal["raw", "delta", "same"] = "raw"
     shard_bytes: int = Field(gt=0)
     shards: tuple[Blake3, ...]
+    delta: Delta | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> "FileEntry":
         # The name becomes a path on the receiver's disk: no separators, no leading dot.
         if not _FILE_NAME.fullmatch(self.name):
             raise ValueError(f"file name {self.name!r} is not a plain name")
-        expected = -(-self.num_bytes // self.shard_bytes)
-        if len(self.shards) != expected:
-            raise ValueError(
-                f"{self.name}: {len(self.shards)} shards for {self.num_bytes} bytes of {self.shard_bytes}, expected {expected}"
-            )
+        _check_shards(
+            self.name, self.num_bytes if self.codec == "raw" else 0, self.shard_bytes, len(self.shards)
+        )
+        if self.delta is not None:
+            payload = self.name + DELTA_SUFFIX
+            if not _FILE_NAME.fullmatch(payload):
+                raise ValueError(f"file name {self.name!r} leaves no room for that of its delta")
+            _check_shards(payload, self.delta.num_bytes, self.shard_bytes, len(self.delta.shards))
+        if self.codec == ("delta" if self.delta is None else "same"):
+            raise ValueError(f"{self.name}: codec {self.codec!r} with {'a' if self.delta else 'no'} delta")
+        if self.delta is None and "delta" in self.model_fields_set:
+            raise ValueError(f"{self.name}: a delta that is not there is left out, not null")
         return self
 
+    @model_serializer(mode="wrap")
+    def _leave_out(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        if fields.get("delta") is None:
+            fields.pop("delta", None)
+        return fields
+
     def shard_range(self, index: int) -> tuple[int, int]:
-        """First byte and length of shard `index`."""
+        """First byte and length of shard `index` of a file that is sent as it is."""
         start = index * self.shard_bytes
         return start, min(self.shard_bytes, self.num_bytes - start)
+
+    @property
+    def payloads(self) -> "tuple[FileEntry, ...]":
+        """What is sent for it, each as a file sent as it is: itself, its delta, both, or nothing."""
+        if self.delta is None:
+            return (self,) if self.codec == "raw" else ()
+        delta = FileEntry(
+            name=self.name + DELTA_SUFFIX,
+            num_bytes=self.delta.num_bytes,
+            blake3=self.delta.blake3,
+            shard_bytes=self.shard_bytes,
+            shards=self.delta.shards,
+        )
+        if self.codec == "delta":
+            return (delta,)
+        whole = FileEntry(
+            name=self.name,
+            num_bytes=self.num_bytes,
+            blake3=self.blake3,
+            shard_bytes=self.shard_bytes,
+            shards=self.shards,
+        )
+        return (delta, whole)  # the short way first: most of those who ask have the base
 
 
 class Manifest(Sealable):
     run: str
     version: int = Field(ge=0)
     base: int | None = None
-    """The version a delta builds on; None for a full snapshot."""
+    """The version that deltas and `same` files build on; None where there are none of them."""
     files: tuple[FileEntry, ...]
     created_at_s: float
 
@@ -63,8 +116,20 @@ class Manifest(Sealable):
     @model_validator(mode="after")
     def _names_differ(self) -> "Manifest":
         names = [entry.name for entry in self.files]
+        names += [entry.name + DELTA_SUFFIX for entry in self.files if entry.delta is not None]
         if len(set(names)) != len(names):
             raise ValueError(f"file names repeat: {names}")
+        return self
+
+    @model_validator(mode="after")
+    def _base_fits(self) -> "Manifest":
+        builds = any(entry.codec != "raw" or entry.delta is not None for entry in self.files)
+        if builds and self.base is None:
+            raise ValueError(f"version {self.version} has deltas or same files, and names no base for them")
+        if self.base is not None and not (builds and 0 <= self.base < self.version):
+            raise ValueError(
+                f"version {self.version} names base {self.base}: it must be an earlier one, and something must build on it"
+            )
         return self
 
     def file(self, name: str) -> FileEntry:
@@ -76,9 +141,42 @@ class Manifest(Sealable):
         )
 
     @property
+    def payloads(self) -> tuple[FileEntry, ...]:
+        """What is sent for the version: what a relay holds of it."""
+        return tuple(payload for entry in self.files for payload in entry.payloads)
+
+    @property
+    def is_snapshot(self) -> bool:
+        """Whether it can be had without its base."""
+        return all(entry.codec == "raw" for entry in self.files)
+
+    def sends_the_same(self, other: "Manifest") -> bool:
+        return (self.base, self.files) == (other.base, other.files)
+
+    def yields_the_same(self, other: "Manifest") -> bool:
+        """Whether both end in the same folder, however it is had."""
+        return {(entry.name, entry.num_bytes, entry.blake3) for entry in self.files} == {
+            (entry.name, entry.num_bytes, entry.blake3) for entry in other.files
+        }
+
+    @property
     def num_bytes(self) -> int:
+        """Of the folder it yields."""
         return sum(entry.num_bytes for entry in self.files)
+
+    @property
+    def follow_bytes(self) -> int:
+        """What is fetched of it by whoever has its base; all of it where it has none."""
+        return sum(entry.payloads[0].num_bytes for entry in self.files if entry.payloads)
 
     @property
     def weights_digest(self) -> str:
         return self.file(WEIGHTS_FILE).blake3
+
+
+def _check_shards(name: str, num_bytes: int, shard_bytes: int, num_shards: int) -> None:
+    expected = -(-num_bytes // shard_bytes)
+    if num_shards != expected:
+        raise ValueError(
+            f"{name}: {num_shards} shards for {num_bytes} bytes of {shard_bytes}, expected {expected}"
+        )

@@ -14,8 +14,8 @@ from shoal.model.builtin import create_model
 from shoal.model.load import load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.net.client import SignedClient
-from shoal.net.server import Server, listen
-from shoal.shardcast import VersionStore, make_app, publish
+from shoal.net.server import listen
+from shoal.shardcast import RelayServer, VersionStore, publish
 from shoal.swarm.validator.loop import ValidatorConfig
 from shoal.swarm.validator.recompute import Policy
 from shoal.telemetry import Log
@@ -128,7 +128,7 @@ def in_thread(target: Callable[[threading.Event], T]) -> Iterator["Future[T]"]:
 
 @contextmanager
 def origin_of(swarm: Swarm) -> Iterator[str]:
-    server = Server(make_app(swarm.store), listen("127.0.0.1", 0))
+    server = RelayServer(swarm.store, listen("127.0.0.1", 0))
     server.start()
     try:
         yield f"http://127.0.0.1:{server.port}"

@@ -1,0 +1,618 @@
+"""SHARDCAST on this machine: how fast, at what cost, and what failures cost.
+
+    python -P bench/shardcast.py                              about three minutes: 500 MB, 1 and 4 clients
+    python -P bench/shardcast.py --mb 2000 --clients 1 4 16 --levels 2 --repeats 3
+    python -P bench/shardcast.py --only links                 just the scenarios on slow links
+
+1. Loopback, in turns: ours (origin -> relay -> clients, every shard and file verified), the package `shardcast` 0.3.2
+   from PyPI in a virtual environment of its own (its polls set to 0.1 s instead of 30), and nginx + curl of one file.
+   From "publish" to "the last client has the verified file".
+2. Links of a given speed (bench/throttle.py): a chain of three; relays of 10:3:1; a relay that hangs, dies, corrupts.
+3. Two hundred clients at once against one relay.
+
+-P keeps this folder off the path: the file has the name of the package it measures. What cannot be run here (no nginx,
+no PyPI) is left out of the table, and said.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "shardcast==0.3.2"
+SEED = bytes(32)
+MB = 1_000_000
+
+
+def usage() -> dict[str, float]:
+    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+    return {"cpu_s": cpu_s, "rss_mb": max(own.ru_maxrss, children.ru_maxrss) / 1024}
+
+
+# -- roles: each a process that says when it is ready and then takes commands on stdin ----------------------
+
+
+def our_origin(options: argparse.Namespace) -> None:
+    from shoal import shardcast
+    from shoal.net.server import listen
+    from shoal.wire.keys import Key
+
+    key = Key.from_seed(SEED)
+    store = shardcast.VersionStore(options.dir, run="bench", run_key=key.public)
+    server = shardcast.RelayServer(store, listen("127.0.0.1", 0))
+    server.start()
+
+    def publish() -> None:
+        shardcast.publish(store.path(1), run="bench", version=1, key=key, shard_bytes=options.shard_bytes)
+        store.adopt(1)
+
+    obey(server.port, publish)
+
+
+def our_relay(options: argparse.Namespace) -> None:
+    from shoal import shardcast
+    from shoal.telemetry import Log
+    from shoal.wire.keys import Key
+
+    key, stop = Key.from_seed(SEED), threading.Event()
+    config = shardcast.RelayConfig(
+        folder=options.dir,
+        run="bench",
+        run_key=key.public,
+        upstreams=tuple(options.upstream),
+        max_connections_per_address=2048,  # here all clients have the same address
+    )
+    relay = shardcast.Relay(config, key, log=Log("relay"), stop=stop)
+    relay.startup()
+    obey(int(relay.url.rsplit(":", 1)[1]), lambda: None)
+
+
+def our_client(options: argparse.Namespace) -> None:
+    from shoal import shardcast
+    from shoal.shardcast.upstream import Connections, ask_latest
+    from shoal.telemetry import Log
+    from shoal.wire.keys import Key
+
+    terms: dict[str, Any] = {
+        "run_key": Key.from_seed(SEED).public,
+        "log": Log("client"),
+        "stop": threading.Event(),
+        "deadline_s": 600.0,
+    }
+
+    def one(folder: Path, took_s: list[float]) -> None:
+        began_s = time.monotonic()
+        sealed = None
+        with Connections() as connections:
+            while sealed is None:
+                sealed = ask_latest(connections, options.upstream[-1], wait_s=20.0)
+        shardcast.fetch_version(sealed, options.upstream, folder, **terms)
+        took_s.append(time.monotonic() - began_s)
+
+    def fetch() -> dict[str, Any]:
+        took_s: list[float] = []
+        folders = [options.dir / str(index) for index in range(options.copies)]
+        threads = [threading.Thread(target=one, args=(folder, took_s)) for folder in folders]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return {"took_s": took_s}
+
+    obey(0, fetch)
+
+
+def their_origin(options: argparse.Namespace) -> None:
+    from shardcast import OriginServer
+
+    options.dir.mkdir(parents=True)
+    (options.dir / "data1.bin").write_bytes(bytes(MB))  # what clients measure a server with when they start
+    origin = OriginServer(str(options.dir), options.port)
+    obey(options.port, lambda: origin.broadcast(str(options.source)) and None)
+
+
+def their_relay(options: argparse.Namespace) -> None:
+    from shardcast import MiddleNode
+
+    options.dir.mkdir(parents=True)
+    (options.dir / "data1.bin").write_bytes(bytes(MB))
+    MiddleNode(options.upstream, str(options.dir), options.port, check_interval=0.1)
+    obey(options.port, lambda: None)
+
+
+def their_client(options: argparse.Namespace) -> None:
+    from shardcast import ClientNode
+
+    client = ClientNode(options.upstream, str(options.dir))
+
+    def fetch() -> None:
+        while not (versions := client.list_available_versions()):
+            time.sleep(0.1)
+        if client.download_version(next(iter(versions))) is None:
+            raise SystemExit("the download failed")
+
+    obey(0, fetch)
+
+
+def obey(port: int, work: Callable[[], Any]) -> None:
+    """`go` works and answers; `usage` answers; the end of stdin ends the process."""
+    say({"port": port})
+    for line in sys.stdin:
+        say((work() if line.strip() == "go" else None) or usage())
+    os._exit(0)  # threads of either package may be waiting for the network
+
+
+def say(value: dict[str, Any]) -> None:
+    sys.stderr.flush()
+    print("@" + json.dumps(value), flush=True)
+
+
+ROLES = {
+    role.__name__: role
+    for role in (our_origin, our_relay, our_client, their_origin, their_relay, their_client)
+}
+
+
+class Child:
+    def __init__(self, role: str, folder: Path, *arguments: object, python: str = sys.executable) -> None:
+        command = [python, "-P", __file__, "--role", role, "--dir", str(folder), *map(str, arguments)]
+        self.name = role
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        self.port = int(self.hear()["port"])
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def tell(self, word: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(word + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("@"):
+                answer: dict[str, Any] = json.loads(line[1:])
+                return answer
+        raise RuntimeError(f"{self.name} ended: exit {self._process.wait()}")
+
+    def ask(self, word: str) -> dict[str, Any]:
+        self.tell(word)
+        return self.hear()
+
+    def close(self, *, kill: bool = False) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        if kill:
+            self._process.kill()
+        self._process.wait(20)
+
+
+@contextmanager
+def children() -> Iterator[Callable[..., Child]]:
+    started: list[Child] = []
+
+    def start(*arguments: Any, **named: Any) -> Child:
+        started.append(Child(*arguments, **named))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for child in started:
+            child.close()
+
+
+# -- 1. loopback ------------------------------------------------------------------------------------------
+
+
+def timed(origin: Child, relays: list[Child], clients: list[Child]) -> dict[str, Any]:
+    """From "publish" to the last client's word."""
+    before = {child: child.ask("usage") for child in (origin, *relays, *clients)}
+    began_s = time.monotonic()
+    for child in (*clients, origin):
+        child.tell("go")
+    for child in (*clients, origin):
+        child.hear()
+    seconds = time.monotonic() - began_s
+    after = {child: child.ask("usage") for child in before}
+    return {
+        "seconds": seconds,
+        "origin": after[origin]["cpu_s"] - before[origin]["cpu_s"],
+        "relays": sum(after[one]["cpu_s"] - before[one]["cpu_s"] for one in relays),
+        "clients": sum(after[one]["cpu_s"] - before[one]["cpu_s"] for one in clients),
+        "rss_mb": max(one["rss_mb"] for one in after.values()),
+    }
+
+
+def run_ours(root: Path, source: Path, num_clients: int, options: argparse.Namespace) -> dict[str, Any]:
+    version = root / "origin" / "v1"
+    version.mkdir(parents=True)
+    os.link(source, version / "model.safetensors")  # the trainer writes it there
+    with children() as start:
+        origin = start("our_origin", root / "origin", "--shard-bytes", options.shard_bytes)
+        relays, above = [], origin
+        for level in range(options.levels):
+            above = start("our_relay", root / f"relay{level}", "--upstream", above.url)
+            relays.append(above)
+        clients = [
+            start("our_client", root / f"client{index}", "--upstream", above.url)
+            for index in range(num_clients)
+        ]
+        return timed(origin, relays, clients)
+
+
+def run_theirs(root: Path, source: Path, num_clients: int, options: argparse.Namespace) -> dict[str, Any]:
+    python = str(their_python(options))
+    with children() as start:
+        origin = start(
+            "their_origin", root / "origin", "--port", free_port(), "--source", source, python=python
+        )
+        relays, above = [], origin
+        for level in range(options.levels):
+            above = start(
+                "their_relay",
+                root / f"relay{level}",
+                "--port",
+                free_port(),
+                "--upstream",
+                above.url,
+                python=python,
+            )
+            relays.append(above)
+        clients = []
+        for index in range(num_clients):
+            # It keeps a file beside its own package while it works: each client has an installation of its own.
+            own = root / f"package{index}"
+            shutil.copytree(Path(python).parent.parent, own, symlinks=True)
+            clients.append(
+                start(
+                    "their_client",
+                    root / f"client{index}",
+                    "--upstream",
+                    above.url,
+                    python=str(own / "bin" / "python"),
+                )
+            )
+        return timed(origin, relays, clients)
+
+
+def run_nginx(root: Path, source: Path, num_clients: int, options: argparse.Namespace) -> dict[str, Any]:
+    root.mkdir(parents=True)
+    (root / "files").mkdir()
+    os.link(source, root / "files" / "model")
+    port = free_port()
+    temp = "".join(
+        f"{kind}_temp_path {root}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    user = "user root;" if os.getuid() == 0 else ""
+    (root / "nginx.conf").write_text(
+        f"daemon off; master_process off; pid {root}/pid; error_log {root}/log; {user} events {{}}"
+        f"http {{ access_log off; sendfile on; tcp_nopush on; {temp}"
+        f"server {{ listen 127.0.0.1:{port}; root {root}/files; }} }}"
+    )
+    nginx = subprocess.Popen([nginx_binary(), "-c", root / "nginx.conf"], stderr=subprocess.DEVNULL)
+    try:
+        wait_for_port(port)
+        before_s, began_s = usage()["cpu_s"], time.monotonic()
+        curls = [
+            subprocess.Popen(["curl", "-sf", "-o", root / f"got{index}", f"http://127.0.0.1:{port}/model"])
+            for index in range(num_clients)
+        ]
+        if any(curl.wait() for curl in curls):
+            raise RuntimeError("curl failed")
+        seconds, clients = time.monotonic() - began_s, usage()["cpu_s"] - before_s
+        ticks = (Path("/proc") / str(nginx.pid) / "stat").read_text().rsplit(")", 1)[1].split()
+        served = (int(ticks[11]) + int(ticks[12])) / os.sysconf("SC_CLK_TCK")
+        return {"seconds": seconds, "origin": served, "relays": 0.0, "clients": clients, "rss_mb": 0.0}
+    finally:
+        nginx.terminate()
+        nginx.wait()
+
+
+def compare(root: Path, options: argparse.Namespace) -> None:
+    source = make_file(root / "source", options.mb * MB)
+    tools: dict[str, Any] = {"shoal": run_ours, PACKAGE: run_theirs, "nginx + curl": run_nginx}
+    for name, missing in (
+        (PACKAGE, None if their_python(options) else f"pip install {PACKAGE} failed"),
+        ("nginx + curl", None if nginx_binary() else "nginx is not installed"),
+    ):
+        if missing:
+            del tools[name]
+            print(f"left out: {name}: {missing}")
+    print(
+        f"\n{options.mb} MB, origin and {options.levels} level(s) of relays, median of {options.repeats}, in turns"
+    )
+    header = ["clients", "tool", "seconds", "x ours", "CPU s/GB origin", "relays", "client", "all", "peak MB"]
+    rows = []
+    for num_clients in options.clients:
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in tools}
+        for turn in range(options.repeats):
+            for name, run in tools.items():
+                place = root / f"{num_clients}-{turn}-{len(name)}"
+                found[name].append(run(place, source, num_clients, options))
+                shutil.rmtree(place)
+        rows += summarise(found, num_clients, options)
+    show(header, rows)
+    source.unlink()
+
+
+def summarise(
+    found: dict[str, list[dict[str, Any]]], num_clients: int, options: argparse.Namespace
+) -> list[list[str]]:
+    gigabytes = options.mb * num_clients / 1000
+    rows = []
+    for name, runs in found.items():
+        middle = {what: statistics.median(run[what] for run in runs) for what in runs[0]}
+        ratios = [run["seconds"] / ours["seconds"] for run, ours in zip(runs, found["shoal"], strict=True)]
+        parts = [middle["origin"] / gigabytes, middle["relays"] / gigabytes, middle["clients"] / gigabytes]
+        rows.append(
+            [str(num_clients), name, f"{middle['seconds']:.2f}", f"{statistics.median(ratios):.2f}"]
+            + [f"{part:.2f}" for part in (*parts, sum(parts))]
+            + [f"{middle['rss_mb']:.0f}" if middle["rss_mb"] else "-"]
+        )
+    return rows
+
+
+# -- 2. slow links ----------------------------------------------------------------------------------------
+
+
+def links(root: Path, options: argparse.Namespace) -> None:
+    rows: list[list[str]] = []
+    source = make_file(root / "source", options.link_mb * MB)
+    for scenario in [one for one in SCENARIOS if not options.scenario or one.__name__ in options.scenario]:
+        with ExitStack() as stack:
+            start = stack.enter_context(children())
+            place = root / scenario.__name__
+            version = place / "origin" / "v1"
+            version.mkdir(parents=True)
+            os.link(source, version / "model.safetensors")
+            origin = start("our_origin", place / "origin", "--shard-bytes", options.link_shard_bytes)
+
+            def link(target: int, stack: ExitStack = stack, **ways: Any) -> Any:
+                from throttle import Link
+
+                made = Link(target, **ways)
+                stack.callback(made.close)
+                return made
+
+            rows += scenario(place, options, start, origin, link)
+        shutil.rmtree(place)
+    print(f"\n{options.link_mb} MB over links of a given speed")
+    show(["scenario", "seconds", "best possible", "ratio", "remark"], rows)
+
+
+def fetch_over(start: Any, folder: Path, origin: Child, urls: list[str]) -> float:
+    client = start("our_client", folder, *(word for url in urls for word in ("--upstream", url)))
+    began_s = time.monotonic()
+    client.tell("go")
+    origin.ask("go")
+    client.hear()
+    return time.monotonic() - began_s
+
+
+def chain(place: Path, options: argparse.Namespace, start: Any, origin: Child, link: Any) -> list[list[str]]:
+    rate = 20e6
+    port = origin.port
+    for level in (1, 2):
+        port = start(
+            "our_relay", place / f"relay{level}", "--upstream", link(port, bytes_per_s=rate).url
+        ).port
+    took_s = fetch_over(start, place / "client", origin, [link(port, bytes_per_s=rate).url])
+    return [
+        row("3 links of 20 MB/s in a row", took_s, options.link_mb * MB / rate, "store and forward: 3.00")
+    ]
+
+
+def speeds(place: Path, options: argparse.Namespace, start: Any, origin: Child, link: Any) -> list[list[str]]:
+    made = [link(origin.port, bytes_per_s=rate) for rate in (20e6, 6e6, 2e6)]
+    took_s = fetch_over(start, place / "client", origin, [one.url for one in made])
+    shares = " : ".join(f"{one.num_bytes / made[2].num_bytes:.1f}" for one in made)
+    return [row("relays of 10:3:1 (20, 6, 2 MB/s)", took_s, options.link_mb * MB / 28e6, f"shares {shares}")]
+
+
+def hung(place: Path, options: argparse.Namespace, start: Any, origin: Child, link: Any) -> list[list[str]]:
+    half = options.link_mb * MB / 4
+    made = [link(origin.port, bytes_per_s=20e6), link(origin.port, bytes_per_s=20e6, stall_after=half)]
+    took_s = fetch_over(start, place / "client", origin, [one.url for one in made])
+    best_s = half / 20e6 + (options.link_mb * MB - 2 * half) / 20e6
+    return [row("one of two 20 MB/s relays hangs half-way", took_s, best_s, f"costs {took_s - best_s:.1f} s")]
+
+
+def failing(
+    place: Path, options: argparse.Namespace, start: Any, origin: Child, link: Any
+) -> list[list[str]]:
+    made = [
+        link(origin.port, bytes_per_s=20e6, die_after=options.link_mb * MB / 4),
+        link(origin.port, bytes_per_s=20e6, corrupt_every=8 * MB),
+        link(origin.port, bytes_per_s=20e6, stall_after=options.link_mb * MB / 8),
+        link(origin.port, bytes_per_s=10e6),
+    ]
+    took_s = fetch_over(start, place / "client", origin, [one.url for one in made])
+    surplus = sum(one.num_bytes for one in made) / (options.link_mb * MB) - 1
+    best_s = (
+        options.link_mb * MB * (1 - 1 / 4 - 1 / 8) / 10e6
+    )  # what the dying and the hanging one sent is not lost
+    what = "one dies, one corrupts, one hangs, one is well (10 MB/s)"
+    return [row(what, took_s, best_s, f"{100 * surplus:.0f} % of the bytes in vain")]
+
+
+def restarted(
+    place: Path, options: argparse.Namespace, start: Any, origin: Child, link: Any
+) -> list[list[str]]:
+    made = link(origin.port, bytes_per_s=20e6)
+    origin.ask("go")
+    first = Child("our_client", place / "client", "--upstream", made.url)
+    first.tell("go")
+    while made.num_bytes < options.link_mb * MB / 2:
+        time.sleep(0.01)
+    first.close(kill=True)
+    before = made.num_bytes
+    second = start("our_client", place / "client", "--upstream", made.url)
+    began_s = time.monotonic()
+    second.ask("go")
+    took_s = time.monotonic() - began_s
+    again = (made.num_bytes - before) / (options.link_mb * MB)
+    return [
+        row(
+            "client killed half-way and started again",
+            took_s,
+            options.link_mb * MB / 40e6,
+            f"fetched {100 * again:.0f} %",
+        )
+    ]
+
+
+SCENARIOS = (chain, speeds, hung, failing, restarted)
+
+
+def row(what: str, took_s: float, best_s: float, remark: str) -> list[str]:
+    return [what, f"{took_s:.2f}", f"{best_s:.2f}", f"{took_s / best_s:.2f}", remark]
+
+
+# -- 3. a crowd -------------------------------------------------------------------------------------------
+
+
+def crowd(root: Path, options: argparse.Namespace) -> None:
+    num_processes, size = 10, 5 * MB
+    version = root / "origin" / "v1"
+    version.mkdir(parents=True)
+    make_file(version / "model.safetensors", size)
+    with children() as start:
+        origin = start("our_origin", root / "origin", "--shard-bytes", 1 << 20)
+        relay = start("our_relay", root / "relay", "--upstream", origin.url)
+        copies = options.crowd // num_processes
+        clients = [
+            start("our_client", root / f"client{index}", "--upstream", relay.url, "--copies", copies)
+            for index in range(num_processes)
+        ]
+        before = relay.ask("usage")
+        for child in (*clients, origin):
+            child.tell("go")
+        took_s = sorted(took for client in clients for took in client.hear()["took_s"])
+        origin.hear()
+        after = relay.ask("usage")
+    shutil.rmtree(root)
+    print(f"\n{options.crowd} clients at once, {size // MB} MB each, one relay")
+    gigabytes = options.crowd * size / 1e9
+    show(
+        ["done", "first s", "median s", "last s", "relay CPU s/GB", "relay peak MB", "before MB"],
+        [
+            [f"{len(took_s)} of {options.crowd}"]
+            + [f"{took_s[index]:.2f}" for index in (0, len(took_s) // 2, -1)]
+            + [
+                f"{(after['cpu_s'] - before['cpu_s']) / gigabytes:.2f}",
+                f"{after['rss_mb']:.0f}",
+                f"{before['rss_mb']:.0f}",
+            ]
+        ],
+    )
+
+
+# -- tools ------------------------------------------------------------------------------------------------
+
+
+def make_file(path: Path, num_bytes: int) -> Path:
+    with path.open("wb") as file:
+        for start in range(0, num_bytes, MB):
+            file.write(os.urandom(min(MB, num_bytes - start)))
+    return path
+
+
+def nginx_binary() -> str | None:
+    return shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
+
+
+def their_python(options: argparse.Namespace) -> Path | None:
+    """The interpreter of an environment that has the package, made once."""
+    folder: Path = options.root / "pypi"
+    python = folder / "bin" / "python"
+    if not folder.exists():
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        subprocess.run(
+            [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", PACKAGE],
+            check=False,
+            stderr=subprocess.DEVNULL,
+        )
+    found = subprocess.run([python, "-P", "-c", "import shardcast"], check=False, stderr=subprocess.DEVNULL)
+    return python if found.returncode == 0 else None
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def wait_for_port(port: int) -> None:
+    import socket
+
+    give_up_s = time.monotonic() + 10
+    while time.monotonic() < give_up_s:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.02)
+    raise RuntimeError(f"nothing listens on port {port}")
+
+
+def show(header: list[str], rows: list[list[str]]) -> None:
+    widths = [max(len(line[index]) for line in (header, *rows)) for index in range(len(header))]
+    for line in (header, ["-" * width for width in widths], *rows):
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mb", type=int, default=500, help="size of the file, loopback")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--levels", type=int, default=1, help="of relays")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--link-mb", type=int, default=100, help="size of the file, slow links")
+    parser.add_argument("--crowd", type=int, default=200)
+    parser.add_argument("--shard-bytes", type=int, default=4 << 20)
+    parser.add_argument("--link-shard-bytes", type=int, default=1 << 20, help="a hundredth of the file")
+    parser.add_argument("--scenario", choices=[one.__name__ for one in SCENARIOS], action="append")
+    parser.add_argument("--only", choices=["loopback", "links", "crowd"], action="append")
+    parser.add_argument(
+        "--dir", type=Path, default=None, help="where the files go (default: a temporary folder)"
+    )
+    for name in ("role", "upstream", "port", "source", "copies"):
+        kind: dict[str, Any] = {
+            "port": {"type": int},
+            "copies": {"type": int, "default": 1},
+            "source": {"type": Path},
+        }
+        kind["upstream"] = {"action": "append", "default": []}
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS, **kind.get(name, {}))
+    options = parser.parse_args()
+    if options.role:
+        ROLES[options.role](options)
+        return
+    sys.path.append(str(Path(__file__).parent))
+    with tempfile.TemporaryDirectory(dir=options.dir) as folder:
+        options.root = Path(folder)
+        for name, part in (("loopback", compare), ("links", links), ("crowd", crowd)):
+            if not options.only or name in options.only:
+                (place := options.root / name).mkdir()
+                part(place, options)
+
+
+if __name__ == "__main__":
+    main()

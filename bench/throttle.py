@@ -1,0 +1,108 @@
+"""A link of a given speed: a TCP proxy with one token bucket for all its connections, and ways to fail."""
+
+import asyncio
+import contextlib
+import threading
+import time
+
+PIECE_BYTES = 16 << 10
+
+
+class Link:
+    """Listens on a port of its own and forwards to `target`; what comes back is held to `bytes_per_s`.
+
+    `die_after`, `stall_after`: bytes forwarded until every connection is cut, or just stands still.
+    `corrupt_every`: one bit is flipped each so many bytes.
+    """
+
+    def __init__(
+        self,
+        target_port: int,
+        *,
+        bytes_per_s: float = float("inf"),
+        die_after: float = float("inf"),
+        stall_after: float = float("inf"),
+        corrupt_every: int = 0,
+    ) -> None:
+        self._target_port, self._bytes_per_s = target_port, bytes_per_s
+        self._die_after, self._stall_after, self._corrupt_every = die_after, stall_after, corrupt_every
+        self._free_at_s = 0.0
+        self.num_bytes = 0
+        self.port = 0
+        self._loop = asyncio.new_event_loop()
+        self._started, self._stop = threading.Event(), asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(
+            target=lambda: self._loop.run_until_complete(self._run()), daemon=True
+        )
+        self._thread.start()
+        self._started.wait(10)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10)
+        self._loop.close()
+
+    async def _run(self) -> None:
+        server = await asyncio.start_server(self._connected, "127.0.0.1", 0, limit=PIECE_BYTES)
+        self.port = server.sockets[0].getsockname()[1]
+        self._started.set()
+        await self._stop.wait()
+        server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            if self.num_bytes < self._die_after:
+                await self._forward(reader, writer)
+        except (OSError, asyncio.CancelledError):
+            pass
+        finally:
+            self._tasks.discard(task)
+            writer.transport.abort()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        up_reader, up_writer = await asyncio.open_connection(
+            "127.0.0.1", self._target_port, limit=PIECE_BYTES
+        )
+        requests = asyncio.ensure_future(_copy(reader, up_writer))
+        try:
+            while piece := await up_reader.read(PIECE_BYTES):
+                await self._pass(len(piece))
+                writer.write(self._spoil(piece))
+                await writer.drain()
+        finally:
+            requests.cancel()
+            up_writer.transport.abort()
+
+    async def _pass(self, num_bytes: int) -> None:
+        before, self.num_bytes = self.num_bytes, self.num_bytes + num_bytes
+        if self.num_bytes >= self._die_after:
+            raise ConnectionAbortedError
+        if before >= self._stall_after:
+            await asyncio.sleep(3600)
+        now_s = time.monotonic()
+        self._free_at_s = max(self._free_at_s, now_s) + num_bytes / self._bytes_per_s
+        await asyncio.sleep(self._free_at_s - now_s if self._free_at_s > now_s else 0)
+
+    def _spoil(self, piece: bytes) -> bytes:
+        every = self._corrupt_every
+        if not every or self.num_bytes // every == (self.num_bytes - len(piece)) // every:
+            return piece
+        return piece[:-1] + bytes([piece[-1] ^ 1])
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while piece := await reader.read(PIECE_BYTES):
+            writer.write(piece)
+            await writer.drain()

@@ -1,0 +1,291 @@
+"""Lossless deltas between two files of one size: which 16-bit words changed, and by how much.
+
+    old words  3f80 3f81 bc00 3f80        gaps   1 0     words left out before each change
+    new words  3f80 3f82 bbff 3f80        steps  2 1     zigzag of the difference of the bit patterns: +1, -1
+
+A step of training moves a bfloat16 weight by one unit in the last place, if at all, so both streams are small numbers,
+as varints, then zstd. Nothing here knows tensors: any two files of equal size work, others' deltas are merely large.
+docs/wire/delta.md has the format byte by byte.
+
+Files are read, changed, hashed and written one chunk at a time, so memory does not grow with them, and a chain of deltas
+is applied in one pass. A payload is bytes from a stranger: whatever it says is checked before it is believed.
+"""
+
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+from blake3 import blake3
+
+from shoal.wire.codes import Rejected
+
+MAGIC = b"SHDELTA1"
+CHUNK_WORDS = 1 << 21
+"""Part of the format: 4 MiB of a file. Memory is a few times that, and positions in it take 3 varint bytes at most."""
+LEVEL = 1
+_HEAD = struct.Struct("<8sQ")
+_CHUNK = struct.Struct("<5I")
+_MAX_VARINT = 3
+_DENSE = 4
+"""Above one changed lane in this many, looking at words one by one is faster than looking into lanes."""
+
+Words = npt.NDArray[np.uint16]
+Read = Callable[[int, int], "bytes | memoryview"]
+"""From which byte, how many."""
+
+
+def encode(old: bytes | memoryview, new: bytes | memoryview) -> bytes:
+    """What makes `new` of `old`; they must be of one size."""
+    return b"".join(_encode(_reader(old), _reader(new), len(old), len(new)))
+
+
+def apply(old: bytes | memoryview, payload: bytes | memoryview) -> bytes:
+    """`new` of `encode(old, new)`. Rejected if the payload is not one for a file of this size."""
+    delta = _Delta(_reader(payload), len(payload), len(old))
+    return b"".join(_apply(_reader(old), len(old), [delta]))
+
+
+def apply_in_place(data: bytearray | memoryview, payload: bytes | memoryview) -> None:
+    """Make `new` of `old` where it lies. After a Rejected it is neither, so keep a copy of what must not be lost."""
+    delta = _Delta(_reader(payload), len(payload), len(data))
+    for start, length in _chunks(len(data)):
+        if length % 2:
+            words = _words(memoryview(data)[start : start + length])
+            delta.apply_next(words)
+            data[start : start + length] = words.tobytes()[:length]
+        else:
+            delta.apply_next(np.frombuffer(data, "<u2", length // 2, start))
+    delta.check_end()
+
+
+def write_delta(old: Path, new: Path, into: Path, *, old_blake3: str, max_bytes: int) -> bool:
+    """Write the payload to `into`, on the disk when this returns.
+
+    False, and no file, if it exceeds `max_bytes` or `old` has not the digest it should have.
+    """
+    total, hasher = 0, blake3()
+    with old.open("rb") as old_file, new.open("rb") as new_file, into.open("wb") as out:
+        read_old, read_new = _file_reader(old_file.fileno()), _file_reader(new_file.fileno())
+
+        def read_and_hash(start: int, length: int) -> bytes | memoryview:
+            data = read_old(start, length)
+            hasher.update(data)
+            return data
+
+        sizes = _size(old_file.fileno()), _size(new_file.fileno())
+        for piece in _encode(read_and_hash, read_new, *sizes):
+            total += len(piece)
+            if total > max_bytes:
+                break
+            out.write(piece)
+        out.flush()
+        os.fsync(out.fileno())
+    good = total <= max_bytes and hasher.hexdigest() == old_blake3
+    if not good:
+        into.unlink()
+    return good
+
+
+def apply_deltas(old: Path, payloads: Sequence[Path], into: Path) -> str:
+    """Write to `into` what the payloads, one after the other, make of `old`; its BLAKE3. On the disk when this returns."""
+    hasher = blake3()
+    with ExitStack() as files:
+        old_fd = files.enter_context(old.open("rb")).fileno()
+        out = files.enter_context(into.open("wb"))
+        deltas = []
+        for path in payloads:
+            fd = files.enter_context(path.open("rb")).fileno()
+            deltas.append(_Delta(_file_reader(fd), _size(fd), _size(old_fd)))
+        for piece in _apply(_file_reader(old_fd), _size(old_fd), deltas):
+            hasher.update(piece)
+            out.write(piece)
+        out.flush()
+        os.fsync(out.fileno())
+    return hasher.hexdigest()
+
+
+# -- chunks ---------------------------------------------------------------------------------------------
+
+
+def _encode(old: Read, new: Read, old_bytes: int, new_bytes: int) -> Iterator[bytes]:
+    if old_bytes != new_bytes:
+        raise ValueError(f"a delta needs files of one size, these have {old_bytes} and {new_bytes} bytes")
+    yield _HEAD.pack(MAGIC, new_bytes)
+    compressor = zstandard.ZstdCompressor(level=LEVEL)
+    for start, length in _chunks(new_bytes):
+        yield _encode_chunk(_words(old(start, length)), _words(new(start, length)), compressor)
+
+
+def _encode_chunk(old: Words, new: Words, compressor: zstandard.ZstdCompressor) -> bytes:
+    places = _changed(old, new)
+    if places.size == 0:
+        return _CHUNK.pack(0, 0, 0, 0, 0)
+    gaps = np.diff(places, prepend=-1) - 1
+    steps = (new[places] - old[places]).view(np.int16)  # the difference wraps around, and so does adding it
+    zigzag = ((steps << 1) ^ (steps >> 15)).view(np.uint16)
+    streams = [_to_varints(gaps.astype(np.uint32)), _to_varints(zigzag.astype(np.uint32))]
+    frames = [compressor.compress(stream) for stream in streams]
+    sizes = [len(one) for one in (*streams, *frames)]
+    return b"".join([_CHUNK.pack(places.size, *sizes), *frames])
+
+
+def _changed(old: Words, new: Words) -> npt.NDArray[np.int64]:
+    """Places of the words that differ. Four words are compared as one: few of those differ."""
+    whole = old.size // 4 * 4
+    lanes = np.flatnonzero(old[:whole].view(np.uint64) != new[:whole].view(np.uint64))
+    if lanes.size * _DENSE > whole // 4:
+        return np.flatnonzero(old != new)
+    near = (lanes[:, None] * 4 + np.arange(4)).ravel()
+    rest = np.arange(whole, old.size)
+    near = np.concatenate([near, rest]) if rest.size else near
+    places: npt.NDArray[np.int64] = near[old[near] != new[near]]
+    return places
+
+
+def _apply(old: Read, num_bytes: int, deltas: Sequence["_Delta"]) -> Iterator[memoryview]:
+    for start, length in _chunks(num_bytes):
+        words = _words(old(start, length))
+        for delta in deltas:
+            delta.apply_next(words)
+        yield memoryview(words.view(np.uint8))[:length]  # type: ignore[arg-type]
+    for delta in deltas:
+        delta.check_end()
+
+
+class _Delta:
+    """A payload, read from its beginning to its end."""
+
+    def __init__(self, read: Read, payload_bytes: int, num_bytes: int) -> None:
+        self._read, self._left, self._position = read, payload_bytes, 0
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 23)
+        magic, made_for = _HEAD.unpack(self._take(_HEAD.size))
+        if magic != MAGIC:
+            raise _refusal(f"it begins with {magic!r}, not {MAGIC!r}")
+        if made_for != num_bytes:
+            raise _refusal(f"it is for a file of {made_for} bytes, this one has {num_bytes}")
+
+    def apply_next(self, words: Words) -> None:
+        """Change the words of the next chunk in place."""
+        num, *sizes = _CHUNK.unpack(self._take(_CHUNK.size))
+        if num > words.size:
+            raise _refusal(f"{num} changes in a chunk of {words.size} words")
+        if num == 0:
+            if any(sizes):
+                raise _refusal("streams in a chunk without changes")
+            return
+        gaps_bytes, steps_bytes, gaps_frame, steps_frame = sizes
+        gaps = _from_varints(self._stream(gaps_frame, gaps_bytes, num), num)
+        places = np.cumsum(gaps + 1) - 1
+        if places[-1] >= words.size:
+            raise _refusal(f"a change at word {places[-1]} of a chunk of {words.size}")
+        zigzag = _from_varints(self._stream(steps_frame, steps_bytes, num), num)
+        if zigzag.max() > 0xFFFF:
+            raise _refusal(f"a step of {zigzag.max()}, which is no 16-bit difference")
+        words[places] += ((zigzag >> 1) ^ -(zigzag & 1)).astype(np.uint16)
+
+    def check_end(self) -> None:
+        if self._left:
+            raise _refusal(f"{self._left} bytes follow its end")
+
+    def _stream(self, frame_bytes: int, stream_bytes: int, num: int) -> npt.NDArray[np.uint8]:
+        if not num <= stream_bytes <= _MAX_VARINT * num:
+            raise _refusal(f"a stream of {stream_bytes} bytes for {num} numbers")
+        frame = self._take(frame_bytes)
+        try:
+            # The size is asked first: the decompressor would make room for whatever the frame says of itself.
+            said = zstandard.get_frame_parameters(frame).content_size
+            if said != stream_bytes:
+                raise _refusal(f"a zstd frame of {said} bytes where {stream_bytes} belong")
+            stream = self._decompressor.decompress(
+                frame, max_output_size=stream_bytes, allow_extra_data=False
+            )
+        except zstandard.ZstdError as error:
+            raise _refusal(f"no zstd frame: {error}") from None
+        return np.frombuffer(stream, np.uint8)
+
+    def _take(self, num_bytes: int) -> bytes:
+        if num_bytes > self._left:
+            raise _refusal(f"it ends {num_bytes - self._left} bytes early")
+        data = bytes(self._read(self._position, num_bytes))
+        self._position += num_bytes
+        self._left -= num_bytes
+        return data
+
+
+# -- varints --------------------------------------------------------------------------------------------
+
+
+def _to_varints(numbers: npt.NDArray[np.uint32]) -> bytes:
+    """LEB128: 7 bits a byte, the lowest first, the top bit set on all but a number's last byte."""
+    lengths = 1 + (numbers >= 1 << 7).astype(np.int64) + (numbers >= 1 << 14)
+    ends = np.cumsum(lengths)
+    out = np.empty(ends[-1], np.uint8)
+    starts = ends - lengths
+    out[starts] = numbers & 0x7F
+    for index in range(1, int(lengths.max())):
+        longer = np.flatnonzero(lengths > index)
+        at = starts[longer] + index
+        out[at - 1] |= 0x80
+        out[at] = (numbers[longer] >> (7 * index)) & 0x7F
+    return out.tobytes()
+
+
+def _from_varints(stream: npt.NDArray[np.uint8], num: int) -> npt.NDArray[np.int64]:
+    ends = np.flatnonzero(stream < 0x80)
+    if ends.size != num or ends[-1] != stream.size - 1:
+        raise _refusal(f"{ends.size} numbers in a stream of {num}")
+    lengths = np.diff(ends, prepend=-1)
+    longest = int(lengths.max())
+    if longest > _MAX_VARINT:
+        raise _refusal(f"a number of {longest} bytes, {_MAX_VARINT} is the most")
+    starts = ends - lengths + 1
+    numbers = (stream[starts] & 0x7F).astype(np.int64)
+    for index in range(1, longest):
+        longer = np.flatnonzero(lengths > index)
+        numbers[longer] |= (stream[starts[longer] + index] & 0x7F).astype(np.int64) << (7 * index)
+    return numbers
+
+
+# -- bytes ----------------------------------------------------------------------------------------------
+
+
+def _chunks(num_bytes: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, num_bytes, 2 * CHUNK_WORDS):
+        yield start, min(2 * CHUNK_WORDS, num_bytes - start)
+
+
+def _words(data: bytes | memoryview) -> Words:
+    """A copy, aligned and writable; a file of odd size has a zero byte more in its last word."""
+    words = np.zeros(-(-len(data) // 2), "<u2")
+    words.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
+    return words
+
+
+def _reader(data: bytes | memoryview) -> Read:
+    view = memoryview(data).cast("B")
+    return lambda start, length: view[start : start + length]
+
+
+def _file_reader(fd: int) -> Read:
+    def read(start: int, length: int) -> bytes:
+        data = os.pread(fd, length, start)
+        if len(data) != length:
+            raise ValueError(
+                f"a file lost its end while a delta was made or applied: {len(data)} bytes at {start}"
+            )
+        return data
+
+    return read
+
+
+def _size(fd: int) -> int:
+    return os.fstat(fd).st_size
+
+
+def _refusal(reason: str) -> Rejected:
+    return Rejected("request.malformed", f"not a delta: {reason}")
