@@ -114,7 +114,7 @@ class Publisher:
         self._log.info(
             "version announced",
             version=version,
-            bytes=manifest.body.num_bytes,
+            bytes=manifest.body.payload_bytes,
             bytes_since_last=manifest.body.follow_bytes,
             origin=self.origin_url,
         )

@@ -165,6 +165,11 @@ class Manifest(Sealable):
         return sum(entry.num_bytes for entry in self.files)
 
     @property
+    def payload_bytes(self) -> int:
+        """Of all that is sent for it: what a relay fetches."""
+        return sum(payload.num_bytes for payload in self.payloads)
+
+    @property
     def follow_bytes(self) -> int:
         """What is fetched of it by whoever has its base; all of it where it has none."""
         return sum(entry.payloads[0].num_bytes for entry in self.files if entry.payloads)

@@ -266,6 +266,7 @@ class Stats(Record):
     nodes: tuple[NodeView, ...]
     relays: tuple[RelayView, ...]
     bytes_published: int
+    """Of all versions, as they are sent: deltas count as what they are."""
     ledger_seq: int
     server_time_s: float
 

@@ -95,7 +95,7 @@ def _publish(tx: Transaction, coordinator: Coordinator, told: Announce, manifest
         version=manifest.version,
         weights_digest=manifest.weights_digest,
         manifest_digest=manifest.digest(),
-        num_bytes=manifest.num_bytes,
+        num_bytes=manifest.payload_bytes,
     )
     tx.db.execute(
         insert(policies).values(
@@ -104,7 +104,7 @@ def _publish(tx: Transaction, coordinator: Coordinator, told: Announce, manifest
             manifest=told.manifest.model_dump_json(),
             origin_url=told.origin_url,
             report=told.report.model_dump_json() if told.report else None,
-            num_bytes=manifest.num_bytes,
+            num_bytes=manifest.payload_bytes,
             published_at_s=tx.now_s,
             seq=seq,
         )
