@@ -54,6 +54,12 @@ def test_the_receipt_vector() -> None:
     assert seal(sealed.open(RUN_KEY.public), RUN_KEY) == sealed
 
 
+def test_the_verdict_vector() -> None:
+    verdict = Verdict.parse(block("lease.md", "verdict"))
+    assert verdict.canonical().decode() == block("lease.md", "verdict")
+    assert verdict.digest() == block("lease.md", "verdict-digest")
+
+
 def test_the_ledger_vector() -> None:
     events = [LedgerEvent.parse(json.dumps(event)) for event in json.loads(block("ledger.md", "events"))]
     head = Sealed[LedgerHead].parse(block("ledger.md", "head"))
