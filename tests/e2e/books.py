@@ -191,7 +191,7 @@ def check_files(books: Books) -> None:
         if manifest.is_relative_to(books.folder / "trainer"):
             for sent in named.payloads:
                 assert blake3((manifest.parent / sent.name).read_bytes()).hexdigest() == sent.blake3, manifest
-            if named.version > books.file.run.last_version - books.file.trainer.keep_versions:
+            if named.version > books.file.run.last_version - books.file.run.keep_versions:
                 # Not only what is sent: the next version's delta is made from it.
                 weights = (manifest.parent / WEIGHTS_FILE).read_bytes()
                 assert blake3(weights).hexdigest() == digests[named.version], manifest
