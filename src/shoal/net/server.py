@@ -68,7 +68,7 @@ def _announces_body(headers: Iterable[tuple[bytes, bytes]]) -> bool:
 
 
 class Server:
-    """An ASGI app on a socket. `serve` blocks until `stop` is set; `start`/`close` do the same from a thread."""
+    """An ASGI app on a socket, served by a thread between `start` and `close`."""
 
     def __init__(self, app: Any, sock: socket.socket) -> None:
         config = uvicorn.Config(
@@ -89,12 +89,6 @@ class Server:
     @property
     def port(self) -> int:
         return int(self._sock.getsockname()[1])
-
-    def serve(self, stop: threading.Event) -> None:
-        self.start()
-        while not stop.wait(0.2):
-            self.check()
-        self.close()
 
     def check(self) -> None:
         """Raise if the server has ended although nobody closed it."""
