@@ -32,20 +32,6 @@ def test_it_serves_and_leaves() -> None:
         httpx.get(url)
 
 
-def test_serve_blocks_until_stop_is_set() -> None:
-    stop = threading.Event()
-    server = Server(make_app(), listen("127.0.0.1", 0))
-    url = f"http://127.0.0.1:{server.port}/hello"
-    thread = threading.Thread(target=server.serve, args=(stop,))
-    thread.start()
-    # The socket listens already: the request waits in its queue until the app is up.
-    assert httpx.get(url, timeout=20).json() == "hello"
-    assert thread.is_alive()
-    stop.set()
-    thread.join(20)
-    assert not thread.is_alive()
-
-
 def test_a_request_under_way_is_finished_first() -> None:
     entered, leave = threading.Event(), threading.Event()
     app = FastAPI()
