@@ -87,7 +87,7 @@ def _check_batch(
     top_SK, true_SK = top_points(batch, topk)
     moduli_S = lines_SK[:, 0].astype(np.int64)
     _check_moduli(top_SK, moduli_S, batch.places, topk)
-    control_SC, control_true_SC, usable_SC = _controls(batch.values_SN, true_SK, rng)
+    control_SC, control_true_SC, usable_SC = _controls(batch, true_SK, rng)
 
     points_SN = np.concatenate([top_SK, control_SC], axis=1) % moduli_S[:, None]
     claimed_SN = _evaluate(lines_SK[:, 1:], points_SN)
@@ -97,7 +97,7 @@ def _check_batch(
     constant_S: Mask = np.logical_not(np.any(lines_SK[:, 2:], axis=1))
     return [
         SegmentCheck(
-            num_values=batch.values_SN.shape[1],
+            num_values=batch.num_values,
             num_points=topk,
             exponent_mismatches=int(mismatches_S[s]),
             mantissa_mean=float(mean_S[s]),
@@ -130,15 +130,15 @@ def _check_moduli(
 
 
 def _controls(
-    values_SN: Tensor, true_SK: Bits, rng: np.random.Generator
+    batch: SegmentBatch, true_SK: Bits, rng: np.random.Generator
 ) -> tuple[npt.NDArray[np.int64], Bits, Mask]:
     """Indices, values and usability of control points: random ones of at most half the smallest top-k magnitude.
 
     Half, because the prover's hardware may have ordered near-equal values otherwise; nothing moves by a factor of two.
     """
-    size = values_SN.shape[1]
+    size = batch.num_values
     candidates = rng.choice(size, min(size, _CANDIDATES), replace=False)
-    bits_SC = bits_of_columns(values_SN, candidates)
+    bits_SC = bits_of_columns(batch, candidates)
     # One exponent step is a factor of two, and without the sign bit patterns order as magnitudes do.
     bar_S = np.maximum((true_SK & 0x7FFF).min(axis=1).astype(np.int32) - 0x80, 0)
     usable_SC: Mask = np.less_equal(bits_SC & 0x7FFF, bar_S[:, None])
