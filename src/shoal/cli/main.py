@@ -110,6 +110,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_worker(commands)
     _add_validator(commands)
     _add_ledger(commands)
+    _add_toploc(commands)
     _add_explain(commands)
     return parser.parse_args(arguments)
 
@@ -206,6 +207,27 @@ def _add_ledger(commands: "Commands[argparse.ArgumentParser]") -> None:
     verify = actions.add_parser("verify", help="recompute every hash and the signed head")
     verify.add_argument("url", type=_url, help="the coordinator's URL")
     verify.set_defaults(action=_verify_ledger)
+
+
+def _add_toploc(commands: "Commands[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("toploc", help="measure what honest proofs look like")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    prove = actions.add_parser("prove", help="generate honest rows on this machine")
+    prove.add_argument("--rows", type=int, default=512)
+    prove.add_argument("--max-new-tokens", type=int, default=96)
+    prove.add_argument("--task", default="add", help="whose prompts to answer")
+    prove.add_argument("--at-once", type=int, default=64, help="rows generated at once")
+    prove.set_defaults(action=_prove)
+    calibrate = actions.add_parser("calibrate", help="check honest rows on this machine; write the noise")
+    calibrate.add_argument(
+        "files", type=Path, nargs="+", metavar="ROWS", help="files of `prove`; a name says whose"
+    )
+    calibrate.set_defaults(action=_calibrate)
+    for action in (prove, calibrate):
+        action.add_argument("--model", required=True, help="tiny, smollm2-135m, or a folder")
+        action.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+        action.add_argument("--device", default="cpu")
+        action.add_argument("--out", type=Path, required=True, metavar="FILE")
 
 
 def _add_explain(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -342,6 +364,18 @@ def _verify_ledger(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.cli.ledger import audit_ledger
 
     return audit_ledger(options.url, stop)
+
+
+def _prove(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.toploc import prove
+
+    return prove(options, stop)
+
+
+def _calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.toploc import calibrate
+
+    return calibrate(options, stop)
 
 
 def _explain(options: argparse.Namespace, stop: threading.Event) -> int:

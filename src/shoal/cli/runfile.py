@@ -10,6 +10,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.tasks import make_task
 from shoal.trainer.config import TrainerConfig
+from shoal.wire.codes import Rejected
+from shoal.wire.noise import Noise
 from shoal.wire.record import Record
 from shoal.wire.run import ProofSpec, RunSpec, Sampling, TaskSpec, Tolerances, default_tolerances
 
@@ -19,6 +21,8 @@ class RunSection(Record):
     model: str
     """`tiny`, `smollm2-135m`, or the path of a folder in the Hugging Face layout."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    calibration: str | None = None
+    """A file of `shoal toploc calibrate`, beside the run file or by its full path: proofs are then judged over a submission."""
     last_version: int = Field(ge=1)
     max_lag: int = Field(default=2, ge=0)
     keep_versions: int = Field(default=5, ge=1)
@@ -84,14 +88,29 @@ class RunFile(Record):
             sampling=self.sampling,
             proof=self.proof,
             tolerances=self._tolerances(),
+            noise=self._noise(),
             max_lag=self.run.max_lag,
             keep_versions=self.run.keep_versions,
             last_version=self.run.last_version,
         )
 
+    def _noise(self) -> Noise | None:
+        return None if self.run.calibration is None else _read_noise(Path(self.run.calibration))
+
     def _tolerances(self) -> Tolerances:
         named = {} if self.tolerances is None else self.tolerances.model_dump(exclude_unset=True)
         return default_tolerances(self.run.compute_dtype).model_copy(update=named)
+
+
+def _read_noise(path: Path) -> Noise:
+    try:
+        return Noise.parse(path.read_bytes())
+    except OSError as error:
+        raise ValueError(
+            f"run.calibration: {path}: {str(error.strerror).lower()}; make it with shoal toploc calibrate"
+        ) from None
+    except Rejected as rejected:
+        raise ValueError(f"run.calibration: {path} is no calibration: {rejected.detail}") from None
 
 
 def load_run_file(path: Path) -> RunFile:
@@ -105,6 +124,11 @@ def load_run_file(path: Path) -> RunFile:
         raise ValueError(f"{path} is a folder, not a run file; the ones that ship are in runs/") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}; runs/demo.toml is an example") from None
+    run = table.get("run")
+    if isinstance(run, dict) and isinstance(run.get("calibration"), str):
+        run["calibration"] = str(
+            path.parent / run["calibration"]
+        )  # beside the run file, unless it is absolute
     try:
         # TOML has no tuples, and JSON's rules are the ones we want: lists stand for them, and "20" is not 20.
         return RunFile.model_validate_json(json.dumps(table, default=str))

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from shoal.wire.noise import Noise
 from shoal.wire.record import Record
 
 PROTOCOL = 1
@@ -79,6 +80,8 @@ class RunSpec(Record):
     sampling: Sampling
     proof: ProofSpec = ProofSpec()
     tolerances: Tolerances = Tolerances()
+    noise: Noise | None = None
+    """What honest proofs look like, as calibrated. Without it every segment is judged alone, by `tolerances`."""
     max_lag: int = Field(default=2, ge=0)
     keep_versions: int = Field(default=5, ge=1)
     """How many versions origin and relays keep; older ones are neither leased nor evaluated."""
@@ -90,5 +93,14 @@ class RunSpec(Record):
             raise ValueError(
                 f"keep_versions = {self.keep_versions} must exceed max_lag = {self.max_lag}, or leased versions vanish "
                 "from the relays; raise the one or lower the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _noise_is_of_this_dtype(self) -> "RunSpec":
+        if self.noise is not None and self.noise.compute_dtype != self.compute_dtype:
+            raise ValueError(
+                f"the calibration is of {self.noise.compute_dtype}, compute_dtype is {self.compute_dtype}; "
+                "calibrate in the run's dtype"
             )
         return self

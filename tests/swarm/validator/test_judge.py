@@ -25,7 +25,7 @@ from honest_work import (
 )
 
 from shoal.net.deadline import Stopped
-from shoal.swarm.validator.checks import RowFacts, check_forgery
+from shoal.swarm.validator.checks import check_forgery
 from shoal.swarm.validator.judge import judge
 from shoal.swarm.validator.reader import Reader
 from shoal.swarm.validator.recompute import CannotCheck, Policy, recompute
@@ -297,10 +297,7 @@ def test_proofs_that_fit_everywhere_meet_the_control_points(policy: Policy) -> N
     rows = tuple(replace(row, proof=forged * (len(row.proof) // 258)) for row in table.rows)
     facts = recompute(rows, lease, policy, control_seed=1)
     blind = [
-        RowFacts(
-            tuple(replace(s, constant=False) for s in fact.segments), fact.logprobs_T, fact.draw_distance_T
-        )
-        for fact in facts
+        replace(fact, segments=tuple(replace(s, constant=False) for s in fact.segments)) for fact in facts
     ]
     with pytest.raises(Rejected, match="points that no proof commits to") as refused:
         check_forgery(rows, blind, spec.tolerances)

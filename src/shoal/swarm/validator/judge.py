@@ -43,7 +43,7 @@ def judge(
         table = open_submission(data, claim, policy, reader=reader)
         facts = recompute(table.rows, claim.lease, policy, control_seed=control_seed, stop=stop)
         evidence |= checks.evidence(table.rows, facts, spec.tolerances)
-        checks.check_facts(table.rows, facts, spec.tolerances)
+        checks.check_facts(table.rows, facts, spec.tolerances, spec.noise)
     except Rejected as rejected:
         return _refusal(claim, rejected, evidence)
     num_tokens = sum(len(row.output_tokens) for row in table.rows)
