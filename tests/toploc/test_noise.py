@@ -23,6 +23,7 @@ def segment(mismatches: float, mantissa: float, *, size: int = FULL, signs: int 
         exponent_mismatches=int(mismatches),
         mantissa_mean=mantissa,
         mantissa_median=math.floor(mantissa),
+        mantissa_bounded=min(mantissa, 8.0),
         sign_mismatches=signs,
         control_hits=2,
         num_controls=128,

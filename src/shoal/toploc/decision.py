@@ -23,11 +23,10 @@ CERTAIN = 1e-6
 """Chance that one test calls honest work certain to be false. Four tests a submission."""
 SUSPICIOUS = 1e-3
 """The same for merely suspicious."""
-LARGEST_MANTISSA = 128.0
-"""A segment without any match counts as this: mantissas have 7 bits."""
-SPREAD_FLOOR = {"mismatches": 0.05, "mantissas": 0.01}
-"""Standard deviation of a segment that is always allowed: in float32 honest noise is next to nothing on one machine, and a
-hair more on another."""
+SPREAD_FLOOR = {"mismatches": 0.5, "mantissas": 0.01}
+"""Standard deviation of a segment that is always allowed. In float32 hardly any two values differ, so a few hundred rows say
+nothing about how often: one exponent that differs in one segment of a thousand is honest, and so is one mantissa of 128 that is
+off by one."""
 NORMAL_TAIL = (2.326, 3.090)
 """What 1 in 100 and 1 in 1,000 exceed of a normal z. A calibration of few rows may not promise less."""
 
@@ -66,7 +65,7 @@ def mismatches(segment: SegmentCheck) -> float:
 
 
 def mantissas(segment: SegmentCheck) -> float:
-    return min(segment.mantissa_mean, LARGEST_MANTISSA)
+    return segment.mantissa_bounded
 
 
 STATISTICS: dict[str, Callable[[SegmentCheck], float]] = {"mismatches": mismatches, "mantissas": mantissas}

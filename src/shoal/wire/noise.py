@@ -49,7 +49,7 @@ class Noise(Record):
     mismatches: Statistic
     """Exponents and signs that differ, of the top-k."""
     mantissas: Statistic
-    """Mean mantissa error where they agree."""
+    """Mean mantissa error where they agree, no point counting for more than 8."""
 
     @model_validator(mode="after")
     def _classes_fit(self) -> "Noise":

@@ -76,7 +76,8 @@ def test_suspicious_but_not_certain_is_void(policy: Policy, noise: Noise) -> Non
     excess = (over.suspicious * 1.15 - over.z) * spread * noise.mantissas.inflation**0.5 / num_segments**0.5
     shifted = [
         replace(
-            fact, segments=tuple(replace(s, mantissa_mean=s.mantissa_mean + excess) for s in fact.segments)
+            fact,
+            segments=tuple(replace(s, mantissa_bounded=s.mantissa_bounded + excess) for s in fact.segments),
         )
         for fact in facts
     ]
