@@ -203,7 +203,7 @@ def check_forgery(rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances
         for number, segment in enumerate(fact.segments):
             if segment.constant:
                 raise Rejected("reject.forged_proof", f"{where(row)}: proof {number} is one constant")
-            allowed = _allowed_hits(segment, tolerances)
+            allowed = allowed_hits(segment, tolerances)
             if segment.control_hits > allowed:
                 raise Rejected(
                     "reject.forged_proof",
@@ -320,7 +320,7 @@ def evidence(
     }
 
 
-def _allowed_hits(segment: SegmentCheck, tolerances: Tolerances) -> float:
+def allowed_hits(segment: SegmentCheck, tolerances: Tolerances) -> float:
     """Control points that a proof of some states may hit, be they the right ones or not."""
     if segment.num_controls < MIN_CONTROLS or segment.num_values < MIN_SPREAD * segment.num_points:
         return math.inf
