@@ -27,3 +27,17 @@ def token_logprobs(
         for hidden, targets in zip(torch.split(hidden_NH, chunk), torch.split(targets_N, chunk), strict=True)
     ]
     return torch.cat(parts)
+
+
+def token_entropies(decoder: Decoder, hidden_NH: Tensor, *, temperature: float, chunk: int = 4096) -> Tensor:
+    """Entropy of softmax(logits / temperature) at each state, float32, with gradient; in chunks as above."""
+
+    def of_chunk(hidden: Tensor) -> Tensor:
+        logp_NV = (decoder.logits(hidden).float() / temperature).log_softmax(-1)
+        return -(logp_NV.exp() * logp_NV).sum(-1)
+
+    parts = [
+        checkpoint(of_chunk, hidden, use_reentrant=False) if torch.is_grad_enabled() else of_chunk(hidden)
+        for hidden in torch.split(hidden_NH, chunk)
+    ]
+    return torch.cat(parts)

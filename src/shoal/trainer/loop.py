@@ -10,7 +10,7 @@ version is published and announced again, and both take the same thing twice.
 
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,12 +24,15 @@ from shoal.shardcast.publish import SHARD_BYTES
 from shoal.shardcast.store import VersionStore
 from shoal.tasks import make_task
 from shoal.telemetry import Log, Metrics
-from shoal.trainer.batch import TrainBatch
 from shoal.trainer.checkpoint import Checkpoints, restore
 from shoal.trainer.config import TrainerConfig
+from shoal.trainer.early_warnings import Watch
 from shoal.trainer.inbox import Inbox
-from shoal.trainer.learner import Learner, StepFigures
+from shoal.trainer.learner import Learner
 from shoal.trainer.publisher import Address, Publisher
+from shoal.trainer.reference import Reference
+from shoal.trainer.report import step_report
+from shoal.trainer.sinks import open_sinks
 from shoal.trainer.supervised import warm_up
 from shoal.wire.keys import Key
 from shoal.wire.messages import Info, StepReport
@@ -43,7 +46,7 @@ class TrainerSite:
     """Where and as whom a trainer runs: all that is not the recipe."""
 
     folder: Path
-    """Holds model/, checkpoints/, versions/ and metrics.jsonl."""
+    """Holds model/, checkpoints/, versions/, metrics.jsonl, and reference.safetensors where there is a KL term."""
     model: str
     """A name or folder for model.builtin.create_model; looked at only when the run begins."""
     coordinator_url: str
@@ -73,6 +76,7 @@ def run_trainer(config: TrainerConfig, site: TrainerSite, *, stop: threading.Eve
     metrics = Metrics(site.folder / "metrics.jsonl")
     try:
         spec = _ask_terms(client, site)
+        metrics.add_sinks(open_sinks(config.metrics, folder=site.folder, run=spec.run))
         run = _Run(config, site, spec, client=client, metrics=metrics, log=log)
         try:
             run.startup()
@@ -102,6 +106,7 @@ class _Run:
         self._config, self._site, self._spec = config, site, spec
         self._client, self._metrics, self._log = client, metrics, log
         self._stop = client.stop
+        self._watch = Watch()
         self._model_folder = site.folder / "model"
         self._checkpoints = Checkpoints(site.folder / "checkpoints", keep=config.keep_checkpoints, log=log)
         self._inbox = Inbox(client, config, max_lag=spec.max_lag, deadline_s=site.deadline_s)
@@ -121,6 +126,10 @@ class _Run:
         """Serve the origin, then be at the version the last process reached, published and announced."""
         self._publisher.start()
         self._learner, report = self._resume_or_begin()
+        if self._config.kl:
+            self._learner.reference = Reference.keep(
+                self._site.folder / "reference.safetensors", self._learner.decoder, self._learner.version
+            )
         self._send_out(report)
 
     def main_loop(self) -> None:
@@ -142,7 +151,12 @@ class _Run:
         if not self._model_folder.exists():
             create_model(self._site.model, self._model_folder, self._config.seed)
         decoder = load_decoder(self._model_folder, torch.float32, self._site.device)
-        learner = Learner(decoder, self._config, temperature=self._spec.sampling.temperature)
+        learner = Learner(
+            decoder,
+            self._config,
+            temperature=self._spec.sampling.temperature,
+            max_new_tokens=self._spec.sampling.max_new_tokens,
+        )
         checkpoint = self._checkpoints.newest()
         if checkpoint is not None:
             restore(checkpoint, learner)
@@ -174,6 +188,11 @@ class _Run:
         self._publisher.announce(manifest, report)
         if report is not None:
             self._metrics.write("step", **report.model_dump())
+            for warning in self._watch.after(report):
+                self._log.warning(warning.sentence, version=report.version, kind=warning.kind)
+                self._metrics.write(
+                    "warning", version=report.version, kind=warning.kind, sentence=warning.sentence
+                )
 
     def _serve_until_finished(self) -> None:
         """The last version is out; workers still fetch it to be evaluated."""
@@ -192,24 +211,6 @@ class _Run:
             log=self._log,
             stop=self._stop,
         )
-
-
-def step_report(batch: TrainBatch, figures: StepFigures, wait_s: float) -> StepReport:
-    """What the coordinator and the metrics get to know. Tokens count prompts and outputs of the rollouts trained on."""
-    lags = [sample.lag for sample in batch.samples]
-    return StepReport(
-        version=batch.version + 1,
-        reward_mean=batch.reward_mean,
-        groups=batch.num_groups,
-        dropped_groups=batch.dropped_groups,
-        rollouts=len(batch.samples),
-        tokens=batch.num_tokens,
-        lag_mean=sum(lags) / len(lags),
-        lag_max=max(lags),
-        wait_s=wait_s,
-        tokens_per_s=batch.num_tokens / max(figures.train_s, 1e-9),
-        **asdict(figures),
-    )
 
 
 def _ask_terms(client: SignedClient, site: TrainerSite) -> RunSpec:
