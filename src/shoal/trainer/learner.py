@@ -9,15 +9,17 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from shoal.model.decoder import Decoder
-from shoal.model.logprobs import token_logprobs
+from shoal.model.logprobs import TokenScores
 from shoal.net.deadline import Stopped
 from shoal.trainer.batch import TrainBatch
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.loss import grpo_loss
-from shoal.trainer.pack import MicroBatch, pack
+from shoal.trainer.pack import MicroBatch
+from shoal.trainer.policy import Causal, Policy, score
+from shoal.trainer.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +40,19 @@ class Learner:
     """Master weights of policy version `version`. They stay in float32; what is published is a rounded copy."""
 
     def __init__(
-        self, decoder: Decoder, config: TrainerConfig, *, temperature: float, version: int = 0
+        self,
+        decoder: Causal,
+        config: TrainerConfig,
+        *,
+        temperature: float,
+        version: int = 0,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.decoder = decoder
+        """The master weights; of several ranks, each holds a part of every one."""
+        self.ranks = ranks
+        self.policy = Policy(decoder, config, ranks)
+        """What computes with them."""
         self.config = config
         self.temperature = temperature
         self.version = version
@@ -79,7 +91,7 @@ class Learner:
     def _accumulate(self, batch: TrainBatch, stop: threading.Event) -> "_Sums":
         """Gradients of the whole batch, one micro-batch after another."""
         sums = _Sums()
-        for micro in pack(
+        for micro in self.ranks.share(
             batch.samples,
             row_tokens=self.config.row_tokens,
             rows_per_micro_batch=self.config.rows_per_micro_batch,
@@ -87,7 +99,7 @@ class Learner:
             if stop.is_set():
                 raise Stopped(f"stopped in the step from version {self.version}")
             on_device = micro.to(self.device)
-            logprobs_N = output_logprobs(self.decoder, on_device, temperature=self.temperature)
+            logprobs_N = output_logprobs(self.policy, on_device, temperature=self.temperature)
             result = grpo_loss(
                 logprobs_N,
                 on_device.behaviour_N,
@@ -100,7 +112,7 @@ class Learner:
             sums.loss += float(result.loss.detach())
             sums.num_clipped += result.num_clipped
             sums.add_gap((logprobs_N.detach() - on_device.behaviour_N).abs(), on_device.lags_N)
-        return sums
+        return self.ranks.add_up(sums)
 
 
 class _Sums:
@@ -124,20 +136,24 @@ class _Sums:
         return self._fresh_gap / self._num_fresh if self._num_fresh else self._gap / max(1, self._num)
 
 
-def output_logprobs(decoder: Decoder, micro: MicroBatch, *, temperature: float) -> Tensor:
+def output_logprobs(model: Policy | Causal, micro: MicroBatch, *, temperature: float) -> Tensor:
     """Log-prob of every output token of a micro-batch, with gradient."""
-    hidden_BTH = decoder(micro.tokens_BT, micro.positions_BT, segments_BT=micro.segments_BT)
-    hidden_NH = hidden_BTH.flatten(0, 1)[micro.predictors_N]
-    return token_logprobs(decoder, hidden_NH, micro.targets_N, temperature=temperature)
+    return output_scores(model, micro, temperature=temperature).logprobs_N
 
 
-def make_optimizer(decoder: Decoder, config: TrainerConfig, *, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW; biases and norms are not decayed, as is the custom."""
-    matrices = [parameter for parameter in decoder.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in decoder.parameters() if parameter.ndim < 2]
+def output_scores(model: Policy | Causal, micro: MicroBatch, *, temperature: float) -> TokenScores:
+    """Log-prob and entropy of every output token of a micro-batch, with gradient."""
+    if isinstance(model, Policy):
+        return model.scores(micro, temperature)
+    return score(model, micro, temperature)
+
+
+def make_optimizer(model: nn.Module, config: TrainerConfig, *, learning_rate: float) -> torch.optim.AdamW:
+    """AdamW; biases and norms are not decayed, as is the custom, and frozen weights are none of its business."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [one for one in trained if one.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [one for one in trained if one.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(config.beta1, config.beta2))
 
@@ -147,6 +163,7 @@ def warmed_up(learning_rate: float, *, step: int, warmup_steps: int) -> float:
     return learning_rate * min(1.0, (step + 1) / (warmup_steps + 1))
 
 
-def clip_gradient(decoder: Decoder, clip_norm: float) -> float:
-    """Scale the gradient down to `clip_norm` at most; its norm before."""
-    return float(torch.nn.utils.clip_grad_norm_(decoder.parameters(), clip_norm))
+def clip_gradient(model: nn.Module, clip_norm: float) -> float:
+    """Scale the gradient down to `clip_norm` at most; its norm before, over all ranks."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
