@@ -15,7 +15,7 @@ from shoal.trainer.config import TrainerConfig
 from shoal.trainer.figures import StepFigures
 from shoal.trainer.learner import Learner, output_logprobs
 from shoal.trainer.pack import MicroBatch, pack
-from shoal.trainer.reference import Reference
+from shoal.trainer.reference import Reference, kept_weights
 
 
 def learner_with(model: Path, **settings: Any) -> Learner:
@@ -118,7 +118,7 @@ def test_gap_figures(model: Path) -> None:
     assert figures.logprob_gap_kl == pytest.approx(
         float((difference_N.exp() - difference_N - 1).mean()), rel=1e-4
     )
-    assert figures.entropy == pytest.approx(float(-(difference_N + micro.behaviour_N).mean()), rel=1e-4)
+    assert figures.entropy == pytest.approx(mean_entropy(make_learner(model), micro), rel=1e-4)
 
 
 # -- the gap's correction -------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_truncated_weights_scale_the_gradient(model: Path) -> None:
 def test_kl_is_nothing_at_version_0_and_pulls_back_later(model: Path) -> None:
     batch = grouped()
     learner = learner_with(model, kl=0.5)
-    learner.reference = Reference.of(learner.decoder)
+    learner.reference = Reference(learner.decoder)
     assert step(learner, batch).kl == pytest.approx(0, abs=1e-6)
     flat = replace(
         batch, version=1, samples=tuple(replace(sample, advantage=0.0) for sample in batch.samples)
@@ -181,22 +181,25 @@ def test_reference_takes_the_place_and_gives_it_back(model: Path, tmp_path: Path
     path = tmp_path / "reference.safetensors"
     start, micro = weights_of(learner), whole(make_batch(0))
     before_N = output_logprobs(learner.decoder, micro, temperature=0.8).detach()
-    Reference.keep(path, learner.decoder, 0)
+    weights = dict(learner.decoder.named_parameters())
+    assert kept_weights(path, weights, 0) is weights
+    reference = Reference(learner.decoder)
     step(learner, make_batch(0))
     moved = weights_of(learner)
-    again = Reference.keep(path, learner.decoder, 1)
-    with pytest.raises(ZeroDivisionError), again.in_place_of(learner.decoder):
+    again = kept_weights(path, weights, 1)
+    assert all(torch.equal(again[name], value) for name, value in zip(weights, start, strict=True))
+    with pytest.raises(ZeroDivisionError), reference.in_place_of(learner.decoder):
         assert torch.equal(output_logprobs(learner.decoder, micro, temperature=0.8).detach(), before_N)
         assert all(torch.equal(a, b) for a, b in zip(weights_of(learner), start, strict=True))
         raise ZeroDivisionError
     assert all(torch.equal(a, b) for a, b in zip(weights_of(learner), moved, strict=True))
 
 
-def test_reference_of_a_later_version_cannot_be_made_up(model: Path, tmp_path: Path) -> None:
+def test_reference_of_a_later_version_cannot_be_made_up(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"the KL term needs the weights of version 0.*at version 3; set kl = 0"
     ):
-        Reference.keep(tmp_path / "reference.safetensors", make_learner(model).decoder, 3)
+        kept_weights(tmp_path / "reference.safetensors", {}, 3)
 
 
 def test_entropy_bonus_raises_entropy(model: Path) -> None:

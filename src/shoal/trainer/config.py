@@ -73,6 +73,16 @@ class TrainerConfig(Record):
     """Samples are packed into rows of this many tokens. At least prompt + max_new_tokens."""
     rows_per_micro_batch: int = Field(default=8, ge=1)
     """Rows in memory at once. Changes speed and memory, never the gradient."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What forward and backward compute in; master weights, their gradients and the optimiser stay float32."""
+    activation_checkpointing: bool = False
+    """Keep only each layer's input and its attention, and compute the rest again: less memory, about a quarter slower."""
+    compile: bool = False
+    """torch.compile each layer. Faster; the report saw runs collapse late with it, so it is off unless asked for."""
+    lora_rank: int = Field(default=0, ge=0)
+    """Train adapters of this rank beside every linear layer instead of all weights; 0 trains all weights."""
+    lora_alpha: float = Field(default=32.0, gt=0)
+    """An adapter's product is scaled by lora_alpha / lora_rank."""
     keep_checkpoints: int = Field(default=2, ge=1)
     metrics: tuple[str, ...] = ()
     """Where figures go besides metrics.jsonl: "tensorboard", "prometheus:PORT", "wandb"."""

@@ -1,23 +1,25 @@
 """What a step says of itself: sums over its micro-batches, and the figures they come to.
 
 Everything is added up in one tensor on the device, so that no micro-batch waits for a number to reach the host, and so
-that several processes can add theirs together: `totals_F` by sum, `gap_max` by maximum.
+that several ranks can add theirs together: `totals_F` by sum, `gap_max` by maximum.
 
 N counts the output tokens of one micro-batch, F the sums.
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from shoal.trainer.loss import MAX_LOG_RATIO
+from shoal.trainer.ranks import Ranks
 
 SUMS = (
     "loss",
     "clipped",
     "corrected",
-    "surprise",
+    "entropy",
     "kl",
     "tokens",
     "gap",
@@ -79,9 +81,11 @@ class Sums:
         )
 
     def figures(
-        self, *, grad_norm: float, learning_rate: float, optimizer_steps: int, train_s: float
+        self, ranks: Ranks, *, grad_norm: float, learning_rate: float, optimizer_steps: int, train_s: float
     ) -> StepFigures:
-        total = dict(zip(SUMS, self.totals_F.tolist(), strict=True))
+        """Of the whole batch: what all ranks have added up, together."""
+        sums = SimpleNamespace(**dict(zip(SUMS, self.totals_F.tolist(), strict=True)))
+        total = vars(ranks.add_up(sums))
         which = "fresh_" if total["fresh_tokens"] else ""
         gap_tokens = total["fresh_tokens"] or total["gap_tokens"] or 1.0
         tokens = total["tokens"] or 1.0
@@ -90,10 +94,10 @@ class Sums:
             grad_norm=grad_norm,
             clip_fraction=total["clipped"] / tokens,
             corrected_fraction=total["corrected"] / tokens,
-            entropy=total["surprise"] / tokens,
+            entropy=total["entropy"] / tokens,
             kl=total["kl"] / tokens,
             logprob_gap=total[f"{which}gap"] / gap_tokens,
-            logprob_gap_max=float(self.gap_max),
+            logprob_gap_max=ranks.largest(float(self.gap_max)),
             logprob_gap_kl=total[f"{which}gap_kl"] / gap_tokens,
             learning_rate=learning_rate,
             optimizer_steps=optimizer_steps,

@@ -10,20 +10,22 @@ N counts the output tokens of a micro-batch.
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from shoal.model.decoder import Decoder
-from shoal.model.logprobs import token_entropies, token_logprobs
+from shoal.model.logprobs import TokenScores
 from shoal.net.deadline import Stopped
 from shoal.trainer.batch import Sample, TrainBatch
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.figures import StepFigures, Sums
 from shoal.trainer.loss import Answers, gap_weights, policy_loss, reference_kl, token_weights
-from shoal.trainer.pack import MicroBatch, pack
+from shoal.trainer.pack import MicroBatch
+from shoal.trainer.policy import Causal, Policy, score
+from shoal.trainer.ranks import ALONE, Ranks
 from shoal.trainer.reference import Reference
 
 
@@ -53,16 +55,21 @@ class Learner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Causal,
         config: TrainerConfig,
         *,
         temperature: float,
         max_new_tokens: int = 0,
         version: int = 0,
+        ranks: Ranks = ALONE,
     ) -> None:
         if config.recipe.normalisation == "constant" and max_new_tokens < 1:
             raise ValueError('normalisation = "constant" divides by max_new_tokens; give it to the learner')
         self.decoder = decoder
+        """The master weights; of several ranks, each holds a part of every one."""
+        self.ranks = ranks
+        self.policy = Policy(decoder, config, ranks)
+        """What computes with them."""
         self.config = config
         self.temperature = temperature
         self.max_new_tokens = max_new_tokens
@@ -85,6 +92,7 @@ class Learner:
         grad_norms = [self._update(parts[index], index, sums, stop) for index in range(len(parts))]
         self.version += 1
         return sums.figures(
+            self.ranks,
             grad_norm=max(grad_norms),
             learning_rate=self.optimizer.param_groups[0]["lr"],
             optimizer_steps=len(parts),
@@ -124,7 +132,9 @@ class Learner:
         if self.config.kl:
             assert self.reference is not None, "kl is above 0, and nobody set the reference"
             with self.reference.in_place_of(self.decoder):
+                self.policy.reread()
                 parts = self._each(parts, self._with_reference, stop)
+            self.policy.reread()
         return parts
 
     def _each(
@@ -144,7 +154,7 @@ class Learner:
     def _recomputed(self, scored: Scored, sums: Sums) -> Scored:
         """Behaviour log-probs of the policy as it is now; how far the worker's lie from them, and what to do about it."""
         config, micro = self.config, scored.micro.to(self.device)
-        logprobs_N = output_logprobs(self.decoder, micro, temperature=self.temperature)
+        logprobs_N = output_logprobs(self.policy, micro, temperature=self.temperature)
         sums.add_gap(logprobs_N, micro.behaviour_N, micro.lags_N)
         correction_N = None
         if config.correction != "none":
@@ -166,11 +176,11 @@ class Learner:
 
     def _with_reference(self, scored: Scored) -> Scored:
         micro = scored.micro.to(self.device)
-        return replace(scored, reference_N=output_logprobs(self.decoder, micro, temperature=self.temperature))
+        return replace(scored, reference_N=output_logprobs(self.policy, micro, temperature=self.temperature))
 
-    def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+    def _micro_batches(self, samples: tuple[Sample, ...]) -> list[MicroBatch]:
         """What this process computes of a part's samples."""
-        return pack(
+        return self.ranks.share(
             samples,
             row_tokens=self.config.row_tokens,
             rows_per_micro_batch=self.config.rows_per_micro_batch,
@@ -181,22 +191,15 @@ class Learner:
         for scored in part.scored:
             self._check(stop)
             micro = scored.micro.to(self.device)
-            logprobs_N, entropies_N = self._score(micro)
+            scores = output_scores(self.policy, micro, temperature=self.temperature)
             if with_gap:
-                sums.add_gap(logprobs_N, micro.behaviour_N, micro.lags_N)
-            loss = self._loss(part, replace(scored, micro=micro), logprobs_N, entropies_N, sums)
+                sums.add_gap(scores.logprobs_N, micro.behaviour_N, micro.lags_N)
+            loss = self._loss(part, replace(scored, micro=micro), scores, sums)
             loss.backward()  # type: ignore[no-untyped-call]
 
-    def _score(self, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        if self.config.entropy_bonus:
-            return output_logprobs_and_entropies(self.decoder, micro, temperature=self.temperature)
-        return output_logprobs(self.decoder, micro, temperature=self.temperature), None
-
-    def _loss(
-        self, part: Part, scored: Scored, logprobs_N: Tensor, entropies_N: Tensor | None, sums: Sums
-    ) -> Tensor:
+    def _loss(self, part: Part, scored: Scored, scores: TokenScores, sums: Sums) -> Tensor:
         """A micro-batch's share of its part's loss, a number."""
-        config, micro = self.config, scored.micro
+        config, micro, logprobs_N = self.config, scored.micro, scores.logprobs_N
         policy = policy_loss(
             logprobs_N,
             Answers(
@@ -209,8 +212,8 @@ class Learner:
             kl_N = reference_kl(logprobs_N, scored.reference_N)
             loss_N = loss_N + config.kl * kl_N
             sums.add(kl=kl_N.sum())
-        if entropies_N is not None:
-            loss_N = loss_N - config.entropy_bonus * entropies_N
+        if config.entropy_bonus:
+            loss_N = loss_N - config.entropy_bonus * scores.entropy_N
         weights_N = token_weights(
             config.recipe.normalisation,
             micro.samples_N,
@@ -222,7 +225,7 @@ class Learner:
         sums.add(
             loss=loss,
             clipped=policy.clipped_N.sum(),
-            surprise=-logprobs_N.sum(),
+            entropy=scores.entropy_N.sum(),
             tokens=torch.ones_like(logprobs_N).sum(),
         )
         return loss
@@ -232,32 +235,24 @@ class Learner:
             raise Stopped(f"stopped in the step from version {self.version}")
 
 
-def output_logprobs(decoder: Decoder, micro: MicroBatch, *, temperature: float) -> Tensor:
+def output_logprobs(model: Policy | Causal, micro: MicroBatch, *, temperature: float) -> Tensor:
     """Log-prob of every output token of a micro-batch, with gradient."""
-    hidden_BTH = decoder(micro.tokens_BT, micro.positions_BT, segments_BT=micro.segments_BT)
-    hidden_NH = hidden_BTH.flatten(0, 1)[micro.predictors_N]
-    return token_logprobs(decoder, hidden_NH, micro.targets_N, temperature=temperature)
+    return output_scores(model, micro, temperature=temperature).logprobs_N
 
 
-def output_logprobs_and_entropies(
-    decoder: Decoder, micro: MicroBatch, *, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """The same, and the entropy of the distribution each output token was drawn from."""
-    hidden_BTH = decoder(micro.tokens_BT, micro.positions_BT, segments_BT=micro.segments_BT)
-    hidden_NH = hidden_BTH.flatten(0, 1)[micro.predictors_N]
-    return (
-        token_logprobs(decoder, hidden_NH, micro.targets_N, temperature=temperature),
-        token_entropies(decoder, hidden_NH, temperature=temperature),
-    )
+def output_scores(model: Policy | Causal, micro: MicroBatch, *, temperature: float) -> TokenScores:
+    """Log-prob and entropy of every output token of a micro-batch, with gradient."""
+    if isinstance(model, Policy):
+        return model.scores(micro, temperature)
+    return score(model, micro, temperature)
 
 
-def make_optimizer(decoder: Decoder, config: TrainerConfig, *, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW; biases and norms are not decayed, as is the custom."""
-    matrices = [parameter for parameter in decoder.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in decoder.parameters() if parameter.ndim < 2]
+def make_optimizer(model: nn.Module, config: TrainerConfig, *, learning_rate: float) -> torch.optim.AdamW:
+    """AdamW; biases and norms are not decayed, as is the custom, and frozen weights are none of its business."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [one for one in trained if one.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [one for one in trained if one.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(config.beta1, config.beta2))
 
@@ -267,6 +262,7 @@ def warmed_up(learning_rate: float, *, step: int, warmup_steps: int) -> float:
     return learning_rate * min(1.0, (step + 1) / (warmup_steps + 1))
 
 
-def clip_gradient(decoder: Decoder, clip_norm: float) -> float:
-    """Scale the gradient down to `clip_norm` at most; its norm before."""
-    return float(torch.nn.utils.clip_grad_norm_(decoder.parameters(), clip_norm))
+def clip_gradient(model: nn.Module, clip_norm: float) -> float:
+    """Scale the gradient down to `clip_norm` at most; its norm before, over all ranks."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -185,7 +185,7 @@ class StepReport(Record):
     logprob_gap_kl: float = 0.0
     """Estimate of the KL divergence from engine to trainer, from the same tokens."""
     entropy: float = 0.0
-    """Mean of -log p over the tokens trained on: what the policy's entropy per token is, estimated from them."""
+    """Mean entropy, in nats, of the distributions that the tokens trained on stand in."""
     kl: float = 0.0
     """Estimate of the KL divergence from version 0, per token; 0 where no reference is kept."""
     corrected_fraction: float = 0.0
