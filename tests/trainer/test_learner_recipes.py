@@ -188,7 +188,7 @@ def test_reference_takes_the_place_and_gives_it_back(model: Path, tmp_path: Path
     moved = weights_of(learner)
     again = kept_weights(path, weights, 1)
     assert all(torch.equal(again[name], value) for name, value in zip(weights, start, strict=True))
-    with pytest.raises(ZeroDivisionError), reference.in_place_of(learner.decoder):
+    with pytest.raises(ZeroDivisionError), reference.in_place_of(learner.decoder, learner.policy.reread):
         assert torch.equal(output_logprobs(learner.decoder, micro, temperature=0.8).detach(), before_N)
         assert all(torch.equal(a, b) for a, b in zip(weights_of(learner), start, strict=True))
         raise ZeroDivisionError

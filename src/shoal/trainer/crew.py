@@ -143,12 +143,12 @@ class Crew:
 
     def _set_reference(self) -> None:
         """Every rank's part of version 0's weights, by way of the learner's, which get their own back."""
+        self.learner.policy.reread()
         own = Reference(self.learner.decoder)
         for name, parameter in trained(self.learner).items():
-            self._ranks.spread(self._reference[name] if self._ranks.leads else None, parameter)
+            self._ranks.spread(self._reference[name].detach() if self._ranks.leads else None, parameter)
         self.learner.reference = Reference(self.learner.decoder)
         own.copy_to(self.learner.decoder)
-        self.learner.policy.reread()
         self._reference = {}
 
     def _warm_up(self, task: TaskSpec, tokenizer: Tokenizer) -> None:

@@ -131,10 +131,8 @@ class Learner:
             parts = self._each(parts, lambda scored: self._recomputed(scored, sums), stop)
         if self.config.kl:
             assert self.reference is not None, "kl is above 0, and nobody set the reference"
-            with self.reference.in_place_of(self.decoder):
-                self.policy.reread()
+            with self.reference.in_place_of(self.decoder, self.policy.reread):
                 parts = self._each(parts, self._with_reference, stop)
-            self.policy.reread()
         return parts
 
     def _each(

@@ -75,7 +75,7 @@ class Policy:
         return result
 
     def reread(self) -> None:
-        """Somebody wrote to the master weights: what is gathered of them on this device is out of date."""
+        """Let go of what is gathered of the master weights on this device: somebody is about to write to them."""
         for module in self._scorer.modules():
             if hasattr(module, "reshard"):
                 module.reshard()

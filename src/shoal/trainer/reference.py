@@ -6,7 +6,7 @@ the same reference.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,13 +40,18 @@ class Reference:
         self._weights = {name: part.to("cpu", copy=True) for name, part in _parts(model).items()}
 
     @contextmanager
-    def in_place_of(self, model: nn.Module) -> Iterator[None]:
-        """Inside, `model` has these weights; afterwards, whatever happens, its own."""
+    def in_place_of(self, model: nn.Module, reread: Callable[[], None]) -> Iterator[None]:
+        """Inside, `model` has these weights; afterwards, whatever happens, its own.
+
+        `reread` lets go of what a device has gathered of the weights: it would hide the ranks' parts, and outlive them.
+        """
+        reread()
         own = Reference(model)
         try:
             self.copy_to(model)
             yield
         finally:
+            reread()
             own.copy_to(model)
 
     def copy_to(self, model: nn.Module) -> None:
