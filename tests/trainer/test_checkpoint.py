@@ -14,7 +14,7 @@ from tiny_learner import make_batch, make_learner
 from shoal.telemetry import Log
 from shoal.trainer.checkpoint import Checkpoints, restore
 from shoal.trainer.learner import Learner
-from shoal.trainer.loop import step_report
+from shoal.trainer.report import step_report
 from shoal.wire.messages import StepReport
 
 
