@@ -65,6 +65,12 @@ def checked_options(spec: TaskSpec) -> Options:
     return {name: value for name, value in spec.options.items() if name not in wanted}
 
 
+def without_digests(spec: TaskSpec) -> TaskSpec:
+    """The same without looking at any file."""
+    options = {name: value for name, value in spec.options.items() if not is_digest_of_file(name)}
+    return spec.model_copy(update={"options": options})
+
+
 def is_digest_of_file(name: str) -> bool:
     return name.endswith(_DIGEST) and is_file_option(name.removesuffix(_DIGEST))
 

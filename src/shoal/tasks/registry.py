@@ -43,12 +43,12 @@ def make_task(spec: TaskSpec) -> Task:
 
     Files are read at the first problem, not here: a run file is good on a machine that lacks its data.
     """
-    return _make(spec.canonical())
+    return _make(spec.model_dump_json())
 
 
 @functools.lru_cache(maxsize=8)
-def _make(canonical: bytes) -> Task:
-    spec = TaskSpec.model_validate_json(canonical)
+def _make(text: str) -> Task:
+    spec = TaskSpec.model_validate_json(text)
     factory = _find(spec.name)
     try:
         task = factory(**checked_options(spec))

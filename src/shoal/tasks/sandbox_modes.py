@@ -12,6 +12,7 @@ import builtins
 import collections
 import decimal
 import fractions
+import importlib
 import io
 import json
 import os
@@ -52,8 +53,13 @@ def _load(source: str, scope: dict[str, Any], kept: list[Any]) -> dict[str, Any]
     exec(compile(source, "program.py", "exec"), scope)
     own = {name: value for name, value in scope.items() if not name.startswith("__")}
     functions = [name for name, value in own.items() if callable(value)]
-    constants = {name: _pack(value, kept) for name, value in own.items() if name not in functions}
-    return {"functions": functions, "constants": constants}
+    modules = {name: value.__name__ for name, value in own.items() if isinstance(value, types.ModuleType)}
+    constants = {
+        name: _pack(value, kept)
+        for name, value in own.items()
+        if name not in functions and name not in modules
+    }
+    return {"functions": functions, "modules": modules, "constants": constants}
 
 
 def _do(call: dict[str, Any], scope: dict[str, Any], kept: list[Any]) -> Any:
@@ -79,6 +85,12 @@ def test(source: str, pipe: Pipe) -> None:
     scope: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
     scope.update((name, _unpack(value, None)) for name, value in names["constants"].items())
     scope.update((name, Remote(name, pipe)) for name in names["functions"])
+    # Tests may lean on what the program imported; they get modules of their own.
+    scope.update(
+        (name, importlib.import_module(module))
+        for name, module in names["modules"].items()
+        if module in sys.stdlib_module_names
+    )
     for part in json.loads(source):
         exec(compile(part, "tests.py", "exec"), scope)
     os.write(1, PASSED)

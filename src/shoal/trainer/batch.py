@@ -35,6 +35,8 @@ class TrainBatch:
     num_groups: int
     dropped_groups: int
     reward_mean: float
+    dropped_share: float = 0.0
+    unparseable: float = 0.0
 
     @property
     def num_outputs(self) -> int:
@@ -73,6 +75,8 @@ def build_batch(
         num_groups=len(batch.groups),
         dropped_groups=batch.dropped_groups,
         reward_mean=batch.reward_mean,
+        dropped_share=batch.dropped_share,
+        unparseable=batch.unparseable,
     )
 
 

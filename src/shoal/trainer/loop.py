@@ -19,10 +19,12 @@ from shoal.model.builtin import create_model
 from shoal.model.load import load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.net.client import SignedClient
+from shoal.net.data_files import fetch_files
 from shoal.net.deadline import NotYet, Stopped, wait_for
 from shoal.shardcast.publish import SHARD_BYTES
 from shoal.shardcast.store import VersionStore
-from shoal.tasks import make_task
+from shoal.tasks import Task, make_task
+from shoal.tasks.files import file_digests, with_files_from
 from shoal.telemetry import Log, Metrics
 from shoal.trainer.batch import TrainBatch
 from shoal.trainer.checkpoint import Checkpoints, restore
@@ -151,7 +153,7 @@ class _Run:
             return learner, checkpoint.state.report
         warm_up(
             learner,
-            make_task(self._spec.task),
+            self._make_task(),
             load_tokenizer(self._model_folder),
             log=self._log,
             stop=self._stop,
@@ -159,6 +161,13 @@ class _Run:
         self._checkpoints.save(learner, None)
         self._metrics.write("begun", version=0, parameters=sum(p.numel() for p in decoder.parameters()))
         return learner, None
+
+    def _make_task(self) -> Task:
+        data = self._site.folder / "data"
+        fetch_files(
+            self._client, file_digests(self._spec.task), data, deadline_s=self._site.deadline_s
+        )
+        return make_task(with_files_from(self._spec.task, data))
 
     def _send_out(self, report: StepReport | None) -> None:
         """Publish and announce the learner's version, and note the step that made it.
@@ -202,6 +211,8 @@ def step_report(batch: TrainBatch, figures: StepFigures, wait_s: float) -> StepR
         reward_mean=batch.reward_mean,
         groups=batch.num_groups,
         dropped_groups=batch.dropped_groups,
+        dropped_share=batch.dropped_share,
+        unparseable=batch.unparseable,
         rollouts=len(batch.samples),
         tokens=batch.num_tokens,
         lag_mean=sum(lags) / len(lags),
