@@ -30,7 +30,9 @@ def test_rewards(text: str, value: float, outcome: Outcome) -> None:
 def test_a_wrong_answer_never_earns_what_a_right_one_does() -> None:
     task = Sort(length=4, partial=0.99)
     problem = Problem(prompt="5291=", answer="1259")
-    assert max(task.reward(problem, f"{number:04}", 1).value for number in range(10_000) if number != 1259) < 1.0
+    assert (
+        max(task.reward(problem, f"{number:04}", 1).value for number in range(10_000) if number != 1259) < 1.0
+    )
 
 
 @pytest.mark.parametrize("length", [2, 4, 12])
@@ -74,5 +76,5 @@ def test_impossible_options_are_refused_with_the_task_named(options: dict[str, i
 
 
 def test_an_unknown_task_is_refused_with_the_known_ones_named() -> None:
-    with pytest.raises(ValueError, match=r"unknown task 'chess'; known: \['add', 'sort'\]"):
+    with pytest.raises(ValueError, match=r"unknown task 'chess'; known: \['add', 'count', "):
         make_task(TaskSpec(name="chess"))

@@ -64,4 +64,3 @@ class Listed:
         if spec.name == "listed":
             raise ValueError(f"{self.path}, row 1: a list of problems cannot be graded by another list")
         return make_task(spec)
-

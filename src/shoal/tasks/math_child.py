@@ -26,7 +26,9 @@ def main(memory_bytes: int, cpu_s: int) -> None:
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
         if "golds" in question:
-            return {"parsed": [_safely(lambda gold=gold: bool(parsed(gold)), False) for gold in question["golds"]]}
+            return {
+                "parsed": [_safely(lambda gold=gold: bool(parsed(gold)), False) for gold in question["golds"]]
+            }
         return {"outcome": _safely(lambda: _outcome(question), "unparseable")}
 
     def _outcome(question: dict[str, Any]) -> str:

@@ -135,7 +135,9 @@ class MathJudge:
             left_s = give_up_s - time.monotonic()
             if left_s <= 0 or not select.select([child.stdout], [], [], left_s)[0]:
                 self.close()
-                raise CannotGrade(f"the grading child did not answer within {wall_s:.0f} s; is the machine busy?")
+                raise CannotGrade(
+                    f"the grading child did not answer within {wall_s:.0f} s; is the machine busy?"
+                )
             piece = child.stdout.read1(1 << 16)  # type: ignore[attr-defined]  # a BufferedReader
             if not piece:
                 raise _Died(child.wait())

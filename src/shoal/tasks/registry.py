@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Any
 
 from shoal.tasks.arithmetic import Add
 from shoal.tasks.budgets import with_budgets
@@ -55,7 +54,6 @@ def _make(text: str) -> Task:
     except TypeError as error:
         raise ValueError(f"task {spec.name!r}: {error}") from None
     return with_budgets(task, spec.budgets, spec.budget_alpha) if spec.budgets else task
-
 
 
 def _find(name: str) -> Factory:

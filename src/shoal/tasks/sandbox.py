@@ -98,7 +98,9 @@ def best_level() -> Level:
                     "this system allows no namespaces; programs run behind weaker walls", level=level
                 )
             return level
-    raise CannotGrade("no sandbox can be built here; run `shoal validator` on Linux, as root or with user namespaces")
+    raise CannotGrade(
+        "no sandbox can be built here; run `shoal validator` on Linux, as root or with user namespaces"
+    )
 
 
 class Cell:

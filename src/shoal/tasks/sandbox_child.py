@@ -139,7 +139,14 @@ def _make_read_only(target: str, *, strict: bool) -> None:
 
 def _needed_folders() -> list[str]:
     """The standard library and the shared ones it loads. Outer folders first, and none inside another."""
-    wanted = {os.path.dirname(os.__file__), f"{sys.base_prefix}/lib", "/lib", "/lib64", "/usr/lib", "/usr/lib64"}
+    wanted = {
+        os.path.dirname(os.__file__),
+        f"{sys.base_prefix}/lib",
+        "/lib",
+        "/lib64",
+        "/usr/lib",
+        "/usr/lib64",
+    }
     found = sorted((path for path in wanted if os.path.exists(path)), key=lambda path: (len(path), path))
     outer = [path for path in found if not os.path.islink(path)]
     return [path for path in found if not any(path.startswith(f"{other}/") for other in outer)]
@@ -170,7 +177,7 @@ def _watch(init: int, job: Job, uid: int | None) -> int:
 def _end_leftovers(uid: int | None) -> None:
     """What the program left behind: all of its own user, or all that became our children when their parents ended."""
     if uid is not None:
-        _works(lambda: (os.setresuid(uid, uid, uid), os.kill(-1, signal.SIGKILL)))
+        _works(lambda: _kill_all_of(uid))
     for _ in range(100):
         children = [pid for pid in _processes() if _parent(pid) == os.getpid()]
         for pid in children:
@@ -178,6 +185,11 @@ def _end_leftovers(uid: int | None) -> None:
             os.waitpid(pid, 0)
         if not children:
             return
+
+
+def _kill_all_of(uid: int) -> None:
+    os.setresuid(uid, uid, uid)
+    os.kill(-1, signal.SIGKILL)
 
 
 def _processes() -> list[int]:

@@ -72,7 +72,7 @@ def _attempt(pipe: Pipe, act: Callable[[], dict[str, Any]]) -> bool:
     """Send what `act` gives, or what it raises: sys.exit() in a program is an answer like any other."""
     try:
         _send(pipe, act())
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001  # it is the program's, whatever it is
         _send(pipe, {"error": [type(error).__name__, str(error)[:200]]})
         return False
     return True
@@ -139,7 +139,7 @@ _LISTS: dict[str, Any] = {
     "frozenset": frozenset,
     "deque": collections.deque,
 }
-_ITERATORS = (
+_ITERATORS: tuple[Any, ...] = (
     *(types.GeneratorType, map, filter, zip, range, reversed, enumerate),
     *(type({}.keys()), type({}.values()), type({}.items())),
 )
@@ -163,6 +163,10 @@ def _pack(value: Any, kept: Kept) -> Any:
         return {"dict": [[_pack(key, kept), _pack(item, kept)] for key, item in dict.items(value)]}
     if isinstance(value, _ITERATORS):
         return {"iter": [_pack(item, kept) for _, item in zip(range(MAX_ITEMS), value, strict=False)]}
+    return _pack_rare(value, kept)
+
+
+def _pack_rare(value: Any, kept: Kept) -> Any:
     if isinstance(value, bytes | bytearray):
         return {"bytes": value.hex()}
     if isinstance(value, complex):

@@ -39,7 +39,11 @@ def read_math(row: Row, style: Style) -> Problem:
     """`problem` and the expression `answer`."""
     if not isinstance(row["answer"], str) or not row["answer"].strip():
         raise ValueError(f"the answer is {row['answer']!r}, expected a text")
-    return Problem(ask(row["problem"].strip(), style, ASK_BOXED), f"\\boxed{{{row['answer'].strip()}}}", check=row["answer"].strip())
+    return Problem(
+        ask(row["problem"].strip(), style, ASK_BOXED),
+        f"\\boxed{{{row['answer'].strip()}}}",
+        check=row["answer"].strip(),
+    )
 
 
 def _plain(number: int | float) -> str:

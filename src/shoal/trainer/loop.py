@@ -164,9 +164,7 @@ class _Run:
 
     def _make_task(self) -> Task:
         data = self._site.folder / "data"
-        fetch_files(
-            self._client, file_digests(self._spec.task), data, deadline_s=self._site.deadline_s
-        )
+        fetch_files(self._client, file_digests(self._spec.task), data, deadline_s=self._site.deadline_s)
         return make_task(with_files_from(self._spec.task, data))
 
     def _send_out(self, report: StepReport | None) -> None:
