@@ -4,6 +4,7 @@ What takes more processor time or memory than an answer may, or ends the child t
 side (no child starts, or it does not answer in time although it has time to spare) raises CannotGrade and is no reward.
 """
 
+import atexit
 import contextlib
 import functools
 import importlib.util
@@ -147,5 +148,7 @@ class MathJudge:
 
 @functools.cache
 def math_judge() -> MathJudge:
-    """This process's. The child ends with its input, so with this process."""
-    return MathJudge()
+    """This process's. However this process ends, its child's input ends with it, and so does the child."""
+    judge = MathJudge()
+    atexit.register(judge.close)
+    return judge

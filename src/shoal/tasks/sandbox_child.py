@@ -78,9 +78,9 @@ def _build(job: Job, uid: int | None) -> bool:
                 _enter(job, flags)
                 return True
         return False
-    if job["level"] == "user":
-        if uid is None:
-            return False
+    if job["level"] == "user" and uid is None:
+        return False
+    if uid is not None:
         os.chown(job["folder"], uid, NOBODY)
     os.chdir(job["folder"])
     _prctl(_PR_SET_SUBREAPER, 1)
