@@ -1,0 +1,95 @@
+"""One decode step on a CUDA device, as a graph: launched with one call, read back by nobody.
+
+    embed ─▶ layers: norm, qkv, attend, o, norm, gate_up, silu, down ─▶ norm, state kept ─▶ head ─▶ draw, row taken on
+
+A graph is captured per bucket of rows. It holds addresses, not values: weights are swapped in place and rows change
+slots under it. Every row attends exactly as far as it is long, so there is no bucket of contexts.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shoal.model import kernels
+from shoal.model.fused import FusedWeights
+from shoal.rollout.slots import Slots
+
+BUCKETS = (8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+"""Rows of one graph. Between them a step's time hardly changes."""
+
+
+class CudaStep:
+    gapless = False
+    """A slot without a running row costs next to nothing."""
+    lookahead = 1
+    """A step is launched before it is known what the last one has done, so that the device never waits."""
+
+    def __init__(self, weights: FusedWeights, slots: Slots, is_end_V: Tensor, *, graphs: bool = True) -> None:
+        self._weights, self._slots, self._is_end_V = weights, slots, is_end_V
+        self._with_graphs = graphs
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._pool: tuple[int, int] | None = None
+
+    def decode(self, num_slots: int) -> None:
+        """One token for every running row in slots 0 .. num_slots-1."""
+        rows = self._slots.room.rows
+        bucket = next((size for size in BUCKETS if num_slots <= size < rows), rows)
+        graph = self._graphs.get(bucket)
+        if graph is not None:
+            graph.replay()
+            return
+        self._step(bucket)  # the first time for real and without a graph, which also compiles the kernels
+        if self._with_graphs:
+            self._graphs[bucket] = self._capture(bucket)
+
+    def draw_first(self, logits_PV: Tensor, sources_R: Tensor, slots_R: Tensor) -> None:
+        """First tokens of new rows, from the logits after their prompts."""
+        self._draw(logits_PV, sources_R, slots_R)
+
+    def _capture(self, bucket: int) -> torch.cuda.CUDAGraph:
+        torch.cuda.current_stream().synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: the prover may be at work in its own thread, on its own stream.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._step(bucket)
+        self._pool = self._pool or graph.pool()
+        return graph
+
+    def _step(self, num_rows: int) -> None:
+        weights, slots = self._weights, self._slots
+        shape, eps = weights.shape, weights.shape.norm_eps
+        x_BH = F.embedding(slots.newest_S[:num_rows], weights.embed_VH)
+        delta_BH: Tensor | None = None
+        for number, layer in enumerate(weights.layers):
+            normed_BH = kernels.add_norm(x_BH, delta_BH, layer.input_norm_H, eps)
+            mixed_BQ = kernels.attend(
+                F.linear(normed_BH, layer.qkv_QH, layer.qkv_bias_Q),
+                layer,
+                shape=shape,
+                rope_PE=weights.rope_PE,
+                positions_B=slots.positions_S,
+                keys_SCKD=slots.cache.keys_LSCKD[number],
+                values_SCKD=slots.cache.values_LSCKD[number],
+            )
+            normed_BH = kernels.add_norm(x_BH, F.linear(mixed_BQ, layer.o_HQ), layer.post_norm_H, eps)
+            delta_BH = F.linear(kernels.silu_mul(F.linear(normed_BH, layer.gate_up_FH)), layer.down_HF)
+        keep = (slots.states_SNH, slots.counts_S, slots.ended_S)
+        hidden_BH = kernels.add_norm(x_BH, delta_BH, weights.norm_H, eps, keep=keep)
+        self._draw(
+            F.linear(hidden_BH, weights.head_VH), slots.index_S[:num_rows], slots.index_S[:num_rows]
+        )
+
+    def _draw(self, logits_BV: Tensor, sources_R: Tensor, slots_R: Tensor) -> None:
+        slots = self._slots
+        kernels.draw(
+            logits_BV,
+            sources_R=sources_R,
+            slots_R=slots_R,
+            temperatures_S=slots.temperatures_S,
+            uniforms_SN=slots.uniforms_SN,
+            table_4S=slots.table_4S,
+            newest_S=slots.newest_S,
+            tokens_SN=slots.tokens_SN,
+            logprobs_SN=slots.logprobs_SN,
+            is_end_V=self._is_end_V,
+        )
