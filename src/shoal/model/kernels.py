@@ -19,6 +19,9 @@ from torch import Tensor
 from shoal.model.fused import FusedLayer
 from shoal.model.shape import Shape
 
+ATTEND_BLOCK = {torch.bfloat16: 64, torch.float32: 32}
+"""Cached positions looked at together."""
+ATTEND_WARPS, ATTEND_STAGES = 4, 3
 DRAW_BLOCK = 2048
 """Vocabulary entries summed together; the draw then looks into one such block."""
 
@@ -64,16 +67,70 @@ def _rotated(x, swapped, cos, sin, dtype: tl.constexpr):
 
 
 @triton.jit
+def _look_at(
+    q,
+    top,
+    total,
+    mixed,
+    keys,
+    values,
+    num,
+    scale,
+    STEP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Attention of q over `num` cached positions, added to what was seen before: highest score, weights, mixed values."""
+    d = tl.arange(0, BLOCK_D)
+    in_d = d < D
+    for start in range(0, num, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        seen = n < num
+        in_nd = seen[:, None] & in_d[None, :]
+        at = n[:, None] * STEP + d[None, :]
+        k_nd = tl.load(keys + at, mask=in_nd, other=0.0)
+        v_nd = tl.load(values + at, mask=in_nd, other=0.0)
+        if DOT:
+            scores = tl.dot(q, tl.trans(k_nd)) * scale
+        else:
+            wide = q.to(tl.float32)[:, None, :] * k_nd.to(tl.float32)[None, :, :]
+            scores = tl.sum(wide, axis=2) * scale
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, axis=1))
+        shrink = tl.exp(top - higher)
+        weights = tl.exp(scores - higher[:, None])
+        total = total * shrink + tl.sum(weights, axis=1)
+        mixed = mixed * shrink[:, None]
+        if DOT:
+            mixed = tl.dot(weights.to(v_nd.dtype), v_nd, mixed)
+        else:
+            mixed += tl.sum(weights[:, :, None] * v_nd.to(tl.float32)[None, :, :], axis=1)
+        top = higher
+    return top, total, mixed
+
+
+@triton.jit
+def _normed(x, scale, weight, dtype: tl.constexpr):
+    return ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+
+
+@triton.jit
 def _attend(
     qkv,
     rope,
-    positions,
+    table,
+    num_slots,
     keys,
     values,
+    prompt_keys,
+    prompt_values,
     out,
     q_norm,
     k_norm,
     slot_stride,
+    prompt_stride,
     scale,
     eps,
     NUM_HEADS: tl.constexpr,
@@ -83,12 +140,17 @@ def _attend(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     QK_NORM: tl.constexpr,
+    DOT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     group: tl.constexpr = NUM_HEADS // NUM_KV
     dtype = out.dtype.element_ty
-    position = tl.load(positions + row)
+    position = tl.load(table + row)
+    place = tl.load(table + 4 * num_slots + row)
+    prompt_len = tl.load(table + 5 * num_slots + row)
+    prompt_len = tl.minimum(prompt_len, position)  # an ended row stands at 0 and looks at nothing
+    own = position - prompt_len
 
     d = tl.arange(0, BLOCK_D)
     in_d = d < D
@@ -113,41 +175,30 @@ def _attend(
         q_weight_swapped = tl.load(q_norm + other, mask=in_d, other=0.0).to(tl.float32)[None, :]
         k_weight = tl.load(k_norm + d, mask=in_d, other=0.0).to(tl.float32)
         k_weight_swapped = tl.load(k_norm + other, mask=in_d, other=0.0).to(tl.float32)
-        q = ((q * q_scale).to(dtype).to(tl.float32) * q_weight).to(dtype).to(tl.float32)
-        q_swapped = (
-            ((q_swapped * q_scale).to(dtype).to(tl.float32) * q_weight_swapped).to(dtype).to(tl.float32)
-        )
-        k = ((k * k_scale).to(dtype).to(tl.float32) * k_weight).to(dtype).to(tl.float32)
-        k_swapped = (
-            ((k_swapped * k_scale).to(dtype).to(tl.float32) * k_weight_swapped).to(dtype).to(tl.float32)
-        )
+        q = _normed(q, q_scale, q_weight, dtype)
+        q_swapped = _normed(q_swapped, q_scale, q_weight_swapped, dtype)
+        k = _normed(k, k_scale, k_weight, dtype)
+        k_swapped = _normed(k_swapped, k_scale, k_weight_swapped, dtype)
     q = _rotated(q, q_swapped, cos[None, :], sin[None, :], dtype)
     k = _rotated(k, k_swapped, cos, sin, dtype)
 
+    step: tl.constexpr = NUM_KV * D
     slot = row * slot_stride + head * D
-    tl.store(keys + slot + position * NUM_KV * D + d, k, mask=in_d)
-    tl.store(values + slot + position * NUM_KV * D + d, v, mask=in_d)
+    tl.store(keys + slot + own * step + d, k, mask=in_d)
+    tl.store(values + slot + own * step + d, v, mask=in_d)
 
-    # The new token is attended to from registers; the loop reads only what earlier steps wrote.
+    # The new token is attended to from registers; what is read from memory was written by earlier steps.
     top = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], axis=1) * scale
     total = tl.full([BLOCK_G], 1.0, tl.float32)
     mixed = tl.zeros([BLOCK_G, BLOCK_D], tl.float32) + v.to(tl.float32)[None, :]
-    for start in range(0, position, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        seen = n < position
-        in_nd = seen[:, None] & in_d[None, :]
-        at = slot + n[:, None] * (NUM_KV * D) + d[None, :]
-        k_nd = tl.load(keys + at, mask=in_nd, other=0.0)
-        v_nd = tl.load(values + at, mask=in_nd, other=0.0)
-        scores = tl.dot(q, tl.trans(k_nd), input_precision="ieee") * scale
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, axis=1))
-        shrink = tl.exp(top - higher)
-        weights = tl.exp(scores - higher[:, None])
-        total = total * shrink + tl.sum(weights, axis=1)
-        mixed = mixed * shrink[:, None]
-        mixed = tl.dot(weights.to(dtype), v_nd, mixed, input_precision="ieee")
-        top = higher
+    shared = place * prompt_stride + head * D
+    top, total, mixed = _look_at(
+        q, top, total, mixed, prompt_keys + shared, prompt_values + shared, prompt_len, scale,
+        step, D, BLOCK_D, BLOCK_N, DOT,
+    )  # fmt: skip
+    top, total, mixed = _look_at(
+        q, top, total, mixed, keys + slot, values + slot, own, scale, step, D, BLOCK_D, BLOCK_N, DOT
+    )
     mixed = (mixed / total[:, None]).to(dtype)
     to = out + row * NUM_HEADS * D + (head * group + g)[:, None] * D + d[None, :]
     tl.store(to, mixed, mask=in_gd)
@@ -283,34 +334,41 @@ def attend(
     *,
     shape: Shape,
     rope_PE: Tensor,
-    positions_B: Tensor,
-    keys_SCKD: Tensor,
-    values_SCKD: Tensor,
+    table_6S: Tensor,
+    own: tuple[Tensor, Tensor],
+    shared: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Attention of one new token a row, whose key and value go into the cache at the row's position."""
+    """Attention of one new token a row. `own` and `shared` are keys and values of the rows' new tokens, [S, C, K, D], where
+    this token's go too, and those of the prompts, [P, C, K, D]."""
     num_rows = qkv_BQ.shape[0]
+    group = shape.num_heads // shape.num_kv_heads
+    # Matrix units want 16 queries; a smaller group is padded to that, which only their speed makes up for.
+    dot = qkv_BQ.dtype is torch.bfloat16 and group > 1
     out_BQ = qkv_BQ.new_empty(num_rows, shape.num_heads * shape.head_dim)
     _attend[(num_rows, shape.num_kv_heads)](
         qkv_BQ,
         rope_PE,
-        positions_B,
-        keys_SCKD,
-        values_SCKD,
+        table_6S,
+        table_6S.shape[1],
+        *own,
+        *shared,
         out_BQ,
         qkv_BQ if layer.q_norm_D is None else layer.q_norm_D,
         qkv_BQ if layer.k_norm_D is None else layer.k_norm_D,
-        keys_SCKD.stride(0),
+        own[0].stride(0),
+        shared[0].stride(0),
         shape.head_dim**-0.5,
         shape.norm_eps,
         NUM_HEADS=shape.num_heads,
         NUM_KV=shape.num_kv_heads,
         D=shape.head_dim,
-        BLOCK_G=max(16, triton.next_power_of_2(shape.num_heads // shape.num_kv_heads)),
+        BLOCK_G=max(16 if dot else 1, triton.next_power_of_2(group)),
         BLOCK_D=max(16, triton.next_power_of_2(shape.head_dim)),
-        BLOCK_N=64 if qkv_BQ.dtype is torch.bfloat16 else 32,
+        BLOCK_N=ATTEND_BLOCK[qkv_BQ.dtype],
         QK_NORM=shape.qk_norm,
-        num_warps=4,
-        num_stages=3,
+        DOT=dot,
+        num_warps=ATTEND_WARPS,
+        num_stages=ATTEND_STAGES,
     )
     return out_BQ
 
@@ -330,7 +388,7 @@ def draw(
     slots_R: Tensor,
     temperatures_S: Tensor,
     uniforms_SN: Tensor,
-    table_4S: Tensor,
+    table_6S: Tensor,
     newest_S: Tensor,
     tokens_SN: Tensor,
     logprobs_SN: Tensor,
@@ -338,7 +396,7 @@ def draw(
 ) -> None:
     """Draw for the row in slot `slots_R[i]` from the logits in line `sources_R[i]`, and take the row one token on.
 
-    `table_4S` has a line each of positions, counts, caps and ends.
+    `table_6S` has a line each of positions, counts, caps, ends, and what `attend` reads.
     """
     num_rows, vocab = len(slots_R), logits_BV.shape[1]
     num_blocks = triton.cdiv(vocab, DRAW_BLOCK)
@@ -364,12 +422,12 @@ def draw(
         tops,
         sums,
         uniforms_SN,
-        table_4S,
+        table_6S,
         newest_S,
         tokens_SN,
         logprobs_SN,
         is_end_V,
-        table_4S.shape[1],
+        table_6S.shape[1],
         tokens_SN.shape[1],
         V=vocab,
         NUM_BLOCKS=num_blocks,

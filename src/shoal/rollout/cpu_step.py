@@ -1,11 +1,18 @@
-"""One decode step on a CPU: one token for every row, a few large operations, nothing per row in Python."""
+"""One decode step on a CPU: one token for every row, a few large operations, nothing per row in Python.
+
+A row has its prompt's keys and values in its own slot: one product over all that it may look at beats two over parts.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.model.fused import FusedLayer, FusedWeights
+from shoal.rollout.engine import Request
 from shoal.rollout.sampling import draw_tokens
+from shoal.rollout.shelf import Batch
 from shoal.rollout.slots import Slots
 
 
@@ -48,9 +55,24 @@ class CpuStep:
         slots.states_SNH[rows_B, slots.counts_S[:num_rows] - 1] = hidden_BH.to(torch.bfloat16)
         self._draw(F.linear(hidden_BH, weights.head_VH), rows_B)
 
-    def draw_first(self, logits_PV: Tensor, sources_R: Tensor, slots_R: Tensor) -> None:
-        """First tokens of new rows, from the logits after their prompts."""
-        self._draw(logits_PV[sources_R], slots_R)
+    def take_over(self, old: "CpuStep") -> None:
+        """Go on for a step whose slots were too small. Nothing to do: the slots have all there is."""
+
+    def keep(self, batches: Sequence[Batch]) -> None:
+        """Prompts have been computed. Nothing to do: rows copy them when they start."""
+
+    def enter(self, admitted: Mapping[int, Request]) -> None:
+        self._slots.enter(admitted, [0] * len(admitted))
+
+    def start(self, batch: Batch, places_R: Tensor, slots_R: Tensor) -> None:
+        """Rows in `slots_R` begin after the batch's prompts at `places_R`: their first tokens are drawn."""
+        self._slots.cache.copy_from(
+            batch.cache, source_slots=places_R, slots=slots_R, context=batch.cache.max_context
+        )
+        self._draw(batch.logits_PV[places_R], slots_R)
+
+    def leave(self, requests: Iterable[Request]) -> None:
+        """Rows have ended. Nothing to do: their prompts were their own."""
 
     def _project(
         self, x_BH: Tensor, layer: FusedLayer, rope: tuple[Tensor, Tensor]

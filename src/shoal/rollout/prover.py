@@ -89,18 +89,16 @@ class Prover:
         )
 
     def _rows(self, batch: _Batch, proofs: Iterator[bytes]) -> list[Finished]:
-        rows = zip(
-            batch.requests, batch.counts, batch.tokens_RN.tolist(), batch.logprobs_RN.tolist(), strict=True
-        )
+        rows = zip(batch.requests, batch.counts, batch.tokens_RN, batch.logprobs_RN, strict=True)
         return [
             Finished(
                 request=request,
-                output_tokens=tuple(tokens[:count]),
-                logprobs=tuple(logprobs[:count]),
-                finish=Finish.EOS if tokens[count - 1] in self._end_tokens else Finish.LENGTH,
+                output_tokens=tuple(tokens_N[:count].tolist()),
+                logprobs=tuple(logprobs_N[:count].tolist()),
+                finish=Finish.EOS if int(tokens_N[count - 1]) in self._end_tokens else Finish.LENGTH,
                 proof=next(proofs),
             )
-            for request, count, tokens, logprobs in rows
+            for request, count, tokens_N, logprobs_N in rows
         ]
 
 

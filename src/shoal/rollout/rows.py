@@ -86,7 +86,7 @@ class Rows:
         return moves
 
 
-def next_prompts(waiting: Iterable[Request], max_tokens: int) -> list[Prompt]:
+def next_prompts(waiting: Iterable[Request], *, max_tokens: int, max_prompts: int) -> list[Prompt]:
     """The distinct prompts of the next rows, as many as have `max_tokens` together; one may have more than that."""
     chosen: dict[Prompt, None] = {}
     total = 0
@@ -94,7 +94,7 @@ def next_prompts(waiting: Iterable[Request], max_tokens: int) -> list[Prompt]:
         prompt = request.prompt_tokens
         if prompt not in chosen:
             total += len(prompt)
-            if chosen and total > max_tokens:
+            if chosen and (total > max_tokens or len(chosen) == max_prompts):
                 break
             chosen[prompt] = None
     return list(chosen)

@@ -14,12 +14,15 @@ from shoal.rollout.slots import upload
 
 PREFILL_TOKENS = 8192
 """Prompt tokens computed at once: enough to fill a device, few enough that activations stay small."""
+SHELF_PROMPTS = 64
+"""Prompts computed at once, however short."""
 
 MAX_PADDING = {"cpu": 1.25, "cuda": 4.0}
 """A CPU pays for every token of padding. A GPU pays for every launch, and a batch more is hundreds of them."""
 
 
 class Batch(NamedTuple):
+    prompts: list[Prompt]
     cache: KVCache
     logits_PV: Tensor
     """After each prompt's last token."""
@@ -66,4 +69,4 @@ def prefill(decoder: Decoder, prompts: Sequence[Prompt]) -> Batch:
         at_P = (last_P - start).clamp(0, hidden_PTH.shape[1] - 1)
         here_P1 = ((last_P >= start) & (last_P < cache.context))[:, None]
         last_PH = torch.where(here_P1, hidden_PTH[torch.arange(len(prompts), device=norm.device), at_P], last_PH)
-    return Batch(cache, decoder.logits(last_PH))
+    return Batch(list(prompts), cache, decoder.logits(last_PH))

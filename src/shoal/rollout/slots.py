@@ -26,14 +26,15 @@ class Taken(NamedTuple):
 class Slots:
     def __init__(self, weights: FusedWeights, room: Room) -> None:
         shape, dtype, device = weights.shape, weights.embed_VH.dtype, weights.embed_VH.device
-        rows, context, new_tokens = self.room = room
+        rows, context, new_tokens, *_ = self.room = room
         self.device = device
         self.cache = KVCache(shape, num_slots=rows, max_context=context, dtype=dtype, device=device)
         self.index_S = torch.arange(rows, device=device)
         self.index_C = torch.arange(context, device=device)
-        self.table_4S = torch.zeros(4, rows, dtype=torch.int64, device=device)
-        # position of the newest token; tokens drawn; the most it may draw; 0 while it runs, tokens drawn once it ended
-        self.positions_S, self.counts_S, self.caps_S, self.ended_S = self.table_4S
+        self.table_6S = torch.zeros(6, rows, dtype=torch.int64, device=device)
+        # Position of the newest token; tokens drawn; the most it may draw; 0 while it runs, tokens drawn once it ended;
+        # where its prompt stands and how long it is, if prompts are kept apart.
+        self.positions_S, self.counts_S, self.caps_S, self.ended_S, *_ = self.table_6S
         self.ended_S.fill_(1)
         self.newest_S = torch.zeros(rows, dtype=torch.int64, device=device)
         self.temperatures_S = torch.ones(rows, device=device)
@@ -45,15 +46,15 @@ class Slots:
             rows, new_tokens, shape.hidden_size, dtype=torch.bfloat16, device=device
         )
 
-    def enter(self, admitted: Mapping[int, Request]) -> None:
-        """Put rows at the end of their prompts, with all their uniforms."""
+    def enter(self, admitted: Mapping[int, Request], places: Sequence[int]) -> None:
+        """Put rows at the end of their prompts, with all their uniforms. `places`: where their prompts are kept."""
         requests = list(admitted.values())
         slots_R = upload(np.array(list(admitted)), self.device)
         starts = [
-            (len(request.prompt_tokens) - 1, 0, request.max_new_tokens, 0)  # a line of table_4S each
-            for request in requests
+            (len(request.prompt_tokens) - 1, 0, request.max_new_tokens, 0, place, len(request.prompt_tokens))
+            for request, place in zip(requests, places, strict=True)
         ]
-        self.table_4S[:, slots_R] = upload(np.array(starts).T, self.device)
+        self.table_6S[:, slots_R] = upload(np.array(starts).T, self.device)
         temperatures = np.array([request.temperature for request in requests], dtype=np.float32)
         self.temperatures_S[slots_R] = upload(temperatures, self.device)
         num_new = max(request.max_new_tokens for request in requests)
@@ -75,13 +76,13 @@ class Slots:
         context = int(self.positions_S[sources].max()) + 1
         for tensor in self._per_row():
             tensor[targets] = tensor[sources]
-        self.table_4S[:, targets] = self.table_4S[:, sources]
+        self.table_6S[:, targets] = self.table_6S[:, sources]
         self.cache.copy_from(self.cache, source_slots=sources, slots=targets, context=context)
 
     def take_over(self, old: "Slots") -> None:
         """Copy all rows of smaller slots."""
         rows = old.room.rows
-        self.table_4S[:, :rows] = old.table_4S
+        self.table_6S[:, :rows] = old.table_6S
         for mine, theirs in zip(self._per_row(), old._per_row(), strict=True):
             if mine.dim() == 1:
                 mine[:rows] = theirs

@@ -24,7 +24,7 @@ from shoal.rollout.engine import Finished, Request
 from shoal.rollout.prover import Prover
 from shoal.rollout.room import Room, fit, free_memory_bytes, room_for
 from shoal.rollout.rows import Rows, by_batch, next_prompts
-from shoal.rollout.shelf import PREFILL_TOKENS, Shelf
+from shoal.rollout.shelf import PREFILL_TOKENS, SHELF_PROMPTS, Shelf
 from shoal.rollout.slots import Slots, upload
 from shoal.rollout.watch import Watch
 from shoal.wire.run import ProofSpec
@@ -59,6 +59,7 @@ class TorchEngine:
         self._rows = Rows(max_rows)
         self._shelf = Shelf()
         self._model: _Loaded | None = None
+        self._need: Room | None = None
         self._running: _Running | None = None
         self._watch = Watch(lookahead=0)
         self._num_steps = 0
@@ -92,6 +93,12 @@ class TorchEngine:
         for request in requests:
             _check_request(request, max_positions)
         self._rows.submit(requests)
+        if requests:
+            rows = self._rows
+            num_rows = min(rows.max_rows, rows.num_running + len(rows.waiting))
+            shelf_prompts = 0 if self._device.type == "cpu" else SHELF_PROMPTS
+            need = room_for(requests, num_rows, shelf_prompts=shelf_prompts)
+            self._need = need if self._need is None else need.union(self._need)
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
@@ -116,18 +123,20 @@ class TorchEngine:
         if rows.num_free < min(few, len(rows.waiting)):
             return
         if rows.waiting[0].prompt_tokens not in self._shelf.homes:
-            self._shelf.stock(self._loaded().decoder, next_prompts(rows.waiting, PREFILL_TOKENS))
+            self._stock(running)
         admitted = rows.admit(self._shelf.homes, step=self._num_steps)
-        running.slots.enter(admitted)
+        running.step.enter(admitted)
         for number, pairs in by_batch(admitted, self._shelf.homes).items():
-            batch = self._shelf.batches[number]
             places_R, slots_R = upload(np.array(pairs).T, self._device)
-            running.slots.cache.copy_from(
-                batch.cache, source_slots=places_R, slots=slots_R, context=batch.cache.max_context
-            )
-            running.step.draw_first(batch.logits_PV, places_R, slots_R)
+            running.step.start(self._shelf.batches[number], places_R, slots_R)
         if running.step.lookahead == 0:
             self._look(running)
+
+    def _stock(self, running: "_Running") -> None:
+        """Compute the prompts that come next."""
+        prompts = next_prompts(self._rows.waiting, max_tokens=PREFILL_TOKENS, max_prompts=SHELF_PROMPTS)
+        self._shelf.stock(self._loaded().decoder, prompts)
+        running.step.keep(self._shelf.batches)
 
     def _decode(self) -> None:
         """Feed every running row its newest token and draw the next."""
@@ -145,38 +154,33 @@ class TorchEngine:
             if done := self._rows.finished(ended, step=step):
                 counts = [ended[slot] for slot in done]
                 taken = running.slots.take(done, max(counts))
-                self._loaded().prover.add(self._rows.remove(done), counts, taken)
+                requests = self._rows.remove(done)
+                running.step.leave(requests)
+                self._loaded().prover.add(requests, counts, taken)
 
     def _make_room(self) -> "_Running":
-        """Slots enough and long enough for the waiting rows too; what the running ones hold is kept."""
-        rows, old = self._rows, self._running
-        if old is not None and not rows.waiting:
+        """Slots enough and long enough for all that was submitted; what the running rows hold is kept."""
+        assert self._need is not None
+        old = self._running
+        if old is not None and old.slots.room == self._need:
             return old
-        need = room_for(rows.waiting, min(rows.max_rows, rows.num_running + len(rows.waiting)))
-        if old is not None:
-            need = need.union(old.slots.room)
-            if need == old.slots.room:
-                return old
-        loaded = self._loaded()
-        need = self._fit(need, old)
-        if old is not None and need == old.slots.room:
+        self._need = need = self._fit(self._need, old)
+        if old is not None and old.slots.room == need:
             return old
-        self._running = new = _Running(loaded, need, graphs=self._graphs)
+        self._running = new = _Running(self._loaded(), need, graphs=self._graphs)
         if old is not None:
-            new.slots.take_over(old.slots)
+            new.take_over(old)
         else:
             self._watch = Watch(new.step.lookahead)
-        rows.open_slots(need.rows)
+        self._rows.open_slots(need.rows)
         return new
 
     def _fit(self, need: Room, old: "_Running | None") -> Room:
         """What memory allows of it; never fewer rows than there are slots already."""
-        budget = _free_bytes(self._device)
         shape, value_bytes = self._loaded().decoder.shape, self._dtype.itemsize
-        fitting = fit(shape, need, value_bytes=value_bytes, budget_bytes=int(MEMORY_SHARE * budget))
-        if old is not None and fitting.rows < old.slots.room.rows:
-            return need._replace(rows=old.slots.room.rows)
-        return fitting
+        budget = int(MEMORY_SHARE * _free_bytes(self._device))
+        fitting = fit(shape, need, value_bytes=value_bytes, budget_bytes=budget)
+        return fitting if old is None else fitting._replace(rows=max(fitting.rows, old.slots.room.rows))
 
 
 class _Loaded:
@@ -205,6 +209,10 @@ class _Running:
             from shoal.rollout.cuda_step import CudaStep  # needs Triton, which machines without a GPU lack
 
             self.step = CudaStep(loaded.weights, self.slots, loaded.is_end_V, graphs=graphs)
+
+    def take_over(self, old: "_Running") -> None:
+        self.slots.take_over(old.slots)
+        self.step.take_over(old.step)  # type: ignore[arg-type] # both were made for the same device
 
 
 def _free_bytes(device: torch.device) -> int:
