@@ -37,11 +37,13 @@ class SegmentBatch:
     places: list[Place]
     sheets: list[Tensor]
     """[S, N] bfloat16 each, flattened state after state, in the order of `places`."""
+    sizes_S: Tensor | None = None
+    """How many values of each are real, where they were padded to one size; there is one sheet then."""
 
     @property
     def num_values(self) -> int:
-        """Of one segment."""
-        return self.sheets[0].shape[1]
+        """Of one segment, the smallest if they differ."""
+        return self.sheets[0].shape[1] if self.sizes_S is None else int(self.sizes_S.min())
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +72,45 @@ def batches(states_list: Sequence[Tensor], *, segment_tokens: int) -> Iterator[S
         yield batch
 
 
+def padded_batches(states_list: Sequence[Tensor], *, segment_tokens: int) -> Iterator[SegmentBatch]:
+    """The same, padded to one size: a handful of launches on a device, however many rows and sizes there are."""
+    places: list[Place] = []
+    firsts: list[int] = []
+    lengths: list[int] = []
+    start = 0
+    for row, states in enumerate(states_list):
+        _check_states(states, row)
+        for segment, first in enumerate(range(0, len(states), segment_tokens)):
+            places.append((row, segment))
+            firsts.append(start + first)
+            lengths.append(min(segment_tokens, len(states) - first))
+        start += len(states)
+    if not places:
+        return
+    states_TH = torch.cat([states.detach() for states in states_list]).to(torch.bfloat16)
+    first_SL = torch.tensor([firsts, lengths]).to(states_TH.device)
+    for begin in range(0, len(places), 4 * BATCH):
+        first_S, length_S = first_SL[:, begin : begin + 4 * BATCH]
+        at_SN = first_S[:, None] + torch.arange(segment_tokens, device=states_TH.device)
+        values_SN = states_TH[at_SN.clamp_(max=len(states_TH) - 1)].flatten(1)
+        yield SegmentBatch(places[begin : begin + 4 * BATCH], [values_SN], length_S * states_TH.shape[1])
+
+
 def top_points(batch: SegmentBatch, topk: int) -> tuple[npt.NDArray[np.int64], Bits]:
     """[S, K] flat indices of the largest magnitudes, and the bit patterns there.
 
     Ties fall as torch.topk has them: that is part of the format.
     """
-    if topk > batch.num_values:
+    if topk > (size := batch.num_values):
         row, segment = batch.places[0]
-        raise ProofError(f"segment {segment} has {batch.num_values} values, fewer than topk={topk}", row)
+        raise ProofError(f"segment {segment} has {size} values, fewer than topk={topk}", row)
     scratch = torch.empty(0, dtype=torch.int16)
     indices: list[npt.NDArray[np.int64]] = []
     bits: list[Bits] = []
     for sheet in batch.sheets:
         if sheet.device.type == "cpu" and scratch.numel() < sheet.numel():
             scratch = torch.empty(sheet.numel(), dtype=torch.int16)
-        indices_SK = _largest(sheet, topk, scratch)
+        indices_SK = _largest(sheet, topk, scratch, batch.sizes_S)
         bits.append(_to_bits(torch.gather(sheet, 1, indices_SK)))
         indices.append(indices_SK.cpu().numpy())
     bits_SK = np.concatenate(bits)
@@ -99,10 +125,7 @@ def bits_of_columns(batch: SegmentBatch, columns_C: npt.NDArray[np.int64]) -> Bi
 
 
 def _blocks(states: Tensor, row: int, segment_tokens: int) -> Iterator[_Block]:
-    if states.dim() != 2 or not states.is_floating_point():
-        raise ProofError(
-            f"states are {tuple(states.shape)} {states.dtype}, expected [tokens, hidden] floats", row
-        )
+    _check_states(states, row)
     if segment_tokens < 1:
         raise ValueError(f"segment_tokens={segment_tokens} must be at least 1")
     num_full, rest = divmod(len(states), segment_tokens)
@@ -131,13 +154,17 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _largest(values_SN: Tensor, topk: int, scratch: Tensor) -> Tensor:
+def _largest(values_SN: Tensor, topk: int, scratch: Tensor, sizes_S: Tensor | None) -> Tensor:
     """[S, K] where the largest magnitudes are: torch.topk of the absolute values, ties included.
 
     Without the sign, bit patterns order as magnitudes do, and on a CPU torch.topk searches int16 faster than bfloat16.
     """
-    if values_SN.device.type != "cpu":
-        return torch.topk(values_SN.abs(), topk, dim=1, sorted=False).indices
+    if values_SN.device.type != "cpu" or sizes_S is not None:
+        absolute_SN = values_SN.abs()
+        if sizes_S is not None:  # padding is below every magnitude
+            columns_N = torch.arange(absolute_SN.shape[1], device=absolute_SN.device)
+            absolute_SN.masked_fill_(columns_N >= sizes_S[:, None], -1.0)
+        return torch.topk(absolute_SN, topk, dim=1, sorted=False).indices
     magnitudes_SN = scratch[: values_SN.numel()].view(values_SN.shape)
     torch.bitwise_and(values_SN.view(torch.int16), 0x7FFF, out=magnitudes_SN)
     return torch.topk(magnitudes_SN, topk, dim=1, sorted=False).indices
@@ -146,6 +173,13 @@ def _largest(values_SN: Tensor, topk: int, scratch: Tensor) -> Tensor:
 def _to_bits(values: Tensor) -> Bits:
     bits: Bits = values.view(torch.int16).cpu().numpy().view(np.uint16)
     return bits
+
+
+def _check_states(states: Tensor, row: int) -> None:
+    if states.dim() != 2 or not states.is_floating_point():
+        raise ProofError(
+            f"states are {tuple(states.shape)} {states.dtype}, expected [tokens, hidden] floats", row
+        )
 
 
 def _check_bits(bits_SK: Bits, places: list[Place]) -> None:
