@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shoal.model.decoder import Decoder
+from shoal.model.decoder import Decoder, RMSNorm
 from shoal.model.foreign import Foreign
 from shoal.model.load import DTYPES
 from shoal.model.logprobs import TokenScores, token_scores
@@ -62,6 +62,9 @@ class Policy:
         if ranks.size == 1 and dtype != torch.float32:
             self._copy = WorkingCopy(master, dtype)
         computing = master if self._copy is None else self._copy.model
+        for module in computing.modules():
+            if isinstance(module, RMSNorm):
+                module.fused = dtype != torch.float32
         for block in computing.blocks():
             _adapt(block, config)
         self._scorer = Scorer(computing)
@@ -76,9 +79,11 @@ class Policy:
 
     def reread(self) -> None:
         """Let go of what is gathered of the master weights on this device: somebody is about to write to them."""
+        from torch.distributed.fsdp import FSDPModule
+
         for module in self._scorer.modules():
-            if hasattr(module, "reshard"):
-                module.reshard()
+            if isinstance(module, FSDPModule):
+                module.reshard()  # type: ignore[no-untyped-call]
 
 
 class WorkingCopy:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from shoal.net.deadline import DeadlinePassed
 from shoal.trainer.batch import Sample
 from shoal.trainer.pack import MicroBatch, fit_rows, pack
 
@@ -26,7 +27,7 @@ COLLECTIVE_S = 600.0
 """How long one rank may keep the others waiting inside a step."""
 
 
-class RankLost(Exception):
+class RankLost(DeadlinePassed):
     """Another rank has ended, or did not come to a collective in time."""
 
 
