@@ -83,7 +83,7 @@ class Policy:
 
         for module in self._scorer.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # type: ignore[no-untyped-call]
+                module.reshard()
 
 
 class WorkingCopy:
