@@ -102,9 +102,7 @@ def make_batch(shape: Shape, layout: str, num_tokens: int) -> TrainBatch:
                 lag=0,
             )
         )
-    return TrainBatch(
-        version=0, samples=tuple(samples), num_groups=1, dropped_groups=0, reward_mean=0.0
-    )
+    return TrainBatch(version=0, samples=tuple(samples), num_groups=1, dropped_groups=0, reward_mean=0.0)
 
 
 def flops(shape: Shape, batch: TrainBatch) -> float:
@@ -213,7 +211,9 @@ def transformers_step(shape: Shape, batch: TrainBatch, device: str, max_tokens: 
             keep = inputs["completion_ids"].shape[1]
             with torch.autocast(torch.device(device).type, torch.bfloat16):
                 logits = model(tokens, attention_mask=mask, logits_to_keep=keep + 1, use_cache=False).logits
-            logprobs = logits[:, :-1].float().log_softmax(-1).gather(2, inputs["completion_ids"][..., None])[..., 0]
+            logprobs = (
+                logits[:, :-1].float().log_softmax(-1).gather(2, inputs["completion_ids"][..., None])[..., 0]
+            )
             real = inputs["completion_mask"].bool()
             loss = grpo_loss(
                 logprobs[real],
@@ -242,7 +242,9 @@ def trl_step(shape: Shape, batch: TrainBatch, device: str, max_tokens: int) -> C
     from trl import GRPOConfig, GRPOTrainer
 
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2, "a": 3}, unk_token="a"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>", bos_token="<s>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="</s>", bos_token="<s>"
+    )
     micros = micro_batches(batch, max_tokens, device)
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
@@ -310,7 +312,12 @@ def check(device: str) -> str:
         learner = Learner(decoder, TrainerConfig(row_tokens=5000, **keys), temperature=0.9)
         logprobs_N = output_logprobs(learner.policy, micro, temperature=0.9)
         loss = grpo_loss(
-            logprobs_N, logprobs_N.detach() + 0.01, micro.advantages_N, num_tokens=batch.num_outputs, eps=0.2, delta=4.0
+            logprobs_N,
+            logprobs_N.detach() + 0.01,
+            micro.advantages_N,
+            num_tokens=batch.num_outputs,
+            eps=0.2,
+            delta=4.0,
         ).loss
         loss.backward()  # type: ignore[no-untyped-call]
         gradient = torch.cat([p.grad.flatten() for p in decoder.parameters() if p.grad is not None])
@@ -341,7 +348,9 @@ class Row:
     loss: float
 
 
-def measure(make: Callable[[], Callable[[], float]], device: str, repeats: int) -> tuple[float, float, float, float]:
+def measure(
+    make: Callable[[], Callable[[], float]], device: str, repeats: int
+) -> tuple[float, float, float, float]:
     """Median seconds of a step, seconds of the first, peak bytes, loss of the first step."""
     cuda = torch.device(device).type == "cuda"
     step = make()
@@ -360,7 +369,9 @@ def measure(make: Callable[[], Callable[[], float]], device: str, repeats: int) 
     return statistics.median(times[2:]), times[0], peak, first_loss
 
 
-def variants(name: str, layout: str, num_tokens: int, device: str, against: set[str]) -> dict[str, Callable[..., Any]]:
+def variants(
+    name: str, layout: str, num_tokens: int, device: str, against: set[str]
+) -> dict[str, Callable[..., Any]]:
     shape, batch = SHAPES[name], make_batch(SHAPES[name], layout, num_tokens)
     long = num_tokens > 20_000
     found: dict[str, Callable[..., Any]] = {}
@@ -380,21 +391,27 @@ def variants(name: str, layout: str, num_tokens: int, device: str, against: set[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shapes", default="135M,0.6B,1.7B")
     parser.add_argument("--tokens", default="16384,65536")
     parser.add_argument("--layouts", default="one,packed")
     parser.add_argument("--against", default="shoal,recompute,compiled,transformers,trl")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--limit-s", type=float, default=1e9, help="start no other measurement after this long")
+    parser.add_argument(
+        "--limit-s", type=float, default=1e9, help="start no other measurement after this long"
+    )
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--json", type=Path, help="where the rows go as well")
     options = parser.parse_args()
     if not options.no_check:
         print(check(options.device), flush=True)
     started_s, rows = time.monotonic(), []
-    print(f"{'shape':<6} {'layout':<7} {'tokens':>6}  {'what':<30} {'step':>9} {'tok/s':>8} {'MFU':>6} {'peak':>8} {'first':>7}")
+    print(
+        f"{'shape':<6} {'layout':<7} {'tokens':>6}  {'what':<30} {'step':>9} {'tok/s':>8} {'MFU':>6} {'peak':>8} {'first':>7}"
+    )
     for num_tokens in map(int, options.tokens.split(",")):
         for name in options.shapes.split(","):
             for layout in options.layouts.split(","):
@@ -410,7 +427,9 @@ def main() -> None:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
 
 
-def one_row(of: tuple[str, str, int, str], make: Callable[..., Any], options: argparse.Namespace) -> Row | None:
+def one_row(
+    of: tuple[str, str, int, str], make: Callable[..., Any], options: argparse.Namespace
+) -> Row | None:
     name, layout, num_tokens, what = of
     label = f"{name:<6} {layout:<7} {num_tokens:>6}  {what:<30}"
     batch = make_batch(SHAPES[name], layout, num_tokens)

@@ -37,9 +37,7 @@ def logprobs(model: Foreign, tokens: Tensor, positions: Tensor, segments: Tensor
 
 
 def test_packed_samples_give_the_loss_and_gradients_of_each_alone(model: Foreign) -> None:
-    alone = torch.cat(
-        [logprobs(model, torch.tensor([p]), torch.arange(len(p))[None], None) for p in PARTS]
-    )
+    alone = torch.cat([logprobs(model, torch.tensor([p]), torch.arange(len(p))[None], None) for p in PARTS])
     weights = torch.linspace(-1, 1, len(alone))
     expected = gradients(model, (alone * weights).sum())
 

@@ -184,7 +184,9 @@ def test_writing_goes_on_beside_and_is_waited_for(
     kept.begin(take(learner), report)
     expected = weights_of(learner)
     advance(learner, 1)  # the next step may write over the weights meanwhile
-    with pytest.raises(DeadlinePassed, match=r"waited 0 s for a checkpoint to be written to .*; is that disk"):
+    with pytest.raises(
+        DeadlinePassed, match=r"waited 0 s for a checkpoint to be written to .*; is that disk"
+    ):
         kept.finish(0.05)
     found = checkpoints(tmp_path).newest()
     assert found is not None

@@ -58,7 +58,9 @@ def test_published_weights_are_the_adapted_model(tmp_path: Path, model: Path) ->
 
 def test_only_adapters_are_trained_and_kept(model: Path) -> None:
     crew = crew_of(model)
-    frozen = {n: p.detach().clone() for n, p in crew.learner.decoder.named_parameters() if not p.requires_grad}
+    frozen = {
+        n: p.detach().clone() for n, p in crew.learner.decoder.named_parameters() if not p.requires_grad
+    }
     crew.step(make_batch(0))
     assert all(torch.equal(p, frozen[n]) for n, p in crew.learner.decoder.named_parameters() if n in frozen)
     weights = crew.snapshot().weights

@@ -89,7 +89,9 @@ def test_other_families_learn_whatever_the_packing(tmp_path: Path, family: str) 
     create_model(str(tmp_path / "theirs"), tmp_path / "ours", seed=0)
     results = []
     for row_tokens in (24, 500):
-        learner = learner_of(tmp_path / "ours", row_tokens=row_tokens, activation_checkpointing=row_tokens == 24)
+        learner = learner_of(
+            tmp_path / "ours", row_tokens=row_tokens, activation_checkpointing=row_tokens == 24
+        )
         results.append([learner.step(make_batch(version), threading.Event()) for version in range(2)])
     for left, right in zip(*results, strict=True):
         assert left.loss == pytest.approx(right.loss, rel=1e-4, abs=1e-6)

@@ -12,9 +12,16 @@ BLOCK = 4096
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _reduce_row(
-    logits_ptr, targets_ptr, logprobs_ptr, lse_ptr, entropy_ptr, vocab, inverse_temperature, BLOCK: tl.constexpr
-):  # type: ignore[no-untyped-def]
+def _reduce_row(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917 (a kernel's arguments are pointers)
+    logits_ptr,
+    targets_ptr,
+    logprobs_ptr,
+    lse_ptr,
+    entropy_ptr,
+    vocab,
+    inverse_temperature,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     start = logits_ptr + row * vocab
     largest = float("-inf")
@@ -32,15 +39,13 @@ def _reduce_row(
         largest = new_largest
     lse = largest + tl.log(total)
     target = tl.load(targets_ptr + row)
-    tl.store(
-        logprobs_ptr + row, tl.load(start + target).to(tl.float32) * inverse_temperature - lse
-    )
+    tl.store(logprobs_ptr + row, tl.load(start + target).to(tl.float32) * inverse_temperature - lse)
     tl.store(lse_ptr + row, lse)
     tl.store(entropy_ptr + row, lse - weighted / total)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gradient_row(
+def _gradient_row(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     logits_ptr,
     targets_ptr,
     lse_ptr,
@@ -50,7 +55,7 @@ def _gradient_row(
     vocab,
     inverse_temperature,
     BLOCK: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     row = tl.program_id(0).to(tl.int64)
     start = logits_ptr + row * vocab
     target = tl.load(targets_ptr + row)

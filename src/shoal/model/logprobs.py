@@ -54,7 +54,7 @@ def token_scores(
 
     parts = [
         checkpoint(of_chunk, hidden, targets, use_reentrant=False)
-        for hidden, targets in zip(hidden_NH.split(chunk), targets_N.split(chunk), strict=True)
+        for hidden, targets in zip(torch.split(hidden_NH, chunk), torch.split(targets_N, chunk), strict=True)
     ]
     return TokenScores(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
@@ -74,11 +74,18 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, temperature: float, chunk: int
+        ctx: FunctionCtx,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        targets_N: Tensor,
+        temperature: float,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
         parts = [
             _reduced(hidden @ weight_VH.T, targets, temperature)
-            for hidden, targets in zip(hidden_NH.split(chunk), targets_N.split(chunk), strict=True)
+            for hidden, targets in zip(
+                torch.split(hidden_NH, chunk), torch.split(targets_N, chunk), strict=True
+            )
         ]
         logprobs_N, lse_N, entropy_N = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, lse_N, entropy_N)
@@ -86,7 +93,7 @@ class _Scores(torch.autograd.Function):
         return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, targets_N, lse_N, entropy_N = ctx.saved_tensors  # type: ignore[attr-defined]
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
         d_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None

@@ -84,7 +84,9 @@ class Checkpoints:
     def begin(self, snapshot: Snapshot, report: StepReport | None) -> None:
         """Start to write a version; the one before must be finished. `finish` says how it went."""
         assert self._writing is None, "finish the checkpoint before"
-        self._writing = self._writer.submit(self._write, snapshot, State(version=snapshot.version, report=report))
+        self._writing = self._writer.submit(
+            self._write, snapshot, State(version=snapshot.version, report=report)
+        )
 
     def finish(self, deadline_s: float) -> None:
         """Wait until what `begin` began is on the disk; older ones may be gone then."""

@@ -137,7 +137,9 @@ def in_words(error: RuntimeError, ranks: Ranks) -> Exception:
     """A collective that failed inside a step speaks of sockets; say that it was another rank."""
     said = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
     if ranks.size > 1 and any(word in said.lower() for word in ("gloo", "nccl", "connection", "timed out")):
-        return RankLost(f"rank {ranks.rank}: another rank has ended or did not come in time; its log says why ({said})")
+        return RankLost(
+            f"rank {ranks.rank}: another rank has ended or did not come in time; its log says why ({said})"
+        )
     return error
 
 

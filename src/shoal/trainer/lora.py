@@ -1,7 +1,7 @@
 """Low-rank adapters (peft): train two thin matrices beside every linear layer, publish the sum.
 
-    y = x W' + (alpha / rank) x A' B'         what trains, W frozen
-    W + (alpha / rank) B A                    what is published, under W's own name: nobody else knows of adapters
+y = x W' + (alpha / rank) x A' B'         what trains, W frozen
+W + (alpha / rank) B A                    what is published, under W's own name: nobody else knows of adapters
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,9 @@ def add_adapters(model: Causal, config: TrainerConfig) -> None:
         raise ValueError(f"lora_rank={config.lora_rank} needs peft: pip install 'shoal[lora]'") from None
     inside = {id(module) for block in model.blocks() for module in block.modules()}
     names = [
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) in inside
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and id(module) in inside
     ]
     if not names:
         raise ValueError(

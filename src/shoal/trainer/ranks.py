@@ -111,9 +111,7 @@ class Ranks:
             return pack(samples, row_tokens=row_tokens, rows_per_micro_batch=rows_per_micro_batch)
         rows = fit_rows(samples, row_tokens)
         mine = [sample for row in rows[self.rank :: self.size] for sample in row]
-        micros = pack(
-            mine or samples[:1], row_tokens=row_tokens, rows_per_micro_batch=rows_per_micro_batch
-        )
+        micros = pack(mine or samples[:1], row_tokens=row_tokens, rows_per_micro_batch=rows_per_micro_batch)
         empty = _nothing(micros[0])
         micros = micros if mine else []
         wanted = round(self.largest(len(micros)))
