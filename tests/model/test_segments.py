@@ -73,7 +73,7 @@ def test_attention_by_bounds_equals_the_dense_mask(lengths: list[int]) -> None:
     tokens = torch.randint(0, SHAPE.vocab_size, positions.shape, device="cuda")
     weight = torch.randn(1, sum(lengths), SHAPE.hidden_size, device="cuda")
     states = [model(tokens, positions, segments_BT=segments) for model in (exact, fast)]
-    for model, state in zip((exact, fast), states, strict=True):
+    for state in states:
         (state * weight.to(state.dtype)).sum().backward()
     assert (states[1] - states[0]).norm() < 0.02 * states[0].norm()
     for (name, one), other in zip(exact.named_parameters(), fast.parameters(), strict=True):

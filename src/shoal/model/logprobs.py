@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from shoal.model.head import Head
 
 CHUNK = 4096
+FEW_LOGITS = 1 << 24
+"""That many are kept for the backward pass on a CPU rather than computed again."""
 
 
 class HasHead(Protocol):
@@ -42,7 +44,8 @@ def token_scores(
     49,152-word vocabulary are 0.8 GB in float32, a whole batch would be many times that.
     """
     head = model.head()
-    if hidden_NH.shape[0] <= chunk and not hidden_NH.is_cuda:
+    num_logits = hidden_NH.shape[0] * head.weight_VH.shape[0]
+    if hidden_NH.shape[0] <= chunk and num_logits <= FEW_LOGITS and not hidden_NH.is_cuda:
         return _scores(head.logits(hidden_NH), targets_N, temperature)
     if head.bias_V is None and head.softcap is None:
         # One product and no more: its gradient is written down below, and needs no float32 copy of the logits.
@@ -63,7 +66,11 @@ def _scores(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> TokenSc
     z_NV = logits_NV.float() / temperature
     lse_N = z_NV.logsumexp(-1)
     logprobs_N = z_NV.gather(1, targets_N[:, None]).squeeze(1) - lse_N
-    return TokenScores(logprobs_N, lse_N - ((z_NV - lse_N[:, None]).exp() * z_NV).sum(-1))
+    return TokenScores(logprobs_N, _entropy(z_NV - lse_N[:, None]))
+
+
+def _entropy(logp_NV: Tensor) -> Tensor:
+    return -(logp_NV.exp() * logp_NV).sum(-1)
 
 
 class _Scores(torch.autograd.Function):
@@ -125,8 +132,8 @@ def _reduced(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> tuple[
         return reduce_rows(logits_NV, targets_N, temperature)
     z_NV = logits_NV.float() / temperature
     lse_N = z_NV.logsumexp(-1)
-    entropy_N = lse_N - ((z_NV - lse_N[:, None]).exp() * z_NV).sum(-1)
-    return z_NV.gather(1, targets_N[:, None]).squeeze(1) - lse_N, lse_N, entropy_N
+    logprobs_N = z_NV.gather(1, targets_N[:, None]).squeeze(1) - lse_N
+    return logprobs_N, lse_N, _entropy(z_NV - lse_N[:, None])
 
 
 def _gradient(
