@@ -97,7 +97,7 @@ class Loop:
         for group in groups:
             rewards = [reward for _, reward in group]
             if max(rewards) > min(rewards):
-                advantages = group_advantages(rewards, self.learner.config.advantage)
+                advantages = group_advantages(rewards, self.learner.config.recipe.advantage)
                 samples += [to_sample(row, value) for (row, _), value in zip(group, advantages, strict=True)]
         if samples:
             batch = TrainBatch(

@@ -215,14 +215,15 @@ def transformers_step(shape: Shape, batch: TrainBatch, device: str, max_tokens: 
                 logits[:, :-1].float().log_softmax(-1).gather(2, inputs["completion_ids"][..., None])[..., 0]
             )
             real = inputs["completion_mask"].bool()
-            loss = grpo_loss(
+            loss_N = grpo_loss(
                 logprobs[real],
                 inputs["old_per_token_logps"][real],
                 inputs["advantages"][:, None].expand_as(logprobs)[real],
-                num_tokens=batch.num_outputs,
                 eps=0.2,
+                eps_high=0.2,
                 delta=4.0,
-            ).loss
+            ).loss_N
+            loss = loss_N.sum() / batch.num_outputs
             loss.backward()
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -311,14 +312,10 @@ def check(device: str) -> str:
         decoder.load_state_dict(exact.state_dict())
         learner = Learner(decoder, TrainerConfig(row_tokens=5000, **keys), temperature=0.9)
         logprobs_N = output_logprobs(learner.policy, micro, temperature=0.9)
-        loss = grpo_loss(
-            logprobs_N,
-            logprobs_N.detach() + 0.01,
-            micro.advantages_N,
-            num_tokens=batch.num_outputs,
-            eps=0.2,
-            delta=4.0,
-        ).loss
+        loss_N = grpo_loss(
+            logprobs_N, logprobs_N.detach() + 0.01, micro.advantages_N, eps=0.2, eps_high=0.2, delta=4.0
+        ).loss_N
+        loss = loss_N.sum() / batch.num_outputs
         loss.backward()  # type: ignore[no-untyped-call]
         gradient = torch.cat([p.grad.flatten() for p in decoder.parameters() if p.grad is not None])
         results[name] = (logprobs_N.detach(), gradient)

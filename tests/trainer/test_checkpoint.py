@@ -15,7 +15,7 @@ from shoal.net.deadline import DeadlinePassed
 from shoal.telemetry import Log
 from shoal.trainer.checkpoint import Checkpoints, restore
 from shoal.trainer.learner import Learner
-from shoal.trainer.loop import step_report
+from shoal.trainer.report import step_report
 from shoal.trainer.snapshot import take
 from shoal.wire.messages import StepReport
 

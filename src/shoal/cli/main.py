@@ -286,6 +286,7 @@ def _above_zero(text: str, what: str = "a number") -> float:
 def _run(options: argparse.Namespace, stop: threading.Event) -> int:
     from rich.console import Console
 
+    from shoal.cli.estimate import estimates
     from shoal.cli.local import LocalRun, default_folder, run_local
     from shoal.cli.runfile import check_names, derived_numbers, load_run_file
 
@@ -293,7 +294,7 @@ def _run(options: argparse.Namespace, stop: threading.Event) -> int:
     if options.dry_run:
         check_names(file, options.file)
         print(f"{options.file}: good")
-        for name, value in derived_numbers(file).items():
+        for name, value in (derived_numbers(file) | estimates(file)).items():
             print(f"  {name:<38} {value}")
         return EXIT_OK
     folder = options.dir or default_folder(file)

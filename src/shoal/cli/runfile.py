@@ -73,6 +73,11 @@ class RunFile(Record):
                 f"trainer.row_tokens = {self.trainer.row_tokens} cannot hold a prompt and sampling.max_new_tokens = "
                 f"{self.sampling.max_new_tokens}; raise it"
             )
+        if self.trainer.optimizer_steps > self.coordinator.groups_per_step:
+            raise ValueError(
+                f"trainer.optimizer_steps = {self.trainer.optimizer_steps} parts cannot be made of "
+                f"coordinator.groups_per_step = {self.coordinator.groups_per_step} groups; lower the one or raise the other"
+            )
         return self
 
     def spec(self) -> RunSpec:
@@ -149,6 +154,7 @@ def derived_numbers(file: RunFile) -> dict[str, str]:
     return {
         "prompts x samples = rollouts a step": f"{coordinator.groups_per_step} x {sampling.samples_per_prompt} = {rollouts:,}",
         "output tokens a step, at most": f"{rollouts * sampling.max_new_tokens:,}",
+        "updates a step": f"{file.trainer.optimizer_steps} of about {rollouts // file.trainer.optimizer_steps:,} rollouts",
         "tokens a micro-batch": f"{file.trainer.rows_per_micro_batch} rows x {file.trainer.row_tokens} = {file.trainer.rows_per_micro_batch * file.trainer.row_tokens:,}",
         "rollouts a lease": f"{coordinator.prompts_per_lease} x {sampling.samples_per_prompt} = {coordinator.prompts_per_lease * sampling.samples_per_prompt:,}",
         "leases a step, at least": f"{-(-coordinator.groups_per_step // coordinator.prompts_per_lease)}",

@@ -26,7 +26,9 @@ def _reduce_row(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917 (a ke
     start = logits_ptr + row * vocab
     largest = -1e30  # a number, as zero times infinity is none
     total = 0.0
-    weighted = 0.0  # sum of e^(z - largest) (z - largest): differences, as z itself would cancel in the entropy
+    weighted = (
+        0.0  # sum of e^(z - largest) (z - largest): differences, as z itself would cancel in the entropy
+    )
     for first in range(0, vocab, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         inside = columns < vocab

@@ -27,11 +27,13 @@ from shoal.telemetry import Log
 from shoal.trainer.batch import TrainBatch
 from shoal.trainer.checkpoint import Checkpoint, read_snapshot
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.learner import Learner, StepFigures
+from shoal.trainer.figures import StepFigures
+from shoal.trainer.learner import Learner
 from shoal.trainer.lora import add_adapters, merged
 from shoal.trainer.policy import Causal
 from shoal.trainer.ranks import RankLost, Ranks
-from shoal.trainer.snapshot import Snapshot, put, take
+from shoal.trainer.reference import Reference, Weights, kept_weights
+from shoal.trainer.snapshot import Snapshot, put, take, trained
 from shoal.trainer.supervised import warm_up
 from shoal.wire.run import TaskSpec
 
@@ -48,22 +50,30 @@ class Crew:
         self._log, self._stop = log, ranks.agreed(stop)
         self._loaded: Causal | None = None
         self._stored: Snapshot | None = None
+        self._reference: Weights = {}
         self._base: Path | None = None
 
     # -- what rank 0 asks for -----------------------------------------------------------------------------
 
-    def begin(self, folder: Path, temperature: float) -> None:
+    def begin(self, folder: Path, temperature: float, max_new_tokens: int = 0) -> None:
         """Load the model of a folder; the others get their parts of it from here."""
         self._base = folder / WEIGHTS_FILE
         self._loaded = load_causal(folder, torch.float32, self._device if self._ranks.size == 1 else "cpu")
         if isinstance(self._loaded, Decoder):
-            self._together("_begin", self._loaded.shape, True, temperature)
+            self._together("_begin", self._loaded.shape, True, temperature, max_new_tokens)
         else:
-            self._together("_begin", read_json(folder / "config.json"), self._loaded.packs, temperature)
+            config = read_json(folder / "config.json")
+            self._together("_begin", config, self._loaded.packs, temperature, max_new_tokens)
 
     def resume(self, checkpoint: Checkpoint) -> None:
         self._stored = read_snapshot(checkpoint, self.learner)
         self._together("_resume")
+
+    def keep_reference(self, path: Path, snapshot: Snapshot) -> None:
+        """Where there is a KL term: have version 0's weights at hand, from `path` or, at version 0, the snapshot's own."""
+        if self._config.kl:
+            self._reference = kept_weights(path, snapshot.weights, snapshot.version)
+            self._together("_set_reference")
 
     def warm_up(self, task: TaskSpec, tokenizer: Tokenizer) -> None:
         self._together("_warm_up", task, tokenizer)
@@ -105,7 +115,9 @@ class Crew:
         self._ranks.tell((act, given))
         return getattr(self, act)(*given)
 
-    def _begin(self, kind: "Shape | dict[str, Any]", packs: bool, temperature: float) -> None:
+    def _begin(
+        self, kind: "Shape | dict[str, Any]", packs: bool, temperature: float, max_new_tokens: int
+    ) -> None:
         model = self._loaded if self._loaded is not None else _empty(kind, packs)
         self._loaded = None
         if self._config.lora_rank:
@@ -114,7 +126,13 @@ class Crew:
             if self._ranks.size == 1:
                 model.to(self._device)
         values = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        self.learner = Learner(model, self._config, temperature=temperature, ranks=self._ranks)
+        self.learner = Learner(
+            model,
+            self._config,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            ranks=self._ranks,
+        )
         if self._ranks.size > 1:
             for name, parameter in model.named_parameters():
                 self._ranks.spread(values.pop(name) if self._ranks.leads else None, parameter)
@@ -122,6 +140,16 @@ class Crew:
     def _resume(self) -> None:
         put(self.learner, self._stored)
         self._stored = None
+
+    def _set_reference(self) -> None:
+        """Every rank's part of version 0's weights, by way of the learner's, which get their own back."""
+        self.learner.policy.reread()
+        own = Reference(self.learner.decoder)
+        for name, parameter in trained(self.learner).items():
+            self._ranks.spread(self._reference[name].detach() if self._ranks.leads else None, parameter)
+        self.learner.reference = Reference(self.learner.decoder)
+        own.copy_to(self.learner.decoder)
+        self._reference = {}
 
     def _warm_up(self, task: TaskSpec, tokenizer: Tokenizer) -> None:
         warm_up(self.learner, make_task(task), tokenizer, log=self._log, stop=self._stop)

@@ -13,7 +13,7 @@ Of several ranks, this is rank 0; the others are in crew.follow().
 
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,14 +25,15 @@ from shoal.net.deadline import NotYet, Stopped, wait_for
 from shoal.shardcast.publish import SHARD_BYTES
 from shoal.shardcast.store import VersionStore
 from shoal.telemetry import Log, Metrics
-from shoal.trainer.batch import TrainBatch
 from shoal.trainer.checkpoint import Checkpoints
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.crew import Crew, in_words
+from shoal.trainer.early_warnings import Watch
 from shoal.trainer.inbox import Inbox
-from shoal.trainer.learner import StepFigures
 from shoal.trainer.publisher import Address, Publisher
 from shoal.trainer.ranks import join_ranks
+from shoal.trainer.report import step_report
+from shoal.trainer.sinks import open_sinks
 from shoal.trainer.snapshot import Snapshot
 from shoal.wire.keys import Key
 from shoal.wire.messages import Info, StepReport
@@ -46,7 +47,7 @@ class TrainerSite:
     """Where and as whom a trainer runs: all that is not the recipe."""
 
     folder: Path
-    """Holds model/, checkpoints/, versions/ and metrics.jsonl."""
+    """Holds model/, checkpoints/, versions/, metrics.jsonl, and reference.safetensors where there is a KL term."""
     model: str
     """A name or folder for model.builtin.create_model; looked at only when the run begins."""
     coordinator_url: str
@@ -99,6 +100,7 @@ def _lead(config: TrainerConfig, site: TrainerSite, crew: Crew, *, log: Log, sto
     reason = "failed"
     try:
         spec = _ask_terms(client, site)
+        metrics.add_sinks(open_sinks(config.metrics, folder=site.folder, run=spec.run))
         run = _Run(config, site, spec, crew=crew, client=client, metrics=metrics, log=log)
         try:
             run.startup()
@@ -132,6 +134,7 @@ class _Run:
         self._config, self._site, self._spec, self._crew = config, site, spec, crew
         self._client, self._metrics, self._log = client, metrics, log
         self._stop = client.stop
+        self._watch = Watch()
         self._model_folder = site.folder / "model"
         self._checkpoints = Checkpoints(site.folder / "checkpoints", keep=config.keep_checkpoints, log=log)
         self._inbox = Inbox(client, config, max_lag=spec.max_lag, deadline_s=site.deadline_s)
@@ -172,17 +175,21 @@ class _Run:
     def _resume_or_begin(self) -> None:
         if not self._model_folder.exists():
             create_model(self._site.model, self._model_folder, self._config.seed)
-        self._crew.begin(self._model_folder, self._spec.sampling.temperature)
+        sampling = self._spec.sampling
+        self._crew.begin(self._model_folder, sampling.temperature, sampling.max_new_tokens)
         checkpoint = self._checkpoints.newest()
         if checkpoint is not None:
             self._crew.resume(checkpoint)
             version = self._crew.learner.version
             self._log.info("resumed", version=version, checkpoint=checkpoint.folder)
             self._metrics.write("resumed", version=version)
-            self._send_out(self._crew.snapshot(), checkpoint.state.report)
+            snapshot = self._crew.snapshot()
+            self._crew.keep_reference(self._site.folder / "reference.safetensors", snapshot)
+            self._send_out(snapshot, checkpoint.state.report)
             return
         self._crew.warm_up(self._spec.task, load_tokenizer(self._model_folder))
         snapshot = self._crew.snapshot()
+        self._crew.keep_reference(self._site.folder / "reference.safetensors", snapshot)
         self._checkpoints.begin(snapshot, None)
         parameters = sum(one.numel() for one in self._crew.learner.decoder.parameters())
         self._metrics.write("begun", version=0, parameters=parameters)
@@ -204,6 +211,11 @@ class _Run:
         self._publisher.announce(manifest, report)
         if report is not None:
             self._metrics.write("step", **report.model_dump())
+            for warning in self._watch.after(report):
+                self._log.warning(warning.sentence, version=report.version, kind=warning.kind)
+                self._metrics.write(
+                    "warning", version=report.version, kind=warning.kind, sentence=warning.sentence
+                )
 
     def _serve_until_finished(self) -> None:
         """The last version is out; workers still fetch it to be evaluated."""
@@ -222,24 +234,6 @@ class _Run:
             log=self._log,
             stop=self._stop,
         )
-
-
-def step_report(batch: TrainBatch, figures: StepFigures, wait_s: float) -> StepReport:
-    """What the coordinator and the metrics get to know. Tokens count prompts and outputs of the rollouts trained on."""
-    lags = [sample.lag for sample in batch.samples]
-    return StepReport(
-        version=batch.version + 1,
-        reward_mean=batch.reward_mean,
-        groups=batch.num_groups,
-        dropped_groups=batch.dropped_groups,
-        rollouts=len(batch.samples),
-        tokens=batch.num_tokens,
-        lag_mean=sum(lags) / len(lags),
-        lag_max=max(lags),
-        wait_s=wait_s,
-        tokens_per_s=batch.num_tokens / max(figures.train_s, 1e-9),
-        **asdict(figures),
-    )
 
 
 def _ask_terms(client: SignedClient, site: TrainerSite) -> RunSpec:

@@ -32,6 +32,8 @@ class MicroBatch:
     behaviour_N: Tensor
     advantages_N: Tensor
     lags_N: Tensor
+    samples_N: Tensor
+    """Which sample of the micro-batch an output token stands in: 0, 1, ... in order. A sample is never split."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         return MicroBatch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
@@ -99,4 +101,7 @@ def _to_tensors(rows: list[list[Sample]]) -> MicroBatch:
             [sample.advantage for sample in samples for _ in range(sample.num_outputs)]
         ),
         lags_N=torch.tensor([sample.lag for sample in samples for _ in range(sample.num_outputs)]),
+        samples_N=torch.tensor(
+            [index for index, sample in enumerate(samples) for _ in range(sample.num_outputs)]
+        ),
     )

@@ -77,6 +77,14 @@ class Policy:
         result: TokenScores = self._scorer(micro, temperature)
         return result
 
+    def reread(self) -> None:
+        """Let go of what is gathered of the master weights on this device: somebody is about to write to them."""
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in self._scorer.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # type: ignore[no-untyped-call]
+
 
 class WorkingCopy:
     """A copy in another dtype. Its gradients go to the master's as soon as each is complete."""

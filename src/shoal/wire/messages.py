@@ -168,6 +168,7 @@ class StepReport(Record):
     lag_mean: float
     lag_max: int
     grad_norm: float
+    """Before clipping; the largest of the step's updates."""
     clip_fraction: float
     logprob_gap: float
     """Mean |engine - trainer| log-prob on the batch, before the update."""
@@ -175,6 +176,23 @@ class StepReport(Record):
     wait_s: float
     train_s: float
     tokens_per_s: float
+    # With defaults: a ledger may hold reports from before these were there.
+    stale_groups: int = 0
+    """Accepted groups that went stale before they were used."""
+    lags: tuple[int, ...] = ()
+    """Rollouts by lag: lags[2] were written by a version two behind."""
+    logprob_gap_max: float = 0.0
+    logprob_gap_kl: float = 0.0
+    """Estimate of the KL divergence from engine to trainer, from the same tokens."""
+    entropy: float = 0.0
+    """Mean entropy, in nats, of the distributions that the tokens trained on stand in."""
+    kl: float = 0.0
+    """Estimate of the KL divergence from version 0, per token; 0 where no reference is kept."""
+    corrected_fraction: float = 0.0
+    """Tokens whose weight the correction of the gap changed by bounding or leaving out."""
+    optimizer_steps: int = 1
+    waited_on: Words = ""
+    """What the coordinator said the batch was waiting for."""
 
 
 class Announce(Record):

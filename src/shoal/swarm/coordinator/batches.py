@@ -93,6 +93,10 @@ def find_batch(db: Connection, version: int) -> Batch | None:
     return None if body is None else Batch.parse(body)
 
 
+def is_formed(db: Connection, version: int) -> bool:
+    return db.execute(select(batches.c.version).where(batches.c.version == version)).first() is not None
+
+
 def count_ready(db: Connection) -> int:
     query = select(func.count()).select_from(groups).where(groups.c.state == GroupState.READY.value)
     return int(db.execute(query).scalar_one())
