@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 from tiny_learner import make_batch
 
+from shoal.net.deadline import DeadlinePassed
 from shoal.telemetry import Log
 from shoal.trainer.checkpoint import Checkpoints
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.crew import Crew
-from shoal.trainer.ranks import join_ranks
+from shoal.trainer.crew import Crew, in_words
+from shoal.trainer.ranks import Ranks, join_ranks
 
 NUM_STEPS = 3
 
@@ -55,7 +56,23 @@ def main(model: str, out: str) -> None:
         folder = Path(out) / f"{name}-{ranks.size}"
         torch.save(train(crew, Path(model), folder), folder.with_suffix(".pt"))
         crew.end("finished")
-    ranks.leave()
+    if ranks.size > 1:
+        lose_one(ranks, Path(model), Path(out))
+
+
+def lose_one(ranks: Ranks, model: Path, out: Path) -> None:
+    """The last rank dies in the middle of a step; the others must say so, and soon."""
+    crew = Crew(TrainerConfig(), ranks, device="cpu", log=Log("trainer"), stop=threading.Event())
+    if not ranks.leads:
+        crew._step = lambda batch: os._exit(0)  # type: ignore[method-assign]
+        crew.follow()
+    crew.begin(model, 0.8)
+    try:
+        crew.step(make_batch(0))
+    except (RuntimeError, DeadlinePassed) as error:
+        said = in_words(error, ranks) if isinstance(error, RuntimeError) else error
+        (out / "lost.txt").write_text(f"{type(said).__name__}: {said}")
+    os._exit(0)  # what remains of the group is of no use to anybody
 
 
 if __name__ == "__main__":

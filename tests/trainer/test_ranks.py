@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_worker
 import torch
 from small_coordinator import SmallCoordinator
 from tiny_learner import make_batch
@@ -50,14 +51,17 @@ def ended(process: subprocess.Popen[str], within_s: float = 90) -> str:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[tuple[str, int], Any]:
+def results(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[Any, Any]:
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "configs.json").write_text(json.dumps(CONFIGS))
-    for size in (1, 2):
-        process = torchrun(str(HERE / "rank_worker.py"), str(model), str(folder), size=size)
-        said = ended(process)
-        assert process.returncode == 0, said
-    return {(name, size): torch.load(folder / f"{name}-{size}.pt") for name in CONFIGS for size in (1, 2)}
+    process = torchrun(str(HERE / "rank_worker.py"), str(model), str(folder))
+    rank_worker.main(str(model), str(folder))  # rank 0 of 1, meanwhile
+    said = ended(process)
+    assert process.returncode == 0, said
+    found: dict[Any, Any] = {
+        (name, size): torch.load(folder / f"{name}-{size}.pt") for name in CONFIGS for size in (1, 2)
+    }
+    return found | {"lost": (folder / "lost.txt").read_text()}
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
@@ -83,6 +87,11 @@ def test_packing_changes_nothing_on_any_number_of_ranks(name: str, results: dict
     )
     for key, weight in other["weights"].items():
         torch.testing.assert_close(weight, plain["weights"][key], rtol=1e-4, atol=2e-5)
+
+
+def test_a_rank_that_dies_in_a_step_is_named_by_the_others(results: dict[Any, Any]) -> None:
+    assert results["lost"].startswith("RankLost: ")
+    assert "another rank has ended or did not come in time; its" in results["lost"]
 
 
 def test_alone_all_micro_batches_are_ours() -> None:
@@ -156,6 +165,7 @@ def wait_until(condition: Any, process: subprocess.Popen[str]) -> None:
     raise AssertionError("it never came to that")
 
 
+@pytest.mark.e2e
 def test_torchrun_trains_and_publishes_from_rank_0(tmp_path: Path, coordinator: SmallCoordinator) -> None:
     process = torchrun(*Folder(tmp_path, coordinator).arguments)
     said = ended(process)
@@ -167,6 +177,7 @@ def test_torchrun_trains_and_publishes_from_rank_0(tmp_path: Path, coordinator: 
     assert all(parameter.isfinite().all() for parameter in decoder.parameters())
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("victim", ["all", "1"])
 def test_a_stop_or_a_lost_rank_ends_all(tmp_path: Path, coordinator: SmallCoordinator, victim: str) -> None:
     coordinator.has_rollouts = False

@@ -96,7 +96,7 @@ class WorkingCopy:
         self._seen = -1
         for one, of in zip(self._copies, self._masters, strict=True):
             if one.requires_grad:
-                one.register_post_accumulate_grad_hook(partial(_hand_over, of))
+                one.register_post_accumulate_grad_hook(partial(_hand_over, of))  # type: ignore[no-untyped-call]
 
     def refresh(self) -> None:
         """Take over the master's weights if anything has written to them since the last time."""
@@ -118,7 +118,7 @@ def _hand_over(master: Tensor, one: Tensor) -> None:
 
 def shard(scorer: Scorer, blocks: list[nn.Module], dtype: torch.dtype, ranks: Ranks) -> None:
     """Cut every parameter over the ranks, in place; each block is gathered and let go on its own."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     assert ranks.mesh is not None, "more than one rank has a mesh"
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -127,7 +127,7 @@ def shard(scorer: Scorer, blocks: list[nn.Module], dtype: torch.dtype, ranks: Ra
     # The root holds embedding, norm and head, which the backward pass needs at once: kept after the forward.
     fully_shard(scorer, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=False)
     for module in scorer.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
+        if isinstance(module, FSDPModule):
             # A micro-batch's loss is its share of the batch's, so gradients add up: no mean over ranks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -140,8 +140,9 @@ def _adapt(block: nn.Module, config: TrainerConfig) -> None:
         forward = torch.compile(forward)
     if config.activation_checkpointing:
         # A compiled block is one piece: there is nothing inside it to keep.
-        keep = {} if config.compile else {"context_fn": partial(create_selective_checkpoint_contexts, _keep)}
-        forward = partial(checkpoint, forward, use_reentrant=False, **keep)
+        keep = partial(create_selective_checkpoint_contexts, _keep)
+        again = partial(checkpoint, forward, use_reentrant=False)
+        forward = again if config.compile else partial(again, context_fn=keep)
     block.forward = forward
 
 
