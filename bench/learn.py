@@ -88,7 +88,8 @@ class Loop:
             for row in self.engine.step():
                 problem = problems[row.request.prompt_index]
                 text = self.engine.tokenizer.decode(row.output_tokens)
-                groups[row.request.prompt_index].append((row, self.task.reward(problem, text).value))
+                reward = self.task.reward(problem, text, len(row.output_tokens))
+                groups[row.request.prompt_index].append((row, reward.value))
         return groups
 
     def train(self, groups: list[Scored]) -> None:

@@ -82,8 +82,9 @@ def train_passes(file: RunFile) -> int:
 
 
 def answer_tokens(file: RunFile) -> int:
-    """Of an answer: the longest that is allowed."""
-    return file.sampling.max_new_tokens
+    """Of an answer: the mean of the budgets, if it keeps to them; without budgets, the longest that is allowed."""
+    budgets = file.task.budgets
+    return round(sum(budgets) / len(budgets)) if budgets else file.sampling.max_new_tokens
 
 
 def gpu_bytes(shape: Shape, file: RunFile, ranks: int) -> float:

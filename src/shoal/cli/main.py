@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal import __version__
+from shoal.cli.arguments import add_data, add_eval
 from shoal.cli.supervise import (
     EXIT_DEADLINE,
     EXIT_FAILED,
@@ -33,6 +34,7 @@ FIRST_THINGS = """first things to do:
   shoal run FILE.toml --dry-run     check a run file and see the numbers it implies
   shoal worker --coordinator URL --dir DIR
                                     give this machine's time to somebody's run
+  shoal eval MODEL --task NAME      pass@1 and pass@k on held-out problems
   shoal ledger verify URL           check that a run's ledger was not rewritten
   shoal explain CODE                what a refusal means and what to do about it
 """
@@ -111,6 +113,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_validator(commands)
     _add_ledger(commands)
     _add_explain(commands)
+    add_eval(commands)
+    add_data(commands)
     return parser.parse_args(arguments)
 
 

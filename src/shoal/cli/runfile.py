@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.tasks import make_task
+from shoal.tasks.files import without_digests
 from shoal.trainer.config import TrainerConfig
 from shoal.wire.record import Record
 from shoal.wire.run import ProofSpec, RunSpec, Sampling, TaskSpec, Tolerances, default_tolerances
@@ -62,7 +63,7 @@ class RunFile(Record):
     @field_validator("task")
     @classmethod
     def _task_exists(cls, task: TaskSpec) -> TaskSpec:
-        make_task(task)
+        make_task(without_digests(task))  # its files may be on the coordinator's machine only
         return task
 
     @model_validator(mode="after")
@@ -133,10 +134,14 @@ def _complaint(problem: Any) -> str:
 
 
 def check_names(file: RunFile, path: Path) -> None:
-    """What only torch-laden rooms know: the names of models and lies. For `--dry-run`; roles check their own."""
+    """What only torch-laden rooms know, the names of models and lies, and whether the task's data is good.
+
+    For `--dry-run`; roles check their own.
+    """
     from shoal.model.builtin import BUILTIN
     from shoal.rollout.lies import LIES
 
+    make_task(file.task).problem("train", 0)
     model = file.run.model
     if model not in BUILTIN and not Path(model).is_dir():
         raise ValueError(f"{path}: run.model = {model!r} is neither a folder nor one of {', '.join(BUILTIN)}")

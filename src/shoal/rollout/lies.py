@@ -155,7 +155,7 @@ class OtherPrompts(Conduct):
         task = make_task(lease.task)
         candidates = (task.problem("train", seed).prompt for seed in range(1000))
         chosen = [prompt for prompt in candidates if prompt not in lease.prompts][: len(lease.prompts)]
-        encoded = [tuple(self._engine.tokenizer.encode_prompt(prompt, chat=task.chat)) for prompt in chosen]
+        encoded = [tuple(self._engine.tokenizer.encode_prompt(prompt, chat=lease.chat)) for prompt in chosen]
         return [replace(request, prompt_tokens=encoded[request.prompt_index]) for request in requests]
 
 

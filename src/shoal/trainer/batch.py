@@ -41,6 +41,8 @@ class TrainBatch:
     stale_groups: int = 0
     waited_on: str = ""
     """What the coordinator last said the batch was waiting for; empty if it was there at once."""
+    dropped_share: float = 0.0
+    unparseable: float = 0.0
 
     @property
     def num_outputs(self) -> int:
@@ -99,6 +101,8 @@ def build_batch(
         reward_mean=batch.reward_mean,
         stale_groups=batch.stale_groups,
         waited_on=waited_on,
+        dropped_share=batch.dropped_share,
+        unparseable=batch.unparseable,
     )
 
 

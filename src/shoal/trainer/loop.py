@@ -21,9 +21,11 @@ import torch
 from shoal.model.builtin import create_model
 from shoal.model.tokenizer import load_tokenizer
 from shoal.net.client import SignedClient
+from shoal.net.data_files import fetch_files
 from shoal.net.deadline import NotYet, Stopped, wait_for
 from shoal.shardcast.publish import SHARD_BYTES
 from shoal.shardcast.store import VersionStore
+from shoal.tasks.files import file_digests, with_files_from
 from shoal.telemetry import Log, Metrics
 from shoal.trainer.checkpoint import Checkpoints
 from shoal.trainer.config import TrainerConfig
@@ -37,7 +39,7 @@ from shoal.trainer.sinks import open_sinks
 from shoal.trainer.snapshot import Snapshot
 from shoal.wire.keys import Key
 from shoal.wire.messages import Info, StepReport
-from shoal.wire.run import RunSpec
+from shoal.wire.run import RunSpec, TaskSpec
 
 FINISH_POLL_S = 0.5
 
@@ -187,13 +189,19 @@ class _Run:
             self._crew.keep_reference(self._site.folder / "reference.safetensors", snapshot)
             self._send_out(snapshot, checkpoint.state.report)
             return
-        self._crew.warm_up(self._spec.task, load_tokenizer(self._model_folder))
+        self._crew.warm_up(self._task(), load_tokenizer(self._model_folder))
         snapshot = self._crew.snapshot()
         self._crew.keep_reference(self._site.folder / "reference.safetensors", snapshot)
         self._checkpoints.begin(snapshot, None)
         parameters = sum(one.numel() for one in self._crew.learner.decoder.parameters())
         self._metrics.write("begun", version=0, parameters=parameters)
         self._send_out(snapshot, None)
+
+    def _task(self) -> TaskSpec:
+        """The run's task, with its files fetched to this machine."""
+        data = self._site.folder / "data"
+        fetch_files(self._client, file_digests(self._spec.task), data, deadline_s=self._site.deadline_s)
+        return with_files_from(self._spec.task, data)
 
     def _send_out(self, snapshot: Snapshot, report: StepReport | None) -> None:
         """Publish and announce a version once its checkpoint is on the disk, and note the step that made it.

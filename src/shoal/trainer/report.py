@@ -17,6 +17,8 @@ def step_report(batch: TrainBatch, figures: StepFigures, wait_s: float) -> StepR
         reward_mean=batch.reward_mean,
         groups=batch.num_groups,
         dropped_groups=batch.dropped_groups,
+        dropped_share=batch.dropped_share,
+        unparseable=batch.unparseable,
         stale_groups=batch.stale_groups,
         rollouts=len(batch.samples),
         tokens=batch.num_tokens,

@@ -163,6 +163,10 @@ class StepReport(Record):
     groups: int
     dropped_groups: int
     """Accepted groups whose rewards were all equal: no signal, not trained on."""
+    dropped_share: float = 0.0
+    """Of the rollouts accepted since the last batch, those in dropped groups: inference that trained nothing."""
+    unparseable: float = 0.0
+    """Of the same rollouts, those that gave no answer at all, which is apart from a wrong one."""
     rollouts: int
     tokens: int
     lag_mean: float
@@ -228,6 +232,8 @@ class Batch(Record):
     dropped_groups: int
     stale_groups: int
     reward_mean: float
+    dropped_share: float = 0.0
+    unparseable: float = 0.0
 
 
 class Evaluation(Record):
@@ -276,6 +282,10 @@ class Stats(Record):
     queued_checks: int
     submissions: dict[str, int]
     """Counts by verdict code."""
+    groups: dict[str, int] = Field(default_factory=dict)
+    """Accepted groups by what became of them: ready, batched, dropped (no signal), stale."""
+    unparseable: float = 0.0
+    """Share of the accepted rollouts that gave no answer at all."""
     batches: int
     trained_groups: int
     generation_tokens_per_s: float

@@ -1,6 +1,6 @@
 """What a run is, as everybody in it may know: the public terms a worker, validator and auditor go by."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,10 +11,18 @@ PROTOCOL = 1
 
 
 class TaskSpec(Record):
-    """A task by name, with its difficulty knobs. The name and the knobs fix every problem it can pose."""
+    """A task by name, with its difficulty knobs. The name and the knobs fix every problem it can pose.
+
+    Options called `path` or `..._path` are files. In a run file they are paths; in the public terms, `sha256:` and the
+    file's digest, so that the terms still fix every problem and say nothing of anybody's disk.
+    """
 
     name: str
     options: dict[str, int | float | str] = Field(default_factory=dict)
+    budgets: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Lengths in tokens, one of which each prompt asks for; none leaves length alone."""
+    budget_alpha: float = Field(default=0.0003, gt=0)
+    """What each token of difference from the length asked for costs."""
 
 
 class Sampling(Record):

@@ -101,7 +101,8 @@ def test_honest_work_is_accepted_with_the_swarms_rewards(
     for row, reward in zip(table.rows, found.rewards, strict=True):
         prompt = lease.prompts[row.prompt_index]
         problem = Problem(prompt=prompt, answer="".join(sorted(prompt.removesuffix("="))))
-        assert reward == task.reward(problem, tokenizer.decode(row.output_tokens)).value
+        text = tokenizer.decode(row.output_tokens)
+        assert reward == task.reward(problem, text, len(row.output_tokens)).value
     assert found.evidence["exponent_mismatches_max"] <= 3 and found.evidence["draw_misses"] == 0
 
 

@@ -260,6 +260,7 @@ def _compose(tx: Transaction, coordinator: Coordinator, work: Work, *, epoch: in
         relays=relays.usable(tx.db, tx.now_s, config.heartbeat_s),
         task=spec.task,
         prompts=prompts,
+        chat=coordinator.task.chat,
         sampling=sampling,
         proof=spec.proof,
         max_bytes=min(max_bytes(prompts, sampling, spec.proof), config.max_upload_bytes),

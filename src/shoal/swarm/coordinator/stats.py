@@ -2,11 +2,17 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, select
+from sqlalchemy import Connection, Row, func, select, true
 
 from shoal import __version__
 from shoal.swarm.coordinator import evaluations, nodes, relays
-from shoal.swarm.coordinator.batches import count_dropped, count_ready, is_formed
+from shoal.swarm.coordinator.batches import (
+    count_by_state,
+    count_dropped,
+    count_ready,
+    is_formed,
+    share_unparseable,
+)
 from shoal.swarm.coordinator.coordinator import Coordinator, is_finished, newest_version
 from shoal.swarm.coordinator.leases import OPEN, State
 from shoal.swarm.coordinator.ledger import head_seq
@@ -51,6 +57,8 @@ def stats(db: Connection, coordinator: Coordinator) -> Stats:
         open_leases=situation.open_leases,
         queued_checks=situation.queued_checks,
         submissions=_ended_by_code(db),
+        groups=count_by_state(db),
+        unparseable=share_unparseable(db, true()),
         batches=trained[0],
         trained_groups=trained[1],
         generation_tokens_per_s=_verified_tokens_per_s(db, now_s),
