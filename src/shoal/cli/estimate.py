@@ -94,12 +94,12 @@ def gpu_bytes(shape: Shape, file: RunFile, ranks: int) -> float:
     state = 16 * num_parameters(shape) / ranks
     # Two layers at a time, and the head, are whole and in bfloat16.
     gathered = 2 * (2 * _layer_parameters(shape) + shape.vocab_size * shape.hidden_size)
-    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     # A layer's activations are kept, or only its input and what its attention gave.
-    of_layer = 2 * tokens * (4 * shape.hidden_size + 2 * heads + 3 * shape.ffn_size)
+    of_layer = 2 * tokens * (4 * shape.hidden_size + 2 * queries + 4 * keys + 3 * shape.ffn_size)
     kept = shape.num_layers * of_layer
     if file.trainer.activation_checkpointing:
-        kept = 2 * tokens * shape.num_layers * (shape.hidden_size + heads) + of_layer
+        kept = 2 * tokens * shape.num_layers * (shape.hidden_size + queries) + of_layer
     logits = 10 * min(LOGITS_CHUNK, tokens) * shape.vocab_size
     return state + gathered + kept + logits
 
