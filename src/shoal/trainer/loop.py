@@ -35,7 +35,7 @@ from shoal.trainer.inbox import Inbox
 from shoal.trainer.publisher import Address, Publisher
 from shoal.trainer.ranks import join_ranks
 from shoal.trainer.report import step_report
-from shoal.trainer.sinks import open_sinks
+from shoal.trainer.sinks import check_packages, open_sinks
 from shoal.trainer.snapshot import Snapshot
 from shoal.wire.keys import Key
 from shoal.wire.messages import Info, StepReport
@@ -97,6 +97,7 @@ def run_trainer(config: TrainerConfig, site: TrainerSite, *, stop: threading.Eve
 
 
 def _lead(config: TrainerConfig, site: TrainerSite, crew: Crew, *, log: Log, stop: threading.Event) -> None:
+    check_packages(config.metrics)
     client = SignedClient(site.coordinator_url, site.key, log=log, stop=stop)
     metrics = Metrics(site.folder / "metrics.jsonl")
     reason = "failed"
