@@ -136,7 +136,7 @@ class OneLoop:
                 lag=0,
             )
             text = self.tokenizer.decode(outputs[:length])
-            found.append((sample, self.task.reward(problems[row // num_samples], text).value))
+            found.append((sample, self.task.reward(problems[row // num_samples], text, length).value))
         return found
 
 

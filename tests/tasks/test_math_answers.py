@@ -134,7 +134,8 @@ def test_hostile_answers_end_soon_and_earn_nothing(strict: MathJudge, answer: st
 def test_answers_may_be_graded_in_any_thread() -> None:
     found = []
     threads = [
-        threading.Thread(target=lambda: found.append(compare("\\frac{1}{2}", "0.5").outcome)) for _ in range(3)
+        threading.Thread(target=lambda: found.append(compare("\\frac{1}{2}", "0.5").outcome))
+        for _ in range(3)
     ]
     for thread in threads:
         thread.start()

@@ -66,16 +66,20 @@ def test_largest_asks_both_ways() -> None:
     chat, bare = Largest().problem("train", 5), Largest(style="bare").problem("train", 5)
     numbers = [int(word) for word in bare.prompt.removesuffix(">").split(",")]
     assert len(set(numbers)) == 4 and max(numbers) == int(bare.answer) < 1000
-    assert (
-        chat.prompt
-        == "Which is the largest of {}, {}, {} and {}? Reply with the number only.".format(*numbers)
+    assert chat.prompt == "Which is the largest of {}, {}, {} and {}? Reply with the number only.".format(
+        *numbers
     )
     assert chat.answer == bare.answer
 
 
 @pytest.mark.parametrize(
     ("text", "outcome"),
-    [("3", Outcome.RIGHT), ("b: 3 times", Outcome.RIGHT), ("4", Outcome.WRONG), ("three", Outcome.UNPARSEABLE)],
+    [
+        ("3", Outcome.RIGHT),
+        ("b: 3 times", Outcome.RIGHT),
+        ("4", Outcome.WRONG),
+        ("three", Outcome.UNPARSEABLE),
+    ],
 )
 def test_count(text: str, outcome: Outcome) -> None:
     assert Count().reward(Problem("abcabbd b=", "3"), text, 1).outcome is outcome

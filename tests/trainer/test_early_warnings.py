@@ -94,9 +94,13 @@ def test_engine_gap_counts_on_fresh_rollouts_only() -> None:
 def test_starving_says_on_whom_it_waits() -> None:
     said = sentence(reports(5, wait_s=9.0, waited_on="workers: none live (0 of 3 enrolled)"), "starving")
     assert said == (
-        "the trainer waited 45 s for rollouts and trained 5 s in the last 5 steps; "
+        "a step waits 9 s for rollouts and trains 1 s (medians of the last 5); "
         "it waited for workers: none live (0 of 3 enrolled)"
     )
+
+
+def test_one_long_wait_is_no_starving() -> None:
+    assert early_warnings(reports(5, wait_s=lambda step: 600.0 if step == 0 else 0.5)) == []
 
 
 def test_each_is_said_once_until_it_has_been_quiet() -> None:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from shoal.telemetry import Metrics
-from shoal.trainer.sinks import PrometheusSink, numbers_of, open_sinks
+from shoal.trainer.sinks import PrometheusSink, check_packages, numbers_of, open_sinks
 
 STEP = {"version": 3, "reward_mean": 0.5, "lags": (5, 0, 2), "waited_on": "workers", "complete": True}
 
@@ -50,6 +50,8 @@ def test_a_missing_package_is_named(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=rf"pip install 'shoal\[{name}\]'"):
         open_sinks([name], folder=tmp_path, run="demo")
+    with pytest.raises(ValueError, match=rf"pip install 'shoal\[{name}\]'"):
+        check_packages(["prometheus:9400", name])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

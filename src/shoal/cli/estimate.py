@@ -76,27 +76,32 @@ def forward_flops(shape: Shape, *, context: int) -> float:
 
 
 def train_passes(file: RunFile) -> int:
-    """Forward passes' worth of arithmetic: one forward, two backward, one computed again, and the scoring ones."""
-    return 4 + (file.trainer.behaviour == "recompute") + (file.trainer.kl > 0)
+    """Forward passes' worth of arithmetic: one forward, two backward, what is computed again, and the scoring ones."""
+    again = file.trainer.activation_checkpointing + (file.trainer.behaviour == "recompute")
+    return 3 + again + (file.trainer.kl > 0)
 
 
 def answer_tokens(file: RunFile) -> int:
-    """Of an answer: the longest that is allowed."""
-    return file.sampling.max_new_tokens
+    """Of an answer: the mean of the budgets, if it keeps to them; without budgets, the longest that is allowed."""
+    budgets = file.task.budgets
+    return round(sum(budgets) / len(budgets)) if budgets else file.sampling.max_new_tokens
 
 
 def gpu_bytes(shape: Shape, file: RunFile, ranks: int) -> float:
-    """Of each of `ranks` GPUs under FSDP2: bfloat16 compute, float32 master weights, activations computed again."""
+    """Of each of `ranks` GPUs under FSDP2: bfloat16 compute, float32 master weights."""
     tokens = file.trainer.row_tokens * file.trainer.rows_per_micro_batch
     # Weights, gradients and both moments of AdamW in float32, a share each.
     state = 16 * num_parameters(shape) / ranks
     # Two layers at a time, and the head, are whole and in bfloat16.
     gathered = 2 * (2 * _layer_parameters(shape) + shape.vocab_size * shape.hidden_size)
-    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    kept = 2 * tokens * shape.num_layers * shape.hidden_size
-    one_layer = 2 * tokens * (4 * shape.hidden_size + 2 * heads + 3 * shape.ffn_size)
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    # A layer's activations are kept, or only its input and what its attention gave.
+    of_layer = 2 * tokens * (4 * shape.hidden_size + 2 * queries + 4 * keys + 3 * shape.ffn_size)
+    kept = shape.num_layers * of_layer
+    if file.trainer.activation_checkpointing:
+        kept = 2 * tokens * shape.num_layers * (shape.hidden_size + queries) + of_layer
     logits = 10 * min(LOGITS_CHUNK, tokens) * shape.vocab_size
-    return state + gathered + kept + one_layer + logits
+    return state + gathered + kept + logits
 
 
 def _layer_parameters(shape: Shape) -> int:

@@ -19,8 +19,12 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+        self.fused = False
+        """One kernel that keeps less for the backward pass and rounds once instead of twice: for training."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fused:
+            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return wide.to(x.dtype) * self.weight

@@ -63,8 +63,8 @@ class Foreign(nn.Module):
 
     def blocks(self) -> list[nn.Module]:
         """The modules of the longest list: the layers of every architecture so far."""
-        lists = [module for module in self.trunk.modules() if isinstance(module, nn.ModuleList)]
-        return list(max(lists, key=len)) if lists else []
+        lists = [list(module) for module in self.trunk.modules() if isinstance(module, nn.ModuleList)]
+        return max(lists, key=len, default=[])
 
     def _states(self, tokens_BT: Tensor, positions_BT: Tensor | None) -> Tensor:
         answer = self.trunk(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False)
@@ -88,7 +88,7 @@ def empty_foreign(config: dict[str, Any], dtype: torch.dtype, device: torch.devi
     kind = dict(config)
     try:
         settings = AutoConfig.for_model(kind.pop("model_type"), **kind)
-        lm = AutoModelForCausalLM.from_config(settings, dtype=dtype)
+        lm: Any = AutoModelForCausalLM.from_config(settings, dtype=dtype)  # type: ignore[no-untyped-call]
     except (KeyError, ValueError) as error:
         raise ValueError(
             f"config.json: transformers has no causal language model of model_type={config.get('model_type')!r}: {error}"
@@ -105,7 +105,7 @@ def probe(model: Foreign, folder: Path) -> None:
     segments_BT = torch.cat((half * 0, half * 0 + 1))[None]
     with torch.no_grad():
         alone = torch.cat(
-            [model._states(part, None) for part in tokens_BT.split(_PROBE_TOKENS, dim=1)], dim=1
+            [model._states(part, None) for part in torch.split(tokens_BT, _PROBE_TOKENS, dim=1)], dim=1
         )
         whole = model._lm[0](input_ids=tokens_BT[:, :_PROBE_TOKENS], use_cache=False).logits
         ours = model.logits(alone[:, :_PROBE_TOKENS])

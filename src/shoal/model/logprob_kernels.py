@@ -12,7 +12,7 @@ BLOCK = 4096
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _reduce_row(
+def _reduce_row(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917 (a kernel's arguments are pointers)
     logits_ptr,
     targets_ptr,
     logprobs_ptr,
@@ -21,12 +21,14 @@ def _reduce_row(
     vocab,
     inverse_temperature,
     BLOCK: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     row = tl.program_id(0).to(tl.int64)
     start = logits_ptr + row * vocab
-    largest = float("-inf")
+    largest = -1e30  # a number, as zero times infinity is none
     total = 0.0
-    weighted = 0.0
+    weighted = (
+        0.0  # sum of e^(z - largest) (z - largest): differences, as z itself would cancel in the entropy
+    )
     for first in range(0, vocab, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         inside = columns < vocab
@@ -34,18 +36,19 @@ def _reduce_row(
         new_largest = tl.maximum(largest, tl.max(z, 0))
         shrink = tl.exp(largest - new_largest)
         e = tl.exp(z - new_largest)
+        weighted = (weighted + total * (largest - new_largest)) * shrink
+        weighted += tl.sum(tl.where(inside, e * (z - new_largest), 0.0), 0)
         total = total * shrink + tl.sum(e, 0)
-        weighted = weighted * shrink + tl.sum(tl.where(inside, e * z, 0.0), 0)
         largest = new_largest
     lse = largest + tl.log(total)
     target = tl.load(targets_ptr + row)
     tl.store(logprobs_ptr + row, tl.load(start + target).to(tl.float32) * inverse_temperature - lse)
     tl.store(lse_ptr + row, lse)
-    tl.store(entropy_ptr + row, lse - weighted / total)
+    tl.store(entropy_ptr + row, tl.log(total) - weighted / total)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gradient_row(
+def _gradient_row(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     logits_ptr,
     targets_ptr,
     lse_ptr,
@@ -55,7 +58,7 @@ def _gradient_row(
     vocab,
     inverse_temperature,
     BLOCK: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     row = tl.program_id(0).to(tl.int64)
     start = logits_ptr + row * vocab
     target = tl.load(targets_ptr + row)

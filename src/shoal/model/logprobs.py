@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from shoal.model.head import Head
 
 CHUNK = 4096
+FEW_LOGITS = 1 << 24
+"""That many are kept for the backward pass on a CPU rather than computed again."""
 
 
 class HasHead(Protocol):
@@ -42,7 +44,8 @@ def token_scores(
     49,152-word vocabulary are 0.8 GB in float32, a whole batch would be many times that.
     """
     head = model.head()
-    if hidden_NH.shape[0] <= chunk and not hidden_NH.is_cuda:
+    num_logits = hidden_NH.shape[0] * head.weight_VH.shape[0]
+    if hidden_NH.shape[0] <= chunk and num_logits <= FEW_LOGITS and not hidden_NH.is_cuda:
         return _scores(head.logits(hidden_NH), targets_N, temperature)
     if head.bias_V is None and head.softcap is None:
         # One product and no more: its gradient is written down below, and needs no float32 copy of the logits.
@@ -54,7 +57,7 @@ def token_scores(
 
     parts = [
         checkpoint(of_chunk, hidden, targets, use_reentrant=False)
-        for hidden, targets in zip(hidden_NH.split(chunk), targets_N.split(chunk), strict=True)
+        for hidden, targets in zip(torch.split(hidden_NH, chunk), torch.split(targets_N, chunk), strict=True)
     ]
     return TokenScores(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
@@ -63,7 +66,11 @@ def _scores(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> TokenSc
     z_NV = logits_NV.float() / temperature
     lse_N = z_NV.logsumexp(-1)
     logprobs_N = z_NV.gather(1, targets_N[:, None]).squeeze(1) - lse_N
-    return TokenScores(logprobs_N, lse_N - ((z_NV - lse_N[:, None]).exp() * z_NV).sum(-1))
+    return TokenScores(logprobs_N, _entropy(z_NV - lse_N[:, None]))
+
+
+def _entropy(logp_NV: Tensor) -> Tensor:
+    return -(logp_NV.exp() * logp_NV).sum(-1)
 
 
 class _Scores(torch.autograd.Function):
@@ -83,7 +90,9 @@ class _Scores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         parts = [
             _reduced(hidden @ weight_VH.T, targets, temperature)
-            for hidden, targets in zip(hidden_NH.split(chunk), targets_N.split(chunk), strict=True)
+            for hidden, targets in zip(
+                torch.split(hidden_NH, chunk), torch.split(targets_N, chunk), strict=True
+            )
         ]
         logprobs_N, lse_N, entropy_N = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, lse_N, entropy_N)
@@ -91,7 +100,7 @@ class _Scores(torch.autograd.Function):
         return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, targets_N, lse_N, entropy_N = ctx.saved_tensors  # type: ignore[attr-defined]
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
         d_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
@@ -123,8 +132,8 @@ def _reduced(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> tuple[
         return reduce_rows(logits_NV, targets_N, temperature)
     z_NV = logits_NV.float() / temperature
     lse_N = z_NV.logsumexp(-1)
-    entropy_N = lse_N - ((z_NV - lse_N[:, None]).exp() * z_NV).sum(-1)
-    return z_NV.gather(1, targets_N[:, None]).squeeze(1) - lse_N, lse_N, entropy_N
+    logprobs_N = z_NV.gather(1, targets_N[:, None]).squeeze(1) - lse_N
+    return logprobs_N, lse_N, _entropy(z_NV - lse_N[:, None])
 
 
 def _gradient(

@@ -71,7 +71,7 @@ def read_shape(folder: Path) -> Shape:
         qkv_bias=qkv_bias,
         qk_norm=family == "qwen3",
         max_positions=int(config["max_position_embeddings"]),
-        eos_token_ids=_eos_token_ids(folder, config),
+        eos_token_ids=read_end_tokens(folder, config),
     )
 
 
@@ -84,7 +84,7 @@ def _rope_theta(folder: Path, config: dict[str, Any]) -> float:
     return float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
 
 
-def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
+def read_end_tokens(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """End tokens of both config files: chat models often name their turn's end only in generation_config.json."""
     found: list[int] = []
     generation = folder / "generation_config.json"

@@ -22,7 +22,8 @@ def main(memory_bytes: int, cpu_s: int) -> None:
         found = parse(
             f"\\boxed{{{text}}}", extraction_config=configs, parsing_timeout=None, raise_on_error=False
         )
-        return list(found)
+        # It always gives the text back as well; a text alone is what it made nothing of.
+        return list(found) if any(not isinstance(one, str) for one in found) else []
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
         if "golds" in question:

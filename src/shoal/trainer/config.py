@@ -81,7 +81,7 @@ class TrainerConfig(Record):
     """torch.compile each layer. Faster; the report saw runs collapse late with it, so it is off unless asked for."""
     lora_rank: int = Field(default=0, ge=0)
     """Train adapters of this rank beside every linear layer instead of all weights; 0 trains all weights."""
-    lora_alpha: float = Field(default=32.0, gt=0)
+    lora_alpha: int = Field(default=32, ge=1)
     """An adapter's product is scaled by lora_alpha / lora_rank."""
     keep_checkpoints: int = Field(default=2, ge=1)
     metrics: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ drift apart; and a run that learns nothing says so in its groups. The thresholds
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Literal
 
 from shoal.wire.messages import StepReport
@@ -123,16 +123,16 @@ def engine_gap(reports: Sequence[StepReport]) -> str | None:
 
 
 def starving(reports: Sequence[StepReport]) -> str | None:
+    """Medians: one long wait, as at the start, is none of its business."""
     lately = reports[-WINDOW // 2 :]
-    waited_s = sum(report.wait_s for report in lately)
-    trained_s = sum(report.train_s for report in lately)
+    waited_s = median(report.wait_s for report in lately)
+    trained_s = median(report.train_s for report in lately)
     if len(lately) < WINDOW // 2 or waited_s < 2 * trained_s:
         return None
     on = next((report.waited_on for report in reversed(lately) if report.waited_on), "")
     return (
-        f"the trainer waited {waited_s:.0f} s for rollouts and trained {trained_s:.0f} s in the last "
-        f"{len(lately)} steps"
-        + (f"; it waited for {on}" if on else "; more workers would make the run faster")
+        f"a step waits {waited_s:.3g} s for rollouts and trains {trained_s:.3g} s (medians of the last {len(lately)}); "
+        + (f"it waited for {on}" if on else "more workers would make the run faster")
     )
 
 

@@ -252,7 +252,8 @@ def make_optimizer(model: nn.Module, config: TrainerConfig, *, learning_rate: fl
         {"params": [one for one in trained if one.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [one for one in trained if one.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=(config.beta1, config.beta2))
+    fused = all(one.is_cuda for one in trained) or None  # None: torch's own choice
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=(config.beta1, config.beta2), fused=fused)
 
 
 def warmed_up(learning_rate: float, *, step: int, warmup_steps: int) -> float:

@@ -35,7 +35,7 @@ from shoal.trainer.inbox import Inbox
 from shoal.trainer.publisher import Address, Publisher
 from shoal.trainer.ranks import join_ranks
 from shoal.trainer.report import step_report
-from shoal.trainer.sinks import open_sinks
+from shoal.trainer.sinks import check_packages, open_sinks
 from shoal.trainer.snapshot import Snapshot
 from shoal.wire.keys import Key
 from shoal.wire.messages import Info, StepReport
@@ -97,6 +97,7 @@ def run_trainer(config: TrainerConfig, site: TrainerSite, *, stop: threading.Eve
 
 
 def _lead(config: TrainerConfig, site: TrainerSite, crew: Crew, *, log: Log, stop: threading.Event) -> None:
+    check_packages(config.metrics)
     client = SignedClient(site.coordinator_url, site.key, log=log, stop=stop)
     metrics = Metrics(site.folder / "metrics.jsonl")
     reason = "failed"
@@ -198,7 +199,7 @@ class _Run:
         self._send_out(snapshot, None)
 
     def _task(self) -> TaskSpec:
-        """The run's task with the data files it names, fetched from the coordinator if this trainer has none."""
+        """The run's task, with its files fetched to this machine."""
         data = self._site.folder / "data"
         fetch_files(self._client, file_digests(self._spec.task), data, deadline_s=self._site.deadline_s)
         return with_files_from(self._spec.task, data)

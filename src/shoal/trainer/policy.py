@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shoal.model.decoder import Decoder
+from shoal.model.decoder import Decoder, RMSNorm
 from shoal.model.foreign import Foreign
 from shoal.model.load import DTYPES
 from shoal.model.logprobs import TokenScores, token_scores
@@ -62,6 +62,9 @@ class Policy:
         if ranks.size == 1 and dtype != torch.float32:
             self._copy = WorkingCopy(master, dtype)
         computing = master if self._copy is None else self._copy.model
+        for module in computing.modules():
+            if isinstance(module, RMSNorm):
+                module.fused = dtype != torch.float32
         for block in computing.blocks():
             _adapt(block, config)
         self._scorer = Scorer(computing)
@@ -76,8 +79,10 @@ class Policy:
 
     def reread(self) -> None:
         """Let go of what is gathered of the master weights on this device: somebody is about to write to them."""
+        from torch.distributed.fsdp import FSDPModule
+
         for module in self._scorer.modules():
-            if hasattr(module, "reshard"):
+            if isinstance(module, FSDPModule):
                 module.reshard()
 
 
@@ -91,7 +96,7 @@ class WorkingCopy:
         self._seen = -1
         for one, of in zip(self._copies, self._masters, strict=True):
             if one.requires_grad:
-                one.register_post_accumulate_grad_hook(partial(_hand_over, of))
+                one.register_post_accumulate_grad_hook(partial(_hand_over, of))  # type: ignore[no-untyped-call]
 
     def refresh(self) -> None:
         """Take over the master's weights if anything has written to them since the last time."""
@@ -113,7 +118,7 @@ def _hand_over(master: Tensor, one: Tensor) -> None:
 
 def shard(scorer: Scorer, blocks: list[nn.Module], dtype: torch.dtype, ranks: Ranks) -> None:
     """Cut every parameter over the ranks, in place; each block is gathered and let go on its own."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     assert ranks.mesh is not None, "more than one rank has a mesh"
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -122,7 +127,7 @@ def shard(scorer: Scorer, blocks: list[nn.Module], dtype: torch.dtype, ranks: Ra
     # The root holds embedding, norm and head, which the backward pass needs at once: kept after the forward.
     fully_shard(scorer, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=False)
     for module in scorer.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
+        if isinstance(module, FSDPModule):
             # A micro-batch's loss is its share of the batch's, so gradients add up: no mean over ranks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -135,8 +140,9 @@ def _adapt(block: nn.Module, config: TrainerConfig) -> None:
         forward = torch.compile(forward)
     if config.activation_checkpointing:
         # A compiled block is one piece: there is nothing inside it to keep.
-        keep = {} if config.compile else {"context_fn": partial(create_selective_checkpoint_contexts, _keep)}
-        forward = partial(checkpoint, forward, use_reentrant=False, **keep)
+        keep = partial(create_selective_checkpoint_contexts, _keep)
+        again = partial(checkpoint, forward, use_reentrant=False)
+        forward = again if config.compile else partial(again, context_fn=keep)
     block.forward = forward
 
 

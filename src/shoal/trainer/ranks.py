@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from shoal.net.deadline import DeadlinePassed
 from shoal.trainer.batch import Sample
 from shoal.trainer.pack import MicroBatch, fit_rows, pack
 
@@ -26,7 +27,7 @@ COLLECTIVE_S = 600.0
 """How long one rank may keep the others waiting inside a step."""
 
 
-class RankLost(Exception):
+class RankLost(DeadlinePassed):
     """Another rank has ended, or did not come to a collective in time."""
 
 
@@ -151,6 +152,8 @@ def join_ranks(*, rank: int, size: int, device: str, speech_s: float) -> Ranks:
     if size == 1:
         return ALONE
     kind = torch.device(device).type
+    if kind == "cuda":
+        torch.cuda.set_device(torch.device(device))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
         timeout=timedelta(seconds=COLLECTIVE_S),

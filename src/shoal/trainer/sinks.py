@@ -18,6 +18,8 @@ from starlette.routing import Route
 from shoal.net.server import Server, listen
 from shoal.telemetry import Sink
 
+PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
+
 
 def open_sinks(names: Iterable[str], *, folder: Path, run: str) -> list[Sink]:
     """The sinks a run file names; ValueError says what is missing for one."""
@@ -33,6 +35,13 @@ def open_sinks(names: Iterable[str], *, folder: Path, run: str) -> list[Sink]:
             assert kind == "wandb", f"config let {name!r} through"
             sinks.append(WandbSink(folder, run=run))
     return sinks
+
+
+def check_packages(names: Iterable[str]) -> None:
+    """ValueError for a sink whose package is not installed; before anything is waited for."""
+    for name in names:
+        if name in PACKAGES:
+            _import(PACKAGES[name], asked_for=name)
 
 
 def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
@@ -62,7 +71,7 @@ def _import(module: str, *, asked_for: str) -> Any:
 
 class TensorBoardSink:
     def __init__(self, folder: Path) -> None:
-        board = _import("torch.utils.tensorboard", asked_for="tensorboard")
+        board = _import(PACKAGES["tensorboard"], asked_for="tensorboard")
         self._writer = board.SummaryWriter(str(folder))
 
     def write(self, event: str, values: Mapping[str, Any]) -> None:
@@ -127,7 +136,7 @@ class WandbSink:
     """Weights & Biases; its own environment variables say where and as whom. Only if the run file asks for it."""
 
     def __init__(self, folder: Path, *, run: str) -> None:
-        wandb = _import("wandb", asked_for="wandb")
+        wandb = _import(PACKAGES["wandb"], asked_for="wandb")
         self._run = wandb.init(project="shoal", name=run, dir=str(folder))
 
     def write(self, event: str, values: Mapping[str, Any]) -> None:

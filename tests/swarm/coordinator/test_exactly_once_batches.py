@@ -77,6 +77,7 @@ def test_groups_without_signal_are_dropped_and_counted(swarm: SmallSwarm) -> Non
     swarm.claim()
     swarm.verdict(lease, rewards=without_signal(lease))
     assert swarm.stats().ready_groups == 0
+    assert "; 2 groups dropped, all rewards equal" in refusal(swarm.batch, 0).problem.detail
     lease = node.deliver()
     swarm.claim()
     swarm.verdict(lease, rewards=(0.0, 1.0, 0.0, 0.0))  # one group with signal, one without

@@ -1,9 +1,11 @@
 """Which versions a lease may be answered with: drop what goes stale, or wait rather than make it."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from small_swarm import CONFIG, SPEC, SmallSwarm, refusal
 
 from shoal.swarm.coordinator.coordinator import Coordinator
 from shoal.swarm.coordinator.issue import NoWork, Outlook, oldest_worth_leasing
@@ -69,3 +71,19 @@ def test_synchronous_training_does_not_generate_while_it_trains() -> None:
 
 def test_versions_start_at_0() -> None:
     assert oldest_worth_leasing(outlook(newest_version=1), terms("wait", 4)) == 0
+
+
+def test_a_synchronous_swarm_waits_for_the_next_version(tmp_path: Path) -> None:
+    swarm = SmallSwarm(
+        tmp_path, CONFIG.model_copy(update={"stale": "wait"}), SPEC.model_copy(update={"max_lag": 0})
+    )
+    try:
+        swarm.start()
+        node = swarm.node()
+        swarm.fill(node)
+        swarm.batch(0)
+        assert "wait for the next version" in refusal(node.lease).problem.detail
+        swarm.announce(1)
+        assert [policy.version for policy in node.lease().policies] == [1]
+    finally:
+        swarm.close()

@@ -102,6 +102,13 @@ def count_ready(db: Connection) -> int:
     return int(db.execute(query).scalar_one())
 
 
+def count_dropped(db: Connection) -> int:
+    """Without signal, of what was accepted since the last batch."""
+    last_seq = select(func.coalesce(func.max(batches.c.seq), 0)).scalar_subquery()
+    dropped = (groups.c.state == GroupState.DROPPED.value, groups.c.accepted_seq > last_seq)
+    return int(db.execute(select(func.count()).select_from(groups).where(*dropped)).scalar_one())
+
+
 def form_batch(tx: Transaction, coordinator: Coordinator, version: int) -> Batch | None:
     """The batch of `version`, the newest, if enough groups are ready: the oldest first, before they go stale."""
     wanted = coordinator.config.groups_per_step
