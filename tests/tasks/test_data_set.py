@@ -83,7 +83,10 @@ def make(name: str, **options: str) -> Task:
                 ("```python\ndef double(x): return x + x\n```", R),
                 ("<think>```python\nno\n```</think> so ```py\ndef double(x): return x + x\n```", R),
                 ("```python\ndef double(x): return 4\n```", W),
-                ("```python\ndef double(x): return x * 2\n```\nor\n```python\ndef double(x): return x\n```", W),
+                (
+                    "```python\ndef double(x): return x * 2\n```\nor\n```python\ndef double(x): return x\n```",
+                    W,
+                ),
                 ("```python\nimport os; os._exit(0)\n```", W),
                 ("def double(x): return x + x", U),
                 ("<think>```python\ndef double(x): return x + x\n```</think>", U),
@@ -143,7 +146,9 @@ def test_held_out_by_hash_or_by_file(tmp_path: Path) -> None:
     }
     assert not asked["train"] & asked["eval"] and len(asked["train"]) == sizes[0]
     # Two questions of the test file also stand in the training file: they are not trained on.
-    test = write(tmp_path / "test.jsonl", rows_like(GSM8K, "question", 2) + rows_like(SVAMP_AS_GSM8K, "question", 3))
+    test = write(
+        tmp_path / "test.jsonl", rows_like(GSM8K, "question", 2) + rows_like(SVAMP_AS_GSM8K, "question", 3)
+    )
     split = make("gsm8k", path=path, eval_path=test)
     assert isinstance(split, Finite) and (split.size("train"), split.size("eval")) == (98, 5)
 
@@ -152,7 +157,12 @@ SVAMP_AS_GSM8K = {"question": "What do 3 pens cost?", "answer": "#### 21"}
 
 
 def test_bare_asks_without_instructions(tmp_path: Path) -> None:
-    task = make("gsm8k", path=write(tmp_path / "a.jsonl", [GSM8K] * 3), eval_path=str(tmp_path / "a.jsonl"), style="bare")
+    task = make(
+        "gsm8k",
+        path=write(tmp_path / "a.jsonl", [GSM8K] * 3),
+        eval_path=str(tmp_path / "a.jsonl"),
+        style="bare",
+    )
     assert not task.chat
     assert task.problem("eval", 0).prompt == f"Question: {GSM8K['question']}\nAnswer:"
 
@@ -171,7 +181,9 @@ def test_bare_asks_without_instructions(tmp_path: Path) -> None:
         ("humaneval", HUMANEVAL | {"entry_point": "nothing"}, "substring not found"),
     ],
 )
-def test_a_bad_row_is_an_error_that_names_it(tmp_path: Path, name: str, row: dict[str, Any], said: str) -> None:
+def test_a_bad_row_is_an_error_that_names_it(
+    tmp_path: Path, name: str, row: dict[str, Any], said: str
+) -> None:
     good = {"gsm8k": GSM8K, "svamp": SVAMP, "math": MATH, "mbpp": MBPP, "humaneval": HUMANEVAL}[name]
     path = write(tmp_path / "rows.jsonl", [good, good, row])
     task = make(name, path=path)
@@ -180,11 +192,17 @@ def test_a_bad_row_is_an_error_that_names_it(tmp_path: Path, name: str, row: dic
     message = str(caught.value)
     assert f"{path}, row 3: " in message and said in message and 'skip_rows = "3"' in message
     if name != "humaneval":
-        assert make(name, path=path, skip_rows="3", eval_path=write(tmp_path / "t.jsonl", [good])).problem("eval", 0)
+        assert make(name, path=path, skip_rows="3", eval_path=write(tmp_path / "t.jsonl", [good])).problem(
+            "eval", 0
+        )
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    for content, said in (("{", "line 1: not JSON"), ("[1]", "row 1: int, expected an object"), ("[", "not JSON")):
+    for content, said in (
+        ("{", "line 1: not JSON"),
+        ("[1]", "row 1: int, expected an object"),
+        ("[", "not JSON"),
+    ):
         path = tmp_path / f"{len(content)}{content[0] == '['}.json"
         path.write_text(content)
         with pytest.raises(ValueError, match=said):
@@ -228,7 +246,9 @@ GENESYS = [
         "task_type": "verifiable_code",
         "prompt": "Write pair(a, b).",
         "verification_info": {
-            "test_cases": [{"type": "function_call", "fn_name": "pair", "input": [1, "x"], "output": [1, "x"]}]
+            "test_cases": [
+                {"type": "function_call", "fn_name": "pair", "input": [1, "x"], "output": [1, "x"]}
+            ]
         },
         "gold_standard_solution": "```python\ndef pair(a, b): return a, b\n```",
     },

@@ -26,7 +26,9 @@ def test_the_public_terms_name_files_by_digest_and_say_nothing_of_paths(tmp_path
     assert [file.name for file in kept.iterdir()] == [digest]
     fetched.mkdir()
     (fetched / digest).write_bytes(path.read_bytes())
-    assert make_task(with_files_from(public, fetched)).problem("eval", 0) == make_task(spec).problem("eval", 0)
+    assert make_task(with_files_from(public, fetched)).problem("eval", 0) == make_task(spec).problem(
+        "eval", 0
+    )
     with pytest.raises(ValueError, match="no data file"):
         make_task(with_files_from(public, tmp_path / "elsewhere")).problem("eval", 0)
 
