@@ -164,6 +164,12 @@ def test_bare_asks_without_instructions(tmp_path: Path) -> None:
         style="bare",
     )
     assert not task.chat
+    direct = make(
+        "gsm8k", path=str(tmp_path / "a.jsonl"), eval_path=str(tmp_path / "a.jsonl"), style="direct"
+    )
+    assert (
+        direct.chat and direct.problem("eval", 0).prompt == f"{GSM8K['question']} Reply with the number only."
+    )
     assert task.problem("eval", 0).prompt == f"Question: {GSM8K['question']}\nAnswer:"
 
 

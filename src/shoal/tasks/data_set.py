@@ -16,7 +16,7 @@ from typing import Any, Literal
 from shoal.tasks.task import Problem, Reward, Split, check_style, is_held_out
 
 Row = dict[str, Any]
-Style = Literal["chat", "bare"]
+Style = Literal["chat", "direct", "bare"]
 
 SHOWN = 50
 """Bad rows that an error names."""
@@ -46,7 +46,8 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSet:
-    """style "chat" asks as a user's turn; "bare" is plain text for a model without a chat template."""
+    """style "chat" asks as a user's turn, to think first where that helps; "direct" for the answer and nothing else, which a
+    small model needs few tokens for; "bare" is plain text for a model without a chat template."""
 
     format: Format
     path: str
@@ -56,7 +57,7 @@ class DataSet:
     """Numbers of rows of `path` to leave out, as `671,902`: known to be bad."""
 
     def __post_init__(self) -> None:
-        check_style(self.format.name, self.style, ("chat", "bare"))
+        check_style(self.format.name, self.style, ("chat", "direct", "bare"))
         if self.format.evaluation_only and self.eval_path:
             raise ValueError(f"{self.format.name} is for evaluation only: all of `path` is; drop eval_path")
         if not re.fullmatch(r"(\s*\d+\s*(,|$))*", self.skip_rows):
@@ -64,7 +65,7 @@ class DataSet:
 
     @property
     def chat(self) -> bool:
-        return self.style == "chat"
+        return self.style != "bare"
 
     def problem(self, split: Split, seed: int) -> Problem:
         return self.entry(split, seed).problem
