@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shoal.model.decoder import Decoder
 from shoal.model.fused import FusedLayer, FusedWeights
 from shoal.rollout.engine import Request
+from shoal.rollout.rows import Prompt, length_batches
 from shoal.rollout.sampling import draw_tokens
-from shoal.rollout.shelf import Batch
+from shoal.rollout.shelf import Batch, prefill
 from shoal.rollout.slots import Slots
 
 
@@ -24,8 +26,9 @@ class CpuStep:
     lookahead = 0
     """What a step has done is known when it returns."""
 
-    def __init__(self, weights: FusedWeights, slots: Slots, is_end_V: Tensor) -> None:
-        self._weights, self._slots, self._is_end_V = weights, slots, is_end_V
+    def __init__(self, decoder: Decoder, weights: FusedWeights, slots: Slots, is_end_V: Tensor) -> None:
+        """`weights` are the decoder's own."""
+        self._decoder, self._weights, self._slots, self._is_end_V = decoder, weights, slots, is_end_V
 
     def decode(self, num_rows: int) -> None:
         weights, slots = self._weights, self._slots
@@ -58,14 +61,16 @@ class CpuStep:
     def take_over(self, old: "CpuStep") -> None:
         """Go on for a step whose slots were too small. Nothing to do: the slots have all there is."""
 
-    def keep(self, batches: Sequence[Batch]) -> None:
-        """Prompts have been computed. Nothing to do: rows copy them when they start."""
+    def compute(self, prompts: Sequence[Prompt]) -> list[Batch]:
+        """Prompts for rows to start from, in batches of about one length: a CPU pays for every token of padding."""
+        return [prefill(self._decoder, batch) for batch in length_batches(prompts, 1.25)]
 
     def enter(self, admitted: Mapping[int, Request]) -> None:
         self._slots.enter(admitted, [0] * len(admitted))
 
     def start(self, batch: Batch, places_R: Tensor, slots_R: Tensor) -> None:
         """Rows in `slots_R` begin after the batch's prompts at `places_R`: their first tokens are drawn."""
+        assert batch.cache is not None
         self._slots.cache.copy_from(
             batch.cache, source_slots=places_R, slots=slots_R, context=batch.cache.max_context
         )
@@ -95,7 +100,7 @@ class CpuStep:
         slots = self._slots
         counts_R = slots.counts_S[slots_R]
         tokens_R, logprobs_R = draw_tokens(
-            logits_RV, slots.temperatures_S[slots_R], slots.uniforms_SN[slots_R, counts_R]
+            logits_RV, slots.temperatures_S[slots_R].float(), slots.uniforms_SN[slots_R, counts_R]
         )
         slots.tokens_SN[slots_R, counts_R] = tokens_R
         slots.logprobs_SN[slots_R, counts_R] = logprobs_R

@@ -17,8 +17,10 @@ from torch.nn import functional as F
 from shoal.model import kernels
 from shoal.model.cache import KVCache
 from shoal.model.fused import FusedWeights
+from shoal.rollout.cuda_prefill import prefill
 from shoal.rollout.engine import Request
 from shoal.rollout.places import Places
+from shoal.rollout.rows import Prompt, length_batches
 from shoal.rollout.shelf import Batch
 from shoal.rollout.slots import Slots, upload
 
@@ -67,9 +69,10 @@ class CudaStep:
             old._prompts, source_slots=rows, slots=rows, context=old._prompts.max_context
         )
 
-    def keep(self, batches: Sequence[Batch]) -> None:
-        """Prompts have been computed: take them where rows can look at them."""
-        places = self._places.seat([prompt for batch in batches for prompt in batch.prompts])
+    def compute(self, prompts: Sequence[Prompt]) -> list[Batch]:
+        """Prompts for rows to start from, kept where the rows can look at them."""
+        places = self._places.seat(prompts)
+        batches = [prefill(self._weights, batch) for batch in length_batches(prompts, 2.0)]
         for batch in batches:
             pairs = [(at, places[prompt]) for at, prompt in enumerate(batch.prompts) if prompt in places]
             if pairs:
@@ -77,6 +80,7 @@ class CudaStep:
                 self._prompts.copy_from(
                     batch.cache, source_slots=index_P, slots=places_P, context=batch.cache.max_context
                 )
+        return [Batch(batch.prompts, None, batch.logits_PV) for batch in batches]
 
     def enter(self, admitted: Mapping[int, Request]) -> None:
         prompts = [request.prompt_tokens for request in admitted.values()]
