@@ -86,7 +86,9 @@ def write_model(folder: Path, name: str, seed: int, device: str) -> None:
 
 def make_requests(options: argparse.Namespace, vocab: int, seed: int = 0) -> list[Request]:
     rng = np.random.default_rng(seed)
-    lengths = np.clip(rng.lognormal(np.log(options.cap / 6), 0.8, (options.prompts, options.samples)), 1, options.cap)
+    lengths = np.clip(
+        rng.lognormal(np.log(options.cap / 6), 0.8, (options.prompts, options.samples)), 1, options.cap
+    )
     prompts = [
         tuple(rng.integers(3, vocab, rng.integers(options.prompt_min, options.prompt_max + 1)).tolist())
         for _ in range(options.prompts)
@@ -150,14 +152,19 @@ def bytes_moved(shape: Shape, finished: Sequence[Finished], steps: int, value_by
     )
     position = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * value_bytes
     contexts = sum(
-        len(row.output_tokens) * (len(row.request.prompt_tokens) + len(row.output_tokens) / 2) for row in finished
+        len(row.output_tokens) * (len(row.request.prompt_tokens) + len(row.output_tokens) / 2)
+        for row in finished
     )
     return steps * head_and_layers * value_bytes + position * contexts
 
 
 class Table:
     def __init__(self, options: argparse.Namespace) -> None:
-        where = torch.cuda.get_device_name() if options.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
+        where = (
+            torch.cuda.get_device_name()
+            if options.device == "cuda"
+            else f"{torch.get_num_threads()} CPU threads"
+        )
         print(
             f"{where}, torch {torch.__version__}, {options.shape} {options.dtype}, {options.rows} rows at once, "
             f"{options.prompts} prompts x {options.samples} samples, cap {options.cap}"
@@ -177,7 +184,9 @@ def bench_engine(options: argparse.Namespace, folder: Path, table: Table) -> Non
     engines = {}
     for proofs in (False, True):
         engines[proofs] = make_engine(options, folder, proofs=proofs)
-        drain(engines[proofs], [*few, replace(requests[0], max_new_tokens=options.cap)])  # compile, capture, grow
+        drain(
+            engines[proofs], [*few, replace(requests[0], max_new_tokens=options.cap)]
+        )  # compile, capture, grow
     for _ in range(options.repeats):  # alternating, so that a machine's mood hits both alike
         for proofs in (False, True):
             seconds, result = timed(options.device, lambda proofs=proofs: drain(engines[proofs], requests))
@@ -189,7 +198,9 @@ def bench_engine(options: argparse.Namespace, folder: Path, table: Table) -> Non
     notes = f"{tokens:,} tokens, {steps:,} steps, mean {tokens / len(finished):.0f} a row"
     if options.device in COPY_BYTES_PER_S:
         moved = bytes_moved(shape, finished, steps, DTYPES[options.dtype].itemsize)
-        notes += f"; {moved / COPY_BYTES_PER_S[options.device] / (tokens / on):.0%} of the memory-bandwidth limit"
+        notes += (
+            f"; {moved / COPY_BYTES_PER_S[options.device] / (tokens / on):.0%} of the memory-bandwidth limit"
+        )
     table.line("TorchEngine, proofs off", off)
     table.line("TorchEngine, proofs on", on, f"{notes}; proofs cost {off / on - 1:+.1%}")
 
@@ -197,18 +208,22 @@ def bench_engine(options: argparse.Namespace, folder: Path, table: Table) -> Non
 def bench_steps(options: argparse.Namespace, folder: Path, table: Table) -> None:
     """Full slots at a fixed context: what one step can do."""
     vocab = read_shape(folder).vocab_size
+    num_steps = 48 if options.device == "cuda" else 4
     for context in options.contexts:
         engine = make_engine(options, folder, proofs=False)
         request = replace(
             make_requests(options, vocab)[0], prompt_tokens=tuple(range(3, 3 + context)), max_new_tokens=80
         )
-        engine.submit([replace(request, sample_index=index, sample_seed=index) for index in range(options.rows)])
+        engine.submit(
+            [replace(request, sample_index=index, sample_seed=index) for index in range(options.rows)]
+        )
         for _ in range(16):
             engine.step()
-        num_steps = 48 if options.device == "cuda" else 4
         seconds, _ = timed(options.device, lambda engine=engine: [engine.step() for _ in range(num_steps)])
         table.line(
-            f"one step at context {context}", options.rows * num_steps / seconds, f"{seconds / num_steps * 1e3:.3f} ms"
+            f"one step at context {context}",
+            options.rows * num_steps / seconds,
+            f"{seconds / num_steps * 1e3:.3f} ms",
         )
 
 
@@ -270,14 +285,26 @@ def bench_determinism(options: argparse.Namespace, folder: Path, table: Table) -
         eager, _ = drain(make_engine(options, folder, graphs=False), requests)
         table.line("determinism: launched one by one against graph", None, agreement(eager, together))
         on_cpu = argparse.Namespace(**vars(options) | {"device": "cpu"})
-        table.line("determinism: CPU against this GPU", None, agreement(drain(make_engine(on_cpu, folder), few)[0], together))
-        table.line("determinism: decode here, prefill on the CPU", None, against_prefill(folder, together[:8], on_cpu))
+        table.line(
+            "determinism: CPU against this GPU",
+            None,
+            agreement(drain(make_engine(on_cpu, folder), few)[0], together),
+        )
+        table.line(
+            "determinism: decode here, prefill on the CPU",
+            None,
+            against_prefill(folder, together[:8], on_cpu),
+        )
 
 
 def load_reference(options: argparse.Namespace, folder: Path, **more: str) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[options.dtype], **more).to(options.device).eval()
+    return (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[options.dtype], **more)
+        .to(options.device)
+        .eval()
+    )
 
 
 def bench_generate(options: argparse.Namespace, folder: Path, table: Table) -> None:
@@ -292,7 +319,13 @@ def bench_generate(options: argparse.Namespace, folder: Path, table: Table) -> N
 
     def generate(num_new: int) -> None:
         model.generate(
-            tokens, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=num_new, min_new_tokens=num_new, pad_token_id=0
+            tokens,
+            attention_mask=mask,
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=num_new,
+            min_new_tokens=num_new,
+            pad_token_id=0,
         )
 
     generate(2)
@@ -313,13 +346,21 @@ def bench_continuous(options: argparse.Namespace, folder: Path, table: Table) ->
         max_new_tokens=options.baseline_tokens, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0
     )
     inputs = [list(request.prompt_tokens) for request in requests]
-    seconds, results = timed(options.device, lambda: model.generate_batch(inputs=inputs, generation_config=config))
+    seconds, results = timed(
+        options.device, lambda: model.generate_batch(inputs=inputs, generation_config=config)
+    )
     tokens = sum(len(result.generated_tokens) for result in results.values())
-    table.line(f"transformers continuous batching, {len(inputs)} rows", tokens / seconds, f"{tokens:,} tokens, paged SDPA")
+    table.line(
+        f"transformers continuous batching, {len(inputs)} rows",
+        tokens / seconds,
+        f"{tokens:,} tokens, paged SDPA",
+    )
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="135m")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")

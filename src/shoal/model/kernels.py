@@ -1,4 +1,4 @@
-# mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,import-not-found,import-untyped,index,unused-ignore"
+# mypy: disable-error-code="untyped-decorator,misc,no-untyped-def,no-untyped-call,import-not-found,import-untyped,index,unused-ignore"
 """Triton kernels of a decode step: everything between its matrix products. Imported on CUDA machines only.
 
     add_norm      residual sum and RMS norm; the last one of a step also keeps the row's state for its proof
@@ -323,7 +323,9 @@ def _draw(
         in_b = b < NUM_BLOCKS
         top_b = tl.load(tops + row * NUM_BLOCKS + b, mask=in_b, other=float("-inf"))
         top = tl.max(top_b, axis=0)
-        weight_b = tl.load(sums + row * NUM_BLOCKS + b, mask=in_b, other=0.0) * tl.exp(top_b - top).to(tl.float64)
+        weight_b = tl.load(sums + row * NUM_BLOCKS + b, mask=in_b, other=0.0) * tl.exp(top_b - top).to(
+            tl.float64
+        )
         total = tl.sum(weight_b, axis=0)
         point = tl.load(uniforms + slot * term_stride + count) * total
         reached_b = tl.cumsum(weight_b, axis=0)
@@ -428,7 +430,13 @@ def attend(
 
 
 def spread(
-    qkv_TQ: Tensor, layer: FusedLayer, *, shape: Shape, rope_PE: Tensor, keys_PCKD: Tensor, values_PCKD: Tensor
+    qkv_TQ: Tensor,
+    layer: FusedLayer,
+    *,
+    shape: Shape,
+    rope_PE: Tensor,
+    keys_PCKD: Tensor,
+    values_PCKD: Tensor,
 ) -> Tensor:
     """Queries of whole prompts, normed and rotated, [P, C, N, D]; keys and values go where they are kept. T is P x C."""
     num_prompts, width = keys_PCKD.shape[:2]

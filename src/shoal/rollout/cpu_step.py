@@ -52,7 +52,9 @@ class CpuStep:
                 attn_mask=mask_B11C,
             )
             x_BH = x_BH + F.linear(mixed_BKGD.reshape(num_rows, -1), layer.o_HQ)
-            gate_BF, up_BF = F.linear(_norm(x_BH, layer.post_norm_H, shape.norm_eps), layer.gate_up_FH).chunk(2, -1)
+            gate_BF, up_BF = F.linear(_norm(x_BH, layer.post_norm_H, shape.norm_eps), layer.gate_up_FH).chunk(
+                2, -1
+            )
             x_BH = x_BH + F.linear(F.silu(gate_BF) * up_BF, layer.down_HF)
         hidden_BH = _norm(x_BH, weights.norm_H, shape.norm_eps)
         slots.states_SNH[rows_B, slots.counts_S[:num_rows] - 1] = hidden_BH.to(torch.bfloat16)
@@ -85,13 +87,12 @@ class CpuStep:
         shape = self._weights.shape
         normed_BH = _norm(x_BH, layer.input_norm_H, shape.norm_eps)
         qkv_BQD = F.linear(normed_BH, layer.qkv_QH, layer.qkv_bias_Q).view(len(x_BH), -1, shape.head_dim)
-        q_BND, k_BKD, v_BKD = qkv_BQD.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
+        first_v = shape.num_heads + shape.num_kv_heads
+        qk_BMD, v_BKD = qkv_BQD[:, :first_v], qkv_BQD[:, first_v:]
         if layer.q_norm_D is not None and layer.k_norm_D is not None:
-            q_BND = _norm(q_BND, layer.q_norm_D, shape.norm_eps)
-            k_BKD = _norm(k_BKD, layer.k_norm_D, shape.norm_eps)
+            q_BND = _norm(qk_BMD[:, : shape.num_heads], layer.q_norm_D, shape.norm_eps)
+            k_BKD = _norm(qk_BMD[:, shape.num_heads :], layer.k_norm_D, shape.norm_eps)
             qk_BMD = torch.cat((q_BND, k_BKD), dim=1)
-        else:
-            qk_BMD = qkv_BQD[:, : -shape.num_kv_heads]
         cos, signed_sin = rope
         turned_BMD = torch.addcmul(qk_BMD * cos, qk_BMD.roll(shape.head_dim // 2, -1), signed_sin)
         return turned_BMD[:, : shape.num_heads], turned_BMD[:, shape.num_heads :], v_BKD

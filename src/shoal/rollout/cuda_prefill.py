@@ -17,7 +17,7 @@ from shoal.rollout.slots import upload
 
 
 class Computed(NamedTuple):
-    prompts: Sequence[Prompt]
+    prompts: list[Prompt]
     cache: KVCache
     logits_PV: Tensor
 
@@ -55,4 +55,4 @@ def prefill(weights: FusedWeights, prompts: Sequence[Prompt]) -> Computed:
     assert delta_TH is not None
     last_P = upload(np.arange(len(prompts)) * width + lengths - 1, device)
     last_PH = kernels.add_norm(x_TH[last_P], delta_TH[last_P], weights.norm_H, eps)
-    return Computed(prompts, cache, torch.mm(last_PH, weights.head_VH.t()))
+    return Computed(list(prompts), cache, torch.mm(last_PH, weights.head_VH.t()))

@@ -65,5 +65,7 @@ def prefill(decoder: Decoder, prompts: Sequence[Prompt]) -> Batch:
         hidden_PTH = decoder(tokens_PT[:, start : cache.context], positions_PT, cache=cache)
         at_P = (last_P - start).clamp(0, hidden_PTH.shape[1] - 1)
         here_P1 = ((last_P >= start) & (last_P < cache.context))[:, None]
-        last_PH = torch.where(here_P1, hidden_PTH[torch.arange(len(prompts), device=norm.device), at_P], last_PH)
+        last_PH = torch.where(
+            here_P1, hidden_PTH[torch.arange(len(prompts), device=norm.device), at_P], last_PH
+        )
     return Batch(list(prompts), cache, decoder.logits(last_PH))

@@ -205,17 +205,19 @@ class _Running:
 
     def __init__(self, loaded: _Loaded, room: Room, *, graphs: bool) -> None:
         self.slots = Slots(loaded.weights, room)
-        self.step: CpuStep | CudaStep
-        if self.slots.device.type == "cpu":
-            self.step = CpuStep(loaded.decoder, loaded.weights, self.slots, loaded.is_end_V)
-        else:
-            from shoal.rollout.cuda_step import CudaStep  # needs Triton, which machines without a GPU lack
-
-            self.step = CudaStep(loaded.weights, self.slots, loaded.is_end_V, graphs=graphs)
+        self.step = _make_step(loaded, self.slots, graphs=graphs)
 
     def take_over(self, old: "_Running") -> None:
         self.slots.take_over(old.slots)
         self.step.take_over(old.step)  # type: ignore[arg-type] # both were made for the same device
+
+
+def _make_step(loaded: _Loaded, slots: Slots, *, graphs: bool) -> "CpuStep | CudaStep":
+    if slots.device.type == "cpu":
+        return CpuStep(loaded.decoder, loaded.weights, slots, loaded.is_end_V)
+    from shoal.rollout.cuda_step import CudaStep  # needs Triton, which machines without a GPU lack
+
+    return CudaStep(loaded.weights, slots, loaded.is_end_V, graphs=graphs)
 
 
 def _free_bytes(device: torch.device) -> int:
