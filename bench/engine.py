@@ -208,6 +208,7 @@ def bench_engine(options: argparse.Namespace, folder: Path, table: Table) -> Non
 def bench_steps(options: argparse.Namespace, folder: Path, table: Table) -> None:
     """Full slots at a fixed context: what one step can do."""
     vocab = read_shape(folder).vocab_size
+    num_steps = 48 if options.device == "cuda" else 4
     for context in options.contexts:
         engine = make_engine(options, folder, proofs=False)
         request = replace(
@@ -218,7 +219,6 @@ def bench_steps(options: argparse.Namespace, folder: Path, table: Table) -> None
         )
         for _ in range(16):
             engine.step()
-        num_steps = 48 if options.device == "cuda" else 4
         seconds, _ = timed(options.device, lambda engine=engine: [engine.step() for _ in range(num_steps)])
         table.line(
             f"one step at context {context}",

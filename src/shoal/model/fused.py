@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.model.decoder import Decoder, Layer, rope_table
 from shoal.model.shape import Shape
@@ -73,9 +73,11 @@ def _fuse_layer(layer: Layer) -> FusedLayer:
     )
 
 
-def _join(parameters: Sequence[nn.Parameter]) -> Tensor:
+def _join(parameters: Sequence[Tensor]) -> Tensor:
     """The parameters one below the other; each becomes a view of its part."""
     joined = torch.cat([parameter.data for parameter in parameters])
-    for parameter, part in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
-        parameter.data = part
+    start = 0
+    for parameter in parameters:
+        parameter.data = joined[start : start + len(parameter)]
+        start += len(parameter)
     return joined

@@ -1,7 +1,8 @@
-# mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,import-not-found,import-untyped,index,unused-ignore"
+# mypy: disable-error-code="untyped-decorator,misc,no-untyped-def,no-untyped-call,import-not-found,import-untyped,index,unused-ignore"
 """Triton kernels of a decode step: everything between its matrix products. Imported on CUDA machines only.
 
     add_norm      residual sum and RMS norm; the last one of a step also keeps the row's state for its proof
+    spread        q/k norm and rotation of whole prompts, keys and values into the cache
     attend        q/k norm, rotation, write to the cache and attention over it, each row exactly as far as it is long
     silu_mul      silu(gate) * up
     draw          a token for each row as docs/wire/draw.md has it, and all that follows from it: where it is kept, the
@@ -19,9 +20,12 @@ from torch import Tensor
 from shoal.model.fused import FusedLayer
 from shoal.model.shape import Shape
 
-ATTEND_BLOCK = {torch.bfloat16: 64, torch.float32: 32}
+ATTEND_BLOCK = {torch.bfloat16: 32, torch.float32: 32}
 """Cached positions looked at together."""
-ATTEND_WARPS, ATTEND_STAGES = 4, 3
+ATTEND_WARPS, ATTEND_STAGES = 2, 3
+FLOAT32_DOT = "tf32x3"
+"""float32 products as three of the matrix units' short ones: float32's accuracy but for its last bits, at several times
+the speed. Without effect on bfloat16."""
 DRAW_BLOCK = 2048
 """Vocabulary entries summed together; the draw then looks into one such block."""
 
@@ -80,7 +84,7 @@ def _look_at(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Attention of q over `num` cached positions, added to what was seen before: highest score, weights, mixed values."""
     d = tl.arange(0, BLOCK_D)
@@ -92,21 +96,14 @@ def _look_at(
         at = n[:, None] * STEP + d[None, :]
         k_nd = tl.load(keys + at, mask=in_nd, other=0.0)
         v_nd = tl.load(values + at, mask=in_nd, other=0.0)
-        if DOT:
-            scores = tl.dot(q, tl.trans(k_nd)) * scale
-        else:
-            wide = q.to(tl.float32)[:, None, :] * k_nd.to(tl.float32)[None, :, :]
-            scores = tl.sum(wide, axis=2) * scale
+        scores = tl.dot(q, tl.trans(k_nd), input_precision=PRECISION) * scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, axis=1))
         shrink = tl.exp(top - higher)
         weights = tl.exp(scores - higher[:, None])
         total = total * shrink + tl.sum(weights, axis=1)
         mixed = mixed * shrink[:, None]
-        if DOT:
-            mixed = tl.dot(weights.to(v_nd.dtype), v_nd, mixed)
-        else:
-            mixed += tl.sum(weights[:, :, None] * v_nd.to(tl.float32)[None, :, :], axis=1)
+        mixed = tl.dot(weights.to(v_nd.dtype), v_nd, mixed, input_precision=PRECISION)
         top = higher
     return top, total, mixed
 
@@ -140,7 +137,7 @@ def _attend(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     QK_NORM: tl.constexpr,
-    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -194,14 +191,63 @@ def _attend(
     shared = place * prompt_stride + head * D
     top, total, mixed = _look_at(
         q, top, total, mixed, prompt_keys + shared, prompt_values + shared, prompt_len, scale,
-        step, D, BLOCK_D, BLOCK_N, DOT,
+        step, D, BLOCK_D, BLOCK_N, PRECISION,
     )  # fmt: skip
     top, total, mixed = _look_at(
-        q, top, total, mixed, keys + slot, values + slot, own, scale, step, D, BLOCK_D, BLOCK_N, DOT
+        q, top, total, mixed, keys + slot, values + slot, own, scale, step, D, BLOCK_D, BLOCK_N, PRECISION
     )
     mixed = (mixed / total[:, None]).to(dtype)
     to = out + row * NUM_HEADS * D + (head * group + g)[:, None] * D + d[None, :]
     tl.store(to, mixed, mask=in_gd)
+
+
+@triton.jit
+def _spread(
+    qkv,
+    rope,
+    q_out,
+    keys,
+    values,
+    q_norm,
+    k_norm,
+    width,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    QK_NORM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    position = token % width
+    dtype = q_out.dtype.element_ty
+    d = tl.arange(0, BLOCK_D)
+    in_d = d < D
+    other = tl.where(d < D // 2, d + D // 2, d - D // 2)
+    h = tl.arange(0, BLOCK_H)
+    inside = (h < NUM_HEADS + 2 * NUM_KV)[:, None] & in_d[None, :]
+    cos = tl.load(rope + position * 2 * D + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(rope + position * 2 * D + D + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
+    heads = qkv + token * (NUM_HEADS + 2 * NUM_KV) * D + h[:, None] * D
+    stored = tl.load(heads + d[None, :], mask=inside, other=0.0)
+    x = stored.to(tl.float32)
+    swapped = tl.load(heads + other[None, :], mask=inside, other=0.0).to(tl.float32)
+    is_q = (h < NUM_HEADS)[:, None]
+    is_v = (h >= NUM_HEADS + NUM_KV)[:, None]
+    if QK_NORM:
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
+        q_weight = tl.load(q_norm + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
+        k_weight = tl.load(k_norm + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
+        q_weight_swapped = tl.load(q_norm + other, mask=in_d, other=0.0).to(tl.float32)[None, :]
+        k_weight_swapped = tl.load(k_norm + other, mask=in_d, other=0.0).to(tl.float32)[None, :]
+        x = _normed(x, scale, tl.where(is_q, q_weight, k_weight), dtype)
+        swapped = _normed(swapped, scale, tl.where(is_q, q_weight_swapped, k_weight_swapped), dtype)
+    turned = tl.where(is_v, stored, _rotated(x, swapped, cos, sin, dtype))
+    tl.store(q_out + token * NUM_HEADS * D + h[:, None] * D + d[None, :], turned, mask=inside & is_q)
+    k_at = token * NUM_KV * D + (h - NUM_HEADS)[:, None] * D + d[None, :]
+    tl.store(keys + k_at, turned, mask=inside & (is_q == 0) & (is_v == 0))
+    tl.store(values + k_at - NUM_KV * D, turned, mask=inside & is_v)
 
 
 @triton.jit
@@ -218,12 +264,21 @@ def _silu_mul(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _block_sums(
-    logits, sources, slots, temperatures, tops, sums, V: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    sources,
+    slots,
+    temperatures,
+    tops,
+    sums,
+    term_stride,
+    V: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     source = tl.load(sources + row)
-    temperature = tl.load(temperatures + tl.load(slots + row))
+    temperature = tl.load(temperatures + tl.load(slots + row) * term_stride).to(tl.float32)
     v = block * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(logits + source * V + v, mask=v < V, other=float("-inf")).to(tl.float32) / temperature
     top = tl.max(z, axis=0)
@@ -249,6 +304,7 @@ def _draw(
     is_end,
     num_slots,
     new_tokens,
+    term_stride,
     V: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -262,14 +318,16 @@ def _draw(
     cap = tl.load(table + 2 * num_slots + slot)
     ended = tl.load(table + 3 * num_slots + slot)
     if ended == 0:
-        temperature = tl.load(temperatures + slot)
+        temperature = tl.load(temperatures + slot * term_stride).to(tl.float32)
         b = tl.arange(0, BLOCKS)
         in_b = b < NUM_BLOCKS
         top_b = tl.load(tops + row * NUM_BLOCKS + b, mask=in_b, other=float("-inf"))
         top = tl.max(top_b, axis=0)
-        weight_b = tl.load(sums + row * NUM_BLOCKS + b, mask=in_b, other=0.0) * tl.exp(top_b - top).to(tl.float64)
+        weight_b = tl.load(sums + row * NUM_BLOCKS + b, mask=in_b, other=0.0) * tl.exp(top_b - top).to(
+            tl.float64
+        )
         total = tl.sum(weight_b, axis=0)
-        point = tl.load(uniforms + slot * new_tokens + count) * total
+        point = tl.load(uniforms + slot * term_stride + count) * total
         reached_b = tl.cumsum(weight_b, axis=0)
         last_b = tl.max(tl.where(weight_b > 0, b, 0), axis=0)
         block = tl.minimum(tl.sum((reached_b <= point).to(tl.int32), axis=0), last_b)
@@ -342,8 +400,6 @@ def attend(
     this token's go too, and those of the prompts, [P, C, K, D]."""
     num_rows = qkv_BQ.shape[0]
     group = shape.num_heads // shape.num_kv_heads
-    # Matrix units want 16 queries; a smaller group is padded to that, which only their speed makes up for.
-    dot = qkv_BQ.dtype is torch.bfloat16 and group > 1
     out_BQ = qkv_BQ.new_empty(num_rows, shape.num_heads * shape.head_dim)
     _attend[(num_rows, shape.num_kv_heads)](
         qkv_BQ,
@@ -362,15 +418,48 @@ def attend(
         NUM_HEADS=shape.num_heads,
         NUM_KV=shape.num_kv_heads,
         D=shape.head_dim,
-        BLOCK_G=max(16 if dot else 1, triton.next_power_of_2(group)),
+        BLOCK_G=max(16, triton.next_power_of_2(group)),  # fewer queries the matrix units do not take
         BLOCK_D=max(16, triton.next_power_of_2(shape.head_dim)),
         BLOCK_N=ATTEND_BLOCK[qkv_BQ.dtype],
         QK_NORM=shape.qk_norm,
-        DOT=dot,
+        PRECISION=FLOAT32_DOT,
         num_warps=ATTEND_WARPS,
         num_stages=ATTEND_STAGES,
     )
     return out_BQ
+
+
+def spread(
+    qkv_TQ: Tensor,
+    layer: FusedLayer,
+    *,
+    shape: Shape,
+    rope_PE: Tensor,
+    keys_PCKD: Tensor,
+    values_PCKD: Tensor,
+) -> Tensor:
+    """Queries of whole prompts, normed and rotated, [P, C, N, D]; keys and values go where they are kept. T is P x C."""
+    num_prompts, width = keys_PCKD.shape[:2]
+    out_PCND = qkv_TQ.new_empty(num_prompts, width, shape.num_heads, shape.head_dim)
+    _spread[(num_prompts * width,)](
+        qkv_TQ,
+        rope_PE,
+        out_PCND,
+        keys_PCKD,
+        values_PCKD,
+        qkv_TQ if layer.q_norm_D is None else layer.q_norm_D,
+        qkv_TQ if layer.k_norm_D is None else layer.k_norm_D,
+        width,
+        shape.norm_eps,
+        NUM_HEADS=shape.num_heads,
+        NUM_KV=shape.num_kv_heads,
+        D=shape.head_dim,
+        BLOCK_H=triton.next_power_of_2(shape.num_heads + 2 * shape.num_kv_heads),
+        BLOCK_D=triton.next_power_of_2(shape.head_dim),
+        QK_NORM=shape.qk_norm,
+        num_warps=4,
+    )
+    return out_PCND
 
 
 def silu_mul(gate_up_BF: Tensor) -> Tensor:
@@ -396,7 +485,7 @@ def draw(
 ) -> None:
     """Draw for the row in slot `slots_R[i]` from the logits in line `sources_R[i]`, and take the row one token on.
 
-    `table_6S` has a line each of positions, counts, caps, ends, and what `attend` reads.
+    Temperatures and uniforms are float64 with one stride. `table_6S` has a line each of positions, counts, caps, ends, and what `attend` reads.
     """
     num_rows, vocab = len(slots_R), logits_BV.shape[1]
     num_blocks = triton.cdiv(vocab, DRAW_BLOCK)
@@ -409,6 +498,7 @@ def draw(
         temperatures_S,
         tops,
         sums,
+        uniforms_SN.stride(0),
         V=vocab,
         NUM_BLOCKS=num_blocks,
         BLOCK=DRAW_BLOCK,
@@ -429,6 +519,7 @@ def draw(
         is_end_V,
         table_6S.shape[1],
         tokens_SN.shape[1],
+        uniforms_SN.stride(0),
         V=vocab,
         NUM_BLOCKS=num_blocks,
         BLOCKS=triton.next_power_of_2(num_blocks),

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shoal.model.decoder import Decoder
 from shoal.model.fused import FusedLayer, FusedWeights
 from shoal.rollout.engine import Request
+from shoal.rollout.rows import Prompt, length_batches
 from shoal.rollout.sampling import draw_tokens
-from shoal.rollout.shelf import Batch
+from shoal.rollout.shelf import Batch, prefill
 from shoal.rollout.slots import Slots
 
 
@@ -24,8 +26,9 @@ class CpuStep:
     lookahead = 0
     """What a step has done is known when it returns."""
 
-    def __init__(self, weights: FusedWeights, slots: Slots, is_end_V: Tensor) -> None:
-        self._weights, self._slots, self._is_end_V = weights, slots, is_end_V
+    def __init__(self, decoder: Decoder, weights: FusedWeights, slots: Slots, is_end_V: Tensor) -> None:
+        """`weights` are the decoder's own."""
+        self._decoder, self._weights, self._slots, self._is_end_V = decoder, weights, slots, is_end_V
 
     def decode(self, num_rows: int) -> None:
         weights, slots = self._weights, self._slots
@@ -49,7 +52,9 @@ class CpuStep:
                 attn_mask=mask_B11C,
             )
             x_BH = x_BH + F.linear(mixed_BKGD.reshape(num_rows, -1), layer.o_HQ)
-            gate_BF, up_BF = F.linear(_norm(x_BH, layer.post_norm_H, shape.norm_eps), layer.gate_up_FH).chunk(2, -1)
+            gate_BF, up_BF = F.linear(_norm(x_BH, layer.post_norm_H, shape.norm_eps), layer.gate_up_FH).chunk(
+                2, -1
+            )
             x_BH = x_BH + F.linear(F.silu(gate_BF) * up_BF, layer.down_HF)
         hidden_BH = _norm(x_BH, weights.norm_H, shape.norm_eps)
         slots.states_SNH[rows_B, slots.counts_S[:num_rows] - 1] = hidden_BH.to(torch.bfloat16)
@@ -58,14 +63,16 @@ class CpuStep:
     def take_over(self, old: "CpuStep") -> None:
         """Go on for a step whose slots were too small. Nothing to do: the slots have all there is."""
 
-    def keep(self, batches: Sequence[Batch]) -> None:
-        """Prompts have been computed. Nothing to do: rows copy them when they start."""
+    def compute(self, prompts: Sequence[Prompt]) -> list[Batch]:
+        """Prompts for rows to start from, in batches of about one length: a CPU pays for every token of padding."""
+        return [prefill(self._decoder, batch) for batch in length_batches(prompts, 1.25)]
 
     def enter(self, admitted: Mapping[int, Request]) -> None:
         self._slots.enter(admitted, [0] * len(admitted))
 
     def start(self, batch: Batch, places_R: Tensor, slots_R: Tensor) -> None:
         """Rows in `slots_R` begin after the batch's prompts at `places_R`: their first tokens are drawn."""
+        assert batch.cache is not None
         self._slots.cache.copy_from(
             batch.cache, source_slots=places_R, slots=slots_R, context=batch.cache.max_context
         )
@@ -80,13 +87,12 @@ class CpuStep:
         shape = self._weights.shape
         normed_BH = _norm(x_BH, layer.input_norm_H, shape.norm_eps)
         qkv_BQD = F.linear(normed_BH, layer.qkv_QH, layer.qkv_bias_Q).view(len(x_BH), -1, shape.head_dim)
-        q_BND, k_BKD, v_BKD = qkv_BQD.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
+        first_v = shape.num_heads + shape.num_kv_heads
+        qk_BMD, v_BKD = qkv_BQD[:, :first_v], qkv_BQD[:, first_v:]
         if layer.q_norm_D is not None and layer.k_norm_D is not None:
-            q_BND = _norm(q_BND, layer.q_norm_D, shape.norm_eps)
-            k_BKD = _norm(k_BKD, layer.k_norm_D, shape.norm_eps)
+            q_BND = _norm(qk_BMD[:, : shape.num_heads], layer.q_norm_D, shape.norm_eps)
+            k_BKD = _norm(qk_BMD[:, shape.num_heads :], layer.k_norm_D, shape.norm_eps)
             qk_BMD = torch.cat((q_BND, k_BKD), dim=1)
-        else:
-            qk_BMD = qkv_BQD[:, : -shape.num_kv_heads]
         cos, signed_sin = rope
         turned_BMD = torch.addcmul(qk_BMD * cos, qk_BMD.roll(shape.head_dim // 2, -1), signed_sin)
         return turned_BMD[:, : shape.num_heads], turned_BMD[:, shape.num_heads :], v_BKD
@@ -95,7 +101,7 @@ class CpuStep:
         slots = self._slots
         counts_R = slots.counts_S[slots_R]
         tokens_R, logprobs_R = draw_tokens(
-            logits_RV, slots.temperatures_S[slots_R], slots.uniforms_SN[slots_R, counts_R]
+            logits_RV, slots.temperatures_S[slots_R].float(), slots.uniforms_SN[slots_R, counts_R]
         )
         slots.tokens_SN[slots_R, counts_R] = tokens_R
         slots.logprobs_SN[slots_R, counts_R] = logprobs_R

@@ -17,8 +17,10 @@ from torch.nn import functional as F
 from shoal.model import kernels
 from shoal.model.cache import KVCache
 from shoal.model.fused import FusedWeights
+from shoal.rollout.cuda_prefill import prefill
 from shoal.rollout.engine import Request
 from shoal.rollout.places import Places
+from shoal.rollout.rows import Prompt, length_batches
 from shoal.rollout.shelf import Batch
 from shoal.rollout.slots import Slots, upload
 
@@ -44,7 +46,6 @@ class CudaStep:
         )
         self._with_graphs = graphs
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._pool: tuple[int, int] | None = None
 
     def decode(self, num_slots: int) -> None:
         """One token for every running row in slots 0 .. num_slots-1."""
@@ -63,13 +64,12 @@ class CudaStep:
         self._places = old._places
         self._places.grow(self._slots.room.prompts)
         rows = torch.arange(old._prompts.num_slots, device=self._slots.device)
-        self._prompts.copy_from(
-            old._prompts, source_slots=rows, slots=rows, context=old._prompts.max_context
-        )
+        self._prompts.copy_from(old._prompts, source_slots=rows, slots=rows, context=old._prompts.max_context)
 
-    def keep(self, batches: Sequence[Batch]) -> None:
-        """Prompts have been computed: take them where rows can look at them."""
-        places = self._places.seat([prompt for batch in batches for prompt in batch.prompts])
+    def compute(self, prompts: Sequence[Prompt]) -> list[Batch]:
+        """Prompts for rows to start from, kept where the rows can look at them."""
+        places = self._places.seat(prompts)
+        batches = [prefill(self._weights, batch) for batch in length_batches(prompts, 2.0)]
         for batch in batches:
             pairs = [(at, places[prompt]) for at, prompt in enumerate(batch.prompts) if prompt in places]
             if pairs:
@@ -77,6 +77,7 @@ class CudaStep:
                 self._prompts.copy_from(
                     batch.cache, source_slots=index_P, slots=places_P, context=batch.cache.max_context
                 )
+        return [Batch(batch.prompts, None, batch.logits_PV) for batch in batches]
 
     def enter(self, admitted: Mapping[int, Request]) -> None:
         prompts = [request.prompt_tokens for request in admitted.values()]
@@ -95,9 +96,9 @@ class CudaStep:
         torch.cuda.current_stream().synchronize()
         graph = torch.cuda.CUDAGraph()
         # thread_local: the prover may be at work in its own thread, on its own stream.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        pool = next(iter(self._graphs.values())).pool() if self._graphs else None
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             self._step(bucket)
-        self._pool = self._pool or graph.pool()
         return graph
 
     def _step(self, num_rows: int) -> None:
@@ -120,9 +121,7 @@ class CudaStep:
             delta_BH = F.linear(kernels.silu_mul(F.linear(normed_BH, layer.gate_up_FH)), layer.down_HF)
         keep = (slots.states_SNH, slots.counts_S, slots.ended_S)
         hidden_BH = kernels.add_norm(x_BH, delta_BH, weights.norm_H, eps, keep=keep)
-        self._draw(
-            F.linear(hidden_BH, weights.head_VH), slots.index_S[:num_rows], slots.index_S[:num_rows]
-        )
+        self._draw(F.linear(hidden_BH, weights.head_VH), slots.index_S[:num_rows], slots.index_S[:num_rows])
 
     def _draw(self, logits_BV: Tensor, sources_R: Tensor, slots_R: Tensor) -> None:
         slots = self._slots

@@ -35,7 +35,9 @@ class Prover:
 
     def __init__(self, proof: ProofSpec | None, end_tokens: frozenset[int], device: torch.device) -> None:
         self._proof, self._end_tokens = proof, end_tokens
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prover")
         self._waiting: list[_Batch] = []
         self._jobs: deque[Future[list[Finished]]] = deque()
@@ -49,7 +51,7 @@ class Prover:
         tokens_RN, logprobs_RN, written = taken.tokens_RN, taken.logprobs_RN, None
         if self._stream is not None:
             tokens_RN, logprobs_RN = _to_host(tokens_RN), _to_host(logprobs_RN)
-            written = torch.cuda.Event()
+            written = torch.cuda.Event()  # type: ignore[no-untyped-call]
             written.record()
         self._waiting.append(_Batch(requests, counts, tokens_RN, logprobs_RN, taken.states_RNH, written))
 
@@ -84,9 +86,7 @@ class Prover:
     def _prove(self, states: Sequence[Tensor]) -> list[bytes]:
         if self._proof is None:
             return [b""] * len(states)
-        return toploc.build_proofs(
-            states, topk=self._proof.topk, segment_tokens=self._proof.segment_tokens
-        )
+        return toploc.build_proofs(states, topk=self._proof.topk, segment_tokens=self._proof.segment_tokens)
 
     def _rows(self, batch: _Batch, proofs: Iterator[bytes]) -> list[Finished]:
         rows = zip(batch.requests, batch.counts, batch.tokens_RN, batch.logprobs_RN, strict=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shoal.model.cache import KVCache
 from shoal.model.decoder import Decoder
-from shoal.rollout.rows import Prompt, length_batches
+from shoal.rollout.rows import Prompt
 from shoal.rollout.slots import upload
 
 PREFILL_TOKENS = 8192
@@ -17,13 +17,11 @@ PREFILL_TOKENS = 8192
 SHELF_PROMPTS = 64
 """Prompts computed at once, however short."""
 
-MAX_PADDING = {"cpu": 1.25, "cuda": 4.0}
-"""A CPU pays for every token of padding. A GPU pays for every launch, and a batch more is hundreds of them."""
-
 
 class Batch(NamedTuple):
     prompts: list[Prompt]
-    cache: KVCache
+    cache: KVCache | None
+    """None if rows find the prompts elsewhere."""
     logits_PV: Tensor
     """After each prompt's last token."""
 
@@ -35,13 +33,12 @@ class Shelf:
         self.homes: dict[Prompt, tuple[int, int]] = {}
         self.batches: list[Batch] = []
 
-    def stock(self, decoder: Decoder, prompts: Sequence[Prompt]) -> None:
-        """Compute these prompts; what stood here before goes."""
+    def stock(self, batches: Sequence[Batch]) -> None:
+        """Hold these prompts; what stood here before goes."""
         self.clear()
-        device = decoder.model.norm.weight.device
-        for number, batch in enumerate(length_batches(prompts, MAX_PADDING[device.type])):
-            self.batches.append(prefill(decoder, batch))
-            self.homes |= {prompt: (number, place) for place, prompt in enumerate(batch)}
+        self.batches = list(batches)
+        for number, batch in enumerate(batches):
+            self.homes |= {prompt: (number, place) for place, prompt in enumerate(batch.prompts)}
 
     def clear(self) -> None:
         self.homes, self.batches = {}, []
@@ -68,5 +65,7 @@ def prefill(decoder: Decoder, prompts: Sequence[Prompt]) -> Batch:
         hidden_PTH = decoder(tokens_PT[:, start : cache.context], positions_PT, cache=cache)
         at_P = (last_P - start).clamp(0, hidden_PTH.shape[1] - 1)
         here_P1 = ((last_P >= start) & (last_P < cache.context))[:, None]
-        last_PH = torch.where(here_P1, hidden_PTH[torch.arange(len(prompts), device=norm.device), at_P], last_PH)
+        last_PH = torch.where(
+            here_P1, hidden_PTH[torch.arange(len(prompts), device=norm.device), at_P], last_PH
+        )
     return Batch(list(prompts), cache, decoder.logits(last_PH))

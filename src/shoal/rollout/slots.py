@@ -37,8 +37,9 @@ class Slots:
         self.positions_S, self.counts_S, self.caps_S, self.ended_S, *_ = self.table_6S
         self.ended_S.fill_(1)
         self.newest_S = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.temperatures_S = torch.ones(rows, device=device)
-        self.uniforms_SN = torch.zeros(rows, new_tokens, dtype=torch.float64, device=device)
+        # A row's temperature, then its uniforms: one tensor, so that they arrive in one copy.
+        self.terms_SE = torch.ones(rows, 1 + new_tokens, dtype=torch.float64, device=device)
+        self.temperatures_S, self.uniforms_SN = self.terms_SE[:, 0], self.terms_SE[:, 1:]
         self.tokens_SN = torch.zeros(rows, new_tokens, dtype=torch.int64, device=device)
         self.logprobs_SN = torch.zeros(rows, new_tokens, device=device)
         # Proofs are of bfloat16 states whatever the compute dtype; kept so from the start, they take half the memory.
@@ -55,12 +56,12 @@ class Slots:
             for request, place in zip(requests, places, strict=True)
         ]
         self.table_6S[:, slots_R] = upload(np.array(starts).T, self.device)
-        temperatures = np.array([request.temperature for request in requests], dtype=np.float32)
-        self.temperatures_S[slots_R] = upload(temperatures, self.device)
         num_new = max(request.max_new_tokens for request in requests)
         seeds = np.array([request.sample_seed for request in requests], dtype=np.uint64)
-        drawn_RN = uniforms(seeds[:, None], np.arange(num_new, dtype=np.uint64)[None])
-        self.uniforms_SN[slots_R, :num_new] = upload(drawn_RN, self.device)
+        terms_RE = np.empty((len(requests), 1 + num_new))
+        terms_RE[:, 0] = [request.temperature for request in requests]
+        terms_RE[:, 1:] = uniforms(seeds[:, None], np.arange(num_new, dtype=np.uint64)[None])
+        self.terms_SE[slots_R, : 1 + num_new] = upload(terms_RE, self.device)
 
     def take(self, slots: Sequence[int], num_tokens: int) -> Taken:
         """Copies of what these rows made; at most `num_tokens` of each."""
@@ -95,8 +96,7 @@ class Slots:
     def _per_row(self) -> tuple[Tensor, ...]:
         return (
             self.newest_S,
-            self.temperatures_S,
-            self.uniforms_SN,
+            self.terms_SE,
             self.tokens_SN,
             self.logprobs_SN,
             self.states_SNH,

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 MEMORY_SHARE = 0.7
 """Of the memory that is free, for slots. Prefills, logits and other processes need some too."""
-ADMIT_SHARE = 64
-"""On a GPU new rows start when one slot in this many is free: starting one costs as many launches as starting several."""
+FEW_SHARE = 64
+"""On a GPU rows come and go when one slot in this many has ended: that takes as many launches for one as for several."""
 
 
 class TorchEngine:
@@ -119,8 +119,7 @@ class TorchEngine:
     def _admit(self) -> None:
         """Start waiting rows and draw their first tokens."""
         rows, running = self._rows, self._make_room()
-        few = 1 if running.step.gapless else max(1, running.slots.room.rows // ADMIT_SHARE)
-        if rows.num_free < min(few, len(rows.waiting)):
+        if rows.num_free < min(self._few(running), len(rows.waiting)):
             return
         if rows.waiting[0].prompt_tokens not in self._shelf.homes:
             self._stock(running)
@@ -135,8 +134,7 @@ class TorchEngine:
     def _stock(self, running: "_Running") -> None:
         """Compute the prompts that come next."""
         prompts = next_prompts(self._rows.waiting, max_tokens=PREFILL_TOKENS, max_prompts=SHELF_PROMPTS)
-        self._shelf.stock(self._loaded().decoder, prompts)
-        running.step.keep(self._shelf.batches)
+        self._shelf.stock(running.step.compute(prompts))
 
     def _decode(self) -> None:
         """Feed every running row its newest token and draw the next."""
@@ -147,11 +145,16 @@ class TorchEngine:
         self._look(running)
         self._num_steps += 1
 
+    def _few(self, running: "_Running") -> int:
+        """How many rows are worth taking out, and as many in, at a time."""
+        return 1 if running.step.gapless else max(1, running.slots.room.rows // FEW_SHARE)
+
     def _look(self, running: "_Running") -> None:
         """See which rows have ended, and take them out."""
         self._watch.note(self._num_steps, running.slots.ended_S)
         for step, ended in self._watch.read():
-            if done := self._rows.finished(ended, step=step):
+            done = self._rows.finished(ended, step=step)
+            if len(done) >= min(self._few(running), max(1, self._rows.num_running)):
                 counts = [ended[slot] for slot in done]
                 taken = running.slots.take(done, max(counts))
                 requests = self._rows.remove(done)
@@ -202,17 +205,19 @@ class _Running:
 
     def __init__(self, loaded: _Loaded, room: Room, *, graphs: bool) -> None:
         self.slots = Slots(loaded.weights, room)
-        self.step: CpuStep | CudaStep
-        if self.slots.device.type == "cpu":
-            self.step = CpuStep(loaded.weights, self.slots, loaded.is_end_V)
-        else:
-            from shoal.rollout.cuda_step import CudaStep  # needs Triton, which machines without a GPU lack
-
-            self.step = CudaStep(loaded.weights, self.slots, loaded.is_end_V, graphs=graphs)
+        self.step = _make_step(loaded, self.slots, graphs=graphs)
 
     def take_over(self, old: "_Running") -> None:
         self.slots.take_over(old.slots)
         self.step.take_over(old.step)  # type: ignore[arg-type] # both were made for the same device
+
+
+def _make_step(loaded: _Loaded, slots: Slots, *, graphs: bool) -> "CpuStep | CudaStep":
+    if slots.device.type == "cpu":
+        return CpuStep(loaded.decoder, loaded.weights, slots, loaded.is_end_V)
+    from shoal.rollout.cuda_step import CudaStep  # needs Triton, which machines without a GPU lack
+
+    return CudaStep(loaded.weights, slots, loaded.is_end_V, graphs=graphs)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -27,7 +27,7 @@ class Watch:
             return
         host_S = torch.empty(ended_S.shape, dtype=ended_S.dtype, pin_memory=True)
         host_S.copy_(ended_S, non_blocking=True)
-        written = torch.cuda.Event()
+        written = torch.cuda.Event()  # type: ignore[no-untyped-call]
         written.record()
         self._notes.append(_Note(step, host_S, written))
 
