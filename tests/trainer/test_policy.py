@@ -63,6 +63,18 @@ def test_gradients_of_micro_batches_add_up_in_float32(model: Path) -> None:
     torch.testing.assert_close(master.grad, torch.full_like(master, 1.1), rtol=1e-3, atol=0)
 
 
+def test_the_copy_follows_a_fused_optimiser_too(model: Path) -> None:
+    """As on a GPU: the fused kernel leaves no trace on what it writes to, and a copy of old weights trains astray."""
+    learner = learner_of(model, compute_dtype="bfloat16")
+    for group in learner.optimizer.param_groups:
+        group.update(fused=True, foreach=False)
+    twin = learner_of(model, compute_dtype="bfloat16")
+    for version in range(3):
+        fused, plain = (one.step(make_batch(version), threading.Event()) for one in (learner, twin))
+        assert fused.loss == pytest.approx(plain.loss, abs=1e-3), f"step from version {version}"
+        assert fused.logprob_gap == pytest.approx(plain.logprob_gap, abs=1e-3)
+
+
 def test_learns_in_bfloat16(model: Path) -> None:
     learner = learner_of(model, compute_dtype="bfloat16")
     figures = [learner.step(make_batch(version), threading.Event()) for version in range(3)]

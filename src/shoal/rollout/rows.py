@@ -65,7 +65,7 @@ class Rows:
 
         What it said before a row came concerns the slot's last row, not this one.
         """
-        return [slot for slot in self.running if ended[slot] and self._since[slot] <= step]
+        return [slot for slot in self.running if slot < len(ended) and ended[slot] and self._since[slot] <= step]
 
     def remove(self, slots: Iterable[int]) -> list[Request]:
         """Take rows out; their slots are free at once."""

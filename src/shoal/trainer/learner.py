@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from shoal.model.logprobs import TokenScores
@@ -253,7 +254,10 @@ def make_optimizer(model: nn.Module, config: TrainerConfig, *, learning_rate: fl
         {"params": [one for one in trained if one.ndim < 2], "weight_decay": 0.0},
     ]
     fused = all(one.is_cuda for one in trained) or None  # None: torch's own choice
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=(config.beta1, config.beta2), fused=fused)
+    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(config.beta1, config.beta2), fused=fused)
+    # The fused kernel writes to weights without leaving a trace, and a working copy goes by the trace.
+    optimizer.register_step_post_hook(lambda *_: increment_version(trained))
+    return optimizer
 
 
 def warmed_up(learning_rate: float, *, step: int, warmup_steps: int) -> float:
