@@ -1,12 +1,13 @@
 """`shoal eval` and `shoal data filter` on the tiny model: the same seed the same figures, a filter that goes on where it was."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
 from shoal.cli.answering import pose
-from shoal.cli.main import main
+from shoal.cli.main import act, main, parse
 from shoal.tasks import make_task
 from shoal.wire.run import TaskSpec
 
@@ -100,6 +101,26 @@ def test_a_filter_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFix
     capsys.readouterr()
     assert main([*ask, "--temperature", "0.5"]) == 2
     assert "other settings" in capsys.readouterr().err
+
+
+def test_a_stopped_filter_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask = [
+        "data",
+        "filter",
+        "--model",
+        "tiny",
+        *COUNT,
+        *SMALL,
+        "--problems",
+        "5",
+        "--out",
+        str(tmp_path / "x"),
+    ]
+    stop = threading.Event()
+    stop.set()
+    assert act(parse(ask), stop) == 130
+    assert "stopped with 0 of 5 problems done; the same command goes on" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
 
 
 def test_what_a_filter_writes_is_read_by_a_task(tmp_path: Path) -> None:

@@ -7,11 +7,14 @@ OUT.report.json      the settings, the histogram, what was kept
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
+import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from shoal.cli.answering import (
     task_spec,
 )
 from shoal.cli.supervise import EXIT_OK
+from shoal.net.deadline import Stopped
 from shoal.tasks import Outcome, Task, make_task
 from shoal.tasks.data_set import DataSet
 from shoal.tasks.files import digest_of, is_file_option
@@ -85,7 +89,7 @@ def _answer(
     stop: threading.Event,
 ) -> None:
     engine = load_engine(folder, options)
-    with progress_bar("answers", len(left) * draw.samples) as on_row:
+    with progress_bar("answers", len(left) * draw.samples) as on_row, _saying_how_to_go_on(progress, left):
         for one, answers in answer(engine, task, left, draw, stop=stop, on_row=on_row):
             outcomes = Counter(given.outcome for given in answers)
             progress.add(
@@ -96,6 +100,19 @@ def _answer(
                     sum(given.num_tokens for given in answers),
                 )
             )
+
+
+@contextlib.contextmanager
+def _saying_how_to_go_on(progress: "Progress", left: list[Posed]) -> Iterator[None]:
+    before = len(progress.done)
+    try:
+        yield
+    except Stopped:
+        print(
+            f"stopped with {len(progress.done)} of {before + len(left)} problems done; the same command goes on",
+            file=sys.stderr,
+        )
+        raise
 
 
 class Progress:
