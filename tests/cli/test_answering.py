@@ -31,6 +31,16 @@ def test_figures_follow_from_the_seed(capsys: pytest.CaptureFixture[str]) -> Non
     assert low < figures["pass_at_1"] < high
 
 
+def test_lengths_are_held_against_budgets(capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ["eval", "tiny", "--task", "add", *SMALL, "--prompts", "6", "--k", "2", "--json"]
+    assert main([*ask, "--budgets", "4", "40", "--budget-alpha", "0.01"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert 0 < figures["off_budget_mean"] <= 39
+    assert figures["reward_mean"] == pytest.approx(figures["pass_at_1"] - 0.01 * figures["off_budget_mean"])
+    assert main(ask) == 0
+    assert json.loads(capsys.readouterr().out)["off_budget_mean"] is None
+
+
 def test_figures_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "tiny", *COUNT, *SMALL, "--prompts", "3", "--k", "2"]) == 0
     out = capsys.readouterr().out
