@@ -56,6 +56,7 @@ def test_figures_in_words(capsys: pytest.CaptureFixture[str]) -> None:
         (["eval", "tiny", *COUNT, "--k", "4", "--samples", "2"], "raise it"),
         (["eval", "tiny", *COUNT, "--version", "3"], "--version goes with a coordinator's URL"),
         (["eval", "nowhere", *COUNT], "unknown model 'nowhere'"),
+        (["data", "filter", "--model", "tiny", *COUNT, "--out", "x", "--budgets", "9"], "in the run file"),
         (["eval", "tiny", "--task", "gsm8k", "--option", "path=nowhere"], "no data file at nowhere"),
         (["eval", "http://127.0.0.1:9", *COUNT], "check the URL"),
         (["data", "filter", "--model", "tiny", *COUNT, "--out", "x"], "say how many are wanted"),

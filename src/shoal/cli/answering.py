@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shoal.net.deadline import Stopped
-from shoal.tasks import Finite, Outcome, Problem, Split, Task
+from shoal.tasks import CannotGrade, Finite, Outcome, Problem, Split, Task
 from shoal.wire.draw import sample_seed
 from shoal.wire.run import ProofSpec, Sampling, TaskSpec
 
@@ -120,6 +120,8 @@ def load_engine(folder: Path, options: argparse.Namespace) -> "Engine":
 
     from shoal.rollout.torch_engine import TorchEngine
 
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {options.device}: torch finds no CUDA device here; use --device cpu")
     if options.threads:
         torch.set_num_threads(options.threads)
     engine = TorchEngine(
@@ -178,7 +180,10 @@ def _graded(engine: "Engine", task: Task, problem: Problem, row: "Finished") -> 
     from shoal.wire.rollouts import Finish
 
     text = engine.tokenizer.decode(row.output_tokens)
-    reward = task.reward(problem, text, len(row.output_tokens))
+    try:
+        reward = task.reward(problem, text, len(row.output_tokens))
+    except CannotGrade as error:
+        raise ValueError(f"an answer could not be graded: {error}") from None
     num_tokens = len(row.output_tokens)
     off = None if problem.budget is None else abs(problem.budget - num_tokens)
     return Answer(reward.outcome, reward.value, num_tokens, row.finish is Finish.LENGTH, off)
