@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.tasks.task import Problem, Reward, Split, check_style, is_held_out
+from shoal.tasks.task import Problem, Reward, Split, check_style, check_whole, is_held_out
 
 Row = dict[str, Any]
 Style = Literal["chat", "direct", "bare"]
@@ -42,6 +42,8 @@ class Entry:
     number: int
     row: Row
     problem: Problem
+    question: str
+    """What it asks in whichever style: held out in one, held out in all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,8 @@ class DataSet:
     path: str
     eval_path: str = ""
     style: Style = "chat"
+    max_chars: int = 0
+    """Longer prompts are left out; 0 leaves none. A prompt and its answer must fit the trainer's row_tokens."""
     skip_rows: str = ""
     """Numbers of rows of `path` to leave out, as `671,902`: known to be bad."""
 
@@ -60,6 +64,7 @@ class DataSet:
         check_style(self.format.name, self.style, ("chat", "direct", "bare"))
         if self.format.evaluation_only and self.eval_path:
             raise ValueError(f"{self.format.name} is for evaluation only: all of `path` is; drop eval_path")
+        check_whole(f"{self.format.name}: max_chars", self.max_chars, least=0, most=1 << 30)
         if not re.fullmatch(r"(\s*\d+\s*(,|$))*", self.skip_rows):
             raise ValueError(f"{self.format.name}: skip_rows={self.skip_rows!r} must be numbers: '671,902'")
 
@@ -90,9 +95,9 @@ class DataSet:
             return {"train": [], "eval": entries}
         if self.eval_path:
             held_out = self._load(self.eval_path, set())
-            asked = {entry.problem.prompt for entry in held_out}
-            return {"train": [e for e in entries if e.problem.prompt not in asked], "eval": held_out}
-        by_hash = [is_held_out(entry.problem.prompt) for entry in entries]
+            asked = {entry.question for entry in held_out}
+            return {"train": [e for e in entries if e.question not in asked], "eval": held_out}
+        by_hash = [is_held_out(entry.question) for entry in entries]
         return {
             "train": [entry for entry, held in zip(entries, by_hash, strict=True) if not held],
             "eval": [entry for entry, held in zip(entries, by_hash, strict=True) if held],
@@ -105,7 +110,8 @@ class DataSet:
             if number in skipped:
                 continue
             try:
-                entries.append(Entry(number, row, self.format.read(row, self.style)))
+                question = self.format.read(row, "chat").prompt
+                entries.append(Entry(number, row, self.format.read(row, self.style), question))
             except KeyError as error:
                 bad[number] = f"no field {error}, as {self.format.name} has; it has {sorted(row)[:12]}"
             except (ValueError, TypeError, AttributeError) as error:
@@ -114,7 +120,7 @@ class DataSet:
             bad[entries[place].number] = reason
         if bad:
             raise ValueError(_complaint(path, bad))
-        return entries
+        return [e for e in entries if not self.max_chars or len(e.problem.prompt) <= self.max_chars]
 
     def _why_empty(self, split: Split) -> str:
         if self.format.evaluation_only:

@@ -43,7 +43,8 @@ class Limits:
     """What one program may take."""
 
     cpu_s: int = 10
-    wall_s: float = 30.0
+    wall_s: float = 60.0
+    """Six times the processor's: a program that waits ends by it, one on a busy machine should not."""
     memory_bytes: int = 512 << 20
     disk_bytes: int = 16 << 20
     file_bytes: int = 4 << 20
@@ -135,7 +136,8 @@ class Cell:
             self._warden = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_CHILD), json.dumps(job)],
                 stdin=stdin_file,
-                stdout=subprocess.PIPE,
+                # What a program prints while it is called is nobody's business, and must not fill a pipe.
+                stdout=subprocess.DEVNULL if mode == "serve" else subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env={},
                 pass_fds=(source_file.fileno(), *(pipe or ())),
@@ -147,8 +149,8 @@ class Cell:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._end()
-        assert self._warden.stdout is not None
-        self._warden.stdout.close()
+        if self._warden.stdout is not None:
+            self._warden.stdout.close()
         self._folder.cleanup()
 
     def wait(self) -> Ended:
