@@ -51,13 +51,13 @@ class CudaStep:
         """One token for every running row in slots 0 .. num_slots-1."""
         rows = self._slots.room.rows
         bucket = next((size for size in BUCKETS if num_slots <= size < rows), rows)
-        graph = self._graphs.get(bucket)
-        if graph is not None:
-            graph.replay()
+        if bucket in self._graphs:
+            self._graphs[bucket].replay()
             return
         self._step(bucket)  # the first time for real and without a graph, which also compiles the kernels
         if self._with_graphs:
-            self._graphs[bucket] = self._capture(bucket)
+            for size in [rows, *(size for size in BUCKETS if size < rows)]:
+                self._capture(size)
 
     def take_over(self, old: "CudaStep") -> None:
         """Go on with the prompts of a step whose slots were too small."""
@@ -92,14 +92,14 @@ class CudaStep:
         """Rows have ended."""
         self._places.leave(request.prompt_tokens for request in requests)
 
-    def _capture(self, bucket: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, bucket: int) -> None:
         torch.cuda.current_stream().synchronize()
+        pool = next(iter(self._graphs.values())).pool() if self._graphs else None
         graph = torch.cuda.CUDAGraph()
         # thread_local: the prover may be at work in its own thread, on its own stream.
-        pool = next(iter(self._graphs.values())).pool() if self._graphs else None
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             self._step(bucket)
-        return graph
+        self._graphs[bucket] = graph
 
     def _step(self, num_rows: int) -> None:
         weights, slots = self._weights, self._slots
