@@ -367,8 +367,9 @@ def measure(
 
 
 def variants(
-    name: str, layout: str, num_tokens: int, device: str, against: set[str]
+    name: str, layout: str, num_tokens: int, options: argparse.Namespace
 ) -> dict[str, Callable[..., Any]]:
+    against, device = set(options.against.split(",")), options.device
     shape, batch = SHAPES[name], make_batch(SHAPES[name], layout, num_tokens)
     long = num_tokens > 20_000
     found: dict[str, Callable[..., Any]] = {}
@@ -382,7 +383,7 @@ def variants(
     if "transformers" in against:
         found["transformers"] = partial(transformers_step, shape, batch, device, 8192)
     if "trl" in against:
-        for most in (8192,) if long else (8192, 16384):
+        for most in map(int, options.padded.split(",")):
             found[f"TRL, micro-batches of {most}"] = partial(trl_step, shape, batch, device, most)
     return found
 
@@ -396,6 +397,9 @@ def main() -> None:
     parser.add_argument("--tokens", default="16384,65536")
     parser.add_argument("--layouts", default="one,packed")
     parser.add_argument("--against", default="shoal,recompute,compiled,transformers,trl")
+    parser.add_argument(
+        "--padded", default="8192,16384", help="tokens of TRL's micro-batches, padding included"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
         "--limit-s", type=float, default=1e9, help="start no other measurement after this long"
@@ -412,9 +416,7 @@ def main() -> None:
     for num_tokens in map(int, options.tokens.split(",")):
         for name in options.shapes.split(","):
             for layout in options.layouts.split(","):
-                for what, make in variants(
-                    name, layout, num_tokens, options.device, set(options.against.split(","))
-                ).items():
+                for what, make in variants(name, layout, num_tokens, options).items():
                     if time.monotonic() - started_s > options.limit_s:
                         continue
                     row = one_row((name, layout, num_tokens, what), make, options)
@@ -436,6 +438,7 @@ def one_row(
         print(f"{label} out of memory", flush=True)
         return None
     finally:
+        torch._dynamo.reset()  # else the shapes of earlier rows count against its limit of recompilations
         gc.collect()
         if options.device != "cpu":
             torch.cuda.empty_cache()

@@ -52,6 +52,7 @@ class Crew:
         self._stored: Snapshot | None = None
         self._reference: Weights = {}
         self._base: Path | None = None
+        self._amid = False
 
     # -- what rank 0 asks for -----------------------------------------------------------------------------
 
@@ -94,8 +95,12 @@ class Crew:
         return merged(self._base, snapshot.weights, self._config)
 
     def end(self, reason: str) -> None:
-        """Let the others go; the reason is for their logs."""
-        self._ranks.tell((_END, (reason,)))
+        """Let the others go; the reason is for their logs.
+
+        If this rank failed amid something the others are still at, they would not hear it: they learn by its end.
+        """
+        if not self._amid:
+            self._ranks.tell((_END, (reason,)))
 
     # -- what all do --------------------------------------------------------------------------------------
 
@@ -113,7 +118,14 @@ class Crew:
 
     def _together(self, act: str, *given: object) -> Any:
         self._ranks.tell((act, given))
-        return getattr(self, act)(*given)
+        self._amid = True
+        try:
+            result = getattr(self, act)(*given)
+        except Stopped:
+            self._amid = False  # all ranks agreed on it
+            raise
+        self._amid = False
+        return result
 
     def _begin(
         self, kind: "Shape | dict[str, Any]", packs: bool, temperature: float, max_new_tokens: int

@@ -152,6 +152,8 @@ def join_ranks(*, rank: int, size: int, device: str, speech_s: float) -> Ranks:
     if size == 1:
         return ALONE
     kind = torch.device(device).type
+    if kind == "cuda":
+        torch.cuda.set_device(torch.device(device))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
         timeout=timedelta(seconds=COLLECTIVE_S),
