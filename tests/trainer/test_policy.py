@@ -10,9 +10,13 @@ from tiny_learner import CONFIG, make_batch
 
 from shoal.model.builtin import create_model
 from shoal.model.load import load_causal
+from shoal.telemetry import Log
+from shoal.trainer.checkpoint import Checkpoints
 from shoal.trainer.config import TrainerConfig
+from shoal.trainer.crew import Crew
 from shoal.trainer.learner import Learner, output_logprobs
 from shoal.trainer.pack import pack
+from shoal.trainer.ranks import ALONE
 
 
 def learner_of(model: Path, **keys: Any) -> Learner:
@@ -96,3 +100,22 @@ def test_other_families_learn_whatever_the_packing(tmp_path: Path, family: str) 
     for left, right in zip(*results, strict=True):
         assert left.loss == pytest.approx(right.loss, rel=1e-4, abs=1e-6)
         assert left.grad_norm == pytest.approx(right.grad_norm, rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", [{}, {"activation_checkpointing": True}, {"lora_rank": 4}], ids=str)
+def test_a_run_goes_on_from_cpu_to_gpu_and_back(tmp_path: Path, model: Path, keys: dict[str, Any]) -> None:
+    config = TrainerConfig(**(CONFIG.model_dump() | {"compute_dtype": "bfloat16"} | keys))
+    losses = []
+    for device in ("cpu", "cuda", "cuda", "cpu"):
+        crew = Crew(config, ALONE, device=device, log=Log("trainer"), stop=threading.Event())
+        crew.begin(model, 0.8)
+        kept = Checkpoints(tmp_path, keep=2, log=Log("trainer"))
+        if (checkpoint := kept.newest()) is not None:
+            crew.resume(checkpoint)
+        losses.append(crew.step(make_batch(crew.learner.version)).grad_norm)
+        kept.begin(crew.capture(), None)
+        kept.finish(60)
+    alone = Crew(config, ALONE, device="cpu", log=Log("trainer"), stop=threading.Event())
+    alone.begin(model, 0.8)
+    assert losses == pytest.approx([alone.step(make_batch(v)).grad_norm for v in range(4)], rel=0.1)
