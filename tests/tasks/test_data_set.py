@@ -156,6 +156,16 @@ def test_held_out_by_hash_or_by_file(tmp_path: Path) -> None:
 SVAMP_AS_GSM8K = {"question": "What do 3 pens cost?", "answer": "#### 21"}
 
 
+def test_long_prompts_may_be_left_out(tmp_path: Path) -> None:
+    rows = [GSM8K, GSM8K | {"question": "Why? " * 100}]
+    path, test = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", [SVAMP_AS_GSM8K])
+    for limit, left in ((0, 2), (300, 1)):
+        task = make_task(
+            TaskSpec(name="gsm8k", options={"path": path, "eval_path": test, "max_chars": limit})
+        )
+        assert isinstance(task, Finite) and task.size("train") == left
+
+
 def test_bare_asks_without_instructions(tmp_path: Path) -> None:
     task = make(
         "gsm8k",
@@ -164,6 +174,12 @@ def test_bare_asks_without_instructions(tmp_path: Path) -> None:
         style="bare",
     )
     assert not task.chat
+    direct = make(
+        "gsm8k", path=str(tmp_path / "a.jsonl"), eval_path=str(tmp_path / "a.jsonl"), style="direct"
+    )
+    assert (
+        direct.chat and direct.problem("eval", 0).prompt == f"{GSM8K['question']} Reply with the number only."
+    )
     assert task.problem("eval", 0).prompt == f"Question: {GSM8K['question']}\nAnswer:"
 
 

@@ -170,6 +170,10 @@ def test_a_daemon_does_not_outlive_its_sandbox(level: Level) -> None:
     assert not leftovers()
 
 
+def test_a_program_may_print_while_it_is_called() -> None:
+    assert passes("def add(a, b):\n    print('x' * 200_000)\n    return a + b", TESTS, limits=LIMITS)
+
+
 def test_values_of_many_kinds_cross_as_they_are() -> None:
     program = """
 import collections, decimal, fractions, math

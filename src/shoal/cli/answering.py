@@ -26,8 +26,8 @@ from shoal.wire.run import ProofSpec, TaskSpec
 if TYPE_CHECKING:
     from shoal.rollout.engine import Engine, Finished
 
-TRIES_PER_PROBLEM = 50
-"""A task that makes problems up may have few different ones: so many seeds are looked at for each that is wanted."""
+TRIES = 1000
+"""A task that makes problems up may have few different ones: after so many seeds without a new one, that was all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,8 @@ def pose(task: Task, split: Split, count: int | None, seed: int) -> list[Posed]:
     """`count` different problems, fewer if there are not so many; None takes all of a task that has a number of them."""
     if isinstance(task, Finite):
         size = task.size(split)
+        if not size:
+            task.problem(split, 0)  # says why there are none
         chosen: Sequence[int] = range(size)
         if count is not None and count < size:
             chosen = sorted(random.Random(f"pose/{seed}").sample(chosen, count))
@@ -74,11 +76,11 @@ def pose(task: Task, split: Split, count: int | None, seed: int) -> list[Posed]:
         raise ValueError("this task makes its problems up, without end; say how many are wanted")
     found: dict[str, Posed] = {}
     rng = random.Random(f"pose/{seed}")
-    for _ in range(TRIES_PER_PROBLEM * count):
-        if len(found) == count:
-            break
+    misses = 0
+    while len(found) < count and misses < TRIES:
         number = rng.getrandbits(63)
         problem = task.problem(split, number)
+        misses = misses + 1 if problem.prompt in found else 0
         found.setdefault(problem.prompt, Posed(len(found), number, problem))
     return list(found.values())
 

@@ -13,10 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.tasks.task import Problem, Reward, Split, check_style, is_held_out
+from shoal.tasks.task import Problem, Reward, Split, check_style, check_whole, is_held_out
 
 Row = dict[str, Any]
-Style = Literal["chat", "bare"]
+Style = Literal["chat", "direct", "bare"]
 
 SHOWN = 50
 """Bad rows that an error names."""
@@ -46,25 +46,29 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSet:
-    """style "chat" asks as a user's turn; "bare" is plain text for a model without a chat template."""
+    """style "chat" asks as a user's turn, to think first where that helps; "direct" for the answer and nothing else, which a
+    small model needs few tokens for; "bare" is plain text for a model without a chat template."""
 
     format: Format
     path: str
     eval_path: str = ""
     style: Style = "chat"
+    max_chars: int = 0
+    """Longer prompts are left out; 0 leaves none. A prompt and its answer must fit the trainer's row_tokens."""
     skip_rows: str = ""
     """Numbers of rows of `path` to leave out, as `671,902`: known to be bad."""
 
     def __post_init__(self) -> None:
-        check_style(self.format.name, self.style, ("chat", "bare"))
+        check_style(self.format.name, self.style, ("chat", "direct", "bare"))
         if self.format.evaluation_only and self.eval_path:
             raise ValueError(f"{self.format.name} is for evaluation only: all of `path` is; drop eval_path")
+        check_whole(f"{self.format.name}: max_chars", self.max_chars, least=0, most=1 << 30)
         if not re.fullmatch(r"(\s*\d+\s*(,|$))*", self.skip_rows):
             raise ValueError(f"{self.format.name}: skip_rows={self.skip_rows!r} must be numbers: '671,902'")
 
     @property
     def chat(self) -> bool:
-        return self.style == "chat"
+        return self.style != "bare"
 
     def problem(self, split: Split, seed: int) -> Problem:
         return self.entry(split, seed).problem
@@ -113,7 +117,7 @@ class DataSet:
             bad[entries[place].number] = reason
         if bad:
             raise ValueError(_complaint(path, bad))
-        return entries
+        return [e for e in entries if not self.max_chars or len(e.problem.prompt) <= self.max_chars]
 
     def _why_empty(self, split: Split) -> str:
         if self.format.evaluation_only:

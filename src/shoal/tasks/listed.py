@@ -61,6 +61,8 @@ class Listed:
             spec = TaskSpec.model_validate_json(json.dumps(self._rows[0][1]["task"]))
         except ValueError as error:
             raise ValueError(f"{self.path}, row 1: no task: {error}") from None
+        if spec.budgets:
+            raise ValueError(f"{self.path}, row 1: budgets belong to the task that reads the list")
         if spec.name == "listed":
             raise ValueError(f"{self.path}, row 1: a list of problems cannot be graded by another list")
         return make_task(spec)

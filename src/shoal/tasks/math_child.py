@@ -1,4 +1,4 @@
-"""The grading child: `python -I math_child.py MEMORY_BYTES CPU_S`. Started and asked by math_judge.py, one JSON line each.
+"""The grading child: `python math_child.py MEMORY_BYTES CPU_S`. Started and asked by math_judge.py, one JSON line each.
 
     {"golds": [...]}               ->  {"parsed": [true, ...]}
     {"gold": ..., "answer": ...}   ->  {"outcome": "right" | "wrong" | "unparseable"}
@@ -57,8 +57,11 @@ def _safely(act: Any, otherwise: Any) -> Any:
 
 
 def _limit(memory_bytes: int) -> None:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        mapped = int(file.read().split()[0]) * resource.getpagesize()
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            mapped = int(file.read().split()[0]) * resource.getpagesize()
+    except FileNotFoundError:
+        mapped = 0
     limits = (
         (resource.RLIMIT_AS, mapped + memory_bytes),
         (resource.RLIMIT_CORE, 0),

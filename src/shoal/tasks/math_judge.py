@@ -110,8 +110,9 @@ class MathJudge:
         if self._child is None or self._child.poll() is not None:
             self.close()
             self.check_installed()
+            # No environment but what sympy's order of terms may hang on: two validators must come to the same.
             self._child = subprocess.Popen(
-                [sys.executable, "-I", str(_CHILD), str(self._memory_bytes), str(self._cpu_s)],
+                [sys.executable, "-s", "-P", str(_CHILD), str(self._memory_bytes), str(self._cpu_s)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -122,7 +123,9 @@ class MathJudge:
                 ready = self._line(self._child, START_S)
             except _Died as died:
                 self.close()
-                raise CannotGrade(f"{died} before it had graded anything; try: python -I {_CHILD}") from None
+                raise CannotGrade(
+                    f"{died} before it had graded anything; try: python {_CHILD} 1000000000 5"
+                ) from None
             if ready != b"ready\n":
                 self.close()
                 raise CannotGrade(f"the grading child began with {ready[:80]!r}")

@@ -76,7 +76,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _ask(question: str, style: Style) -> str:
-    return _ASK.format(question) if style == "chat" else f"{_ASK.format(question)}\n\n"
+    return _ASK.format(question) if style != "bare" else f"{_ASK.format(question)}\n\n"
 
 
 def _text(value: Any) -> str:

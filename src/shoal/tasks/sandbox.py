@@ -135,7 +135,8 @@ class Cell:
             self._warden = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_CHILD), json.dumps(job)],
                 stdin=stdin_file,
-                stdout=subprocess.PIPE,
+                # What a program prints while it is called is nobody's business, and must not fill a pipe.
+                stdout=subprocess.DEVNULL if mode == "serve" else subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env={},
                 pass_fds=(source_file.fileno(), *(pipe or ())),
@@ -147,8 +148,8 @@ class Cell:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._end()
-        assert self._warden.stdout is not None
-        self._warden.stdout.close()
+        if self._warden.stdout is not None:
+            self._warden.stdout.close()
         self._folder.cleanup()
 
     def wait(self) -> Ended:

@@ -11,13 +11,16 @@ from shoal.tasks.math_answers import (
 )
 from shoal.tasks.task import Problem
 
-ASK_NUMBER = "{}\nThink step by step, then give the answer as a number after ####."
-ASK_BOXED = "{}\nThink step by step, then put the final answer within \\boxed{{}}."
-BARE = "Question: {}\nAnswer:"
-
-
-def ask(question: str, style: Style, words: str) -> str:
-    return (words if style == "chat" else BARE).format(question)
+ASK_NUMBER: dict[Style, str] = {
+    "chat": "{}\nThink step by step, then give the answer as a number after ####.",
+    "direct": "{} Reply with the number only.",
+    "bare": "Question: {}\nAnswer:",
+}
+ASK_BOXED: dict[Style, str] = {
+    "chat": "{}\nThink step by step, then put the final answer within \\boxed{{}}.",
+    "direct": "{}\nReply with the final answer within \\boxed{{}} only.",
+    "bare": "Question: {}\nAnswer:",
+}
 
 
 def read_gsm8k(row: Row, style: Style) -> Problem:
@@ -25,14 +28,14 @@ def read_gsm8k(row: Row, style: Style) -> Problem:
     _, mark, answer = row["answer"].rpartition("####")
     if not mark:
         raise ValueError(f"the answer has no ####: {row['answer'][-80:]!r}")
-    return Problem(ask(row["question"].strip(), style, ASK_NUMBER), answer.strip().replace(",", ""))
+    return Problem(ASK_NUMBER[style].format(row["question"].strip()), answer.strip().replace(",", ""))
 
 
 def read_svamp(row: Row, style: Style) -> Problem:
     """`Body`, `Question` and the number `Answer`."""
     body = row["Body"].strip()
     question = f"{body}{'' if body.endswith(('.', '?', '!')) else '.'} {row['Question'].strip()}"
-    return Problem(ask(question, style, ASK_NUMBER), _plain(row["Answer"]))
+    return Problem(ASK_NUMBER[style].format(question), _plain(row["Answer"]))
 
 
 def read_math(row: Row, style: Style) -> Problem:
@@ -40,7 +43,7 @@ def read_math(row: Row, style: Style) -> Problem:
     if not isinstance(row["answer"], str) or not row["answer"].strip():
         raise ValueError(f"the answer is {row['answer']!r}, expected a text")
     return Problem(
-        ask(row["problem"].strip(), style, ASK_BOXED),
+        ASK_BOXED[style].format(row["problem"].strip()),
         f"\\boxed{{{row['answer'].strip()}}}",
         check=row["answer"].strip(),
     )

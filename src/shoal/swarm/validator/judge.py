@@ -5,6 +5,7 @@ import time
 from collections import Counter
 
 from shoal.model.tokenizer import Tokenizer
+from shoal.net.deadline import Stopped
 from shoal.swarm.validator import checks
 from shoal.swarm.validator.reader import Reader
 from shoal.swarm.validator.recompute import CannotCheck, Policy, recompute
@@ -48,7 +49,7 @@ def judge(
         checks.check_facts(table.rows, facts, spec.tolerances)
     except Rejected as rejected:
         return _refusal(claim, rejected, evidence)
-    graded = grade(table, problems, task, policy.tokenizer)
+    graded = grade(table, problems, task, policy.tokenizer, stop=stop)
     evidence |= count_outcomes(graded)
     num_tokens = sum(len(row.output_tokens) for row in table.rows)
     return Verdict(
@@ -117,18 +118,24 @@ def encode_prompts(lease: Lease, tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def grade(
-    table: RolloutTable, problems: list[Problem], task: Task, tokenizer: Tokenizer
+    table: RolloutTable,
+    problems: list[Problem],
+    task: Task,
+    tokenizer: Tokenizer,
+    *,
+    stop: threading.Event | None,
 ) -> tuple[Reward, ...]:
     """What each row is worth, in file order. After every other check: what is graded is what the leased model drew."""
-    try:
-        return tuple(
-            task.reward(
-                problems[row.prompt_index], tokenizer.decode(row.output_tokens), len(row.output_tokens)
-            )
-            for row in table.rows
-        )
-    except CannotGrade as error:
-        raise CannotCheck(f"an answer could not be graded: {error}") from None
+    graded = []
+    for row in table.rows:
+        if stop is not None and stop.is_set():
+            raise Stopped("stopped between two answers")
+        text = tokenizer.decode(row.output_tokens)
+        try:
+            graded.append(task.reward(problems[row.prompt_index], text, len(row.output_tokens)))
+        except CannotGrade as error:
+            raise CannotCheck(f"an answer could not be graded: {error}") from None
+    return tuple(graded)
 
 
 def count_outcomes(graded: tuple[Reward, ...]) -> dict[str, float | int | str]:
