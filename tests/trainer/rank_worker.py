@@ -54,7 +54,8 @@ def main(model: str, out: str) -> None:
             crew.follow()
             continue
         folder = Path(out) / f"{name}-{ranks.size}"
-        torch.save(train(crew, Path(model), folder), folder.with_suffix(".pt"))
+        own = Path(out) / f"{name}.model"
+        torch.save(train(crew, own if own.exists() else Path(model), folder), folder.with_suffix(".pt"))
         crew.end("finished")
     if ranks.size > 1:
         lose_one(ranks, Path(model), Path(out))
