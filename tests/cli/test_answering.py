@@ -1,12 +1,13 @@
 """`shoal eval` and `shoal data filter` on the tiny model: the same seed the same figures, a filter that goes on where it was."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
 from shoal.cli.answering import pose
-from shoal.cli.main import main
+from shoal.cli.main import act, main, parse
 from shoal.tasks import make_task
 from shoal.wire.run import TaskSpec
 
@@ -30,6 +31,16 @@ def test_figures_follow_from_the_seed(capsys: pytest.CaptureFixture[str]) -> Non
     assert low < figures["pass_at_1"] < high
 
 
+def test_lengths_are_held_against_budgets(capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ["eval", "tiny", "--task", "add", *SMALL, "--prompts", "6", "--k", "2", "--json"]
+    assert main([*ask, "--budgets", "4", "40", "--budget-alpha", "0.01"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert 0 < figures["off_budget_mean"] <= 39
+    assert figures["reward_mean"] == pytest.approx(figures["pass_at_1"] - 0.01 * figures["off_budget_mean"])
+    assert main(ask) == 0
+    assert json.loads(capsys.readouterr().out)["off_budget_mean"] is None
+
+
 def test_figures_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "tiny", *COUNT, *SMALL, "--prompts", "3", "--k", "2"]) == 0
     out = capsys.readouterr().out
@@ -45,6 +56,7 @@ def test_figures_in_words(capsys: pytest.CaptureFixture[str]) -> None:
         (["eval", "tiny", *COUNT, "--k", "4", "--samples", "2"], "raise it"),
         (["eval", "tiny", *COUNT, "--version", "3"], "--version goes with a coordinator's URL"),
         (["eval", "nowhere", *COUNT], "unknown model 'nowhere'"),
+        (["data", "filter", "--model", "tiny", *COUNT, "--out", "x", "--budgets", "9"], "in the run file"),
         (["eval", "tiny", "--task", "gsm8k", "--option", "path=nowhere"], "no data file at nowhere"),
         (["eval", "http://127.0.0.1:9", *COUNT], "check the URL"),
         (["data", "filter", "--model", "tiny", *COUNT, "--out", "x"], "say how many are wanted"),
@@ -100,6 +112,26 @@ def test_a_filter_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFix
     capsys.readouterr()
     assert main([*ask, "--temperature", "0.5"]) == 2
     assert "other settings" in capsys.readouterr().err
+
+
+def test_a_stopped_filter_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask = [
+        "data",
+        "filter",
+        "--model",
+        "tiny",
+        *COUNT,
+        *SMALL,
+        "--problems",
+        "5",
+        "--out",
+        str(tmp_path / "x"),
+    ]
+    stop = threading.Event()
+    stop.set()
+    assert act(parse(ask), stop) == 130
+    assert "stopped with 0 of 5 problems done; the same command goes on" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
 
 
 def test_what_a_filter_writes_is_read_by_a_task(tmp_path: Path) -> None:

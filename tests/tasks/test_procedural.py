@@ -43,6 +43,18 @@ def test_problems_are_fixed_by_the_seed_apart_by_split_and_written_in_the_tiny_a
     assert not isinstance(task, Finite)
 
 
+PINNED = {
+    "largest": Problem("17,159,120,50>", "159"),
+    "count": Problem("abaabaca c=", "1"),
+}
+
+
+def test_problems_stay_what_they_are() -> None:
+    """Everybody in a run derives the same ones, whatever version of the software they have."""
+    for name, problem in PINNED.items():
+        assert make_task(TaskSpec(name=name, options={"style": "bare"})).problem("train", 0) == problem
+
+
 @pytest.mark.parametrize(
     ("text", "outcome"),
     [

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shoal.net.deadline import Stopped
-from shoal.tasks import Finite, Outcome, Problem, Split, Task
+from shoal.tasks import CannotGrade, Finite, Outcome, Problem, Split, Task
 from shoal.wire.draw import sample_seed
-from shoal.wire.run import ProofSpec, TaskSpec
+from shoal.wire.run import ProofSpec, Sampling, TaskSpec
 
 if TYPE_CHECKING:
     from shoal.rollout.engine import Engine, Finished
@@ -46,6 +46,8 @@ class Answer:
     num_tokens: int
     cut: bool
     """It reached the cap instead of an end."""
+    off_budget: int | None
+    """Tokens too few or too many, if the prompt asked for a length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,22 @@ class Draw:
 
 
 def task_spec(options: argparse.Namespace) -> TaskSpec:
-    return TaskSpec(name=options.task, options=dict(options.option))
+    return TaskSpec(
+        name=options.task,
+        options=dict(options.option),
+        budgets=tuple(options.budgets),
+        budget_alpha=options.budget_alpha,
+    )
+
+
+def make_draw(options: argparse.Namespace, samples: int, sampling: Sampling) -> Draw:
+    """What is not said on the command line is as `sampling` has it."""
+    return Draw(
+        samples=samples,
+        temperature=options.temperature or sampling.temperature,
+        max_new_tokens=options.max_new_tokens or sampling.max_new_tokens,
+        seed=options.seed,
+    )
 
 
 def pose(task: Task, split: Split, count: int | None, seed: int) -> list[Posed]:
@@ -103,6 +120,8 @@ def load_engine(folder: Path, options: argparse.Namespace) -> "Engine":
 
     from shoal.rollout.torch_engine import TorchEngine
 
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {options.device}: torch finds no CUDA device here; use --device cpu")
     if options.threads:
         torch.set_num_threads(options.threads)
     engine = TorchEngine(
@@ -161,8 +180,13 @@ def _graded(engine: "Engine", task: Task, problem: Problem, row: "Finished") -> 
     from shoal.wire.rollouts import Finish
 
     text = engine.tokenizer.decode(row.output_tokens)
-    reward = task.reward(problem, text, len(row.output_tokens))
-    return Answer(reward.outcome, reward.value, len(row.output_tokens), row.finish is Finish.LENGTH)
+    try:
+        reward = task.reward(problem, text, len(row.output_tokens))
+    except CannotGrade as error:
+        raise ValueError(f"an answer could not be graded: {error}") from None
+    num_tokens = len(row.output_tokens)
+    off = None if problem.budget is None else abs(problem.budget - num_tokens)
+    return Answer(reward.outcome, reward.value, num_tokens, row.finish is Finish.LENGTH, off)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+MAX_NEW_TOKENS = 256
+
 
 def add_eval(commands: Any) -> None:
     parser = commands.add_parser(
@@ -17,7 +19,7 @@ def add_eval(commands: Any) -> None:
     parser.add_argument("--prompts", type=at_least_one, default=200, help="held-out problems (default: 200)")
     parser.add_argument("--k", type=at_least_one, default=1, help="of pass@k")
     parser.add_argument("--samples", type=at_least_one, help="answers to each problem (default: k)")
-    add_draw_options(parser, max_new_tokens=256)
+    add_draw_options(parser)
     parser.add_argument("--json", action="store_true", help="print figures and settings as JSON")
     parser.set_defaults(action=_evaluate)
 
@@ -41,7 +43,7 @@ def add_data(commands: Any) -> None:
         "--problems", type=at_least_one, help="how many to look at (default: all, if the task reads a file)"
     )
     filter_.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
-    add_draw_options(filter_, max_new_tokens=256)
+    add_draw_options(filter_)
     filter_.set_defaults(action=_filter)
 
 
@@ -67,11 +69,28 @@ def add_task_options(parser: argparse.ArgumentParser, *, required: bool) -> None
         metavar="KEY=VALUE",
         help="of the task, as often as needed: digits=2, path=gsm8k_train.jsonl",
     )
+    parser.add_argument(
+        "--budgets",
+        type=at_least_one,
+        nargs="+",
+        default=[],
+        metavar="TOKENS",
+        help="lengths, one of which each prompt asks for",
+    )
+    parser.add_argument("--budget-alpha", type=above_zero, default=0.0003, help="cost of a token off")
 
 
-def add_draw_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
-    parser.add_argument("--max-new-tokens", type=at_least_one, default=max_new_tokens)
-    parser.add_argument("--temperature", type=above_zero, default=1.0, help="0.0001 is as good as greedy")
+def add_draw_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-new-tokens",
+        type=at_least_one,
+        help=f"(default: {MAX_NEW_TOKENS}; of a run's version, the run's)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=above_zero,
+        help="0.0001 is as good as greedy (default: 1; of a run's version, the run's)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of problems and draws")
     parser.add_argument("--max-rows", type=at_least_one, default=64, help="rows decoded at once")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")

@@ -7,11 +7,14 @@ OUT.report.json      the settings, the histogram, what was kept
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
+import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,17 +24,20 @@ from shoal.cli.answering import (
     Posed,
     answer,
     load_engine,
+    make_draw,
     model_folder,
     pose,
     progress_bar,
     task_spec,
 )
+from shoal.cli.arguments import MAX_NEW_TOKENS
 from shoal.cli.supervise import EXIT_OK
+from shoal.net.deadline import Stopped
 from shoal.tasks import Outcome, Task, make_task
 from shoal.tasks.data_set import DataSet
 from shoal.tasks.files import digest_of, is_file_option
 from shoal.tasks.listed import listed_row
-from shoal.wire.run import TaskSpec
+from shoal.wire.run import Sampling, TaskSpec
 
 BAR = 40
 
@@ -50,15 +56,14 @@ def filter_problems(options: argparse.Namespace, stop: threading.Event) -> int:
     low, high = options.band
     if low > high:
         raise ValueError(f"--band {low} {high}: the lower end comes first")
+    if options.budgets:
+        raise ValueError(
+            "--budgets: filter by what the task itself is worth, and set budgets in the run file"
+        )
     spec = task_spec(options)
     task = make_task(spec)
     posed = pose(task, "train", options.problems, options.seed)
-    draw = Draw(
-        samples=options.k,
-        temperature=options.temperature,
-        max_new_tokens=options.max_new_tokens,
-        seed=options.seed,
-    )
+    draw = make_draw(options, options.k, Sampling(max_new_tokens=MAX_NEW_TOKENS))
     with model_folder(options.model) as folder:
         settings = _settings(spec, folder, draw, options)
         with Progress(_beside(options.out, "progress.jsonl"), settings) as progress:
@@ -85,7 +90,7 @@ def _answer(
     stop: threading.Event,
 ) -> None:
     engine = load_engine(folder, options)
-    with progress_bar("answers", len(left) * draw.samples) as on_row:
+    with progress_bar("answers", len(left) * draw.samples) as on_row, _saying_how_to_go_on(progress, left):
         for one, answers in answer(engine, task, left, draw, stop=stop, on_row=on_row):
             outcomes = Counter(given.outcome for given in answers)
             progress.add(
@@ -96,6 +101,19 @@ def _answer(
                     sum(given.num_tokens for given in answers),
                 )
             )
+
+
+@contextlib.contextmanager
+def _saying_how_to_go_on(progress: "Progress", left: list[Posed]) -> Iterator[None]:
+    before = len(progress.done)
+    try:
+        yield
+    except Stopped:
+        print(
+            f"stopped with {len(progress.done)} of {before + len(left)} problems done; the same command goes on",
+            file=sys.stderr,
+        )
+        raise
 
 
 class Progress:

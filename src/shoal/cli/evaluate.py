@@ -16,14 +16,15 @@ import httpx
 
 from shoal.cli.answering import (
     Answer,
-    Draw,
     answer,
     load_engine,
+    make_draw,
     model_folder,
     pose,
     progress_bar,
     task_spec,
 )
+from shoal.cli.arguments import MAX_NEW_TOKENS
 from shoal.cli.intervals import pass_at, wilson
 from shoal.cli.supervise import EXIT_OK
 from shoal.net.client import Unreachable
@@ -33,7 +34,7 @@ from shoal.telemetry import Log
 from shoal.wire.manifest import Manifest
 from shoal.wire.messages import Info, Origin, Stats
 from shoal.wire.record import Sealed
-from shoal.wire.run import TaskSpec
+from shoal.wire.run import Sampling, TaskSpec
 
 TIMEOUT_S = 20.0
 FETCH_S = 1800.0
@@ -58,26 +59,31 @@ class Figures:
     cut: float
     """Share of answers that reached max_new_tokens."""
     tokens_mean: float
+    off_budget_mean: float | None
+    """Tokens too few or too many, if prompts asked for a length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Which version of a run, if it is one, and how the run samples."""
+
+    version: int | None
+    sampling: Sampling
 
 
 def evaluate(options: argparse.Namespace, stop: threading.Event) -> int:
     samples = options.samples or options.k
     if samples < options.k:
         raise ValueError(f"--samples {samples} is fewer than --k {options.k}; raise it")
-    draw = Draw(
-        samples=samples,
-        temperature=options.temperature,
-        max_new_tokens=options.max_new_tokens,
-        seed=options.seed,
-    )
-    with _source(options, stop) as (folder, spec, version):
+    with _source(options, stop) as (folder, spec, source):
         task = make_task(spec)
+        draw = make_draw(options, samples, source.sampling)
         posed = pose(task, "eval", options.prompts, options.seed)
         engine = load_engine(folder, options)
         with progress_bar("answers", len(posed) * samples) as on_row:
             groups = [group for _, group in answer(engine, task, posed, draw, stop=stop, on_row=on_row)]
     figures = sum_up(groups, k=options.k)
-    settings = {"model": options.model, "version": version, "task": spec.model_dump(), **asdict(draw)}
+    settings = {"model": options.model, "version": source.version, "task": spec.model_dump(), **asdict(draw)}
     print(json.dumps(settings | asdict(figures)) if options.json else in_words(figures, settings))
     if len(posed) < options.prompts:
         print(f"shoal: the task has only {len(posed)} held-out problems", file=sys.stderr)
@@ -102,7 +108,13 @@ def sum_up(groups: list[tuple[Answer, ...]], *, k: int) -> Figures:
         unparseable=sum(one.outcome is Outcome.UNPARSEABLE for one in answers) / len(answers),
         cut=sum(one.cut for one in answers) / len(answers),
         tokens_mean=sum(one.num_tokens for one in answers) / len(answers),
+        off_budget_mean=_mean_off_budget(answers),
     )
+
+
+def _mean_off_budget(answers: list[Answer]) -> float | None:
+    off = [one.off_budget for one in answers if one.off_budget is not None]
+    return sum(off) / len(off) if off else None
 
 
 def in_words(figures: Figures, settings: dict[str, Any]) -> str:
@@ -125,6 +137,8 @@ def in_words(figures: Figures, settings: dict[str, Any]) -> str:
         f"  reward        {figures.reward_mean:7.4f}",
         f"  tokens        {figures.tokens_mean:7.1f}   an answer",
     ]
+    if figures.off_budget_mean is not None:
+        lines.append(f"  off budget    {figures.off_budget_mean:7.1f}   tokens too few or too many")
     return "\n".join(lines)
 
 
@@ -132,17 +146,15 @@ def in_words(figures: Figures, settings: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _source(
-    options: argparse.Namespace, stop: threading.Event
-) -> Iterator[tuple[Path, TaskSpec, int | None]]:
-    """The model's folder, the task, and the version if it is one of a run's."""
+def _source(options: argparse.Namespace, stop: threading.Event) -> Iterator[tuple[Path, TaskSpec, Source]]:
+    """The model's folder, the task, and where they come from."""
     if not options.model.startswith(("http://", "https://")):
         if options.task is None:
             raise ValueError("--task says what to evaluate on; docs/tasks.md lists them")
         if options.version is not None:
             raise ValueError("--version goes with a coordinator's URL; a folder is one version")
         with model_folder(options.model) as folder:
-            yield folder, task_spec(options), None
+            yield folder, task_spec(options), Source(None, Sampling(max_new_tokens=MAX_NEW_TOKENS))
         return
     with tempfile.TemporaryDirectory() as into:
         try:
@@ -153,7 +165,7 @@ def _source(
                 f"{options.model}: {error}; check the URL, and that the coordinator runs there"
             ) from None
         spec = task_spec(options) if options.task is not None else _with_own_files(info.spec.task, options)
-        yield folder, spec, version
+        yield folder, spec, Source(version, info.spec.sampling)
 
 
 def _fetch(

@@ -47,9 +47,8 @@ class Count:
         attempt = 0
         while True:
             rng = problem_rng(seed, attempt)
-            letters = _LETTERS[: self.alphabet]
-            word = "".join(rng.choice(letters) for _ in range(self.length))
-            letter = rng.choice(letters)
+            word = "".join(_LETTERS[rng.randrange(self.alphabet)] for _ in range(self.length))
+            letter = _LETTERS[rng.randrange(self.alphabet)]
             # By the word: a word met in training is not asked for another of its letters.
             if is_held_out(word) == (split == "eval"):
                 return Problem(prompt=self._ask(word, letter), answer=str(word.count(letter)))

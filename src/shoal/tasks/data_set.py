@@ -42,6 +42,8 @@ class Entry:
     number: int
     row: Row
     problem: Problem
+    question: str
+    """What it asks in whichever style: held out in one, held out in all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +95,9 @@ class DataSet:
             return {"train": [], "eval": entries}
         if self.eval_path:
             held_out = self._load(self.eval_path, set())
-            asked = {entry.problem.prompt for entry in held_out}
-            return {"train": [e for e in entries if e.problem.prompt not in asked], "eval": held_out}
-        by_hash = [is_held_out(entry.problem.prompt) for entry in entries]
+            asked = {entry.question for entry in held_out}
+            return {"train": [e for e in entries if e.question not in asked], "eval": held_out}
+        by_hash = [is_held_out(entry.question) for entry in entries]
         return {
             "train": [entry for entry, held in zip(entries, by_hash, strict=True) if not held],
             "eval": [entry for entry, held in zip(entries, by_hash, strict=True) if held],
@@ -108,7 +110,8 @@ class DataSet:
             if number in skipped:
                 continue
             try:
-                entries.append(Entry(number, row, self.format.read(row, self.style)))
+                question = self.format.read(row, "chat").prompt
+                entries.append(Entry(number, row, self.format.read(row, self.style), question))
             except KeyError as error:
                 bad[number] = f"no field {error}, as {self.format.name} has; it has {sorted(row)[:12]}"
             except (ValueError, TypeError, AttributeError) as error:

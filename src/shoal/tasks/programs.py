@@ -13,7 +13,7 @@ from shoal.tasks.task import RIGHT, UNPARSEABLE, WRONG, Problem, Reward, reply_o
 
 LIMITS = Limits()
 """Of all of a program's calls together."""
-SCRIPT_LIMITS = Limits(cpu_s=5, wall_s=20.0)
+SCRIPT_LIMITS = Limits(cpu_s=5, wall_s=30.0)
 """Of one run of a script, as the report has it."""
 MAX_PROGRAM_CHARS = 100_000
 

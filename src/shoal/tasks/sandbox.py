@@ -43,7 +43,8 @@ class Limits:
     """What one program may take."""
 
     cpu_s: int = 10
-    wall_s: float = 30.0
+    wall_s: float = 60.0
+    """Six times the processor's: a program that waits ends by it, one on a busy machine should not."""
     memory_bytes: int = 512 << 20
     disk_bytes: int = 16 << 20
     file_bytes: int = 4 << 20

@@ -94,10 +94,11 @@ def unparseable(swarm: Swarm) -> int:
 
 def check_eval(url: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`shoal eval` of a published version, on the run's own task with one's own copy of its file."""
-    small = ["--prompts", "3", "--k", "2", "--max-new-tokens", "4", "--json"]
+    small = ["--prompts", "3", "--k", "2", "--json"]
     assert main(["eval", url, *small, "--option", f"path={data}"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert (figures["version"], figures["prompts"], figures["samples"]) == (0, 3, 2)
+    assert (figures["temperature"], figures["max_new_tokens"]) == (1.0, 12), "as the run samples"
     assert main(["eval", url, *small]) == 2
     assert "give your own copies: --option path=FILE" in capsys.readouterr().err
     other = data.with_name("other.jsonl")
