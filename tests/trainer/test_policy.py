@@ -54,6 +54,21 @@ def test_bfloat16_copy_follows_the_master_and_gives_float32_gradients(model: Pat
                     parameter.mul_(1.1)
 
 
+def test_a_copy_rounds_weights_and_not_tables(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "gpt_neox", vocab_size=80, hidden_size=128, num_hidden_layers=1, num_attention_heads=2
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "theirs")
+    create_model(str(tmp_path / "theirs"), tmp_path / "ours", seed=0)
+    learner = learner_of(tmp_path / "ours", compute_dtype="bfloat16")
+    copy = learner.policy._copy
+    assert copy is not None
+    assert {one.dtype for one in copy.model.parameters()} == {torch.bfloat16}
+    assert {one.dtype for one in copy.model.buffers() if one.is_floating_point()} == {torch.float32}
+
+
 def test_gradients_of_micro_batches_add_up_in_float32(model: Path) -> None:
     """What bfloat16 would lose: one large gradient, then a thousand small ones."""
     learner = learner_of(model, compute_dtype="bfloat16")
@@ -97,6 +112,10 @@ def test_other_families_learn_whatever_the_packing(tmp_path: Path, family: str) 
             tmp_path / "ours", row_tokens=row_tokens, activation_checkpointing=row_tokens == 24
         )
         results.append([learner.step(make_batch(version), threading.Event()) for version in range(2)])
+    rounded = learner_of(tmp_path / "ours", compute_dtype="bfloat16")
+    assert rounded.step(make_batch(0), threading.Event()).grad_norm == pytest.approx(
+        results[0][0].grad_norm, rel=0.05
+    )
     for left, right in zip(*results, strict=True):
         assert left.loss == pytest.approx(right.loss, rel=1e-4, abs=1e-6)
         assert left.grad_norm == pytest.approx(right.grad_norm, rel=1e-3)
