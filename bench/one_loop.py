@@ -80,9 +80,11 @@ class OneLoop:
         return curve
 
     def batch(self, rows: list[tuple[Sample, float]], *, lag: int) -> tuple[TrainBatch, float]:
-        """The groups that have signal; one that has none stands in if none has, and changes nothing."""
+        """The groups that have signal. A swarm would go on until there are enough for every update; here others stand in."""
         groups = [rows[start : start + self.samples] for start in range(0, len(rows), self.samples)]
-        useful = [group for group in groups if len({reward for _, reward in group}) > 1] or groups[:1]
+        useful = [group for group in groups if len({reward for _, reward in group}) > 1]
+        missing = max(0, self.learner.config.optimizer_steps - len(useful))
+        useful += [group for group in groups if len({reward for _, reward in group}) == 1][:missing]
         kind = self.learner.config.recipe.advantage
         samples = []
         for index, group in enumerate(useful):

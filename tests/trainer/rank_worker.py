@@ -24,16 +24,16 @@ def train(crew: Crew, model: Path, folder: Path) -> dict[str, object]:
     crew.begin(model, 0.8)
     kept = Checkpoints(folder, keep=2, log=Log("trainer"))
     figures = [crew.step(make_batch(0))]
-    kept.begin(crew.snapshot(), None)
+    kept.begin(crew.capture(), None)
     kept.finish(60)
     figures += [crew.step(make_batch(version)) for version in range(1, NUM_STEPS)]
-    last = crew.snapshot()
+    last = crew.capture()
     checkpoint = kept.newest()
     assert checkpoint is not None
     crew.resume(checkpoint)
     again = [crew.step(make_batch(version)) for version in range(1, NUM_STEPS)]
     assert [one.loss for one in again] == [one.loss for one in figures[1:]]
-    assert all(torch.equal(one, last.weights[name]) for name, one in crew.snapshot().weights.items())
+    assert all(torch.equal(one, last.weights[name]) for name, one in crew.capture().weights.items())
     return {
         "figures": [(one.loss, one.grad_norm, one.clip_fraction, one.logprob_gap) for one in figures],
         "weights": dict(crew.published(last)),
@@ -54,7 +54,8 @@ def main(model: str, out: str) -> None:
             crew.follow()
             continue
         folder = Path(out) / f"{name}-{ranks.size}"
-        torch.save(train(crew, Path(model), folder), folder.with_suffix(".pt"))
+        own = Path(out) / f"{name}.model"
+        torch.save(train(crew, own if own.exists() else Path(model), folder), folder.with_suffix(".pt"))
         crew.end("finished")
     if ranks.size > 1:
         lose_one(ranks, Path(model), Path(out))

@@ -29,9 +29,9 @@ def main(model: str, out: str) -> None:
             crew.follow()
             continue
         crew.begin(Path(model), 0.8, 12)
-        crew.keep_reference(Path(out) / f"{name}-{size}.safetensors", crew.snapshot())
+        crew.keep_reference(Path(out) / f"{name}-{size}.safetensors", crew.capture())
         figures = [asdict(crew.step(make_batch(version))) for version in range(NUM_STEPS)]
-        torch.save({"figures": figures, "weights": crew.snapshot().weights}, Path(out) / f"{name}-{size}.pt")
+        torch.save({"figures": figures, "weights": crew.capture().weights}, Path(out) / f"{name}-{size}.pt")
         crew.end("finished")
     ranks.leave()
 

@@ -13,10 +13,10 @@ from tiny_learner import make_batch, make_learner
 
 from shoal.net.deadline import DeadlinePassed
 from shoal.telemetry import Log
+from shoal.trainer.capture import take
 from shoal.trainer.checkpoint import Checkpoints, restore
 from shoal.trainer.learner import Learner
 from shoal.trainer.report import step_report
-from shoal.trainer.snapshot import take
 from shoal.wire.messages import StepReport
 
 

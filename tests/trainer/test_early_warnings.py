@@ -25,6 +25,7 @@ def reports(num_steps: int, **series: Any) -> list[StepReport]:
         "clip_fraction": lambda step: 0.01 + 0.002 * (step % 4),
         "logprob_gap": 0.002,
         "logprob_gap_max": 0.03,
+        "gap_fresh_tokens": 900,
         "learning_rate": 1e-4,
         "wait_s": 0.5,
         "train_s": 1.0,
@@ -88,7 +89,7 @@ def test_warm_up_is_no_creep() -> None:
 
 def test_engine_gap_counts_on_fresh_rollouts_only() -> None:
     assert "0.020" in sentence(reports(3, logprob_gap=0.02), "engine-gap")
-    assert early_warnings(reports(3, logprob_gap=0.02, lags=(0, 256))) == []
+    assert early_warnings(reports(3, logprob_gap=0.02, gap_fresh_tokens=0)) == []
 
 
 def test_starving_says_on_whom_it_waits() -> None:

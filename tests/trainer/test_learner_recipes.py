@@ -53,8 +53,8 @@ def whole(batch: TrainBatch) -> MicroBatch:
 def test_a_batch_is_cut_between_groups() -> None:
     batch = grouped(num_groups=6)
     parts = batch.split(4)
-    assert [sorted({sample.group for sample in part}) for part in parts] == [[0], [1, 2], [3], [4, 5]]
-    assert tuple(sample for part in parts for sample in part) == batch.samples
+    assert [[sample.group for sample in part][::2] for part in parts] == [[0, 4], [1, 5], [2], [3]]
+    assert {sample for part in parts for sample in part} == set(batch.samples)
     with pytest.raises(ValueError, match="6 groups cannot be cut into optimizer_steps=7 parts; lower it"):
         batch.split(7)
 

@@ -42,7 +42,7 @@ def test_published_weights_are_the_adapted_model(tmp_path: Path, model: Path) ->
     assert (adapted - before).abs().max() > 0.1
 
     plain = load_causal(model)
-    published = dict(crew.published(crew.snapshot()))
+    published = dict(crew.published(crew.capture()))
     assert published.keys() == dict(plain.named_parameters()).keys()
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
@@ -63,7 +63,7 @@ def test_only_adapters_are_trained_and_kept(model: Path) -> None:
     }
     crew.step(make_batch(0))
     assert all(torch.equal(p, frozen[n]) for n, p in crew.learner.decoder.named_parameters() if n in frozen)
-    weights = crew.snapshot().weights
+    weights = crew.capture().weights
     assert all("lora_" in name for name in weights)
     assert sum(one.numel() for one in weights.values()) < sum(one.numel() for one in frozen.values()) / 10
 
@@ -72,7 +72,7 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, model: Path) ->
     straight = crew_of(model)
     kept = Checkpoints(tmp_path, keep=2, log=Log("trainer"))
     straight.step(make_batch(0))
-    kept.begin(straight.snapshot(), None)
+    kept.begin(straight.capture(), None)
     kept.finish(30)
     expected = [straight.step(make_batch(version)).loss for version in (1, 2)]
     again = crew_of(model, seed=9)  # draws other adapters, which the checkpoint overwrites
@@ -80,14 +80,14 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, model: Path) ->
     assert checkpoint is not None
     again.resume(checkpoint)
     assert [again.step(make_batch(version)).loss for version in (1, 2)] == expected
-    for name, weight in again.snapshot().weights.items():
-        assert torch.equal(weight, straight.snapshot().weights[name])
+    for name, weight in again.capture().weights.items():
+        assert torch.equal(weight, straight.capture().weights[name])
 
 
 def test_checkpoint_of_all_weights_is_not_one_of_adapters(tmp_path: Path, model: Path) -> None:
     whole = crew_of(model, lora_rank=0)
     kept = Checkpoints(tmp_path, keep=2, log=Log("trainer"))
-    kept.begin(whole.snapshot(), None)
+    kept.begin(whole.capture(), None)
     kept.finish(30)
     checkpoint = kept.newest()
     assert checkpoint is not None

@@ -10,9 +10,13 @@ from tiny_learner import CONFIG, make_batch
 
 from shoal.model.builtin import create_model
 from shoal.model.load import load_causal
+from shoal.telemetry import Log
+from shoal.trainer.checkpoint import Checkpoints
 from shoal.trainer.config import TrainerConfig
+from shoal.trainer.crew import Crew
 from shoal.trainer.learner import Learner, output_logprobs
 from shoal.trainer.pack import pack
+from shoal.trainer.ranks import ALONE
 
 
 def learner_of(model: Path, **keys: Any) -> Learner:
@@ -48,6 +52,21 @@ def test_bfloat16_copy_follows_the_master_and_gives_float32_gradients(model: Pat
             for learner in (exact, rounded):
                 for parameter in learner.decoder.parameters():
                     parameter.mul_(1.1)
+
+
+def test_a_copy_rounds_weights_and_not_tables(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "gpt_neox", vocab_size=80, hidden_size=128, num_hidden_layers=1, num_attention_heads=2
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "theirs")
+    create_model(str(tmp_path / "theirs"), tmp_path / "ours", seed=0)
+    learner = learner_of(tmp_path / "ours", compute_dtype="bfloat16")
+    copy = learner.policy._copy
+    assert copy is not None
+    assert {one.dtype for one in copy.model.parameters()} == {torch.bfloat16}
+    assert {one.dtype for one in copy.model.buffers() if one.is_floating_point()} == {torch.float32}
 
 
 def test_gradients_of_micro_batches_add_up_in_float32(model: Path) -> None:
@@ -105,6 +124,29 @@ def test_other_families_learn_whatever_the_packing(tmp_path: Path, family: str) 
             tmp_path / "ours", row_tokens=row_tokens, activation_checkpointing=row_tokens == 24
         )
         results.append([learner.step(make_batch(version), threading.Event()) for version in range(2)])
+    rounded = learner_of(tmp_path / "ours", compute_dtype="bfloat16")
+    assert rounded.step(make_batch(0), threading.Event()).grad_norm == pytest.approx(
+        results[0][0].grad_norm, rel=0.05
+    )
     for left, right in zip(*results, strict=True):
         assert left.loss == pytest.approx(right.loss, rel=1e-4, abs=1e-6)
         assert left.grad_norm == pytest.approx(right.grad_norm, rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", [{}, {"activation_checkpointing": True}, {"lora_rank": 4}], ids=str)
+def test_a_run_goes_on_from_cpu_to_gpu_and_back(tmp_path: Path, model: Path, keys: dict[str, Any]) -> None:
+    config = TrainerConfig(**(CONFIG.model_dump() | {"compute_dtype": "bfloat16"} | keys))
+    losses = []
+    for device in ("cpu", "cuda", "cuda", "cpu"):
+        crew = Crew(config, ALONE, device=device, log=Log("trainer"), stop=threading.Event())
+        crew.begin(model, 0.8)
+        kept = Checkpoints(tmp_path, keep=2, log=Log("trainer"))
+        if (checkpoint := kept.newest()) is not None:
+            crew.resume(checkpoint)
+        losses.append(crew.step(make_batch(crew.learner.version)).grad_norm)
+        kept.begin(crew.capture(), None)
+        kept.finish(60)
+    alone = Crew(config, ALONE, device="cpu", log=Log("trainer"), stop=threading.Event())
+    alone.begin(model, 0.8)
+    assert losses == pytest.approx([alone.step(make_batch(v)).grad_norm for v in range(4)], rel=0.1)

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 
 from shoal.trainer.advantage import group_advantages
 from shoal.trainer.config import AdvantageKind
@@ -53,16 +53,19 @@ class TrainBatch:
         return sum(len(sample.tokens) for sample in self.samples)
 
     def split(self, num_parts: int) -> list[tuple[Sample, ...]]:
-        """Parts of whole groups, in order, as equal in groups as they can be."""
+        """Parts of whole groups, as equal in groups as they can be.
+
+        Groups go round the parts: the coordinator hands out the oldest first, and no update shall have only those.
+        """
         groups = [tuple(members) for _, members in groupby(self.samples, key=lambda sample: sample.group)]
         if len(groups) < num_parts:
             raise ValueError(
                 f"batch {self.version}: {len(groups)} groups cannot be cut into optimizer_steps={num_parts} parts; "
                 "lower it or raise groups_per_step"
             )
-        ends = [len(groups) * part // num_parts for part in range(num_parts + 1)]
         return [
-            tuple(sample for group in groups[start:end] for sample in group) for start, end in pairwise(ends)
+            tuple(sample for group in groups[part::num_parts] for sample in group)
+            for part in range(num_parts)
         ]
 
 

@@ -26,8 +26,8 @@ from safetensors.torch import load_file, save_file
 
 from shoal.net.deadline import DeadlinePassed
 from shoal.telemetry import Log
+from shoal.trainer.capture import Capture, put, take, trained
 from shoal.trainer.learner import Learner
-from shoal.trainer.snapshot import Snapshot, put, take, trained
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import StepReport
 from shoal.wire.record import Record
@@ -81,11 +81,11 @@ class Checkpoints:
         self._writing: Future[None] | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
-    def begin(self, snapshot: Snapshot, report: StepReport | None) -> None:
+    def begin(self, capture: Capture, report: StepReport | None) -> None:
         """Start to write a version; the one before must be finished. `finish` says how it went."""
         assert self._writing is None, "finish the checkpoint before"
         self._writing = self._writer.submit(
-            self._write, snapshot, State(version=snapshot.version, report=report)
+            self._write, capture, State(version=capture.version, report=report)
         )
 
     def finish(self, deadline_s: float) -> None:
@@ -109,12 +109,12 @@ class Checkpoints:
         """Let a checkpoint that is being written be finished."""
         self._writer.shutdown()
 
-    def _write(self, snapshot: Snapshot, state: State) -> None:
+    def _write(self, capture: Capture, state: State) -> None:
         partial = self._folder / f".v{state.version:06d}.partial"
         final = self._folder / f"v{state.version:06d}"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        _write_files(partial, snapshot, state)
+        _write_files(partial, capture, state)
         # Only a damaged checkpoint can stand here: a sound one would have been resumed from.
         shutil.rmtree(final, ignore_errors=True)
         os.rename(partial, final)
@@ -144,10 +144,10 @@ class Checkpoints:
 
 def restore(checkpoint: Checkpoint, learner: Learner) -> None:
     """Put a checkpoint's weights, moments, random state and version into a learner of the same shape, on one rank."""
-    put(learner, read_snapshot(checkpoint, learner))
+    put(learner, read_capture(checkpoint, learner))
 
 
-def read_snapshot(checkpoint: Checkpoint, learner: Learner) -> Snapshot:
+def read_capture(checkpoint: Checkpoint, learner: Learner) -> Capture:
     """What a checkpoint holds; ValueError if it is not for a learner of this shape."""
     weights = load_file(checkpoint.folder / WEIGHTS)
     own = trained(learner)
@@ -158,17 +158,17 @@ def read_snapshot(checkpoint: Checkpoint, learner: Learner) -> Snapshot:
         )
     kept = torch.load(checkpoint.folder / OPTIMIZER, map_location="cpu", weights_only=True)
     random = {"cpu": kept["rng"]} | ({"cuda": kept["cuda_rng"]} if "cuda_rng" in kept else {})
-    return Snapshot(
+    return Capture(
         version=checkpoint.state.version, weights=weights, optimizer=kept["optimizer"], random=random
     )
 
 
-def _write_files(folder: Path, snapshot: Snapshot, state: State) -> None:
-    save_file(snapshot.weights, folder / WEIGHTS)
-    random = {"rng": snapshot.random["cpu"]}
-    if "cuda" in snapshot.random:
-        random["cuda_rng"] = snapshot.random["cuda"]
-    torch.save({"optimizer": snapshot.optimizer, **random}, folder / OPTIMIZER)
+def _write_files(folder: Path, capture: Capture, state: State) -> None:
+    save_file(capture.weights, folder / WEIGHTS)
+    random = {"rng": capture.random["cpu"]}
+    if "cuda" in capture.random:
+        random["cuda_rng"] = capture.random["cuda"]
+    torch.save({"optimizer": capture.optimizer, **random}, folder / OPTIMIZER)
     (folder / STATE).write_text(state.model_dump_json(indent=1))
     for name in FILES:
         _sync(folder / name)

@@ -25,7 +25,8 @@ from shoal.net.deadline import Stopped
 from shoal.tasks import make_task
 from shoal.telemetry import Log
 from shoal.trainer.batch import TrainBatch
-from shoal.trainer.checkpoint import Checkpoint, read_snapshot
+from shoal.trainer.capture import Capture, put, take, trained
+from shoal.trainer.checkpoint import Checkpoint, read_capture
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.figures import StepFigures
 from shoal.trainer.learner import Learner
@@ -33,7 +34,6 @@ from shoal.trainer.lora import add_adapters, merged
 from shoal.trainer.policy import Causal
 from shoal.trainer.ranks import RankLost, Ranks
 from shoal.trainer.reference import Reference, Weights, kept_weights
-from shoal.trainer.snapshot import Snapshot, put, take, trained
 from shoal.trainer.supervised import warm_up
 from shoal.wire.run import TaskSpec
 
@@ -49,7 +49,7 @@ class Crew:
         self._config, self._ranks, self._device = config, ranks, device
         self._log, self._stop = log, ranks.agreed(stop)
         self._loaded: Causal | None = None
-        self._stored: Snapshot | None = None
+        self._stored: Capture | None = None
         self._reference: Weights = {}
         self._base: Path | None = None
         self._amid = False
@@ -67,13 +67,13 @@ class Crew:
             self._together("_begin", config, self._loaded.packs, temperature, max_new_tokens)
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        self._stored = read_snapshot(checkpoint, self.learner)
+        self._stored = read_capture(checkpoint, self.learner)
         self._together("_resume")
 
-    def keep_reference(self, path: Path, snapshot: Snapshot) -> None:
-        """Where there is a KL term: have version 0's weights at hand, from `path` or, at version 0, the snapshot's own."""
+    def keep_reference(self, path: Path, capture: Capture) -> None:
+        """Where there is a KL term: have version 0's weights at hand, from `path` or, at version 0, the capture's own."""
         if self._config.kl:
-            self._reference = kept_weights(path, snapshot.weights, snapshot.version)
+            self._reference = kept_weights(path, capture.weights, capture.version)
             self._together("_set_reference")
 
     def warm_up(self, task: TaskSpec, tokenizer: Tokenizer) -> None:
@@ -83,16 +83,16 @@ class Crew:
         figures: StepFigures = self._together("_step", batch)
         return figures
 
-    def snapshot(self) -> Snapshot:
-        snapshot: Snapshot = self._together("_take")
-        return snapshot
+    def capture(self) -> Capture:
+        capture: Capture = self._together("_take")
+        return capture
 
-    def published(self, snapshot: Snapshot) -> Iterable[tuple[str, Tensor]]:
+    def published(self, capture: Capture) -> Iterable[tuple[str, Tensor]]:
         """The weights that others get: those trained, or the model's own with the adapters added."""
         if not self._config.lora_rank:
-            return snapshot.weights.items()
+            return capture.weights.items()
         assert self._base is not None, "begin comes first"
-        return merged(self._base, snapshot.weights, self._config)
+        return merged(self._base, capture.weights, self._config)
 
     def end(self, reason: str) -> None:
         """Let the others go; the reason is for their logs.
@@ -169,7 +169,7 @@ class Crew:
     def _step(self, batch: TrainBatch) -> StepFigures:
         return self.learner.step(batch, self._stop)
 
-    def _take(self) -> Snapshot:
+    def _take(self) -> Capture:
         return take(self.learner)
 
 

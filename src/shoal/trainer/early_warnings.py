@@ -110,10 +110,9 @@ def gradient_creeping(reports: Sequence[StepReport]) -> str | None:
 
 
 def engine_gap(reports: Sequence[StepReport]) -> str | None:
-    """Only where the batch had fresh rollouts: with lag the gap is also how far the policy has moved."""
+    """Only where it was measured on fresh tokens: with lag it is also how far the policy has moved."""
     newest = reports[-1]
-    fresh = bool(newest.lags) and newest.lags[0] > 0
-    if not fresh or newest.logprob_gap <= 0.01:
+    if not newest.gap_fresh_tokens or newest.logprob_gap <= 0.01:
         return None
     return (
         f"engine and trainer differ by {newest.logprob_gap:.3f} in the mean log-prob of fresh tokens (up to "

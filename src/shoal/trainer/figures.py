@@ -46,6 +46,8 @@ class StepFigures:
     """Mean |worker's - trainer's| log-prob before the first update: over the tokens of lag 0, or over all if none is."""
     logprob_gap_max: float
     logprob_gap_kl: float
+    gap_fresh_tokens: int
+    """Tokens of lag 0 that the gap was measured on; 0: it is over stale ones, and also how far the policy has moved."""
     learning_rate: float
     optimizer_steps: int
     train_s: float
@@ -99,6 +101,7 @@ class Sums:
             logprob_gap=total[f"{which}gap"] / gap_tokens,
             logprob_gap_max=ranks.largest(float(self.gap_max)),
             logprob_gap_kl=total[f"{which}gap_kl"] / gap_tokens,
+            gap_fresh_tokens=round(total["fresh_tokens"]),
             learning_rate=learning_rate,
             optimizer_steps=optimizer_steps,
             train_s=train_s,

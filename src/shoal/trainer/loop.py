@@ -27,6 +27,7 @@ from shoal.shardcast.publish import SHARD_BYTES
 from shoal.shardcast.store import VersionStore
 from shoal.tasks.files import file_digests, with_files_from
 from shoal.telemetry import Log, Metrics
+from shoal.trainer.capture import Capture
 from shoal.trainer.checkpoint import Checkpoints
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.crew import Crew, in_words
@@ -36,7 +37,6 @@ from shoal.trainer.publisher import Address, Publisher
 from shoal.trainer.ranks import join_ranks
 from shoal.trainer.report import step_report
 from shoal.trainer.sinks import check_packages, open_sinks
-from shoal.trainer.snapshot import Snapshot
 from shoal.wire.keys import Key
 from shoal.wire.messages import Info, StepReport
 from shoal.wire.run import RunSpec, TaskSpec
@@ -165,9 +165,9 @@ class _Run:
             wait_s = time.monotonic() - started_s
             figures = self._crew.step(batch)
             report = step_report(batch, figures, wait_s)
-            snapshot = self._crew.snapshot()
-            self._checkpoints.begin(snapshot, report)
-            self._send_out(snapshot, report)
+            capture = self._crew.capture()
+            self._checkpoints.begin(capture, report)
+            self._send_out(capture, report)
         self._serve_until_finished()
 
     def shutdown(self) -> None:
@@ -186,17 +186,17 @@ class _Run:
             version = self._crew.learner.version
             self._log.info("resumed", version=version, checkpoint=checkpoint.folder)
             self._metrics.write("resumed", version=version)
-            snapshot = self._crew.snapshot()
-            self._crew.keep_reference(self._site.folder / "reference.safetensors", snapshot)
-            self._send_out(snapshot, checkpoint.state.report)
+            capture = self._crew.capture()
+            self._crew.keep_reference(self._site.folder / "reference.safetensors", capture)
+            self._send_out(capture, checkpoint.state.report)
             return
         self._crew.warm_up(self._task(), load_tokenizer(self._model_folder))
-        snapshot = self._crew.snapshot()
-        self._crew.keep_reference(self._site.folder / "reference.safetensors", snapshot)
-        self._checkpoints.begin(snapshot, None)
+        capture = self._crew.capture()
+        self._crew.keep_reference(self._site.folder / "reference.safetensors", capture)
+        self._checkpoints.begin(capture, None)
         parameters = sum(one.numel() for one in self._crew.learner.decoder.parameters())
         self._metrics.write("begun", version=0, parameters=parameters)
-        self._send_out(snapshot, None)
+        self._send_out(capture, None)
 
     def _task(self) -> TaskSpec:
         """The run's task, with its files fetched to this machine."""
@@ -204,19 +204,19 @@ class _Run:
         fetch_files(self._client, file_digests(self._spec.task), data, deadline_s=self._site.deadline_s)
         return with_files_from(self._spec.task, data)
 
-    def _send_out(self, snapshot: Snapshot, report: StepReport | None) -> None:
+    def _send_out(self, capture: Capture, report: StepReport | None) -> None:
         """Publish and announce a version once its checkpoint is on the disk, and note the step that made it.
 
         After a crash all three are done again: a step may stand in the metrics twice, in the same words, but none is missing.
         """
         folder = self._publisher.prepare(
-            self._crew.published(snapshot),
-            snapshot.version,
+            self._crew.published(capture),
+            capture.version,
             shard_bytes=self._site.shard_bytes,
             snapshot_every=self._site.snapshot_every,
         )
         self._checkpoints.finish(self._site.deadline_s)
-        manifest = self._publisher.serve(folder, snapshot.version)
+        manifest = self._publisher.serve(folder, capture.version)
         self._publisher.announce(manifest, report)
         if report is not None:
             self._metrics.write("step", **report.model_dump())

@@ -90,7 +90,10 @@ class WorkingCopy:
     """A copy in another dtype. Its gradients go to the master's as soon as each is complete."""
 
     def __init__(self, master: Causal, dtype: torch.dtype) -> None:
-        self.model = copy.deepcopy(master).to(dtype)
+        self.model = copy.deepcopy(master)
+        for parameter in self.model.parameters():
+            # Not model.to(dtype): that would round tables too, and a rotation by a rounded frequency is another rotation.
+            parameter.data = parameter.data.to(dtype)
         self._masters = list(master.parameters())
         self._copies = list(self.model.parameters())
         self._seen = -1

@@ -188,6 +188,8 @@ class StepReport(Record):
     logprob_gap_max: float = 0.0
     logprob_gap_kl: float = 0.0
     """Estimate of the KL divergence from engine to trainer, from the same tokens."""
+    gap_fresh_tokens: int = 0
+    """Tokens of lag 0 that the gap was measured on; 0: it is over stale ones, and also how far the policy has moved."""
     entropy: float = 0.0
     """Mean entropy, in nats, of the distributions that the tokens trained on stand in."""
     kl: float = 0.0

@@ -12,9 +12,12 @@ from torch import Tensor
 
 from shoal.trainer.learner import Learner
 
+_OF_THE_MACHINE = {"params", "fused", "foreach", "capturable"}
+"""Of an optimiser's settings: how it computes here, not what. A run may go on on another kind of device."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class Capture:
     """Complete on rank 0; on others an empty shell."""
 
     version: int
@@ -25,7 +28,7 @@ class Snapshot:
     random: dict[str, Tensor]
 
 
-def take(learner: Learner) -> Snapshot:
+def take(learner: Learner) -> Capture:
     """Copy everything a later process needs. All ranks must call it."""
     whole = learner.ranks.whole
     weights = {name: whole(parameter) for name, parameter in trained(learner).items()}
@@ -36,25 +39,27 @@ def take(learner: Learner) -> Snapshot:
     random = {"cpu": torch.get_rng_state()}
     if learner.device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(learner.device)
-    return Snapshot(version=learner.version, weights=weights, optimizer=kept, random=random)
+    return Capture(version=learner.version, weights=weights, optimizer=kept, random=random)
 
 
-def put(learner: Learner, snapshot: Snapshot | None) -> None:
-    """Make the learner what it was. Rank 0 has the snapshot, the others give None; all must call it."""
+def put(learner: Learner, capture: Capture | None) -> None:
+    """Make the learner what it was. Rank 0 has the capture, the others give None; all must call it."""
     spread, ranks = learner.ranks.spread, learner.ranks
     for name, parameter in trained(learner).items():
-        spread(None if snapshot is None else snapshot.weights[name], parameter)
-    told = ranks.share_words(None if snapshot is None else _without_tensors(snapshot))
-    parameters = [one for group in learner.optimizer.param_groups for one in group["params"]]
+        spread(None if capture is None else capture.weights[name], parameter)
+    told = ranks.share_words(None if capture is None else _without_tensors(capture))
+    groups = learner.optimizer.param_groups
+    parameters = [(one, group["fused"]) for group in groups for one in group["params"]]
     learner.optimizer.state.clear()
     for index, step in told["steps"].items():
-        state = learner.optimizer.state[parameters[index]]
-        state["step"] = step
+        parameter, fused = parameters[index]
+        state = learner.optimizer.state[parameter]
+        state["step"] = step.to(learner.device if fused else "cpu")  # a fused optimiser counts on the device
         for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = torch.zeros_like(parameters[index])
-            spread(None if snapshot is None else snapshot.optimizer["state"][index][name], state[name])
-    for group, stored in zip(learner.optimizer.param_groups, told["groups"], strict=True):
-        group.update({key: value for key, value in stored.items() if key != "params"})
+            state[name] = torch.zeros_like(parameter)
+            spread(None if capture is None else capture.optimizer["state"][index][name], state[name])
+    for group, stored in zip(groups, told["groups"], strict=True):
+        group.update({key: value for key, value in stored.items() if key not in _OF_THE_MACHINE})
     torch.set_rng_state(told["random"]["cpu"])
     if learner.device.type == "cuda" and "cuda" in told["random"]:
         torch.cuda.set_rng_state(told["random"]["cuda"], learner.device)
@@ -65,11 +70,11 @@ def trained(learner: Learner) -> dict[str, Tensor]:
     return {name: one for name, one in learner.decoder.named_parameters() if one.requires_grad}
 
 
-def _without_tensors(snapshot: Snapshot) -> dict[str, Any]:
+def _without_tensors(capture: Capture) -> dict[str, Any]:
     """What of it is small enough to be told in words."""
     return {
-        "version": snapshot.version,
-        "steps": {index: state["step"] for index, state in snapshot.optimizer["state"].items()},
-        "groups": snapshot.optimizer["param_groups"],
-        "random": snapshot.random,
+        "version": capture.version,
+        "steps": {index: state["step"] for index, state in capture.optimizer["state"].items()},
+        "groups": capture.optimizer["param_groups"],
+        "random": capture.random,
     }
