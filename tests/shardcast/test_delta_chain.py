@@ -127,7 +127,7 @@ def test_a_follower_fetches_deltas_only_also_of_a_snapshot(
     for version in range(7):
         folder = fetch(line.publish(version), [url])
         assert kit.file_bytes(folder) == version_files(version)
-        assert {path.name for path in folder.parent.iterdir()} == {f"v{one}" for one in range(version + 1)}
+        assert {path.name for path in folder.parent.glob("v*")} == {f"v{one}" for one in range(version + 1)}
         names = {name for name, _ in spy.asked}
         assert names == (set(version_files(0)) if version == 0 else {DELTA})
         spy.asked.clear()
@@ -149,7 +149,7 @@ def test_a_chain_through_a_tree_and_a_late_joiner(
     assert {path.name for path in leaf.store.path(3).iterdir()} == {"manifest.json", DELTA}
     folder = fetch(sealed, [leaf.url])
     assert kit.file_bytes(folder) == version_files(5)
-    assert [path.name for path in folder.parent.iterdir()] == ["v5"]
+    assert [path.name for path in folder.parent.glob("v*")] == ["v5"]
     assert (folder / "manifest.json").read_bytes() == sealed.canonical()
 
 
@@ -178,7 +178,7 @@ def test_an_origin_keeps_of_old_versions_only_what_newer_ones_need(
     line.snapshot_every = 20
     line.store.keep_versions = 2
     line.publish(0, 1, 2, 3, 4)
-    names = {path.name: {file.name for file in path.iterdir()} for path in line.store.folder.iterdir()}
+    names = {path.name: {file.name for file in path.iterdir()} for path in line.store.folder.glob("v*")}
     assert names["v0"] == set(version_files(0)) | {"manifest.json"}
     assert names["v1"] == names["v2"] == {"manifest.json", DELTA}
     assert names["v3"] == names["v4"] == set(version_files(0)) | {"manifest.json", DELTA}
@@ -359,7 +359,7 @@ def test_pruning_leaves_the_newest_as_a_base(line: Line, kit: Any, serve: Any, f
     for version in range(4):
         folder = fetch(line.publish(version), [url])
         shardcast.prune_versions(folder.parent, 1)
-        assert [path.name for path in folder.parent.iterdir()] == [f"v{version}"]
+        assert [path.name for path in folder.parent.glob("v*")] == [f"v{version}"]
     assert kit.file_bytes(folder) == version_files(3)
     assert {name for name, _ in spy.asked if name == WEIGHTS} == {WEIGHTS}
     assert sum(name == WEIGHTS for name, _ in spy.asked) == 30

@@ -64,7 +64,7 @@ def apply_in_place(data: bytearray | memoryview, payload: bytes | memoryview) ->
 
 
 def write_delta(old: Path, new: Path, into: Path, *, old_blake3: str, max_bytes: int) -> bool:
-    """Write the payload to `into`, on the disk when this returns.
+    """Write the payload to `into`.
 
     False, and no file, if it exceeds `max_bytes` or `old` has not the digest it should have.
     """
@@ -83,8 +83,6 @@ def write_delta(old: Path, new: Path, into: Path, *, old_blake3: str, max_bytes:
             if total > max_bytes:
                 break
             out.write(piece)
-        out.flush()
-        os.fsync(out.fileno())
     good = total <= max_bytes and hasher.hexdigest() == old_blake3
     if not good:
         into.unlink()
@@ -92,7 +90,7 @@ def write_delta(old: Path, new: Path, into: Path, *, old_blake3: str, max_bytes:
 
 
 def apply_deltas(old: Path, payloads: Sequence[Path], into: Path) -> str:
-    """Write to `into` what the payloads, one after the other, make of `old`; its BLAKE3. On the disk when this returns."""
+    """Write to `into` what the payloads, one after the other, make of `old`; its BLAKE3."""
     hasher = blake3()
     with ExitStack() as files:
         old_fd = files.enter_context(old.open("rb")).fileno()
@@ -104,8 +102,6 @@ def apply_deltas(old: Path, payloads: Sequence[Path], into: Path) -> str:
         for piece in _apply(_file_reader(old_fd), _size(old_fd), deltas):
             hasher.update(piece)
             out.write(piece)
-        out.flush()
-        os.fsync(out.fileno())
     return hasher.hexdigest()
 
 

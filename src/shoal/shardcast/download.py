@@ -1,6 +1,10 @@
 """Fill one assembly from several relays at once.
 
-A few streams, each with one shard in hand:  take a shard -> draw a relay -> fetch -> verify and write -> account.
+A few streams, each with a run of shards in hand, asked for as one range:
+
+    take shards -> draw a relay -> for each: fetch -> verify and write -> account
+
+A run is one shard from a relay that is slow or not known yet, and many from a fast one: asking takes time too.
 
     right bytes       the relay's share grows with its bandwidth
     not there yet     neither good nor bad; it is asked again a little later
@@ -12,6 +16,7 @@ right answer counts. No relay ever holds more than its share of the streams, nor
 delivered nothing yet holds one at most. So a slow or hung relay does not set the time.
 """
 
+import contextlib
 import math
 import random
 import threading
@@ -22,12 +27,14 @@ from dataclasses import dataclass
 from shoal.net.deadline import DeadlinePassed, Stopped
 from shoal.shardcast.assembly import Assembly, Shard, WrongBytes
 from shoal.shardcast.choice import RelayChoice
-from shoal.shardcast.upstream import Broken, Connections, NotThere, ask_shard
+from shoal.shardcast.upstream import Broken, Connections, NotThere, ask_shards
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 
 NUM_STREAMS = 4
 """Shards in flight, and so in memory."""
+RUN_S, RUN_BYTES = 0.2, 16 << 20
+"""What one question is for: shards that should come within so long, and not more than so many bytes."""
 SECOND_TRY_S = 1.0
 SAY_AFTER_S, SAY_EVERY_S = 2.0, 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
@@ -39,9 +46,11 @@ class NoRelayLeft(DeadlinePassed):
 
 @dataclass(eq=False, slots=True)
 class _Try:
-    shard: Shard
+    shards: deque[Shard]
+    """Consecutive, those still to come; the first is coming now."""
     relay: str
     started_s: float
+    """When the first was asked for, or the one before it had come."""
     judged: bool = False
     """Its relay has already been counted as failed for it."""
 
@@ -139,16 +148,15 @@ class Download:
                 self._attempt(connections, job)
 
     def _take(self) -> _Try | None:
-        """The next shard and the relay to ask for it; None when all is over."""
+        """The next shards and the relay to ask for them; None when all is over."""
         with self._turn:
             while not self._over:
                 shard = self._next_shard()
                 relays = self._relays_for(shard) if shard is not None else []
                 if shard is not None and relays:
-                    job = _Try(shard, self._choice.pick(relays, random.random()), time.monotonic())
+                    relay = self._choice.pick(relays, random.random())
+                    job = _Try(self._run_from(shard, relay), relay, time.monotonic())
                     self._tries.append(job)
-                    if self._pending and self._pending[0] is shard:
-                        self._pending.popleft()
                     return job
                 self._turn.wait(0.05)
         return None
@@ -158,13 +166,29 @@ class Download:
             return self._pending[0]
         slow_s = time.monotonic() - SECOND_TRY_S
         for job in self._tries:
-            if job.started_s < slow_s and sum(other.shard == job.shard for other in self._tries) == 1:
-                return job.shard
+            if job.started_s < slow_s:
+                for shard in job.shards:
+                    if sum(shard in other.shards for other in self._tries) == 1:
+                        return shard
         return None
+
+    def _run_from(self, shard: Shard, relay: str) -> deque[Shard]:
+        """The shard, and those after it that its relay is likely to send as fast as we should like."""
+        run = deque([shard])
+        if not self._pending:
+            return run  # it is somebody else's already
+        self._pending.popleft()
+        bytes_per_s = (self._choice.standing(relay).bandwidth or 0.0) / NUM_STREAMS
+        # Towards the end in smaller portions, so that all streams end together.
+        most = min(RUN_BYTES, RUN_S * bytes_per_s) // shard.num_bytes
+        most = min(most, (len(self._pending) + 1) // (2 * NUM_STREAMS))
+        while len(run) < most and self._pending and _follows(run[-1], self._pending[0]):
+            run.append(self._pending.popleft())
+        return run
 
     def _relays_for(self, shard: Shard) -> list[str]:
         now_s = time.monotonic()
-        asked = {job.relay for job in self._tries if job.shard == shard}
+        asked = {job.relay for job in self._tries if shard in job.shards}
         left = [url for url in self._choice.urls if url not in self._dropped]
         return [
             url
@@ -183,10 +207,16 @@ class Download:
 
     def _attempt(self, connections: Connections, job: _Try) -> None:
         try:
-            data = ask_shard(connections, job.relay, self._version, job.shard, give_up=lambda: self._over)
-            took_s = time.monotonic() - job.started_s
-            if not self._over:
-                self._assembly.write(job.shard, data)
+            data_of = ask_shards(
+                connections, job.relay, self._version, tuple(job.shards), give_up=lambda: self._over
+            )
+            with contextlib.closing(data_of):
+                for data in data_of:
+                    shard, took_s = job.shards[0], time.monotonic() - job.started_s
+                    if self._over:
+                        break
+                    self._assembly.write(shard, data)
+                    self._delivered(job, shard, took_s)
         except NotThere as reason:
             self._settle(job, str(reason), failed=False)
         except Broken as reason:
@@ -199,25 +229,28 @@ class Download:
                 self._failure = failure
             self._settle(job, str(failure), failed=False)
         else:
-            self._delivered(job, took_s)
+            with self._turn:
+                self._tries.remove(job)
+                self._turn.notify_all()
 
     # -- accounts ---------------------------------------------------------------------------------------
 
-    def _delivered(self, job: _Try, took_s: float) -> None:
+    def _delivered(self, job: _Try, shard: Shard, took_s: float) -> None:
         with self._turn:
-            self._tries.remove(job)
+            job.shards.popleft()
+            job.started_s = self._forward_s = time.monotonic()
             if self._over:
                 return
             # Shards that come from one relay at the same time share its link: what counts is what they make together.
-            at_once = 1 + sum(other.relay == job.relay for other in self._tries)
-            self._choice.delivered(job.relay, at_once * job.shard.num_bytes / max(took_s, 1e-6))
+            at_once = sum(other.relay == job.relay for other in self._tries)
+            self._choice.delivered(job.relay, at_once * shard.num_bytes / max(took_s, 1e-6))
             self._pauses.pop(job.relay, None)
-            self._forward_s = time.monotonic()
             for other in self._tries:
-                if other.shard == job.shard and not other.judged:  # it was asked first, and overtaken
+                if shard in other.shards and not other.judged:  # it was asked first, and overtaken
                     other.judged = True
                     self._choice.failed(other.relay)
-            self._turn.notify_all()
+            if not self._pending:  # else nobody waits for this
+                self._turn.notify_all()
 
     def _settle(self, job: _Try, reason: str, *, failed: bool, drop: bool = False) -> None:
         with self._turn:
@@ -232,7 +265,12 @@ class Download:
             pause_s = self._pauses.get(job.relay, FIRST_PAUSE_S)
             self._pauses[job.relay] = min(2 * pause_s, LONGEST_PAUSE_S)
             self._not_before_s[job.relay] = time.monotonic() + pause_s
-            here = self._assembly.verified(job.shard.name, job.shard.start, job.shard.stop)
-            if not here and all(other.shard != job.shard for other in self._tries):
-                self._pending.append(job.shard)  # last: the others need not wait for what does not come
+            for shard in job.shards:
+                here = self._assembly.verified(shard.name, shard.start, shard.stop)
+                if not here and all(shard not in other.shards for other in self._tries):
+                    self._pending.append(shard)  # last: the others need not wait for what does not come
             self._turn.notify_all()
+
+
+def _follows(one: Shard, other: Shard) -> bool:
+    return (one.name, one.index + 1) == (other.name, other.index)

@@ -22,9 +22,9 @@ from shoal.net.deadline import DeadlinePassed, Stopped
 from shoal.shardcast.assembly import Assembly
 from shoal.shardcast.choice import RelayChoice
 from shoal.shardcast.delta import apply_deltas
-from shoal.shardcast.digest import hash_range
+from shoal.shardcast.digest import hash_file
 from shoal.shardcast.download import Download, NoRelayLeft
-from shoal.shardcast.signed import MANIFEST_FILE, open_manifest, prepare_folder, read_manifest, sync_folder
+from shoal.shardcast.signed import MANIFEST_FILE, open_manifest, prepare_folder, read_manifest
 from shoal.shardcast.ways import Payload, Shelf, Way, shortest_way
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
@@ -190,7 +190,6 @@ class Fetch:
             found = rejected.detail
         if found == entry.blake3:
             made.replace(self.partial / way.name)
-            sync_folder(self.partial)
             return
         made.unlink(missing_ok=True)
         self._refused.add(way)
@@ -211,11 +210,10 @@ class Fetch:
         except OSError:  # another file system, or one without links
             shutil.copyfile(source, made)
         with made.open("rb") as file:
-            os.fsync(file.fileno())
-            return hash_range(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+            return hash_file(file.fileno())
 
     def _is_made(self, entry: FileEntry) -> bool:
-        # It got this name only after its digest was checked and its bytes were on the disk.
+        # It got this name only after its digest was checked.
         path = self.partial / entry.name
         return path.is_file() and path.stat().st_size == entry.num_bytes
 

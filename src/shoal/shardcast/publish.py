@@ -90,7 +90,6 @@ def _is_delta(path: Path) -> bool:
 def _describe(path: Path, shard_bytes: int) -> FileEntry:
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)  # the manifest must not outlive the bytes it vouches for
         num_bytes = os.fstat(fd).st_size
         whole, shards = hash_shards(fd, num_bytes, shard_bytes)
     finally:

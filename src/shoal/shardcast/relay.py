@@ -132,14 +132,17 @@ class Part:
         return end
 
     async def verified_up_to(self, position: int, wait_s: float) -> int | None:
-        """The end of the shard around `position`, as far as it is asked for, once that is verified; None if late."""
-        size = self._entry.shard_bytes
-        end = min(self.stop, (position // size + 1) * size)
+        """How far bytes are here and verified after `position`, as soon as there are some; None if late."""
         assembly, name = self._held.assembly, self._entry.name
-        here = await self._app.store.changed.wait_async(
-            lambda: assembly.verified(name, position, end), wait_s
-        )
-        return end if here else None
+
+        def reach() -> int:
+            return assembly.verified_until(name, position, self.stop)
+
+        if position < self.stop and not await self._app.store.changed.wait_async(
+            lambda: reach() > position, wait_s
+        ):
+            return None
+        return reach()
 
     def sent(self, num_bytes: int) -> None:
         self._app.bytes_sent += num_bytes
