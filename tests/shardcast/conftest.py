@@ -19,6 +19,8 @@ from shoal.net.server import Server, listen
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
+from shoal.wire.record import seal
+from shoal.wire.ticket import Ticket, to_header
 
 RUN = "demo"
 SHARD_BYTES = 1000
@@ -48,6 +50,12 @@ def eventually(ready: Callable[[], Any], what: str, deadline_s: float = 30.0) ->
         assert time.monotonic() < give_up_s, f"never came: {what}"
         time.sleep(0.01)
     return value
+
+
+def ticket(key: Key, *, run: str = RUN, expires_in_s: float = 900.0) -> str:
+    """The header that the run's coordinator would give to a member."""
+    holder = Key.from_seed(bytes([7]) * 32).public
+    return to_header(seal(Ticket(run=run, holder=holder, expires_at_s=time.time() + expires_in_s), key))
 
 
 class Origin:
@@ -210,4 +218,5 @@ def kit() -> Any:
     made = Kit()
     made.random_files, made.file_bytes, made.eventually = random_files, file_bytes, eventually  # type: ignore[attr-defined]
     made.Origin, made.Spy, made.RUN, made.SHARD_BYTES = Origin, Spy, RUN, SHARD_BYTES  # type: ignore[attr-defined]
+    made.ticket = ticket  # type: ignore[attr-defined]
     return made

@@ -26,7 +26,7 @@ class RunSection(Record):
 
 
 class ShardcastSection(Record):
-    shard_bytes: int = Field(default=4 << 20, ge=4096)
+    shard_bytes: int = Field(default=1 << 20, ge=4096)
     snapshot_every: int = Field(default=8, ge=1)
 
 

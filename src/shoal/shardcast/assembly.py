@@ -24,6 +24,10 @@ from shoal.shardcast.signed import partial_path, read_manifest
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import FileEntry, Manifest
 
+WRITE_BYTES = 256 << 10
+"""At once: for a larger piece the kernel looks for memory of that size in one, which virtual machines often have to ask
+their host for. Measured: 0.2 s per GB with pieces up to 1 MiB, 2 s with 4 MiB."""
+
 
 class WrongBytes(Exception):
     """A shard does not hash to what the manifest says."""
@@ -295,5 +299,5 @@ def has_digest(path: Path, entry: FileEntry) -> bool:
 def _write_at(fd: int, data: bytes | bytearray | memoryview, start: int) -> None:
     view = memoryview(data)
     while view:
-        written = os.pwrite(fd, view, start)
+        written = os.pwrite(fd, view[:WRITE_BYTES], start)
         view, start = view[written:], start + written

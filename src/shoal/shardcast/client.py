@@ -41,7 +41,8 @@ def fetch_version(
 
     With an earlier version in `into`, only what changed since is fetched, where the publisher sends that.
 
-    Give a RelayChoice instead of URLs to remember over several fetches which relays are good. Raises Rejected for
+    Give a RelayChoice instead of URLs to remember over several fetches which relays are good, and to show them a ticket.
+    Raises Rejected for
     a manifest the run key did not sign, DeadlinePassed with every relay's last failing, Stopped, and OSError when the
     disk fails.
     """
@@ -55,7 +56,7 @@ def fetch_version(
 
     def ask(version: int, within_s: float) -> Sealed[Manifest]:
         return fetch_manifest(
-            version, choice.urls, run_key=run_key, log=log, stop=stop, deadline_s=within_s, run=body.run
+            version, choice, run_key=run_key, log=log, stop=stop, deadline_s=within_s, run=body.run
         )
 
     fetch = Fetch(manifest, into, run_key=run_key, log=log, stop=stop)
@@ -68,7 +69,7 @@ def fetch_version(
 
 def fetch_manifest(
     version: int | None,
-    relays: Sequence[str],
+    relays: Sequence[str] | RelayChoice,
     *,
     run_key: str,
     log: Log,
@@ -77,14 +78,15 @@ def fetch_manifest(
     run: str | None = None,
 ) -> Sealed[Manifest]:
     """The signed manifest of a version, or of the newest that any of the relays knows (None)."""
+    choice = relays if isinstance(relays, RelayChoice) else RelayChoice(relays)
     what = f"the manifest of version {version}" if version is not None else "the newest manifest"
 
     def attempt() -> Sealed[Manifest]:
         found: list[Sealed[Manifest]] = []
         reasons = []
-        for url in random.sample(relays, len(relays)):
+        for url in random.sample(choice.urls, len(choice.urls)):
             try:
-                sealed = _ask(connections, url.rstrip("/"), version)
+                sealed = _ask(connections, url, version)
                 open_manifest(sealed, run=run, run_key=run_key)
             except (NotThere, Broken, Rejected) as reason:
                 reasons.append(f"{url}: {reason}")
@@ -96,7 +98,7 @@ def fetch_manifest(
             raise NotYet("; ".join(reasons) or "no relay known")
         return max(found, key=lambda sealed: sealed.body.version)
 
-    with Connections() as connections:
+    with Connections(choice.ticket) as connections:
         return wait_for(what, attempt, deadline_s=deadline_s, log=log, stop=stop)
 
 

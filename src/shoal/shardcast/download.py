@@ -143,7 +143,7 @@ class Download:
     # -- a stream ---------------------------------------------------------------------------------------
 
     def _stream(self) -> None:
-        with Connections() as connections:
+        with Connections(self._choice.ticket) as connections:
             while (job := self._take()) is not None:
                 self._attempt(connections, job)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from shoal.net.deadline import DeadlinePassed, NotYet, Stopped, wait_for
 from shoal.shardcast.assembly import Assembly, reuse_files
-from shoal.shardcast.choice import RelayChoice
+from shoal.shardcast.choice import RelayChoice, TicketSource
 from shoal.shardcast.download import Download
 from shoal.shardcast.store import VersionStore
 from shoal.shardcast.upstream import Broken, Connections, NotThere, ask_latest, ask_manifest
@@ -40,11 +40,12 @@ class Mirror:
         log: Log,
         stop: threading.Event,
         on_complete: Callable[[int], None] = lambda version: None,
+        ticket: TicketSource | None = None,
     ) -> None:
         self._store, self._upstreams = store, upstreams
         self._log, self._stop = log, stop
         self._on_complete = on_complete
-        self._choice = RelayChoice()
+        self._choice = RelayChoice(ticket=ticket)
         self._urls: dict[int, str] = {}
         self._refused: set[int] = set()
         self._threads = [threading.Thread(target=self._fill_loop, name="filler", daemon=True)]
@@ -75,7 +76,7 @@ class Mirror:
     # -- learning of versions ---------------------------------------------------------------------------
 
     def _follow_loop(self, index: int) -> None:
-        with Connections() as connections:
+        with Connections(self._choice.ticket) as connections:
             while not self._stop.is_set():
                 try:
                     wait_for(

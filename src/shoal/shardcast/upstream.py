@@ -5,13 +5,14 @@ import http.client
 import ssl
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
 import httpx
 
 from shoal.shardcast.assembly import Shard
+from shoal.shardcast.choice import TicketSource
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import Manifest
 from shoal.wire.messages import Problem
@@ -46,7 +47,8 @@ class Connections:
     The standard library's client, not httpx: it hands a shard on as the kernel gives it, for a third of the work.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ticket: TicketSource | None = None) -> None:
+        self._ticket = ticket
         self._open: dict[tuple[str, str], http.client.HTTPConnection] = {}
         self._room = bytearray()
 
@@ -73,6 +75,8 @@ class Connections:
         target = f"{parts.path}?{parts.query}" if parts.query else parts.path
         done = False
         try:
+            if shown := self._ticket() if self._ticket is not None else "":
+                headers = headers | {"Authorization": shown}
             response = self._send(server, target, {"Accept-Encoding": "identity", **headers}, read_s)
             yield response
             # At the body's end the connection is free for the next request, unless the server is to close it.
@@ -133,7 +137,7 @@ def ask_manifest(connections: Connections, url: str, version: int) -> Sealed[Man
 
 def ask_shards(
     connections: Connections, url: str, version: int, shards: Sequence[Shard], *, give_up: Callable[[], bool]
-) -> Iterator[memoryview]:
+) -> Generator[memoryview, None, None]:
     """The bytes of consecutive shards of one file, unverified, each good until the next is asked for."""
     first, last = shards[0], shards[-1]
     where = f"{url}/versions/{version}/{first.name}?wait_s={SHARD_WAIT_S:g}"
@@ -159,7 +163,7 @@ def _read_into(response: http.client.HTTPResponse, data: memoryview, give_up: Ca
     late_s = time.monotonic() + ANSWER_DEADLINE_S
     position = 0
     while position < len(data) and not give_up() and time.monotonic() < late_s:
-        count = response.fp.readinto1(data[position:])  # type: ignore[union-attr] # its buffer, then the socket
+        count = response.fp.readinto1(data[position:])  # its buffer, then the socket
         if not count:
             break
         position += count
