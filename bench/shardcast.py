@@ -587,7 +587,7 @@ def main() -> None:
     parser.add_argument("--link-mb", type=int, default=100, help="size of the file, slow links")
     parser.add_argument("--crowd", type=int, default=200)
     parser.add_argument("--shard-bytes", type=int, default=1 << 20)
-    parser.add_argument("--link-shard-bytes", type=int, default=1 << 20, help="a hundredth of the file")
+    parser.add_argument("--link-shard-bytes", type=int, default=512 << 10, help="slow links")
     parser.add_argument("--scenario", choices=[one.__name__ for one in SCENARIOS], action="append")
     parser.add_argument("--only", choices=["loopback", "links", "crowd"], action="append")
     parser.add_argument(

@@ -5,6 +5,7 @@ import os
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,7 @@ class Spy:
     def __init__(self, app: Any, treat: Any = None) -> None:
         self.app, self.treat = Asgi(app), treat
         self.asked: list[tuple[str, int]] = []
+        self.asked_bytes: Counter[str] = Counter()
         self.gate = threading.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -128,8 +130,9 @@ class Spy:
             await self.app(scope, receive, send)
             return
         header = dict(scope["headers"]).get(b"range", b"bytes=0-").decode()
-        start = int(header.removeprefix("bytes=").split("-")[0])
+        start, last = (int(number or 0) for number in header.removeprefix("bytes=").split("-"))
         self.asked.append((scope["path"].rsplit("/", 1)[1], start))
+        self.asked_bytes[self.asked[-1][0]] += last + 1 - start
         if self.treat is None:
             await self.app(scope, receive, send)
         else:

@@ -11,8 +11,8 @@ A run is one shard from a relay that is slow or not known yet, and many from a f
     broken, hung      counts as zero bandwidth; the shard goes to another relay
     wrong bytes       the relay is dropped for this download, and the log says so
 
-When no shard is left to take, one that has been under way for long is asked for a second time, elsewhere; the first
-right answer counts. No relay ever holds more than its share of the streams, nor all of them, and one that has
+When no shard is left to take, one that another relay would probably bring sooner, or that has been under way for long, is
+asked for a second time; the first right answer counts. No relay ever holds more than its share of the streams, nor all of them, and one that has
 delivered nothing yet holds one at most. So a slow or hung relay does not set the time.
 """
 
@@ -31,8 +31,8 @@ from shoal.shardcast.upstream import Broken, Connections, NotThere, ask_shards
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 
-NUM_STREAMS = 4
-"""Shards in flight, and so in memory."""
+NUM_STREAMS, MAX_STREAMS = 4, 16
+"""From one relay, and from all of them: shards in flight, and so in memory."""
 RUN_S, RUN_BYTES = 0.2, 16 << 20
 """What one question is for: shards that should come within so long, and not more than so many bytes."""
 SECOND_TRY_S = 1.0
@@ -73,6 +73,7 @@ class Download:
         self._over = False
         self._forward_s = 0.0
         self._began_s = time.monotonic()
+        self._num_streams = min(MAX_STREAMS, NUM_STREAMS - 1 + max(1, len(choice.urls)))
         self._had = sum(entry.num_bytes for entry in assembly.entries) - sum(
             shard.num_bytes for shard in self._pending
         )
@@ -86,7 +87,7 @@ class Download:
             return
         threads = [
             threading.Thread(target=self._stream, name=f"shards-{index}", daemon=True)
-            for index in range(min(NUM_STREAMS, max(1, len(self._pending))))
+            for index in range(min(self._num_streams, max(1, len(self._pending))))
         ]
         for thread in threads:
             thread.start()
@@ -164,13 +165,28 @@ class Download:
     def _next_shard(self) -> Shard | None:
         if self._pending:
             return self._pending[0]
-        slow_s = time.monotonic() - SECOND_TRY_S
+        now_s = time.monotonic()
         for job in self._tries:
-            if job.started_s < slow_s:
-                for shard in job.shards:
-                    if sum(shard in other.shards for other in self._tries) == 1:
-                        return shard
+            for shard in job.shards if self._is_slow(job, now_s) else ():
+                if sum(shard in other.shards for other in self._tries) == 1:
+                    return shard
         return None
+
+    def _is_slow(self, job: _Try, now_s: float) -> bool:
+        """Whether what it is to bring is worth asking for elsewhere too."""
+        waited_s = now_s - job.started_s
+        if waited_s > SECOND_TRY_S:
+            return True
+        known_s = {
+            url: job.shards[0].num_bytes / bandwidth
+            for url in self._choice.urls
+            if job.shards and url not in self._dropped and (bandwidth := self._choice.standing(url).bandwidth)
+        }
+        if job.relay not in known_s:
+            return False
+        expected_s = known_s.pop(job.relay) * sum(other.relay == job.relay for other in self._tries)
+        late = waited_s > 3 * expected_s + 0.1
+        return late or expected_s - waited_s > 2 * min(known_s.values(), default=math.inf)
 
     def _run_from(self, shard: Shard, relay: str) -> deque[Shard]:
         """The shard, and those after it that its relay is likely to send as fast as we should like."""
@@ -246,7 +262,8 @@ class Download:
             self._choice.delivered(job.relay, at_once * shard.num_bytes / max(took_s, 1e-6))
             self._pauses.pop(job.relay, None)
             for other in self._tries:
-                if shard in other.shards and not other.judged:  # it was asked first, and overtaken
+                overdue = time.monotonic() - other.started_s > SECOND_TRY_S
+                if shard in other.shards and overdue and not other.judged:  # it was asked first, and overtaken
                     other.judged = True
                     self._choice.failed(other.relay)
             if not self._pending:  # else nobody waits for this
