@@ -14,6 +14,7 @@ import pytest
 from shoal import shardcast
 from shoal.net.deadline import DeadlinePassed
 from shoal.shardcast import fetch as fetch_module
+from shoal.shardcast import mirror as mirror_module
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
@@ -364,3 +365,49 @@ def test_pruning_leaves_the_newest_as_a_base(line: Line, kit: Any, serve: Any, f
     assert kit.file_bytes(folder) == version_files(3)
     assert {name for name, _ in spy.asked if name == WEIGHTS} == {WEIGHTS}
     assert spy.asked_bytes[WEIGHTS] == len(version_files(0)[WEIGHTS])
+
+
+# -- a publisher that lost its versions -------------------------------------------------------------------
+
+
+def sent_whole(line: Line, kit: Any, tmp_path: Path, version: int) -> Any:
+    """The origin of the same run with the same weights, which has nothing left to make a delta of."""
+    again = kit.Origin(tmp_path / "again", line.key)
+    sealed = again.publish(version, version_files(version))
+    assert sealed.body.is_snapshot
+    assert not line.manifests[version].body.is_snapshot
+    return again
+
+
+def test_a_client_that_was_told_of_a_delta_takes_the_whole(
+    line: Line, kit: Any, serve: Any, fetch: Any, tmp_path: Path
+) -> None:
+    line.publish(0, 1)
+    again = sent_whole(line, kit, tmp_path, 1)
+    folder = fetch(line.manifests[1], [serve(again.app)])
+    assert kit.file_bytes(folder) == version_files(1)
+    assert fetch(line.manifests[1], []) == folder  # both manifests are of this folder
+
+
+def test_a_relay_that_waits_for_a_delta_takes_the_whole(
+    line: Line, kit: Any, serve: Any, fetch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror_module, "TRY_S", 0.3)
+    line.publish(0, 1)
+    store = shardcast.VersionStore(tmp_path / "relay", run="demo", run_key=line.key.public)
+    store.begin(line.manifests[1])
+    url, stop = serve(sent_whole(line, kit, tmp_path, 1).app), threading.Event()
+    mirror = shardcast.Mirror(store, [lambda: url], log=Log("test"), stop=stop)
+    mirror.start()
+    kit.eventually(lambda: store.complete() == (1,), "the version, whole")
+    stop.set()
+    mirror.close()
+    relay = serve(shardcast.RelayApp(store))
+    assert kit.file_bytes(fetch(line.manifests[1], [relay])) == version_files(1)
+
+
+def test_what_is_complete_stays_as_it_is(line: Line, kit: Any, tmp_path: Path) -> None:
+    line.publish(0, 1)
+    again = sent_whole(line, kit, tmp_path, 1)
+    line.store.begin(again.store.get(1).sealed)
+    assert line.store.get(1).sealed == line.manifests[1]

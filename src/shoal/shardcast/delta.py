@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -176,13 +177,16 @@ class _Delta:
             return
         gaps_bytes, steps_bytes, gaps_frame, steps_frame = sizes
         gaps = _from_varints(self._stream(gaps_frame, gaps_bytes, num), num)
-        places = np.cumsum(gaps + 1) - 1
+        places = np.cumsum(gaps, dtype=np.int64)
+        places += np.arange(num)
         if places[-1] >= words.size:
             raise _refusal(f"a change at word {places[-1]} of a chunk of {words.size}")
         zigzag = _from_varints(self._stream(steps_frame, steps_bytes, num), num)
         if zigzag.max() > 0xFFFF:
             raise _refusal(f"a step of {zigzag.max()}, which is no 16-bit difference")
-        words[places] += ((zigzag >> 1) ^ -(zigzag & 1)).astype(np.uint16)
+        zigzag = zigzag.astype(np.uint16)
+        steps = (zigzag >> 1) ^ (0 - (zigzag & 1))
+        words[places] = words.take(places) + steps
 
     def check_end(self) -> None:
         if self._left:
@@ -231,20 +235,24 @@ def _to_varints(numbers: npt.NDArray[np.uint32]) -> bytes:
     return out.tobytes()
 
 
-def _from_varints(stream: npt.NDArray[np.uint8], num: int) -> npt.NDArray[np.int64]:
-    ends = np.flatnonzero(stream < 0x80)
-    if ends.size != num or ends[-1] != stream.size - 1:
-        raise _refusal(f"{ends.size} numbers in a stream of {num}")
-    lengths = np.diff(ends, prepend=-1)
-    longest = int(lengths.max())
-    if longest > _MAX_VARINT:
-        raise _refusal(f"a number of {longest} bytes, {_MAX_VARINT} is the most")
-    starts = ends - lengths + 1
-    numbers = (stream[starts] & 0x7F).astype(np.int64)
-    for index in range(1, longest):
-        longer = np.flatnonzero(lengths > index)
-        numbers[longer] |= (stream[starts[longer] + index] & 0x7F).astype(np.int64) << (7 * index)
-    return numbers
+def _from_varints(stream: npt.NDArray[np.uint8], num: int) -> npt.NDArray[np.integer[Any]]:
+    """Without a look at single numbers: every byte is taken together with those before it, then the last ones are kept."""
+    more = stream > 0x7F
+    found = stream.size - np.count_nonzero(more)
+    if found != num or more[-1]:
+        raise _refusal(f"{found} numbers in a stream of {num}")
+    if found == stream.size:
+        return stream
+    low = (stream & 0x7F).astype(np.int32)
+    numbers = low.copy()
+    two, three = more[:-1], more[1:-1] & more[:-2]
+    numbers[1:] = np.where(two, low[1:] << 7 | low[:-1], low[1:])
+    if three.any():
+        if (three[1:] & three[:-1]).any():
+            raise _refusal(f"a number of over {_MAX_VARINT} bytes")
+        at = np.flatnonzero(three) + 2
+        numbers[at] = low[at] << 14 | low[at - 1] << 7 | low[at - 2]
+    return numbers[~more]
 
 
 # -- bytes ----------------------------------------------------------------------------------------------

@@ -89,6 +89,8 @@ class Fetch:
 
     def _despair(self, name: str) -> None:
         """No way to a file: begin anew with what could not be had, while there is time and hope."""
+        if self._left_s() > 0 and self._find_twin():
+            return
         if self._failure is None:  # every way was tried, and none gave the right bytes
             raise Rejected("request.wrong_digest", self._no_way(name))
         if isinstance(self._failure, (NoRelayLeft, Rejected)) or self._left_s() <= 0:
@@ -96,6 +98,24 @@ class Fetch:
         self._unreachable.clear()
         if self._stop.wait(PAUSE_S):
             raise Stopped(f"stopped while fetching version {self._manifest.version}")
+
+    def _find_twin(self) -> bool:
+        """Whether a relay has the same version as its publisher sends it now: one that lost its old versions, with what
+        its deltas were made of, sends the newest whole."""
+        try:
+            found = self._ask(self._manifest.version, 0.0)
+            twin = open_manifest(found, run=self._manifest.run, run_key=self._run_key)
+        except (DeadlinePassed, Rejected):
+            return False
+        if twin.sends_the_same(self._manifest) or not twin.yields_the_same(self._manifest):
+            return False
+        self._log.warning(f"version {twin.version} is sent in another way now; that way is taken")
+        self._manifest, self._chain = twin, {twin.version: found}
+        self._refused.clear()
+        self._unreachable.clear()
+        self._failure = None
+        prepare_folder(self.partial, found)
+        return True
 
     def _no_way(self, name: str) -> str:
         tried = "; ".join(str(way) for way in self._refused) or "none"

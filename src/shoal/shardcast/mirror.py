@@ -191,5 +191,15 @@ class Mirror:
         forward = len(assembly.missing()) < before
         if not forward:
             self._log.warning(f"no progress: {problem}")
+            self._ask_again(version)
             self._stop.wait(1.0)
         return forward
+
+    def _ask_again(self, version: int) -> None:
+        """Its publisher may have come back without what it sent, and sends the same version in another way."""
+        with Connections(self._choice.ticket) as connections:
+            for url in self._choice.urls:
+                try:
+                    self._learn_of(connections, url, version)
+                except (Broken, Rejected, OSError) as reason:
+                    self._log.warning(f"version {version} anew from {url}: {reason}")

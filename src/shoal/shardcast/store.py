@@ -118,7 +118,11 @@ class VersionStore:
         return sealed
 
     def begin(self, sealed: Sealed[Manifest]) -> None:
-        """Make a version known whose files are still to come. Rejected if it is not this run's, or not the same."""
+        """Make a version known whose files are still to come. Rejected if it is not this run's, or not the same.
+
+        A publisher that lost its old versions may send one whole that it sent as a delta before. The files are the same:
+        it takes the place of the first unless that is complete here.
+        """
         manifest = self._check(sealed)
         num_bytes = sum(entry.num_bytes for entry in manifest.payloads)
         if self._max_bytes is not None and num_bytes > self._max_bytes:
@@ -131,11 +135,17 @@ class VersionStore:
             if standing is None:
                 prepare_folder(self.path(manifest.version), sealed)
                 self._register(self._hold(sealed))
-            elif not standing.sealed.body.sends_the_same(manifest):
+            elif not standing.sealed.body.yields_the_same(manifest):
                 raise Rejected(
                     "request.conflict",
                     f"version {manifest.version} is known with other files; a version never changes",
                 )
+            elif not (standing.sealed.body.sends_the_same(manifest) or standing.assembly.complete):
+                standing.assembly.close()
+                prepare_folder(self.path(manifest.version), sealed)
+                with self._lock:
+                    self._held.pop(manifest.version, None)
+                self._register(self._hold(sealed))
 
     @contextlib.contextmanager
     def writing(self, version: int) -> Iterator[Assembly]:
