@@ -1,7 +1,7 @@
 """SHARDCAST on this machine: how fast, at what cost, and what failures cost.
 
     python -P bench/shardcast.py                              about three minutes: 500 MB, 1 and 4 clients
-    python -P bench/shardcast.py --mb 2000 --clients 1 4 16 --levels 2 --repeats 3
+    python -P bench/shardcast.py --only loopback --mb 500 2000 --clients 1 4 16 --levels 1 2 --repeats 3
     python -P bench/shardcast.py --only links                 just the scenarios on slow links
 
 1. Loopback, in turns: ours (origin -> relay -> clients, every shard and file verified), the package `shardcast` 0.3.2
@@ -324,7 +324,6 @@ def run_nginx(root: Path, source: Path, num_clients: int, options: argparse.Name
 
 
 def compare(root: Path, options: argparse.Namespace) -> None:
-    source = make_file(root / "source", options.mb * MB)
     tools: dict[str, Any] = {"shoal": run_ours, PACKAGE: run_theirs, "nginx + curl": run_nginx}
     for name, missing in (
         (PACKAGE, None if their_python(options) else f"pip install {PACKAGE} failed"),
@@ -333,6 +332,16 @@ def compare(root: Path, options: argparse.Namespace) -> None:
         if missing:
             del tools[name]
             print(f"left out: {name}: {missing}")
+    for mb in options.mb:
+        source = make_file(root / "source", mb * MB)
+        for levels in options.levels:
+            compare_size(
+                root, source, tools, argparse.Namespace(**vars(options) | {"mb": mb, "levels": levels})
+            )
+        source.unlink()
+
+
+def compare_size(root: Path, source: Path, tools: dict[str, Any], options: argparse.Namespace) -> None:
     print(
         f"\n{options.mb} MB, origin and {options.levels} level(s) of relays, median of {options.repeats}, in turns"
     )
@@ -347,7 +356,6 @@ def compare(root: Path, options: argparse.Namespace) -> None:
                 shutil.rmtree(place)
         rows += summarise(found, num_clients, options)
     show(header, rows)
-    source.unlink()
 
 
 def summarise(
@@ -444,8 +452,8 @@ def failing(
     took_s = fetch_over(start, place / "client", origin, [one.url for one in made])
     surplus = sum(one.num_bytes for one in made) / (options.link_mb * MB) - 1
     best_s = (
-        options.link_mb * MB * (1 - 1 / 4 - 1 / 8) / 10e6
-    )  # what the dying and the hanging one sent is not lost
+        (options.link_mb * MB * (1 - 1 / 4 - 1 / 8) - 8 * MB) / 10e6
+    )  # what the dying and the hanging one sent is not lost, nor what the corrupting one sent before its first error
     what = "one dies, one corrupts, one hangs, one is well (10 MB/s)"
     return [row(what, took_s, best_s, f"{100 * surplus:.0f} % of the bytes in vain")]
 
@@ -571,6 +579,7 @@ def wait_for_port(port: int) -> None:
 
 
 def show(header: list[str], rows: list[list[str]]) -> None:
+    sys.stdout.flush()
     widths = [max(len(line[index]) for line in (header, *rows)) for index in range(len(header))]
     for line in (header, ["-" * width for width in widths], *rows):
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |")
@@ -580,9 +589,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--mb", type=int, default=500, help="size of the file, loopback")
+    parser.add_argument("--mb", type=int, nargs="+", default=[500], help="sizes of the file, loopback")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--levels", type=int, default=1, help="of relays")
+    parser.add_argument("--levels", type=int, nargs="+", default=[1], help="of relays")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--link-mb", type=int, default=100, help="size of the file, slow links")
     parser.add_argument("--crowd", type=int, default=200)
