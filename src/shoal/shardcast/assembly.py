@@ -20,13 +20,10 @@ from pathlib import Path
 from blake3 import blake3
 
 from shoal.shardcast.digest import hash_bytes, hash_file, hash_range, update_range
+from shoal.shardcast.pieces import write_at
 from shoal.shardcast.signed import partial_path, read_manifest
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import FileEntry, Manifest
-
-WRITE_BYTES = 256 << 10
-"""At once: for a larger piece the kernel looks for memory of that size in one, which virtual machines often have to ask
-their host for. Measured: 0.2 s per GB with pieces up to 1 MiB, 2 s with 4 MiB."""
 
 
 class WrongBytes(Exception):
@@ -104,6 +101,18 @@ class Assembly:
     def complete(self) -> bool:
         return all(file.whole for file in self._files.values())
 
+    @property
+    def num_bytes_here(self) -> int:
+        """Verified so far."""
+        total = 0
+        with self._lock:
+            for file in self._files.values():
+                last = len(file.entry.shards) - 1
+                total += len(file.have) * file.entry.shard_bytes
+                if last in file.have:
+                    total -= file.entry.shard_bytes - file.entry.shard_range(last)[1]
+        return total
+
     def missing(self) -> list[Shard]:
         """Shards still to come, in the order of the manifest."""
         with self._lock:
@@ -152,7 +161,7 @@ class Assembly:
             # A descriptor of its own: a slow duplicate may still write these same bytes when the file is complete.
             fd = self._open_partial(file)
         try:
-            _write_at(fd, data, shard.start)
+            write_at(fd, data, shard.start)
             with self._lock:
                 file.have.add(shard.index)
                 in_turn = shard.index == file.num_hashed and not file.hashing
@@ -294,10 +303,3 @@ def has_digest(path: Path, entry: FileEntry) -> bool:
         return hash_file(fd) == entry.blake3
     finally:
         os.close(fd)
-
-
-def _write_at(fd: int, data: bytes | bytearray | memoryview, start: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(fd, view[:WRITE_BYTES], start)
-        view, start = view[written:], start + written

@@ -16,13 +16,14 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
 from blake3 import blake3
 
+from shoal.shardcast.pieces import append
 from shoal.wire.codes import Rejected
 
 MAGIC = b"SHDELTA1"
@@ -35,20 +36,23 @@ _MAX_VARINT = 3
 _DENSE = 4
 """Above one changed lane in this many, looking at words one by one is faster than looking into lanes."""
 
+D = TypeVar("D", bytes, range)
 Words = npt.NDArray[np.uint16]
 Read = Callable[[int, int], "bytes | memoryview"]
 """From which byte, how many."""
+ReadWords = Callable[[int, int], Words]
+"""The same; an odd byte at the end is a word with a zero behind it. They are the caller's to change until the next call."""
 
 
 def encode(old: bytes | memoryview, new: bytes | memoryview) -> bytes:
     """What makes `new` of `old`; they must be of one size."""
-    return b"".join(_encode(_reader(old), _reader(new), len(old), len(new)))
+    return b"".join(_encode(_word_reader(old), _word_reader(new), len(old), len(new)))
 
 
 def apply(old: bytes | memoryview, payload: bytes | memoryview) -> bytes:
     """`new` of `encode(old, new)`. Rejected if the payload is not one for a file of this size."""
     delta = _Delta(_reader(payload), len(payload), len(old))
-    return b"".join(_apply(_reader(old), len(old), [delta]))
+    return b"".join(bytes(piece) for piece in _apply(_word_reader(old), len(old), [delta]))
 
 
 def apply_in_place(data: bytearray | memoryview, payload: bytes | memoryview) -> None:
@@ -71,12 +75,12 @@ def write_delta(old: Path, new: Path, into: Path, *, old_blake3: str, max_bytes:
     """
     total, hasher = 0, blake3()
     with old.open("rb") as old_file, new.open("rb") as new_file, into.open("wb") as out:
-        read_old, read_new = _file_reader(old_file.fileno()), _file_reader(new_file.fileno())
+        read_old, read_new = _word_file_reader(old_file.fileno()), _word_file_reader(new_file.fileno())
 
-        def read_and_hash(start: int, length: int) -> bytes | memoryview:
-            data = read_old(start, length)
-            hasher.update(data)
-            return data
+        def read_and_hash(start: int, length: int) -> Words:
+            words = read_old(start, length)
+            hasher.update(_bytes(words, length))
+            return words
 
         sizes = _size(old_file.fileno()), _size(new_file.fileno())
         for piece in _encode(read_and_hash, read_new, *sizes):
@@ -95,27 +99,27 @@ def apply_deltas(old: Path, payloads: Sequence[Path], into: Path) -> str:
     hasher = blake3()
     with ExitStack() as files:
         old_fd = files.enter_context(old.open("rb")).fileno()
-        out = files.enter_context(into.open("wb"))
+        out = files.enter_context(into.open("wb", buffering=0)).fileno()
         deltas = []
         for path in payloads:
             fd = files.enter_context(path.open("rb")).fileno()
             deltas.append(_Delta(_file_reader(fd), _size(fd), _size(old_fd)))
-        for piece in _apply(_file_reader(old_fd), _size(old_fd), deltas):
+        for piece in _apply(_word_file_reader(old_fd), _size(old_fd), deltas):
             hasher.update(piece)
-            out.write(piece)
+            append(out, piece)
     return hasher.hexdigest()
 
 
 # -- chunks ---------------------------------------------------------------------------------------------
 
 
-def _encode(old: Read, new: Read, old_bytes: int, new_bytes: int) -> Iterator[bytes]:
+def _encode(old: ReadWords, new: ReadWords, old_bytes: int, new_bytes: int) -> Iterator[bytes]:
     if old_bytes != new_bytes:
         raise ValueError(f"a delta needs files of one size, these have {old_bytes} and {new_bytes} bytes")
     yield _HEAD.pack(MAGIC, new_bytes)
     compressor = zstandard.ZstdCompressor(level=LEVEL)
     for start, length in _chunks(new_bytes):
-        yield _encode_chunk(_words(old(start, length)), _words(new(start, length)), compressor)
+        yield _encode_chunk(old(start, length), new(start, length), compressor)
 
 
 def _encode_chunk(old: Words, new: Words, compressor: zstandard.ZstdCompressor) -> bytes:
@@ -144,12 +148,12 @@ def _changed(old: Words, new: Words) -> npt.NDArray[np.int64]:
     return places
 
 
-def _apply(old: Read, num_bytes: int, deltas: Sequence["_Delta"]) -> Iterator[memoryview]:
+def _apply(old: ReadWords, num_bytes: int, deltas: Sequence["_Delta"]) -> Iterator[memoryview]:
     for start, length in _chunks(num_bytes):
-        words = _words(old(start, length))
+        words = old(start, length)
         for delta in deltas:
             delta.apply_next(words)
-        yield memoryview(words.view(np.uint8))[:length]  # type: ignore[arg-type]
+        yield _bytes(words, length)
     for delta in deltas:
         delta.check_end()
 
@@ -275,16 +279,42 @@ def _reader(data: bytes | memoryview) -> Read:
     return lambda start, length: view[start : start + length]
 
 
+def _word_reader(data: bytes | memoryview) -> ReadWords:
+    read = _reader(data)
+    return lambda start, length: _words(read(start, length))
+
+
 def _file_reader(fd: int) -> Read:
     def read(start: int, length: int) -> bytes:
-        data = os.pread(fd, length, start)
-        if len(data) != length:
-            raise ValueError(
-                f"a file lost its end while a delta was made or applied: {len(data)} bytes at {start}"
-            )
-        return data
+        return _complete(os.pread(fd, length, start), length, start)
 
     return read
+
+
+def _word_file_reader(fd: int) -> ReadWords:
+    """Into the same memory each time: new memory would cost more than reading into it."""
+    room = np.zeros(CHUNK_WORDS, "<u2")
+
+    def read(start: int, length: int) -> Words:
+        words = room[: -(-length // 2)]
+        words[-1:] = 0
+        count = os.preadv(fd, [_bytes(words, length)], start)
+        _complete(range(count), length, start)
+        return words
+
+    return read
+
+
+def _complete(data: D, length: int, start: int) -> D:
+    if len(data) != length:
+        raise ValueError(
+            f"a file lost its end while a delta was made or applied: {len(data)} bytes at {start}"
+        )
+    return data
+
+
+def _bytes(words: Words, length: int) -> memoryview:
+    return memoryview(words.view(np.uint8))[:length]  # type: ignore[arg-type]
 
 
 def _size(fd: int) -> int:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from shoal.net.deadline import DeadlinePassed, Stopped
 from shoal.shardcast.assembly import Assembly, Shard, WrongBytes
 from shoal.shardcast.choice import RelayChoice
+from shoal.shardcast.progress import Progress
 from shoal.shardcast.upstream import Broken, Connections, NotThere, ask_shards
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
@@ -36,7 +37,6 @@ NUM_STREAMS, MAX_STREAMS = 4, 16
 RUN_S, RUN_BYTES = 0.2, 16 << 20
 """What one question is for: shards that should come within so long, and not more than so many bytes."""
 SECOND_TRY_S = 1.0
-SAY_AFTER_S, SAY_EVERY_S = 2.0, 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 
 
@@ -72,11 +72,7 @@ class Download:
         self._failure: OSError | Rejected | None = None
         self._over = False
         self._forward_s = 0.0
-        self._began_s = time.monotonic()
         self._num_streams = min(MAX_STREAMS, NUM_STREAMS - 1 + max(1, len(choice.urls)))
-        self._had = sum(entry.num_bytes for entry in assembly.entries) - sum(
-            shard.num_bytes for shard in self._pending
-        )
 
     def run(self, deadline_s: float, *, patience_s: float | None = None) -> None:
         """Return when every file is whole. What has come stays on disk, whatever happens.
@@ -92,17 +88,21 @@ class Download:
         for thread in threads:
             thread.start()
         try:
-            self._watch(deadline_s, deadline_s if patience_s is None else patience_s)
+            num_bytes, had = (
+                sum(entry.num_bytes for entry in self._assembly.entries),
+                self._assembly.num_bytes_here,
+            )
+            with Progress(self._version, num_bytes=num_bytes, had=had, log=self._log) as progress:
+                self._watch(deadline_s, deadline_s if patience_s is None else patience_s, progress)
         finally:
             # Streams that hang end by their own timeouts; what they bring is no longer looked at.
             with self._turn:
                 self._over = True
                 self._turn.notify_all()
 
-    def _watch(self, deadline_s: float, patience_s: float) -> None:
-        said_s = self._forward_s = time.monotonic()
-        give_up_s = said_s + deadline_s
-        said_s -= SAY_EVERY_S - SAY_AFTER_S
+    def _watch(self, deadline_s: float, patience_s: float, progress: Progress) -> None:
+        self._forward_s = time.monotonic()
+        give_up_s = self._forward_s + deadline_s
         while not self._assembly.complete:
             with self._turn:
                 if self._failure is not None:
@@ -118,23 +118,10 @@ class Download:
                     raise DeadlinePassed(
                         f"version {self._version} did not come: within {within_s:.0f} s; {self._state()}"
                     )
-                if now_s - said_s >= SAY_EVERY_S:
-                    said_s = now_s
-                    self._log.info(f"fetching version {self._version}: {self._progress()}; {self._state()}")
+                progress.show(self._assembly.num_bytes_here, self._state)
                 self._turn.wait(min(0.2, give_up_s - now_s))
             if self._stop.is_set():
                 raise Stopped(f"stopped while fetching version {self._version}")
-
-    def _progress(self) -> str:
-        """[######    ] 57 % of 269 MB, 38 MB/s"""
-        num_bytes = sum(entry.num_bytes for entry in self._assembly.entries)
-        here = num_bytes - sum(shard.num_bytes for shard in self._assembly.missing())
-        share, speed = (
-            here / max(1, num_bytes),
-            (here - self._had) / max(1e-6, time.monotonic() - self._began_s),
-        )
-        bar = "#" * int(10 * share)
-        return f"[{bar:<10}] {100 * share:.0f} % of {num_bytes / 1e6:.0f} MB, {speed / 1e6:.3g} MB/s"
 
     def _state(self) -> str:
         num_shards = sum(len(entry.shards) for entry in self._assembly.entries)
@@ -263,7 +250,9 @@ class Download:
             self._pauses.pop(job.relay, None)
             for other in self._tries:
                 overdue = time.monotonic() - other.started_s > SECOND_TRY_S
-                if shard in other.shards and overdue and not other.judged:  # it was asked first, and overtaken
+                if (
+                    shard in other.shards and overdue and not other.judged
+                ):  # it was asked first, and overtaken
                     other.judged = True
                     self._choice.failed(other.relay)
             if not self._pending:  # else nobody waits for this
