@@ -348,14 +348,33 @@ def compare_size(root: Path, source: Path, tools: dict[str, Any], options: argpa
     header = ["clients", "tool", "seconds", "x ours", "CPU s/GB origin", "relays", "client", "all", "peak MB"]
     rows = []
     for num_clients in options.clients:
-        found: dict[str, list[dict[str, Any]]] = {name: [] for name in tools}
+        names = [name for name in tools if fits_on_disk(root, name, num_clients, options)]
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         for turn in range(options.repeats):
-            for name, run in tools.items():
+            # Each begins once and follows each once, with nothing left to write of the one before.
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                os.sync()
+                time.sleep(options.pause_s)
                 place = root / f"{num_clients}-{turn}-{len(name)}"
-                found[name].append(run(place, source, num_clients, options))
+                found[name].append(tools[name](place, source, num_clients, options))
                 shutil.rmtree(place)
         rows += summarise(found, num_clients, options)
     show(header, rows)
+
+
+def fits_on_disk(root: Path, name: str, num_clients: int, options: argparse.Namespace) -> bool:
+    """The package keeps its shards beside the file that it makes of them."""
+    copies = {
+        "shoal": options.levels + num_clients,
+        PACKAGE: 1 + options.levels + 2 * num_clients,
+        "nginx + curl": num_clients,
+    }[name]
+    need, free = 1.1 * copies * options.mb * MB, shutil.disk_usage(root).free
+    if need > free:
+        print(
+            f"left out: {name} with {num_clients} clients: needs {need / 1e9:.0f} GB of disk, {free / 1e9:.0f} are free"
+        )
+    return need <= free
 
 
 def summarise(
@@ -365,7 +384,9 @@ def summarise(
     rows = []
     for name, runs in found.items():
         middle = {what: statistics.median(run[what] for run in runs) for what in runs[0]}
-        ratios = [run["seconds"] / ours["seconds"] for run, ours in zip(runs, found["shoal"], strict=True)]
+        ratios = [
+            run["seconds"] / ours["seconds"] for run, ours in zip(runs, found.get("shoal", runs), strict=True)
+        ]
         parts = [middle["origin"] / gigabytes, middle["relays"] / gigabytes, middle["clients"] / gigabytes]
         rows.append(
             [str(num_clients), name, f"{middle['seconds']:.2f}", f"{statistics.median(ratios):.2f}"]
@@ -593,6 +614,9 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--levels", type=int, nargs="+", default=[1], help="of relays")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument(
+        "--pause-s", type=float, default=2.0, help="before each run, for the machine to settle"
+    )
     parser.add_argument("--link-mb", type=int, default=100, help="size of the file, slow links")
     parser.add_argument("--crowd", type=int, default=200)
     parser.add_argument("--shard-bytes", type=int, default=1 << 20)
