@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 
 class Log:
@@ -31,9 +31,20 @@ class Log:
         self._logger.error(_line(self._role, message, values))
 
 
+class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
+    """To whatever stderr is now: a progress bar puts itself in its place, to have lines above it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+
 def start_logging() -> None:
     """Send every role's lines to stderr. Called once, by the command line."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stderr()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S"))
     root = logging.getLogger("shoal")
     root.handlers[:] = [handler]

@@ -175,6 +175,9 @@ def _add_relay(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser.add_argument(
         "--mb-per-s", type=_above_zero, help="most that one address is sent (default: no limit)"
     )
+    parser.add_argument(
+        "--private", action="store_true", help="serve only members of the run, who show a ticket"
+    )
     parser.add_argument("--max-connections", type=_at_least_one, default=2048)
     parser.add_argument("--max-connections-per-address", type=_at_least_one, default=512)
     _add_client_options(parser)

@@ -62,6 +62,7 @@ def relay(options: argparse.Namespace, stop: threading.Event) -> int:
         max_connections_per_address=options.max_connections_per_address,
         bytes_per_s_per_address=None if options.mb_per_s is None else options.mb_per_s * 1e6,
         deadline_s=options.deadline_s,
+        private=options.private,
     )
     run_relay(config, key=key, log=Log("relay"), stop=stop)
     return _left(stop)

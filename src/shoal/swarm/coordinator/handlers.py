@@ -85,6 +85,10 @@ def handle_heartbeat(call: Call) -> Record:
     return nodes.heartbeat(call.tx, call.coordinator, Heartbeat.parse(call.body))
 
 
+def handle_ticket(call: Call) -> Record:
+    return relays.issue_ticket(call.tx, call.coordinator)
+
+
 def handle_ask_lease(call: Call) -> Record:
     return issue.ask_lease(call.tx, call.coordinator, AskLease.parse(call.body))
 
@@ -184,4 +188,10 @@ SIGNED_ROUTES = (
     ),
     SignedRoute(method="GET", path="/v1/batches/{version}", callers=_TRAINER, handle=handle_get_batch),
     SignedRoute(method="POST", path="/v1/relays", callers=_RELAY, handle=handle_relay_report),
+    SignedRoute(
+        method="POST",
+        path="/v1/tickets",
+        callers=_NODE | _TRAINER | _VALIDATOR | _RELAY,
+        handle=handle_ticket,
+    ),
 )
