@@ -23,7 +23,9 @@ def vector(seed: int, num_values: int = 1000) -> Vector:
     return np.random.default_rng(seed).standard_normal(num_values).astype(np.float32)
 
 
-def make_peer(hub: LocalHub, *, codec: CodecName = "fp32", reachable: bool = True, **more: Any) -> PeerAverager:
+def make_peer(
+    hub: LocalHub, *, codec: CodecName = "fp32", reachable: bool = True, **more: Any
+) -> PeerAverager:
     settings: dict[str, Any] = {"gather_s": 30.0, "announce_s": 0.2, "stall_s": 5.0, **more}
     return PeerAverager(hub.mesh(reachable=reachable), log=LOG, codec=codec, **settings)
 

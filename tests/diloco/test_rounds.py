@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from local_swarm import in_threads, make_peer, one_round, start_swarm, vector
 
 from shoal.diloco.averager import Group, Reduced
 from shoal.diloco.codec import CODECS, CodecName, decode, encode, reduce_chunk
@@ -15,7 +16,6 @@ from shoal.diloco.outer import Outer, OuterState, Vector, outer_step
 from shoal.diloco.part import CHUNK
 from shoal.diloco.peers import PeerAverager
 from shoal.diloco.rounds import Outcome, RoundResult
-from local_swarm import in_threads, make_peer, one_round, start_swarm, vector
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import asyncio
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -130,7 +131,7 @@ class LocalMesh:
         self.card = b""
         self._handler: Handler | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._streams: set[Stream] = set()
+        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, handler: Handler) -> None:
@@ -154,11 +155,12 @@ class LocalMesh:
 
     async def stop(self) -> None:
         self._hub.leave(self)
-        for stream in self._streams:
-            stream.close()
-        for task in self._tasks:
+        tasks = set(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in list(self._streams):
+            stream.close()
 
     def _keep(self, stream: Stream) -> Stream:
         self._streams.add(stream)
@@ -168,18 +170,24 @@ class LocalMesh:
         assert self._loop is not None
 
         async def serve() -> None:
-            reader, writer = await asyncio.open_connection(sock=end)
-            stream = self._keep(Stream(reader, writer))
             assert self._handler is not None
             try:
-                await self._handler(stream)
-            finally:
-                stream.close()
-                self._streams.discard(stream)
+                reader, writer = await asyncio.open_connection(sock=end)
+                stream = self._keep(Stream(reader, writer))
+                try:
+                    await self._handler(stream)
+                finally:
+                    stream.close()
+            except asyncio.CancelledError:
+                end.close()
+                raise
 
         def begin() -> None:
             task = asyncio.ensure_future(serve())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-        self._loop.call_soon_threadsafe(begin)
+        try:
+            self._loop.call_soon_threadsafe(begin)
+        except RuntimeError:  # the loop is closed: that peer is gone
+            end.close()

@@ -53,7 +53,7 @@ class OuterState:
         """BLAKE3 over everything above: two peers with one digest have one state, bit for bit."""
         hasher = blake3(f"shoal/diloco/state/1 {self.round} {self.work!r} {len(self.bases)}".encode())
         for vector in (*self.bases, *self.momenta):
-            hasher.update(np.ascontiguousarray(vector).view(np.uint8))
+            hasher.update(np.ascontiguousarray(vector).view(np.uint8).data)
         return hasher.hexdigest()
 
 

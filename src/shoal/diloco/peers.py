@@ -118,8 +118,8 @@ class PeerAverager:
         def show() -> None:
             self._state, self._standing = state, standing
             self._leader.standing = standing
-            self._step, self._phase, self._in_round = step, 0, False
 
+        self._step, self._phase, self._in_round = step, 0, False
         self._loop.call_soon_threadsafe(show)
         return digest
 
@@ -164,6 +164,11 @@ class PeerAverager:
         goodbyes = (self._ask(peer, Bye(peer=self.peer), Card, 2.0) for peer in self.peers())
         await asyncio.gather(*goodbyes, return_exceptions=True)
         await self._mesh.stop()
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+        await asyncio.sleep(0.01)  # transports close on the loop's next turns
 
     async def _announce(self) -> None:
         while True:
