@@ -11,7 +11,7 @@ from shoal.diloco.averager import Ready
 from shoal.diloco.codec import CodecName
 from shoal.diloco.mesh import LocalHub
 from shoal.diloco.outer import OuterState, Vector, first_state
-from shoal.diloco.peers import PeerAverager
+from shoal.diloco.peers import PeerAverager, Terms
 from shoal.diloco.rounds import RoundResult, take_round
 from shoal.telemetry import Log
 
@@ -27,7 +27,7 @@ def make_peer(
     hub: LocalHub, *, codec: CodecName = "fp32", reachable: bool = True, **more: Any
 ) -> PeerAverager:
     settings: dict[str, Any] = {"gather_s": 30.0, "announce_s": 0.2, "stall_s": 5.0, **more}
-    return PeerAverager(hub.mesh(reachable=reachable), log=LOG, codec=codec, **settings)
+    return PeerAverager(hub.mesh(reachable=reachable), log=LOG, codec=codec, terms=Terms(**settings))
 
 
 def in_threads(calls: list[Callable[[], T]]) -> list[T]:

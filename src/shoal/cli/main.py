@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal import __version__
+from shoal.cli.diloco import add_diloco
 from shoal.cli.supervise import (
     EXIT_DEADLINE,
     EXIT_FAILED,
@@ -111,6 +112,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_validator(commands)
     _add_ledger(commands)
     _add_explain(commands)
+    add_diloco(commands)
     return parser.parse_args(arguments)
 
 

@@ -4,7 +4,7 @@ from shoal.diloco.averager import Averager, Behind, RoundFailed
 from shoal.diloco.mesh import LocalHub
 from shoal.diloco.optimizer import DiLoCo, Landed, Schedule
 from shoal.diloco.outer import Outer, OuterState
-from shoal.diloco.peers import PeerAverager
+from shoal.diloco.peers import PeerAverager, Terms
 from shoal.diloco.rounds import Outcome
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "PeerAverager",
     "RoundFailed",
     "Schedule",
+    "Terms",
 ]

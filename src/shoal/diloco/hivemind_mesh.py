@@ -17,6 +17,7 @@ from typing import Any
 from shoal.diloco.mesh import Broken, Handler, Stream
 
 OPEN_S = 10.0
+STOP_S = 5.0
 PROTOCOL = "/shoal/diloco/1"
 
 
@@ -50,7 +51,7 @@ class HivemindMesh:
         self.reachable = address.reachable
         self._p2p: Any = None
         self._node: Any = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._watch: Any = None
         self.addresses: tuple[str, ...] = ()
         """What others may pass to join."""
 
@@ -62,7 +63,7 @@ class HivemindMesh:
         logging.getLogger("hivemind").setLevel(logging.ERROR)
         try:
             self._p2p = await P2P.create(**self._options())
-            _tie_to_this_process(self._p2p)
+            self._watch = _tie_to_this_process(self._p2p._child.pid)
             self._node = await DHTNode.create(
                 p2p=self._p2p, initial_peers=list(self._address.join), client_mode=not self.reachable
             )
@@ -109,10 +110,17 @@ class HivemindMesh:
         }
 
     async def stop(self) -> None:
-        if self._node is not None:
-            await self._node.shutdown()
-        if self._p2p is not None:
-            await self._p2p.shutdown()
+        if self._p2p is None:
+            return
+        try:
+            async with asyncio.timeout(STOP_S):
+                if self._node is not None:
+                    await self._node.shutdown()
+                await self._p2p.shutdown()
+        except TimeoutError:
+            pass  # the daemon drains streams of peers that are gone; the watch ends it
+        self._watch.stdin.close()
+        self._watch.wait(STOP_S)
 
     def _options(self) -> dict[str, Any]:
         address = self._address
@@ -138,15 +146,15 @@ class HivemindMesh:
         return options
 
 
-def _tie_to_this_process(p2p: Any) -> None:
+def _tie_to_this_process(daemon: int) -> Any:
     """A daemon whose owner was killed must not live on and keep its port: see to it that somebody ends it."""
     # Nothing can be run in the child any more; a process of two lines waits for our end instead.
     watch = (
         "import os,signal,sys\nsys.stdin.buffer.read()\n"
         "try: os.kill(int(sys.argv[1]), signal.SIGKILL)\nexcept ProcessLookupError: pass"
     )
-    p2p._shoal_watch = subprocess.Popen(
-        [sys.executable, "-S", "-E", "-c", watch, str(p2p._child.pid)],
+    return subprocess.Popen(
+        [sys.executable, "-S", "-E", "-c", watch, str(daemon)],
         stdin=subprocess.PIPE,
         start_new_session=True,
     )

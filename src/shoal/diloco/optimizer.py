@@ -172,6 +172,11 @@ class DiLoCo(Optimizer):
         self.steps, self.phase = state_dict["steps"], state_dict["phase"]
         self._samples = state_dict["samples"]
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether a round is under way."""
+        return self._flight is not None
+
     def close(self) -> None:
         """Say goodbye to the swarm. What was trained since the last round stays in the model."""
         self.stop.set()

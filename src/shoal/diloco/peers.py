@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from shoal.diloco.averager import Behind, Fetched, Group, Ready, Reduced, RoundFailed
@@ -34,6 +35,7 @@ from shoal.diloco.outer import OuterState, Vector
 from shoal.diloco.reducing import Reducer
 from shoal.diloco.roster import Roster
 from shoal.diloco.states import receive_state, send_state
+from shoal.net.deadline import Stopped
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.record import Record
@@ -45,12 +47,22 @@ HELLO_S = 5.0
 """How long a peer may take to say it lives."""
 
 
-class PeerAverager:
-    """See averager.Averager.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How long whom is waited for."""
 
-    `gather_s`: how long a round waits for those who are alive but not ready. `min_peers`: a smaller group is no group.
-    `stall_s`: how long an exchange may stand still before whoever holds it up is left out.
-    """
+    gather_s: float = 60.0
+    """A round waits this long for those who are alive but not ready."""
+    min_peers: int = 1
+    """A smaller group is no group."""
+    stall_s: float = 20.0
+    """An exchange that stands still so long leaves out whoever holds it up."""
+    announce_s: float = 3.0
+    """Between two entries in the directory; four of these without one, and a peer is forgotten."""
+
+
+class PeerAverager:
+    """See averager.Averager."""
 
     def __init__(
         self,
@@ -58,13 +70,13 @@ class PeerAverager:
         *,
         log: Log,
         codec: CodecName = "fp16",
-        gather_s: float = 60.0,
-        min_peers: int = 1,
-        stall_s: float = 20.0,
-        announce_s: float = 3.0,
+        terms: Terms | None = None,
+        stop: threading.Event | None = None,
     ) -> None:
         self._mesh, self._log = mesh, log
-        self._announce_s = announce_s
+        self._stop = stop or threading.Event()
+        self._codec: CodecName = codec
+        self._terms = terms or Terms()
         self._state: OuterState | None = None
         self._standing: Standing | None = None
         self._step = self._phase = 0
@@ -74,7 +86,6 @@ class PeerAverager:
         self._thread = threading.Thread(target=self._loop.run_forever, name="averager", daemon=True)
         self._thread.start()
         self._chores: asyncio.Task[None] | None = None
-        self._settings = (codec, gather_s, min_peers, stall_s)
         self._stopped = False
 
     @property
@@ -131,7 +142,7 @@ class PeerAverager:
             return
         self._stopped = True
         with contextlib.suppress(RoundFailed):
-            self._call(self._stop(), 10.0)
+            self._call(self._end(), 10.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         if not self._thread.is_alive():
@@ -139,24 +150,35 @@ class PeerAverager:
 
     def _call(self, work: Coroutine[Any, Any, T], deadline_s: float) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(deadline_s)
-        except TimeoutError:
-            future.cancel()
-            raise RoundFailed(f"no end after {deadline_s:.0f} s") from None
+        until_s = time.monotonic() + deadline_s
+        while True:
+            try:
+                return future.result(min(0.2, deadline_s))
+            except TimeoutError:
+                # A future's own TimeoutError would look the same; ours never end with one.
+                if self._stop.is_set() and not self._stopped:
+                    future.cancel()
+                    raise Stopped("stopped in a round") from None
+                if time.monotonic() > until_s:
+                    future.cancel()
+                    raise RoundFailed(f"no end after {deadline_s:.0f} s") from None
 
     # -- coming and going -----------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        codec, gather_s, min_peers, stall_s = self._settings
+        if self._chores is not None:
+            return
+        terms = self._terms
         await self._mesh.start(self._handle)
         self._roster = Roster(self._mesh.peer)
-        self._leader = Leader(self._roster, self._ping, gather_s=gather_s, min_peers=min_peers)
-        self._reducer = Reducer(self._mesh, self._roster, self._ping, codec=codec, stall_s=stall_s)
+        self._leader = Leader(self._roster, self._ping, gather_s=terms.gather_s, min_peers=terms.min_peers)
+        self._reducer = Reducer(
+            self._mesh, self._roster, self._ping, codec=self._codec, stall_s=terms.stall_s
+        )
         await self._refresh()
         self._chores = asyncio.create_task(self._announce())
 
-    async def _stop(self) -> None:
+    async def _end(self) -> None:
         if self._chores is None:
             return
         self._chores.cancel()
@@ -172,14 +194,14 @@ class PeerAverager:
 
     async def _announce(self) -> None:
         while True:
-            await asyncio.sleep(self._announce_s)
+            await asyncio.sleep(self._terms.announce_s)
             try:
                 await self._refresh()
             except Broken as broken:
                 self._log.warning("the directory does not answer", reason=broken)
 
     async def _refresh(self) -> None:
-        await self._mesh.announce(self._card().canonical(), for_s=4 * self._announce_s)
+        await self._mesh.announce(self._card().canonical(), for_s=4 * self._terms.announce_s)
         cards: dict[str, Card] = {}
         for peer, payload in (await self._mesh.cards()).items():
             with contextlib.suppress(Rejected):
