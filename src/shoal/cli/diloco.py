@@ -114,12 +114,6 @@ def _engine(file: "DilocoFile", options: argparse.Namespace, stop: threading.Eve
 
     rounds = file.rounds
     mesh: Mesh
-    if file.run.engine == "torchft":
-        from shoal.diloco.torchft_engine import TorchftAverager
-
-        return TorchftAverager(
-            options.join, codec=rounds.codec, min_peers=rounds.min_peers, log=Log("torchft")
-        )
     if file.run.engine == "local":
         mesh = LocalHub().mesh()
     else:

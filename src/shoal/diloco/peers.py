@@ -101,7 +101,7 @@ class PeerAverager:
     def join(self, *, deadline_s: float) -> Fetched | None:
         self._call(self._start(), deadline_s)
         cards = self._call(self._meet(), deadline_s)
-        if not any(card.standing for card in cards):
+        if not self._holders(cards):
             return None
         return self.fetch(deadline_s=deadline_s)
 
