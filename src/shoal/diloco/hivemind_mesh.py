@@ -70,7 +70,8 @@ class HivemindMesh:
         except (P2PDaemonError, RuntimeError, OSError) as error:
             raise Broken(f"no peer at {', '.join(self._address.join) or 'any address'}: {error}") from None
         self.peer = self._p2p.peer_id.to_base58()
-        self.addresses = tuple(str(address) for address in await self._node.get_visible_maddrs())
+        if self.reachable:
+            self.addresses = tuple(str(address) for address in await self._node.get_visible_maddrs())
 
         async def accept(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             stream = Stream(reader, writer)
