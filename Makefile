@@ -52,7 +52,7 @@ $(VENV)-hivemind/.ready: pyproject.toml constraints.txt
 	@grep -v '^numpy==' constraints.txt > $(VENV)-hivemind/constraints.txt
 	@echo 'numpy<2.4' >> $(VENV)-hivemind/constraints.txt
 	@$(VENV)-hivemind/bin/pip install --quiet --disable-pip-version-check --constraint $(VENV)-hivemind/constraints.txt torch
-	@$(VENV)-hivemind/bin/pip install --quiet --disable-pip-version-check --constraint $(VENV)-hivemind/constraints.txt --editable '.[torch,plot,hivemind,dev]'
+	@$(VENV)-hivemind/bin/pip install --quiet --disable-pip-version-check --constraint $(VENV)-hivemind/constraints.txt --editable '.[torch,plot,hivemind,torchft,dev]'
 	@touch $@
 
 clean:

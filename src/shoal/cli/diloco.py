@@ -32,6 +32,9 @@ def add_diloco(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     swarm = actions.add_parser("swarm", help="a rendezvous: an address that peers can join by")
     swarm.add_argument("--run", default="", help="name of a run whose peers to show")
     swarm.add_argument("--dir", type=Path, required=True, help="keeps the key behind the address")
+    swarm.add_argument("--engine", choices=["hivemind", "torchft"], default="hivemind")
+    swarm.add_argument("--min-peers", type=int, default=1, help="torchft: no round with fewer")
+    swarm.add_argument("--gather-s", type=float, default=60.0, help="torchft: wait so long for the others")
     _add_address_options(swarm, port=8710)
     swarm.set_defaults(action=_swarm)
 
@@ -114,6 +117,8 @@ def _engine(file: "DilocoFile", options: argparse.Namespace, stop: threading.Eve
 
     rounds = file.rounds
     mesh: Mesh
+    if file.run.engine == "torchft":
+        return _torchft(file, options, stop)
     if file.run.engine == "local":
         mesh = LocalHub().mesh()
     else:
@@ -125,6 +130,23 @@ def _engine(file: "DilocoFile", options: argparse.Namespace, stop: threading.Eve
         log=Log("averager"),
         codec=rounds.codec,
         terms=Terms(gather_s=rounds.gather_s, min_peers=rounds.min_peers),
+        stop=stop,
+    )
+
+
+def _torchft(file: "DilocoFile", options: argparse.Namespace, stop: threading.Event) -> Any:
+    from shoal.diloco.torchft_engine import TorchftAverager
+
+    if len(options.join) != 1:
+        raise ValueError(
+            'with engine = "torchft" give one --join: the lighthouse, such as http://10.0.0.1:8710'
+        )
+    return TorchftAverager(
+        options.join[0],
+        log=Log("averager"),
+        codec=file.rounds.codec,
+        host=options.host,
+        min_peers=file.rounds.min_peers,
         stop=stop,
     )
 
@@ -141,7 +163,24 @@ def _swarm(options: argparse.Namespace, stop: threading.Event) -> int:
     import asyncio
 
     options.dir.mkdir(parents=True, exist_ok=True)
+    if options.engine == "torchft":
+        return _lighthouse(options, stop)
     return asyncio.run(_rendezvous(options, stop))
+
+
+def _lighthouse(options: argparse.Namespace, stop: threading.Event) -> int:
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(
+        bind=f"{options.host}:{options.port}",
+        min_replicas=options.min_peers,
+        join_timeout_ms=int(1000 * options.gather_s),
+    )
+    # It names the machine, which others may not resolve; the address it was given is better.
+    print(f"join: http://{options.host}:{server.address().rsplit(':', 1)[1]}", flush=True)
+    stop.wait()
+    server.shutdown()
+    return EXIT_OK
 
 
 async def _rendezvous(options: argparse.Namespace, stop: threading.Event) -> int:

@@ -18,7 +18,7 @@ class RunSection(Record):
     seed: int = Field(default=0, ge=0)
     steps: int = Field(ge=1)
     """Inner steps of the whole run; the learning rate falls to a tenth by then."""
-    engine: Literal["hivemind", "local"] = "hivemind"
+    engine: Literal["hivemind", "torchft", "local"] = "hivemind"
 
 
 class DataSection(Record):
