@@ -16,6 +16,7 @@ from pathlib import Path
 
 from shoal import __version__
 from shoal.cli.arguments import add_data, add_eval
+from shoal.cli.diloco import add_diloco
 from shoal.cli.supervise import (
     EXIT_DEADLINE,
     EXIT_FAILED,
@@ -116,6 +117,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_explain(commands)
     add_eval(commands)
     add_data(commands)
+    add_diloco(commands)
     return parser.parse_args(arguments)
 
 
