@@ -8,7 +8,7 @@ import pytest
 
 from shoal.cli.answering import pose
 from shoal.cli.main import act, main, parse
-from shoal.tasks import make_task
+from shoal.tasks import Finite, make_task
 from shoal.wire.run import TaskSpec
 
 # Digits are a tenth of what a random model says, so that some answers are right.
@@ -140,7 +140,7 @@ def test_what_a_filter_writes_is_read_by_a_task(tmp_path: Path) -> None:
     assert main([*filter_, *COUNT, "--problems", "5"]) == 0
     listed = make_task(TaskSpec(name="listed", options={"path": str(out)}))
     assert listed.problem("train", 0).prompt.endswith("=")
-    rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(10)]
+    rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(30)]
     source, kept = tmp_path / "rows.jsonl", tmp_path / "rows-kept.jsonl"
     source.write_text("\n".join(map(json.dumps, rows)))
     ask = [
@@ -156,5 +156,14 @@ def test_what_a_filter_writes_is_read_by_a_task(tmp_path: Path) -> None:
     assert main([*ask, "--option", f"eval_path={source}"]) == 2, "nothing is left to train on"
     assert main(ask) == 0
     found = [json.loads(line) for line in kept.read_text().splitlines()]
-    assert found and all(row in rows for row in found)
-    assert make_task(TaskSpec(name="gsm8k", options={"path": str(kept)})).problem("train", 0)
+    assert sorted(found, key=str) == sorted(rows, key=str), "the band is everything"
+    before, after = (
+        make_task(TaskSpec(name="gsm8k", options={"path": str(path)})) for path in (source, kept)
+    )
+    assert isinstance(before, Finite) and isinstance(after, Finite)
+    held_out = {before.problem("eval", n).prompt for n in range(before.size("eval"))}
+    assert held_out == {after.problem("eval", n).prompt for n in range(after.size("eval"))} != set()
+    assert main([*ask, "--band", "1", "1"]) == 0
+    assert len(kept.read_text().splitlines()) == len(held_out), (
+        "nothing is always right, and held out is held out"
+    )

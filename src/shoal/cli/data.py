@@ -1,6 +1,7 @@
 """`shoal data filter`: keep the problems that a model solves sometimes. What it always or never solves teaches nothing.
 
-OUT                  the rows whose share of right answers is within the band; written last, whole or not at all
+OUT                  the rows whose share of right answers is within the band, and the held-out rows of a data set
+                     without a test file; written last, whole or not at all
 OUT.progress.jsonl   a line for each problem as it is done: the same command goes on where it was stopped, and another
                      band needs no new answers
 OUT.report.json      the settings, the histogram, what was kept
@@ -72,8 +73,10 @@ def filter_problems(options: argparse.Namespace, stop: threading.Event) -> int:
                 _answer(folder, task, left, draw, progress, options=options, stop=stop)
             done = progress.done
     kept = [one for one in posed if low <= done[one.place].right / draw.samples <= high]
-    _write(options.out, "".join(f"{json.dumps(_row(task, one, spec))}\n" for one in kept))
+    rows = [_row(task, one, spec) for one in kept] + _held_out_rows(task)
+    _write(options.out, "".join(f"{json.dumps(row)}\n" for row in rows))
     report = _report([done[one.place] for one in posed], len(kept), draw.samples, (low, high))
+    report["held_out"] = len(rows) - len(kept)
     _write(_beside(options.out, "report.json"), json.dumps(settings | report, indent=2) + "\n")
     print(in_words(report, options.out))
     return EXIT_OK
@@ -178,6 +181,13 @@ def _row(task: Task, one: Posed, spec: TaskSpec) -> dict[str, Any]:
     return task.entry("train", one.seed).row if isinstance(task, DataSet) else listed_row(one.problem, spec)
 
 
+def _held_out_rows(task: Task) -> list[dict[str, Any]]:
+    """Rows that are held out by their hash stay in the file, all of them: what is written is evaluated on the same ones."""
+    if not isinstance(task, DataSet) or task.eval_path:
+        return []
+    return [task.entry("eval", seed).row for seed in range(task.size("eval"))]
+
+
 def _report(done: list[Done], num_kept: int, samples: int, band: tuple[float, float]) -> dict[str, Any]:
     rights = Counter(one.right for one in done)
     answers = max(1, len(done) * samples)
@@ -204,6 +214,8 @@ def in_words(report: dict[str, Any], out: Path) -> str:
         f"pass@1 {report['pass_at_1']:.2%}, pass@{samples} {report['pass_at_k']:.2%}, unparseable {report['unparseable']:.2%}, {report['tokens']:,} tokens",
         f"kept {report['kept']} with {low:.1%} to {high:.1%} right: {out}",
     ]
+    if report["held_out"]:
+        lines.append(f"the file also has the {report['held_out']} rows that are held out, as they were")
     return "\n".join(lines)
 
 
