@@ -62,6 +62,7 @@ class CudaStep:
 
     def take_over(self, old: "CudaStep") -> None:
         """Go on with the prompts of a step whose slots were too small."""
+        torch.cuda.synchronize(self._slots.device)  # graphs of the old step may still be running
         self._places = old._places
         self._places.grow(self._slots.room.prompts)
         rows = torch.arange(old._prompts.num_slots, device=self._slots.device)
