@@ -67,7 +67,8 @@ def test_more_slots_are_taken_lowest_first() -> None:
     rows.submit([request(index) for index in range(4)])
     assert list(rows.admit({(1,)}, step=0)) == [0]
     rows.open_slots(3)
-    assert list(rows.admit({(1,)}, step=0)) == [1, 2]
+    assert list(rows.admit({(1,)}, step=2)) == [1, 2]
+    assert rows.finished([5], step=1) == [0]  # said when there was one slot
 
 
 def test_each_prompt_is_computed_once() -> None:

@@ -65,7 +65,8 @@ class Rows:
 
         What it said before a row came concerns the slot's last row, not this one.
         """
-        return [slot for slot in self.running if slot < len(ended) and ended[slot] and self._since[slot] <= step]
+        # In this order: what was said before there were more slots says nothing of the new ones.
+        return [slot for slot in self.running if self._since[slot] <= step and ended[slot]]
 
     def remove(self, slots: Iterable[int]) -> list[Request]:
         """Take rows out; their slots are free at once."""
