@@ -55,11 +55,9 @@ def main() -> None:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    full = [parameter.full_tensor().flatten().tolist() for parameter in model.parameters()]
+    full = torch.cat([parameter.full_tensor().flatten() for parameter in model.parameters()]).tolist()
     members = optimizer.outer_state
-    sys.stdout.write(
-        json.dumps({"weights": sum(full, []), "round": members.round, "work": members.work}) + "\n"
-    )
+    sys.stdout.write(json.dumps({"weights": full, "round": members.round, "work": members.work}) + "\n")
     sys.stdout.flush()
     dist.barrier()
     optimizer.close()
