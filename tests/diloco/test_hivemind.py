@@ -59,10 +59,10 @@ def start(tmp_path: Path) -> Iterator[Any]:
         address = first.next()["addresses"]
         for _ in range(num - 1):
             peers.append(Peer(tmp_path, join=address, seed=len(peers), peers=num, **task))
-        begin.address, begin.folder = address, tmp_path  # type: ignore[attr-defined]
+        begin.address = address  # type: ignore[attr-defined]
         return peers
 
-    begin.peers = peers  # type: ignore[attr-defined]
+    begin.peers, begin.folder = peers, tmp_path  # type: ignore[attr-defined]
     yield begin
     for peer in peers:
         peer.end()
@@ -84,8 +84,10 @@ def test_no_wrong_average_is_ever_committed(start: Any, codec: str) -> None:
 
 def test_killed_in_mid_round_and_joined_again(start: Any) -> None:
     """Two of five are killed in a round, one newcomer joins: nobody waits past the deadline, all end with one state."""
+    end = start.folder / "end"
     task = {
-        "rounds": 12,
+        "rounds": 10_000,
+        "end": str(end),
         "num_values": 500_000,
         "deadline_s": 60.0,
         "pause_s": 0.5,
@@ -99,13 +101,17 @@ def test_killed_in_mid_round_and_joined_again(start: Any) -> None:
         victim.process.kill()
     newcomer = Peer(start.folder, join=start.address, seed=7, peers=3, **task)
     start.peers.append(newcomer)
+    while (said := newcomer.next())["event"] != "round":
+        assert said["event"] == "joined", said
+    (start.folder / "end.new").write_text(str(said["round"] + 8))
+    (start.folder / "end.new").rename(end)
     survivors = [*peers[:3], newcomer]
     rest = [peer.rest() for peer in survivors]
     rounds = [of_rounds(each) for each in rest]
     assert all(what["right"] for each in rounds for what in each)
     assert max(what["took_s"] for each in rounds for what in each) < 60
     assert len({each[-1]["state"] for each in rest}) == 1 and rest[3][-1]["event"] == "done"
-    assert rounds[3], "the newcomer took part in a round"
+    assert {what["peers"] for what in rounds[3]} == {4}, "the newcomer takes part with all who live"
 
 
 def test_a_peer_that_listens_nowhere_takes_part(start: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from blake3 import blake3
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from shoal.diloco.averager import Behind, Fetched, Group, Ready, Reduced, RoundFailed
 from shoal.diloco.codec import CodecName, coded_bytes, decode, encode, reduce_chunk
