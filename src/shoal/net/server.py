@@ -4,7 +4,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import uvicorn
@@ -68,9 +68,12 @@ def _announces_body(headers: Iterable[tuple[bytes, bytes]]) -> bool:
 
 
 class Server:
-    """An ASGI app on a socket, served by a thread between `start` and `close`."""
+    """An ASGI app on a socket, served by a thread between `start` and `close`.
 
-    def __init__(self, app: Any, sock: socket.socket) -> None:
+    `on_close` ends what would go on for ever, such as streams of events: else stopping waits for them.
+    """
+
+    def __init__(self, app: Any, sock: socket.socket, *, on_close: Callable[[], None] | None = None) -> None:
         config = uvicorn.Config(
             close_on_unread_body(app),
             log_level="warning",
@@ -82,6 +85,7 @@ class Server:
         )
         self._uvicorn = uvicorn.Server(config)
         self._sock = sock
+        self._on_close = on_close
         self._thread: threading.Thread | None = None
         # Signals belong to the command line; a server only ever stops because its owner says so.
         self._uvicorn.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
@@ -109,6 +113,8 @@ class Server:
             time.sleep(0.01)
 
     def close(self) -> None:
+        if self._on_close is not None:
+            self._on_close()
         self._uvicorn.should_exit = True
         if self._thread is not None:
             self._thread.join(DRAIN_S + 2)

@@ -17,7 +17,9 @@ from shoal.net.objects import Incoming
 from shoal.swarm.coordinator import ledger, nodes, policies, stats, uploads
 from shoal.swarm.coordinator.auth import admitted, read_body, refuse_long_body, signer_of
 from shoal.swarm.coordinator.coordinator import Coordinator
+from shoal.swarm.coordinator.feed import add_page
 from shoal.swarm.coordinator.handlers import SIGNED_ROUTES, Call, SignedRoute, parse_version
+from shoal.swarm.coordinator.snapshot import node_page
 from shoal.swarm.coordinator.uploads import Expected
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.keys import PUBLIC_KEY
@@ -42,6 +44,7 @@ def make_app(coordinator: Coordinator, *, authorities: frozenset[str] | None = N
     app.add_route("/v1/objects/{name}", _receive_object(coordinator), methods=["PUT"])
     for path, view in PUBLIC_ROUTES.items():
         app.add_route(path, _public(coordinator, view), methods=["GET"])
+    app.state.feed = add_page(app, coordinator)
     _answer_errors(app, coordinator)
     return app
 
@@ -130,10 +133,19 @@ def _public(coordinator: Coordinator, view: View) -> Endpoint:
 
 
 def handle_node(db: Connection, coordinator: Coordinator, request: Request) -> Record:
-    key = request.path_params["node"]
+    node = nodes.get_node(db, _node_id(request))
+    return nodes.view(node, coordinator.clock(), coordinator.config.heartbeat_s)
+
+
+def handle_node_page(db: Connection, coordinator: Coordinator, request: Request) -> Record:
+    return node_page(db, coordinator, _node_id(request))
+
+
+def _node_id(request: Request) -> str:
+    key = str(request.path_params["node"])
     if not PUBLIC_KEY.fullmatch(key):
         raise Rejected("request.not_found", f"{key[:80]!r} is not a node id: 64 hex digits")
-    return nodes.view(nodes.get_node(db, key), coordinator.clock(), coordinator.config.heartbeat_s)
+    return key
 
 
 def handle_policy(db: Connection, coordinator: Coordinator, request: Request) -> Record:
@@ -159,6 +171,7 @@ PUBLIC_ROUTES: dict[str, View] = {
     "/v1/stats": lambda db, coordinator, request: stats.stats(db, coordinator),
     "/v1/history": lambda db, coordinator, request: stats.history(db),
     "/v1/nodes/{node}": handle_node,
+    "/v1/nodes/{node}/page": handle_node_page,
     "/v1/origin": lambda db, coordinator, request: policies.origin(db),
     "/v1/policies/latest": lambda db, coordinator, request: policies.get_manifest(db, None),
     "/v1/policies/{version}": handle_policy,

@@ -49,7 +49,8 @@ def _serve(
     sock = listen(host, port)
     port = int(sock.getsockname()[1])
     authorities = known_authorities(host, port, coordinator.config.authorities)
-    server = Server(make_app(coordinator, authorities=authorities), sock)
+    app = make_app(coordinator, authorities=authorities)
+    server = Server(app, sock, on_close=app.state.feed.close)
     url = f"http://{_bracketed(host)}:{port}"
     with coordinator.database.read() as db:
         newest = newest_version(db)

@@ -5,7 +5,7 @@ Times are seconds since 1970 by the coordinator's clock. Keys, digests and ids a
 
 from sqlalchemy import Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 metadata = MetaData()
 
@@ -122,6 +122,8 @@ uploads = Table(
     Column("token", String, nullable=False, unique=True),
     Column("sha256", String, nullable=False, index=True),
     Column("num_bytes", Integer, nullable=False),
+    # When the node had finished generating, and when all bytes had come.
+    Column("asked_at_s", Float, nullable=False),
     Column("expires_at_s", Float, nullable=False),
     Column("stored_at_s", Float),
 )

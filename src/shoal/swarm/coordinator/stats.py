@@ -20,6 +20,7 @@ from shoal.swarm.coordinator.nodes import LATE_AFTER, Liveness, Trust
 from shoal.swarm.coordinator.schema import batches as batch_table
 from shoal.swarm.coordinator.schema import leases, policies, submissions, verdicts
 from shoal.swarm.coordinator.schema import nodes as node_table
+from shoal.swarm.coordinator.terms import Terms
 from shoal.swarm.coordinator.waiting import Situation, waiting_for
 from shoal.wire.messages import History, Info, Stats, StepReport
 from shoal.wire.run import PROTOCOL
@@ -40,7 +41,7 @@ def info(db: Connection, coordinator: Coordinator) -> Info:
     )
 
 
-def stats(db: Connection, coordinator: Coordinator) -> Stats:
+def stats(db: Connection, coordinator: Terms) -> Stats:
     now_s, heartbeat_s = coordinator.clock(), coordinator.config.heartbeat_s
     situation = look(db, coordinator)
     trained = db.execute(
@@ -85,7 +86,7 @@ def waiting_sentence(db: Connection, coordinator: Coordinator) -> str:
     return waiting_for(look(db, coordinator))
 
 
-def look(db: Connection, coordinator: Coordinator) -> Situation:
+def look(db: Connection, coordinator: Terms) -> Situation:
     now_s, heartbeat_s = coordinator.clock(), coordinator.config.heartbeat_s
     newest = newest_version(db)
     seen = relays.views(db, now_s, heartbeat_s)

@@ -41,6 +41,7 @@ def ask_upload(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: As
         "token": secrets.token_hex(32),
         "sha256": ask.sha256,
         "num_bytes": ask.num_bytes,
+        "asked_at_s": tx.now_s,
         "expires_at_s": lease.deadline_s,
         "stored_at_s": None,
     }

@@ -20,6 +20,8 @@ from shoal.wire.run import RunSpec
 
 PROMPT_SLACK = 4096
 """Prompt tokens a file may hold beyond the longest leased prompt: an edited prompt should be called one."""
+SHOWN_CHARACTERS = 1000
+"""Of the sampled answer. It stands in the ledger, for ever."""
 
 
 def judge(
@@ -51,6 +53,7 @@ def judge(
         return _refusal(claim, rejected, evidence)
     graded = grade(table, problems, task, policy.tokenizer, stop=stop)
     evidence |= count_outcomes(graded)
+    evidence |= show_sample(table, graded, claim, policy.tokenizer)
     num_tokens = sum(len(row.output_tokens) for row in table.rows)
     return Verdict(
         lease_id=claim.lease.lease_id,
@@ -142,6 +145,24 @@ def count_outcomes(graded: tuple[Reward, ...]) -> dict[str, float | int | str]:
     """How many rows were right, and how many gave no answer at all: apart from wrong, which is the rest."""
     outcomes = Counter(reward.outcome for reward in graded)
     return {"right": outcomes[Outcome.RIGHT], "unparseable": outcomes[Outcome.UNPARSEABLE]}
+
+
+def show_sample(
+    table: RolloutTable, graded: tuple[Reward, ...], claim: Claim, tokenizer: Tokenizer
+) -> dict[str, float | int | str]:
+    """One answer in words, for people who watch. Held-out problems are not shown: a worker could learn them.
+
+    Which one follows from the file's digest: nobody chooses what is seen.
+    """
+    if claim.lease.purpose != "train":
+        return {}
+    index = int(claim.sha256[:8], 16) % len(table.rows)
+    row = table.rows[index]
+    return {
+        "sample_prompt": row.prompt_index,
+        "sample_answer": tokenizer.decode(row.output_tokens)[:SHOWN_CHARACTERS],
+        "sample_reward": graded[index].value,
+    }
 
 
 def _refusal(claim: Claim, rejected: Rejected, evidence: dict[str, float | int | str]) -> Verdict:
