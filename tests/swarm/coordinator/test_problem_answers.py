@@ -13,7 +13,6 @@ from shoal.wire.messages import Problem
 
 def test_routes_that_are_not_there(swarm: SmallSwarm) -> None:
     for method, path in (
-        ("GET", "/"),
         ("GET", "/v1/leases"),
         ("DELETE", "/v1/info"),
         ("POST", "/v1/objects/x"),

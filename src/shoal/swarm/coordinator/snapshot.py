@@ -13,7 +13,6 @@ from shoal.swarm.coordinator.schema import (
     batches,
     leases,
     ledger,
-    nodes,
     policies,
     run,
     submissions,
@@ -46,7 +45,8 @@ MAX_POINTS = 300
 MAX_WORKERS = 100
 MAX_LANES = 8
 MAX_SPANS = 160
-STEPS_SHOWN = 5
+STEPS_SHOWN, MAX_STEPS = 5, 30
+"""The timeline is as long as so many steps; where it is longer than they took, it has more of them."""
 SHORTEST_S, LONGEST_S = 10.0, 900.0
 MAX_RELEASES = 40
 MAX_SAMPLES = 6
@@ -148,7 +148,7 @@ def words_for(code: str | None) -> str:
 
 def _head(db: Connection) -> Head | None:
     row = db.execute(select(ledger).order_by(ledger.c.seq.desc()).limit(1)).one_or_none()
-    return row and Head(seq=row.seq, hash=row.hash, time_s=row.time_s, type=row.type)
+    return None if row is None else Head(seq=row.seq, hash=row.hash, time_s=row.time_s, type=row.type)
 
 
 def _end_of(db: Connection, seen: Stats) -> float:
@@ -258,9 +258,9 @@ def read_timeline(db: Connection, *, end_s: float) -> Timeline:
         select(batches.c.version, batches.c.formed_at_s, policies.c.published_at_s, policies.c.report)
         .outerjoin(policies, policies.c.version == batches.c.version + 1)
         .order_by(batches.c.version.desc())
-        .limit(STEPS_SHOWN)
+        .limit(MAX_STEPS)
     ).all()
-    since_s = min((row.formed_at_s for row in formed), default=end_s)
+    since_s = min((row.formed_at_s for row in formed[:STEPS_SHOWN]), default=end_s)
     start_s = max(end_s - LONGEST_S, min(since_s, end_s - SHORTEST_S))
     spans = [*_trainer_spans(formed, end_s), *_work_spans(db, start_s, end_s)]
     kept = sorted((span for span in spans if span[3] > start_s), key=lambda span: span[3])[-MAX_SPANS:]
@@ -288,7 +288,7 @@ def _span(bar: _Bar, start_s: float, end_s: float) -> Span:
     )
 
 
-def _trainer_spans(formed: Iterable[Row[Any]], end_s: float) -> Iterable[_Bar]:
+def _trainer_spans(formed: Iterable[Any], end_s: float) -> Iterable[_Bar]:
     """From batch to announcement: `train_s` of it trained, the rest wrote, cut and published the version."""
     for row in formed:
         if row.published_at_s is None:
@@ -335,7 +335,8 @@ def _recent_work(start_s: float) -> Select[Any]:
 
 def _lease_spans(row: Row[Any], end_s: float, *, shown: bool) -> Iterable[_Bar]:
     def first(*moments: float | None) -> float:
-        return next(moment for moment in (*moments, row.ended_at_s, end_s) if moment is not None)
+        known = (moment for moment in (*moments, row.ended_at_s, end_s) if moment is not None)
+        return float(next(known))
 
     version, purpose = row.policy_version, row.purpose
     if shown:
@@ -388,7 +389,7 @@ def read_samples(db: Connection, *, limit: int, node: str | None = None) -> tupl
     return tuple(sample for row in db.execute(query) if (sample := _sample(row)) is not None)
 
 
-def _sample(row: Row[Any]) -> Sample | None:
+def _sample(row: Any) -> Sample | None:
     evidence = json.loads(row.body)["evidence"]
     index, answer = evidence.get("sample_prompt"), evidence.get("sample_answer")
     reward = evidence.get("sample_reward")

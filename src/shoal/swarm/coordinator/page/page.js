@@ -118,7 +118,7 @@ const draw = {
       ["Policy version", `${version} / ${terms.last_version}`, "", (now.newest_version || 0) / terms.last_version],
       ["Reward", last < 0 ? "–" : curve.reward[last].toFixed(3), last < 0 ? "no step yet" : "mean of the last step"],
       ["Held-out reward", held.length ? held[held.length - 1].reward_mean.toFixed(3) : "–", first],
-      ["Whole swarm", whole(now.generation_tokens_per_s), "verified tokens a second"],
+      ["Tokens a second", whole(now.generation_tokens_per_s), "verified, the whole swarm"],
       ["Lag", last < 0 ? "–" : curve.lag[last].toFixed(1), last < 0 ? "versions behind" : `versions behind, at most ${curve.lag_max[last]}`],
       ["Workers", String(now.live_workers), `live of ${plural(workers.length, "enrolled", "enrolled")}`],
     ]);
