@@ -180,7 +180,10 @@ def make_batch(engine: TorchEngine, task: Task, version: int, options: argparse.
         ]
         for problem, rows in answer(engine, task, problems, options.samples, seed=1000 * version + attempt):
             rewards = [
-                task.reward(problem, engine.tokenizer.decode(list(row.output_tokens))).value for row in rows
+                task.reward(
+                    problem, engine.tokenizer.decode(list(row.output_tokens)), len(row.output_tokens)
+                ).value
+                for row in rows
             ]
             rewards_seen += rewards
             if min(rewards) == max(rewards):

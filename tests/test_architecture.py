@@ -17,6 +17,7 @@ FLOOR = {
     "model": 1,
     "shardcast": 2,
     "toploc": 2,
+    "diloco": 2,
     "trainer": 3,
     "rollout": 3,
     "swarm": 3,

@@ -120,6 +120,8 @@ def handle_verdict(call: Call) -> Record:
 def handle_get_object(call: Call) -> Response:
     path = call.coordinator.store.path(call.path["name"])
     if not path.exists():
+        path = call.coordinator.data / path.name
+    if not path.exists():
         raise Rejected("request.not_found", f"no object {path.name}")
     return FileResponse(path, media_type="application/octet-stream")
 
