@@ -31,6 +31,7 @@ CONTROL_PLANE = [
     "shoal.shardcast",
     "shoal.swarm.coordinator",
     "shoal.cli.main",
+    "shoal.cli.roles",
 ]
 
 BANNED_NAMES = {"utils", "common", "helpers", "base", "manager"}

@@ -152,6 +152,8 @@ def _enter(
             validator=tx.actor,
             code=verdict.code,
             output_tokens=credit,
+            graded=len(verdict.rewards) if finding is Finding.ACCEPTED else 0,
+            unparseable=_unparseable(verdict) if finding is Finding.ACCEPTED else 0,
             body=verdict.model_dump_json(),
             given_at_s=tx.now_s,
         )
@@ -169,6 +171,12 @@ def _enter(
         void_all(tx, coordinator, lease.node, "void.abandoned", "the node was ejected")
     if finding is Finding.ACCEPTED:
         _use(tx, coordinator, lease, submission, verdict, seq)
+
+
+def _unparseable(verdict: Verdict) -> int:
+    """As its evidence says; a validator that does not count them has found none."""
+    count = verdict.evidence.get("unparseable", 0)
+    return min(max(count, 0), len(verdict.rewards)) if isinstance(count, int) else 0
 
 
 def _use(

@@ -1,5 +1,7 @@
 """What an operator can set about the coordinator. The public terms of the run are in wire.run.RunSpec."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from shoal.wire.record import Record
@@ -19,6 +21,8 @@ class CoordinatorConfig(Record):
     """Accepted submissions in a row that end a node's probation."""
     max_open_leases: int = Field(default=2, ge=1)
     """Of a trusted node; every other holds one at a time."""
+    stale: Literal["drop", "wait"] = "drop"
+    """Work ahead of the trainer and drop what is too old when its turn comes, or lease only what will still count."""
     leases_per_epoch: int = Field(default=64, ge=1)
     """One secret seeds this many leases, and is revealed when the last of them has ended."""
     eval_every: int = Field(default=10, ge=1)

@@ -38,6 +38,8 @@ class Outlook:
     ready_groups: int
     flying_groups: int
     """In train leases that have not ended."""
+    batch_formed: bool = False
+    """The trainer has its batch of the newest version: new groups serve a later one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,7 @@ def plan(outlook: Outlook, coordinator: Coordinator) -> Work:
     wanted = config.groups_per_step * steps_ahead
     if outlook.ready_groups + outlook.flying_groups >= wanted:
         raise NoWork(_enough(outlook, wanted))
-    oldest = max(0, newest - spec.max_lag)
+    oldest = oldest_worth_leasing(outlook, coordinator)
     return Work(
         purpose="train",
         versions=range(oldest, newest + 1),
@@ -86,6 +88,28 @@ def plan(outlook: Outlook, coordinator: Coordinator) -> Work:
         num_prompts=config.prompts_per_lease,
         samples_per_prompt=spec.sampling.samples_per_prompt,
     )
+
+
+def oldest_worth_leasing(outlook: Outlook, coordinator: Coordinator) -> int:
+    """The oldest version a new train lease may be answered with.
+
+    drop: any that the trainer would take now. Nodes are never idle; what is too old when its turn comes is dropped.
+    wait: any that it will still take when the turn of these groups comes, after all that are ready or leased. A node
+    waits for the next version rather than work for nothing; at max_lag 0 nobody generates while the trainer trains.
+    """
+    config, max_lag = coordinator.config, coordinator.spec.max_lag
+    newest = outlook.newest_version
+    assert newest is not None, "no version, no lease"
+    if config.stale == "drop":
+        return max(0, newest - max_lag)
+    queued = outlook.ready_groups + outlook.flying_groups
+    serves = newest + outlook.batch_formed + queued // config.groups_per_step
+    if serves - max_lag > newest:
+        raise NoWork(
+            f"groups by version {newest} would be stale when the step from version {serves} uses them "
+            f"(max_lag {max_lag}); wait for the next version"
+        )
+    return max(0, serves - max_lag)
 
 
 def _enough(outlook: Outlook, wanted: int) -> str:
@@ -166,6 +190,7 @@ def _look(tx: Transaction, coordinator: Coordinator, trust: Trust) -> Outlook:
         chunk=chunk,
         ready_groups=batches.count_ready(tx.db),
         flying_groups=flying_groups(tx.db),
+        batch_formed=newest is not None and batches.is_formed(tx.db, newest),
     )
 
 
@@ -235,6 +260,7 @@ def _compose(tx: Transaction, coordinator: Coordinator, work: Work, *, epoch: in
         relays=relays.usable(tx.db, tx.now_s, config.heartbeat_s),
         task=spec.task,
         prompts=prompts,
+        chat=coordinator.task.chat,
         sampling=sampling,
         proof=spec.proof,
         max_bytes=min(max_bytes(prompts, sampling, spec.proof), config.max_upload_bytes),

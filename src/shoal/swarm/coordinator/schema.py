@@ -150,6 +150,9 @@ verdicts = Table(
     Column("validator", String, nullable=False),
     Column("code", String, nullable=False),
     Column("output_tokens", Integer, nullable=False),
+    # Rows that the validator graded, and those of them that gave no answer at all.
+    Column("graded", Integer, nullable=False),
+    Column("unparseable", Integer, nullable=False),
     Column("body", Text, nullable=False),
     Column("given_at_s", Float, nullable=False, index=True),
 )
