@@ -17,6 +17,7 @@ from pathlib import Path
 from shoal import __version__
 from shoal.cli.arguments import add_data, add_eval
 from shoal.cli.diloco import add_diloco
+from shoal.cli.report import add_report
 from shoal.cli.supervise import (
     EXIT_DEADLINE,
     EXIT_FAILED,
@@ -26,6 +27,7 @@ from shoal.cli.supervise import (
     GRACE_S,
     RunFailed,
 )
+from shoal.cli.top import add_top
 from shoal.net.deadline import DeadlinePassed, Stopped
 from shoal.telemetry import start_logging
 from shoal.wire.codes import CODES, Rejected
@@ -120,6 +122,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_eval(commands)
     add_data(commands)
     add_diloco(commands)
+    add_report(commands)
+    add_top(commands)
     return parser.parse_args(arguments)
 
 

@@ -5,10 +5,16 @@ import base64
 import hashlib
 import json
 import threading
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.swarm.coordinator.config import CoordinatorConfig
+    from shoal.wire.run import RunSpec
+    from shoal.wire.snapshot import NodePage, Snapshot
 
 MAX_NODES = 100
 """Nodes whose own pages go into the file."""
@@ -29,7 +35,9 @@ def report(options: argparse.Namespace, stop: threading.Event) -> int:
     data = read_url(options.run, stop) if is_url else read_folder(Path(options.run))
     text = make_report(data)
     options.out.write_text(text, encoding="utf-8")
-    print(f"{options.out}: run {data['snapshot']['terms']['run']}, {len(text.encode()) / 1000:.0f} kB, opens anywhere")
+    print(
+        f"{options.out}: run {data['snapshot']['terms']['run']}, {len(text.encode()) / 1000:.0f} kB, opens anywhere"
+    )
     return EXIT_OK
 
 
@@ -65,8 +73,8 @@ def read_url(url: str, stop: threading.Event) -> dict[str, Any]:
 class FolderTerms:
     """What a coordinator would know, read from what it left."""
 
-    config: Any
-    spec: Any
+    config: "CoordinatorConfig"
+    spec: "RunSpec"
     clock: Callable[[], float]
 
 
@@ -74,16 +82,12 @@ def read_folder(folder: Path) -> dict[str, Any]:
     """From the tables of a run that is over, or goes on. They are only read."""
     from sqlalchemy import func, select
 
-    from shoal.cli.runfile import load_run_file
-    from shoal.swarm.coordinator.config import CoordinatorConfig
     from shoal.swarm.coordinator.coordinator import DATABASE_FILE
     from shoal.swarm.coordinator.database import read_only
     from shoal.swarm.coordinator.schema import SCHEMA_VERSION, ledger, run
     from shoal.swarm.coordinator.snapshot import node_page, take_snapshot
     from shoal.wire.run import RunSpec
 
-    file = folder / "run.toml"
-    config = load_run_file(file).coordinator if file.exists() else CoordinatorConfig()
     with read_only(find_database(folder, DATABASE_FILE)) as db:
         held = db.execute(select(run)).one_or_none()
         if held is None or held.schema_version != SCHEMA_VERSION:
@@ -92,20 +96,31 @@ def read_folder(folder: Path) -> dict[str, Any]:
             )
         # The run is shown as it was at its last event, not as it looks from today.
         last_s = float(db.execute(select(func.coalesce(func.max(ledger.c.time_s), 0.0))).scalar_one())
-        terms = FolderTerms(config=config, spec=RunSpec.parse(held.spec), clock=lambda: last_s)
+        terms = FolderTerms(config=config_of(folder), spec=RunSpec.parse(held.spec), clock=lambda: last_s)
         snapshot = take_snapshot(db, terms)
         pages = [node_page(db, terms, worker.node) for worker in snapshot.workers[:MAX_NODES]]
     return to_data(snapshot, pages)
+
+
+def config_of(folder: Path) -> "CoordinatorConfig":
+    """As the run's file has it: only what concerns the coordinator, for the rest may name files of another machine."""
+    from shoal.swarm.coordinator.config import CoordinatorConfig
+
+    file = folder / "run.toml"
+    table = tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return CoordinatorConfig.parse(json.dumps(table.get("coordinator", {})))
 
 
 def find_database(folder: Path, name: str) -> Path:
     for path in (folder / "coordinator" / name, folder / name):
         if path.exists():
             return path
-    raise ValueError(f"{folder} holds no run: neither {name} nor coordinator/{name}; give a run's folder or a URL")
+    raise ValueError(
+        f"{folder} holds no run: neither {name} nor coordinator/{name}; give a run's folder or a URL"
+    )
 
 
-def to_data(snapshot: Any, pages: list[Any]) -> dict[str, Any]:
+def to_data(snapshot: "Snapshot", pages: "list[NodePage]") -> dict[str, Any]:
     return {
         "snapshot": snapshot.model_dump(mode="json"),
         "nodes": {page.node.node: page.model_dump(mode="json") for page in pages},

@@ -3,7 +3,13 @@
 import argparse
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import httpx
+    from rich.console import Console
+
+    from shoal.wire.snapshot import Snapshot
 
 POLL_S = 1.0
 ANSWER_S = 5.0
@@ -40,7 +46,7 @@ def top(options: argparse.Namespace, stop: threading.Event) -> int:
     return EXIT_OK
 
 
-def watch(http: Any, stop: threading.Event, console: Any) -> int:
+def watch(http: "httpx.Client", stop: threading.Event, console: "Console") -> int:
     """Until the run is finished, the coordinator is lost for good, or somebody has seen enough."""
     import httpx
 
@@ -76,16 +82,18 @@ def watch(http: Any, stop: threading.Event, console: Any) -> int:
     return EXIT_INTERRUPTED
 
 
-def read_snapshot(http: Any) -> Any:
+def read_snapshot(http: "httpx.Client") -> "Snapshot":
     from shoal.wire.snapshot import Snapshot
 
     return Snapshot.parse(http.get("v1/page").raise_for_status().content)
 
 
-def closing_words(snapshot: Any) -> str:
+def closing_words(snapshot: "Snapshot") -> str:
     """The curve as one line, and where it ended."""
     held = [one for one in snapshot.evaluations if one.complete]
-    ends = f"; held-out reward {held[0].reward_mean:.3f} -> {held[-1].reward_mean:.3f}" if len(held) > 1 else ""
+    ends = (
+        f"; held-out reward {held[0].reward_mean:.3f} -> {held[-1].reward_mean:.3f}" if len(held) > 1 else ""
+    )
     return f"finished at version {snapshot.now.newest_version}: {sparkline(snapshot.curve.reward)}{ends}"
 
 
