@@ -31,18 +31,20 @@ def top(options: argparse.Namespace, stop: threading.Event) -> int:
 
     from shoal.cli.supervise import EXIT_OK
     from shoal.net.client import Unreachable
+    from shoal.wire.codes import Rejected
 
     if not options.url.startswith(("http://", "https://")):
         raise ValueError(f"{options.url!r} must look like http://HOST:PORT")
     with httpx.Client(base_url=options.url.rstrip("/") + "/", timeout=ANSWER_S) as http:
-        if not options.json:
-            return watch(http, stop, Console(highlight=False))
         try:
-            print(read_snapshot(http).model_dump_json())
-        except httpx.HTTPError as error:
+            snapshot = read_snapshot(http)
+        except (httpx.HTTPError, Rejected) as error:
             raise Unreachable(
                 f"{options.url}: {type(error).__name__}: {error}; check the URL, and that a coordinator runs there"
             ) from None
+        if not options.json:
+            return watch(http, stop, Console(highlight=False))
+        print(snapshot.model_dump_json())
     return EXIT_OK
 
 

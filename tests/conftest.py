@@ -1,0 +1,44 @@
+"""A real Chromium for the tests that look at the page; they are skipped, with the reason, where there is none."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    api = pytest.importorskip(
+        "playwright.sync_api",
+        reason="needs a browser: pip install 'shoal[browser]', playwright install chromium",
+    )
+    options = {
+        # The system's, where there is one: Playwright's own may not be installed.
+        "executable_path": shutil.which("chromium") or shutil.which("google-chrome"),
+        "args": ["--no-sandbox"] if os.geteuid() == 0 else [],
+    }
+    with api.sync_playwright() as playwright:
+        try:
+            browser = playwright.chromium.launch(**options)
+        except api.Error as error:
+            pytest.skip(
+                f"no Chromium: playwright install chromium, or the system's package ({error.message[:80]})"
+            )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(chromium: Any) -> Iterator[Any]:
+    """A page whose console must stay free of errors; a network that is gone is not the page's doing."""
+    context = chromium.new_context(viewport={"width": 1200, "height": 900})
+    page = context.new_page()
+    page.set_default_timeout(20_000)
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda line: errors.append(line.text) if line.type in ("error", "warning") else None)
+    yield page
+    context.close()
+    assert [error for error in errors if "net::ERR_" not in error] == []
