@@ -141,7 +141,7 @@ class SmallSwarm:
         sock = listen("127.0.0.1", port)
         self.authority = f"127.0.0.1:{sock.getsockname()[1]}"
         self.url = f"http://{self.authority}"
-        app = make_app(self.coordinator, authorities=frozenset({self.authority}))
+        self.app = app = make_app(self.coordinator, authorities=frozenset({self.authority}))
         self._server = Server(app, sock, on_close=app.state.feed.close)
         self._server.start()
         self.run_key = Key.load(self.dir / "keys" / "run.key")

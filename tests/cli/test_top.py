@@ -1,0 +1,87 @@
+"""`shoal top` and `shoal report` on a real coordinator, and on URLs where there is none."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.main import act, parse
+from shoal.cli.supervise import EXIT_DEADLINE, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
+from shoal.cli.top import sparkline
+from shoal.swarm.coordinator.config import CoordinatorConfig
+from shoal.swarm.coordinator.run import run_coordinator
+from shoal.wire.run import RunSpec, Sampling, TaskSpec
+from shoal.wire.snapshot import Snapshot
+
+SPEC = RunSpec(
+    run="watched",
+    task=TaskSpec(name="sort"),
+    compute_dtype="float32",
+    sampling=Sampling(max_new_tokens=8, samples_per_prompt=2),
+    last_version=4,
+)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    stop, ready, urls = threading.Event(), threading.Event(), []
+
+    def up(url: str) -> None:
+        urls.append(url)
+        ready.set()
+
+    arguments = (CoordinatorConfig(), SPEC, tmp_path / "run", "127.0.0.1", 0, stop, up)
+    thread = threading.Thread(target=run_coordinator, args=arguments)
+    thread.start()
+    assert ready.wait(30)
+    yield urls[0]
+    stop.set()
+    thread.join(30)
+
+
+class StopAfterOneLook(threading.Event):
+    """Ctrl-C in the first pause."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.set()
+        return True
+
+
+def shoal(*words: str, stop: threading.Event | None = None) -> int:
+    return act(parse(words), stop or threading.Event())
+
+
+def test_one_snapshot_for_a_program(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("top", url, "--json") == EXIT_OK
+    assert Snapshot.parse(capsys.readouterr().out).terms.run == "watched"
+
+
+def test_lines_without_colours_where_nobody_looks(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("top", url, stop=StopAfterOneLook()) == EXIT_INTERRUPTED
+    seen = capsys.readouterr().out
+    assert "version -/4" in seen and "\x1b" not in seen
+
+
+def test_a_report_from_a_url_and_from_the_folder(url: str, tmp_path: Path) -> None:
+    for source in (url, str(tmp_path / "run")):
+        out = tmp_path / "report.html"
+        assert shoal("report", source, "--out", str(out)) == EXIT_OK
+        data = out.read_text().split('id="data">')[1].split("</script>")[0]
+        assert json.loads(data)["snapshot"]["terms"]["run"] == "watched"
+
+
+def test_wrong_places_are_told_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nobody = "http://127.0.0.1:9"
+    assert shoal("top", nobody) == EXIT_DEADLINE
+    assert shoal("report", nobody, "--out", str(tmp_path / "x.html")) == EXIT_DEADLINE
+    assert shoal("top", "nonsense") == EXIT_USAGE
+    assert shoal("report", str(tmp_path), "--out", str(tmp_path / "x.html")) == EXIT_USAGE
+    assert "check the URL" in capsys.readouterr().err
+
+
+def test_a_sparkline() -> None:
+    assert sparkline((0.0, 0.5, 1.0)) == "▁▅█"
+    assert sparkline((1.0, 1.0)) == "▁▁" and sparkline(()) == ""
+    assert len(sparkline(tuple(float(value) for value in range(1000)))) == 40

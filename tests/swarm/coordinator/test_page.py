@@ -1,0 +1,292 @@
+"""The page's data and its feed: what a snapshot holds, how little is computed, and who may look."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from small_swarm import LOG, Node, SmallSwarm, report
+
+from shoal.cli.report import make_report, read_folder, read_url
+from shoal.net.deadline import NotYet, wait_for
+from shoal.swarm.coordinator import feed as feed_module
+from shoal.swarm.coordinator import snapshot as snapshot_module
+from shoal.swarm.coordinator.feed import PAGE_FILES, Feed, page_file
+from shoal.swarm.coordinator.snapshot import make_curve
+from shoal.wire.lease import Verdict
+from shoal.wire.messages import LeaseStatus, Problem
+from shoal.wire.snapshot import NodePage, Snapshot
+
+
+def take(swarm: SmallSwarm) -> Snapshot:
+    """A new one: of the same moment as what the test has just done."""
+    swarm_feed(swarm)._next_s = float("-inf")
+    return Snapshot.parse(swarm.public.get("/v1/page").raise_for_status().content)
+
+
+def swarm_feed(swarm: SmallSwarm) -> Feed:
+    return swarm.app.state.feed  # type: ignore[no-any-return]
+
+
+def step(swarm: SmallSwarm, node: Node, version: int) -> None:
+    swarm.fill(node)
+    swarm.batch(version - 1)
+    swarm.announce(version)
+
+
+def test_a_run_that_has_not_begun(swarm: SmallSwarm) -> None:
+    seen = take(swarm)
+    assert (seen.now.newest_version, seen.curve.version, seen.timeline.spans) == (None, (), ())
+    assert seen.terms.run == "small" and seen.head is not None and seen.head.type == "run.opened"
+
+
+def test_a_snapshot_tells_the_run(swarm: SmallSwarm) -> None:
+    swarm.start()
+    honest, liar = swarm.node(), swarm.node()
+    step(swarm, honest, 1)
+    swarm.work(liar, "reject.forged_proof")
+    honest.deliver()
+    seen = take(swarm)
+    assert (seen.now.newest_version, seen.curve.version, seen.curve.reward) == (1, (1,), (0.5,))
+    assert [(one.code, one.count) for one in seen.verdicts] == [("accepted", 2), ("reject.forged_proof", 1)]
+    words = {one.node: one.words for one in seen.workers}
+    assert words == {
+        honest.id: "checked and accepted",
+        liar.id: "a proof was not made from any hidden states",
+    }
+    assert seen.workers[0].node == honest.id and seen.workers[0].verified_tokens_per_s > 0
+    assert [(one.version, one.num_bytes) for one in seen.releases] == [(0, 1000), (1, 1000)]
+    assert seen.relays[0].bytes_sent == 7
+    stages = {(span.stage, span.lane) for span in seen.timeline.spans}
+    assert stages >= {("generate", honest.id), ("check", "validator"), ("train", "trainer")}
+    assert ("queue", "validator") in stages
+    assert all(-seen.timeline.span_s <= span.start_s <= span.end_s <= 0 for span in seen.timeline.spans)
+
+
+def test_a_node_has_a_page(swarm: SmallSwarm) -> None:
+    swarm.start()
+    node = swarm.node()
+    swarm.work(node)
+    swarm.work(node, "reject.early_stop")
+    page = NodePage.parse(swarm.public.get(f"/v1/nodes/{node.id}/page").raise_for_status().content)
+    assert page.trust_reason.startswith("a submission was refused, the last because an answer ends")
+    assert [item.code for item in page.work] == ["reject.early_stop", "accepted"]
+    assert page.work[0].detail == "because" and page.work[1].credit == page.node.credit > 0
+    for unknown in ("0" * 64, "<script>"):
+        answer = swarm.public.get(f"/v1/nodes/{unknown}/page")
+        assert (answer.status_code, Problem.parse(answer.content).code) == (404, "request.not_found")
+
+
+def give_sample(swarm: SmallSwarm, node: Node, **evidence: Any) -> None:
+    lease = node.deliver()
+    swarm.claim()
+    verdict = Verdict(
+        lease_id=lease.lease_id,
+        code="accepted",
+        detail="fine",
+        rewards=(0.0, 1.0) * (lease.num_rows // 2),
+        output_tokens=lease.num_rows,
+        evidence=evidence,
+    )
+    swarm.validator.call("POST", f"/v1/checks/{lease.lease_id}/verdict", verdict, LeaseStatus)
+
+
+def test_samples_have_the_prompt_of_the_lease(swarm: SmallSwarm) -> None:
+    swarm.start()
+    node = swarm.node()
+    give_sample(swarm, node, sample_prompt=1, sample_answer="1234", sample_reward=0.5)
+    seen = take(swarm).samples
+    assert [(one.answer, one.reward, one.node, one.policy_version) for one in seen] == [
+        ("1234", 0.5, node.id, 0)
+    ]
+    assert seen[0].prompt.endswith("=")
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        {},
+        {"sample_prompt": 7, "sample_answer": "x", "sample_reward": 1.0},
+        {"sample_prompt": "0", "sample_answer": "x", "sample_reward": 1.0},
+        {"sample_prompt": 0, "sample_answer": 3, "sample_reward": 1.0},
+    ],
+)
+def test_evidence_that_shows_nothing_is_passed_over(swarm: SmallSwarm, evidence: dict[str, Any]) -> None:
+    swarm.start()
+    give_sample(swarm, swarm.node(), **evidence)
+    assert take(swarm).samples == ()
+
+
+def test_a_long_curve_is_averaged() -> None:
+    steps = [report(version) for version in range(1, 1001)]
+    curve = make_curve(steps)
+    assert curve.steps_per_point == 4 and len(curve.version) == 250 <= snapshot_module.MAX_POINTS
+    assert curve.version[-1] == 1000 and set(curve.reward) == {0.5}
+    assert make_curve([]).version == ()
+
+
+# -- the feed ---------------------------------------------------------------------------------------------
+
+
+class Viewer:
+    """Reads events as a browser does."""
+
+    def __init__(self, url: str) -> None:
+        self._exits = ExitStack()
+        http = self._exits.enter_context(
+            httpx.Client(base_url=url, timeout=30, transport=httpx.HTTPTransport(verify=False))
+        )
+        self.answer = self._exits.enter_context(http.stream("GET", "/v1/events"))
+        self._lines = self.answer.iter_lines()
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        for line in self._lines:
+            if line.startswith("data: "):
+                yield json.loads(line.removeprefix("data: "))
+
+    def next(self) -> dict[str, Any]:
+        return next(self.events())
+
+    def close(self) -> None:
+        self._exits.close()
+
+
+@pytest.fixture
+def viewers(swarm: SmallSwarm) -> Iterator[list[Viewer]]:
+    opened: list[Viewer] = []
+    yield opened
+    for viewer in opened:
+        viewer.close()
+
+
+def test_events_are_everything_first_and_then_what_changed(swarm: SmallSwarm, viewers: list[Viewer]) -> None:
+    swarm.start()
+    node = swarm.node()
+    viewers.append(Viewer(swarm.url))
+    viewer = viewers[0]
+    assert viewer.answer.headers["content-type"].startswith("text/event-stream")
+    assert viewer.answer.headers["x-accel-buffering"] == "no"
+    first = viewer.next()
+    Snapshot.parse(json.dumps(first))
+    step(swarm, node, 1)
+    later: dict[str, Any] = {}
+    for event in viewer.events():
+        assert "terms" not in event, "what did not change is not sent again"
+        later |= event
+        if later.get("curve", {}).get("version") == [1]:
+            break
+    Snapshot.parse(json.dumps(first | later))
+
+
+def test_ten_viewers_cost_one_snapshot(swarm: SmallSwarm, viewers: list[Viewer]) -> None:
+    swarm.start()
+    began_s = time.monotonic()
+    viewers += [Viewer(swarm.url) for _ in range(10)]
+    for viewer in viewers:
+        for _ in range(3):
+            viewer.next()
+    feed = swarm_feed(swarm)
+    taken, periods = feed.snapshots, (time.monotonic() - began_s) / feed_module.PERIOD_S
+    assert feed.viewers == 10
+    # One a period, a tick early each; on an idle machine 3 for the 30 events that were read.
+    assert taken <= 2 + periods * 1.05
+
+
+def test_nobody_looks_and_nothing_is_computed(swarm: SmallSwarm) -> None:
+    viewer = Viewer(swarm.url)
+    viewer.next()
+    viewer.close()
+    feed = swarm_feed(swarm)
+    wait_until(lambda: feed.viewers == 0)
+    taken = feed.snapshots
+    threading.Event().wait(2.5)
+    assert feed.snapshots == taken
+
+
+def test_viewers_are_bounded(
+    swarm: SmallSwarm, viewers: list[Viewer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_module, "MAX_VIEWERS", 2)
+    viewers += [Viewer(swarm.url) for _ in range(2)]
+    refused = swarm.public.get("/v1/events")
+    assert (refused.status_code, Problem.parse(refused.content).code) == (429, "request.too_many")
+    viewers.pop().close()
+    wait_until(lambda: swarm_feed(swarm).viewers < 2)
+    viewers.append(Viewer(swarm.url))
+    assert viewers[-1].next()["now"]
+
+
+def test_a_dear_snapshot_is_taken_less_often(swarm: SmallSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "SHARE", 1e-9)
+    swarm.public.get("/v1/page").raise_for_status()
+    swarm.public.get("/v1/page").raise_for_status()
+    feed = swarm_feed(swarm)
+    assert feed.snapshots == 1
+    assert feed._next_s - time.monotonic() > feed_module.LONGEST_PERIOD_S / 2
+
+
+def test_a_server_that_stops_lets_viewers_go(swarm: SmallSwarm, viewers: list[Viewer]) -> None:
+    viewers.append(Viewer(swarm.url))
+    viewers[0].next()
+    swarm._server.close()
+    # The stream ended as a stream ends: it was not cut.
+    for _ in viewers[0].events():
+        pass
+
+
+def wait_until(look: Callable[[], bool]) -> None:
+    def attempt() -> None:
+        if not look():
+            raise NotYet("the feed has not noticed")
+
+    wait_for("the feed", attempt, deadline_s=30, log=LOG, stop=threading.Event())
+
+
+# -- the files --------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_small_and_runs_nothing_but_its_own(swarm: SmallSwarm) -> None:
+    swarm.start()
+    step(swarm, swarm.node(), 1)
+    total = len(swarm.public.get("/v1/page").content)
+    for path in PAGE_FILES:
+        answer = swarm.public.get(path).raise_for_status()
+        total += len(answer.content)
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy
+        again = swarm.public.get(path, headers={"If-None-Match": answer.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+    assert total < 100_000
+    html, script = page_file("page.html").decode(), page_file("page.js").decode()
+    assert (
+        "<script>" not in html
+        and "style=" not in html
+        and "http://" not in html.replace("http://www.w3.org", "")
+    )
+    for unsafe in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+        assert unsafe not in script
+
+
+def test_a_report_is_one_file_whatever_the_run_holds(swarm: SmallSwarm, tmp_path: Path) -> None:
+    swarm.start()
+    node = swarm.node()
+    injected = "</script><script>alert(1)</script><!--"
+    give_sample(swarm, node, sample_prompt=0, sample_answer=injected, sample_reward=1.0)
+    text = make_report(read_folder(swarm.dir))
+    assert injected not in text and "alert(1)</" not in text
+    assert text.count("</script>") == 2 and 'src="' not in text and 'rel="stylesheet"' not in text
+    body = text.split('id="data">')[1].split("</script>")[0]
+    data = json.loads(body)
+    assert data["snapshot"]["samples"][0]["answer"] == injected
+    assert data["nodes"][node.id]["work"][0]["code"] == "accepted"
+    assert read_url(swarm.url, threading.Event())["nodes"].keys() == data["nodes"].keys()
+
+
+def test_a_report_of_no_run_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no run"):
+        read_folder(tmp_path)
