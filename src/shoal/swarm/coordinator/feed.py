@@ -26,7 +26,7 @@ from shoal.wire.snapshot import Snapshot
 MAX_VIEWERS = 256
 PERIOD_S = 1.0
 LONGEST_PERIOD_S = 30.0
-SHARE = 0.008
+SHARE = 0.006
 """Of a core, for snapshots. Sending them to ten viewers takes far less than what is left of a hundredth."""
 QUIET_S = 10.0
 """A word at least so often, so that proxies keep the connection and a viewer can tell silence from loss."""

@@ -110,6 +110,7 @@ leases = Table(
     Column("credit", Integer, nullable=False),
     Index("leases_by_state", "state", "deadline_s"),
     Index("leases_by_code", "code"),
+    Index("leases_by_issue", "issued_at_s"),
     Index("leases_by_node", "node", "state"),
     Index("leases_by_epoch", "epoch", "state"),
     Index("leases_by_evaluation", "eval_version", "state"),

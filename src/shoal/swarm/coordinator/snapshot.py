@@ -78,14 +78,15 @@ def node_page(db: Connection, terms: Terms, node: str) -> NodePage:
     row = node_rows.get_node(db, node)
     now_s = terms.clock()
     seen = node_rows.view(row, now_s, terms.config.heartbeat_s)
+    work = _work(db, node)
     return NodePage(
         node=_worker(seen, _verified_speeds(db, now_s).get(node, 0.0)),
         trust_reason=row.trust_reason,
         software=row.software,
         enrolled_at_s=row.enrolled_at_s,
         last_seen_s=row.last_seen_s,
-        work=_work(db, node),
-        samples=read_samples(db, limit=SAMPLES_OF_NODE, node=node),
+        work=work,
+        samples=read_samples(db, limit=SAMPLES_OF_NODE, lease_ids=[item.lease_id for item in work]),
     )
 
 
@@ -368,8 +369,9 @@ def _releases(db: Connection) -> tuple[Release, ...]:
     return tuple(reversed(newest_first))
 
 
-def read_samples(db: Connection, *, limit: int, node: str | None = None) -> tuple[Sample, ...]:
-    """The newest answers that validators showed. Prompt from the lease, answer and reward from the verdict."""
+def read_samples(db: Connection, *, limit: int, lease_ids: Sequence[str] | None = None) -> tuple[Sample, ...]:
+    """The newest answers that validators showed, of `lease_ids` only if given. Prompt from the lease, the rest from the
+    verdict."""
     query = (
         select(
             verdicts.c.body,
@@ -384,8 +386,8 @@ def read_samples(db: Connection, *, limit: int, node: str | None = None) -> tupl
         .order_by(verdicts.c.given_at_s.desc())
         .limit(limit)
     )
-    if node is not None:
-        query = query.where(leases.c.node == node)
+    if lease_ids is not None:
+        query = query.where(verdicts.c.lease_id.in_(lease_ids))
     return tuple(sample for row in db.execute(query) if (sample := _sample(row)) is not None)
 
 
