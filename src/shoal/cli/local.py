@@ -17,6 +17,7 @@ import httpx
 from rich.console import Console
 
 from shoal.cli.plot import plot_rewards
+from shoal.cli.report import write_report
 from shoal.cli.runfile import RunFile
 from shoal.cli.summary import Outcome, judge_run, print_plainly, print_summary
 from shoal.cli.supervise import (
@@ -109,6 +110,7 @@ def run_held(run: LocalRun, held: int, stop: threading.Event, console: Console) 
         url = start_roles(run, supervisor, stop)
         view = make_view(names, console)
         view.say(f"run {run.file.run.name}: coordinator {url}, files in {run.folder}")
+        view.say(f"watch it in a browser: {url}/")
         stats, history = watch(url, supervisor, view, stop, on_poll=lambda: names.update(worker_names(run)))
     except Stopped:
         stats = history = None
@@ -126,6 +128,8 @@ def run_held(run: LocalRun, held: int, stop: threading.Event, console: Console) 
         f"{run.file.run.name}: {run.file.run.model} on {run.file.task.name}",
     )
     print_summary(run.file, stats, outcome, run.folder, plotted=plotted, names=names, console=console)
+    if written := write_report(run.folder, run.folder / "report.html"):
+        print_plainly(console, f"  report            {written}: this run's page in one file, to share")
     return EXIT_OK if outcome is Outcome.GOOD else EXIT_FAILED
 
 

@@ -111,6 +111,16 @@ def config_of(folder: Path) -> "CoordinatorConfig":
     return CoordinatorConfig.parse(json.dumps(table.get("coordinator", {})))
 
 
+def write_report(folder: Path, out: Path) -> Path | None:
+    """For a run that has just ended; None if its tables are somewhere else."""
+    from shoal.swarm.coordinator.coordinator import DATABASE_FILE
+
+    if not (folder / "coordinator" / DATABASE_FILE).exists():
+        return None
+    out.write_text(make_report(read_folder(folder)), encoding="utf-8")
+    return out
+
+
 def find_database(folder: Path, name: str) -> Path:
     for path in (folder / "coordinator" / name, folder / name):
         if path.exists():
