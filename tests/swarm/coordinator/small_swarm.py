@@ -192,7 +192,7 @@ class SmallSwarm:
         return self.trainer.call("POST", "/v1/policies", body, Recorded)
 
     def relay_up(self) -> HeartbeatReply:
-        told = RelayReport(url=RELAY_URL, versions=(0,), bytes_sent=7)
+        told = RelayReport(url=RELAY_URL, versions=tuple(range(SPEC.last_version + 1)), bytes_sent=7)
         return self.relay.call("POST", "/v1/relays", told, HeartbeatReply)
 
     def start(self) -> None:

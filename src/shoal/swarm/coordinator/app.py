@@ -133,7 +133,7 @@ def handle_node(db: Connection, coordinator: Coordinator, request: Request) -> R
     key = request.path_params["node"]
     if not PUBLIC_KEY.fullmatch(key):
         raise Rejected("request.not_found", f"{key[:80]!r} is not a node id: 64 hex digits")
-    return nodes.view(nodes.get_node(db, key), coordinator.clock(), coordinator.config.heartbeat_s)
+    return nodes.views(db, [nodes.get_node(db, key)], coordinator)[0]
 
 
 def handle_policy(db: Connection, coordinator: Coordinator, request: Request) -> Record:

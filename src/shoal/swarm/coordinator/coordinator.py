@@ -1,5 +1,6 @@
 """The coordinator as a value: terms, keys, database, store and clock. And the transaction, the unit of all it does."""
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ DATABASE_FILE = "shoal.db"
 
 _NEWEST = select(func.max(policies.c.version))
 _FINISHED = select(run.c.finished_version)
+_PAUSED = select(run.c.paused)
 
 
 class Transaction:
@@ -103,14 +105,20 @@ def _open_run(coordinator: Coordinator, dir: Path) -> None:
         if found is not None:
             _check_same_run(found, spec, key, dir)
             _check_last_version(newest_version(tx.db), spec, dir)
-        text = spec.model_dump_json()
-        if found is not None and found.spec == text:
+        text, terms = spec.model_dump_json(), json.dumps(coordinator.config.terms())
+        if found is not None and (found.spec, found.terms) == (text, terms):
             return
         if found is None:
-            row = {"name": spec.run, "run_key": key, "schema_version": SCHEMA_VERSION, "spec": text}
-            tx.db.execute(insert(run).values(**row))
+            row = {
+                "name": spec.run,
+                "run_key": key,
+                "schema_version": SCHEMA_VERSION,
+                "spec": text,
+                "paused": 0,
+            }
+            tx.db.execute(insert(run).values(**row, terms=terms))
         else:
-            tx.db.execute(update(run).values(spec=text))
+            tx.db.execute(update(run).values(spec=text, terms=terms))
         # The terms stand in the ledger, and so does every change of them.
         tx.record(
             "run.opened",
@@ -118,6 +126,7 @@ def _open_run(coordinator: Coordinator, dir: Path) -> None:
             run_key=key,
             protocol=PROTOCOL,
             spec=spec.model_dump(mode="json"),
+            terms=coordinator.config.terms(),
         )
 
 
@@ -150,6 +159,10 @@ def newest_version(db: Connection) -> int | None:
 
 def is_finished(db: Connection, spec: RunSpec) -> bool:
     return bool(db.execute(_FINISHED).scalar_one() == spec.last_version)
+
+
+def is_paused(db: Connection) -> bool:
+    return bool(db.execute(_PAUSED).scalar_one())
 
 
 def finish(tx: Transaction, version: int) -> None:

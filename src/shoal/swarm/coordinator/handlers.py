@@ -14,8 +14,10 @@ from shoal.swarm.coordinator import (
     issue,
     leases,
     nodes,
+    orders,
     policies,
     relays,
+    revocation,
     stats,
     submissions,
     uploads,
@@ -26,13 +28,17 @@ from shoal.wire.codes import Rejected
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import (
     Abandon,
+    AdminOrder,
     Announce,
+    Appeal,
     AskLease,
     AskUpload,
     Enrol,
     Heartbeat,
+    Leave,
     OpenSession,
     RelayReport,
+    RevokeKey,
     Submit,
 )
 from shoal.wire.record import Record
@@ -105,6 +111,22 @@ def handle_lease_status(call: Call) -> Record:
     return leases.status(leases.own_lease(call.tx, call.lease_id))
 
 
+def handle_appeal(call: Call) -> Record:
+    return revocation.appeal(call.tx, call.lease_id, Appeal.parse(call.body))
+
+
+def handle_leave(call: Call) -> Record:
+    return nodes.leave(call.tx, call.coordinator, Leave.parse(call.body))
+
+
+def handle_revoke_key(call: Call) -> Record:
+    return orders.revoke_key(call.tx, call.coordinator, RevokeKey.parse(call.body))
+
+
+def handle_order(call: Call) -> Record:
+    return orders.give_order(call.tx, call.coordinator, call.path["action"], AdminOrder.parse(call.body))
+
+
 def handle_claim(call: Call) -> Record:
     return checks.claim(call.tx, call.coordinator)
 
@@ -153,6 +175,8 @@ def handle_get_batch(call: Call) -> Record:
 
 _NEWCOMER: frozenset[Caller] = frozenset({"newcomer", "node"})
 _NODE: frozenset[Caller] = frozenset({"node"})
+_EVEN_BANNED: frozenset[Caller] = frozenset({"node", "banned"})
+_ADMIN: frozenset[Caller] = frozenset({"admin"})
 _TRAINER: frozenset[Caller] = frozenset({"trainer"})
 _VALIDATOR: frozenset[Caller] = frozenset({"validator"})
 _RELAY: frozenset[Caller] = frozenset({"relay"})
@@ -166,6 +190,12 @@ SIGNED_ROUTES = (
     SignedRoute(method="POST", path="/v1/leases/{lease_id}/upload", callers=_NODE, handle=handle_ask_upload),
     SignedRoute(method="POST", path="/v1/leases/{lease_id}/submit", callers=_NODE, handle=handle_submit),
     SignedRoute(method="POST", path="/v1/leases/{lease_id}/abandon", callers=_NODE, handle=handle_abandon),
+    SignedRoute(
+        method="POST", path="/v1/leases/{lease_id}/appeal", callers=_EVEN_BANNED, handle=handle_appeal
+    ),
+    SignedRoute(method="POST", path="/v1/leave", callers=_NODE, handle=handle_leave),
+    SignedRoute(method="POST", path="/v1/keys/revoke", callers=_NEWCOMER, handle=handle_revoke_key),
+    SignedRoute(method="POST", path="/v1/admin/{action}", callers=_ADMIN, handle=handle_order),
     SignedRoute(method="POST", path="/v1/checks/claim", callers=_VALIDATOR, handle=handle_claim),
     SignedRoute(
         method="POST",

@@ -10,10 +10,11 @@ from shoal.swarm.coordinator.batches import count_ready
 from shoal.swarm.coordinator.coordinator import Coordinator, is_finished, newest_version
 from shoal.swarm.coordinator.leases import OPEN, State
 from shoal.swarm.coordinator.ledger import head_seq
-from shoal.swarm.coordinator.nodes import LATE_AFTER, Liveness, Trust
+from shoal.swarm.coordinator.liveness import LATE_AFTER, Liveness
 from shoal.swarm.coordinator.schema import batches as batch_table
 from shoal.swarm.coordinator.schema import leases, policies, submissions, verdicts
 from shoal.swarm.coordinator.schema import nodes as node_table
+from shoal.swarm.coordinator.trust import Trust
 from shoal.swarm.coordinator.waiting import Situation, waiting_for
 from shoal.wire.messages import History, Info, Stats, StepReport
 from shoal.wire.run import PROTOCOL
@@ -22,7 +23,12 @@ SPEED_WINDOW_S = 60.0
 NODES_SHOWN = 500
 
 
+FEATURES = ("delegation", "appeal", "leave", "admission")
+"""What a client may use without trying: routes and fields that the first release did not have."""
+
+
 def info(db: Connection, coordinator: Coordinator) -> Info:
+    config = coordinator.config
     return Info(
         protocol=PROTOCOL,
         software=f"shoal {__version__}",
@@ -31,6 +37,12 @@ def info(db: Connection, coordinator: Coordinator) -> Info:
         newest_version=newest_version(db),
         finished=is_finished(db, coordinator.spec),
         server_time_s=coordinator.clock(),
+        admission=config.admission,
+        work_bits=config.work_bits if config.admission == "work" else 0,
+        credit_factor=config.credit_factor,
+        hold_s=config.hold_s,
+        min_software=config.min_software,
+        features=FEATURES,
     )
 
 
@@ -56,7 +68,7 @@ def stats(db: Connection, coordinator: Coordinator) -> Stats:
         generation_tokens_per_s=_verified_tokens_per_s(db, now_s),
         latest=_latest_report(db),
         evaluations=evaluations.views(db),
-        nodes=tuple(nodes.view(row, now_s, heartbeat_s) for row in _nodes(db)),
+        nodes=nodes.views(db, _nodes(db), coordinator),
         relays=relays.views(db, now_s, heartbeat_s),
         bytes_published=db.execute(select(func.coalesce(func.sum(policies.c.num_bytes), 0))).scalar_one(),
         ledger_seq=head_seq(db),
