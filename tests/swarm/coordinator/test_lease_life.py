@@ -256,6 +256,7 @@ ALLOWED = {
     (U, Event.VOID): V,
     (S, Event.VOID): V,
     (C, Event.VOID): V,
+    (A, Event.REVOKE): K,
 }
 
 

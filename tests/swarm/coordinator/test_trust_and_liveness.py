@@ -45,7 +45,6 @@ def test_liveness(last_seen_s: float | None, now_s: float, expected: Liveness) -
         ([bad, *[ok] * 9, bad], B),
         ([ok, ok, ok, bad, ok, bad], B),
         ([bad, bad, *[ok] * 9], B),
-        ([bad, bad, bad], B),
     ],
 )
 def test_trust(findings: list[Happening], expected: Trust) -> None:
