@@ -32,7 +32,17 @@ from shoal.swarm.coordinator.schema import nodes as node_table
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Checks, Lease, Verdict
 from shoal.wire.ledger import verify_chain
-from shoal.wire.messages import Announce, AskLease, AskUpload, Enrol, OpenSession, RelayReport, Submit
+from shoal.wire.messages import (
+    Abandon,
+    Announce,
+    AskLease,
+    AskUpload,
+    Enrol,
+    Heartbeat,
+    OpenSession,
+    RelayReport,
+    Submit,
+)
 from shoal.wire.record import seal
 from shoal.wire.run import PROTOCOL
 
@@ -125,6 +135,18 @@ class Life:
         version = self.rng.choice(lease.policies).version
         submit = Submit(epoch=1, num_bytes=len(data), sha256=sha256, policy_version=version)
         self.act(node, lambda tx: submissions.submit(tx, self.coordinator, lease.lease_id, submit))
+
+    def abandon(self) -> None:
+        node = self.rng.choice([node for node, held in self.held.items() if held] or [None])
+        if node is not None:
+            lease = self.held[node].pop(0)
+            ask = Abandon(epoch=1, reason="tired")
+            self.act(node, lambda tx: leases.abandon(tx, self.coordinator, lease.lease_id, ask))
+
+    def open_sessions_again(self) -> None:
+        """As after a silence: each is heard of again, in the same session."""
+        for node in self.held:
+            self.act(node, lambda tx: nodes.heartbeat(tx, self.coordinator, Heartbeat(epoch=1, phase="back")))
 
     def claim(self) -> None:
         if claim := self.act(None, lambda tx: checks.claim(tx, self.coordinator)):
