@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal import __version__
+from shoal.cli.admin import add_admin
 from shoal.cli.supervise import (
     EXIT_DEADLINE,
     EXIT_FAILED,
@@ -110,6 +111,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_worker(commands)
     _add_validator(commands)
     _add_ledger(commands)
+    add_admin(commands)
     _add_explain(commands)
     return parser.parse_args(arguments)
 

@@ -107,7 +107,7 @@ def join(client: SignedClient, state: State, *, deadline_s: float, log: Log) -> 
             "install the version the run uses"
         )
     state.pin(PinnedRun(run=info.spec.run, run_key=info.run_key), client.url)
-    enrol = Enrol(protocol=PROTOCOL, software=SOFTWARE)
+    enrol = Enrol(protocol=PROTOCOL, software=SOFTWARE, **state.credentials(info, log))
     try:
         enrolled = client.call_until("enrolment", "POST", "/v1/enrol", enrol, Enrolled, deadline_s=deadline_s)
         ask = OpenSession(software=SOFTWARE)

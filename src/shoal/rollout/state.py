@@ -4,17 +4,27 @@ node.key     who it is
 run.json     which run it works for: the name and key the coordinator showed the first time
 lock         held while a worker runs here
 versions/    policy versions it has fetched
+delegation.json, invite.txt
+             what its owner put there: an owner's word for the key, an invitation
+work.json    the proof of work it found for a run that asks for one
 """
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
+from shoal.wire.delegation import Delegation, solve_work
 from shoal.wire.keys import Key
-from shoal.wire.record import Record
+from shoal.wire.messages import Info
+from shoal.wire.record import Record, Sealed
+
+MAX_WORK_BITS = 32
 
 
 class PinnedRun(Record):
@@ -31,6 +41,32 @@ class State:
         self.versions = folder / "versions"
         self.versions.mkdir(exist_ok=True)
         self._run_file = folder / "run.json"
+
+    def credentials(self, info: Info, log: Log) -> dict[str, Any]:
+        """What Enrol says beside protocol and software: whatever the folder holds, and work where the run asks for it."""
+        found: dict[str, Any] = {}
+        if (path := self.folder / "delegation.json").exists():
+            found["delegation"] = Sealed[Delegation].parse(path.read_bytes())
+        if (path := self.folder / "invite.txt").exists():
+            found["invite"] = path.read_text(encoding="utf-8").strip()[:100]
+        if info.admission == "work":
+            found["work"] = self._work(info, log)
+        return found
+
+    def _work(self, info: Info, log: Log) -> str:
+        path = self.folder / "work.json"
+        if path.exists():
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            if kept.get("run_key") == info.run_key:
+                return str(kept["nonce"])
+        if info.work_bits > MAX_WORK_BITS:
+            raise ValueError(
+                f"the run asks for {info.work_bits} bits of work; more than {MAX_WORK_BITS} would take days"
+            )
+        log.info("the run asks newcomers for a proof of work; finding one", bits=info.work_bits)
+        nonce = solve_work(info.run_key, self.key.public, info.work_bits)
+        path.write_text(json.dumps({"run_key": info.run_key, "nonce": nonce}), encoding="utf-8")
+        return nonce
 
     def pin(self, shown: PinnedRun, url: str) -> None:
         """Remember the run on first contact; afterwards refuse any other.
