@@ -138,6 +138,11 @@ def _add_run(commands: "Commands[argparse.ArgumentParser]") -> None:
 def _add_coordinator(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("coordinator", help="leases, submissions, verdicts, ledger")
     parser.add_argument("file", type=Path, metavar="FILE.toml")
+    parser.add_argument(
+        "--database",
+        metavar="URL",
+        help="postgresql://..., instead of the run file's; several coordinators may share it",
+    )
     _add_role_options(parser, port=8700)
     parser.set_defaults(action=_coordinator)
 

@@ -13,7 +13,10 @@ def coordinator(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.swarm.coordinator.run import run_coordinator
 
     file = load_run_file(options.file)
-    run_coordinator(file.coordinator, file.spec(), options.dir, options.host, options.port, stop)
+    config = file.coordinator
+    if options.database:
+        config = config.model_copy(update={"database": options.database})
+    run_coordinator(config, file.spec(), options.dir, options.host, options.port, stop)
     return _left(stop)
 
 

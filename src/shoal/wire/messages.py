@@ -14,7 +14,8 @@ from shoal.wire.record import Count, Record, Sealed
 from shoal.wire.run import RunSpec
 
 Url = Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.\-\[\]:]{1,255}(/[A-Za-z0-9._~/-]{0,255})?$")]
-Words = Annotated[str, Field(max_length=300)]
+Words = Annotated[str, Field(max_length=300, pattern=r"^[^\x00]*$")]
+"""Without NUL, which PostgreSQL cannot hold."""
 
 
 class Problem(Record):
@@ -137,7 +138,7 @@ class Abandon(Record):
 class Appeal(Record):
     """POST /v1/leases/{id}/appeal: the node says that a rejection was wrong."""
 
-    text: Annotated[str, Field(min_length=1, max_length=2000)]
+    text: Annotated[str, Field(min_length=1, max_length=2000, pattern=r"^[^\x00]*$")]
 
 
 class Leave(Record):
@@ -156,8 +157,8 @@ class RevokeKey(Record):
 class AdminOrder(Record):
     """POST /v1/admin/{action}: an order of the operator, with its reason, for the ledger."""
 
-    reason: Annotated[str, Field(min_length=3, max_length=300)]
-    subject: Annotated[str, Field(max_length=100)] = ""
+    reason: Annotated[str, Field(min_length=3, max_length=300, pattern=r"^[^\x00]*$")]
+    subject: Annotated[str, Field(max_length=100, pattern=r"^[^\x00]*$")] = ""
     """A node, an owner, a lease or an invitation; docs/operating.md says which for each action."""
     amount: Annotated[int, Field(ge=-(2**53), le=2**53)] = 0
 

@@ -3,6 +3,7 @@
 import hashlib
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ from shoal.wire.record import Sealed, seal
 from shoal.wire.run import PROTOCOL, RunSpec, Sampling, TaskSpec
 
 LOG = Log("test")
+FRESH_DATABASE: Callable[[], str] | None = None
+"""Makes the URL of an empty PostgreSQL; None: SQLite."""
 RELAY_URL = "http://127.0.0.1:9999"
 
 SPEC = RunSpec(
@@ -133,6 +136,8 @@ class SmallSwarm:
     ) -> None:
         self.dir, self.config, self.spec, self.clock = dir, config, spec, clock or Clock()
         self._nodes: list[Node] = []
+        if FRESH_DATABASE and not config.database:
+            self.config = config.model_copy(update={"database": FRESH_DATABASE()})
         self._open(port=0)
 
     def _open(self, port: int) -> None:
@@ -238,7 +243,7 @@ class SmallSwarm:
         return History.parse(self.public.get("/v1/history").raise_for_status().content)
 
     def ledger(self) -> list[LedgerEvent]:
-        return read_ledger(self.dir / DATABASE_FILE)
+        return read_ledger(self.config.database or self.dir / DATABASE_FILE)
 
     def events(self, type: str) -> list[LedgerEvent]:
         return [event for event in self.ledger() if event.type == type]

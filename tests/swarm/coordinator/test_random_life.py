@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import small_swarm
 from small_swarm import CONFIG, LOG, SPEC, manifest, report
 from sqlalchemy import select
 
@@ -66,6 +67,8 @@ class Life:
         self.held: dict[str, list[Lease]] = {f"{index:064x}": [] for index in range(1, 6)}
         self.claimed: list[Lease] = []
         self.checks: dict[str, Checks] = {}
+        self.database = small_swarm.FRESH_DATABASE() if small_swarm.FRESH_DATABASE else ""
+        self.config = CONFIG_EVAL.model_copy(update={"database": self.database})
         self.open()
         for node in self.held:
             self.act(
@@ -77,7 +80,7 @@ class Life:
 
     def open(self) -> None:
         self.coordinator = open_coordinator(
-            CONFIG_EVAL, SPEC_LONG, self.dir, log=LOG, clock=lambda: self.now_s
+            self.config, SPEC_LONG, self.dir, log=LOG, clock=lambda: self.now_s
         )
         resume(self.coordinator)
 
@@ -203,7 +206,7 @@ class Life:
 def test_what_must_always_hold(tmp_path: Path, seed: int) -> None:
     life = Life(tmp_path, seed)
     life.live(350)
-    events = read_ledger(tmp_path / DATABASE_FILE)
+    events = read_ledger(life.database or tmp_path / DATABASE_FILE)
     verify_chain(events)
     books = replay(events)
     with life.coordinator.database.read() as db:

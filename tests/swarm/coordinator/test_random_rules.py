@@ -105,7 +105,7 @@ class Swarm(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "life"):
             return
-        events = read_ledger(Path(self.folder.name) / DATABASE_FILE)
+        events = read_ledger(self.life.database or Path(self.folder.name) / DATABASE_FILE)
         verify_chain(events)
         books = replay(events)
         with self.life.coordinator.database.read() as db:

@@ -86,6 +86,7 @@ def release_lapsed(tx: Transaction, coordinator: Coordinator) -> int:
 def give_verdict(tx: Transaction, coordinator: Coordinator, lease_id: str, verdict: Verdict) -> LeaseStatus:
     """Idempotent: the same finding again changes nothing, another one is refused. The first counts."""
     _check_code(lease_id, verdict)
+    verdict = verdict.model_copy(update={"detail": verdict.detail.replace("\0", "\\0")})  # see messages.Words
     lease = find_lease(tx.db, lease_id)
     given = tx.db.execute(select(verdicts).where(verdicts.c.lease_id == lease_id)).one_or_none()
     if given is not None and given.code != verdict.code:

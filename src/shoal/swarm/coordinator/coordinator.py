@@ -79,7 +79,11 @@ def open_coordinator(
     log: Log,
     clock: Callable[[], float] = time.time,
 ) -> Coordinator:
-    """The coordinator that lives in `dir`, made there first if need be. Refuses the folder of another run."""
+    """The coordinator that lives in `dir`, made there first if need be. Refuses the folder of another run.
+
+    With `config.database` the tables are in PostgreSQL. Several coordinators may share one, with the same keys and objects:
+    then `dir` is a folder they all see.
+    """
     dir.mkdir(parents=True, exist_ok=True)
     keys = dir / "keys"
     roles = {Key.load_or_create(keys / f"{role}.key").public: role for role in get_args(Role)}
@@ -89,7 +93,7 @@ def open_coordinator(
         task=make_task(spec.task),
         run_key=Key.load_or_create(keys / "run.key"),
         roles=roles,
-        database=Database(dir / DATABASE_FILE),
+        database=Database(config.database or dir / DATABASE_FILE),
         store=LocalStore(dir / "objects"),
         clock=clock,
         log=log,

@@ -306,7 +306,7 @@ def views(db: Connection, rows: Sequence[Row[Any]], coordinator: Coordinator) ->
     now_s, config = coordinator.clock(), coordinator.config
     # One sum over what can be held at all, then exactly for the few whose clock stands still.
     held: dict[str, int] = {
-        row[0]: row[1]
+        row[0]: int(row[1])
         for row in db.execute(
             select(verdicts.c.node, func.sum(verdicts.c.credit))
             .where(verdicts.c.given_at_s > now_s - config.hold_s, verdicts.c.revoked_for.is_(None))

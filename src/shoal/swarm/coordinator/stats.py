@@ -64,13 +64,15 @@ def stats(db: Connection, coordinator: Coordinator) -> Stats:
         queued_checks=situation.queued_checks,
         submissions=_ended_by_code(db),
         batches=trained[0],
-        trained_groups=trained[1],
+        trained_groups=int(trained[1]),
         generation_tokens_per_s=_verified_tokens_per_s(db, now_s),
         latest=_latest_report(db),
         evaluations=evaluations.views(db),
         nodes=nodes.views(db, _nodes(db), coordinator),
         relays=relays.views(db, now_s, heartbeat_s),
-        bytes_published=db.execute(select(func.coalesce(func.sum(policies.c.num_bytes), 0))).scalar_one(),
+        bytes_published=int(
+            db.execute(select(func.coalesce(func.sum(policies.c.num_bytes), 0))).scalar_one()
+        ),
         ledger_seq=head_seq(db),
         server_time_s=now_s,
     )
@@ -159,7 +161,7 @@ def _verified_tokens_per_s(db: Connection, now_s: float) -> float:
             verdicts.c.given_at_s > now_s - window_s
         )
     ).scalar_one()
-    return float(tokens / window_s)
+    return float(int(tokens) / window_s)
 
 
 def _latest_report(db: Connection) -> StepReport | None:
