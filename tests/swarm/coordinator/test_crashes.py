@@ -129,11 +129,11 @@ def killing(at: int, when: str) -> Iterator[list[int]]:
     count = [0]
     commit = Database._commit
 
-    def deadly(self: Database, group: Any) -> None:
+    def deadly(self: Database, transaction: Any) -> None:
         count[0] += 1
         if count[0] == at and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
-        commit(self, group)
+        commit(self, transaction)
         if count[0] == at and when == "after":
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,9 +1,11 @@
 """What the database itself promises: groups of writers, several coordinators on one PostgreSQL, layouts that are brought up
 to date."""
 
+import asyncio
 import sqlite3
 import threading
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from test_random_life import test_what_must_always_hold as random_life
 
 from shoal.swarm.coordinator.coordinator import DATABASE_FILE, open_coordinator
 from shoal.swarm.coordinator.database import Database, database_url
+from shoal.swarm.coordinator.desk import Desk
 from shoal.swarm.coordinator.ledger import read_ledger
 from shoal.swarm.coordinator.replay import replay
 from shoal.swarm.coordinator.schema import nodes, nonces
@@ -69,30 +72,56 @@ def test_one_writers_failure_is_its_own_on_postgresql(postgres: Any) -> None:
         many_writers(database)
 
 
-def test_writers_that_wait_share_a_commit(tmp_path: Path) -> None:
+def test_requests_that_wait_share_a_commit(tmp_path: Path) -> None:
     with closing(Database(tmp_path / "db")) as database:
         commits, commit = [], database._commit
-        database._commit = lambda group: (commits.append(group.members), commit(group))  # type: ignore[method-assign, assignment, func-returns-value]
-        first, inside = threading.Event(), threading.Event()
 
-        def hold() -> None:
-            with database.transaction():
-                inside.set()
-                first.wait(20)
+        def counting(transaction: Any) -> None:
+            commits.append(1)
+            commit(transaction)
 
-        threads = [threading.Thread(target=hold)]
-        threads[0].start()
-        assert inside.wait(20)
-        threads += [threading.Thread(target=write, args=(database, str(number))) for number in range(12)]
-        for thread in threads[1:]:
-            thread.start()
-        while database._waiting < 12:
-            threading.Event().wait(0.01)
-        first.set()
-        for thread in threads:
-            thread.join(20)
-        assert sum(commits) == 13 and len(commits) < 13
-        assert len(written(database)) == 12
+        database._commit = counting  # type: ignore[method-assign]
+        desk, gate = Desk(database), threading.Event()
+
+        async def everything() -> list[Any]:
+            first = asyncio.ensure_future(desk.do(lambda: gate.wait(20)))
+            errands = [
+                asyncio.ensure_future(desk.do(partial(write, database, str(number), fail=number % 4 == 3)))
+                for number in range(12)
+            ]
+            await asyncio.sleep(0.05)
+            gate.set()
+            return await asyncio.gather(first, *errands, return_exceptions=True)
+
+        outcomes = asyncio.run(everything())
+        assert [type(outcome) for outcome in outcomes[1:]] == [
+            type(None),
+            type(None),
+            type(None),
+            Planned,
+        ] * 3
+        assert len(written(database)) == 9
+        assert len(commits) == 2  # the one that held the desk up, and all that waited
+        desk.close()
+
+
+def test_a_commit_that_fails_fails_all_of_its_group(tmp_path: Path) -> None:
+    with closing(Database(tmp_path / "db")) as database:
+
+        def full(transaction: Any) -> None:
+            raise OSError("no space left")
+
+        desk, good = Desk(database), database._commit
+        database._commit = full  # type: ignore[method-assign]
+
+        async def everything() -> list[Any]:
+            errands = [desk.do(partial(write, database, str(number))) for number in range(3)]
+            return await asyncio.gather(*errands, return_exceptions=True)
+
+        assert {type(outcome) for outcome in asyncio.run(everything())} == {OSError}
+        database._commit = good  # type: ignore[method-assign]
+        assert written(database) == set()
+        desk.close()
 
 
 def test_urls() -> None:

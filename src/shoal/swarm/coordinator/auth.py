@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from fastapi import Request
 from sqlalchemy import Row, delete, select, text
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction
+from shoal.swarm.coordinator.database import savepoint
 from shoal.swarm.coordinator.nodes import find_node
 from shoal.swarm.coordinator.schema import nonces, revoked_keys
 from shoal.wire.codes import Rejected
@@ -96,7 +96,7 @@ def admitted(coordinator: Coordinator, signer: Signer, allowed: frozenset[Caller
         _check_role(coordinator, signer, allowed, known=tx.node is not None)
         _spend_nonce(tx, signer)
         try:
-            with tx.db.begin_nested():
+            with savepoint(tx.db):
                 _refuse_banned(tx, allowed)
                 yield tx
                 tx.ledger.flush()

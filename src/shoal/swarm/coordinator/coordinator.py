@@ -63,7 +63,6 @@ class Coordinator:
             transaction = Transaction(db, self.clock(), actor or self.run_key.public)
             yield transaction
             transaction.ledger.flush()
-        # Only now is it true.
         for event in transaction.ledger.events:
             tell(self.log, event)
 

@@ -3,13 +3,10 @@
 SQLite is a file beside the keys. PostgreSQL is named by a URL, and any number of coordinators may share it: an advisory lock
 makes one writer of all of them, as BEGIN IMMEDIATE does in SQLite.
 
-Writers commit in groups. Each does its work inside the transaction of the group, under a savepoint of its own; whoever finds
-nobody waiting behind it commits for all, and only then is any of them answered. So a disk that takes a millisecond for a
-commit takes it once for forty requests.
+Requests that wait together are committed together (`group`, used by desk.py), each under a savepoint of its own.
 """
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,22 +22,8 @@ from shoal.swarm.coordinator.schema import metadata
 BUSY_TIMEOUT_MS = 10_000
 # Every thread of the server's pool may read at once; a request must never wait for a connection.
 READERS = 48
-GROUP_S = 0.02
-GROUP_SIZE = 64
-"""A group is committed when it is as old or as large as this, however many wait behind it."""
-COMMIT_S = 60.0
 # One writer among all coordinators of a run: the schema the connection works in tells runs apart.
 _PG_LOCK = "SELECT pg_advisory_xact_lock(hashtext('shoal'), hashtext(current_schema()))"
-
-
-class _Group:
-    """Writers that are committed together."""
-
-    def __init__(self, db: Connection, transaction: RootTransaction) -> None:
-        self.db, self.transaction = db, transaction
-        self.began_s, self.members = time.monotonic(), 0
-        self.done = threading.Event()
-        self.error: Exception | None = None
 
 
 class Database:
@@ -53,52 +36,40 @@ class Database:
         self.is_sqlite = self._engine.dialect.name == "sqlite"
         self._writing = self._engine.execution_options(shoal_writes=True)
         # The database would serialise writers by itself, by polling; a lock hands over at once.
-        self._lock, self._counting = threading.Lock(), threading.Lock()
-        self._waiting = 0
-        self._group: _Group | None = None
+        self._lock = threading.Lock()
+        self._group: tuple[int, Connection] | None = None
         with self.transaction() as db:
             metadata.create_all(db)
             migrate(db)
 
     @contextmanager
     def transaction(self) -> Iterator[Connection]:
-        """All or nothing: on disk when the block has ended, as if it had never begun when it raises."""
-        with self._counting:
-            self._waiting += 1
-        with self._lock:
-            with self._counting:
-                self._waiting -= 1
-            group = self._group or self._begin()
+        """All or nothing: as if it had never begun when the block raises. On disk when it has ended, or inside a `group`
+        of this thread when that has."""
+        group = self._group
+        if group is not None and group[0] == threading.get_ident():
+            with savepoint(group[1]):
+                yield group[1]
+            return
+        with self._lock, self._writing.connect() as db, db.begin() as transaction:
+            yield db
+            self._commit(transaction)
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """The transactions of this thread until the block ends are committed together, so that a disk that takes a millisecond
+        for a commit takes it once. Each still stands or falls alone, but none counts before the block has ended."""
+        with self._lock, self._writing.connect() as db, db.begin() as transaction:
+            self._group = (threading.get_ident(), db)
             try:
-                with group.db.begin_nested():
-                    yield group.db
+                yield
             finally:
-                group.members += 1
-                if self._is_last(group):
-                    self._commit(group)
-        if not group.done.wait(COMMIT_S):
-            raise RuntimeError(f"a commit was not made within {COMMIT_S:.0f} s")
-        if group.error is not None:
-            raise group.error
+                self._group = None
+            self._commit(transaction)
 
-    def _begin(self) -> _Group:
-        db = self._writing.connect()
-        self._group = _Group(db, db.begin())
-        return self._group
-
-    def _is_last(self, group: _Group) -> bool:
-        """Nobody who waits would commit for it, or it has waited enough."""
-        return self._waiting == 0 or group.members >= GROUP_SIZE or time.monotonic() - group.began_s > GROUP_S
-
-    def _commit(self, group: _Group) -> None:
-        self._group = None
-        try:
-            group.transaction.commit()
-        except Exception as error:  # noqa: BLE001 - whatever it is, every member of the group must hear of it
-            group.error = error
-        finally:
-            group.db.close()
-            group.done.set()
+    def _commit(self, transaction: RootTransaction) -> None:
+        """The one place where anything becomes true."""
+        transaction.commit()
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -119,6 +90,19 @@ class Database:
 
     def close(self) -> None:
         self._engine.dispose()
+
+
+@contextmanager
+def savepoint(db: Connection) -> Iterator[None]:
+    """What the block did is undone if it raises. In the database's own words: SQLAlchemy's cost four times as much."""
+    db.exec_driver_sql("SAVEPOINT shoal")
+    try:
+        yield
+    except BaseException:
+        db.exec_driver_sql("ROLLBACK TO SAVEPOINT shoal")
+        db.exec_driver_sql("RELEASE SAVEPOINT shoal")
+        raise
+    db.exec_driver_sql("RELEASE SAVEPOINT shoal")
 
 
 def database_url(where: Path | str) -> str:

@@ -5,8 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from fastapi import Response
-from fastapi.responses import FileResponse
+from starlette.responses import FileResponse, Response
 
 from shoal.swarm.coordinator import (
     batches,
