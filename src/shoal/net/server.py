@@ -65,10 +65,10 @@ def close_on_unread_body(app: Any) -> Any:
 
 
 def _announces_body(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    return any(
-        name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
-        for name, value in headers
-    )
+    for name, value in headers:
+        if name == b"transfer-encoding" or (name == b"content-length" and value != b"0"):
+            return True
+    return False
 
 
 class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
@@ -128,6 +128,8 @@ class Server:
             timeout_keep_alive=30,
             lifespan="on",
             server_header=False,
+            # What a client says of its own address is not taken for it.
+            proxy_headers=False,
         )
         self._uvicorn = uvicorn.Server(config)
         self._sock = sock

@@ -69,6 +69,10 @@ def _signed(
     coordinator: Coordinator, route: SignedRoute, authorities: frozenset[str] | None, desk: Desk
 ) -> Endpoint:
     def act(request: Request, body: bytes, signer: Signer) -> Response:
+        if route.quick is not None:
+            quick = route.quick(coordinator, signer, body)
+            if quick is not None:
+                return _json(quick)
         with admitted(coordinator, signer, route.callers) as tx:
             call = Call(coordinator=coordinator, tx=tx, body=body, path=request.path_params)
             answer = route.handle(call)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from sqlalchemy import Row, delete, select, text
+from sqlalchemy import Connection, Row, delete, select, text
 from starlette.requests import ClientDisconnect, Request
 
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction
@@ -107,6 +107,16 @@ def admitted(coordinator: Coordinator, signer: Signer, allowed: frozenset[Caller
         raise refusal
 
 
+def spends_nonce(db: Connection, signer: Signer, now_s: float) -> bool:
+    """Whether the nonce was new; it is spent now."""
+    return db.execute(_SPEND, {"key": signer.key, "nonce": signer.nonce, "seen_at_s": now_s}).rowcount == 1
+
+
+def unspend_nonce(db: Connection, signer: Signer) -> None:
+    """The request goes another way, which spends it again."""
+    db.execute(delete(nonces).where(nonces.c.key == signer.key, nonces.c.nonce == signer.nonce))
+
+
 def prune_nonces(tx: Transaction) -> None:
     tx.db.execute(delete(nonces).where(nonces.c.seen_at_s < tx.now_s - NONCE_KEPT_S))
 
@@ -124,8 +134,7 @@ def _check_role(coordinator: Coordinator, signer: Signer, allowed: frozenset[Cal
 
 
 def _spend_nonce(tx: Transaction, signer: Signer) -> None:
-    spent = tx.db.execute(_SPEND, {"key": signer.key, "nonce": signer.nonce, "seen_at_s": tx.now_s})
-    if spent.rowcount != 1:
+    if not spends_nonce(tx.db, signer, tx.now_s):
         raise Rejected("request.replayed", f"nonce {signer.nonce} of key {signer.key[:16]} is spent")
 
 

@@ -67,6 +67,11 @@ class Database:
                 self._group = None
             self._commit(transaction)
 
+    def joined(self) -> Connection | None:
+        """The connection of this thread's group; None outside of one."""
+        group = self._group
+        return group[1] if group is not None and group[0] == threading.get_ident() else None
+
     def _commit(self, transaction: RootTransaction) -> None:
         """The one place where anything becomes true."""
         transaction.commit()
