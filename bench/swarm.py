@@ -22,6 +22,9 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import churn
+import timeline
+
 from shoal.wire.keys import Key
 from shoal.wire.lease import Lease
 from shoal.wire.manifest import FileEntry, Manifest
@@ -271,6 +274,13 @@ def main() -> None:
     loading.add_argument("--lines", type=int, default=64)
     loading.add_argument("--seconds", type=float, default=10.0)
     loading.set_defaults(act=load)
+    churning = commands.add_parser("churn")
+    churning.add_argument("--nodes", type=int, default=1000)
+    churning.add_argument("--hours", type=float, default=24.0)
+    churning.add_argument("--seed", type=int, default=7)
+    churning.set_defaults(act=lambda o: churn.table(nodes=o.nodes, hours=o.hours, seed=o.seed))
+    timing = commands.add_parser("timeline")
+    timing.set_defaults(act=lambda o: timeline.table())
     options = parser.parse_args()
     options.act(options)
 
