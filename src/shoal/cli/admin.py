@@ -7,9 +7,6 @@ from contextlib import closing
 from pathlib import Path
 
 from shoal.cli.supervise import EXIT_OK
-from shoal.telemetry import Log
-from shoal.wire.keys import Key
-from shoal.wire.messages import AdminOrder, Recorded
 
 ACTIONS = {
     "quarantine": "node: check everything it sends",
@@ -46,6 +43,9 @@ def add_admin(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 def _order(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.net.client import SignedClient
     from shoal.swarm.coordinator.admission import invite_digest
+    from shoal.telemetry import Log
+    from shoal.wire.keys import Key
+    from shoal.wire.messages import AdminOrder, Recorded
 
     subject, code = options.subject, ""
     if options.order == "invite":

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from shoal import __version__
 from shoal.cli.admin import add_admin
+from shoal.cli.join import add_contributor, add_doctor
 from shoal.cli.supervise import (
     EXIT_DEADLINE,
     EXIT_FAILED,
@@ -32,8 +33,7 @@ from shoal.wire.codes import CODES, Rejected
 FIRST_THINGS = """first things to do:
   shoal run runs/demo.toml          a whole swarm on this machine, learning, with a liar in it
   shoal run FILE.toml --dry-run     check a run file and see the numbers it implies
-  shoal worker --coordinator URL --dir DIR
-                                    give this machine's time to somebody's run
+  shoal join URL                    give this machine's time to somebody's run
   shoal ledger verify URL           check that a run's ledger was not rewritten
   shoal explain CODE                what a refusal means and what to do about it
 """
@@ -112,6 +112,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_validator(commands)
     _add_ledger(commands)
     add_admin(commands)
+    add_contributor(commands)
+    add_doctor(commands)
     _add_explain(commands)
     return parser.parse_args(arguments)
 

@@ -80,7 +80,12 @@ def worker(options: argparse.Namespace, stop: threading.Event) -> int:
         deadline_s=options.deadline_s,
         lie=options.lie,
     )
-    codes = {Exit.FINISHED: EXIT_OK, Exit.STOPPED: EXIT_INTERRUPTED, Exit.EJECTED: EXIT_EJECTED}
+    codes = {
+        Exit.FINISHED: EXIT_OK,
+        Exit.LEFT: EXIT_OK,
+        Exit.STOPPED: EXIT_INTERRUPTED,
+        Exit.EJECTED: EXIT_EJECTED,
+    }
     return codes.get(run_worker(config, stop=stop), EXIT_FAILED)
 
 

@@ -26,7 +26,9 @@ from shoal.wire.messages import (
     Enrolled,
     Info,
     LeaseStatus,
+    Leave,
     OpenSession,
+    Recorded,
     Submit,
     Upload,
 )
@@ -46,6 +48,7 @@ class Exit(Enum):
     STOPPED = "stopped by request"
     EJECTED = "ejected from the run"
     REPLACED = "another process uses this node's key"
+    LEFT = "left the run"
 
 
 class Left(Exception):
@@ -183,6 +186,11 @@ class Session:
             self._client.call("POST", f"/v1/leases/{lease.lease_id}/abandon", body, LeaseStatus)
         except (Unreachable, Refused) as error:
             self._log.warning("could not give the lease back; it runs out by itself", reason=error)
+
+    def leave(self) -> None:
+        """No more leases for this node, until it joins again."""
+        ask = Leave(epoch=self.terms.epoch)
+        self._until("to leave", "POST", "/v1/leave", ask, Recorded, deadline_s=self._deadline_s)
 
     def ask_status(self, lease_id: str) -> LeaseStatus | None:
         """What became of a lease; None if the coordinator does not say right now."""

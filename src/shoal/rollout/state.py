@@ -6,6 +6,9 @@ lock         held while a worker runs here
 versions/    policy versions it has fetched
 delegation.json, invite.txt
              what its owner put there: an owner's word for the key, an invitation
+last/        the last file it made, and the lease it answers: for `shoal check-local`
+paused, leaving
+             what its owner asked for by `shoal pause` and `shoal leave`
 work.json    the proof of work it found for a run that asks for one
 """
 
@@ -21,6 +24,7 @@ from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.delegation import Delegation, solve_work
 from shoal.wire.keys import Key
+from shoal.wire.lease import Lease
 from shoal.wire.messages import Info
 from shoal.wire.record import Record, Sealed
 
@@ -41,6 +45,23 @@ class State:
         self.versions = folder / "versions"
         self.versions.mkdir(exist_ok=True)
         self._run_file = folder / "run.json"
+
+    def paused(self) -> bool:
+        return (self.folder / "paused").exists()
+
+    def leaving(self) -> bool:
+        return (self.folder / "leaving").exists()
+
+    def has_left(self) -> None:
+        (self.folder / "leaving").unlink(missing_ok=True)
+
+    def keep(self, lease: Lease, policy_version: int, data: bytes) -> None:
+        """The last file, before it is sent."""
+        folder = self.folder / "last"
+        folder.mkdir(exist_ok=True)
+        (folder / "rollouts.parquet").write_bytes(data)
+        told = {"policy_version": policy_version, "lease": lease.model_dump(mode="json")}
+        (folder / "lease.json").write_text(json.dumps(told), encoding="utf-8")
 
     def credentials(self, info: Info, log: Log) -> dict[str, Any]:
         """What Enrol says beside protocol and software: whatever the folder holds, and work where the run asks for it."""
@@ -90,6 +111,19 @@ class State:
                 f"{pinned.run!r} with key {pinned.run_key[:16]}. Either somebody else answers there, or the run was begun "
                 f"anew: if you trust it, choose another --dir or delete {self._run_file}"
             )
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a worker runs there."""
+    path = folder / "lock"
+    if not path.exists():
+        return False
+    with path.open("a+", encoding="ascii") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 @contextmanager

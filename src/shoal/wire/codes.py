@@ -78,6 +78,9 @@ CODES: dict[str, Meaning] = {
         426, "client and server speak different protocol versions", "install the version the server names"
     ),
     "request.too_many": Meaning(429, "too many requests", "wait retry_after_s"),
+    "request.not_ready": Meaning(
+        503, "a part of the server stands still", "the operator must look; its log says what"
+    ),
     "request.failed": Meaning(
         500, "the server failed to handle it", "try again; the server's log has the reason"
     ),

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal.net.objects import Incoming
-from shoal.swarm.coordinator import ledger, nodes, policies, stats, uploads
+from shoal.swarm.coordinator import ledger, nodes, policies, stats, uploads, vitals
 from shoal.swarm.coordinator.auth import admitted, read_body, refuse_long_body, signer_of
 from shoal.swarm.coordinator.coordinator import Coordinator
 from shoal.swarm.coordinator.desk import Desk
@@ -47,6 +47,7 @@ def make_app(coordinator: Coordinator, *, authorities: frozenset[str] | None = N
         for route in SIGNED_ROUTES
     ]
     routes.append(Route("/v1/objects/{name}", _receive_object(coordinator, desk), methods=["PUT"]))
+    routes.append(Route("/metrics", _metrics(coordinator), methods=["GET"]))
     routes += [
         Route(path, _public(coordinator, view), methods=["GET"]) for path, view in PUBLIC_ROUTES.items()
     ]
@@ -152,6 +153,22 @@ def _public(coordinator: Coordinator, view: View) -> Endpoint:
     return endpoint
 
 
+def _metrics(coordinator: Coordinator) -> Endpoint:
+    def look() -> str:
+        with coordinator.database.read() as db:
+            return vitals.exposition(db, coordinator)
+
+    async def endpoint(request: Request) -> Response:
+        return Response(await run_in_threadpool(look), media_type="text/plain; version=0.0.4")
+
+    return endpoint
+
+
+def handle_ready(db: Connection, coordinator: Coordinator, request: Request) -> Record:
+    vitals.check_ready(coordinator)
+    return Health(run=coordinator.spec.run, ledger_seq=ledger.head_seq(db))
+
+
 def handle_node(db: Connection, coordinator: Coordinator, request: Request) -> Record:
     key = request.path_params["node"]
     if not PUBLIC_KEY.fullmatch(key):
@@ -178,6 +195,7 @@ PUBLIC_ROUTES: dict[str, View] = {
     "/healthz": lambda db, coordinator, request: Health(
         run=coordinator.spec.run, ledger_seq=ledger.head_seq(db)
     ),
+    "/readyz": handle_ready,
     "/v1/info": lambda db, coordinator, request: stats.info(db, coordinator),
     "/v1/stats": lambda db, coordinator, request: stats.stats(db, coordinator),
     "/v1/history": lambda db, coordinator, request: stats.history(db),

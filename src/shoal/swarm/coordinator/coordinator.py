@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +15,7 @@ from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.database import Database
 from shoal.swarm.coordinator.journal import tell
 from shoal.swarm.coordinator.ledger import LedgerWriter
+from shoal.swarm.coordinator.loops import Vitals
 from shoal.swarm.coordinator.schema import SCHEMA_VERSION, policies, run
 from shoal.tasks import Task, make_task
 from shoal.telemetry import Log
@@ -55,6 +56,7 @@ class Coordinator:
     store: LocalStore
     clock: Callable[[], float]
     log: Log
+    vitals: Vitals = field(default_factory=Vitals)
 
     @contextmanager
     def transaction(self, actor: str | None = None) -> Iterator[Transaction]:

@@ -37,9 +37,11 @@ def keep_house(coordinator: Coordinator, stop: threading.Event, *, check: Callab
     `check` raises if the server has ended.
     """
     tidied_s = time.monotonic()
+    coordinator.vitals.beat("housekeeping")
     while not stop.wait(TICK_S):
         check()
         tick(coordinator)
+        coordinator.vitals.beat("housekeeping")
         if time.monotonic() - tidied_s >= TIDY_S:
             tidy(coordinator)
             tidied_s = time.monotonic()

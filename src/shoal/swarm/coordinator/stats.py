@@ -62,10 +62,10 @@ def stats(db: Connection, coordinator: Coordinator) -> Stats:
         groups_needed=situation.groups_needed,
         open_leases=situation.open_leases,
         queued_checks=situation.queued_checks,
-        submissions=_ended_by_code(db),
+        submissions=ended_by_code(db),
         batches=trained[0],
         trained_groups=int(trained[1]),
-        generation_tokens_per_s=_verified_tokens_per_s(db, now_s),
+        generation_tokens_per_s=verified_tokens_per_s(db, now_s),
         latest=_latest_report(db),
         evaluations=evaluations.views(db),
         nodes=nodes.views(db, _nodes(db), coordinator),
@@ -133,7 +133,7 @@ def _open_by_state(db: Connection) -> list[tuple[str, int]]:
     return [(row[0], row[1]) for row in db.execute(query)]
 
 
-def _ended_by_code(db: Connection) -> dict[str, int]:
+def ended_by_code(db: Connection) -> dict[str, int]:
     query = select(leases.c.code, func.count()).where(leases.c.code.is_not(None)).group_by(leases.c.code)
     return {row[0]: row[1] for row in db.execute(query)}
 
@@ -150,7 +150,7 @@ def _queue_untouched_s(db: Connection, now_s: float) -> float:
     return float(now_s - max(oldest_s, claimed_s or 0.0))
 
 
-def _verified_tokens_per_s(db: Connection, now_s: float) -> float:
+def verified_tokens_per_s(db: Connection, now_s: float) -> float:
     """Tokens of accepted submissions lately. What nodes say of their own speed is not counted."""
     first_s = db.execute(select(func.min(policies.c.published_at_s))).scalar_one()
     if first_s is None or first_s >= now_s:
