@@ -132,8 +132,15 @@ class Node:
 
 class SmallSwarm:
     def __init__(
-        self, dir: Path, config: CoordinatorConfig = CONFIG, spec: RunSpec = SPEC, clock: Clock | None = None
+        self,
+        dir: Path,
+        config: CoordinatorConfig = CONFIG,
+        spec: RunSpec = SPEC,
+        clock: Clock | None = None,
+        *,
+        any_name: bool = False,
     ) -> None:
+        self.any_name = any_name
         self.dir, self.config, self.spec, self.clock = dir, config, spec, clock or Clock()
         self._nodes: list[Node] = []
         if FRESH_DATABASE and not config.database:
@@ -146,7 +153,8 @@ class SmallSwarm:
         sock = listen("127.0.0.1", port)
         self.authority = f"127.0.0.1:{sock.getsockname()[1]}"
         self.url = f"http://{self.authority}"
-        app = make_app(self.coordinator, authorities=frozenset({self.authority}))
+        names = None if self.any_name else frozenset({self.authority})
+        app = make_app(self.coordinator, authorities=names)
         self._server = Server(app, sock)
         self._server.start()
         self.run_key = Key.load(self.dir / "keys" / "run.key")
