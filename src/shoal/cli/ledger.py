@@ -50,6 +50,14 @@ def audit_ledger(url: str, stop: threading.Event) -> int:
     return EXIT_OK
 
 
+def fetch_ledger(http: httpx.Client, run_key: str, stop: threading.Event) -> list[LedgerEvent]:
+    """Every event up to the signed head, verified; Rejected otherwise."""
+    head = Sealed[LedgerHead].parse(_get(http, "/v1/ledger/head"))
+    events = list(_events(http, head.body.seq, stop))
+    verify_ledger(events, head, run_key)
+    return events
+
+
 def compare(books: Books, shown: Stats) -> None:
     """The tables against the ledger; Rejected names the first node that differs."""
     for view in shown.nodes:

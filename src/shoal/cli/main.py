@@ -111,6 +111,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_worker(commands)
     _add_validator(commands)
     _add_ledger(commands)
+    _add_audit(commands)
     add_admin(commands)
     add_contributor(commands)
     add_doctor(commands)
@@ -215,6 +216,16 @@ def _add_ledger(commands: "Commands[argparse.ArgumentParser]") -> None:
     verify = actions.add_parser("verify", help="recompute every hash and the signed head")
     verify.add_argument("url", type=_url, help="the coordinator's URL")
     verify.set_defaults(action=_verify_ledger)
+
+
+def _add_audit(commands: "Commands[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("audit", help="check accepted submissions of a run again")
+    parser.add_argument("url", type=_url, help="the coordinator's URL")
+    parser.add_argument("--key", type=Path, required=True, help="validator.key, from the coordinator")
+    parser.add_argument("--dir", type=Path, required=True, help="for the versions that are fetched")
+    parser.add_argument("--sample", type=_at_least_one, default=16, help="how many, at random")
+    parser.add_argument("--seed", type=int, default=None, help="which: the same seed chooses the same")
+    parser.set_defaults(action=_audit)
 
 
 def _add_explain(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -351,6 +362,12 @@ def _verify_ledger(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.cli.ledger import audit_ledger
 
     return audit_ledger(options.url, stop)
+
+
+def _audit(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.audit import audit
+
+    return audit(options, stop)
 
 
 def _explain(options: argparse.Namespace, stop: threading.Event) -> int:

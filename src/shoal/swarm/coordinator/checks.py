@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import Row, insert, select, update
+from sqlalchemy import Row, bindparam, insert, select, update
 
 from shoal.swarm.coordinator import admission, batches, evaluations, relays
 from shoal.swarm.coordinator import credit as credits
@@ -37,6 +37,12 @@ _NEXT = (
     .limit(1)
 )
 
+_ONE = (
+    select(submissions, leases.c.sealed, leases.c.state)
+    .join(leases, leases.c.lease_id == submissions.c.lease_id)
+    .where(submissions.c.lease_id == bindparam("id"))
+)
+
 
 def claim(tx: Transaction, coordinator: Coordinator) -> Claim:
     """A submission for this validator alone, until the claim runs out."""
@@ -53,6 +59,19 @@ def claim(tx: Transaction, coordinator: Coordinator) -> Claim:
         .where(submissions.c.lease_id == row.lease_id)
         .values(claimed_by=tx.actor, claimed_at_s=tx.now_s, claimed_until_s=until_s)
     )
+    return _to_claim(tx, coordinator, row, until_s=until_s)
+
+
+def look_again(tx: Transaction, coordinator: Coordinator, lease_id: str) -> Claim:
+    """A submission as its validator saw it, for an audit: nothing changes, and every check is asked for."""
+    row = tx.db.execute(_ONE, {"id": lease_id}).one_or_none()
+    if row is None:
+        raise Rejected("request.not_found", f"lease {lease_id} has no submission")
+    claim = _to_claim(tx, coordinator, row, until_s=tx.now_s)
+    return claim.model_copy(update={"checks": "full"})
+
+
+def _to_claim(tx: Transaction, coordinator: Coordinator, row: Row[Any], *, until_s: float) -> Claim:
     version = range(row.policy_version, row.policy_version + 1)
     live = relays.usable(tx.db, tx.now_s, coordinator.config.heartbeat_s)
     return Claim(

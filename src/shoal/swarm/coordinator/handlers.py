@@ -150,6 +150,10 @@ def handle_claim(call: Call) -> Record:
     return checks.claim(call.tx, call.coordinator)
 
 
+def handle_look_again(call: Call) -> Record:
+    return checks.look_again(call.tx, call.coordinator, call.lease_id)
+
+
 def handle_verdict(call: Call) -> Record:
     return checks.give_verdict(call.tx, call.coordinator, call.lease_id, Verdict.parse(call.body))
 
@@ -222,6 +226,7 @@ SIGNED_ROUTES = (
     SignedRoute(method="POST", path="/v1/keys/revoke", callers=_NEWCOMER, handle=handle_revoke_key),
     SignedRoute(method="POST", path="/v1/admin/{action}", callers=_ADMIN, handle=handle_order),
     SignedRoute(method="POST", path="/v1/checks/claim", callers=_VALIDATOR, handle=handle_claim),
+    SignedRoute(method="GET", path="/v1/checks/{lease_id}", callers=_VALIDATOR, handle=handle_look_again),
     SignedRoute(
         method="POST",
         path="/v1/checks/{lease_id}/verdict",
