@@ -6,6 +6,8 @@ lock         held while a worker runs here
 versions/    policy versions it has fetched
 delegation.json, invite.txt
              what its owner put there: an owner's word for the key, an invitation
+entry_points.json
+             other addresses of the coordinator, as it told them
 last/        the last file it made, and the lease it answers: for `shoal check-local`
 paused, leaving
              what its owner asked for by `shoal pause` and `shoal leave`
@@ -45,6 +47,14 @@ class State:
         self.versions = folder / "versions"
         self.versions.mkdir(exist_ok=True)
         self._run_file = folder / "run.json"
+
+    def entry_points(self) -> list[str]:
+        """Other addresses of the coordinator, as it told them when we last joined."""
+        path = self.folder / "entry_points.json"
+        return [str(url) for url in json.loads(path.read_text(encoding="utf-8"))] if path.exists() else []
+
+    def remember_entry_points(self, urls: tuple[str, ...]) -> None:
+        (self.folder / "entry_points.json").write_text(json.dumps(urls), encoding="utf-8")
 
     def paused(self) -> bool:
         return (self.folder / "paused").exists()

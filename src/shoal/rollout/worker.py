@@ -99,7 +99,11 @@ class Worker:
     def startup(self) -> None:
         """Join the run, and be seen alive."""
         self._log.info("node", id=self._state.key.public, coordinator=self._config.coordinator)
+        self._client.also(self._state.entry_points())
         terms = join(self._client, self._state, deadline_s=self._config.deadline_s, log=self._log)
+        self._state.remember_entry_points(terms.info.entry_points)
+        for client in (self._client, self._heart_client):
+            client.also((self._config.coordinator, *terms.info.entry_points))
         self._spec: RunSpec = terms.info.spec
         self._session = Session(self._client, terms, deadline_s=self._config.deadline_s, log=self._log)
         self._shelf = PolicyShelf(

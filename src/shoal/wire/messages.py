@@ -48,8 +48,34 @@ class Info(Record):
     """Credit is final after so long."""
     min_software: str = ""
     """Clients older than this are outdated."""
+    entry_points: tuple[Url, ...] = ()
+    """Other URLs of the same run."""
     features: tuple[str, ...] = ()
     """What this coordinator can do beyond the first release of the protocol."""
+
+
+class RunView(Record):
+    """A run as somebody who looks for one sees it."""
+
+    run: str
+    task: str
+    compute_dtype: str
+    newest_version: int | None
+    last_version: int
+    finished: bool
+    weights_bytes: int
+    """Of the newest version: what must be fetched, and fit."""
+    admission: str
+    live_workers: int
+    entry_points: tuple[Url, ...]
+    relays: tuple[Url, ...]
+    """Live ones."""
+
+
+class RunList(Record):
+    """GET /v1/runs: what can be joined from here."""
+
+    runs: tuple[RunView, ...]
 
 
 class Enrol(Record):

@@ -15,6 +15,7 @@ from small_swarm import CONFIG, LOG, SPEC, Node, SmallSwarm, at_once
 from sqlalchemy import select
 from test_random_life import test_what_must_always_hold as random_life
 
+from shoal.net.client import Unreachable
 from shoal.swarm.coordinator.coordinator import DATABASE_FILE, open_coordinator
 from shoal.swarm.coordinator.database import Database, database_url
 from shoal.swarm.coordinator.desk import Desk
@@ -23,6 +24,7 @@ from shoal.swarm.coordinator.replay import replay
 from shoal.swarm.coordinator.schema import nodes, nonces
 from shoal.wire.keys import Key
 from shoal.wire.ledger import verify_chain
+from shoal.wire.messages import Info, RunList
 
 
 class Planned(Exception):
@@ -165,6 +167,29 @@ def test_two_coordinators_serve_one_run(tmp_path: Path, postgres: Any) -> None:
     for node in here + there:
         node.client.close()
     left.close()
+    right.close()
+
+
+def test_a_client_goes_on_with_another_entry_point(tmp_path: Path, postgres: Any) -> None:
+    """One of two coordinators is killed; who worked by it works by the other, in the same session."""
+    config = CONFIG.model_copy(update={"database": postgres.fresh()})
+    right = SmallSwarm(tmp_path, config)
+    left = SmallSwarm(tmp_path, config.model_copy(update={"entry_points": (right.url,)}))
+    right.start()
+    info = Info.parse(left.public.get("/v1/info").content)
+    [run] = RunList.parse(left.public.get("/v1/runs").content).runs
+    assert info.entry_points == run.entry_points == (right.url,)
+    assert (run.run, run.weights_bytes, run.relays) == ("small", 1000, (small_swarm.RELAY_URL,))
+    node = Node(left.url, Key.generate()).join()
+    node.client.also(info.entry_points)
+    lease = node.lease()
+    left.close()
+    with pytest.raises(Unreachable):
+        node.beat()
+    node.beat()
+    node.deliver(lease)
+    assert right.stats().queued_checks == 1
+    node.client.close()
     right.close()
 
 

@@ -197,6 +197,7 @@ PUBLIC_ROUTES: dict[str, View] = {
     ),
     "/readyz": handle_ready,
     "/v1/info": lambda db, coordinator, request: stats.info(db, coordinator),
+    "/v1/runs": lambda db, coordinator, request: stats.runs(db, coordinator),
     "/v1/stats": lambda db, coordinator, request: stats.stats(db, coordinator),
     "/v1/history": lambda db, coordinator, request: stats.history(db),
     "/v1/nodes/{node}": handle_node,

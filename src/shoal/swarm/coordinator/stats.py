@@ -16,7 +16,9 @@ from shoal.swarm.coordinator.schema import leases, policies, submissions, verdic
 from shoal.swarm.coordinator.schema import nodes as node_table
 from shoal.swarm.coordinator.trust import Trust
 from shoal.swarm.coordinator.waiting import Situation, waiting_for
-from shoal.wire.messages import History, Info, Stats, StepReport
+from shoal.wire.manifest import Manifest
+from shoal.wire.messages import History, Info, RunList, RunView, Stats, StepReport
+from shoal.wire.record import Sealed
 from shoal.wire.run import PROTOCOL
 
 SPEED_WINDOW_S = 60.0
@@ -42,8 +44,31 @@ def info(db: Connection, coordinator: Coordinator) -> Info:
         credit_factor=config.credit_factor,
         hold_s=config.hold_s,
         min_software=config.min_software,
+        entry_points=config.entry_points,
         features=FEATURES,
     )
+
+
+def runs(db: Connection, coordinator: Coordinator) -> RunList:
+    config, spec, situation = coordinator.config, coordinator.spec, look(db, coordinator)
+    newest = db.execute(
+        select(policies.c.manifest).order_by(policies.c.version.desc()).limit(1)
+    ).scalar_one_or_none()
+    live = relays.usable(db, coordinator.clock(), config.heartbeat_s)
+    view = RunView(
+        run=spec.run,
+        task=spec.task.name,
+        compute_dtype=spec.compute_dtype,
+        newest_version=situation.newest_version,
+        last_version=spec.last_version,
+        finished=situation.finished,
+        weights_bytes=0 if newest is None else Sealed[Manifest].parse(newest).body.num_bytes,
+        admission=config.admission,
+        live_workers=situation.live_workers,
+        entry_points=config.entry_points,
+        relays=tuple(relay.url for relay in live),
+    )
+    return RunList(runs=(view,))
 
 
 def stats(db: Connection, coordinator: Coordinator) -> Stats:
