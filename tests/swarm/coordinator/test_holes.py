@@ -6,6 +6,7 @@ import pytest
 from small_swarm import CONFIG, Node, SmallSwarm, refusal
 from sqlalchemy import select, update
 
+from shoal.net.client import Refused
 from shoal.swarm.coordinator.replay import replay, seed_of
 from shoal.swarm.coordinator.schema import leases as lease_table
 from shoal.swarm.coordinator.schema import submissions
@@ -297,3 +298,22 @@ def test_lease_size_follows_the_measured_speed(swarm: SmallSwarm) -> None:
     swarm.claim()
     swarm.verdict(lease)
     assert len(slow.lease().prompts) == 1
+
+
+def test_a_key_that_floods_is_held_back_and_nobody_else(tmp_path: Path) -> None:
+    swarm = SmallSwarm(tmp_path, CONFIG.model_copy(update={"requests_per_s": 2.0}))
+    swarm.start()
+    loud, quiet = swarm.node(), swarm.node()
+    refused = None
+    for _ in range(60):
+        try:
+            loud.beat()
+        except Refused as error:
+            refused = error
+            break
+    assert refused is not None and refused.code == "request.too_many"
+    assert 0 < (refused.problem.retry_after_s or 0) <= 0.5
+    quiet.beat()
+    for _ in range(30):
+        swarm.relay_up()  # the run's own are not counted
+    swarm.close()

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from sqlalchemy import Connection
@@ -16,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from shoal.net.buckets import Buckets
 from shoal.net.objects import Incoming
 from shoal.swarm.coordinator import ledger, nodes, policies, stats, uploads, vitals
 from shoal.swarm.coordinator.auth import admitted, read_body, refuse_long_body, signer_of
@@ -42,8 +44,10 @@ _NUMBER = re.compile(r"[0-9]{1,15}")
 def make_app(coordinator: Coordinator, *, authorities: frozenset[str] | None = None) -> Starlette:
     """`authorities` are the HOST:PORT names that a signed request may be for; None takes any."""
     desk = Desk(coordinator.database)
+    rate = coordinator.config.requests_per_s
+    entrance = Entrance(authorities, Buckets(rate=rate, burst=10 * rate))
     routes = [
-        Route(route.path, _signed(coordinator, route, authorities, desk), methods=[route.method])
+        Route(route.path, _signed(coordinator, route, entrance, desk), methods=[route.method])
         for route in SIGNED_ROUTES
     ]
     routes.append(Route("/v1/objects/{name}", _receive_object(coordinator, desk), methods=["PUT"]))
@@ -66,9 +70,26 @@ def make_app(coordinator: Coordinator, *, authorities: frozenset[str] | None = N
 # -- signed routes ----------------------------------------------------------------------------------------
 
 
-def _signed(
-    coordinator: Coordinator, route: SignedRoute, authorities: frozenset[str] | None, desk: Desk
-) -> Endpoint:
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """What a signed request must pass before anything is done about it."""
+
+    authorities: frozenset[str] | None
+    buckets: Buckets
+
+    def signer(self, coordinator: Coordinator, request: Request, body: bytes) -> Signer:
+        now_s = coordinator.clock()
+        signer = signer_of(request, body, authorities=self.authorities, now_s=now_s)
+        # After the signature: nobody can use up another's share. The run's own roles are not counted.
+        if signer.key not in coordinator.roles and (wait_s := self.buckets.wait_s(signer.key, now_s)):
+            limit = coordinator.config.requests_per_s
+            raise Rejected(
+                "request.too_many", f"a key may ask {limit:g} times a second", retry_after_s=wait_s
+            )
+        return signer
+
+
+def _signed(coordinator: Coordinator, route: SignedRoute, entrance: Entrance, desk: Desk) -> Endpoint:
     def act(request: Request, body: bytes, signer: Signer) -> Response:
         if route.quick is not None:
             quick = route.quick(coordinator, signer, body)
@@ -82,7 +103,7 @@ def _signed(
     async def endpoint(request: Request) -> Response:
         body = await read_body(request, route.max_body)
         # Here, and not at the desk: the signature is checked while others' requests are acted on.
-        signer = signer_of(request, body, authorities=authorities, now_s=coordinator.clock())
+        signer = entrance.signer(coordinator, request, body)
         return await desk.do(partial(act, request, body, signer))
 
     return endpoint

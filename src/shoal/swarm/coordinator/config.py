@@ -49,6 +49,8 @@ class CoordinatorConfig(Record):
     max_upload_bytes: int = Field(default=64 << 20, ge=1)
     retry_s: float = Field(default=0.5, gt=0)
     """What a client is told to wait when there is nothing for it yet."""
+    requests_per_s: float = Field(default=50.0, gt=0)
+    """Of one node's key; ten times as many at once."""
     entry_points: tuple[str, ...] = ()
     """Other URLs of this run's coordinators, told to clients, who use them when the one they know does not answer."""
     database: str = ""
