@@ -107,6 +107,23 @@ def test_requests_that_wait_share_a_commit(tmp_path: Path) -> None:
         desk.close()
 
 
+def test_nothing_is_told_before_it_is_true(tmp_path: Path) -> None:
+    with closing(Database(tmp_path / "db")) as database:
+        told: list[str] = []
+
+        def telling(nonce: str) -> None:
+            write(database, nonce)
+            database.when_committed(lambda: told.append(f"{nonce} of {len(written(database))}"))
+
+        with database.group():
+            telling("a")
+            telling("b")
+            assert told == []
+        assert told == ["a of 2", "b of 2"]
+        telling("c")
+        assert told[-1] == "c of 3"
+
+
 def test_a_commit_that_fails_fails_all_of_its_group(tmp_path: Path) -> None:
     with closing(Database(tmp_path / "db")) as database:
 

@@ -20,6 +20,7 @@ from shoal.swarm.coordinator.schema import SCHEMA_VERSION, policies, run
 from shoal.tasks import Task, make_task
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
+from shoal.wire.ledger import LedgerEvent
 from shoal.wire.messages import Role
 from shoal.wire.run import PROTOCOL, RunSpec
 
@@ -65,7 +66,13 @@ class Coordinator:
             transaction = Transaction(db, self.clock(), actor or self.run_key.public)
             yield transaction
             transaction.ledger.flush()
-        for event in transaction.ledger.events:
+        events = transaction.ledger.events
+        if events:
+            self.database.when_committed(lambda: self._tell(events))
+
+    def _tell(self, events: list[LedgerEvent]) -> None:
+        """Only now is it true."""
+        for event in events:
             tell(self.log, event)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ Requests that wait together are committed together (`group`, used by desk.py), e
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class Database:
         # The database would serialise writers by itself, by polling; a lock hands over at once.
         self._lock = threading.Lock()
         self._group: tuple[int, Connection] | None = None
+        self._afterwards: list[Callable[[], None]] = []
         with self.transaction() as db:
             metadata.create_all(db)
             migrate(db)
@@ -65,7 +66,17 @@ class Database:
                 yield
             finally:
                 self._group = None
+                afterwards, self._afterwards = self._afterwards, []
             self._commit(transaction)
+        for act in afterwards:
+            act()
+
+    def when_committed(self, act: Callable[[], None]) -> None:
+        """At once after a transaction that stood alone; inside a group, when that is on disk, or never if it fails."""
+        if self.joined() is None:
+            act()
+        else:
+            self._afterwards.append(act)
 
     def joined(self) -> Connection | None:
         """The connection of this thread's group; None outside of one."""
