@@ -111,8 +111,9 @@ def reward(task: Task, tokenizer: Tokenizer, problems: Sequence[Problem], rollou
     """Workers send no rewards. The swarm computes them from the text."""
     rewards = []
     for row, (tokens_T, mask_T) in enumerate(zip(rollouts.tokens_BT, rollouts.mask_BT, strict=True)):
-        text = tokenizer.decode(tokens_T[mask_T > 0].tolist())
-        rewards.append(task.reward(problems[row // NUM_SAMPLES], text).value)
+        answer = tokens_T[mask_T > 0].tolist()
+        problem, text = problems[row // NUM_SAMPLES], tokenizer.decode(answer)
+        rewards.append(task.reward(problem, text, len(answer)).value)
     return rewards
 
 

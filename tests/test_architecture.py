@@ -17,6 +17,7 @@ FLOOR = {
     "model": 1,
     "shardcast": 2,
     "toploc": 2,
+    "diloco": 2,
     "trainer": 3,
     "rollout": 3,
     "swarm": 3,
@@ -30,6 +31,7 @@ CONTROL_PLANE = [
     "shoal.shardcast",
     "shoal.swarm.coordinator",
     "shoal.cli.main",
+    "shoal.cli.roles",
 ]
 
 BANNED_NAMES = {"utils", "common", "helpers", "base", "manager"}

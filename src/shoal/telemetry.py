@@ -1,15 +1,17 @@
 """One log format, one metrics stream.
 
 Log lines go to stderr:  13:02:11 worker  lease done  rows=64 tokens_per_s=812
-Metrics go to a JSONL file, one object per event, flushed per line so that a reader can follow it live.
+Metrics go to a JSONL file, one object per event, flushed per line so that a reader can follow it live; and to whatever
+sinks a role adds.
 """
 
 import json
 import logging
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TextIO
 
 
 class Log:
@@ -29,9 +31,20 @@ class Log:
         self._logger.error(_line(self._role, message, values))
 
 
+class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
+    """To whatever stderr is now: a progress bar puts itself in its place, to have lines above it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+
 def start_logging() -> None:
     """Send every role's lines to stderr. Called once, by the command line."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stderr()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S"))
     root = logging.getLogger("shoal")
     root.handlers[:] = [handler]
@@ -39,19 +52,36 @@ def start_logging() -> None:
     root.propagate = False
 
 
+class Sink(Protocol):
+    """One more reader of the metrics stream."""
+
+    def write(self, event: str, values: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Metrics:
-    """Appends one JSON object per event to `path`."""
+    """Appends one JSON object per event to `path`, and tells every sink."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
+        self._sinks: list[Sink] = []
+
+    def add_sinks(self, sinks: Iterable[Sink]) -> None:
+        """They are closed with the stream."""
+        self._sinks.extend(sinks)
 
     def write(self, event: str, **values: Any) -> None:
         self._file.write(json.dumps({"time_s": round(time.time(), 3), "event": event, **values}) + "\n")
         self._file.flush()
+        for sink in self._sinks:
+            sink.write(event, values)
 
     def close(self) -> None:
         self._file.close()
+        for sink in self._sinks:
+            sink.close()
 
 
 def plain(words: str) -> str:

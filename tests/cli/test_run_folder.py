@@ -161,6 +161,14 @@ def test_every_role_is_what_an_operator_could_type(run: LocalRun) -> None:
     assert [parse(commands[f"worker-{number}"]).lie for number in (1, 2, 3)] == [None, None, "wrong-weights"]
 
 
+def test_relays_are_private_where_the_file_says_so(run: LocalRun) -> None:
+    shardcast = run.file.shardcast.model_copy(update={"private": True})
+    private = dataclasses.replace(run, file=run.file.model_copy(update={"shardcast": shardcast}))
+    for one, expected in ((run, False), (private, True)):
+        commands = dict(role_commands(one, "http://127.0.0.1:20001", [20001, 20002, 20003, 20004]))
+        assert parse(commands["relay-1"]).private is expected
+
+
 def test_workers_are_known_by_the_keys_they_made(run: LocalRun) -> None:
     assert worker_roles(run.file) == [("worker-1", None), ("worker-2", None), ("worker-3", "wrong-weights")]
     assert worker_names(run) == {}

@@ -75,11 +75,21 @@ def summary(file: RunFile, folder: Path, *, plotted: bool = True, **values: Any)
 def test_the_summary(file: RunFile) -> None:
     relay = RelayView(url="http://127.0.0.1:1", liveness="live", versions=(3,), bytes_sent=1_500_000)
     folder = Path("/data/[bold]runs")
-    lines = summary(file, folder, newest_version=10, evaluations=RISEN, relays=(relay, relay))
+    groups = {"batched": 12, "dropped": 5, "stale": 2, "ready": 1}
+    lines = summary(
+        file,
+        folder,
+        newest_version=10,
+        evaluations=RISEN,
+        relays=(relay, relay),
+        groups=groups,
+        unparseable=0.1,
+    )
     assert lines == [
         "run demo: as expected",
         "  held-out reward   0.200 (version 0) -> 0.500 (version 10), expected a gain of 0.20",
         "  versions          11 published, 12 groups trained on in 3 batches",
+        "  filtering         25% of rollouts in groups without signal (5 of 20 groups), 2 groups stale; 10% of answers unparseable",
         "  broadcast         2.5 MB published, 3.0 MB sent by relays",
         "  submissions       5 accepted, 2 refused, 3 void",
         "  worker-1 (22222222)                      trusted      credit     12,345   accepted 5, refused 0, void 0",

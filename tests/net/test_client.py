@@ -181,6 +181,11 @@ def test_nobody_there() -> None:
         client.call("GET", "/v1/info", None, Session)
     with pytest.raises(DeadlinePassed, match=r"for the coordinator: GET .*ConnectError"):
         client.call_until("the coordinator", "GET", "/v1/info", None, Session, deadline_s=0.2)
+    heard: list[str] = []
+    with pytest.raises(DeadlinePassed):
+        client.get_until("the coordinator", "/v1/info", Session, deadline_s=0.2, heard=heard.append)
+    assert heard
+    assert all("ConnectError" in reason for reason in heard)
     client.stop.set()
     with pytest.raises(Stopped):
         client.call_until("the coordinator", "GET", "/v1/info", None, Session, deadline_s=60)

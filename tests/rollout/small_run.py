@@ -62,7 +62,8 @@ def free_port() -> int:
 
 def step_report(version: int) -> StepReport:
     zeros = dict.fromkeys(("groups", "dropped_groups", "rollouts", "tokens", "lag_max"), 0)
-    names = set(StepReport.model_fields) - set(zeros) - {"version"}
+    required = {name for name, field in StepReport.model_fields.items() if field.is_required()}
+    names = required - set(zeros) - {"version"}
     return StepReport(version=version, **zeros, **dict.fromkeys(names, 0.0))  # type: ignore[arg-type]
 
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from shoal import toploc
-from shoal.model.builtin import create_model
+from shoal.model.builtin import ALPHABET, create_model
 from shoal.model.decoder import Decoder
+from shoal.model.fused import fuse
 from shoal.model.load import load_decoder
-from shoal.model.tokenizer import load_tokenizer
+from shoal.model.tokenizer import CharTokenizer, load_tokenizer
 from shoal.rollout.engine import Finished, Request
 from shoal.rollout.sampling import draw_tokens
 from shoal.rollout.torch_engine import TorchEngine
@@ -113,6 +114,55 @@ def test_a_swap_equals_a_fresh_load(folder: Path, tmp_path: Path, compute_dtype:
     assert {row.output_tokens for row in first.values()} != {row.output_tokens for row in second.values()}
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_logprobs_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    reference = _write_reference(family, tmp_path)
+    requests = _requests(tmp_path, num_samples=3, max_new_tokens=10)
+    for row in _run(_engine(tmp_path, max_rows=5), requests).values():
+        tokens = torch.tensor([[*row.request.prompt_tokens, *row.output_tokens]])
+        with torch.no_grad():
+            logits = reference(tokens).logits[0, len(row.request.prompt_tokens) - 1 : -1]
+        theirs = logits.log_softmax(-1).gather(1, torch.tensor(row.output_tokens)[:, None]).squeeze(1)
+        np.testing.assert_allclose(row.logprobs, theirs, atol=2e-5)
+
+
+def test_long_prompts_are_computed_in_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = _requests(folder, num_samples=2, max_new_tokens=8)
+    whole = _run(_engine(folder, max_rows=16), requests)
+    monkeypatch.setattr("shoal.rollout.shelf.PREFILL_TOKENS", 4)
+    pieces = _run(_engine(folder, max_rows=16), requests)
+    for request in requests:
+        assert pieces[request].output_tokens == whole[request].output_tokens
+        np.testing.assert_allclose(pieces[request].logprobs, whole[request].logprobs, atol=1e-5)
+
+
+def test_rows_that_memory_has_no_room_for_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = _requests(folder, num_samples=4, max_new_tokens=9)
+    together = _run(_engine(folder, max_rows=64), requests)
+    monkeypatch.setattr("shoal.rollout.torch_engine.free_memory_bytes", lambda: 1_000_000)  # three rows
+    engine = _engine(folder, max_rows=64)
+    few = _run(engine, requests)
+    assert {r: row.output_tokens for r, row in few.items()} == {
+        r: row.output_tokens for r, row in together.items()
+    }
+    monkeypatch.setattr("shoal.rollout.torch_engine.free_memory_bytes", lambda: 10_000)
+    with pytest.raises(ValueError, match="lower max_new_tokens or free memory"):
+        _run(_engine(folder, max_rows=64), requests)
+
+
+def test_the_weights_exist_once(folder: Path) -> None:
+    decoder = load_decoder(folder)
+    before = {name: parameter.clone() for name, parameter in decoder.named_parameters()}
+    weights = fuse(decoder)
+    for name, parameter in decoder.named_parameters():
+        assert torch.equal(parameter, before[name])
+    decoder.model.layers[1].self_attn.k_proj.weight.data.fill_(3.0)
+    decoder.model.layers[1].mlp.up_proj.weight.data.fill_(5.0)
+    q, kv = 4 * 32, 2 * 32
+    assert (weights.layers[1].qkv_QH[q : q + kv] == 3.0).all()
+    assert (weights.layers[1].gate_up_FH[256:] == 5.0).all()
+
+
 def test_what_cannot_be_done_is_refused(folder: Path, tmp_path: Path) -> None:
     request = _requests(folder, num_samples=1, max_new_tokens=4)[0]
     with pytest.raises(ValueError, match="load a version first"):
@@ -202,6 +252,33 @@ def _states(decoder: Decoder, row: Finished) -> torch.Tensor:
     prompt = row.request.prompt_tokens
     tokens = torch.tensor([[*prompt, *row.output_tokens]])
     return decoder(tokens, torch.arange(tokens.shape[1])[None])[0, len(prompt) : -1]
+
+
+def _write_reference(family: str, folder: Path) -> torch.nn.Module:
+    """A random model by transformers, and its folder with our tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    extra = {"num_key_value_heads": 1, "head_dim": 24} if family == "qwen3" else {"num_key_value_heads": 2}
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=3 + len(ALPHABET),
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=160,
+        max_position_embeddings=256,
+        eos_token_id=CharTokenizer.EOS,
+        **extra,
+    )
+    torch.manual_seed(3)
+    reference = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            if "bias" in name or "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    reference.save_pretrained(folder)
+    CharTokenizer(ALPHABET).save(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def _make_ends_likely(folder: Path) -> None:

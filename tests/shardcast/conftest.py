@@ -5,6 +5,7 @@ import os
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from shoal.net.server import Server, listen
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
+from shoal.wire.record import seal
+from shoal.wire.ticket import Ticket, to_header
 
 RUN = "demo"
 SHARD_BYTES = 1000
@@ -48,6 +51,12 @@ def eventually(ready: Callable[[], Any], what: str, deadline_s: float = 30.0) ->
         assert time.monotonic() < give_up_s, f"never came: {what}"
         time.sleep(0.01)
     return value
+
+
+def ticket(key: Key, *, run: str = RUN, expires_in_s: float = 900.0) -> str:
+    """The header that the run's coordinator would give to a member."""
+    holder = Key.from_seed(bytes([7]) * 32).public
+    return to_header(seal(Ticket(run=run, holder=holder, expires_at_s=time.time() + expires_in_s), key))
 
 
 class Origin:
@@ -110,6 +119,7 @@ class Spy:
     def __init__(self, app: Any, treat: Any = None) -> None:
         self.app, self.treat = Asgi(app), treat
         self.asked: list[tuple[str, int]] = []
+        self.asked_bytes: Counter[str] = Counter()
         self.gate = threading.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -120,8 +130,9 @@ class Spy:
             await self.app(scope, receive, send)
             return
         header = dict(scope["headers"]).get(b"range", b"bytes=0-").decode()
-        start = int(header.removeprefix("bytes=").split("-")[0])
+        start, last = (int(number or 0) for number in header.removeprefix("bytes=").split("-"))
         self.asked.append((scope["path"].rsplit("/", 1)[1], start))
+        self.asked_bytes[self.asked[-1][0]] += last + 1 - start
         if self.treat is None:
             await self.app(scope, receive, send)
         else:
@@ -210,4 +221,5 @@ def kit() -> Any:
     made = Kit()
     made.random_files, made.file_bytes, made.eventually = random_files, file_bytes, eventually  # type: ignore[attr-defined]
     made.Origin, made.Spy, made.RUN, made.SHARD_BYTES = Origin, Spy, RUN, SHARD_BYTES  # type: ignore[attr-defined]
+    made.ticket = ticket  # type: ignore[attr-defined]
     return made

@@ -98,7 +98,7 @@ def test_a_tree_of_depth_two(
     kit.eventually(lambda: leaf.completed == [1, 2], "word of both")
     assert http.get(f"{url}/manifests/2").content == sealed.canonical()
     # The origin served each byte once, to its one relay, and unchanged files not even that.
-    assert origin.app.bytes_sent == 2 * 9_500 + 2_300 + 20
+    kit.eventually(lambda: origin.app.bytes_sent == 2 * 9_500 + 2_300 + 20, "the count of what was sent")
 
 
 def test_a_shard_is_served_while_others_are_still_away(
@@ -169,7 +169,7 @@ def test_missed_versions_are_filled_in_newest_first_as_far_as_they_are_kept(
     origin.publish(9, kit.random_files(seed=9))
     kit.eventually(lambda: 9 in relay.completed, "version 9")
     kit.eventually(
-        lambda: sorted(path.name for path in relay.store.folder.iterdir()) == ["v3", "v4", "v9"],
+        lambda: sorted(path.name for path in relay.store.folder.glob("v*")) == ["v3", "v4", "v9"],
         "the end of version 2",
     )
 

@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from shoal.shardcast import RelayApp, VersionStore, fetch_manifest
+from shoal.net.deadline import DeadlinePassed
+from shoal.shardcast import RelayApp, RelayChoice, VersionStore, fetch_manifest
 from shoal.shardcast.assembly import shards_of
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
@@ -106,6 +107,23 @@ def test_what_is_still_coming_comes_from_the_relay(
         assert http.get(f"{url}/healthz").json()["newest"] == 7
     # The other relay has what is missing; together they make the version.
     assert kit.file_bytes(fetch(sealed, [url, serve(origin.app)])) == files
+
+
+def test_a_private_relay_behind_it_decides_who_is_served(
+    origin: Any, kit: Any, serve: Any, fetch: Any, nginx: Any, key: Key
+) -> None:
+    sealed = origin.publish(7, kit.random_files())
+    relay = serve(RelayApp(origin.store, private=True))
+    port = int(relay.rsplit(":", 1)[1])
+    url = nginx(origin.store.folder, port, **{"# auth_request /ticket;": "auth_request /ticket;"})
+    with httpx.Client() as http:
+        for path in ("/versions/7/config.json", "/manifests/7", "/manifests/latest", "/ticket"):
+            assert http.get(url + path).status_code in (401, 404), path
+        assert http.get(f"{url}/healthz").json()["newest"] == 7
+    with pytest.raises(DeadlinePassed, match="HTTP 401"):
+        fetch(sealed, [url], deadline_s=1.0)
+    choice = RelayChoice([url], ticket=lambda: kit.ticket(key))
+    assert kit.file_bytes(fetch(sealed, choice)) == kit.random_files()
 
 
 @pytest.mark.parametrize(

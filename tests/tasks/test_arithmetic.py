@@ -31,7 +31,7 @@ from shoal.wire.run import TaskSpec
     ],
 )
 def test_rewards(answer: str, text: str, outcome: Outcome) -> None:
-    reward = Add(digits=2).reward(Problem(prompt="47+38=", answer=answer), text)
+    reward = Add(digits=2).reward(Problem(prompt="47+38=", answer=answer), text, 1)
     assert reward.outcome is outcome
     assert reward.value == (1.0 if outcome is Outcome.RIGHT else 0.0)
 
@@ -39,11 +39,11 @@ def test_rewards(answer: str, text: str, outcome: Outcome) -> None:
 def test_worked_lines_ask_for_one_line() -> None:
     problem = Problem(prompt="47 + 38 =", answer="85")
     task = Add(style="shots")
-    assert task.reward(problem, " 85\n12 + 7 = 19").outcome is Outcome.RIGHT
-    assert task.reward(problem, "\n85").outcome is Outcome.RIGHT
-    assert task.reward(problem, " 84\n85").outcome is Outcome.WRONG
-    assert task.reward(problem, "").outcome is Outcome.UNPARSEABLE
-    assert Add(style="chat").reward(problem, " 85\n12 + 7 = 19").outcome is Outcome.WRONG
+    assert task.reward(problem, " 85\n12 + 7 = 19", 1).outcome is Outcome.RIGHT
+    assert task.reward(problem, "\n85", 1).outcome is Outcome.RIGHT
+    assert task.reward(problem, " 84\n85", 1).outcome is Outcome.WRONG
+    assert task.reward(problem, "", 1).outcome is Outcome.UNPARSEABLE
+    assert Add(style="chat").reward(problem, " 85\n12 + 7 = 19", 1).outcome is Outcome.WRONG
 
 
 def test_only_a_question_in_words_is_a_users_turn() -> None:
@@ -58,9 +58,9 @@ def test_every_problem_is_answered_by_its_own_answer(style: str, digits: int, sp
     task = make_task(TaskSpec(name="add", options={"digits": digits, "style": style}))
     for seed in range(30):
         problem = task.problem(split, seed)
-        assert task.reward(problem, problem.answer).value == 1.0
-        assert task.reward(problem, f"I think it is {problem.answer}.").value == 1.0
-        assert task.reward(problem, str(int(problem.answer) + 1)).value == 0.0
+        assert task.reward(problem, problem.answer, 1).value == 1.0
+        assert task.reward(problem, f"I think it is {problem.answer}.", 1).value == 1.0
+        assert task.reward(problem, str(int(problem.answer) + 1), 1).value == 0.0
 
 
 def test_held_out_sums_are_never_trained_on() -> None:

@@ -23,14 +23,16 @@ from shoal.wire.run import TaskSpec
     ],
 )
 def test_rewards(text: str, value: float, outcome: Outcome) -> None:
-    reward = Sort(length=4).reward(Problem(prompt="5291=", answer="1259"), text)
+    reward = Sort(length=4).reward(Problem(prompt="5291=", answer="1259"), text, 1)
     assert (reward.value, reward.outcome) == (value, outcome)
 
 
 def test_a_wrong_answer_never_earns_what_a_right_one_does() -> None:
     task = Sort(length=4, partial=0.99)
     problem = Problem(prompt="5291=", answer="1259")
-    assert max(task.reward(problem, f"{number:04}").value for number in range(10_000) if number != 1259) < 1.0
+    assert (
+        max(task.reward(problem, f"{number:04}", 1).value for number in range(10_000) if number != 1259) < 1.0
+    )
 
 
 @pytest.mark.parametrize("length", [2, 4, 12])
@@ -41,7 +43,7 @@ def test_every_problem_is_answered_by_its_own_answer(length: int, split: Split) 
         problem = task.problem(split, seed)
         assert len(problem.prompt) == length + 1
         assert sorted(problem.prompt[:-1]) == list(problem.answer)
-        assert task.reward(problem, problem.answer).value == 1.0
+        assert task.reward(problem, problem.answer, 1).value == 1.0
 
 
 def test_held_out_problems_are_never_trained_on() -> None:
@@ -74,5 +76,5 @@ def test_impossible_options_are_refused_with_the_task_named(options: dict[str, i
 
 
 def test_an_unknown_task_is_refused_with_the_known_ones_named() -> None:
-    with pytest.raises(ValueError, match=r"unknown task 'chess'; known: \['add', 'sort'\]"):
+    with pytest.raises(ValueError, match=r"unknown task 'chess'; known: \['add', 'count', "):
         make_task(TaskSpec(name="chess"))

@@ -59,21 +59,22 @@ def test_counts_of_rows_must_agree() -> None:
         toploc.verify_proofs(PROOFS, STATES[:1], control_seed=1)
 
 
-def test_thousands_of_mutations_give_a_reason_or_numbers() -> None:
-    rng = random.Random(0)
+@pytest.mark.parametrize(
+    "count", [3_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
+def test_mutations_give_a_reason_or_numbers(count: int) -> None:
+    rng = random.Random(count)
     refused = numbered = 0
-    for _ in range(3000):
+    for _ in range(count):
         mutated = mutate(PROOFS[0], rng)
         try:
-            toploc.check_format([mutated], [40], hidden_size=128, topk=128, segment_tokens=32)
+            (checks,) = toploc.verify_proofs([mutated], [STATES[0]], control_seed=rng.getrandbits(32))
         except toploc.ProofError:
             refused += 1
             continue
         numbered += 1
-        if numbered % 10 == 0:  # evaluation is the slow part and meets only well-formed tables
-            (checks,) = toploc.verify_proofs([mutated], [STATES[0]], control_seed=rng.getrandbits(32))
-            assert all(0 <= c.exponent_mismatches <= 128 and c.control_hits <= c.num_controls for c in checks)
-    assert refused > 500 and numbered > 500, "the mutations should reach both sides"
+        assert all(0 <= c.exponent_mismatches <= 128 and c.control_hits <= c.num_controls for c in checks)
+    assert refused > count // 6 and numbered > count // 6, "the mutations should reach both sides"
 
 
 def mutate(proof: bytes, rng: random.Random) -> bytes:

@@ -11,10 +11,12 @@ import pytest
 import torch
 from tiny_learner import make_batch, make_learner
 
+from shoal.net.deadline import DeadlinePassed
 from shoal.telemetry import Log
+from shoal.trainer.capture import take
 from shoal.trainer.checkpoint import Checkpoints, restore
 from shoal.trainer.learner import Learner
-from shoal.trainer.loop import step_report
+from shoal.trainer.report import step_report
 from shoal.wire.messages import StepReport
 
 
@@ -164,3 +166,46 @@ def test_other_model_is_refused(tmp_path: Path, model: Path) -> None:
     other.decoder.model.layers = other.decoder.model.layers[:1]
     with pytest.raises(ValueError, match="holds another model than the run file names"):
         restore(checkpoint, other)
+
+
+def test_writing_goes_on_beside_and_is_waited_for(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, kept = make_learner(model), checkpoints(tmp_path)
+    kept.save(learner, None)
+    report = advance(learner, 1)
+    go_on, rename = threading.Event(), os.rename
+
+    def held(*arguments: Any) -> None:
+        assert go_on.wait(30)
+        rename(*arguments)
+
+    monkeypatch.setattr(os, "rename", held)
+    kept.begin(take(learner), report)
+    expected = weights_of(learner)
+    advance(learner, 1)  # the next step may write over the weights meanwhile
+    with pytest.raises(
+        DeadlinePassed, match=r"waited 0 s for a checkpoint to be written to .*; is that disk"
+    ):
+        kept.finish(0.05)
+    found = checkpoints(tmp_path).newest()
+    assert found is not None
+    assert found.state.version == 0
+    go_on.set()
+    kept.close()
+    again, report_again = resumed(tmp_path, model)
+    assert report_again == report
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(again), expected, strict=True))
+
+
+def test_what_went_wrong_in_writing_is_said_when_it_is_finished(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = checkpoints(tmp_path)
+    kept.begin(take(make_learner(model)), None)
+    kept.finish(30)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left")))
+        kept.begin(take(make_learner(model)), None)
+        with pytest.raises(OSError, match="No space left"):
+            kept.finish(30)

@@ -1,88 +1,161 @@
-"""The objective, against its formula written out by hand."""
+"""The objectives, against their formulas written out by hand: value, gradient, and which tokens the clip holds."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
-from shoal.trainer.loss import grpo_loss
+from shoal.trainer.config import TrainerConfig
+from shoal.trainer.loss import (
+    Answers,
+    TokenLoss,
+    cispo_loss,
+    gap_weights,
+    grpo_loss,
+    gspo_loss,
+    policy_loss,
+    reference_kl,
+    token_weights,
+)
 
 EPS, DELTA = 0.2, 4.0
+RATIOS = (0.01, 0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 1.27, 1.29, 3.9, 4.1, 5.1, 100.0)
+ADVANTAGES = (-2.0, -0.5, 0.0, 0.3, 1.7)
 
 
-def value_and_gradient(ratio: float, advantage: float) -> tuple[float, float, int]:
-    logprob = torch.tensor([math.log(ratio) - 1.5], dtype=torch.float64, requires_grad=True)
-    behaviour = torch.tensor([-1.5], dtype=torch.float64)
-    result = grpo_loss(
-        logprob,
-        behaviour,
-        torch.tensor([advantage], dtype=torch.float64),
-        num_tokens=1,
-        eps=EPS,
-        delta=DELTA,
-    )
-    result.loss.backward()
+def column(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def value_and_gradient(
+    loss: Callable[[Tensor, Tensor, Tensor], TokenLoss], ratio: float, advantage: float
+) -> tuple[float, float, bool]:
+    logprob = column([math.log(ratio) - 1.5]).requires_grad_()
+    result = loss(logprob, column([-1.5]), column([advantage]))
+    result.loss_N.sum().backward()
     assert logprob.grad is not None
-    return float(result.loss.detach()), float(logprob.grad), result.num_clipped
+    return float(result.loss_N.detach()), float(logprob.grad), bool(result.clipped_N)
+
+
+def two_sided(logprobs: Tensor, behaviour: Tensor, advantages: Tensor) -> TokenLoss:
+    return grpo_loss(logprobs, behaviour, advantages, eps=EPS, eps_high=EPS, delta=DELTA)
 
 
 @pytest.mark.parametrize(
     ("ratio", "loss", "gradient"),
-    [
-        (0.1, -0.1, -0.1),
-        (0.5, -0.5, -0.5),
-        (1.0, -1.0, -1.0),
-        (1.3, -1.2, 0),
-        (3, -1.2, 0),
-        (5, -1.2, 0),
-        (100, -1.2, 0),
-    ],
-)
+    [(0.1, -0.1, -0.1), (0.5, -0.5, -0.5), (1.0, -1.0, -1.0), (1.3, -1.2, 0), (3, -1.2, 0), (5, -1.2, 0), (100, -1.2, 0)],
+)  # fmt: skip
 def test_good_token_counts_until_it_is_one_fifth_likelier(ratio: float, loss: float, gradient: float) -> None:
-    found = value_and_gradient(ratio, 1.0)
-    assert found[0] == pytest.approx(loss, abs=1e-12)
-    assert found[1] == pytest.approx(gradient, abs=1e-12)
-    assert found[2] == (gradient == 0)
+    assert value_and_gradient(two_sided, ratio, 1.0) == pytest.approx((loss, gradient, gradient == 0))
 
 
 @pytest.mark.parametrize(
     ("ratio", "loss", "gradient"),
-    [
-        (0.1, 0.8, 0),
-        (0.5, 0.8, 0),
-        (1.0, 1.0, 1.0),
-        (1.3, 1.3, 1.3),
-        (3, 3.0, 3.0),
-        (5, 4.0, 0),
-        (100, 4.0, 0),
-    ],
-)
+    [(0.1, 0.8, 0), (0.5, 0.8, 0), (1.0, 1.0, 1.0), (1.3, 1.3, 1.3), (3, 3.0, 3.0), (5, 4.0, 0), (100, 4.0, 0)],
+)  # fmt: skip
 def test_bad_token_counts_between_both_sides_of_the_clip(ratio: float, loss: float, gradient: float) -> None:
-    found = value_and_gradient(ratio, -1.0)
-    assert found[0] == pytest.approx(loss, abs=1e-12)
-    assert found[1] == pytest.approx(gradient, abs=1e-12)
-    assert found[2] == (gradient == 0)
+    assert value_and_gradient(two_sided, ratio, -1.0) == pytest.approx((loss, gradient, gradient == 0))
 
 
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_ratio_beyond_all_numbers_gives_no_nan(advantage: float) -> None:
-    logprob = torch.tensor([0.0], requires_grad=True)
-    result = grpo_loss(
-        logprob, torch.tensor([-1e5]), torch.tensor([advantage]), num_tokens=1, eps=EPS, delta=DELTA
+def written_out(ratio: float, advantage: float, *, low: float, high: float, delta: float) -> float:
+    """The gradient of the clipped objective to the log-prob, as docs/losses.md has it."""
+    if advantage > 0:
+        return -ratio * advantage if ratio <= high else 0.0
+    return -ratio * advantage if low <= ratio <= delta else 0.0
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo"])
+def test_gradient_of_the_clipped_objectives(name: str, ratio: float, advantage: float) -> None:
+    config = TrainerConfig(loss=name)  # type: ignore[arg-type]
+    high = 1.28 if name == "dapo" else 1.2
+
+    def loss(logprobs: Tensor, behaviour: Tensor, advantages: Tensor) -> TokenLoss:
+        return policy_loss(logprobs, Answers(behaviour, advantages, torch.tensor([0])), config)
+
+    _, gradient, clipped = value_and_gradient(loss, ratio, advantage)
+    expected = written_out(ratio, advantage, low=0.8, high=high, delta=4.0)
+    assert gradient == pytest.approx(expected, abs=1e-12)
+    assert clipped == (advantage != 0 and expected == 0)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_cispo_weighs_a_token_and_never_drops_it(ratio: float, advantage: float) -> None:
+    def loss(logprobs: Tensor, behaviour: Tensor, advantages: Tensor) -> TokenLoss:
+        return cispo_loss(logprobs, behaviour, advantages, eps=1.0, eps_high=4.0)
+
+    value, gradient, clipped = value_and_gradient(loss, ratio, advantage)
+    weight = min(ratio, 5.0)
+    assert gradient == pytest.approx(-weight * advantage, abs=1e-12)
+    assert value == pytest.approx(-weight * advantage * (math.log(ratio) - 1.5), abs=1e-12)
+    assert clipped == (ratio > 5)
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+@pytest.mark.parametrize(
+    "log_ratios",
+    [(0.0, 0.0, 0.0), (0.6, -0.6, 1e-4), (0.0012, 0.0006, 0.0), (0.5, 0.4, 0.3), (-0.5, 0.1, -0.3)],
+)
+def test_gspo_takes_and_clips_the_answers_ratio(log_ratios: tuple[float, ...], advantage: float) -> None:
+    """Three tokens of the answer in question between two of another one, which must not matter."""
+    logprobs = column([-1.0, *(value - 2.0 for value in log_ratios), -1.5]).requires_grad_()
+    answers = Answers(
+        behaviour_N=column([-1.3, -2.0, -2.0, -2.0, -1.1]),
+        advantages_N=column([9.0, advantage, advantage, advantage, -9.0]),
+        samples_N=torch.tensor([0, 1, 1, 1, 2]),
     )
-    result.loss.backward()
+    result = gspo_loss(logprobs, answers, eps=3e-4, eps_high=4e-4)
+    weights = token_weights("sequence", answers.samples_N, num_tokens=5, num_samples=1, constant=0)
+    (result.loss_N * weights)[1:4].sum().backward()
+    ratio = math.exp(sum(log_ratios) / 3)
+    expected = written_out(ratio, advantage, low=1 - 3e-4, high=1 + 4e-4, delta=math.inf)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([0, *[expected / 3] * 3, 0], abs=1e-7)
+    assert result.clipped_N[1:4].tolist() == [advantage != 0 and expected == 0] * 3
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_ratio_beyond_all_numbers_gives_no_nan(name: str, advantage: float) -> None:
+    logprob = torch.tensor([0.0], requires_grad=True)
+    answers = Answers(torch.tensor([-1e5]), torch.tensor([advantage]), torch.tensor([0]))
+    result = policy_loss(logprob, answers, TrainerConfig(loss=name))  # type: ignore[arg-type]
+    result.loss_N.sum().backward()
     assert logprob.grad is not None
-    assert logprob.grad.item() == 0
-    assert result.loss.item() == pytest.approx(-1.2 if advantage > 0 else 4.0)
+    assert math.isfinite(float(logprob.grad))
+    assert math.isfinite(float(result.loss_N.detach()))
 
 
-def test_shares_of_micro_batches_add_up() -> None:
-    generator = torch.Generator().manual_seed(1)
-    logprobs, behaviour, advantages = torch.randn(3, 12, generator=generator, dtype=torch.float64)
-    whole = grpo_loss(logprobs, behaviour, advantages, num_tokens=12, eps=EPS, delta=DELTA)
-    parts = [
-        grpo_loss(logprobs[cut], behaviour[cut], advantages[cut], num_tokens=12, eps=EPS, delta=DELTA)
-        for cut in (slice(0, 5), slice(5, 12))
-    ]
-    assert float(sum(part.loss for part in parts)) == pytest.approx(float(whole.loss), abs=1e-12)
-    assert sum(part.num_clipped for part in parts) == whole.num_clipped
+@pytest.mark.parametrize("difference", [-30.0, -2.0, -0.1, 0.0, 0.1, 2.0])
+def test_kl_has_a_gradient(difference: float) -> None:
+    """`difference` is log p - log p_reference; k3 = e^-x + x - 1, and its slope is 1 - e^-x."""
+    logprob = column([-1.0]).requires_grad_()
+    kl = reference_kl(logprob, column([-1.0 - difference]))
+    kl.sum().backward()
+    if difference == -30.0:  # beyond the bound the term is a constant: finite, without a pull
+        assert math.isfinite(float(kl.detach()))
+        return
+    assert float(kl.detach()) == pytest.approx(math.exp(-difference) + difference - 1, abs=1e-12)
+    assert logprob.grad is not None
+    assert float(logprob.grad) == pytest.approx(1 - math.exp(-difference), abs=1e-12)
+
+
+def test_normalisations() -> None:
+    samples_N = torch.tensor([0, 0, 0, 1])
+    count = {"num_tokens": 8, "num_samples": 2, "constant": 16}
+    assert token_weights("token", samples_N, **count).tolist() == [1 / 8] * 4
+    assert token_weights("sequence", samples_N, **count).tolist() == pytest.approx([1 / 6] * 3 + [1 / 2])
+    assert token_weights("constant", samples_N, **count).tolist() == [1 / 32] * 4
+
+
+def test_gap_weights() -> None:
+    trainer = column([math.log(w) - 1 for w in (0.1, 0.6, 1.0, 1.9, 50.0)])
+    worker = column([-1.0] * 5)
+    truncated = gap_weights(trainer, worker, truncate=True, band=(0.5, 2.0))
+    assert truncated.tolist() == pytest.approx([0.1, 0.6, 1.0, 1.9, 2.0])
+    masked = gap_weights(trainer, worker, truncate=False, band=(0.5, 2.0))
+    assert masked.tolist() == [0, 1, 1, 1, 0]

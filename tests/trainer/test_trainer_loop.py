@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -134,6 +135,21 @@ def test_damaged_checkpoint_costs_steps_not_the_run(
         (tmp_path / "checkpoints" / "v000003" / "optimizer.pt").write_bytes(b"half a file")
         run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
     assert coordinator.digests() == whole[0].digests()
+
+
+def test_lost_versions_are_published_again_whole(
+    tmp_path: Path, whole: tuple[SmallCoordinator, Path]
+) -> None:
+    """The checkpoints make them anew. What was sent as a difference is sent whole: its base is gone."""
+    stop = threading.Event()
+    with SmallCoordinator(last_version=4).serving() as coordinator:
+        coordinator.before_announce = Stopper(stop, 3)
+        run_trainer(CONFIG, site(tmp_path, coordinator), stop=stop)
+        shutil.rmtree(tmp_path / "versions")
+        run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
+    assert coordinator.digests() == whole[0].digests()
+    bases = {told.manifest.body.version: told.manifest.body.base for told in coordinator.announced}
+    assert bases == {0: None, 1: 0, 2: 1, 3: None, 4: 3}
 
 
 def test_origin_serves_while_the_trainer_waits(tmp_path: Path) -> None:

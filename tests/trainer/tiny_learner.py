@@ -1,6 +1,7 @@
 """A learner over the tiny model, and made-up samples for it."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 from shoal.model.builtin import create_model
@@ -38,7 +39,10 @@ def make_batch(version: int, num_samples: int = 12) -> TrainBatch:
     rng = random.Random(version)
     return TrainBatch(
         version=version,
-        samples=tuple(make_sample(rng, lag=rng.choice([0, 1])) for _ in range(num_samples)),
+        samples=tuple(
+            replace(make_sample(rng, lag=rng.choice([0, 1])), group=2 * index // num_samples)
+            for index in range(num_samples)
+        ),
         num_groups=2,
         dropped_groups=1,
         reward_mean=0.5,

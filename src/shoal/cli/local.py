@@ -171,6 +171,7 @@ def role_commands(run: LocalRun, url: str, ports: Sequence[int]) -> list[tuple[s
     ]
     for index, port in enumerate(ports[2:]):
         relay = ["relay", *client, "--key", str(keys / "relay.key"), "--port", str(port)]
+        relay += ["--private"] if file.shardcast.private else []
         commands.append((f"relay-{index + 1}", relay))
     for index in range(local.validators):
         validator = ["validator", *client, "--key", str(keys / "validator.key"), *threads]

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from shoal import __version__
 from shoal.cli.admin import add_admin
+from shoal.cli.arguments import add_data, add_eval
+from shoal.cli.diloco import add_diloco
 from shoal.cli.join import add_contributor, add_doctor
 from shoal.cli.supervise import (
     EXIT_DEADLINE,
@@ -34,6 +36,7 @@ FIRST_THINGS = """first things to do:
   shoal run runs/demo.toml          a whole swarm on this machine, learning, with a liar in it
   shoal run FILE.toml --dry-run     check a run file and see the numbers it implies
   shoal join URL                    give this machine's time to somebody's run
+  shoal eval MODEL --task NAME      pass@1 and pass@k on held-out problems
   shoal ledger verify URL           check that a run's ledger was not rewritten
   shoal explain CODE                what a refusal means and what to do about it
 """
@@ -115,7 +118,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_admin(commands)
     add_contributor(commands)
     add_doctor(commands)
+    _add_toploc(commands)
     _add_explain(commands)
+    add_eval(commands)
+    add_data(commands)
+    add_diloco(commands)
     return parser.parse_args(arguments)
 
 
@@ -180,6 +187,9 @@ def _add_relay(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser.add_argument(
         "--mb-per-s", type=_above_zero, help="most that one address is sent (default: no limit)"
     )
+    parser.add_argument(
+        "--private", action="store_true", help="serve only members of the run, who show a ticket"
+    )
     parser.add_argument("--max-connections", type=_at_least_one, default=2048)
     parser.add_argument("--max-connections-per-address", type=_at_least_one, default=512)
     _add_client_options(parser)
@@ -226,6 +236,27 @@ def _add_audit(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser.add_argument("--sample", type=_at_least_one, default=16, help="how many, at random")
     parser.add_argument("--seed", type=int, default=None, help="which: the same seed chooses the same")
     parser.set_defaults(action=_audit)
+
+
+def _add_toploc(commands: "Commands[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("toploc", help="measure what honest proofs look like")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    prove = actions.add_parser("prove", help="generate honest rows on this machine")
+    prove.add_argument("--rows", type=int, default=512)
+    prove.add_argument("--max-new-tokens", type=int, default=96)
+    prove.add_argument("--task", default="add", help="whose prompts to answer")
+    prove.add_argument("--at-once", type=int, default=64, help="rows generated at once")
+    prove.set_defaults(action=_prove)
+    calibrate = actions.add_parser("calibrate", help="check honest rows on this machine; write the noise")
+    calibrate.add_argument(
+        "files", type=Path, nargs="+", metavar="ROWS", help="files of `prove`; a name says whose"
+    )
+    calibrate.set_defaults(action=_calibrate)
+    for action in (prove, calibrate):
+        action.add_argument("--model", required=True, help="tiny, smollm2-135m, or a folder")
+        action.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+        action.add_argument("--device", default="cpu")
+        action.add_argument("--out", type=Path, required=True, metavar="FILE")
 
 
 def _add_explain(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -306,6 +337,7 @@ def _above_zero(text: str, what: str = "a number") -> float:
 def _run(options: argparse.Namespace, stop: threading.Event) -> int:
     from rich.console import Console
 
+    from shoal.cli.estimate import estimates
     from shoal.cli.local import LocalRun, default_folder, run_local
     from shoal.cli.runfile import check_names, derived_numbers, load_run_file
 
@@ -313,7 +345,7 @@ def _run(options: argparse.Namespace, stop: threading.Event) -> int:
     if options.dry_run:
         check_names(file, options.file)
         print(f"{options.file}: good")
-        for name, value in derived_numbers(file).items():
+        for name, value in (derived_numbers(file) | estimates(file)).items():
             print(f"  {name:<38} {value}")
         return EXIT_OK
     folder = options.dir or default_folder(file)
@@ -368,6 +400,18 @@ def _audit(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.cli.audit import audit
 
     return audit(options, stop)
+
+
+def _prove(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.toploc import prove
+
+    return prove(options, stop)
+
+
+def _calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.toploc import calibrate
+
+    return calibrate(options, stop)
 
 
 def _explain(options: argparse.Namespace, stop: threading.Event) -> int:

@@ -1,6 +1,7 @@
 """One role each: what the command line says becomes the role's own configuration."""
 
 import argparse
+import os
 import threading
 
 from shoal.cli.runfile import load_run_file
@@ -24,7 +25,8 @@ def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.trainer.loop import TrainerSite, run_trainer
     from shoal.trainer.publisher import Address
 
-    _check_device(options.device)
+    device = _own_device(options.device)
+    _check_device(device)
     _check_reachable(options)
     file = load_run_file(options.file)
     site = TrainerSite(
@@ -34,11 +36,13 @@ def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
         key=Key.load(options.keys / "trainer.key"),
         run_key=Key.load(options.keys / "run.key"),
         address=Address(host=options.host, port=options.port, url=options.url),
-        device=options.device,
+        device=device,
         num_threads=options.threads,
         deadline_s=options.deadline_s,
         shard_bytes=file.shardcast.shard_bytes,
         snapshot_every=file.shardcast.snapshot_every,
+        rank=int(os.environ.get("RANK", "0")),  # these two are torchrun's
+        num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
     )
     run_trainer(file.trainer, site, stop=stop)
     return _left(stop)
@@ -61,6 +65,7 @@ def relay(options: argparse.Namespace, stop: threading.Event) -> int:
         max_connections_per_address=options.max_connections_per_address,
         bytes_per_s_per_address=None if options.mb_per_s is None else options.mb_per_s * 1e6,
         deadline_s=options.deadline_s,
+        private=options.private,
     )
     run_relay(config, key=key, log=Log("relay"), stop=stop)
     return _left(stop)
@@ -108,6 +113,13 @@ def validator(options: argparse.Namespace, stop: threading.Event) -> int:
 def _left(stop: threading.Event) -> int:
     """A role that was told to stop has not finished: whoever supervises it may want it back."""
     return EXIT_INTERRUPTED if stop.is_set() else EXIT_OK
+
+
+def _own_device(name: str) -> str:
+    """Of several processes on a host, started by torchrun, each takes the GPU of its number."""
+    if name != "cuda" or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return name
+    return f"cuda:{os.environ['LOCAL_RANK']}"
 
 
 def _check_device(name: str) -> None:

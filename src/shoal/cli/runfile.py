@@ -9,7 +9,10 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.tasks import make_task
+from shoal.tasks.files import without_digests
 from shoal.trainer.config import TrainerConfig
+from shoal.wire.codes import Rejected
+from shoal.wire.noise import Noise
 from shoal.wire.record import Record
 from shoal.wire.run import ProofSpec, RunSpec, Sampling, TaskSpec, Tolerances, default_tolerances
 
@@ -19,6 +22,8 @@ class RunSection(Record):
     model: str
     """`tiny`, `smollm2-135m`, or the path of a folder in the Hugging Face layout."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    calibration: str | None = None
+    """A file of `shoal toploc calibrate`, beside the run file or by its full path: proofs are then judged over a submission."""
     last_version: int = Field(ge=1)
     max_lag: int = Field(default=2, ge=0)
     keep_versions: int = Field(default=5, ge=1)
@@ -26,8 +31,10 @@ class RunSection(Record):
 
 
 class ShardcastSection(Record):
-    shard_bytes: int = Field(default=4 << 20, ge=4096)
+    shard_bytes: int = Field(default=1 << 20, ge=4096)
     snapshot_every: int = Field(default=8, ge=1)
+    private: bool = False
+    """Relays that `shoal run` starts serve members of the run only."""
 
 
 class LocalSection(Record):
@@ -62,7 +69,7 @@ class RunFile(Record):
     @field_validator("task")
     @classmethod
     def _task_exists(cls, task: TaskSpec) -> TaskSpec:
-        make_task(task)
+        make_task(without_digests(task))  # its files may be on the coordinator's machine only
         return task
 
     @model_validator(mode="after")
@@ -72,6 +79,11 @@ class RunFile(Record):
             raise ValueError(
                 f"trainer.row_tokens = {self.trainer.row_tokens} cannot hold a prompt and sampling.max_new_tokens = "
                 f"{self.sampling.max_new_tokens}; raise it"
+            )
+        if self.trainer.optimizer_steps > self.coordinator.groups_per_step:
+            raise ValueError(
+                f"trainer.optimizer_steps = {self.trainer.optimizer_steps} parts cannot be made of "
+                f"coordinator.groups_per_step = {self.coordinator.groups_per_step} groups; lower the one or raise the other"
             )
         return self
 
@@ -84,14 +96,29 @@ class RunFile(Record):
             sampling=self.sampling,
             proof=self.proof,
             tolerances=self._tolerances(),
+            noise=self._noise(),
             max_lag=self.run.max_lag,
             keep_versions=self.run.keep_versions,
             last_version=self.run.last_version,
         )
 
+    def _noise(self) -> Noise | None:
+        return None if self.run.calibration is None else _read_noise(Path(self.run.calibration))
+
     def _tolerances(self) -> Tolerances:
         named = {} if self.tolerances is None else self.tolerances.model_dump(exclude_unset=True)
         return default_tolerances(self.run.compute_dtype).model_copy(update=named)
+
+
+def _read_noise(path: Path) -> Noise:
+    try:
+        return Noise.parse(path.read_bytes())
+    except OSError as error:
+        raise ValueError(
+            f"run.calibration: {path}: {str(error.strerror).lower()}; make it with shoal toploc calibrate"
+        ) from None
+    except Rejected as rejected:
+        raise ValueError(f"run.calibration: {path} is no calibration: {rejected.detail}") from None
 
 
 def load_run_file(path: Path) -> RunFile:
@@ -105,6 +132,11 @@ def load_run_file(path: Path) -> RunFile:
         raise ValueError(f"{path} is a folder, not a run file; the ones that ship are in runs/") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}; runs/demo.toml is an example") from None
+    run = table.get("run")
+    if isinstance(run, dict) and isinstance(run.get("calibration"), str):
+        run["calibration"] = str(
+            path.parent / run["calibration"]
+        )  # beside the run file, unless it is absolute
     try:
         # TOML has no tuples, and JSON's rules are the ones we want: lists stand for them, and "20" is not 20.
         return RunFile.model_validate_json(json.dumps(table, default=str))
@@ -128,10 +160,14 @@ def _complaint(problem: Any) -> str:
 
 
 def check_names(file: RunFile, path: Path) -> None:
-    """What only torch-laden rooms know: the names of models and lies. For `--dry-run`; roles check their own."""
+    """What only torch-laden rooms know, the names of models and lies, and whether the task's data is good.
+
+    For `--dry-run`; roles check their own.
+    """
     from shoal.model.builtin import BUILTIN
     from shoal.rollout.lies import LIES
 
+    make_task(file.task).problem("train", 0)
     model = file.run.model
     if model not in BUILTIN and not Path(model).is_dir():
         raise ValueError(f"{path}: run.model = {model!r} is neither a folder nor one of {', '.join(BUILTIN)}")
@@ -149,6 +185,7 @@ def derived_numbers(file: RunFile) -> dict[str, str]:
     return {
         "prompts x samples = rollouts a step": f"{coordinator.groups_per_step} x {sampling.samples_per_prompt} = {rollouts:,}",
         "output tokens a step, at most": f"{rollouts * sampling.max_new_tokens:,}",
+        "updates a step": f"{file.trainer.optimizer_steps} of about {rollouts // file.trainer.optimizer_steps:,} rollouts",
         "tokens a micro-batch": f"{file.trainer.rows_per_micro_batch} rows x {file.trainer.row_tokens} = {file.trainer.rows_per_micro_batch * file.trainer.row_tokens:,}",
         "rollouts a lease": f"{coordinator.prompts_per_lease} x {sampling.samples_per_prompt} = {coordinator.prompts_per_lease * sampling.samples_per_prompt:,}",
         "leases a step, at least": f"{-(-coordinator.groups_per_step // coordinator.prompts_per_lease)}",

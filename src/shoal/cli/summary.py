@@ -62,6 +62,7 @@ def print_summary(
     sent = sum(relay.bytes_sent for relay in stats.relays)
     lines += [
         f"  versions          {(stats.newest_version or 0) + 1} published, {stats.trained_groups} groups trained on in {stats.batches} batches",
+        f"  filtering         {_filtering(stats)}",
         f"  broadcast         {stats.bytes_published / 1e6:,.1f} MB published, {sent / 1e6:,.1f} MB sent by relays",
         f"  submissions       {counts['accepted']} accepted, {counts['refused']} refused, {counts['void']} void",
     ]
@@ -78,6 +79,17 @@ def print_summary(
         else "  plot              none: pip install 'shoal[plot]'"
     )
     print_plainly(console, "\n".join(lines))
+
+
+def _filtering(stats: Stats) -> str:
+    """What online filtering cost: inference whose groups taught nothing."""
+    count, dropped = sum(stats.groups.values()), stats.groups.get("dropped", 0)
+    stale = stats.groups.get("stale", 0)
+    share = dropped / max(1, count)
+    return (
+        f"{share:.0%} of rollouts in groups without signal ({dropped} of {count} groups), {stale} groups stale; "
+        f"{stats.unparseable:.0%} of answers unparseable"
+    )
 
 
 def print_plainly(console: Console, text: str) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shoal.model.decoder import Decoder
-from shoal.model.load import empty_decoder
+from shoal.model.load import decoder_refuses, empty_decoder, load_causal
 from shoal.model.shape import read_shape
 from shoal.model.smollm2 import write_smollm2
 from shoal.model.tokenizer import CharTokenizer
@@ -118,6 +118,9 @@ def _draw_weights(decoder: Decoder, seed: int) -> None:
 
 
 def _write_copy(source: Path, folder: Path) -> None:
+    if decoder_refuses(source) is not None:
+        _write_foreign_copy(source, folder)
+        return
     shape = read_shape(source)
     if shape.hidden_size < MIN_HIDDEN_SIZE:
         raise ValueError(f"{source}: hidden_size={shape.hidden_size}, proofs need at least {MIN_HIDDEN_SIZE}")
@@ -128,6 +131,19 @@ def _write_copy(source: Path, folder: Path) -> None:
     decoder = empty_decoder(shape, torch.bfloat16)
     load_weight_files(decoder, weights)
     save_weights(decoder, folder / WEIGHTS_FILE)
+
+
+def _write_foreign_copy(source: Path, folder: Path) -> None:
+    """transformers reads what it wrote, whatever names its files use; ours has the names of its parameters."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{source}: {decoder_refuses(source)}, and transformers says: {error}") from None
+    copy_all_but_weights(source, folder)
+    save_weights(model, folder / WEIGHTS_FILE)
+    load_causal(folder)  # what the trainer will do: a model it cannot train is refused now
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

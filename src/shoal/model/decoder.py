@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.model.cache import KVCache
+from shoal.model.head import Head
+from shoal.model.segments import Segments, attend_segments, find_segments, runs_kernel
 from shoal.model.shape import Shape
 
 
@@ -17,8 +19,12 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+        self.fused = False
+        """One kernel that keeps less for the backward pass and rounds once instead of twice: for training."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fused:
+            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return wide.to(x.dtype) * self.weight
@@ -33,11 +39,14 @@ class Sight:
         mask_B1TC: Tensor | None,
         cache: KVCache | None,
         positions_BT: Tensor,
+        segments: Segments | None = None,
     ) -> None:
         self.rope_BT1D = rope_BT1D
         self.mask_B1TC = mask_B1TC
         self.cache = cache
         self.positions_BT = positions_BT
+        self.segments = segments
+        """Stands for the mask where a kernel takes the samples' bounds instead."""
 
 
 class Attention(nn.Module):
@@ -64,7 +73,10 @@ class Attention(nn.Module):
         q_BTND, k_BTKD = rotate(q_BTND, sight.rope_BT1D), rotate(k_BTKD, sight.rope_BT1D)
         if sight.cache is not None:
             k_BTKD, v_BTKD = sight.cache.write(self.layer, sight.positions_BT, k_BTKD, v_BTKD)
-        out_BTND = attend(q_BTND, k_BTKD, v_BTKD, sight.mask_B1TC)
+        if sight.segments is not None:
+            out_BTND = attend_segments(q_BTND, k_BTKD, v_BTKD, sight.segments)
+        else:
+            out_BTND = attend(q_BTND, k_BTKD, v_BTKD, sight.mask_B1TC)
         return self.o_proj(out_BTND.flatten(2))  # type: ignore[no-any-return]
 
 
@@ -129,7 +141,7 @@ class Decoder(nn.Module):
         a token sees cached positions up to its own.
         """
         assert segments_BT is None or cache is None, "packed rows have no cache"
-        sight = Sight(self._rope(positions_BT), _mask(positions_BT, segments_BT, cache), cache, positions_BT)
+        sight = self._sight(positions_BT, segments_BT, cache)
         x_BTH: Tensor = self.model.embed_tokens(tokens_BT)
         for layer in self.model.layers:
             x_BTH = layer(x_BTH, sight)
@@ -137,8 +149,21 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits over the vocabulary, [..., V], for states [..., H]; in the states' dtype."""
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(hidden, head.weight)
+        return self.head().logits(hidden)
+
+    def head(self) -> Head:
+        last = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return Head(weight_VH=last.weight)
+
+    def blocks(self) -> list[nn.Module]:
+        """The layers, each of which may be sharded, compiled or computed again on its own."""
+        return list(self.model.layers)
+
+    def _sight(self, positions_BT: Tensor, segments_BT: Tensor | None, cache: KVCache | None) -> Sight:
+        rope_BT1D = self._rope(positions_BT)
+        if segments_BT is not None and runs_kernel(positions_BT.device, self.model.embed_tokens.weight.dtype):
+            return Sight(rope_BT1D, None, None, positions_BT, find_segments(segments_BT))
+        return Sight(rope_BT1D, _mask(positions_BT, segments_BT, cache), cache, positions_BT)
 
     def _rope(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         if self._rope_P2D is None or self._rope_P2D.device != positions_BT.device:

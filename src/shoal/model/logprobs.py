@@ -1,29 +1,157 @@
-"""Log-probs of given tokens without ever holding the logits of all of them."""
+"""Log-probs of given tokens, and the entropy they were drawn with, without ever holding the logits of all of them.
+
+N tokens, V words, H values of a state.
+"""
+
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
-from shoal.model.decoder import Decoder
+from shoal.model.head import Head
+
+CHUNK = 4096
+FEW_LOGITS = 1 << 24
+"""That many are kept for the backward pass on a CPU rather than computed again."""
+
+
+class HasHead(Protocol):
+    def head(self) -> Head: ...
+
+
+class TokenScores(NamedTuple):
+    logprobs_N: Tensor
+    """log softmax(logits / temperature) at the token; float32."""
+    entropy_N: Tensor
+    """Of the distribution the token stands in, in nats; float32, with a gradient of its own."""
 
 
 def token_logprobs(
-    decoder: Decoder, hidden_NH: Tensor, targets_N: Tensor, *, temperature: float, chunk: int = 4096
+    model: HasHead, hidden_NH: Tensor, targets_N: Tensor, *, temperature: float, chunk: int = CHUNK
 ) -> Tensor:
-    """log softmax(logits / temperature) at `targets_N`, float32.
+    """log softmax(logits / temperature) at `targets_N`, float32."""
+    return token_scores(model, hidden_NH, targets_N, temperature=temperature, chunk=chunk).logprobs_N
+
+
+def token_scores(
+    model: HasHead, hidden_NH: Tensor, targets_N: Tensor, *, temperature: float, chunk: int = CHUNK
+) -> TokenScores:
+    """Log-prob and entropy of every token.
 
     Logits exist for `chunk` tokens at a time and are computed again in the backward pass: 4,096 tokens of a
     49,152-word vocabulary are 0.8 GB in float32, a whole batch would be many times that.
     """
+    head = model.head()
+    num_logits = hidden_NH.shape[0] * head.weight_VH.shape[0]
+    if hidden_NH.shape[0] <= chunk and num_logits <= FEW_LOGITS and not hidden_NH.is_cuda:
+        return _scores(head.logits(hidden_NH), targets_N, temperature)
+    if head.bias_V is None and head.softcap is None:
+        # One product and no more: its gradient is written down below, and needs no float32 copy of the logits.
+        both = _Scores.apply(hidden_NH, head.weight_VH, targets_N, temperature / head.scale, chunk)  # type: ignore[no-untyped-call]
+        return TokenScores(*both)
 
-    def of_chunk(hidden: Tensor, targets: Tensor) -> Tensor:
-        logits_NV = decoder.logits(hidden).float() / temperature
-        return logits_NV.gather(1, targets[:, None]).squeeze(1) - logits_NV.logsumexp(-1)
+    def of_chunk(hidden: Tensor, targets: Tensor) -> TokenScores:
+        return _scores(head.logits(hidden), targets, temperature)
 
-    if hidden_NH.shape[0] <= chunk:
-        return of_chunk(hidden_NH, targets_N)
     parts = [
         checkpoint(of_chunk, hidden, targets, use_reentrant=False)
         for hidden, targets in zip(torch.split(hidden_NH, chunk), torch.split(targets_N, chunk), strict=True)
     ]
-    return torch.cat(parts)
+    return TokenScores(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+
+def _scores(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> TokenScores:
+    z_NV = logits_NV.float() / temperature
+    lse_N = z_NV.logsumexp(-1)
+    logprobs_N = z_NV.gather(1, targets_N[:, None]).squeeze(1) - lse_N
+    return TokenScores(logprobs_N, _entropy(z_NV - lse_N[:, None]))
+
+
+def _entropy(logp_NV: Tensor) -> Tensor:
+    return -(logp_NV.exp() * logp_NV).sum(-1)
+
+
+class _Scores(torch.autograd.Function):
+    """With z = logits / temperature, p = softmax(z), H the entropy, g and e the gradients to log-prob and entropy:
+
+    dz_j = g (1[j = target] - p_j) - e p_j (log p_j + H)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        targets_N: Tensor,
+        temperature: float,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        parts = [
+            _reduced(hidden @ weight_VH.T, targets, temperature)
+            for hidden, targets in zip(
+                torch.split(hidden_NH, chunk), torch.split(targets_N, chunk), strict=True
+            )
+        ]
+        logprobs_N, lse_N, entropy_N = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, lse_N, entropy_N)
+        ctx.temperature, ctx.chunk = temperature, chunk  # type: ignore[attr-defined]
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, targets_N, lse_N, entropy_N = ctx.saved_tensors  # type: ignore[attr-defined]
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
+        d_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
+        # Chunks add up in float32: in bfloat16 a late chunk's small numbers would be lost against the sum.
+        d_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
+        for first in range(0, hidden_NH.shape[0], ctx.chunk):  # type: ignore[attr-defined]
+            at = slice(first, first + ctx.chunk)  # type: ignore[attr-defined]
+            d_logits_NV = _gradient(
+                hidden_NH[at] @ weight_VH.T,
+                targets_N[at],
+                (lse_N[at], entropy_N[at]),
+                (gradients[0][at].contiguous(), gradients[1][at].contiguous()),
+                ctx.temperature,  # type: ignore[attr-defined]
+            )
+            if d_hidden_NH is not None:
+                torch.mm(d_logits_NV, weight_VH, out=d_hidden_NH[at])
+            if d_weight_VH is not None:
+                d_weight_VH += d_logits_NV.T @ hidden_NH[at]
+        if d_weight_VH is not None:
+            d_weight_VH = d_weight_VH.to(weight_VH.dtype)
+        return d_hidden_NH, d_weight_VH, None, None, None
+
+
+def _reduced(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob, log-sum-exp and entropy of each row."""
+    if logits_NV.is_cuda:
+        from shoal.model.logprob_kernels import reduce_rows
+
+        return reduce_rows(logits_NV, targets_N, temperature)
+    z_NV = logits_NV.float() / temperature
+    lse_N = z_NV.logsumexp(-1)
+    logprobs_N = z_NV.gather(1, targets_N[:, None]).squeeze(1) - lse_N
+    return logprobs_N, lse_N, _entropy(z_NV - lse_N[:, None])
+
+
+def _gradient(
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    reduced: tuple[Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor],
+    temperature: float,
+) -> Tensor:
+    """To the logits, in their dtype."""
+    if logits_NV.is_cuda:
+        from shoal.model.logprob_kernels import gradient_rows
+
+        return gradient_rows(logits_NV, targets_N, reduced, gradients, temperature)
+    lse_N1, entropy_N1 = (one[:, None] for one in reduced)
+    of_logprob_N1, of_entropy_N1 = (one[:, None] for one in gradients)
+    logp_NV = logits_NV.float() / temperature - lse_N1
+    p_NV = logp_NV.exp()
+    d_NV = -p_NV * (of_logprob_N1 + of_entropy_N1 * (logp_NV + entropy_N1))
+    d_NV.scatter_add_(1, targets_N[:, None], of_logprob_N1)
+    return (d_NV / temperature).to(logits_NV.dtype)

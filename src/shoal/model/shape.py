@@ -42,7 +42,7 @@ class Shape:
 
 def read_shape(folder: Path) -> Shape:
     """The shape in `folder`/config.json, or a ValueError that names what this decoder cannot do."""
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ValueError(
@@ -71,7 +71,7 @@ def read_shape(folder: Path) -> Shape:
         qkv_bias=qkv_bias,
         qk_norm=family == "qwen3",
         max_positions=int(config["max_position_embeddings"]),
-        eos_token_ids=_eos_token_ids(folder, config),
+        eos_token_ids=read_end_tokens(folder, config),
     )
 
 
@@ -84,17 +84,18 @@ def _rope_theta(folder: Path, config: dict[str, Any]) -> float:
     return float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
 
 
-def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
+def read_end_tokens(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """End tokens of both config files: chat models often name their turn's end only in generation_config.json."""
     found: list[int] = []
     generation = folder / "generation_config.json"
-    for source in (config, _read_json(generation) if generation.exists() else {}):
+    for source in (config, read_json(generation) if generation.exists() else {}):
         value = source.get("eos_token_id")
         found += value if isinstance(value, list) else [] if value is None else [value]
     return tuple(dict.fromkeys(int(token) for token in found))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`."""
     if not path.exists():
         raise FileNotFoundError(
             f"no {path}; a model folder holds config.json, model.safetensors and a tokenizer"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from shoal.model.shape import read_shape
+from shoal.model.shape import read_end_tokens, read_json
 
 CHAR_FILE = "char_tokenizer.json"
 
@@ -80,15 +80,15 @@ class HfTokenizer:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer  # takes seconds; the built-in tiny model does without
 
-        shape = read_shape(folder)
+        config = read_json(folder / "config.json")
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        ends = shape.eos_token_ids or (self._tokenizer.eos_token_id,)
+        ends = read_end_tokens(folder, config) or (self._tokenizer.eos_token_id,)
         if None in ends:
             raise ValueError(
                 f"{folder}: neither config.json nor the tokenizer names an end token (eos_token_id)"
             )
         self.end_tokens = frozenset(ends)
-        self.vocab_size = shape.vocab_size
+        self.vocab_size = int(config["vocab_size"])
         own = self._tokenizer.eos_token_id
         self._end: int = own if own in self.end_tokens else ends[0]
 

@@ -7,19 +7,22 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
-
-from shoal.model.decoder import Decoder
+from torch import Tensor, nn
 
 WEIGHTS_FILE = "model.safetensors"
 
 
-def save_weights(decoder: Decoder, path: Path) -> None:
+def save_weights(model: nn.Module, path: Path) -> None:
     """Write all parameters as bfloat16; `path` is complete or absent."""
-    tensors = {
-        name: parameter.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
-        for name, parameter in sorted(decoder.named_parameters())
+    save_tensors(model.named_parameters(), path)
+
+
+def save_tensors(named: Iterable[tuple[str, Tensor]], path: Path) -> None:
+    """As `save_weights`, of tensors that come one after another: none is held in another form than the file's."""
+    rounded = {
+        name: tensor.detach().to(device="cpu", dtype=torch.bfloat16).contiguous() for name, tensor in named
     }
+    tensors = dict(sorted(rounded.items()))
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     save_file(tensors, partial, metadata={"format": "pt"})
     with partial.open("rb") as file:
@@ -27,20 +30,22 @@ def save_weights(decoder: Decoder, path: Path) -> None:
     os.replace(partial, path)
 
 
-def load_weights(decoder: Decoder, path: Path) -> None:
-    """Copy a file's values into the decoder's parameters, where they are: nothing is allocated or renamed.
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Copy a file's values into the model's parameters, where they are: nothing is allocated or renamed.
 
     Names and shapes are compared before the first value is copied, so a wrong file changes nothing.
     """
-    load_weight_files(decoder, [path])
+    load_weight_files(model, [path])
 
 
-def load_weight_files(decoder: Decoder, paths: Iterable[Path]) -> None:
+def load_weight_files(model: nn.Module, paths: Iterable[Path]) -> None:
     """`load_weights` of a checkpoint that was cut into several files."""
-    parameters = dict(decoder.named_parameters())
+    parameters = dict(model.named_parameters())
+    # Some writers store a shared matrix twice, some store tables that a model computes for itself.
+    passed_over = {"lm_head.weight", *(name for name, _ in model.named_buffers())} - parameters.keys()
     homes: dict[str, Path] = {}
     for path in paths:
-        homes |= _check_file(path, parameters, tied=decoder.shape.tied_embeddings)
+        homes |= _check_file(path, parameters, passed_over)
     if missing := sorted(parameters.keys() - homes.keys()):
         raise ValueError(
             f"{sorted(set(homes.values()))[0] if homes else 'no file'}: {len(missing)} parameters are missing, "
@@ -54,14 +59,14 @@ def load_weight_files(decoder: Decoder, paths: Iterable[Path]) -> None:
                         parameters[name].copy_(file.get_tensor(name))
 
 
-def _check_file(path: Path, parameters: Mapping[str, Tensor], *, tied: bool) -> dict[str, Path]:
+def _check_file(path: Path, parameters: Mapping[str, Tensor], passed_over: set[str]) -> dict[str, Path]:
     if not path.exists():
         raise FileNotFoundError(f"no weights at {path}; a model folder holds {WEIGHTS_FILE}")
     found: dict[str, Path] = {}
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             for name in file.keys():  # noqa: SIM118
-                if tied and name == "lm_head.weight":  # some writers store the shared matrix twice
+                if name in passed_over:
                     continue
                 if name not in parameters:
                     raise ValueError(

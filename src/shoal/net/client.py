@@ -144,21 +144,35 @@ class SignedClient:
         """`call`, again and again while the server is away, failing, or says it is too early. Other refusals pass."""
         return self._until(what, lambda: self.call(method, path, body, reply), deadline_s)
 
+    def get_until(
+        self, what: str, path: str, reply: type[R], *, deadline_s: float, heard: Callable[[str], None]
+    ) -> R:
+        """The same for a GET, and `heard` is told every reason why it was not there yet."""
+        return self._until(what, lambda: self.call("GET", path, None, reply), deadline_s, heard)
+
     def send_until(
         self, what: str, method: str, path: str, content: bytes = b"", *, deadline_s: float
     ) -> httpx.Response:
         """`send`, again and again in the same way."""
         return self._until(what, lambda: self.send(method, path, content), deadline_s)
 
-    def _until(self, what: str, once: Callable[[], T], deadline_s: float) -> T:
+    def _until(
+        self,
+        what: str,
+        once: Callable[[], T],
+        deadline_s: float,
+        heard: Callable[[str], None] = lambda reason: None,
+    ) -> T:
         def attempt() -> T:
             try:
                 return once()
             except Unreachable as error:
+                heard(str(error))
                 raise NotYet(str(error)) from None
             except Refused as refused:
                 if refused.code not in _TRY_AGAIN:
                     raise
+                heard(refused.problem.detail)
                 raise NotYet(refused.problem.detail, refused.problem.retry_after_s) from None
 
         return wait_for(what, attempt, deadline_s=deadline_s, log=self._log, stop=self.stop)

@@ -292,7 +292,8 @@ class FileServer:
                 if ready is None:
                     raise ConnectionAbortedError("the rest does not come")
                 count = min(ready, position + most) - position
-                await asyncio.sleep(self._accounts.take(account, count, time.monotonic()))
+                if limited:
+                    await asyncio.sleep(self._accounts.take(account, count, time.monotonic()))
                 async with asyncio.timeout(SEND_S):
                     sent = await self._loop.sendfile(writer.transport, file, position, count)
                 if sent < count:

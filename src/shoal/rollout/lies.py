@@ -5,20 +5,24 @@ check it is meant for is the one that has to find it.
 """
 
 import ipaddress
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import httpx
-import torch
 
-from shoal.model.builtin import copy_all_but_weights
-from shoal.model.load import load_decoder
-from shoal.model.tokenizer import Tokenizer
-from shoal.model.weights import WEIGHTS_FILE, save_weights
 from shoal.rollout.conduct import Conduct
-from shoal.rollout.engine import Engine, Finished, Request
+from shoal.rollout.engine import Engine, Request
+from shoal.rollout.false_engines import (
+    Alter,
+    AlteredEngine,
+    FrozenEngine,
+    PrefilledEngine,
+    TypicalEngine,
+    quantised_by_channel,
+    quantised_in_blocks,
+    with_noise,
+)
 from shoal.tasks import make_task
 from shoal.toploc.proof import PRIME, num_segments
 from shoal.wire.lease import Lease
@@ -53,66 +57,33 @@ def is_loopback(url: str) -> bool:
         return False
 
 
-class Wrapped:
-    """An engine inside another: what a lie does not touch goes straight through."""
+class OtherWeights(Conduct):
+    """Generates with weights that were never published: what `alter` makes of the leased ones."""
 
-    def __init__(self, inner: Engine) -> None:
-        self.inner = inner
-        self.policy_version = inner.policy_version
+    def __init__(self, alter: Alter) -> None:
+        self._alter = alter
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.inner.tokenizer
-
-    @property
-    def has_work(self) -> bool:
-        return self.inner.has_work
-
-    def load(self, folder: Path, version: int) -> None:
-        self.inner.load(folder, version)
-        self.policy_version = version
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self.inner.submit(requests)
-
-    def step(self) -> list[Finished]:
-        return self.inner.step()
-
-
-class NoisyEngine(Wrapped):
-    """Generates with weights that were never published."""
-
-    def load(self, folder: Path, version: int) -> None:
-        decoder = load_decoder(folder)
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for parameter in decoder.parameters():
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.add_(noise * 0.3 * parameter.square().mean().sqrt())
-        with tempfile.TemporaryDirectory(prefix="shoal-lie-") as scratch:
-            noisy = Path(scratch)
-            copy_all_but_weights(folder, noisy)
-            save_weights(decoder, noisy / WEIGHTS_FILE)
-            super().load(noisy, version)
-
-
-class FrozenEngine(Wrapped):
-    """Keeps the first version it ever loaded and claims to have every later one."""
-
-    def load(self, folder: Path, version: int) -> None:
-        if self.inner.policy_version is None:
-            self.inner.load(folder, version)
-        self.policy_version = version
-
-
-class WrongWeights(Conduct):
     def engine(self, engine: Engine) -> Engine:
-        return NoisyEngine(engine)
+        return AlteredEngine(engine, self._alter)
 
 
 class StaleWeights(Conduct):
     def engine(self, engine: Engine) -> Engine:
         return FrozenEngine(engine)
+
+
+class Prefilled(Conduct):
+    """Tokens of a cheaper model, sent once through the leased one: proofs and log-probs are the leased model's own."""
+
+    def engine(self, engine: Engine) -> Engine:
+        return PrefilledEngine(engine)
+
+
+class TypicalProof(Conduct):
+    """Proofs of the values a channel typically has, made without running anything."""
+
+    def engine(self, engine: Engine) -> Engine:
+        return TypicalEngine(engine)
 
 
 class ForgedProof(Conduct):
@@ -140,6 +111,32 @@ class EditedPrompt(Conduct):
         ]
 
 
+class HiddenEdit(Conduct):
+    """Runs other prompts than it reports. `edit` changes what is run; what is sent is what was leased."""
+
+    def __init__(self, edit: Callable[[tuple[int, ...]], tuple[int, ...]]) -> None:
+        self._edit = edit
+        self._leased: dict[int, tuple[int, ...]] = {}
+
+    def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
+        self._leased = {request.prompt_index: request.prompt_tokens for request in requests}
+        return [replace(request, prompt_tokens=self._edit(request.prompt_tokens)) for request in requests]
+
+    def table(self, table: RolloutTable, lease: Lease) -> RolloutTable:
+        rows = tuple(replace(row, prompt_tokens=self._leased[row.prompt_index]) for row in table.rows)
+        return replace(table, rows=rows)
+
+
+class ReplacedTokens(Conduct):
+    """One token in eight is exchanged for the one before it, after the proofs were made."""
+
+    def table(self, table: RolloutTable, lease: Lease) -> RolloutTable:
+        rows = tuple(
+            replace(row, output_tokens=_with_repeats(row.output_tokens, every=8)) for row in table.rows
+        )
+        return replace(table, rows=rows)
+
+
 class OtherPrompts(Conduct):
     """Problems of its own choosing, which could be the easy ones."""
 
@@ -155,7 +152,7 @@ class OtherPrompts(Conduct):
         task = make_task(lease.task)
         candidates = (task.problem("train", seed).prompt for seed in range(1000))
         chosen = [prompt for prompt in candidates if prompt not in lease.prompts][: len(lease.prompts)]
-        encoded = [tuple(self._engine.tokenizer.encode_prompt(prompt, chat=task.chat)) for prompt in chosen]
+        encoded = [tuple(self._engine.tokenizer.encode_prompt(prompt, chat=lease.chat)) for prompt in chosen]
         return [replace(request, prompt_tokens=encoded[request.prompt_index]) for request in requests]
 
 
@@ -200,11 +197,14 @@ class WrongLogprobs(Conduct):
         return replace(table, rows=rows)
 
 
-class HotSampling(Conduct):
-    """Samples at twice the temperature."""
+class OtherTemperature(Conduct):
+    """Samples hotter or colder than leased."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
 
     def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
-        return [replace(request, temperature=2 * request.temperature) for request in requests]
+        return [replace(request, temperature=self._factor * request.temperature) for request in requests]
 
 
 class OtherSeeds(Conduct):
@@ -225,18 +225,35 @@ class Replay(Conduct):
         return self._first
 
 
-LIES: dict[str, type[Conduct]] = {
-    "wrong-weights": WrongWeights,
+LIES: dict[str, Callable[[], Conduct]] = {
+    "wrong-weights": partial(OtherWeights, partial(with_noise, relative=0.3)),
+    "q8-weights": partial(OtherWeights, quantised_in_blocks),
+    "int8-weights": partial(OtherWeights, partial(quantised_by_channel, bits=8)),
+    "int4-weights": partial(OtherWeights, partial(quantised_by_channel, bits=4)),
     "stale-weights": StaleWeights,
+    "smaller-model": Prefilled,
     "forged-proof": ForgedProof,
+    "typical-proof": TypicalProof,
     "edited-prompt": EditedPrompt,
+    "hidden-prompt": partial(HiddenEdit, lambda tokens: tokens[:1] + tokens),
+    "hidden-token": partial(HiddenEdit, lambda tokens: _swapped(tokens)),
     "other-prompts": OtherPrompts,
+    "replaced-tokens": ReplacedTokens,
     "truncated": Truncated,
     "wrong-logprobs": WrongLogprobs,
-    "hot-sampling": HotSampling,
+    "hot-sampling": partial(OtherTemperature, 2.0),
+    "cold-sampling": partial(OtherTemperature, 0.5),
     "other-seeds": OtherSeeds,
     "replay": Replay,
 }
+
+
+def _with_repeats(tokens: tuple[int, ...], *, every: int) -> tuple[int, ...]:
+    """Not the last token: how an answer ends is another check's business."""
+    return tuple(
+        tokens[index - 1] if index % every == every - 1 and index < len(tokens) - 1 else token
+        for index, token in enumerate(tokens)
+    )
 
 
 def _swapped(tokens: tuple[int, ...]) -> tuple[int, ...]:

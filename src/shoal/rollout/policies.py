@@ -7,7 +7,7 @@ from shoal.net.client import Refused, Unreachable
 from shoal.net.deadline import DeadlinePassed
 from shoal.rollout.engine import Engine
 from shoal.rollout.session import LeaseLost, Session
-from shoal.shardcast import fetch_version, prune_versions
+from shoal.shardcast import RelayChoice, fetch_version, prune_versions
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease, PolicyRef
@@ -24,6 +24,7 @@ class PolicyShelf:
     ) -> None:
         self._folder, self._session = folder, session
         self._keep_versions, self._stop, self._log = keep_versions, stop, log
+        self._relays = RelayChoice(ticket=session.tickets)
 
     def load_for(self, lease: Lease, engine: Engine) -> int:
         """Have `engine` hold the newest version of the lease that can be had; LeaseLost with every reason if none."""
@@ -49,9 +50,10 @@ class PolicyShelf:
                 "request.conflict",
                 f"the lease names weights {policy.weights_digest[:16]}, the manifest {manifest.body.weights_digest[:16]}",
             )
+        self._relays.update(lease.relays)
         folder = fetch_version(
             manifest,
-            lease.relays,
+            self._relays,
             self._folder,
             run_key=self._session.terms.info.run_key,
             log=self._log,

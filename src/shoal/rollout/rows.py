@@ -1,18 +1,16 @@
-"""Which row sits in which slot: the engine's bookkeeping, in plain Python and NumPy.
+"""Which row sits in which slot, and which prompts come next: the engine's bookkeeping, in plain Python.
 
-Running rows fill slots 0 .. num_running-1 without a gap, so a step computes exactly the rows that still run. When
-rows finish, the last ones move into the holes; the caller moves their tensors alike.
+A row keeps its slot until it is taken out; the next waiting row takes the lowest free one. Where rows behind a gap cost
+something, `compact` says which rows to move so that the running ones fill slots 0 .. num_running-1.
 """
 
+import heapq
 from collections import deque
-from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from shoal.rollout.engine import Request
 
-Ints = npt.NDArray[np.int64]
+Prompt = tuple[int, ...]
 
 
 class Rows:
@@ -21,68 +19,105 @@ class Rows:
             raise ValueError(f"max_rows={max_rows} must be at least 1")
         self.max_rows = max_rows
         self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
-        self.seeds_S = np.zeros(max_rows, dtype=np.uint64)
-        self.prompt_lens_S = np.zeros(max_rows, dtype=np.int64)
-        self.caps_S = np.zeros(max_rows, dtype=np.int64)
-        self.counts_S = np.zeros(max_rows, dtype=np.int64)
-        """Tokens drawn so far."""
+        self.running: dict[int, Request] = {}
+        self._since: dict[int, int] = {}
+        self._free: list[int] = []
+        self._num_slots = 0
 
     @property
     def num_running(self) -> int:
         return len(self.running)
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def end(self) -> int:
+        """One past the highest slot in use."""
+        return max(self.running, default=-1) + 1
+
+    def open_slots(self, num_slots: int) -> None:
+        """There are this many slots from now on; never fewer than before."""
+        assert num_slots >= self._num_slots
+        for slot in range(self._num_slots, num_slots):
+            heapq.heappush(self._free, slot)
+        self._num_slots = num_slots
+
+    def submit(self, requests: Iterable[Request]) -> None:
         self.waiting.extend(requests)
 
-    def admit(self) -> list[Request]:
-        """Move waiting requests into the free slots behind the running ones; returns them in slot order."""
-        first = self.num_running
-        num_new = min(self.max_rows - first, len(self.waiting))
-        admitted = [self.waiting.popleft() for _ in range(num_new)]
-        self.running += admitted
-        for slot, request in enumerate(admitted, start=first):
-            self.seeds_S[slot] = request.sample_seed
-            self.prompt_lens_S[slot] = len(request.prompt_tokens)
-            self.caps_S[slot] = request.max_new_tokens
-            self.counts_S[slot] = 0
+    def admit(self, ready: Collection[Prompt], *, step: int) -> dict[int, Request]:
+        """Seat waiting rows, in their order, as long as slots are free and their prompts are `ready`.
+
+        `step` is the first decode step that they take part in: see `finished`.
+        """
+        admitted: dict[int, Request] = {}
+        while self._free and self.waiting and self.waiting[0].prompt_tokens in ready:
+            slot = heapq.heappop(self._free)
+            admitted[slot] = self.waiting.popleft()
+            self._since[slot] = step
+        self.running |= admitted
         return admitted
 
-    def fed_positions(self) -> Ints:
-        """Where each running row's newest token stands: the one that the next decode step feeds."""
-        running = slice(0, self.num_running)
-        positions: Ints = self.prompt_lens_S[running] + self.counts_S[running] - 1
-        return positions
+    def finished(self, ended: Sequence[int], *, step: int) -> list[int]:
+        """Slots whose rows have ended, by what the device had to say after decode step `step`.
 
-    def remove(self, slots: Sequence[int]) -> list[tuple[int, int]]:
-        """Take finished rows out. Returns the moves (from slot, to slot) that close the gaps."""
-        gone = set(slots)
-        num_left = self.num_running - len(gone)
-        holes = sorted(slot for slot in gone if slot < num_left)
-        movers = [slot for slot in range(num_left, self.num_running) if slot not in gone]
+        What it said before a row came concerns the slot's last row, not this one.
+        """
+        # In this order: what was said before there were more slots says nothing of the new ones.
+        return [slot for slot in self.running if self._since[slot] <= step and ended[slot]]
+
+    def remove(self, slots: Iterable[int]) -> list[Request]:
+        """Take rows out; their slots are free at once."""
+        for slot in slots:
+            heapq.heappush(self._free, slot)
+        return [self.running.pop(slot) for slot in slots]
+
+    def compact(self) -> list[tuple[int, int]]:
+        """Close all gaps. Returns the moves (from slot, to slot), whose order does not matter."""
+        holes = [slot for slot in range(self.num_running) if slot not in self.running]
+        movers = sorted(slot for slot in self.running if slot >= self.num_running)
         moves = list(zip(movers, holes, strict=True))
         for source, target in moves:
-            self.running[target] = self.running[source]
-            for array in (self.seeds_S, self.prompt_lens_S, self.caps_S, self.counts_S):
-                array[target] = array[source]
-        del self.running[num_left:]
+            self.running[target] = self.running.pop(source)
+            self._since[target] = self._since.pop(source)
+        if moves:
+            self._free = list(range(self.num_running, self._num_slots))
         return moves
 
 
-def distinct_prompts(requests: Sequence[Request]) -> dict[tuple[int, ...], list[int]]:
-    """For each different prompt the places in `requests` that have it; shortest prompt first."""
-    places: dict[tuple[int, ...], list[int]] = {}
-    for place, request in enumerate(requests):
-        places.setdefault(request.prompt_tokens, []).append(place)
-    return dict(sorted(places.items(), key=lambda item: len(item[0])))
+def next_prompts(waiting: Iterable[Request], *, max_tokens: int, max_prompts: int) -> list[Prompt]:
+    """The distinct prompts of the next rows, as many as have `max_tokens` together; one may have more than that."""
+    chosen: dict[Prompt, None] = {}
+    total = 0
+    for request in waiting:
+        prompt = request.prompt_tokens
+        if prompt not in chosen:
+            total += len(prompt)
+            if chosen and (total > max_tokens or len(chosen) == max_prompts):
+                break
+            chosen[prompt] = None
+    return list(chosen)
 
 
-def prefill_batches(prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[list[tuple[int, ...]]]:
-    """Cut prompts, sorted by length, into batches of at most `max_tokens` when padded (one prompt may exceed it)."""
-    batches: list[list[tuple[int, ...]]] = []
-    for prompt in prompts:
-        if batches and (len(batches[-1]) + 1) * len(prompt) <= max_tokens:
+def length_batches(prompts: Iterable[Prompt], max_padding: float) -> list[list[Prompt]]:
+    """Prompts by length, in batches whose longest is at most `max_padding` times the shortest (and 16 more)."""
+    batches: list[list[Prompt]] = []
+    for prompt in sorted(prompts, key=len):
+        if batches and len(prompt) <= max_padding * len(batches[-1][0]) + 16:
             batches[-1].append(prompt)
         else:
             batches.append([prompt])
     return batches
+
+
+def by_batch(
+    admitted: Mapping[int, Request], homes: Mapping[Prompt, tuple[int, int]]
+) -> dict[int, list[tuple[int, int]]]:
+    """For each prefilled batch the (place in it, slot) pairs of the rows that start from it."""
+    pairs: dict[int, list[tuple[int, int]]] = {}
+    for slot, request in admitted.items():
+        batch, place = homes[request.prompt_tokens]
+        pairs.setdefault(batch, []).append((place, slot))
+    return pairs

@@ -2,17 +2,38 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+BLOCK = 256
+"""Weights added up together; only one block of each row is looked into."""
 
 
 def draw_tokens(logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
     """A token for each row, and its log-prob under softmax(logits / temperature), float32.
 
-    The token is the first id whose cumulative probability exceeds the row's uniform (float64).
+    The token is the first id whose cumulative probability exceeds the row's uniform (float64). Weights stand in for
+    probabilities, whose sum they are divided by at the end; sums are taken of blocks, then inside one: a softmax and a
+    float64 sum over the whole vocabulary take several times as long.
     """
-    logprobs_BV = torch.log_softmax(logits_BV.float() / temperature_B[:, None], dim=-1)
+    num_rows, vocab = logits_BV.shape
+    scores_BV = F.pad(logits_BV.float() / temperature_B[:, None], (0, -vocab % BLOCK), value=float("-inf"))
+    top_B1 = scores_BV.amax(-1, keepdim=True)
+    weights_BV = scores_BV.sub_(top_B1).exp()
+    blocks_BKN = weights_BV.view(num_rows, -1, BLOCK)
     # float64: 49,152 float32 probabilities add up to as far as 1e-4 from 1, and the rounding would depend on the device.
-    cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
-    # float32 probabilities miss 1 by a little in all; without the factor a uniform near 1 could fall past the end.
-    points_B1 = uniforms_B[:, None] * cumulative_BV[:, -1:]
-    tokens_B1 = torch.searchsorted(cumulative_BV, points_B1, right=True).clamp_(max=logits_BV.shape[1] - 1)
-    return tokens_B1.squeeze(1), logprobs_BV.gather(1, tokens_B1).squeeze(1)
+    reached_BK = blocks_BKN.sum(-1, dtype=torch.float64).cumsum(-1)
+    total_B1 = reached_BK[:, -1:]
+    points_B1 = uniforms_B[:, None] * total_B1
+    block_B1 = _first_above(reached_BK, points_B1)
+    before_B1 = torch.where(block_B1 > 0, reached_BK.gather(1, (block_B1 - 1).clamp(min=0)), 0.0)
+    inside_BN = blocks_BKN[torch.arange(num_rows, device=logits_BV.device), block_B1.squeeze(1)]
+    tokens_B1 = block_B1 * BLOCK + _first_above(before_B1 + inside_BN.double().cumsum(-1), points_B1)
+    logprobs_B1 = scores_BV.gather(1, tokens_B1).double() - total_B1.log()
+    return tokens_B1.squeeze(1), logprobs_B1.squeeze(1).float()
+
+
+def _first_above(reached_BN: Tensor, points_B1: Tensor) -> Tensor:
+    """Where the rising sums first exceed the point. If rounding lets none, where they stop rising: no weight of 0 is drawn."""
+    found_B1 = torch.searchsorted(reached_BN, points_B1, right=True)
+    last_B1 = torch.searchsorted(reached_BN, reached_BN[:, -1:].contiguous())
+    return torch.minimum(found_B1, last_B1)

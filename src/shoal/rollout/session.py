@@ -13,6 +13,7 @@ from typing import TypeVar
 import shoal
 from shoal.net.client import Refused, SignedClient, Unreachable
 from shoal.net.deadline import DeadlinePassed, NotYet, wait_for
+from shoal.net.tickets import Tickets
 from shoal.rollout.state import PinnedRun, State
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
@@ -131,6 +132,7 @@ class Session:
     def __init__(self, client: SignedClient, terms: Terms, *, deadline_s: float, log: Log) -> None:
         self.terms = terms
         self._client, self._deadline_s, self._log = client, deadline_s, log
+        self.tickets = Tickets(client, log=log)
 
     def time_left_s(self, lease: Lease) -> float:
         return lease.deadline_s - (time.time() + self.terms.clock_offset_s)

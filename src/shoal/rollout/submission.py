@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from shoal.model.tokenizer import Tokenizer
 from shoal.rollout.engine import Engine, Finished, Request
 from shoal.rollout.session import Session
-from shoal.tasks import make_task
 from shoal.telemetry import Log
 from shoal.wire.codes import ACCEPTED, CODES, in_words
 from shoal.wire.draw import sample_seed
@@ -20,7 +19,6 @@ FOLLOWED = 64
 
 def make_requests(lease: Lease, tokenizer: Tokenizer) -> list[Request]:
     """Every sample of every prompt, each with the seed that a validator will draw from again."""
-    chat = make_task(lease.task).chat
     return [
         Request(
             prompt_index=prompt_index,
@@ -31,7 +29,7 @@ def make_requests(lease: Lease, tokenizer: Tokenizer) -> list[Request]:
             temperature=lease.sampling.temperature,
         )
         for prompt_index, prompt_tokens in enumerate(
-            tuple(tokenizer.encode_prompt(text, chat=chat)) for text in lease.prompts
+            tuple(tokenizer.encode_prompt(text, chat=lease.chat)) for text in lease.prompts
         )
         for sample_index in range(lease.sampling.samples_per_prompt)
     ]

@@ -4,20 +4,24 @@
     v7/.model.safetensors.partial       shards at their places, some still missing
     v7/config.json                      complete: its digest was checked before it got this name
 
-Nothing unverified is ever written, so what is verified can be served while the rest still comes. After a restart
-the partial file is hashed again, shard by shard, and what fits is kept.
+Nothing unverified is ever written, so what is verified can be served while the rest still comes. The digest of the whole
+grows with the shards, in their order. After a restart the partial file is hashed again, shard by shard, and what fits is
+kept.
 """
 
 import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.shardcast.digest import hash_bytes, hash_range
-from shoal.shardcast.signed import read_manifest, sync_folder
+from blake3 import blake3
+
+from shoal.shardcast.digest import hash_bytes, hash_file, hash_range, update_range
+from shoal.shardcast.pieces import write_at
+from shoal.shardcast.signed import partial_path, read_manifest
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import FileEntry, Manifest
 
@@ -48,12 +52,16 @@ def shards_of(entry: FileEntry) -> list[Shard]:
     ]
 
 
-@dataclass
+@dataclass(eq=False)
 class _File:
     entry: FileEntry
     have: set[int] = field(default_factory=set)
     whole: bool = False
-    finishing: bool = False
+    hasher: blake3 = field(default_factory=blake3)
+    num_hashed: int = 0
+    """Shards that the digest of the whole has taken, the first so many."""
+    hashing: bool = False
+    """A thread is at it."""
 
 
 class Assembly:
@@ -69,9 +77,14 @@ class Assembly:
         manifest: Manifest,
         *,
         wanted: Collection[str] | None = None,
+        in_doubt: bool = False,
+        check_whole: bool = True,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
+        """`in_doubt`: files are hashed before their names are believed (boot.py). Without `check_whole`, that every shard is
+        right is enough: the digest of the whole tells no more, unless the publisher contradicts itself."""
         self.folder, self.manifest = folder, manifest
+        self._check_whole = check_whole
         self._on_change = on_change
         self._lock = threading.Lock()
         self._closed = False
@@ -79,7 +92,7 @@ class Assembly:
             entry.name: _File(entry) for entry in manifest.payloads if wanted is None or entry.name in wanted
         }
         for file in self._files.values():
-            self._look(file)
+            self._look(file, in_doubt)
 
     # -- what is here -----------------------------------------------------------------------------------
 
@@ -90,6 +103,18 @@ class Assembly:
     @property
     def complete(self) -> bool:
         return all(file.whole for file in self._files.values())
+
+    @property
+    def num_bytes_here(self) -> int:
+        """Verified so far."""
+        total = 0
+        with self._lock:
+            for file in self._files.values():
+                last = len(file.entry.shards) - 1
+                total += len(file.have) * file.entry.shard_bytes
+                if last in file.have:
+                    total -= file.entry.shard_bytes - file.entry.shard_range(last)[1]
+        return total
 
     def missing(self) -> list[Shard]:
         """Shards still to come, in the order of the manifest."""
@@ -103,10 +128,19 @@ class Assembly:
 
     def verified(self, name: str, start: int, stop: int) -> bool:
         """Whether every byte of the range is here and verified."""
+        return self.verified_until(name, start, stop) == stop
+
+    def verified_until(self, name: str, start: int, stop: int) -> int:
+        """How far, from `start` and not beyond `stop`, every byte is here and verified."""
         file = self._files[name]
         size = file.entry.shard_bytes
         with self._lock:
-            return file.whole or all(index in file.have for index in range(start // size, -(-stop // size)))
+            if file.whole:
+                return stop
+            position = start
+            while position < stop and position // size in file.have:
+                position = (position // size + 1) * size
+            return min(position, stop)
 
     def open_file(self, name: str) -> int:
         """A descriptor to read from; it stays good when the file gets its final name or is deleted."""
@@ -130,27 +164,29 @@ class Assembly:
             # A descriptor of its own: a slow duplicate may still write these same bytes when the file is complete.
             fd = self._open_partial(file)
         try:
-            _write_at(fd, data, shard.start)
+            write_at(fd, data, shard.start)
+            with self._lock:
+                file.have.add(shard.index)
+                in_turn = self._check_whole and shard.index == file.num_hashed and not file.hashing
+                file.hashing |= in_turn
+            self._on_change()  # others may have the shard already
+            if in_turn:  # hashed from memory, not from the file
+                with self._next_hashed(file):
+                    file.hasher.update(data)
+            self._hash_on(file, fd)
         finally:
             os.close(fd)
-        with self._lock:
-            file.have.add(shard.index)
-            last = len(file.have) == len(file.entry.shards) and not file.finishing
-            file.finishing |= last
-        if last:
-            self._finish(file)
-        self._on_change()
 
     def link(self, name: str, source: Path) -> bool:
         """Take a whole file from another folder instead of the network, if it is the right one."""
         file = self._files[name]
-        if file.whole or not source.is_file() or not _fits(source, file.entry):
+        if file.whole or not has_digest(source, file.entry):
             return False
         try:
             os.link(source, self._final(file))
         except OSError:  # another file system, or one without links
             shutil.copyfile(source, self._partial(file))
-            self._finish(file)
+            self._partial(file).replace(self._final(file))
         with self._lock:
             file.have, file.whole = set(range(len(file.entry.shards))), True
         self._partial(file).unlink(missing_ok=True)
@@ -164,41 +200,66 @@ class Assembly:
 
     # -- inside -----------------------------------------------------------------------------------------
 
-    def _look(self, file: _File) -> None:
+    def _look(self, file: _File, in_doubt: bool) -> None:
         """Find what an earlier process left."""
         final, partial = self._final(file), self._partial(file)
         if final.is_file() and final.stat().st_size == file.entry.num_bytes:
-            # It got this name only after its digest was checked and its bytes were on the disk.
-            file.have, file.whole = set(range(len(file.entry.shards))), True
+            if not in_doubt:  # it got this name only after its digest was checked
+                file.have, file.whole = set(range(len(file.entry.shards))), True
+                return
+            final.replace(partial)
+        fd = self._open_partial(file) if partial.is_file() or not file.entry.shards else None
+        if fd is None:
             return
-        if partial.is_file():
-            fd = os.open(partial, os.O_RDONLY)
-            try:
-                file.have = {
-                    shard.index
-                    for shard in shards_of(file.entry)
-                    if hash_range(fd, shard.start, shard.num_bytes) == shard.blake3
-                }
-            finally:
-                os.close(fd)
-        if len(file.have) == len(file.entry.shards):
-            os.close(self._open_partial(file))  # an empty file has no shard that would create it
+        try:
+            file.have = {
+                shard.index
+                for shard in shards_of(file.entry)
+                if hash_range(fd, shard.start, shard.num_bytes) == shard.blake3
+            }
             # If the manifest contradicts itself, the download that follows says so; finding out is not its place.
             with contextlib.suppress(Rejected):
-                self._finish(file)
-
-    def _finish(self, file: _File) -> None:
-        """All shards are here: check the whole, make it last, give it its name."""
-        partial = self._partial(file)
-        fd = os.open(partial, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            found = hash_range(fd, 0, os.fstat(fd).st_size)
+                self._hash_on(file, fd)
         finally:
             os.close(fd)
+
+    def _hash_on(self, file: _File, fd: int) -> None:
+        """Bring the digest of the whole as far as the shards go, unless another thread does; at the end, the name."""
+        num_shards = len(file.entry.shards)
+        while True:
+            with self._lock:
+                index = file.num_hashed if self._check_whole else len(file.have)
+                waits = index < num_shards and not (self._check_whole and index in file.have)
+                if file.whole or file.hashing or waits:
+                    return
+                file.hashing = True
+            if index == num_shards:
+                self._finish(file)
+                return
+            with self._next_hashed(file):
+                update_range(fd, *file.entry.shard_range(index), file.hasher)
+
+    @contextlib.contextmanager
+    def _next_hashed(self, file: _File) -> Iterator[None]:
+        """By the thread that has set `hashing`."""
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            with self._lock:
+                file.hashing = False
+                file.num_hashed += 1
+                if not done:  # the disk failed half-way: from the beginning, next time
+                    file.hasher, file.num_hashed = blake3(), 0
+
+    def _finish(self, file: _File) -> None:
+        """All shards are here: check the whole, give it its name."""
+        found = file.hasher.hexdigest() if self._check_whole else file.entry.blake3
+        partial = self._partial(file)
         if found != file.entry.blake3:
             with self._lock:
-                file.have, file.finishing = set(), False
+                file.have, file.hasher, file.num_hashed, file.hashing = set(), blake3(), 0, False
                 partial.unlink(missing_ok=True)
             raise Rejected(
                 "request.wrong_digest",
@@ -208,7 +269,7 @@ class Assembly:
         with self._lock:
             partial.replace(self._final(file))
             file.whole = True
-        sync_folder(self.folder)
+        self._on_change()
 
     def _open_partial(self, file: _File) -> int:
         fd = os.open(self._partial(file), os.O_RDWR | os.O_CREAT, 0o644)
@@ -219,8 +280,7 @@ class Assembly:
         return self.folder / file.entry.name
 
     def _partial(self, file: _File) -> Path:
-        # File names of a manifest never begin with a dot, so this name is nobody else's.
-        return self.folder / f".{file.entry.name}.partial"
+        return partial_path(self.folder, file.entry.name)
 
 
 def reuse_files(assembly: Assembly, folders: Iterable[Path]) -> list[str]:
@@ -238,18 +298,12 @@ def reuse_files(assembly: Assembly, folders: Iterable[Path]) -> list[str]:
     return reused
 
 
-def _fits(path: Path, entry: FileEntry) -> bool:
-    if path.stat().st_size != entry.num_bytes:
+def has_digest(path: Path, entry: FileEntry) -> bool:
+    """Whether a file is the one that an entry describes, byte for byte."""
+    if not path.is_file() or path.stat().st_size != entry.num_bytes:
         return False
     fd = os.open(path, os.O_RDONLY)
     try:
-        return hash_range(fd, 0, entry.num_bytes) == entry.blake3
+        return hash_file(fd) == entry.blake3
     finally:
         os.close(fd)
-
-
-def _write_at(fd: int, data: bytes | bytearray | memoryview, start: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(fd, view, start)
-        view, start = view[written:], start + written

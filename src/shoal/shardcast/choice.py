@@ -9,7 +9,7 @@ Sampling, not the best one always: that spreads the load and adds up the links. 
 network. Not for several threads at once; the owner locks.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 ALPHA = 0.3
@@ -17,6 +17,10 @@ HEAL = 0.01
 FLOOR = 0.05
 """Least bandwidth assumed of a relay, as a share of the best one's. Healing lifts only the success rate; without
 this, a relay that failed often would keep a bandwidth near zero, and with it a chance near zero, after it is well."""
+
+
+TicketSource = Callable[[], str]
+"""Gives the Authorization header to show now, or nothing (net.tickets)."""
 
 
 @dataclass
@@ -28,8 +32,11 @@ class Standing:
 
 
 class RelayChoice:
-    def __init__(self, urls: Iterable[str] = (), *, heal: float = HEAL) -> None:
-        self._heal = heal
+    def __init__(
+        self, urls: Iterable[str] = (), *, heal: float = HEAL, ticket: TicketSource | None = None
+    ) -> None:
+        """`ticket` is asked what to show to relays that serve members only."""
+        self._heal, self.ticket = heal, ticket
         self._standings: dict[str, Standing] = {}
         self.update(urls)
 

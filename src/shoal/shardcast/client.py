@@ -2,6 +2,7 @@
 
 into/v7.partial/   on its way; taken up again after a restart
 into/v7/           complete: every shard and every file was checked before it got this name
+into/.boot         boot.py
 """
 
 import random
@@ -12,9 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.net.deadline import NotYet, wait_for
+from shoal.shardcast.assembly import has_digest
+from shoal.shardcast.boot import mark_boot, same_boot
 from shoal.shardcast.choice import RelayChoice
 from shoal.shardcast.fetch import Fetch
-from shoal.shardcast.signed import open_manifest, read_manifest, sync_folder
+from shoal.shardcast.signed import doubt_files, open_manifest, read_manifest
 from shoal.shardcast.upstream import Broken, Connections, NotThere, ask_latest, ask_manifest
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
@@ -38,19 +41,22 @@ def fetch_version(
 
     With an earlier version in `into`, only what changed since is fetched, where the publisher sends that.
 
-    Give a RelayChoice instead of URLs to remember over several fetches which relays are good. Raises Rejected for
+    Give a RelayChoice instead of URLs to remember over several fetches which relays are good, and to show them a ticket.
+    Raises Rejected for
     a manifest the run key did not sign, DeadlinePassed with every relay's last failing, Stopped, and OSError when the
     disk fails.
     """
     body = open_manifest(manifest, run=None, run_key=run_key)
     final = into / f"v{body.version}"
+    if not same_boot(into):
+        _check_all(into, log)
     if _is_whole(final, body):
         return final
     choice = relays if isinstance(relays, RelayChoice) else RelayChoice(relays)
 
     def ask(version: int, within_s: float) -> Sealed[Manifest]:
         return fetch_manifest(
-            version, choice.urls, run_key=run_key, log=log, stop=stop, deadline_s=within_s, run=body.run
+            version, choice, run_key=run_key, log=log, stop=stop, deadline_s=within_s, run=body.run
         )
 
     fetch = Fetch(manifest, into, run_key=run_key, log=log, stop=stop)
@@ -58,13 +64,12 @@ def fetch_version(
     if final.exists():  # of the same number, but not these files
         shutil.rmtree(final)
     fetch.partial.rename(final)
-    sync_folder(into)
     return final
 
 
 def fetch_manifest(
     version: int | None,
-    relays: Sequence[str],
+    relays: Sequence[str] | RelayChoice,
     *,
     run_key: str,
     log: Log,
@@ -73,14 +78,15 @@ def fetch_manifest(
     run: str | None = None,
 ) -> Sealed[Manifest]:
     """The signed manifest of a version, or of the newest that any of the relays knows (None)."""
+    choice = relays if isinstance(relays, RelayChoice) else RelayChoice(relays)
     what = f"the manifest of version {version}" if version is not None else "the newest manifest"
 
     def attempt() -> Sealed[Manifest]:
         found: list[Sealed[Manifest]] = []
         reasons = []
-        for url in random.sample(relays, len(relays)):
+        for url in random.sample(choice.urls, len(choice.urls)):
             try:
-                sealed = _ask(connections, url.rstrip("/"), version)
+                sealed = _ask(connections, url, version)
                 open_manifest(sealed, run=run, run_key=run_key)
             except (NotThere, Broken, Rejected) as reason:
                 reasons.append(f"{url}: {reason}")
@@ -92,7 +98,7 @@ def fetch_manifest(
             raise NotYet("; ".join(reasons) or "no relay known")
         return max(found, key=lambda sealed: sealed.body.version)
 
-    with Connections() as connections:
+    with Connections(choice.ticket) as connections:
         return wait_for(what, attempt, deadline_s=deadline_s, log=log, stop=stop)
 
 
@@ -117,6 +123,26 @@ def _ask(connections: Connections, url: str, version: int | None) -> Sealed[Mani
     if sealed.body.version != version:
         raise Broken(f"the manifest of version {sealed.body.version} for that of version {version}")
     return sealed
+
+
+def _check_all(into: Path, log: Log) -> None:
+    """The machine has been started since: hash what lies here before its names are believed."""
+    into.mkdir(parents=True, exist_ok=True)
+    for path in [path for path in into.iterdir() if _FOLDER.fullmatch(path.name)]:
+        if path.suffix == ".partial":
+            doubt_files(path)  # shards are hashed as they are taken up
+        elif not _is_right(path):
+            log.warning(f"{path} is not what its manifest says; it is fetched again")
+            shutil.rmtree(path)
+    mark_boot(into)
+
+
+def _is_right(folder: Path) -> bool:
+    try:
+        sealed = read_manifest(folder)
+    except Rejected:
+        return False
+    return sealed is not None and all(has_digest(folder / entry.name, entry) for entry in sealed.body.files)
 
 
 def _is_whole(folder: Path, manifest: Manifest) -> bool:

@@ -16,12 +16,14 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
 from blake3 import blake3
 
+from shoal.shardcast.pieces import append
 from shoal.wire.codes import Rejected
 
 MAGIC = b"SHDELTA1"
@@ -34,20 +36,23 @@ _MAX_VARINT = 3
 _DENSE = 4
 """Above one changed lane in this many, looking at words one by one is faster than looking into lanes."""
 
+D = TypeVar("D", bytes, range)
 Words = npt.NDArray[np.uint16]
 Read = Callable[[int, int], "bytes | memoryview"]
 """From which byte, how many."""
+ReadWords = Callable[[int, int], Words]
+"""The same; an odd byte at the end is a word with a zero behind it. They are the caller's to change until the next call."""
 
 
 def encode(old: bytes | memoryview, new: bytes | memoryview) -> bytes:
     """What makes `new` of `old`; they must be of one size."""
-    return b"".join(_encode(_reader(old), _reader(new), len(old), len(new)))
+    return b"".join(_encode(_word_reader(old), _word_reader(new), len(old), len(new)))
 
 
 def apply(old: bytes | memoryview, payload: bytes | memoryview) -> bytes:
     """`new` of `encode(old, new)`. Rejected if the payload is not one for a file of this size."""
     delta = _Delta(_reader(payload), len(payload), len(old))
-    return b"".join(_apply(_reader(old), len(old), [delta]))
+    return b"".join(bytes(piece) for piece in _apply(_word_reader(old), len(old), [delta]))
 
 
 def apply_in_place(data: bytearray | memoryview, payload: bytes | memoryview) -> None:
@@ -64,18 +69,18 @@ def apply_in_place(data: bytearray | memoryview, payload: bytes | memoryview) ->
 
 
 def write_delta(old: Path, new: Path, into: Path, *, old_blake3: str, max_bytes: int) -> bool:
-    """Write the payload to `into`, on the disk when this returns.
+    """Write the payload to `into`.
 
     False, and no file, if it exceeds `max_bytes` or `old` has not the digest it should have.
     """
     total, hasher = 0, blake3()
     with old.open("rb") as old_file, new.open("rb") as new_file, into.open("wb") as out:
-        read_old, read_new = _file_reader(old_file.fileno()), _file_reader(new_file.fileno())
+        read_old, read_new = _word_file_reader(old_file.fileno()), _word_file_reader(new_file.fileno())
 
-        def read_and_hash(start: int, length: int) -> bytes | memoryview:
-            data = read_old(start, length)
-            hasher.update(data)
-            return data
+        def read_and_hash(start: int, length: int) -> Words:
+            words = read_old(start, length)
+            hasher.update(_bytes(words, length))
+            return words
 
         sizes = _size(old_file.fileno()), _size(new_file.fileno())
         for piece in _encode(read_and_hash, read_new, *sizes):
@@ -83,8 +88,6 @@ def write_delta(old: Path, new: Path, into: Path, *, old_blake3: str, max_bytes:
             if total > max_bytes:
                 break
             out.write(piece)
-        out.flush()
-        os.fsync(out.fileno())
     good = total <= max_bytes and hasher.hexdigest() == old_blake3
     if not good:
         into.unlink()
@@ -92,33 +95,31 @@ def write_delta(old: Path, new: Path, into: Path, *, old_blake3: str, max_bytes:
 
 
 def apply_deltas(old: Path, payloads: Sequence[Path], into: Path) -> str:
-    """Write to `into` what the payloads, one after the other, make of `old`; its BLAKE3. On the disk when this returns."""
+    """Write to `into` what the payloads, one after the other, make of `old`; its BLAKE3."""
     hasher = blake3()
     with ExitStack() as files:
         old_fd = files.enter_context(old.open("rb")).fileno()
-        out = files.enter_context(into.open("wb"))
+        out = files.enter_context(into.open("wb", buffering=0)).fileno()
         deltas = []
         for path in payloads:
             fd = files.enter_context(path.open("rb")).fileno()
             deltas.append(_Delta(_file_reader(fd), _size(fd), _size(old_fd)))
-        for piece in _apply(_file_reader(old_fd), _size(old_fd), deltas):
+        for piece in _apply(_word_file_reader(old_fd), _size(old_fd), deltas):
             hasher.update(piece)
-            out.write(piece)
-        out.flush()
-        os.fsync(out.fileno())
+            append(out, piece)
     return hasher.hexdigest()
 
 
 # -- chunks ---------------------------------------------------------------------------------------------
 
 
-def _encode(old: Read, new: Read, old_bytes: int, new_bytes: int) -> Iterator[bytes]:
+def _encode(old: ReadWords, new: ReadWords, old_bytes: int, new_bytes: int) -> Iterator[bytes]:
     if old_bytes != new_bytes:
         raise ValueError(f"a delta needs files of one size, these have {old_bytes} and {new_bytes} bytes")
     yield _HEAD.pack(MAGIC, new_bytes)
     compressor = zstandard.ZstdCompressor(level=LEVEL)
     for start, length in _chunks(new_bytes):
-        yield _encode_chunk(_words(old(start, length)), _words(new(start, length)), compressor)
+        yield _encode_chunk(old(start, length), new(start, length), compressor)
 
 
 def _encode_chunk(old: Words, new: Words, compressor: zstandard.ZstdCompressor) -> bytes:
@@ -147,12 +148,12 @@ def _changed(old: Words, new: Words) -> npt.NDArray[np.int64]:
     return places
 
 
-def _apply(old: Read, num_bytes: int, deltas: Sequence["_Delta"]) -> Iterator[memoryview]:
+def _apply(old: ReadWords, num_bytes: int, deltas: Sequence["_Delta"]) -> Iterator[memoryview]:
     for start, length in _chunks(num_bytes):
-        words = _words(old(start, length))
+        words = old(start, length)
         for delta in deltas:
             delta.apply_next(words)
-        yield memoryview(words.view(np.uint8))[:length]  # type: ignore[arg-type]
+        yield _bytes(words, length)
     for delta in deltas:
         delta.check_end()
 
@@ -180,13 +181,16 @@ class _Delta:
             return
         gaps_bytes, steps_bytes, gaps_frame, steps_frame = sizes
         gaps = _from_varints(self._stream(gaps_frame, gaps_bytes, num), num)
-        places = np.cumsum(gaps + 1) - 1
+        places = np.cumsum(gaps, dtype=np.int64)
+        places += np.arange(num)
         if places[-1] >= words.size:
             raise _refusal(f"a change at word {places[-1]} of a chunk of {words.size}")
         zigzag = _from_varints(self._stream(steps_frame, steps_bytes, num), num)
         if zigzag.max() > 0xFFFF:
             raise _refusal(f"a step of {zigzag.max()}, which is no 16-bit difference")
-        words[places] += ((zigzag >> 1) ^ -(zigzag & 1)).astype(np.uint16)
+        zigzag = zigzag.astype(np.uint16)
+        steps = (zigzag >> 1) ^ (0 - (zigzag & 1))
+        words[places] = words.take(places) + steps
 
     def check_end(self) -> None:
         if self._left:
@@ -235,20 +239,24 @@ def _to_varints(numbers: npt.NDArray[np.uint32]) -> bytes:
     return out.tobytes()
 
 
-def _from_varints(stream: npt.NDArray[np.uint8], num: int) -> npt.NDArray[np.int64]:
-    ends = np.flatnonzero(stream < 0x80)
-    if ends.size != num or ends[-1] != stream.size - 1:
-        raise _refusal(f"{ends.size} numbers in a stream of {num}")
-    lengths = np.diff(ends, prepend=-1)
-    longest = int(lengths.max())
-    if longest > _MAX_VARINT:
-        raise _refusal(f"a number of {longest} bytes, {_MAX_VARINT} is the most")
-    starts = ends - lengths + 1
-    numbers = (stream[starts] & 0x7F).astype(np.int64)
-    for index in range(1, longest):
-        longer = np.flatnonzero(lengths > index)
-        numbers[longer] |= (stream[starts[longer] + index] & 0x7F).astype(np.int64) << (7 * index)
-    return numbers
+def _from_varints(stream: npt.NDArray[np.uint8], num: int) -> npt.NDArray[np.integer[Any]]:
+    """Without a look at single numbers: every byte is taken together with those before it, then the last ones are kept."""
+    more = stream > 0x7F
+    found = stream.size - np.count_nonzero(more)
+    if found != num or more[-1]:
+        raise _refusal(f"{found} numbers in a stream of {num}")
+    if found == stream.size:
+        return stream
+    low = (stream & 0x7F).astype(np.int32)
+    numbers = low.copy()
+    two, three = more[:-1], more[1:-1] & more[:-2]
+    numbers[1:] = np.where(two, low[1:] << 7 | low[:-1], low[1:])
+    if three.any():
+        if (three[1:] & three[:-1]).any():
+            raise _refusal(f"a number of over {_MAX_VARINT} bytes")
+        at = np.flatnonzero(three) + 2
+        numbers[at] = low[at] << 14 | low[at - 1] << 7 | low[at - 2]
+    return numbers[~more]
 
 
 # -- bytes ----------------------------------------------------------------------------------------------
@@ -271,16 +279,42 @@ def _reader(data: bytes | memoryview) -> Read:
     return lambda start, length: view[start : start + length]
 
 
+def _word_reader(data: bytes | memoryview) -> ReadWords:
+    read = _reader(data)
+    return lambda start, length: _words(read(start, length))
+
+
 def _file_reader(fd: int) -> Read:
     def read(start: int, length: int) -> bytes:
-        data = os.pread(fd, length, start)
-        if len(data) != length:
-            raise ValueError(
-                f"a file lost its end while a delta was made or applied: {len(data)} bytes at {start}"
-            )
-        return data
+        return _complete(os.pread(fd, length, start), length, start)
 
     return read
+
+
+def _word_file_reader(fd: int) -> ReadWords:
+    """Into the same memory each time: new memory would cost more than reading into it."""
+    room = np.zeros(CHUNK_WORDS, "<u2")
+
+    def read(start: int, length: int) -> Words:
+        words = room[: -(-length // 2)]
+        words[-1:] = 0
+        count = os.preadv(fd, [_bytes(words, length)], start)
+        _complete(range(count), length, start)
+        return words
+
+    return read
+
+
+def _complete(data: D, length: int, start: int) -> D:
+    if len(data) != length:
+        raise ValueError(
+            f"a file lost its end while a delta was made or applied: {len(data)} bytes at {start}"
+        )
+    return data
+
+
+def _bytes(words: Words, length: int) -> memoryview:
+    return memoryview(words.view(np.uint8))[:length]  # type: ignore[arg-type]
 
 
 def _size(fd: int) -> int:

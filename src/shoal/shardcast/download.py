@@ -1,17 +1,22 @@
 """Fill one assembly from several relays at once.
 
-A few streams, each with one shard in hand:  take a shard -> draw a relay -> fetch -> verify and write -> account.
+A few streams, each with a run of shards in hand, asked for as one range:
+
+    take shards -> draw a relay -> for each: fetch -> verify and write -> account
+
+A run is one shard from a relay that is slow or not known yet, and many from a fast one: asking takes time too.
 
     right bytes       the relay's share grows with its bandwidth
     not there yet     neither good nor bad; it is asked again a little later
     broken, hung      counts as zero bandwidth; the shard goes to another relay
     wrong bytes       the relay is dropped for this download, and the log says so
 
-When no shard is left to take, one that has been under way for long is asked for a second time, elsewhere; the first
-right answer counts. No relay ever holds more than its share of the streams, nor all of them, and one that has
+When no shard is left to take, one that another relay would probably bring sooner, or that has been under way for long, is
+asked for a second time; the first right answer counts. No relay ever holds more than its share of the streams, nor all of them, and one that has
 delivered nothing yet holds one at most. So a slow or hung relay does not set the time.
 """
 
+import contextlib
 import math
 import random
 import threading
@@ -22,14 +27,16 @@ from dataclasses import dataclass
 from shoal.net.deadline import DeadlinePassed, Stopped
 from shoal.shardcast.assembly import Assembly, Shard, WrongBytes
 from shoal.shardcast.choice import RelayChoice
-from shoal.shardcast.upstream import Broken, Connections, NotThere, ask_shard
+from shoal.shardcast.progress import Progress
+from shoal.shardcast.upstream import Broken, Connections, NotThere, ask_shards
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 
-NUM_STREAMS = 4
-"""Shards in flight, and so in memory."""
+NUM_STREAMS, MAX_STREAMS = 4, 16
+"""From one relay, and from all of them: shards in flight, and so in memory."""
+RUN_S, RUN_BYTES = 0.2, 16 << 20
+"""What one question is for: shards that should come within so long, and not more than so many bytes."""
 SECOND_TRY_S = 1.0
-SAY_AFTER_S, SAY_EVERY_S = 2.0, 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 
 
@@ -39,9 +46,11 @@ class NoRelayLeft(DeadlinePassed):
 
 @dataclass(eq=False, slots=True)
 class _Try:
-    shard: Shard
+    shards: deque[Shard]
+    """Consecutive, those still to come; the first is coming now."""
     relay: str
     started_s: float
+    """When the first was asked for, or the one before it had come."""
     judged: bool = False
     """Its relay has already been counted as failed for it."""
 
@@ -63,10 +72,7 @@ class Download:
         self._failure: OSError | Rejected | None = None
         self._over = False
         self._forward_s = 0.0
-        self._began_s = time.monotonic()
-        self._had = sum(entry.num_bytes for entry in assembly.entries) - sum(
-            shard.num_bytes for shard in self._pending
-        )
+        self._num_streams = min(MAX_STREAMS, NUM_STREAMS - 1 + max(1, len(choice.urls)))
 
     def run(self, deadline_s: float, *, patience_s: float | None = None) -> None:
         """Return when every file is whole. What has come stays on disk, whatever happens.
@@ -77,22 +83,26 @@ class Download:
             return
         threads = [
             threading.Thread(target=self._stream, name=f"shards-{index}", daemon=True)
-            for index in range(min(NUM_STREAMS, max(1, len(self._pending))))
+            for index in range(min(self._num_streams, max(1, len(self._pending))))
         ]
         for thread in threads:
             thread.start()
         try:
-            self._watch(deadline_s, deadline_s if patience_s is None else patience_s)
+            num_bytes, had = (
+                sum(entry.num_bytes for entry in self._assembly.entries),
+                self._assembly.num_bytes_here,
+            )
+            with Progress(self._version, num_bytes=num_bytes, had=had, log=self._log) as progress:
+                self._watch(deadline_s, deadline_s if patience_s is None else patience_s, progress)
         finally:
             # Streams that hang end by their own timeouts; what they bring is no longer looked at.
             with self._turn:
                 self._over = True
                 self._turn.notify_all()
 
-    def _watch(self, deadline_s: float, patience_s: float) -> None:
-        said_s = self._forward_s = time.monotonic()
-        give_up_s = said_s + deadline_s
-        said_s -= SAY_EVERY_S - SAY_AFTER_S
+    def _watch(self, deadline_s: float, patience_s: float, progress: Progress) -> None:
+        self._forward_s = time.monotonic()
+        give_up_s = self._forward_s + deadline_s
         while not self._assembly.complete:
             with self._turn:
                 if self._failure is not None:
@@ -108,23 +118,10 @@ class Download:
                     raise DeadlinePassed(
                         f"version {self._version} did not come: within {within_s:.0f} s; {self._state()}"
                     )
-                if now_s - said_s >= SAY_EVERY_S:
-                    said_s = now_s
-                    self._log.info(f"fetching version {self._version}: {self._progress()}; {self._state()}")
+                progress.show(self._assembly.num_bytes_here, self._state)
                 self._turn.wait(min(0.2, give_up_s - now_s))
             if self._stop.is_set():
                 raise Stopped(f"stopped while fetching version {self._version}")
-
-    def _progress(self) -> str:
-        """[######    ] 57 % of 269 MB, 38 MB/s"""
-        num_bytes = sum(entry.num_bytes for entry in self._assembly.entries)
-        here = num_bytes - sum(shard.num_bytes for shard in self._assembly.missing())
-        share, speed = (
-            here / max(1, num_bytes),
-            (here - self._had) / max(1e-6, time.monotonic() - self._began_s),
-        )
-        bar = "#" * int(10 * share)
-        return f"[{bar:<10}] {100 * share:.0f} % of {num_bytes / 1e6:.0f} MB, {speed / 1e6:.3g} MB/s"
 
     def _state(self) -> str:
         num_shards = sum(len(entry.shards) for entry in self._assembly.entries)
@@ -134,21 +131,20 @@ class Download:
     # -- a stream ---------------------------------------------------------------------------------------
 
     def _stream(self) -> None:
-        with Connections() as connections:
+        with Connections(self._choice.ticket) as connections:
             while (job := self._take()) is not None:
                 self._attempt(connections, job)
 
     def _take(self) -> _Try | None:
-        """The next shard and the relay to ask for it; None when all is over."""
+        """The next shards and the relay to ask for them; None when all is over."""
         with self._turn:
             while not self._over:
                 shard = self._next_shard()
                 relays = self._relays_for(shard) if shard is not None else []
                 if shard is not None and relays:
-                    job = _Try(shard, self._choice.pick(relays, random.random()), time.monotonic())
+                    relay = self._choice.pick(relays, random.random())
+                    job = _Try(self._run_from(shard, relay), relay, time.monotonic())
                     self._tries.append(job)
-                    if self._pending and self._pending[0] is shard:
-                        self._pending.popleft()
                     return job
                 self._turn.wait(0.05)
         return None
@@ -156,15 +152,46 @@ class Download:
     def _next_shard(self) -> Shard | None:
         if self._pending:
             return self._pending[0]
-        slow_s = time.monotonic() - SECOND_TRY_S
+        now_s = time.monotonic()
         for job in self._tries:
-            if job.started_s < slow_s and sum(other.shard == job.shard for other in self._tries) == 1:
-                return job.shard
+            for shard in job.shards if self._is_slow(job, now_s) else ():
+                if sum(shard in other.shards for other in self._tries) == 1:
+                    return shard
         return None
+
+    def _is_slow(self, job: _Try, now_s: float) -> bool:
+        """Whether what it is to bring is worth asking for elsewhere too."""
+        waited_s = now_s - job.started_s
+        if waited_s > SECOND_TRY_S:
+            return True
+        known_s = {
+            url: job.shards[0].num_bytes / bandwidth
+            for url in self._choice.urls
+            if job.shards and url not in self._dropped and (bandwidth := self._choice.standing(url).bandwidth)
+        }
+        if job.relay not in known_s:
+            return False
+        expected_s = known_s.pop(job.relay) * sum(other.relay == job.relay for other in self._tries)
+        late = waited_s > 3 * expected_s + 0.1
+        return late or expected_s - waited_s > 2 * min(known_s.values(), default=math.inf)
+
+    def _run_from(self, shard: Shard, relay: str) -> deque[Shard]:
+        """The shard, and those after it that its relay is likely to send as fast as we should like."""
+        run = deque([shard])
+        if not self._pending:
+            return run  # it is somebody else's already
+        self._pending.popleft()
+        bytes_per_s = (self._choice.standing(relay).bandwidth or 0.0) / NUM_STREAMS
+        # Towards the end in smaller portions, so that all streams end together.
+        most = min(RUN_BYTES, RUN_S * bytes_per_s) // shard.num_bytes
+        most = min(most, (len(self._pending) + 1) // (2 * NUM_STREAMS))
+        while len(run) < most and self._pending and _follows(run[-1], self._pending[0]):
+            run.append(self._pending.popleft())
+        return run
 
     def _relays_for(self, shard: Shard) -> list[str]:
         now_s = time.monotonic()
-        asked = {job.relay for job in self._tries if job.shard == shard}
+        asked = {job.relay for job in self._tries if shard in job.shards}
         left = [url for url in self._choice.urls if url not in self._dropped]
         return [
             url
@@ -183,10 +210,16 @@ class Download:
 
     def _attempt(self, connections: Connections, job: _Try) -> None:
         try:
-            data = ask_shard(connections, job.relay, self._version, job.shard, give_up=lambda: self._over)
-            took_s = time.monotonic() - job.started_s
-            if not self._over:
-                self._assembly.write(job.shard, data)
+            data_of = ask_shards(
+                connections, job.relay, self._version, tuple(job.shards), give_up=lambda: self._over
+            )
+            with contextlib.closing(data_of):
+                for data in data_of:
+                    shard, took_s = job.shards[0], time.monotonic() - job.started_s
+                    if self._over:
+                        break
+                    self._assembly.write(shard, data)
+                    self._delivered(job, shard, took_s)
         except NotThere as reason:
             self._settle(job, str(reason), failed=False)
         except Broken as reason:
@@ -199,25 +232,31 @@ class Download:
                 self._failure = failure
             self._settle(job, str(failure), failed=False)
         else:
-            self._delivered(job, took_s)
+            with self._turn:
+                self._tries.remove(job)
+                self._turn.notify_all()
 
     # -- accounts ---------------------------------------------------------------------------------------
 
-    def _delivered(self, job: _Try, took_s: float) -> None:
+    def _delivered(self, job: _Try, shard: Shard, took_s: float) -> None:
         with self._turn:
-            self._tries.remove(job)
+            job.shards.popleft()
+            job.started_s = self._forward_s = time.monotonic()
             if self._over:
                 return
             # Shards that come from one relay at the same time share its link: what counts is what they make together.
-            at_once = 1 + sum(other.relay == job.relay for other in self._tries)
-            self._choice.delivered(job.relay, at_once * job.shard.num_bytes / max(took_s, 1e-6))
+            at_once = sum(other.relay == job.relay for other in self._tries)
+            self._choice.delivered(job.relay, at_once * shard.num_bytes / max(took_s, 1e-6))
             self._pauses.pop(job.relay, None)
-            self._forward_s = time.monotonic()
             for other in self._tries:
-                if other.shard == job.shard and not other.judged:  # it was asked first, and overtaken
+                overdue = time.monotonic() - other.started_s > SECOND_TRY_S
+                if (
+                    shard in other.shards and overdue and not other.judged
+                ):  # it was asked first, and overtaken
                     other.judged = True
                     self._choice.failed(other.relay)
-            self._turn.notify_all()
+            if not self._pending:  # else nobody waits for this
+                self._turn.notify_all()
 
     def _settle(self, job: _Try, reason: str, *, failed: bool, drop: bool = False) -> None:
         with self._turn:
@@ -232,7 +271,12 @@ class Download:
             pause_s = self._pauses.get(job.relay, FIRST_PAUSE_S)
             self._pauses[job.relay] = min(2 * pause_s, LONGEST_PAUSE_S)
             self._not_before_s[job.relay] = time.monotonic() + pause_s
-            here = self._assembly.verified(job.shard.name, job.shard.start, job.shard.stop)
-            if not here and all(other.shard != job.shard for other in self._tries):
-                self._pending.append(job.shard)  # last: the others need not wait for what does not come
+            for shard in job.shards:
+                here = self._assembly.verified(shard.name, shard.start, shard.stop)
+                if not here and all(shard not in other.shards for other in self._tries):
+                    self._pending.append(shard)  # last: the others need not wait for what does not come
             self._turn.notify_all()
+
+
+def _follows(one: Shard, other: Shard) -> bool:
+    return (one.name, one.index + 1) == (other.name, other.index)

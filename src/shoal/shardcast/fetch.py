@@ -22,9 +22,9 @@ from shoal.net.deadline import DeadlinePassed, Stopped
 from shoal.shardcast.assembly import Assembly
 from shoal.shardcast.choice import RelayChoice
 from shoal.shardcast.delta import apply_deltas
-from shoal.shardcast.digest import hash_range
+from shoal.shardcast.digest import hash_file
 from shoal.shardcast.download import Download, NoRelayLeft
-from shoal.shardcast.signed import MANIFEST_FILE, open_manifest, prepare_folder, read_manifest, sync_folder
+from shoal.shardcast.signed import MANIFEST_FILE, open_manifest, prepare_folder, read_manifest
 from shoal.shardcast.ways import Payload, Shelf, Way, shortest_way
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
@@ -89,6 +89,8 @@ class Fetch:
 
     def _despair(self, name: str) -> None:
         """No way to a file: begin anew with what could not be had, while there is time and hope."""
+        if self._left_s() > 0 and self._find_twin():
+            return
         if self._failure is None:  # every way was tried, and none gave the right bytes
             raise Rejected("request.wrong_digest", self._no_way(name))
         if isinstance(self._failure, (NoRelayLeft, Rejected)) or self._left_s() <= 0:
@@ -96,6 +98,24 @@ class Fetch:
         self._unreachable.clear()
         if self._stop.wait(PAUSE_S):
             raise Stopped(f"stopped while fetching version {self._manifest.version}")
+
+    def _find_twin(self) -> bool:
+        """Whether a relay has the same version as its publisher sends it now: one that lost its old versions, with what
+        its deltas were made of, sends the newest whole."""
+        try:
+            found = self._ask(self._manifest.version, 0.0)
+            twin = open_manifest(found, run=self._manifest.run, run_key=self._run_key)
+        except (DeadlinePassed, Rejected):
+            return False
+        if twin.sends_the_same(self._manifest) or not twin.yields_the_same(self._manifest):
+            return False
+        self._log.warning(f"version {twin.version} is sent in another way now; that way is taken")
+        self._manifest, self._chain = twin, {twin.version: found}
+        self._refused.clear()
+        self._unreachable.clear()
+        self._failure = None
+        prepare_folder(self.partial, found)
+        return True
 
     def _no_way(self, name: str) -> str:
         tried = "; ".join(str(way) for way in self._refused) or "none"
@@ -190,7 +210,6 @@ class Fetch:
             found = rejected.detail
         if found == entry.blake3:
             made.replace(self.partial / way.name)
-            sync_folder(self.partial)
             return
         made.unlink(missing_ok=True)
         self._refused.add(way)
@@ -211,11 +230,10 @@ class Fetch:
         except OSError:  # another file system, or one without links
             shutil.copyfile(source, made)
         with made.open("rb") as file:
-            os.fsync(file.fileno())
-            return hash_range(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+            return hash_file(file.fileno())
 
     def _is_made(self, entry: FileEntry) -> bool:
-        # It got this name only after its digest was checked and its bytes were on the disk.
+        # It got this name only after its digest was checked.
         path = self.partial / entry.name
         return path.is_file() and path.stat().st_size == entry.num_bytes
 

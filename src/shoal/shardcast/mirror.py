@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from shoal.net.deadline import DeadlinePassed, NotYet, Stopped, wait_for
 from shoal.shardcast.assembly import Assembly, reuse_files
-from shoal.shardcast.choice import RelayChoice
+from shoal.shardcast.choice import RelayChoice, TicketSource
 from shoal.shardcast.download import Download
 from shoal.shardcast.store import VersionStore
 from shoal.shardcast.upstream import Broken, Connections, NotThere, ask_latest, ask_manifest
@@ -40,11 +40,12 @@ class Mirror:
         log: Log,
         stop: threading.Event,
         on_complete: Callable[[int], None] = lambda version: None,
+        ticket: TicketSource | None = None,
     ) -> None:
         self._store, self._upstreams = store, upstreams
         self._log, self._stop = log, stop
         self._on_complete = on_complete
-        self._choice = RelayChoice()
+        self._choice = RelayChoice(ticket=ticket)
         self._urls: dict[int, str] = {}
         self._refused: set[int] = set()
         self._threads = [threading.Thread(target=self._fill_loop, name="filler", daemon=True)]
@@ -75,7 +76,7 @@ class Mirror:
     # -- learning of versions ---------------------------------------------------------------------------
 
     def _follow_loop(self, index: int) -> None:
-        with Connections() as connections:
+        with Connections(self._choice.ticket) as connections:
             while not self._stop.is_set():
                 try:
                     wait_for(
@@ -190,5 +191,15 @@ class Mirror:
         forward = len(assembly.missing()) < before
         if not forward:
             self._log.warning(f"no progress: {problem}")
+            self._ask_again(version)
             self._stop.wait(1.0)
         return forward
+
+    def _ask_again(self, version: int) -> None:
+        """Its publisher may have come back without what it sent, and sends the same version in another way."""
+        with Connections(self._choice.ticket) as connections:
+            for url in self._choice.urls:
+                try:
+                    self._learn_of(connections, url, version)
+                except (Broken, Rejected, OSError) as reason:
+                    self._log.warning(f"version {version} anew from {url}: {reason}")

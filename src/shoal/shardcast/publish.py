@@ -20,7 +20,7 @@ from shoal.wire.keys import Key
 from shoal.wire.manifest import DELTA_SUFFIX, Delta, FileEntry, Manifest
 from shoal.wire.record import Sealed, seal
 
-SHARD_BYTES = 4 << 20
+SHARD_BYTES = 1 << 20
 SNAPSHOT_EVERY = 8
 WORTH = 0.5
 """A delta larger than this share of its file is not sent."""
@@ -90,7 +90,6 @@ def _is_delta(path: Path) -> bool:
 def _describe(path: Path, shard_bytes: int) -> FileEntry:
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)  # the manifest must not outlive the bytes it vouches for
         num_bytes = os.fstat(fd).st_size
         whole, shards = hash_shards(fd, num_bytes, shard_bytes)
     finally:

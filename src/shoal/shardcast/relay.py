@@ -3,6 +3,7 @@
     GET /manifests/{version}                    the signed manifest
     GET /manifests/latest?after=N&wait_s=S      the newest one, as soon as it is newer than N; 204 if none came
     GET /versions/{version}/{name}?wait_s=S     the file, or one range of it
+    GET /ticket                                 204 if the ticket shown is good: for a web server in front
     GET /healthz
 
 A request for bytes that are still on their way here waits for them, so a tree of relays passes shards on as they
@@ -15,6 +16,7 @@ import socket
 
 from shoal.net.file_server import Answer, FileServer, Request
 from shoal.net.limits import Limits
+from shoal.shardcast.gate import Gate
 from shoal.shardcast.ranges import parse_range
 from shoal.shardcast.store import Held, VersionStore
 from shoal.telemetry import Log
@@ -29,14 +31,21 @@ SHARD_WAIT_S = 20.0
 class RelayApp:
     """The routes over a store. `bytes_sent` counts file bytes handed to clients."""
 
-    def __init__(self, store: VersionStore, *, log: Log | None = None) -> None:
+    def __init__(self, store: VersionStore, *, log: Log | None = None, private: bool = False) -> None:
+        """`private`: only for those who show a ticket of this run."""
         self.store, self.log = store, log or Log("relay")
         self.bytes_sent = 0
+        self._gate = Gate(run=store.run, run_key=store.run_key) if private else None
 
     async def __call__(self, request: Request) -> Answer:
-        match request.path.split("/")[1:]:
-            case ["healthz"]:
-                return self._health()
+        way = request.path.split("/")[1:]
+        if way == ["healthz"]:
+            return self._health()
+        if self._gate is not None:
+            self._gate.check(request.headers)
+        match way:
+            case ["ticket"]:
+                return Answer(204)
             case ["manifests", "latest"]:
                 return await self._latest(request)
             case ["manifests", version]:
@@ -132,14 +141,17 @@ class Part:
         return end
 
     async def verified_up_to(self, position: int, wait_s: float) -> int | None:
-        """The end of the shard around `position`, as far as it is asked for, once that is verified; None if late."""
-        size = self._entry.shard_bytes
-        end = min(self.stop, (position // size + 1) * size)
+        """How far bytes are here and verified after `position`, as soon as there are some; None if late."""
         assembly, name = self._held.assembly, self._entry.name
-        here = await self._app.store.changed.wait_async(
-            lambda: assembly.verified(name, position, end), wait_s
-        )
-        return end if here else None
+
+        def reach() -> int:
+            return assembly.verified_until(name, position, self.stop)
+
+        if position < self.stop and not await self._app.store.changed.wait_async(
+            lambda: reach() > position, wait_s
+        ):
+            return None
+        return reach()
 
     def sent(self, num_bytes: int) -> None:
         self._app.bytes_sent += num_bytes
@@ -155,8 +167,9 @@ class RelayServer(FileServer):
         *,
         log: Log | None = None,
         limits: Limits | None = None,
+        private: bool = False,
     ) -> None:
-        self.app = RelayApp(store, log=log)
+        self.app = RelayApp(store, log=log, private=private)
         super().__init__(self.app, sock, log=self.app.log, limits=limits)
 
 

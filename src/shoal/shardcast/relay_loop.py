@@ -16,6 +16,7 @@ from shoal.net.client import Refused, SignedClient, Unreachable
 from shoal.net.deadline import NotYet
 from shoal.net.limits import Limits
 from shoal.net.server import listen
+from shoal.net.tickets import Tickets
 from shoal.shardcast.mirror import Mirror, Upstream
 from shoal.shardcast.relay import RelayServer
 from shoal.shardcast.store import KEEP_VERSIONS, VersionStore
@@ -47,6 +48,8 @@ class RelayConfig(Record):
     max_connections: int = Field(default=2048, ge=1)
     max_connections_per_address: int = Field(default=512, ge=1)
     bytes_per_s_per_address: float | None = Field(default=None, gt=0)
+    private: bool = False
+    """Serve only those who show a ticket from the run's coordinator."""
     deadline_s: float = Field(default=120.0, gt=0)
     """How long to wait for the coordinator at the start."""
 
@@ -89,7 +92,7 @@ class Relay:
             bytes_per_s=config.bytes_per_s_per_address,
         )
         _allow_open_files(2 * config.max_connections + 100, self._log)
-        self._server = RelayServer(self.store, sock, log=self._log, limits=limits)
+        self._server = RelayServer(self.store, sock, log=self._log, limits=limits, private=config.private)
         self.app = self._server.app
         self._server.start()
         host = f"[{config.host}]" if ":" in config.host else config.host
@@ -100,6 +103,7 @@ class Relay:
             log=self._log,
             stop=self._stop,
             on_complete=lambda version: self._report_now.set(),
+            ticket=None if self._client is None else Tickets(self._client, log=self._log),
         )
         self._mirror.start()
         if self._client is not None:

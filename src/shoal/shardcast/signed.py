@@ -1,6 +1,5 @@
 """Signed manifests on disk, and the one place that decides whether a manifest is to be believed."""
 
-import os
 import shutil
 from pathlib import Path
 
@@ -32,14 +31,15 @@ def read_manifest(folder: Path) -> Sealed[Manifest] | None:
 
 
 def write_manifest(folder: Path, sealed: Sealed[Manifest]) -> None:
-    """Complete or absent, even across a power cut."""
+    """Complete or absent, as long as the machine runs; boot.py has the rest."""
     partial = folder / PARTIAL_MANIFEST
-    with partial.open("wb") as file:
-        file.write(sealed.canonical())
-        file.flush()
-        os.fsync(file.fileno())
+    partial.write_bytes(sealed.canonical())
     partial.replace(folder / MANIFEST_FILE)
-    sync_folder(folder)
+
+
+def partial_path(folder: Path, name: str) -> Path:
+    """Where a file lies that is still coming. No name in a manifest begins with a dot, so this one is nobody else's."""
+    return folder / f".{name}.partial"
 
 
 def prepare_folder(folder: Path, sealed: Sealed[Manifest]) -> None:
@@ -59,10 +59,8 @@ def prepare_folder(folder: Path, sealed: Sealed[Manifest]) -> None:
     write_manifest(folder, sealed)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames inside `folder` last."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def doubt_files(folder: Path) -> None:
+    """Give files the names of those that are still coming, so that they are hashed before they are believed."""
+    for path in list(folder.iterdir()):
+        if path.name != MANIFEST_FILE and not path.name.startswith("."):
+            path.replace(partial_path(folder, path.name))

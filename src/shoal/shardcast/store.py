@@ -3,6 +3,7 @@ still coming.
 
     FOLDER/v7/      what assembly.py describes
     FOLDER/.gone-*  a deleted version that a crash left half deleted
+    FOLDER/.boot    boot.py
 
 Everything in a store is signed by the run key for this run; a version never changes once it is known; no name
 that came over the network becomes a path unless a signed manifest lists it.
@@ -18,7 +19,8 @@ from pathlib import Path
 
 from shoal.shardcast.assembly import Assembly
 from shoal.shardcast.bell import Bell
-from shoal.shardcast.signed import open_manifest, prepare_folder, read_manifest
+from shoal.shardcast.boot import mark_boot, same_boot
+from shoal.shardcast.signed import MANIFEST_FILE, open_manifest, prepare_folder, read_manifest
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import FileEntry, Manifest
 from shoal.wire.record import Sealed
@@ -60,7 +62,8 @@ class VersionStore:
         self._held: dict[int, Held] = {}
         self._one_at_a_time = threading.Lock()  # two upstreams may bring word of the same version
         folder.mkdir(parents=True, exist_ok=True)
-        self._scan()
+        self._scan(in_doubt=not same_boot(folder))
+        mark_boot(folder)
         self._evict()
 
     # -- what is here -----------------------------------------------------------------------------------
@@ -115,7 +118,11 @@ class VersionStore:
         return sealed
 
     def begin(self, sealed: Sealed[Manifest]) -> None:
-        """Make a version known whose files are still to come. Rejected if it is not this run's, or not the same."""
+        """Make a version known whose files are still to come. Rejected if it is not this run's, or not the same.
+
+        A publisher that lost its old versions may send one whole that it sent as a delta before. The files are the same:
+        it takes the place of the first unless that is complete here.
+        """
         manifest = self._check(sealed)
         num_bytes = sum(entry.num_bytes for entry in manifest.payloads)
         if self._max_bytes is not None and num_bytes > self._max_bytes:
@@ -128,11 +135,17 @@ class VersionStore:
             if standing is None:
                 prepare_folder(self.path(manifest.version), sealed)
                 self._register(self._hold(sealed))
-            elif not standing.sealed.body.sends_the_same(manifest):
+            elif not standing.sealed.body.yields_the_same(manifest):
                 raise Rejected(
                     "request.conflict",
                     f"version {manifest.version} is known with other files; a version never changes",
                 )
+            elif not (standing.sealed.body.sends_the_same(manifest) or standing.assembly.complete):
+                standing.assembly.close()
+                prepare_folder(self.path(manifest.version), sealed)
+                with self._lock:
+                    self._held.pop(manifest.version, None)
+                self._register(self._hold(sealed))
 
     @contextlib.contextmanager
     def writing(self, version: int) -> Iterator[Assembly]:
@@ -156,9 +169,12 @@ class VersionStore:
     def _check(self, sealed: Sealed[Manifest]) -> Manifest:
         return open_manifest(sealed, run=self.run, run_key=self.run_key)
 
-    def _hold(self, sealed: Sealed[Manifest]) -> Held:
+    def _hold(self, sealed: Sealed[Manifest], *, in_doubt: bool = False) -> Held:
         path = self.path(sealed.body.version)
-        return Held(sealed, Assembly(path, sealed.body, on_change=self.changed.ring))
+        assembly = Assembly(
+            path, sealed.body, in_doubt=in_doubt, check_whole=False, on_change=self.changed.ring
+        )
+        return Held(sealed, assembly)
 
     def _register(self, held: Held) -> None:
         with self._lock:
@@ -166,7 +182,7 @@ class VersionStore:
         self._evict()
         self.changed.ring()
 
-    def _scan(self) -> None:
+    def _scan(self, *, in_doubt: bool) -> None:
         for leftover in self.folder.glob(".gone-*"):
             shutil.rmtree(leftover)
         for path in sorted(self.folder.iterdir()):
@@ -174,8 +190,14 @@ class VersionStore:
                 continue
             try:
                 sealed = read_manifest(path)
-                if sealed is None:
-                    continue  # its publisher has not finished it
+            except Rejected:
+                if not in_doubt:
+                    raise ValueError(f"{path / MANIFEST_FILE} is no manifest; delete {path}") from None
+                shutil.rmtree(path)  # a power cut came before its bytes were on the disk
+                continue
+            if sealed is None:
+                continue  # its publisher has not finished it
+            try:
                 manifest = self._check(sealed)
             except Rejected as rejected:
                 raise ValueError(
@@ -184,7 +206,7 @@ class VersionStore:
                 ) from None
             if path != self.path(manifest.version):
                 raise ValueError(f"{path} holds the manifest of version {manifest.version}; delete it")
-            self._held[manifest.version] = self._hold(sealed)
+            self._held[manifest.version] = self._hold(sealed, in_doubt=in_doubt)
 
     def _needed(self, versions: Iterable[int]) -> set[int]:
         """What these versions build on, back to a snapshot or to one that is not here."""

@@ -5,13 +5,14 @@ import http.client
 import ssl
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
 import httpx
 
 from shoal.shardcast.assembly import Shard
+from shoal.shardcast.choice import TicketSource
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import Manifest
 from shoal.wire.messages import Problem
@@ -46,7 +47,8 @@ class Connections:
     The standard library's client, not httpx: it hands a shard on as the kernel gives it, for a third of the work.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ticket: TicketSource | None = None) -> None:
+        self._ticket = ticket
         self._open: dict[tuple[str, str], http.client.HTTPConnection] = {}
         self._room = bytearray()
 
@@ -73,6 +75,8 @@ class Connections:
         target = f"{parts.path}?{parts.query}" if parts.query else parts.path
         done = False
         try:
+            if shown := self._ticket() if self._ticket is not None else "":
+                headers = headers | {"Authorization": shown}
             response = self._send(server, target, {"Accept-Encoding": "identity", **headers}, read_s)
             yield response
             # At the body's end the connection is free for the next request, unless the server is to close it.
@@ -131,28 +135,41 @@ def ask_manifest(connections: Connections, url: str, version: int) -> Sealed[Man
     return _parse(url, _ask(connections, f"{url}/manifests/{version}", 0.0))
 
 
-def ask_shard(
-    connections: Connections, url: str, version: int, shard: Shard, *, give_up: Callable[[], bool]
-) -> memoryview:
-    """As many bytes as the shard has, unverified; good until the next one is asked for over these connections."""
-    where = f"{url}/versions/{version}/{shard.name}?wait_s={SHARD_WAIT_S:g}"
-    headers = {"Range": f"bytes={shard.start}-{shard.stop - 1}"}
-    late_s = time.monotonic() + ANSWER_DEADLINE_S
-    data, position = connections.room(shard.num_bytes), 0
+def ask_shards(
+    connections: Connections, url: str, version: int, shards: Sequence[Shard], *, give_up: Callable[[], bool]
+) -> Generator[memoryview, None, None]:
+    """The bytes of consecutive shards of one file, unverified, each good until the next is asked for."""
+    first, last = shards[0], shards[-1]
+    where = f"{url}/versions/{version}/{first.name}?wait_s={SHARD_WAIT_S:g}"
+    headers = {"Range": f"bytes={first.start}-{last.stop - 1}"}
+    room = connections.room(max(shard.num_bytes for shard in shards))
     with connections.get(where, headers, read_s=SHARD_WAIT_S + STALL_S) as response:
         _check_status(response)
-        if response.length not in (None, shard.num_bytes):
+        if response.length != last.stop - first.start:
             raise Broken(
-                f"{response.length} bytes for shard {shard.index} of {shard.name}, which has {len(data)}"
+                f"{response.length} bytes for shards {first.index} to {last.index} of {first.name}, which have "
+                f"{last.stop - first.start}"
             )
-        while position < len(data) and (piece := response.read1(min(PIECE_BYTES, len(data) - position))):
-            data[position : position + len(piece)] = piece
-            position += len(piece)
-            if give_up() or time.monotonic() > late_s:
-                break
-    if position != shard.num_bytes:
-        raise Broken(f"{position} bytes for shard {shard.index} of {shard.name}, which has {shard.num_bytes}")
-    return data
+        for shard in shards:
+            data = room[: shard.num_bytes]
+            count = _read_into(response, data, give_up)
+            if count != len(data):
+                raise Broken(f"{count} bytes for shard {shard.index} of {shard.name}, which has {len(data)}")
+            yield data
+
+
+def _read_into(response: http.client.HTTPResponse, data: memoryview, give_up: Callable[[], bool]) -> int:
+    """Fill `data`, as the kernel gives it and without a copy in between; how much came in time."""
+    late_s = time.monotonic() + ANSWER_DEADLINE_S
+    position = 0
+    while position < len(data) and not give_up() and time.monotonic() < late_s:
+        count = response.fp.readinto1(data[position:])  # its buffer, then the socket
+        if not count:
+            break
+        position += count
+    assert response.length is not None, "an answer without a length is not read here"
+    response.length -= position
+    return position
 
 
 def _ask(connections: Connections, where: str, wait_s: float) -> bytes:

@@ -1,12 +1,19 @@
 """Sums: the smallest task on which a language model visibly learns to reason its way to a number."""
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.tasks.task import Outcome, Problem, Reward, Split, is_held_out, problem_rng
-
-_NUMBER = re.compile(r"-?\d+")
+from shoal.tasks.task import (
+    Problem,
+    Reward,
+    Split,
+    check_style,
+    check_whole,
+    grade_number,
+    is_held_out,
+    problem_rng,
+    reply_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +29,8 @@ class Add:
     style: Literal["bare", "chat", "shots"] = "chat"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.digits, int) or not 1 <= self.digits <= 9:
-            raise ValueError(f"add: digits={self.digits!r} must be a whole number from 1 to 9")
-        if self.style not in ("bare", "chat", "shots"):
-            raise ValueError(f"add: style={self.style!r} must be bare, chat or shots")
+        check_whole("add: digits", self.digits, least=1, most=9)
+        check_style("add", self.style, ("bare", "chat", "shots"))
 
     @property
     def chat(self) -> bool:
@@ -40,14 +45,9 @@ class Add:
                 return Problem(prompt=self._ask(a, b), answer=str(a + b))
             attempt += 1
 
-    def reward(self, problem: Problem, text: str) -> Reward:
-        reply = text.strip().split("\n")[0] if self.style == "shots" else text
-        numbers = _NUMBER.findall(reply)
-        if not numbers:
-            return Reward(0.0, Outcome.UNPARSEABLE)
-        given = numbers[-1]
-        right = not given.startswith("-") and given.lstrip("0") == problem.answer.lstrip("0")
-        return Reward(1.0, Outcome.RIGHT) if right else Reward(0.0, Outcome.WRONG)
+    def reward(self, problem: Problem, text: str, num_tokens: int) -> Reward:
+        reply = text.strip().split("\n")[0] if self.style == "shots" else reply_of(text)
+        return grade_number(problem.answer, reply)
 
     def _ask(self, a: int, b: int) -> str:
         if self.style == "bare":

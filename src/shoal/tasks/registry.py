@@ -1,20 +1,66 @@
-"""Tasks by name."""
+"""Tasks by name: those that ship, and those that installed packages add under the entry point group `shoal.tasks`."""
 
+import functools
 from collections.abc import Callable
+from importlib.metadata import entry_points
 
 from shoal.tasks.arithmetic import Add
+from shoal.tasks.budgets import with_budgets
+from shoal.tasks.counting import Count
+from shoal.tasks.data_set import DataSet, Format
+from shoal.tasks.files import checked_options
+from shoal.tasks.genesys import GENESYS
+from shoal.tasks.largest import Largest
+from shoal.tasks.listed import Listed
+from shoal.tasks.programs import HUMANEVAL, MBPP
 from shoal.tasks.sorting import Sort
 from shoal.tasks.task import Task
+from shoal.tasks.word_problems import GSM8K, MATH, SVAMP
 from shoal.wire.run import TaskSpec
 
-TASKS: dict[str, Callable[..., Task]] = {"add": Add, "sort": Sort}
+ENTRY_POINTS = "shoal.tasks"
+
+Factory = Callable[..., Task]
+
+
+def _data_set(format: Format) -> Factory:
+    return functools.partial(DataSet, format=format)
+
+
+TASKS: dict[str, Factory] = {
+    "add": Add,
+    "sort": Sort,
+    "largest": Largest,
+    "count": Count,
+    "listed": Listed,
+    **{format.name: _data_set(format) for format in (GSM8K, SVAMP, MATH, MBPP, HUMANEVAL, GENESYS)},
+}
 
 
 def make_task(spec: TaskSpec) -> Task:
-    """The task a spec names, or a ValueError that names the known ones."""
-    if spec.name not in TASKS:
-        raise ValueError(f"unknown task {spec.name!r}; known: {sorted(TASKS)}")
+    """The task a spec names, or a ValueError that names the known ones. The same spec gives the same object.
+
+    Files are read at the first problem, not here: a run file is good on a machine that lacks its data.
+    """
+    return _make(spec.model_dump_json())
+
+
+@functools.lru_cache(maxsize=8)
+def _make(text: str) -> Task:
+    spec = TaskSpec.model_validate_json(text)
+    factory = _find(spec.name)
     try:
-        return TASKS[spec.name](**spec.options)
+        task = factory(**checked_options(spec))
     except TypeError as error:
         raise ValueError(f"task {spec.name!r}: {error}") from None
+    return with_budgets(task, spec.budgets, spec.budget_alpha) if spec.budgets else task
+
+
+def _find(name: str) -> Factory:
+    if name in TASKS:
+        return TASKS[name]
+    found = entry_points(group=ENTRY_POINTS)
+    if name not in found.names:
+        raise ValueError(f"unknown task {name!r}; known: {sorted(TASKS.keys() | found.names)}")
+    factory: Factory = found[name].load()
+    return factory

@@ -1,6 +1,15 @@
-"""Cutting rows of states into segments, and batching segments of one size: what build and verify share."""
+"""Cutting rows of states into segments, and batching segments of one size: what build and verify share.
 
-from collections.abc import Iterator, Sequence
+    row 0   | 32 states | 32 states | 32 states | 7 |      blocks: one of 3 segments, one of 1
+    row 1   | 32 states | 20 |                             blocks: two of 1
+
+A sheet is some segments of one size in one tensor, small enough to stay in cache: a slice of a long row as it lies in memory,
+or several short rows side by side. A batch is the sheets of up to BATCH segments.
+
+S segments, N values of each, K of them committed to, C columns.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,32 +20,80 @@ from torch import Tensor
 from shoal.toploc.proof import ProofError
 
 Bits = npt.NDArray[np.uint16]
+Place = tuple[int, int]
+"""Where a segment belongs: row, segment of the row."""
 
 BATCH = 256
 """Segments worked on together. Per-call costs are spread thin by then, and the tables still fit in cache."""
+SHEET_VALUES = 1 << 20
+"""Of one sheet at most, unless one segment has more. A larger one leaves the cache, and if it has to be put together its
+fresh memory costs as much in page faults as the search in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentBatch:
-    """Segments of equal size. `places` says for each where it belongs: (row, segment of the row)."""
+    """Segments of equal size."""
 
-    places: list[tuple[int, int]]
+    places: list[Place]
+    sheets: list[Tensor]
+    """[S, N] bfloat16 each, flattened state after state, in the order of `places`."""
+    sizes_S: Tensor | None = None
+    """How many values of each are real, where they were padded to one size; there is one sheet then."""
+
+    @property
+    def num_values(self) -> int:
+        """Of one segment, the smallest if they differ."""
+        return self.sheets[0].shape[1] if self.sizes_S is None else int(self.sizes_S.min())
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Neighbouring segments of one row and one size."""
+
+    row: int
+    first: int
     values_SN: Tensor
-    """bfloat16, flattened: state after state."""
 
 
 def batches(states_list: Sequence[Tensor], *, segment_tokens: int) -> Iterator[SegmentBatch]:
     """Every segment of every row, in batches of one size."""
-    by_size: dict[int, list[tuple[int, int, Tensor]]] = {}
+    by_size: dict[int, list[_Block]] = {}
     for row, states in enumerate(states_list):
-        for segment, piece in enumerate(_pieces(states, row, segment_tokens)):
-            by_size.setdefault(piece.numel(), []).append((row, segment, piece))
-    for same_size in by_size.values():
-        for start in range(0, len(same_size), BATCH):
-            chunk = same_size[start : start + BATCH]
-            places = [(row, segment) for row, segment, _ in chunk]
-            values_SN = torch.stack([piece.to(torch.bfloat16) for _, _, piece in chunk])
-            yield SegmentBatch(places, values_SN)
+        for block in _blocks(states, row, segment_tokens):
+            by_size.setdefault(block.values_SN.shape[1], []).append(block)
+    for size, blocks in by_size.items():
+        batch = SegmentBatch([], [])
+        for places, sheet in _sheets(blocks, max(1, min(BATCH, SHEET_VALUES // size))):
+            if len(batch.places) + len(places) > BATCH:
+                yield batch
+                batch = SegmentBatch([], [])
+            batch.places.extend(places)
+            batch.sheets.append(sheet)
+        yield batch
+
+
+def padded_batches(states_list: Sequence[Tensor], *, segment_tokens: int) -> Iterator[SegmentBatch]:
+    """The same, padded to one size: a handful of launches on a device, however many rows and sizes there are."""
+    places: list[Place] = []
+    firsts: list[int] = []
+    lengths: list[int] = []
+    start = 0
+    for row, states in enumerate(states_list):
+        _check_states(states, row)
+        for segment, first in enumerate(range(0, len(states), segment_tokens)):
+            places.append((row, segment))
+            firsts.append(start + first)
+            lengths.append(min(segment_tokens, len(states) - first))
+        start += len(states)
+    if not places:
+        return
+    states_TH = torch.cat([states.detach() for states in states_list]).to(torch.bfloat16)
+    first_SL = torch.tensor([firsts, lengths]).to(states_TH.device)
+    for begin in range(0, len(places), 4 * BATCH):
+        first_S, length_S = first_SL[:, begin : begin + 4 * BATCH]
+        at_SN = first_S[:, None] + torch.arange(segment_tokens, device=states_TH.device)
+        values_SN = states_TH[at_SN.clamp_(max=len(states_TH) - 1)].flatten(1)
+        yield SegmentBatch(places[begin : begin + 4 * BATCH], [values_SN], length_S * states_TH.shape[1])
 
 
 def top_points(batch: SegmentBatch, topk: int) -> tuple[npt.NDArray[np.int64], Bits]:
@@ -44,19 +101,73 @@ def top_points(batch: SegmentBatch, topk: int) -> tuple[npt.NDArray[np.int64], B
 
     Ties fall as torch.topk has them: that is part of the format.
     """
-    size = batch.values_SN.shape[1]
-    if topk > size:
+    if topk > (size := batch.num_values):
         row, segment = batch.places[0]
         raise ProofError(f"segment {segment} has {size} values, fewer than topk={topk}", row)
-    indices_SK = torch.topk(batch.values_SN.abs(), topk, dim=1, sorted=False).indices
-    bits_SK = _to_bits(torch.gather(batch.values_SN, 1, indices_SK))
+    scratch = torch.empty(0, dtype=torch.int16)
+    indices: list[npt.NDArray[np.int64]] = []
+    bits: list[Bits] = []
+    for sheet in batch.sheets:
+        if sheet.device.type == "cpu" and scratch.numel() < sheet.numel():
+            scratch = torch.empty(sheet.numel(), dtype=torch.int16)
+        indices_SK = _largest(sheet, topk, scratch, batch.sizes_S)
+        bits.append(_to_bits(torch.gather(sheet, 1, indices_SK)))
+        indices.append(indices_SK.cpu().numpy())
+    bits_SK = np.concatenate(bits)
     _check_bits(bits_SK, batch.places)
-    return indices_SK.cpu().numpy(), bits_SK
+    return np.concatenate(indices), bits_SK
 
 
-def bits_of_columns(values_SN: Tensor, columns_C: npt.NDArray[np.int64]) -> Bits:
-    """Bit patterns of the same places in every segment."""
-    return _to_bits(values_SN.index_select(1, torch.from_numpy(columns_C).to(values_SN.device)))
+def bits_of_columns(batch: SegmentBatch, columns_C: npt.NDArray[np.int64]) -> Bits:
+    """[S, C] bit patterns of the same places in every segment."""
+    columns = torch.from_numpy(columns_C).to(batch.sheets[0].device)
+    return np.concatenate([_to_bits(sheet.index_select(1, columns)) for sheet in batch.sheets])
+
+
+def _blocks(states: Tensor, row: int, segment_tokens: int) -> Iterator[_Block]:
+    _check_states(states, row)
+    if segment_tokens < 1:
+        raise ValueError(f"segment_tokens={segment_tokens} must be at least 1")
+    num_full, rest = divmod(len(states), segment_tokens)
+    if num_full:
+        yield _Block(row, 0, states[: num_full * segment_tokens].detach().reshape(num_full, -1))
+    if rest:
+        yield _Block(row, num_full, states[-rest:].detach().reshape(1, -1))
+
+
+def _sheets(blocks: Iterable[_Block], at_once: int) -> Iterator[tuple[list[Place], Tensor]]:
+    """The segments of all blocks, up to `at_once` together."""
+    places: list[Place] = []
+    parts: list[Tensor] = []
+    for block in blocks:
+        for start in range(0, len(block.values_SN), at_once):
+            part = block.values_SN[start : start + at_once]
+            if len(places) + len(part) > at_once:
+                yield places, _joined(parts)
+                places, parts = [], []
+            places.extend((block.row, block.first + start + index) for index in range(len(part)))
+            parts.append(part.to(torch.bfloat16))
+    yield places, _joined(parts)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _largest(values_SN: Tensor, topk: int, scratch: Tensor, sizes_S: Tensor | None) -> Tensor:
+    """[S, K] where the largest magnitudes are: torch.topk of the absolute values, ties included.
+
+    Without the sign, bit patterns order as magnitudes do, and on a CPU torch.topk searches int16 faster than bfloat16.
+    """
+    if values_SN.device.type != "cpu" or sizes_S is not None:
+        absolute_SN = values_SN.abs()
+        if sizes_S is not None:  # padding is below every magnitude
+            columns_N = torch.arange(absolute_SN.shape[1], device=absolute_SN.device)
+            absolute_SN.masked_fill_(columns_N >= sizes_S[:, None], -1.0)
+        return torch.topk(absolute_SN, topk, dim=1, sorted=False).indices
+    magnitudes_SN = scratch[: values_SN.numel()].view(values_SN.shape)
+    torch.bitwise_and(values_SN.view(torch.int16), 0x7FFF, out=magnitudes_SN)
+    return torch.topk(magnitudes_SN, topk, dim=1, sorted=False).indices
 
 
 def _to_bits(values: Tensor) -> Bits:
@@ -64,19 +175,14 @@ def _to_bits(values: Tensor) -> Bits:
     return bits
 
 
-def _pieces(states: Tensor, row: int, segment_tokens: int) -> Sequence[Tensor]:
+def _check_states(states: Tensor, row: int) -> None:
     if states.dim() != 2 or not states.is_floating_point():
         raise ProofError(
             f"states are {tuple(states.shape)} {states.dtype}, expected [tokens, hidden] floats", row
         )
-    if segment_tokens < 1:
-        raise ValueError(f"segment_tokens={segment_tokens} must be at least 1")
-    if len(states) == 0:
-        return ()
-    return [piece.reshape(-1) for piece in torch.split(states.detach(), segment_tokens)]
 
 
-def _check_bits(bits_SK: Bits, places: list[tuple[int, int]]) -> None:
+def _check_bits(bits_SK: Bits, places: list[Place]) -> None:
     """The top values tell of all: to torch.topk infinity is large and NaN larger still."""
     magnitudes_SK = bits_SK & 0x7FFF
     largest_S = magnitudes_SK.max(axis=1)

@@ -18,10 +18,12 @@ from shoal.toploc.segments import Bits, SegmentBatch, batches, bits_of_columns, 
 
 NO_MATCH = 2.0**64
 """Mantissa error of a segment in which no exponent matches; the published value."""
+MANTISSA_BOUND = 8
 MAX_CONTROLS = 128
 _CANDIDATES = 4 * MAX_CONTROLS
 
 Mask = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,9 @@ class SegmentCheck:
     exponent_mismatches: int
     mantissa_mean: float
     mantissa_median: float
+    mantissa_bounded: float
+    """The mean again, with no point counting for more than MANTISSA_BOUND: one index that only one side has in its top-k gives
+    a random value, which may agree in its exponent and be off by anything in its mantissa."""
     sign_mismatches: int
     """Points whose exponent agrees and whose sign does not."""
     control_hits: int
@@ -87,21 +92,22 @@ def _check_batch(
     top_SK, true_SK = top_points(batch, topk)
     moduli_S = lines_SK[:, 0].astype(np.int64)
     _check_moduli(top_SK, moduli_S, batch.places, topk)
-    control_SC, control_true_SC, usable_SC = _controls(batch.values_SN, true_SK, rng)
+    control_SC, control_true_SC, usable_SC = _controls(batch, true_SK, rng)
 
     points_SN = np.concatenate([top_SK, control_SC], axis=1) % moduli_S[:, None]
     claimed_SN = _evaluate(lines_SK[:, 1:], points_SN)
     claimed_SK, control_claimed_SC = claimed_SN[:, :topk], claimed_SN[:, topk:]
-    mismatches_S, mean_S, median_S, signs_S = _compare(claimed_SK, true_SK)
+    mismatches_S, mean_S, median_S, bounded_S, signs_S = _compare(claimed_SK, true_SK)
     hits_S = _control_hits(control_claimed_SC, control_true_SC, usable_SC, true_SK)
     constant_S: Mask = np.logical_not(np.any(lines_SK[:, 2:], axis=1))
     return [
         SegmentCheck(
-            num_values=batch.values_SN.shape[1],
+            num_values=batch.num_values,
             num_points=topk,
             exponent_mismatches=int(mismatches_S[s]),
             mantissa_mean=float(mean_S[s]),
             mantissa_median=float(median_S[s]),
+            mantissa_bounded=float(bounded_S[s]),
             sign_mismatches=int(signs_S[s]),
             control_hits=int(hits_S[s]),
             num_controls=int(usable_SC[s].sum()),
@@ -130,15 +136,15 @@ def _check_moduli(
 
 
 def _controls(
-    values_SN: Tensor, true_SK: Bits, rng: np.random.Generator
+    batch: SegmentBatch, true_SK: Bits, rng: np.random.Generator
 ) -> tuple[npt.NDArray[np.int64], Bits, Mask]:
     """Indices, values and usability of control points: random ones of at most half the smallest top-k magnitude.
 
     Half, because the prover's hardware may have ordered near-equal values otherwise; nothing moves by a factor of two.
     """
-    size = values_SN.shape[1]
+    size = batch.num_values
     candidates = rng.choice(size, min(size, _CANDIDATES), replace=False)
-    bits_SC = bits_of_columns(values_SN, candidates)
+    bits_SC = bits_of_columns(batch, candidates)
     # One exponent step is a factor of two, and without the sign bit patterns order as magnitudes do.
     bar_S = np.maximum((true_SK & 0x7FFF).min(axis=1).astype(np.int32) - 0x80, 0)
     usable_SC: Mask = np.less_equal(bits_SC & 0x7FFF, bar_S[:, None])
@@ -158,12 +164,17 @@ def _evaluate(coefficients_SK: Bits, points_SN: npt.NDArray[np.int64]) -> Bits:
 
 def _compare(
     claimed_SK: Bits, true_SK: Bits
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+) -> tuple[npt.NDArray[np.int64], Floats, Floats, Floats, npt.NDArray[np.int64]]:
+    """Exponents that differ; mean, upper median and bounded mean of the mantissa error; signs that differ."""
     agree_SK = _exponents(claimed_SK) == _exponents(true_SK)
     num_S = agree_SK.sum(axis=1)
     error_SK = np.abs((claimed_SK & 0x7F).astype(np.int64) - (true_SK & 0x7F).astype(np.int64))
-    sums_S = np.where(agree_SK, error_SK, 0).sum(axis=1)
-    mean_S = np.where(num_S > 0, sums_S / np.maximum(num_S, 1), NO_MATCH)
+    agreeing_SK = np.where(agree_SK, error_SK, 0)
+    divisor_S = np.maximum(num_S, 1)
+    mean_S = np.where(num_S > 0, agreeing_SK.sum(axis=1) / divisor_S, NO_MATCH)
+    bounded_S = np.where(
+        num_S > 0, np.minimum(agreeing_SK, MANTISSA_BOUND).sum(axis=1) / divisor_S, MANTISSA_BOUND
+    )
     # Disagreeing points sort behind all others, so element n // 2 is the upper median of the n that agree.
     sorted_SK = np.sort(np.where(agree_SK, error_SK, 1 << 20), axis=1)
     middle_S = np.take_along_axis(sorted_SK, np.minimum(num_S // 2, sorted_SK.shape[1] - 1)[:, None], axis=1)[
@@ -171,7 +182,7 @@ def _compare(
     ]
     median_S = np.where(num_S > 0, middle_S.astype(np.float64), NO_MATCH)
     signs_S = (agree_SK & ((claimed_SK ^ true_SK) >> 15).astype(np.bool_)).sum(axis=1)
-    return agree_SK.shape[1] - num_S, mean_S, median_S, signs_S
+    return agree_SK.shape[1] - num_S, mean_S, median_S, bounded_S, signs_S
 
 
 def _control_hits(claimed_SC: Bits, true_SC: Bits, usable_SC: Mask, top_SK: Bits) -> npt.NDArray[np.int64]:

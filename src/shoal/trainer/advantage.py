@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+
+from shoal.trainer.config import AdvantageKind
 
 STD_FLOOR = 1e-6
 """Added to the standard deviation, as in the released code; it matters only for rewards that hardly differ."""
 
 
-def group_advantages(rewards_G: Sequence[float], kind: Literal["std", "mean"]) -> list[float]:
+def group_advantages(rewards_G: Sequence[float], kind: AdvantageKind) -> list[float]:
     """Advantages of the samples of one prompt.
 
         mean:  A_i = r_i - mean(r)

@@ -3,9 +3,10 @@
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from itertools import groupby
 
 from shoal.trainer.advantage import group_advantages
+from shoal.trainer.config import AdvantageKind
 from shoal.wire.messages import Batch, Group
 from shoal.wire.rollouts import Rollout, RolloutTable
 
@@ -20,6 +21,8 @@ class Sample:
     advantage: float
     lag: int
     """Trainer's version minus the version that wrote the answer."""
+    group: int = 0
+    """Which group of its batch it belongs to."""
 
     @property
     def num_outputs(self) -> int:
@@ -35,6 +38,11 @@ class TrainBatch:
     num_groups: int
     dropped_groups: int
     reward_mean: float
+    stale_groups: int = 0
+    waited_on: str = ""
+    """What the coordinator last said the batch was waiting for; empty if it was there at once."""
+    dropped_share: float = 0.0
+    unparseable: float = 0.0
 
     @property
     def num_outputs(self) -> int:
@@ -44,15 +52,36 @@ class TrainBatch:
     def num_tokens(self) -> int:
         return sum(len(sample.tokens) for sample in self.samples)
 
+    def split(self, num_parts: int) -> list[tuple[Sample, ...]]:
+        """Parts of whole groups, as equal in groups as they can be.
+
+        Groups go round the parts: the coordinator hands out the oldest first, and no update shall have only those.
+        """
+        groups = [tuple(members) for _, members in groupby(self.samples, key=lambda sample: sample.group)]
+        if len(groups) < num_parts:
+            raise ValueError(
+                f"batch {self.version}: {len(groups)} groups cannot be cut into optimizer_steps={num_parts} parts; "
+                "lower it or raise groups_per_step"
+            )
+        return [
+            tuple(sample for group in groups[part::num_parts] for sample in group)
+            for part in range(num_parts)
+        ]
+
 
 def build_batch(
-    batch: Batch, tables: Mapping[str, RolloutTable], *, max_lag: int, advantage: Literal["std", "mean"]
+    batch: Batch,
+    tables: Mapping[str, RolloutTable],
+    *,
+    max_lag: int,
+    advantage: AdvantageKind,
+    waited_on: str = "",
 ) -> TrainBatch:
     """Samples of every group, in the batch's order. `tables` is by SHA-256; ValueError names what does not fit."""
     rows_by_group = _rows_by_group(tables)
     samples: list[Sample] = []
     seen: set[str] = set()
-    for group in batch.groups:
+    for index, group in enumerate(batch.groups):
         if group.group_id in seen:
             raise ValueError(f"batch {batch.version}: group {group.group_id} occurs twice")
         seen.add(group.group_id)
@@ -62,7 +91,7 @@ def build_batch(
                 f"batch {batch.version}: group {group.group_id} is by version {group.policy_version}, lag {lag}; max_lag is {max_lag}"
             )
         rows = _rows_of(group, tables, rows_by_group)
-        samples.extend(_samples(rows, group_advantages(group.rewards, advantage), lag))
+        samples.extend(_samples(rows, group_advantages(group.rewards, advantage), lag=lag, group=index))
     if not samples:
         raise ValueError(
             f"batch {batch.version} holds no groups; the coordinator must not hand out an empty one"
@@ -73,6 +102,10 @@ def build_batch(
         num_groups=len(batch.groups),
         dropped_groups=batch.dropped_groups,
         reward_mean=batch.reward_mean,
+        stale_groups=batch.stale_groups,
+        waited_on=waited_on,
+        dropped_share=batch.dropped_share,
+        unparseable=batch.unparseable,
     )
 
 
@@ -107,7 +140,7 @@ def _rows_of(
     return rows
 
 
-def _samples(rows: list[Rollout], advantages: list[float], lag: int) -> list[Sample]:
+def _samples(rows: list[Rollout], advantages: list[float], *, lag: int, group: int) -> list[Sample]:
     return [
         Sample(
             tokens=row.prompt_tokens + row.output_tokens,
@@ -115,6 +148,7 @@ def _samples(rows: list[Rollout], advantages: list[float], lag: int) -> list[Sam
             logprobs=row.logprobs,
             advantage=advantage,
             lag=lag,
+            group=group,
         )
         for row, advantage in zip(rows, advantages, strict=True)
     ]

@@ -7,11 +7,15 @@
 
 All of it is written and synced in a hidden folder, which is then renamed. A folder whose digests do not fit its
 manifest is passed over with a warning, and the one before it is taken. docs/trainer.md has the format.
+
+Writing goes on in a thread: `begin` returns at once, `finish` when the checkpoint is on the disk. Nothing that others can
+see of a version may happen before its `finish`.
 """
 
 import os
 import re
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +24,9 @@ import torch
 from blake3 import blake3
 from safetensors.torch import load_file, save_file
 
+from shoal.net.deadline import DeadlinePassed
 from shoal.telemetry import Log
+from shoal.trainer.capture import Capture, put, take, trained
 from shoal.trainer.learner import Learner
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import StepReport
@@ -71,21 +77,49 @@ class Checkpoints:
         self._folder = folder
         self._keep = keep
         self._log = log
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
-    def save(self, learner: Learner, report: StepReport | None) -> None:
-        """Write the learner's version; when this returns it is on the disk, and older ones may be gone."""
-        state = State(version=learner.version, report=report)
-        partial = self._folder / f".v{learner.version:06d}.partial"
-        final = self._folder / f"v{learner.version:06d}"
+    def begin(self, capture: Capture, report: StepReport | None) -> None:
+        """Start to write a version; the one before must be finished. `finish` says how it went."""
+        assert self._writing is None, "finish the checkpoint before"
+        self._writing = self._writer.submit(
+            self._write, capture, State(version=capture.version, report=report)
+        )
+
+    def finish(self, deadline_s: float) -> None:
+        """Wait until what `begin` began is on the disk; older ones may be gone then."""
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        try:
+            writing.result(deadline_s)
+        except TimeoutError:
+            raise DeadlinePassed(
+                f"waited {deadline_s:.0f} s for a checkpoint to be written to {self._folder}; is that disk slow or full?"
+            ) from None
+
+    def save(self, learner: Learner, report: StepReport | None, deadline_s: float = 900.0) -> None:
+        """Write the learner's version and wait for it."""
+        self.begin(take(learner), report)
+        self.finish(deadline_s)
+
+    def close(self) -> None:
+        """Let a checkpoint that is being written be finished."""
+        self._writer.shutdown()
+
+    def _write(self, capture: Capture, state: State) -> None:
+        partial = self._folder / f".v{state.version:06d}.partial"
+        final = self._folder / f"v{state.version:06d}"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        _write_files(partial, learner, state)
+        _write_files(partial, capture, state)
         # Only a damaged checkpoint can stand here: a sound one would have been resumed from.
         shutil.rmtree(final, ignore_errors=True)
         os.rename(partial, final)
         _sync(self._folder)
-        self._drop_others(learner.version)
+        self._drop_others(state.version)
 
     def newest(self) -> Checkpoint | None:
         """The newest one whose digests fit. Each damaged one that is passed over is named in the log."""
@@ -109,31 +143,32 @@ class Checkpoints:
 
 
 def restore(checkpoint: Checkpoint, learner: Learner) -> None:
-    """Put a checkpoint's weights, moments, random state and version into a learner of the same shape."""
+    """Put a checkpoint's weights, moments, random state and version into a learner of the same shape, on one rank."""
+    put(learner, read_capture(checkpoint, learner))
+
+
+def read_capture(checkpoint: Checkpoint, learner: Learner) -> Capture:
+    """What a checkpoint holds; ValueError if it is not for a learner of this shape."""
     weights = load_file(checkpoint.folder / WEIGHTS)
-    own = dict(learner.decoder.named_parameters())
+    own = trained(learner)
     if weights.keys() != own.keys() or any(weights[name].shape != own[name].shape for name in own):
         raise ValueError(
             f"{checkpoint.folder} holds another model than the run file names; "
-            "give the run another folder, or name the model it was started with"
+            "give the run another folder, or name the model (and lora_rank) it was started with"
         )
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(weights[name])
     kept = torch.load(checkpoint.folder / OPTIMIZER, map_location="cpu", weights_only=True)
-    learner.optimizer.load_state_dict(kept["optimizer"])
-    torch.set_rng_state(kept["rng"])
-    learner.version = checkpoint.state.version
-
-
-def _write_files(folder: Path, learner: Learner, state: State) -> None:
-    weights = {
-        name: parameter.detach().cpu().contiguous() for name, parameter in learner.decoder.named_parameters()
-    }
-    save_file(weights, folder / WEIGHTS)
-    torch.save(
-        {"optimizer": learner.optimizer.state_dict(), "rng": torch.get_rng_state()}, folder / OPTIMIZER
+    random = {"cpu": kept["rng"]} | ({"cuda": kept["cuda_rng"]} if "cuda_rng" in kept else {})
+    return Capture(
+        version=checkpoint.state.version, weights=weights, optimizer=kept["optimizer"], random=random
     )
+
+
+def _write_files(folder: Path, capture: Capture, state: State) -> None:
+    save_file(capture.weights, folder / WEIGHTS)
+    random = {"rng": capture.random["cpu"]}
+    if "cuda" in capture.random:
+        random["cuda_rng"] = capture.random["cuda"]
+    torch.save({"optimizer": capture.optimizer, **random}, folder / OPTIMIZER)
     (folder / STATE).write_text(state.model_dump_json(indent=1))
     for name in FILES:
         _sync(folder / name)

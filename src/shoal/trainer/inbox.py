@@ -4,6 +4,8 @@ The batch of a version is the same answer for ever, so asking again after a cras
 """
 
 import hashlib
+from collections import Counter
+from collections.abc import Sequence
 
 from shoal.net.client import SignedClient
 from shoal.trainer.batch import TrainBatch, build_batch
@@ -13,10 +15,23 @@ from shoal.wire.messages import Batch
 from shoal.wire.rollouts import RolloutTable, TableLimits, decode
 
 OBJECT_DEADLINE_S = 120.0
+MAX_WORDS = 300
+"""Of a sentence in a step's report."""
 # The validator has held the file against its lease; here a limit only keeps a broken one from filling the memory.
 LIMITS = TableLimits(
     max_rows=1 << 16, max_prompt_tokens=1 << 17, max_output_tokens=1 << 17, max_proof_bytes=1 << 24
 )
+
+
+def most_heard(reasons: Sequence[str]) -> str:
+    """On whom a wait was spent: the last sentence of the kind heard most often, "" if there was no wait.
+
+    The coordinator's sentences begin with whom it waits for ("workers: ", "a validator: ", "rollouts: ").
+    """
+    if not reasons:
+        return ""
+    ((kind, _),) = Counter(reason.partition(":")[0] for reason in reasons).most_common(1)
+    return next(reason for reason in reversed(reasons) if reason.partition(":")[0] == kind)[:MAX_WORDS]
 
 
 class Inbox:
@@ -32,13 +47,13 @@ class Inbox:
 
     def take(self, version: int) -> TrainBatch:
         """What the step from `version` trains on; waits for it."""
-        batch = self._client.call_until(
+        reasons: list[str] = []
+        batch = self._client.get_until(
             f"rollouts for the step from version {version}",
-            "GET",
             f"/v1/batches/{version}",
-            None,
             Batch,
             deadline_s=self._deadline_s,
+            heard=reasons.append,
         )
         if batch.version != version:
             raise ValueError(
@@ -46,7 +61,13 @@ class Inbox:
             )
         digests = dict.fromkeys(group.sha256 for group in batch.groups)
         tables = {sha256: self._fetch(sha256) for sha256 in digests}
-        return build_batch(batch, tables, max_lag=self._max_lag, advantage=self._config.advantage)
+        return build_batch(
+            batch,
+            tables,
+            max_lag=self._max_lag,
+            advantage=self._config.recipe.advantage,
+            waited_on=most_heard(reasons),
+        )
 
     def _fetch(self, sha256: str) -> RolloutTable:
         answer = self._client.send_until(

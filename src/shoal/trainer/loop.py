@@ -1,39 +1,45 @@
 """The trainer's process.
 
-    inbox ──batch──▶ learner ──v+1──▶ checkpoint ──▶ publisher ──▶ origin (SHARDCAST) and coordinator
-      ▲                                                                        │
-      └───────────────── GET /v1/batches/v: waits until the swarm has made it ─┘
+    inbox ──batch──▶ crew ──v+1──▶ checkpoint ──▶ publisher ──▶ origin (SHARDCAST) and coordinator
+      ▲                                                                     │
+      └────────────── GET /v1/batches/v: waits until the swarm has made it ─┘
 
 The order makes a crash harmless. Before the checkpoint, the step is made again from the same batch; after it, the same
-version is published and announced again, and both take the same thing twice.
+version is published and announced again, and both take the same thing twice. While the checkpoint is written the
+publication is prepared, out of sight: it is served and announced only when the checkpoint is on the disk.
+
+Of several ranks, this is rank 0; the others are in crew.follow().
 """
 
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from shoal.model.builtin import create_model
-from shoal.model.load import load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.net.client import SignedClient
+from shoal.net.data_files import fetch_files
 from shoal.net.deadline import NotYet, Stopped, wait_for
 from shoal.shardcast.publish import SHARD_BYTES
 from shoal.shardcast.store import VersionStore
-from shoal.tasks import make_task
+from shoal.tasks.files import file_digests, with_files_from
 from shoal.telemetry import Log, Metrics
-from shoal.trainer.batch import TrainBatch
-from shoal.trainer.checkpoint import Checkpoints, restore
+from shoal.trainer.capture import Capture
+from shoal.trainer.checkpoint import Checkpoints
 from shoal.trainer.config import TrainerConfig
+from shoal.trainer.crew import Crew, in_words
+from shoal.trainer.early_warnings import Watch
 from shoal.trainer.inbox import Inbox
-from shoal.trainer.learner import Learner, StepFigures
 from shoal.trainer.publisher import Address, Publisher
-from shoal.trainer.supervised import warm_up
+from shoal.trainer.ranks import join_ranks
+from shoal.trainer.report import step_report
+from shoal.trainer.sinks import check_packages, open_sinks
 from shoal.wire.keys import Key
 from shoal.wire.messages import Info, StepReport
-from shoal.wire.run import RunSpec
+from shoal.wire.run import RunSpec, TaskSpec
 
 FINISH_POLL_S = 0.5
 
@@ -43,7 +49,7 @@ class TrainerSite:
     """Where and as whom a trainer runs: all that is not the recipe."""
 
     folder: Path
-    """Holds model/, checkpoints/, versions/ and metrics.jsonl."""
+    """Holds model/, checkpoints/, versions/, metrics.jsonl, and reference.safetensors where there is a KL term."""
     model: str
     """A name or folder for model.builtin.create_model; looked at only when the run begins."""
     coordinator_url: str
@@ -62,6 +68,9 @@ class TrainerSite:
     """Of the versions it publishes."""
     snapshot_every: int = 8
     """Versions are published as what changed since the last; one divisible by this also whole, for those who come late."""
+    rank: int = 0
+    num_ranks: int = 1
+    """As torchrun numbers the processes."""
 
 
 def run_trainer(config: TrainerConfig, site: TrainerSite, *, stop: threading.Event) -> None:
@@ -69,21 +78,46 @@ def run_trainer(config: TrainerConfig, site: TrainerSite, *, stop: threading.Eve
     if site.num_threads:
         torch.set_num_threads(site.num_threads)
     log = Log("trainer")
+    # Between two words of rank 0 lie at most: a checkpoint, an announcement, the wait for a batch.
+    ranks = join_ranks(
+        rank=site.rank, size=site.num_ranks, device=site.device, speech_s=3 * site.deadline_s + 60
+    )
+    crew = Crew(config, ranks, device=site.device, log=log, stop=stop)
+    try:
+        if ranks.leads:
+            _lead(config, site, crew, log=log, stop=stop)
+        else:
+            crew.follow()
+    except RuntimeError as error:
+        if (worded := in_words(error, ranks)) is not error:
+            raise worded from error
+        raise
+    finally:
+        ranks.leave()
+
+
+def _lead(config: TrainerConfig, site: TrainerSite, crew: Crew, *, log: Log, stop: threading.Event) -> None:
+    check_packages(config.metrics)
     client = SignedClient(site.coordinator_url, site.key, log=log, stop=stop)
     metrics = Metrics(site.folder / "metrics.jsonl")
+    reason = "failed"
     try:
         spec = _ask_terms(client, site)
-        run = _Run(config, site, spec, client=client, metrics=metrics, log=log)
+        metrics.add_sinks(open_sinks(config.metrics, folder=site.folder, run=spec.run))
+        run = _Run(config, site, spec, crew=crew, client=client, metrics=metrics, log=log)
         try:
             run.startup()
             run.main_loop()
+            reason = "finished"
         finally:
             run.shutdown()
     except Stopped as stopped:
+        reason = f"stopped: {stopped}"
         log.info("stopped", reason=stopped)
     finally:
         metrics.close()
         client.close()
+        crew.end(reason)
 
 
 class _Run:
@@ -95,13 +129,15 @@ class _Run:
         site: TrainerSite,
         spec: RunSpec,
         *,
+        crew: Crew,
         client: SignedClient,
         metrics: Metrics,
         log: Log,
     ) -> None:
-        self._config, self._site, self._spec = config, site, spec
+        self._config, self._site, self._spec, self._crew = config, site, spec, crew
         self._client, self._metrics, self._log = client, metrics, log
         self._stop = client.stop
+        self._watch = Watch()
         self._model_folder = site.folder / "model"
         self._checkpoints = Checkpoints(site.folder / "checkpoints", keep=config.keep_checkpoints, log=log)
         self._inbox = Inbox(client, config, max_lag=spec.max_lag, deadline_s=site.deadline_s)
@@ -120,60 +156,75 @@ class _Run:
     def startup(self) -> None:
         """Serve the origin, then be at the version the last process reached, published and announced."""
         self._publisher.start()
-        self._learner, report = self._resume_or_begin()
-        self._send_out(report)
+        self._resume_or_begin()
 
     def main_loop(self) -> None:
-        while self._learner.version < self._spec.last_version:
+        while self._crew.learner.version < self._spec.last_version:
             started_s = time.monotonic()
-            batch = self._inbox.take(self._learner.version)
+            batch = self._inbox.take(self._crew.learner.version)
             wait_s = time.monotonic() - started_s
-            figures = self._learner.step(batch, self._stop)
+            figures = self._crew.step(batch)
             report = step_report(batch, figures, wait_s)
-            self._checkpoints.save(self._learner, report)
-            self._send_out(report)
+            capture = self._crew.capture()
+            self._checkpoints.begin(capture, report)
+            self._send_out(capture, report)
         self._serve_until_finished()
 
     def shutdown(self) -> None:
+        self._checkpoints.close()
         self._publisher.close()
         self._log.info("left")
 
-    def _resume_or_begin(self) -> tuple[Learner, StepReport | None]:
+    def _resume_or_begin(self) -> None:
         if not self._model_folder.exists():
             create_model(self._site.model, self._model_folder, self._config.seed)
-        decoder = load_decoder(self._model_folder, torch.float32, self._site.device)
-        learner = Learner(decoder, self._config, temperature=self._spec.sampling.temperature)
+        sampling = self._spec.sampling
+        self._crew.begin(self._model_folder, sampling.temperature, sampling.max_new_tokens)
         checkpoint = self._checkpoints.newest()
         if checkpoint is not None:
-            restore(checkpoint, learner)
-            self._log.info("resumed", version=learner.version, checkpoint=checkpoint.folder)
-            self._metrics.write("resumed", version=learner.version)
-            return learner, checkpoint.state.report
-        warm_up(
-            learner,
-            make_task(self._spec.task),
-            load_tokenizer(self._model_folder),
-            log=self._log,
-            stop=self._stop,
-        )
-        self._checkpoints.save(learner, None)
-        self._metrics.write("begun", version=0, parameters=sum(p.numel() for p in decoder.parameters()))
-        return learner, None
+            self._crew.resume(checkpoint)
+            version = self._crew.learner.version
+            self._log.info("resumed", version=version, checkpoint=checkpoint.folder)
+            self._metrics.write("resumed", version=version)
+            capture = self._crew.capture()
+            self._crew.keep_reference(self._site.folder / "reference.safetensors", capture)
+            self._send_out(capture, checkpoint.state.report)
+            return
+        self._crew.warm_up(self._task(), load_tokenizer(self._model_folder))
+        capture = self._crew.capture()
+        self._crew.keep_reference(self._site.folder / "reference.safetensors", capture)
+        self._checkpoints.begin(capture, None)
+        parameters = sum(one.numel() for one in self._crew.learner.decoder.parameters())
+        self._metrics.write("begun", version=0, parameters=parameters)
+        self._send_out(capture, None)
 
-    def _send_out(self, report: StepReport | None) -> None:
-        """Publish and announce the learner's version, and note the step that made it.
+    def _task(self) -> TaskSpec:
+        """The run's task, with its files fetched to this machine."""
+        data = self._site.folder / "data"
+        fetch_files(self._client, file_digests(self._spec.task), data, deadline_s=self._site.deadline_s)
+        return with_files_from(self._spec.task, data)
+
+    def _send_out(self, capture: Capture, report: StepReport | None) -> None:
+        """Publish and announce a version once its checkpoint is on the disk, and note the step that made it.
 
         After a crash all three are done again: a step may stand in the metrics twice, in the same words, but none is missing.
         """
-        manifest = self._publisher.publish(
-            self._learner.decoder,
-            self._learner.version,
+        folder = self._publisher.prepare(
+            self._crew.published(capture),
+            capture.version,
             shard_bytes=self._site.shard_bytes,
             snapshot_every=self._site.snapshot_every,
         )
+        self._checkpoints.finish(self._site.deadline_s)
+        manifest = self._publisher.serve(folder, capture.version)
         self._publisher.announce(manifest, report)
         if report is not None:
             self._metrics.write("step", **report.model_dump())
+            for warning in self._watch.after(report):
+                self._log.warning(warning.sentence, version=report.version, kind=warning.kind)
+                self._metrics.write(
+                    "warning", version=report.version, kind=warning.kind, sentence=warning.sentence
+                )
 
     def _serve_until_finished(self) -> None:
         """The last version is out; workers still fetch it to be evaluated."""
@@ -192,24 +243,6 @@ class _Run:
             log=self._log,
             stop=self._stop,
         )
-
-
-def step_report(batch: TrainBatch, figures: StepFigures, wait_s: float) -> StepReport:
-    """What the coordinator and the metrics get to know. Tokens count prompts and outputs of the rollouts trained on."""
-    lags = [sample.lag for sample in batch.samples]
-    return StepReport(
-        version=batch.version + 1,
-        reward_mean=batch.reward_mean,
-        groups=batch.num_groups,
-        dropped_groups=batch.dropped_groups,
-        rollouts=len(batch.samples),
-        tokens=batch.num_tokens,
-        lag_mean=sum(lags) / len(lags),
-        lag_max=max(lags),
-        wait_s=wait_s,
-        tokens_per_s=batch.num_tokens / max(figures.train_s, 1e-9),
-        **asdict(figures),
-    )
 
 
 def _ask_terms(client: SignedClient, site: TrainerSite) -> RunSpec:

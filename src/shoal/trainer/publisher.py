@@ -2,12 +2,14 @@
 
 import filecmp
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from shoal.model.builtin import copy_all_but_weights
-from shoal.model.decoder import Decoder
-from shoal.model.weights import save_weights
+from shoal.model.weights import save_tensors
 from shoal.net.client import Refused, SignedClient
 from shoal.net.server import listen
 from shoal.shardcast.publish import Base, publish
@@ -59,35 +61,42 @@ class Publisher:
         self._store.close()
         self._server.close()
 
-    def publish(
-        self, decoder: Decoder, version: int, *, shard_bytes: int, snapshot_every: int
-    ) -> Sealed[Manifest]:
-        """Write and serve a version, as what changed since the one before where that is here.
+    def prepare(
+        self, named: Iterable[tuple[str, Tensor]], version: int, *, shard_bytes: int, snapshot_every: int
+    ) -> Path:
+        """Write and sign a version where nobody sees it yet: as what changed since the one before, where that is here.
 
         Doing it again with the same weights gives the same signed manifest.
         """
         final = self._store.path(version)
-        partial = final.with_name(f".{final.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        copy_all_but_weights(self._model_folder, partial)
-        save_weights(decoder, partial / WEIGHTS_FILE)
-        if _same_files(partial, final):
-            shutil.rmtree(partial)
-        else:
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
+        hidden = final.with_name(f".{final.name}.partial")
+        shutil.rmtree(hidden, ignore_errors=True)
+        hidden.mkdir(parents=True)
+        copy_all_but_weights(self._model_folder, hidden)
+        save_tensors(named, hidden / WEIGHTS_FILE)
+        folder = hidden
+        if _same_files(hidden, final):
+            shutil.rmtree(hidden)
+            folder = final
         base = None
         if self._store.get(version - 1) is not None:
             base = Base(folder=self._store.path(version - 1), snapshot_every=snapshot_every)
         publish(
-            final,
+            folder,
             run=self._store.run,
             version=version,
             key=self._run_key,
             base=base,
             shard_bytes=shard_bytes,
         )
+        return folder
+
+    def serve(self, folder: Path, version: int) -> Sealed[Manifest]:
+        """Serve what `prepare` made."""
+        final = self._store.path(version)
+        if folder != final:
+            shutil.rmtree(final, ignore_errors=True)
+            folder.rename(final)
         return self._store.adopt(version)
 
     def announce(self, manifest: Sealed[Manifest], report: StepReport | None) -> None:

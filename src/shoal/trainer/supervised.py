@@ -14,7 +14,6 @@ from shoal.telemetry import Log
 from shoal.trainer.batch import Sample
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.learner import Learner, clip_gradient, make_optimizer, output_logprobs, warmed_up
-from shoal.trainer.pack import pack
 
 
 def warm_up(learner: Learner, task: Task, tokenizer: Tokenizer, *, log: Log, stop: threading.Event) -> None:
@@ -58,15 +57,15 @@ def _problem_seeds(config: TrainerConfig, step: int) -> list[int]:
 def _accumulate(learner: Learner, samples: list[Sample], stop: threading.Event) -> float:
     num_tokens = sum(sample.num_outputs for sample in samples)
     total = 0.0
-    for micro in pack(
+    for micro in learner.ranks.share(
         samples,
         row_tokens=learner.config.row_tokens,
         rows_per_micro_batch=learner.config.rows_per_micro_batch,
     ):
         if stop.is_set():
             raise Stopped("stopped in the supervised warm-up")
-        logprobs_N = output_logprobs(learner.decoder, micro.to(learner.device), temperature=1.0)
+        logprobs_N = output_logprobs(learner.policy, micro.to(learner.device), temperature=1.0)
         loss = -logprobs_N.sum() / num_tokens
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
-    return total
+    return learner.ranks.total(total)

@@ -44,6 +44,9 @@ class Lease(Sealable):
     relays: tuple[str, ...]
     task: TaskSpec
     prompts: tuple[str, ...]
+    chat: bool = False
+    """Whether a prompt is a user's turn, put in the model's chat template, or plain text to go on from. It stands here
+    so that a worker needs neither the task's code nor its data."""
     sampling: Sampling
     proof: ProofSpec
     max_bytes: int

@@ -240,11 +240,16 @@ class StepReport(Record):
     groups: int
     dropped_groups: int
     """Accepted groups whose rewards were all equal: no signal, not trained on."""
+    dropped_share: float = 0.0
+    """Of the rollouts accepted since the last batch, those in dropped groups: inference that trained nothing."""
+    unparseable: float = 0.0
+    """Of the same rollouts, those that gave no answer at all, which is apart from a wrong one."""
     rollouts: int
     tokens: int
     lag_mean: float
     lag_max: int
     grad_norm: float
+    """Before clipping; the largest of the step's updates."""
     clip_fraction: float
     logprob_gap: float
     """Mean |engine - trainer| log-prob on the batch, before the update."""
@@ -252,6 +257,25 @@ class StepReport(Record):
     wait_s: float
     train_s: float
     tokens_per_s: float
+    # With defaults: a ledger may hold reports from before these were there.
+    stale_groups: int = 0
+    """Accepted groups that went stale before they were used."""
+    lags: tuple[int, ...] = ()
+    """Rollouts by lag: lags[2] were written by a version two behind."""
+    logprob_gap_max: float = 0.0
+    logprob_gap_kl: float = 0.0
+    """Estimate of the KL divergence from engine to trainer, from the same tokens."""
+    gap_fresh_tokens: int = 0
+    """Tokens of lag 0 that the gap was measured on; 0: it is over stale ones, and also how far the policy has moved."""
+    entropy: float = 0.0
+    """Mean entropy, in nats, of the distributions that the tokens trained on stand in."""
+    kl: float = 0.0
+    """Estimate of the KL divergence from version 0, per token; 0 where no reference is kept."""
+    corrected_fraction: float = 0.0
+    """Tokens whose weight the correction of the gap changed by bounding or leaving out."""
+    optimizer_steps: int = 1
+    waited_on: Words = ""
+    """What the coordinator said the batch was waiting for."""
 
 
 class Announce(Record):
@@ -287,6 +311,8 @@ class Batch(Record):
     dropped_groups: int
     stale_groups: int
     reward_mean: float
+    dropped_share: float = 0.0
+    unparseable: float = 0.0
 
 
 class Evaluation(Record):
@@ -338,6 +364,10 @@ class Stats(Record):
     queued_checks: int
     submissions: dict[str, int]
     """Counts by verdict code."""
+    groups: dict[str, int] = Field(default_factory=dict)
+    """Accepted groups by what became of them: ready, batched, dropped (no signal), stale."""
+    unparseable: float = 0.0
+    """Share of the accepted rollouts that gave no answer at all."""
     batches: int
     trained_groups: int
     generation_tokens_per_s: float

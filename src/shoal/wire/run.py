@@ -1,9 +1,10 @@
 """What a run is, as everybody in it may know: the public terms a worker, validator and auditor go by."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from shoal.wire.noise import Noise
 from shoal.wire.record import Record
 
 PROTOCOL = 1
@@ -11,10 +12,18 @@ PROTOCOL = 1
 
 
 class TaskSpec(Record):
-    """A task by name, with its difficulty knobs. The name and the knobs fix every problem it can pose."""
+    """A task by name, with its difficulty knobs. The name and the knobs fix every problem it can pose.
+
+    Options called `path` or `..._path` are files. In a run file they are paths; in the public terms, `sha256:` and the
+    file's digest, so that the terms still fix every problem and say nothing of anybody's disk.
+    """
 
     name: str
     options: dict[str, int | float | str] = Field(default_factory=dict)
+    budgets: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Lengths in tokens, one of which each prompt asks for; none leaves length alone."""
+    budget_alpha: float = Field(default=0.0003, gt=0)
+    """What each token of difference from the length asked for costs."""
 
 
 class Sampling(Record):
@@ -79,6 +88,8 @@ class RunSpec(Record):
     sampling: Sampling
     proof: ProofSpec = ProofSpec()
     tolerances: Tolerances = Tolerances()
+    noise: Noise | None = None
+    """What honest proofs look like, as calibrated. Without it every segment is judged alone, by `tolerances`."""
     max_lag: int = Field(default=2, ge=0)
     keep_versions: int = Field(default=5, ge=1)
     """How many versions origin and relays keep; older ones are neither leased nor evaluated."""
@@ -90,5 +101,14 @@ class RunSpec(Record):
             raise ValueError(
                 f"keep_versions = {self.keep_versions} must exceed max_lag = {self.max_lag}, or leased versions vanish "
                 "from the relays; raise the one or lower the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _noise_is_of_this_dtype(self) -> "RunSpec":
+        if self.noise is not None and self.noise.compute_dtype != self.compute_dtype:
+            raise ValueError(
+                f"the calibration is of {self.noise.compute_dtype}, compute_dtype is {self.compute_dtype}; "
+                "calibrate in the run's dtype"
             )
         return self

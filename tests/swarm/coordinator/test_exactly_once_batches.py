@@ -6,7 +6,9 @@ import pytest
 from small_swarm import CONFIG, SmallSwarm, at_once, refusal, with_signal, without_signal
 
 from shoal.swarm.coordinator.batches import has_signal, is_stale
+from shoal.wire.lease import Verdict
 from shoal.wire.ledger import verify_chain
+from shoal.wire.messages import LeaseStatus
 
 
 def test_a_batch_is_formed_when_enough_groups_are_ready(swarm: SmallSwarm) -> None:
@@ -27,6 +29,28 @@ def test_a_batch_is_formed_when_enough_groups_are_ready(swarm: SmallSwarm) -> No
     ]
     assert {group.rewards for group in batch.groups} == {(0.0, 1.0)}
     assert (batch.reward_mean, batch.dropped_groups, batch.stale_groups) == (0.5, 0, 0)
+
+
+def test_inference_that_trained_nothing_is_reported(swarm: SmallSwarm) -> None:
+    swarm.start()
+    node = swarm.node()
+    dull = node.deliver()
+    swarm.claim()
+    verdict = Verdict(
+        lease_id=dull.lease_id,
+        code="accepted",
+        detail="",
+        rewards=without_signal(dull),
+        output_tokens=dull.num_rows,
+        evidence={"right": 1, "unparseable": 3},
+    )
+    swarm.validator.call("POST", f"/v1/checks/{dull.lease_id}/verdict", verdict, LeaseStatus)
+    swarm.fill(node)
+    batch = swarm.batch(0)
+    assert (batch.dropped_groups, batch.dropped_share) == (2, 2 / 6)
+    assert batch.unparseable == 3 / (3 * dull.num_rows)
+    stats = swarm.stats()
+    assert stats.groups == {"batched": 4, "dropped": 2} and stats.unparseable == batch.unparseable
 
 
 def test_the_same_answer_for_ever(swarm: SmallSwarm) -> None:
@@ -77,6 +101,7 @@ def test_groups_without_signal_are_dropped_and_counted(swarm: SmallSwarm) -> Non
     swarm.claim()
     swarm.verdict(lease, rewards=without_signal(lease))
     assert swarm.stats().ready_groups == 0
+    assert "; 2 groups dropped, all rewards equal" in refusal(swarm.batch, 0).problem.detail
     lease = node.deliver()
     swarm.claim()
     swarm.verdict(lease, rewards=(0.0, 1.0, 0.0, 0.0))  # one group with signal, one without

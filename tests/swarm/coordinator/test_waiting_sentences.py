@@ -33,6 +33,10 @@ GOING = Situation(
     [
         ({}, "rollouts: 5 of 16 groups ready, 3 leases open on 2 live workers"),
         (
+            {"dropped_groups": 90},
+            "rollouts: 5 of 16 groups ready, 3 leases open on 2 live workers; 90 groups dropped, all rewards equal",
+        ),
+        (
             {"open_leases": 1, "live_workers": 1},
             "rollouts: 5 of 16 groups ready, 1 lease open on 1 live worker",
         ),

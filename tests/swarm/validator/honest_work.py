@@ -53,6 +53,7 @@ def make_lease(
         relays=(),
         task=spec.task,
         prompts=tuple(task.problem("train", s).prompt for s in seeds),
+        chat=task.chat,
         sampling=spec.sampling,
         proof=spec.proof,
         max_bytes=1 << 20,

@@ -43,7 +43,11 @@ from shoal.wire.run import PROTOCOL
 LOG = Log("test")
 DEADLINE_S = 60.0
 T = TypeVar("T")
-_ZEROS = {name: field.annotation(0) for name, field in StepReport.model_fields.items() if field.annotation}
+_ZEROS = {
+    name: field.annotation(0)
+    for name, field in StepReport.model_fields.items()
+    if field.annotation and field.is_required()
+}
 
 
 class Swarm:

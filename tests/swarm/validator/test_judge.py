@@ -25,7 +25,7 @@ from honest_work import (
 )
 
 from shoal.net.deadline import Stopped
-from shoal.swarm.validator.checks import RowFacts, check_forgery
+from shoal.swarm.validator.checks import check_forgery
 from shoal.swarm.validator.judge import judge
 from shoal.swarm.validator.reader import Reader
 from shoal.swarm.validator.recompute import CannotCheck, Policy, recompute
@@ -34,7 +34,7 @@ from shoal.toploc.field import PRIME
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.lease import Lease, PolicyRef, Verdict
 from shoal.wire.rollouts import Finish, RolloutTable, encode
-from shoal.wire.run import Sampling, default_tolerances
+from shoal.wire.run import Sampling, TaskSpec, default_tolerances
 
 SPEC = make_spec()
 LEASE = make_lease(SPEC)
@@ -101,8 +101,28 @@ def test_honest_work_is_accepted_with_the_swarms_rewards(
     for row, reward in zip(table.rows, found.rewards, strict=True):
         prompt = lease.prompts[row.prompt_index]
         problem = Problem(prompt=prompt, answer="".join(sorted(prompt.removesuffix("="))))
-        assert reward == task.reward(problem, tokenizer.decode(row.output_tokens)).value
+        text = tokenizer.decode(row.output_tokens)
+        assert reward == task.reward(problem, text, len(row.output_tokens)).value
     assert found.evidence["exponent_mismatches_max"] <= 3 and found.evidence["draw_misses"] == 0
+
+
+def test_lengths_are_held_against_budgets(verdict: Judge, policy: Policy) -> None:
+    task = TaskSpec(name="sort", options={"style": "chat"}, budgets=(10, 20), budget_alpha=0.01)
+    spec = make_spec(task=task)
+    lease = make_lease(spec, number=77)
+    table = make_table(lease, policy)
+    found = verdict(table, lease=lease, spec=spec)
+    assert found.code == ACCEPTED, found.detail
+    for row, reward in zip(table.rows, found.rewards, strict=True):
+        target = 10 if "Think for 10 tokens" in lease.prompts[row.prompt_index] else 20
+        assert -0.01 * abs(target - len(row.output_tokens)) <= reward + 1e-9
+        assert reward < 1
+    assert found.evidence["right"] == 0 and 0 < found.evidence["unparseable"] <= len(table.rows)
+
+
+def test_a_lease_that_contradicts_its_task_is_nobodys_fault(verdict: Judge, honest: RolloutTable) -> None:
+    with pytest.raises(CannotCheck, match="says chat=True, its task False"):
+        verdict(honest, lease=LEASE.model_copy(update={"chat": True}))
 
 
 def test_right_answers_earn_their_reward(folder: Path, reader: Reader) -> None:
@@ -297,10 +317,7 @@ def test_proofs_that_fit_everywhere_meet_the_control_points(policy: Policy) -> N
     rows = tuple(replace(row, proof=forged * (len(row.proof) // 258)) for row in table.rows)
     facts = recompute(rows, lease, policy, control_seed=1)
     blind = [
-        RowFacts(
-            tuple(replace(s, constant=False) for s in fact.segments), fact.logprobs_T, fact.draw_distance_T
-        )
-        for fact in facts
+        replace(fact, segments=tuple(replace(s, constant=False) for s in fact.segments)) for fact in facts
     ]
     with pytest.raises(Rejected, match="points that no proof commits to") as refused:
         check_forgery(rows, blind, spec.tolerances)

@@ -26,13 +26,22 @@ from shoal.wire.run import Sampling
 
 CODE_OF = {
     "wrong-weights": "reject.wrong_computation",
+    "q8-weights": "reject.wrong_computation",
+    "int8-weights": "reject.wrong_computation",
+    "int4-weights": "reject.wrong_computation",
     "stale-weights": "reject.wrong_computation",
+    "smaller-model": "reject.wrong_sampling",
     "forged-proof": "reject.forged_proof",
+    "typical-proof": "reject.forged_proof",
     "edited-prompt": "reject.edited_prompt",
+    "hidden-prompt": "reject.wrong_computation",
+    "hidden-token": "reject.wrong_computation",
     "other-prompts": "reject.other_prompts",
+    "replaced-tokens": "reject.wrong_computation",
     "truncated": "reject.early_stop",
     "wrong-logprobs": "reject.wrong_logprobs",
     "hot-sampling": "reject.wrong_sampling",
+    "cold-sampling": "reject.wrong_sampling",
     "other-seeds": "reject.wrong_sampling",
     "replay": "reject.replayed",
 }

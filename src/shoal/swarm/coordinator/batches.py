@@ -10,10 +10,10 @@ import math
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, update
 
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction
-from shoal.swarm.coordinator.schema import batches, groups
+from shoal.swarm.coordinator.schema import batches, groups, verdicts
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import Batch, Group
 
@@ -102,9 +102,20 @@ def find_batch(db: Connection, version: int) -> Batch | None:
     return None if body is None else Batch.parse(body)
 
 
+def is_formed(db: Connection, version: int) -> bool:
+    return db.execute(select(batches.c.version).where(batches.c.version == version)).first() is not None
+
+
 def count_ready(db: Connection) -> int:
     query = select(func.count()).select_from(groups).where(groups.c.state == GroupState.READY.value)
     return int(db.execute(query).scalar_one())
+
+
+def count_dropped(db: Connection) -> int:
+    """Without signal, of what was accepted since the last batch."""
+    last_seq = select(func.coalesce(func.max(batches.c.seq), 0)).scalar_subquery()
+    dropped = (groups.c.state == GroupState.DROPPED.value, groups.c.accepted_seq > last_seq)
+    return int(db.execute(select(func.count()).select_from(groups).where(*dropped)).scalar_one())
 
 
 def form_batch(tx: Transaction, coordinator: Coordinator, version: int) -> Batch | None:
@@ -147,10 +158,11 @@ def _since_last_batch(db: Connection, chosen: list[Row[Any]] | Any) -> dict[str,
     """Dropped and stale groups and the mean reward, of what was accepted since the batch before."""
     last_seq = db.execute(select(func.coalesce(func.max(batches.c.seq), 0))).scalar_one()
     accepted = groups.c.accepted_seq > last_seq
-    mean, dropped = db.execute(
+    mean, dropped, num_accepted = db.execute(
         select(
             func.avg(groups.c.reward_mean),
             func.count().filter(groups.c.state == GroupState.DROPPED.value),
+            func.count(),
         ).where(accepted)
     ).one()
     stale = db.execute(
@@ -159,7 +171,27 @@ def _since_last_batch(db: Connection, chosen: list[Row[Any]] | Any) -> dict[str,
     # Everything may have been ready before the last batch was formed; then the batch speaks for itself.
     if mean is None:
         mean = math.fsum(row.reward_mean for row in chosen) / len(chosen)
-    return {"dropped_groups": dropped, "stale_groups": stale, "reward_mean": mean}
+    return {
+        "dropped_groups": dropped,
+        "stale_groups": stale,
+        "reward_mean": mean,
+        "dropped_share": dropped / max(1, num_accepted),
+        "unparseable": share_unparseable(
+            db, verdicts.c.lease_id.in_(select(groups.c.lease_id).where(accepted).distinct())
+        ),
+    }
+
+
+def share_unparseable(db: Connection, which: ColumnElement[bool]) -> float:
+    """Of the rows that were graded under `which` verdicts."""
+    query = select(func.sum(verdicts.c.unparseable), func.sum(verdicts.c.graded)).where(which)
+    unparseable, graded = db.execute(query).one()
+    return float((unparseable or 0) / max(1, graded or 0))
+
+
+def count_by_state(db: Connection) -> dict[str, int]:
+    query = select(groups.c.state, func.count()).group_by(groups.c.state)
+    return {row[0]: row[1] for row in db.execute(query)}
 
 
 def _to_group(row: Row[Any]) -> Group:

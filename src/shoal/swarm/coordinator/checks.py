@@ -191,6 +191,8 @@ def _enter(
             output_tokens=verdict.output_tokens if accepted else 0,
             checks=verdict.checks,
             credit=credit,
+            graded=len(verdict.rewards) if accepted else 0,
+            unparseable=_unparseable(verdict) if accepted else 0,
             body=verdict.model_dump_json(),
             given_at_s=tx.now_s,
         )
@@ -226,6 +228,12 @@ def _measure(tx: Transaction, lease: Row[Any], submission: Row[Any]) -> None:
     before = get_node(tx.db, lease.node).rows_per_s
     after = speed if before == 0 else SPEED_MEMORY * before + (1 - SPEED_MEMORY) * speed
     tx.db.execute(update(nodes).where(nodes.c.node == lease.node).values(rows_per_s=after))
+
+
+def _unparseable(verdict: Verdict) -> int:
+    """As its evidence says; a validator that does not count them has found none."""
+    count = verdict.evidence.get("unparseable", 0)
+    return min(max(count, 0), len(verdict.rewards)) if isinstance(count, int) else 0
 
 
 def _use(

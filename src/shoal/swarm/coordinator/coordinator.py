@@ -18,6 +18,7 @@ from shoal.swarm.coordinator.ledger import LedgerWriter
 from shoal.swarm.coordinator.loops import Vitals
 from shoal.swarm.coordinator.schema import SCHEMA_VERSION, policies, run
 from shoal.tasks import Task, make_task
+from shoal.tasks.files import keep_files, with_files_from
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.ledger import LedgerEvent
@@ -55,6 +56,8 @@ class Coordinator:
     """Public key to the role it holds."""
     database: Database
     store: LocalStore
+    data: Path
+    """The task's files, under their SHA-256 digests: for validators and the trainer."""
     clock: Callable[[], float]
     log: Log
     vitals: Vitals = field(default_factory=Vitals)
@@ -93,16 +96,18 @@ def open_coordinator(
     then `dir` is a folder they all see.
     """
     dir.mkdir(parents=True, exist_ok=True)
-    keys = dir / "keys"
+    keys, data = dir / "keys", dir / "data"
+    spec = spec.model_copy(update={"task": keep_files(spec.task, data)})
     roles = {Key.load_or_create(keys / f"{role}.key").public: role for role in get_args(Role)}
     coordinator = Coordinator(
         config=config,
         spec=spec,
-        task=make_task(spec.task),
+        task=make_task(with_files_from(spec.task, data)),
         run_key=Key.load_or_create(keys / "run.key"),
         roles=roles,
         database=Database(config.database or dir / DATABASE_FILE),
         store=LocalStore(dir / "objects"),
+        data=data,
         clock=clock,
         log=log,
     )

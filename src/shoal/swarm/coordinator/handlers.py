@@ -110,6 +110,10 @@ def quick_heartbeat(coordinator: Coordinator, signer: Signer, body: bytes) -> Re
     return reply
 
 
+def handle_ticket(call: Call) -> Record:
+    return relays.issue_ticket(call.tx, call.coordinator)
+
+
 def handle_ask_lease(call: Call) -> Record:
     return issue.ask_lease(call.tx, call.coordinator, AskLease.parse(call.body))
 
@@ -160,6 +164,8 @@ def handle_verdict(call: Call) -> Record:
 
 def handle_get_object(call: Call) -> Response:
     path = call.coordinator.store.path(call.path["name"])
+    if not path.exists():
+        path = call.coordinator.data / path.name
     if not path.exists():
         raise Rejected("request.not_found", f"no object {path.name}")
     return FileResponse(path, media_type="application/octet-stream")
@@ -242,4 +248,10 @@ SIGNED_ROUTES = (
     ),
     SignedRoute(method="GET", path="/v1/batches/{version}", callers=_TRAINER, handle=handle_get_batch),
     SignedRoute(method="POST", path="/v1/relays", callers=_RELAY, handle=handle_relay_report),
+    SignedRoute(
+        method="POST",
+        path="/v1/tickets",
+        callers=_NODE | _TRAINER | _VALIDATOR | _RELAY,
+        handle=handle_ticket,
+    ),
 )

@@ -56,6 +56,8 @@ class Outlook:
     """In train leases that have not ended: delivered, or in the hands of proven nodes."""
     hoped_groups: int
     """In the hands of nodes that have shown nothing yet."""
+    batch_formed: bool = False
+    """The trainer has its batch of the newest version: new groups serve a later one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +100,7 @@ def plan(outlook: Outlook, coordinator: Coordinator) -> Work:
                 samples_per_prompt=config.eval_samples,
             )
     _refuse_surplus(outlook, config.groups_per_step * min(spec.max_lag + 1, outlook.last_version - newest))
-    urls, held = relays.serving(outlook.relays, range(max(0, newest - spec.max_lag), newest + 1))
+    urls, held = relays.serving(outlook.relays, range(oldest_worth_leasing(outlook, coordinator), newest + 1))
     if not urls:
         raise NoWork(f"no live relay has version {newest} yet, or one at most {spec.max_lag} behind it")
     return Work(
@@ -120,6 +122,28 @@ def _num_prompts(outlook: Outlook, coordinator: Coordinator) -> int:
     rows = outlook.rows_per_s * config.lease_s * LEASE_SHARE
     fits = int(rows / coordinator.spec.sampling.samples_per_prompt)
     return lease_prompts(outlook.standing, most=max(1, min(most, fits)))
+
+
+def oldest_worth_leasing(outlook: Outlook, coordinator: Coordinator) -> int:
+    """The oldest version a new train lease may be answered with.
+
+    drop: any that the trainer would take now. Nodes are never idle; what is too old when its turn comes is dropped.
+    wait: any that it will still take when the turn of these groups comes, after all that are ready or leased. A node
+    waits for the next version rather than work for nothing; at max_lag 0 nobody generates while the trainer trains.
+    """
+    config, max_lag = coordinator.config, coordinator.spec.max_lag
+    newest = outlook.newest_version
+    assert newest is not None, "no version, no lease"
+    if config.stale == "drop":
+        return max(0, newest - max_lag)
+    queued = outlook.ready_groups + outlook.coming_groups + outlook.hoped_groups
+    serves = newest + outlook.batch_formed + queued // config.groups_per_step
+    if serves - max_lag > newest:
+        raise NoWork(
+            f"groups by version {newest} would be stale when the step from version {serves} uses them "
+            f"(max_lag {max_lag}); wait for the next version"
+        )
+    return max(0, serves - max_lag)
 
 
 def _refuse_surplus(outlook: Outlook, wanted: int) -> None:
@@ -244,6 +268,7 @@ def _look(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> Outlook:
         ready_groups=batches.count_ready(tx.db),
         coming_groups=coming,
         hoped_groups=hoped,
+        batch_formed=newest is not None and batches.is_formed(tx.db, newest),
     )
 
 
@@ -356,6 +381,7 @@ def _compose(tx: Transaction, coordinator: Coordinator, work: Work, origin: Orig
         relays=work.relays,
         task=spec.task,
         prompts=prompts,
+        chat=coordinator.task.chat,
         sampling=sampling,
         proof=spec.proof,
         max_bytes=min(max_bytes(prompts, sampling, spec.proof), config.max_upload_bytes),

@@ -33,6 +33,8 @@ _NEW_IN_2 = {
         "node": "VARCHAR NOT NULL DEFAULT ''",
         "checks": "VARCHAR NOT NULL DEFAULT 'full'",
         "credit": "BIGINT NOT NULL DEFAULT 0",
+        "graded": "BIGINT NOT NULL DEFAULT 0",
+        "unparseable": "BIGINT NOT NULL DEFAULT 0",
         "revoked_for": "VARCHAR",
     },
 }

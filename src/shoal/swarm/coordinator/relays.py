@@ -8,6 +8,8 @@ from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, is_fin
 from shoal.swarm.coordinator.liveness import Liveness, liveness
 from shoal.swarm.coordinator.schema import relays
 from shoal.wire.messages import HeartbeatReply, RelayReport, RelayView
+from shoal.wire.record import Sealed, seal
+from shoal.wire.ticket import TICKET_S, Ticket
 
 
 def report(tx: Transaction, coordinator: Coordinator, told: RelayReport) -> HeartbeatReply:
@@ -23,6 +25,12 @@ def report(tx: Transaction, coordinator: Coordinator, told: RelayReport) -> Hear
     return HeartbeatReply(
         finished=is_finished(tx.db, coordinator.spec), next_in_s=coordinator.config.heartbeat_s
     )
+
+
+def issue_ticket(tx: Transaction, coordinator: Coordinator) -> Sealed[Ticket]:
+    """For whoever the door lets in: members of the run who are not ejected. Nothing is recorded."""
+    ticket = Ticket(run=coordinator.spec.run, holder=tx.actor, expires_at_s=tx.now_s + TICKET_S)
+    return seal(ticket, coordinator.run_key)
 
 
 def views(db: Connection, now_s: float, heartbeat_s: float) -> tuple[RelayView, ...]:

@@ -177,6 +177,9 @@ verdicts = Table(
     Column("output_tokens", Integer, nullable=False),
     Column("checks", String, nullable=False),
     Column("credit", Integer, nullable=False),
+    # Rows that the validator graded, and those of them that gave no answer at all.
+    Column("graded", Integer, nullable=False),
+    Column("unparseable", Integer, nullable=False),
     Column("body", Text, nullable=False),
     Column("given_at_s", Float, nullable=False, index=True),
     # The lease whose rejection took this one's credit back.

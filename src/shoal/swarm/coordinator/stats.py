@@ -2,11 +2,17 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, select
+from sqlalchemy import Connection, Row, func, select, true
 
 from shoal import __version__
 from shoal.swarm.coordinator import evaluations, nodes, relays
-from shoal.swarm.coordinator.batches import count_ready
+from shoal.swarm.coordinator.batches import (
+    count_by_state,
+    count_dropped,
+    count_ready,
+    is_formed,
+    share_unparseable,
+)
 from shoal.swarm.coordinator.coordinator import Coordinator, is_finished, newest_version
 from shoal.swarm.coordinator.leases import OPEN, State
 from shoal.swarm.coordinator.ledger import head_seq
@@ -88,6 +94,8 @@ def stats(db: Connection, coordinator: Coordinator) -> Stats:
         open_leases=situation.open_leases,
         queued_checks=situation.queued_checks,
         submissions=ended_by_code(db),
+        groups=count_by_state(db),
+        unparseable=share_unparseable(db, true()),
         batches=trained[0],
         trained_groups=int(trained[1]),
         generation_tokens_per_s=verified_tokens_per_s(db, now_s),
@@ -136,7 +144,8 @@ def look(db: Connection, coordinator: Coordinator) -> Situation:
         ready_groups=count_ready(db),
         groups_needed=coordinator.config.groups_per_step,
         open_leases=by_state.get(State.ISSUED.value, 0) + by_state.get(State.UPLOADING.value, 0),
-        batch_formed=newest is not None and _has_batch(db, newest),
+        batch_formed=newest is not None and is_formed(db, newest),
+        dropped_groups=count_dropped(db),
         eval_chunks=None if newest is None else evaluations.progress(db, newest),
     )
 
@@ -197,11 +206,6 @@ def _latest_report(db: Connection) -> StepReport | None:
         .limit(1)
     ).scalar_one_or_none()
     return None if report is None else StepReport.parse(report)
-
-
-def _has_batch(db: Connection, version: int) -> bool:
-    query = select(batch_table.c.version).where(batch_table.c.version == version)
-    return db.execute(query).one_or_none() is not None
 
 
 def _nodes(db: Connection) -> list[Row[Any]]:

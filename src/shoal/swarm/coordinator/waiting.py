@@ -25,6 +25,8 @@ class Situation:
     open_leases: int
     batch_formed: bool
     """The trainer has its batch for the newest version."""
+    dropped_groups: int = 0
+    """Since the last batch, accepted and without signal."""
     eval_chunks: tuple[int, int] | None
     """Accepted and all, of the newest version's evaluation."""
 
@@ -63,7 +65,12 @@ def _on_somebody_missing(now: Situation) -> str | None:
 def _on_work(now: Situation) -> str:
     open_leases = f"{_count(now.open_leases, 'lease')} open on {_count(now.live_workers, 'live worker')}"
     if now.newest_version != now.last_version:
-        return f"rollouts: {now.ready_groups} of {now.groups_needed} groups ready, {open_leases}"
+        dropped = (
+            f"; {_count(now.dropped_groups, 'group')} dropped, all rewards equal"
+            if now.dropped_groups
+            else ""
+        )
+        return f"rollouts: {now.ready_groups} of {now.groups_needed} groups ready, {open_leases}{dropped}"
     if not now.eval_workers:
         return f"workers: {now.live_workers} live, all in quarantine, and an evaluation needs one that is not"
     done, total = now.eval_chunks or (0, 0)

@@ -12,20 +12,22 @@ The order after the prefill gives each lie its own code, because one lie shows i
   - if proofs do not fit, the model (or what it was shown) was another one, and its draws and log-probs follow from that;
   - if proofs fit and draws do not, the right model ran over tokens that somebody else chose;
   - if both fit, only the reported log-probs can still be wrong.
+A submission that is off by more than honest work hardly ever is, but not by enough to be certain, is void.uncertain.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from shoal.toploc import ProofError, SegmentCheck, check_format
+from shoal.toploc import ProofError, SegmentCheck, check_format, noise_scores
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease
 from shoal.wire.messages import Claim
+from shoal.wire.noise import Noise
 from shoal.wire.rollouts import Finish, Rollout, RolloutTable
 from shoal.wire.run import ProofSpec, Tolerances
 
@@ -39,6 +41,12 @@ NOWHERE = 0.9
 """Share of mismatching exponents, over all segments, at which a proof fits nowhere. Noise reaches 0.996."""
 
 
+MAX_SURPRISE = 8.0
+"""Standard deviations. A sum over hundreds of tokens is nearly normal, over a few it is skewed: 8 leaves room for both."""
+MIN_SURPRISE_VARIANCE = 4.0
+"""Below it too little was left to chance to say anything."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowFacts:
     """What one prefill says about one row of T output tokens."""
@@ -48,6 +56,10 @@ class RowFacts:
     """Recomputed, under the sampling temperature."""
     draw_distance_T: npt.NDArray[np.float64]
     """How far each token's uniform lies outside the token's interval of the cumulative distribution; 0 inside."""
+    surprise_T: npt.NDArray[np.float64]
+    """-log p of each token minus its expectation under the model, the entropy: 0 on average for the model's own draws."""
+    surprise_variance_T: npt.NDArray[np.float64]
+    """Of the above, under the model."""
 
 
 def where(row: Rollout) -> str:
@@ -166,10 +178,23 @@ def check_endings(table: RolloutTable, end_tokens: Iterable[int], max_new_tokens
 # -- after the prefill ----------------------------------------------------------------------------------
 
 
-def check_facts(rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances) -> None:
+def check_facts(
+    rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances, noise: Noise | None = None
+) -> None:
     """All that the prefill decides, in the order the header explains."""
-    for check in AFTER_PREFILL:
-        check(rows, facts, tolerances)
+    check_forgery(rows, facts, tolerances)
+    check_early_stop(rows, facts, tolerances)
+    check_computation(rows, facts, tolerances)
+    scores = [] if noise is None else noise_scores([fact.segments for fact in facts], noise)
+    for score in scores:
+        if score.is_certain:
+            raise Rejected("reject.wrong_computation", str(score))
+    check_sampling(facts, tolerances)
+    check_surprise(facts)
+    check_logprobs(rows, facts, tolerances)
+    for score in scores:
+        if score.is_suspicious:
+            raise Rejected("void.uncertain", str(score))
 
 
 def check_forgery(rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances) -> None:
@@ -178,7 +203,7 @@ def check_forgery(rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances
         for number, segment in enumerate(fact.segments):
             if segment.constant:
                 raise Rejected("reject.forged_proof", f"{where(row)}: proof {number} is one constant")
-            allowed = _allowed_hits(segment, tolerances)
+            allowed = allowed_hits(segment, tolerances)
             if segment.control_hits > allowed:
                 raise Rejected(
                     "reject.forged_proof",
@@ -226,7 +251,7 @@ def check_computation(rows: Sequence[Rollout], facts: Sequence[RowFacts], tolera
                 )
 
 
-def check_sampling(_: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances) -> None:
+def check_sampling(facts: Sequence[RowFacts], tolerances: Tolerances) -> None:
     misses, count = _draw_misses(facts, tolerances)
     allowed = _allowance(count, tolerances)
     if misses > allowed:
@@ -234,6 +259,28 @@ def check_sampling(_: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: 
             "reject.wrong_sampling",
             f"{misses} of {count} tokens are not what the lease's seed draws, at most {allowed}",
         )
+
+
+def check_surprise(facts: Sequence[RowFacts]) -> None:
+    """Tokens that are no draw of this model at this temperature: likelier than its draws are, or less likely.
+
+    It needs no seed, so it stands beside the draw check: each alone stops tokens that another model or sampler chose.
+    """
+    z = surprise_z(facts)
+    if abs(z) > MAX_SURPRISE:
+        raise Rejected(
+            "reject.wrong_sampling",
+            f"the tokens are {abs(z):.1f} standard deviations {'less' if z > 0 else 'more'} likely than draws of the "
+            f"leased model, at most {MAX_SURPRISE:g}",
+        )
+
+
+def surprise_z(facts: Sequence[RowFacts]) -> float:
+    """Summed surprise of a submission in standard deviations."""
+    variance = sum(float(fact.surprise_variance_T.sum()) for fact in facts)
+    total = sum(float(fact.surprise_T.sum()) for fact in facts)
+    # A model that is sure of every token has no spread to measure by; the draw check still holds it to its tokens.
+    return total / math.sqrt(max(variance, MIN_SURPRISE_VARIANCE))
 
 
 def check_logprobs(rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances) -> None:
@@ -244,15 +291,6 @@ def check_logprobs(rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerance
                 "reject.wrong_logprobs",
                 f"{where(row)}: log-probs are off by {gap:.3g} on average, at most {tolerances.logprob:.3g}",
             )
-
-
-AFTER_PREFILL: tuple[Callable[[Sequence[Rollout], Sequence[RowFacts], Tolerances], None], ...] = (
-    check_forgery,
-    check_early_stop,
-    check_computation,
-    check_sampling,
-    check_logprobs,
-)
 
 
 def logprob_gap(row: Rollout, fact: RowFacts) -> float:
@@ -277,11 +315,12 @@ def evidence(
         "control_hits_max": max((s.control_hits for s in segments), default=0),
         "draw_misses": misses,
         "draw_distance_max": max(float(fact.draw_distance_T.max()) for fact in facts),
+        "surprise_z": surprise_z(facts),
         "logprob_gap_max": max(logprob_gap(row, fact) for row, fact in zip(rows, facts, strict=True)),
     }
 
 
-def _allowed_hits(segment: SegmentCheck, tolerances: Tolerances) -> float:
+def allowed_hits(segment: SegmentCheck, tolerances: Tolerances) -> float:
     """Control points that a proof of some states may hit, be they the right ones or not."""
     if segment.num_controls < MIN_CONTROLS or segment.num_values < MIN_SPREAD * segment.num_points:
         return math.inf

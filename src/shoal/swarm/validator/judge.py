@@ -2,12 +2,14 @@
 
 import threading
 import time
+from collections import Counter
 
 from shoal.model.tokenizer import Tokenizer
+from shoal.net.deadline import Stopped
 from shoal.swarm.validator import checks
 from shoal.swarm.validator.reader import Reader
 from shoal.swarm.validator.recompute import CannotCheck, Policy, recompute
-from shoal.tasks import Problem, make_task
+from shoal.tasks import CannotGrade, Outcome, Problem, Reward, Task, make_task
 from shoal.toploc import expected_bytes
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.draw import problem_seeds
@@ -32,28 +34,31 @@ def judge(
 ) -> Verdict:
     """The verdict on a submission's bytes, which are known to have the claimed digest.
 
-    `policy` is the claimed version. Raises CannotCheck or ReaderDown where our own side fails; never blames for it;
+    `spec` has the run's task with its files at hand; `policy` is the claimed version. Raises CannotCheck or ReaderDown where our own side fails; never blames for it;
     Stopped if `stop` is set meanwhile.
     """
     started_s = time.monotonic()
     evidence: dict[str, float | int | str] = {"policy_version": claim.policy_version}
     try:
         checks.check_claim(claim)
-        problems = leased_problems(claim.lease, spec.run)
+        task = make_task(spec.task)
+        problems = leased_problems(claim.lease, spec.run, task)
         table = open_submission(data, claim, policy, reader=reader)
         # Drawn by the coordinator after it had the bytes: the node could not know.
         if claim.checks == "full":
             facts = recompute(table.rows, claim.lease, policy, control_seed=control_seed, stop=stop)
             evidence |= checks.evidence(table.rows, facts, spec.tolerances)
-            checks.check_facts(table.rows, facts, spec.tolerances)
+            checks.check_facts(table.rows, facts, spec.tolerances, spec.noise)
     except Rejected as rejected:
         return _refusal(claim, rejected, evidence)
+    graded = grade(table, problems, task, policy.tokenizer, stop=stop)
+    evidence |= count_outcomes(graded)
     num_tokens = sum(len(row.output_tokens) for row in table.rows)
     return Verdict(
         lease_id=claim.lease.lease_id,
         code=ACCEPTED,
         detail=f"{len(table.rows)} rows, {num_tokens} tokens, checked in {time.monotonic() - started_s:.2f} s",
-        rewards=rewards(table, claim.lease, problems, policy.tokenizer),
+        rewards=tuple(reward.value for reward in graded),
         output_tokens=num_tokens,
         checks=claim.checks,
         evidence=evidence,
@@ -95,35 +100,51 @@ def table_limits(lease: Lease, longest_prompt: int) -> TableLimits:
     )
 
 
-def leased_problems(lease: Lease, run: str) -> list[Problem]:
+def leased_problems(lease: Lease, run: str, task: Task) -> list[Problem]:
     """The problems behind the lease's prompts, derived from its seed as anybody can; CannotCheck if they differ."""
     seeds = problem_seeds(
         lease.seed, run=run, purpose=lease.purpose, chunk=lease.chunk, num_prompts=len(lease.prompts)
     )
-    task = make_task(lease.task)
     problems = [task.problem(lease.purpose, seed) for seed in seeds]
     if tuple(problem.prompt for problem in problems) != lease.prompts:
         raise CannotCheck(f"the prompts of lease {lease.lease_id} do not follow from its seed")
+    if lease.chat != task.chat:
+        raise CannotCheck(f"lease {lease.lease_id} says chat={lease.chat}, its task {task.chat}")
     return problems
 
 
 def encode_prompts(lease: Lease, tokenizer: Tokenizer) -> list[list[int]]:
-    chat = make_task(lease.task).chat
     try:
-        return [tokenizer.encode_prompt(prompt, chat=chat) for prompt in lease.prompts]
+        return [tokenizer.encode_prompt(prompt, chat=lease.chat) for prompt in lease.prompts]
     except ValueError as error:
         raise CannotCheck(f"the policy's tokenizer cannot encode a leased prompt: {error}") from None
 
 
-def rewards(
-    table: RolloutTable, lease: Lease, problems: list[Problem], tokenizer: Tokenizer
-) -> tuple[float, ...]:
-    """What each row is worth, in file order."""
-    task = make_task(lease.task)
-    return tuple(
-        task.reward(problems[row.prompt_index], tokenizer.decode(row.output_tokens)).value
-        for row in table.rows
-    )
+def grade(
+    table: RolloutTable,
+    problems: list[Problem],
+    task: Task,
+    tokenizer: Tokenizer,
+    *,
+    stop: threading.Event | None,
+) -> tuple[Reward, ...]:
+    """What each row is worth, in file order. After every other check: what is graded is what the leased model drew."""
+    graded = []
+    for row in table.rows:
+        if stop is not None and stop.is_set():
+            raise Stopped("stopped between two answers")
+        text = tokenizer.decode(row.output_tokens)
+        try:
+            graded.append(task.reward(problems[row.prompt_index], text, len(row.output_tokens)))
+        except CannotGrade as error:
+            raise CannotCheck(f"an answer could not be graded: {error}") from None
+    return tuple(graded)
+
+
+def count_outcomes(graded: tuple[Reward, ...]) -> dict[str, float | int | str]:
+    """How many rows were right, and how many gave no answer at all: apart from wrong, which is the rest."""
+    outcomes = Counter(reward.outcome for reward in graded)
+    return {"right": outcomes[Outcome.RIGHT], "unparseable": outcomes[Outcome.UNPARSEABLE]}
 
 
 def _refusal(claim: Claim, rejected: Rejected, evidence: dict[str, float | int | str]) -> Verdict:

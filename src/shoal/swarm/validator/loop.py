@@ -21,18 +21,21 @@ import torch
 
 from shoal.model.load import DTYPES, load_decoder
 from shoal.net.client import Refused, SignedClient
+from shoal.net.data_files import fetch_files
 from shoal.net.deadline import DeadlinePassed, Stopped
 from shoal.swarm.validator.judge import judge, judge_claim
 from shoal.swarm.validator.poison import Poison
 from shoal.swarm.validator.policies import PolicyShelf
 from shoal.swarm.validator.reader import Reader, ReaderDown
 from shoal.swarm.validator.recompute import BATCH_TOKENS, CannotCheck
+from shoal.tasks import make_task
+from shoal.tasks.files import file_digests, with_files_from
 from shoal.telemetry import Log
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.keys import Key
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import Claim, Info, LeaseStatus
-from shoal.wire.run import PROTOCOL
+from shoal.wire.run import PROTOCOL, RunSpec
 
 IDLE_S = 10.0
 """How long to ask for work before asking whether the run is over."""
@@ -126,6 +129,8 @@ class Validator:
             fetch_s=config.fetch_s,
             log=self._log,
         )
+        # Now, and not while a claim runs out: reading a data set takes a while, and may say that something is missing.
+        make_task(self._spec_at_hand().task).problem("train", 0)
         self._log.info(f"checking for run {self._info.spec.run!r}", coordinator=config.coordinator)
 
     def main_loop(self) -> Ended:
@@ -158,7 +163,7 @@ class Validator:
             return judge(
                 data,
                 claim,
-                self._info.spec,
+                self._spec_at_hand(),
                 replace(policy, batch_tokens=self._config.batch_tokens),
                 reader=self._reader,
                 control_seed=secrets.randbits(64),
@@ -169,6 +174,15 @@ class Validator:
         except Stopped:
             self._poison.end(claim.lease.lease_id)  # no fault of the submission
             raise
+
+    def _spec_at_hand(self) -> RunSpec:
+        """The run's terms, its task reading the files we fetched. CannotCheck if they cannot be had."""
+        spec, data = self._info.spec, self._config.dir / "data"
+        try:
+            fetch_files(self._client, file_digests(spec.task), data, deadline_s=self._config.fetch_s)
+        except (Refused, DeadlinePassed, ValueError) as error:
+            raise CannotCheck(f"the task's data cannot be had: {error}") from None
+        return spec.model_copy(update={"task": with_files_from(spec.task, data)})
 
     def _fetch(self, claim: Claim) -> bytes:
         try:

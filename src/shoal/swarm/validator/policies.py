@@ -9,7 +9,8 @@ from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, load_weights
 from shoal.net.client import Refused, SignedClient
 from shoal.net.deadline import DeadlinePassed
-from shoal.shardcast import fetch_version, prune_versions
+from shoal.net.tickets import Tickets
+from shoal.shardcast import RelayChoice, fetch_version, prune_versions
 from shoal.swarm.validator.recompute import CannotCheck, Policy
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
@@ -36,6 +37,7 @@ class PolicyShelf:
     ) -> None:
         self._folder, self._client, self._run_key, self._log = folder, client, run_key, log
         self._load_decoder, self._max_loaded, self._fetch_s = load, max_loaded, fetch_s
+        self._relays = RelayChoice(ticket=Tickets(client, log=log))
         self._loaded: OrderedDict[int, Policy] = OrderedDict()
         self._same_model: tuple[object, Tokenizer] | None = None
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,9 +49,10 @@ class PolicyShelf:
             return self._loaded[version]
         try:
             manifest = self._manifest(version, lease)
+            self._relays.update(relays or lease.relays)
             folder = fetch_version(
                 manifest,
-                relays or lease.relays,
+                self._relays,
                 self._folder,
                 run_key=self._run_key,
                 log=self._log,

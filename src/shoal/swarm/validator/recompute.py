@@ -32,6 +32,9 @@ LOGITS_AT_ONCE = 1 << 23
 """Logits held at a time: 32 MiB of float32."""
 
 
+Floats = npt.NDArray[np.float64]
+
+
 class CannotCheck(Exception):
     """Our own side failed; nobody is to blame."""
 
@@ -62,9 +65,9 @@ def recompute(
             raise Stopped("stopped between two batches of a check")
         states = _prefill(policy.decoder, [rows[index] for index in batch])
         segments = _verify([rows[index] for index in batch], [s[1:] for s in states], lease, control_seed)
-        logprobs, distances = _tokens(policy.decoder, [rows[index] for index in batch], states, lease)
+        per_token = _tokens(policy.decoder, [rows[index] for index in batch], states, lease)
         for place, index in enumerate(batch):
-            facts[index] = RowFacts(tuple(segments[place]), logprobs[place], distances[place])
+            facts[index] = RowFacts(tuple(segments[place]), *per_token[place])
     return [facts[index] for index in range(len(rows))]
 
 
@@ -162,33 +165,43 @@ def _verify(
 
 def _tokens(
     decoder: Decoder, rows: Sequence[Rollout], states: Sequence[Tensor], lease: Lease
-) -> tuple[list[npt.NDArray[np.float64]], list[npt.NDArray[np.float64]]]:
-    """Log-prob and draw distance of every output token, row by row."""
+) -> list[tuple[Floats, Floats, Floats, Floats]]:
+    """For each row, per output token: log-prob, draw distance, surprise and the variance of that."""
     states_NH = torch.cat(list(states))
     tokens_N = torch.tensor([token for row in rows for token in row.output_tokens], device=states_NH.device)
     chunk = max(1, LOGITS_AT_ONCE // decoder.shape.vocab_size)
     parts = [
-        _intervals(decoder, hidden, tokens, lease.sampling.temperature)
+        _distribution(decoder, hidden, tokens, lease.sampling.temperature)
         for hidden, tokens in zip(torch.split(states_NH, chunk), torch.split(tokens_N, chunk), strict=True)
     ]
-    logprob_N, low_N, high_N = (torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True))
+    logprob_N, low_N, high_N, entropy_N, variance_N = torch.cat(parts, dim=1).cpu().numpy()
     uniform_N = np.concatenate([_row_uniforms(row, lease) for row in rows])
     distance_N = np.maximum(np.maximum(low_N - uniform_N, uniform_N - high_N), 0.0)
     ends = np.cumsum([len(row.output_tokens) for row in rows])[:-1]
-    return np.split(logprob_N, ends), np.split(distance_N, ends)
+    columns = (logprob_N, distance_N, -logprob_N - entropy_N, variance_N)
+    return list(zip(*(np.split(column, ends) for column in columns), strict=True))
 
 
-def _intervals(
-    decoder: Decoder, hidden_NH: Tensor, tokens_N: Tensor, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Each token's log-prob and its interval of the cumulative distribution over ascending ids, in float64."""
+def _distribution(decoder: Decoder, hidden_NH: Tensor, tokens_N: Tensor, temperature: float) -> Tensor:
+    """Five lines of N, in float64: each token's log-prob, the two ends of its interval of the cumulative distribution over
+    ascending ids, and entropy and variance of -log p under the whole distribution."""
     logprobs_NV = torch.log_softmax(decoder.logits(hidden_NH).float() / temperature, dim=-1)
     logprob_N = logprobs_NV.gather(1, tokens_N[:, None]).squeeze(1).double()
     ids_V = torch.arange(logprobs_NV.shape[1], device=tokens_N.device)
     probs_NV = logprobs_NV.exp()
     total_N = probs_NV.sum(dim=1, dtype=torch.float64)  # 1 but for rounding
     low_N = torch.where(ids_V < tokens_N[:, None], probs_NV, 0.0).sum(dim=1, dtype=torch.float64)
-    return logprob_N, low_N / total_N, (low_N + logprob_N.exp()) / total_N
+    entropy_N = -torch.einsum("nv,nv->n", probs_NV, logprobs_NV).double()
+    square_N = torch.einsum("nv,nv->n", probs_NV, logprobs_NV.square()).double()
+    return torch.stack(
+        [
+            logprob_N,
+            low_N / total_N,
+            (low_N + logprob_N.exp()) / total_N,
+            entropy_N,
+            (square_N - entropy_N.square()).clamp(min=0),
+        ]
+    )
 
 
 def _row_uniforms(row: Rollout, lease: Lease) -> npt.NDArray[np.float64]:

@@ -1,0 +1,151 @@
+"""The trainer's own step and a plain generator in one process: what staleness.py and clipping.py share.
+
+The task is `sort`, the model `tiny`, so that a run takes seconds. Version v trains on rollouts of version v - lag, which
+were drawn from the bfloat16 weights that a swarm would have published.
+
+Shape letters: B rows (prompts x samples), T tokens of a row, V vocabulary.
+"""
+
+import copy
+import tempfile
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from shoal.model.builtin import create_model
+from shoal.model.cache import KVCache
+from shoal.model.decoder import Decoder
+from shoal.model.load import load_decoder
+from shoal.model.tokenizer import load_tokenizer
+from shoal.tasks import Split, make_task
+from shoal.telemetry import Log
+from shoal.trainer.advantage import group_advantages
+from shoal.trainer.batch import Sample, TrainBatch
+from shoal.trainer.config import TrainerConfig
+from shoal.trainer.figures import StepFigures
+from shoal.trainer.learner import Learner
+from shoal.trainer.supervised import warm_up
+from shoal.wire.run import TaskSpec
+
+NEW_TOKENS = 6
+
+
+@dataclass
+class Curve:
+    """What a run was like."""
+
+    rewards: list[float] = field(default_factory=list)
+    figures: list[StepFigures] = field(default_factory=list)
+    generate_s: float = 0.0
+    train_s: float = 0.0
+    held_out: float = 0.0
+    """Mean reward of the last version on 256 prompts that were not trained on."""
+
+
+class OneLoop:
+    """One run. `lag` 0 is synchronous training."""
+
+    def __init__(self, config: TrainerConfig, *, lag: int, groups: int, samples: int) -> None:
+        self.lag, self.groups, self.samples = lag, groups, samples
+        self.task = make_task(TaskSpec(name="sort", options={"length": 4, "partial": 0.5}))
+        self.stop = threading.Event()
+        self.random = torch.Generator().manual_seed(config.seed)
+        with tempfile.TemporaryDirectory() as folder:
+            create_model("tiny", Path(folder) / "model", config.seed)
+            decoder = load_decoder(Path(folder) / "model")
+            self.tokenizer = load_tokenizer(Path(folder) / "model")
+        self.learner = Learner(decoder, config, temperature=1.0, max_new_tokens=NEW_TOKENS)
+        warm_up(self.learner, self.task, self.tokenizer, log=Log("bench"), stop=self.stop)
+        self.published = deque([published(decoder)], maxlen=lag + 1)
+
+    def run(self, num_steps: int) -> Curve:
+        curve = Curve()
+        while self.learner.version < num_steps:
+            version = self.learner.version
+            started_s = time.monotonic()
+            rows = self.generate(self.published[0], "train", version * self.groups, self.groups, self.samples)
+            generated_s = time.monotonic()
+            batch, reward = self.batch(rows, lag=len(self.published) - 1)
+            curve.rewards.append(reward)
+            curve.figures.append(self.learner.step(batch, self.stop))
+            curve.generate_s += generated_s - started_s
+            curve.train_s += time.monotonic() - generated_s
+            self.published.append(published(self.learner.decoder))
+        held_out = self.generate(self.published[-1], "eval", 0, 256, 1)
+        curve.held_out = sum(reward for _, reward in held_out) / len(held_out)
+        return curve
+
+    def batch(self, rows: list[tuple[Sample, float]], *, lag: int) -> tuple[TrainBatch, float]:
+        """The groups that have signal. A swarm would go on until there are enough for every update; here others stand in."""
+        groups = [rows[start : start + self.samples] for start in range(0, len(rows), self.samples)]
+        useful = [group for group in groups if len({reward for _, reward in group}) > 1]
+        missing = max(0, self.learner.config.optimizer_steps - len(useful))
+        useful += [group for group in groups if len({reward for _, reward in group}) == 1][:missing]
+        kind = self.learner.config.recipe.advantage
+        samples = []
+        for index, group in enumerate(useful):
+            values = group_advantages([reward for _, reward in group], kind)
+            for (sample, _), value in zip(group, values, strict=True):
+                samples.append(replace(sample, advantage=value, lag=lag, group=index))
+        reward = sum(reward for _, reward in rows) / len(rows)
+        batch = TrainBatch(
+            version=self.learner.version,
+            samples=tuple(samples),
+            num_groups=len(useful),
+            dropped_groups=len(groups) - len(useful),
+            reward_mean=reward,
+        )
+        return batch, reward
+
+    @torch.no_grad()
+    def generate(
+        self, policy: Decoder, split: Split, first: int, num_prompts: int, num_samples: int
+    ) -> list[tuple[Sample, float]]:
+        """Answers with their rewards, the samples of a prompt next to each other. All prompts have one length."""
+        problems = [self.task.problem(split, first + index) for index in range(num_prompts)]
+        encoded = [self.tokenizer.encode_prompt(problem.prompt, chat=False) for problem in problems]
+        tokens_BT = torch.tensor(encoded).repeat_interleave(num_samples, 0)
+        num_rows, prompt_len = tokens_BT.shape
+        cache = KVCache(
+            policy.shape,
+            num_slots=num_rows,
+            max_context=prompt_len + NEW_TOKENS,
+            dtype=torch.float32,
+            device="cpu",
+        )
+        new_BT, logprobs_BT = tokens_BT, torch.zeros(num_rows, 0)
+        for _ in range(NEW_TOKENS):
+            cache.context = tokens_BT.shape[1]
+            positions_BT = torch.arange(cache.context - new_BT.shape[1], cache.context).expand_as(new_BT)
+            logp_BV = policy.logits(policy(new_BT, positions_BT, cache=cache)[:, -1]).log_softmax(-1)
+            new_BT = torch.multinomial(logp_BV.exp(), 1, generator=self.random)
+            tokens_BT = torch.cat([tokens_BT, new_BT], 1)
+            logprobs_BT = torch.cat([logprobs_BT, logp_BV.gather(1, new_BT)], 1)
+        found = []
+        for row in range(num_rows):
+            outputs = tokens_BT[row, prompt_len:].tolist()
+            ends = [place for place, token in enumerate(outputs) if token in self.tokenizer.end_tokens]
+            length = ends[0] + 1 if ends else NEW_TOKENS
+            sample = Sample(
+                tokens=tuple(tokens_BT[row, : prompt_len + length].tolist()),
+                prompt_len=prompt_len,
+                logprobs=tuple(logprobs_BT[row, :length].tolist()),
+                advantage=0.0,
+                lag=0,
+            )
+            text = self.tokenizer.decode(outputs[:length])
+            found.append((sample, self.task.reward(problems[row // num_samples], text, length).value))
+        return found
+
+
+def published(decoder: Decoder) -> Decoder:
+    """What workers get: the fp32 master weights rounded to bfloat16."""
+    policy = copy.deepcopy(decoder)
+    for parameter in policy.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+        parameter.grad = None
+    return policy

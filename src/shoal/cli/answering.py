@@ -1,0 +1,199 @@
+"""Let a model answer problems, each several times, and grade the answers: what `shoal eval` and `shoal data filter` share.
+
+Deterministic: problems follow from the task and the seed, draws from the seed, the problem's place and the sample's number.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import random
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from shoal.net.deadline import Stopped
+from shoal.tasks import CannotGrade, Finite, Outcome, Problem, Split, Task
+from shoal.wire.draw import sample_seed
+from shoal.wire.run import ProofSpec, Sampling, TaskSpec
+
+if TYPE_CHECKING:
+    from shoal.rollout.engine import Engine, Finished
+
+TRIES = 1000
+"""A task that makes problems up may have few different ones: after so many seeds without a new one, that was all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Posed:
+    """A problem, and its place among those posed, which its draws follow from."""
+
+    place: int
+    seed: int
+    problem: Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    outcome: Outcome
+    value: float
+    num_tokens: int
+    cut: bool
+    """It reached the cap instead of an end."""
+    off_budget: int | None
+    """Tokens too few or too many, if the prompt asked for a length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """How answers are drawn."""
+
+    samples: int
+    temperature: float
+    max_new_tokens: int
+    seed: int
+
+
+def task_spec(options: argparse.Namespace) -> TaskSpec:
+    return TaskSpec(
+        name=options.task,
+        options=dict(options.option),
+        budgets=tuple(options.budgets),
+        budget_alpha=options.budget_alpha,
+    )
+
+
+def make_draw(options: argparse.Namespace, samples: int, sampling: Sampling) -> Draw:
+    """What is not said on the command line is as `sampling` has it."""
+    return Draw(
+        samples=samples,
+        temperature=options.temperature or sampling.temperature,
+        max_new_tokens=options.max_new_tokens or sampling.max_new_tokens,
+        seed=options.seed,
+    )
+
+
+def pose(task: Task, split: Split, count: int | None, seed: int) -> list[Posed]:
+    """`count` different problems, fewer if there are not so many; None takes all of a task that has a number of them."""
+    if isinstance(task, Finite):
+        size = task.size(split)
+        if not size:
+            task.problem(split, 0)  # says why there are none
+        chosen: Sequence[int] = range(size)
+        if count is not None and count < size:
+            chosen = sorted(random.Random(f"pose/{seed}").sample(chosen, count))
+        return [Posed(place, index, task.problem(split, index)) for place, index in enumerate(chosen)]
+    if count is None:
+        raise ValueError("this task makes its problems up, without end; say how many are wanted")
+    found: dict[str, Posed] = {}
+    rng = random.Random(f"pose/{seed}")
+    misses = 0
+    while len(found) < count and misses < TRIES:
+        number = rng.getrandbits(63)
+        problem = task.problem(split, number)
+        misses = misses + 1 if problem.prompt in found else 0
+        found.setdefault(problem.prompt, Posed(len(found), number, problem))
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def model_folder(name: str) -> Iterator[Path]:
+    """The folder called `name`, or the built-in model of that name, written to a folder for the while."""
+    if Path(name).is_dir():
+        yield Path(name)
+        return
+    from shoal.model.builtin import create_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        create_model(name, Path(folder) / "model", 0)
+        yield Path(folder) / "model"
+
+
+def load_engine(folder: Path, options: argparse.Namespace) -> "Engine":
+    import torch
+
+    from shoal.rollout.torch_engine import TorchEngine
+
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {options.device}: torch finds no CUDA device here; use --device cpu")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    engine = TorchEngine(
+        compute_dtype=options.dtype, proof=ProofSpec(), max_rows=options.max_rows, device=options.device
+    )
+    engine.load(folder, 0)
+    return engine
+
+
+def answer(
+    engine: "Engine",
+    task: Task,
+    posed: Sequence[Posed],
+    draw: Draw,
+    *,
+    stop: threading.Event,
+    on_row: Callable[[], None],
+) -> Iterator[tuple[Posed, tuple[Answer, ...]]]:
+    """Each problem with its answers, as soon as it has all of them. Stopped if `stop` is set."""
+    by_place = {one.place: one for one in posed}
+    engine.submit([request for one in posed for request in _requests(engine, task, one, draw)])
+    open_groups: dict[int, list[Answer | None]] = defaultdict(lambda: [None] * draw.samples)
+    while engine.has_work:
+        if stop.is_set():
+            raise Stopped("stopped while generating")
+        for row in engine.step():
+            place = row.request.prompt_index
+            group = open_groups[place]
+            group[row.request.sample_index] = _graded(engine, task, by_place[place].problem, row)
+            on_row()
+            complete = tuple(one for one in group if one is not None)
+            if len(complete) == draw.samples:
+                del open_groups[place]
+                yield by_place[place], complete
+
+
+def _requests(engine: "Engine", task: Task, one: Posed, draw: Draw) -> list[Any]:
+    from shoal.rollout.engine import Request
+
+    prompt = tuple(engine.tokenizer.encode_prompt(one.problem.prompt, chat=task.chat))
+    source = hashlib.sha256(f"draw/{draw.seed}".encode()).hexdigest()
+    return [
+        Request(
+            prompt_index=one.place,
+            sample_index=sample,
+            prompt_tokens=prompt,
+            sample_seed=sample_seed(source, one.place, sample),
+            max_new_tokens=draw.max_new_tokens,
+            temperature=draw.temperature,
+        )
+        for sample in range(draw.samples)
+    ]
+
+
+def _graded(engine: "Engine", task: Task, problem: Problem, row: "Finished") -> Answer:
+    from shoal.wire.rollouts import Finish
+
+    text = engine.tokenizer.decode(row.output_tokens)
+    try:
+        reward = task.reward(problem, text, len(row.output_tokens))
+    except CannotGrade as error:
+        raise ValueError(f"an answer could not be graded: {error}") from None
+    num_tokens = len(row.output_tokens)
+    off = None if problem.budget is None else abs(problem.budget - num_tokens)
+    return Answer(reward.outcome, reward.value, num_tokens, row.finish is Finish.LENGTH, off)
+
+
+@contextlib.contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on standard error, if that is a terminal; gives what moves it on by one."""
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task(what, total=total)
+        yield lambda: progress.advance(bar)

@@ -1,0 +1,233 @@
+"""`shoal data filter`: keep the problems that a model solves sometimes. What it always or never solves teaches nothing.
+
+OUT                  the rows whose share of right answers is within the band, and the held-out rows of a data set
+                     without a test file; written last, whole or not at all
+OUT.progress.jsonl   a line for each problem as it is done: the same command goes on where it was stopped, and another
+                     band needs no new answers
+OUT.report.json      the settings, the histogram, what was kept
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.answering import (
+    Draw,
+    Posed,
+    answer,
+    load_engine,
+    make_draw,
+    model_folder,
+    pose,
+    progress_bar,
+    task_spec,
+)
+from shoal.cli.arguments import MAX_NEW_TOKENS
+from shoal.cli.supervise import EXIT_OK
+from shoal.net.deadline import Stopped
+from shoal.tasks import Outcome, Task, make_task
+from shoal.tasks.data_set import DataSet
+from shoal.tasks.files import digest_of, is_file_option
+from shoal.tasks.listed import listed_row
+from shoal.wire.run import Sampling, TaskSpec
+
+BAR = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How one problem went."""
+
+    place: int
+    right: int
+    unparseable: int
+    tokens: int
+
+
+def filter_problems(options: argparse.Namespace, stop: threading.Event) -> int:
+    low, high = options.band
+    if low > high:
+        raise ValueError(f"--band {low} {high}: the lower end comes first")
+    if options.budgets:
+        raise ValueError(
+            "--budgets: filter by what the task itself is worth, and set budgets in the run file"
+        )
+    spec = task_spec(options)
+    task = make_task(spec)
+    posed = pose(task, "train", options.problems, options.seed)
+    draw = make_draw(options, options.k, Sampling(max_new_tokens=MAX_NEW_TOKENS))
+    with model_folder(options.model) as folder:
+        settings = _settings(spec, folder, draw, options)
+        with Progress(_beside(options.out, "progress.jsonl"), settings) as progress:
+            left = [one for one in posed if one.place not in progress.done]
+            if left:
+                _answer(folder, task, left, draw, progress, options=options, stop=stop)
+            done = progress.done
+    kept = [one for one in posed if low <= done[one.place].right / draw.samples <= high]
+    rows = [_row(task, one, spec) for one in kept] + _held_out_rows(task)
+    _write(options.out, "".join(f"{json.dumps(row)}\n" for row in rows))
+    report = _report([done[one.place] for one in posed], len(kept), draw.samples, (low, high))
+    report["held_out"] = len(rows) - len(kept)
+    _write(_beside(options.out, "report.json"), json.dumps(settings | report, indent=2) + "\n")
+    print(in_words(report, options.out))
+    return EXIT_OK
+
+
+def _answer(
+    folder: Path,
+    task: Task,
+    left: list[Posed],
+    draw: Draw,
+    progress: "Progress",
+    *,
+    options: argparse.Namespace,
+    stop: threading.Event,
+) -> None:
+    engine = load_engine(folder, options)
+    with progress_bar("answers", len(left) * draw.samples) as on_row, _saying_how_to_go_on(progress, left):
+        for one, answers in answer(engine, task, left, draw, stop=stop, on_row=on_row):
+            outcomes = Counter(given.outcome for given in answers)
+            progress.add(
+                Done(
+                    one.place,
+                    outcomes[Outcome.RIGHT],
+                    outcomes[Outcome.UNPARSEABLE],
+                    sum(given.num_tokens for given in answers),
+                )
+            )
+
+
+@contextlib.contextmanager
+def _saying_how_to_go_on(progress: "Progress", left: list[Posed]) -> Iterator[None]:
+    before = len(progress.done)
+    try:
+        yield
+    except Stopped:
+        print(
+            f"stopped with {len(progress.done)} of {before + len(left)} problems done; the same command goes on",
+            file=sys.stderr,
+        )
+        raise
+
+
+class Progress:
+    """The problems done so far, on disk. Refuses the file of another filter."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.done: dict[int, Done] = {}
+        self._path, head = path, json.dumps({"settings": settings})
+        if path.exists():
+            self._read(head)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write(path, f"{head}\n")
+        self._file = path.open("a", encoding="utf-8")
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def add(self, done: Done) -> None:
+        self.done[done.place] = done
+        self._file.write(f"{json.dumps(asdict(done))}\n")
+        self._file.flush()
+
+    def _read(self, head: str) -> None:
+        text = self._path.read_text(encoding="utf-8")
+        complete = text[: text.rfind("\n") + 1]  # a crash may have cut the last line
+        first, *lines = complete.splitlines() or [""]
+        if first != head:
+            raise ValueError(
+                f"{self._path} is of a filter with other settings; remove it, or choose another --out"
+            )
+        if complete != text:
+            _write(self._path, complete)
+        self.done = {done.place: done for done in (Done(**json.loads(line)) for line in lines)}
+
+
+def _settings(spec: TaskSpec, folder: Path, draw: Draw, options: argparse.Namespace) -> dict[str, Any]:
+    """All that the answers depend on. Files count by what is in them."""
+    files = {
+        name: digest_of(Path(str(value)))
+        for name, value in spec.options.items()
+        if is_file_option(name) and value
+    }
+    weights = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        weights.update(digest_of(path).encode())
+    return {
+        "task": spec.model_dump(mode="json"),
+        "files": files,
+        "weights": weights.hexdigest(),
+        "problems": options.problems,
+        "dtype": options.dtype,
+        **asdict(draw),
+    }
+
+
+def _row(task: Task, one: Posed, spec: TaskSpec) -> dict[str, Any]:
+    """A row of a data set as it was; a made-up problem as the task `listed` reads it."""
+    return task.entry("train", one.seed).row if isinstance(task, DataSet) else listed_row(one.problem, spec)
+
+
+def _held_out_rows(task: Task) -> list[dict[str, Any]]:
+    """Rows that are held out by their hash stay in the file, all of them: what is written is evaluated on the same ones."""
+    if not isinstance(task, DataSet) or task.eval_path:
+        return []
+    return [task.entry("eval", seed).row for seed in range(task.size("eval"))]
+
+
+def _report(done: list[Done], num_kept: int, samples: int, band: tuple[float, float]) -> dict[str, Any]:
+    rights = Counter(one.right for one in done)
+    answers = max(1, len(done) * samples)
+    return {
+        "band": band,
+        "looked_at": len(done),
+        "kept": num_kept,
+        "histogram": [rights[right] for right in range(samples + 1)],
+        "pass_at_1": sum(one.right for one in done) / answers,
+        "pass_at_k": sum(one.right > 0 for one in done) / max(1, len(done)),
+        "unparseable": sum(one.unparseable for one in done) / answers,
+        "tokens": sum(one.tokens for one in done),
+    }
+
+
+def in_words(report: dict[str, Any], out: Path) -> str:
+    histogram, (low, high) = report["histogram"], report["band"]
+    samples, most = len(histogram) - 1, max(1, *histogram)
+    lines = [f"{report['looked_at']} problems, {samples} answers each: how many were right"]
+    for right, count in enumerate(histogram):
+        kept = "kept" if low <= right / samples <= high else ""
+        lines.append(f"  {right:>3} {count:>7} {'#' * round(BAR * count / most):<{BAR}} {kept}".rstrip())
+    lines += [
+        f"pass@1 {report['pass_at_1']:.2%}, pass@{samples} {report['pass_at_k']:.2%}, unparseable {report['unparseable']:.2%}, {report['tokens']:,} tokens",
+        f"kept {report['kept']} with {low:.1%} to {high:.1%} right: {out}",
+    ]
+    if report["held_out"]:
+        lines.append(f"the file also has the {report['held_out']} rows that are held out, as they were")
+    return "\n".join(lines)
+
+
+def _beside(out: Path, suffix: str) -> Path:
+    return out.with_name(f"{out.name}.{suffix}")
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)

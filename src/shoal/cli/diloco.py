@@ -1,0 +1,213 @@
+"""`shoal diloco`: train with others over slow links, and the rendezvous where they find each other."""
+
+import argparse
+import secrets
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli.supervise import EXIT_OK
+from shoal.net.deadline import DeadlinePassed
+from shoal.telemetry import Log
+
+if TYPE_CHECKING:
+    from shoal.diloco.config import DilocoFile
+    from shoal.diloco.hivemind_mesh import Address
+
+
+def add_diloco(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("diloco", help="pre-train or fine-tune over slow links")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    train = actions.add_parser("train", help="train at this site, with whoever else joins the run")
+    train.add_argument("file", type=Path, metavar="FILE.toml")
+    train.add_argument("--dir", type=Path, required=True, help="this site's folder; start again to resume")
+    train.add_argument("--device", default="cpu", help="cpu, or cuda")
+    train.add_argument(
+        "--threads", type=int, default=0, help="torch threads (default: 0, torch's own choice)"
+    )
+    train.add_argument("--join-s", type=float, default=600.0, help="how long to look for the swarm")
+    _add_address_options(train, port=0)
+    train.set_defaults(action=_train)
+    swarm = actions.add_parser("swarm", help="a rendezvous: an address that peers can join by")
+    swarm.add_argument("--run", default="", help="name of a run whose peers to show")
+    swarm.add_argument("--dir", type=Path, required=True, help="keeps the key behind the address")
+    swarm.add_argument("--engine", choices=["hivemind", "torchft"], default="hivemind")
+    swarm.add_argument("--min-peers", type=int, default=1, help="torchft: no round with fewer")
+    swarm.add_argument("--gather-s", type=float, default=60.0, help="torchft: wait so long for the others")
+    _add_address_options(swarm, port=8710)
+    swarm.set_defaults(action=_swarm)
+
+
+def _add_address_options(parser: argparse.ArgumentParser, *, port: int) -> None:
+    parser.add_argument(
+        "--join",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="a peer or rendezvous of the run, such as /ip4/203.0.113.5/tcp/8710/p2p/12D3...; one is enough",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 to be reached from elsewhere")
+    parser.add_argument("--port", type=int, default=port, help="0 takes any free one")
+    parser.add_argument(
+        "--announce", action="append", default=[], help="the address that others should use, if it is another"
+    )
+    parser.add_argument("--outbound-only", action="store_true", help="listen nowhere; only reach out")
+    parser.add_argument("--relay", action="store_true", help="behind NAT: be reached through other peers")
+    parser.add_argument("--stop-with-stdin", action="store_true", help="stop when standard input ends")
+
+
+def _address(options: argparse.Namespace) -> "Address":
+    from shoal.diloco.hivemind_mesh import Address
+
+    return Address(
+        join=tuple(options.join),
+        host=options.host,
+        port=options.port,
+        announce=tuple(options.announce),
+        reachable=not options.outbound_only,
+        relay=options.relay,
+        identity=options.dir / "peer.key",
+    )
+
+
+def _train(options: argparse.Namespace, stop: threading.Event) -> int:
+    import torch
+    from rich.console import Console
+
+    from shoal.cli.diloco_view import LiveView, plot_losses, show_site
+    from shoal.diloco.averager import RoundFailed
+    from shoal.diloco.config import load_diloco_file
+    from shoal.diloco.mesh import Broken
+    from shoal.diloco.site import Site
+
+    file = load_diloco_file(options.file)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    options.dir.mkdir(parents=True, exist_ok=True)
+    averager = _engine(file, options, stop)
+    site = Site(
+        file,
+        averager,
+        folder=options.dir,
+        device=options.device,
+        peer=_site_id(options.dir),
+        stop=stop,
+    )
+    console = Console(stderr=True, highlight=False)
+    try:
+        with LiveView(console, lambda: show_site(file, site.progress, averager)) as refresh:
+            site.on_progress = lambda progress: refresh()
+            progress = site.train(join_s=options.join_s)
+    except (RoundFailed, Broken) as error:
+        raise DeadlinePassed(f"the swarm: {error}") from None
+    finally:
+        site.close()
+        plot_losses(options.dir / "metrics.jsonl", options.dir / "loss.png", f"{file.run.name}: loss")
+    print(
+        f"run {file.run.name}: {progress.steps} steps, validation loss {progress.validation:.4f}, "
+        f"{progress.sent_bytes / 1e6:.1f} MB sent, utilisation {progress.utilisation:.3f}"
+    )
+    return EXIT_OK
+
+
+def _engine(file: "DilocoFile", options: argparse.Namespace, stop: threading.Event) -> Any:
+    from shoal.diloco.mesh import LocalHub, Mesh
+    from shoal.diloco.peers import PeerAverager, Terms
+
+    rounds = file.rounds
+    mesh: Mesh
+    if file.run.engine == "torchft":
+        return _torchft(file, options, stop)
+    if file.run.engine == "local":
+        mesh = LocalHub().mesh()
+    else:
+        from shoal.diloco.hivemind_mesh import HivemindMesh
+
+        mesh = HivemindMesh(file.run.name, _address(options))
+    return PeerAverager(
+        mesh,
+        log=Log("averager"),
+        codec=rounds.codec,
+        terms=Terms(gather_s=rounds.gather_s, min_peers=rounds.min_peers),
+        stop=stop,
+    )
+
+
+def _torchft(file: "DilocoFile", options: argparse.Namespace, stop: threading.Event) -> Any:
+    from shoal.diloco.torchft_engine import TorchftAverager
+
+    if len(options.join) != 1:
+        raise ValueError(
+            'with engine = "torchft" give one --join: the lighthouse, such as http://10.0.0.1:8710'
+        )
+    return TorchftAverager(
+        options.join[0],
+        log=Log("averager"),
+        codec=file.rounds.codec,
+        host=options.host,
+        min_peers=file.rounds.min_peers,
+        stop=stop,
+    )
+
+
+def _site_id(folder: Path) -> str:
+    """What this site's order of the data is drawn from; the same after a restart."""
+    path = folder / "site.id"
+    if not path.exists():
+        path.write_text(secrets.token_hex(16) + "\n")
+    return path.read_text().strip()
+
+
+def _swarm(options: argparse.Namespace, stop: threading.Event) -> int:
+    import asyncio
+
+    options.dir.mkdir(parents=True, exist_ok=True)
+    if options.engine == "torchft":
+        return _lighthouse(options, stop)
+    return asyncio.run(_rendezvous(options, stop))
+
+
+def _lighthouse(options: argparse.Namespace, stop: threading.Event) -> int:
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(
+        bind=f"{options.host}:{options.port}",
+        min_replicas=options.min_peers,
+        join_timeout_ms=int(1000 * options.gather_s),
+    )
+    # It names the machine, which others may not resolve; the address it was given is better.
+    print(f"join: http://{options.host}:{server.address().rsplit(':', 1)[1]}", flush=True)
+    stop.wait()
+    server.shutdown()
+    return EXIT_OK
+
+
+async def _rendezvous(options: argparse.Namespace, stop: threading.Event) -> int:
+    import asyncio
+
+    from shoal.cli.diloco_view import describe_peers
+    from shoal.diloco.hivemind_mesh import HivemindMesh
+    from shoal.diloco.mesh import Broken, Stream
+
+    async def refuse(stream: Stream) -> None:
+        """A rendezvous takes part in nothing."""
+
+    mesh = HivemindMesh(options.run or "rendezvous", _address(options))
+    try:
+        await mesh.start(refuse)
+    except Broken as broken:
+        raise ValueError(f"cannot start: {broken}; is the port in use?") from None
+    for address in mesh.addresses:
+        print(f"join: {address}", flush=True)
+    said: list[str] = []
+    try:
+        while not stop.is_set():
+            await asyncio.sleep(0.5)
+            peers = describe_peers(await mesh.cards()) if options.run else []
+            if peers != said:
+                said = peers
+                print(f"{time.strftime('%H:%M:%S')} {len(peers)} peers", *peers, sep="\n  ", flush=True)
+    finally:
+        await mesh.stop()
+    return EXIT_OK

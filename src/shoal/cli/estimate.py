@@ -1,0 +1,111 @@
+"""What a run asks of its machines: memory, arithmetic and bytes, from the model's shape and the run file. For `--dry-run`.
+
+Orders of magnitude for planning, not measurements: every formula is written out here.
+"""
+
+from pathlib import Path
+
+from shoal.cli.runfile import RunFile
+from shoal.model.shape import Shape, read_shape
+
+RANKS = (8, 16, 32, 64)
+LOGITS_CHUNK = 4096
+"""Tokens whose logits exist at once."""
+LINK_BITS_PER_S = 590e6
+"""What the report measured from relays to a worker."""
+H100_FLOPS = 989e12
+MFU = 0.4
+
+# What the report states of its own run (arXiv 2505.07291); shown beside the estimates of its run file.
+REPORT = {
+    "weights": "62 GB",
+    "broadcast": "14 minutes",
+    "train_flops": "22 minutes a step",
+    "ratio": "1 : 4.5 measured, dropped groups and all",
+}
+
+
+def estimates(file: RunFile) -> dict[str, str]:
+    """By name, as `derived_numbers`; empty where the model is no folder with a config.json."""
+    folder = Path(file.run.model)
+    if not (folder / "config.json").is_file():
+        return {}
+    shape = read_shape(folder)
+    report = REPORT if file.run.name == "intellect-2" else {}
+
+    def beside(value: str, key: str) -> str:
+        return f"{value}   (report: {report[key]})" if key in report else value
+
+    parameters = num_parameters(shape)
+    weights = 2 * parameters
+    tokens = file.coordinator.groups_per_step * file.sampling.samples_per_prompt * answer_tokens(file)
+    once = forward_flops(shape, context=answer_tokens(file) // 2)
+    passes = train_passes(file)
+    seconds = weights * 8 / LINK_BITS_PER_S
+    gpus = passes * once * tokens / (H100_FLOPS * MFU * 22 * 60)
+    return {
+        "parameters": f"{parameters / 1e9:.2f} billion",
+        "output tokens a step": f"{tokens / 1e6:.2f} million, at {answer_tokens(file):,} an answer",
+        "training a step": beside(f"{passes * once * tokens:.2g} FLOPs, {passes} forward passes' worth", "train_flops"),
+        "H100s for that in 22 minutes": f"{gpus:.1f} at {MFU:.0%} of {H100_FLOPS / 1e12:.0f} TFLOP/s",
+        "generating it": f"{once * tokens:.2g} FLOPs, if every rollout is used; checking it as much again",
+        "training : generation, in FLOPs": beside(f"1 : {1 / passes:.2f} if every rollout is used once", "ratio"),
+        "bytes of a whole version": beside(f"{weights / 1e9:.1f} GB", "weights"),
+        f"to one worker at {LINK_BITS_PER_S / 1e6:.0f} Mbit/s": beside(f"{seconds / 60:.1f} minutes", "broadcast"),
+        **{
+            f"memory a GPU, FSDP2 over {ranks}": f"{gpu_bytes(shape, file, ranks) / 2**30:.0f} GiB"
+            for ranks in RANKS
+        },
+    }  # fmt: skip
+
+
+def num_parameters(shape: Shape) -> int:
+    head = 0 if shape.tied_embeddings else shape.vocab_size * shape.hidden_size
+    return (
+        shape.vocab_size * shape.hidden_size
+        + head
+        + shape.num_layers * _layer_parameters(shape)
+        + shape.hidden_size
+    )
+
+
+def forward_flops(shape: Shape, *, context: int) -> float:
+    """Of one token that sees `context` before it: two for each weight it meets, four for each value it attends to."""
+    met = shape.num_layers * _layer_parameters(shape) + shape.vocab_size * shape.hidden_size
+    return 2.0 * met + 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * context
+
+
+def train_passes(file: RunFile) -> int:
+    """Forward passes' worth of arithmetic: one forward, two backward, what is computed again, and the scoring ones."""
+    again = file.trainer.activation_checkpointing + (file.trainer.behaviour == "recompute")
+    return 3 + again + (file.trainer.kl > 0)
+
+
+def answer_tokens(file: RunFile) -> int:
+    """Of an answer: the mean of the budgets, if it keeps to them; without budgets, the longest that is allowed."""
+    budgets = file.task.budgets
+    return round(sum(budgets) / len(budgets)) if budgets else file.sampling.max_new_tokens
+
+
+def gpu_bytes(shape: Shape, file: RunFile, ranks: int) -> float:
+    """Of each of `ranks` GPUs under FSDP2: bfloat16 compute, float32 master weights."""
+    tokens = file.trainer.row_tokens * file.trainer.rows_per_micro_batch
+    # Weights, gradients and both moments of AdamW in float32, a share each.
+    state = 16 * num_parameters(shape) / ranks
+    # Two layers at a time, and the head, are whole and in bfloat16.
+    gathered = 2 * (2 * _layer_parameters(shape) + shape.vocab_size * shape.hidden_size)
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    # A layer's activations are kept, or only its input and what its attention gave.
+    of_layer = 2 * tokens * (4 * shape.hidden_size + 2 * queries + 4 * keys + 3 * shape.ffn_size)
+    kept = shape.num_layers * of_layer
+    if file.trainer.activation_checkpointing:
+        kept = 2 * tokens * shape.num_layers * (shape.hidden_size + queries) + of_layer
+    logits = 10 * min(LOGITS_CHUNK, tokens) * shape.vocab_size
+    return state + gathered + kept + logits
+
+
+def _layer_parameters(shape: Shape) -> int:
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention = shape.hidden_size * (2 * queries + 2 * keys) + (queries + 2 * keys) * shape.qkv_bias
+    norms = 2 * shape.hidden_size + 2 * shape.head_dim * shape.qk_norm
+    return attention + 3 * shape.hidden_size * shape.ffn_size + norms

@@ -1,0 +1,210 @@
+"""`shoal eval`: pass@1 and pass@k of a model folder, or of any version a run has published, on held-out problems."""
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from shoal.cli.answering import (
+    Answer,
+    answer,
+    load_engine,
+    make_draw,
+    model_folder,
+    pose,
+    progress_bar,
+    task_spec,
+)
+from shoal.cli.arguments import MAX_NEW_TOKENS
+from shoal.cli.intervals import pass_at, wilson
+from shoal.cli.supervise import EXIT_OK
+from shoal.net.client import Unreachable
+from shoal.tasks import Outcome, make_task
+from shoal.tasks.files import digest_of, file_digests, is_file_option
+from shoal.telemetry import Log
+from shoal.wire.manifest import Manifest
+from shoal.wire.messages import Info, Origin, Stats
+from shoal.wire.record import Sealed
+from shoal.wire.run import Sampling, TaskSpec
+
+TIMEOUT_S = 20.0
+FETCH_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What came of an evaluation. Intervals are at 95 %."""
+
+    prompts: int
+    samples: int
+    pass_at_1: float
+    pass_at_1_interval: tuple[float, float]
+    """Wilson's, of as many trials as there are prompts: samples of one prompt are not independent, so more of them do not
+    count as more. For shares that lie between 0 and 1 at each prompt the true interval is narrower."""
+    k: int
+    pass_at_k: float
+    pass_at_k_interval: tuple[float, float]
+    reward_mean: float
+    wrong: float
+    unparseable: float
+    cut: float
+    """Share of answers that reached max_new_tokens."""
+    tokens_mean: float
+    off_budget_mean: float | None
+    """Tokens too few or too many, if prompts asked for a length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Which version of a run, if it is one, and how the run samples."""
+
+    version: int | None
+    sampling: Sampling
+
+
+def evaluate(options: argparse.Namespace, stop: threading.Event) -> int:
+    samples = options.samples or options.k
+    if samples < options.k:
+        raise ValueError(f"--samples {samples} is fewer than --k {options.k}; raise it")
+    with _source(options, stop) as (folder, spec, source):
+        task = make_task(spec)
+        draw = make_draw(options, samples, source.sampling)
+        posed = pose(task, "eval", options.prompts, options.seed)
+        engine = load_engine(folder, options)
+        with progress_bar("answers", len(posed) * samples) as on_row:
+            groups = [group for _, group in answer(engine, task, posed, draw, stop=stop, on_row=on_row)]
+    figures = sum_up(groups, k=options.k)
+    settings = {"model": options.model, "version": source.version, "task": spec.model_dump(), **asdict(draw)}
+    print(json.dumps(settings | asdict(figures)) if options.json else in_words(figures, settings))
+    if len(posed) < options.prompts:
+        print(f"shoal: the task has only {len(posed)} held-out problems", file=sys.stderr)
+    return EXIT_OK
+
+
+def sum_up(groups: list[tuple[Answer, ...]], *, k: int) -> Figures:
+    answers = [one for group in groups for one in group]
+    rights = [sum(one.outcome is Outcome.RIGHT for one in group) for group in groups]
+    share = sum(rights) / len(answers)
+    at_k = [pass_at(k, samples=len(group), right=right) for group, right in zip(groups, rights, strict=True)]
+    return Figures(
+        prompts=len(groups),
+        samples=len(groups[0]),
+        pass_at_1=share,
+        pass_at_1_interval=wilson(share, len(groups)),
+        k=k,
+        pass_at_k=math.fsum(at_k) / len(at_k),
+        pass_at_k_interval=wilson(math.fsum(at_k) / len(at_k), len(groups)),
+        reward_mean=math.fsum(one.value for one in answers) / len(answers),
+        wrong=sum(one.outcome is Outcome.WRONG for one in answers) / len(answers),
+        unparseable=sum(one.outcome is Outcome.UNPARSEABLE for one in answers) / len(answers),
+        cut=sum(one.cut for one in answers) / len(answers),
+        tokens_mean=sum(one.num_tokens for one in answers) / len(answers),
+        off_budget_mean=_mean_off_budget(answers),
+    )
+
+
+def _mean_off_budget(answers: list[Answer]) -> float | None:
+    off = [one.off_budget for one in answers if one.off_budget is not None]
+    return sum(off) / len(off) if off else None
+
+
+def in_words(figures: Figures, settings: dict[str, Any]) -> str:
+    version = "" if settings["version"] is None else f", version {settings['version']}"
+    low, high = figures.pass_at_1_interval
+    lines = [
+        f"{settings['model']}{version} on {settings['task']['name']}: {figures.prompts} held-out prompts, "
+        f"{figures.samples} answers each, temperature {settings['temperature']:g}, seed {settings['seed']}",
+        f"  pass@1        {figures.pass_at_1:7.2%}   95 % interval {low:.2%} to {high:.2%} (Wilson, n = prompts)",
+    ]
+    if figures.k > 1:
+        low, high = figures.pass_at_k_interval
+        lines.append(
+            f"  {f'pass@{figures.k}':<13} {figures.pass_at_k:7.2%}   95 % interval {low:.2%} to {high:.2%} (Wilson, n = prompts)"
+        )
+    lines += [
+        f"  wrong         {figures.wrong:7.2%}",
+        f"  unparseable   {figures.unparseable:7.2%}",
+        f"  cut short     {figures.cut:7.2%}   at {settings['max_new_tokens']} tokens",
+        f"  reward        {figures.reward_mean:7.4f}",
+        f"  tokens        {figures.tokens_mean:7.1f}   an answer",
+    ]
+    if figures.off_budget_mean is not None:
+        lines.append(f"  off budget    {figures.off_budget_mean:7.1f}   tokens too few or too many")
+    return "\n".join(lines)
+
+
+# -- where the model comes from ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _source(options: argparse.Namespace, stop: threading.Event) -> Iterator[tuple[Path, TaskSpec, Source]]:
+    """The model's folder, the task, and where they come from."""
+    if not options.model.startswith(("http://", "https://")):
+        if options.task is None:
+            raise ValueError("--task says what to evaluate on; docs/tasks.md lists them")
+        if options.version is not None:
+            raise ValueError("--version goes with a coordinator's URL; a folder is one version")
+        with model_folder(options.model) as folder:
+            yield folder, task_spec(options), Source(None, Sampling(max_new_tokens=MAX_NEW_TOKENS))
+        return
+    with tempfile.TemporaryDirectory() as into:
+        try:
+            with httpx.Client(base_url=options.model, timeout=TIMEOUT_S) as http:
+                info, folder, version = _fetch(http, options.version, Path(into), stop)
+        except httpx.HTTPError as error:
+            raise Unreachable(
+                f"{options.model}: {error}; check the URL, and that the coordinator runs there"
+            ) from None
+        spec = task_spec(options) if options.task is not None else _with_own_files(info.spec.task, options)
+        yield folder, spec, Source(version, info.spec.sampling)
+
+
+def _fetch(
+    http: httpx.Client, version: int | None, into: Path, stop: threading.Event
+) -> tuple[Info, Path, int]:
+    """A published version through SHARDCAST, verified under the run's key."""
+    from shoal.shardcast import fetch_version
+
+    info = Info.parse(_get(http, "/v1/info"))
+    sealed = Sealed[Manifest].parse(_get(http, f"/v1/policies/{'latest' if version is None else version}"))
+    stats = Stats.parse(_get(http, "/v1/stats"))
+    places = [relay.url for relay in stats.relays if relay.liveness != "offline"]
+    places = places or [Origin.parse(_get(http, "/v1/origin")).url]
+    folder = fetch_version(
+        sealed, places, into, run_key=info.run_key, log=Log("eval"), stop=stop, deadline_s=FETCH_S
+    )
+    return info, folder, sealed.body.version
+
+
+def _with_own_files(spec: TaskSpec, options: argparse.Namespace) -> TaskSpec:
+    """A run's task. Its terms name files by digest; one's own copies are given as options."""
+    given = dict(options.option)
+    for name, value in given.items():
+        if is_file_option(name) and spec.options.get(name) != f"sha256:{digest_of(Path(str(value)))}":
+            raise ValueError(
+                f"--option {name}={value} is not the run's file, which is {spec.options.get(name)}"
+            )
+    spec = spec.model_copy(update={"options": dict(spec.options) | given})
+    if file_digests(spec):
+        missing = [name for name in spec.options if is_file_option(name) and name not in given]
+        raise ValueError(
+            f"the run's task {spec.name!r} reads files that are not sent to strangers; give your own copies: "
+            + " ".join(f"--option {name}=FILE" for name in missing)
+        )
+    return spec
+
+
+def _get(http: httpx.Client, path: str) -> bytes:
+    response = http.get(path)
+    if response.status_code == 404:
+        raise ValueError(f"{http.base_url} has no {path}; see GET /v1/policies/latest")
+    return response.raise_for_status().content

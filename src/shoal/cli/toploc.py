@@ -1,0 +1,205 @@
+"""`shoal toploc prove` and `calibrate`: honest rows by this machine's engine, and how far off this machine's validator finds them.
+
+Prove on one machine and calibrate on another to know what honest work across the two looks like.
+"""
+
+import argparse
+import hashlib
+import platform
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from shoal import toploc
+from shoal.model.builtin import BUILTIN, create_model
+from shoal.model.load import DTYPES, load_decoder
+from shoal.model.tokenizer import load_tokenizer
+from shoal.net.deadline import Stopped
+from shoal.rollout.engine import Finished, Request
+from shoal.rollout.torch_engine import TorchEngine
+from shoal.swarm.validator.checks import RowFacts, logprob_gap
+from shoal.swarm.validator.recompute import Policy, recompute
+from shoal.tasks import make_task
+from shoal.wire.draw import sample_seed
+from shoal.wire.lease import Lease
+from shoal.wire.noise import Noise
+from shoal.wire.rollouts import Rollout, RolloutTable, TableLimits, decode, encode
+from shoal.wire.run import ProofSpec, Sampling, TaskSpec
+
+SAMPLES = 4
+"""Of each prompt."""
+MAX_FILE_ROWS = 1 << 20
+CHECK_ROWS = 64
+"""Checked between two moves of the progress bar."""
+
+
+def prove(options: argparse.Namespace, stop: threading.Event) -> int:
+    """Generate honest rows and write them, with their proofs, as a rollout table."""
+    if options.rows < SAMPLES or options.max_new_tokens < 2:
+        raise ValueError(
+            f"--rows {options.rows} and --max-new-tokens {options.max_new_tokens}: need at least {SAMPLES} and 2"
+        )
+    with _model(options.model) as folder:
+        engine = TorchEngine(
+            compute_dtype=options.dtype, proof=ProofSpec(), max_rows=options.at_once, device=options.device
+        )
+        engine.load(folder, 0)
+        engine.submit(_requests(engine, options))
+        with Progress(console=Console(stderr=True)) as bar:
+            task = bar.add_task("generating", total=options.rows)
+            finished: list[Finished] = []
+            while engine.has_work:
+                if stop.is_set():
+                    raise Stopped(f"stopped after {len(finished)} of {options.rows} rows")
+                finished += engine.step()
+                bar.update(task, completed=len(finished))
+    rows = sorted(map(_to_rollout, finished), key=lambda row: (row.prompt_index, row.sample_index))
+    options.out.write_bytes(encode(RolloutTable(lease_id=_LEASE_ID, policy_version=0, rows=tuple(rows))))
+    print(
+        f"{options.out}: {len(rows)} rows, {sum(len(row.output_tokens) for row in rows):,} tokens, {_here(options)}"
+    )
+    return 0
+
+
+def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
+    """Check proven rows as a validator would, and write what honest noise looks like."""
+    pairs: dict[str, list[tuple[toploc.SegmentCheck, ...]]] = {}
+    with _model(options.model) as folder:
+        policy = Policy(
+            0, load_decoder(folder, DTYPES[options.dtype], options.device), load_tokenizer(folder)
+        )
+        for path in options.files:
+            table = _read(path)
+            facts = _check(table, policy, stop)
+            pairs[f"{path.stem} to {_here(options)}"] = [fact.segments for fact in facts]
+            _print_tokens(path, table, facts)
+    noise = toploc.measure_noise(pairs, model=options.model, compute_dtype=options.dtype)
+    options.out.write_text(noise.model_dump_json(indent=1) + "\n")
+    _print_noise(noise)
+    print(f"{options.out}: name it in a run file as run.calibration")
+    return 0
+
+
+# -- the parts ----------------------------------------------------------------------------------------------
+
+_LEASE_ID = "0" * 32
+_SEED = hashlib.sha256(b"shoal toploc prove").hexdigest()
+
+
+@contextmanager
+def _model(name: str) -> Iterator[Path]:
+    """A folder of the model; a temporary one for a built-in."""
+    if name not in BUILTIN:
+        yield Path(name)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        create_model(name, Path(folder) / "model", 0)
+        yield Path(folder) / "model"
+
+
+def _requests(engine: TorchEngine, options: argparse.Namespace) -> list[Request]:
+    task = make_task(TaskSpec(name=options.task))
+    problems = [task.problem("train", seed) for seed in range(-(-options.rows // SAMPLES))]
+    places = [(prompt, sample) for prompt in range(len(problems)) for sample in range(SAMPLES)]
+    tokens = [tuple(engine.tokenizer.encode_prompt(problem.prompt, chat=task.chat)) for problem in problems]
+    return [
+        Request(
+            prompt_index=prompt,
+            sample_index=sample,
+            prompt_tokens=tokens[prompt],
+            sample_seed=sample_seed(_SEED, prompt, sample),
+            max_new_tokens=options.max_new_tokens,
+            temperature=1.0,
+        )
+        for prompt, sample in places[: options.rows]
+    ]
+
+
+def _to_rollout(row: Finished) -> Rollout:
+    request = row.request
+    return Rollout(
+        prompt_index=request.prompt_index,
+        sample_index=request.sample_index,
+        prompt_tokens=request.prompt_tokens,
+        output_tokens=row.output_tokens,
+        logprobs=row.logprobs,
+        finish=row.finish,
+        proof=row.proof,
+    )
+
+
+def _read(path: Path) -> RolloutTable:
+    # One's own file: the limits only keep a wrong one from filling memory.
+    limits = TableLimits(
+        max_rows=MAX_FILE_ROWS, max_prompt_tokens=1 << 20, max_output_tokens=1 << 20, max_proof_bytes=1 << 26
+    )
+    return decode(path.read_bytes(), limits)
+
+
+def _check(table: RolloutTable, policy: Policy, stop: threading.Event) -> list[RowFacts]:
+    lease = _lease()
+    facts: list[RowFacts] = []
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("checking", total=len(table.rows))
+        for start in range(0, len(table.rows), CHECK_ROWS):
+            rows = table.rows[start : start + CHECK_ROWS]
+            facts += recompute(rows, lease, policy, control_seed=start, stop=stop)
+            bar.update(task, advance=len(rows))
+    return facts
+
+
+def _lease() -> Lease:
+    """What the rows were drawn by: only seed, sampling and proof count here."""
+    return Lease(
+        lease_id=_LEASE_ID,
+        run="calibration",
+        node="0" * 64,
+        purpose="train",
+        epoch=0,
+        seed=_SEED,
+        chunk=0,
+        policies=(),
+        relays=(),
+        task=TaskSpec(name="add"),
+        prompts=(),
+        sampling=Sampling(),
+        proof=ProofSpec(),
+        max_bytes=0,
+        issued_at_s=0.0,
+        deadline_s=0.0,
+    )
+
+
+def _here(options: argparse.Namespace) -> str:
+    if torch.device(options.device).type == "cuda":
+        name = torch.cuda.get_device_name(options.device)
+    else:
+        name = f"{platform.machine()} CPU"
+    return f"{name}, torch {torch.__version__}"
+
+
+def _print_tokens(path: Path, table: RolloutTable, facts: Sequence[RowFacts]) -> None:
+    gaps = [logprob_gap(row, fact) for row, fact in zip(table.rows, facts, strict=True)]
+    distances = np.concatenate([fact.draw_distance_T for fact in facts])
+    print(
+        f"{path.name}: log-prob gap of a row at most {max(gaps):.3g} (mean {np.mean(gaps):.3g}); draws off by at most "
+        f"{distances.max():.3g}, {np.mean(distances > 0):.2%} at all, {np.mean(distances > 0.01):.2%} past 0.01"
+    )
+
+
+def _print_noise(noise: Noise) -> None:
+    print(f"{'values':>10} {'segments':>9} {'mismatches':>11} {'at most':>8} {'mantissa':>9} {'at most':>8}")
+    for size, wrong, error in zip(
+        noise.sizes, noise.mismatches.by_size, noise.mantissas.by_size, strict=True
+    ):
+        print(
+            f"{f'to {size:,}':>10} {wrong.segments:>9,} {wrong.mean:>11.3f} {wrong.largest:>8.0f} "
+            f"{error.mean:>9.3f} {error.largest:>8.2f}"
+        )

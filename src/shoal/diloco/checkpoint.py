@@ -1,0 +1,53 @@
+"""A site's checkpoints: one file that is complete or absent, its BLAKE3 in its name; the newest sound one is taken.
+
+checkpoints/step-00000120-<first 16 hex digits of its BLAKE3>.pt     weights, inner and outer state, data position
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+
+from shoal.telemetry import Log
+
+_NAME = re.compile(r"step-(\d{8})-([0-9a-f]{16})\.pt")
+
+
+class SiteCheckpoints:
+    def __init__(self, folder: Path, *, log: Log, keep: int = 2) -> None:
+        self._folder, self._log, self._keep = folder, log, keep
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def save(self, step: int, content: dict[str, Any]) -> Path:
+        partial = self._folder / "partial.tmp"  # torch refuses a name that begins with a dot
+        torch.save(content, partial)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        path = self._folder / f"step-{step:08d}-{_digest(partial)}.pt"
+        os.replace(partial, path)
+        for old in self._newest_first()[self._keep :]:
+            old.unlink(missing_ok=True)
+        return path
+
+    def newest(self) -> dict[str, Any] | None:
+        for path in self._newest_first():
+            match = _NAME.fullmatch(path.name)
+            assert match is not None
+            if _digest(path) == match[2]:
+                content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+                return content
+            self._log.warning("checkpoint passed over", checkpoint=path, reason="it does not fit its digest")
+        return None
+
+    def _newest_first(self) -> list[Path]:
+        found = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
+        return sorted(found, key=lambda path: path.name, reverse=True)
+
+
+def _digest(path: Path) -> str:
+    hasher = blake3()
+    hasher.update_mmap(path)
+    return hasher.hexdigest()[:16]

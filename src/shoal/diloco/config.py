@@ -1,0 +1,107 @@
+"""The file of a DiLoCo run: what all sites share. docs/diloco.md has every key."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from shoal.diloco.codec import CodecName
+from shoal.wire.record import Record
+
+
+class RunSection(Record):
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
+    model: str
+    """`tiny`, `smollm2-135m`, or the path of a folder that transformers can load."""
+    seed: int = Field(default=0, ge=0)
+    steps: int = Field(ge=1)
+    """Inner steps of the whole run; the learning rate falls to a tenth by then."""
+    engine: Literal["hivemind", "torchft", "local"] = "hivemind"
+
+
+class DataSection(Record):
+    files: tuple[str, ...] = Field(min_length=1)
+    """Text files, or .npy files of token ids; patterns such as data/*.txt are allowed."""
+    validation: tuple[str, ...] = ()
+    """Like `files`; without it the last hundredth of `files` is held out."""
+    sequence: int = Field(default=256, ge=2)
+    """Tokens per sample."""
+
+
+class InnerSection(Record):
+    lr: float = Field(default=4e-4, gt=0)
+    warmup_steps: int = Field(default=100, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    batch: int = Field(default=32, ge=1)
+    """Samples per inner step and site."""
+    micro_batch: int = Field(default=32, ge=1)
+    """Samples per forward pass; gradients of a batch are summed over as many as it takes."""
+    clip_norm: float = Field(default=1.0, gt=0)
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: weights stay float32, matrices multiply in bfloat16 (autocast)."""
+
+
+class OuterSection(Record):
+    lr: float = Field(default=0.7, gt=0)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+
+
+class RoundsSection(Record):
+    inner_steps: int = Field(default=500, ge=1)
+    codec: CodecName = "fp16"
+    fragments: int = Field(default=1, ge=1)
+    overlap_steps: int = Field(default=0, ge=0)
+    mix: float = Field(default=0.5, ge=0, lt=1)
+    gather_s: float = Field(default=120.0, gt=0)
+    """How long a round waits for sites that live but are not ready."""
+    deadline_s: float = Field(default=600.0, gt=0)
+    """A round without agreement by then is taken alone."""
+    min_peers: int = Field(default=1, ge=1)
+    """No round with fewer sites; below it a site goes on alone after the deadline."""
+    eval_every: int = Field(default=1, ge=1)
+    """Rounds between two validation losses."""
+    checkpoint_every: int = Field(default=1, ge=1)
+    """Rounds between two checkpoints of a site."""
+
+
+class DilocoFile(Record):
+    run: RunSection
+    data: DataSection
+    inner: InnerSection = InnerSection()
+    outer: OuterSection = OuterSection()
+    rounds: RoundsSection = RoundsSection()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "DilocoFile":
+        if self.rounds.inner_steps % self.rounds.fragments:
+            raise ValueError(
+                f"rounds.inner_steps = {self.rounds.inner_steps} is no multiple of rounds.fragments = "
+                f"{self.rounds.fragments}"
+            )
+        if self.rounds.overlap_steps >= self.rounds.inner_steps // self.rounds.fragments:
+            raise ValueError(
+                f"rounds.overlap_steps = {self.rounds.overlap_steps} must be below the "
+                f"{self.rounds.inner_steps // self.rounds.fragments} steps between two rounds"
+            )
+        return self
+
+
+def load_diloco_file(path: Path) -> DilocoFile:
+    """The file at `path`, or a ValueError that names the key, the value and the file."""
+    try:
+        with path.open("rb") as file:
+            table = tomllib.load(file)
+    except FileNotFoundError:
+        raise ValueError(f"no file at {path}; runs/diloco/tiny.toml is an example") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}; runs/diloco/tiny.toml is an example") from None
+    try:
+        return DilocoFile.model_validate_json(json.dumps(table, default=str))
+    except ValidationError as error:
+        lines = (
+            f"{path}: {'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
+            for problem in error.errors(include_url=False)
+        )
+        raise ValueError("\n".join(lines) + "\ndocs/diloco.md lists the keys") from None

@@ -1,0 +1,96 @@
+"""Samples from text or token files: read in place, one order per peer, resumable by one number.
+
+A corpus is one long run of token ids, cut into samples of `sequence` + 1 tokens. Each peer goes through blocks of samples
+in an order drawn from its own id, so sites need not be numbered and may come and go: two of them meet the same
+block only when both have gone through much of the corpus.
+"""
+
+import glob
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.int64]
+
+BLOCK = 16
+"""Samples that are read together, as neighbours."""
+
+
+def read_corpus(
+    patterns: Sequence[str], encode: Callable[[str], list[int]], cache: Path
+) -> NDArray[np.uint32]:
+    """All files of the patterns as one run of token ids; text is tokenised once and kept in `cache`."""
+    paths = sorted(
+        path for pattern in patterns for path in glob.glob(os.path.expanduser(pattern), recursive=True)
+    )
+    if not paths:
+        raise ValueError(
+            f"no file fits {', '.join(patterns)}; data.files takes paths and patterns such as data/*.txt"
+        )
+    if len(paths) == 1 and paths[0].endswith(".npy"):
+        return _load_tokens(Path(paths[0]))
+    key = hashlib.sha256()
+    for path in paths:
+        status = os.stat(path)
+        key.update(f"{path} {status.st_size} {status.st_mtime_ns}\n".encode())
+    kept = cache / f"tokens-{key.hexdigest()[:16]}.npy"
+    if not kept.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        parts = [_file_tokens(Path(path), encode) for path in paths]
+        partial = kept.with_suffix(".partial.npy")
+        np.save(partial, np.concatenate(parts))
+        os.replace(partial, kept)
+    return _load_tokens(kept)
+
+
+def _load_tokens(path: Path) -> NDArray[np.uint32]:
+    tokens: NDArray[np.uint32] = np.load(path, mmap_mode="r")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
+        raise ValueError(
+            f"{path} holds {tokens.dtype} of shape {tokens.shape}; expected one row of token ids"
+        )
+    return tokens
+
+
+def _file_tokens(path: Path, encode: Callable[[str], list[int]]) -> NDArray[np.uint32]:
+    if path.suffix == ".npy":
+        return np.asarray(_load_tokens(path), np.uint32)
+    return np.asarray(encode(path.read_text(encoding="utf-8", errors="replace")), np.uint32)
+
+
+class Samples:
+    """The samples of a corpus in one peer's order. `position` is all there is to remember."""
+
+    def __init__(self, tokens_N: NDArray[np.uint32], *, sequence: int, peer: str, seed: int) -> None:
+        self.num_samples = (len(tokens_N) - 1) // sequence
+        if self.num_samples < 1:
+            raise ValueError(f"{len(tokens_N)} tokens are too few for one sample of {sequence}; add data")
+        self._tokens_N, self._sequence = tokens_N, sequence
+        self._name = f"{seed}/{peer}"
+        self.position = 0
+        self._epoch = -1
+        self._order: NDArray[np.int64] = np.empty(0, np.int64)
+
+    def take(self, num: int) -> Tokens:
+        """The next `num` samples, [num, sequence + 1]."""
+        rows = [self._sample(self.position + at) for at in range(num)]
+        self.position += num
+        return np.stack(rows)
+
+    def _sample(self, position: int) -> Tokens:
+        epoch, at = divmod(position, self.num_samples)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._draw(epoch)
+        start = int(self._order[at]) * self._sequence
+        return np.asarray(self._tokens_N[start : start + self._sequence + 1], np.int64)
+
+    def _draw(self, epoch: int) -> NDArray[np.int64]:
+        digest = hashlib.sha256(f"{self._name}/{epoch}".encode()).digest()
+        rng = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "big")))
+        blocks = rng.permutation(-(-self.num_samples // BLOCK))
+        order = (blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
+        return order[order < self.num_samples]

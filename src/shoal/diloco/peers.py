@@ -1,0 +1,409 @@
+"""The peer-to-peer engine: the averager over any mesh. One thread with an event loop does everything that waits.
+
+No server knows the swarm. Peers find each other by the mesh's directory, the first reachable id leads, each owner sums
+its part, and every stream is opened by the one who wants something.
+"""
+
+import asyncio
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from shoal.diloco.averager import Behind, Fetched, Group, Ready, Reduced, RoundFailed
+from shoal.diloco.codec import CodecName
+from shoal.diloco.leading import Leader
+from shoal.diloco.mesh import Broken, Mesh, Stream
+from shoal.diloco.messages import (
+    Asked,
+    Bye,
+    Card,
+    GroupAnswer,
+    Hello,
+    PartAsk,
+    ReadyAsk,
+    Standing,
+    StateAsk,
+    StateHead,
+    VoteAnswer,
+    VoteAsk,
+)
+from shoal.diloco.outer import OuterState, Vector
+from shoal.diloco.reducing import Reducer
+from shoal.diloco.roster import Roster
+from shoal.diloco.states import receive_state, send_state
+from shoal.net.deadline import Stopped
+from shoal.telemetry import Log
+from shoal.wire.codes import Rejected
+from shoal.wire.record import Record
+
+T = TypeVar("T")
+R = TypeVar("R", bound=Record)
+
+HELLO_S = 5.0
+"""How long a peer may take to say it lives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How long whom is waited for."""
+
+    gather_s: float = 60.0
+    """A round waits this long for those who are alive but not ready."""
+    min_peers: int = 1
+    """A smaller group is no group."""
+    stall_s: float = 20.0
+    """An exchange that stands still so long leaves out whoever holds it up."""
+    announce_s: float = 3.0
+    """Between two entries in the directory; four of these without one, and a peer is forgotten."""
+
+
+class PeerAverager:
+    """See averager.Averager."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        *,
+        log: Log,
+        codec: CodecName = "fp16",
+        terms: Terms | None = None,
+        stop: threading.Event | None = None,
+    ) -> None:
+        self._mesh, self._log = mesh, log
+        self._stop = stop or threading.Event()
+        self._codec: CodecName = codec
+        self._terms = terms or Terms()
+        self._state: OuterState | None = None
+        self._standing: Standing | None = None
+        self._step = self._phase = 0
+        self._in_round = False
+        self._at_least = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="averager", daemon=True)
+        self._thread.start()
+        self._chores: asyncio.Task[None] | None = None
+        self._stopped = False
+
+    @property
+    def peer(self) -> str:
+        return self._mesh.peer
+
+    def peers(self) -> dict[str, Card]:
+        """Everybody else that is thought to be alive, for whoever wants to show it."""
+        return dict(self._roster.alive(time.monotonic()))
+
+    # -- what the training thread calls -------------------------------------------------------------------
+
+    def join(self, *, deadline_s: float) -> Fetched | None:
+        self._call(self._start(), deadline_s)
+        cards = self._call(self._meet(), deadline_s)
+        if not self._holders(cards):
+            return None
+        return self.fetch(deadline_s=deadline_s)
+
+    def begin(self, ready: Ready, *, deadline_s: float) -> Group:
+        self._in_round = True
+        return self._call(self._begin(ready, deadline_s), deadline_s + 5)
+
+    def reduce(self, group: Group, delta_N: Vector, *, deadline_s: float) -> Reduced:
+        return self._call(self._reducer.reduce(group, delta_N, deadline_s=deadline_s), deadline_s + 5)
+
+    def commit(self, group: Group, digest: str, *, deadline_s: float) -> bool:
+        try:
+            return self._call(self._vote(group, digest, deadline_s), deadline_s + 5)
+        except RoundFailed as failed:
+            self._log.warning("no word on the vote", leader=group.leader, reason=failed)
+            return False
+
+    def fetch(self, *, deadline_s: float) -> Fetched:
+        return self._call(self._fetch(deadline_s), deadline_s + 5)
+
+    def serve(self, state: OuterState, *, step: int) -> str:
+        digest = state.digest()
+        standing = Standing(work=state.work, round=state.round, state_digest=digest)
+
+        def show() -> None:
+            self._state, self._standing = state, standing
+            self._leader.standing = standing
+
+        self._step, self._phase, self._in_round = step, 0, False
+        self._loop.call_soon_threadsafe(show)
+        return digest
+
+    def progress(self, *, phase: int, step: int) -> None:
+        self._phase, self._step = phase, step
+
+    def leave(self) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
+        with contextlib.suppress(RoundFailed):
+            self._call(self._end(), 10.0)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _call(self, work: Coroutine[Any, Any, T], deadline_s: float) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        until_s = time.monotonic() + deadline_s
+        while True:
+            try:
+                return future.result(min(0.2, deadline_s))
+            except TimeoutError:
+                # A future's own TimeoutError would look the same; ours never end with one.
+                if self._stop.is_set() and not self._stopped:
+                    future.cancel()
+                    raise Stopped("stopped in a round") from None
+                if time.monotonic() > until_s:
+                    future.cancel()
+                    raise RoundFailed(f"no end after {deadline_s:.0f} s") from None
+
+    # -- coming and going -----------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        if self._chores is not None:
+            return
+        terms = self._terms
+        await self._mesh.start(self._handle)
+        self._roster = Roster(self._mesh.peer)
+        self._leader = Leader(self._roster, self._ping, gather_s=terms.gather_s, min_peers=terms.min_peers)
+        self._reducer = Reducer(
+            self._mesh, self._roster, self._ping, codec=self._codec, stall_s=terms.stall_s
+        )
+        await self._refresh()
+        self._chores = asyncio.create_task(self._announce())
+
+    async def _end(self) -> None:
+        if self._chores is None:
+            return
+        self._chores.cancel()
+        self._leader.stop()
+        goodbyes = (self._ask(peer, Bye(peer=self.peer), Card, 2.0) for peer in self.peers())
+        await asyncio.gather(*goodbyes, return_exceptions=True)
+        await self._mesh.stop()
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+        await asyncio.sleep(0.01)  # transports close on the loop's next turns
+
+    async def _announce(self) -> None:
+        while True:
+            await asyncio.sleep(self._terms.announce_s)
+            try:
+                await self._refresh()
+            except Broken as broken:
+                self._log.warning("the directory does not answer", reason=broken)
+
+    async def _refresh(self) -> None:
+        await self._mesh.announce(self._card().canonical(), for_s=4 * self._terms.announce_s)
+        cards: dict[str, Card] = {}
+        for peer, payload in (await self._mesh.cards()).items():
+            with contextlib.suppress(Rejected):
+                card = Card.parse(payload)
+                if card.peer == peer:
+                    cards[peer] = card
+        self._roster.read(cards, time.monotonic())
+
+    def _card(self) -> Card:
+        return Card(
+            peer=self.peer,
+            reachable=self._mesh.reachable,
+            standing=self._standing,
+            phase=self._phase,
+            in_round=self._in_round,
+        )
+
+    async def _meet(self) -> list[Card]:
+        """Say hello to everybody: they know of us before the directory does, and we of their states."""
+        cards = await asyncio.gather(*(self._ping(peer) for peer in self.peers()))
+        return [card for card in cards if card is not None]
+
+    async def _ping(self, peer: str) -> Card | None:
+        try:
+            card = await self._ask(peer, Hello(card=self._card()), Card, HELLO_S)
+        except RoundFailed:
+            self._roster.suspect(peer, time.monotonic())
+            return None
+        self._roster.heard(card)
+        return card
+
+    async def _ask(self, peer: str, ask: Record, answer: type[R], deadline_s: float) -> R:
+        """One question, one answer. Raises RoundFailed."""
+        stream: Stream | None = None
+        try:
+            async with asyncio.timeout(deadline_s):
+                stream = await self._mesh.open(peer)
+                await stream.send(Asked.model_validate({"ask": ask}).canonical())
+                payload, _ = await stream.receive()
+                return answer.parse(payload)
+        except (Broken, TimeoutError, Rejected) as error:
+            raise RoundFailed(f"{peer} does not answer: {error or f'{deadline_s:.0f} s'}") from None
+        finally:
+            if stream is not None:
+                stream.close()
+
+    # -- rounds -------------------------------------------------------------------------------------------
+
+    async def _begin(self, ready: Ready, deadline_s: float) -> Group:
+        now_s = time.monotonic()
+        leader = self._roster.leader(now_s, me_reachable=self._mesh.reachable)
+        if leader is None:
+            raise RoundFailed("no reachable peer to lead a round")
+        ask = ReadyAsk(
+            peer=self.peer,
+            reachable=self._mesh.reachable,
+            standing=Standing(work=ready.work, round=ready.round, state_digest=ready.digest),
+            weight=ready.weight,
+            suspects=self._roster.suspects(now_s),
+            wait_s=deadline_s,
+        )
+        answer = await self._ready(leader, ask, deadline_s)
+        if answer.outcome == "behind":
+            self._at_least = answer.at_least
+            raise Behind(answer.reason)
+        if answer.outcome == "retry":
+            raise RoundFailed(answer.reason)
+        return Group(
+            id=answer.id,
+            round=ready.round,
+            members=answer.members,
+            weights=answer.weights,
+            owners=answer.owners,
+            leader=leader,
+        )
+
+    async def _ready(self, leader: str, ask: ReadyAsk, deadline_s: float) -> GroupAnswer:
+        if leader == self.peer:
+            return await self._leader.ready(ask)
+        try:
+            return await self._ask(leader, ask, GroupAnswer, deadline_s + 2)
+        except RoundFailed:
+            self._roster.suspect(leader, time.monotonic())
+            raise
+
+    async def _vote(self, group: Group, digest: str, deadline_s: float) -> bool:
+        ask = VoteAsk(peer=self.peer, group=group.id, average_digest=digest, wait_s=deadline_s)
+        try:
+            if group.leader == self.peer:
+                answer = await self._leader.vote(ask)
+            else:
+                answer = await self._ask(group.leader, ask, VoteAnswer, deadline_s + 2)
+        finally:
+            self._loop.call_later(60, self._reducer.forget, group.id)
+        if not answer.commit:
+            self._log.warning("round not committed", round=group.round, reason=answer.reason)
+        return answer.commit
+
+    # -- states -------------------------------------------------------------------------------------------
+
+    async def _fetch(self, deadline_s: float) -> Fetched:
+        until_s = time.monotonic() + deadline_s
+        reason = "nobody is there"
+        while time.monotonic() < until_s:
+            cards = await self._meet()
+            for card in self._holders(cards):
+                try:
+                    async with asyncio.timeout(max(1.0, until_s - time.monotonic())):
+                        return await self._fetch_from(card.peer)
+                except (RoundFailed, TimeoutError) as error:
+                    reason = f"{card.peer}: {error or 'took too long'}"
+                    self._log.warning("no state from that peer", peer=card.peer, reason=reason)
+            await asyncio.sleep(0.2)
+        raise RoundFailed(f"no newer state after {deadline_s:.0f} s: {reason}")
+
+    def _holders(self, cards: list[Card]) -> list[Card]:
+        """Those with the newest state, in any order so that newcomers do not all ask the same one."""
+        held = [(card.standing, card) for card in cards if card.standing is not None and card.reachable]
+        own = None if self._standing is None else self._standing.order()
+        newer = [
+            (standing, card)
+            for standing, card in held
+            if standing.round >= self._at_least and (own is None or standing.order() > own)
+        ]
+        if not newer:
+            return []
+        newest = max(standing.order() for standing, _ in newer)
+        holders = [card for standing, card in newer if standing.order() == newest]
+        random.shuffle(holders)
+        return holders
+
+    async def _fetch_from(self, peer: str) -> Fetched:
+        lengths = None if self._state is None else tuple(len(base) for base in self._state.bases)
+        stream: Stream | None = None
+        try:
+            stream = await self._mesh.open(peer)
+            await stream.send(Asked(ask=StateAsk(peer=self.peer)).canonical())
+            fetched = await receive_state(stream, lengths)
+        except (Broken, Rejected) as error:
+            raise RoundFailed(f"broke off: {error}") from None
+        finally:
+            if stream is not None:
+                stream.close()
+        self._at_least = 0
+        return fetched
+
+    # -- what others ask ----------------------------------------------------------------------------------
+
+    async def _handle(self, stream: Stream) -> None:
+        """One question of a peer; bytes that are none are dropped with the stream."""
+        try:
+            payload, _ = await stream.receive()
+            ask = Asked.parse(payload).ask
+            await self._answer(ask, stream)
+        except (Broken, Rejected) as error:
+            self._log.warning("a stream came to nothing", reason=error)
+            return
+        # Whoever asked closes first: a daemon may drop what is still in flight when we do.
+        await stream.closed_by_peer(30.0)
+
+    async def _answer(self, ask: Record, stream: Stream) -> None:
+        match ask:
+            case Hello():
+                self._roster.heard(ask.card)
+                await stream.send(self._card().canonical())
+            case Bye():
+                self._roster.left(ask.peer)
+                await stream.send(self._card().canonical())
+            case ReadyAsk():
+                await self._answer_ready(ask, stream)
+            case VoteAsk():
+                await stream.send((await self._leader.vote(ask)).canonical())
+            case PartAsk():
+                await self._reducer.handle(ask, stream)
+            case StateAsk():
+                await self._answer_state(stream)
+
+    async def _answer_ready(self, ask: ReadyAsk, stream: Stream) -> None:
+        """Hold it until there is a group; if the one who asked goes away meanwhile, so does its place in the group."""
+        waiting = asyncio.create_task(self._leader.ready(ask))
+        gone = asyncio.create_task(stream.closed_by_peer(ask.wait_s + 5))
+        try:
+            await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                self._roster.suspect(ask.peer, time.monotonic())
+                return
+        finally:
+            for task in (waiting, gone):
+                if not task.done():
+                    task.cancel()
+            await asyncio.gather(waiting, gone, return_exceptions=True)
+        await stream.send(waiting.result().canonical())
+
+    async def _answer_state(self, stream: Stream) -> None:
+        state, standing = self._state, self._standing
+        if state is None or standing is None:
+            await stream.send(StateHead(standing=None).canonical())
+            return
+        head = StateHead(
+            standing=standing,
+            lengths=tuple(len(base) for base in state.bases),
+            phase=self._phase,
+            step=self._step,
+        )
+        await send_state(stream, head, state)

@@ -1,0 +1,53 @@
+"""Who is thought to be alive. Fed by the directory, by hellos and goodbyes, and by streams that break."""
+
+from dataclasses import dataclass, field
+
+from shoal.diloco.messages import Card
+
+SUSPECT_S = 10.0
+"""How long a peer that could not be reached is left out, unless it says hello."""
+
+
+@dataclass(slots=True)
+class Roster:
+    me: str
+    _cards: dict[str, Card] = field(default_factory=dict)
+    _suspect_until_s: dict[str, float] = field(default_factory=dict)
+    _gone: set[str] = field(default_factory=set)
+
+    def heard(self, card: Card) -> None:
+        """From the peer itself: it lives, whatever was thought of it."""
+        self._gone.discard(card.peer)
+        self._suspect_until_s.pop(card.peer, None)
+        if card.peer != self.me:
+            self._cards[card.peer] = card
+
+    def read(self, cards: dict[str, Card], now_s: float) -> None:
+        """From the directory, which lags: it adds peers and drops those whose entry ran out, no more."""
+        for peer in self._cards.keys() - cards.keys():
+            self._cards.pop(peer)
+        for peer, card in cards.items():
+            if peer != self.me and peer not in self._gone:
+                self._cards.setdefault(peer, card)
+
+    def left(self, peer: str) -> None:
+        """It said goodbye. Its entry in the directory may outlive it."""
+        self._cards.pop(peer, None)
+        self._gone.add(peer)
+
+    def suspect(self, peer: str, now_s: float) -> None:
+        if peer != self.me:
+            self._suspect_until_s[peer] = now_s + SUSPECT_S
+
+    def suspects(self, now_s: float) -> tuple[str, ...]:
+        return tuple(sorted(peer for peer, until_s in self._suspect_until_s.items() if until_s > now_s))
+
+    def alive(self, now_s: float) -> dict[str, Card]:
+        """Everybody else, without suspects."""
+        out = set(self.suspects(now_s))
+        return {peer: card for peer, card in self._cards.items() if peer not in out}
+
+    def leader(self, now_s: float, *, me_reachable: bool) -> str | None:
+        """The first reachable id: peers with the same roster choose the same one without asking."""
+        able = [peer for peer, card in self.alive(now_s).items() if card.reachable]
+        return min([*able, self.me] if me_reachable else able, default=None)

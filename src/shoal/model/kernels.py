@@ -1,0 +1,528 @@
+# mypy: disable-error-code="untyped-decorator,misc,no-untyped-def,no-untyped-call,import-not-found,import-untyped,index,unused-ignore"
+"""Triton kernels of a decode step: everything between its matrix products. Imported on CUDA machines only.
+
+    add_norm      residual sum and RMS norm; the last one of a step also keeps the row's state for its proof
+    spread        q/k norm and rotation of whole prompts, keys and values into the cache
+    attend        q/k norm, rotation, write to the cache and attention over it, each row exactly as far as it is long
+    silu_mul      silu(gate) * up
+    draw          a token for each row as docs/wire/draw.md has it, and all that follows from it: where it is kept, the
+                  row's next position, whether the row has ended
+
+Values are rounded to the model's dtype where the decoder rounds them, so that a state differs from the one that a
+prefill computes by the order of sums alone. A row that has ended (ended > 0) is stepped over at next to no cost.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shoal.model.fused import FusedLayer
+from shoal.model.shape import Shape
+
+ATTEND_BLOCK = {torch.bfloat16: 32, torch.float32: 32}
+"""Cached positions looked at together."""
+ATTEND_WARPS, ATTEND_STAGES = 2, 3
+FLOAT32_DOT = "tf32x3"
+"""float32 products as three of the matrix units' short ones: float32's accuracy but for its last bits, at several times
+the speed. Without effect on bfloat16."""
+DRAW_BLOCK = 2048
+"""Vocabulary entries summed together; the draw then looks into one such block."""
+
+
+@triton.jit
+def _add_norm(
+    x,
+    delta,
+    weight,
+    out,
+    states,
+    counts,
+    ended,
+    state_stride,
+    eps,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    KEEP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BLOCK)
+    inside = h < H
+    dtype = out.dtype.element_ty
+    wide = tl.load(x + row * H + h, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        summed = (wide + tl.load(delta + row * H + h, mask=inside, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(x + row * H + h, summed, mask=inside)
+        wide = summed.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / H + eps)
+    normed = (wide * scale).to(dtype).to(tl.float32)
+    normed = (normed * tl.load(weight + h, mask=inside, other=0.0).to(tl.float32)).to(dtype)
+    tl.store(out + row * H + h, normed, mask=inside)
+    if KEEP:
+        runs = tl.load(ended + row) == 0
+        fed = tl.load(counts + row) - 1
+        tl.store(states + row * state_stride + fed * H + h, normed.to(tl.bfloat16), mask=inside & runs)
+
+
+@triton.jit
+def _rotated(x, swapped, cos, sin, dtype: tl.constexpr):
+    return ((x * cos).to(dtype).to(tl.float32) + swapped * sin).to(dtype)
+
+
+@triton.jit
+def _look_at(
+    q,
+    top,
+    total,
+    mixed,
+    keys,
+    values,
+    num,
+    scale,
+    STEP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attention of q over `num` cached positions, added to what was seen before: highest score, weights, mixed values."""
+    d = tl.arange(0, BLOCK_D)
+    in_d = d < D
+    for start in range(0, num, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        seen = n < num
+        in_nd = seen[:, None] & in_d[None, :]
+        at = n[:, None] * STEP + d[None, :]
+        k_nd = tl.load(keys + at, mask=in_nd, other=0.0)
+        v_nd = tl.load(values + at, mask=in_nd, other=0.0)
+        scores = tl.dot(q, tl.trans(k_nd), input_precision=PRECISION) * scale
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, axis=1))
+        shrink = tl.exp(top - higher)
+        weights = tl.exp(scores - higher[:, None])
+        total = total * shrink + tl.sum(weights, axis=1)
+        mixed = mixed * shrink[:, None]
+        mixed = tl.dot(weights.to(v_nd.dtype), v_nd, mixed, input_precision=PRECISION)
+        top = higher
+    return top, total, mixed
+
+
+@triton.jit
+def _normed(x, scale, weight, dtype: tl.constexpr):
+    return ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _attend(
+    qkv,
+    rope,
+    table,
+    num_slots,
+    keys,
+    values,
+    prompt_keys,
+    prompt_values,
+    out,
+    q_norm,
+    k_norm,
+    slot_stride,
+    prompt_stride,
+    scale,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    QK_NORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    group: tl.constexpr = NUM_HEADS // NUM_KV
+    dtype = out.dtype.element_ty
+    position = tl.load(table + row)
+    place = tl.load(table + 4 * num_slots + row)
+    prompt_len = tl.load(table + 5 * num_slots + row)
+    prompt_len = tl.minimum(prompt_len, position)  # an ended row stands at 0 and looks at nothing
+    own = position - prompt_len
+
+    d = tl.arange(0, BLOCK_D)
+    in_d = d < D
+    other = tl.where(d < D // 2, d + D // 2, d - D // 2)
+    g = tl.arange(0, BLOCK_G)
+    in_gd = (g < group)[:, None] & in_d[None, :]
+    cos = tl.load(rope + position * 2 * D + d, mask=in_d, other=0.0).to(tl.float32)
+    sin = tl.load(rope + position * 2 * D + D + d, mask=in_d, other=0.0).to(tl.float32)
+
+    mine = qkv + row * (NUM_HEADS + 2 * NUM_KV) * D
+    heads = mine + (head * group + g)[:, None] * D
+    q = tl.load(heads + d[None, :], mask=in_gd, other=0.0).to(tl.float32)
+    q_swapped = tl.load(heads + other[None, :], mask=in_gd, other=0.0).to(tl.float32)
+    k_at = mine + (NUM_HEADS + head) * D
+    k = tl.load(k_at + d, mask=in_d, other=0.0).to(tl.float32)
+    k_swapped = tl.load(k_at + other, mask=in_d, other=0.0).to(tl.float32)
+    v = tl.load(k_at + NUM_KV * D + d, mask=in_d, other=0.0)
+    if QK_NORM:
+        q_scale = tl.rsqrt(tl.sum(q * q, axis=1) / D + eps)[:, None]
+        k_scale = tl.rsqrt(tl.sum(k * k, axis=0) / D + eps)
+        q_weight = tl.load(q_norm + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
+        q_weight_swapped = tl.load(q_norm + other, mask=in_d, other=0.0).to(tl.float32)[None, :]
+        k_weight = tl.load(k_norm + d, mask=in_d, other=0.0).to(tl.float32)
+        k_weight_swapped = tl.load(k_norm + other, mask=in_d, other=0.0).to(tl.float32)
+        q = _normed(q, q_scale, q_weight, dtype)
+        q_swapped = _normed(q_swapped, q_scale, q_weight_swapped, dtype)
+        k = _normed(k, k_scale, k_weight, dtype)
+        k_swapped = _normed(k_swapped, k_scale, k_weight_swapped, dtype)
+    q = _rotated(q, q_swapped, cos[None, :], sin[None, :], dtype)
+    k = _rotated(k, k_swapped, cos, sin, dtype)
+
+    step: tl.constexpr = NUM_KV * D
+    slot = row * slot_stride + head * D
+    tl.store(keys + slot + own * step + d, k, mask=in_d)
+    tl.store(values + slot + own * step + d, v, mask=in_d)
+
+    # The new token is attended to from registers; what is read from memory was written by earlier steps.
+    top = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], axis=1) * scale
+    total = tl.full([BLOCK_G], 1.0, tl.float32)
+    mixed = tl.zeros([BLOCK_G, BLOCK_D], tl.float32) + v.to(tl.float32)[None, :]
+    shared = place * prompt_stride + head * D
+    top, total, mixed = _look_at(
+        q, top, total, mixed, prompt_keys + shared, prompt_values + shared, prompt_len, scale,
+        step, D, BLOCK_D, BLOCK_N, PRECISION,
+    )  # fmt: skip
+    top, total, mixed = _look_at(
+        q, top, total, mixed, keys + slot, values + slot, own, scale, step, D, BLOCK_D, BLOCK_N, PRECISION
+    )
+    mixed = (mixed / total[:, None]).to(dtype)
+    to = out + row * NUM_HEADS * D + (head * group + g)[:, None] * D + d[None, :]
+    tl.store(to, mixed, mask=in_gd)
+
+
+@triton.jit
+def _spread(
+    qkv,
+    rope,
+    q_out,
+    keys,
+    values,
+    q_norm,
+    k_norm,
+    width,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    QK_NORM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    position = token % width
+    dtype = q_out.dtype.element_ty
+    d = tl.arange(0, BLOCK_D)
+    in_d = d < D
+    other = tl.where(d < D // 2, d + D // 2, d - D // 2)
+    h = tl.arange(0, BLOCK_H)
+    inside = (h < NUM_HEADS + 2 * NUM_KV)[:, None] & in_d[None, :]
+    cos = tl.load(rope + position * 2 * D + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(rope + position * 2 * D + D + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
+    heads = qkv + token * (NUM_HEADS + 2 * NUM_KV) * D + h[:, None] * D
+    stored = tl.load(heads + d[None, :], mask=inside, other=0.0)
+    x = stored.to(tl.float32)
+    swapped = tl.load(heads + other[None, :], mask=inside, other=0.0).to(tl.float32)
+    is_q = (h < NUM_HEADS)[:, None]
+    is_v = (h >= NUM_HEADS + NUM_KV)[:, None]
+    if QK_NORM:
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
+        q_weight = tl.load(q_norm + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
+        k_weight = tl.load(k_norm + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
+        q_weight_swapped = tl.load(q_norm + other, mask=in_d, other=0.0).to(tl.float32)[None, :]
+        k_weight_swapped = tl.load(k_norm + other, mask=in_d, other=0.0).to(tl.float32)[None, :]
+        x = _normed(x, scale, tl.where(is_q, q_weight, k_weight), dtype)
+        swapped = _normed(swapped, scale, tl.where(is_q, q_weight_swapped, k_weight_swapped), dtype)
+    turned = tl.where(is_v, stored, _rotated(x, swapped, cos, sin, dtype))
+    tl.store(q_out + token * NUM_HEADS * D + h[:, None] * D + d[None, :], turned, mask=inside & is_q)
+    k_at = token * NUM_KV * D + (h - NUM_HEADS)[:, None] * D + d[None, :]
+    tl.store(keys + k_at, turned, mask=inside & (is_q == 0) & (is_v == 0))
+    tl.store(values + k_at - NUM_KV * D, turned, mask=inside & is_v)
+
+
+@triton.jit
+def _silu_mul(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = f < F
+    dtype = out.dtype.element_ty
+    gate = tl.load(gate_up + row * 2 * F + f, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * F + F + f, mask=inside, other=0.0).to(tl.float32)
+    opened = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(out + row * F + f, (opened * up).to(dtype), mask=inside)
+
+
+@triton.jit
+def _block_sums(
+    logits,
+    sources,
+    slots,
+    temperatures,
+    tops,
+    sums,
+    term_stride,
+    V: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    source = tl.load(sources + row)
+    temperature = tl.load(temperatures + tl.load(slots + row) * term_stride).to(tl.float32)
+    v = block * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(logits + source * V + v, mask=v < V, other=float("-inf")).to(tl.float32) / temperature
+    top = tl.max(z, axis=0)
+    # A block of -inf alone weighs nothing; -inf - -inf would be NaN.
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    tl.store(tops + row * NUM_BLOCKS + block, top)
+    tl.store(sums + row * NUM_BLOCKS + block, tl.sum(tl.exp(z - shift).to(tl.float64), axis=0))
+
+
+@triton.jit
+def _draw(
+    logits,
+    sources,
+    slots,
+    temperatures,
+    tops,
+    sums,
+    uniforms,
+    table,
+    newest,
+    tokens,
+    logprobs,
+    is_end,
+    num_slots,
+    new_tokens,
+    term_stride,
+    V: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    source = tl.load(sources + row)
+    slot = tl.load(slots + row)
+    position = tl.load(table + slot)
+    count = tl.load(table + num_slots + slot)
+    cap = tl.load(table + 2 * num_slots + slot)
+    ended = tl.load(table + 3 * num_slots + slot)
+    if ended == 0:
+        temperature = tl.load(temperatures + slot * term_stride).to(tl.float32)
+        b = tl.arange(0, BLOCKS)
+        in_b = b < NUM_BLOCKS
+        top_b = tl.load(tops + row * NUM_BLOCKS + b, mask=in_b, other=float("-inf"))
+        top = tl.max(top_b, axis=0)
+        weight_b = tl.load(sums + row * NUM_BLOCKS + b, mask=in_b, other=0.0) * tl.exp(top_b - top).to(
+            tl.float64
+        )
+        total = tl.sum(weight_b, axis=0)
+        point = tl.load(uniforms + slot * term_stride + count) * total
+        reached_b = tl.cumsum(weight_b, axis=0)
+        last_b = tl.max(tl.where(weight_b > 0, b, 0), axis=0)
+        block = tl.minimum(tl.sum((reached_b <= point).to(tl.int32), axis=0), last_b)
+        before = tl.sum(tl.where(b < block, weight_b, 0.0), axis=0)
+
+        i = tl.arange(0, BLOCK)
+        v = block * BLOCK + i
+        z = tl.load(logits + source * V + v, mask=v < V, other=float("-inf")).to(tl.float32) / temperature
+        weight = tl.exp(z - top).to(tl.float64)
+        reached = before + tl.cumsum(weight, axis=0)
+        # Rounding may leave the point just behind the block's last weight: then it is that one's.
+        last = tl.max(tl.where(weight > 0, i, 0), axis=0)
+        within = tl.minimum(tl.sum((reached <= point).to(tl.int32), axis=0), last)
+        token = (block * BLOCK + within).to(tl.int64)
+        chosen = tl.sum(tl.where(i == within, z, 0.0), axis=0)
+        logprob = (chosen - top).to(tl.float64) - tl.log(total)
+
+        tl.store(tokens + slot * new_tokens + count, token)
+        tl.store(logprobs + slot * new_tokens + count, logprob.to(tl.float32))
+        tl.store(newest + slot, token)
+        count += 1
+        ends = (tl.load(is_end + token) != 0) | (count >= cap)
+        tl.store(table + slot, tl.where(ends, 0, position + 1))
+        tl.store(table + num_slots + slot, count)
+        tl.store(table + 3 * num_slots + slot, tl.where(ends, count, 0))
+
+
+def add_norm(
+    x_BH: Tensor,
+    delta_BH: Tensor | None,
+    weight_H: Tensor,
+    eps: float,
+    *,
+    keep: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """norm(x + delta), x being left as the sum. `keep`: (states_SNH, counts_S, ended_S) take the result as a state."""
+    out_BH = torch.empty_like(x_BH)
+    states, counts, ended = keep if keep is not None else (x_BH, x_BH, x_BH)
+    hidden = x_BH.shape[1]
+    _add_norm[(x_BH.shape[0],)](
+        x_BH,
+        x_BH if delta_BH is None else delta_BH,
+        weight_H,
+        out_BH,
+        states,
+        counts,
+        ended,
+        states.stride(0),
+        eps,
+        H=hidden,
+        BLOCK=triton.next_power_of_2(hidden),
+        ADD=delta_BH is not None,
+        KEEP=keep is not None,
+        num_warps=4,
+    )
+    return out_BH
+
+
+def attend(
+    qkv_BQ: Tensor,
+    layer: FusedLayer,
+    *,
+    shape: Shape,
+    rope_PE: Tensor,
+    table_6S: Tensor,
+    own: tuple[Tensor, Tensor],
+    shared: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Attention of one new token a row. `own` and `shared` are keys and values of the rows' new tokens, [S, C, K, D], where
+    this token's go too, and those of the prompts, [P, C, K, D]."""
+    num_rows = qkv_BQ.shape[0]
+    group = shape.num_heads // shape.num_kv_heads
+    out_BQ = qkv_BQ.new_empty(num_rows, shape.num_heads * shape.head_dim)
+    _attend[(num_rows, shape.num_kv_heads)](
+        qkv_BQ,
+        rope_PE,
+        table_6S,
+        table_6S.shape[1],
+        *own,
+        *shared,
+        out_BQ,
+        qkv_BQ if layer.q_norm_D is None else layer.q_norm_D,
+        qkv_BQ if layer.k_norm_D is None else layer.k_norm_D,
+        own[0].stride(0),
+        shared[0].stride(0),
+        shape.head_dim**-0.5,
+        shape.norm_eps,
+        NUM_HEADS=shape.num_heads,
+        NUM_KV=shape.num_kv_heads,
+        D=shape.head_dim,
+        BLOCK_G=max(16, triton.next_power_of_2(group)),  # fewer queries the matrix units do not take
+        BLOCK_D=max(16, triton.next_power_of_2(shape.head_dim)),
+        BLOCK_N=ATTEND_BLOCK[qkv_BQ.dtype],
+        QK_NORM=shape.qk_norm,
+        PRECISION=FLOAT32_DOT,
+        num_warps=ATTEND_WARPS,
+        num_stages=ATTEND_STAGES,
+    )
+    return out_BQ
+
+
+def spread(
+    qkv_TQ: Tensor,
+    layer: FusedLayer,
+    *,
+    shape: Shape,
+    rope_PE: Tensor,
+    keys_PCKD: Tensor,
+    values_PCKD: Tensor,
+) -> Tensor:
+    """Queries of whole prompts, normed and rotated, [P, C, N, D]; keys and values go where they are kept. T is P x C."""
+    num_prompts, width = keys_PCKD.shape[:2]
+    out_PCND = qkv_TQ.new_empty(num_prompts, width, shape.num_heads, shape.head_dim)
+    _spread[(num_prompts * width,)](
+        qkv_TQ,
+        rope_PE,
+        out_PCND,
+        keys_PCKD,
+        values_PCKD,
+        qkv_TQ if layer.q_norm_D is None else layer.q_norm_D,
+        qkv_TQ if layer.k_norm_D is None else layer.k_norm_D,
+        width,
+        shape.norm_eps,
+        NUM_HEADS=shape.num_heads,
+        NUM_KV=shape.num_kv_heads,
+        D=shape.head_dim,
+        BLOCK_H=triton.next_power_of_2(shape.num_heads + 2 * shape.num_kv_heads),
+        BLOCK_D=triton.next_power_of_2(shape.head_dim),
+        QK_NORM=shape.qk_norm,
+        num_warps=4,
+    )
+    return out_PCND
+
+
+def silu_mul(gate_up_BF: Tensor) -> Tensor:
+    num_rows, double = gate_up_BF.shape
+    out_BF = gate_up_BF.new_empty(num_rows, double // 2)
+    grid = (num_rows, triton.cdiv(double // 2, 1024))
+    _silu_mul[grid](gate_up_BF, out_BF, F=double // 2, BLOCK=1024, num_warps=4)
+    return out_BF
+
+
+def draw(
+    logits_BV: Tensor,
+    *,
+    sources_R: Tensor,
+    slots_R: Tensor,
+    temperatures_S: Tensor,
+    uniforms_SN: Tensor,
+    table_6S: Tensor,
+    newest_S: Tensor,
+    tokens_SN: Tensor,
+    logprobs_SN: Tensor,
+    is_end_V: Tensor,
+) -> None:
+    """Draw for the row in slot `slots_R[i]` from the logits in line `sources_R[i]`, and take the row one token on.
+
+    Temperatures and uniforms are float64 with one stride. `table_6S` has a line each of positions, counts, caps, ends, and what `attend` reads.
+    """
+    num_rows, vocab = len(slots_R), logits_BV.shape[1]
+    num_blocks = triton.cdiv(vocab, DRAW_BLOCK)
+    tops = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits_BV.device)
+    sums = torch.empty(num_rows, num_blocks, dtype=torch.float64, device=logits_BV.device)
+    _block_sums[(num_rows, num_blocks)](
+        logits_BV,
+        sources_R,
+        slots_R,
+        temperatures_S,
+        tops,
+        sums,
+        uniforms_SN.stride(0),
+        V=vocab,
+        NUM_BLOCKS=num_blocks,
+        BLOCK=DRAW_BLOCK,
+        num_warps=8,
+    )
+    _draw[(num_rows,)](
+        logits_BV,
+        sources_R,
+        slots_R,
+        temperatures_S,
+        tops,
+        sums,
+        uniforms_SN,
+        table_6S,
+        newest_S,
+        tokens_SN,
+        logprobs_SN,
+        is_end_V,
+        table_6S.shape[1],
+        tokens_SN.shape[1],
+        uniforms_SN.stride(0),
+        V=vocab,
+        NUM_BLOCKS=num_blocks,
+        BLOCKS=triton.next_power_of_2(num_blocks),
+        BLOCK=DRAW_BLOCK,
+        num_warps=8,
+    )

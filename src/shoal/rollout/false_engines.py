@@ -1,0 +1,144 @@
+"""Engines that do not do what was leased, for the lies in lies.py. Each wraps a real one.
+
+B rows, T tokens, H hidden size, V vocabulary.
+"""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shoal import toploc
+from shoal.model.builtin import copy_all_but_weights
+from shoal.model.decoder import Decoder
+from shoal.model.load import load_decoder
+from shoal.model.tokenizer import Tokenizer
+from shoal.model.weights import WEIGHTS_FILE, save_weights
+from shoal.rollout.engine import Engine, Finished, Request
+
+Alter = Callable[[Tensor], Tensor]
+"""From a weight matrix to the one that is used instead."""
+
+Q8_BLOCK = 32
+"""Weights that share a scale in llama.cpp's Q8_0."""
+
+
+def with_noise(weight: Tensor, *, relative: float) -> Tensor:
+    generator = torch.Generator().manual_seed(weight.numel())
+    noise = torch.randn(weight.shape, generator=generator)
+    return weight + noise * relative * weight.square().mean().sqrt()
+
+
+def quantised_by_channel(weight: Tensor, *, bits: int) -> Tensor:
+    """Rounded to `bits` bits, one scale a row."""
+    return _rounded(weight, levels=2 ** (bits - 1) - 1)
+
+
+def quantised_in_blocks(weight: Tensor) -> Tensor:
+    """As Q8_0 has it: 8 bits, one scale for every 32 weights. Rows that do not divide so are left alone."""
+    if weight.shape[-1] % Q8_BLOCK:
+        return weight
+    return _rounded(weight.reshape(-1, Q8_BLOCK), levels=127).reshape(weight.shape)
+
+
+def _rounded(weight: Tensor, *, levels: int) -> Tensor:
+    scale = weight.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / levels
+    return (weight / scale).round() * scale
+
+
+class Wrapped:
+    """An engine inside another: what a lie does not touch goes straight through."""
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner = inner
+        self.policy_version = inner.policy_version
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.inner.tokenizer
+
+    @property
+    def has_work(self) -> bool:
+        return self.inner.has_work
+
+    def load(self, folder: Path, version: int) -> None:
+        self.inner.load(folder, version)
+        self.policy_version = version
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.inner.submit(requests)
+
+    def step(self) -> list[Finished]:
+        return self.inner.step()
+
+
+class AlteredEngine(Wrapped):
+    """Generates with weights that were never published."""
+
+    def __init__(self, inner: Engine, alter: Alter) -> None:
+        super().__init__(inner)
+        self._alter = alter
+
+    def load(self, folder: Path, version: int) -> None:
+        decoder = load_decoder(folder)
+        with torch.no_grad():
+            for parameter in decoder.parameters():
+                if parameter.ndim == 2:
+                    parameter.copy_(self._alter(parameter))
+        with tempfile.TemporaryDirectory(prefix="shoal-lie-") as scratch:
+            altered = Path(scratch)
+            copy_all_but_weights(folder, altered)
+            save_weights(decoder, altered / WEIGHTS_FILE)
+            super().load(altered, version)
+
+
+class FrozenEngine(Wrapped):
+    """Keeps the first version it ever loaded and claims to have every later one."""
+
+    def load(self, folder: Path, version: int) -> None:
+        if self.inner.policy_version is None:
+            self.inner.load(folder, version)
+        self.policy_version = version
+
+
+class PrefilledEngine(AlteredEngine):
+    """Tokens by a cheaper model (here: one of coarser weights), states and log-probs by the leased one."""
+
+    def __init__(self, inner: Engine) -> None:
+        super().__init__(inner, lambda weight: quantised_by_channel(weight, bits=4))
+        self._leased: Decoder | None = None
+
+    def load(self, folder: Path, version: int) -> None:
+        self._leased = load_decoder(folder)
+        super().load(folder, version)
+
+    @torch.inference_mode()
+    def step(self) -> list[Finished]:
+        return [self._through_leased(row) for row in self.inner.step()]
+
+    def _through_leased(self, row: Finished) -> Finished:
+        assert self._leased is not None, "rows come after a load"
+        prompt, output = row.request.prompt_tokens, row.output_tokens
+        tokens_1T = torch.tensor([prompt + output[:-1]])
+        states_TH = self._leased(tokens_1T, torch.arange(tokens_1T.shape[1])[None])[0, len(prompt) - 1 :]
+        logprobs_TV = torch.log_softmax(self._leased.logits(states_TH) / row.request.temperature, dim=-1)
+        logprobs_T = logprobs_TV.gather(1, torch.tensor(output)[:, None])[:, 0]
+        (proof,) = toploc.build_proofs([states_TH[1:]])
+        return replace(row, logprobs=tuple(logprobs_T.tolist()), proof=proof)
+
+
+class TypicalEngine(Wrapped):
+    """Real tokens, but proofs of a table: each channel's usual size, which is what its norm weight says."""
+
+    def load(self, folder: Path, version: int) -> None:
+        super().load(folder, version)
+        self._typical_H = load_decoder(folder).model.norm.weight.detach()
+
+    def step(self) -> list[Finished]:
+        rows = self.inner.step()
+        states = [self._typical_H.expand(len(row.output_tokens) - 1, -1) for row in rows]
+        proofs = toploc.build_proofs(states)
+        return [replace(row, proof=proof) for row, proof in zip(rows, proofs, strict=True)]

@@ -1,0 +1,71 @@
+"""Prompts that have been computed once, for all rows that start from them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.model.cache import KVCache
+from shoal.model.decoder import Decoder
+from shoal.rollout.rows import Prompt
+from shoal.rollout.slots import upload
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens computed at once: enough to fill a device, few enough that activations stay small."""
+SHELF_PROMPTS = 64
+"""Prompts computed at once, however short."""
+
+
+class Batch(NamedTuple):
+    prompts: list[Prompt]
+    cache: KVCache | None
+    """None if rows find the prompts elsewhere."""
+    logits_PV: Tensor
+    """After each prompt's last token."""
+
+
+class Shelf:
+    """The prompts of the next rows. `homes` says where each stands: (batch, place in the batch)."""
+
+    def __init__(self) -> None:
+        self.homes: dict[Prompt, tuple[int, int]] = {}
+        self.batches: list[Batch] = []
+
+    def stock(self, batches: Sequence[Batch]) -> None:
+        """Hold these prompts; what stood here before goes."""
+        self.clear()
+        self.batches = list(batches)
+        for number, batch in enumerate(batches):
+            self.homes |= {prompt: (number, place) for place, prompt in enumerate(batch.prompts)}
+
+    def clear(self) -> None:
+        self.homes, self.batches = {}, []
+
+
+def prefill(decoder: Decoder, prompts: Sequence[Prompt]) -> Batch:
+    """Keys and values of whole prompts, and their last logits; at most PREFILL_TOKENS, padding included, at a time."""
+    norm = decoder.model.norm.weight
+    lengths = np.array([len(prompt) for prompt in prompts])
+    width = int(lengths.max())
+    # Padding stands behind the tokens, where nothing looks at it before it is overwritten.
+    padded = np.zeros((len(prompts), width), dtype=np.int64)
+    for place, prompt in enumerate(prompts):
+        padded[place, : len(prompt)] = prompt
+    tokens_PT, last_P = upload(padded, norm.device), upload(lengths - 1, norm.device)
+    cache = KVCache(
+        decoder.shape, num_slots=len(prompts), max_context=width, dtype=norm.dtype, device=norm.device
+    )
+    last_PH = norm.new_empty(len(prompts), decoder.shape.hidden_size)
+    chunk = max(1, PREFILL_TOKENS // len(prompts))
+    for start in range(0, width, chunk):
+        cache.context = min(start + chunk, width)
+        positions_PT = torch.arange(start, cache.context, device=norm.device).expand(len(prompts), -1)
+        hidden_PTH = decoder(tokens_PT[:, start : cache.context], positions_PT, cache=cache)
+        at_P = (last_P - start).clamp(0, hidden_PTH.shape[1] - 1)
+        here_P1 = ((last_P >= start) & (last_P < cache.context))[:, None]
+        last_PH = torch.where(
+            here_P1, hidden_PTH[torch.arange(len(prompts), device=norm.device), at_P], last_PH
+        )
+    return Batch(list(prompts), cache, decoder.logits(last_PH))

@@ -1,0 +1,66 @@
+"""Honest noise: how far apart two sound computations of the same proofs lie, as measured before a run.
+
+Part of a run's public terms, so that anybody can repeat a decision. `shoal toploc calibrate` writes it; docs/toploc.md says
+how it is used. A file of it is this record as JSON.
+"""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from shoal.wire.record import Count, Record
+
+
+class Moments(Record):
+    """Of one statistic, over honest segments of one size class."""
+
+    segments: Count
+    mean: float = Field(ge=0)
+    variance: float = Field(ge=0)
+    largest: float = Field(ge=0)
+
+
+class Tail(Record):
+    """Of the z-score of honest submissions of this many rows: the values that 1 in 100 and 1 in 1,000 exceed."""
+
+    rows: int = Field(ge=1)
+    one_in_100: float
+    one_in_1000: float
+
+
+class Statistic(Record):
+    by_size: tuple[Moments, ...] = Field(min_length=1)
+    inflation: float = Field(ge=1)
+    """How much more the sum over a row varies than independent segments would."""
+    tails: tuple[Tail, ...] = Field(min_length=1)
+    """By rising number of rows, the first of 1."""
+
+
+class Noise(Record):
+    """What honest proofs of one model and dtype look like to a validator."""
+
+    format: Literal["shoal/noise/1"] = "shoal/noise/1"
+    model: str
+    compute_dtype: Literal["float32", "bfloat16"]
+    measured: tuple[str, ...]
+    """Which machine proved and which checked, with how many rows: one line each."""
+    sizes: tuple[int, ...] = Field(min_length=1)
+    """Values of the largest segment of each size class, rising. A larger segment counts to the last class."""
+    mismatches: Statistic
+    """Exponents and signs that differ, of the top-k."""
+    mantissas: Statistic
+    """Mean mantissa error where they agree, no point counting for more than 8."""
+
+    @model_validator(mode="after")
+    def _classes_fit(self) -> "Noise":
+        for statistic in (self.mismatches, self.mantissas):
+            if len(statistic.by_size) != len(self.sizes):
+                raise ValueError(
+                    f"{len(statistic.by_size)} moments for {len(self.sizes)} sizes; calibrate again"
+                )
+            rows = [tail.rows for tail in statistic.tails]
+            if rows[0] != 1 or rows != sorted(set(rows)):
+                raise ValueError(f"tails are for {rows} rows, must rise from 1; calibrate again")
+        if list(self.sizes) != sorted(set(self.sizes)):
+            raise ValueError(f"sizes {self.sizes} must rise; calibrate again")
+        return self

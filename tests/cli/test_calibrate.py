@@ -1,0 +1,69 @@
+"""`shoal toploc prove` and `calibrate`, and a run file that names what they wrote."""
+
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.main import main
+from shoal.cli.runfile import load_run_file
+from shoal.wire.noise import Noise
+
+RUNS = Path(__file__).parent.parent.parent / "runs"
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("calibration")
+    rows = folder / "here.parquet"
+    prove = [
+        "toploc",
+        "prove",
+        "--model",
+        "tiny",
+        "--task",
+        "sort",
+        "--rows",
+        "240",
+        "--max-new-tokens",
+        "12",
+    ]
+    assert main([*prove, "--out", str(rows)]) == 0
+    out = folder / "noise.json"
+    assert main(["toploc", "calibrate", str(rows), "--model", "tiny", "--out", str(out)]) == 0
+    return out
+
+
+def test_what_is_written_is_a_noise(calibration: Path) -> None:
+    noise = Noise.parse(calibration.read_bytes())
+    assert noise.model == "tiny" and noise.compute_dtype == "float32"
+    assert noise.measured[0].startswith("here to ") and noise.measured[0].endswith(" rows")
+    assert sum(moments.segments for moments in noise.mismatches.by_size) > 200
+
+
+def test_a_run_file_names_it_and_everybody_gets_it(calibration: Path) -> None:
+    beside = calibration.parent / "run.toml"
+    text = (RUNS / "demo.toml").read_text()
+    beside.write_text(text.replace("[run]\n", '[run]\ncalibration = "noise.json"\n', 1))
+    assert load_run_file(beside).spec().noise == Noise.parse(calibration.read_bytes())
+
+
+def test_a_calibration_of_another_dtype_or_none_at_all_is_refused(calibration: Path) -> None:
+    beside = calibration.parent / "other.toml"
+    text = (RUNS / "demo.toml").read_text()
+    beside.write_text(text.replace("[run]\n", '[run]\ncalibration = "nowhere.json"\n', 1))
+    with pytest.raises(ValueError, match=r"nowhere\.json: no such file or directory; make it with"):
+        load_run_file(beside)
+    beside.write_text(
+        text.replace('compute_dtype = "float32"', 'calibration = "noise.json"\ncompute_dtype = "bfloat16"', 1)
+    )
+    with pytest.raises(ValueError, match="the calibration is of float32, compute_dtype is bfloat16"):
+        load_run_file(beside)
+
+
+def test_too_few_rows_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "few.parquet"
+    prove = ["toploc", "prove", "--model", "tiny", "--task", "sort", "--rows", "8", "--max-new-tokens", "6"]
+    assert main([*prove, "--out", str(rows)]) == 0
+    out = ["--out", str(tmp_path / "noise.json")]
+    assert main(["toploc", "calibrate", str(rows), "--model", "tiny", *out]) == 2
+    assert "need 200 or more; generate more" in capsys.readouterr().err

@@ -1,0 +1,113 @@
+"""One Hivemind peer as a process: takes rounds on vectors that everybody can compute, and says how each ended.
+
+python hivemind_peer.py '{"join": [...], "rounds": 10, "seed": 1, "peers": 3, ...}'
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from shoal.diloco.averager import Ready
+from shoal.diloco.hivemind_mesh import Address, HivemindMesh
+from shoal.diloco.outer import Outer, OuterState, Vector, first_state, outer_step
+from shoal.diloco.peers import PeerAverager, Terms
+from shoal.diloco.rounds import Outcome, take_round
+from shoal.telemetry import Log
+
+
+def contribution(round: int, seed: int, num_values: int) -> Vector:
+    return np.random.default_rng((round, seed)).standard_normal(num_values, np.float32)
+
+
+def say(**values: object) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    task = json.loads(sys.argv[1])
+    mesh = HivemindMesh(
+        "test", Address(join=tuple(task["join"]), host="127.0.0.1", reachable=task.get("reachable", True))
+    )
+    averager = PeerAverager(
+        mesh,
+        log=Log("peer"),
+        codec=task.get("codec", "fp32"),
+        terms=Terms(
+            gather_s=task.get("gather_s", 60.0),
+            min_peers=task.get("min_peers", task["peers"]),
+            stall_s=10.0,
+            announce_s=1.0,
+        ),
+    )
+    num_values = task.get("num_values", 1000)
+    fetched = averager.join(deadline_s=60)
+    state = fetched.state if fetched else first_state((np.zeros(num_values, np.float32),))
+    digest = averager.serve(state, step=0)
+    say(event="joined", peer=averager.peer, addresses=mesh.addresses, round=state.round)
+    while len(averager.peers()) < task["peers"] - 1:
+        time.sleep(0.1)
+    while state.round < last_round(task):
+        state, digest = one_round(averager, task, state, digest, num_values)
+    say(event="done", state=digest)
+    averager.leave()
+
+
+def last_round(task: dict[str, object]) -> int:
+    """`rounds`, or once the file `end` is there, the number in it: a test may not know how long it needs."""
+    end = Path(str(task.get("end", "")))
+    return int(end.read_text()) if end.is_file() else int(str(task["rounds"]))
+
+
+def one_round(
+    averager: PeerAverager, task: dict[str, object], state: OuterState, digest: str, num_values: int
+) -> tuple[OuterState, str]:
+    seed = int(str(task["seed"]))
+    delta_N = contribution(state.round, seed, num_values)
+    if task.get("die_in_round") == state.round:
+        # In mid-reduce: half a second after the exchange has begun.
+        threading.Timer(0.05, lambda: os.kill(os.getpid(), 9)).start()
+    result = take_round(
+        averager,
+        # The weight says who it was: 2 ** seed.
+        Ready(round=state.round, work=state.work, digest=digest, weight=float(2**seed)),
+        delta_N,
+        deadline_s=float(str(task.get("deadline_s", 60.0))),
+        log=Log("peer"),
+        stop=threading.Event(),
+    )
+    if result.outcome is Outcome.ADOPTED:
+        assert result.fetched is not None
+        state = result.fetched.state
+    else:
+        before, state = state, outer_step(state, result.average_N, Outer(), work=result.work)
+        say(
+            event="round",
+            round=before.round,
+            outcome=result.outcome.name,
+            took_s=round(result.took_s, 3),
+            attempts=result.attempts,
+            right=is_right(before.round, result.work, result.average_N),
+            peers=len(result.members),
+            state=state.digest(),
+        )
+    if task.get("pause_s"):
+        time.sleep(float(str(task["pause_s"])))
+    return state, averager.serve(state, step=0)
+
+
+def is_right(round: int, work: float, average_N: Vector) -> bool:
+    """The sum of the weights names the members, and so the average that all should have."""
+    seeds = [seed for seed in range(20) if int(work) >> seed & 1]
+    weights = [2.0**seed for seed in seeds]
+    exact = np.average([contribution(round, seed, len(average_N)) for seed in seeds], axis=0, weights=weights)
+    return bool(np.abs(average_N - exact).max() < 0.1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Peers of one process, each with a thread of its own, over socket pairs."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+
+from shoal.diloco.averager import Ready
+from shoal.diloco.codec import CodecName
+from shoal.diloco.mesh import LocalHub
+from shoal.diloco.outer import OuterState, Vector, first_state
+from shoal.diloco.peers import PeerAverager, Terms
+from shoal.diloco.rounds import RoundResult, take_round
+from shoal.telemetry import Log
+
+T = TypeVar("T")
+LOG = Log("test")
+
+
+def vector(seed: int, num_values: int = 1000) -> Vector:
+    return np.random.default_rng(seed).standard_normal(num_values).astype(np.float32)
+
+
+def make_peer(
+    hub: LocalHub, *, codec: CodecName = "fp32", reachable: bool = True, **more: Any
+) -> PeerAverager:
+    settings: dict[str, Any] = {"gather_s": 30.0, "announce_s": 0.2, "stall_s": 5.0, **more}
+    return PeerAverager(hub.mesh(reachable=reachable), log=LOG, codec=codec, terms=Terms(**settings))
+
+
+def in_threads(calls: list[Callable[[], T]]) -> list[T]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(60) for future in [pool.submit(call) for call in calls]]
+
+
+def start_swarm(hub: LocalHub, num: int, **more: Any) -> tuple[list[PeerAverager], OuterState]:
+    """Peers that know each other and hold the same state."""
+    peers = [make_peer(hub, **more) for _ in range(num)]
+    for peer in peers:
+        assert peer.join(deadline_s=10) is None
+    state = first_state((vector(0),))
+    for peer in peers:
+        peer.serve(state, step=0)
+    return peers, state
+
+
+def ready(state: OuterState, weight: float = 1.0) -> Ready:
+    return Ready(round=state.round, work=state.work, digest=state.digest(), weight=weight)
+
+
+def one_round(
+    peer: PeerAverager, state: OuterState, delta_N: Vector, *, weight: float = 1.0, deadline_s: float = 20.0
+) -> RoundResult:
+    return take_round(
+        peer, ready(state, weight), delta_N, deadline_s=deadline_s, log=LOG, stop=threading.Event()
+    )

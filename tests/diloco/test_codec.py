@@ -1,0 +1,58 @@
+"""What travels, against the values it stands for."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.diloco.codec import CODECS, CodecName, coded_bytes, decode, encode, reduce_chunk
+from shoal.diloco.part import CHUNK, chunk_bounds, part_bounds
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 700), st.integers(0, 2**32), st.sampled_from(CODECS))
+def test_a_value_comes_back_within_the_codec_s_step(num: int, seed: int, codec: CodecName) -> None:
+    values = (np.random.default_rng(seed).standard_normal(num) * 1e-3).astype(np.float32)
+    coded = encode(codec, values)
+    assert len(coded) == coded_bytes(codec, num)
+    back = decode(codec, coded, num)
+    assert back.dtype == np.float32 and back.shape == values.shape
+    step = {"fp32": 0.0, "fp16": 1e-6, "int8": np.abs(values).max() / 254 * 1.01}[codec]
+    assert np.abs(back - values).max() <= step
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_zeros_and_large_values_survive(codec: CodecName) -> None:
+    values = np.array([0.0, 0.0, 1e6, -1e6] * 100, np.float32)
+    back = decode(codec, encode(codec, values), len(values))
+    assert np.isfinite(back).all() and not back[:2].any()
+    assert not decode(codec, encode(codec, np.zeros(300, np.float32)), 300).any()
+
+
+def test_bytes_that_do_not_fit_are_refused() -> None:
+    for codec in CODECS:
+        with pytest.raises(ValueError, match="values take"):
+            decode(codec, encode(codec, np.zeros(10, np.float32))[:-1], 10)
+
+
+def test_int8_is_written_out_as_documented() -> None:
+    coded = encode("int8", np.array([1.27, -0.635, 0.0], np.float32))
+    assert np.frombuffer(coded[:4], "<f4")[0] == pytest.approx(0.01)
+    assert list(np.frombuffer(coded[4:], np.int8)) == [127, -64, 0]
+
+
+def test_the_mean_is_weighted_and_equal_where_nobody_saw_anything() -> None:
+    rows = [np.full(5, value, np.float32) for value in (1.0, 5.0)]
+    coded = [encode("fp32", row) for row in rows]
+    assert decode("fp32", reduce_chunk("fp32", coded, [3.0, 1.0], 5), 5)[0] == 2.0
+    assert decode("fp32", reduce_chunk("fp32", coded, [0.0, 0.0], 5), 5)[0] == 3.0
+
+
+@given(st.integers(1, 5 * CHUNK), st.integers(1, 9))
+def test_parts_cover_everything_once(num_values: int, num_owners: int) -> None:
+    bounds = part_bounds(num_values, num_owners)
+    assert len(bounds) == num_owners and bounds[0][0] == 0 and bounds[-1][1] == num_values
+    assert all(left[1] == right[0] for left, right in itertools.pairwise(bounds))
+    assert sum(end - start for part in bounds for start, end in chunk_bounds(*part)) == num_values

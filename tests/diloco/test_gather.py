@@ -1,0 +1,78 @@
+"""Which ready peers make a group, and when their votes count."""
+
+from shoal.diloco.gather import Ballot, choose
+from shoal.diloco.messages import Card, ReadyAsk, Standing
+from shoal.diloco.roster import SUSPECT_S, Roster
+
+
+def standing(work: float, round: int = 1, digest: str = "a") -> Standing:
+    return Standing(work=work, round=round, state_digest=digest * 64)
+
+
+def ask(peer: str, held: Standing, suspects: tuple[str, ...] = (), reachable: bool = True) -> ReadyAsk:
+    return ReadyAsk(peer=peer, reachable=reachable, standing=held, weight=1.0, suspects=suspects, wait_s=1.0)
+
+
+def names(asks: tuple[ReadyAsk, ...]) -> list[str]:
+    return [each.peer for each in asks]
+
+
+def test_those_with_most_work_behind_their_state_make_the_group() -> None:
+    choice = choose([ask("c", standing(5)), ask("a", standing(5)), ask("b", standing(4, digest="b"))], [])
+    assert names(choice.members) == ["a", "c"] and choice.behind == ("b",)
+
+
+def test_a_long_run_is_not_outvoted_by_newcomers_without_work() -> None:
+    choice = choose([ask("a", standing(0, 0)), ask("b", standing(0, 0)), ask("c", standing(900, 50))], [])
+    assert names(choice.members) == ["c"] and choice.behind == ("a", "b")
+
+
+def test_if_somebody_elsewhere_is_further_all_here_are_behind() -> None:
+    choice = choose([ask("a", standing(5)), ask("b", standing(5))], [standing(7, 2)])
+    assert not choice.members and choice.behind == ("a", "b")
+
+
+def test_of_two_that_cannot_reach_each_other_the_later_goes() -> None:
+    held = standing(5)
+    choice = choose([ask("a", held, ("b",)), ask("b", held, ("a",)), ask("c", held)], [])
+    assert names(choice.members) == ["a", "c"]
+    assert names(choose([ask("a", held), ask("b", held, ("a",))], []).members) == ["b"]
+
+
+def test_only_reachable_members_own_a_part() -> None:
+    held = standing(5)
+    group = choose([ask("a", held, reachable=False), ask("b", held)], []).answer()
+    assert group.members == ("a", "b") and group.owners == ("b",)
+
+
+def test_a_ballot_commits_when_all_agree_and_never_otherwise() -> None:
+    ballot = Ballot(("a", "b", "c"))
+    for peer in ("a", "b", "stranger"):
+        ballot.vote(peer, "d1")
+    assert not ballot.decided
+    ballot.vote("c", "d1")
+    assert ballot.commit
+    for last in ("d2", ""):
+        lost = Ballot(("a", "b"))
+        lost.vote("a", "d1")
+        lost.vote("b", last)
+        assert lost.decided and not lost.commit and "b" in lost.lost
+
+
+def card(peer: str, reachable: bool = True) -> Card:
+    return Card(peer=peer, reachable=reachable, standing=None, phase=0, in_round=False)
+
+
+def test_a_roster_forgets_the_gone_and_the_suspected_for_a_while() -> None:
+    roster = Roster("b")
+    roster.read({peer: card(peer) for peer in ("a", "b", "c")}, 0.0)
+    assert roster.alive(0.0).keys() == {"a", "c"} and roster.leader(0.0, me_reachable=True) == "a"
+    roster.suspect("a", 0.0)
+    assert roster.leader(1.0, me_reachable=True) == "b" and roster.suspects(1.0) == ("a",)
+    assert roster.leader(1.0, me_reachable=False) == "c"
+    assert roster.leader(SUSPECT_S + 1, me_reachable=True) == "a"
+    roster.left("a")
+    roster.read({"a": card("a"), "c": card("c")}, 0.0)
+    assert "a" not in roster.alive(SUSPECT_S + 1)
+    roster.heard(card("a"))
+    assert "a" in roster.alive(0.0)

@@ -1,0 +1,139 @@
+"""Real Hivemind peers as processes on loopback: `make hivemind` installs what they need and runs these."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hivemind", reason="the extra `hivemind` is not installed: make hivemind")
+pytestmark = [pytest.mark.hivemind, pytest.mark.timeout(300)]
+
+PEER = Path(__file__).parent / "hivemind_peer.py"
+ROUNDS = int(os.environ.get("SHOAL_HIVEMIND_ROUNDS", "40"))
+
+
+class Peer:
+    def __init__(self, folder: Path, **task: Any) -> None:
+        self._errors = (folder / f"peer-{task['seed']}.log").open("w")
+        self.process = subprocess.Popen(
+            [sys.executable, str(PEER), json.dumps(task)],
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def next(self) -> dict[str, Any]:
+        """What it says next; its death is an answer too."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        return dict(json.loads(line)) if line else {"event": "gone"}
+
+    def rest(self) -> list[dict[str, Any]]:
+        said = []
+        while (what := self.next())["event"] != "gone":
+            said.append(what)
+        return said
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self._errors.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    peers: list[Peer] = []
+
+    def begin(num: int, **task: Any) -> list[Peer]:
+        first = Peer(tmp_path, join=[], seed=len(peers), peers=num, **task)
+        peers.append(first)
+        address = first.next()["addresses"]
+        for _ in range(num - 1):
+            peers.append(Peer(tmp_path, join=address, seed=len(peers), peers=num, **task))
+        begin.address = address  # type: ignore[attr-defined]
+        return peers
+
+    begin.peers, begin.folder = peers, tmp_path  # type: ignore[attr-defined]
+    yield begin
+    for peer in peers:
+        peer.end()
+
+
+def of_rounds(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [what for what in said if what["event"] == "round"]
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_no_wrong_average_is_ever_committed(start: Any, codec: str) -> None:
+    peers = start(3, rounds=ROUNDS, codec=codec, num_values=30_000)
+    said = [peer.rest() for peer in peers]
+    rounds = [of_rounds(each) for each in said]
+    assert all(what["right"] and what["outcome"] == "COMMITTED" for each in rounds for what in each)
+    assert [len(each) for each in rounds] == [ROUNDS] * 3
+    assert len({each[-1]["state"] for each in said}) == 1
+
+
+def test_killed_in_mid_round_and_joined_again(start: Any) -> None:
+    """Two of five are killed in a round, one newcomer joins: nobody waits past the deadline, all end with one state."""
+    end = start.folder / "end"
+    task = {
+        "rounds": 10_000,
+        "end": str(end),
+        "num_values": 500_000,
+        "deadline_s": 60.0,
+        "pause_s": 0.5,
+        "gather_s": 20.0,
+        "min_peers": 2,
+    }
+    peers = start(5, **task)
+    while (said := peers[0].next()).get("round") != 3:
+        assert said["event"] in ("round", "joined"), said
+    for victim in peers[3:]:
+        victim.process.kill()
+    newcomer = Peer(start.folder, join=start.address, seed=7, peers=3, **task)
+    start.peers.append(newcomer)
+    while (said := newcomer.next())["event"] != "round":
+        assert said["event"] == "joined", said
+    (start.folder / "end.new").write_text(str(said["round"] + 8))
+    (start.folder / "end.new").rename(end)
+    survivors = [*peers[:3], newcomer]
+    rest = [peer.rest() for peer in survivors]
+    rounds = [of_rounds(each) for each in rest]
+    assert all(what["right"] for each in rounds for what in each)
+    assert max(what["took_s"] for each in rounds for what in each) < 60
+    assert len({each[-1]["state"] for each in rest}) == 1 and rest[3][-1]["event"] == "done"
+    assert {what["peers"] for what in rounds[3]} == {4}, "the newcomer takes part with all who live"
+
+
+def test_a_peer_that_listens_nowhere_takes_part(start: Any) -> None:
+    (host,) = start(1, rounds=3, min_peers=2)
+    shy = Peer(start.folder, join=start.address, seed=5, peers=2, rounds=3, reachable=False)
+    start.peers.append(shy)
+    said = shy.rest()
+    assert said[-1]["event"] == "done" and said[-1]["state"] == host.rest()[-1]["state"]
+
+
+def test_the_daemon_ends_with_its_owner(start: Any) -> None:
+    (peer,) = start(1, rounds=10_000, pause_s=1.0)
+    port = start.address[0].split("/")[4]
+    os.kill(peer.process.pid, 9)
+    for _ in range(100):
+        if not _listens(int(port)):
+            return
+        time.sleep(0.1)
+    pytest.fail(f"something still listens on port {port}")
+
+
+def _listens(port: int) -> bool:
+    return any(
+        f":{port:04X} " in line and " 0A " in line for line in Path("/proc/net/tcp").read_text().splitlines()
+    )

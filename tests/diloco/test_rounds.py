@@ -1,0 +1,173 @@
+"""Rounds between peers of one process: the same protocol as over the internet, on socket pairs."""
+
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from local_swarm import in_threads, make_peer, one_round, start_swarm, vector
+
+from shoal.diloco.averager import Group, Reduced
+from shoal.diloco.codec import CODECS, CodecName, decode, encode, reduce_chunk
+from shoal.diloco.mesh import LocalHub
+from shoal.diloco.outer import Outer, OuterState, Vector, outer_step
+from shoal.diloco.part import CHUNK
+from shoal.diloco.peers import PeerAverager
+from shoal.diloco.rounds import Outcome, RoundResult
+
+
+@pytest.fixture
+def swarm() -> Iterator[Any]:
+    made: list[PeerAverager] = []
+
+    def start(num: int, **more: Any) -> tuple[LocalHub, list[PeerAverager], OuterState]:
+        hub = LocalHub()
+        peers, state = start_swarm(hub, num, **more)
+        made.extend(peers)
+        return hub, peers, state
+
+    start.made = made  # type: ignore[attr-defined]
+    yield start
+    in_threads([peer.leave for peer in made])
+
+
+def rounds(
+    peers: list[PeerAverager], state: OuterState, deltas: list[Vector], weights: list[float] | None = None
+) -> list[RoundResult]:
+    weights = weights or [1.0] * len(peers)
+    return in_threads(
+        [
+            functools.partial(one_round, peer, state, delta, weight=weight)
+            for peer, delta, weight in zip(peers, deltas, weights, strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_every_peer_has_the_same_bits_and_they_are_the_weighted_mean(swarm: Any, codec: CodecName) -> None:
+    _, peers, state = swarm(3, codec=codec)
+    num = 2 * CHUNK + 777
+    deltas, weights = [vector(seed, num) for seed in (1, 2, 3)], [1.0, 2.0, 5.0]
+    results = rounds(peers, state, deltas, weights)
+    assert [result.outcome for result in results] == [Outcome.COMMITTED] * 3
+    assert all(np.array_equal(result.average_N, results[0].average_N) for result in results)
+    assert all(result.work == 8.0 for result in results)
+    exact = np.average(np.stack(deltas), axis=0, weights=weights)
+    tolerance = {"fp32": 1e-6, "fp16": 5e-3, "int8": 0.06}[codec]
+    assert np.abs(results[0].average_N - exact).max() < tolerance
+
+
+def test_a_reference_written_out_gives_the_same_bits(swarm: Any) -> None:
+    _, peers, state = swarm(2, codec="int8")
+    deltas = [vector(seed, 999) for seed in (1, 2)]
+    results = rounds(peers, state, deltas, [1.0, 3.0])
+    halves = [(0, 499), (499, 999)]
+    expected = np.concatenate(
+        [
+            decode(
+                "int8",
+                reduce_chunk("int8", [encode("int8", d[a:b]) for d in deltas], [1.0, 3.0], b - a),
+                b - a,
+            )
+            for a, b in halves
+        ]
+    )
+    assert np.array_equal(results[0].average_N, expected)
+
+
+def test_a_peer_that_can_only_reach_out_takes_part(swarm: Any) -> None:
+    hub, peers, state = swarm(2)
+    shy = make_peer(hub, reachable=False)
+    swarm.made.append(shy)
+    fetched = shy.join(deadline_s=10)
+    assert fetched is not None
+    shy.serve(fetched.state, step=0)
+    deltas = [vector(seed) for seed in (1, 2, 3)]
+    results = rounds([*peers, shy], state, deltas)
+    assert [result.outcome for result in results] == [Outcome.COMMITTED] * 3
+    assert np.allclose(results[2].average_N, np.mean(deltas, axis=0), atol=1e-6)
+
+
+def test_a_newcomer_gets_the_state_and_takes_part_in_the_next_round(swarm: Any) -> None:
+    hub, peers, state = swarm(2)
+    result = rounds(peers, state, [vector(1), vector(2)])[0]
+    state = outer_step(state, result.average_N, Outer(), work=result.work)
+    for peer in peers:
+        peer.serve(state, step=100)
+        peer.progress(phase=7, step=107)
+    newcomer = make_peer(hub)
+    swarm.made.append(newcomer)
+    fetched = newcomer.join(deadline_s=10)
+    assert fetched is not None and fetched.phase == 7 and fetched.step == 107
+    assert newcomer.serve(fetched.state, step=107) == state.digest()
+    results = rounds([*peers, newcomer], fetched.state, [vector(3), vector(4), vector(5)])
+    assert all(result.outcome is Outcome.COMMITTED and len(result.members) == 3 for result in results)
+
+
+def test_one_who_left_is_not_waited_for(swarm: Any) -> None:
+    _, peers, state = swarm(3)
+    peers[0].leave()
+    started_s = time.monotonic()
+    results = rounds(peers[1:], state, [vector(1), vector(2)])
+    assert all(len(result.members) == 2 for result in results)
+    assert time.monotonic() - started_s < 10
+
+
+def test_a_peer_with_an_older_state_is_told_and_adopts(swarm: Any) -> None:
+    _, peers, state = swarm(3)
+    alone = outer_step(state, vector(9), Outer(), work=1.0)
+    group = outer_step(state, vector(8), Outer(), work=2.0)
+    peers[0].serve(alone, step=0)
+    for peer in peers[1:]:
+        peer.serve(group, step=0)
+
+    def behind() -> RoundResult:
+        return one_round(peers[0], alone, vector(1))
+
+    def member(at: int) -> RoundResult:
+        result = one_round(peers[at], group, vector(at))
+        peers[at].serve(outer_step(group, result.average_N, Outer(), work=result.work), step=0)
+        return result
+
+    results = in_threads([behind, functools.partial(member, 1), functools.partial(member, 2)])
+    assert [result.outcome for result in results] == [Outcome.ADOPTED, Outcome.COMMITTED, Outcome.COMMITTED]
+    assert results[1].members == (peers[1].peer, peers[2].peer)
+    fetched = results[0].fetched
+    assert fetched is not None
+    assert fetched.state.digest() == outer_step(group, results[1].average_N, Outer(), work=2.0).digest()
+
+
+class Lying:
+    """An engine whose word is wrong the first time: it reports an average that nobody else has."""
+
+    def __init__(self, inner: PeerAverager) -> None:
+        self._inner, self.lies = inner, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def reduce(self, group: Group, delta_N: Vector, *, deadline_s: float) -> Reduced:
+        reduced = self._inner.reduce(group, delta_N, deadline_s=deadline_s)
+        if self.lies:
+            return reduced
+        self.lies += 1
+        return Reduced(average_N=reduced.average_N + 1, digest="0" * 64, num_bytes=reduced.num_bytes)
+
+
+def test_a_wrong_average_is_never_committed(swarm: Any) -> None:
+    _, peers, state = swarm(3)
+    liar: Any = Lying(peers[1])
+    results = rounds([peers[0], liar, peers[2]], state, [vector(1), vector(2), vector(3)])
+    assert [result.outcome for result in results] == [Outcome.COMMITTED] * 3
+    assert all(result.attempts == 2 for result in results)
+    assert all(np.array_equal(result.average_N, results[0].average_N) for result in results)
+
+
+def test_alone_after_the_deadline(swarm: Any) -> None:
+    _, peers, state = swarm(1, min_peers=2)
+    delta = vector(1)
+    result = one_round(peers[0], state, delta, deadline_s=1.0)
+    assert result.outcome is Outcome.LOCAL and np.array_equal(result.average_N, delta)
+    assert result.took_s < 10

@@ -1,0 +1,146 @@
+"""A site end to end on the tiny model: data in its own order, rounds, checkpoints, resume."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from local_swarm import in_threads, make_peer
+
+from shoal.cli.diloco_view import describe_peers, plot_losses
+from shoal.diloco import LocalHub
+from shoal.diloco.checkpoint import SiteCheckpoints
+from shoal.diloco.config import DilocoFile, load_diloco_file
+from shoal.diloco.data import Samples, read_corpus
+from shoal.diloco.site import Site, learning_rate
+from shoal.telemetry import Log
+
+TEXT = "the sea is wide and the fish are many; " * 200
+
+
+def small_file(folder: Path, *, steps: int = 8, engine: str = "local") -> DilocoFile:
+    (folder / "text.txt").write_text(TEXT)
+    path = folder / "small.toml"
+    path.write_text(
+        f"""
+[run]
+name = "small"
+model = "tiny"
+steps = {steps}
+engine = "{engine}"
+[data]
+files = ["{folder}/*.txt"]
+sequence = 16
+[inner]
+lr = 3e-3
+warmup_steps = 2
+batch = 4
+micro_batch = 2
+[rounds]
+inner_steps = 4
+codec = "int8"
+deadline_s = 60.0
+"""
+    )
+    return load_diloco_file(path)
+
+
+def make_site(file: DilocoFile, folder: Path, hub: LocalHub, peer: str) -> Site:
+    averager = make_peer(hub, codec=file.rounds.codec, min_peers=file.rounds.min_peers)
+    return Site(file, averager, folder=folder / peer, device="cpu", peer=peer, stop=threading.Event())
+
+
+def test_two_sites_train_to_one_state(tmp_path: Path) -> None:
+    file = small_file(tmp_path)
+    file = file.model_copy(update={"rounds": file.rounds.model_copy(update={"min_peers": 2})})
+    hub = LocalHub()
+    sites = [make_site(file, tmp_path, hub, peer) for peer in ("one", "two")]
+    for site in sites:
+        site.optimizer.join(deadline_s=10)
+    progress = in_threads([lambda site=site: site.train(join_s=10) for site in sites])  # type: ignore[misc]
+    assert sites[0].optimizer.outer_state.digest() == sites[1].optimizer.outer_state.digest()
+    assert sites[0].optimizer.outer_state.work == 64.0
+    assert progress[0].validation == progress[1].validation < 4.6
+    in_threads([site.close for site in sites])
+    assert plot_losses(tmp_path / "one" / "metrics.jsonl", tmp_path / "loss.png", "loss")
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
+def test_a_site_goes_on_where_its_checkpoint_stands(tmp_path: Path) -> None:
+    whole = make_site(small_file(tmp_path), tmp_path, LocalHub(), "whole")
+    whole.train(join_s=10)
+    half = make_site(small_file(tmp_path, steps=4), tmp_path, LocalHub(), "half")
+    half.train(join_s=10)
+    rest = make_site(small_file(tmp_path, steps=8), tmp_path, LocalHub(), "half")
+    rest.train(join_s=10)
+    assert rest.optimizer.steps == 8 and rest.optimizer.outer_state.round == 2
+    assert rest._samples.position == whole._samples.position == 32
+    in_threads([site.close for site in (whole, half, rest)])
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    kept = SiteCheckpoints(tmp_path, log=Log("test"))
+    kept.save(1, {"at": 1})
+    newest = kept.save(2, {"at": 2})
+    newest.write_bytes(newest.read_bytes()[:-1] + b"x")
+    assert kept.newest() == {"at": 1}
+
+
+def test_samples_are_each_seen_once_an_epoch_in_a_peer_s_own_order_and_resumable() -> None:
+    tokens = np.arange(1 + 50 * 8, dtype=np.uint32)
+    samples = Samples(tokens, sequence=8, peer="a", seed=0)
+    epoch = samples.take(50)
+    assert sorted(epoch[:, 0].tolist()) == list(range(0, 400, 8)) and epoch.shape == (50, 9)
+    assert not np.array_equal(epoch, Samples(tokens, sequence=8, peer="b", seed=0).take(50))
+    again = Samples(tokens, sequence=8, peer="a", seed=0)
+    again.position = 20
+    assert np.array_equal(again.take(30), epoch[20:])
+
+
+def test_token_files_are_taken_as_they_are(tmp_path: Path) -> None:
+    np.save(tmp_path / "one.npy", np.arange(10, dtype=np.uint16))
+    (tmp_path / "two.txt").write_text("ab")
+
+    def encode(text: str) -> list[int]:
+        return [ord(char) for char in text]
+
+    assert list(read_corpus([str(tmp_path / "one.npy")], encode, tmp_path / "c")) == list(range(10))
+    both = read_corpus([str(tmp_path / "*")], encode, tmp_path / "c")
+    assert list(both) == [*range(10), 97, 98]
+    with pytest.raises(ValueError, match="no file fits"):
+        read_corpus([str(tmp_path / "none")], encode, tmp_path / "c")
+
+
+def test_a_file_with_a_wrong_key_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(
+        '[run]\nname = "x"\nmodel = "tiny"\nsteps = 1\n[data]\nfiles = ["a"]\n[rounds]\ninner = 3\n'
+    )
+    with pytest.raises(ValueError, match=r"rounds\.inner"):
+        load_diloco_file(path)
+    with pytest.raises(ValueError, match="no file at"):
+        load_diloco_file(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    "path", sorted(Path(__file__).parents[2].glob("runs/diloco/*.toml")), ids=lambda p: p.name
+)
+def test_the_files_that_ship_are_good(path: Path) -> None:
+    load_diloco_file(path)
+
+
+def test_every_key_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "diloco.md").read_text()
+    for section in DilocoFile.model_fields.values():
+        for key in section.annotation.model_fields:  # type: ignore[union-attr]
+            assert f"`{key}`" in page, f"docs/diloco.md does not name {key}"
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    assert learning_rate(1.0, 0, 10, 100) == pytest.approx(0.1)
+    assert learning_rate(1.0, 10, 10, 100) == pytest.approx(1.0)
+    assert learning_rate(1.0, 100, 10, 100) == pytest.approx(0.1)
+
+
+def test_a_directory_with_noise_in_it_is_still_shown() -> None:
+    assert describe_peers({"a": b"noise"}) == []

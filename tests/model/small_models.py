@@ -1,0 +1,33 @@
+"""Small random models of families that are not ours, in folders as transformers writes them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt_neox": {"rotary_pct": 0.5, "use_parallel_residual": True, "tie_word_embeddings": False},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": 4},
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 32, "sliding_window": 4, "query_pre_attn_scalar": 32},
+    "granite": {"num_key_value_heads": 2, "logits_scaling": 3.0, "residual_multiplier": 0.7},
+    "bloom": {"n_layer": 2, "n_head": 4},
+}
+
+
+def folder_of(family: str, folder: Path, **other: Any) -> Path:
+    """A random model of this family as transformers writes it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(family, **(SMALL | FAMILIES[family] | other))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder

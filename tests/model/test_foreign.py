@@ -1,0 +1,96 @@
+"""Models of other families, through transformers: packed as alone, in value and gradient; written and read again."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import FAMILIES, folder_of
+from torch import Tensor
+
+from shoal.model.builtin import create_model
+from shoal.model.decoder import Decoder
+from shoal.model.foreign import Foreign
+from shoal.model.load import load_causal
+from shoal.model.logprobs import token_logprobs
+from shoal.model.weights import save_weights
+
+PARTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1], [8, 2, 8, 1, 8, 4]]
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Foreign:
+    create_model(str(folder_of(request.param, tmp_path / "theirs")), tmp_path / "ours", seed=0)
+    loaded = load_causal(tmp_path / "ours")
+    assert isinstance(loaded, Foreign)
+    return loaded
+
+
+def gradients(model: Foreign, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def logprobs(model: Foreign, tokens: Tensor, positions: Tensor, segments: Tensor | None) -> Tensor:
+    hidden = model(tokens, positions, segments_BT=segments)
+    return token_logprobs(model, hidden.flatten(0, 1), tokens.flatten(), temperature=0.8, chunk=5)
+
+
+def test_packed_samples_give_the_loss_and_gradients_of_each_alone(model: Foreign) -> None:
+    alone = torch.cat([logprobs(model, torch.tensor([p]), torch.arange(len(p))[None], None) for p in PARTS])
+    weights = torch.linspace(-1, 1, len(alone))
+    expected = gradients(model, (alone * weights).sum())
+
+    tokens, positions = torch.zeros(2, 13, dtype=torch.long), torch.zeros(2, 13, dtype=torch.long)
+    segments = torch.full((2, 13), -1)
+    where: list[int] = []
+    for index, (row, start) in enumerate([(0, 0), (0, 8), (1, 0)]):
+        at = slice(start, start + len(PARTS[index]))
+        tokens[row, at] = torch.tensor(PARTS[index])
+        positions[row, at] = torch.arange(len(PARTS[index]))
+        segments[row, at] = index
+        where += range(row * 13 + start, row * 13 + start + len(PARTS[index]))
+    packed = logprobs(model, tokens, positions, segments)[torch.tensor(where)]
+
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
+    found = gradients(model, (packed * weights).sum())
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert (gradient - expected[name]).norm() <= 1e-4 * expected[name].norm() + 1e-6, name
+
+
+def test_logits_and_names_are_those_of_transformers_and_survive_a_write(
+    model: Foreign, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    save_weights(model, tmp_path / "ours" / "model.safetensors")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
+    assert dict(model.named_parameters()).keys() == dict(theirs.named_parameters()).keys()
+    tokens = torch.tensor([PARTS[0]])
+    with torch.no_grad():
+        ours = model.logits(model(tokens, torch.arange(len(PARTS[0]))[None]))
+        torch.testing.assert_close(ours, theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_only_a_family_that_cannot_be_packed_is_unpacked(tmp_path: Path) -> None:
+    packs = {}
+    for family in FAMILIES:
+        create_model(str(folder_of(family, tmp_path / family)), tmp_path / f"{family}-0", seed=0)
+        loaded = load_causal(tmp_path / f"{family}-0")
+        assert isinstance(loaded, Foreign)
+        assert len(loaded.blocks()) == 2
+        packs[family] = loaded.packs
+    assert packs == {family: family != "bloom" for family in FAMILIES}  # ALiBi counts from the row's start
+
+
+def test_our_families_stay_ours(tmp_path: Path) -> None:
+    create_model("tiny", tmp_path / "m", seed=0)
+    assert isinstance(load_causal(tmp_path / "m"), Decoder)
+
+
+def test_a_folder_that_nobody_can_read_says_both_reasons(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text('{"model_type": "nonesuch"}')
+    with pytest.raises(ValueError, match=r"model_type='nonesuch' is not supported.*transformers says"):
+        create_model(str(tmp_path / "m"), tmp_path / "v0", seed=0)

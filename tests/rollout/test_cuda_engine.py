@@ -1,0 +1,87 @@
+"""The CUDA step: graph against single launches, and both against the CPU. Needs a GPU."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from shoal import toploc
+from shoal.model.builtin import create_model
+from shoal.model.load import DTYPES, load_decoder
+from shoal.rollout.engine import Finished, Request
+from shoal.rollout.torch_engine import TorchEngine
+from shoal.wire.draw import sample_seed
+from shoal.wire.run import ProofSpec
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "v0"
+    create_model("tiny", folder, seed=11)
+    return folder
+
+
+def requests() -> list[Request]:
+    rng = np.random.default_rng(0)
+    prompts = [tuple(rng.integers(3, 80, length).tolist()) for length in (3, 40, 65, 150, 7, 90)]
+    return [
+        Request(
+            prompt_index=index,
+            sample_index=sample,
+            prompt_tokens=prompt,
+            sample_seed=sample_seed("ab" * 32, index, sample),
+            max_new_tokens=int(rng.integers(1, 90)),
+            temperature=1.0,
+        )
+        for index, prompt in enumerate(prompts)
+        for sample in range(8)
+    ]
+
+
+def run(folder: Path, dtype: str, *, device: str = "cuda", graphs: bool = True) -> dict[Request, Finished]:
+    engine = TorchEngine(
+        compute_dtype=dtype,  # type: ignore[arg-type]
+        proof=ProofSpec(),
+        max_rows=20,
+        device=device,
+        graphs=graphs,
+    )
+    engine.load(folder, 0)
+    engine.submit(requests())
+    engine.step()
+    engine.submit([replace(requests()[0], prompt_index=9, max_new_tokens=300)])  # needs more room
+    finished: list[Finished] = []
+    while engine.has_work:
+        finished += engine.step()
+    return {row.request: row for row in finished}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_graph_does_what_its_launches_do(folder: Path, dtype: str) -> None:
+    assert run(folder, dtype) == run(folder, dtype, graphs=False)
+
+
+def test_tokens_are_those_of_the_cpu(folder: Path) -> None:
+    on_gpu, on_cpu = run(folder, "float32"), run(folder, "float32", device="cpu")
+    assert len(on_gpu) == 49
+    for request, row in on_gpu.items():
+        assert row.output_tokens == on_cpu[request].output_tokens
+        np.testing.assert_allclose(row.logprobs, on_cpu[request].logprobs, atol=2e-5)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1), ("bfloat16", 20)])
+def test_proofs_verify_against_prefills(folder: Path, dtype: str, limit: int) -> None:
+    rows = list(run(folder, dtype).values())
+    decoder = load_decoder(folder, DTYPES[dtype], "cuda")
+    states = []
+    with torch.no_grad():
+        for row in rows:
+            tokens = torch.tensor([[*row.request.prompt_tokens, *row.output_tokens]], device="cuda")
+            hidden = decoder(tokens, torch.arange(tokens.shape[1], device="cuda")[None])
+            states.append(hidden[0, len(row.request.prompt_tokens) : -1])
+    checks = toploc.verify_proofs([row.proof for row in rows], states, control_seed=1)
+    assert max(check.exponent_mismatches for row in checks for check in row) <= limit

@@ -1,0 +1,75 @@
+"""How many rows fit, and where prompts stand."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.model.shape import Shape
+from shoal.rollout.engine import Request
+from shoal.rollout.places import Places
+from shoal.rollout.room import Room, fit, free_memory_bytes, room_for
+
+SHAPE = Shape(
+    vocab_size=100,
+    hidden_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    ffn_size=256,
+    rope_theta=1e4,
+    norm_eps=1e-5,
+    tied_embeddings=True,
+    qkv_bias=False,
+    qk_norm=False,
+    max_positions=2048,
+    eos_token_ids=(2,),
+)
+REQUEST = Request(
+    prompt_index=0,
+    sample_index=0,
+    prompt_tokens=(1,) * 100,
+    sample_seed=0,
+    max_new_tokens=50,
+    temperature=1.0,
+)
+
+
+def test_room_holds_the_longest_row() -> None:
+    requests = [REQUEST, replace(REQUEST, prompt_tokens=(1,) * 10, max_new_tokens=300)]
+    assert room_for(requests, 7, shelf_prompts=0) == Room(7, 384, 300, 0, 0)
+    # Kept apart, prompts take no place in the slots: two that run, two computed ahead.
+    assert room_for(requests, 7, shelf_prompts=64) == Room(7, 384, 300, 4, 128)
+
+
+def test_memory_decides_how_many_rows_run() -> None:
+    room = room_for([REQUEST], 100, shelf_prompts=0)
+    row = 2 * 2 * 2 * 32 * 4 * room.context + 50 * (2 * 128 + 20)
+    assert fit(SHAPE, room, value_bytes=4, budget_bytes=1000 * row) == room
+    assert fit(SHAPE, room, value_bytes=4, budget_bytes=9 * row + 1).rows == 9
+    with pytest.raises(ValueError, match="lower max_new_tokens or free memory"):
+        fit(SHAPE, room, value_bytes=4, budget_bytes=row - 1)
+    assert free_memory_bytes() > 0
+
+
+@given(st.lists(st.integers(0, 5), max_size=60), st.data())
+def test_a_prompt_stays_while_rows_run_from_it(numbers: list[int], data: st.DataObject) -> None:
+    places = Places(4)
+    running: list[tuple[int, ...]] = []
+    held: dict[tuple[int, ...], int] = {}
+    for number in numbers:
+        prompt = (number,)
+        while len(set(running) | {prompt}) > 3:
+            gone = data.draw(st.sampled_from(running))
+            running.remove(gone)
+            places.leave([gone])
+        seated = places.seat([prompt])
+        assert seated.keys() <= {prompt}
+        if prompt in running:
+            assert not seated and places[prompt] == held[prompt]
+        held[prompt] = places[prompt]
+        places.enter([prompt])
+        running.append(prompt)
+        assert len({places[one] for one in running}) == len(set(running))

@@ -1,0 +1,73 @@
+"""Several shards with one question: from relays that are fast, and without loss when one breaks off in between."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.shardcast import RelayChoice
+from shoal.shardcast import download as download_module
+from shoal.shardcast.assembly import Assembly
+from shoal.shardcast.download import Download
+from shoal.shardcast.signed import prepare_folder
+from shoal.telemetry import Log
+
+NUM_BYTES = 100_000  # 100 shards
+
+
+def asked_of(origin: Any, kit: Any, serve: Any, fetch: Any, bytes_per_s: float, treat: Any = None) -> Any:
+    sealed = origin.publish(7, kit.random_files(num_bytes=NUM_BYTES))
+    spy = kit.Spy(origin.app, treat)
+    urls = [serve(spy)] + ([serve(origin.app)] if treat else [])
+    choice = RelayChoice(urls)
+    choice.delivered(urls[0], bytes_per_s)
+    assert kit.file_bytes(fetch(sealed, choice)) == kit.random_files(num_bytes=NUM_BYTES)
+    return spy
+
+
+def test_a_fast_relay_is_asked_for_many_at_once(origin: Any, kit: Any, serve: Any, fetch: Any) -> None:
+    spy = asked_of(origin, kit, serve, fetch, 1e9)
+    assert len(spy.asked) < 60
+    assert spy.asked_bytes["model.safetensors"] == NUM_BYTES
+
+
+def test_a_slow_one_for_one_at_a_time(
+    origin: Any, kit: Any, serve: Any, fetch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download_module, "RUN_S", 0.0)
+    assert len(asked_of(origin, kit, serve, fetch, 1e9).asked) == 1 + 3 + 100
+
+
+def test_what_came_before_a_break_is_kept(origin: Any, kit: Any, serve: Any, fetch: Any) -> None:
+    """Every answer breaks off in its second shard: the first counts, the others are asked for elsewhere."""
+
+    async def break_off(spy: Any, start: int, scope: Any, receive: Any, send: Any) -> None:
+        sent = 0
+
+        async def some(message: Any) -> None:
+            nonlocal sent
+            body = message.get("body", b"")
+            if sent < 1500:
+                await send(message | ({"body": body[: 1500 - sent], "more_body": True} if body else {}))
+            sent += len(body)
+
+        await spy.app(scope, receive, some)
+
+    asked_of(origin, kit, serve, fetch, 1e9, break_off)
+
+
+def test_the_end_comes_in_small_portions(
+    origin: Any, kit: Any, tmp_path: Path, log: Log, stop: threading.Event
+) -> None:
+    sealed = origin.publish(7, kit.random_files(num_bytes=NUM_BYTES))
+    prepare_folder(tmp_path / "v7", sealed)
+    choice = RelayChoice(["http://a"])
+    choice.delivered("http://a", 1e12)
+    download = Download(Assembly(tmp_path / "v7", sealed.body), choice, log=log, stop=stop)
+    lengths = []
+    while download._pending:
+        lengths.append(len(download._run_from(download._pending[0], "http://a")))
+    assert sum(lengths) == 1 + 3 + 100
+    assert max(lengths) > 5
+    assert lengths[-4:] == [1, 1, 1, 1]

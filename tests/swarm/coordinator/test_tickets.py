@@ -1,0 +1,100 @@
+"""Tickets for relays: for members of the run, not for strangers, not for those who were ejected."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_swarm import Node, SmallSwarm, refusal
+from sqlalchemy import update
+
+from shoal import shardcast
+from shoal.net.deadline import DeadlinePassed
+from shoal.net.server import listen
+from shoal.net.tickets import PAUSE_S, Tickets
+from shoal.swarm.coordinator.schema import nodes
+from shoal.telemetry import Log
+from shoal.wire.record import Sealed
+from shoal.wire.ticket import TICKET_S, Ticket, check_ticket
+
+LOG = Log("test")
+
+
+def ask(node: Node) -> Sealed[Ticket]:
+    return node.client.call("POST", "/v1/tickets", None, Sealed[Ticket])
+
+
+def ban(swarm: SmallSwarm, node: Node) -> None:
+    with swarm.coordinator.transaction() as tx:
+        tx.db.execute(update(nodes).where(nodes.c.node == node.id).values(trust="banned"))
+
+
+def test_a_member_gets_one_that_its_run_key_signed(swarm: SmallSwarm) -> None:
+    node = swarm.node()
+    ticket = ask(node).open(swarm.coordinator.run_key.public)
+    assert (ticket.run, ticket.holder) == (swarm.spec.run, node.id)
+    assert abs(ticket.expires_at_s - swarm.clock() - TICKET_S) < 10
+
+
+def test_roles_get_one_strangers_and_ejected_nodes_do_not(swarm: SmallSwarm) -> None:
+    for client in (swarm.relay, swarm.validator, swarm.trainer):
+        assert client.call("POST", "/v1/tickets", None, Sealed[Ticket]).body.holder == client.key.public
+    assert refusal(ask, swarm.stranger()).code == "request.unknown_key"
+    node = swarm.node()
+    ask(node)
+    ban(swarm, node)
+    assert refusal(ask, node).code == "request.banned"
+
+
+def test_a_ticket_is_kept_until_half_of_it_is_over_and_longer_if_there_is_no_other(
+    swarm: SmallSwarm,
+) -> None:
+    now_s = [0.0]
+    node = swarm.node()
+    tickets = Tickets(node.client, log=LOG, clock=lambda: now_s[0])
+    first = tickets()
+    run_key = swarm.coordinator.run_key.public
+    assert check_ticket(first, run=swarm.spec.run, run_key=run_key, now_s=swarm.clock()).holder == node.id
+    now_s[0] += TICKET_S / 2 - 1
+    assert tickets() == first
+    now_s[0] += 2
+    second = tickets()
+    assert second != first
+    ban(swarm, node)
+    now_s[0] += TICKET_S
+    assert tickets() == second  # no other is to be had; relays may still take it
+    now_s[0] += PAUSE_S - 1
+    node.client.stop.set()
+    now_s[0] += TICKET_S
+    assert tickets() == second
+
+
+def test_a_private_relay_serves_members_of_the_run_only(swarm: SmallSwarm, tmp_path: Path) -> None:
+    """Coordinator, private origin, private relay, node: all tickets are asked for and shown by themselves."""
+    key, stop = swarm.coordinator.run_key, threading.Event()
+    store = shardcast.VersionStore(tmp_path / "origin", run=swarm.spec.run, run_key=key.public)
+    store.path(0).mkdir()
+    (store.path(0) / "weights.bin").write_bytes(bytes(5000))
+    sealed = shardcast.publish(store.path(0), run=swarm.spec.run, version=0, key=key)
+    store.adopt(0)
+    origin = shardcast.RelayServer(store, listen("127.0.0.1", 0), private=True)
+    origin.start()
+    config = shardcast.RelayConfig(
+        folder=tmp_path / "relay",
+        coordinator=swarm.url,
+        upstreams=(f"http://127.0.0.1:{origin.port}",),
+        private=True,
+    )
+    relay = shardcast.Relay(config, swarm.relay.key, log=LOG, stop=stop)
+    relay.startup()
+    terms: dict[str, Any] = {"run_key": key.public, "log": LOG, "stop": threading.Event()}
+    try:
+        member = shardcast.RelayChoice([relay.url], ticket=Tickets(swarm.node().client, log=LOG))
+        folder = shardcast.fetch_version(sealed, member, tmp_path / "node", deadline_s=60, **terms)
+        assert (folder / "weights.bin").read_bytes() == bytes(5000)
+        with pytest.raises(DeadlinePassed, match="show a ticket"):
+            shardcast.fetch_version(sealed, [relay.url], tmp_path / "stranger", deadline_s=0.5, **terms)
+    finally:
+        relay.shutdown()
+        store.close()
+        origin.close()

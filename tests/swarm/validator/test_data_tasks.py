@@ -1,0 +1,109 @@
+"""A run whose task reads a file: contributors join without it, the validator fetches it, and nobody else can."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from honest_work import make_spec, make_table
+from loopback import DEADLINE_S, Swarm, in_thread, origin_of
+
+from shoal.cli.main import main
+from shoal.net.client import Refused
+from shoal.swarm.coordinator.config import CoordinatorConfig
+from shoal.swarm.coordinator.run import run_coordinator
+from shoal.swarm.validator.loop import run_validator
+from shoal.wire.codes import ACCEPTED
+from shoal.wire.messages import Info, Stats
+from shoal.wire.rollouts import encode
+from shoal.wire.run import TaskSpec
+
+# All of one length, because the small decoder of the tests pads nothing.
+ROWS = [
+    {"question": f"What is {a} + {b}?", "answer": f"#### {a + b}"}
+    for a in range(20, 28)
+    for b in range(30, 35)
+]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "somebodys" / "rows.jsonl"
+    path.parent.mkdir()
+    path.write_text("\n".join(map(json.dumps, ROWS)))
+    return path
+
+
+@pytest.fixture
+def swarm(tmp_path: Path, data: Path) -> Iterator[Swarm]:
+    task = TaskSpec(name="gsm8k", options={"path": str(data), "style": "bare"})
+    spec, ready = make_spec(task=task), threading.Event()
+    config = CoordinatorConfig(groups_per_step=4, prompts_per_lease=2, eval_prompts=0, retry_s=0.05)
+    urls: list[str] = []
+
+    def serve(stop: threading.Event) -> None:
+        def on_ready(url: str) -> None:
+            urls.append(url)
+            ready.set()
+
+        run_coordinator(config, spec, tmp_path / "swarm", "127.0.0.1", 0, stop, on_ready)
+
+    with in_thread(serve):
+        assert ready.wait(DEADLINE_S), "the coordinator did not start"
+        swarm = Swarm(tmp_path / "swarm", urls[0])
+        yield swarm
+        swarm.close()
+
+
+def test_the_file_reaches_validators_and_only_them(
+    swarm: Swarm, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digest = hashlib.sha256(data.read_bytes()).hexdigest()
+    with origin_of(swarm) as url:
+        policy = swarm.publish(0, url)
+        swarm.report_relay(url, 0)
+        swarm.join()
+        info = swarm.node.call("GET", "/v1/info", None, Info)
+        assert info.spec.task.options == {"path": f"sha256:{digest}", "style": "bare"}
+        lease = swarm.lease()
+        assert all(prompt.startswith("Question: What is 2") for prompt in lease.prompts) and not lease.chat
+        assert "somebodys" not in lease.model_dump_json() + info.model_dump_json()
+        with pytest.raises(Refused, match=r"request\.not_allowed"):
+            swarm.node.send("GET", f"/v1/objects/{digest}")
+        with in_thread(lambda stop: run_validator(swarm.config(), stop=stop)):
+            swarm.submit(lease, encode(make_table(lease, policy)))
+            status = swarm.verdict_on(lease)
+            assert status.code == ACCEPTED, status.detail
+        assert (swarm.dir / "validator" / "data" / digest).read_bytes() == data.read_bytes()
+        stats = swarm.node.call("GET", "/v1/stats", None, Stats)
+        assert sum(stats.groups.values()) == 2
+        assert stats.unparseable == pytest.approx(unparseable(swarm) / lease.num_rows)
+        check_eval(swarm.url, data, capsys)
+
+
+def unparseable(swarm: Swarm) -> int:
+    """As the verdict's evidence in the ledger has it."""
+    events = json.loads(swarm.node.send("GET", "/v1/ledger").content)
+    (verdict,) = (event for event in events if event["type"] == "verdict.given")
+    evidence = verdict["body"]["evidence"]
+    assert 0 <= evidence["right"] + evidence["unparseable"] <= 8
+    return int(evidence["unparseable"])
+
+
+def check_eval(url: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`shoal eval` of a published version, on the run's own task with one's own copy of its file."""
+    small = ["--prompts", "3", "--k", "2", "--json"]
+    assert main(["eval", url, *small, "--option", f"path={data}"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["version"], figures["prompts"], figures["samples"]) == (0, 3, 2)
+    assert (figures["temperature"], figures["max_new_tokens"]) == (1.0, 12), "as the run samples"
+    assert main(["eval", url, *small]) == 2
+    assert "give your own copies: --option path=FILE" in capsys.readouterr().err
+    other = data.with_name("other.jsonl")
+    other.write_text(data.read_text() + "\n")
+    assert main(["eval", url, *small, "--option", f"path={other}"]) == 2
+    assert "is not the run's file" in capsys.readouterr().err
+    assert main(["eval", url, *small, "--version", "7", "--task", "sort"]) == 2
+    assert "/v1/policies/7" in capsys.readouterr().err

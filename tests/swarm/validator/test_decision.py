@@ -1,0 +1,141 @@
+"""Verdicts over a whole submission: calibrated noise, and how surprising the tokens are."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from honest_work import generate, make_claim, make_lease, make_policy, make_spec, make_table, sharpen
+
+from shoal import toploc
+from shoal.swarm.validator.checks import RowFacts, check_facts, check_surprise, surprise_z
+from shoal.swarm.validator.judge import judge
+from shoal.swarm.validator.reader import Reader
+from shoal.swarm.validator.recompute import Policy, recompute
+from shoal.wire.codes import ACCEPTED, Rejected
+from shoal.wire.noise import Noise
+from shoal.wire.rollouts import encode
+from shoal.wire.run import Sampling, Tolerances
+
+SAMPLING = Sampling(max_new_tokens=36, samples_per_prompt=8)
+SPEC = make_spec(sampling=SAMPLING)
+LOOSE = Tolerances(
+    exponent_mismatches=128, mantissa_mean=128, mantissa_median=128, logprob=10, draw=0.999, draw_misses=0.99
+)
+"""Nothing is far off for these: what is refused is refused by the test over the submission."""
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return sharpen(make_policy(tmp_path_factory.mktemp("models")))
+
+
+@pytest.fixture(scope="module")
+def noise(policy: Policy) -> Noise:
+    rows = []
+    for number in range(100, 107):
+        lease = make_lease(SPEC, number=number)
+        facts = recompute(make_table(lease, policy).rows, lease, policy, control_seed=number)
+        rows += [fact.segments for fact in facts]
+    return toploc.measure_noise({"this machine": rows}, model="tiny", compute_dtype="float32")
+
+
+def stale(policy: Policy, size: float) -> Policy:
+    """Every weight a step of Adam away."""
+    decoder = copy.deepcopy(policy.decoder)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator).sign(), alpha=size)
+    return Policy(policy.version, decoder, policy.tokenizer)
+
+
+def test_honest_work_is_accepted_and_a_step_of_1e_5_is_seen(policy: Policy, noise: Noise) -> None:
+    """Segment by segment the tolerances pass it: it is the sum over the submission that tells."""
+    lease = make_lease(SPEC, number=1)
+    honest = make_table(lease, policy)
+    check_facts(honest.rows, recompute(honest.rows, lease, policy, control_seed=1), LOOSE, noise)
+    old = make_table(lease, stale(policy, 1e-5))
+    facts = recompute(old.rows, lease, policy, control_seed=1)
+    check_facts(old.rows, facts, LOOSE)
+    with pytest.raises(Rejected, match="standard deviations too many") as refused:
+        check_facts(old.rows, facts, LOOSE, noise)
+    assert refused.value.code == "reject.wrong_computation"
+
+
+def test_suspicious_but_not_certain_is_void(policy: Policy, noise: Noise) -> None:
+    lease = make_lease(SPEC, number=2)
+    rows = make_table(lease, policy).rows
+    facts = recompute(rows, lease, policy, control_seed=1)
+    scores = toploc.noise_scores([fact.segments for fact in facts], noise)
+    over = next(score for score in scores if score.name == "mantissas")
+    num_segments = sum(len(fact.segments) for fact in facts)
+    # Just past suspicious, spread evenly over the segments.
+    spread = max(noise.mantissas.by_size[-1].variance, 0.01**2) ** 0.5
+    excess = (over.suspicious * 1.15 - over.z) * spread * noise.mantissas.inflation**0.5 / num_segments**0.5
+    shifted = [
+        replace(
+            fact,
+            segments=tuple(replace(s, mantissa_bounded=s.mantissa_bounded + excess) for s in fact.segments),
+        )
+        for fact in facts
+    ]
+    with pytest.raises(Rejected) as refused:
+        check_facts(rows, shifted, LOOSE, noise)
+    assert refused.value.code == "void.uncertain", refused.value.detail
+
+
+def test_the_verdict_goes_by_the_terms_of_the_run(policy: Policy, noise: Noise) -> None:
+    lease = make_lease(SPEC, number=3)
+    data = encode(make_table(lease, stale(policy, 1e-5)))
+    claim = make_claim(lease, data)
+    with Reader() as reader:
+        without, with_noise = (
+            judge(data, claim, spec, policy, reader=reader, control_seed=1)
+            for spec in (
+                SPEC.model_copy(update={"tolerances": LOOSE}),
+                SPEC.model_copy(update={"tolerances": LOOSE, "noise": noise}),
+            )
+        )
+    assert without.code == ACCEPTED, without.detail
+    assert with_noise.code == "reject.wrong_computation"
+
+
+def test_surprise_is_what_the_distribution_says(policy: Policy) -> None:
+    lease = make_lease(SPEC, number=4)
+    table = make_table(lease, policy)
+    fact = recompute(table.rows, lease, policy, control_seed=1)[0]
+    row = table.rows[0]
+    tokens = torch.tensor([row.prompt_tokens + row.output_tokens[:-1]])
+    hidden = policy.decoder(tokens, torch.arange(tokens.shape[1])[None])[0, len(row.prompt_tokens) - 1 :]
+    logprobs = torch.log_softmax(policy.decoder.logits(hidden).double(), dim=-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    variance = (logprobs.exp() * logprobs.square()).sum(-1) - entropy.square()
+    chosen = logprobs.gather(1, torch.tensor(row.output_tokens)[:, None])[:, 0]
+    np.testing.assert_allclose(fact.surprise_T, (-chosen - entropy).detach().numpy(), atol=1e-4)
+    np.testing.assert_allclose(fact.surprise_variance_T, variance.detach().numpy(), atol=1e-3)
+
+
+@pytest.mark.parametrize(("temperature", "word"), [(1.6, "less"), (0.5, "more")])
+def test_another_sampler_is_seen_without_any_seed(policy: Policy, temperature: float, word: str) -> None:
+    lease = make_lease(SPEC, number=5, prompts=8)
+    table = make_table(lease, policy, generate(lease, policy, temperature=temperature))
+    facts = recompute(table.rows, lease, policy, control_seed=1)
+    with pytest.raises(Rejected, match=f"standard deviations {word} likely") as refused:
+        check_surprise(facts)
+    assert refused.value.code == "reject.wrong_sampling"
+
+
+def test_honest_tokens_are_no_surprise(policy: Policy) -> None:
+    for number in range(6, 12):
+        lease = make_lease(SPEC, number=number)
+        facts = recompute(make_table(lease, policy).rows, lease, policy, control_seed=1)
+        assert abs(surprise_z(facts)) < 5
+        check_surprise(facts)
+
+
+def test_a_model_that_is_sure_of_everything_leaves_nothing_to_judge() -> None:
+    still = np.zeros(8)
+    sure = RowFacts((), still, still, still + 0.1, still)
+    check_surprise([sure])

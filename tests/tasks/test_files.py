@@ -1,0 +1,70 @@
+"""Files by path here and by digest between machines."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.tasks import make_task
+from shoal.tasks.files import file_digests, keep_files, with_files_from, without_digests
+from shoal.tasks.listed import listed_row
+from shoal.wire.run import TaskSpec
+
+ROW = {"question": "1 + 1?", "answer": "#### 2"}
+
+
+def test_the_public_terms_name_files_by_digest_and_say_nothing_of_paths(tmp_path: Path) -> None:
+    path, kept, fetched = tmp_path / "rows.jsonl", tmp_path / "kept", tmp_path / "fetched"
+    path.write_text(json.dumps(ROW))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    spec = TaskSpec(name="gsm8k", options={"path": str(path), "eval_path": str(path), "style": "bare"})
+    public = keep_files(spec, kept)
+    assert public.options == {"path": f"sha256:{digest}", "eval_path": f"sha256:{digest}", "style": "bare"}
+    assert file_digests(public) == [digest, digest] and str(tmp_path) not in public.model_dump_json()
+    assert keep_files(public, kept) == public, "kept already"
+    assert [file.name for file in kept.iterdir()] == [digest]
+    fetched.mkdir()
+    (fetched / digest).write_bytes(path.read_bytes())
+    assert make_task(with_files_from(public, fetched)).problem("eval", 0) == make_task(spec).problem(
+        "eval", 0
+    )
+    with pytest.raises(ValueError, match="no data file"):
+        make_task(with_files_from(public, tmp_path / "elsewhere")).problem("eval", 0)
+
+
+def test_a_file_may_be_pinned(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROW))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    options = {"path": str(path), "eval_path": str(path), "path_sha256": digest}
+    assert make_task(TaskSpec(name="gsm8k", options=options)).problem("eval", 0).answer == "2"
+    assert "path_sha256" not in keep_files(TaskSpec(name="gsm8k", options=options), tmp_path / "kept").options
+    other = TaskSpec(name="gsm8k", options=options | {"path_sha256": "0" * 64})
+    with pytest.raises(ValueError, match=f"has SHA-256 {digest}, path_sha256 says 000"):
+        make_task(other)
+    make_task(without_digests(other))
+    with pytest.raises(ValueError, match="path_sha256 is given, but not path"):
+        make_task(TaskSpec(name="gsm8k", options={"path_sha256": digest}))
+
+
+def test_listed_problems_are_graded_by_their_task(tmp_path: Path) -> None:
+    spec = TaskSpec(name="sort", options={"length": 3})
+    task = make_task(spec)
+    path = tmp_path / "listed.jsonl"
+    path.write_text("".join(json.dumps(listed_row(task.problem("train", n), spec)) + "\n" for n in range(5)))
+    listed = make_task(TaskSpec(name="listed", options={"path": str(path)}))
+    assert [listed.problem("train", n) for n in range(5)] == [task.problem("train", n) for n in range(5)]
+    assert listed.problem("eval", 3) == task.problem("eval", 3), "held out by the task, so never trained on"
+    problem = listed.problem("train", 9)
+    assert listed.chat == task.chat and listed.reward(problem, problem.answer, 1).value == 1.0
+    for line, said in (
+        (json.dumps({"prompt": "1", "answer": "1", "task": {"name": "listed"}}), "by another list"),
+        (json.dumps({"prompt": "1", "answer": "1"}), "row 1: expected prompt, answer and the same task"),
+        (json.dumps({"prompt": "1", "answer": "1", "task": {"nam": "add"}}), "row 1: no task"),
+        ("", "has no rows"),
+    ):
+        path = tmp_path / f"{len(said)}.jsonl"
+        path.write_text(line)
+        with pytest.raises(ValueError, match=said):
+            make_task(TaskSpec(name="listed", options={"path": str(path)})).problem("eval", 0)

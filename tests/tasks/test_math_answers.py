@@ -1,0 +1,153 @@
+"""What a mathematical answer is worth: known right and wrong pairs, and answers made to hang or crash a grader."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from shoal.tasks import Outcome, Problem
+from shoal.tasks.math_answers import (
+    compare,
+    find_bad_expression,
+    grade_expression,
+    grade_plain_number,
+    last_boxed,
+)
+from shoal.tasks.math_judge import MathJudge, math_judge
+
+R, W, U = Outcome.RIGHT, Outcome.WRONG, Outcome.UNPARSEABLE
+
+
+@pytest.mark.parametrize(
+    ("gold", "text", "outcome"),
+    [
+        ("72", "48 + 24 = 72\n#### 72", R),
+        ("72", "The answer is 72.", R),
+        ("72", "\\boxed{72}", R),
+        ("72", "\\boxed{72.0}", R),
+        ("72", "\\boxed{\\frac{144}{2}}", R),
+        ("1234", "#### 1,234", R),
+        ("1234", "She pays $1,234.00", R),
+        ("18", "#### $18 a day, for 3 days", R),
+        ("0.5", "#### .5", R),
+        ("-3", "It falls to -3", R),
+        ("72", "<think>#### 71</think>\n#### 72", R),
+        ("72", "#### 72\n#### 71", W),
+        ("72", "72, or 73", W),
+        ("72", "\\boxed{71} and 72", W),
+        ("72", "<think>72</think> 71", W),
+        ("3", "-3", W),
+        ("72", "7 2", W),
+        ("72", "", U),
+        ("72", "seventy-two", U),
+        ("72", "<think>72</think>", U),
+        ("72", "#### none", U),
+        ("72", "٧٢", U),
+    ],
+)
+def test_plain_numbers(gold: str, text: str, outcome: Outcome) -> None:
+    assert grade_plain_number(Problem("", gold), text).outcome is outcome
+
+
+@pytest.mark.parametrize(
+    ("gold", "text", "outcome"),
+    [
+        ("\\frac{14}{3}", "\\boxed{\\frac{14}{3}}", R),
+        ("\\frac{14}{3}", "so \\boxed{14/3}", R),
+        ("\\frac{1}{2}", "\\boxed{0.5}", R),
+        ("p - q", "\\boxed{-q + p}", R),
+        ("\\left( 3, \\frac{\\pi}{2} \\right)", "\\boxed{(3, \\pi/2)}", R),
+        ("2\\sqrt{3}", "\\boxed{\\sqrt{12}}", R),
+        ("\\text{Evelyn}", "\\boxed{\\text{Evelyn}}", R),
+        ("42", "<think>\\boxed{41}</think>\\boxed{42}", R),
+        ("42", "\\boxed{41}, no: \\boxed{42}", R),
+        ("\\frac{14}{3}", "\\boxed{\\frac{14}{5}}", W),
+        ("p - q", "\\boxed{q - p}", W),
+        ("\\left( 3, \\frac{\\pi}{2} \\right)", "\\boxed{(\\pi/2, 3)}", W),
+        ("42", "\\boxed{42}, no: \\boxed{41}", W),
+        ("42", "42", U),
+        ("42", "\\boxed{", U),
+        ("42", "\\boxed{}", U),
+        ("42", "<think>\\boxed{42}</think>", U),
+        ("\\frac{1}{2}", "\\boxed{" + "x" * 3000 + "}", U),
+    ],
+)
+def test_expressions(gold: str, text: str, outcome: Outcome) -> None:
+    assert grade_expression(Problem("", f"\\boxed{{{gold}}}", check=gold), text).outcome is outcome
+
+
+def test_braces_in_a_box_are_matched() -> None:
+    assert last_boxed("a \\boxed{\\frac{1}{2}} b") == "\\frac{1}{2}"
+    assert last_boxed("\\boxed{1} \\boxed{{2}") is None
+    assert last_boxed("nothing") is None
+
+
+def test_gold_answers_that_mean_nothing_are_found_at_once() -> None:
+    golds = ["\\frac{1}{2}", "7", "", "x^2", "\\left( \\right."]
+    bad = find_bad_expression([Problem("", "", check=gold) for gold in golds])
+    assert 2 in bad and not {0, 1, 3} & bad.keys()
+    assert "math-verify cannot parse" in bad[2]
+
+
+HOSTILE = [
+    "9^{9^{9^{9^{9}}}}",
+    "10^{10^{10}}!",
+    "\\sqrt{" * 200 + "2" + "}" * 200,
+    "(" * 900 + "x" + ")" * 900,
+    "\\int_0^1 \\int_0^1 \\int_0^1 e^{x^{y^{z}}} dx dy dz",
+    "\\sum_{n=1}^{10^{12}} \\frac{1}{n^n}",
+    "\\lim_{x \\to 0} \\frac{\\sin(\\sin(\\sin(\\sin(x))))}{x^{x^{x}}}",
+    "\\frac" * 300,
+    "x^2 + 1 = " * 100,
+    "\x00\ud7ff\\\\{}{}$$",
+    "__import__('os').system('echo bad')",
+    "\\begin{matrix}" + "1 & " * 300 + "\\end{matrix}",
+]
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[MathJudge]:
+    judge = MathJudge(cpu_s=1)
+    yield judge
+    judge.close()
+
+
+SLOW = (1, 2, 3, 4, 5, 6)
+"""Those that take seconds each, because they take all they are given."""
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(answer, id=str(index), marks=[pytest.mark.slow] if index in SLOW else [])
+        for index, answer in enumerate(HOSTILE)
+    ],
+)
+def test_hostile_answers_end_soon_and_earn_nothing(strict: MathJudge, answer: str) -> None:
+    started_s = time.monotonic()
+    assert strict.compare("\\frac{14}{3}", answer).value == 0.0
+    assert time.monotonic() - started_s < 60
+    assert strict.compare("\\frac{14}{3}", "14/3").value == 1.0  # and the next answer is graded as ever
+
+
+def test_answers_may_be_graded_in_any_thread() -> None:
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(compare("\\frac{1}{2}", "0.5").outcome))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == [R, R, R]
+
+
+def test_a_child_that_died_is_replaced() -> None:
+    judge = math_judge()
+    assert judge.compare("p - q", "-q + p").outcome is R
+    assert judge._child is not None
+    judge._child.kill()
+    judge._child.wait()
+    assert judge.compare("p - q", "-q + p").outcome is R

@@ -1,0 +1,155 @@
+"""Honest noise, measured and used: honest submissions pass at the stated rate, small lies add up until they are certain."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from shoal import toploc
+from shoal.toploc.decision import CERTAIN, NORMAL_TAIL, bound, size_class
+from shoal.toploc.verify import NO_MATCH, SegmentCheck
+from shoal.wire.noise import Noise, Tail
+
+Row = list[SegmentCheck]
+FULL, SHORT = 18_432, 1_152
+
+
+def segment(mismatches: float, mantissa: float, *, size: int = FULL, signs: int = 0) -> SegmentCheck:
+    return SegmentCheck(
+        num_values=size,
+        num_points=128,
+        exponent_mismatches=int(mismatches),
+        mantissa_mean=mantissa,
+        mantissa_median=math.floor(mantissa),
+        mantissa_bounded=min(mantissa, 8.0),
+        sign_mismatches=signs,
+        control_hits=2,
+        num_controls=128,
+        constant=False,
+    )
+
+
+def draw_rows(
+    rng: np.random.Generator, count: int, *, mismatches: float = 2.5, mantissa: float = 1.45
+) -> list[Row]:
+    """Rows as SmolLM2-135M's look in bfloat16: three full segments and a short one, with a share of luck per row."""
+    rows = []
+    for _ in range(count):
+        luck = rng.normal(0, 0.05)
+        full = [segment(rng.poisson(mismatches), max(0, rng.normal(mantissa + luck, 0.2))) for _ in range(3)]
+        short = segment(rng.poisson(mismatches / 2), max(0, rng.normal(mantissa + luck, 0.6)), size=SHORT)
+        rows.append([*full, short])
+    return rows
+
+
+@pytest.fixture(scope="module")
+def noise() -> Noise:
+    rows = draw_rows(np.random.default_rng(0), 600)
+    return toploc.measure_noise({"here to there": rows}, model="made up", compute_dtype="bfloat16")
+
+
+def worst(rows: Sequence[Row], noise: Noise) -> tuple[bool, bool]:
+    scores = toploc.noise_scores(rows, noise)
+    return any(score.is_certain for score in scores), any(score.is_suspicious for score in scores)
+
+
+def test_the_measured_noise_is_that_of_the_rows(noise: Noise) -> None:
+    assert noise.sizes == (SHORT, FULL)
+    short, full = noise.mismatches.by_size
+    assert (short.segments, full.segments) == (600, 1800)
+    assert full.mean == pytest.approx(2.5, abs=0.15) and full.variance == pytest.approx(2.5, abs=0.3)
+    assert short.mean == pytest.approx(1.25, abs=0.15)
+    assert noise.mantissas.by_size[1].mean == pytest.approx(1.45, abs=0.02)
+    assert noise.mantissas.inflation > 1.05, "a row's luck is common to its segments"
+    assert noise.measured == ("here to there: 600 rows",)
+    assert Noise.parse(noise.model_dump_json()) == noise
+
+
+def test_honest_submissions_are_never_certain_and_seldom_suspicious(noise: Noise) -> None:
+    rng = np.random.default_rng(1)
+    found = [worst(draw_rows(rng, size), noise) for size in (1, 8, 64) for _ in range(200)]
+    assert sum(certain for certain, _ in found) == 0
+    assert sum(suspicious for _, suspicious in found) <= 12, "four tests at 1 in 1,000 each, 600 times"
+
+
+@pytest.mark.parametrize(
+    ("mismatches", "mantissa"),
+    [(3.6, 2.2), (5.0, 3.0), (4.5, 2.9), (7.3, 4.8)],
+    ids=["q8", "int8", "token", "system"],
+)
+def test_small_lies_in_every_row_are_certain(noise: Noise, mismatches: float, mantissa: float) -> None:
+    """The figures are those measured on SmolLM2-135M; the published thresholds accept all of them."""
+    rng = np.random.default_rng(2)
+    found = [worst(draw_rows(rng, 64, mismatches=mismatches, mantissa=mantissa), noise) for _ in range(50)]
+    assert all(certain for certain, _ in found)
+
+
+def test_one_false_row_among_honest_ones_is_certain(noise: Noise) -> None:
+    rows = draw_rows(np.random.default_rng(3), 64)
+    rows[17] = draw_rows(np.random.default_rng(4), 1, mismatches=20, mantissa=10)[0]
+    certain = [score for score in toploc.noise_scores(rows, noise) if score.is_certain]
+    assert any(score.name == "mismatches of row 17" for score in certain)
+    assert "standard deviations" in str(certain[0])
+
+
+def test_between_honest_and_certain_is_suspicious(noise: Noise) -> None:
+    rng = np.random.default_rng(5)
+    found = [worst(draw_rows(rng, 64, mantissa=1.55, mismatches=2.7), noise) for _ in range(40)]
+    assert any(suspicious and not certain for certain, suspicious in found)
+
+
+def test_flipped_signs_and_segments_without_any_match_count(noise: Noise) -> None:
+    flipped = [[segment(2, 1.45, signs=30)] * 3 for _ in range(4)]
+    assert worst(flipped, noise)[0]
+    nothing = [[segment(128, NO_MATCH)] * 3 for _ in range(4)]
+    assert worst(nothing, noise)[0]
+
+
+def test_rows_without_proofs_decide_nothing(noise: Noise) -> None:
+    assert toploc.noise_scores([[], []], noise) == []
+    assert len(toploc.noise_scores([[], *draw_rows(np.random.default_rng(0), 1)], noise)) == 4
+
+
+def test_a_pair_of_machines_that_lies_higher_widens_the_bounds() -> None:
+    rng = np.random.default_rng(6)
+    near, far = draw_rows(rng, 400), draw_rows(rng, 400, mantissa=1.60)
+    both = toploc.measure_noise({"near": near, "far": far}, model="m", compute_dtype="bfloat16")
+    certain = [worst(draw_rows(rng, 64, mantissa=1.60), both)[0] for _ in range(50)]
+    assert not any(certain), "honest work of the pair that lies higher"
+
+
+def test_a_bound_promises_no_less_than_a_normal_tail() -> None:
+    flat = Tail(rows=1, one_in_100=0.0, one_in_1000=0.0)
+    assert bound(flat, 1e-3) == pytest.approx(NORMAL_TAIL[1])
+    assert bound(flat, CERTAIN) > 4.75, "what 1 in a million exceed of a normal z"
+    wide = Tail(rows=1, one_in_100=3.0, one_in_1000=5.0)
+    assert bound(wide, 1e-4) == pytest.approx(7.0)
+
+
+def test_noise_in_float32_allows_a_hair() -> None:
+    """On one machine float32 noise is zero; z must stay finite, and a hair must not convict."""
+    rows = [[segment(0, 0.0)] * 3 for _ in range(300)]
+    still = toploc.measure_noise({"one machine": rows}, model="m", compute_dtype="float32")
+    assert not worst([[segment(0, 0.002)] * 3 for _ in range(64)], still)[0]
+    assert worst([[segment(0, 0.09)] * 3 for _ in range(64)], still)[0], (
+        "one step of Adam at 1e-6, as measured"
+    )
+
+
+def test_classes_of_sizes() -> None:
+    assert [size_class((10, 20), values) for values in (1, 10, 11, 20, 99)] == [0, 0, 1, 1, 1]
+
+
+def test_too_few_rows_are_refused() -> None:
+    rows = draw_rows(np.random.default_rng(0), 100)
+    with pytest.raises(ValueError, match="near: 100 rows have a proof, need 200 or more"):
+        toploc.measure_noise({"near": rows}, model="m", compute_dtype="float32")
+
+
+def test_a_noise_whose_parts_do_not_fit_is_refused(noise: Noise) -> None:
+    with pytest.raises(ValidationError, match="2 moments for 1 sizes"):
+        Noise(**(noise.model_dump() | {"sizes": (FULL,)}))
+    with pytest.raises(ValidationError, match="must rise"):
+        Noise(**(noise.model_dump() | {"sizes": (FULL, SHORT)}))

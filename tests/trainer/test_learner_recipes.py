@@ -1,0 +1,257 @@
+"""What a step does beyond the default recipe: several updates, its own behaviour log-probs, a reference, corrections."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_learner import CONFIG, make_batch, make_learner
+
+from shoal.model.load import load_decoder
+from shoal.trainer.batch import TrainBatch
+from shoal.trainer.config import TrainerConfig
+from shoal.trainer.figures import StepFigures
+from shoal.trainer.learner import Learner, output_logprobs
+from shoal.trainer.pack import MicroBatch, pack
+from shoal.trainer.reference import Reference, kept_weights
+
+
+def learner_with(model: Path, **settings: Any) -> Learner:
+    config = TrainerConfig.model_validate(CONFIG.model_dump() | settings)
+    return Learner(load_decoder(model), config, temperature=0.8, max_new_tokens=12)
+
+
+def grouped(version: int = 0, num_groups: int = 4) -> TrainBatch:
+    batch = make_batch(version)
+    size = len(batch.samples) // num_groups
+    samples = tuple(replace(sample, group=index // size) for index, sample in enumerate(batch.samples))
+    return replace(batch, samples=samples, num_groups=num_groups)
+
+
+def step(learner: Learner, batch: TrainBatch) -> StepFigures:
+    return learner.step(batch, threading.Event())
+
+
+def weights_of(learner: Learner) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in learner.decoder.parameters()]
+
+
+def gradient_of(learner: Learner) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in learner.decoder.parameters() if p.grad is not None])
+
+
+def whole(batch: TrainBatch) -> MicroBatch:
+    (micro,) = pack(batch.samples, row_tokens=500, rows_per_micro_batch=1)
+    return micro
+
+
+# -- several updates ------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_cut_between_groups() -> None:
+    batch = grouped(num_groups=6)
+    parts = batch.split(4)
+    assert [[sample.group for sample in part][::2] for part in parts] == [[0, 4], [1, 5], [2], [3]]
+    assert {sample for part in parts for sample in part} == set(batch.samples)
+    with pytest.raises(ValueError, match="6 groups cannot be cut into optimizer_steps=7 parts; lower it"):
+        batch.split(7)
+
+
+def test_several_updates_are_the_steps_they_stand_for(model: Path) -> None:
+    """Two updates from one batch are what two steps on its halves would be, with one version's rates."""
+    batch = grouped()
+    once = learner_with(model, optimizer_steps=2)
+    figures = step(once, batch)
+    assert (once.version, figures.optimizer_steps) == (1, 2)
+    twice = learner_with(model)
+    for version, part in enumerate(batch.split(2)):
+        last = step(twice, replace(batch, version=version, samples=part))
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(once), weights_of(twice), strict=True))
+    assert figures.learning_rate == last.learning_rate == pytest.approx(1e-3 * 2 / 3)
+
+
+# -- behaviour log-probs --------------------------------------------------------------------------------------
+
+
+def test_recomputed_ratio_is_one_at_the_first_update(model: Path) -> None:
+    """Whatever the worker said: no clip, and the gradient of REINFORCE."""
+    batch = grouped()
+    learner = learner_with(model, behaviour="recompute", clip_norm=1e9)
+    figures = step(learner, batch)
+    assert figures.clip_fraction == 0
+    expected = learner_with(model)
+    micro = whole(batch)
+    logprobs_N = output_logprobs(expected.decoder, micro, temperature=0.8)
+    (-(logprobs_N * micro.advantages_N).mean()).backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(gradient_of(learner), gradient_of(expected), atol=2e-6, rtol=1e-4)
+
+
+def test_recomputing_measures_the_same_gap_over_the_whole_batch(model: Path) -> None:
+    batch = grouped()
+    given = step(learner_with(model), batch)
+    computed = step(learner_with(model, behaviour="recompute", optimizer_steps=4), batch)
+    for name in ("logprob_gap", "logprob_gap_max", "logprob_gap_kl"):
+        assert getattr(computed, name) == pytest.approx(getattr(given, name), rel=1e-5)
+
+
+def test_later_updates_keep_the_start_as_behaviour(model: Path) -> None:
+    figures = step(
+        learner_with(model, behaviour="recompute", optimizer_steps=4, learning_rate=0.02, warmup_steps=0),
+        grouped(),
+    )
+    assert figures.clip_fraction > 0, "after an update of that size some ratios lie outside the clip"
+
+
+def test_gap_figures(model: Path) -> None:
+    batch = grouped()
+    batch = replace(batch, samples=tuple(replace(sample, lag=0) for sample in batch.samples))
+    learner = learner_with(model)
+    micro = whole(batch)
+    difference_N = (
+        (output_logprobs(learner.decoder, micro, temperature=0.8) - micro.behaviour_N).detach().double()
+    )
+    figures = step(learner, batch)
+    assert figures.logprob_gap == pytest.approx(float(difference_N.abs().mean()), rel=1e-4)
+    assert figures.logprob_gap_max == pytest.approx(float(difference_N.abs().max()), rel=1e-4)
+    assert figures.logprob_gap_kl == pytest.approx(
+        float((difference_N.exp() - difference_N - 1).mean()), rel=1e-4
+    )
+    assert figures.entropy == pytest.approx(mean_entropy(make_learner(model), micro), rel=1e-4)
+
+
+# -- the gap's correction -------------------------------------------------------------------------------------
+
+
+def test_tokens_outside_the_band_are_left_out(model: Path) -> None:
+    """One answer whose worker's log-probs are far off: with the mask it might as well not be there."""
+    batch = grouped()
+    off = replace(batch.samples[0], logprobs=tuple(value - 20 for value in batch.samples[0].logprobs))
+    moved = replace(batch, samples=(off, *batch.samples[1:]))
+    # The made-up log-probs lie within a few units of the model's; 20 is far outside, everything else inside.
+    settings = {"behaviour": "recompute", "clip_norm": 1e9, "correction_band": (1e-4, 1e4)}
+    masked = learner_with(model, correction="mask", **settings)
+    figures = step(masked, moved)
+    assert figures.corrected_fraction == pytest.approx(off.num_outputs / batch.num_outputs)
+    silent = replace(batch, samples=(replace(off, advantage=0.0), *batch.samples[1:]))
+    without = learner_with(model, **settings)
+    step(without, silent)
+    torch.testing.assert_close(gradient_of(masked), gradient_of(without), atol=2e-6, rtol=1e-4)
+
+
+def test_truncated_weights_scale_the_gradient(model: Path) -> None:
+    """Everybody's weight at the bound: the gradient is the uncorrected one times the bound."""
+    batch = grouped()
+    batch = replace(
+        batch,
+        samples=tuple(
+            replace(sample, logprobs=tuple(value - 8 for value in sample.logprobs))
+            for sample in batch.samples
+        ),
+    )
+    plain = learner_with(model, behaviour="recompute", clip_norm=1e9)
+    truncated = learner_with(model, behaviour="recompute", clip_norm=1e9, correction="truncate")
+    step(plain, batch)
+    figures = step(truncated, batch)
+    assert figures.corrected_fraction == 1
+    torch.testing.assert_close(gradient_of(truncated), 2 * gradient_of(plain), atol=2e-6, rtol=1e-4)
+
+
+# -- reference and entropy ------------------------------------------------------------------------------------
+
+
+def test_kl_is_nothing_at_version_0_and_pulls_back_later(model: Path) -> None:
+    batch = grouped()
+    learner = learner_with(model, kl=0.5)
+    learner.reference = Reference(learner.decoder)
+    assert step(learner, batch).kl == pytest.approx(0, abs=1e-6)
+    flat = replace(
+        batch, version=1, samples=tuple(replace(sample, advantage=0.0) for sample in batch.samples)
+    )
+    # With no advantage there is only the pull; small updates, so that it cannot overshoot.
+    learner.config = learner.config.model_copy(update={"learning_rate": 1e-4})
+    first = step(learner, flat).kl
+    last = [step(learner, replace(flat, version=version)).kl for version in range(2, 8)][-1]
+    assert 0 < last < first
+
+
+def test_reference_takes_the_place_and_gives_it_back(model: Path, tmp_path: Path) -> None:
+    learner = make_learner(model)
+    path = tmp_path / "reference.safetensors"
+    start, micro = weights_of(learner), whole(make_batch(0))
+    before_N = output_logprobs(learner.decoder, micro, temperature=0.8).detach()
+    weights = dict(learner.decoder.named_parameters())
+    assert kept_weights(path, weights, 0) is weights
+    reference = Reference(learner.decoder)
+    step(learner, make_batch(0))
+    moved = weights_of(learner)
+    again = kept_weights(path, weights, 1)
+    assert all(torch.equal(again[name], value) for name, value in zip(weights, start, strict=True))
+    with pytest.raises(ZeroDivisionError), reference.in_place_of(learner.decoder, learner.policy.reread):
+        assert torch.equal(output_logprobs(learner.decoder, micro, temperature=0.8).detach(), before_N)
+        assert all(torch.equal(a, b) for a, b in zip(weights_of(learner), start, strict=True))
+        raise ZeroDivisionError
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(learner), moved, strict=True))
+
+
+def test_reference_of_a_later_version_cannot_be_made_up(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"the KL term needs the weights of version 0.*at version 3; set kl = 0"
+    ):
+        kept_weights(tmp_path / "reference.safetensors", {}, 3)
+
+
+def test_entropy_bonus_raises_entropy(model: Path) -> None:
+    """Answers drawn from the model itself, no advantage: only the bonus moves the weights."""
+    batch = grouped()
+    flat = replace(batch, samples=tuple(replace(sample, advantage=0.0) for sample in batch.samples))
+    entropies = []
+    for bonus in (0.0, 0.05):
+        learner = learner_with(model, entropy_bonus=bonus)
+        for version in range(5):
+            step(learner, replace(flat, version=version))
+        entropies.append(mean_entropy(learner, whole(batch)))
+    assert entropies[1] > entropies[0]
+
+
+def mean_entropy(learner: Learner, micro: MicroBatch) -> float:
+    with torch.no_grad():
+        states_BTH = learner.decoder(micro.tokens_BT, micro.positions_BT, segments_BT=micro.segments_BT)
+        logits_NV = learner.decoder.logits(states_BTH.flatten(0, 1)[micro.predictors_N]) / 0.8
+    logp_NV = logits_NV.log_softmax(-1)
+    return float(-(logp_NV.exp() * logp_NV).sum(-1).mean())
+
+
+# -- packing --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
+@pytest.mark.parametrize("normalisation", ["token", "sequence", "constant"])
+def test_no_loss_depends_on_packing(model: Path, loss: str, normalisation: str) -> None:
+    batch = grouped()
+    found = []
+    for row_tokens, rows in ((20, 1), (64, 3)):
+        learner = learner_with(
+            model,
+            loss=loss,
+            normalisation=normalisation,
+            row_tokens=row_tokens,
+            rows_per_micro_batch=rows,
+            clip_norm=1e9,
+            entropy_bonus=0.01,
+            # Made-up log-probs lie far outside the clip of an answer; a wide one leaves something to compare.
+            eps=0.9,
+            eps_high=3.0,
+            delta=8.0,
+        )
+        found.append((step(learner, batch).loss, gradient_of(learner)))
+    (loss_alone, alone), (loss_packed, packed) = found
+    assert alone.norm() > 0
+    assert loss_packed == pytest.approx(loss_alone, rel=1e-4, abs=1e-6)
+    assert (packed - alone).norm() < 1e-5 * alone.norm()
+
+
+def test_constant_normalisation_needs_its_constant(model: Path) -> None:
+    with pytest.raises(ValueError, match="divides by max_new_tokens"):
+        Learner(load_decoder(model), TrainerConfig(loss="dr_grpo"), temperature=1.0)

@@ -1,0 +1,67 @@
+"""The trainer's process with the whole recipe: a resumed run has the same reference, and metrics reach every reader."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from small_coordinator import SmallCoordinator, Stopper
+from test_trainer_loop import site
+
+from shoal.trainer.config import TrainerConfig
+from shoal.trainer.loop import run_trainer
+
+CONFIG = TrainerConfig(
+    learning_rate=1e-3,
+    supervised_steps=2,
+    supervised_batch=4,
+    row_tokens=32,
+    rows_per_micro_batch=4,
+    kl=0.1,
+    entropy_bonus=0.01,
+    behaviour="recompute",
+    correction="truncate",
+    optimizer_steps=3,
+    metrics=("prometheus:0",),
+)
+
+
+def events(folder: Path, kind: str) -> list[dict[str, object]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[SmallCoordinator, Path]:
+    folder = tmp_path_factory.mktemp("whole")
+    with SmallCoordinator(last_version=6).serving() as coordinator:
+        run_trainer(CONFIG, site(folder, coordinator), stop=threading.Event())
+    return coordinator, folder
+
+
+def test_resumed_run_has_the_same_reference(tmp_path: Path, whole: tuple[SmallCoordinator, Path]) -> None:
+    stop = threading.Event()
+    with SmallCoordinator(last_version=6).serving() as coordinator:
+        coordinator.before_announce = Stopper(stop, 2)
+        run_trainer(CONFIG, site(tmp_path, coordinator), stop=stop)
+        assert (tmp_path / "reference.safetensors").exists()
+        run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
+    assert coordinator.digests() == whole[0].digests()
+
+
+def test_steps_say_what_the_recipe_did(whole: tuple[SmallCoordinator, Path]) -> None:
+    steps = events(whole[1], "step")
+    assert [step["version"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert {step["optimizer_steps"] for step in steps} == {3}
+    assert steps[0]["lags"] == [12], "version 0 has nobody before it"
+    assert steps[1]["lags"] == [8, 4]
+    assert all(isinstance(step["entropy"], float) and step["entropy"] > 0 for step in steps)
+    assert all(isinstance(step["kl"], float) and step["kl"] > 0 for step in steps)
+
+
+def test_made_up_logprobs_are_warned_of_once(whole: tuple[SmallCoordinator, Path]) -> None:
+    """This coordinator's workers draw log-probs out of a hat."""
+    warned = [event for event in events(whole[1], "warning") if event["kind"] == "engine-gap"]
+    assert len(warned) == 1
+    assert warned[0]["version"] == 1
+    assert "above 0.01" in str(warned[0]["sentence"])

@@ -1,0 +1,152 @@
+"""What computes with the master weights: exact, in a bfloat16 copy, computed again, compiled; ours and others' models."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_learner import CONFIG, make_batch
+
+from shoal.model.builtin import create_model
+from shoal.model.load import load_causal
+from shoal.telemetry import Log
+from shoal.trainer.checkpoint import Checkpoints
+from shoal.trainer.config import TrainerConfig
+from shoal.trainer.crew import Crew
+from shoal.trainer.learner import Learner, output_logprobs
+from shoal.trainer.pack import pack
+from shoal.trainer.ranks import ALONE
+
+
+def learner_of(model: Path, **keys: Any) -> Learner:
+    config = TrainerConfig(**(CONFIG.model_dump() | keys))
+    return Learner(load_causal(model), config, temperature=0.8)
+
+
+def gradients(learner: Learner) -> dict[str, torch.Tensor]:
+    """Of a batch's summed log-probs."""
+    learner.decoder.zero_grad()
+    for micro in pack(make_batch(0).samples, row_tokens=48, rows_per_micro_batch=2):
+        output_logprobs(learner.policy, micro, temperature=0.8).sum().backward()  # type: ignore[no-untyped-call]
+    return {name: one.grad for name, one in learner.decoder.named_parameters() if one.grad is not None}
+
+
+def test_layers_computed_again_give_the_same_gradient(model: Path) -> None:
+    plain = gradients(learner_of(model))
+    again = gradients(learner_of(model, activation_checkpointing=True))
+    assert plain.keys() == again.keys()
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+def test_bfloat16_copy_follows_the_master_and_gives_float32_gradients(model: Path) -> None:
+    exact, rounded = learner_of(model), learner_of(model, compute_dtype="bfloat16")
+    for _ in range(3):
+        expected, found = gradients(exact), gradients(rounded)
+        assert expected.keys() == found.keys()
+        for name, gradient in found.items():
+            assert gradient.dtype == torch.float32
+            assert (gradient - expected[name]).norm() < 0.05 * expected[name].norm(), name
+        # As anybody may write to them: a step, a checkpoint, a test. The copy must see it.
+        with torch.no_grad():
+            for learner in (exact, rounded):
+                for parameter in learner.decoder.parameters():
+                    parameter.mul_(1.1)
+
+
+def test_a_copy_rounds_weights_and_not_tables(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "gpt_neox", vocab_size=80, hidden_size=128, num_hidden_layers=1, num_attention_heads=2
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "theirs")
+    create_model(str(tmp_path / "theirs"), tmp_path / "ours", seed=0)
+    learner = learner_of(tmp_path / "ours", compute_dtype="bfloat16")
+    copy = learner.policy._copy
+    assert copy is not None
+    assert {one.dtype for one in copy.model.parameters()} == {torch.bfloat16}
+    assert {one.dtype for one in copy.model.buffers() if one.is_floating_point()} == {torch.float32}
+
+
+def test_gradients_of_micro_batches_add_up_in_float32(model: Path) -> None:
+    """What bfloat16 would lose: one large gradient, then a thousand small ones."""
+    learner = learner_of(model, compute_dtype="bfloat16")
+    copy = learner.policy._copy
+    assert copy is not None
+    one, master = next(copy.model.parameters()), next(learner.decoder.parameters())
+    (one * 1.0).sum().backward()
+    for _ in range(100):
+        (one * 1e-3).sum().backward()
+    assert one.grad is None
+    torch.testing.assert_close(master.grad, torch.full_like(master, 1.1), rtol=1e-3, atol=0)
+
+
+def test_the_copy_follows_a_fused_optimiser_too(model: Path) -> None:
+    """As on a GPU: the fused kernel leaves no trace on what it writes to, and a copy of old weights trains astray."""
+    learner = learner_of(model, compute_dtype="bfloat16")
+    for group in learner.optimizer.param_groups:
+        group.update(fused=True, foreach=False)
+    twin = learner_of(model, compute_dtype="bfloat16")
+    for version in range(3):
+        fused, plain = (one.step(make_batch(version), threading.Event()) for one in (learner, twin))
+        assert fused.loss == pytest.approx(plain.loss, abs=1e-3), f"step from version {version}"
+        assert fused.logprob_gap == pytest.approx(plain.logprob_gap, abs=1e-3)
+
+
+def test_learns_in_bfloat16(model: Path) -> None:
+    learner = learner_of(model, compute_dtype="bfloat16")
+    figures = [learner.step(make_batch(version), threading.Event()) for version in range(3)]
+    assert all(parameter.dtype == torch.float32 for parameter in learner.decoder.parameters())
+    exact = learner_of(model)
+    expected = [exact.step(make_batch(version), threading.Event()) for version in range(3)]
+    assert [one.grad_norm for one in figures] == pytest.approx([one.grad_norm for one in expected], rel=0.05)
+
+
+@pytest.mark.slow
+def test_compiled_layers_give_the_same_gradient(model: Path) -> None:
+    plain, compiled = gradients(learner_of(model)), gradients(learner_of(model, compile=True))
+    for name, gradient in compiled.items():
+        torch.testing.assert_close(gradient, plain[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "gemma2"])
+def test_other_families_learn_whatever_the_packing(tmp_path: Path, family: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 80, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model(family, **sizes, intermediate_size=96, initializer_range=0.2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "theirs")
+    create_model(str(tmp_path / "theirs"), tmp_path / "ours", seed=0)
+    results = []
+    for row_tokens in (24, 500):
+        learner = learner_of(
+            tmp_path / "ours", row_tokens=row_tokens, activation_checkpointing=row_tokens == 24
+        )
+        results.append([learner.step(make_batch(version), threading.Event()) for version in range(2)])
+    rounded = learner_of(tmp_path / "ours", compute_dtype="bfloat16")
+    assert rounded.step(make_batch(0), threading.Event()).grad_norm == pytest.approx(
+        results[0][0].grad_norm, rel=0.05
+    )
+    for left, right in zip(*results, strict=True):
+        assert left.loss == pytest.approx(right.loss, rel=1e-4, abs=1e-6)
+        assert left.grad_norm == pytest.approx(right.grad_norm, rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", [{}, {"activation_checkpointing": True}, {"lora_rank": 4}], ids=str)
+def test_a_run_goes_on_from_cpu_to_gpu_and_back(tmp_path: Path, model: Path, keys: dict[str, Any]) -> None:
+    config = TrainerConfig(**(CONFIG.model_dump() | {"compute_dtype": "bfloat16"} | keys))
+    losses = []
+    for device in ("cpu", "cuda", "cuda", "cpu"):
+        crew = Crew(config, ALONE, device=device, log=Log("trainer"), stop=threading.Event())
+        crew.begin(model, 0.8)
+        kept = Checkpoints(tmp_path, keep=2, log=Log("trainer"))
+        if (checkpoint := kept.newest()) is not None:
+            crew.resume(checkpoint)
+        losses.append(crew.step(make_batch(crew.learner.version)).grad_norm)
+        kept.begin(crew.capture(), None)
+        kept.finish(60)
+    alone = Crew(config, ALONE, device="cpu", log=Log("trainer"), stop=threading.Event())
+    alone.begin(model, 0.8)
+    assert losses == pytest.approx([alone.step(make_batch(v)).grad_norm for v in range(4)], rel=0.1)
