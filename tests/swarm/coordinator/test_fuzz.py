@@ -161,4 +161,4 @@ def test_every_route_is_tried(busy: SmallSwarm, tmp_path: Path) -> None:
     posts = {
         route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ())
     }
-    assert posts == set(bodies(busy)) | {"/v1/checks/claim"}
+    assert posts == set(bodies(busy)) | {"/v1/checks/claim", "/v1/tickets"}

@@ -136,7 +136,7 @@ def oldest_worth_leasing(outlook: Outlook, coordinator: Coordinator) -> int:
     assert newest is not None, "no version, no lease"
     if config.stale == "drop":
         return max(0, newest - max_lag)
-    queued = outlook.ready_groups + outlook.coming_groups + outlook.hoped_groups
+    queued = outlook.ready_groups + outlook.coming_groups  # not what idle newcomers hold
     serves = newest + outlook.batch_formed + queued // config.groups_per_step
     if serves - max_lag > newest:
         raise NoWork(
