@@ -154,6 +154,7 @@ def run_hivemind(task: dict[str, Any], values: Any, exact: Any) -> None:
     import hivemind
     import torch
     from hivemind.compression import Float16Compression, NoCompression, Uniform8BitQuantization
+    from hivemind.utils import get_dht_time
 
     codecs = {"fp32": NoCompression, "fp16": Float16Compression, "int8": Uniform8BitQuantization}
     dht = hivemind.DHT(initial_peers=task["join"], start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
@@ -174,7 +175,7 @@ def run_hivemind(task: dict[str, Any], values: Any, exact: Any) -> None:
         with averager.get_tensors() as tensors:
             tensors[0][:] = torch.from_numpy(values)
         matched: list[float] = []
-        control = averager.step(wait=False, timeout=240, scheduled_time=hivemind.get_dht_time() + 4)
+        control = averager.step(wait=False, timeout=240, scheduled_time=get_dht_time() + 4)
         # Matchmaking is left out: the clock runs from the moment the group is known.
         while control.stage.name in ("IDLE", "LOOKING_FOR_GROUP", "AWAITING_TRIGGER") and not control.done():
             time.sleep(0.001)

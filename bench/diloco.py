@@ -20,6 +20,7 @@ import json
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -422,8 +423,10 @@ def rounds(options: argparse.Namespace) -> None:
 
 
 def churn(options: argparse.Namespace) -> None:
+    end = Path(tempfile.mkdtemp()) / "end"
     task = {
-        "rounds": options.num,
+        "rounds": 10_000,
+        "end": str(end),
         "num_values": options.values,
         "codec": options.codec,
         "deadline_s": options.deadline_s,
@@ -440,9 +443,14 @@ def churn(options: argparse.Namespace) -> None:
         start_peer(join=address, seed=options.peers - 2 + at, peers=options.peers, die_in_round=4, **task)
         for at in range(2)
     ]
-    while next(said).get("round") != 5:
+    while next(said).get("round", 0) < 5:
         pass
     joined = [start_peer(join=address, seed=10 + at, peers=2, **task) for at in range(2)]
+    began = [
+        next(line["round"] for line in lines_of(process) if line["event"] == "round") for process in joined
+    ]
+    end.with_suffix(".new").write_text(str(max(began) + options.num))
+    end.with_suffix(".new").rename(end)
     with ThreadPoolExecutor(16) as pool:
         ended = list(pool.map(lambda process: list(lines_of(process)), [first, *rest, *joined]))
     for process in doomed:
@@ -502,7 +510,9 @@ def main() -> None:
     three = actions.add_parser("rounds")
     four = actions.add_parser("churn")
     for action, values, num in ((three, 10_000, 2000), (four, 2_000_000, 12)):
-        action.add_argument("--num", type=int, default=num)
+        action.add_argument(
+            "--num", type=int, default=num, help="rounds; for churn, after the newcomers' first"
+        )
         action.add_argument("--values", type=int, default=values)
         action.add_argument("--codec", default="fp32")
         action.add_argument("--peers", type=int, default=3 if action is three else 6)

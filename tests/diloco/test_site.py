@@ -1,5 +1,6 @@
 """A site end to end on the tiny model: data in its own order, rounds, checkpoints, resume."""
 
+import importlib.util
 import threading
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from local_swarm import in_threads, make_peer
 
 from shoal.cli.diloco_view import describe_peers, plot_losses
+from shoal.cli.main import act, parse
 from shoal.diloco import LocalHub
 from shoal.diloco.checkpoint import SiteCheckpoints
 from shoal.diloco.config import DilocoFile, load_diloco_file
@@ -134,6 +136,29 @@ def test_every_key_is_documented() -> None:
     for section in DilocoFile.model_fields.values():
         for key in section.annotation.model_fields:  # type: ignore[union-attr]
             assert f"`{key}`" in page, f"docs/diloco.md does not name {key}"
+
+
+def test_the_command_trains_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small_file(tmp_path)
+    where = ["diloco", "train", str(tmp_path / "small.toml"), "--dir", str(tmp_path / "site")]
+    assert act(parse(where), threading.Event()) == 0
+    assert "run small: 8 steps, validation loss" in capsys.readouterr().out
+    assert (tmp_path / "site" / "loss.png").exists()
+    stopped = threading.Event()
+    stopped.set()
+    again = where[:-1] + [str(tmp_path / "other")]
+    assert act(parse(again), stopped) == 130
+
+
+def test_a_missing_package_is_named_with_its_extra(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if importlib.util.find_spec("hivemind"):
+        pytest.skip("it is installed")
+    small_file(tmp_path, engine="hivemind")
+    where = ["diloco", "train", str(tmp_path / "small.toml"), "--dir", str(tmp_path / "site")]
+    assert act(parse(where), threading.Event()) == 2
+    assert "shoal[hivemind]" in capsys.readouterr().err
 
 
 def test_the_learning_rate_rises_and_falls() -> None:

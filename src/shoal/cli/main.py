@@ -91,7 +91,9 @@ def in_words(error: Exception, *, waits: bool) -> str:
             "--deadline-s sets how long it waits"
         )
     if isinstance(error, ModuleNotFoundError):
-        return f"this needs the package {error.name}: pip install 'shoal[torch]'"
+        package = (error.name or "").split(".")[0]
+        extra = package if package in ("hivemind", "torchft") else "torch"
+        return f"this needs the package {package}: pip install 'shoal[{extra}]'"
     # Our own come with a sentence; the system's have a file and a reason.
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{error.filename}: {error.strerror.lower()}; check the path and who may read and write it"

@@ -35,7 +35,9 @@ def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
         coordinator_url=options.coordinator,
         key=Key.load(options.keys / "trainer.key"),
         run_key=Key.load(options.keys / "run.key"),
-        address=Address(host=options.host, port=options.port, url=options.url),
+        address=Address(
+            host=options.host, port=options.port, url=options.url, private=file.shardcast.private
+        ),
         device=device,
         num_threads=options.threads,
         deadline_s=options.deadline_s,

@@ -34,7 +34,7 @@ class ShardcastSection(Record):
     shard_bytes: int = Field(default=1 << 20, ge=4096)
     snapshot_every: int = Field(default=8, ge=1)
     private: bool = False
-    """Relays that `shoal run` starts serve members of the run only."""
+    """The origin, and relays that `shoal run` starts, serve members of the run only."""
 
 
 class LocalSection(Record):

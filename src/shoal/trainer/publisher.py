@@ -29,6 +29,8 @@ class Address:
     host: str = "127.0.0.1"
     port: int = 0
     url: str | None = None
+    private: bool = False
+    """Only for members of the run, who show a ticket."""
 
 
 class Publisher:
@@ -51,7 +53,9 @@ class Publisher:
         self._client = client
         self._deadline_s = deadline_s
         self._log = log
-        self._server = RelayServer(store, listen(address.host, address.port), log=log)
+        self._server = RelayServer(
+            store, listen(address.host, address.port), log=log, private=address.private
+        )
         self.origin_url = address.url or f"http://{_in_url(address.host)}:{self._server.port}"
 
     def start(self) -> None:
