@@ -141,6 +141,7 @@ CODES: dict[str, Meaning] = {
 }
 
 ACCEPTED = "accepted"
+UNCERTAIN = "void.uncertain"
 
 
 class Rejected(Exception):

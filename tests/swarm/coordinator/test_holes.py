@@ -208,6 +208,24 @@ def test_a_liar_that_earned_trust_loses_what_it_was_trusted_with(trusting: Small
     swarm.close()
 
 
+def test_suspicious_work_is_no_ones_fault_and_the_next_is_checked(trusting: SmallSwarm) -> None:
+    swarm, node = trusting, trusting.node()
+    for _ in range(6):
+        lease = node.deliver()
+        swarm.claim()
+        verdict(swarm, lease, "accepted", "full")
+    credit = view_of(swarm, node).credit
+    suspicious = drawn(swarm, node, "full")
+    earned = view_of(swarm, node).credit - credit
+    verdict(swarm, suspicious, "void.uncertain", "full")
+    after = view_of(swarm, node)
+    assert (after.trust, after.credit, after.rejected) == ("trusted", credit + earned, 0)
+    node.deliver()
+    assert swarm.claim().checks == "full"
+    assert replay(swarm.ledger()).nodes[node.id].standing.streak == 0
+    swarm.close()
+
+
 def test_what_waits_on_trust_is_checked_when_its_node_falls(trusting: SmallSwarm) -> None:
     swarm, node = trusting, trusting.node()
     for _ in range(3):

@@ -49,8 +49,10 @@ def test_trust_moves_only_as_drawn(happenings: list[tuple[Happening, float]]) ->
             assert after.since_s == now_s
         else:
             assert after.since_s == before.since_s
-        if happening in (Happening.VOID, Happening.TAKEN_ON_TRUST):
+        if happening is Happening.TAKEN_ON_TRUST:
             assert replace(after, lapses=0) == replace(before, lapses=0)
+        if happening is Happening.UNCERTAIN and before.trust is not Trust.BANNED:
+            assert after == replace(before, streak=0) and check_rate(after, floor=0.05) == 1.0
         if before.trust is Trust.BANNED and happening not in (Happening.RESTORE, Happening.UPHELD):
             assert after == before
         if after.trust is Trust.TRUSTED and before.trust is not Trust.TRUSTED:

@@ -22,7 +22,7 @@ from shoal.swarm.coordinator.revocation import revoke_unchecked
 from shoal.swarm.coordinator.schema import leases, nodes, submissions, verdicts
 from shoal.swarm.coordinator.submissions import find_submission, void_stale
 from shoal.swarm.coordinator.trust import Finding, Happening, Trust, finding_of
-from shoal.wire.codes import ACCEPTED, CODES, Rejected
+from shoal.wire.codes import ACCEPTED, CODES, UNCERTAIN, Rejected
 from shoal.wire.lease import Lease, Verdict
 from shoal.wire.messages import Claim, LeaseStatus
 from shoal.wire.record import Sealed
@@ -206,6 +206,8 @@ def _enter(
         full = verdict.checks == "full"
         happen(tx, coordinator, lease.node, Happening.ACCEPTED if full else Happening.TAKEN_ON_TRUST, "")
         _use(tx, coordinator, lease, submission, verdict, seq)
+    elif verdict.code == UNCERTAIN:
+        happen(tx, coordinator, lease.node, Happening.UNCERTAIN, "")
 
 
 def _punish(tx: Transaction, coordinator: Coordinator, lease: Row[Any], verdict: Verdict) -> None:

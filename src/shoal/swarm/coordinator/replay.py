@@ -13,7 +13,7 @@ from typing import Any
 from shoal.swarm.coordinator.credit import Balance, Earning, amount, balance, held_since_s, to_revoke
 from shoal.swarm.coordinator.drawing import checks_all
 from shoal.swarm.coordinator.trust import Finding, Happening, Standing, Trust, finding_of, judge
-from shoal.wire.codes import Rejected
+from shoal.wire.codes import UNCERTAIN, Rejected
 from shoal.wire.draw import lease_seed
 from shoal.wire.ledger import LedgerEvent
 
@@ -139,6 +139,8 @@ class Books:
         self._check_draws()
         if finding is Finding.VOID:
             node.void += 1
+            if body["code"] == UNCERTAIN:
+                self._happen(body["node"], Happening.UNCERTAIN)
         elif finding is Finding.REJECTED:
             self._happen(body["node"], Happening.REJECTED)
         else:

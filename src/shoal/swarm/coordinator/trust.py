@@ -5,7 +5,7 @@
         │                ▼                            ▼
     a day and 10 N good ones ◀──────────────────── quarantined ──a second rejection──▶ banned
 
-Void is nobody's doing and changes nothing. What was accepted on trust, without the dear checks, builds no trust.
+Void is nobody's doing and changes nothing, but for void.uncertain: the streak begins anew, so the next work is checked. What was accepted on trust, without the dear checks, builds no trust.
 """
 
 from dataclasses import dataclass, replace
@@ -46,7 +46,8 @@ class Happening(StrEnum):
     TAKEN_ON_TRUST = "taken on trust"
     """By the cheap checks; the draw spared it the dear ones."""
     REJECTED = "rejected"
-    VOID = "void"
+    UNCERTAIN = "uncertain"
+    """Void, because it was suspicious but not certain to be false."""
     LAPSED = "lapsed"
     """A lease ran out in its hands."""
     QUARANTINE = "quarantine"
@@ -93,7 +94,7 @@ _WORK = (
     Happening.ACCEPTED,
     Happening.TAKEN_ON_TRUST,
     Happening.REJECTED,
-    Happening.VOID,
+    Happening.UNCERTAIN,
     Happening.LAPSED,
 )
 
@@ -112,7 +113,8 @@ def _after_work(standing: Standing, happening: Happening, now_s: float, trusted_
         if standing.trust is Trust.TRUSTED and lapsed.lapses >= LAPSES_END_TRUST:
             return _move(replace(lapsed, streak=0), Trust.PROBATION, now_s)
         return lapsed
-    return standing
+    assert happening is Happening.UNCERTAIN
+    return replace(standing, streak=0)
 
 
 def _after_success(standing: Standing, now_s: float, trusted_after: int) -> Standing:
