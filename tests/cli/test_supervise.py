@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli import supervise
-from shoal.cli.supervise import MAX_RESTARTS, RunFailed, Supervisor, alone_in, last_words
+from shoal.cli.supervise import MAX_DEADLINES, MAX_RESTARTS, RunFailed, Supervisor, alone_in, last_words
 from shoal.net.deadline import Stopped
 
 CHILD = """
@@ -103,6 +103,20 @@ def test_a_child_that_refuses_ends_the_run_with_its_words(supervisor: Supervisor
     log = supervisor.folder / "logs" / "it.log"
     log.write_text("09:00:00 I it  starting\nshoal: no key at K; copy it\n\n")
     with pytest.raises(ValueError, match=r"^it refused to go on: no key at K; copy it \(log: .*/it\.log\)$"):
+        supervisor.check()
+
+
+def test_a_child_that_waits_in_vain_again_and_again_ends_the_run(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each wait is as long as the deadline, so it always looks stable: that must not earn it a fresh count."""
+    monkeypatch.setattr(supervise, "STABLE_AFTER_S", 0.0)
+    supervisor.start("it", ["3"])
+    for _ in range(MAX_DEADLINES):
+        over(supervisor)
+        supervisor.check()
+    over(supervisor)
+    with pytest.raises(RunFailed, match=r"^it waited in vain 3 times: pid "):
         supervisor.check()
 
 

@@ -144,7 +144,9 @@ def check_no_group_lost(books: Books) -> None:
     with read_only(books.database) as db:
         states = {row.group_id: row.state for row in db.execute(select(groups.c.group_id, groups.c.state))}
     ready = {name for name, state in states.items() if state == "ready"}
-    assert taught - batched - stale == ready
+    withdrawn = {name for event in books.of("credit.revoked") for name in event.body["group_ids"]}
+    assert not batched & withdrawn, "trained on, although it was withdrawn"
+    assert taught - batched - stale - withdrawn == ready
     assert {name for name, state in states.items() if state == "batched"} == batched
 
 
@@ -173,8 +175,9 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
 def check_credit(books: Books) -> None:
     """A node's credit is what its accepted work comes to."""
     earned: Counter[str] = Counter()
+    revoked = {id for event in books.of("credit.revoked") for id in event.body["lease_ids"]}
     for event in books.of("verdict.given"):
-        if event.body["code"] == ACCEPTED:
+        if event.body["code"] == ACCEPTED and event.body["lease_id"] not in revoked:
             earned[event.body["node"]] += event.body["output_tokens"]
     with read_only(books.database) as db:
         credit = {row.node: row.credit for row in db.execute(select(nodes.c.node, nodes.c.credit))}

@@ -449,8 +449,13 @@ def test_nothing_of_theirs_was_trained_on(swarm: Swarm, enter: Enter) -> None:
 
 
 def accepted_tokens(events: list[LedgerEvent], node: str) -> int:
+    """Less what was taken back when the node was caught."""
+    revoked = {id for event in events if event.type == "credit.revoked" for id in event.body["lease_ids"]}
     return sum(
         event.body["output_tokens"]
         for event in events
-        if event.type == "verdict.given" and event.body["node"] == node and event.body["code"] == ACCEPTED
+        if event.type == "verdict.given"
+        and event.body["node"] == node
+        and event.body["code"] == ACCEPTED
+        and event.body["lease_id"] not in revoked
     )

@@ -233,5 +233,5 @@ def test_the_schemes_own_port_is_left_out_as_in_the_host_header() -> None:
         ("http://[::1]:8100", "[::1]:8100"),
     ]:
         client = SignedClient(url, KEY, log=LOG)
-        assert client._authority == authority
+        assert client._ways[0].authority == authority
         client.close()

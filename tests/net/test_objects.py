@@ -1,6 +1,7 @@
 """The object store: exact bytes or nothing, under names nobody outside chooses."""
 
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
@@ -69,9 +70,14 @@ def test_two_attempts_at_one_upload_cannot_tear_each_other(tmp_path: Path) -> No
 
 def test_what_a_crash_cut_off_is_swept_away(tmp_path: Path) -> None:
     LocalStore(tmp_path)
-    (tmp_path / "incoming" / "token.0123").write_bytes(DATA[:10])
+    young, old = tmp_path / "incoming" / "token.0123", tmp_path / "incoming" / "token.4567"
+    for path in (young, old):
+        path.write_bytes(DATA[:10])
+    os.utime(old, (1.0, 1.0))
     store = LocalStore(tmp_path)
-    assert incoming_files(tmp_path) == []
+    assert incoming_files(tmp_path) == [
+        young
+    ]  # it may be on its way to another coordinator of the same folder
     assert not store.has(SHA256)
 
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
-from shoal.net.server import Server, listen
+from shoal.net.server import PatientProtocol, Server, listen
 
 
 def make_app() -> FastAPI:
@@ -104,4 +104,41 @@ def test_a_connection_stays_open_after_a_body_that_was_read() -> None:
         refused = http.post("/nowhere", content=b"unread")
         assert (refused.status_code, refused.headers["connection"]) == (404, "close")
         assert http.post("/length", content=b"again").json() == 5
+    server.close()
+
+
+def test_headers_that_never_end_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PatientProtocol, "header_s", 0.3)
+    server = Server(make_app(), listen("127.0.0.1", 0))
+    server.start()
+    address = ("127.0.0.1", server.port)
+    whole = b"GET /hello HTTP/1.1\r\nHost: x\r\n\r\n"
+    for said in (b"", b"GET /hel", whole[:-2]):
+        with socket.create_connection(address, timeout=20) as half:
+            half.sendall(said)
+            assert half.recv(4096) == b""  # the server closed it
+    with socket.create_connection(address, timeout=20) as second:
+        second.sendall(whole)
+        assert b"200 OK" in second.recv(4096)
+        second.sendall(b"GET /hel")
+        assert b"HTTP/1.1" not in b"".join(iter(lambda: second.recv(4096), b""))
+    # Byte by byte is no way around it.
+    with socket.create_connection(address, timeout=20) as drip:
+        drip.settimeout(0.05)
+        for byte in b"GET /hello HTTP/1.1\r\nX-Long: " + b"a" * 1000:
+            try:
+                drip.sendall(bytes([byte]))
+                if drip.recv(1) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+        else:
+            pytest.fail("a drip of bytes held the connection")
+    # A slow answer to whole headers is another matter, and so is a pause between two requests.
+    with httpx.Client() as client:
+        for _ in range(2):
+            assert client.get(f"http://127.0.0.1:{server.port}/hello").json() == "hello"
+            threading.Event().wait(0.5)
     server.close()

@@ -104,11 +104,11 @@ class SmallRun:
         key = Key.load(self.keys / "relay.key")
         self._start(lambda: run_relay(config, key=key, log=Log("relay"), stop=self.stop))
 
-    def serve_from_origin(self) -> None:
-        """Let workers fetch from the origin itself, as if it were a relay."""
+    def serve_from_origin(self, claims: tuple[int, ...] = ()) -> None:
+        """Let workers fetch from the origin itself, as if it were a relay. It may claim versions that it does not have."""
 
         def report() -> None:
-            body = RelayReport(url=self.origin_url, versions=self._store.complete())
+            body = RelayReport(url=self.origin_url, versions=claims or self._store.complete())
             client.send("POST", "/v1/relays", body.model_dump_json().encode())
 
         def keep_reporting() -> None:

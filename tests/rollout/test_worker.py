@@ -264,7 +264,7 @@ def test_where_no_version_can_be_had_the_lease_is_given_back_with_the_reason(tmp
     config = CONFIG.model_copy(update={"lease_s": 2.0, "heartbeat_s": 5.0})
     with small_run(tmp_path, config) as run:
         run.publish(0, served=False)
-        run.serve_from_origin()
+        run.serve_from_origin(claims=(0,))
         worker = RunningWorker(run, deadline_s=0.5)
         worker.join()
         assert isinstance(worker.error, DeadlinePassed)

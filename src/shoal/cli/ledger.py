@@ -1,4 +1,5 @@
-"""`shoal ledger verify`: recompute a run's whole ledger and compare with the head its key signed."""
+"""`shoal ledger verify`: recompute a run's whole ledger, compare with the head its key signed, add it up again, and compare
+the sums with what the coordinator shows."""
 
 import json
 import threading
@@ -10,9 +11,10 @@ from pydantic import ValidationError
 from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
 from shoal.net.client import Unreachable
 from shoal.net.deadline import Stopped
+from shoal.swarm.coordinator.replay import Books, replay
 from shoal.wire.codes import Rejected
 from shoal.wire.ledger import LedgerEvent, LedgerHead, verify_ledger
-from shoal.wire.messages import Info
+from shoal.wire.messages import Info, Stats
 from shoal.wire.record import Sealed
 
 PAGE = 500
@@ -24,8 +26,13 @@ def audit_ledger(url: str, stop: threading.Event) -> int:
     with httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
         try:
             run_key = _run_key(http)
+            # Before the head, so that the head covers all that the shown tables follow from.
+            shown = Stats.parse(_get(http, "/v1/stats"))
             head = Sealed[LedgerHead].parse(_get(http, "/v1/ledger/head"))
-            count = verify_ledger(_events(http, head.body.seq, stop), head, run_key)
+            events = list(_events(http, head.body.seq, stop))
+            count = verify_ledger(events, head, run_key)
+            books = replay(events[: shown.ledger_seq])
+            compare(books, shown)
         except httpx.HTTPStatusError as error:
             raise Unreachable(_not_a_coordinator(http, f"HTTP {error.response.status_code}")) from None
         except httpx.HTTPError as error:
@@ -36,7 +43,41 @@ def audit_ledger(url: str, stop: threading.Event) -> int:
             print(f"NOT GOOD: {rejected.detail}")
             return EXIT_FAILED
     print(f"good: {count} events, head {head.body.hash[:16]}, signed by run key {run_key[:16]}")
+    print(
+        f"added up: {len(books.nodes)} nodes and {len(books.leases)} leases; trust and credit are as shown for "
+        f"{len(shown.nodes)} nodes"
+    )
     return EXIT_OK
+
+
+def fetch_ledger(http: httpx.Client, run_key: str, stop: threading.Event) -> list[LedgerEvent]:
+    """Every event up to the signed head, verified; Rejected otherwise."""
+    head = Sealed[LedgerHead].parse(_get(http, "/v1/ledger/head"))
+    events = list(_events(http, head.body.seq, stop))
+    verify_ledger(events, head, run_key)
+    return events
+
+
+def compare(books: Books, shown: Stats) -> None:
+    """The tables against the ledger; Rejected names the first node that differs."""
+    for view in shown.nodes:
+        if view.node not in books.nodes:
+            raise Rejected("request.conflict", f"node {view.node[:16]} is shown, but never enrolled")
+        node, balance = books.nodes[view.node], books.balance(view.node, shown.server_time_s)
+        summed = {
+            "trust": node.standing.trust.value,
+            "accepted": node.accepted,
+            "rejected": node.standing.rejected,
+            "void": node.void,
+            "credit": balance.final + balance.held,
+            "credit_held": balance.held,
+        }
+        for name, expected in summed.items():
+            if getattr(view, name) != expected:
+                raise Rejected(
+                    "request.conflict",
+                    f"node {view.node[:16]}: {name} is shown as {getattr(view, name)}, the ledger adds up to {expected}",
+                )
 
 
 def _run_key(http: httpx.Client) -> str:

@@ -15,8 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal import __version__
+from shoal.cli.admin import add_admin
 from shoal.cli.arguments import add_data, add_eval
 from shoal.cli.diloco import add_diloco
+from shoal.cli.join import add_contributor, add_doctor
 from shoal.cli.report import add_report
 from shoal.cli.supervise import (
     EXIT_DEADLINE,
@@ -35,8 +37,7 @@ from shoal.wire.codes import CODES, Rejected
 FIRST_THINGS = """first things to do:
   shoal run runs/demo.toml          a whole swarm on this machine, learning, with a liar in it
   shoal run FILE.toml --dry-run     check a run file and see the numbers it implies
-  shoal worker --coordinator URL --dir DIR
-                                    give this machine's time to somebody's run
+  shoal join URL                    give this machine's time to somebody's run
   shoal eval MODEL --task NAME      pass@1 and pass@k on held-out problems
   shoal ledger verify URL           check that a run's ledger was not rewritten
   shoal explain CODE                what a refusal means and what to do about it
@@ -117,6 +118,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_worker(commands)
     _add_validator(commands)
     _add_ledger(commands)
+    _add_audit(commands)
+    add_admin(commands)
+    add_contributor(commands)
+    add_doctor(commands)
     _add_toploc(commands)
     _add_explain(commands)
     add_eval(commands)
@@ -149,6 +154,11 @@ def _add_run(commands: "Commands[argparse.ArgumentParser]") -> None:
 def _add_coordinator(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("coordinator", help="leases, submissions, verdicts, ledger")
     parser.add_argument("file", type=Path, metavar="FILE.toml")
+    parser.add_argument(
+        "--database",
+        metavar="URL",
+        help="postgresql://..., instead of the run file's; several coordinators may share it",
+    )
     _add_role_options(parser, port=8700)
     parser.set_defaults(action=_coordinator)
 
@@ -222,6 +232,16 @@ def _add_ledger(commands: "Commands[argparse.ArgumentParser]") -> None:
     verify = actions.add_parser("verify", help="recompute every hash and the signed head")
     verify.add_argument("url", type=_url, help="the coordinator's URL")
     verify.set_defaults(action=_verify_ledger)
+
+
+def _add_audit(commands: "Commands[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("audit", help="check accepted submissions of a run again")
+    parser.add_argument("url", type=_url, help="the coordinator's URL")
+    parser.add_argument("--key", type=Path, required=True, help="validator.key, from the coordinator")
+    parser.add_argument("--dir", type=Path, required=True, help="for the versions that are fetched")
+    parser.add_argument("--sample", type=_at_least_one, default=16, help="how many, at random")
+    parser.add_argument("--seed", type=int, default=None, help="which: the same seed chooses the same")
+    parser.set_defaults(action=_audit)
 
 
 def _add_toploc(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -380,6 +400,12 @@ def _verify_ledger(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.cli.ledger import audit_ledger
 
     return audit_ledger(options.url, stop)
+
+
+def _audit(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.audit import audit
+
+    return audit(options, stop)
 
 
 def _prove(options: argparse.Namespace, stop: threading.Event) -> int:

@@ -14,7 +14,10 @@ def coordinator(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.swarm.coordinator.run import run_coordinator
 
     file = load_run_file(options.file)
-    run_coordinator(file.coordinator, file.spec(), options.dir, options.host, options.port, stop)
+    config = file.coordinator
+    if options.database:
+        config = config.model_copy(update={"database": options.database})
+    run_coordinator(config, file.spec(), options.dir, options.host, options.port, stop)
     return _left(stop)
 
 
@@ -84,7 +87,12 @@ def worker(options: argparse.Namespace, stop: threading.Event) -> int:
         deadline_s=options.deadline_s,
         lie=options.lie,
     )
-    codes = {Exit.FINISHED: EXIT_OK, Exit.STOPPED: EXIT_INTERRUPTED, Exit.EJECTED: EXIT_EJECTED}
+    codes = {
+        Exit.FINISHED: EXIT_OK,
+        Exit.LEFT: EXIT_OK,
+        Exit.STOPPED: EXIT_INTERRUPTED,
+        Exit.EJECTED: EXIT_EJECTED,
+    }
     return codes.get(run_worker(config, stop=stop), EXIT_FAILED)
 
 

@@ -24,6 +24,8 @@ GRACE_S = 5.0
 FORMER_S = 15.0
 """How long to wait for what an earlier run left behind: such processes end by themselves within GRACE_S."""
 MAX_RESTARTS = 5
+MAX_DEADLINES = 2
+"""A role whose deadline passed has waited long already. It is given another chance or two, never one more for ever."""
 STABLE_AFTER_S = 30.0
 """A child that ran this long has earned a fresh count of restarts."""
 
@@ -44,6 +46,8 @@ class Child:
     process: subprocess.Popen[bytes]
     started_s: float
     restarts: int = 0
+    deadlines: int = 0
+    """How often it ended because what it waited for did not come."""
     ended: int | None = None
     """Exit code, once it has ended for good."""
 
@@ -80,7 +84,9 @@ class Supervisor:
                         f"{child.name} refused to go on: {last_words(child.log_path)} (log: {child.log_path})"
                     )
                 continue
-            if time.monotonic() - child.started_s > STABLE_AFTER_S:
+            if code == EXIT_DEADLINE:
+                self._count_deadline(child)
+            elif time.monotonic() - child.started_s > STABLE_AFTER_S:
                 child.restarts = 0
             if child.restarts >= MAX_RESTARTS:
                 raise RunFailed(
@@ -95,6 +101,13 @@ class Supervisor:
             child.process = self._spawn(child.command, child.log_path)
             child.started_s = time.monotonic()
             self._write_pids()
+
+    def _count_deadline(self, child: Child) -> None:
+        child.deadlines += 1
+        if child.deadlines > MAX_DEADLINES:
+            raise RunFailed(
+                f"{child.name} waited in vain {child.deadlines} times: {last_words(child.log_path)} (log: {child.log_path})"
+            )
 
     def stop(self) -> None:
         """Ask every child to stop, wait GRACE_S in all, then make it."""

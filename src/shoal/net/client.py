@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 import httpx
@@ -39,6 +40,21 @@ class Unreachable(Exception):
     """No answer, or none that makes sense. Trying again may help."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One address of a coordinator."""
+
+    url: str
+    authority: str
+    """As httpx will write it into the Host header: lower case, and no port where it is the scheme's own."""
+    prefix: str
+
+    @classmethod
+    def to(cls, url: str) -> "_Way":
+        parts = _parse_url(url)
+        return cls(url.rstrip("/"), parts.netloc.decode("ascii"), parts.path.rstrip("/"))
+
+
 class SignedClient:
     """Talks to one coordinator with one key. `log` and `stop` serve the waits of `call_until`.
 
@@ -55,15 +71,26 @@ class SignedClient:
         stop: threading.Event | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        parts = _parse_url(url)
-        self.url = url.rstrip("/")
+        self._ways = [_Way.to(url)]
         self.key = key
         self.stop = stop or threading.Event()
         self._log = log
-        # As httpx will write it into the Host header: lower case, and no port where it is the scheme's own.
-        self._authority = parts.netloc.decode("ascii")
-        self._prefix = parts.path.rstrip("/")
         self._http = httpx.Client(timeout=TIMEOUT, transport=transport, follow_redirects=False)
+
+    @property
+    def url(self) -> str:
+        """Where the next request goes."""
+        return self._ways[0].url
+
+    def also(self, urls: Iterable[str]) -> None:
+        """Other ways to the same coordinator: when one does not answer, the next attempt takes the next."""
+        for url in urls:
+            way = _Way.to(url)
+            if way not in self._ways:
+                self._ways.append(way)
+
+    def _try_another_way(self) -> None:
+        self._ways.append(self._ways.pop(0))
 
     def close(self) -> None:
         self._http.close()
@@ -81,15 +108,17 @@ class SignedClient:
 
     def send(self, method: str, path: str, content: bytes = b"") -> httpx.Response:
         """One signed request; the raw answer if it is a success."""
-        full_path, _, query = (self._prefix + path).partition("?")
-        target = Target(method=method, authority=self._authority, path=full_path, query=query)
+        way = self._ways[0]
+        full_path, _, query = (way.prefix + path).partition("?")
+        target = Target(method=method, authority=way.authority, path=full_path, query=query)
         headers = sign_request(self.key, target, content, now_s=time.time())
         if content:
             headers["Content-Type"] = "application/json"
         try:
-            response = self._http.request(method, self.url + path, content=content, headers=headers)
+            response = self._http.request(method, way.url + path, content=content, headers=headers)
         except httpx.HTTPError as error:
-            raise Unreachable(f"{method} {self.url}{path}: {type(error).__name__}: {error}") from None
+            self._try_another_way()
+            raise Unreachable(f"{method} {way.url}{path}: {type(error).__name__}: {error}") from None
         return _checked(f"{method} {path}", response)
 
     def put_bytes(self, path: str, data: bytes) -> None:
@@ -99,12 +128,14 @@ class SignedClient:
             for start in range(0, len(data), 1 << 20):
                 yield data[start : start + (1 << 20)]
 
+        way = self._ways[0]
         try:
             response = self._http.put(
-                self.url + path, content=pieces(), headers={"Content-Length": str(len(data))}
+                way.url + path, content=pieces(), headers={"Content-Length": str(len(data))}
             )
         except httpx.HTTPError as error:
-            raise Unreachable(f"PUT {self.url}{path}: {type(error).__name__}: {error}") from None
+            self._try_another_way()
+            raise Unreachable(f"PUT {way.url}{path}: {type(error).__name__}: {error}") from None
         _checked("PUT object", response)
 
     def call_until(

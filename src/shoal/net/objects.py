@@ -3,14 +3,17 @@
 An object's name is the SHA-256 of its bytes. Clients never choose a path.
 """
 
+import contextlib
 import hashlib
 import os
 import re
 import secrets
+import time
 from pathlib import Path
 
 from shoal.wire.codes import Rejected
 
+LEFTOVER_S = 3600.0
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -21,8 +24,11 @@ class LocalStore:
         self._folder = folder
         self._incoming = folder / "incoming"
         self._incoming.mkdir(parents=True, exist_ok=True)
-        for leftover in self._incoming.iterdir():  # uploads that a crash cut off
-            leftover.unlink()
+        # Uploads that a crash cut off. Not the young ones: another coordinator may share the folder.
+        for leftover in self._incoming.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if leftover.stat().st_mtime < time.time() - LEFTOVER_S:
+                    leftover.unlink()
 
     def path(self, sha256: str) -> Path:
         if not _SHA256.fullmatch(sha256):

@@ -1,5 +1,6 @@
 """The server's side: run an ASGI app until told to stop, drain, and leave."""
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -8,10 +9,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from shoal.net.deadline import DeadlinePassed
 
 DRAIN_S = 3
+HEADER_S = 10.0
+"""From the first byte of a request, or the opening of a connection, to the end of the request's headers."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -61,10 +65,54 @@ def close_on_unread_body(app: Any) -> Any:
 
 
 def _announces_body(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    return any(
-        name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
-        for name, value in headers
-    )
+    for name, value in headers:
+        if name == b"transfer-encoding" or (name == b"content-length" and value != b"0"):
+            return True
+    return False
+
+
+class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """HTTP as uvicorn speaks it, but a connection whose headers do not come to an end is closed.
+
+    Uvicorn bounds the pause between two requests, not a request that never begins: without this, half a line sent once
+    holds a connection for ever, and some hundreds of them every one there is.
+    """
+
+    header_s = HEADER_S
+    _headers_due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._expect_headers()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._between_requests():
+            self._expect_headers()
+        else:
+            self._stop_expecting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_expecting()
+        super().connection_lost(exc)
+
+    def _between_requests(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _expect_headers(self) -> None:
+        # Not anew for each byte: a drip must not buy time.
+        if self._headers_due is None:
+            self._headers_due = self.loop.call_later(self.header_s, self._give_up)
+
+    def _stop_expecting(self) -> None:
+        if self._headers_due is not None:
+            self._headers_due.cancel()
+            self._headers_due = None
+
+    def _give_up(self) -> None:
+        self._headers_due = None
+        if self._between_requests() and not self.transport.is_closing():
+            self.transport.close()
 
 
 class Server:
@@ -76,12 +124,15 @@ class Server:
     def __init__(self, app: Any, sock: socket.socket, *, on_close: Callable[[], None] | None = None) -> None:
         config = uvicorn.Config(
             close_on_unread_body(app),
+            http=PatientProtocol,
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=DRAIN_S,
             timeout_keep_alive=30,
             lifespan="on",
             server_header=False,
+            # What a client says of its own address is not taken for it.
+            proxy_headers=False,
         )
         self._uvicorn = uvicorn.Server(config)
         self._sock = sock

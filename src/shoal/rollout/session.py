@@ -27,7 +27,9 @@ from shoal.wire.messages import (
     Enrolled,
     Info,
     LeaseStatus,
+    Leave,
     OpenSession,
+    Recorded,
     Submit,
     Upload,
 )
@@ -47,6 +49,7 @@ class Exit(Enum):
     STOPPED = "stopped by request"
     EJECTED = "ejected from the run"
     REPLACED = "another process uses this node's key"
+    LEFT = "left the run"
 
 
 class Left(Exception):
@@ -108,7 +111,7 @@ def join(client: SignedClient, state: State, *, deadline_s: float, log: Log) -> 
             "install the version the run uses"
         )
     state.pin(PinnedRun(run=info.spec.run, run_key=info.run_key), client.url)
-    enrol = Enrol(protocol=PROTOCOL, software=SOFTWARE)
+    enrol = Enrol(protocol=PROTOCOL, software=SOFTWARE, **state.credentials(info, log))
     try:
         enrolled = client.call_until("enrolment", "POST", "/v1/enrol", enrol, Enrolled, deadline_s=deadline_s)
         ask = OpenSession(software=SOFTWARE)
@@ -185,6 +188,11 @@ class Session:
             self._client.call("POST", f"/v1/leases/{lease.lease_id}/abandon", body, LeaseStatus)
         except (Unreachable, Refused) as error:
             self._log.warning("could not give the lease back; it runs out by itself", reason=error)
+
+    def leave(self) -> None:
+        """No more leases for this node, until it joins again."""
+        ask = Leave(epoch=self.terms.epoch)
+        self._until("to leave", "POST", "/v1/leave", ask, Recorded, deadline_s=self._deadline_s)
 
     def ask_status(self, lease_id: str) -> LeaseStatus | None:
         """What became of a lease; None if the coordinator does not say right now."""

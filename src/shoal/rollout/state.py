@@ -4,17 +4,33 @@ node.key     who it is
 run.json     which run it works for: the name and key the coordinator showed the first time
 lock         held while a worker runs here
 versions/    policy versions it has fetched
+delegation.json, invite.txt
+             what its owner put there: an owner's word for the key, an invitation
+entry_points.json
+             other addresses of the coordinator, as it told them
+last/        the last file it made, and the lease it answers: for `shoal check-local`
+paused, leaving
+             what its owner asked for by `shoal pause` and `shoal leave`
+work.json    the proof of work it found for a run that asks for one
 """
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
+from shoal.wire.delegation import Delegation, solve_work
 from shoal.wire.keys import Key
-from shoal.wire.record import Record
+from shoal.wire.lease import Lease
+from shoal.wire.messages import Info
+from shoal.wire.record import Record, Sealed
+
+MAX_WORK_BITS = 32
 
 
 class PinnedRun(Record):
@@ -31,6 +47,57 @@ class State:
         self.versions = folder / "versions"
         self.versions.mkdir(exist_ok=True)
         self._run_file = folder / "run.json"
+
+    def entry_points(self) -> list[str]:
+        """Other addresses of the coordinator, as it told them when we last joined."""
+        path = self.folder / "entry_points.json"
+        return [str(url) for url in json.loads(path.read_text(encoding="utf-8"))] if path.exists() else []
+
+    def remember_entry_points(self, urls: tuple[str, ...]) -> None:
+        (self.folder / "entry_points.json").write_text(json.dumps(urls), encoding="utf-8")
+
+    def paused(self) -> bool:
+        return (self.folder / "paused").exists()
+
+    def leaving(self) -> bool:
+        return (self.folder / "leaving").exists()
+
+    def has_left(self) -> None:
+        (self.folder / "leaving").unlink(missing_ok=True)
+
+    def keep(self, lease: Lease, policy_version: int, data: bytes) -> None:
+        """The last file, before it is sent."""
+        folder = self.folder / "last"
+        folder.mkdir(exist_ok=True)
+        (folder / "rollouts.parquet").write_bytes(data)
+        told = {"policy_version": policy_version, "lease": lease.model_dump(mode="json")}
+        (folder / "lease.json").write_text(json.dumps(told), encoding="utf-8")
+
+    def credentials(self, info: Info, log: Log) -> dict[str, Any]:
+        """What Enrol says beside protocol and software: whatever the folder holds, and work where the run asks for it."""
+        found: dict[str, Any] = {}
+        if (path := self.folder / "delegation.json").exists():
+            found["delegation"] = Sealed[Delegation].parse(path.read_bytes())
+        if (path := self.folder / "invite.txt").exists():
+            found["invite"] = path.read_text(encoding="utf-8").strip()[:100]
+        if info.admission == "work":
+            found["work"] = self._work(info, log)
+        return found
+
+    def _work(self, info: Info, log: Log) -> str:
+        path = self.folder / "work.json"
+        if path.exists():
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            if kept.get("run_key") == info.run_key:
+                return str(kept["nonce"])
+        if info.work_bits > MAX_WORK_BITS:
+            raise ValueError(
+                f"the run asks for {info.work_bits} bits of work; more than {MAX_WORK_BITS} would take days"
+            )
+        log.info("the run asks newcomers for a proof of work; finding one", bits=info.work_bits)
+        nonce = solve_work(info.run_key, self.key.public, info.work_bits)
+        path.write_text(json.dumps({"run_key": info.run_key, "nonce": nonce}), encoding="utf-8")
+        return nonce
 
     def pin(self, shown: PinnedRun, url: str) -> None:
         """Remember the run on first contact; afterwards refuse any other.
@@ -54,6 +121,19 @@ class State:
                 f"{pinned.run!r} with key {pinned.run_key[:16]}. Either somebody else answers there, or the run was begun "
                 f"anew: if you trust it, choose another --dir or delete {self._run_file}"
             )
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a worker runs there."""
+    path = folder / "lock"
+    if not path.exists():
+        return False
+    with path.open("a+", encoding="ascii") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from shoal.wire.run import RunSpec
 
 GIVE_BACK_S = 3.0
 """How long a worker that ends takes to give its lease back."""
+PAUSE_LOOK_S = 1.0
 AFTER_LOSS_S = 1.0
 """Pause after a lost lease, so that a worker that cannot deliver does not burn leases."""
 
@@ -70,7 +71,7 @@ def run_worker(config: WorkerConfig, *, stop: threading.Event) -> Exit:
             worker.startup()
             worker.main_loop()
         except Left as left:
-            say = log.info if left.exit is Exit.FINISHED else log.error
+            say = log.info if left.exit in (Exit.FINISHED, Exit.LEFT) else log.error
             say(str(left))
             return left.exit
         except Stopped as stopped:
@@ -98,7 +99,11 @@ class Worker:
     def startup(self) -> None:
         """Join the run, and be seen alive."""
         self._log.info("node", id=self._state.key.public, coordinator=self._config.coordinator)
+        self._client.also(self._state.entry_points())
         terms = join(self._client, self._state, deadline_s=self._config.deadline_s, log=self._log)
+        self._state.remember_entry_points(terms.info.entry_points)
+        for client in (self._client, self._heart_client):
+            client.also((self._config.coordinator, *terms.info.entry_points))
         self._spec: RunSpec = terms.info.spec
         self._session = Session(self._client, terms, deadline_s=self._config.deadline_s, log=self._log)
         self._shelf = PolicyShelf(
@@ -119,6 +124,7 @@ class Worker:
         """Ends by Left, by Stopped, or by an error."""
         try:
             while True:
+                self._heed_its_owner()
                 self._pulse.phase = "waiting for a lease"
                 self._open = self._session.ask_lease()
                 self._work(self._open)
@@ -143,6 +149,18 @@ class Worker:
             self._heart.close()
         self._client.close()
         self._heart_client.close()
+
+    def _heed_its_owner(self) -> None:
+        """`shoal pause` and `shoal leave` speak by files in the folder, between two leases."""
+        while self._state.paused() and not self._state.leaving():
+            self._pulse.phase = "paused by its owner"
+            self._delivered_s = time.monotonic()
+            if self._halt.wait(PAUSE_LOOK_S):
+                raise Stopped("stopped while paused")
+        if self._state.leaving():
+            self._session.leave()
+            self._state.has_left()
+            raise Left(Exit.LEFT, "its owner asked for it")
 
     def _raise_what_the_heart_heard(self) -> None:
         """Waits also end when the heart hears that the run is over, or dies."""
@@ -183,6 +201,7 @@ class Worker:
     def _deliver(self, lease: Lease, table: RolloutTable) -> None:
         self._pulse.phase = "submitting"
         data = self._conduct.data(encode(table))
+        self._state.keep(lease, table.policy_version, data)
         receipt = self._session.deliver(lease, data, policy_version=table.policy_version)
         self._delivered_s = time.monotonic()
         self._verdicts.follow(lease.lease_id)

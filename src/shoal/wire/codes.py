@@ -43,6 +43,15 @@ CODES: dict[str, Meaning] = {
     "request.banned": Meaning(
         403, "the node was ejected from this run", "the ledger names the verdicts that led to it"
     ),
+    "request.not_admitted": Meaning(
+        403,
+        "this run does not take every key",
+        "the detail says what it asks for: an invitation, work, a stake",
+    ),
+    "request.revoked": Meaning(
+        403, "the node's key was revoked, or its delegation has ended", "have the owner delegate a key anew"
+    ),
+    "request.paused": Meaning(425, "the operator has paused the run", "wait retry_after_s, then ask again"),
     "request.not_yours": Meaning(
         403, "the lease belongs to another node", "submit only on leases issued to this key"
     ),
@@ -69,6 +78,9 @@ CODES: dict[str, Meaning] = {
         426, "client and server speak different protocol versions", "install the version the server names"
     ),
     "request.too_many": Meaning(429, "too many requests", "wait retry_after_s"),
+    "request.not_ready": Meaning(
+        503, "a part of the server stands still", "the operator must look; its log says what"
+    ),
     "request.failed": Meaning(
         500, "the server failed to handle it", "try again; the server's log has the reason"
     ),
@@ -121,6 +133,7 @@ CODES: dict[str, Meaning] = {
         0, "the lease ran out before a submission came", "nothing to do; a smaller lease may fit better"
     ),
     "void.abandoned": Meaning(0, "the node gave the lease back", "nothing to do"),
+    "void.operator": Meaning(0, "the operator ended it", "nothing to do; the ledger has the reason"),
     "void.infra": Meaning(0, "the swarm's own side failed to check it", "nothing to do"),
     "void.uncertain": Meaning(
         0, "suspicious, but not certain", "nothing to do; more of this node's work is checked"
@@ -128,6 +141,7 @@ CODES: dict[str, Meaning] = {
 }
 
 ACCEPTED = "accepted"
+UNCERTAIN = "void.uncertain"
 
 
 class Rejected(Exception):

@@ -17,6 +17,8 @@ Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 LeaseId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Purpose = Literal["train", "eval"]
+Checks = Literal["full", "rewards"]
+"""How a submission is checked: in full, or by the cheap checks that end in its rewards."""
 
 
 class PolicyRef(Record):
@@ -50,6 +52,8 @@ class Lease(Sealable):
     max_bytes: int
     issued_at_s: float
     deadline_s: float
+    unit: LeaseId | None = None
+    """The lease whose work this is once more, because the node let it go; the seed is that one's. None: new work."""
 
     @classmethod
     def tag(cls) -> str:
@@ -85,4 +89,6 @@ class Verdict(Record):
     rewards: tuple[float, ...] = ()
     """One per row in file order, from the swarm's own task code; empty unless accepted."""
     output_tokens: int = 0
+    checks: Checks = "full"
+    """Which checks it passed, if accepted."""
     evidence: dict[str, float | int | str] = Field(default_factory=dict)

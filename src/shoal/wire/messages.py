@@ -7,13 +7,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shoal.wire.lease import Lease, LeaseId, Sha256
+from shoal.wire.delegation import Delegation
+from shoal.wire.lease import Checks, Hex32, Lease, LeaseId, Sha256
 from shoal.wire.manifest import Manifest
 from shoal.wire.record import Count, Record, Sealed
 from shoal.wire.run import RunSpec
 
 Url = Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.\-\[\]:]{1,255}(/[A-Za-z0-9._~/-]{0,255})?$")]
-Words = Annotated[str, Field(max_length=300)]
+Words = Annotated[str, Field(max_length=300, pattern=r"^[^\x00]*$")]
+"""Without NUL, which PostgreSQL cannot hold."""
 
 
 class Problem(Record):
@@ -36,6 +38,44 @@ class Info(Record):
     newest_version: int | None
     finished: bool
     server_time_s: float
+    admission: str = "open"
+    """What it takes to enrol: `open`, `invite`, `allow`, `work` or `stake`."""
+    work_bits: int = 0
+    """Of admission by proof of work: how many leading zero bits (shoal.wire.delegation.solve_work)."""
+    credit_factor: float = 1.0
+    """Credit is verified output tokens times this."""
+    hold_s: float = 0.0
+    """Credit is final after so long."""
+    min_software: str = ""
+    """Clients older than this are outdated."""
+    entry_points: tuple[Url, ...] = ()
+    """Other URLs of the same run."""
+    features: tuple[str, ...] = ()
+    """What this coordinator can do beyond the first release of the protocol."""
+
+
+class RunView(Record):
+    """A run as somebody who looks for one sees it."""
+
+    run: str
+    task: str
+    compute_dtype: str
+    newest_version: int | None
+    last_version: int
+    finished: bool
+    weights_bytes: int
+    """Of the newest version: what must be fetched, and fit."""
+    admission: str
+    live_workers: int
+    entry_points: tuple[Url, ...]
+    relays: tuple[Url, ...]
+    """Live ones."""
+
+
+class RunList(Record):
+    """GET /v1/runs: what can be joined from here."""
+
+    runs: tuple[RunView, ...]
 
 
 class Enrol(Record):
@@ -43,6 +83,11 @@ class Enrol(Record):
 
     protocol: Count
     software: Words
+    delegation: Sealed[Delegation] | None = None
+    """An owner's word that this key works for it."""
+    invite: Annotated[str, Field(max_length=100)] = ""
+    work: Annotated[str, Field(pattern=r"^[0-9a-f]{0,32}$")] = ""
+    """The proof of work, where the run asks for one."""
 
 
 class Enrolled(Record):
@@ -116,6 +161,34 @@ class Abandon(Record):
     reason: Words
 
 
+class Appeal(Record):
+    """POST /v1/leases/{id}/appeal: the node says that a rejection was wrong."""
+
+    text: Annotated[str, Field(min_length=1, max_length=2000, pattern=r"^[^\x00]*$")]
+
+
+class Leave(Record):
+    """POST /v1/leave: no more leases; what is open may still be delivered."""
+
+    epoch: Count
+
+
+class RevokeKey(Record):
+    """POST /v1/keys/revoke, signed by the owner: the node's key counts no more."""
+
+    node: Hex32
+    reason: Words
+
+
+class AdminOrder(Record):
+    """POST /v1/admin/{action}: an order of the operator, with its reason, for the ledger."""
+
+    reason: Annotated[str, Field(min_length=3, max_length=300, pattern=r"^[^\x00]*$")]
+    subject: Annotated[str, Field(max_length=100, pattern=r"^[^\x00]*$")] = ""
+    """A node, an owner, a lease or an invitation; docs/operating.md says which for each action."""
+    amount: Annotated[int, Field(ge=-(2**53), le=2**53)] = 0
+
+
 class LeaseStatus(Record):
     """GET /v1/leases/{id}"""
 
@@ -137,6 +210,10 @@ class Claim(Record):
     deadline_s: float
     copy_of: str | None
     """Node that submitted the same bytes before, if any."""
+    checks: Checks = "full"
+    """`rewards`: the cheap checks and the rewards suffice; the draw spared it the prefill."""
+    relays: tuple[str, ...] = ()
+    """Those that serve the version now; the lease's may be gone."""
 
 
 class RelayReport(Record):
@@ -258,6 +335,9 @@ class NodeView(Record):
     rejected: int
     void: int
     credit: int
+    """Held and final; what was revoked is not in it."""
+    credit_held: int = 0
+    owner: str | None = None
     last_code: str | None
     last_detail: str | None
 
@@ -308,4 +388,4 @@ class History(Record):
     evaluations: tuple[Evaluation, ...]
 
 
-Role = Literal["trainer", "validator", "relay"]
+Role = Literal["trainer", "validator", "relay", "admin"]

@@ -72,9 +72,8 @@ def sign_request(
 
 def verify_request(headers: Mapping[str, str], target: Target, body: bytes, *, now_s: float) -> Signer:
     """Who signed it, or Rejected. The caller must still refuse a nonce it has seen from this key."""
-    lowered = {name.lower(): value for name, value in headers.items()}
     digest, given_input, given = (
-        lowered.get(name, "") for name in ("content-digest", "signature-input", "signature")
+        _header(headers, name) for name in ("content-digest", "signature-input", "signature")
     )
     if not given_input or not given:
         raise Rejected(
@@ -99,6 +98,14 @@ def verify_request(headers: Mapping[str, str], target: Target, body: bytes, *, n
         )
     _check_window(int(match["created"]), int(match["expires"]), now_s)
     return Signer(key=match["keyid"], nonce=match["nonce"], expires_s=int(match["expires"]))
+
+
+def _header(headers: Mapping[str, str], name: str) -> str:
+    """By its name in any case; servers' own mappings know it in lower case."""
+    found = headers.get(name)
+    if found is not None:
+        return found
+    return next((value for other, value in headers.items() if other.lower() == name), "")
 
 
 def signature_base(target: Target, digest: str, parameters: str) -> bytes:

@@ -1,11 +1,36 @@
+"""SHOAL_TEST_DATABASE=postgresql runs every test of this folder on a PostgreSQL that is started for it."""
+
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import small_swarm
 from small_swarm import CONFIG, LOG, SPEC, SmallSwarm
 
 from shoal.swarm.coordinator.coordinator import open_coordinator
+
+try:
+    from postgres import Postgres, running_postgres, why_not
+except ModuleNotFoundError:  # psycopg is an extra
+    Postgres, why_not = None, lambda: "no psycopg"  # type: ignore[assignment, misc]
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator["Postgres"]:
+    if why_not() is not None:
+        pytest.skip(f"PostgreSQL: {why_not()}")
+    with running_postgres() as server:
+        yield server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def chosen_database(request: pytest.FixtureRequest) -> Iterator[None]:
+    if os.environ.get("SHOAL_TEST_DATABASE") == "postgresql":
+        small_swarm.FRESH_DATABASE = request.getfixturevalue("postgres").fresh
+    yield
+    small_swarm.FRESH_DATABASE = None
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import hashlib
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ from shoal.wire.record import Sealed, seal
 from shoal.wire.run import PROTOCOL, RunSpec, Sampling, TaskSpec
 
 LOG = Log("test")
+FRESH_DATABASE: Callable[[], str] | None = None
+"""Makes the URL of an empty PostgreSQL; None: SQLite."""
 RELAY_URL = "http://127.0.0.1:9999"
 
 SPEC = RunSpec(
@@ -129,10 +132,19 @@ class Node:
 
 class SmallSwarm:
     def __init__(
-        self, dir: Path, config: CoordinatorConfig = CONFIG, spec: RunSpec = SPEC, clock: Clock | None = None
+        self,
+        dir: Path,
+        config: CoordinatorConfig = CONFIG,
+        spec: RunSpec = SPEC,
+        clock: Clock | None = None,
+        *,
+        any_name: bool = False,
     ) -> None:
+        self.any_name = any_name
         self.dir, self.config, self.spec, self.clock = dir, config, spec, clock or Clock()
         self._nodes: list[Node] = []
+        if FRESH_DATABASE and not config.database:
+            self.config = config.model_copy(update={"database": FRESH_DATABASE()})
         self._open(port=0)
 
     def _open(self, port: int) -> None:
@@ -141,7 +153,8 @@ class SmallSwarm:
         sock = listen("127.0.0.1", port)
         self.authority = f"127.0.0.1:{sock.getsockname()[1]}"
         self.url = f"http://{self.authority}"
-        self.app = app = make_app(self.coordinator, authorities=frozenset({self.authority}))
+        names = None if self.any_name else frozenset({self.authority})
+        self.app = app = make_app(self.coordinator, authorities=names)
         self._server = Server(app, sock, on_close=app.state.feed.close)
         self._server.start()
         self.run_key = Key.load(self.dir / "keys" / "run.key")
@@ -192,7 +205,7 @@ class SmallSwarm:
         return self.trainer.call("POST", "/v1/policies", body, Recorded)
 
     def relay_up(self) -> HeartbeatReply:
-        told = RelayReport(url=RELAY_URL, versions=(0,), bytes_sent=7)
+        told = RelayReport(url=RELAY_URL, versions=tuple(range(SPEC.last_version + 1)), bytes_sent=7)
         return self.relay.call("POST", "/v1/relays", told, HeartbeatReply)
 
     def start(self) -> None:
@@ -238,7 +251,7 @@ class SmallSwarm:
         return History.parse(self.public.get("/v1/history").raise_for_status().content)
 
     def ledger(self) -> list[LedgerEvent]:
-        return read_ledger(self.dir / DATABASE_FILE)
+        return read_ledger(self.config.database or self.dir / DATABASE_FILE)
 
     def events(self, type: str) -> list[LedgerEvent]:
         return [event for event in self.ledger() if event.type == type]

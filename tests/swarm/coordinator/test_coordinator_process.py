@@ -133,7 +133,7 @@ class Clients:
         sealed = seal(manifest(version), self.run_key)
         body = Announce(manifest=sealed, origin_url="http://127.0.0.1:1", report=None)
         self.persist(self.trainer.call, "POST", "/v1/policies", body, Recorded)
-        told = RelayReport(url=RELAY_URL, versions=())
+        told = RelayReport(url=RELAY_URL, versions=tuple(range(version + 1)))
         self.persist(self.relay.call, "POST", "/v1/relays", told, HeartbeatReply)
 
     def batch(self, version: int) -> Batch:
@@ -223,7 +223,7 @@ def test_two_coordinators_cannot_share_a_folder(tmp_path: Path) -> None:
 def test_keys_are_private(tmp_path: Path) -> None:
     open_coordinator(CONFIG, SPEC, tmp_path, log=LOG).close()
     keys = sorted((tmp_path / "keys").iterdir())
-    assert [key.name for key in keys] == ["relay.key", "run.key", "trainer.key", "validator.key"]
+    assert [key.name for key in keys] == ["admin.key", "relay.key", "run.key", "trainer.key", "validator.key"]
     assert {os.stat(key).st_mode & 0o777 for key in keys} == {0o600}
 
 

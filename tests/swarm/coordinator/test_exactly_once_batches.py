@@ -172,25 +172,27 @@ def test_only_the_newest_version_gets_a_new_batch(swarm: SmallSwarm) -> None:
 
 
 def test_work_in_flight_is_bounded(tmp_path: Path) -> None:
-    # Two steps' worth (max_lag 1): 8 groups, 4 leases, over however many nodes.
+    # Two steps' worth (max_lag 1): 8 groups, 4 leases, and as much again for nodes that have shown nothing yet.
     swarm = SmallSwarm(tmp_path, CONFIG)
     swarm.start()
-    nodes = [swarm.node() for _ in range(5)]
-    for node in nodes[:4]:
+    nodes = [swarm.node() for _ in range(9)]
+    for node in nodes[:8]:
         node.lease()
-    refused = refusal(nodes[4].lease)
+    refused = refusal(nodes[8].lease)
     assert refused.code == "request.too_early"
-    assert "enough work in flight: 0 groups ready and 8 leased, of 8" in refused.problem.detail
+    assert "enough work in flight: 0 groups ready and 16 leased, of 8" in refused.problem.detail
     assert refused.problem.retry_after_s
     # The last step needs one step's worth only, the last version none.
     for version in (1, 2, 3):
         swarm.announce(version)
     swarm.clock.ahead_s += swarm.config.lease_s + 1
     swarm.relay_up()
-    nodes[0].lease(), nodes[1].lease()
-    assert "of 4 that" in refusal(nodes[2].lease).problem.detail
+    # One prompt each now: all of them let a lease lapse.
+    for node in nodes[:8]:
+        assert len(node.lease().prompts) == 1
+    assert "of 4 that" in refusal(nodes[8].lease).problem.detail
     swarm.announce(4)
-    assert "finished" in refusal(nodes[2].lease).problem.detail
+    assert "finished" in refusal(nodes[8].lease).problem.detail
     swarm.close()
 
 

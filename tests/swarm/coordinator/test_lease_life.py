@@ -241,7 +241,7 @@ def test_a_void_verdict_blames_nobody(swarm: SmallSwarm) -> None:
 
 # -- the machine ------------------------------------------------------------------------------------------
 
-N, U, S, C, A, R, V = State
+N, U, S, C, A, R, V, K = State
 ALLOWED = {
     (N, Event.UPLOAD): U,
     (U, Event.UPLOAD): U,
@@ -256,6 +256,7 @@ ALLOWED = {
     (U, Event.VOID): V,
     (S, Event.VOID): V,
     (C, Event.VOID): V,
+    (A, Event.REVOKE): K,
 }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import small_swarm
 from small_swarm import CONFIG, LOG, SPEC, manifest, report
 from sqlalchemy import select
 
@@ -25,13 +26,24 @@ from shoal.swarm.coordinator import (
 from shoal.swarm.coordinator.coordinator import DATABASE_FILE, Transaction, newest_version, open_coordinator
 from shoal.swarm.coordinator.housekeeping import resume, tick
 from shoal.swarm.coordinator.ledger import read_ledger
-from shoal.swarm.coordinator.nodes import Standing, Trust, find_node, finding_of, judge
+from shoal.swarm.coordinator.nodes import find_node
+from shoal.swarm.coordinator.replay import replay
 from shoal.swarm.coordinator.schema import leases as lease_table
 from shoal.swarm.coordinator.schema import nodes as node_table
 from shoal.wire.codes import Rejected
-from shoal.wire.lease import Lease, Verdict
+from shoal.wire.lease import Checks, Lease, Verdict
 from shoal.wire.ledger import verify_chain
-from shoal.wire.messages import Announce, AskLease, AskUpload, Enrol, OpenSession, RelayReport, Submit
+from shoal.wire.messages import (
+    Abandon,
+    Announce,
+    AskLease,
+    AskUpload,
+    Enrol,
+    Heartbeat,
+    OpenSession,
+    RelayReport,
+    Submit,
+)
 from shoal.wire.record import seal
 from shoal.wire.run import PROTOCOL
 
@@ -54,6 +66,9 @@ class Life:
         self.dir, self.rng, self.now_s = dir, random.Random(seed), 1e9
         self.held: dict[str, list[Lease]] = {f"{index:064x}": [] for index in range(1, 6)}
         self.claimed: list[Lease] = []
+        self.checks: dict[str, Checks] = {}
+        self.database = small_swarm.FRESH_DATABASE() if small_swarm.FRESH_DATABASE else ""
+        self.config = CONFIG_EVAL.model_copy(update={"database": self.database})
         self.open()
         for node in self.held:
             self.act(
@@ -65,7 +80,7 @@ class Life:
 
     def open(self) -> None:
         self.coordinator = open_coordinator(
-            CONFIG_EVAL, SPEC_LONG, self.dir, log=LOG, clock=lambda: self.now_s
+            self.config, SPEC_LONG, self.dir, log=LOG, clock=lambda: self.now_s
         )
         resume(self.coordinator)
 
@@ -93,7 +108,7 @@ class Life:
         self.act(None, lambda tx: policies.announce(tx, self.coordinator, told))
 
     def beat_relay(self) -> None:
-        told = RelayReport(url="http://127.0.0.1:2", versions=())
+        told = RelayReport(url="http://127.0.0.1:2", versions=tuple(range(13)))
         self.act(None, lambda tx: relays.report(tx, self.coordinator, told))
 
     def ask_lease(self) -> None:
@@ -124,15 +139,28 @@ class Life:
         submit = Submit(epoch=1, num_bytes=len(data), sha256=sha256, policy_version=version)
         self.act(node, lambda tx: submissions.submit(tx, self.coordinator, lease.lease_id, submit))
 
+    def abandon(self) -> None:
+        node = self.rng.choice([node for node, held in self.held.items() if held] or [None])
+        if node is not None:
+            lease = self.held[node].pop(0)
+            ask = Abandon(epoch=1, reason="tired")
+            self.act(node, lambda tx: leases.abandon(tx, self.coordinator, lease.lease_id, ask))
+
+    def open_sessions_again(self) -> None:
+        """As after a silence: each is heard of again, in the same session."""
+        for node in self.held:
+            self.act(node, lambda tx: nodes.heartbeat(tx, self.coordinator, Heartbeat(epoch=1, phase="back")))
+
     def claim(self) -> None:
         if claim := self.act(None, lambda tx: checks.claim(tx, self.coordinator)):
             self.claimed.append(claim.lease)
+            self.checks[claim.lease.lease_id] = claim.checks
 
     def judge(self) -> None:
         if not self.claimed:
             return
         lease = self.rng.choice(self.claimed)
-        codes = ["accepted"] * 12 + ["reject.copied", "void.infra"]
+        codes = ["accepted"] * 20 + ["reject.copied", "void.infra"]
         code = self.rng.choice(codes)
         good = code == "accepted"
         verdict = Verdict(
@@ -141,6 +169,7 @@ class Life:
             detail="",
             rewards=tuple(float(self.rng.random() < 0.5) for _ in range(lease.num_rows)) if good else (),
             output_tokens=lease.num_rows if good else 0,
+            checks=self.checks[lease.lease_id],
         )
         self.act("9" * 64, lambda tx: checks.give_verdict(tx, self.coordinator, lease.lease_id, verdict))
 
@@ -177,8 +206,9 @@ class Life:
 def test_what_must_always_hold(tmp_path: Path, seed: int) -> None:
     life = Life(tmp_path, seed)
     life.live(350)
-    events = read_ledger(tmp_path / DATABASE_FILE)
+    events = read_ledger(life.database or tmp_path / DATABASE_FILE)
     verify_chain(events)
+    books = replay(events)
     with life.coordinator.database.read() as db:
         lease_rows = db.execute(select(lease_table)).all()
         node_rows = {row.node: row for row in db.execute(select(node_table))}
@@ -197,11 +227,21 @@ def test_what_must_always_hold(tmp_path: Path, seed: int) -> None:
     # Credit is the tokens of accepted work; trust is what the verdicts add up to.
     for node, row in node_rows.items():
         own = [body for body in verdicts if body["node"] == node]
-        assert row.credit == sum(body["output_tokens"] for body in own if body["code"] == "accepted")
-        standing = Standing(trust=Trust.PROBATION)
-        for body in own:
-            standing = judge(standing, finding_of(body["code"]), trusted_after=CONFIG_EVAL.trusted_after)
-        assert (row.trust, row.rejected) == (standing.trust.value, standing.rejected)
+        revoked = {id for body in by_type.get("credit.revoked", []) for id in body["lease_ids"]}
+        assert row.credit == sum(
+            body["output_tokens"]
+            for body in own
+            if body["code"] == "accepted" and body["lease_id"] not in revoked
+        )
+        book = books.nodes[node]
+        assert (row.trust, row.rejected, row.streak, row.lapses, row.trust_since_s) == (
+            book.standing.trust.value,
+            book.standing.rejected,
+            book.standing.streak,
+            book.standing.lapses,
+            book.standing.since_s,
+        )
+        assert (row.credit, row.accepted, row.void) == (book.credit, book.accepted, book.void)
 
     # Nothing is leased to a node after its ejection.
     banned_at = {event.body["node"]: event.seq for event in events if event.type == "node.banned"}

@@ -9,7 +9,7 @@ from small_swarm import CONFIG, SPEC, SmallSwarm, refusal
 
 from shoal.swarm.coordinator.coordinator import Coordinator
 from shoal.swarm.coordinator.issue import NoWork, Outlook, oldest_worth_leasing
-from shoal.swarm.coordinator.nodes import Trust
+from shoal.swarm.coordinator.trust import Standing, Trust
 
 
 def terms(stale: str, max_lag: int) -> Coordinator:
@@ -26,11 +26,14 @@ def outlook(**values: Any) -> Outlook:
         "newest_version": 5,
         "last_version": 20,
         "finished": False,
-        "num_relays": 1,
-        "trust": Trust.TRUSTED,
+        "relays": (),
+        "standing": Standing(trust=Trust.TRUSTED),
+        "proven": True,
+        "rows_per_s": 0.0,
         "chunk": None,
         "ready_groups": 0,
-        "flying_groups": 0,
+        "coming_groups": 0,
+        "hoped_groups": 0,
     }
     return Outlook(**plain | values)
 
@@ -54,7 +57,7 @@ def test_drop_takes_whatever_counts_now() -> None:
 def test_wait_looks_at_the_batch_these_groups_will_be_in(
     ready: int, flying: int, formed: bool, oldest: int
 ) -> None:
-    look = outlook(ready_groups=ready, flying_groups=flying, batch_formed=formed)
+    look = outlook(ready_groups=ready, coming_groups=flying, batch_formed=formed)
     assert oldest_worth_leasing(look, terms("wait", 2)) == oldest
 
 

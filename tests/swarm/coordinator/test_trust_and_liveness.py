@@ -1,13 +1,14 @@
-"""The two machines of a node, as tables; and what ejection means."""
+"""The machines of a node, as tables; and what ejection means."""
 
 import pytest
 from small_swarm import SmallSwarm, refusal
 
-from shoal.swarm.coordinator.nodes import Finding, Liveness, Standing, Trust, finding_of, judge, liveness
+from shoal.swarm.coordinator.liveness import Liveness, liveness
+from shoal.swarm.coordinator.trust import Finding, Happening, Standing, Trust, finding_of, judge
 from shoal.wire.messages import NodeView, Problem
 
-P, T, Q, B = Trust
-ok, bad, void = Finding
+P, T, Q, B, _ = Trust
+ok, bad, void = Happening.ACCEPTED, Happening.REJECTED, Happening.VOID
 
 
 @pytest.mark.parametrize(
@@ -44,19 +45,18 @@ def test_liveness(last_seen_s: float | None, now_s: float, expected: Liveness) -
         ([bad, *[ok] * 9, bad], B),
         ([ok, ok, ok, bad, ok, bad], B),
         ([bad, bad, *[ok] * 9], B),
-        ([bad, bad, bad], B),
     ],
 )
-def test_trust(findings: list[Finding], expected: Trust) -> None:
+def test_trust(findings: list[Happening], expected: Trust) -> None:
     standing = Standing(trust=Trust.PROBATION)
     for finding in findings:
-        standing = judge(standing, finding, trusted_after=3)
+        standing = judge(standing, finding, 0.0, trusted_after=3)
     assert standing.trust is expected
     assert standing.rejected == findings.count(bad)
 
 
 def test_codes_say_whose_doing_it_was() -> None:
-    assert [finding_of(code) for code in ("accepted", "reject.copied", "void.stale")] == [ok, bad, void]
+    assert [finding_of(code) for code in ("accepted", "reject.copied", "void.stale")] == [*Finding]
 
 
 def test_a_liar_is_quarantined_then_ejected(swarm: SmallSwarm) -> None:

@@ -9,6 +9,7 @@ from starlette.routing import Route
 
 from shoal.swarm.coordinator.app import make_app
 from shoal.swarm.coordinator.coordinator import open_coordinator
+from shoal.swarm.coordinator.trust import Trust
 from shoal.tasks import make_task
 from shoal.wire.codes import CODES
 from shoal.wire.draw import lease_seed, problem_seeds
@@ -90,7 +91,8 @@ def test_every_field_has_its_line() -> None:
 def test_every_event_has_its_line() -> None:
     """Whatever the code writes into the ledger is on the page, and the other way round."""
     written = set(re.findall(r'\.record\(\s*"([a-z]+\.[a-z]+)"', source_of("swarm/coordinator")))
-    written |= {f"node.{trust}" for trust in ("trusted", "quarantined", "banned")}
+    written |= {f"node.{trust.value}" for trust in Trust} | {"node.current", "node.outdated"}
+    written |= {f"admin.{order}" for order in ("quarantine", "ban", "restore")}
     assert {name for name in fields("ledger.md") if "." in name} == written
 
 

@@ -4,20 +4,26 @@ import asyncio
 import math
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from sqlalchemy import Connection
+from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
 
+from shoal.net.buckets import Buckets
 from shoal.net.objects import Incoming
-from shoal.swarm.coordinator import ledger, nodes, policies, stats, uploads
+from shoal.swarm.coordinator import ledger, nodes, policies, stats, uploads, vitals
 from shoal.swarm.coordinator.auth import admitted, read_body, refuse_long_body, signer_of
 from shoal.swarm.coordinator.coordinator import Coordinator
-from shoal.swarm.coordinator.feed import add_page
+from shoal.swarm.coordinator.desk import Desk
+from shoal.swarm.coordinator.feed import Feed, page_routes
 from shoal.swarm.coordinator.handlers import SIGNED_ROUTES, Call, SignedRoute, parse_version
 from shoal.swarm.coordinator.snapshot import node_page
 from shoal.swarm.coordinator.uploads import Expected
@@ -25,6 +31,7 @@ from shoal.wire.codes import CODES, Rejected
 from shoal.wire.keys import PUBLIC_KEY
 from shoal.wire.messages import Problem
 from shoal.wire.record import Record
+from shoal.wire.request import Signer
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -36,15 +43,30 @@ UPLOADS_AT_ONCE = 2
 _NUMBER = re.compile(r"[0-9]{1,15}")
 
 
-def make_app(coordinator: Coordinator, *, authorities: frozenset[str] | None = None) -> FastAPI:
+def make_app(coordinator: Coordinator, *, authorities: frozenset[str] | None = None) -> Starlette:
     """`authorities` are the HOST:PORT names that a signed request may be for; None takes any."""
-    app = FastAPI(title="Shoal coordinator", openapi_url=None, redirect_slashes=False)
-    for route in SIGNED_ROUTES:
-        app.add_route(route.path, _signed(coordinator, route, authorities), methods=[route.method])
-    app.add_route("/v1/objects/{name}", _receive_object(coordinator), methods=["PUT"])
-    for path, view in PUBLIC_ROUTES.items():
-        app.add_route(path, _public(coordinator, view), methods=["GET"])
-    app.state.feed = add_page(app, coordinator)
+    desk = Desk(coordinator.database)
+    rate = coordinator.config.requests_per_s
+    entrance = Entrance(authorities, Buckets(rate=rate, burst=10 * rate))
+    routes = [
+        Route(route.path, _signed(coordinator, route, entrance, desk), methods=[route.method])
+        for route in SIGNED_ROUTES
+    ]
+    routes.append(Route("/v1/objects/{name}", _receive_object(coordinator, desk), methods=["PUT"]))
+    routes.append(Route("/metrics", _metrics(coordinator), methods=["GET"]))
+    routes += [
+        Route(path, _public(coordinator, view), methods=["GET"]) for path, view in PUBLIC_ROUTES.items()
+    ]
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await run_in_threadpool(desk.close)
+
+    feed = Feed(coordinator)
+    app = Starlette(routes=[*routes, *page_routes(feed)], lifespan=lifespan)
+    app.state.feed = feed
+    app.router.redirect_slashes = False
     _answer_errors(app, coordinator)
     return app
 
@@ -52,9 +74,31 @@ def make_app(coordinator: Coordinator, *, authorities: frozenset[str] | None = N
 # -- signed routes ----------------------------------------------------------------------------------------
 
 
-def _signed(coordinator: Coordinator, route: SignedRoute, authorities: frozenset[str] | None) -> Endpoint:
-    def act(request: Request, body: bytes) -> Response:
-        signer = signer_of(request, body, authorities=authorities, now_s=coordinator.clock())
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """What a signed request must pass before anything is done about it."""
+
+    authorities: frozenset[str] | None
+    buckets: Buckets
+
+    def signer(self, coordinator: Coordinator, request: Request, body: bytes) -> Signer:
+        now_s = coordinator.clock()
+        signer = signer_of(request, body, authorities=self.authorities, now_s=now_s)
+        # After the signature: nobody can use up another's share. The run's own roles are not counted.
+        if signer.key not in coordinator.roles and (wait_s := self.buckets.wait_s(signer.key, now_s)):
+            limit = coordinator.config.requests_per_s
+            raise Rejected(
+                "request.too_many", f"a key may ask {limit:g} times a second", retry_after_s=wait_s
+            )
+        return signer
+
+
+def _signed(coordinator: Coordinator, route: SignedRoute, entrance: Entrance, desk: Desk) -> Endpoint:
+    def act(request: Request, body: bytes, signer: Signer) -> Response:
+        if route.quick is not None:
+            quick = route.quick(coordinator, signer, body)
+            if quick is not None:
+                return _json(quick)
         with admitted(coordinator, signer, route.callers) as tx:
             call = Call(coordinator=coordinator, tx=tx, body=body, path=request.path_params)
             answer = route.handle(call)
@@ -62,7 +106,9 @@ def _signed(coordinator: Coordinator, route: SignedRoute, authorities: frozenset
 
     async def endpoint(request: Request) -> Response:
         body = await read_body(request, route.max_body)
-        return await run_in_threadpool(act, request, body)
+        # Here, and not at the desk: the signature is checked while others' requests are acted on.
+        signer = entrance.signer(coordinator, request, body)
+        return await desk.do(partial(act, request, body, signer))
 
     return endpoint
 
@@ -70,7 +116,7 @@ def _signed(coordinator: Coordinator, route: SignedRoute, authorities: frozenset
 # -- uploads ----------------------------------------------------------------------------------------------
 
 
-def _receive_object(coordinator: Coordinator) -> Endpoint:
+def _receive_object(coordinator: Coordinator, desk: Desk) -> Endpoint:
     arriving: Counter[str] = Counter()
 
     def expected_under(token: str) -> Expected:
@@ -91,7 +137,7 @@ def _receive_object(coordinator: Coordinator) -> Endpoint:
             arriving[token] -= 1
             if not arriving[token]:
                 del arriving[token]
-        await run_in_threadpool(uploads.mark_stored, coordinator, expected)
+        await desk.do(partial(uploads.mark_stored, coordinator, expected))
         return Response(status_code=204)
 
     return endpoint
@@ -132,9 +178,24 @@ def _public(coordinator: Coordinator, view: View) -> Endpoint:
     return endpoint
 
 
+def _metrics(coordinator: Coordinator) -> Endpoint:
+    def look() -> str:
+        with coordinator.database.read() as db:
+            return vitals.exposition(db, coordinator)
+
+    async def endpoint(request: Request) -> Response:
+        return Response(await run_in_threadpool(look), media_type="text/plain; version=0.0.4")
+
+    return endpoint
+
+
+def handle_ready(db: Connection, coordinator: Coordinator, request: Request) -> Record:
+    vitals.check_ready(coordinator)
+    return Health(run=coordinator.spec.run, ledger_seq=ledger.head_seq(db))
+
+
 def handle_node(db: Connection, coordinator: Coordinator, request: Request) -> Record:
-    node = nodes.get_node(db, _node_id(request))
-    return nodes.view(node, coordinator.clock(), coordinator.config.heartbeat_s)
+    return nodes.views(db, [nodes.get_node(db, _node_id(request))], coordinator)[0]
 
 
 def handle_node_page(db: Connection, coordinator: Coordinator, request: Request) -> Record:
@@ -167,7 +228,9 @@ PUBLIC_ROUTES: dict[str, View] = {
     "/healthz": lambda db, coordinator, request: Health(
         run=coordinator.spec.run, ledger_seq=ledger.head_seq(db)
     ),
+    "/readyz": handle_ready,
     "/v1/info": lambda db, coordinator, request: stats.info(db, coordinator),
+    "/v1/runs": lambda db, coordinator, request: stats.runs(db, coordinator),
     "/v1/stats": lambda db, coordinator, request: stats.stats(db, coordinator),
     "/v1/history": lambda db, coordinator, request: stats.history(db),
     "/v1/nodes/{node}": handle_node,
@@ -200,7 +263,7 @@ def _json(answer: Record | list[Record]) -> Response:
     return Response(content, media_type="application/json")
 
 
-def _answer_errors(app: FastAPI, coordinator: Coordinator) -> None:
+def _answer_errors(app: Starlette, coordinator: Coordinator) -> None:
     def problem(code: str, detail: str, retry_after_s: float | None = None) -> Response:
         meaning = CODES[code]
         body = Problem(
@@ -218,21 +281,13 @@ def _answer_errors(app: FastAPI, coordinator: Coordinator) -> None:
             headers=headers,
         )
 
-    @app.exception_handler(Rejected)
-    async def refuse(request: Request, error: Rejected) -> Response:
+    async def refuse(request: Request, error: Exception) -> Response:
+        assert isinstance(error, Rejected)
         return problem(error.code, error.detail, error.retry_after_s)
 
-    @app.exception_handler(HTTPException)
-    async def refuse_route(request: Request, error: HTTPException) -> Response:
+    async def refuse_route(request: Request, error: Exception) -> Response:
         return problem("request.not_found", f"there is no {request.method} {request.url.path[:200]}")
 
-    @app.exception_handler(RequestValidationError)
-    async def refuse_parameters(request: Request, error: RequestValidationError) -> Response:
-        return problem(
-            "request.malformed", f"{request.method} {request.url.path[:200]}: {error.errors()[0]['msg']}"
-        )
-
-    @app.exception_handler(Exception)
     async def fail(request: Request, error: Exception) -> Response:
         # The traceback goes to the server's own log; a stranger gets no more than that it failed.
         first_line = str(error).partition("\n")[0]
@@ -240,3 +295,7 @@ def _answer_errors(app: FastAPI, coordinator: Coordinator) -> None:
             f"{request.method} {request.url.path[:200]} failed: {type(error).__name__}: {first_line}"
         )
         return problem("request.failed", "an error on our side; it is logged")
+
+    app.add_exception_handler(Rejected, refuse)
+    app.add_exception_handler(HTTPException, refuse_route)
+    app.add_exception_handler(Exception, fail)

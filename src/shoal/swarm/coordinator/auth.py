@@ -10,19 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from fastapi import Request
-from sqlalchemy import Row, delete, insert
-from sqlalchemy.exc import IntegrityError
-from starlette.requests import ClientDisconnect
+from sqlalchemy import Connection, Row, delete, select, text
+from starlette.requests import ClientDisconnect, Request
 
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction
+from shoal.swarm.coordinator.database import savepoint
 from shoal.swarm.coordinator.nodes import find_node
-from shoal.swarm.coordinator.schema import nonces
+from shoal.swarm.coordinator.schema import nonces, revoked_keys
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import Role
 from shoal.wire.request import NONCE_KEPT_S, Signer, Target, verify_request
 
-Caller = Literal["newcomer", "node"] | Role
+Caller = Literal["newcomer", "node", "banned"] | Role
+"""`newcomer` is any key; `banned` lets even an ejected node through: to appeal."""
 
 SMALL_BODY = 16 << 10
 """What a node has to say."""
@@ -32,7 +32,10 @@ BODY_S = 20.0
 """A body that takes longer is somebody holding the door open."""
 
 _ONCE = ("host", "content-digest", "signature-input", "signature")
-_SPEND = insert(nonces)
+# Both databases read this; an error instead would end PostgreSQL's transaction.
+_SPEND = text(
+    "INSERT INTO nonces (key, nonce, seen_at_s) VALUES (:key, :nonce, :seen_at_s) ON CONFLICT DO NOTHING"
+)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -93,8 +96,8 @@ def admitted(coordinator: Coordinator, signer: Signer, allowed: frozenset[Caller
         _check_role(coordinator, signer, allowed, known=tx.node is not None)
         _spend_nonce(tx, signer)
         try:
-            with tx.db.begin_nested():
-                _refuse_banned(tx.node)
+            with savepoint(tx.db):
+                _refuse_banned(tx, allowed)
                 yield tx
                 tx.ledger.flush()
         except Rejected as error:
@@ -102,6 +105,16 @@ def admitted(coordinator: Coordinator, signer: Signer, allowed: frozenset[Caller
             refusal = error
     if refusal is not None:
         raise refusal
+
+
+def spends_nonce(db: Connection, signer: Signer, now_s: float) -> bool:
+    """Whether the nonce was new; it is spent now."""
+    return db.execute(_SPEND, {"key": signer.key, "nonce": signer.nonce, "seen_at_s": now_s}).rowcount == 1
+
+
+def unspend_nonce(db: Connection, signer: Signer) -> None:
+    """The request goes another way, which spends it again."""
+    db.execute(delete(nonces).where(nonces.c.key == signer.key, nonces.c.nonce == signer.nonce))
 
 
 def prune_nonces(tx: Transaction) -> None:
@@ -121,14 +134,27 @@ def _check_role(coordinator: Coordinator, signer: Signer, allowed: frozenset[Cal
 
 
 def _spend_nonce(tx: Transaction, signer: Signer) -> None:
-    try:
-        tx.db.execute(_SPEND, {"key": signer.key, "nonce": signer.nonce, "seen_at_s": tx.now_s})
-    except IntegrityError:
-        raise Rejected(
-            "request.replayed", f"nonce {signer.nonce} of key {signer.key[:16]} is spent"
-        ) from None
+    if not spends_nonce(tx.db, signer, tx.now_s):
+        raise Rejected("request.replayed", f"nonce {signer.nonce} of key {signer.key[:16]} is spent")
 
 
-def _refuse_banned(node: Row[Any] | None) -> None:
-    if node is not None and node.trust == "banned":
+def _refuse_banned(tx: Transaction, allowed: frozenset[Caller]) -> None:
+    node = tx.node
+    if node is None:
+        return
+    if node.trust == "banned" and "banned" not in allowed:
         raise Rejected("request.banned", f"node {node.node[:16]} was ejected: {node.trust_reason}")
+    if node.delegated_until_s is not None and "newcomer" not in allowed:
+        _check_delegated(tx, node)
+
+
+def _check_delegated(tx: Transaction, node: Row[Any]) -> None:
+    if tx.now_s >= node.delegated_until_s:
+        raise Rejected(
+            "request.revoked", f"the delegation of {node.node[:16]} by {node.owner[:16]} has ended"
+        )
+    revoked = tx.db.execute(
+        select(revoked_keys.c.reason).where(revoked_keys.c.node == node.node)
+    ).scalar_one_or_none()
+    if revoked is not None:
+        raise Rejected("request.revoked", f"{node.owner[:16]} revoked the key of {node.node[:16]}: {revoked}")

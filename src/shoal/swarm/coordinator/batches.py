@@ -1,6 +1,6 @@
 """Accepted groups, and the batches the trainer gets of them.
 
-A group is ready, dropped (its rewards are all equal: no signal), stale, or batched. A batch is formed once, in the
+A group is ready, dropped (its rewards are all equal: no signal), stale, withdrawn (its lease was revoked), or batched. A batch is formed once, in the
 transaction that assigns its groups, and kept as the bytes of its answer: asking again, after a crash of either side,
 gives the same groups, and no group is ever in two batches.
 """
@@ -23,6 +23,7 @@ class GroupState(StrEnum):
     DROPPED = "dropped"
     STALE = "stale"
     BATCHED = "batched"
+    WITHDRAWN = "withdrawn"
 
 
 def has_signal(rewards: tuple[float, ...]) -> bool:
@@ -80,6 +81,14 @@ def retire_stale(tx: Transaction, newest: int, max_lag: int) -> None:
         return
     seq = _record_stale(tx, newest, ids)
     tx.db.execute(update(groups).where(*too_old).values(state=GroupState.STALE.value, stale_seq=seq))
+
+
+def withdraw(tx: Transaction, lease_ids: list[str]) -> list[str]:
+    """Leases were revoked: those of their groups that nobody has trained on never will be; their ids."""
+    unused = (groups.c.state == GroupState.READY.value, groups.c.lease_id.in_(lease_ids))
+    ids = list(tx.db.execute(select(groups.c.group_id).where(*unused).order_by(groups.c.group_id)).scalars())
+    tx.db.execute(update(groups).where(*unused).values(state=GroupState.WITHDRAWN.value))
+    return ids
 
 
 def _record_stale(tx: Transaction, newest: int, group_ids: list[str]) -> int:

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from sqlalchemy import Row, insert, select, update
+from sqlalchemy import Row, bindparam, insert, select, update
 
-from shoal.swarm.coordinator import batches, evaluations
+from shoal.swarm.coordinator import admission, batches, evaluations, relays
+from shoal.swarm.coordinator import credit as credits
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest_version
 from shoal.swarm.coordinator.leases import (
     TERMINAL,
@@ -16,10 +17,12 @@ from shoal.swarm.coordinator.leases import (
     status,
     void_all,
 )
-from shoal.swarm.coordinator.nodes import Finding, Trust, count_verdict, finding_of, get_node
-from shoal.swarm.coordinator.schema import leases, submissions, verdicts
+from shoal.swarm.coordinator.nodes import count_verdict, get_node, happen, why_rejected
+from shoal.swarm.coordinator.revocation import revoke_unchecked
+from shoal.swarm.coordinator.schema import leases, nodes, submissions, verdicts
 from shoal.swarm.coordinator.submissions import find_submission, void_stale
-from shoal.wire.codes import ACCEPTED, CODES, Rejected
+from shoal.swarm.coordinator.trust import Finding, Happening, Trust, finding_of
+from shoal.wire.codes import ACCEPTED, CODES, UNCERTAIN, Rejected
 from shoal.wire.lease import Lease, Verdict
 from shoal.wire.messages import Claim, LeaseStatus
 from shoal.wire.record import Sealed
@@ -32,6 +35,12 @@ _NEXT = (
     .where(leases.c.state == State.SUBMITTED.value)
     .order_by(leases.c.purpose, submissions.c.seq)
     .limit(1)
+)
+
+_ONE = (
+    select(submissions, leases.c.sealed, leases.c.state)
+    .join(leases, leases.c.lease_id == submissions.c.lease_id)
+    .where(submissions.c.lease_id == bindparam("id"))
 )
 
 
@@ -50,8 +59,25 @@ def claim(tx: Transaction, coordinator: Coordinator) -> Claim:
         .where(submissions.c.lease_id == row.lease_id)
         .values(claimed_by=tx.actor, claimed_at_s=tx.now_s, claimed_until_s=until_s)
     )
+    return _to_claim(tx, coordinator, row, until_s=until_s)
+
+
+def look_again(tx: Transaction, coordinator: Coordinator, lease_id: str) -> Claim:
+    """A submission as its validator saw it, for an audit: nothing changes, and every check is asked for."""
+    row = tx.db.execute(_ONE, {"id": lease_id}).one_or_none()
+    if row is None:
+        raise Rejected("request.not_found", f"lease {lease_id} has no submission")
+    claim = _to_claim(tx, coordinator, row, until_s=tx.now_s)
+    return claim.model_copy(update={"checks": "full"})
+
+
+def _to_claim(tx: Transaction, coordinator: Coordinator, row: Row[Any], *, until_s: float) -> Claim:
+    version = range(row.policy_version, row.policy_version + 1)
+    live = relays.usable(tx.db, tx.now_s, coordinator.config.heartbeat_s)
     return Claim(
         lease=Sealed[Lease].parse(row.sealed).body,
+        checks=row.checks,
+        relays=relays.serving(live, version)[0],
         policy_version=row.policy_version,
         sha256=row.sha256,
         num_bytes=row.num_bytes,
@@ -79,6 +105,7 @@ def release_lapsed(tx: Transaction, coordinator: Coordinator) -> int:
 def give_verdict(tx: Transaction, coordinator: Coordinator, lease_id: str, verdict: Verdict) -> LeaseStatus:
     """Idempotent: the same finding again changes nothing, another one is refused. The first counts."""
     _check_code(lease_id, verdict)
+    verdict = verdict.model_copy(update={"detail": verdict.detail.replace("\0", "\\0")})  # see messages.Words
     lease = find_lease(tx.db, lease_id)
     given = tx.db.execute(select(verdicts).where(verdicts.c.lease_id == lease_id)).one_or_none()
     if given is not None and given.code != verdict.code:
@@ -95,6 +122,11 @@ def give_verdict(tx: Transaction, coordinator: Coordinator, lease_id: str, verdi
         )
     if verdict.code == ACCEPTED:
         _check_accepted(lease, verdict)
+        # Its node fell out of trust while it was looked at: cheap checks do not suffice any more.
+        if submission.checks == "full" and verdict.checks != "full":
+            if lease.state == State.CHECKING:
+                move(tx, lease, Event.RELEASE)
+            return status(find_lease(tx.db, lease_id))
     _enter(tx, coordinator, lease, submission, verdict)
     return status(find_lease(tx.db, lease_id))
 
@@ -135,7 +167,8 @@ def _enter(
     tx: Transaction, coordinator: Coordinator, lease: Row[Any], submission: Row[Any], verdict: Verdict
 ) -> None:
     finding = finding_of(verdict.code)
-    credit = verdict.output_tokens if finding is Finding.ACCEPTED else 0
+    accepted = finding is Finding.ACCEPTED
+    credit = credits.amount(verdict.output_tokens, coordinator.config.credit_factor) if accepted else 0
     seq = tx.record(
         "verdict.given",
         lease_id=lease.lease_id,
@@ -145,32 +178,58 @@ def _enter(
         output_tokens=verdict.output_tokens,
         rewards=list(verdict.rewards),
         evidence=verdict.evidence,
+        checks=verdict.checks,
+        drawn={"epoch": submission.draw_epoch, "rate": submission.draw_rate, "checks": submission.checks},
+        credit=credit,
     )
     tx.db.execute(
         insert(verdicts).values(
             lease_id=lease.lease_id,
             validator=tx.actor,
+            node=lease.node,
             code=verdict.code,
-            output_tokens=credit,
-            graded=len(verdict.rewards) if finding is Finding.ACCEPTED else 0,
-            unparseable=_unparseable(verdict) if finding is Finding.ACCEPTED else 0,
+            output_tokens=verdict.output_tokens if accepted else 0,
+            checks=verdict.checks,
+            credit=credit,
+            graded=len(verdict.rewards) if accepted else 0,
+            unparseable=_unparseable(verdict) if accepted else 0,
             body=verdict.model_dump_json(),
             given_at_s=tx.now_s,
         )
     )
     end(tx, coordinator, lease, _EVENT[finding], code=verdict.code, detail=verdict.detail, credit=credit)
-    trust = count_verdict(
-        tx,
-        get_node(tx.db, lease.node),
-        code=verdict.code,
-        detail=verdict.detail,
-        credit=credit,
-        trusted_after=coordinator.config.trusted_after,
-    )
-    if trust is Trust.BANNED:
-        void_all(tx, coordinator, lease.node, "void.abandoned", "the node was ejected")
-    if finding is Finding.ACCEPTED:
+    count_verdict(tx, lease.node, finding, code=verdict.code, detail=verdict.detail, credit=credit)
+    _measure(tx, lease, submission)
+    if finding is Finding.REJECTED:
+        _punish(tx, coordinator, lease, verdict)
+    elif accepted:
+        full = verdict.checks == "full"
+        happen(tx, coordinator, lease.node, Happening.ACCEPTED if full else Happening.TAKEN_ON_TRUST, "")
         _use(tx, coordinator, lease, submission, verdict, seq)
+    elif verdict.code == UNCERTAIN:
+        happen(tx, coordinator, lease.node, Happening.UNCERTAIN, "")
+
+
+def _punish(tx: Transaction, coordinator: Coordinator, lease: Row[Any], verdict: Verdict) -> None:
+    """What a rejection does: to what was taken on trust, to the stake, to the standing, and to what is still open."""
+    before = get_node(tx.db, lease.node)
+    revoke_unchecked(tx, coordinator, before, because=lease.lease_id)
+    admission.slash(tx, coordinator, before.owner or before.node, lease.lease_id)
+    happen(tx, coordinator, lease.node, Happening.REJECTED, why_rejected(verdict.code, verdict.detail))
+    if get_node(tx.db, lease.node).trust == Trust.BANNED.value:
+        void_all(tx, coordinator, lease.node, "void.abandoned", "the node was ejected")
+
+
+SPEED_MEMORY = 0.7
+
+
+def _measure(tx: Transaction, lease: Row[Any], submission: Row[Any]) -> None:
+    """The lease was answered: that says how fast the node is."""
+    rows = lease.num_prompts * lease.samples_per_prompt
+    speed = rows / max(1e-3, submission.received_at_s - lease.issued_at_s)
+    before = get_node(tx.db, lease.node).rows_per_s
+    after = speed if before == 0 else SPEED_MEMORY * before + (1 - SPEED_MEMORY) * speed
+    tx.db.execute(update(nodes).where(nodes.c.node == lease.node).values(rows_per_s=after))
 
 
 def _unparseable(verdict: Verdict) -> int:

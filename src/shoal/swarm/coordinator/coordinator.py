@@ -1,9 +1,10 @@
 """The coordinator as a value: terms, keys, database, store and clock. And the transaction, the unit of all it does."""
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,11 +15,13 @@ from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.database import Database
 from shoal.swarm.coordinator.journal import tell
 from shoal.swarm.coordinator.ledger import LedgerWriter
+from shoal.swarm.coordinator.loops import Vitals
 from shoal.swarm.coordinator.schema import SCHEMA_VERSION, policies, run
 from shoal.tasks import Task, make_task
 from shoal.tasks.files import keep_files, with_files_from
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
+from shoal.wire.ledger import LedgerEvent
 from shoal.wire.messages import Role
 from shoal.wire.run import PROTOCOL, RunSpec
 
@@ -26,6 +29,7 @@ DATABASE_FILE = "shoal.db"
 
 _NEWEST = select(func.max(policies.c.version))
 _FINISHED = select(run.c.finished_version)
+_PAUSED = select(run.c.paused)
 
 
 class Transaction:
@@ -56,6 +60,7 @@ class Coordinator:
     """The task's files, under their SHA-256 digests: for validators and the trainer."""
     clock: Callable[[], float]
     log: Log
+    vitals: Vitals = field(default_factory=Vitals)
 
     @contextmanager
     def transaction(self, actor: str | None = None) -> Iterator[Transaction]:
@@ -64,8 +69,13 @@ class Coordinator:
             transaction = Transaction(db, self.clock(), actor or self.run_key.public)
             yield transaction
             transaction.ledger.flush()
-        # Only now is it true.
-        for event in transaction.ledger.events:
+        events = transaction.ledger.events
+        if events:
+            self.database.when_committed(lambda: self._tell(events))
+
+    def _tell(self, events: list[LedgerEvent]) -> None:
+        """Only now is it true."""
+        for event in events:
             tell(self.log, event)
 
     def close(self) -> None:
@@ -80,7 +90,11 @@ def open_coordinator(
     log: Log,
     clock: Callable[[], float] = time.time,
 ) -> Coordinator:
-    """The coordinator that lives in `dir`, made there first if need be. Refuses the folder of another run."""
+    """The coordinator that lives in `dir`, made there first if need be. Refuses the folder of another run.
+
+    With `config.database` the tables are in PostgreSQL. Several coordinators may share one, with the same keys and objects:
+    then `dir` is a folder they all see.
+    """
     dir.mkdir(parents=True, exist_ok=True)
     keys, data = dir / "keys", dir / "data"
     spec = spec.model_copy(update={"task": keep_files(spec.task, data)})
@@ -91,7 +105,7 @@ def open_coordinator(
         task=make_task(with_files_from(spec.task, data)),
         run_key=Key.load_or_create(keys / "run.key"),
         roles=roles,
-        database=Database(dir / DATABASE_FILE),
+        database=Database(config.database or dir / DATABASE_FILE),
         store=LocalStore(dir / "objects"),
         data=data,
         clock=clock,
@@ -108,14 +122,20 @@ def _open_run(coordinator: Coordinator, dir: Path) -> None:
         if found is not None:
             _check_same_run(found, spec, key, dir)
             _check_last_version(newest_version(tx.db), spec, dir)
-        text = spec.model_dump_json()
-        if found is not None and found.spec == text:
+        text, terms = spec.model_dump_json(), json.dumps(coordinator.config.terms())
+        if found is not None and (found.spec, found.terms) == (text, terms):
             return
         if found is None:
-            row = {"name": spec.run, "run_key": key, "schema_version": SCHEMA_VERSION, "spec": text}
-            tx.db.execute(insert(run).values(**row))
+            row = {
+                "name": spec.run,
+                "run_key": key,
+                "schema_version": SCHEMA_VERSION,
+                "spec": text,
+                "paused": 0,
+            }
+            tx.db.execute(insert(run).values(**row, terms=terms))
         else:
-            tx.db.execute(update(run).values(spec=text))
+            tx.db.execute(update(run).values(spec=text, terms=terms))
         # The terms stand in the ledger, and so does every change of them.
         tx.record(
             "run.opened",
@@ -123,6 +143,7 @@ def _open_run(coordinator: Coordinator, dir: Path) -> None:
             run_key=key,
             protocol=PROTOCOL,
             spec=spec.model_dump(mode="json"),
+            terms=coordinator.config.terms(),
         )
 
 
@@ -155,6 +176,10 @@ def newest_version(db: Connection) -> int | None:
 
 def is_finished(db: Connection, spec: RunSpec) -> bool:
     return bool(db.execute(_FINISHED).scalar_one() == spec.last_version)
+
+
+def is_paused(db: Connection) -> bool:
+    return bool(db.execute(_PAUSED).scalar_one())
 
 
 def finish(tx: Transaction, version: int) -> None:

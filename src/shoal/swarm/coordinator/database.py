@@ -1,42 +1,91 @@
-"""The database: one writer at a time, readers beside it. The only file that knows it is SQLite.
+"""The database: one writer at a time, readers beside it. The only file that knows which database it is.
 
-Moving to PostgreSQL means another `_configure` here: an advisory lock where SQLite has BEGIN IMMEDIATE.
+SQLite is a file beside the keys. PostgreSQL is named by a URL, and any number of coordinators may share it: an advisory lock
+makes one writer of all of them, as BEGIN IMMEDIATE does in SQLite.
+
+Requests that wait together are committed together (`group`, used by desk.py), each under a savepoint of its own.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, RootTransaction, create_engine, event
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
 
+from shoal.swarm.coordinator.migrations import migrate
 from shoal.swarm.coordinator.schema import metadata
 
 BUSY_TIMEOUT_MS = 10_000
 # Every thread of the server's pool may read at once; a request must never wait for a connection.
 READERS = 48
+# One writer among all coordinators of a run: the schema the connection works in tells runs apart.
+_PG_LOCK = "SELECT pg_advisory_xact_lock(hashtext('shoal'), hashtext(current_schema()))"
 
 
 class Database:
-    """A file with the coordinator's tables. An answered request is on disk: WAL with synchronous=FULL."""
+    """The coordinator's tables. An answered request is on disk."""
 
-    def __init__(self, path: Path) -> None:
-        self._engine = create_engine(
-            f"sqlite:///{path}", pool_size=READERS, connect_args={"check_same_thread": False}
-        )
-        _configure(self._engine)
+    def __init__(self, where: Path | str) -> None:
+        """`where` is SQLite's file, or postgresql://..."""
+        self.url = database_url(where)
+        self._engine = _make_engine(self.url)
+        self.is_sqlite = self._engine.dialect.name == "sqlite"
         self._writing = self._engine.execution_options(shoal_writes=True)
-        # SQLite would serialise writers by itself, by polling; a lock hands over at once.
+        # The database would serialise writers by itself, by polling; a lock hands over at once.
         self._lock = threading.Lock()
+        self._group: tuple[int, Connection] | None = None
+        self._afterwards: list[Callable[[], None]] = []
         with self.transaction() as db:
             metadata.create_all(db)
+            migrate(db)
 
     @contextmanager
     def transaction(self) -> Iterator[Connection]:
-        """All or nothing: committed when the block ends, rolled back when it raises."""
-        with self._lock, self._writing.begin() as db:
+        """All or nothing: as if it had never begun when the block raises. On disk when it has ended, or inside a `group`
+        of this thread when that has."""
+        group = self._group
+        if group is not None and group[0] == threading.get_ident():
+            with savepoint(group[1]):
+                yield group[1]
+            return
+        with self._lock, self._writing.connect() as db, db.begin() as transaction:
             yield db
+            self._commit(transaction)
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """The transactions of this thread until the block ends are committed together, so that a disk that takes a millisecond
+        for a commit takes it once. Each still stands or falls alone, but none counts before the block has ended."""
+        with self._lock, self._writing.connect() as db, db.begin() as transaction:
+            self._group = (threading.get_ident(), db)
+            try:
+                yield
+            finally:
+                self._group = None
+                afterwards, self._afterwards = self._afterwards, []
+            self._commit(transaction)
+        for act in afterwards:
+            act()
+
+    def when_committed(self, act: Callable[[], None]) -> None:
+        """At once after a transaction that stood alone; inside a group, when that is on disk, or never if it fails."""
+        if self.joined() is None:
+            act()
+        else:
+            self._afterwards.append(act)
+
+    def joined(self) -> Connection | None:
+        """The connection of this thread's group; None outside of one."""
+        group = self._group
+        return group[1] if group is not None and group[0] == threading.get_ident() else None
+
+    def _commit(self, transaction: RootTransaction) -> None:
+        """The one place where anything becomes true."""
+        transaction.commit()
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -45,7 +94,9 @@ class Database:
             yield db
 
     def checkpoint(self) -> None:
-        """Move the write-ahead log into the file, so that it does not grow without end."""
+        """Move SQLite's write-ahead log into the file, so that it does not grow without end."""
+        if not self.is_sqlite:
+            return
         with self._lock:
             raw = self._engine.raw_connection()
             try:
@@ -58,11 +109,41 @@ class Database:
 
 
 @contextmanager
-def read_only(path: Path) -> Iterator[Connection]:
+def savepoint(db: Connection) -> Iterator[None]:
+    """What the block did is undone if it raises. In the database's own words: SQLAlchemy's cost four times as much."""
+    db.exec_driver_sql("SAVEPOINT shoal")
+    try:
+        yield
+    except BaseException:
+        db.exec_driver_sql("ROLLBACK TO SAVEPOINT shoal")
+        db.exec_driver_sql("RELEASE SAVEPOINT shoal")
+        raise
+    db.exec_driver_sql("RELEASE SAVEPOINT shoal")
+
+
+def database_url(where: Path | str) -> str:
+    if isinstance(where, Path):
+        return f"sqlite:///{where}"
+    try:
+        url = make_url(where)
+    except ArgumentError:
+        raise ValueError(f"{where!r} is not a database URL such as postgresql://USER@HOST/NAME") from None
+    if url.get_backend_name() != "postgresql":
+        raise ValueError(
+            f"{url.get_backend_name()!r} is no database we know; leave --database out for SQLite, or give postgresql://..."
+        )
+    return url.set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
+
+
+@contextmanager
+def read_only(where: Path | str) -> Iterator[Connection]:
     """A look into the database of a coordinator that may be running, or may have been killed."""
-    if not path.exists():
-        raise FileNotFoundError(f"no database at {path}; a coordinator's folder has shoal.db")
-    engine = create_engine(f"sqlite:///file:{path}?mode=ro&uri=true")
+    if isinstance(where, Path):
+        if not where.exists():
+            raise FileNotFoundError(f"no database at {where}; a coordinator's folder has shoal.db")
+        engine = create_engine(f"sqlite:///file:{where}?mode=ro&uri=true")
+    else:
+        engine = _make_engine(database_url(where))
     try:
         with engine.connect() as db:
             yield db
@@ -70,7 +151,18 @@ def read_only(path: Path) -> Iterator[Connection]:
         engine.dispose()
 
 
-def _configure(engine: Engine) -> None:
+def _make_engine(url: str) -> Engine:
+    if url.startswith("sqlite"):
+        engine = create_engine(url, pool_size=READERS, connect_args={"check_same_thread": False})
+        _configure_sqlite(engine)
+        return engine
+    # Asked before use: a server that was restarted must not cost the first request after it.
+    engine = create_engine(url, pool_size=READERS, pool_pre_ping=True)
+    _configure_postgresql(engine)
+    return engine
+
+
+def _configure_sqlite(engine: Engine) -> None:
     @event.listens_for(engine, "connect")
     def set_pragmas(connection: Any, record: Any) -> None:
         # None: the driver begins nothing on its own, so that a transaction starts where we say.
@@ -90,3 +182,13 @@ def _configure(engine: Engine) -> None:
         # A writer takes the write lock at once: upgrading later could fail half-way through.
         writes = db.get_execution_options().get("shoal_writes", False)
         db.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _configure_postgresql(engine: Engine) -> None:
+    @event.listens_for(engine, "begin")
+    def begin(db: Connection) -> None:
+        # The driver has begun. A writer waits for its turn before its first look; a reader keeps its first view.
+        if db.get_execution_options().get("shoal_writes", False):
+            db.exec_driver_sql(_PG_LOCK)
+        else:
+            db.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")

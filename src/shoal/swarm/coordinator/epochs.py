@@ -28,6 +28,14 @@ def draw(tx: Transaction, leases_per_epoch: int) -> tuple[int, bytes]:
     return row.epoch, bytes.fromhex(row.secret)
 
 
+def secret_now(tx: Transaction) -> tuple[int, bytes]:
+    """Number and secret of an epoch that is not revealed yet, for a draw."""
+    row = tx.db.execute(
+        select(epochs).where(epochs.c.revealed_at_s.is_(None)).order_by(epochs.c.epoch.desc()).limit(1)
+    ).one_or_none()
+    return _begin(tx, num_leases=0) if row is None else (row.epoch, bytes.fromhex(row.secret))
+
+
 def commitment(secret: bytes) -> str:
     return hashlib.sha256(secret).hexdigest()
 
@@ -43,12 +51,16 @@ def reveal_ended(tx: Transaction, leases_per_epoch: int, *, run_over: bool) -> N
         tx.record("epoch.revealed", epoch=row.epoch, secret=row.secret)
 
 
-def _begin(tx: Transaction) -> tuple[int, bytes]:
+def _begin(tx: Transaction, num_leases: int = 1) -> tuple[int, bytes]:
     secret = secrets.token_bytes(32)
     epoch = int(tx.db.execute(select(func.coalesce(func.max(epochs.c.epoch), 0))).scalar_one()) + 1
     tx.db.execute(
         insert(epochs).values(
-            epoch=epoch, secret=secret.hex(), commitment=commitment(secret), num_leases=1, revealed_at_s=None
+            epoch=epoch,
+            secret=secret.hex(),
+            commitment=commitment(secret),
+            num_leases=num_leases,
+            revealed_at_s=None,
         )
     )
     tx.record("epoch.committed", epoch=epoch, commitment=commitment(secret))

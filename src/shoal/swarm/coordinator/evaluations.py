@@ -120,8 +120,8 @@ def views(db: Connection) -> tuple[Evaluation, ...]:
     return tuple(
         Evaluation(
             version=row.version,
-            reward_mean=row.reward_sum / row.rollouts,
-            rollouts=row.rollouts,
+            reward_mean=row.reward_sum / int(row.rollouts),
+            rollouts=int(row.rollouts),
             complete=row.completed_at_s is not None,
         )
         for row in rows

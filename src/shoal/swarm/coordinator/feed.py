@@ -12,9 +12,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.resources import files
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from shoal.swarm.coordinator.coordinator import Coordinator
@@ -163,25 +164,21 @@ def _section(snapshot: Snapshot, name: str) -> str:
 # -- routes -----------------------------------------------------------------------------------------------
 
 
-def add_page(app: FastAPI, coordinator: Coordinator) -> Feed:
+def page_routes(feed: Feed) -> list[Route]:
     """The page's files, its data as JSON, and the same as events."""
-    feed = Feed(coordinator)
 
     async def look(request: Request) -> Response:
-        return Response(
-            await feed.fresh(), media_type="application/json", headers={"Cache-Control": "no-store"}
-        )
+        headers = {"Cache-Control": "no-store"}
+        return Response(await feed.fresh(), media_type="application/json", headers=headers)
 
     async def follow(request: Request) -> Response:
         seat = ExitStack()
         seat.enter_context(feed.seat())
         return EventStream(feed, seat)
 
-    app.add_route("/v1/page", look, methods=["GET"])
-    app.add_route("/v1/events", follow, methods=["GET"])
-    for path, (name, media_type) in PAGE_FILES.items():
-        app.add_route(path, _file(page_file(name), media_type), methods=["GET"])
-    return feed
+    routes: dict[str, Callable[[Request], Awaitable[Response]]] = {"/v1/page": look, "/v1/events": follow}
+    routes |= {path: _file(page_file(name), kind) for path, (name, kind) in PAGE_FILES.items()}
+    return [Route(path, endpoint, methods=["GET"]) for path, endpoint in routes.items()]
 
 
 def page_file(name: str) -> bytes:

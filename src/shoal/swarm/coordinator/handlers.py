@@ -5,8 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from fastapi import Response
-from fastapi.responses import FileResponse
+from starlette.responses import FileResponse, Response
 
 from shoal.swarm.coordinator import (
     batches,
@@ -14,28 +13,37 @@ from shoal.swarm.coordinator import (
     issue,
     leases,
     nodes,
+    orders,
     policies,
     relays,
+    revocation,
     stats,
     submissions,
     uploads,
 )
-from shoal.swarm.coordinator.auth import LARGE_BODY, SMALL_BODY, Caller
+from shoal.swarm.coordinator.auth import LARGE_BODY, SMALL_BODY, Caller, spends_nonce, unspend_nonce
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest_version
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import (
     Abandon,
+    AdminOrder,
     Announce,
+    Appeal,
     AskLease,
     AskUpload,
     Enrol,
     Heartbeat,
+    Leave,
     OpenSession,
     RelayReport,
+    RevokeKey,
     Submit,
 )
 from shoal.wire.record import Record
+from shoal.wire.request import Signer
+
+Quick = Callable[[Coordinator, Signer, bytes], Record | None]
 
 _LEASE_ID = re.compile(r"[0-9a-f]{32}")
 _VERSION = re.compile(r"[0-9]{1,9}")
@@ -65,6 +73,8 @@ class SignedRoute:
     callers: frozenset[Caller]
     handle: Callable[[Call], Record | Response]
     max_body: int = SMALL_BODY
+    quick: "Quick | None" = None
+    """A shorter way for the usual case; None as its answer sends the request the long way."""
 
 
 def parse_version(text: str) -> int:
@@ -83,6 +93,21 @@ def handle_session(call: Call) -> Record:
 
 def handle_heartbeat(call: Call) -> Record:
     return nodes.heartbeat(call.tx, call.coordinator, Heartbeat.parse(call.body))
+
+
+def quick_heartbeat(coordinator: Coordinator, signer: Signer, body: bytes) -> Record | None:
+    beat, now_s = Heartbeat.parse(body), coordinator.clock()
+    db = coordinator.database.joined()
+    # A role's key is no node's, whatever the table says.
+    if db is None or signer.key in coordinator.roles:
+        return None
+    # First, as on the long way: a replayed heartbeat must not even count as a sign of life.
+    if not spends_nonce(db, signer, now_s):
+        raise Rejected("request.replayed", f"nonce {signer.nonce} of key {signer.key[:16]} is spent")
+    reply = nodes.quick_heartbeat(db, coordinator, signer.key, beat, now_s)
+    if reply is None:
+        unspend_nonce(db, signer)
+    return reply
 
 
 def handle_ticket(call: Call) -> Record:
@@ -109,8 +134,28 @@ def handle_lease_status(call: Call) -> Record:
     return leases.status(leases.own_lease(call.tx, call.lease_id))
 
 
+def handle_appeal(call: Call) -> Record:
+    return revocation.appeal(call.tx, call.lease_id, Appeal.parse(call.body))
+
+
+def handle_leave(call: Call) -> Record:
+    return nodes.leave(call.tx, call.coordinator, Leave.parse(call.body))
+
+
+def handle_revoke_key(call: Call) -> Record:
+    return orders.revoke_key(call.tx, call.coordinator, RevokeKey.parse(call.body))
+
+
+def handle_order(call: Call) -> Record:
+    return orders.give_order(call.tx, call.coordinator, call.path["action"], AdminOrder.parse(call.body))
+
+
 def handle_claim(call: Call) -> Record:
     return checks.claim(call.tx, call.coordinator)
+
+
+def handle_look_again(call: Call) -> Record:
+    return checks.look_again(call.tx, call.coordinator, call.lease_id)
 
 
 def handle_verdict(call: Call) -> Record:
@@ -159,6 +204,8 @@ def handle_get_batch(call: Call) -> Record:
 
 _NEWCOMER: frozenset[Caller] = frozenset({"newcomer", "node"})
 _NODE: frozenset[Caller] = frozenset({"node"})
+_EVEN_BANNED: frozenset[Caller] = frozenset({"node", "banned"})
+_ADMIN: frozenset[Caller] = frozenset({"admin"})
 _TRAINER: frozenset[Caller] = frozenset({"trainer"})
 _VALIDATOR: frozenset[Caller] = frozenset({"validator"})
 _RELAY: frozenset[Caller] = frozenset({"relay"})
@@ -166,13 +213,26 @@ _RELAY: frozenset[Caller] = frozenset({"relay"})
 SIGNED_ROUTES = (
     SignedRoute(method="POST", path="/v1/enrol", callers=_NEWCOMER, handle=handle_enrol),
     SignedRoute(method="POST", path="/v1/session", callers=_NODE, handle=handle_session),
-    SignedRoute(method="POST", path="/v1/heartbeat", callers=_NODE, handle=handle_heartbeat),
+    SignedRoute(
+        method="POST",
+        path="/v1/heartbeat",
+        callers=_NODE,
+        handle=handle_heartbeat,
+        quick=quick_heartbeat,
+    ),
     SignedRoute(method="POST", path="/v1/leases", callers=_NODE, handle=handle_ask_lease),
     SignedRoute(method="GET", path="/v1/leases/{lease_id}", callers=_NODE, handle=handle_lease_status),
     SignedRoute(method="POST", path="/v1/leases/{lease_id}/upload", callers=_NODE, handle=handle_ask_upload),
     SignedRoute(method="POST", path="/v1/leases/{lease_id}/submit", callers=_NODE, handle=handle_submit),
     SignedRoute(method="POST", path="/v1/leases/{lease_id}/abandon", callers=_NODE, handle=handle_abandon),
+    SignedRoute(
+        method="POST", path="/v1/leases/{lease_id}/appeal", callers=_EVEN_BANNED, handle=handle_appeal
+    ),
+    SignedRoute(method="POST", path="/v1/leave", callers=_NODE, handle=handle_leave),
+    SignedRoute(method="POST", path="/v1/keys/revoke", callers=_NEWCOMER, handle=handle_revoke_key),
+    SignedRoute(method="POST", path="/v1/admin/{action}", callers=_ADMIN, handle=handle_order),
     SignedRoute(method="POST", path="/v1/checks/claim", callers=_VALIDATOR, handle=handle_claim),
+    SignedRoute(method="GET", path="/v1/checks/{lease_id}", callers=_VALIDATOR, handle=handle_look_again),
     SignedRoute(
         method="POST",
         path="/v1/checks/{lease_id}/verdict",

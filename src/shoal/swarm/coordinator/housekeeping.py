@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from sqlalchemy import select
 
-from shoal.swarm.coordinator import checks, evaluations, leases
+from shoal.swarm.coordinator import checks, evaluations, leases, nodes
 from shoal.swarm.coordinator.auth import prune_nonces
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, is_finished, newest_version
 from shoal.swarm.coordinator.schema import leases as lease_table
@@ -21,6 +21,7 @@ def tick(coordinator: Coordinator) -> None:
     with coordinator.transaction() as tx:
         leases.expire(tx, coordinator)
         checks.release_lapsed(tx, coordinator)
+        nodes.tell_offline(tx, coordinator.config.heartbeat_s)
 
 
 def tidy(coordinator: Coordinator) -> None:
@@ -36,9 +37,11 @@ def keep_house(coordinator: Coordinator, stop: threading.Event, *, check: Callab
     `check` raises if the server has ended.
     """
     tidied_s = time.monotonic()
+    coordinator.vitals.beat("housekeeping")
     while not stop.wait(TICK_S):
         check()
         tick(coordinator)
+        coordinator.vitals.beat("housekeeping")
         if time.monotonic() - tidied_s >= TIDY_S:
             tidy(coordinator)
             tidied_s = time.monotonic()

@@ -6,20 +6,32 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, func, insert, select, update
 
-from shoal.swarm.coordinator import batches, epochs, evaluations, relays
-from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, is_finished, newest_version
+from shoal.swarm.coordinator import admission, batches, epochs, evaluations, relays
+from shoal.swarm.coordinator.coordinator import (
+    Coordinator,
+    Transaction,
+    is_finished,
+    is_paused,
+    newest_version,
+)
 from shoal.swarm.coordinator.evaluations import Chunk
-from shoal.swarm.coordinator.leases import AWAITED, OPEN, State, expire
-from shoal.swarm.coordinator.nodes import Trust, check_session, sign_of_life
+from shoal.swarm.coordinator.leases import AWAITED, OPEN, State, expire, find_lease
+from shoal.swarm.coordinator.nodes import check_compatible, check_session, get_node, sign_of_life, standing_of
 from shoal.swarm.coordinator.policies import policy_refs
-from shoal.swarm.coordinator.schema import leases
+from shoal.swarm.coordinator.schema import leases, nodes
+from shoal.swarm.coordinator.trust import Standing, Trust, lease_prompts, next_lease_s, open_leases
 from shoal.wire.codes import Rejected
 from shoal.wire.draw import lease_seed, problem_seeds
 from shoal.wire.lease import Lease, PolicyRef, Purpose
-from shoal.wire.messages import AskLease
+from shoal.wire.messages import AskLease, RelayView
 from shoal.wire.record import Sealed, seal
 from shoal.wire.run import ProofSpec, Sampling
 
+NEWCOMER_SHARE = 1.0
+"""Work leased to nodes that have shown nothing yet does not count as coming: beyond what the trainer can use, this share
+of it again is leased to them. So idle newcomers hold up nobody who has delivered before, and each other only past that."""
+LEASE_SHARE = 0.25
+"""A lease is sized so that its node should be done within this share of the time it has."""
 PROMPT_SLACK_TOKENS = 1024
 """What a chat template may add to a prompt. A prompt has at most as many tokens as bytes."""
 
@@ -31,13 +43,19 @@ class Outlook:
     newest_version: int | None
     last_version: int
     finished: bool
-    num_relays: int
-    trust: Trust
+    relays: tuple[RelayView, ...]
+    """Live ones."""
+    standing: Standing
+    proven: bool
+    """The node has delivered before, and does not let leases lapse."""
+    rows_per_s: float
     chunk: Chunk | None
     """Held-out work that nobody has."""
     ready_groups: int
-    flying_groups: int
-    """In train leases that have not ended."""
+    coming_groups: int
+    """In train leases that have not ended: delivered, or in the hands of proven nodes."""
+    hoped_groups: int
+    """In the hands of nodes that have shown nothing yet."""
     batch_formed: bool = False
     """The trainer has its batch of the newest version: new groups serve a later one."""
 
@@ -47,7 +65,8 @@ class Work:
     """What a lease is made of: `versions` are those allowed, the newest last."""
 
     purpose: Purpose
-    versions: range
+    versions: tuple[int, ...]
+    relays: tuple[str, ...]
     chunk: int
     num_prompts: int
     samples_per_prompt: int
@@ -64,30 +83,45 @@ def plan(outlook: Outlook, coordinator: Coordinator) -> Work:
         raise NoWork("the run is finished")
     if outlook.newest_version is None:
         raise NoWork("no policy yet: the trainer has not published version 0")
-    if not outlook.num_relays:
+    if not outlook.relays:
         raise NoWork("no relay is live, so nobody could fetch the weights")
     newest = outlook.newest_version
     # The curve must not hang on a node that is under suspicion.
-    if outlook.chunk is not None and outlook.trust is not Trust.QUARANTINED:
-        return Work(
-            purpose="eval",
-            versions=range(outlook.chunk.version, outlook.chunk.version + 1),
-            chunk=outlook.chunk.index,
-            num_prompts=outlook.chunk.num_prompts,
-            samples_per_prompt=config.eval_samples,
-        )
-    steps_ahead = min(spec.max_lag + 1, outlook.last_version - newest)
-    wanted = config.groups_per_step * steps_ahead
-    if outlook.ready_groups + outlook.flying_groups >= wanted:
-        raise NoWork(_enough(outlook, wanted))
-    oldest = oldest_worth_leasing(outlook, coordinator)
+    if outlook.chunk is not None and outlook.standing.trust is not Trust.QUARANTINED:
+        version = outlook.chunk.version
+        urls, held = relays.serving(outlook.relays, range(version, version + 1))
+        if urls:
+            return Work(
+                purpose="eval",
+                versions=held,
+                relays=urls,
+                chunk=outlook.chunk.index,
+                num_prompts=outlook.chunk.num_prompts,
+                samples_per_prompt=config.eval_samples,
+            )
+    _refuse_surplus(outlook, config.groups_per_step * min(spec.max_lag + 1, outlook.last_version - newest))
+    urls, held = relays.serving(outlook.relays, range(oldest_worth_leasing(outlook, coordinator), newest + 1))
+    if not urls:
+        raise NoWork(f"no live relay has version {newest} yet, or one at most {spec.max_lag} behind it")
     return Work(
         purpose="train",
-        versions=range(oldest, newest + 1),
+        versions=held,
+        relays=urls,
         chunk=0,
-        num_prompts=config.prompts_per_lease,
+        num_prompts=_num_prompts(outlook, coordinator),
         samples_per_prompt=spec.sampling.samples_per_prompt,
     )
+
+
+def _num_prompts(outlook: Outlook, coordinator: Coordinator) -> int:
+    """As many as the node, by what was measured of it, answers in a quarter of the time; halved by each lapse."""
+    config = coordinator.config
+    usual, most = config.prompts_per_lease, max(config.prompts_per_lease, config.max_prompts_per_lease)
+    if outlook.rows_per_s == 0:
+        return lease_prompts(outlook.standing, most=usual)
+    rows = outlook.rows_per_s * config.lease_s * LEASE_SHARE
+    fits = int(rows / coordinator.spec.sampling.samples_per_prompt)
+    return lease_prompts(outlook.standing, most=max(1, min(most, fits)))
 
 
 def oldest_worth_leasing(outlook: Outlook, coordinator: Coordinator) -> int:
@@ -102,7 +136,7 @@ def oldest_worth_leasing(outlook: Outlook, coordinator: Coordinator) -> int:
     assert newest is not None, "no version, no lease"
     if config.stale == "drop":
         return max(0, newest - max_lag)
-    queued = outlook.ready_groups + outlook.flying_groups
+    queued = outlook.ready_groups + outlook.coming_groups  # not what idle newcomers hold
     serves = newest + outlook.batch_formed + queued // config.groups_per_step
     if serves - max_lag > newest:
         raise NoWork(
@@ -112,13 +146,22 @@ def oldest_worth_leasing(outlook: Outlook, coordinator: Coordinator) -> int:
     return max(0, serves - max_lag)
 
 
-def _enough(outlook: Outlook, wanted: int) -> str:
+def _refuse_surplus(outlook: Outlook, wanted: int) -> None:
     if wanted == 0:
-        return f"version {outlook.newest_version} is the last; only its held-out evaluation is still out"
-    return (
-        f"enough work in flight: {outlook.ready_groups} groups ready and {outlook.flying_groups} leased, "
-        f"of {wanted} that the trainer can use before they go stale"
-    )
+        raise NoWork(
+            f"version {outlook.newest_version} is the last; only its held-out evaluation is still out"
+        )
+    coming = outlook.ready_groups + outlook.coming_groups
+    limit = wanted
+    if not outlook.proven:
+        coming += outlook.hoped_groups
+        limit = int(wanted * (1 + NEWCOMER_SHARE))
+    if coming >= limit or outlook.ready_groups + outlook.coming_groups >= wanted:
+        leased = outlook.coming_groups + outlook.hoped_groups
+        raise NoWork(
+            f"enough work in flight: {outlook.ready_groups} groups ready and {leased} leased, "
+            f"of {wanted} that the trainer can use before they go stale"
+        )
 
 
 def max_bytes(prompts: tuple[str, ...], sampling: Sampling, proof: ProofSpec) -> int:
@@ -132,29 +175,58 @@ def max_bytes(prompts: tuple[str, ...], sampling: Sampling, proof: ProofSpec) ->
 def check_upload_limit(coordinator: Coordinator) -> None:
     """A lease must not ask for more than may be uploaded."""
     config, spec = coordinator.config, coordinator.spec
-    prompts = tuple(
-        coordinator.task.problem("train", seed).prompt for seed in range(config.prompts_per_lease)
-    )
+    most = max(config.prompts_per_lease, config.max_prompts_per_lease)
+    prompts = tuple(coordinator.task.problem("train", seed).prompt for seed in range(most))
     needed = max_bytes(prompts, spec.sampling, spec.proof)
     if needed > config.max_upload_bytes:
         raise ValueError(
-            f"a lease of {config.prompts_per_lease} prompts may come to {needed} bytes, above "
+            f"a lease of {most} prompts may come to {needed} bytes, above "
             f"max_upload_bytes={config.max_upload_bytes}; raise it or lower prompts_per_lease"
         )
 
 
 def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Sealed[Lease]:
-    node = check_session(tx, ask.epoch)
+    check_session(tx, ask.epoch)
     sign_of_life(tx)
     expire(tx, coordinator)
+    node = get_node(tx.db, tx.actor)  # as it is now that leases may have run out
+    _check_eligible(tx, coordinator, node)
     held = _held(tx, coordinator, node)
     if held is not None:
         return held
+    _check_patience(tx, coordinator, node)
     try:
-        work = plan(_look(tx, coordinator, Trust(node.trust)), coordinator)
+        work = plan(_look(tx, coordinator, node), coordinator)
     except NoWork as reason:
         raise Rejected("request.too_early", str(reason), retry_after_s=coordinator.config.retry_s) from None
     return _issue(tx, coordinator, node, work)
+
+
+def _check_eligible(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> None:
+    """Asking is a sign of life, and the door keeps the banned out; what is left is compatibility and having left."""
+    check_compatible(node, coordinator, tx.now_s)
+    if node.trust == Trust.RETIRED.value:
+        raise Rejected("request.conflict", "the node has left the run; a new session brings it back")
+    if is_paused(tx.db):
+        raise Rejected("request.paused", "no leases are issued", retry_after_s=coordinator.config.heartbeat_s)
+
+
+def _check_patience(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> None:
+    """Who lets leases lapse one after the other waits longer for each."""
+    wait_s = next_lease_s(standing_of(node), lease_s=coordinator.config.lease_s) - tx.now_s
+    if wait_s > 0:
+        raise Rejected(
+            "request.too_early",
+            f"{node.lapses} leases in a row ran out in this node's hands; it gets the next in {wait_s:.0f} s",
+            retry_after_s=min(wait_s, 60.0),
+        )
+
+
+def _may_hold(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> int:
+    config = coordinator.config
+    earned = open_leases(standing_of(node), most=config.max_open_leases, trusted_after=config.trusted_after)
+    staked = admission.staked_leases(tx.db, coordinator, node.owner or node.node)
+    return earned if staked is None else min(earned, staked)
 
 
 def _held(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> Sealed[Lease] | None:
@@ -167,7 +239,9 @@ def _held(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> Sealed[L
         .where(leases.c.node == tx.actor, leases.c.state.in_(AWAITED))
         .order_by(leases.c.session_epoch, leases.c.issued_at_s, leases.c.lease_id)
     ).all()
-    limit = coordinator.config.max_open_leases if node.trust == Trust.TRUSTED.value else 1
+    limit = _may_hold(tx, coordinator, node)
+    if not rows and limit == 0:
+        raise Rejected("request.not_admitted", "the stake does not suffice for a single lease any more")
     if not rows or (len(rows) < limit and rows[0].session_epoch == node.session_epoch):
         return None
     tx.db.execute(
@@ -176,43 +250,59 @@ def _held(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> Sealed[L
     return Sealed[Lease].parse(rows[0].sealed)
 
 
-def _look(tx: Transaction, coordinator: Coordinator, trust: Trust) -> Outlook:
+def _look(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> Outlook:
     config, newest = coordinator.config, newest_version(tx.db)
     chunk = None
     if newest is not None:
         chunk = evaluations.next_chunk(tx.db, newest=newest, keep_versions=coordinator.spec.keep_versions)
+    coming, hoped = flying_groups(tx.db)
     return Outlook(
         newest_version=newest,
         last_version=coordinator.spec.last_version,
         finished=is_finished(tx.db, coordinator.spec),
-        num_relays=len(relays.usable(tx.db, tx.now_s, config.heartbeat_s)),
-        trust=trust,
+        relays=relays.usable(tx.db, tx.now_s, config.heartbeat_s),
+        standing=standing_of(node),
+        proven=bool(node.accepted > 0 and node.lapses < PROVEN_LAPSES),
+        rows_per_s=node.rows_per_s,
         chunk=chunk,
         ready_groups=batches.count_ready(tx.db),
-        flying_groups=flying_groups(tx.db),
+        coming_groups=coming,
+        hoped_groups=hoped,
         batch_formed=newest is not None and batches.is_formed(tx.db, newest),
     )
 
 
-def flying_groups(db: Connection) -> int:
-    query = select(func.coalesce(func.sum(leases.c.num_prompts), 0)).where(
-        leases.c.state.in_(OPEN), leases.c.purpose == "train"
+PROVEN_LAPSES = 2
+
+
+def flying_groups(db: Connection) -> tuple[int, int]:
+    """Groups of open train leases: those to count on, and those in the hands of nodes that have shown nothing yet."""
+    unproven = (nodes.c.accepted == 0) | (nodes.c.lapses >= PROVEN_LAPSES)
+    hoped = leases.c.state.in_(AWAITED) & unproven
+    query = (
+        select(
+            func.coalesce(func.sum(leases.c.num_prompts), 0),
+            func.coalesce(func.sum(leases.c.num_prompts).filter(hoped), 0),
+        )
+        .join(nodes, nodes.c.node == leases.c.node)
+        .where(leases.c.state.in_(OPEN), leases.c.purpose == "train")
     )
-    return int(db.execute(query).scalar_one())
+    total, hoped_groups = db.execute(query).one()
+    return int(total - hoped_groups), int(hoped_groups)
 
 
 def _issue(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work) -> Sealed[Lease]:
-    epoch, secret = epochs.draw(tx, coordinator.config.leases_per_epoch)
-    lease = _compose(tx, coordinator, work, epoch=epoch, secret=secret)
+    lease = _compose(tx, coordinator, work, _origin(tx, coordinator, node, work))
     sealed = seal(lease, coordinator.run_key)
     tx.db.execute(
         insert(leases).values(
             lease_id=lease.lease_id,
             node=lease.node,
+            unit=lease.unit or lease.lease_id,
             purpose=lease.purpose,
-            epoch=epoch,
+            epoch=lease.epoch,
             session_epoch=node.session_epoch,
-            eval_version=work.versions.start if work.purpose == "eval" else None,
+            eval_version=work.versions[0] if work.purpose == "eval" else None,
             chunk=lease.chunk,
             num_prompts=len(lease.prompts),
             samples_per_prompt=lease.sampling.samples_per_prompt,
@@ -229,7 +319,8 @@ def _issue(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work
         lease_id=lease.lease_id,
         node=lease.node,
         purpose=lease.purpose,
-        epoch=epoch,
+        epoch=lease.epoch,
+        unit=lease.unit or lease.lease_id,
         chunk=lease.chunk,
         versions=[policy.version for policy in lease.policies],
         deadline_s=lease.deadline_s,
@@ -238,12 +329,41 @@ def _issue(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work
     return sealed
 
 
-def _compose(tx: Transaction, coordinator: Coordinator, work: Work, *, epoch: int, secret: bytes) -> Lease:
-    config, spec = coordinator.config, coordinator.spec
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a lease's seed comes from: new, or a lease that the node let go."""
+
+    lease_id: str
+    unit: str | None
+    epoch: int
+    seed: str
+    num_prompts: int
+
+
+def _origin(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work) -> Origin:
     lease_id = secrets.token_hex(16)
+    if work.purpose == "train" and node.owed:
+        unit, _, rest = node.owed.partition(",")
+        first = Sealed[Lease].parse(find_lease(tx.db, unit).sealed).body
+        tx.db.execute(update(nodes).where(nodes.c.node == node.node).values(owed=rest))
+        # Never more than it had: the further prompts would be new to it.
+        return Origin(
+            lease_id=lease_id,
+            unit=unit,
+            epoch=first.epoch,
+            seed=first.seed,
+            num_prompts=min(work.num_prompts, len(first.prompts)),
+        )
+    epoch, secret = epochs.draw(tx, coordinator.config.leases_per_epoch)
     seed = lease_seed(secret, lease_id, tx.actor)
+    return Origin(lease_id=lease_id, unit=None, epoch=epoch, seed=seed, num_prompts=work.num_prompts)
+
+
+def _compose(tx: Transaction, coordinator: Coordinator, work: Work, origin: Origin) -> Lease:
+    config, spec = coordinator.config, coordinator.spec
+    lease_id, seed = origin.lease_id, origin.seed
     seeds = problem_seeds(
-        seed, run=spec.run, purpose=work.purpose, chunk=work.chunk, num_prompts=work.num_prompts
+        seed, run=spec.run, purpose=work.purpose, chunk=work.chunk, num_prompts=origin.num_prompts
     )
     prompts = tuple(coordinator.task.problem(work.purpose, number).prompt for number in seeds)
     sampling = spec.sampling.model_copy(update={"samples_per_prompt": work.samples_per_prompt})
@@ -253,11 +373,12 @@ def _compose(tx: Transaction, coordinator: Coordinator, work: Work, *, epoch: in
         run=spec.run,
         node=tx.actor,
         purpose=work.purpose,
-        epoch=epoch,
+        epoch=origin.epoch,
+        unit=origin.unit,
         seed=seed,
         chunk=work.chunk,
         policies=policies,
-        relays=relays.usable(tx.db, tx.now_s, config.heartbeat_s),
+        relays=work.relays,
         task=spec.task,
         prompts=prompts,
         chat=coordinator.task.chat,

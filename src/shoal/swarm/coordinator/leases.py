@@ -3,7 +3,8 @@
     issued -> uploading -> submitted -> checking -> accepted | rejected | void
                               ^------------'            a claim that ran out
 
-Every lease reaches exactly one of the last three, and stays there. Which code it ended with says why.
+Every lease reaches exactly one of the last three, and stays there, but for one thing: what was accepted on trust is
+revoked if the node is caught while the credit is held. Which code it ended with says why.
 """
 
 from enum import StrEnum
@@ -14,8 +15,9 @@ from sqlalchemy import Connection, Row, bindparam, select, update
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, is_finished
 from shoal.swarm.coordinator.epochs import reveal_ended
 from shoal.swarm.coordinator.leftovers import remove_leftover_of
-from shoal.swarm.coordinator.nodes import check_session, count_void
-from shoal.swarm.coordinator.schema import leases
+from shoal.swarm.coordinator.nodes import check_session, count_void, happen
+from shoal.swarm.coordinator.schema import leases, nodes
+from shoal.swarm.coordinator.trust import Happening
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import Abandon, LeaseStatus
 
@@ -28,6 +30,7 @@ class State(StrEnum):
     ACCEPTED = "accepted"
     REJECTED = "rejected"
     VOID = "void"
+    REVOKED = "revoked"
 
 
 class Event(StrEnum):
@@ -39,12 +42,13 @@ class Event(StrEnum):
     ACCEPT = "accept"
     REJECT = "reject"
     VOID = "void"
+    REVOKE = "revoke"
 
 
 AWAITED = (State.ISSUED, State.UPLOADING)
 """The node has yet to deliver."""
 OPEN = (*AWAITED, State.SUBMITTED, State.CHECKING)
-TERMINAL = (State.ACCEPTED, State.REJECTED, State.VOID)
+TERMINAL = (State.ACCEPTED, State.REJECTED, State.VOID, State.REVOKED)
 
 # A verdict may come in after its claim ran out: work done is work done, and the first verdict counts.
 _NEXT: dict[tuple[State, Event], State] = {
@@ -65,7 +69,9 @@ _NEXT: dict[tuple[State, Event], State] = {
 
 
 def next_state(state: State, event: Event) -> State:
-    """Where an event leads, or Rejected: a lease that has ended stays as it ended."""
+    """Where an event leads, or Rejected: a lease that has ended stays as it ended, but for a revocation."""
+    if (state, event) == (State.ACCEPTED, Event.REVOKE):
+        return State.REVOKED
     if state in TERMINAL:
         raise Rejected("request.lease_closed", f"the lease has ended: {state.value}")
     if (state, event) not in _NEXT:
@@ -134,6 +140,21 @@ def void(tx: Transaction, coordinator: Coordinator, lease: Row[Any], code: str, 
     if lease.state in AWAITED:
         remove_leftover_of(tx, coordinator, lease.lease_id)
     end(tx, coordinator, lease, Event.VOID, code=code, detail=detail)
+    if code in LET_GO:
+        _owe(tx, coordinator, lease, code)
+
+
+LET_GO = ("void.expired", "void.abandoned")
+
+
+def _owe(tx: Transaction, coordinator: Coordinator, lease: Row[Any], code: str) -> None:
+    """Walking away from a seed gains nothing: the node's next train lease poses the same, with the same seed."""
+    if lease.purpose == "train":
+        owed = tx.db.execute(select(nodes.c.owed).where(nodes.c.node == lease.node)).scalar_one()
+        more = f"{owed},{lease.unit}" if owed else lease.unit
+        tx.db.execute(update(nodes).where(nodes.c.node == lease.node).values(owed=more))
+    if code == "void.expired":
+        happen(tx, coordinator, lease.node, Happening.LAPSED, f"leases ran out, the last {lease.lease_id}")
 
 
 def abandon(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: Abandon) -> LeaseStatus:

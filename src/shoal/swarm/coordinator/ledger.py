@@ -73,10 +73,10 @@ def read_page(db: Connection, from_seq: int, num_events: int) -> list[LedgerEven
     return [_to_event(row) for row in rows]
 
 
-def read_ledger(database_file: Path) -> list[LedgerEvent]:
-    """Every event, from the file of a coordinator that runs or ran."""
+def read_ledger(database: Path | str) -> list[LedgerEvent]:
+    """Every event, from the file or by the URL of a coordinator that runs or ran."""
     events: list[LedgerEvent] = []
-    with read_only(database_file) as db:
+    with read_only(database) as db:
         while page := read_page(db, events[-1].seq + 1 if events else 1, PAGE):
             events += page
     return events

@@ -1,94 +1,46 @@
-"""Nodes: who is enrolled, whose session counts, who is alive, who is trusted. The two machines are pure functions.
+"""Nodes: who is enrolled, whose session counts, and what their deeds did to their standing.
 
-liveness:  never -> live -> late -> offline; any sign of life makes a node live again. Touches no trust.
-trust:     probation -> trusted; a first rejection quarantines, a second ejects (banned).
+The machines are pure and have files of their own: trust.py, liveness.py, compatibility.py, credit.py. Here they meet the
+tables, and every move becomes a ledger event.
 """
 
 import random
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, insert, select, update
+from sqlalchemy import Connection, Row, bindparam, func, insert, select, text, update
 
+from shoal.swarm.coordinator import admission
+from shoal.swarm.coordinator.compatibility import Compatibility, Fit, compatibility, meet
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, is_finished
-from shoal.swarm.coordinator.schema import nodes
-from shoal.wire.codes import ACCEPTED, Rejected, in_words
-from shoal.wire.messages import Enrol, Enrolled, Heartbeat, HeartbeatReply, NodeView, OpenSession, Session
+from shoal.swarm.coordinator.credit import held_since_s
+from shoal.swarm.coordinator.liveness import OFFLINE_AFTER, liveness
+from shoal.swarm.coordinator.schema import leases as lease_table
+from shoal.swarm.coordinator.schema import nodes, submissions, verdicts
+from shoal.swarm.coordinator.terms import Terms
+from shoal.swarm.coordinator.trust import Finding, Happening, Standing, Trust, judge
+from shoal.wire.codes import Rejected, in_words
+from shoal.wire.messages import (
+    Enrol,
+    Enrolled,
+    Heartbeat,
+    HeartbeatReply,
+    Leave,
+    NodeView,
+    OpenSession,
+    Recorded,
+    Session,
+)
 from shoal.wire.run import PROTOCOL
 
-LATE_AFTER, OFFLINE_AFTER = 3, 8
-"""In heartbeats: 45 s and 120 s of the default 15 s."""
-
-
-class Liveness(StrEnum):
-    NEVER = "never"
-    LIVE = "live"
-    LATE = "late"
-    OFFLINE = "offline"
-
-
-def liveness(last_seen_s: float | None, now_s: float, heartbeat_s: float) -> Liveness:
-    if last_seen_s is None:
-        return Liveness.NEVER
-    silent_s = now_s - last_seen_s
-    if silent_s < LATE_AFTER * heartbeat_s:
-        return Liveness.LIVE
-    return Liveness.LATE if silent_s < OFFLINE_AFTER * heartbeat_s else Liveness.OFFLINE
-
-
-class Trust(StrEnum):
-    PROBATION = "probation"
-    TRUSTED = "trusted"
-    QUARANTINED = "quarantined"
-    BANNED = "banned"
-
-
-class Finding(StrEnum):
-    """What a verdict says about the node."""
-
-    ACCEPTED = "accepted"
-    REJECTED = "rejected"
-    VOID = "void"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """What a node's verdicts so far add up to."""
-
-    trust: Trust
-    accepted_in_a_row: int = 0
-    rejected: int = 0
-
-
-def judge(standing: Standing, finding: Finding, *, trusted_after: int) -> Standing:
-    """The standing after one more verdict. Void is nobody's doing and changes nothing."""
-    if finding is Finding.VOID:
-        return standing
-    if finding is Finding.REJECTED:
-        rejected = standing.rejected + 1
-        trust = Trust.QUARANTINED if rejected == 1 else Trust.BANNED
-        return Standing(trust=trust, accepted_in_a_row=0, rejected=rejected)
-    in_a_row = standing.accepted_in_a_row + 1
-    risen = standing.trust is Trust.PROBATION and in_a_row >= trusted_after
-    return replace(standing, accepted_in_a_row=in_a_row, trust=Trust.TRUSTED if risen else standing.trust)
-
-
-def finding_of(code: str) -> Finding:
-    if code == ACCEPTED:
-        return Finding.ACCEPTED
-    return Finding.REJECTED if code.startswith("reject.") else Finding.VOID
-
-
-# -- requests ---------------------------------------------------------------------------------------------
-
 _FIND = select(nodes).where(nodes.c.node == bindparam("key"))
-_SEEN = update(nodes).where(nodes.c.node == bindparam("key")).values(last_seen_s=bindparam("now_s"))
+_SEEN = update(nodes).where(nodes.c.node == bindparam("key")).values(last_seen_s=bindparam("now_s"), live=1)
 _BEAT = (
     update(nodes)
     .where(nodes.c.node == bindparam("key"))
     .values(
         last_seen_s=bindparam("now_s"),
+        live=1,
         phase=bindparam("phase_now"),
         policy_version=bindparam("version_now"),
         tokens_per_s=bindparam("speed_now"),
@@ -107,39 +59,106 @@ def get_node(db: Connection, key: str) -> Row[Any]:
     return node
 
 
+def standing_of(node: Row[Any]) -> Standing:
+    return Standing(
+        trust=Trust(node.trust),
+        since_s=node.trust_since_s,
+        streak=node.streak,
+        rejected=node.rejected,
+        lapses=node.lapses,
+        lapsed_s=node.lapsed_s,
+    )
+
+
 def enrol(tx: Transaction, coordinator: Coordinator, ask: Enrol) -> Enrolled:
-    """Idempotent: a node that forgot it was enrolled enrols again."""
+    """Idempotent: a node that forgot it was enrolled enrols again; so does one that brings a newer delegation."""
     if ask.protocol != PROTOCOL:
         raise Rejected(
             "request.outdated", f"this coordinator speaks protocol {PROTOCOL}, the client {ask.protocol}"
         )
+    owner, until_s = admission.owner_of(tx, ask)
     if tx.node is None:
-        row = {
-            "node": tx.actor,
-            "enrolled_at_s": tx.now_s,
-            "software": ask.software,
-            "trust": Trust.PROBATION.value,
-            "trust_reason": "new",
-            "phase": "",
-            "tokens_per_s": 0.0,
-        }
-        zeros = ("accepted_in_a_row", "session_epoch", "accepted", "rejected", "void", "credit")
-        tx.db.execute(insert(nodes).values(**row, **dict.fromkeys(zeros, 0)))
-        tx.record("node.enrolled", node=tx.actor, software=ask.software)
+        admission.admit(tx, coordinator, ask, owner)
+        _insert(tx, ask, owner, until_s)
+        named = {"owner": owner} if owner else {}
+        tx.record("node.enrolled", node=tx.actor, software=ask.software, **named)
+    elif owner is not None:
+        _renew(tx, tx.node, owner, until_s)
     trust = str(tx.node.trust) if tx.node is not None else Trust.PROBATION.value
     return Enrolled(node=tx.actor, trust=trust, run_key=coordinator.run_key.public)
 
 
+def _insert(tx: Transaction, ask: Enrol, owner: str | None, until_s: float | None) -> None:
+    row = {
+        "node": tx.actor,
+        "enrolled_at_s": tx.now_s,
+        "software": ask.software,
+        "owner": owner,
+        "delegated_until_s": until_s,
+        "trust": Trust.PROBATION.value,
+        "trust_reason": "new",
+        "trust_since_s": tx.now_s,
+        "phase": "",
+        "owed": "",
+    }
+    zeros = ("streak", "lapses", "session_epoch", "live", "accepted", "rejected", "void", "credit")
+    measures = ("lapsed_s", "rows_per_s", "tokens_per_s")
+    tx.db.execute(insert(nodes).values(**row, **dict.fromkeys(zeros, 0), **dict.fromkeys(measures, 0.0)))
+
+
+def _renew(tx: Transaction, node: Row[Any], owner: str, until_s: float | None) -> None:
+    if node.owner != owner:
+        raise Rejected("request.conflict", f"node {node.node[:16]} was enrolled by another owner")
+    if until_s != node.delegated_until_s:
+        tx.db.execute(update(nodes).where(nodes.c.node == node.node).values(delegated_until_s=until_s))
+        tx.record("node.delegated", node=node.node, owner=owner, until_s=until_s)
+
+
 def open_session(tx: Transaction, coordinator: Coordinator, ask: OpenSession) -> Session:
-    assert tx.node is not None, "the door lets only enrolled keys open a session"
-    epoch = tx.node.session_epoch + 1
+    node = tx.node
+    assert node is not None, "the door lets only enrolled keys open a session"
+    epoch = node.session_epoch + 1
+    fit = _meet(tx, coordinator, node, ask.software)
     tx.db.execute(
         update(nodes)
         .where(nodes.c.node == tx.actor)
-        .values(session_epoch=epoch, last_seen_s=tx.now_s, software=ask.software)
+        .values(
+            session_epoch=epoch,
+            last_seen_s=tx.now_s,
+            live=1,
+            software=ask.software,
+            outdated_at_s=fit.outdated_at_s,
+        )
     )
     tx.record("session.opened", node=tx.actor, epoch=epoch)
+    if node.trust == Trust.RETIRED.value:
+        happen(tx, coordinator, tx.actor, Happening.RETURN, "it came back")
     return Session(epoch=epoch, heartbeat_s=coordinator.config.heartbeat_s)
+
+
+def _meet(tx: Transaction, coordinator: Coordinator, node: Row[Any], software: str) -> Fit:
+    demands = coordinator.config.demands()
+    before = Fit(outdated_at_s=node.outdated_at_s)
+    after = meet(before, protocol=PROTOCOL, software=software, demands=demands, now_s=tx.now_s)
+    if after != before:
+        outdated = after.outdated_at_s is not None
+        tx.record("node.outdated" if outdated else "node.current", node=node.node, software=software)
+    return after
+
+
+def check_compatible(node: Row[Any], coordinator: Coordinator, now_s: float) -> None:
+    demands = coordinator.config.demands()
+    if compatibility(Fit(outdated_at_s=node.outdated_at_s), demands, now_s) is Compatibility.INCOMPATIBLE:
+        raise Rejected(
+            "request.outdated",
+            f"this is {node.software[:60]!r}, the run needs {demands.min_software}; the time to update has passed",
+        )
+
+
+def leave(tx: Transaction, coordinator: Coordinator, ask: Leave) -> Recorded:
+    """No more leases for it; what it has may still be delivered. A new session brings it back."""
+    check_session(tx, ask.epoch)
+    return Recorded(seq=happen(tx, coordinator, tx.actor, Happening.LEAVE, "by its own wish") or 0)
 
 
 def check_session(tx: Transaction, epoch: int) -> Row[Any]:
@@ -155,49 +174,127 @@ def check_session(tx: Transaction, epoch: int) -> Row[Any]:
 
 
 def sign_of_life(tx: Transaction) -> None:
+    _tell_return(tx)
     tx.db.execute(_SEEN, {"key": tx.actor, "now_s": tx.now_s})
 
 
 def heartbeat(tx: Transaction, coordinator: Coordinator, beat: Heartbeat) -> HeartbeatReply:
     check_session(tx, beat.epoch)
+    _tell_return(tx)
     values = {"phase_now": beat.phase, "version_now": beat.policy_version, "speed_now": beat.tokens_per_s}
     tx.db.execute(_BEAT, {"key": tx.actor, "now_s": tx.now_s, **values})
+    return HeartbeatReply(finished=is_finished(tx.db, coordinator.spec), next_in_s=_next_beat_s(coordinator))
+
+
+_QUICK_BEAT = text(
+    "UPDATE nodes SET last_seen_s = :now_s, phase = :phase, policy_version = :version, tokens_per_s = :speed"
+    " WHERE node = :key AND session_epoch = :epoch AND live = 1 AND trust <> 'banned' AND owner IS NULL"
+    " RETURNING (SELECT finished_version FROM run)"
+)
+
+
+def quick_heartbeat(
+    db: Connection, coordinator: Coordinator, key: str, beat: Heartbeat, now_s: float
+) -> HeartbeatReply | None:
+    """A heartbeat of a node with which all is well, in one statement; None if there is more to say about it.
+
+    Of what reaches a coordinator most is this. A delegated node takes the long way: its delegation must be looked at.
+    """
+    found = db.execute(
+        _QUICK_BEAT,
+        {
+            "now_s": now_s,
+            "phase": beat.phase,
+            "version": beat.policy_version,
+            "speed": beat.tokens_per_s,
+            "key": key,
+            "epoch": beat.epoch,
+        },
+    ).one_or_none()
+    if found is None:
+        return None
+    return HeartbeatReply(
+        finished=found[0] == coordinator.spec.last_version, next_in_s=_next_beat_s(coordinator)
+    )
+
+
+def _next_beat_s(coordinator: Coordinator) -> float:
     # Jitter keeps nodes that started together from beating together.
-    next_in_s = coordinator.config.heartbeat_s * random.uniform(0.8, 1.0)
-    return HeartbeatReply(finished=is_finished(tx.db, coordinator.spec), next_in_s=next_in_s)
+    return coordinator.config.heartbeat_s * random.uniform(0.8, 1.0)
 
 
-# -- verdicts ---------------------------------------------------------------------------------------------
+def _tell_return(tx: Transaction) -> None:
+    assert tx.node is not None
+    if not tx.node.live:
+        tx.record("node.live", node=tx.actor)
+
+
+def tell_offline(tx: Transaction, heartbeat_s: float) -> None:
+    """Nodes that have fallen silent since the last look."""
+    silent = (nodes.c.live == 1, nodes.c.last_seen_s <= tx.now_s - OFFLINE_AFTER * heartbeat_s)
+    gone = list(tx.db.execute(select(nodes.c.node).where(*silent).order_by(nodes.c.node)).scalars())
+    if gone:
+        tx.db.execute(update(nodes).where(*silent).values(live=0))
+    for node in gone:
+        tx.record("node.offline", node=node)
+
+
+# -- standing ---------------------------------------------------------------------------------------------
+
+
+def happen(
+    tx: Transaction, coordinator: Coordinator, key: str, happening: Happening, reason: str
+) -> int | None:
+    """Enter a happening into a node's standing. The ledger's number of the change of trust, if there is one."""
+    node = get_node(tx.db, key)
+    before = standing_of(node)
+    after = judge(before, happening, tx.now_s, trusted_after=coordinator.config.trusted_after)
+    if after == before:
+        return None
+    moved = after.trust is not before.trust
+    tx.db.execute(
+        update(nodes)
+        .where(nodes.c.node == key)
+        .values(
+            trust=after.trust.value,
+            trust_reason=_reason(after, reason) if moved else node.trust_reason,
+            trust_since_s=after.since_s,
+            streak=after.streak,
+            rejected=after.rejected,
+            lapses=after.lapses,
+            lapsed_s=after.lapsed_s,
+        )
+    )
+    if not moved:
+        return None
+    if before.trust is Trust.TRUSTED:
+        _check_in_full(tx, key)
+    return tx.record(f"node.{after.trust.value}", node=key, reason=_reason(after, reason))
+
+
+def _check_in_full(tx: Transaction, key: str) -> None:
+    """What the draw spared while it was trusted, and nobody has judged, is not spared any more."""
+    waiting = select(lease_table.c.lease_id).where(
+        lease_table.c.node == key, lease_table.c.state.in_(("submitted", "checking"))
+    )
+    tx.db.execute(update(submissions).where(submissions.c.lease_id.in_(waiting)).values(checks="full"))
 
 
 def count_verdict(
-    tx: Transaction, node: Row[Any], *, code: str, detail: str, credit: int, trusted_after: int
-) -> Trust:
-    """Enter a verdict into the node's record; its trust afterwards."""
-    before = Standing(
-        trust=Trust(node.trust), accepted_in_a_row=node.accepted_in_a_row, rejected=node.rejected
-    )
-    finding = finding_of(code)
-    after = judge(before, finding, trusted_after=trusted_after)
-    reason = _reason(after, code, detail) if after.trust is not before.trust else node.trust_reason
+    tx: Transaction, key: str, finding: Finding, *, code: str, detail: str, credit: int
+) -> None:
+    """Enter a verdict into the node's record, all but its standing."""
     tx.db.execute(
         update(nodes)
-        .where(nodes.c.node == node.node)
+        .where(nodes.c.node == key)
         .values(
-            trust=after.trust.value,
-            trust_reason=reason,
-            accepted_in_a_row=after.accepted_in_a_row,
-            accepted=node.accepted + (finding is Finding.ACCEPTED),
-            rejected=after.rejected,
-            void=node.void + (finding is Finding.VOID),
-            credit=node.credit + credit,
+            accepted=nodes.c.accepted + int(finding is Finding.ACCEPTED),
+            void=nodes.c.void + int(finding is Finding.VOID),
+            credit=nodes.c.credit + credit,
             last_code=code,
             last_detail=detail,
         )
     )
-    if after.trust is not before.trust:
-        tx.record(f"node.{after.trust.value}", node=node.node, reason=reason)
-    return after.trust
 
 
 def count_void(tx: Transaction, node: str) -> None:
@@ -205,16 +302,24 @@ def count_void(tx: Transaction, node: str) -> None:
     tx.db.execute(update(nodes).where(nodes.c.node == node).values(void=nodes.c.void + 1))
 
 
-def _reason(after: Standing, code: str, detail: str) -> str:
+def why_rejected(code: str, detail: str) -> str:
+    return f"because {in_words(code)} ({code}: {detail})"
+
+
+def _reason(after: Standing, reason: str) -> str:
     if after.trust is Trust.TRUSTED:
-        return f"{after.accepted_in_a_row} submissions accepted in a row"
-    count = (
-        "a submission was refused" if after.rejected == 1 else f"{after.rejected} submissions were refused"
-    )
-    return f"{count}, the last because {in_words(code)} ({code}: {detail})"
+        return f"{after.streak} submissions accepted in a row"
+    if reason.startswith("because "):
+        count = (
+            "a submission was refused"
+            if after.rejected == 1
+            else f"{after.rejected} submissions were refused"
+        )
+        return f"{count}, the last {reason}"
+    return reason
 
 
-def view(node: Row[Any], now_s: float, heartbeat_s: float) -> NodeView:
+def view(node: Row[Any], held: int, now_s: float, heartbeat_s: float) -> NodeView:
     return NodeView(
         node=node.node,
         trust=node.trust,
@@ -226,6 +331,33 @@ def view(node: Row[Any], now_s: float, heartbeat_s: float) -> NodeView:
         rejected=node.rejected,
         void=node.void,
         credit=node.credit,
+        credit_held=held,
+        owner=node.owner,
         last_code=node.last_code,
         last_detail=node.last_detail,
     )
+
+
+def views(db: Connection, rows: Sequence[Row[Any]], coordinator: Terms) -> tuple[NodeView, ...]:
+    now_s, config = coordinator.clock(), coordinator.config
+    # One sum over what can be held at all, then exactly for the few whose clock stands still.
+    held: dict[str, int] = {
+        row[0]: int(row[1])
+        for row in db.execute(
+            select(verdicts.c.node, func.sum(verdicts.c.credit))
+            .where(verdicts.c.given_at_s > now_s - config.hold_s, verdicts.c.revoked_for.is_(None))
+            .group_by(verdicts.c.node)
+        )
+    }
+    for row in rows:
+        if row.trust in (Trust.QUARANTINED.value, Trust.BANNED.value):
+            held[row.node] = _held(db, row, now_s, config.hold_s)
+    return tuple(view(row, held.get(row.node, 0), now_s, config.heartbeat_s) for row in rows)
+
+
+def _held(db: Connection, node: Row[Any], now_s: float, hold_s: float) -> int:
+    since_s = held_since_s(Trust(node.trust), node.trust_since_s, now_s, hold_s)
+    query = select(func.coalesce(func.sum(verdicts.c.credit), 0)).where(
+        verdicts.c.node == node.node, verdicts.c.given_at_s > since_s, verdicts.c.revoked_for.is_(None)
+    )
+    return int(db.execute(query).scalar_one())

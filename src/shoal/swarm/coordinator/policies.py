@@ -1,5 +1,6 @@
 """Policy versions: announced by the trainer in order, each for ever the weights it was announced with."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select, update
@@ -65,11 +66,11 @@ def origin(db: Connection) -> Origin:
     return Origin(url=row.origin_url)
 
 
-def policy_refs(db: Connection, versions: range) -> tuple[PolicyRef, ...]:
+def policy_refs(db: Connection, versions: Sequence[int]) -> tuple[PolicyRef, ...]:
     """Those of `versions` that are published, newest last."""
     rows = db.execute(
         select(policies.c.version, policies.c.weights_digest)
-        .where(policies.c.version >= versions.start, policies.c.version < versions.stop)
+        .where(policies.c.version.in_(versions))
         .order_by(policies.c.version)
     )
     return tuple(PolicyRef(version=row.version, weights_digest=row.weights_digest) for row in rows)

@@ -5,7 +5,7 @@ import json
 from sqlalchemy import Connection, delete, insert, select
 
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, is_finished
-from shoal.swarm.coordinator.nodes import Liveness, liveness
+from shoal.swarm.coordinator.liveness import Liveness, liveness
 from shoal.swarm.coordinator.schema import relays
 from shoal.wire.messages import HeartbeatReply, RelayReport, RelayView
 from shoal.wire.record import Sealed, seal
@@ -45,8 +45,17 @@ def views(db: Connection, now_s: float, heartbeat_s: float) -> tuple[RelayView, 
     )
 
 
-def usable(db: Connection, now_s: float, heartbeat_s: float) -> tuple[str, ...]:
-    """Those a worker is sent to. A late one may just be busy: the worker tries several anyway."""
-    return tuple(
-        relay.url for relay in views(db, now_s, heartbeat_s) if relay.liveness != Liveness.OFFLINE.value
-    )
+def usable(db: Connection, now_s: float, heartbeat_s: float) -> tuple[RelayView, ...]:
+    """Those a worker may be sent to. A late one may just be busy: the worker tries several anyway."""
+    return tuple(relay for relay in views(db, now_s, heartbeat_s) if relay.liveness != Liveness.OFFLINE.value)
+
+
+def serving(relays: tuple[RelayView, ...], versions: range) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Of `versions` those that some relay has, and the relays that have the newest of them, or else any of them."""
+    held = {version for relay in relays for version in relay.versions if version in versions}
+    if not held:
+        return (), ()
+    newest = max(held)
+    # A relay that is still mirroring the newest is no place to send a worker for it.
+    urls = tuple(relay.url for relay in relays if newest in relay.versions)
+    return urls, tuple(sorted(held))

@@ -1,5 +1,6 @@
 """The coordinator as a process: open the folder, serve, keep house, leave."""
 
+import contextlib
 import fcntl
 import threading
 from collections.abc import Callable, Iterator
@@ -27,9 +28,12 @@ def run_coordinator(
     stop: threading.Event,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve the run in `dir` until `stop`. `on_ready` gets the URL once it answers (port 0 takes a free one)."""
+    """Serve the run in `dir` until `stop`. `on_ready` gets the URL once it answers (port 0 takes a free one).
+
+    With PostgreSQL several may serve one run from one folder.
+    """
     log = Log("coordinator")
-    with alone_in(dir):
+    with contextlib.nullcontext() if config.database else alone_in(dir):
         coordinator = open_coordinator(config, spec, dir, log=log)
         try:
             check_upload_limit(coordinator)

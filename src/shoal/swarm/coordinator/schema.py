@@ -3,9 +3,10 @@
 Times are seconds since 1970 by the coordinator's clock. Keys, digests and ids are lower-case hex.
 """
 
-from sqlalchemy import Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
+from sqlalchemy import BigInteger as Integer  # PostgreSQL's INTEGER ends at 2**31, which bytes pass
+from sqlalchemy import Column, Float, ForeignKey, Index, MetaData, String, Table, Text
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 metadata = MetaData()
 
@@ -16,6 +17,10 @@ run = Table(
     Column("run_key", String, nullable=False),
     Column("schema_version", Integer, nullable=False),
     Column("spec", Text, nullable=False),
+    # What of the configuration the ledger's sums depend on.
+    Column("terms", Text, nullable=False),
+    # 1 while the operator has paused it: no leases are issued.
+    Column("paused", Integer, nullable=False),
     # The last version of a run that is over. A run resumed with a higher last version is not over.
     Column("finished_version", Integer),
 )
@@ -47,11 +52,24 @@ nodes = Table(
     Column("node", String, primary_key=True),
     Column("enrolled_at_s", Float, nullable=False),
     Column("software", String, nullable=False),
+    # Who delegated its key, until when; NULL for a node that is its own owner.
+    Column("owner", String, index=True),
+    Column("delegated_until_s", Float),
     Column("trust", String, nullable=False),
     Column("trust_reason", String, nullable=False),
-    Column("accepted_in_a_row", Integer, nullable=False),
+    Column("trust_since_s", Float, nullable=False),
+    Column("streak", Integer, nullable=False),
+    Column("lapses", Integer, nullable=False),
+    Column("lapsed_s", Float, nullable=False),
+    # Units it let go without an answer, oldest first, by commas: its next train leases pose the same.
+    Column("owed", Text, nullable=False),
+    Column("outdated_at_s", Float),
     Column("session_epoch", Integer, nullable=False),
     Column("last_seen_s", Float),
+    # 0 from the tick that finds it offline until its next sign of life.
+    Column("live", Integer, nullable=False),
+    # Rows a second from issue to receipt, as the coordinator measured it; 0 before the first.
+    Column("rows_per_s", Float, nullable=False),
     Column("phase", String, nullable=False),
     Column("policy_version", Integer),
     Column("tokens_per_s", Float, nullable=False),
@@ -91,6 +109,8 @@ leases = Table(
     metadata,
     Column("lease_id", String, primary_key=True),
     Column("node", ForeignKey("nodes.node"), nullable=False),
+    # The first lease of the same work; itself, unless an earlier one was let go.
+    Column("unit", String, nullable=False),
     Column("purpose", String, nullable=False),
     Column("epoch", ForeignKey("epochs.epoch"), nullable=False),
     Column("session_epoch", Integer, nullable=False),
@@ -124,7 +144,7 @@ uploads = Table(
     Column("sha256", String, nullable=False, index=True),
     Column("num_bytes", Integer, nullable=False),
     # When the node had finished generating, and when all bytes had come.
-    Column("asked_at_s", Float, nullable=False),
+    Column("asked_at_s", Float),
     Column("expires_at_s", Float, nullable=False),
     Column("stored_at_s", Float),
 )
@@ -141,6 +161,10 @@ submissions = Table(
     # The ledger's number of its receipt: the order in which submissions came.
     Column("seq", Integer, nullable=False),
     Column("receipt", Text, nullable=False),
+    # "full" or "rewards", as drawn at receipt with that epoch's secret at that rate.
+    Column("checks", String, nullable=False),
+    Column("draw_epoch", ForeignKey("epochs.epoch"), nullable=False),
+    Column("draw_rate", Float, nullable=False),
     Column("claimed_by", String),
     Column("claimed_at_s", Float, index=True),
     Column("claimed_until_s", Float),
@@ -151,13 +175,50 @@ verdicts = Table(
     metadata,
     Column("lease_id", ForeignKey("leases.lease_id"), primary_key=True),
     Column("validator", String, nullable=False),
+    Column("node", ForeignKey("nodes.node"), nullable=False),
     Column("code", String, nullable=False),
     Column("output_tokens", Integer, nullable=False),
+    Column("checks", String, nullable=False),
+    Column("credit", Integer, nullable=False),
     # Rows that the validator graded, and those of them that gave no answer at all.
     Column("graded", Integer, nullable=False),
     Column("unparseable", Integer, nullable=False),
     Column("body", Text, nullable=False),
     Column("given_at_s", Float, nullable=False, index=True),
+    # The lease whose rejection took this one's credit back.
+    Column("revoked_for", String),
+    Index("verdicts_by_node", "node", "given_at_s"),
+)
+
+appeals = Table(
+    "appeals",
+    metadata,
+    Column("lease_id", ForeignKey("leases.lease_id"), primary_key=True),
+    Column("node", ForeignKey("nodes.node"), nullable=False),
+    Column("text", Text, nullable=False),
+    Column("filed_at_s", Float, nullable=False),
+    # NULL until the operator has decided; then 1 (the rejection was wrong) or 0.
+    Column("upheld", Integer),
+    Column("reason", String),
+)
+
+revoked_keys = Table(
+    "revoked_keys",
+    metadata,
+    Column("node", String, primary_key=True),
+    Column("reason", String, nullable=False),
+    Column("revoked_at_s", Float, nullable=False),
+)
+
+admissions = Table(
+    "admissions",
+    metadata,
+    # "invite": SHA-256 of the code; "allow": a node's or an owner's key; "stake": likewise.
+    Column("kind", String, primary_key=True),
+    Column("subject", String, primary_key=True),
+    # Uses left of an invitation, units of a stake.
+    Column("amount", Integer, nullable=False),
+    Column("expires_at_s", Float),
 )
 
 groups = Table(

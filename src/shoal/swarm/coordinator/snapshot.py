@@ -77,7 +77,7 @@ def take_snapshot(db: Connection, terms: Terms, curve: Curve | None = None) -> S
 def node_page(db: Connection, terms: Terms, node: str) -> NodePage:
     row = node_rows.get_node(db, node)
     now_s = terms.clock()
-    seen = node_rows.view(row, now_s, terms.config.heartbeat_s)
+    (seen,) = node_rows.views(db, [row], terms)
     work = _work(db, node)
     return NodePage(
         node=_worker(seen, _verified_speeds(db, now_s).get(node, 0.0)),
@@ -215,10 +215,9 @@ def _worker(node: NodeView, verified_tokens_per_s: float) -> WorkerView:
 
 def _verified_speeds(db: Connection, now_s: float) -> dict[str, float]:
     query = (
-        select(leases.c.node, func.sum(verdicts.c.output_tokens))
-        .join(leases, leases.c.lease_id == verdicts.c.lease_id)
+        select(verdicts.c.node, func.sum(verdicts.c.output_tokens))
         .where(verdicts.c.given_at_s > now_s - stats.SPEED_WINDOW_S)
-        .group_by(leases.c.node)
+        .group_by(verdicts.c.node)
     )
     return {row[0]: float(row[1]) / stats.SPEED_WINDOW_S for row in db.execute(query)}
 

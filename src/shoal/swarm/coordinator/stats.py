@@ -16,20 +16,28 @@ from shoal.swarm.coordinator.batches import (
 from shoal.swarm.coordinator.coordinator import Coordinator, is_finished, newest_version
 from shoal.swarm.coordinator.leases import OPEN, State
 from shoal.swarm.coordinator.ledger import head_seq
-from shoal.swarm.coordinator.nodes import LATE_AFTER, Liveness, Trust
+from shoal.swarm.coordinator.liveness import LATE_AFTER, Liveness
 from shoal.swarm.coordinator.schema import batches as batch_table
 from shoal.swarm.coordinator.schema import leases, policies, submissions, verdicts
 from shoal.swarm.coordinator.schema import nodes as node_table
 from shoal.swarm.coordinator.terms import Terms
+from shoal.swarm.coordinator.trust import Trust
 from shoal.swarm.coordinator.waiting import Situation, waiting_for
-from shoal.wire.messages import History, Info, Stats, StepReport
+from shoal.wire.manifest import Manifest
+from shoal.wire.messages import History, Info, RunList, RunView, Stats, StepReport
+from shoal.wire.record import Sealed
 from shoal.wire.run import PROTOCOL
 
 SPEED_WINDOW_S = 60.0
 NODES_SHOWN = 500
 
 
+FEATURES = ("delegation", "appeal", "leave", "admission")
+"""What a client may use without trying: routes and fields that the first release did not have."""
+
+
 def info(db: Connection, coordinator: Coordinator) -> Info:
+    config = coordinator.config
     return Info(
         protocol=PROTOCOL,
         software=f"shoal {__version__}",
@@ -38,7 +46,36 @@ def info(db: Connection, coordinator: Coordinator) -> Info:
         newest_version=newest_version(db),
         finished=is_finished(db, coordinator.spec),
         server_time_s=coordinator.clock(),
+        admission=config.admission,
+        work_bits=config.work_bits if config.admission == "work" else 0,
+        credit_factor=config.credit_factor,
+        hold_s=config.hold_s,
+        min_software=config.min_software,
+        entry_points=config.entry_points,
+        features=FEATURES,
     )
+
+
+def runs(db: Connection, coordinator: Coordinator) -> RunList:
+    config, spec, situation = coordinator.config, coordinator.spec, look(db, coordinator)
+    newest = db.execute(
+        select(policies.c.manifest).order_by(policies.c.version.desc()).limit(1)
+    ).scalar_one_or_none()
+    live = relays.usable(db, coordinator.clock(), config.heartbeat_s)
+    view = RunView(
+        run=spec.run,
+        task=spec.task.name,
+        compute_dtype=spec.compute_dtype,
+        newest_version=situation.newest_version,
+        last_version=spec.last_version,
+        finished=situation.finished,
+        weights_bytes=0 if newest is None else Sealed[Manifest].parse(newest).body.num_bytes,
+        admission=config.admission,
+        live_workers=situation.live_workers,
+        entry_points=config.entry_points,
+        relays=tuple(relay.url for relay in live),
+    )
+    return RunList(runs=(view,))
 
 
 def stats(db: Connection, coordinator: Terms) -> Stats:
@@ -57,17 +94,19 @@ def stats(db: Connection, coordinator: Terms) -> Stats:
         groups_needed=situation.groups_needed,
         open_leases=situation.open_leases,
         queued_checks=situation.queued_checks,
-        submissions=_ended_by_code(db),
+        submissions=ended_by_code(db),
         groups=count_by_state(db),
         unparseable=share_unparseable(db, true()),
         batches=trained[0],
-        trained_groups=trained[1],
-        generation_tokens_per_s=_verified_tokens_per_s(db, now_s),
+        trained_groups=int(trained[1]),
+        generation_tokens_per_s=verified_tokens_per_s(db, now_s),
         latest=_latest_report(db),
         evaluations=evaluations.views(db),
-        nodes=tuple(nodes.view(row, now_s, heartbeat_s) for row in _nodes(db)),
+        nodes=nodes.views(db, _nodes(db), coordinator),
         relays=relays.views(db, now_s, heartbeat_s),
-        bytes_published=db.execute(select(func.coalesce(func.sum(policies.c.num_bytes), 0))).scalar_one(),
+        bytes_published=int(
+            db.execute(select(func.coalesce(func.sum(policies.c.num_bytes), 0))).scalar_one()
+        ),
         ledger_seq=head_seq(db),
         server_time_s=now_s,
     )
@@ -129,7 +168,7 @@ def _open_by_state(db: Connection) -> list[tuple[str, int]]:
     return [(row[0], row[1]) for row in db.execute(query)]
 
 
-def _ended_by_code(db: Connection) -> dict[str, int]:
+def ended_by_code(db: Connection) -> dict[str, int]:
     query = select(leases.c.code, func.count()).where(leases.c.code.is_not(None)).group_by(leases.c.code)
     return {row[0]: row[1] for row in db.execute(query)}
 
@@ -146,7 +185,7 @@ def _queue_untouched_s(db: Connection, now_s: float) -> float:
     return float(now_s - max(oldest_s, claimed_s or 0.0))
 
 
-def _verified_tokens_per_s(db: Connection, now_s: float) -> float:
+def verified_tokens_per_s(db: Connection, now_s: float) -> float:
     """Tokens of accepted submissions lately. What nodes say of their own speed is not counted."""
     first_s = db.execute(select(func.min(policies.c.published_at_s))).scalar_one()
     if first_s is None or first_s >= now_s:
@@ -157,7 +196,7 @@ def _verified_tokens_per_s(db: Connection, now_s: float) -> float:
             verdicts.c.given_at_s > now_s - window_s
         )
     ).scalar_one()
-    return float(tokens / window_s)
+    return float(int(tokens) / window_s)
 
 
 def _latest_report(db: Connection) -> StepReport | None:

@@ -4,8 +4,10 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, and_, bindparam, insert, or_, select
 
+from shoal.swarm.coordinator import epochs
 from shoal.swarm.coordinator.batches import is_stale
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest_version
+from shoal.swarm.coordinator.drawing import checks_all
 from shoal.swarm.coordinator.leases import (
     Event,
     State,
@@ -15,7 +17,9 @@ from shoal.swarm.coordinator.leases import (
     own_lease,
     void,
 )
+from shoal.swarm.coordinator.nodes import standing_of
 from shoal.swarm.coordinator.schema import leases, submissions
+from shoal.swarm.coordinator.trust import check_rate
 from shoal.swarm.coordinator.uploads import find_upload
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease, Receipt
@@ -133,7 +137,20 @@ def _receive(tx: Transaction, coordinator: Coordinator, lease: Row[Any], ask: Su
             received_at_s=tx.now_s,
             seq=seq,
             receipt=sealed.model_dump_json(),
+            **_draw_checks(tx, coordinator, lease, ask.sha256),
         )
     )
     move(tx, lease, Event.SUBMIT)
     return sealed
+
+
+def _draw_checks(tx: Transaction, coordinator: Coordinator, lease: Row[Any], sha256: str) -> dict[str, Any]:
+    """Only now, with the bytes in our hands, is it drawn whether they get every check."""
+    assert tx.node is not None, "only nodes submit"
+    epoch, secret = epochs.secret_now(tx)
+    rate = check_rate(standing_of(tx.node), floor=coordinator.config.check_rate)
+    # The held-out curve is published: nothing enters it on trust.
+    if lease.purpose == "eval":
+        rate = 1.0
+    full = checks_all(secret, lease.lease_id, sha256, rate)
+    return {"checks": "full" if full else "rewards", "draw_epoch": epoch, "draw_rate": rate}

@@ -159,7 +159,7 @@ class Validator:
             return _void(claim, "checking it ended the validator's process before")
         try:
             data = self._fetch(claim)
-            policy = self._shelf.get(claim.policy_version, claim.lease)
+            policy = self._shelf.get(claim.policy_version, claim.lease, claim.relays)
             return judge(
                 data,
                 claim,

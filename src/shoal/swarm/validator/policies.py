@@ -42,14 +42,14 @@ class PolicyShelf:
         self._same_model: tuple[object, Tokenizer] | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
-    def get(self, version: int, lease: Lease) -> Policy:
-        """The version, ready to run. Loaded ones are at hand; others are fetched from the lease's relays."""
+    def get(self, version: int, lease: Lease, relays: tuple[str, ...] = ()) -> Policy:
+        """The version, ready to run. Loaded ones are at hand; others are fetched from `relays`, or the lease's."""
         if version in self._loaded:
             self._loaded.move_to_end(version)
             return self._loaded[version]
         try:
             manifest = self._manifest(version, lease)
-            self._relays.update(lease.relays)
+            self._relays.update(relays or lease.relays)
             folder = fetch_version(
                 manifest,
                 self._relays,

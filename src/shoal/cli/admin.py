@@ -1,0 +1,66 @@
+"""`shoal admin`: the operator's orders, each signed by admin.key and with a reason."""
+
+import argparse
+import secrets
+import threading
+from contextlib import closing
+from pathlib import Path
+
+from shoal.cli.supervise import EXIT_OK
+
+ACTIONS = {
+    "quarantine": "node: check everything it sends",
+    "ban": "node: eject it",
+    "restore": "node: forget its rejections, back to probation",
+    "pause": "issue no leases",
+    "resume": "issue leases again",
+    "void": "lease: end it without blame",
+    "uphold": "lease: the appeal against its rejection is right",
+    "dismiss": "lease: the appeal against its rejection is wrong",
+    "invite": "make an invitation; --amount says for how many nodes",
+    "allow": "key: let this node, or all nodes of this owner, enrol",
+    "disallow": "key: no more of that",
+    "stake": "key: add --amount to its balance",
+}
+
+
+def add_admin(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "admin",
+        help="orders of the operator: ban, pause, invite, ...",
+        epilog="\n".join(f"  {name:<11} {words}" for name, words in ACTIONS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("order", choices=ACTIONS, metavar="ACTION")
+    parser.add_argument("subject", nargs="?", default="", help="a node, an owner's key or a lease")
+    parser.add_argument("--reason", required=True, help="stands in the ledger with the order")
+    parser.add_argument("--amount", type=int, default=0)
+    parser.add_argument("--coordinator", required=True, metavar="URL")
+    parser.add_argument("--key", type=Path, required=True, help="admin.key, from the coordinator")
+    parser.set_defaults(action=_order)
+
+
+def _order(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.net.client import SignedClient
+    from shoal.swarm.coordinator.admission import invite_digest
+    from shoal.telemetry import Log
+    from shoal.wire.keys import Key
+    from shoal.wire.messages import AdminOrder, Recorded
+
+    subject, code = options.subject, ""
+    if options.order == "invite":
+        code = secrets.token_urlsafe(18)
+        subject = invite_digest(code)
+    if len(options.reason) < 3:
+        raise ValueError(f"--reason {options.reason!r}: say in words why, the ledger keeps it")
+    order = AdminOrder(reason=options.reason[:300], subject=subject, amount=options.amount)
+    with closing(
+        SignedClient(options.coordinator, Key.load(options.key), log=Log("admin"), stop=stop)
+    ) as client:
+        recorded = client.call("POST", f"/v1/admin/{options.order}", order, Recorded)
+    print(f"{options.order}: done, ledger event {recorded.seq}")
+    if code:
+        print(
+            f"invitation: {code}\nWhoever has it joins with: shoal join {options.coordinator} --invite {code}"
+        )
+    return EXIT_OK

@@ -1,0 +1,122 @@
+"""`shoal audit`: check a sample of a run's accepted submissions again, by a validator's own code, against the published weights.
+
+Needs validator.key, because files are not public. What can be checked again is what was made by versions that relays still hold.
+"""
+
+import argparse
+import hashlib
+import random
+import secrets
+import threading
+from contextlib import closing
+from functools import partial
+
+import httpx
+
+from shoal.cli.ledger import TIMEOUT_S, fetch_ledger
+from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
+from shoal.model.load import DTYPES, load_decoder
+from shoal.net.client import SignedClient
+from shoal.net.deadline import Stopped
+from shoal.swarm.coordinator.replay import replay, seed_of
+from shoal.swarm.validator.judge import judge
+from shoal.swarm.validator.policies import PolicyShelf
+from shoal.swarm.validator.reader import Reader
+from shoal.swarm.validator.recompute import CannotCheck
+from shoal.telemetry import Log
+from shoal.wire.codes import ACCEPTED
+from shoal.wire.keys import Key
+from shoal.wire.lease import Verdict
+from shoal.wire.ledger import LedgerEvent
+from shoal.wire.messages import Claim, Info, Stats
+from shoal.wire.run import RunSpec
+
+FETCH_S = 120.0
+
+
+def audit(options: argparse.Namespace, stop: threading.Event) -> int:
+    log = Log("audit")
+    with httpx.Client(base_url=options.url, timeout=TIMEOUT_S) as http:
+        info = Info.parse(http.get("/v1/info").raise_for_status().content)
+        stats = Stats.parse(http.get("/v1/stats").raise_for_status().content)
+        events = fetch_ledger(http, info.run_key, stop)
+    books = replay(events)
+    held = {version for relay in stats.relays for version in relay.versions}
+    chosen = choose(events, held, options.sample, random.Random(options.seed))
+    print(f"the ledger is good: {len(events)} events; checking {len(chosen)} accepted submissions again")
+    wrong = 0
+    with (
+        closing(SignedClient(options.url, Key.load(options.key), log=log, stop=stop)) as client,
+        Reader() as reader,
+    ):
+        shelf = PolicyShelf(
+            options.dir / "policies",
+            client,
+            run_key=info.run_key,
+            load=partial(load_decoder, dtype=DTYPES[info.spec.compute_dtype], device="cpu"),
+            max_loaded=2,
+            fetch_s=FETCH_S,
+            log=log,
+        )
+        issued = {event.body["lease_id"]: event for event in events if event.type == "lease.issued"}
+        for verdict in chosen:
+            if stop.is_set():
+                raise Stopped("stopped between two submissions")
+            lease_id = verdict.body["lease_id"]
+            words = check_again(client, shelf, reader, info.spec, verdict, issued[lease_id])
+            seed = seed_of(books, lease_id)
+            wrong += words is not None
+            told = "its seed is not out yet" if seed is None else "its seed is the one committed to"
+            print(f"  {lease_id}: {'as the ledger says; ' + told if words is None else 'NOT GOOD: ' + words}")
+    print(f"{len(chosen) - wrong} of {len(chosen)} as the ledger says")
+    return EXIT_FAILED if wrong else EXIT_OK
+
+
+def choose(events: list[LedgerEvent], held: set[int], sample: int, rng: random.Random) -> list[LedgerEvent]:
+    """Verdicts to check again, among those whose version can still be had."""
+    versions = {
+        event.body["lease_id"]: event.body["policy_version"]
+        for event in events
+        if event.type == "submission.received"
+    }
+    accepted = [
+        event
+        for event in events
+        if event.type == "verdict.given"
+        and event.body["code"] == ACCEPTED
+        and versions[event.body["lease_id"]] in held
+    ]
+    return sorted(rng.sample(accepted, min(sample, len(accepted))), key=lambda event: event.seq)
+
+
+def check_again(
+    client: SignedClient,
+    shelf: PolicyShelf,
+    reader: Reader,
+    spec: RunSpec,
+    verdict: LedgerEvent,
+    issued: LedgerEvent,
+) -> str | None:
+    """What is wrong with an accepted submission; None if nothing is."""
+    claim = client.call("GET", f"/v1/checks/{verdict.body['lease_id']}", None, Claim)
+    if claim.lease.digest() != issued.body["lease_digest"]:
+        return "the lease is not the one whose digest the ledger has"
+    data = client.send("GET", f"/v1/objects/{claim.sha256}").content
+    if hashlib.sha256(data).hexdigest() != claim.sha256:
+        return f"the stored file is not {claim.sha256}"
+    try:
+        policy = shelf.get(claim.policy_version, claim.lease, claim.relays)
+        again = judge(data, claim, spec, policy, reader=reader, control_seed=secrets.randbits(64))
+    except CannotCheck as error:
+        return f"cannot be checked: {error}"
+    return difference(again, verdict)
+
+
+def difference(again: Verdict, verdict: LedgerEvent) -> str | None:
+    if again.code != ACCEPTED:
+        return f"{again.code}: {again.detail}"
+    if list(again.rewards) != verdict.body["rewards"]:
+        return f"rewards are {list(again.rewards)}, the ledger has {verdict.body['rewards']}"
+    if again.output_tokens != verdict.body["output_tokens"]:
+        return f"{again.output_tokens} output tokens, the ledger has {verdict.body['output_tokens']}"
+    return None

@@ -1,0 +1,278 @@
+"""What `shoal join URL` and the other commands of a contributor do. join.py has what they are called with.
+
+A node's folder (default: shoal-node) holds its key, the run it works for, and node.json: which coordinator it joined.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
+from shoal.wire.codes import CODES
+from shoal.wire.keys import Key
+from shoal.wire.messages import Info, NodeView
+
+JOINED = "node.json"
+TIMEOUT_S = 10.0
+
+
+# -- joining ----------------------------------------------------------------------------------------------
+
+
+def join(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.doctor import examine, print_findings
+    from shoal.rollout.state import is_held
+
+    if is_held(options.dir):
+        raise ValueError(f"{options.dir} is in use by another worker; stop that one or choose another --dir")
+    print(f"Looking at this machine and at {options.url} ...")
+    findings = examine(options.url, options.dir)
+    print_findings(findings)
+    if bad := [finding for finding in findings if finding.state == "bad"]:
+        print(
+            f"Not joining: {bad[0].name}: {bad[0].words}" + (f" -> {bad[0].remedy}" if bad[0].remedy else "")
+        )
+        return EXIT_FAILED
+    key = _key(options.dir)
+    info = _ask_info(options.url)
+    print(consent(info, key.public, options.url, options.dir))
+    if not options.yes and not _agrees():
+        print("Nothing was sent.")
+        return EXIT_FAILED
+    (options.dir / JOINED).write_text(json.dumps({"coordinator": options.url}) + "\n", encoding="utf-8")
+    if options.invite:
+        (options.dir / "invite.txt").write_text(options.invite, encoding="utf-8")
+    print(
+        "Joining; the first lease is the qualification. Ctrl-C stops, and what was begun is picked up again."
+    )
+    return _work(options, stop)
+
+
+def _work(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.roles import worker
+
+    options.coordinator, options.lie = options.url, None
+    return worker(options, stop)
+
+
+def _key(dir: Path) -> Key:
+    path = dir / "node.key"
+    new = not path.exists()
+    key = Key.load_or_create(path)
+    if new:
+        print(
+            f"Made this node's key: {path}. It is the node: whoever has it has its credit, and nobody can make it again.\n"
+            f"  Back it up:  shoal identity backup FILE --dir {dir}"
+        )
+    return key
+
+
+def consent(info: Info, node: str, url: str, dir: Path) -> str:
+    """What will run and what is sent, in words."""
+    spec = info.spec
+    return f"""
+What joining means
+  run       {spec.run} at {url}, task {spec.task.name}; its key is {info.run_key[:16]}...
+  node      {node}
+  runs      Shoal's own worker with the run's weights (safetensors: data, never code). Nothing else is executed.
+  sent      generated tokens, their log-probs and proofs; phase and speed with each heartbeat; software version.
+            No file of yours, no name, no address beyond what any web request shows. No port is opened.
+  kept      up to {spec.max_lag + 2} versions of the weights, the key and the last file, in {dir}
+  credit    verified output tokens x {info.credit_factor:g}, final after {info.hold_s / 3600:g} h; a refused submission earns nothing,
+            two refused ones end it. The weights and the ledger are public to everybody in the run.
+"""
+
+
+def _agrees() -> bool:
+    if not sys.stdin.isatty():
+        raise ValueError("nobody is at the terminal to agree; read the summary above and join with --yes")
+    return input("Join? [y/N] ").strip().lower() in ("y", "yes")
+
+
+# -- afterwards -------------------------------------------------------------------------------------------
+
+
+def _joined(dir: Path) -> tuple[Key, str]:
+    """The node in `dir` and the coordinator it joined."""
+    if not (dir / "node.key").exists():
+        raise ValueError(f"{dir} holds no node; join a run first, or name its folder with --dir")
+    path = dir / JOINED
+    if not path.exists():
+        raise ValueError(f"{dir} has joined no run yet: shoal join URL --dir {dir}")
+    return Key.load(dir / "node.key"), str(json.loads(path.read_text(encoding="utf-8"))["coordinator"])
+
+
+def _get(url: str, path: str) -> bytes:
+    import httpx
+
+    from shoal.net.client import Unreachable
+
+    try:
+        answer = httpx.get(url + path, timeout=TIMEOUT_S)
+    except httpx.HTTPError as error:
+        raise Unreachable(
+            f"{url}: {type(error).__name__}: {error}; check that the coordinator runs there"
+        ) from None
+    if answer.status_code == 404:
+        return b""
+    if not answer.is_success:
+        raise Unreachable(f"{url}{path}: HTTP {answer.status_code}")
+    return answer.content
+
+
+def _ask_info(url: str) -> Info:
+    return Info.parse(_get(url, "/v1/info"))
+
+
+def status(options: argparse.Namespace, stop: threading.Event) -> int:
+    key, url = _joined(options.dir)
+    info, found = _ask_info(url), _get(url, f"/v1/nodes/{key.public}")
+    print(f"run {info.spec.run!r} at {url}: version {info.newest_version} of {info.spec.last_version}")
+    if not found:
+        print(f"node {key.public[:16]}: not enrolled yet")
+        return EXIT_FAILED
+    view = NodeView.parse(found)
+    final = view.credit - view.credit_held
+    print(f"node {view.node[:16]}: {view.trust}, {view.liveness}; {view.phase or 'no phase yet'}")
+    print(f"  accepted {view.accepted}, refused {view.rejected}, void {view.void}")
+    print(f"  credit {view.credit}: {final} final, {view.credit_held} held")
+    if view.last_code is not None:
+        print(f"  last verdict: {view.last_code}" + (f": {view.last_detail}" if view.last_detail else ""))
+        if view.last_code in CODES:
+            print(f"  what to do: {CODES[view.last_code].remedy}")
+    if (options.dir / "paused").exists():
+        print("  paused: shoal pause --off goes on")
+    return EXIT_OK
+
+
+def whoami(options: argparse.Namespace, stop: threading.Event) -> int:
+    path = options.dir / "node.key"
+    if not path.exists():
+        raise ValueError(f"{options.dir} holds no node; shoal join URL makes one")
+    print(f"node         {Key.load(path).public}")
+    delegation = options.dir / "delegation.json"
+    if delegation.exists():
+        word = json.loads(delegation.read_text(encoding="utf-8"))
+        until = time.strftime("%Y-%m-%d", time.gmtime(word["body"]["not_after_s"]))
+        print(f"owner        {word['key']}, until {until}")
+    else:
+        print("owner        itself")
+    if (options.dir / JOINED).exists():
+        print(f"coordinator  {_joined(options.dir)[1]}")
+    if (options.dir / "run.json").exists():
+        run = json.loads((options.dir / "run.json").read_text(encoding="utf-8"))
+        print(f"run          {run['run']}, key {run['run_key']}")
+    return EXIT_OK
+
+
+def pause(options: argparse.Namespace, stop: threading.Event) -> int:
+    _joined(options.dir)
+    flag = options.dir / "paused"
+    if options.off:
+        flag.unlink(missing_ok=True)
+        print("going on")
+    else:
+        flag.touch()
+        print("pausing after the lease at hand; `shoal pause --off` goes on")
+    return EXIT_OK
+
+
+def leave(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.rollout.state import is_held
+
+    key, url = _joined(options.dir)
+    if is_held(options.dir):
+        (options.dir / "leaving").touch()
+        print("the worker leaves when the lease at hand is delivered")
+        return EXIT_OK
+    from contextlib import closing
+
+    from shoal.net.client import SignedClient
+    from shoal.telemetry import Log
+    from shoal.wire.messages import Leave, OpenSession, Recorded, Session
+
+    with closing(SignedClient(url, key, log=Log("leave"), stop=stop)) as client:
+        session = client.call("POST", "/v1/session", OpenSession(software="shoal"), Session)
+        client.call("POST", "/v1/leave", Leave(epoch=session.epoch), Recorded)
+    print("left; joining again brings the node back")
+    return EXIT_OK
+
+
+# -- identity ---------------------------------------------------------------------------------------------
+
+KEPT = ("node.key", JOINED, "run.json", "delegation.json")
+
+
+def backup(options: argparse.Namespace, stop: threading.Event) -> int:
+    key = Key.load(options.dir / "node.key")
+    kept = {name: (options.dir / name).read_text() for name in KEPT if (options.dir / name).exists()}
+    try:
+        descriptor = os.open(options.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise ValueError(f"{options.file} exists and is left alone; choose another name") from None
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(kept, file)
+        file.flush()
+        os.fsync(file.fileno())
+    print(f"node {key.public[:16]} is in {options.file}: keep it where nobody else can read it")
+    return EXIT_OK
+
+
+def restore(options: argparse.Namespace, stop: threading.Event) -> int:
+    if (options.dir / "node.key").exists():
+        raise ValueError(f"{options.dir} holds a node already; choose another --dir")
+    try:
+        kept = json.loads(options.file.read_text(encoding="utf-8"))
+        if not isinstance(kept, dict) or "node.key" not in kept or not set(kept) <= set(KEPT):
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"{options.file} is no backup of a node; `shoal identity backup` makes one"
+        ) from None
+    options.dir.mkdir(parents=True, exist_ok=True)
+    for name, text in kept.items():
+        with os.fdopen(os.open(options.dir / name, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            file.write(text)
+    print(f"node {Key.load(options.dir / 'node.key').public[:16]} is back in {options.dir}")
+    return EXIT_OK
+
+
+def delegate(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.wire.delegation import delegate as vouch
+    from shoal.wire.keys import PUBLIC_KEY
+
+    if not PUBLIC_KEY.fullmatch(options.node):
+        raise ValueError(f"{options.node!r} is not a node's id: 64 hex digits, as shoal whoami prints")
+    new = not options.owner.exists()
+    owner = Key.load_or_create(options.owner)
+    if new:
+        print(f"Made an owner's key: {options.owner}. Keep it offline and backed up; nodes never need it.")
+    word = vouch(owner, options.node, now_s=time.time(), days=options.days)
+    options.out.write_text(word.model_dump_json() + "\n", encoding="utf-8")
+    print(f"owner {owner.public}\nwrote {options.out}: put it into the node's folder as delegation.json")
+    return EXIT_OK
+
+
+# -- check-local ------------------------------------------------------------------------------------------
+
+
+def check_local(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.check_local import check_file
+
+    file = options.file or options.dir / "last" / "rollouts.parquet"
+    lease = options.lease or file.with_name("lease.json")
+    for path in (file, lease):
+        if not path.exists():
+            raise ValueError(f"no {path}; a worker keeps its last file and lease in its folder, under last/")
+    _, url = _joined(options.dir)
+    with contextlib.suppress(BrokenPipeError):
+        verdict = check_file(file, lease, options.dir / "versions", _ask_info(url).spec)
+        print(f"{verdict.code}: {verdict.detail}")
+        if verdict.code in CODES:
+            print(f"what to do: {CODES[verdict.code].remedy}")
+    return EXIT_OK if verdict.code == "accepted" else EXIT_FAILED

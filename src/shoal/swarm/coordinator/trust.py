@@ -1,0 +1,191 @@
+"""Trust: a pure function of a node's standing, an event and the time. Also what a standing earns: checks and leases.
+
+    probation ──N checked and accepted in a row──▶ trusted
+        ▲                │                            │ a rejection, from anywhere
+        │                ▼                            ▼
+    a day and 10 N good ones ◀──────────────────── quarantined ──a second rejection──▶ banned
+
+Void is nobody's doing and changes nothing, but for void.uncertain: the streak begins anew, so the next work is checked. What was accepted on trust, without the dear checks, builds no trust.
+"""
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from shoal.wire.codes import ACCEPTED
+
+REDEEM_S = 24 * 3600.0
+REDEEM_TIMES = 10
+"""A quarantine ends after a day at least, and this many times the accepted submissions that end a probation."""
+LAPSES_END_TRUST = 5
+"""Leases in a row that ran out in a trusted node's hands."""
+LONGEST_BACKOFF_S = 3600.0
+
+
+class Trust(StrEnum):
+    PROBATION = "probation"
+    TRUSTED = "trusted"
+    QUARANTINED = "quarantined"
+    BANNED = "banned"
+    RETIRED = "retired"
+    """It left by its own wish."""
+
+
+class Finding(StrEnum):
+    """What a verdict says about the node."""
+
+    ACCEPTED = "accepted"
+    REJECTED = "rejected"
+    VOID = "void"
+
+
+class Happening(StrEnum):
+    """What can move a standing."""
+
+    ACCEPTED = "accepted"
+    """By every check there is."""
+    TAKEN_ON_TRUST = "taken on trust"
+    """By the cheap checks; the draw spared it the dear ones."""
+    REJECTED = "rejected"
+    UNCERTAIN = "uncertain"
+    """Void, because it was suspicious but not certain to be false."""
+    LAPSED = "lapsed"
+    """A lease ran out in its hands."""
+    QUARANTINE = "quarantine"
+    BAN = "ban"
+    RESTORE = "restore"
+    """The last three are the operator's orders."""
+    UPHELD = "upheld"
+    """An appeal: one rejection was wrong."""
+    LEAVE = "leave"
+    RETURN = "return"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What a node's deeds so far add up to."""
+
+    trust: Trust
+    since_s: float = 0.0
+    """When it came to this trust."""
+    streak: int = 0
+    """Submissions in a row that passed every check."""
+    rejected: int = 0
+    lapses: int = 0
+    """Leases in a row that ran out in its hands."""
+    lapsed_s: float = 0.0
+
+
+def finding_of(code: str) -> Finding:
+    if code == ACCEPTED:
+        return Finding.ACCEPTED
+    return Finding.REJECTED if code.startswith("reject.") else Finding.VOID
+
+
+def judge(standing: Standing, happening: Happening, now_s: float, *, trusted_after: int) -> Standing:
+    """The standing after one more happening."""
+    if standing.trust is Trust.BANNED and happening not in (Happening.RESTORE, Happening.UPHELD):
+        return standing
+    if happening in _WORK:
+        return _after_work(standing, happening, now_s, trusted_after)
+    return _after_order(standing, happening, now_s)
+
+
+_WORK = (
+    Happening.ACCEPTED,
+    Happening.TAKEN_ON_TRUST,
+    Happening.REJECTED,
+    Happening.UNCERTAIN,
+    Happening.LAPSED,
+)
+
+
+def _after_work(standing: Standing, happening: Happening, now_s: float, trusted_after: int) -> Standing:
+    if happening is Happening.ACCEPTED:
+        return _after_success(replace(standing, streak=standing.streak + 1, lapses=0), now_s, trusted_after)
+    if happening is Happening.TAKEN_ON_TRUST:
+        return replace(standing, lapses=0)
+    if happening is Happening.REJECTED:
+        rejected = standing.rejected + 1
+        fallen = replace(standing, rejected=rejected, streak=0)
+        return _move(fallen, Trust.QUARANTINED if rejected == 1 else Trust.BANNED, now_s)
+    if happening is Happening.LAPSED:
+        lapsed = replace(standing, lapses=standing.lapses + 1, lapsed_s=now_s)
+        if standing.trust is Trust.TRUSTED and lapsed.lapses >= LAPSES_END_TRUST:
+            return _move(replace(lapsed, streak=0), Trust.PROBATION, now_s)
+        return lapsed
+    assert happening is Happening.UNCERTAIN
+    return replace(standing, streak=0)
+
+
+def _after_success(standing: Standing, now_s: float, trusted_after: int) -> Standing:
+    if standing.trust is Trust.PROBATION and standing.streak >= trusted_after:
+        return _move(standing, Trust.TRUSTED, now_s)
+    redeemed = standing.streak >= REDEEM_TIMES * trusted_after and now_s - standing.since_s >= REDEEM_S
+    if standing.trust is Trust.QUARANTINED and redeemed:
+        return _move(replace(standing, streak=0), Trust.PROBATION, now_s)
+    return standing
+
+
+def _after_order(standing: Standing, happening: Happening, now_s: float) -> Standing:
+    if happening is Happening.UPHELD:
+        return _after_appeal(replace(standing, rejected=max(0, standing.rejected - 1)), now_s)
+    if happening is Happening.LEAVE:
+        return _move(standing, Trust.RETIRED, now_s)
+    if happening is Happening.RETURN:
+        # Leaving is no way out of a quarantine.
+        back = Trust.QUARANTINED if standing.rejected else Trust.PROBATION
+        left = standing.trust is Trust.RETIRED
+        return _move(replace(standing, streak=0), back, now_s) if left else standing
+    if happening is Happening.RESTORE:
+        standing = replace(standing, rejected=0, lapses=0)
+    return _move(replace(standing, streak=0), _ORDERED[happening], now_s)
+
+
+_ORDERED = {
+    Happening.QUARANTINE: Trust.QUARANTINED,
+    Happening.BAN: Trust.BANNED,
+    Happening.RESTORE: Trust.PROBATION,
+}
+
+
+def _after_appeal(standing: Standing, now_s: float) -> Standing:
+    if standing.trust not in (Trust.QUARANTINED, Trust.BANNED):
+        return standing
+    if standing.rejected == 0:
+        return _move(standing, Trust.PROBATION, now_s)
+    return _move(standing, Trust.QUARANTINED if standing.rejected == 1 else Trust.BANNED, now_s)
+
+
+def _move(standing: Standing, trust: Trust, now_s: float) -> Standing:
+    return standing if trust is standing.trust else replace(standing, trust=trust, since_s=now_s)
+
+
+# -- what a standing earns --------------------------------------------------------------------------------
+
+
+def check_rate(standing: Standing, *, floor: float) -> float:
+    """The share of a node's submissions that every check is run on."""
+    if standing.trust is not Trust.TRUSTED:
+        return 1.0
+    return max(floor, 1.0 / max(1, standing.streak))
+
+
+def open_leases(standing: Standing, *, most: int, trusted_after: int) -> int:
+    """How many leases it may hold: one; once trusted two, doubled with each further streak, halved by each lapse."""
+    if standing.trust is not Trust.TRUSTED:
+        return 1
+    earned = 1 << min(16, max(1, standing.streak // trusted_after))
+    return max(1, min(most, earned) >> min(16, standing.lapses))
+
+
+def lease_prompts(standing: Standing, *, most: int) -> int:
+    """How many prompts its next lease has, as far as lapses go: each halves it."""
+    return max(1, most >> min(16, standing.lapses))
+
+
+def next_lease_s(standing: Standing, *, lease_s: float) -> float:
+    """When it may have a lease again. One lapse is an accident; from the second on each doubles the wait."""
+    if standing.lapses < 2:
+        return 0.0
+    wait_s = min(LONGEST_BACKOFF_S, lease_s * 2.0 ** min(20, standing.lapses - 2))
+    return standing.lapsed_s + wait_s

@@ -1,0 +1,41 @@
+"""`shoal admin` against a real coordinator."""
+
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from test_ledger_verify import coordinator
+
+from shoal.cli.admin import ACTIONS
+from shoal.cli.main import act, parse
+from shoal.net.client import SignedClient
+from shoal.swarm.coordinator.orders import ACTIONS as KNOWN
+from shoal.telemetry import Log
+from shoal.wire.keys import Key
+from shoal.wire.messages import Enrol, Enrolled
+from shoal.wire.run import PROTOCOL
+
+
+def admin(folder: Path, url: str, *words: str) -> int:
+    arguments = ["admin", *words, "--coordinator", url, "--key", str(folder / "keys" / "admin.key")]
+    return act(parse(arguments), threading.Event())
+
+
+def test_orders_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    node = Key.generate()
+    with coordinator(tmp_path) as url:
+        with closing(SignedClient(url, node, log=Log("test"))) as client:
+            client.call("POST", "/v1/enrol", Enrol(protocol=PROTOCOL, software="test"), Enrolled)
+        assert admin(tmp_path, url, "ban", node.public, "--reason", "it spoke ill") == 0
+        assert capsys.readouterr().out.startswith("ban: done, ledger event ")
+        assert admin(tmp_path, url, "invite", "--reason", "friends", "--amount", "3") == 0
+        assert "shoal join http://127.0.0.1" in capsys.readouterr().out
+        assert admin(tmp_path, url, "ban", "ab" * 32, "--reason", "who is it") == 1
+        assert "no node" in capsys.readouterr().err
+        assert admin(tmp_path, url, "pause", "--reason", "x") == 2
+        assert "say in words why" in capsys.readouterr().err
+
+
+def test_every_order_has_its_words() -> None:
+    assert set(ACTIONS) == set(KNOWN)

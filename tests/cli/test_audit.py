@@ -1,0 +1,40 @@
+"""`shoal audit` of a real run: honest books, and a store whose files were changed afterwards."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "rollout"))
+from small_run import CONFIG, RunningWorker, eventually, small_run
+from test_contributor import shoal
+
+
+def test_accepted_work_is_checked_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = CONFIG.model_copy(update={"heartbeat_s": 5.0})
+    with small_run(tmp_path / "run", config) as run:
+        run.publish(0)
+        run.serve_from_origin()
+        run.start_validator()
+        worker = RunningWorker(run)
+        eventually("accepted work", lambda: sum(node.accepted for node in run.stats().nodes) >= 4)
+        worker.stop.set()
+        worker.join()
+        eventually("an empty queue", lambda: run.stats().queued_checks == 0)
+        key = run.keys / "validator.key"
+        words = ("audit", run.url, "--key", key, "--dir", tmp_path / "audit", "--sample", "3", "--seed", "1")
+        assert shoal(*words) == 0
+        said = capsys.readouterr().out
+        assert "3 of 3 as the ledger says" in said and said.count("its seed") == 3
+        # Somebody changed the files after they were accepted.
+        objects = [
+            path for path in (tmp_path / "run" / "coordinator" / "objects").rglob("*") if path.is_file()
+        ]
+        for path in objects:
+            path.write_bytes(path.read_bytes()[::-1])
+        assert shoal(*words) == 1
+        said = capsys.readouterr().out
+        assert said.count("NOT GOOD: the stored file is not") == 3
+        # A worker's key opens nothing.
+        node = worker.config.dir / "node.key"
+        assert shoal("audit", run.url, "--key", node, "--dir", tmp_path / "audit") == 2

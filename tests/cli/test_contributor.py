@@ -1,0 +1,138 @@
+"""A contributor's commands against a real run: from nothing to an accepted lease, and everything after."""
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "rollout"))
+from small_run import CONFIG, SmallRun, eventually, small_run
+
+from shoal.cli.main import act, parse
+from shoal.wire.keys import Key
+
+
+def shoal(*words: object, stop: threading.Event | None = None) -> int:
+    return act(parse([str(word) for word in words]), stop or threading.Event())
+
+
+class Joined:
+    """`shoal join` in a thread."""
+
+    def __init__(self, run: SmallRun, dir: Path, *more: str) -> None:
+        self.dir, self.stop, self.codes = dir, threading.Event(), []
+        words = ("join", run.url, "--dir", dir, "--yes", "--deadline-s", "30", *more)
+        self.thread = threading.Thread(target=lambda: self.codes.append(shoal(*words, stop=self.stop)))
+        self.thread.start()
+
+    def end(self) -> int:
+        self.stop.set()
+        return self.wait()
+
+    def wait(self) -> int:
+        self.thread.join(60)
+        return int(self.codes[0])
+
+
+def test_from_nothing_to_credit_and_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dir = tmp_path / "node"
+    with small_run(tmp_path / "run", CONFIG.model_copy(update={"heartbeat_s": 5.0})) as run:
+        run.publish(0)
+        run.start_relay()
+        eventually("a relay that serves", lambda: any(0 in relay.versions for relay in run.stats().relays))
+        run.start_validator()
+        began_s = time.monotonic()
+        joined = Joined(run, dir)
+        eventually("an accepted lease", lambda: any(node.accepted for node in run.stats().nodes))
+        assert time.monotonic() - began_s < 600
+        said = capsys.readouterr().out
+        assert (
+            "Made this node's key" in said
+            and "What joining means" in said
+            and "shoal identity backup" in said
+        )
+        node = Key.load(dir / "node.key").public
+
+        assert shoal("status", "--dir", dir) == 0
+        assert shoal("whoami", "--dir", dir) == 0
+        said = capsys.readouterr().out
+        assert "credit" in said and node in said and run.url in said
+
+        # A second start in the same folder is refused, in words.
+        assert shoal("join", run.url, "--dir", dir, "--yes") == 2
+        assert "is in use by another worker" in capsys.readouterr().err
+
+        shoal("doctor", run.url, "--dir", dir)
+        assert "BAD" not in capsys.readouterr().out
+
+        assert shoal("pause", "--dir", dir) == 0
+        (dir / "last" / "rollouts.parquet").stat()
+        eventually("the pause", lambda: run.stats().open_leases == 0 and run.stats().queued_checks == 0)
+        assert shoal("check-local", "--dir", dir) == 0
+        assert "accepted: " in capsys.readouterr().out
+        file = dir / "last" / "rollouts.parquet"
+        file.write_bytes(file.read_bytes()[:-100])
+        assert shoal("check-local", "--dir", dir) == 1
+        assert "reject.malformed_file" in capsys.readouterr().out
+
+        assert shoal("leave", "--dir", dir) == 0
+        assert joined.wait() == 0
+        assert run.stats().nodes[0].trust == "retired"
+        # Nobody works there any more: leaving again is said to the coordinator at once.
+        assert shoal("pause", "--off", "--dir", dir) == 0
+        assert shoal("leave", "--dir", dir) == 0
+        assert "left; joining again" in capsys.readouterr().out
+
+
+def test_a_machine_that_cannot_work_does_not_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("join", "http://127.0.0.1:1", "--dir", tmp_path / "node", "--yes") == 1
+    said = capsys.readouterr().out
+    assert "BAD  coordinator" in said and "Not joining: coordinator" in said
+    assert not (tmp_path / "node" / "node.key").exists()
+
+
+def test_doctor_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with small_run(tmp_path / "run", CONFIG) as run:
+        assert shoal("doctor", run.url, "--dir", tmp_path / "node", "--json") == 0
+        findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+        assert findings["clock"]["state"] == findings["coordinator"]["state"] == "good"
+        assert findings["weights"]["words"] == "the trainer has not published version 0 yet"
+        run.publish(0)
+        run.serve_from_origin()
+        eventually("a relay", lambda: any(0 in relay.versions for relay in run.stats().relays))
+        assert shoal("doctor", run.url, "--dir", tmp_path / "node") == 0
+        said = capsys.readouterr().out
+        assert "Mbit/s" in said and "ok   disk" in said
+
+
+def test_nobody_joins_without_agreeing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with small_run(tmp_path / "run", CONFIG) as run:
+        assert shoal("join", run.url, "--dir", tmp_path / "node") == 2  # no terminal here
+        assert "join with --yes" in capsys.readouterr().err
+        assert run.stats().nodes == ()
+
+
+def test_identity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = Key.load_or_create(tmp_path / "a" / "node.key").public
+    assert shoal("identity", "backup", tmp_path / "safe", "--dir", tmp_path / "a") == 0
+    assert os.stat(tmp_path / "safe").st_mode & 0o777 == 0o600
+    assert shoal("identity", "backup", tmp_path / "safe", "--dir", tmp_path / "a") == 2
+    assert shoal("identity", "restore", tmp_path / "safe", "--dir", tmp_path / "a") == 2
+    assert shoal("identity", "restore", tmp_path / "safe", "--dir", tmp_path / "b") == 0
+    assert Key.load(tmp_path / "b" / "node.key").public == key
+    assert os.stat(tmp_path / "b" / "node.key").st_mode & 0o777 == 0o600
+    (tmp_path / "junk").write_text("[]")
+    assert shoal("identity", "restore", tmp_path / "junk", "--dir", tmp_path / "c") == 2
+
+    owner, word = tmp_path / "owner.key", tmp_path / "b" / "delegation.json"
+    assert shoal("identity", "delegate", key, "--owner", owner, "--days", "7", "--out", word) == 0
+    capsys.readouterr()
+    assert shoal("whoami", "--dir", tmp_path / "b") == 0
+    assert Key.load(owner).public in capsys.readouterr().out
+    assert shoal("identity", "delegate", "me", "--owner", owner) == 2
+    assert shoal("status", "--dir", tmp_path / "b") == 2
+    assert "has joined no run yet" in capsys.readouterr().err

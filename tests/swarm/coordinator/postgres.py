@@ -1,0 +1,94 @@
+"""A PostgreSQL of the tests' own: in a temporary folder, on a socket of its own, as a user that is not root."""
+
+import getpass
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+import psycopg
+import pytest
+
+PROGRAMS = ("initdb", "postgres")
+
+
+def why_not() -> str | None:
+    """Why there can be no PostgreSQL here; None if there can."""
+    for program in PROGRAMS:
+        if shutil.which(program) is None:
+            return f"no {program} on the path"
+    return None
+
+
+needs_postgres = pytest.mark.skipif(why_not() is not None, reason=f"PostgreSQL: {why_not()}")
+
+
+class Postgres:
+    def __init__(self, folder: Path, user: str) -> None:
+        self.folder, self.user = folder, user
+
+    def url(self, schema: str = "public") -> str:
+        host = quote(str(self.folder), safe="")
+        return f"postgresql://{self.user}@/postgres?host={host}&options=-csearch_path%3D{schema}"
+
+    def fresh(self) -> str:
+        """The URL of an empty place for one run."""
+        schema = f"run_{uuid.uuid4().hex[:12]}"
+        with psycopg.connect(host=str(self.folder), user=self.user, dbname="postgres", autocommit=True) as db:
+            db.execute(f"CREATE SCHEMA {schema}")
+        return self.url(schema)
+
+
+@contextmanager
+def running_postgres() -> Iterator[Postgres]:
+    user = "nobody" if os.geteuid() == 0 else getpass.getuser()
+    folder = Path(tempfile.mkdtemp(prefix="shoal-pg-"))
+    owner = pwd.getpwnam(user)
+    os.chown(folder, owner.pw_uid, owner.pw_gid)
+    who = {"user": user, "group": owner.pw_gid, "cwd": folder} if os.geteuid() == 0 else {"cwd": folder}
+    data = folder / "data"
+    programs = {name: os.path.realpath(shutil.which(name) or name) for name in PROGRAMS}
+    subprocess.run(
+        [programs["initdb"], "-D", data, "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync"],
+        check=True,
+        capture_output=True,
+        timeout=60,
+        **who,  # type: ignore[call-overload]
+    )
+    settings = ["listen_addresses=", f"unix_socket_directories={folder}", "max_connections=300"]
+    arguments = [word for setting in settings for word in ("-c", setting)]
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen(
+            [programs["postgres"], "-D", data, *arguments], stdout=log, stderr=log, **who
+        )  # type: ignore[call-overload]
+    try:
+        _wait_until_up(folder, user, server)
+        yield Postgres(folder, user)
+    finally:
+        server.send_signal(signal.SIGINT)  # with clients still there, too
+        try:
+            server.wait(10)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait_until_up(folder: Path, user: str, server: "subprocess.Popen[bytes]") -> None:
+    give_up_s = time.monotonic() + 30
+    while True:
+        assert server.poll() is None, (folder / "log").read_text()
+        try:
+            psycopg.connect(host=str(folder), user=user, dbname="postgres").close()
+            return
+        except psycopg.OperationalError:
+            assert time.monotonic() < give_up_s, (folder / "log").read_text()
+            time.sleep(0.1)

@@ -1,0 +1,337 @@
+"""Clients that try what the threat table once listed as open: hoarding, walking away, dead relays, trust abused."""
+
+from pathlib import Path
+
+import pytest
+from small_swarm import CONFIG, Node, SmallSwarm, refusal
+from sqlalchemy import select, update
+
+from shoal.net.client import Refused
+from shoal.swarm.coordinator.replay import replay, seed_of
+from shoal.swarm.coordinator.schema import leases as lease_table
+from shoal.swarm.coordinator.schema import submissions
+from shoal.wire.codes import Rejected
+from shoal.wire.draw import lease_seed
+from shoal.wire.lease import Lease, Verdict
+from shoal.wire.messages import Abandon, HeartbeatReply, LeaseStatus, NodeView, RelayReport
+
+
+def abandon(node: Node, lease: Lease) -> LeaseStatus:
+    ask = Abandon(epoch=node.epoch, reason="I do not like these")
+    return node.client.call("POST", f"/v1/leases/{lease.lease_id}/abandon", ask, LeaseStatus)
+
+
+def view_of(swarm: SmallSwarm, node: Node) -> NodeView:
+    return NodeView.parse(swarm.public.get(f"/v1/nodes/{node.id}").content)
+
+
+# -- hoarding ---------------------------------------------------------------------------------------------
+
+
+def test_idle_keys_cannot_keep_work_from_those_who_deliver(swarm: SmallSwarm) -> None:
+    swarm.start()
+    worker = swarm.node()
+    swarm.work(worker)
+    # As many fake nodes as it takes until there is nothing left for one more of them.
+    fakes = [swarm.node() for _ in range(20)]
+    taken = 0
+    for fake in fakes:
+        try:
+            fake.lease()
+            taken += 1
+        except Exception as error:  # noqa: BLE001 - whatever refusal it is, it is looked at below
+            assert "enough work in flight" in str(error)
+            break
+    assert 4 <= taken < 20
+    for _ in range(2):
+        swarm.work(worker)  # not a moment's wait
+    assert swarm.stats().ready_groups == 6
+
+
+def test_who_lets_leases_lapse_gets_less_and_later(swarm: SmallSwarm) -> None:
+    swarm.start()
+    idle = swarm.node()
+    sizes = []
+    for _ in range(2):
+        sizes.append(len(idle.lease().prompts))
+        swarm.clock.ahead_s += swarm.config.lease_s + 1
+        swarm.tick()
+    assert sizes == [2, 1]
+    swarm.relay_up()
+    refused = refusal(idle.lease)
+    assert refused.code == "request.too_early"
+    assert "2 leases in a row ran out in this node's hands" in refused.problem.detail
+    assert view_of(swarm, idle).trust == "probation"
+    swarm.clock.ahead_s += 101
+    swarm.relay_up()
+    swarm.work(idle)  # and one that is answered puts everything right
+    assert len(idle.lease().prompts) == 2
+
+
+# -- walking away -----------------------------------------------------------------------------------------
+
+
+def test_walking_away_from_a_seed_gains_nothing(swarm: SmallSwarm) -> None:
+    swarm.start()
+    node = swarm.node()
+    held = first = node.lease()
+    for _ in range(3):
+        abandon(node, held)
+        held = node.lease()
+        assert held.lease_id != first.lease_id
+        assert (held.seed, held.prompts, held.unit) == (first.seed, first.prompts, first.lease_id)
+    # Letting it run out is no other way; only the number of prompts shrinks.
+    swarm.clock.ahead_s += swarm.config.lease_s + 1
+    swarm.relay_up()
+    shrunk = node.lease()
+    assert (shrunk.unit, shrunk.seed, shrunk.prompts) == (first.lease_id, first.seed, first.prompts[:1])
+    # Answered, it is done with: the next is new.
+    node.deliver(shrunk)
+    swarm.claim()
+    swarm.verdict(shrunk)
+    assert node.lease().unit is None
+    assert replay(swarm.ledger()).leases[shrunk.lease_id].unit == first.lease_id
+
+
+def test_a_node_with_two_leases_owes_both(tmp_path: Path) -> None:
+    swarm = SmallSwarm(tmp_path, CONFIG.model_copy(update={"check_rate": 1.0}))
+    swarm.start()
+    node = swarm.node()
+    for _ in range(2):
+        swarm.work(node)
+    swarm.announce(1)
+    held = [node.lease(), node.lease()]
+    assert held[0].lease_id != held[1].lease_id
+    for lease in held:
+        abandon(node, lease)
+    assert [node.lease().unit, node.lease().unit] == [lease.lease_id for lease in held]
+    swarm.close()
+
+
+def test_another_nodes_debt_is_not_ones_own(swarm: SmallSwarm) -> None:
+    swarm.start()
+    walker, other = swarm.node(), swarm.node()
+    lease = walker.lease()
+    abandon(walker, lease)
+    assert other.lease().seed != lease.seed
+
+
+# -- relays -----------------------------------------------------------------------------------------------
+
+
+def report(swarm: SmallSwarm, url: str, *versions: int) -> None:
+    swarm.relay.call("POST", "/v1/relays", RelayReport(url=url, versions=versions), HeartbeatReply)
+
+
+def test_leases_and_claims_name_relays_that_have_the_version(swarm: SmallSwarm) -> None:
+    swarm.announce(0)
+    node = swarm.node()
+    report(swarm, "http://127.0.0.1:1", *())
+    assert "no live relay has version 0" in refusal(node.lease).problem.detail
+    report(swarm, "http://127.0.0.1:2", 0)
+    lease = node.lease()
+    assert lease.relays == ("http://127.0.0.1:2",)
+    node.deliver(lease)
+    swarm.announce(1)
+    # The new version is nowhere yet: work goes on with the one that is.
+    second = node.lease()
+    assert ([policy.version for policy in second.policies], second.relays) == ([0], ("http://127.0.0.1:2",))
+    # The relay of the lease dies; a validator is sent to one that lives.
+    report(swarm, "http://127.0.0.1:3", 0, 1)
+    swarm.clock.ahead_s += 121
+    report(swarm, "http://127.0.0.1:3", 0, 1)
+    claim = swarm.claim()
+    assert (claim.lease.relays, claim.relays) == (("http://127.0.0.1:2",), ("http://127.0.0.1:3",))
+
+
+# -- trust ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trusting(tmp_path: Path) -> SmallSwarm:
+    """A coordinator that checks a trusted node as rarely as it may."""
+    swarm = SmallSwarm(tmp_path, CONFIG.model_copy(update={"check_rate": 0.0, "groups_per_step": 40}))
+    swarm.start()
+    return swarm
+
+
+def verdict(swarm: SmallSwarm, lease: Lease, code: str, checks: str) -> LeaseStatus:
+    body = Verdict(
+        lease_id=lease.lease_id,
+        code=code,
+        detail="because",
+        rewards=tuple(float(row % 2) for row in range(lease.num_rows)) if code == "accepted" else (),
+        output_tokens=3 * lease.num_rows if code == "accepted" else 0,
+        checks=checks,  # type: ignore[arg-type]
+    )
+    return swarm.validator.call("POST", f"/v1/checks/{lease.lease_id}/verdict", body, LeaseStatus)
+
+
+def drawn(swarm: SmallSwarm, node: Node, checks: str) -> Lease:
+    """Work until the draw gives a submission these checks; it is claimed and not judged."""
+    for _ in range(60):
+        lease = node.deliver()
+        claim = swarm.claim()
+        if claim.checks == checks:
+            return lease
+        verdict(swarm, lease, "accepted", claim.checks)
+    raise AssertionError(f"60 draws and none gave {checks}")
+
+
+def test_a_liar_that_earned_trust_loses_what_it_was_trusted_with(trusting: SmallSwarm) -> None:
+    swarm, node = trusting, trusting.node()
+    for _ in range(4):
+        lease = node.deliver()
+        assert (swarm.claim().checks, swarm.stats().nodes[0].trust) in (
+            ("full", "probation"),
+            ("full", "trusted"),
+            ("rewards", "trusted"),
+        )
+        verdict(swarm, lease, "accepted", "full")
+    spared = drawn(swarm, node, "rewards")
+    assert verdict(swarm, spared, "accepted", "rewards").credit == 3 * spared.num_rows
+    before = view_of(swarm, node)
+    caught = drawn(swarm, node, "full")
+    ready = swarm.stats().ready_groups
+    verdict(swarm, caught, "reject.wrong_computation", "full")
+    [revoked] = swarm.events("credit.revoked")
+    assert spared.lease_id in revoked.body["lease_ids"] and revoked.body["because"] == caught.lease_id
+    after = view_of(swarm, node)
+    assert after.trust == "quarantined" and after.credit < before.credit + 100
+    assert swarm.stats().ready_groups == ready - len(revoked.body["group_ids"]) < ready
+    assert node.status(spared).state == "revoked"
+    # From now on everything is checked.
+    node.deliver()
+    assert swarm.claim().checks == "full"
+    books = replay(swarm.ledger())
+    assert books.nodes[node.id].credit == after.credit
+    swarm.close()
+
+
+def test_suspicious_work_is_no_ones_fault_and_the_next_is_checked(trusting: SmallSwarm) -> None:
+    swarm, node = trusting, trusting.node()
+    for _ in range(6):
+        lease = node.deliver()
+        swarm.claim()
+        verdict(swarm, lease, "accepted", "full")
+    credit = view_of(swarm, node).credit
+    suspicious = drawn(swarm, node, "full")
+    earned = view_of(swarm, node).credit - credit
+    verdict(swarm, suspicious, "void.uncertain", "full")
+    after = view_of(swarm, node)
+    assert (after.trust, after.credit, after.rejected) == ("trusted", credit + earned, 0)
+    node.deliver()
+    assert swarm.claim().checks == "full"
+    assert replay(swarm.ledger()).nodes[node.id].standing.streak == 0
+    swarm.close()
+
+
+def test_what_waits_on_trust_is_checked_when_its_node_falls(trusting: SmallSwarm) -> None:
+    swarm, node = trusting, trusting.node()
+    for _ in range(3):
+        lease = node.deliver()
+        swarm.claim()
+        verdict(swarm, lease, "accepted", "full")
+    spared = drawn(swarm, node, "rewards")  # claimed: the validator is at it
+    lie = node.deliver()
+    with swarm.coordinator.transaction() as tx:
+        tx.db.execute(update(submissions).where(submissions.c.lease_id == lie.lease_id).values(checks="full"))
+    swarm.claim()
+    verdict(swarm, lie, "reject.forged_proof", "full")
+    # The cheap verdict comes in now, and does not count: it goes back into the queue, for every check.
+    assert verdict(swarm, spared, "accepted", "rewards").state == "submitted"
+    claim = swarm.claim()
+    assert (claim.lease, claim.checks) == (spared, "full")
+    assert verdict(swarm, spared, "accepted", "full").state == "accepted"
+    swarm.close()
+
+
+def test_a_worker_cannot_tell_before_and_anybody_can_after(trusting: SmallSwarm) -> None:
+    swarm, node = trusting, trusting.node()
+    for _ in range(12):
+        lease = node.deliver()
+        verdict(swarm, lease, "accepted", swarm.claim().checks)
+    # Nothing that a node or the public sees of an open submission says which checks it got.
+    lease = node.deliver()
+    assert "checks" not in node.status(lease).model_dump()
+    [event] = [
+        event for event in swarm.events("submission.received") if event.body["lease_id"] == lease.lease_id
+    ]
+    assert set(event.body) == {"lease_id", "node", "sha256", "num_bytes", "policy_version"}
+    events = swarm.ledger()
+    [epoch] = [event.body["epoch"] for event in events if event.type == "epoch.committed"]
+    with swarm.coordinator.transaction() as tx:
+        secret = tx.db.exec_driver_sql("SELECT secret FROM epochs").scalar_one()
+        tx.record("epoch.revealed", epoch=epoch, secret=secret)
+    events = swarm.ledger()
+    books = replay(events)
+    assert books.draws == []  # all repeated, all right
+    assert (
+        seed_of(books, lease.lease_id)
+        == lease.seed
+        == lease_seed(bytes.fromhex(secret), lease.lease_id, node.id)
+    )
+    # An operator that spared a submission the draw had chosen is found out.
+    full = next(e for e in events if e.type == "verdict.given" and e.body["drawn"]["checks"] == "full")
+    drawn_body = full.body["drawn"] | {"checks": "rewards"}
+    forged = full.model_copy(update={"body": full.body | {"drawn": drawn_body}})
+    with pytest.raises(Rejected, match="the draw gave lease"):
+        replay([forged if event.seq == full.seq else event for event in events])
+    swarm.close()
+
+
+def test_held_out_work_is_never_taken_on_trust(tmp_path: Path) -> None:
+    config = CONFIG.model_copy(
+        update={"check_rate": 0.0, "eval_prompts": 8, "eval_every": 1, "groups_per_step": 40}
+    )
+    swarm = SmallSwarm(tmp_path, config)
+    swarm.announce(0)
+    swarm.relay_up()
+    node = swarm.node()
+    for _ in range(4):
+        lease = node.deliver()
+        assert lease.purpose == "eval"
+        swarm.claim()
+        swarm.verdict(lease)
+    for version in (1, 2):
+        swarm.announce(version)
+    lease = node.deliver()
+    assert (lease.purpose, swarm.claim().checks, view_of(swarm, node).trust) == ("eval", "full", "trusted")
+    with swarm.coordinator.database.read() as db:
+        rows = db.execute(select(lease_table.c.lease_id).where(lease_table.c.purpose == "eval")).all()
+        rates = db.execute(
+            select(submissions.c.draw_rate).where(submissions.c.lease_id.in_([row[0] for row in rows]))
+        ).scalars()
+        assert set(rates) == {1.0}
+    swarm.close()
+
+
+def test_lease_size_follows_the_measured_speed(swarm: SmallSwarm) -> None:
+    swarm.start()
+    slow = swarm.node()
+    lease = slow.lease()
+    swarm.clock.ahead_s += 90  # four rows in 90 of 100 seconds
+    swarm.relay_up()
+    slow.deliver(lease)
+    swarm.claim()
+    swarm.verdict(lease)
+    assert len(slow.lease().prompts) == 1
+
+
+def test_a_key_that_floods_is_held_back_and_nobody_else(tmp_path: Path) -> None:
+    swarm = SmallSwarm(tmp_path, CONFIG.model_copy(update={"requests_per_s": 2.0}))
+    swarm.start()
+    loud, quiet = swarm.node(), swarm.node()
+    refused = None
+    for _ in range(60):
+        try:
+            loud.beat()
+        except Refused as error:
+            refused = error
+            break
+    assert refused is not None and refused.code == "request.too_many"
+    assert 0 < (refused.problem.retry_after_s or 0) <= 0.5
+    quiet.beat()
+    for _ in range(30):
+        swarm.relay_up()  # the run's own are not counted
+    swarm.close()

@@ -1,0 +1,221 @@
+"""The pure machines under a virtual clock: whatever happens in whatever order, what must hold holds."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.swarm.coordinator import credit
+from shoal.swarm.coordinator.compatibility import Compatibility, Demands, Fit, compatibility, is_older, meet
+from shoal.swarm.coordinator.credit import Earning, balance, held_since_s, to_revoke
+from shoal.swarm.coordinator.drawing import checks_all, draw
+from shoal.swarm.coordinator.liveness import Liveness, liveness
+from shoal.swarm.coordinator.trust import (
+    LAPSES_END_TRUST,
+    LONGEST_BACKOFF_S,
+    REDEEM_S,
+    REDEEM_TIMES,
+    Happening,
+    Standing,
+    Trust,
+    check_rate,
+    judge,
+    lease_prompts,
+    next_lease_s,
+    open_leases,
+)
+
+N = 3
+steps = st.lists(st.tuples(st.sampled_from(list(Happening)), st.floats(0, 2 * REDEEM_S)), max_size=60)
+
+
+def live(happenings: list[tuple[Happening, float]]) -> list[tuple[Happening, Standing, Standing, float]]:
+    """Each step: what happened, the standing before and after, and when."""
+    now_s, standing, story = 1e9, Standing(trust=Trust.PROBATION, since_s=1e9), []
+    for happening, wait_s in happenings:
+        now_s += wait_s
+        after = judge(standing, happening, now_s, trusted_after=N)
+        story.append((happening, standing, after, now_s))
+        standing = after
+    return story
+
+
+@given(steps)
+def test_trust_moves_only_as_drawn(happenings: list[tuple[Happening, float]]) -> None:
+    for happening, before, after, now_s in live(happenings):
+        assert min(after.streak, after.rejected, after.lapses) >= 0
+        if after.trust is not before.trust:
+            assert after.since_s == now_s
+        else:
+            assert after.since_s == before.since_s
+        if happening is Happening.TAKEN_ON_TRUST:
+            assert replace(after, lapses=0) == replace(before, lapses=0)
+        if happening is Happening.UNCERTAIN and before.trust is not Trust.BANNED:
+            assert after == replace(before, streak=0) and check_rate(after, floor=0.05) == 1.0
+        if before.trust is Trust.BANNED and happening not in (Happening.RESTORE, Happening.UPHELD):
+            assert after == before
+        if after.trust is Trust.TRUSTED and before.trust is not Trust.TRUSTED:
+            assert (before.trust, happening, after.streak) == (
+                Trust.PROBATION,
+                Happening.ACCEPTED,
+                before.streak + 1,
+            )
+            assert after.streak >= N
+        if happening is Happening.REJECTED:
+            assert after.trust in (Trust.QUARANTINED, Trust.BANNED) and after.streak == 0
+        if (
+            before.trust is Trust.QUARANTINED
+            and happening is Happening.ACCEPTED
+            and after.trust is Trust.PROBATION
+        ):
+            assert now_s - before.since_s >= REDEEM_S and before.streak + 1 >= REDEEM_TIMES * N
+
+
+@given(steps)
+def test_only_full_checks_make_trust(happenings: list[tuple[Happening, float]]) -> None:
+    """Leave out every full check: nobody is ever trusted, and everything is checked."""
+    for _, _, after, _ in live([step for step in happenings if step[0] is not Happening.ACCEPTED]):
+        assert after.trust is not Trust.TRUSTED
+        assert check_rate(after, floor=0.05) == 1.0
+        assert open_leases(after, most=64, trusted_after=N) == 1
+
+
+@given(steps, st.floats(0, 1))
+def test_what_a_standing_earns(happenings: list[tuple[Happening, float]], floor: float) -> None:
+    for _, before, after, now_s in live(happenings):
+        rate = check_rate(after, floor=floor)
+        assert floor <= rate <= 1
+        assert rate == 1 or after.trust is Trust.TRUSTED
+        assert rate == 1 or rate == max(floor, 1 / after.streak)
+        assert 1 <= open_leases(after, most=8, trusted_after=N) <= 8
+        assert 1 <= lease_prompts(after, most=16) <= 16
+        assert next_lease_s(after, lease_s=120) <= now_s + LONGEST_BACKOFF_S
+        if after.lapses > before.lapses >= 2:
+            assert next_lease_s(after, lease_s=120) > now_s
+
+
+def test_a_node_that_lets_leases_lapse_loses_trust_and_patience() -> None:
+    standing = Standing(trust=Trust.TRUSTED, streak=40)
+    waits = []
+    for count in range(1, LAPSES_END_TRUST + 1):
+        standing = judge(standing, Happening.LAPSED, 1000.0, trusted_after=N)
+        assert standing.trust is (Trust.PROBATION if count == LAPSES_END_TRUST else Trust.TRUSTED)
+        waits.append(next_lease_s(standing, lease_s=100.0))
+    assert waits == [0.0, 1100.0, 1200.0, 1400.0, 1800.0]
+    assert judge(standing, Happening.ACCEPTED, 0.0, trusted_after=N).lapses == 0
+
+
+def test_leaving_is_no_way_out_of_a_quarantine() -> None:
+    standing = Standing(trust=Trust.PROBATION)
+    for happening in (Happening.REJECTED, Happening.LEAVE, Happening.RETURN):
+        standing = judge(standing, happening, 0.0, trusted_after=N)
+    assert standing.trust is Trust.QUARANTINED
+    honest = judge(Standing(trust=Trust.TRUSTED, streak=9), Happening.LEAVE, 0.0, trusted_after=N)
+    assert judge(honest, Happening.RETURN, 0.0, trusted_after=N).trust is Trust.PROBATION
+
+
+def test_an_appeal_takes_one_rejection_back() -> None:
+    banned = Standing(trust=Trust.BANNED, rejected=2)
+    once = judge(banned, Happening.UPHELD, 5.0, trusted_after=N)
+    assert (once.trust, once.rejected) == (Trust.QUARANTINED, 1)
+    twice = judge(once, Happening.UPHELD, 6.0, trusted_after=N)
+    assert (twice.trust, twice.rejected) == (Trust.PROBATION, 0)
+
+
+@given(st.lists(st.floats(0.01, 500), min_size=1), st.floats(1, 60))
+def test_liveness_only_ages_in_order(waits: list[float], heartbeat_s: float) -> None:
+    order = [Liveness.LIVE, Liveness.LATE, Liveness.OFFLINE]
+    now_s, ranks = 1000.0, []
+    for wait_s in waits:
+        now_s += wait_s
+        ranks.append(order.index(liveness(1000.0, now_s, heartbeat_s)))
+    assert ranks == sorted(ranks)
+    assert liveness(now_s, now_s, heartbeat_s) is Liveness.LIVE  # one sign of life, from anywhere
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["shoal 0.1.0", "shoal 0.3.1", "shoal 1.0.0", "other 7"]), st.floats(0, 100)
+        )
+    )
+)
+def test_a_grace_never_grows_by_saying_it_again(meetings: list[tuple[str, float]]) -> None:
+    demands, now_s, fit, first = (
+        Demands(protocol=1, min_software="shoal 0.3.0", grace_s=50.0),
+        0.0,
+        Fit(),
+        None,
+    )
+    for software, wait_s in meetings:
+        now_s += wait_s
+        fit = meet(fit, protocol=1, software=software, demands=demands, now_s=now_s)
+        old = is_older(software, demands.min_software)
+        first = (now_s if first is None else first) if old else None
+        expected = Compatibility.OK
+        if first is not None:
+            expected = Compatibility.INCOMPATIBLE if now_s >= first + 50 else Compatibility.OUTDATED
+        assert compatibility(fit, demands, now_s) is expected
+    assert compatibility(meet(fit, protocol=2, software="", demands=demands, now_s=0), demands, 0) is (
+        Compatibility.INCOMPATIBLE
+    )
+
+
+@pytest.mark.parametrize(
+    ("software", "wanted", "older"),
+    [
+        ("shoal 0.1.0", "shoal 0.2.0", True),
+        ("shoal 0.10.0", "shoal 0.9.9", False),
+        ("shoal 0.2", "shoal 0.2.0", False),
+        ("shoal 0.1.0", "", False),
+        ("mine 0.0.1", "shoal 0.2.0", False),
+    ],
+)
+def test_versions_compare_as_numbers(software: str, wanted: str, older: bool) -> None:
+    assert is_older(software, wanted) is older
+
+
+earnings_given = st.lists(st.tuples(st.integers(0, 1000), st.floats(0, 3e5), st.booleans(), st.booleans()))
+
+
+@given(earnings_given, st.floats(0, 3e5), st.sampled_from(list(Trust)), st.floats(0, 3e5))
+def test_credit_adds_up_and_only_ever_becomes_final(
+    given_earnings: list[tuple[int, float, bool, bool]], now_s: float, trust: Trust, since_s: float
+) -> None:
+    earnings = [
+        Earning(
+            lease_id=str(index), amount=amount, given_at_s=min(at_s, now_s), checked=checked, revoked=revoked
+        )
+        for index, (amount, at_s, checked, revoked) in enumerate(given_earnings)
+    ]
+    since = held_since_s(trust, min(since_s, now_s), now_s, hold_s=86400.0)
+    sums = balance(earnings, since)
+    assert sums.final + sums.held == sum(earning.amount for earning in earnings if not earning.revoked)
+    later = balance(earnings, held_since_s(trust, min(since_s, now_s), now_s + 1e5, hold_s=86400.0))
+    assert later.final >= sums.final >= 0
+    if trust in (Trust.QUARANTINED, Trust.BANNED):
+        assert later == sums  # the clock stands still
+    taken = to_revoke(earnings, since)
+    assert not any(earning.checked or earning.revoked for earning in taken)
+    assert sum(earning.amount for earning in taken) <= sums.held
+
+
+def test_credit_is_whole() -> None:
+    assert [credit.amount(tokens, factor) for tokens, factor in ((10, 1.0), (3, 0.5), (7, 2.5))] == [
+        10,
+        1,
+        17,
+    ]
+
+
+def test_draws_are_uniform_secret_and_repeatable() -> None:
+    secret, other = bytes(32), bytes([1]) * 32
+    draws = [draw(secret, f"{index:032x}", "ab" * 32) for index in range(2000)]
+    assert draws == [draw(secret, f"{index:032x}", "ab" * 32) for index in range(2000)]
+    for tenth in range(10):
+        assert 140 < sum(tenth / 10 <= value < (tenth + 1) / 10 for value in draws) < 260
+    # Another secret, another lease or other bytes: another draw.
+    assert len({draws[0], draw(other, "0" * 32, "ab" * 32), draw(secret, "0" * 32, "cd" * 32)}) == 3
+    assert all(checks_all(secret, "0" * 32, "ab" * 32, 1.0) for _ in range(3))
+    assert not checks_all(secret, "0" * 32, "ab" * 32, 0.0)
