@@ -24,6 +24,9 @@ TIMEOUT_S = 20.0
 def add_report(commands: Any) -> None:
     parser = commands.add_parser("report", help="a run as one HTML file, to keep and to share")
     parser.add_argument("run", metavar="RUN", help="a run's folder, or a coordinator's URL")
+    parser.add_argument(
+        "--database", metavar="URL", default="", help="of a folder whose tables are in postgresql://..."
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.html")
     parser.set_defaults(action=report)
 
@@ -32,7 +35,7 @@ def report(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.cli.supervise import EXIT_OK
 
     is_url = options.run.startswith(("http://", "https://"))
-    data = read_url(options.run, stop) if is_url else read_folder(Path(options.run))
+    data = read_url(options.run, stop) if is_url else read_folder(Path(options.run), options.database)
     text = make_report(data)
     options.out.write_text(text, encoding="utf-8")
     print(
@@ -78,7 +81,7 @@ class FolderTerms:
     clock: Callable[[], float]
 
 
-def read_folder(folder: Path) -> dict[str, Any]:
+def read_folder(folder: Path, database: str = "") -> dict[str, Any]:
     """From the tables of a run that is over, or goes on. They are only read."""
     from sqlalchemy import func, select
 
@@ -88,7 +91,9 @@ def read_folder(folder: Path) -> dict[str, Any]:
     from shoal.swarm.coordinator.snapshot import node_page, take_snapshot
     from shoal.wire.run import RunSpec
 
-    with read_only(find_database(folder, DATABASE_FILE)) as db:
+    config = config_of(folder)
+    where = database or config.database or find_database(folder, DATABASE_FILE)
+    with read_only(where) as db:
         held = db.execute(select(run)).one_or_none()
         if held is None or held.schema_version != SCHEMA_VERSION:
             raise ValueError(
@@ -96,7 +101,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
             )
         # The run is shown as it was at its last event, not as it looks from today.
         last_s = float(db.execute(select(func.coalesce(func.max(ledger.c.time_s), 0.0))).scalar_one())
-        terms = FolderTerms(config=config_of(folder), spec=RunSpec.parse(held.spec), clock=lambda: last_s)
+        terms = FolderTerms(config=config, spec=RunSpec.parse(held.spec), clock=lambda: last_s)
         snapshot = take_snapshot(db, terms)
         pages = [node_page(db, terms, worker.node) for worker in snapshot.workers[:MAX_NODES]]
     return to_data(snapshot, pages)
@@ -115,7 +120,7 @@ def write_report(folder: Path, out: Path) -> Path | None:
     """For a run that has just ended; None if its tables are somewhere else."""
     from shoal.swarm.coordinator.coordinator import DATABASE_FILE
 
-    if not (folder / "coordinator" / DATABASE_FILE).exists():
+    if not config_of(folder).database and not (folder / "coordinator" / DATABASE_FILE).exists():
         return None
     out.write_text(make_report(read_folder(folder)), encoding="utf-8")
     return out
@@ -126,7 +131,7 @@ def find_database(folder: Path, name: str) -> Path:
         if path.exists():
             return path
     raise ValueError(
-        f"{folder} holds no run: neither {name} nor coordinator/{name}; give a run's folder or a URL"
+        f"{folder} holds no run: neither {name} nor coordinator/{name}; give a run's folder, its --database, or a URL"
     )
 
 

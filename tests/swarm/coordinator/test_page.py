@@ -277,7 +277,7 @@ def test_a_report_is_one_file_whatever_the_run_holds(swarm: SmallSwarm, tmp_path
     node = swarm.node()
     injected = "</script><script>alert(1)</script><!--"
     give_sample(swarm, node, sample_prompt=0, sample_answer=injected, sample_reward=1.0)
-    text = make_report(read_folder(swarm.dir))
+    text = make_report(read_folder(swarm.dir, swarm.config.database))
     assert injected not in text and "alert(1)</" not in text
     assert text.count("</script>") == 2 and 'src="' not in text and 'rel="stylesheet"' not in text
     body = text.split('id="data">')[1].split("</script>")[0]

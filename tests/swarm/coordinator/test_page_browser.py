@@ -122,7 +122,7 @@ def test_whatever_strangers_write_stays_text(swarm: SmallSwarm, page: Any, tmp_p
     assert page.evaluate("window.injected") is None
 
     out = tmp_path / "report.html"
-    out.write_text(make_report(read_folder(swarm.dir)), encoding="utf-8")
+    out.write_text(make_report(read_folder(swarm.dir, swarm.config.database)), encoding="utf-8")
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.goto(out.as_uri())
