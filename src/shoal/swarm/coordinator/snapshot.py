@@ -47,7 +47,7 @@ MAX_LANES = 8
 MAX_SPANS = 160
 STEPS_SHOWN, MAX_STEPS = 5, 30
 """The timeline is as long as so many steps; where it is longer than they took, it has more of them."""
-SHORTEST_S, LONGEST_S = 10.0, 900.0
+SHORTEST_S, LONGEST_S = 5.0, 900.0
 MAX_RELEASES = 40
 MAX_SAMPLES = 6
 SAMPLES_OF_NODE = 3

@@ -246,7 +246,7 @@ function drawCurve({ curve, evaluations, terms }) {
       el("text", { x: left - 8, y: y(at) + 4, "text-anchor": "end" }, at));
   }
   for (const at of ticks(0, last).filter(Number.isInteger)) {
-    svg.append(el("text", { x: x(at), y: height - 6, "text-anchor": at ? (at > last * 0.97 ? "end" : "middle") : "start" }, at ? at : "version 0"));
+    svg.append(el("text", { x: x(at), y: height - 6, "text-anchor": at ? (at > last * 0.97 ? "end" : "middle") : "start" }, at ? at : width < 520 ? "0" : "version 0"));
   }
   const raw = curve.version.map((version, index) => [x(version), y(curve.reward[index])]);
   const calm = smooth(curve.reward).map((value, index) => [x(curve.version[index]), y(value)]);
