@@ -8,7 +8,7 @@ from shoal.swarm.coordinator.trust import Finding, Happening, Standing, Trust, f
 from shoal.wire.messages import NodeView, Problem
 
 P, T, Q, B, _ = Trust
-ok, bad, void = Happening.ACCEPTED, Happening.REJECTED, Happening.VOID
+ok, bad, odd = Happening.ACCEPTED, Happening.REJECTED, Happening.UNCERTAIN
 
 
 @pytest.mark.parametrize(
@@ -35,12 +35,14 @@ def test_liveness(last_seen_s: float | None, now_s: float, expected: Liveness) -
         ([ok], P),
         ([ok, ok], P),
         ([ok, ok, ok], T),
-        ([ok, ok, void, ok], T),
-        ([void] * 9, P),
+        ([ok, ok, odd, ok], P),
+        ([ok, ok, odd, ok, ok, ok], T),
+        ([ok, ok, ok, odd], T),
+        ([odd] * 9, P),
         ([bad], Q),
         ([ok, ok, ok, bad], Q),
         ([bad, *[ok] * 9], Q),
-        ([bad, void, void], Q),
+        ([bad, odd, odd], Q),
         ([bad, bad], B),
         ([bad, *[ok] * 9, bad], B),
         ([ok, ok, ok, bad, ok, bad], B),
