@@ -1,6 +1,7 @@
 """Sums: the smallest task on which a language model visibly learns to reason its way to a number."""
 
 from dataclasses import dataclass
+from random import Random
 from typing import Literal
 
 from shoal.tasks.task import (
@@ -9,9 +10,8 @@ from shoal.tasks.task import (
     Split,
     check_style,
     check_whole,
+    draw_problem,
     grade_number,
-    is_held_out,
-    problem_rng,
     reply_of,
 )
 
@@ -37,13 +37,11 @@ class Add:
         return self.style == "chat"
 
     def problem(self, split: Split, seed: int) -> Problem:
-        attempt = 0
-        while True:
-            rng = problem_rng(seed, attempt)
-            a, b = rng.randrange(10**self.digits), rng.randrange(10**self.digits)
-            if is_held_out(f"{a}+{b}") == (split == "eval"):
-                return Problem(prompt=self._ask(a, b), answer=str(a + b))
-            attempt += 1
+        return draw_problem(split, seed, self._draw)
+
+    def _draw(self, rng: Random) -> tuple[str, Problem]:
+        a, b = rng.randrange(10**self.digits), rng.randrange(10**self.digits)
+        return f"{a}+{b}", Problem(self._ask(a, b), str(a + b))
 
     def reward(self, problem: Problem, text: str, num_tokens: int) -> Reward:
         reply = text.strip().split("\n")[0] if self.style == "shots" else reply_of(text)

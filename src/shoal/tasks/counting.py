@@ -1,6 +1,7 @@
 """Counting a letter in a word of made-up letters: what a tokenizer hides from a model, and reasoning brings back."""
 
 from dataclasses import dataclass
+from random import Random
 from typing import Literal
 
 from shoal.tasks.task import (
@@ -9,9 +10,8 @@ from shoal.tasks.task import (
     Split,
     check_style,
     check_whole,
+    draw_problem,
     grade_number,
-    is_held_out,
-    problem_rng,
     reply_of,
 )
 
@@ -44,15 +44,13 @@ class Count:
         return self.style == "chat"
 
     def problem(self, split: Split, seed: int) -> Problem:
-        attempt = 0
-        while True:
-            rng = problem_rng(seed, attempt)
-            word = "".join(_LETTERS[rng.randrange(self.alphabet)] for _ in range(self.length))
-            letter = _LETTERS[rng.randrange(self.alphabet)]
-            # By the word: a word met in training is not asked for another of its letters.
-            if is_held_out(word) == (split == "eval"):
-                return Problem(prompt=self._ask(word, letter), answer=str(word.count(letter)))
-            attempt += 1
+        return draw_problem(split, seed, self._draw)
+
+    def _draw(self, rng: Random) -> tuple[str, Problem]:
+        word = "".join(_LETTERS[rng.randrange(self.alphabet)] for _ in range(self.length))
+        letter = _LETTERS[rng.randrange(self.alphabet)]
+        # Split by the word: a word met in training is not asked for another of its letters.
+        return word, Problem(self._ask(word, letter), str(word.count(letter)))
 
     def reward(self, problem: Problem, text: str, num_tokens: int) -> Reward:
         return grade_number(problem.answer, reply_of(text))

@@ -1,6 +1,7 @@
 """The largest of some numbers: nothing to compute, so it shows whether a model learns to pick rather than to reckon."""
 
 from dataclasses import dataclass
+from random import Random
 from typing import Literal
 
 from shoal.tasks.task import (
@@ -9,9 +10,8 @@ from shoal.tasks.task import (
     Split,
     check_style,
     check_whole,
+    draw_problem,
     grade_number,
-    is_held_out,
-    problem_rng,
     reply_of,
 )
 
@@ -38,17 +38,16 @@ class Largest:
         return self.style == "chat"
 
     def problem(self, split: Split, seed: int) -> Problem:
-        attempt = 0
-        while True:
-            rng, numbers = problem_rng(seed, attempt), list[int]()
-            while len(numbers) < self.count:
-                number = rng.randrange(self.below)
-                if number not in numbers:
-                    numbers.append(number)
-            # By the set: the same numbers in another order are the same question.
-            if is_held_out(",".join(map(str, sorted(numbers)))) == (split == "eval"):
-                return Problem(prompt=self._ask(numbers), answer=str(max(numbers)))
-            attempt += 1
+        return draw_problem(split, seed, self._draw)
+
+    def _draw(self, rng: Random) -> tuple[str, Problem]:
+        numbers: list[int] = []
+        while len(numbers) < self.count:
+            number = rng.randrange(self.below)
+            if number not in numbers:
+                numbers.append(number)
+        # Split by the set: the same numbers in another order are the same question.
+        return ",".join(map(str, sorted(numbers))), Problem(self._ask(numbers), str(max(numbers)))
 
     def reward(self, problem: Problem, text: str, num_tokens: int) -> Reward:
         return grade_number(problem.answer, reply_of(text))

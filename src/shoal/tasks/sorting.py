@@ -1,6 +1,7 @@
 """Sorting digits: small enough for a model of random weights, wide enough that held-out problems mean something."""
 
 from dataclasses import dataclass
+from random import Random
 from typing import Literal
 
 from shoal.tasks.task import (
@@ -12,8 +13,7 @@ from shoal.tasks.task import (
     Split,
     check_style,
     check_whole,
-    is_held_out,
-    problem_rng,
+    draw_problem,
     reply_of,
 )
 
@@ -41,13 +41,11 @@ class Sort:
         return self.style == "chat"
 
     def problem(self, split: Split, seed: int) -> Problem:
-        attempt = 0
-        while True:
-            rng = problem_rng(seed, attempt)
-            digits = "".join(str(rng.randrange(10)) for _ in range(self.length))
-            if is_held_out(digits) == (split == "eval"):
-                return Problem(prompt=self._ask(digits), answer="".join(sorted(digits)))
-            attempt += 1
+        return draw_problem(split, seed, self._draw)
+
+    def _draw(self, rng: Random) -> tuple[str, Problem]:
+        digits = "".join(str(rng.randrange(10)) for _ in range(self.length))
+        return digits, Problem(self._ask(digits), "".join(sorted(digits)))
 
     def reward(self, problem: Problem, text: str, num_tokens: int) -> Reward:
         answer = self._answer(text)

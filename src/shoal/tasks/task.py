@@ -3,6 +3,7 @@
 import hashlib
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, Protocol, runtime_checkable
@@ -75,6 +76,16 @@ def problem_rng(seed: int, attempt: int) -> random.Random:
     return random.Random(
         int.from_bytes(hashlib.sha256(f"problem/{seed}/{attempt}".encode()).digest()[:8], "big")
     )
+
+
+def draw_problem(split: Split, seed: int, draw: Callable[[random.Random], tuple[str, Problem]]) -> Problem:
+    """The first problem drawn from this seed that is on this side of the split. `draw` also says by which words it is split."""
+    attempt = 0
+    while True:
+        question, problem = draw(problem_rng(seed, attempt))
+        if is_held_out(question) == (split == "eval"):
+            return problem
+        attempt += 1
 
 
 def is_held_out(question: str) -> bool:
