@@ -12,7 +12,7 @@ BLOCK = 4096
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _reduce_row(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917 (a kernel's arguments are pointers)
+def _reduce_row(  # type: ignore[no-untyped-def]
     logits_ptr,
     targets_ptr,
     logprobs_ptr,
@@ -48,7 +48,7 @@ def _reduce_row(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917 (a ke
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gradient_row(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+def _gradient_row(  # type: ignore[no-untyped-def]
     logits_ptr,
     targets_ptr,
     lse_ptr,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.model import kernels
+from shoal.model import draw_kernels, kernels
 from shoal.model.cache import KVCache
 from shoal.model.fused import FusedWeights
 from shoal.rollout.cuda_prefill import prefill
@@ -127,7 +127,7 @@ class CudaStep:
 
     def _draw(self, logits_BV: Tensor, sources_R: Tensor, slots_R: Tensor) -> None:
         slots = self._slots
-        kernels.draw(
+        draw_kernels.draw(
             logits_BV,
             sources_R=sources_R,
             slots_R=slots_R,
