@@ -10,47 +10,23 @@ cap: the prompts are random tokens.
 import argparse
 import hashlib
 import random
-import tempfile
 import time
-from pathlib import Path
 
 import torch
 
-from shoal.model.builtin import BUILTIN, create_model
+from shoal.cli.answering import model_folder
 from shoal.model.load import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.rollout.engine import Request
-from shoal.rollout.submission import make_table
+from shoal.rollout.submission import to_rollout
 from shoal.rollout.torch_engine import TorchEngine
-from shoal.swarm.validator.recompute import Policy, recompute
+from shoal.swarm.validator.recompute import Policy, Unleased, recompute
 from shoal.wire.draw import sample_seed
-from shoal.wire.lease import Lease
-from shoal.wire.run import ProofSpec, Sampling, TaskSpec
+from shoal.wire.run import ProofSpec, Sampling
 
 PROMPT_TOKENS = 64
 SEED = hashlib.sha256(b"checking").hexdigest()
-
-
-def make_lease(new_tokens: int) -> Lease:
-    """Only seed, sampling and proof count here."""
-    return Lease(
-        lease_id="0" * 32,
-        run="checking",
-        node="0" * 64,
-        purpose="train",
-        epoch=0,
-        seed=SEED,
-        chunk=0,
-        policies=(),
-        relays=(),
-        task=TaskSpec(name="add"),
-        prompts=(),
-        sampling=Sampling(max_new_tokens=new_tokens),
-        proof=ProofSpec(),
-        max_bytes=0,
-        issued_at_s=0.0,
-        deadline_s=0.0,
-    )
+TERMS = Unleased(SEED, Sampling(), ProofSpec())
 
 
 def requests(num_rows: int, new_tokens: int, vocab_size: int) -> list[Request]:
@@ -77,7 +53,6 @@ def seconds(device: str, started_s: float) -> float:
 
 def measure(options: argparse.Namespace, engine: TorchEngine, policy: Policy, rows: int, tokens: int) -> None:
     work = requests(rows, tokens, policy.tokenizer.vocab_size)
-    lease = make_lease(tokens)
     best_generate = best_check = float("inf")
     for _ in range(options.repeats):
         started_s = time.perf_counter()
@@ -86,9 +61,9 @@ def measure(options: argparse.Namespace, engine: TorchEngine, policy: Policy, ro
         while engine.has_work:
             finished += engine.step()
         best_generate = min(best_generate, seconds(options.device, started_s))
-        table = make_table(lease, 0, finished)
+        table = [to_rollout(row) for row in finished]
         started_s = time.perf_counter()
-        recompute(table.rows, lease, policy, control_seed=1)
+        recompute(table, TERMS, policy, control_seed=1)
         best_check = min(best_check, seconds(options.device, started_s))
     made = sum(len(row.output_tokens) for row in finished)
     print(
@@ -109,11 +84,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2, help="the best counts")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="of one prefill")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(options.model)
-        if options.model in BUILTIN:
-            folder = Path(scratch) / "model"
-            create_model(options.model, folder, 0)
+    with model_folder(options.model) as folder:
         decoder = load_decoder(folder, DTYPES[options.dtype], options.device)
         policy = Policy(0, decoder, load_tokenizer(folder), options.batch_tokens)
         engine = TorchEngine(

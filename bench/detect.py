@@ -10,8 +10,6 @@ any segment) would refuse. An old policy is the leased one with each weight move
 
 import argparse
 import hashlib
-import math
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +21,8 @@ import torch
 from torch import Tensor
 
 from shoal import toploc
-from shoal.model.builtin import BUILTIN, create_model
+from shoal.cli.answering import model_folder
+from shoal.cli.intervals import wilson
 from shoal.model.load import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.rollout.conduct import Conduct
@@ -194,18 +193,10 @@ def kinds(bench: Bench) -> Iterator[tuple[str, Callable[[], Conduct], str | None
             yield f"stale by {versions} at {rate:g}", partial(OtherWeights, alter), None
 
 
-def wilson(hits: int, count: int) -> tuple[float, float]:
-    """95 % confidence interval of a share."""
-    z, share = 1.96, hits / count
-    middle = share + z * z / (2 * count)
-    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return (middle - half) / (1 + z * z / count), (middle + half) / (1 + z * z / count)
-
-
 def line(name: str, tally: Tally) -> str:
     count = tally.codes.total()
     refused = sum(number for code, number in tally.codes.items() if code.startswith("reject."))
-    low, high = wilson(refused, count)
+    low, high = wilson(refused / count, count)
     codes = ", ".join(f"{code} {number}" for code, number in tally.codes.most_common())
     return f"{name:<22} {refused:>4} of {count:<4} {low:>6.1%} to {high:>6.1%} {tally.plain:>6} {tally.published:>9}   {codes}"
 
@@ -251,11 +242,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     started_s = time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch, Reader() as reader:
-        folder = Path(options.model)
-        if options.model in BUILTIN:
-            folder = Path(scratch) / "model"
-            create_model(options.model, folder, options.seed)
+    with model_folder(options.model) as folder, Reader() as reader:
         bench = Bench(options, folder, reader)
         if options.noise:
             noise = Noise.parse(options.noise.read_bytes())

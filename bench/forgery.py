@@ -10,15 +10,13 @@ control points, and counts signs.
 
 import argparse
 import hashlib
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from shoal import toploc
-from shoal.model.builtin import BUILTIN, create_model
+from shoal.cli.answering import model_folder
 from shoal.model.load import load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.swarm.validator.checks import allowed_hits
@@ -81,11 +79,7 @@ def report(name: str, states: Sequence[Tensor], others_TH: Tensor) -> None:
 
 def model_states(options: argparse.Namespace) -> Iterator[Tensor]:
     """States of prompts of the task, one row each."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(options.model)
-        if options.model in BUILTIN:
-            folder = Path(scratch) / "model"
-            create_model(options.model, folder, 0)
+    with model_folder(options.model) as folder:
         decoder, tokenizer = load_decoder(folder), load_tokenizer(folder)
     task = make_task(TaskSpec(name=options.task))
     for row in range(options.rows):

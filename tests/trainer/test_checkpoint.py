@@ -13,8 +13,8 @@ from tiny_learner import make_batch, make_learner
 
 from shoal.net.deadline import DeadlinePassed
 from shoal.telemetry import Log
-from shoal.trainer.capture import take
-from shoal.trainer.checkpoint import Checkpoints, restore
+from shoal.trainer.capture import put, take
+from shoal.trainer.checkpoint import Checkpoints, read_capture
 from shoal.trainer.learner import Learner
 from shoal.trainer.report import step_report
 from shoal.wire.messages import StepReport
@@ -44,7 +44,7 @@ def resumed(folder: Path, model: Path) -> tuple[Learner, StepReport | None]:
     checkpoint = checkpoints(folder).newest()
     assert checkpoint is not None
     learner = make_learner(model)
-    restore(checkpoint, learner)
+    put(learner, read_capture(checkpoint, learner))
     return learner, checkpoint.state.report
 
 
@@ -165,7 +165,7 @@ def test_other_model_is_refused(tmp_path: Path, model: Path) -> None:
     other = make_learner(model)
     other.decoder.model.layers = other.decoder.model.layers[:1]
     with pytest.raises(ValueError, match="holds another model than the run file names"):
-        restore(checkpoint, other)
+        put(other, read_capture(checkpoint, other))
 
 
 def test_writing_goes_on_beside_and_is_waited_for(

@@ -1,10 +1,11 @@
-"""Arguments of `shoal eval` and `shoal data filter`. Light: every command of `shoal` imports this before it starts."""
+"""Arguments of `shoal eval`, `data filter` and `toploc`. Light: every command of `shoal` imports this before it starts."""
 
 import argparse
-import contextlib
 import threading
 from pathlib import Path
 from typing import Any
+
+from shoal.cli.values import above_zero, at_least_one, option, share
 
 MAX_NEW_TOKENS = 256
 
@@ -45,6 +46,26 @@ def add_data(commands: Any) -> None:
     filter_.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
     add_draw_options(filter_)
     filter_.set_defaults(action=_filter)
+
+
+def add_toploc(commands: Any) -> None:
+    parser = commands.add_parser("toploc", help="measure what honest proofs look like")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    prove = actions.add_parser("prove", help="generate honest rows on this machine")
+    prove.add_argument("--rows", type=at_least_one, default=512)
+    prove.add_argument("--max-new-tokens", type=at_least_one, default=96)
+    prove.add_argument("--task", default="add", help="whose prompts to answer")
+    prove.add_argument("--max-rows", type=at_least_one, default=64, help="rows decoded at once")
+    prove.set_defaults(action=_prove)
+    calibrate = actions.add_parser("calibrate", help="check honest rows on this machine; write the noise")
+    calibrate.add_argument(
+        "files", type=Path, nargs="+", metavar="ROWS", help="files of `prove`; a name says whose"
+    )
+    calibrate.set_defaults(action=_calibrate)
+    for action in (prove, calibrate):
+        action.add_argument("--model", required=True, help="a folder, or a built-in model")
+        add_engine_options(action)
+        action.add_argument("--out", type=Path, required=True, metavar="FILE")
 
 
 def _evaluate(options: argparse.Namespace, stop: threading.Event) -> int:
@@ -93,42 +114,22 @@ def add_draw_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of problems and draws")
     parser.add_argument("--max-rows", type=at_least_one, default=64, help="rows decoded at once")
+    add_engine_options(parser)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda")
     parser.add_argument("--threads", type=int, default=0, help="torch threads (default: torch's own choice)")
 
 
-def option(text: str) -> tuple[str, int | float | str]:
-    name, sign, value = text.partition("=")
-    if not sign or not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} must look like KEY=VALUE")
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return name, kind(value)
-    return name, value
+def _prove(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.toploc import prove
+
+    return prove(options, stop)
 
 
-def at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1")
-    return int(text)
+def _calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.toploc import calibrate
 
-
-def above_zero(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
-    return number
-
-
-def share(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a share from 0 to 1")
-    return number
+    return calibrate(options, stop)

@@ -6,7 +6,6 @@ the first moment.
 
 import argparse
 import os
-import re
 import signal
 import sys
 import threading
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from shoal import __version__
 from shoal.cli.admin import add_admin
-from shoal.cli.arguments import add_data, add_eval
+from shoal.cli.arguments import add_data, add_eval, add_toploc
 from shoal.cli.diloco import add_diloco
 from shoal.cli.join import add_contributor, add_doctor
 from shoal.cli.report import add_report
@@ -30,6 +29,7 @@ from shoal.cli.supervise import (
     RunFailed,
 )
 from shoal.cli.top import add_top
+from shoal.cli.values import above_zero, at_least_one, count, port_number, seconds, url
 from shoal.net.deadline import DeadlinePassed, Stopped
 from shoal.telemetry import start_logging
 from shoal.wire.codes import CODES, Rejected
@@ -122,7 +122,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_admin(commands)
     add_contributor(commands)
     add_doctor(commands)
-    _add_toploc(commands)
+    add_toploc(commands)
     _add_explain(commands)
     add_eval(commands)
     add_data(commands)
@@ -169,7 +169,7 @@ def _add_trainer(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser.add_argument(
         "--keys", type=Path, required=True, help="folder with run.key and trainer.key, from the coordinator"
     )
-    parser.add_argument("--url", type=_url, help="how relays reach this origin (default: http://HOST:PORT)")
+    parser.add_argument("--url", type=url, help="how relays reach this origin (default: http://HOST:PORT)")
     _add_torch_options(parser)
     _add_client_options(parser)
     _add_role_options(parser, port=8701)
@@ -181,23 +181,23 @@ def _add_relay(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser.add_argument("--key", type=Path, required=True, help="relay.key, from the coordinator")
     parser.add_argument(
         "--upstream",
-        type=_url,
+        type=url,
         action="append",
         default=[],
         help="origin or relay to mirror (default: the origin the coordinator names)",
     )
-    parser.add_argument("--url", type=_url, help="how workers reach this relay (default: http://HOST:PORT)")
+    parser.add_argument("--url", type=url, help="how workers reach this relay (default: http://HOST:PORT)")
     parser.add_argument(
-        "--max-gb", type=_above_zero, help="disk for versions; where more would be taken, fewer are held"
+        "--max-gb", type=above_zero, help="disk for versions; where more would be taken, fewer are held"
     )
     parser.add_argument(
-        "--mb-per-s", type=_above_zero, help="most that one address is sent (default: no limit)"
+        "--mb-per-s", type=above_zero, help="most that one address is sent (default: no limit)"
     )
     parser.add_argument(
         "--private", action="store_true", help="serve only members of the run, who show a ticket"
     )
-    parser.add_argument("--max-connections", type=_at_least_one, default=2048)
-    parser.add_argument("--max-connections-per-address", type=_at_least_one, default=512)
+    parser.add_argument("--max-connections", type=at_least_one, default=2048)
+    parser.add_argument("--max-connections-per-address", type=at_least_one, default=512)
     _add_client_options(parser)
     _add_role_options(parser, port=8702)
     parser.set_defaults(action=_relay)
@@ -205,7 +205,7 @@ def _add_relay(commands: "Commands[argparse.ArgumentParser]") -> None:
 
 def _add_worker(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("worker", help="generate rollouts for a run")
-    parser.add_argument("--max-rows", type=_at_least_one, default=64, help="rows decoded at once")
+    parser.add_argument("--max-rows", type=at_least_one, default=64, help="rows decoded at once")
     _add_torch_options(parser)
     parser.add_argument(
         "--lie",
@@ -230,39 +230,18 @@ def _add_ledger(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("ledger", help="audit a run's ledger")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     verify = actions.add_parser("verify", help="recompute every hash and the signed head")
-    verify.add_argument("url", type=_url, help="the coordinator's URL")
+    verify.add_argument("url", type=url, help="the coordinator's URL")
     verify.set_defaults(action=_verify_ledger)
 
 
 def _add_audit(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("audit", help="check accepted submissions of a run again")
-    parser.add_argument("url", type=_url, help="the coordinator's URL")
+    parser.add_argument("url", type=url, help="the coordinator's URL")
     parser.add_argument("--key", type=Path, required=True, help="validator.key, from the coordinator")
     parser.add_argument("--dir", type=Path, required=True, help="for the versions that are fetched")
-    parser.add_argument("--sample", type=_at_least_one, default=16, help="how many, at random")
+    parser.add_argument("--sample", type=at_least_one, default=16, help="how many, at random")
     parser.add_argument("--seed", type=int, default=None, help="which: the same seed chooses the same")
     parser.set_defaults(action=_audit)
-
-
-def _add_toploc(commands: "Commands[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser("toploc", help="measure what honest proofs look like")
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
-    prove = actions.add_parser("prove", help="generate honest rows on this machine")
-    prove.add_argument("--rows", type=int, default=512)
-    prove.add_argument("--max-new-tokens", type=int, default=96)
-    prove.add_argument("--task", default="add", help="whose prompts to answer")
-    prove.add_argument("--at-once", type=int, default=64, help="rows generated at once")
-    prove.set_defaults(action=_prove)
-    calibrate = actions.add_parser("calibrate", help="check honest rows on this machine; write the noise")
-    calibrate.add_argument(
-        "files", type=Path, nargs="+", metavar="ROWS", help="files of `prove`; a name says whose"
-    )
-    calibrate.set_defaults(action=_calibrate)
-    for action in (prove, calibrate):
-        action.add_argument("--model", required=True, help="tiny, smollm2-135m, or a folder")
-        action.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-        action.add_argument("--device", default="cpu")
-        action.add_argument("--out", type=Path, required=True, metavar="FILE")
 
 
 def _add_explain(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -276,65 +255,24 @@ def _add_role_options(parser: argparse.ArgumentParser, *, port: int | None) -> N
     parser.add_argument("--stop-with-stdin", action="store_true", help="stop when standard input ends")
     if port is not None:
         parser.add_argument("--host", default="127.0.0.1")
-        parser.add_argument("--port", type=_port, default=port, help="0 takes any free one")
+        parser.add_argument("--port", type=port_number, default=port, help="0 takes any free one")
 
 
 def _add_torch_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--threads", type=_count, default=0, help="torch threads (default: 0, torch's own choice)"
+        "--threads", type=count, default=0, help="torch threads (default: 0, torch's own choice)"
     )
     parser.add_argument("--device", default="cpu", help="cpu, or cuda")
 
 
 def _add_client_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--coordinator", type=_url, required=True, metavar="URL")
+    parser.add_argument("--coordinator", type=url, required=True, metavar="URL")
     parser.add_argument(
         "--deadline-s",
-        type=_seconds,
+        type=seconds,
         default=900.0,
         help="how long to wait for another role before giving up",
     )
-
-
-# -- values on the command line ---------------------------------------------------------------------------
-
-
-def _url(text: str) -> str:
-    if not re.fullmatch(r"https?://[A-Za-z0-9.\-\[\]:]{1,255}(/[A-Za-z0-9._~/-]{0,255})?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} must look like http://HOST:PORT")
-    return text
-
-
-def _port(text: str) -> int:
-    return _whole(text, 0, 65535)
-
-
-def _count(text: str) -> int:
-    return _whole(text, 0, 1 << 20)
-
-
-def _at_least_one(text: str) -> int:
-    return _whole(text, 1, 1 << 20)
-
-
-def _whole(text: str, least: int, most: int) -> int:
-    if not re.fullmatch(r"[0-9]{1,7}", text) or not least <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from {least} to {most}")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    return _above_zero(text, "a number of seconds")
-
-
-def _above_zero(text: str, what: str = "a number") -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be {what} above 0")
-    return number
 
 
 # -- what the commands do ---------------------------------------------------------------------------------
@@ -406,18 +344,6 @@ def _audit(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.cli.audit import audit
 
     return audit(options, stop)
-
-
-def _prove(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.toploc import prove
-
-    return prove(options, stop)
-
-
-def _calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.toploc import calibrate
-
-    return calibrate(options, stop)
 
 
 def _explain(options: argparse.Namespace, stop: threading.Event) -> int:

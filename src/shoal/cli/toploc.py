@@ -6,10 +6,8 @@ Prove on one machine and calibrate on another to know what honest work across th
 import argparse
 import hashlib
 import platform
-import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,19 +16,19 @@ from rich.console import Console
 from rich.progress import Progress
 
 from shoal import toploc
-from shoal.model.builtin import BUILTIN, create_model
+from shoal.cli.answering import load_engine, model_folder
 from shoal.model.load import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.net.deadline import Stopped
-from shoal.rollout.engine import Finished, Request
-from shoal.rollout.torch_engine import TorchEngine
+from shoal.rollout.engine import Engine, Finished, Request
+from shoal.rollout.submission import to_rollout
 from shoal.swarm.validator.checks import RowFacts, logprob_gap
-from shoal.swarm.validator.recompute import Policy, recompute
+from shoal.swarm.validator.recompute import Policy, Unleased, recompute
 from shoal.tasks import make_task
+from shoal.wire.codes import Rejected
 from shoal.wire.draw import sample_seed
-from shoal.wire.lease import Lease
 from shoal.wire.noise import Noise
-from shoal.wire.rollouts import Rollout, RolloutTable, TableLimits, decode, encode
+from shoal.wire.rollouts import RolloutTable, TableLimits, decode, encode
 from shoal.wire.run import ProofSpec, Sampling, TaskSpec
 
 SAMPLES = 4
@@ -46,11 +44,8 @@ def prove(options: argparse.Namespace, stop: threading.Event) -> int:
         raise ValueError(
             f"--rows {options.rows} and --max-new-tokens {options.max_new_tokens}: need at least {SAMPLES} and 2"
         )
-    with _model(options.model) as folder:
-        engine = TorchEngine(
-            compute_dtype=options.dtype, proof=ProofSpec(), max_rows=options.at_once, device=options.device
-        )
-        engine.load(folder, 0)
+    with model_folder(options.model) as folder:
+        engine = load_engine(folder, options)
         engine.submit(_requests(engine, options))
         with Progress(console=Console(stderr=True)) as bar:
             task = bar.add_task("generating", total=options.rows)
@@ -60,7 +55,7 @@ def prove(options: argparse.Namespace, stop: threading.Event) -> int:
                     raise Stopped(f"stopped after {len(finished)} of {options.rows} rows")
                 finished += engine.step()
                 bar.update(task, completed=len(finished))
-    rows = sorted(map(_to_rollout, finished), key=lambda row: (row.prompt_index, row.sample_index))
+    rows = sorted(map(to_rollout, finished), key=lambda row: (row.prompt_index, row.sample_index))
     options.out.write_bytes(encode(RolloutTable(lease_id=_LEASE_ID, policy_version=0, rows=tuple(rows))))
     print(
         f"{options.out}: {len(rows)} rows, {sum(len(row.output_tokens) for row in rows):,} tokens, {_here(options)}"
@@ -71,7 +66,7 @@ def prove(options: argparse.Namespace, stop: threading.Event) -> int:
 def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
     """Check proven rows as a validator would, and write what honest noise looks like."""
     pairs: dict[str, list[tuple[toploc.SegmentCheck, ...]]] = {}
-    with _model(options.model) as folder:
+    with model_folder(options.model) as folder:
         policy = Policy(
             0, load_decoder(folder, DTYPES[options.dtype], options.device), load_tokenizer(folder)
         )
@@ -92,19 +87,10 @@ def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
 _LEASE_ID = "0" * 32
 _SEED = hashlib.sha256(b"shoal toploc prove").hexdigest()
 
-
-@contextmanager
-def _model(name: str) -> Iterator[Path]:
-    """A folder of the model; a temporary one for a built-in."""
-    if name not in BUILTIN:
-        yield Path(name)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        create_model(name, Path(folder) / "model", 0)
-        yield Path(folder) / "model"
+_TERMS = Unleased(_SEED, Sampling(), ProofSpec())
 
 
-def _requests(engine: TorchEngine, options: argparse.Namespace) -> list[Request]:
+def _requests(engine: Engine, options: argparse.Namespace) -> list[Request]:
     task = make_task(TaskSpec(name=options.task))
     problems = [task.problem("train", seed) for seed in range(-(-options.rows // SAMPLES))]
     places = [(prompt, sample) for prompt in range(len(problems)) for sample in range(SAMPLES)]
@@ -122,59 +108,28 @@ def _requests(engine: TorchEngine, options: argparse.Namespace) -> list[Request]
     ]
 
 
-def _to_rollout(row: Finished) -> Rollout:
-    request = row.request
-    return Rollout(
-        prompt_index=request.prompt_index,
-        sample_index=request.sample_index,
-        prompt_tokens=request.prompt_tokens,
-        output_tokens=row.output_tokens,
-        logprobs=row.logprobs,
-        finish=row.finish,
-        proof=row.proof,
-    )
-
-
 def _read(path: Path) -> RolloutTable:
     # One's own file: the limits only keep a wrong one from filling memory.
     limits = TableLimits(
         max_rows=MAX_FILE_ROWS, max_prompt_tokens=1 << 20, max_output_tokens=1 << 20, max_proof_bytes=1 << 26
     )
-    return decode(path.read_bytes(), limits)
+    try:
+        return decode(path.read_bytes(), limits)
+    except Rejected as rejected:
+        raise ValueError(
+            f"{path} is no file of `shoal toploc prove` ({rejected.detail}); make one with it"
+        ) from None
 
 
 def _check(table: RolloutTable, policy: Policy, stop: threading.Event) -> list[RowFacts]:
-    lease = _lease()
     facts: list[RowFacts] = []
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("checking", total=len(table.rows))
         for start in range(0, len(table.rows), CHECK_ROWS):
             rows = table.rows[start : start + CHECK_ROWS]
-            facts += recompute(rows, lease, policy, control_seed=start, stop=stop)
+            facts += recompute(rows, _TERMS, policy, control_seed=start, stop=stop)
             bar.update(task, advance=len(rows))
     return facts
-
-
-def _lease() -> Lease:
-    """What the rows were drawn by: only seed, sampling and proof count here."""
-    return Lease(
-        lease_id=_LEASE_ID,
-        run="calibration",
-        node="0" * 64,
-        purpose="train",
-        epoch=0,
-        seed=_SEED,
-        chunk=0,
-        policies=(),
-        relays=(),
-        task=TaskSpec(name="add"),
-        prompts=(),
-        sampling=Sampling(),
-        proof=ProofSpec(),
-        max_bytes=0,
-        issued_at_s=0.0,
-        deadline_s=0.0,
-    )
 
 
 def _here(options: argparse.Namespace) -> str:

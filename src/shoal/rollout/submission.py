@@ -48,19 +48,21 @@ def generate(
 
 
 def make_table(lease: Lease, policy_version: int, finished: Iterable[Finished]) -> RolloutTable:
-    rows = tuple(
-        Rollout(
-            prompt_index=row.request.prompt_index,
-            sample_index=row.request.sample_index,
-            prompt_tokens=tuple(row.request.prompt_tokens),
-            output_tokens=tuple(row.output_tokens),
-            logprobs=tuple(row.logprobs),
-            finish=row.finish,
-            proof=row.proof,
-        )
-        for row in finished
+    return RolloutTable(
+        lease_id=lease.lease_id, policy_version=policy_version, rows=tuple(map(to_rollout, finished))
     )
-    return RolloutTable(lease_id=lease.lease_id, policy_version=policy_version, rows=rows)
+
+
+def to_rollout(row: Finished) -> Rollout:
+    return Rollout(
+        prompt_index=row.request.prompt_index,
+        sample_index=row.request.sample_index,
+        prompt_tokens=tuple(row.request.prompt_tokens),
+        output_tokens=tuple(row.output_tokens),
+        logprobs=tuple(row.logprobs),
+        finish=row.finish,
+        proof=row.proof,
+    )
 
 
 class Verdicts:

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from shoal.net.deadline import DeadlinePassed
 from shoal.telemetry import Log
-from shoal.trainer.capture import Capture, put, take, trained
+from shoal.trainer.capture import Capture, take, trained
 from shoal.trainer.learner import Learner
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import StepReport
@@ -140,11 +140,6 @@ class Checkpoints:
         older = sorted((version for version in self._versions() if version <= saved), reverse=True)
         for version in set(self._versions()) - set(older[: self._keep]):
             shutil.rmtree(self._folder / f"v{version:06d}")
-
-
-def restore(checkpoint: Checkpoint, learner: Learner) -> None:
-    """Put a checkpoint's weights, moments, random state and version into a learner of the same shape, on one rank."""
-    put(learner, read_capture(checkpoint, learner))
 
 
 def read_capture(checkpoint: Checkpoint, learner: Learner) -> Capture:

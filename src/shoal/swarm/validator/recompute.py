@@ -9,6 +9,7 @@ P-1 .. P+T-2: all of them predict an output token, all but the first are proven.
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +24,8 @@ from shoal.swarm.validator.checks import RowFacts, where
 from shoal.toploc import ProofError, SegmentCheck, verify_proofs
 from shoal.wire.codes import Rejected
 from shoal.wire.draw import sample_seed, uniforms
-from shoal.wire.lease import Lease
 from shoal.wire.rollouts import Rollout
+from shoal.wire.run import ProofSpec, Sampling
 
 BATCH_TOKENS = 4096
 """Tokens of one prefill, prompts and padding included: they bound the keys and values held at once."""
@@ -49,10 +50,29 @@ class Policy:
     batch_tokens: int = BATCH_TOKENS
 
 
+class Leased(Protocol):
+    """Of a lease, what rows are drawn and proven by."""
+
+    @property
+    def seed(self) -> str: ...
+    @property
+    def sampling(self) -> Sampling: ...
+    @property
+    def proof(self) -> ProofSpec: ...
+
+
+class Unleased(NamedTuple):
+    """The same for rows that no lease asked for: to calibrate by, or to measure."""
+
+    seed: str
+    sampling: Sampling
+    proof: ProofSpec
+
+
 @torch.inference_mode()
 def recompute(
     rows: Sequence[Rollout],
-    lease: Lease,
+    lease: Leased,
     policy: Policy,
     *,
     control_seed: int,
@@ -149,7 +169,7 @@ def _make_cache(decoder: Decoder, *, num_slots: int, max_context: int, device: t
 
 
 def _verify(
-    rows: Sequence[Rollout], states: Sequence[Tensor], lease: Lease, control_seed: int
+    rows: Sequence[Rollout], states: Sequence[Tensor], lease: Leased, control_seed: int
 ) -> list[list[SegmentCheck]]:
     try:
         return verify_proofs(
@@ -164,7 +184,7 @@ def _verify(
 
 
 def _tokens(
-    decoder: Decoder, rows: Sequence[Rollout], states: Sequence[Tensor], lease: Lease
+    decoder: Decoder, rows: Sequence[Rollout], states: Sequence[Tensor], lease: Leased
 ) -> list[tuple[Floats, Floats, Floats, Floats]]:
     """For each row, per output token: log-prob, draw distance, surprise and the variance of that."""
     states_NH = torch.cat(list(states))
@@ -204,6 +224,6 @@ def _distribution(decoder: Decoder, hidden_NH: Tensor, tokens_N: Tensor, tempera
     )
 
 
-def _row_uniforms(row: Rollout, lease: Lease) -> npt.NDArray[np.float64]:
+def _row_uniforms(row: Rollout, lease: Leased) -> npt.NDArray[np.float64]:
     seed = np.uint64(sample_seed(lease.seed, row.prompt_index, row.sample_index))
     return uniforms(np.array([seed]), np.arange(len(row.output_tokens), dtype=np.uint64))
