@@ -3,9 +3,11 @@
 import argparse
 import os
 import threading
+from collections.abc import Mapping
 
 from shoal.cli.runfile import load_run_file
 from shoal.cli.supervise import EXIT_EJECTED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from shoal.net.presign import Credentials
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 
@@ -17,8 +19,25 @@ def coordinator(options: argparse.Namespace, stop: threading.Event) -> int:
     config = file.coordinator
     if options.database:
         config = config.model_copy(update={"database": options.database})
-    run_coordinator(config, file.spec(), options.dir, options.host, options.port, stop)
+    run_coordinator(
+        config,
+        file.spec(),
+        options.dir,
+        options.host,
+        options.port,
+        stop,
+        credentials=_credentials(os.environ),
+    )
     return _left(stop)
+
+
+def _credentials(environ: Mapping[str, str]) -> Credentials | None:
+    """Of an object store, by the names that every tool for such stores uses."""
+    access, secret = environ.get("AWS_ACCESS_KEY_ID"), environ.get("AWS_SECRET_ACCESS_KEY")
+    if not access or not secret:
+        return None
+    token = environ.get("AWS_SESSION_TOKEN", "")
+    return Credentials(access_key=access, secret_key=secret, session_token=token)
 
 
 def trainer(options: argparse.Namespace, stop: threading.Event) -> int:

@@ -18,15 +18,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal.net.buckets import Buckets
-from shoal.net.objects import Incoming
+from shoal.net.objects import Incoming, LocalStore
 from shoal.swarm.coordinator import ledger, nodes, policies, stats, uploads, vitals
 from shoal.swarm.coordinator.auth import admitted, read_body, refuse_long_body, signer_of
 from shoal.swarm.coordinator.coordinator import Coordinator
 from shoal.swarm.coordinator.desk import Desk
+from shoal.swarm.coordinator.expected import Expected
 from shoal.swarm.coordinator.feed import Feed, page_routes
 from shoal.swarm.coordinator.handlers import SIGNED_ROUTES, Call, SignedRoute, parse_version
 from shoal.swarm.coordinator.snapshot import node_page
-from shoal.swarm.coordinator.uploads import Expected
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.keys import PUBLIC_KEY
 from shoal.wire.messages import Problem
@@ -108,6 +108,11 @@ def _signed(coordinator: Coordinator, route: SignedRoute, entrance: Entrance, de
         body = await read_body(request, route.max_body)
         # Here, and not at the desk: the signature is checked while others' requests are acted on.
         signer = entrance.signer(coordinator, request, body)
+        if route.prepare is not None:
+            lease_id = request.path_params["lease_id"]
+            found = await run_in_threadpool(route.prepare, coordinator, signer, lease_id)
+            if found is not None:
+                await desk.do(partial(uploads.mark_stored, coordinator, found))
         return await desk.do(partial(act, request, body, signer))
 
     return endpoint
@@ -118,6 +123,7 @@ def _signed(coordinator: Coordinator, route: SignedRoute, entrance: Entrance, de
 
 def _receive_object(coordinator: Coordinator, desk: Desk) -> Endpoint:
     arriving: Counter[str] = Counter()
+    store = coordinator.store
 
     def expected_under(token: str) -> Expected:
         with coordinator.database.read() as db:
@@ -125,13 +131,15 @@ def _receive_object(coordinator: Coordinator, desk: Desk) -> Endpoint:
 
     async def endpoint(request: Request) -> Response:
         token = request.path_params["name"]
+        if not isinstance(store, LocalStore):
+            raise Rejected("request.not_found", "uploads of this run go to its object store")
         expected = await run_in_threadpool(expected_under, token)
         refuse_long_body(request, expected.num_bytes)
         if arriving[token] >= UPLOADS_AT_ONCE:
             raise Rejected("request.too_many", "this upload is under way already", retry_after_s=1.0)
         arriving[token] += 1
         try:
-            incoming = coordinator.store.receive(token, expected.sha256, expected.num_bytes)
+            incoming = store.receive(token, expected.sha256, expected.num_bytes)
             await _receive(request, incoming, expected.expires_at_s - coordinator.clock())
         finally:
             arriving[token] -= 1

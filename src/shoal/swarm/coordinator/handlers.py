@@ -5,8 +5,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, RedirectResponse, Response
 
+from shoal.net.objects import LocalStore, check_digest
 from shoal.swarm.coordinator import (
     batches,
     checks,
@@ -23,6 +24,7 @@ from shoal.swarm.coordinator import (
 )
 from shoal.swarm.coordinator.auth import LARGE_BODY, SMALL_BODY, Caller, spends_nonce, unspend_nonce
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest_version
+from shoal.swarm.coordinator.expected import Expected
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import (
@@ -43,6 +45,7 @@ from shoal.wire.messages import (
 from shoal.wire.record import Record
 from shoal.wire.request import Signer
 
+Prepare = Callable[[Coordinator, Signer, str], Expected | None]
 Quick = Callable[[Coordinator, Signer, bytes], Record | None]
 
 _LEASE_ID = re.compile(r"[0-9a-f]{32}")
@@ -73,6 +76,8 @@ class SignedRoute:
     callers: frozenset[Caller]
     handle: Callable[[Call], Record | Response]
     max_body: int = SMALL_BODY
+    prepare: "Prepare | None" = None
+    """What takes time and needs no transaction, done before one begins; what it found is then noted in one of its own."""
     quick: "Quick | None" = None
     """A shorter way for the usual case; None as its answer sends the request the long way."""
 
@@ -126,6 +131,13 @@ def handle_submit(call: Call) -> Record:
     return submissions.submit(call.tx, call.coordinator, call.lease_id, Submit.parse(call.body))
 
 
+def look_in_store(coordinator: Coordinator, signer: Signer, lease_id: str) -> Expected | None:
+    """Where uploads go to a store elsewhere, a submission is when we ask it whether they came."""
+    if isinstance(coordinator.store, LocalStore):
+        return None
+    return uploads.arrived(coordinator, signer.key, lease_id)
+
+
 def handle_abandon(call: Call) -> Record:
     return leases.abandon(call.tx, call.coordinator, call.lease_id, Abandon.parse(call.body))
 
@@ -163,11 +175,16 @@ def handle_verdict(call: Call) -> Record:
 
 
 def handle_get_object(call: Call) -> Response:
-    path = call.coordinator.store.path(call.path["name"])
+    """A submission, or a file of the task: read here, or where the answer sends the reader."""
+    coordinator, sha256 = call.coordinator, check_digest(call.path["name"])
+    path = coordinator.data / sha256
+    if isinstance(coordinator.store, LocalStore):
+        stored = coordinator.store.path(sha256)
+        path = stored if stored.exists() else path
+    elif (submitted := uploads.find_submitted(call.tx.db, sha256)) is not None:
+        return RedirectResponse(coordinator.store.read_url(submitted, call.tx.now_s), status_code=307)
     if not path.exists():
-        path = call.coordinator.data / path.name
-    if not path.exists():
-        raise Rejected("request.not_found", f"no object {path.name}")
+        raise Rejected("request.not_found", f"no object {sha256}")
     return FileResponse(path, media_type="application/octet-stream")
 
 
@@ -223,7 +240,13 @@ SIGNED_ROUTES = (
     SignedRoute(method="POST", path="/v1/leases", callers=_NODE, handle=handle_ask_lease),
     SignedRoute(method="GET", path="/v1/leases/{lease_id}", callers=_NODE, handle=handle_lease_status),
     SignedRoute(method="POST", path="/v1/leases/{lease_id}/upload", callers=_NODE, handle=handle_ask_upload),
-    SignedRoute(method="POST", path="/v1/leases/{lease_id}/submit", callers=_NODE, handle=handle_submit),
+    SignedRoute(
+        method="POST",
+        path="/v1/leases/{lease_id}/submit",
+        callers=_NODE,
+        handle=handle_submit,
+        prepare=look_in_store,
+    ),
     SignedRoute(method="POST", path="/v1/leases/{lease_id}/abandon", callers=_NODE, handle=handle_abandon),
     SignedRoute(
         method="POST", path="/v1/leases/{lease_id}/appeal", callers=_EVEN_BANNED, handle=handle_appeal

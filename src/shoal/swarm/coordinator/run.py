@@ -7,19 +7,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from shoal.net.presign import Credentials
+from shoal.net.s3 import S3Store
 from shoal.net.server import Server, listen
 from shoal.swarm.coordinator.app import make_app
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.coordinator import Coordinator, newest_version, open_coordinator
 from shoal.swarm.coordinator.housekeeping import keep_house, resume
 from shoal.swarm.coordinator.issue import check_upload_limit
+from shoal.swarm.coordinator.sweep import keep_sweeping
 from shoal.telemetry import Log
 from shoal.wire.run import RunSpec
 
 _WILDCARDS = ("0.0.0.0", "::", "")
 
 
-def run_coordinator(
+def run_coordinator(  # noqa: PLR0913 - the whole of a process
     config: CoordinatorConfig,
     spec: RunSpec,
     dir: Path,
@@ -27,6 +30,8 @@ def run_coordinator(
     port: int,
     stop: threading.Event,
     on_ready: Callable[[str], None] | None = None,
+    *,
+    credentials: Credentials | None = None,
 ) -> None:
     """Serve the run in `dir` until `stop`. `on_ready` gets the URL once it answers (port 0 takes a free one).
 
@@ -34,13 +39,20 @@ def run_coordinator(
     """
     log = Log("coordinator")
     with contextlib.nullcontext() if config.database else alone_in(dir):
-        coordinator = open_coordinator(config, spec, dir, log=log)
+        coordinator = open_coordinator(config, spec, dir, log=log, credentials=credentials)
         try:
             check_upload_limit(coordinator)
             resume(coordinator)
+            _sweep_beside(coordinator, stop)
             _serve(coordinator, host, port, stop, on_ready)
         finally:
             coordinator.close()
+
+
+def _sweep_beside(coordinator: Coordinator, stop: threading.Event) -> None:
+    if isinstance(coordinator.store, S3Store):
+        arguments = (coordinator, coordinator.store, stop)
+        threading.Thread(target=keep_sweeping, args=arguments, name="sweep", daemon=True).start()
 
 
 def _serve(
