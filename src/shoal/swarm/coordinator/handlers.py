@@ -26,7 +26,7 @@ from shoal.swarm.coordinator.auth import LARGE_BODY, SMALL_BODY, Caller, spends_
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest_version
 from shoal.swarm.coordinator.expected import Expected
 from shoal.wire.codes import Rejected
-from shoal.wire.lease import Verdict
+from shoal.wire.lease import Lease, Receipt, Verdict
 from shoal.wire.messages import (
     Abandon,
     AdminOrder,
@@ -34,16 +34,25 @@ from shoal.wire.messages import (
     Appeal,
     AskLease,
     AskUpload,
+    Batch,
+    Claim,
     Enrol,
+    Enrolled,
     Heartbeat,
+    HeartbeatReply,
+    LeaseStatus,
     Leave,
     OpenSession,
+    Recorded,
     RelayReport,
     RevokeKey,
+    Session,
     Submit,
+    Upload,
 )
-from shoal.wire.record import Record
+from shoal.wire.record import Record, Sealed
 from shoal.wire.request import Signer
+from shoal.wire.ticket import Ticket
 
 Prepare = Callable[[Coordinator, Signer, str], Expected | None]
 Quick = Callable[[Coordinator, Signer, bytes], Record | None]
@@ -75,6 +84,10 @@ class SignedRoute:
     path: str
     callers: frozenset[Caller]
     handle: Callable[[Call], Record | Response]
+    takes: type[Record] | None = None
+    """What its body is; None: it has none."""
+    gives: type[Record] | None = None
+    """What its answer is; None: bytes."""
     max_body: int = SMALL_BODY
     prepare: "Prepare | None" = None
     """What takes time and needs no transaction, done before one begins; what it found is then noted in one of its own."""
@@ -228,53 +241,158 @@ _VALIDATOR: frozenset[Caller] = frozenset({"validator"})
 _RELAY: frozenset[Caller] = frozenset({"relay"})
 
 SIGNED_ROUTES = (
-    SignedRoute(method="POST", path="/v1/enrol", callers=_NEWCOMER, handle=handle_enrol),
-    SignedRoute(method="POST", path="/v1/session", callers=_NODE, handle=handle_session),
+    SignedRoute(
+        method="POST",
+        path="/v1/enrol",
+        callers=_NEWCOMER,
+        handle=handle_enrol,
+        takes=Enrol,
+        gives=Enrolled,
+    ),
+    SignedRoute(
+        method="POST",
+        path="/v1/session",
+        callers=_NODE,
+        handle=handle_session,
+        takes=OpenSession,
+        gives=Session,
+    ),
     SignedRoute(
         method="POST",
         path="/v1/heartbeat",
         callers=_NODE,
         handle=handle_heartbeat,
+        takes=Heartbeat,
+        gives=HeartbeatReply,
         quick=quick_heartbeat,
     ),
-    SignedRoute(method="POST", path="/v1/leases", callers=_NODE, handle=handle_ask_lease),
-    SignedRoute(method="GET", path="/v1/leases/{lease_id}", callers=_NODE, handle=handle_lease_status),
-    SignedRoute(method="POST", path="/v1/leases/{lease_id}/upload", callers=_NODE, handle=handle_ask_upload),
+    SignedRoute(
+        method="POST",
+        path="/v1/leases",
+        callers=_NODE,
+        handle=handle_ask_lease,
+        takes=AskLease,
+        gives=Sealed[Lease],
+    ),
+    SignedRoute(
+        method="GET",
+        path="/v1/leases/{lease_id}",
+        callers=_NODE,
+        handle=handle_lease_status,
+        gives=LeaseStatus,
+    ),
+    SignedRoute(
+        method="POST",
+        path="/v1/leases/{lease_id}/upload",
+        callers=_NODE,
+        handle=handle_ask_upload,
+        takes=AskUpload,
+        gives=Upload,
+    ),
     SignedRoute(
         method="POST",
         path="/v1/leases/{lease_id}/submit",
         callers=_NODE,
         handle=handle_submit,
+        takes=Submit,
+        gives=Sealed[Receipt],
         prepare=look_in_store,
     ),
-    SignedRoute(method="POST", path="/v1/leases/{lease_id}/abandon", callers=_NODE, handle=handle_abandon),
     SignedRoute(
-        method="POST", path="/v1/leases/{lease_id}/appeal", callers=_EVEN_BANNED, handle=handle_appeal
+        method="POST",
+        path="/v1/leases/{lease_id}/abandon",
+        callers=_NODE,
+        handle=handle_abandon,
+        takes=Abandon,
+        gives=LeaseStatus,
     ),
-    SignedRoute(method="POST", path="/v1/leave", callers=_NODE, handle=handle_leave),
-    SignedRoute(method="POST", path="/v1/keys/revoke", callers=_NEWCOMER, handle=handle_revoke_key),
-    SignedRoute(method="POST", path="/v1/admin/{action}", callers=_ADMIN, handle=handle_order),
-    SignedRoute(method="POST", path="/v1/checks/claim", callers=_VALIDATOR, handle=handle_claim),
-    SignedRoute(method="GET", path="/v1/checks/{lease_id}", callers=_VALIDATOR, handle=handle_look_again),
+    SignedRoute(
+        method="POST",
+        path="/v1/leases/{lease_id}/appeal",
+        callers=_EVEN_BANNED,
+        handle=handle_appeal,
+        takes=Appeal,
+        gives=Recorded,
+    ),
+    SignedRoute(
+        method="POST",
+        path="/v1/leave",
+        callers=_NODE,
+        handle=handle_leave,
+        takes=Leave,
+        gives=Recorded,
+    ),
+    SignedRoute(
+        method="POST",
+        path="/v1/keys/revoke",
+        callers=_NEWCOMER,
+        handle=handle_revoke_key,
+        takes=RevokeKey,
+        gives=Recorded,
+    ),
+    SignedRoute(
+        method="POST",
+        path="/v1/admin/{action}",
+        callers=_ADMIN,
+        handle=handle_order,
+        takes=AdminOrder,
+        gives=Recorded,
+    ),
+    SignedRoute(
+        method="POST",
+        path="/v1/checks/claim",
+        callers=_VALIDATOR,
+        handle=handle_claim,
+        gives=Claim,
+    ),
+    SignedRoute(
+        method="GET",
+        path="/v1/checks/{lease_id}",
+        callers=_VALIDATOR,
+        handle=handle_look_again,
+        gives=Claim,
+    ),
     SignedRoute(
         method="POST",
         path="/v1/checks/{lease_id}/verdict",
         callers=_VALIDATOR,
         handle=handle_verdict,
+        takes=Verdict,
+        gives=LeaseStatus,
         max_body=LARGE_BODY,
     ),
     SignedRoute(
         method="GET", path="/v1/objects/{name}", callers=_TRAINER | _VALIDATOR, handle=handle_get_object
     ),
     SignedRoute(
-        method="POST", path="/v1/policies", callers=_TRAINER, handle=handle_announce, max_body=LARGE_BODY
+        method="POST",
+        path="/v1/policies",
+        callers=_TRAINER,
+        handle=handle_announce,
+        takes=Announce,
+        gives=Recorded,
+        max_body=LARGE_BODY,
     ),
-    SignedRoute(method="GET", path="/v1/batches/{version}", callers=_TRAINER, handle=handle_get_batch),
-    SignedRoute(method="POST", path="/v1/relays", callers=_RELAY, handle=handle_relay_report),
+    SignedRoute(
+        method="GET",
+        path="/v1/batches/{version}",
+        callers=_TRAINER,
+        handle=handle_get_batch,
+        gives=Batch,
+    ),
+    SignedRoute(
+        method="POST",
+        path="/v1/relays",
+        callers=_RELAY,
+        handle=handle_relay_report,
+        takes=RelayReport,
+        gives=HeartbeatReply,
+    ),
     SignedRoute(
         method="POST",
         path="/v1/tickets",
         callers=_NODE | _TRAINER | _VALIDATOR | _RELAY,
         handle=handle_ticket,
+        gives=Sealed[Ticket],
     ),
 )
