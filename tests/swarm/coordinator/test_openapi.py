@@ -13,15 +13,17 @@ import requests
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_swarm import CONFIG, Node, SmallSwarm
+from sqlalchemy import select
 from starlette.routing import Route
 
 from shoal.swarm.coordinator.app import make_app
 from shoal.swarm.coordinator.feed import PAGE_FILES
 from shoal.swarm.coordinator.handlers import SIGNED_ROUTES
+from shoal.swarm.coordinator.schema import nodes
 from shoal.wire.keys import Key
-from shoal.wire.lease import Lease
 from shoal.wire.messages import Enrol
 from shoal.wire.request import Target, sign_request
+from shoal.wire.run import PROTOCOL
 
 FOR_PEOPLE = {"/metrics", "/v1/events", "/openapi.json", *PAGE_FILES}
 EXAMPLES = int(os.environ.get("SHOAL_OPENAPI_EXAMPLES", "3"))
@@ -89,28 +91,33 @@ class Callers:
 
     def __init__(self, swarm: SmallSwarm) -> None:
         self.swarm, self.node = swarm, swarm.node()
-        keys = swarm.dir / "keys"
-        self.keys = [self.node.client.key, Key.generate()]
-        self.keys += [Key.load(keys / f"{role}.key") for role in ("trainer", "validator", "relay", "admin")]
+        self.roles = {
+            role: Key.load(swarm.dir / "keys" / f"{role}.key")
+            for role in ("trainer", "validator", "relay", "admin")
+        }
+        other = swarm.node()
+        delivered = other.deliver()
+        self._leases = [self.node.lease().lease_id, delivered.lease_id]
+        """One that is open, one that is submitted."""
+        self.keys = [self.node.client.key, other.client.key, Key.generate(), *self.roles.values()]
+
+    def choose(self, wanted: list[str], data: st.DataObject) -> list[Key]:
+        """One that may, and two of whatever kind."""
+        right = [self.roles.get(caller, self.node.client.key) for caller in wanted] or self.keys
+        return [data.draw(st.sampled_from(right)), *data.draw(st.permutations(self.keys))[:2]]
 
     def values(self) -> dict[str, list[Any]]:
-        """Names that lead to something."""
-        leases = self._leases()
+        """Names that lead to something, now."""
+        with self.swarm.coordinator.database.read() as db:
+            epoch = db.execute(select(nodes.c.session_epoch).where(nodes.c.node == self.node.id)).scalar_one()
         return {
-            "lease_id": [lease.lease_id for lease in leases],
+            "lease_id": self._leases,
             "node": [self.node.id],
             "version": [0, 1],
-            "epoch": [self.node.epoch],
+            "epoch": [epoch],
+            "protocol": [PROTOCOL],
+            "policy_version": [0],
         }
-
-    def _leases(self) -> list[Lease]:
-        """An open one and a submitted one."""
-        if not hasattr(self, "_held"):
-            other = self.swarm.node()
-            delivered = other.deliver()
-            self._held = [self.node.lease(), delivered]
-            self.keys.append(other.client.key)
-        return self._held
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +155,7 @@ def ask(operation: Any, url: str, callers: Callers) -> set[int]:
         conformance.response_schema_conformance,
     ]
     statuses: set[int] = set()
+    wanted_callers = operation.definition.raw.get("x-callers", [])
     modes = [GenerationMode.POSITIVE]
     if operation.body:
         modes.append(GenerationMode.NEGATIVE)  # what the description forbids
@@ -158,7 +166,7 @@ def ask(operation: Any, url: str, callers: Callers) -> set[int]:
         mode = data.draw(st.sampled_from(modes))
         case = data.draw(operation.as_strategy(generation_mode=mode))
         _aim(case, callers.values(), data)
-        for key in data.draw(st.permutations(callers.keys))[:3]:
+        for key in callers.choose(wanted_callers, data):
             answer = case.call(base_url=url, auth=Signed(key), timeout=30)
             statuses.add(answer.status_code)
             case.validate_response(answer, checks=wanted)
@@ -174,8 +182,9 @@ def _aim(case: Any, values: dict[str, list[Any]], data: st.DataObject) -> None:
     for name in case.path_parameters or {}:
         if name in values:
             case.path_parameters[name] = data.draw(st.sampled_from(values[name]))
-    if isinstance(case.body, dict) and "epoch" in case.body:
-        case.body["epoch"] = data.draw(st.sampled_from(values["epoch"]))
+    for name in values if isinstance(case.body, dict) else ():
+        if name in case.body:
+            case.body[name] = data.draw(st.sampled_from(values[name]))
 
 
 def test_the_hook_signs_what_is_sent(busy: SmallSwarm) -> None:
