@@ -17,6 +17,7 @@ from shoal.swarm.coordinator.coordinator import Coordinator, Transaction
 from shoal.swarm.coordinator.database import savepoint
 from shoal.swarm.coordinator.nodes import find_node
 from shoal.swarm.coordinator.schema import nonces, revoked_keys
+from shoal.swarm.coordinator.statements import Statement
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import Role
 from shoal.wire.request import NONCE_KEPT_S, Signer, Target, verify_request
@@ -33,8 +34,10 @@ BODY_S = 20.0
 
 _ONCE = ("host", "content-digest", "signature-input", "signature")
 # Both databases read this; an error instead would end PostgreSQL's transaction.
-_SPEND = text(
-    "INSERT INTO nonces (key, nonce, seen_at_s) VALUES (:key, :nonce, :seen_at_s) ON CONFLICT DO NOTHING"
+_SPEND = Statement(
+    text(
+        "INSERT INTO nonces (key, nonce, seen_at_s) VALUES (:key, :nonce, :seen_at_s) ON CONFLICT DO NOTHING"
+    )
 )
 
 
@@ -109,7 +112,7 @@ def admitted(coordinator: Coordinator, signer: Signer, allowed: frozenset[Caller
 
 def spends_nonce(db: Connection, signer: Signer, now_s: float) -> bool:
     """Whether the nonce was new; it is spent now."""
-    return db.execute(_SPEND, {"key": signer.key, "nonce": signer.nonce, "seen_at_s": now_s}).rowcount == 1
+    return _SPEND.run(db, key=signer.key, nonce=signer.nonce, seen_at_s=now_s) == 1
 
 
 def unspend_nonce(db: Connection, signer: Signer) -> None:
