@@ -43,10 +43,10 @@ def event_hash(seq: int, time_s: float, type: str, actor: str, body: dict[str, A
 
 
 def hash_of_text(seq: int, time_s: float, type: str, actor: str, body: bytes, prev: str) -> str:
-    """The hash of an event whose body is in canonical JSON already. Keys stand in the order that form asks for."""
-    before = canonical_json({"actor": actor})[:-1]
-    after = canonical_json({"prev": prev, "seq": seq, "time_s": time_s, "type": type})[1:]
-    return hashlib.sha256(b'%b,"body":%b,%b' % (before, body, after)).hexdigest()
+    """The hash of an event whose body is in canonical JSON already: between `actor` and `prev` is its place."""
+    rest = canonical_json({"actor": actor, "prev": prev, "seq": seq, "time_s": time_s, "type": type})
+    before, prev_key, after = rest.partition(b',"prev":')
+    return hashlib.sha256(b'%b,"body":%b%b%b' % (before, body, prev_key, after)).hexdigest()
 
 
 def verify_chain(

@@ -64,9 +64,9 @@ class Coordinator:
     vitals: Vitals = field(default_factory=Vitals)
 
     @contextmanager
-    def transaction(self, actor: str | None = None) -> Iterator[Transaction]:
-        """`actor` is whose doing it is; the run key's by default."""
-        with self.database.transaction() as db:
+    def transaction(self, actor: str | None = None, *, undo: bool = True) -> Iterator[Transaction]:
+        """`actor` is whose doing it is; the run key's by default. `undo` is the database's."""
+        with self.database.transaction(undo=undo) as db:
             transaction = Transaction(db, self.clock(), actor or self.run_key.public)
             yield transaction
             transaction.ledger.flush()

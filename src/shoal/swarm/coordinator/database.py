@@ -6,6 +6,7 @@ makes one writer of all of them, as BEGIN IMMEDIATE does in SQLite.
 Requests that wait together are committed together (`group`, used by desk.py), each under a savepoint of its own.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,13 +46,13 @@ class Database:
             migrate(db)
 
     @contextmanager
-    def transaction(self) -> Iterator[Connection]:
+    def transaction(self, *, undo: bool = True) -> Iterator[Connection]:
         """All or nothing: as if it had never begun when the block raises. On disk when it has ended, or inside a `group`
-        of this thread when that has."""
-        group = self._group
-        if group is not None and group[0] == threading.get_ident():
-            with savepoint(group[1]):
-                yield group[1]
+        of this thread when that has. There `undo=False` leaves it to the block to undo what must be, by savepoints."""
+        joined = self.joined()
+        if joined is not None:
+            with savepoint(joined) if undo else contextlib.nullcontext():
+                yield joined
             return
         with self._lock, self._writing.connect() as db, db.begin() as transaction:
             yield db

@@ -54,7 +54,7 @@ def _serve(
     port = int(sock.getsockname()[1])
     authorities = known_authorities(host, port, coordinator.config.authorities)
     app = make_app(coordinator, authorities=authorities)
-    server = Server(app, sock, on_close=app.state.feed.close)
+    server = Server(app, sock, on_close=app.feed.close)
     url = f"http://{_bracketed(host)}:{port}"
     with coordinator.database.read() as db:
         newest = newest_version(db)
