@@ -78,6 +78,10 @@ class Entrance:
         rate = coordinator.config.requests_per_s
         self._buckets = Buckets(rate=rate, burst=10 * rate)
 
+    def close(self) -> None:
+        """When nothing comes in any more."""
+        self._desk.close()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = self._routes.find(scope["method"], scope["path"]) if scope["type"] == "http" else None
         if found is None:

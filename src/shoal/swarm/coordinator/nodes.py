@@ -33,6 +33,7 @@ from shoal.wire.messages import (
     Recorded,
     Session,
 )
+from shoal.wire.pool import misfits
 from shoal.wire.run import PROTOCOL
 
 _THIS = nodes.c.node == given("id")
@@ -128,6 +129,7 @@ def _renew(tx: Transaction, node: Row[Any], owner: str, until_s: float | None) -
 def open_session(tx: Transaction, coordinator: Coordinator, ask: OpenSession) -> Session:
     node = tx.node
     assert node is not None, "the door lets only enrolled keys open a session"
+    _check_machine(coordinator, ask)
     epoch = node.session_epoch + 1
     fit = _meet(tx, coordinator, node, ask.software)
     tx.db.execute(
@@ -145,6 +147,14 @@ def open_session(tx: Transaction, coordinator: Coordinator, ask: OpenSession) ->
     if node.trust == Trust.RETIRED.value:
         happen(tx, coordinator, tx.actor, Happening.RETURN, "it came back")
     return Session(epoch=epoch, heartbeat_s=coordinator.config.heartbeat_s)
+
+
+def _check_machine(coordinator: Coordinator, ask: OpenSession) -> None:
+    """Who does not say what it brings may try."""
+    spec = coordinator.spec
+    reasons = misfits(ask.capabilities, spec.needs, spec.compute_dtype) if ask.capabilities else []
+    if reasons:
+        raise Rejected("request.unfit", f"run {spec.run!r}: {'; '.join(reasons)}")
 
 
 def _meet(tx: Transaction, coordinator: Coordinator, node: Row[Any], software: str) -> Fit:
