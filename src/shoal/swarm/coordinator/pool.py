@@ -32,9 +32,7 @@ class Pool:
 
     def __init__(self, hosted: Sequence[Hosted]) -> None:
         self._hosted = {one.coordinator.spec.run: one for one in hosted}
-        if len(self._hosted) < len(hosted):
-            names = [one.coordinator.spec.run for one in hosted]
-            raise ValueError(f"runs of one coordinator must have names of their own: {', '.join(names)}")
+        assert len(self._hosted) == len(hosted), "two runs of one name"
         self._first = hosted[0]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -54,6 +54,9 @@ def run_pool(
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """The same for several runs, each in its own folder."""
+    names = [run.spec.run for run in runs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"runs of one coordinator must have names of their own: {', '.join(names)}")
     with contextlib.ExitStack() as stack:
         coordinators = [stack.enter_context(_opened(run)) for run in runs]
         _serve(coordinators, host, port, stop, on_ready)
