@@ -64,17 +64,19 @@ class Roles:
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
+    def start_trainer(self, url: str, file: Path, keys: Path, *, name: str = "") -> None:
+        words = ("--keys", keys, "--port", free_port(), "--threads", "1")
+        self.start(f"{name}trainer", "trainer", file, *_client(url), *words)
+
     def start_crew(self, url: str, file: Path, keys: Path, *, name: str = "") -> None:
         """Trainer, relay and validator of one run."""
-        client = ("--coordinator", url, "--deadline-s", "120")
-        threads = ("--threads", "1")
-        self.start(
-            f"{name}trainer", "trainer", file, *client, "--keys", keys, "--port", free_port(), *threads
-        )
-        self.start(f"{name}relay", "relay", *client, "--key", keys / "relay.key", "--port", free_port())
-        self.start(f"{name}validator", "validator", *client, "--key", keys / "validator.key", *threads)
+        self.start_trainer(url, file, keys, name=name)
+        relay = ("--key", keys / "relay.key", "--port", free_port())
+        self.start(f"{name}relay", "relay", *_client(url), *relay)
+        validator = ("--key", keys / "validator.key", "--threads", "1")
+        self.start(f"{name}validator", "validator", *_client(url), *validator)
 
-    def wait_for(self, what: str, look: Callable[[], Any], *, deadline_s: float = 150.0) -> Any:
+    def wait_for(self, what: str, look: Callable[[], Any], *, deadline_s: float = 400.0) -> Any:
         """Until `look` returns something true; an answer that does not come is not there yet."""
         give_up_s = time.monotonic() + deadline_s
         while time.monotonic() < give_up_s:
@@ -97,3 +99,7 @@ class Roles:
 
         stats: Stats = self.wait_for(f"the run at {url} to finish", finished)
         return stats
+
+
+def _client(url: str) -> tuple[str, ...]:
+    return ("--coordinator", url, "--deadline-s", "600")
