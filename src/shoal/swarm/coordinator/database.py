@@ -18,7 +18,6 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from shoal.swarm.coordinator.migrations import migrate
-from shoal.swarm.coordinator.schema import metadata
 from shoal.swarm.coordinator.statements import tell_driver
 
 BUSY_TIMEOUT_MS = 10_000
@@ -41,9 +40,12 @@ class Database:
         self._lock = threading.Lock()
         self._group: tuple[int, Connection] | None = None
         self._afterwards: list[Callable[[], None]] = []
-        with self.transaction() as db:
-            metadata.create_all(db)
-            migrate(db)
+        try:
+            with self.transaction() as db:
+                migrate(db)
+        except BaseException:
+            self.close()
+            raise
 
     @contextmanager
     def transaction(self, *, undo: bool = True) -> Iterator[Connection]:
