@@ -1,6 +1,7 @@
 # make demo   a whole swarm on this machine, learning, with a liar in it (about three minutes)
 # make test   the default tests
 # make check  format, lint, types
+# make postgres  the coordinator's tests on a real PostgreSQL (some minutes)
 # make e2e    real processes on loopback, killed and lied to (some minutes)
 # make hivemind  DiLoCo between real Hivemind peers on loopback, in an environment of its own
 
@@ -8,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: env demo test check e2e slow smollm2 hivemind clean
+.PHONY: env demo test check postgres e2e slow smollm2 hivemind clean
 
 env: $(VENV)/.ready
 
@@ -31,6 +32,10 @@ check: env
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+
+# The coordinator's own tests once more, on a PostgreSQL that they start.
+postgres: env
+	SHOAL_TEST_DATABASE=postgresql $(BIN)/pytest tests/swarm/coordinator
 
 e2e: env
 	$(BIN)/pytest -m e2e
