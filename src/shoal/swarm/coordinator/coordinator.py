@@ -18,6 +18,7 @@ from shoal.swarm.coordinator.ledger import LedgerWriter
 from shoal.swarm.coordinator.loops import Vitals
 from shoal.swarm.coordinator.schema import SCHEMA_VERSION, policies, run
 from shoal.swarm.coordinator.statements import Statement
+from shoal.swarm.coordinator.turnstile import Turnstile
 from shoal.tasks import Task, make_task
 from shoal.tasks.files import keep_files, with_files_from
 from shoal.telemetry import Log
@@ -62,6 +63,7 @@ class Coordinator:
     clock: Callable[[], float]
     log: Log
     vitals: Vitals = field(default_factory=Vitals)
+    turnstile: Turnstile = field(default_factory=Turnstile)
 
     @contextmanager
     def transaction(self, actor: str | None = None, *, undo: bool = True) -> Iterator[Transaction]:

@@ -221,7 +221,8 @@ def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Seale
     try:
         work = plan(_look(tx, coordinator, node), coordinator)
     except NoWork as reason:
-        raise Rejected("request.too_early", str(reason), retry_after_s=coordinator.config.retry_s) from None
+        wait_s = coordinator.turnstile.wait_s(tx.now_s, least_s=coordinator.config.retry_s)
+        raise Rejected("request.too_early", str(reason), retry_after_s=wait_s) from None
     return _issue(tx, coordinator, node, work)
 
 
