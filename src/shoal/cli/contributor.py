@@ -111,14 +111,18 @@ def _agrees() -> bool:
 # -- afterwards -------------------------------------------------------------------------------------------
 
 
+def _own_key(dir: Path) -> Key:
+    if not (dir / "node.key").exists():
+        raise ValueError(f"{dir} holds no node; shoal join URL makes one, --dir names another folder")
+    return Key.load(dir / "node.key")
+
+
 def _joined(dir: Path) -> tuple[Key, str]:
     """The node in `dir` and the coordinator it joined."""
-    if not (dir / "node.key").exists():
-        raise ValueError(f"{dir} holds no node; join a run first, or name its folder with --dir")
-    path = dir / JOINED
+    key, path = _own_key(dir), dir / JOINED
     if not path.exists():
         raise ValueError(f"{dir} has joined no run yet: shoal join URL --dir {dir}")
-    return Key.load(dir / "node.key"), str(json.loads(path.read_text(encoding="utf-8"))["coordinator"])
+    return key, str(json.loads(path.read_text(encoding="utf-8"))["coordinator"])
 
 
 def _get(url: str, path: str) -> bytes:
@@ -165,10 +169,7 @@ def status(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def whoami(options: argparse.Namespace, stop: threading.Event) -> int:
-    path = options.dir / "node.key"
-    if not path.exists():
-        raise ValueError(f"{options.dir} holds no node; shoal join URL makes one")
-    print(f"node         {Key.load(path).public}")
+    print(f"node         {_own_key(options.dir).public}")
     delegation = options.dir / "delegation.json"
     if delegation.exists():
         word = json.loads(delegation.read_text(encoding="utf-8"))
@@ -223,7 +224,7 @@ KEPT = ("node.key", JOINED, "run.json", "delegation.json")
 
 
 def backup(options: argparse.Namespace, stop: threading.Event) -> int:
-    key = Key.load(options.dir / "node.key")
+    key = _own_key(options.dir)
     kept = {name: (options.dir / name).read_text() for name in KEPT if (options.dir / name).exists()}
     try:
         descriptor = os.open(options.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -211,7 +211,7 @@ class Session:
         def attempt() -> None:
             upload = self._on_lease("a place to upload", lease, "/upload", ask, Upload, deadline_s=deadline_s)
             try:
-                self._client.put_bytes(upload.path, data)
+                self._client.put_upload(upload, data)
             except Unreachable as error:
                 raise NotYet(str(error)) from None
             except Refused as refused:

@@ -142,7 +142,10 @@ class Upload(Record):
     """Where to PUT exactly those bytes; the name is the coordinator's."""
 
     path: str
+    """At the coordinator; empty if they go to an object store."""
     expires_at_s: float
+    url: Annotated[str, Field(max_length=4096, pattern=r"^(https?://[^\s]+)?$")] = ""
+    """At the object store: size, digest and create-only are signed (docs/wire/api.md, "Object stores")."""
 
 
 class Submit(Record):

@@ -1,6 +1,7 @@
 """What goes back: records as JSON, refusals as problems (RFC 9457)."""
 
 import math
+from collections.abc import Sequence
 
 from starlette.responses import Response
 
@@ -11,7 +12,13 @@ from shoal.wire.record import Record
 JSON = "application/json"
 
 
-def to_json(answer: Record | list[Record]) -> bytes:
+def as_described(answer: Record, gives: type[Record] | None) -> Record:
+    """The answer, of the kind that /openapi.json says."""
+    assert gives is not None and isinstance(answer, gives), f"/openapi.json says {gives}, not {type(answer)}"
+    return answer
+
+
+def to_json(answer: Record | Sequence[Record]) -> bytes:
     if isinstance(answer, Record):
         return answer.model_dump_json().encode()
     return f"[{','.join(record.model_dump_json() for record in answer)}]".encode()

@@ -3,8 +3,9 @@
 import asyncio
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from sqlalchemy import Connection
@@ -15,19 +16,23 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shoal.net.objects import Incoming
-from shoal.swarm.coordinator import ledger, nodes, policies, stats, uploads, vitals
-from shoal.swarm.coordinator.answers import JSON, problem, to_json
+from shoal.net.objects import Incoming, LocalStore
+from shoal.swarm.coordinator import ledger, nodes, openapi, policies, stats, uploads, vitals
+from shoal.swarm.coordinator.answers import JSON, as_described, problem, to_json
 from shoal.swarm.coordinator.coordinator import Coordinator
 from shoal.swarm.coordinator.desk import Desk
 from shoal.swarm.coordinator.entrance import Entrance, check_length, failure
+from shoal.swarm.coordinator.expected import Expected
 from shoal.swarm.coordinator.feed import Feed, page_routes
 from shoal.swarm.coordinator.handlers import SIGNED_ROUTES, parse_version
 from shoal.swarm.coordinator.snapshot import node_page
-from shoal.swarm.coordinator.uploads import Expected
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import PUBLIC_KEY
-from shoal.wire.record import Record
+from shoal.wire.ledger import LedgerEvent, LedgerHead
+from shoal.wire.manifest import Manifest
+from shoal.wire.messages import History, Info, NodeView, Origin, RunList, Stats
+from shoal.wire.record import Record, Sealed
+from shoal.wire.snapshot import NodePage
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -45,8 +50,9 @@ def make_app(coordinator: Coordinator, *, authorities: frozenset[str] | None = N
     routes = [Route("/v1/objects/{name}", _receive_object(coordinator, desk), methods=["PUT"])]
     routes.append(Route("/metrics", _metrics(coordinator), methods=["GET"]))
     routes += [
-        Route(path, _public(coordinator, view), methods=["GET"]) for path, view in PUBLIC_ROUTES.items()
+        Route(path, _public(coordinator, route), methods=["GET"]) for path, route in PUBLIC_ROUTES.items()
     ]
+    routes.append(Route("/openapi.json", _description(), methods=["GET"]))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -65,6 +71,7 @@ def make_app(coordinator: Coordinator, *, authorities: frozenset[str] | None = N
 
 def _receive_object(coordinator: Coordinator, desk: Desk) -> Endpoint:
     arriving: Counter[str] = Counter()
+    store = coordinator.store
 
     def expected_under(token: str) -> Expected:
         with coordinator.database.read() as db:
@@ -72,13 +79,15 @@ def _receive_object(coordinator: Coordinator, desk: Desk) -> Endpoint:
 
     async def endpoint(request: Request) -> Response:
         token = request.path_params["name"]
+        if not isinstance(store, LocalStore):
+            raise Rejected("request.not_found", "uploads of this run go to its object store")
         expected = await run_in_threadpool(expected_under, token)
         check_length(request.headers.get("content-length", "0"), expected.num_bytes)
         if arriving[token] >= UPLOADS_AT_ONCE:
             raise Rejected("request.too_many", "this upload is under way already", retry_after_s=1.0)
         arriving[token] += 1
         try:
-            incoming = coordinator.store.receive(token, expected.sha256, expected.num_bytes)
+            incoming = store.receive(token, expected.sha256, expected.num_bytes)
             await _receive(request, incoming, expected.expires_at_s - coordinator.clock())
         finally:
             arriving[token] -= 1
@@ -113,14 +122,35 @@ async def _receive(request: Request, incoming: Incoming, left_s: float) -> None:
 View = Callable[[Connection, Coordinator, Request], Record | list[Record]]
 
 
-def _public(coordinator: Coordinator, view: View) -> Endpoint:
+@dataclass(frozen=True, slots=True)
+class PublicRoute:
+    view: View
+    gives: type[Record]
+    many: bool = False
+    """Whether it answers with a list of them."""
+    query: tuple[str, ...] = ()
+    """Names of the numbers it may be asked with."""
+
+
+def _public(coordinator: Coordinator, route: PublicRoute) -> Endpoint:
     def look(request: Request) -> Response:
         with coordinator.database.read() as db:
-            answer = view(db, coordinator, request)
-        return _json(answer)
+            answer = route.view(db, coordinator, request)
+        if isinstance(answer, Record):
+            return _json(as_described(answer, route.gives))
+        return _json([as_described(record, route.gives) for record in answer])
 
     async def endpoint(request: Request) -> Response:
         return await run_in_threadpool(look, request)
+
+    return endpoint
+
+
+def _description() -> Endpoint:
+    text = openapi.document(SIGNED_ROUTES, PUBLIC_ROUTES)
+
+    async def endpoint(request: Request) -> Response:
+        return Response(text, media_type="application/json")
 
     return endpoint
 
@@ -171,23 +201,27 @@ class Health(Record):
     ledger_seq: int
 
 
-PUBLIC_ROUTES: dict[str, View] = {
-    "/healthz": lambda db, coordinator, request: Health(
-        run=coordinator.spec.run, ledger_seq=ledger.head_seq(db)
+PUBLIC_ROUTES: dict[str, PublicRoute] = {
+    "/healthz": PublicRoute(
+        lambda db, coordinator, request: Health(run=coordinator.spec.run, ledger_seq=ledger.head_seq(db)),
+        Health,
     ),
-    "/readyz": handle_ready,
-    "/v1/info": lambda db, coordinator, request: stats.info(db, coordinator),
-    "/v1/runs": lambda db, coordinator, request: stats.runs(db, coordinator),
-    "/v1/stats": lambda db, coordinator, request: stats.stats(db, coordinator),
-    "/v1/history": lambda db, coordinator, request: stats.history(db),
-    "/v1/nodes/{node}": handle_node,
-    "/v1/nodes/{node}/page": handle_node_page,
-    "/v1/origin": lambda db, coordinator, request: policies.origin(db),
-    "/v1/policies/latest": lambda db, coordinator, request: policies.get_manifest(db, None),
-    "/v1/policies/{version}": handle_policy,
-    "/v1/ledger": handle_ledger,
-    "/v1/ledger/head": lambda db, coordinator, request: ledger.signed_head(
-        db, coordinator.spec.run, coordinator.run_key
+    "/readyz": PublicRoute(handle_ready, Health),
+    "/v1/info": PublicRoute(lambda db, coordinator, request: stats.info(db, coordinator), Info),
+    "/v1/runs": PublicRoute(lambda db, coordinator, request: stats.runs(db, coordinator), RunList),
+    "/v1/stats": PublicRoute(lambda db, coordinator, request: stats.stats(db, coordinator), Stats),
+    "/v1/history": PublicRoute(lambda db, coordinator, request: stats.history(db), History),
+    "/v1/nodes/{node}": PublicRoute(handle_node, NodeView),
+    "/v1/nodes/{node}/page": PublicRoute(handle_node_page, NodePage),
+    "/v1/origin": PublicRoute(lambda db, coordinator, request: policies.origin(db), Origin),
+    "/v1/policies/latest": PublicRoute(
+        lambda db, coordinator, request: policies.get_manifest(db, None), Sealed[Manifest]
+    ),
+    "/v1/policies/{version}": PublicRoute(handle_policy, Sealed[Manifest]),
+    "/v1/ledger": PublicRoute(handle_ledger, LedgerEvent, many=True, query=("from_seq", "limit")),
+    "/v1/ledger/head": PublicRoute(
+        lambda db, coordinator, request: ledger.signed_head(db, coordinator.spec.run, coordinator.run_key),
+        Sealed[LedgerHead],
     ),
 }
 
@@ -202,7 +236,7 @@ def _number(request: Request, name: str, default: int) -> int:
 # -- answers ----------------------------------------------------------------------------------------------
 
 
-def _json(answer: Record | list[Record]) -> Response:
+def _json(answer: Record | Sequence[Record]) -> Response:
     return Response(to_json(answer), media_type=JSON)
 
 

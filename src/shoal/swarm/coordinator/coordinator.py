@@ -10,7 +10,9 @@ from typing import Any, get_args
 
 from sqlalchemy import Connection, Row, func, insert, select, update
 
-from shoal.net.objects import LocalStore
+from shoal.net.objects import LocalStore, ObjectStore
+from shoal.net.presign import Credentials
+from shoal.net.s3 import S3Address, S3Store
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.database import Database
 from shoal.swarm.coordinator.journal import tell
@@ -57,7 +59,7 @@ class Coordinator:
     roles: Mapping[str, Role]
     """Public key to the role it holds."""
     database: Database
-    store: LocalStore
+    store: ObjectStore
     data: Path
     """The task's files, under their SHA-256 digests: for validators and the trainer."""
     clock: Callable[[], float]
@@ -83,6 +85,7 @@ class Coordinator:
 
     def close(self) -> None:
         self.database.close()
+        self.store.close()
 
 
 def open_coordinator(
@@ -92,30 +95,47 @@ def open_coordinator(
     *,
     log: Log,
     clock: Callable[[], float] = time.time,
+    credentials: Credentials | None = None,
 ) -> Coordinator:
     """The coordinator that lives in `dir`, made there first if need be. Refuses the folder of another run.
 
     With `config.database` the tables are in PostgreSQL. Several coordinators may share one, with the same keys and objects:
-    then `dir` is a folder they all see.
+    then `dir` is a folder they all see. With `config.store` uploads go to an object store, for which `credentials` are needed.
     """
     dir.mkdir(parents=True, exist_ok=True)
     keys, data = dir / "keys", dir / "data"
     spec = spec.model_copy(update={"task": keep_files(spec.task, data)})
     roles = {Key.load_or_create(keys / f"{role}.key").public: role for role in get_args(Role)}
+    run_key = Key.load_or_create(keys / "run.key")
+    store: ObjectStore = LocalStore(dir / "objects")
+    if config.store:
+        store = _open_s3(config.store, credentials, folder=f"{spec.run}-{run_key.public[:16]}", log=log)
     coordinator = Coordinator(
         config=config,
         spec=spec,
         task=make_task(with_files_from(spec.task, data)),
-        run_key=Key.load_or_create(keys / "run.key"),
+        run_key=run_key,
         roles=roles,
         database=Database(config.database or dir / DATABASE_FILE),
-        store=LocalStore(dir / "objects"),
+        store=store,
         data=data,
         clock=clock,
         log=log,
     )
     _open_run(coordinator, dir)
     return coordinator
+
+
+def _open_s3(url: str, credentials: Credentials | None, *, folder: str, log: Log) -> S3Store:
+    address = S3Address.parse(url)
+    if credentials is None:
+        raise ValueError(
+            "coordinator.store needs AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"
+        )
+    store = S3Store(address, credentials, folder=folder)
+    for weakness in store.check():
+        log.warning(f"the object store {weakness}")
+    return store
 
 
 def _open_run(coordinator: Coordinator, dir: Path) -> None:

@@ -10,11 +10,14 @@ from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from shoal.net.buckets import Buckets
-from shoal.swarm.coordinator.answers import JSON, problem, to_json
+from shoal.net.objects import LocalStore
+from shoal.swarm.coordinator import uploads
+from shoal.swarm.coordinator.answers import JSON, as_described, problem, to_json
 from shoal.swarm.coordinator.auth import BODY_S, admitted
 from shoal.swarm.coordinator.coordinator import Coordinator
 from shoal.swarm.coordinator.desk import Desk
@@ -100,12 +103,16 @@ class Entrance:
         else:
             await answer(scope, receive, send)
 
-    async def _answer(self, found: Found, scope: Scope, receive: Receive) -> bytes | Response:
-        route, path = found
+    async def _answer(self, way: Found, scope: Scope, receive: Receive) -> bytes | Response:
+        route, path = way
         headers = _headers_of(scope["headers"])
         body = await _read_body(headers.get("content-length"), receive, route.max_body)
         # Here, and not at the desk: the signature is checked while others' requests are acted on.
         signer = self._signer(scope, headers, body)
+        if route.prepare is not None and not isinstance(self._coordinator.store, LocalStore):
+            found = await run_in_threadpool(route.prepare, self._coordinator, signer, path["lease_id"])
+            if found is not None:
+                await self._desk.do(partial(uploads.mark_stored, self._coordinator, found))
         return await self._desk.do(partial(self._act, route, path, body, signer))
 
     def _signer(self, scope: Scope, headers: dict[str, str], body: bytes) -> Signer:
@@ -138,10 +145,10 @@ class Entrance:
         if route.quick is not None:
             quick = route.quick(coordinator, signer, body)
             if quick is not None:
-                return to_json(quick)
+                return to_json(as_described(quick, route.gives))
         with admitted(coordinator, signer, route.callers) as tx:
             answer = route.handle(Call(coordinator=coordinator, tx=tx, body=body, path=path))
-            return answer if isinstance(answer, Response) else to_json(answer)
+            return answer if isinstance(answer, Response) else to_json(as_described(answer, route.gives))
 
 
 def failure(coordinator: Coordinator, scope: Scope, error: Exception) -> Response:

@@ -9,8 +9,9 @@ from sqlalchemy import select
 from shoal.swarm.coordinator import checks, evaluations, leases, nodes
 from shoal.swarm.coordinator.auth import prune_nonces
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, is_finished, newest_version
+from shoal.swarm.coordinator.expected import expected_of
 from shoal.swarm.coordinator.schema import leases as lease_table
-from shoal.swarm.coordinator.schema import submissions
+from shoal.swarm.coordinator.schema import uploads
 
 TICK_S = 1.0
 TIDY_S = 60.0
@@ -57,14 +58,15 @@ def resume(coordinator: Coordinator) -> None:
     """After an opening: whatever a crash or a changed run file left half-way."""
     with coordinator.transaction() as tx:
         rows = tx.db.execute(
-            select(lease_table, submissions.c.sha256)
-            .join(submissions, submissions.c.lease_id == lease_table.c.lease_id)
+            select(uploads)
+            .join(lease_table, lease_table.c.lease_id == uploads.c.lease_id)
             .where(lease_table.c.state.in_((leases.State.SUBMITTED.value, leases.State.CHECKING.value)))
         ).all()
-        for lease in rows:
-            if not coordinator.store.has(lease.sha256):
+        for upload in rows:
+            if not coordinator.store.holds(expected_of(upload)):
+                lease = leases.find_lease(tx.db, upload.lease_id)
                 leases.void(
-                    tx, coordinator, lease, "void.infra", f"object {lease.sha256} is gone from the store"
+                    tx, coordinator, lease, "void.infra", f"object {upload.sha256} is gone from the store"
                 )
         _settle_last_version(tx, coordinator)
 

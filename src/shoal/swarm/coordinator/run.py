@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.net.presign import Credentials
+from shoal.net.s3 import S3Store
 from shoal.net.server import Server, listen
 from shoal.swarm.coordinator.app import make_app
 from shoal.swarm.coordinator.config import CoordinatorConfig
@@ -15,6 +17,7 @@ from shoal.swarm.coordinator.coordinator import Coordinator, newest_version, ope
 from shoal.swarm.coordinator.housekeeping import keep_house, resume
 from shoal.swarm.coordinator.issue import check_upload_limit
 from shoal.swarm.coordinator.pool import Hosted, Pool
+from shoal.swarm.coordinator.sweep import keep_sweeping
 from shoal.telemetry import Log
 from shoal.wire.run import RunSpec
 
@@ -28,9 +31,11 @@ class Hosting:
     config: CoordinatorConfig
     spec: RunSpec
     dir: Path
+    credentials: Credentials | None = None
+    """Of its object store, where it has one."""
 
 
-def run_coordinator(
+def run_coordinator(  # noqa: PLR0913 - the whole of a process
     config: CoordinatorConfig,
     spec: RunSpec,
     dir: Path,
@@ -38,12 +43,15 @@ def run_coordinator(
     port: int,
     stop: threading.Event,
     on_ready: Callable[[str], None] | None = None,
+    *,
+    credentials: Credentials | None = None,
 ) -> None:
     """Serve the run in `dir` until `stop`. `on_ready` gets the URL once it answers (port 0 takes a free one).
 
     With PostgreSQL several may serve one run from one folder.
     """
-    run_pool([Hosting(config=config, spec=spec, dir=dir)], host, port, stop, on_ready)
+    hosting = Hosting(config=config, spec=spec, dir=dir, credentials=credentials)
+    run_pool([hosting], host, port, stop, on_ready)
 
 
 def run_pool(
@@ -59,19 +67,29 @@ def run_pool(
         raise ValueError(f"runs of one coordinator must have names of their own: {', '.join(names)}")
     with contextlib.ExitStack() as stack:
         coordinators = [stack.enter_context(_opened(run)) for run in runs]
+        for coordinator in coordinators:
+            _sweep_beside(coordinator, stop)
         _serve(coordinators, host, port, stop, on_ready)
 
 
 @contextmanager
 def _opened(run: Hosting) -> Iterator[Coordinator]:
     with contextlib.nullcontext() if run.config.database else alone_in(run.dir):
-        coordinator = open_coordinator(run.config, run.spec, run.dir, log=Log("coordinator"))
+        coordinator = open_coordinator(
+            run.config, run.spec, run.dir, log=Log("coordinator"), credentials=run.credentials
+        )
         try:
             check_upload_limit(coordinator)
             resume(coordinator)
             yield coordinator
         finally:
             coordinator.close()
+
+
+def _sweep_beside(coordinator: Coordinator, stop: threading.Event) -> None:
+    if isinstance(coordinator.store, S3Store):
+        arguments = (coordinator, coordinator.store, stop)
+        threading.Thread(target=keep_sweeping, args=arguments, name="sweep", daemon=True).start()
 
 
 def _serve(

@@ -4,10 +4,12 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, and_, or_, select
 
+from shoal.net.objects import LocalStore
 from shoal.swarm.coordinator import epochs
 from shoal.swarm.coordinator.batches import is_stale
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest_version
 from shoal.swarm.coordinator.drawing import checks_all
+from shoal.swarm.coordinator.expected import expected_of
 from shoal.swarm.coordinator.leases import (
     Event,
     State,
@@ -114,7 +116,9 @@ def _check_stored(tx: Transaction, coordinator: Coordinator, ask: Submit, lease_
             "request.conflict",
             f"no upload of {ask.num_bytes} bytes with digest {ask.sha256} on lease {lease_id}",
         )
-    if upload.stored_at_s is None or not coordinator.store.has(ask.sha256):
+    # A store elsewhere was asked before the transaction began (uploads.arrived).
+    here = isinstance(coordinator.store, LocalStore)
+    if upload.stored_at_s is None or (here and not coordinator.store.holds(expected_of(upload))):
         raise Rejected("request.conflict", f"the upload of {ask.sha256} is not complete; send it again")
 
 
