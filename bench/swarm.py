@@ -296,7 +296,7 @@ def load(options: argparse.Namespace) -> None:
             sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "swarm" / "coordinator"))
             from postgres import running_postgres
 
-            database = stack.enter_context(running_postgres()).fresh()
+            database = stack.enter_context(running_postgres(durable=True)).fresh()
         load_on(database, options)
 
 

@@ -54,7 +54,8 @@ class Postgres:
 
 
 @contextmanager
-def running_postgres() -> Iterator[Postgres]:
+def running_postgres(*, durable: bool = False) -> Iterator[Postgres]:
+    """Not `durable`: tests kill coordinators, never the machine, and need not wait for its disk. Measurements must."""
     user = "nobody" if os.geteuid() == 0 else getpass.getuser()
     folder = Path(tempfile.mkdtemp(prefix="shoal-pg-"))
     owner = pwd.getpwnam(user)
@@ -70,6 +71,7 @@ def running_postgres() -> Iterator[Postgres]:
         **who,  # type: ignore[call-overload]
     )
     settings = ["listen_addresses=", f"unix_socket_directories={folder}", "max_connections=300"]
+    settings += [] if durable else ["fsync=off", "full_page_writes=off"]
     arguments = [word for setting in settings for word in ("-c", setting)]
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen(
