@@ -1,6 +1,7 @@
 # make demo   a whole swarm on this machine, learning, with a liar in it (about three minutes)
 # make test   the default tests
 # make check  format, lint, types
+# make postgres  the coordinator's tests on a real PostgreSQL (some minutes)
 # make e2e    real processes on loopback, killed and lied to (some minutes)
 # make s3     uploads to an S3-compatible store, with two such stores in an environment of their own
 # make hivemind  DiLoCo between real Hivemind peers on loopback, in an environment of its own
@@ -9,7 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: env demo test check e2e slow smollm2 s3 hivemind clean
+.PHONY: env demo test check postgres e2e slow smollm2 s3 hivemind clean
 
 env: $(VENV)/.ready
 
@@ -32,6 +33,10 @@ check: env
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+
+# The coordinator's own tests once more, on a PostgreSQL that they start.
+postgres: env
+	SHOAL_TEST_DATABASE=postgresql $(BIN)/pytest tests/swarm/coordinator
 
 e2e: env
 	$(BIN)/pytest -m e2e

@@ -15,7 +15,8 @@ from pathlib import Path
 from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
 from shoal.wire.codes import CODES
 from shoal.wire.keys import Key
-from shoal.wire.messages import Info, NodeView
+from shoal.wire.messages import Info, NodeView, RunList
+from shoal.wire.pool import pick
 
 JOINED = "node.json"
 TIMEOUT_S = 10.0
@@ -30,6 +31,7 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
 
     if is_held(options.dir):
         raise ValueError(f"{options.dir} is in use by another worker; stop that one or choose another --dir")
+    options.url = _choose_run(options)
     print(f"Looking at this machine and at {options.url} ...")
     findings = examine(options.url, options.dir)
     print_findings(findings)
@@ -51,6 +53,18 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
         "Joining; the first lease is the qualification. Ctrl-C stops, and what was begun is picked up again."
     )
     return _work(options, stop)
+
+
+def _choose_run(options: argparse.Namespace) -> str:
+    """The URL of the run to join: of the coordinator's own where it has one, else of one that this machine fits."""
+    from shoal.rollout.capabilities import capabilities
+
+    runs = RunList.parse(_get(options.url, "/v1/runs")).runs
+    if len(runs) == 1 and options.run in (None, runs[0].run):
+        return str(options.url)
+    chosen = pick(runs, capabilities(options.device), options.run)
+    print(f"Of {len(runs)} runs at {options.url} this machine takes {chosen.run!r}.")
+    return f"{options.url}{chosen.path}"
 
 
 def _work(options: argparse.Namespace, stop: threading.Event) -> int:

@@ -13,21 +13,24 @@ from shoal.wire.keys import Key
 
 
 def coordinator(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.swarm.coordinator.run import run_coordinator
+    from shoal.swarm.coordinator.run import Hosting, run_pool
 
-    file = load_run_file(options.file)
-    config = file.coordinator
-    if options.database:
-        config = config.model_copy(update={"database": options.database})
-    run_coordinator(
-        config,
-        file.spec(),
-        options.dir,
-        options.host,
-        options.port,
-        stop,
-        credentials=_credentials(os.environ),
-    )
+    files = [load_run_file(path) for path in options.files]
+    if options.database and len(files) > 1:
+        raise ValueError("--database is for one run; with several, each run file names its own database")
+    credentials = _credentials(os.environ)
+    runs = [
+        Hosting(
+            config=file.coordinator.model_copy(update={"database": options.database})
+            if options.database
+            else file.coordinator,
+            spec=file.spec(),
+            dir=options.dir / file.run.name if len(files) > 1 else options.dir,
+            credentials=credentials,
+        )
+        for file in files
+    ]
+    run_pool(runs, options.host, options.port, stop)
     return _left(stop)
 
 

@@ -162,7 +162,7 @@ class SmallSwarm:
         self.url = f"http://{self.authority}"
         names = None if self.any_name else frozenset({self.authority})
         self.app = app = make_app(self.coordinator, authorities=names)
-        self._server = Server(app, sock, on_close=app.state.feed.close)
+        self._server = Server(app, sock, on_close=app.feed.close)
         self._server.start()
         self.run_key = Key.load(self.dir / "keys" / "run.key")
         self.trainer, self.validator, self.relay = (

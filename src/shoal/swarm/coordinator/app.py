@@ -1,7 +1,6 @@
-"""The coordinator as an ASGI app: routes to handlers, refusals to problems. docs/wire/api.md lists the routes."""
+"""The coordinator as an ASGI app: uploads and public routes here, signed ones in entrance.py. docs/wire/api.md lists them."""
 
 import asyncio
-import math
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -17,23 +16,22 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shoal.net.buckets import Buckets
 from shoal.net.objects import Incoming, LocalStore
 from shoal.swarm.coordinator import ledger, nodes, openapi, policies, stats, uploads, vitals
-from shoal.swarm.coordinator.auth import admitted, read_body, refuse_long_body, signer_of
+from shoal.swarm.coordinator.answers import JSON, as_described, problem, to_json
 from shoal.swarm.coordinator.coordinator import Coordinator
 from shoal.swarm.coordinator.desk import Desk
+from shoal.swarm.coordinator.entrance import Entrance, check_length, failure
 from shoal.swarm.coordinator.expected import Expected
 from shoal.swarm.coordinator.feed import Feed, page_routes
-from shoal.swarm.coordinator.handlers import SIGNED_ROUTES, Call, SignedRoute, parse_version
+from shoal.swarm.coordinator.handlers import SIGNED_ROUTES, parse_version
 from shoal.swarm.coordinator.snapshot import node_page
-from shoal.wire.codes import CODES, Rejected
+from shoal.wire.codes import Rejected
 from shoal.wire.keys import PUBLIC_KEY
 from shoal.wire.ledger import LedgerEvent, LedgerHead
 from shoal.wire.manifest import Manifest
-from shoal.wire.messages import History, Info, NodeView, Origin, Problem, RunList, Stats
+from shoal.wire.messages import History, Info, NodeView, Origin, RunList, Stats
 from shoal.wire.record import Record, Sealed
-from shoal.wire.request import Signer
 from shoal.wire.snapshot import NodePage
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -46,16 +44,10 @@ UPLOADS_AT_ONCE = 2
 _NUMBER = re.compile(r"[0-9]{1,15}")
 
 
-def make_app(coordinator: Coordinator, *, authorities: frozenset[str] | None = None) -> Starlette:
+def make_app(coordinator: Coordinator, *, authorities: frozenset[str] | None = None) -> Entrance:
     """`authorities` are the HOST:PORT names that a signed request may be for; None takes any."""
     desk = Desk(coordinator.database)
-    rate = coordinator.config.requests_per_s
-    entrance = Entrance(authorities, Buckets(rate=rate, burst=10 * rate))
-    routes = [
-        Route(route.path, _signed(coordinator, route, entrance, desk), methods=[route.method])
-        for route in SIGNED_ROUTES
-    ]
-    routes.append(Route("/v1/objects/{name}", _receive_object(coordinator, desk), methods=["PUT"]))
+    routes = [Route("/v1/objects/{name}", _receive_object(coordinator, desk), methods=["PUT"])]
     routes.append(Route("/metrics", _metrics(coordinator), methods=["GET"]))
     routes += [
         Route(path, _public(coordinator, route), methods=["GET"]) for path, route in PUBLIC_ROUTES.items()
@@ -69,57 +61,9 @@ def make_app(coordinator: Coordinator, *, authorities: frozenset[str] | None = N
 
     feed = Feed(coordinator)
     app = Starlette(routes=[*routes, *page_routes(feed)], lifespan=lifespan)
-    app.state.feed = feed
     app.router.redirect_slashes = False
     _answer_errors(app, coordinator)
-    return app
-
-
-# -- signed routes ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Entrance:
-    """What a signed request must pass before anything is done about it."""
-
-    authorities: frozenset[str] | None
-    buckets: Buckets
-
-    def signer(self, coordinator: Coordinator, request: Request, body: bytes) -> Signer:
-        now_s = coordinator.clock()
-        signer = signer_of(request, body, authorities=self.authorities, now_s=now_s)
-        # After the signature: nobody can use up another's share. The run's own roles are not counted.
-        if signer.key not in coordinator.roles and (wait_s := self.buckets.wait_s(signer.key, now_s)):
-            limit = coordinator.config.requests_per_s
-            raise Rejected(
-                "request.too_many", f"a key may ask {limit:g} times a second", retry_after_s=wait_s
-            )
-        return signer
-
-
-def _signed(coordinator: Coordinator, route: SignedRoute, entrance: Entrance, desk: Desk) -> Endpoint:
-    def act(request: Request, body: bytes, signer: Signer) -> Response:
-        if route.quick is not None:
-            quick = route.quick(coordinator, signer, body)
-            if quick is not None:
-                return _json(_as_described(quick, route.gives))
-        with admitted(coordinator, signer, route.callers) as tx:
-            call = Call(coordinator=coordinator, tx=tx, body=body, path=request.path_params)
-            answer = route.handle(call)
-            return answer if isinstance(answer, Response) else _json(_as_described(answer, route.gives))
-
-    async def endpoint(request: Request) -> Response:
-        body = await read_body(request, route.max_body)
-        # Here, and not at the desk: the signature is checked while others' requests are acted on.
-        signer = entrance.signer(coordinator, request, body)
-        if route.prepare is not None:
-            lease_id = request.path_params["lease_id"]
-            found = await run_in_threadpool(route.prepare, coordinator, signer, lease_id)
-            if found is not None:
-                await desk.do(partial(uploads.mark_stored, coordinator, found))
-        return await desk.do(partial(act, request, body, signer))
-
-    return endpoint
+    return Entrance(coordinator, SIGNED_ROUTES, desk, rest=app, feed=feed, authorities=authorities)
 
 
 # -- uploads ----------------------------------------------------------------------------------------------
@@ -138,7 +82,7 @@ def _receive_object(coordinator: Coordinator, desk: Desk) -> Endpoint:
         if not isinstance(store, LocalStore):
             raise Rejected("request.not_found", "uploads of this run go to its object store")
         expected = await run_in_threadpool(expected_under, token)
-        refuse_long_body(request, expected.num_bytes)
+        check_length(request.headers.get("content-length", "0"), expected.num_bytes)
         if arriving[token] >= UPLOADS_AT_ONCE:
             raise Rejected("request.too_many", "this upload is under way already", retry_after_s=1.0)
         arriving[token] += 1
@@ -193,8 +137,8 @@ def _public(coordinator: Coordinator, route: PublicRoute) -> Endpoint:
         with coordinator.database.read() as db:
             answer = route.view(db, coordinator, request)
         if isinstance(answer, Record):
-            return _json(_as_described(answer, route.gives))
-        return _json([_as_described(record, route.gives) for record in answer])
+            return _json(as_described(answer, route.gives))
+        return _json([as_described(record, route.gives) for record in answer])
 
     async def endpoint(request: Request) -> Response:
         return await run_in_threadpool(look, request)
@@ -292,51 +236,23 @@ def _number(request: Request, name: str, default: int) -> int:
 # -- answers ----------------------------------------------------------------------------------------------
 
 
-def _as_described(answer: Record, gives: type[Record] | None) -> Record:
-    assert gives is not None and isinstance(answer, gives), f"/openapi.json says {gives}, not {type(answer)}"
-    return answer
-
-
 def _json(answer: Record | Sequence[Record]) -> Response:
-    if isinstance(answer, Record):
-        content = answer.model_dump_json()
-    else:
-        content = f"[{','.join(record.model_dump_json() for record in answer)}]"
-    return Response(content, media_type="application/json")
+    return Response(to_json(answer), media_type=JSON)
 
 
 def _answer_errors(app: Starlette, coordinator: Coordinator) -> None:
-    def problem(code: str, detail: str, retry_after_s: float | None = None) -> Response:
-        meaning = CODES[code]
-        body = Problem(
-            code=code,
-            detail=detail,
-            fix=meaning.remedy,
-            retry_after_s=retry_after_s,
-            server_time_s=coordinator.clock(),
-        )
-        headers = {} if retry_after_s is None else {"Retry-After": str(math.ceil(retry_after_s))}
-        return Response(
-            body.model_dump_json(),
-            status_code=meaning.status,
-            media_type="application/problem+json",
-            headers=headers,
-        )
-
     async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, Rejected)
-        return problem(error.code, error.detail, error.retry_after_s)
+        now_s = coordinator.clock()
+        return problem(error.code, error.detail, now_s=now_s, retry_after_s=error.retry_after_s)
 
     async def refuse_route(request: Request, error: Exception) -> Response:
-        return problem("request.not_found", f"there is no {request.method} {request.url.path[:200]}")
+        told = f"there is no {request.method} {request.url.path[:200]}"
+        return problem("request.not_found", told, now_s=coordinator.clock())
 
     async def fail(request: Request, error: Exception) -> Response:
-        # The traceback goes to the server's own log; a stranger gets no more than that it failed.
-        first_line = str(error).partition("\n")[0]
-        coordinator.log.error(
-            f"{request.method} {request.url.path[:200]} failed: {type(error).__name__}: {first_line}"
-        )
-        return problem("request.failed", "an error on our side; it is logged")
+        # The traceback goes to the server's own log.
+        return failure(coordinator, request.scope, error)
 
     app.add_exception_handler(Rejected, refuse)
     app.add_exception_handler(HTTPException, refuse_route)

@@ -19,6 +19,8 @@ from shoal.swarm.coordinator.journal import tell
 from shoal.swarm.coordinator.ledger import LedgerWriter
 from shoal.swarm.coordinator.loops import Vitals
 from shoal.swarm.coordinator.schema import SCHEMA_VERSION, policies, run
+from shoal.swarm.coordinator.statements import Statement
+from shoal.swarm.coordinator.turnstile import Turnstile
 from shoal.tasks import Task, make_task
 from shoal.tasks.files import keep_files, with_files_from
 from shoal.telemetry import Log
@@ -29,9 +31,9 @@ from shoal.wire.run import PROTOCOL, RunSpec
 
 DATABASE_FILE = "shoal.db"
 
-_NEWEST = select(func.max(policies.c.version))
-_FINISHED = select(run.c.finished_version)
-_PAUSED = select(run.c.paused)
+_NEWEST = Statement(select(func.max(policies.c.version)))
+_FINISHED = Statement(select(run.c.finished_version))
+_PAUSED = Statement(select(run.c.paused))
 
 
 class Transaction:
@@ -63,11 +65,12 @@ class Coordinator:
     clock: Callable[[], float]
     log: Log
     vitals: Vitals = field(default_factory=Vitals)
+    turnstile: Turnstile = field(default_factory=Turnstile)
 
     @contextmanager
-    def transaction(self, actor: str | None = None) -> Iterator[Transaction]:
-        """`actor` is whose doing it is; the run key's by default."""
-        with self.database.transaction() as db:
+    def transaction(self, actor: str | None = None, *, undo: bool = True) -> Iterator[Transaction]:
+        """`actor` is whose doing it is; the run key's by default. `undo` is the database's."""
+        with self.database.transaction(undo=undo) as db:
             transaction = Transaction(db, self.clock(), actor or self.run_key.public)
             yield transaction
             transaction.ledger.flush()
@@ -190,16 +193,16 @@ def _check_last_version(newest: int | None, spec: RunSpec, dir: Path) -> None:
 
 def newest_version(db: Connection) -> int | None:
     """The clock; None before version 0 is published."""
-    version: int | None = db.execute(_NEWEST).scalar_one()
+    version: int | None = _NEWEST.value(db)
     return version
 
 
 def is_finished(db: Connection, spec: RunSpec) -> bool:
-    return bool(db.execute(_FINISHED).scalar_one() == spec.last_version)
+    return bool(_FINISHED.value(db) == spec.last_version)
 
 
 def is_paused(db: Connection) -> bool:
-    return bool(db.execute(_PAUSED).scalar_one())
+    return bool(_PAUSED.value(db))
 
 
 def finish(tx: Transaction, version: int) -> None:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sqlalchemy import select
 
@@ -32,19 +32,25 @@ def tidy(coordinator: Coordinator) -> None:
     coordinator.database.checkpoint()
 
 
-def keep_house(coordinator: Coordinator, stop: threading.Event, *, check: Callable[[], None]) -> None:
+def keep_house(
+    coordinators: Sequence[Coordinator], stop: threading.Event, *, check: Callable[[], None]
+) -> None:
     """Until `stop`. An error ends it, and the coordinator with it: a run must not go on without its clock.
 
     `check` raises if the server has ended.
     """
     tidied_s = time.monotonic()
-    coordinator.vitals.beat("housekeeping")
+    for coordinator in coordinators:
+        coordinator.vitals.beat("housekeeping")
     while not stop.wait(TICK_S):
         check()
-        tick(coordinator)
-        coordinator.vitals.beat("housekeeping")
-        if time.monotonic() - tidied_s >= TIDY_S:
-            tidy(coordinator)
+        due = time.monotonic() - tidied_s >= TIDY_S
+        for coordinator in coordinators:
+            tick(coordinator)
+            coordinator.vitals.beat("housekeeping")
+            if due:
+                tidy(coordinator)
+        if due:
             tidied_s = time.monotonic()
 
 

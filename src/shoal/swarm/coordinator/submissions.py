@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, Row, and_, bindparam, insert, or_, select
+from sqlalchemy import Connection, Row, and_, or_, select
 
 from shoal.net.objects import LocalStore
 from shoal.swarm.coordinator import epochs
@@ -21,6 +21,7 @@ from shoal.swarm.coordinator.leases import (
 )
 from shoal.swarm.coordinator.nodes import standing_of
 from shoal.swarm.coordinator.schema import leases, submissions
+from shoal.swarm.coordinator.statements import Statement, given, inserting
 from shoal.swarm.coordinator.trust import check_rate
 from shoal.swarm.coordinator.uploads import find_upload
 from shoal.wire.codes import Rejected
@@ -28,11 +29,12 @@ from shoal.wire.lease import Lease, Receipt
 from shoal.wire.messages import Submit
 from shoal.wire.record import Sealed, seal
 
-_FIND = select(submissions).where(submissions.c.lease_id == bindparam("id"))
+_FIND = Statement(select(submissions).where(submissions.c.lease_id == given("id")))
+_INSERT = inserting(submissions, but=("claimed_by", "claimed_at_s", "claimed_until_s"))
 
 
 def find_submission(db: Connection, lease_id: str) -> Row[Any] | None:
-    return db.execute(_FIND, {"id": lease_id}).one_or_none()
+    return _FIND.row(db, id=lease_id)
 
 
 def submit(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: Submit) -> Sealed[Receipt]:
@@ -133,16 +135,15 @@ def _receive(tx: Transaction, coordinator: Coordinator, lease: Row[Any], ask: Su
         seq=seq,
     )
     sealed = seal(receipt, coordinator.run_key)
-    tx.db.execute(
-        insert(submissions).values(
-            lease_id=lease.lease_id,
-            node=lease.node,
-            **what,
-            received_at_s=tx.now_s,
-            seq=seq,
-            receipt=sealed.model_dump_json(),
-            **_draw_checks(tx, coordinator, lease, ask.sha256),
-        )
+    _INSERT.run(
+        tx.db,
+        lease_id=lease.lease_id,
+        node=lease.node,
+        **what,
+        received_at_s=tx.now_s,
+        seq=seq,
+        receipt=sealed.model_dump_json(),
+        **_draw_checks(tx, coordinator, lease, ask.sha256),
     )
     move(tx, lease, Event.SUBMIT)
     return sealed

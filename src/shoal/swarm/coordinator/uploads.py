@@ -4,7 +4,7 @@ import secrets
 from dataclasses import asdict
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, select, update
 
 from shoal.net.s3 import StoreDown
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction
@@ -12,11 +12,17 @@ from shoal.swarm.coordinator.expected import Expected, expected_of
 from shoal.swarm.coordinator.leases import AWAITED, Event, State, awaited_lease, find_lease, move
 from shoal.swarm.coordinator.leftovers import remove_leftover
 from shoal.swarm.coordinator.schema import submissions, uploads
+from shoal.swarm.coordinator.statements import Statement, given, inserting
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import AskUpload, Upload
 
 PATH = "/v1/objects/"
 STORE_RETRY_S = 2.0
+
+_FIND = Statement(select(uploads).where(uploads.c.lease_id == given("id")))
+_UNDER = Statement(select(uploads).where(uploads.c.token == given("name")))
+_STORED = Statement(update(uploads).where(uploads.c.token == given("name")), "stored_at_s")
+_INSERT = inserting(uploads)
 
 
 def ask_upload(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: AskUpload) -> Upload:
@@ -39,7 +45,7 @@ def ask_upload(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: As
     )
     row = {**asdict(wanted), "stored_at_s": None}
     if found is None:
-        tx.db.execute(insert(uploads).values(**row))
+        _INSERT.run(tx.db, **row)
     else:
         remove_leftover(tx, coordinator, expected_of(found))
         tx.db.execute(update(uploads).where(uploads.c.lease_id == lease_id).values(**row))
@@ -53,11 +59,11 @@ def _place(coordinator: Coordinator, wanted: Expected) -> Upload:
 
 
 def find_upload(db: Connection, lease_id: str) -> Row[Any] | None:
-    return db.execute(select(uploads).where(uploads.c.lease_id == lease_id)).one_or_none()
+    return _FIND.row(db, id=lease_id)
 
 
 def expected_under(db: Connection, token: str, now_s: float) -> Expected:
-    row = db.execute(select(uploads).where(uploads.c.token == token)).one_or_none()
+    row = _UNDER.row(db, name=token)
     if row is None:
         raise Rejected("request.not_found", "no upload is expected under this name")
     if now_s > row.expires_at_s or find_lease(db, row.lease_id).state not in AWAITED:
@@ -102,9 +108,7 @@ def mark_stored(coordinator: Coordinator, expected: Expected) -> None:
         lease = find_lease(tx.db, expected.lease_id)
         upload = find_upload(tx.db, expected.lease_id)
         if upload is not None and upload.token == expected.token and lease.state != State.VOID:
-            tx.db.execute(
-                update(uploads).where(uploads.c.token == expected.token).values(stored_at_s=tx.now_s)
-            )
+            _STORED.run(tx.db, name=expected.token, stored_at_s=tx.now_s)
             return
         remove_leftover(tx, coordinator, expected)
     raise Rejected("request.lease_closed", "the lease ended, or other bytes were declared, while these came")
