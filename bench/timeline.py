@@ -174,6 +174,19 @@ def requests_per_s(setting: Setting) -> float:
     return setting.nodes * (1 / 13.5 + 9 / setting.first_file_s)
 
 
+COORDINATOR_REQUESTS_PER_S = 2000.0
+"""What one coordinator process answers on one core (`python bench/swarm.py load`, heartbeats and lease cycles mixed, SQLite)."""
+
+
+def nodes_of_one_coordinator(setting: Setting) -> int:
+    return int(COORDINATOR_REQUESTS_PER_S * setting.nodes / requests_per_s(setting))
+
+
+def nodes_of_the_relays(setting: Setting) -> int:
+    """As many as get a version at the speed of their own lines."""
+    return int(setting.relays * setting.relay_bits_per_s / setting.node_bits_per_s)
+
+
 def row(name: str, setting: Setting) -> str:
     line = simulate(setting)
     return (
@@ -213,3 +226,7 @@ def table() -> None:
         print(row("deltas", replace(bigger, **delta)))
     layer = replace(short, nodes=10_000, relays=600, validators=1_250, steps=8)
     print(row("whole weights, 600 relays", layer))
+    print(
+        f"\nOne coordinator process is full at {nodes_of_one_coordinator(short):,} nodes; {short.relays} relays feed "
+        f"{nodes_of_the_relays(short):,} nodes at the speed of their own lines, whole weights or deltas."
+    )

@@ -202,6 +202,8 @@ def check_files(books: Books) -> None:
     for event in books.of("submission.received"):
         if event.body["lease_id"] in trained:
             sha256 = event.body["sha256"]
+            if books.file.coordinator.store:  # the folder holds no uploads then
+                continue
             data = (books.folder / "coordinator" / "objects" / sha256[:2] / sha256).read_bytes()
             assert hashlib.sha256(data).hexdigest() == sha256
 

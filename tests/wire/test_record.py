@@ -3,6 +3,9 @@
 import json
 
 import pytest
+import rfc8785
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from shoal.wire.codes import Rejected
@@ -82,6 +85,26 @@ def test_canonical_form_follows_rfc_8785() -> None:
 def test_what_has_no_canonical_form_is_refused(value: float) -> None:
     with pytest.raises(Rejected, match=r"request\.malformed"):
         canonical_json({"value": value})
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53) + 1, 2**53 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from([1e-4, 1e-7, 1e15, 1e16, 1e21, -0.0, 5.0, 2.0**53])
+    | st.text(st.characters(codec="utf-8")),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=4), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(JSON)
+def test_the_short_way_writes_what_the_reference_does(value: object) -> None:
+    assert canonical_json(value) == rfc8785.dumps(value)  # type: ignore[arg-type]
 
 
 def test_digest_does_not_depend_on_spelling() -> None:

@@ -4,7 +4,6 @@ Needs validator.key, because files are not public. What can be checked again is 
 """
 
 import argparse
-import hashlib
 import random
 import secrets
 import threading
@@ -101,8 +100,9 @@ def check_again(
     claim = client.call("GET", f"/v1/checks/{verdict.body['lease_id']}", None, Claim)
     if claim.lease.digest() != issued.body["lease_digest"]:
         return "the lease is not the one whose digest the ledger has"
-    data = client.send("GET", f"/v1/objects/{claim.sha256}").content
-    if hashlib.sha256(data).hexdigest() != claim.sha256:
+    try:
+        data = client.fetch_object(claim.sha256)
+    except ValueError:
         return f"the stored file is not {claim.sha256}"
     try:
         policy = shelf.get(claim.policy_version, claim.lease, claim.relays)

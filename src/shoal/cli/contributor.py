@@ -15,7 +15,8 @@ from pathlib import Path
 from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
 from shoal.wire.codes import CODES
 from shoal.wire.keys import Key
-from shoal.wire.messages import Info, NodeView
+from shoal.wire.messages import Info, NodeView, RunList
+from shoal.wire.pool import pick
 
 JOINED = "node.json"
 TIMEOUT_S = 10.0
@@ -30,6 +31,7 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
 
     if is_held(options.dir):
         raise ValueError(f"{options.dir} is in use by another worker; stop that one or choose another --dir")
+    options.url = _choose_run(options)
     print(f"Looking at this machine and at {options.url} ...")
     findings = examine(options.url, options.dir)
     print_findings(findings)
@@ -51,6 +53,18 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
         "Joining; the first lease is the qualification. Ctrl-C stops, and what was begun is picked up again."
     )
     return _work(options, stop)
+
+
+def _choose_run(options: argparse.Namespace) -> str:
+    """The URL of the run to join: of the coordinator's own where it has one, else of one that this machine fits."""
+    from shoal.rollout.capabilities import capabilities
+
+    runs = RunList.parse(_get(options.url, "/v1/runs")).runs
+    if len(runs) == 1 and options.run in (None, runs[0].run):
+        return str(options.url)
+    chosen = pick(runs, capabilities(options.device), options.run)
+    print(f"Of {len(runs)} runs at {options.url} this machine takes {chosen.run!r}.")
+    return f"{options.url}{chosen.path}"
 
 
 def _work(options: argparse.Namespace, stop: threading.Event) -> int:
@@ -97,14 +111,18 @@ def _agrees() -> bool:
 # -- afterwards -------------------------------------------------------------------------------------------
 
 
+def _own_key(dir: Path) -> Key:
+    if not (dir / "node.key").exists():
+        raise ValueError(f"{dir} holds no node; shoal join URL makes one, --dir names another folder")
+    return Key.load(dir / "node.key")
+
+
 def _joined(dir: Path) -> tuple[Key, str]:
     """The node in `dir` and the coordinator it joined."""
-    if not (dir / "node.key").exists():
-        raise ValueError(f"{dir} holds no node; join a run first, or name its folder with --dir")
-    path = dir / JOINED
+    key, path = _own_key(dir), dir / JOINED
     if not path.exists():
         raise ValueError(f"{dir} has joined no run yet: shoal join URL --dir {dir}")
-    return Key.load(dir / "node.key"), str(json.loads(path.read_text(encoding="utf-8"))["coordinator"])
+    return key, str(json.loads(path.read_text(encoding="utf-8"))["coordinator"])
 
 
 def _get(url: str, path: str) -> bytes:
@@ -151,10 +169,7 @@ def status(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def whoami(options: argparse.Namespace, stop: threading.Event) -> int:
-    path = options.dir / "node.key"
-    if not path.exists():
-        raise ValueError(f"{options.dir} holds no node; shoal join URL makes one")
-    print(f"node         {Key.load(path).public}")
+    print(f"node         {_own_key(options.dir).public}")
     delegation = options.dir / "delegation.json"
     if delegation.exists():
         word = json.loads(delegation.read_text(encoding="utf-8"))
@@ -209,7 +224,7 @@ KEPT = ("node.key", JOINED, "run.json", "delegation.json")
 
 
 def backup(options: argparse.Namespace, stop: threading.Event) -> int:
-    key = Key.load(options.dir / "node.key")
+    key = _own_key(options.dir)
     kept = {name: (options.dir / name).read_text() for name in KEPT if (options.dir / name).exists()}
     try:
         descriptor = os.open(options.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

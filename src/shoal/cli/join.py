@@ -26,6 +26,9 @@ def _later(name: str) -> Action:
 def add_contributor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     join = commands.add_parser("join", help="give this machine's time to a run: checks, key, consent, work")
     join.add_argument("url", help="the coordinator's URL")
+    join.add_argument(
+        "--run", metavar="NAME", help="which of the coordinator's runs (default: the first that fits)"
+    )
     join.add_argument("--yes", action="store_true", help="agree to the summary without being asked")
     join.add_argument("--invite", default="", metavar="CODE")
     join.add_argument("--device", default="cpu", help="cpu, or cuda")

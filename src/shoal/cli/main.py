@@ -153,7 +153,13 @@ def _add_run(commands: "Commands[argparse.ArgumentParser]") -> None:
 
 def _add_coordinator(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("coordinator", help="leases, submissions, verdicts, ledger")
-    parser.add_argument("file", type=Path, metavar="FILE.toml")
+    parser.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE.toml",
+        help="several: a pool of runs, each in a folder of its name under --dir",
+    )
     parser.add_argument(
         "--database",
         metavar="URL",

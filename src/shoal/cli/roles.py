@@ -3,22 +3,44 @@
 import argparse
 import os
 import threading
+from collections.abc import Mapping
 
 from shoal.cli.runfile import load_run_file
 from shoal.cli.supervise import EXIT_EJECTED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from shoal.net.presign import Credentials
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 
 
 def coordinator(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.swarm.coordinator.run import run_coordinator
+    from shoal.swarm.coordinator.run import Hosting, run_pool
 
-    file = load_run_file(options.file)
-    config = file.coordinator
-    if options.database:
-        config = config.model_copy(update={"database": options.database})
-    run_coordinator(config, file.spec(), options.dir, options.host, options.port, stop)
+    files = [load_run_file(path) for path in options.files]
+    if options.database and len(files) > 1:
+        raise ValueError("--database is for one run; with several, each run file names its own database")
+    credentials = _credentials(os.environ)
+    runs = [
+        Hosting(
+            config=file.coordinator.model_copy(update={"database": options.database})
+            if options.database
+            else file.coordinator,
+            spec=file.spec(),
+            dir=options.dir / file.run.name if len(files) > 1 else options.dir,
+            credentials=credentials,
+        )
+        for file in files
+    ]
+    run_pool(runs, options.host, options.port, stop)
     return _left(stop)
+
+
+def _credentials(environ: Mapping[str, str]) -> Credentials | None:
+    """Of an object store, by the names that every tool for such stores uses."""
+    access, secret = environ.get("AWS_ACCESS_KEY_ID"), environ.get("AWS_SECRET_ACCESS_KEY")
+    if not access or not secret:
+        return None
+    token = environ.get("AWS_SESSION_TOKEN", "")
+    return Credentials(access_key=access, secret_key=secret, session_token=token)
 
 
 def trainer(options: argparse.Namespace, stop: threading.Event) -> int:

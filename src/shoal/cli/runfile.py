@@ -13,6 +13,7 @@ from shoal.tasks.files import without_digests
 from shoal.trainer.config import TrainerConfig
 from shoal.wire.codes import Rejected
 from shoal.wire.noise import Noise
+from shoal.wire.pool import Needs
 from shoal.wire.record import Record
 from shoal.wire.run import ProofSpec, RunSpec, Sampling, TaskSpec, Tolerances, default_tolerances
 
@@ -64,6 +65,8 @@ class RunFile(Record):
     tolerances: Tolerances | None = None
     """What is not set here is as wire.run.default_tolerances has it for the run's compute_dtype."""
     shardcast: ShardcastSection = ShardcastSection()
+    needs: Needs = Needs()
+    """What the run asks of a worker's machine."""
     local: LocalSection = LocalSection()
 
     @field_validator("task")
@@ -100,6 +103,7 @@ class RunFile(Record):
             max_lag=self.run.max_lag,
             keep_versions=self.run.keep_versions,
             last_version=self.run.last_version,
+            needs=self.needs,
         )
 
     def _noise(self) -> Noise | None:

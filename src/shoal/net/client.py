@@ -1,5 +1,6 @@
 """The client's side of the coordinator: signs each request, checks each answer, bounds each wait."""
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -9,10 +10,11 @@ from typing import TypeVar
 import httpx
 
 from shoal.net.deadline import NotYet, wait_for
+from shoal.net.presign import upload_headers
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
-from shoal.wire.messages import Problem
+from shoal.wire.messages import Problem, Upload
 from shoal.wire.record import Record
 from shoal.wire.request import Target, sign_request
 
@@ -108,6 +110,9 @@ class SignedClient:
 
     def send(self, method: str, path: str, content: bytes = b"") -> httpx.Response:
         """One signed request; the raw answer if it is a success."""
+        return _checked(f"{method} {path}", self._send(method, path, content))
+
+    def _send(self, method: str, path: str, content: bytes = b"") -> httpx.Response:
         way = self._ways[0]
         full_path, _, query = (way.prefix + path).partition("?")
         target = Target(method=method, authority=way.authority, path=full_path, query=query)
@@ -115,11 +120,50 @@ class SignedClient:
         if content:
             headers["Content-Type"] = "application/json"
         try:
-            response = self._http.request(method, way.url + path, content=content, headers=headers)
+            return self._http.request(method, way.url + path, content=content, headers=headers)
         except httpx.HTTPError as error:
             self._try_another_way()
             raise Unreachable(f"{method} {way.url}{path}: {type(error).__name__}: {error}") from None
-        return _checked(f"{method} {path}", response)
+
+    def fetch_object(self, sha256: str) -> bytes:
+        """The bytes of this digest, from the coordinator or from the store it names. ValueError if others come."""
+        what = f"GET /v1/objects/{sha256}"
+        response = self._send("GET", f"/v1/objects/{sha256}")
+        if response.status_code == 307:
+            # The URL is the permission: the store gets no signature of ours.
+            response = self._elsewhere("GET", response.headers.get("location", ""))
+            if not response.is_success:
+                raise Unreachable(f"{what}: the object store says HTTP {response.status_code}")
+        data = _checked(what, response).content
+        if (found := hashlib.sha256(data).hexdigest()) != sha256:
+            raise ValueError(f"object {sha256}: {len(data)} bytes of another digest came, {found}")
+        return data
+
+    def fetch_object_until(self, what: str, sha256: str, *, deadline_s: float) -> bytes:
+        """`fetch_object`, again and again in the same way as `call_until`."""
+        return self._until(what, lambda: self.fetch_object(sha256), deadline_s)
+
+    def put_upload(self, upload: Upload, data: bytes) -> None:
+        """Upload to the place the coordinator chose. The headers are ours: a URL cannot make us say anything else."""
+        if not upload.url:
+            self.put_bytes(upload.path, data)
+            return
+        headers = upload_headers(hashlib.sha256(data).hexdigest(), len(data))
+        response = self._elsewhere("PUT", upload.url, data, headers)
+        # 412: an earlier attempt arrived, and its answer was lost. The name is ours alone.
+        if not response.is_success and response.status_code != 412:
+            raise Unreachable(
+                f"PUT to the object store: HTTP {response.status_code}: {response.text[:200]!r}"
+            )
+
+    def _elsewhere(
+        self, method: str, url: str, data: bytes = b"", headers: dict[str, str] | None = None
+    ) -> httpx.Response:
+        try:
+            return self._http.request(method, url, content=data or None, headers=headers)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            place = url.partition("?")[0][:200]
+            raise Unreachable(f"{method} {place}: {type(error).__name__}: {error}") from None
 
     def put_bytes(self, path: str, data: bytes) -> None:
         """Upload to a path the coordinator chose: the path itself is the permission."""

@@ -1,6 +1,5 @@
 """Files that the operator's own services share by digest: fetched from the coordinator once, compared, kept."""
 
-import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,12 +13,8 @@ def fetch_files(client: SignedClient, digests: Iterable[str], folder: Path, *, d
     for digest in digests:
         if (folder / digest).exists():
             continue
-        data = client.send_until(
-            f"the data file {digest[:16]}", "GET", f"/v1/objects/{digest}", deadline_s=deadline_s
-        ).content
-        found = hashlib.sha256(data).hexdigest()
-        if found != digest:
-            raise ValueError(f"asked for the data file {digest}, the coordinator sent {found}")
+        what = f"the data file {digest[:16]}"
+        data = client.fetch_object_until(what, digest, deadline_s=deadline_s)
         partial = folder / f"{digest}.{os.getpid()}.partial"
         partial.write_bytes(data)
         partial.rename(folder / digest)

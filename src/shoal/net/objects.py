@@ -1,6 +1,6 @@
-"""The object store: uploads under names of our own, written once, complete or absent.
+"""Object stores: uploads under names of our own, written once, complete or absent. Clients never choose a name.
 
-An object's name is the SHA-256 of its bytes. Clients never choose a path.
+The folder's name for an object is the SHA-256 of its bytes; net.s3 has the other store there is.
 """
 
 import contextlib
@@ -9,12 +9,53 @@ import os
 import re
 import secrets
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from shoal.wire.codes import Rejected
 
 LEFTOVER_S = 3600.0
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declared:
+    """An object as a node announced it: exactly these bytes, under a name that we gave it."""
+
+    token: str
+    sha256: str
+    num_bytes: int
+    asked_at_s: float
+    expires_at_s: float
+    """Nothing is taken under this name after that."""
+
+
+def check_digest(sha256: str) -> str:
+    """The same, if it can be a name; else Rejected."""
+    if not _SHA256.fullmatch(sha256):
+        raise Rejected("request.not_found", f"{sha256[:80]!r} is not a SHA-256 digest")
+    return sha256
+
+
+class ObjectStore(Protocol):
+    """What a coordinator needs of a store. An object is there when all of its declared bytes are, and never before."""
+
+    def upload_url(self, declared: Declared) -> str:
+        """Where to send the bytes; empty: to the coordinator."""
+        ...
+
+    def read_url(self, declared: Declared, now_s: float) -> str:
+        """Where to read them; empty: at the coordinator."""
+        ...
+
+    def holds(self, declared: Declared) -> bool: ...
+
+    def remove(self, declared: Declared) -> None:
+        """Nobody will submit it."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class LocalStore:
@@ -31,9 +72,7 @@ class LocalStore:
                     leftover.unlink()
 
     def path(self, sha256: str) -> Path:
-        if not _SHA256.fullmatch(sha256):
-            raise Rejected("request.not_found", f"{sha256[:80]!r} is not a SHA-256 digest")
-        return self._folder / sha256[:2] / sha256
+        return self._folder / check_digest(sha256)[:2] / sha256
 
     def has(self, sha256: str) -> bool:
         return self.path(sha256).exists()
@@ -44,8 +83,20 @@ class LocalStore:
             raise Rejected("request.not_found", f"no object {sha256}")
         return path.read_bytes()
 
-    def remove(self, sha256: str) -> None:
-        self.path(sha256).unlink(missing_ok=True)
+    def upload_url(self, declared: Declared) -> str:
+        return ""
+
+    def read_url(self, declared: Declared, now_s: float) -> str:
+        return ""
+
+    def holds(self, declared: Declared) -> bool:
+        return self.has(declared.sha256)
+
+    def remove(self, declared: Declared) -> None:
+        self.path(declared.sha256).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     def receive(self, token: str, sha256: str, num_bytes: int) -> "Incoming":
         """Begin an upload that must come to exactly these bytes."""

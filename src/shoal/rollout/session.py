@@ -34,6 +34,7 @@ from shoal.wire.messages import (
     Upload,
 )
 from shoal.wire.messages import Session as SessionTerms
+from shoal.wire.pool import Capabilities
 from shoal.wire.record import Record, Sealed
 from shoal.wire.run import PROTOCOL
 
@@ -97,7 +98,9 @@ class Terms:
     """Server's clock minus ours. Deadlines are the server's."""
 
 
-def join(client: SignedClient, state: State, *, deadline_s: float, log: Log) -> Terms:
+def join(
+    client: SignedClient, state: State, *, brings: Capabilities | None = None, deadline_s: float, log: Log
+) -> Terms:
     """Meet the coordinator, check that it is the run we know, enrol and open a session."""
     try:
         what = f"the coordinator at {client.url}"
@@ -114,7 +117,8 @@ def join(client: SignedClient, state: State, *, deadline_s: float, log: Log) -> 
     enrol = Enrol(protocol=PROTOCOL, software=SOFTWARE, **state.credentials(info, log))
     try:
         enrolled = client.call_until("enrolment", "POST", "/v1/enrol", enrol, Enrolled, deadline_s=deadline_s)
-        ask = OpenSession(software=SOFTWARE)
+        told = brings if "capabilities" in info.features else None
+        ask = OpenSession(software=SOFTWARE, capabilities=told)
         opened = client.call_until(
             "a session", "POST", "/v1/session", ask, SessionTerms, deadline_s=deadline_s
         )
@@ -207,7 +211,7 @@ class Session:
         def attempt() -> None:
             upload = self._on_lease("a place to upload", lease, "/upload", ask, Upload, deadline_s=deadline_s)
             try:
-                self._client.put_bytes(upload.path, data)
+                self._client.put_upload(upload, data)
             except Unreachable as error:
                 raise NotYet(str(error)) from None
             except Refused as refused:

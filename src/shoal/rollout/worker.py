@@ -18,6 +18,7 @@ import torch
 
 from shoal.net.client import SignedClient
 from shoal.net.deadline import DeadlinePassed, Stopped
+from shoal.rollout.capabilities import capabilities
 from shoal.rollout.conduct import Conduct
 from shoal.rollout.engine import Engine
 from shoal.rollout.heartbeat import Halt, Heart
@@ -100,7 +101,10 @@ class Worker:
         """Join the run, and be seen alive."""
         self._log.info("node", id=self._state.key.public, coordinator=self._config.coordinator)
         self._client.also(self._state.entry_points())
-        terms = join(self._client, self._state, deadline_s=self._config.deadline_s, log=self._log)
+        brings = capabilities(self._config.device)
+        terms = join(
+            self._client, self._state, brings=brings, deadline_s=self._config.deadline_s, log=self._log
+        )
         self._state.remember_entry_points(terms.info.entry_points)
         for client in (self._client, self._heart_client):
             client.also((self._config.coordinator, *terms.info.entry_points))

@@ -3,7 +3,6 @@
 The batch of a version is the same answer for ever, so asking again after a crash neither loses nor repeats a group.
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 
@@ -70,15 +69,9 @@ class Inbox:
         )
 
     def _fetch(self, sha256: str) -> RolloutTable:
-        answer = self._client.send_until(
-            f"object {sha256}", "GET", f"/v1/objects/{sha256}", deadline_s=OBJECT_DEADLINE_S
-        )
-        if hashlib.sha256(answer.content).hexdigest() != sha256:
-            raise ValueError(
-                f"object {sha256}: the coordinator sent {len(answer.content)} bytes of another digest"
-            )
+        data = self._client.fetch_object_until(f"object {sha256}", sha256, deadline_s=OBJECT_DEADLINE_S)
         try:
-            return decode(answer.content, LIMITS)
+            return decode(data, LIMITS)
         except Rejected as rejected:
             raise ValueError(
                 f"object {sha256} was accepted, yet it is not a rollout table: {rejected}"

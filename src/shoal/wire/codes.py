@@ -48,6 +48,11 @@ CODES: dict[str, Meaning] = {
         "this run does not take every key",
         "the detail says what it asks for: an invitation, work, a stake",
     ),
+    "request.unfit": Meaning(
+        403,
+        "the machine is not what this run needs",
+        "the detail says what is missing; GET /v1/runs lists other runs",
+    ),
     "request.revoked": Meaning(
         403, "the node's key was revoked, or its delegation has ended", "have the owner delegate a key anew"
     ),

@@ -10,6 +10,7 @@ from pydantic import Field
 from shoal.wire.delegation import Delegation
 from shoal.wire.lease import Checks, Hex32, Lease, LeaseId, Sha256
 from shoal.wire.manifest import Manifest
+from shoal.wire.pool import Capabilities, Offer
 from shoal.wire.record import Count, Record, Sealed
 from shoal.wire.run import RunSpec
 
@@ -54,15 +55,12 @@ class Info(Record):
     """What this coordinator can do beyond the first release of the protocol."""
 
 
-class RunView(Record):
+class RunView(Offer):
     """A run as somebody who looks for one sees it."""
 
-    run: str
     task: str
-    compute_dtype: str
     newest_version: int | None
     last_version: int
-    finished: bool
     weights_bytes: int
     """Of the newest version: what must be fetched, and fit."""
     admission: str
@@ -73,7 +71,7 @@ class RunView(Record):
 
 
 class RunList(Record):
-    """GET /v1/runs: what can be joined from here."""
+    """GET /v1/runs: what can be joined from here, the run that needs workers most first."""
 
     runs: tuple[RunView, ...]
 
@@ -100,6 +98,8 @@ class OpenSession(Record):
     """POST /v1/session"""
 
     software: Words
+    capabilities: Capabilities | None = None
+    """What the machine brings; only to a coordinator with the feature of that name."""
 
 
 class Session(Record):
@@ -142,7 +142,10 @@ class Upload(Record):
     """Where to PUT exactly those bytes; the name is the coordinator's."""
 
     path: str
+    """At the coordinator; empty if they go to an object store."""
     expires_at_s: float
+    url: Annotated[str, Field(max_length=4096, pattern=r"^(https?://[^\s]+)?$")] = ""
+    """At the object store: size, digest and create-only are signed (docs/wire/api.md, "Object stores")."""
 
 
 class Submit(Record):

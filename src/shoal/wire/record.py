@@ -5,6 +5,7 @@ signed (RFC 8785), so that a record has one digest wherever it is computed.
 """
 
 import hashlib
+import json
 from typing import Annotated, Any, Generic, Self, TypeVar, cast
 
 import rfc8785
@@ -41,6 +42,57 @@ class Record(BaseModel):
 
 def canonical_json(value: Any) -> bytes:
     """RFC 8785 bytes of plain JSON data; Rejected if it has none (an integer past 2**53, an infinity)."""
+    try:
+        return _PLAIN.encode(_plain(value)).encode()
+    except _Unusual:
+        return _canonical_json(value)
+
+
+class _Unusual(Exception):
+    """Something that Python's own encoder may write in another way than RFC 8785 has it."""
+
+
+_PLAIN = json.JSONEncoder(ensure_ascii=False, check_circular=False, sort_keys=True, separators=(",", ":"))
+"""Python's encoder in C: on what `_plain` lets through it gives the same bytes, ten times as fast."""
+
+
+def _plain(value: Any) -> Any:
+    """The same data as strings, small integers and short fractions under ASCII names; else _Unusual."""
+    kind = type(value)
+    if kind is str:
+        if value.isascii():
+            return value
+        raise _Unusual
+    if kind is dict:
+        return {_plain_name(name): _plain(one) for name, one in value.items()}
+    if kind is list or kind is tuple:
+        return [_plain(one) for one in value]
+    if kind is float:
+        return _plain_fraction(value)
+    if value is None or kind is bool or (kind is int and -_EXACT < value < _EXACT):
+        return value
+    raise _Unusual
+
+
+_EXACT = 2**53
+
+
+def _plain_name(name: Any) -> str:
+    if type(name) is str and name.isascii():
+        return name
+    raise _Unusual
+
+
+def _plain_fraction(value: float) -> float | int:
+    # Both write the shortest digits that read back the same; they differ in when an exponent is used, and in "5.0".
+    if value.is_integer() and -_EXACT < value < _EXACT:
+        return int(value)
+    if 1e-4 <= abs(value) < 1e15:
+        return value
+    raise _Unusual
+
+
+def _canonical_json(value: Any) -> bytes:
     try:
         return rfc8785.dumps(value)
     except rfc8785.CanonicalizationError as error:
@@ -80,14 +132,15 @@ class Sealed(Record, Generic[T]):
         return self.body
 
 
-def seal(body: T, key: Key) -> Sealed[T]:
+def seal(body: T, key: Key, *, canonical: bytes | None = None) -> Sealed[T]:
+    """`canonical` is body.canonical(), for whoever has it already."""
     # Pydantic has one class per kind of body, and only that class writes the body's own fields.
     kind = cast("type[Sealed[T]]", Sealed.__class_getitem__(type(body)))
-    return kind(body=body, key=key.public, signature=key.sign(_sealed_bytes(body)))
+    return kind(body=body, key=key.public, signature=key.sign(_sealed_bytes(body, canonical)))
 
 
-def _sealed_bytes(body: Sealable) -> bytes:
-    return body.tag().encode() + b"\n" + body.canonical()
+def _sealed_bytes(body: Sealable, canonical: bytes | None = None) -> bytes:
+    return body.tag().encode() + b"\n" + (canonical or body.canonical())
 
 
 __all__ = ["Count", "Record", "Sealable", "Sealed", "canonical_json", "seal"]

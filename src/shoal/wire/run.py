@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from shoal.wire.noise import Noise
+from shoal.wire.pool import Needs
 from shoal.wire.record import Record
 
 PROTOCOL = 1
@@ -94,6 +95,8 @@ class RunSpec(Record):
     keep_versions: int = Field(default=5, ge=1)
     """How many versions origin and relays keep; older ones are neither leased nor evaluated."""
     last_version: int = Field(ge=1)
+    needs: Needs = Needs()
+    """What it asks of a worker's machine."""
 
     @model_validator(mode="after")
     def _leased_versions_are_kept(self) -> "RunSpec":

@@ -1,4 +1,5 @@
-"""SHOAL_TEST_DATABASE=postgresql runs every test of this folder on a PostgreSQL that is started for it."""
+"""SHOAL_TEST_DATABASE=postgresql runs every test of this folder on a PostgreSQL that is started for it, SHOAL_TEST_STORE=s3 on an
+object store."""
 
 import os
 import shutil
@@ -9,6 +10,7 @@ import pytest
 import small_swarm
 from small_swarm import CONFIG, LOG, SPEC, SmallSwarm
 
+from s3_stores import Store, strict_store
 from shoal.swarm.coordinator.coordinator import open_coordinator
 
 try:
@@ -31,6 +33,20 @@ def chosen_database(request: pytest.FixtureRequest) -> Iterator[None]:
         small_swarm.FRESH_DATABASE = request.getfixturevalue("postgres").fresh
     yield
     small_swarm.FRESH_DATABASE = None
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[Store]:
+    with strict_store() as store:
+        yield store
+
+
+@pytest.fixture(scope="session", autouse=True)
+def chosen_store(request: pytest.FixtureRequest) -> Iterator[None]:
+    if os.environ.get("SHOAL_TEST_STORE") == "s3":
+        small_swarm.STORE_URL = request.getfixturevalue("s3").url
+    yield
+    small_swarm.STORE_URL = ""
 
 
 @pytest.fixture(scope="session")

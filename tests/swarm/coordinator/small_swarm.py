@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from s3_stores import CREDENTIALS
 from shoal.net.client import Refused, SignedClient
 from shoal.net.server import Server, listen
 from shoal.swarm.coordinator.app import make_app
@@ -48,6 +49,8 @@ from shoal.wire.run import PROTOCOL, RunSpec, Sampling, TaskSpec
 LOG = Log("test")
 FRESH_DATABASE: Callable[[], str] | None = None
 """Makes the URL of an empty PostgreSQL; None: SQLite."""
+STORE_URL = ""
+"""Of an S3-compatible store; empty: the coordinator's folder."""
 RELAY_URL = "http://127.0.0.1:9999"
 
 SPEC = RunSpec(
@@ -107,7 +110,7 @@ class Node:
         return self.client.call("POST", f"/v1/leases/{lease.lease_id}/upload", ask, Upload)
 
     def upload(self, lease: Lease, data: bytes) -> None:
-        self.client.put_bytes(self.ask_upload(lease, data).path, data)
+        self.client.put_upload(self.ask_upload(lease, data), data)
 
     def submit(self, lease: Lease, data: bytes, version: int | None = None) -> Sealed[Receipt]:
         ask = Submit(
@@ -145,17 +148,21 @@ class SmallSwarm:
         self._nodes: list[Node] = []
         if FRESH_DATABASE and not config.database:
             self.config = config.model_copy(update={"database": FRESH_DATABASE()})
+        if STORE_URL and not config.store:
+            self.config = self.config.model_copy(update={"store": STORE_URL})
         self._open(port=0)
 
     def _open(self, port: int) -> None:
-        self.coordinator = open_coordinator(self.config, self.spec, self.dir, log=LOG, clock=self.clock)
+        self.coordinator = open_coordinator(
+            self.config, self.spec, self.dir, log=LOG, clock=self.clock, credentials=CREDENTIALS
+        )
         resume(self.coordinator)
         sock = listen("127.0.0.1", port)
         self.authority = f"127.0.0.1:{sock.getsockname()[1]}"
         self.url = f"http://{self.authority}"
         names = None if self.any_name else frozenset({self.authority})
         self.app = app = make_app(self.coordinator, authorities=names)
-        self._server = Server(app, sock, on_close=app.state.feed.close)
+        self._server = Server(app, sock, on_close=app.feed.close)
         self._server.start()
         self.run_key = Key.load(self.dir / "keys" / "run.key")
         self.trainer, self.validator, self.relay = (

@@ -255,7 +255,7 @@ def test_housekeeping_ends_with_the_server(tmp_path: Path) -> None:
         raise RuntimeError("the server ended by itself")
 
     with pytest.raises(RuntimeError, match="by itself"):
-        keep_house(coordinator, threading.Event(), check=check)
+        keep_house([coordinator], threading.Event(), check=check)
     coordinator.close()
 
 

@@ -241,13 +241,13 @@ def test_killed_at_some_commits_on_postgresql(tmp_path: Path, postgres: Any) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3600)
 def test_killed_at_every_commit(tmp_path: Path) -> None:
     crash_everywhere(tmp_path, sqlite_config, every=1)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_killed_at_every_commit_on_postgresql(tmp_path: Path, postgres: Any) -> None:
     crash_everywhere(
         tmp_path, lambda: CONFIG_CRASH.model_copy(update={"database": postgres.fresh()}), every=1

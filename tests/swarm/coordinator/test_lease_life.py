@@ -36,7 +36,7 @@ def test_the_whole_life(swarm: SmallSwarm) -> None:
 
     claim = swarm.claim()
     assert (claim.lease, claim.sha256, claim.copy_of) == (lease, receipt.sha256, None)
-    assert swarm.validator.send("GET", f"/v1/objects/{claim.sha256}").content == data
+    assert swarm.validator.fetch_object(claim.sha256) == data
     assert node.status(lease).state == "checking"
     assert swarm.verdict(lease).state == "accepted"
 

@@ -2,13 +2,11 @@
 
 import hashlib
 import json
-import sqlite3
 from pathlib import Path
 
 import pytest
 from small_swarm import CONFIG, SmallSwarm
 
-from shoal.swarm.coordinator.coordinator import DATABASE_FILE
 from shoal.wire.codes import Rejected
 from shoal.wire.draw import lease_seed
 from shoal.wire.lease import Lease
@@ -83,10 +81,8 @@ def test_it_is_served_in_pages(swarm: SmallSwarm) -> None:
 def test_a_changed_row_is_found(swarm: SmallSwarm, change: str) -> None:
     lived(swarm)
     kept = head(swarm)
-    database = sqlite3.connect(swarm.dir / DATABASE_FILE)
-    with database:
-        database.execute(change)
-    database.close()
+    with swarm.coordinator.database.transaction() as db:
+        db.exec_driver_sql(change)
     with pytest.raises(Rejected):
         verify_ledger(swarm.ledger(), kept, swarm.run_key.public)
 

@@ -6,12 +6,19 @@ import socket
 from pathlib import Path
 
 import pytest
+import small_swarm
 from small_swarm import Node, SmallSwarm
 
 from shoal.swarm.coordinator.uploads import expected_under, mark_stored
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease
 from shoal.wire.messages import Abandon, LeaseStatus
+
+
+@pytest.fixture(autouse=True)
+def of_the_folder() -> None:
+    if small_swarm.STORE_URL:
+        pytest.skip("test_both_stores.py has what holds of an object store")
 
 
 def abandon(node: Node, lease: Lease) -> None:

@@ -5,10 +5,17 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+import small_swarm
 from small_swarm import SmallSwarm, refusal
 
 from shoal.net.client import Refused
 from shoal.wire.messages import AskUpload, Problem, Upload
+
+
+@pytest.fixture(autouse=True)
+def of_the_folder() -> None:
+    if small_swarm.STORE_URL:
+        pytest.skip("test_both_stores.py has what holds of an object store")
 
 
 def put(swarm: SmallSwarm, path: str, content: bytes | Iterator[bytes]) -> str:

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 from small_swarm import Node, SmallSwarm
-from starlette.applications import Starlette
-from starlette.routing import Mount
 
 from shoal.cli.report import make_report, read_folder
 from shoal.net.server import Server, listen
 from shoal.swarm.coordinator.app import make_app
+from shoal.swarm.coordinator.pool import Hosted, Pool
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import Heartbeat, HeartbeatReply, LeaseStatus
 
@@ -153,12 +152,8 @@ def test_the_page_survives_a_restart(swarm: SmallSwarm, page: Any) -> None:
 def test_it_works_under_a_prefix(swarm: SmallSwarm, page: Any) -> None:
     swarm.start()
     node = swarm.node()
-    inner = make_app(swarm.coordinator)
-    server = Server(
-        Starlette(routes=[Mount("/runs/small", inner)]),
-        listen("127.0.0.1", 0),
-        on_close=inner.state.feed.close,
-    )
+    pool = Pool([Hosted(swarm.coordinator, make_app(swarm.coordinator))])
+    server = Server(pool, listen("127.0.0.1", 0), on_close=pool.close_feeds)
     server.start()
     try:
         page.goto(f"http://127.0.0.1:{server.port}/runs/small/")

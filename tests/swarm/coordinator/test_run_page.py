@@ -30,7 +30,7 @@ def take(swarm: SmallSwarm) -> Snapshot:
 
 
 def swarm_feed(swarm: SmallSwarm) -> Feed:
-    return swarm.app.state.feed  # type: ignore[no-any-return]
+    return swarm.app.feed
 
 
 def step(swarm: SmallSwarm, node: Node, version: int) -> None:

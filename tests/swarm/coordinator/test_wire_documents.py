@@ -9,6 +9,7 @@ from starlette.routing import Route
 
 from shoal.swarm.coordinator.app import make_app
 from shoal.swarm.coordinator.coordinator import open_coordinator
+from shoal.swarm.coordinator.handlers import SIGNED_ROUTES
 from shoal.swarm.coordinator.trust import Trust
 from shoal.tasks import make_task
 from shoal.wire.codes import CODES
@@ -100,11 +101,11 @@ def test_every_route_and_code_has_its_line(tmp_path: Path) -> None:
     coordinator = open_coordinator(CONFIG, SPEC, tmp_path, log=LOG)
     routes = {
         f"{method} {route.path}"
-        for route in make_app(coordinator).routes
+        for route in make_app(coordinator).rest.routes
         if isinstance(route, Route)
         for method in route.methods or ()
         if method != "HEAD"
-    }
+    } | {f"{route.method} {route.path}" for route in SIGNED_ROUTES}
     coordinator.close()
     page = (PAGES / "api.md").read_text(encoding="utf-8")
     assert set(re.findall(r"`((?:GET|POST|PUT) /[^`]*)`", page)) == routes

@@ -5,21 +5,20 @@ asked; a key nobody knows leaves no trace; and the nonce is spent in the transac
 effect is then refused, so that no captured request can ever be used again.
 """
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 from sqlalchemy import Connection, Row, delete, select, text
-from starlette.requests import ClientDisconnect, Request
 
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction
 from shoal.swarm.coordinator.database import savepoint
 from shoal.swarm.coordinator.nodes import find_node
 from shoal.swarm.coordinator.schema import nonces, revoked_keys
+from shoal.swarm.coordinator.statements import Statement
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import Role
-from shoal.wire.request import NONCE_KEPT_S, Signer, Target, verify_request
+from shoal.wire.request import NONCE_KEPT_S, Signer
 
 Caller = Literal["newcomer", "node", "banned"] | Role
 """`newcomer` is any key; `banned` lets even an ejected node through: to appeal."""
@@ -31,68 +30,22 @@ LARGE_BODY = 4 << 20
 BODY_S = 20.0
 """A body that takes longer is somebody holding the door open."""
 
-_ONCE = ("host", "content-digest", "signature-input", "signature")
 # Both databases read this; an error instead would end PostgreSQL's transaction.
-_SPEND = text(
-    "INSERT INTO nonces (key, nonce, seen_at_s) VALUES (:key, :nonce, :seen_at_s) ON CONFLICT DO NOTHING"
-)
-
-
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body, refused at the first byte past `max_bytes`."""
-    refuse_long_body(request, max_bytes)
-    pieces, received = [], 0
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for piece in request.stream():
-                received += len(piece)
-                if received > max_bytes:
-                    raise Rejected(
-                        "request.too_large", f"the body passed the {max_bytes} bytes this route takes"
-                    )
-                pieces.append(piece)
-    except (TimeoutError, ClientDisconnect):
-        raise Rejected("request.malformed", f"the body did not arrive within {BODY_S:.0f} s") from None
-    return b"".join(pieces)
-
-
-def refuse_long_body(request: Request, max_bytes: int) -> None:
-    """By its declared length, before a byte of it is read."""
-    declared = request.headers.get("content-length", "0")
-    if not declared.isascii() or not declared.isdecimal() or len(declared) > 15:
-        raise Rejected("request.malformed", f"Content-Length is {declared[:32]!r}, expected a number")
-    if int(declared) > max_bytes:
-        raise Rejected("request.too_large", f"{declared} bytes announced, {max_bytes} allowed here")
-
-
-def signer_of(request: Request, body: bytes, *, authorities: frozenset[str] | None, now_s: float) -> Signer:
-    """Whose signature the request carries; `authorities` are the names we answer to (None: any)."""
-    for name in _ONCE:
-        if len(request.headers.getlist(name)) > 1:
-            raise Rejected("request.bad_signature", f"the header {name} stands there more than once")
-    authority = request.headers.get("host", "").lower()
-    # Else a request signed for another server could be carried here, with that server's name in its Host header.
-    if authorities is not None and authority not in authorities:
-        raise Rejected(
-            "request.bad_signature",
-            f"the request is for {authority[:80]!r}; this coordinator is {', '.join(sorted(authorities))}",
-        )
-    # The path as it was sent: decoding it first would let two spellings share one signature.
-    target = Target(
-        method=request.method,
-        authority=authority,
-        path=request.scope["raw_path"].decode("latin-1"),
-        query=request.scope["query_string"].decode("latin-1"),
+_SPEND = Statement(
+    text(
+        "INSERT INTO nonces (key, nonce, seen_at_s) VALUES (:key, :nonce, :seen_at_s) ON CONFLICT DO NOTHING"
     )
-    return verify_request(request.headers, target, body, now_s=now_s)
+)
 
 
 @contextmanager
 def admitted(coordinator: Coordinator, signer: Signer, allowed: frozenset[Caller]) -> Iterator[Transaction]:
     """The transaction of one signed request. A refusal inside it undoes the effect, but not the spent nonce."""
     refusal: Rejected | None = None
-    with coordinator.transaction(signer.key) as tx:
-        tx.node = find_node(tx.db, signer.key)
+    # Until the savepoint there is only the nonce, and that stays spent.
+    with coordinator.transaction(signer.key, undo=False) as tx:
+        # A role's key is no node's, whatever the table says.
+        tx.node = None if signer.key in coordinator.roles else find_node(tx.db, signer.key)
         _check_role(coordinator, signer, allowed, known=tx.node is not None)
         _spend_nonce(tx, signer)
         try:
@@ -109,7 +62,7 @@ def admitted(coordinator: Coordinator, signer: Signer, allowed: frozenset[Caller
 
 def spends_nonce(db: Connection, signer: Signer, now_s: float) -> bool:
     """Whether the nonce was new; it is spent now."""
-    return db.execute(_SPEND, {"key": signer.key, "nonce": signer.nonce, "seen_at_s": now_s}).rowcount == 1
+    return _SPEND.run(db, key=signer.key, nonce=signer.nonce, seen_at_s=now_s) == 1
 
 
 def unspend_nonce(db: Connection, signer: Signer) -> None:

@@ -14,6 +14,7 @@ from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, upd
 
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction
 from shoal.swarm.coordinator.schema import batches, groups, verdicts
+from shoal.swarm.coordinator.statements import Statement, given, inserting
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import Batch, Group
 
@@ -24,6 +25,13 @@ class GroupState(StrEnum):
     STALE = "stale"
     BATCHED = "batched"
     WITHDRAWN = "withdrawn"
+
+
+_INSERT = inserting(groups, but=("batch_version",))
+_COUNT_READY = Statement(
+    select(func.count()).select_from(groups).where(groups.c.state == GroupState.READY.value)
+)
+_FORMED = Statement(select(batches.c.version).where(batches.c.version == given("number")))
 
 
 def has_signal(rewards: tuple[float, ...]) -> bool:
@@ -66,7 +74,7 @@ def add_groups(
                 "stale_seq": seq if stale else None,
             }
         )
-    tx.db.execute(insert(groups), rows)
+    _INSERT.run_many(tx.db, rows)
     if stale:
         _record_stale(tx, newest, [row["group_id"] for row in rows])
 
@@ -103,12 +111,11 @@ def find_batch(db: Connection, version: int) -> Batch | None:
 
 
 def is_formed(db: Connection, version: int) -> bool:
-    return db.execute(select(batches.c.version).where(batches.c.version == version)).first() is not None
+    return _FORMED.value(db, number=version) is not None
 
 
 def count_ready(db: Connection) -> int:
-    query = select(func.count()).select_from(groups).where(groups.c.state == GroupState.READY.value)
-    return int(db.execute(query).scalar_one())
+    return int(_COUNT_READY.value(db))
 
 
 def count_dropped(db: Connection) -> int:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import Row, bindparam, insert, select, update
+from sqlalchemy import Row, select, update
 
 from shoal.swarm.coordinator import admission, batches, evaluations, relays
 from shoal.swarm.coordinator import credit as credits
@@ -19,7 +19,8 @@ from shoal.swarm.coordinator.leases import (
 )
 from shoal.swarm.coordinator.nodes import count_verdict, get_node, happen, why_rejected
 from shoal.swarm.coordinator.revocation import revoke_unchecked
-from shoal.swarm.coordinator.schema import leases, nodes, submissions, verdicts
+from shoal.swarm.coordinator.schema import leases, submissions, verdicts
+from shoal.swarm.coordinator.statements import Statement, given, inserting
 from shoal.swarm.coordinator.submissions import find_submission, void_stale
 from shoal.swarm.coordinator.trust import Finding, Happening, Trust, finding_of
 from shoal.wire.codes import ACCEPTED, CODES, UNCERTAIN, Rejected
@@ -29,42 +30,51 @@ from shoal.wire.record import Sealed
 
 _EVENT = {Finding.ACCEPTED: Event.ACCEPT, Finding.REJECTED: Event.REJECT, Finding.VOID: Event.VOID}
 # Held-out work first: the curve, and the end of the run, wait for it. Then in the order of receipt.
-_NEXT = (
-    select(submissions, leases.c.sealed, leases.c.state)
-    .join(leases, leases.c.lease_id == submissions.c.lease_id)
-    .where(leases.c.state == State.SUBMITTED.value)
+_WITH_LEASE = select(submissions, leases.c.sealed, leases.c.state).join(
+    leases, leases.c.lease_id == submissions.c.lease_id
+)
+_NEXT = Statement(
+    _WITH_LEASE.where(leases.c.state == State.SUBMITTED.value)
     .order_by(leases.c.purpose, submissions.c.seq)
     .limit(1)
 )
-
-_ONE = (
-    select(submissions, leases.c.sealed, leases.c.state)
-    .join(leases, leases.c.lease_id == submissions.c.lease_id)
-    .where(submissions.c.lease_id == bindparam("id"))
+_ONE = Statement(_WITH_LEASE.where(submissions.c.lease_id == given("id")))
+_CLAIM = Statement(
+    update(submissions).where(submissions.c.lease_id == given("id")),
+    *("claimed_by", "claimed_at_s", "claimed_until_s"),
 )
+_LAPSED = Statement(
+    select(leases)
+    .join(submissions, submissions.c.lease_id == leases.c.lease_id)
+    .where(leases.c.state == State.CHECKING.value, submissions.c.claimed_until_s < given("now_s"))
+)
+_GIVEN = Statement(select(verdicts.c.code).where(verdicts.c.lease_id == given("id")))
+_FIRST = Statement(
+    select(submissions.c.node)
+    .where(submissions.c.sha256 == given("digest"), submissions.c.seq < given("before_seq"))
+    .order_by(submissions.c.seq)
+    .limit(1)
+)
+_INSERT = inserting(verdicts, but=("revoked_for",))
 
 
 def claim(tx: Transaction, coordinator: Coordinator) -> Claim:
     """A submission for this validator alone, until the claim runs out."""
     release_lapsed(tx, coordinator)
-    row = tx.db.execute(_NEXT).one_or_none()
+    row = _NEXT.row(tx.db)
     if row is None:
         raise Rejected(
             "request.too_early", "no submission waits to be checked", retry_after_s=coordinator.config.retry_s
         )
     until_s = tx.now_s + coordinator.config.claim_s
     move(tx, row, Event.CLAIM)
-    tx.db.execute(
-        update(submissions)
-        .where(submissions.c.lease_id == row.lease_id)
-        .values(claimed_by=tx.actor, claimed_at_s=tx.now_s, claimed_until_s=until_s)
-    )
+    _CLAIM.run(tx.db, id=row.lease_id, claimed_by=tx.actor, claimed_at_s=tx.now_s, claimed_until_s=until_s)
     return _to_claim(tx, coordinator, row, until_s=until_s)
 
 
 def look_again(tx: Transaction, coordinator: Coordinator, lease_id: str) -> Claim:
     """A submission as its validator saw it, for an audit: nothing changes, and every check is asked for."""
-    row = tx.db.execute(_ONE, {"id": lease_id}).one_or_none()
+    row = _ONE.row(tx.db, id=lease_id)
     if row is None:
         raise Rejected("request.not_found", f"lease {lease_id} has no submission")
     claim = _to_claim(tx, coordinator, row, until_s=tx.now_s)
@@ -89,15 +99,10 @@ def _to_claim(tx: Transaction, coordinator: Coordinator, row: Row[Any], *, until
 
 def release_lapsed(tx: Transaction, coordinator: Coordinator) -> int:
     """Claims whose validator was not heard of again go back into the queue, or are void if too old by now; how many."""
-    rows = tx.db.execute(
-        select(leases)
-        .join(submissions, submissions.c.lease_id == leases.c.lease_id)
-        .where(leases.c.state == State.CHECKING.value, submissions.c.claimed_until_s < tx.now_s)
-    ).all()
+    rows = _LAPSED.rows(tx.db, now_s=tx.now_s)
     for lease in rows:
         move(tx, lease, Event.RELEASE)
-    newest = newest_version(tx.db)
-    if rows and newest is not None:
+    if rows and (newest := newest_version(tx.db)) is not None:
         void_stale(tx, coordinator, newest)
     return len(rows)
 
@@ -107,13 +112,11 @@ def give_verdict(tx: Transaction, coordinator: Coordinator, lease_id: str, verdi
     _check_code(lease_id, verdict)
     verdict = verdict.model_copy(update={"detail": verdict.detail.replace("\0", "\\0")})  # see messages.Words
     lease = find_lease(tx.db, lease_id)
-    given = tx.db.execute(select(verdicts).where(verdicts.c.lease_id == lease_id)).one_or_none()
-    if given is not None and given.code != verdict.code:
-        raise Rejected(
-            "request.conflict", f"lease {lease_id} has the verdict {given.code}, not {verdict.code}"
-        )
+    earlier = _GIVEN.value(tx.db, id=lease_id)
+    if earlier is not None and earlier != verdict.code:
+        raise Rejected("request.conflict", f"lease {lease_id} has the verdict {earlier}, not {verdict.code}")
     # It may have ended meanwhile without a verdict: gone stale, or its node ejected. The answer says so.
-    if given is not None or lease.state in TERMINAL:
+    if earlier is not None or lease.state in TERMINAL:
         return status(lease)
     submission = find_submission(tx.db, lease_id)
     if submission is None or submission.claimed_by is None:
@@ -133,12 +136,7 @@ def give_verdict(tx: Transaction, coordinator: Coordinator, lease_id: str, verdi
 
 def _first_with(tx: Transaction, sha256: str, *, before_seq: int) -> str | None:
     """The node that first submitted these bytes. Order is that of our receipts: nobody can claim to have been earlier."""
-    node: str | None = tx.db.execute(
-        select(submissions.c.node)
-        .where(submissions.c.sha256 == sha256, submissions.c.seq < before_seq)
-        .order_by(submissions.c.seq)
-        .limit(1)
-    ).scalar_one_or_none()
+    node: str | None = _FIRST.value(tx.db, digest=sha256, before_seq=before_seq)
     return node
 
 
@@ -182,24 +180,24 @@ def _enter(
         drawn={"epoch": submission.draw_epoch, "rate": submission.draw_rate, "checks": submission.checks},
         credit=credit,
     )
-    tx.db.execute(
-        insert(verdicts).values(
-            lease_id=lease.lease_id,
-            validator=tx.actor,
-            node=lease.node,
-            code=verdict.code,
-            output_tokens=verdict.output_tokens if accepted else 0,
-            checks=verdict.checks,
-            credit=credit,
-            graded=len(verdict.rewards) if accepted else 0,
-            unparseable=_unparseable(verdict) if accepted else 0,
-            body=verdict.model_dump_json(),
-            given_at_s=tx.now_s,
-        )
+    _INSERT.run(
+        tx.db,
+        lease_id=lease.lease_id,
+        validator=tx.actor,
+        node=lease.node,
+        code=verdict.code,
+        output_tokens=verdict.output_tokens if accepted else 0,
+        checks=verdict.checks,
+        credit=credit,
+        graded=len(verdict.rewards) if accepted else 0,
+        unparseable=_unparseable(verdict) if accepted else 0,
+        body=verdict.model_dump_json(),
+        given_at_s=tx.now_s,
     )
     end(tx, coordinator, lease, _EVENT[finding], code=verdict.code, detail=verdict.detail, credit=credit)
-    count_verdict(tx, lease.node, finding, code=verdict.code, detail=verdict.detail, credit=credit)
-    _measure(tx, lease, submission)
+    speed = _rows_per_s(lease, submission)
+    node = get_node(tx.db, lease.node)
+    count_verdict(tx, node, finding, verdict=verdict, credit=credit, rows_per_s=speed)
     if finding is Finding.REJECTED:
         _punish(tx, coordinator, lease, verdict)
     elif accepted:
@@ -220,16 +218,10 @@ def _punish(tx: Transaction, coordinator: Coordinator, lease: Row[Any], verdict:
         void_all(tx, coordinator, lease.node, "void.abandoned", "the node was ejected")
 
 
-SPEED_MEMORY = 0.7
-
-
-def _measure(tx: Transaction, lease: Row[Any], submission: Row[Any]) -> None:
+def _rows_per_s(lease: Row[Any], submission: Row[Any]) -> float:
     """The lease was answered: that says how fast the node is."""
-    rows = lease.num_prompts * lease.samples_per_prompt
-    speed = rows / max(1e-3, submission.received_at_s - lease.issued_at_s)
-    before = get_node(tx.db, lease.node).rows_per_s
-    after = speed if before == 0 else SPEED_MEMORY * before + (1 - SPEED_MEMORY) * speed
-    tx.db.execute(update(nodes).where(nodes.c.node == lease.node).values(rows_per_s=after))
+    rows: int = lease.num_prompts * lease.samples_per_prompt
+    return float(rows / max(1e-3, submission.received_at_s - lease.issued_at_s))
 
 
 def _unparseable(verdict: Verdict) -> int:

@@ -57,6 +57,8 @@ class CoordinatorConfig(Record):
     """Other URLs of this run's coordinators, told to clients, who use them when the one they know does not answer."""
     database: str = ""
     """postgresql://USER@HOST/NAME; empty: SQLite in the coordinator's folder."""
+    store: str = ""
+    """s3://BUCKET/PREFIX?endpoint=https://HOST&region=NAME; empty: uploads are kept in the coordinator's folder."""
     authorities: tuple[str, ...] = ()
     """HOST:PORT names by which clients reach this coordinator, besides the address it listens on.
 

@@ -10,13 +10,17 @@ from typing import Any, get_args
 
 from sqlalchemy import Connection, Row, func, insert, select, update
 
-from shoal.net.objects import LocalStore
+from shoal.net.objects import LocalStore, ObjectStore
+from shoal.net.presign import Credentials
+from shoal.net.s3 import S3Address, S3Store
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.database import Database
 from shoal.swarm.coordinator.journal import tell
 from shoal.swarm.coordinator.ledger import LedgerWriter
 from shoal.swarm.coordinator.loops import Vitals
 from shoal.swarm.coordinator.schema import SCHEMA_VERSION, policies, run
+from shoal.swarm.coordinator.statements import Statement
+from shoal.swarm.coordinator.turnstile import Turnstile
 from shoal.tasks import Task, make_task
 from shoal.tasks.files import keep_files, with_files_from
 from shoal.telemetry import Log
@@ -27,9 +31,9 @@ from shoal.wire.run import PROTOCOL, RunSpec
 
 DATABASE_FILE = "shoal.db"
 
-_NEWEST = select(func.max(policies.c.version))
-_FINISHED = select(run.c.finished_version)
-_PAUSED = select(run.c.paused)
+_NEWEST = Statement(select(func.max(policies.c.version)))
+_FINISHED = Statement(select(run.c.finished_version))
+_PAUSED = Statement(select(run.c.paused))
 
 
 class Transaction:
@@ -55,17 +59,18 @@ class Coordinator:
     roles: Mapping[str, Role]
     """Public key to the role it holds."""
     database: Database
-    store: LocalStore
+    store: ObjectStore
     data: Path
     """The task's files, under their SHA-256 digests: for validators and the trainer."""
     clock: Callable[[], float]
     log: Log
     vitals: Vitals = field(default_factory=Vitals)
+    turnstile: Turnstile = field(default_factory=Turnstile)
 
     @contextmanager
-    def transaction(self, actor: str | None = None) -> Iterator[Transaction]:
-        """`actor` is whose doing it is; the run key's by default."""
-        with self.database.transaction() as db:
+    def transaction(self, actor: str | None = None, *, undo: bool = True) -> Iterator[Transaction]:
+        """`actor` is whose doing it is; the run key's by default. `undo` is the database's."""
+        with self.database.transaction(undo=undo) as db:
             transaction = Transaction(db, self.clock(), actor or self.run_key.public)
             yield transaction
             transaction.ledger.flush()
@@ -80,6 +85,7 @@ class Coordinator:
 
     def close(self) -> None:
         self.database.close()
+        self.store.close()
 
 
 def open_coordinator(
@@ -89,30 +95,47 @@ def open_coordinator(
     *,
     log: Log,
     clock: Callable[[], float] = time.time,
+    credentials: Credentials | None = None,
 ) -> Coordinator:
     """The coordinator that lives in `dir`, made there first if need be. Refuses the folder of another run.
 
     With `config.database` the tables are in PostgreSQL. Several coordinators may share one, with the same keys and objects:
-    then `dir` is a folder they all see.
+    then `dir` is a folder they all see. With `config.store` uploads go to an object store, for which `credentials` are needed.
     """
     dir.mkdir(parents=True, exist_ok=True)
     keys, data = dir / "keys", dir / "data"
     spec = spec.model_copy(update={"task": keep_files(spec.task, data)})
     roles = {Key.load_or_create(keys / f"{role}.key").public: role for role in get_args(Role)}
+    run_key = Key.load_or_create(keys / "run.key")
+    store: ObjectStore = LocalStore(dir / "objects")
+    if config.store:
+        store = _open_s3(config.store, credentials, folder=f"{spec.run}-{run_key.public[:16]}", log=log)
     coordinator = Coordinator(
         config=config,
         spec=spec,
         task=make_task(with_files_from(spec.task, data)),
-        run_key=Key.load_or_create(keys / "run.key"),
+        run_key=run_key,
         roles=roles,
         database=Database(config.database or dir / DATABASE_FILE),
-        store=LocalStore(dir / "objects"),
+        store=store,
         data=data,
         clock=clock,
         log=log,
     )
     _open_run(coordinator, dir)
     return coordinator
+
+
+def _open_s3(url: str, credentials: Credentials | None, *, folder: str, log: Log) -> S3Store:
+    address = S3Address.parse(url)
+    if credentials is None:
+        raise ValueError(
+            "coordinator.store needs AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"
+        )
+    store = S3Store(address, credentials, folder=folder)
+    for weakness in store.check():
+        log.warning(f"the object store {weakness}")
+    return store
 
 
 def _open_run(coordinator: Coordinator, dir: Path) -> None:
@@ -170,16 +193,16 @@ def _check_last_version(newest: int | None, spec: RunSpec, dir: Path) -> None:
 
 def newest_version(db: Connection) -> int | None:
     """The clock; None before version 0 is published."""
-    version: int | None = db.execute(_NEWEST).scalar_one()
+    version: int | None = _NEWEST.value(db)
     return version
 
 
 def is_finished(db: Connection, spec: RunSpec) -> bool:
-    return bool(db.execute(_FINISHED).scalar_one() == spec.last_version)
+    return bool(_FINISHED.value(db) == spec.last_version)
 
 
 def is_paused(db: Connection) -> bool:
-    return bool(db.execute(_PAUSED).scalar_one())
+    return bool(_PAUSED.value(db))
 
 
 def finish(tx: Transaction, version: int) -> None:

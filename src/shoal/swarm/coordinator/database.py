@@ -6,6 +6,7 @@ makes one writer of all of them, as BEGIN IMMEDIATE does in SQLite.
 Requests that wait together are committed together (`group`, used by desk.py), each under a savepoint of its own.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from shoal.swarm.coordinator.migrations import migrate
-from shoal.swarm.coordinator.schema import metadata
+from shoal.swarm.coordinator.statements import tell_driver
 
 BUSY_TIMEOUT_MS = 10_000
 # Every thread of the server's pool may read at once; a request must never wait for a connection.
@@ -39,18 +40,21 @@ class Database:
         self._lock = threading.Lock()
         self._group: tuple[int, Connection] | None = None
         self._afterwards: list[Callable[[], None]] = []
-        with self.transaction() as db:
-            metadata.create_all(db)
-            migrate(db)
+        try:
+            with self.transaction() as db:
+                migrate(db)
+        except BaseException:
+            self.close()
+            raise
 
     @contextmanager
-    def transaction(self) -> Iterator[Connection]:
+    def transaction(self, *, undo: bool = True) -> Iterator[Connection]:
         """All or nothing: as if it had never begun when the block raises. On disk when it has ended, or inside a `group`
-        of this thread when that has."""
-        group = self._group
-        if group is not None and group[0] == threading.get_ident():
-            with savepoint(group[1]):
-                yield group[1]
+        of this thread when that has. There `undo=False` leaves it to the block to undo what must be, by savepoints."""
+        joined = self.joined()
+        if joined is not None:
+            with savepoint(joined) if undo else contextlib.nullcontext():
+                yield joined
             return
         with self._lock, self._writing.connect() as db, db.begin() as transaction:
             yield db
@@ -90,7 +94,7 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """One consistent view, beside any writer."""
-        with self._engine.connect() as db:
+        with self._engine.connect() as db, db.begin():
             yield db
 
     def checkpoint(self) -> None:
@@ -110,15 +114,15 @@ class Database:
 
 @contextmanager
 def savepoint(db: Connection) -> Iterator[None]:
-    """What the block did is undone if it raises. In the database's own words: SQLAlchemy's cost four times as much."""
-    db.exec_driver_sql("SAVEPOINT shoal")
+    """What the block did is undone if it raises."""
+    tell_driver(db, "SAVEPOINT shoal")
     try:
         yield
     except BaseException:
-        db.exec_driver_sql("ROLLBACK TO SAVEPOINT shoal")
-        db.exec_driver_sql("RELEASE SAVEPOINT shoal")
+        tell_driver(db, "ROLLBACK TO SAVEPOINT shoal")
+        tell_driver(db, "RELEASE SAVEPOINT shoal")
         raise
-    db.exec_driver_sql("RELEASE SAVEPOINT shoal")
+    tell_driver(db, "RELEASE SAVEPOINT shoal")
 
 
 def database_url(where: Path | str) -> str:
@@ -145,7 +149,7 @@ def read_only(where: Path | str) -> Iterator[Connection]:
     else:
         engine = _make_engine(database_url(where))
     try:
-        with engine.connect() as db:
+        with engine.connect() as db, db.begin():
             yield db
     finally:
         engine.dispose()
@@ -153,7 +157,9 @@ def read_only(where: Path | str) -> Iterator[Connection]:
 
 def _make_engine(url: str) -> Engine:
     if url.startswith("sqlite"):
-        engine = create_engine(url, pool_size=READERS, connect_args={"check_same_thread": False})
+        engine = create_engine(
+            url, pool_size=READERS, connect_args={"check_same_thread": False, "cached_statements": 256}
+        )
         _configure_sqlite(engine)
         return engine
     # Asked before use: a server that was restarted must not cost the first request after it.

@@ -2,7 +2,8 @@
 together and answered together.
 
 Threads that compete for the one writer's place spend more on waking each other than on the work. With one thread the event loop
-reads and checks signatures while the desk works, and a busy desk finds many requests waiting: one commit for all of them.
+reads and checks signatures while the desk works, and whatever has come meanwhile is handed over in one piece: one waking and
+one commit for all of it.
 """
 
 import asyncio
@@ -17,76 +18,75 @@ T = TypeVar("T")
 GROUP_SIZE = 64
 """Requests that are committed together, at most: whoever is first waits for the last."""
 
-_Errand = tuple[Callable[[], Any], "asyncio.Future[Any]", asyncio.AbstractEventLoop]
+_Errand = tuple[Callable[[], Any], "asyncio.Future[Any]"]
+_Group = tuple[list[_Errand], asyncio.AbstractEventLoop]
 _Outcome = tuple["asyncio.Future[Any]", Any, BaseException | None]
 
 
 class Desk:
+    """`do` belongs to one event loop: what waits, and whether the thread is busy, only that loop touches."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._errands: queue.SimpleQueue[_Errand | None] = queue.SimpleQueue()
+        self._waiting: list[_Errand] = []
+        self._busy = False
+        self._groups: queue.SimpleQueue[_Group | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     async def do(self, act: Callable[[], T]) -> T:
         """What `act` answers, once all it did is on disk; what it raises, once that is undone."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="desk", daemon=True)
-            self._thread.start()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._errands.put((act, future, loop))
+        self._waiting.append((act, future))
+        if not self._busy:
+            self._busy = True
+            # Not at once: what else has arrived in this turn of the loop comes along.
+            loop.call_soon(self._hand_over, loop)
         return await future
 
     def close(self) -> None:
-        """Finish what waits, then end."""
+        """Finish what was handed over, then end."""
         if self._thread is not None:
-            self._errands.put(None)
+            self._groups.put(None)
             self._thread.join(10.0)
             self._thread = None
 
-    def _work(self) -> None:
-        while (first := self._errands.get()) is not None:
-            group, last = self._take(first)
-            outcomes = self._act_on(group)
-            # Everybody at this desk comes from one server, so from one loop.
-            loop = group[0][2]
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_answer, outcomes)
-            if last:
-                return
+    def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="desk", daemon=True)
+            self._thread.start()
+        group, self._waiting = self._waiting[:GROUP_SIZE], self._waiting[GROUP_SIZE:]
+        self._groups.put((group, loop))
 
-    def _take(self, first: _Errand) -> tuple[list[_Errand], bool]:
-        """All that wait, and whether the desk closes after them."""
-        group = [first]
-        while len(group) < GROUP_SIZE:
-            try:
-                errand = self._errands.get_nowait()
-            except queue.Empty:
-                break
-            if errand is None:
-                return group, True
-            group.append(errand)
-        return group, False
+    def _work(self) -> None:
+        while (handed := self._groups.get()) is not None:
+            group, loop = handed
+            outcomes = self._act_on(group)
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._answer, loop, outcomes)
 
     def _act_on(self, group: list[_Errand]) -> list[_Outcome]:
         outcomes: list[_Outcome] = []
         try:
             with self._database.group():
-                for act, future, _ in group:
+                for act, future in group:
                     try:
                         outcomes.append((future, act(), None))
                     except Exception as error:  # noqa: BLE001 - it is raised again where it was asked for
                         outcomes.append((future, None, error))
         except Exception as error:  # noqa: BLE001 - the commit failed: then nothing of all this happened
-            return [(future, None, error) for _, future, _ in group]
+            return [(future, None, error) for _, future in group]
         return outcomes
 
-
-def _answer(outcomes: list[_Outcome]) -> None:
-    for future, result, error in outcomes:
-        if future.done():  # whoever asked has hung up
-            continue
-        if error is None:
-            future.set_result(result)
+    def _answer(self, loop: asyncio.AbstractEventLoop, outcomes: list[_Outcome]) -> None:
+        if self._waiting:
+            self._hand_over(loop)
         else:
-            future.set_exception(error)
+            self._busy = False
+        for future, result, error in outcomes:
+            if future.done():  # whoever asked has hung up
+                continue
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)

@@ -8,31 +8,33 @@ from sqlalchemy import exists, func, insert, select, update
 
 from shoal.swarm.coordinator.coordinator import Transaction
 from shoal.swarm.coordinator.schema import epochs, leases
+from shoal.swarm.coordinator.statements import Statement, given
 
 OPEN_STATES = ("issued", "uploading", "submitted", "checking")
+
+_HIDDEN = select(epochs).where(epochs.c.revealed_at_s.is_(None))
+_NEWEST = epochs.c.epoch.desc()
+_ROOM = Statement(_HIDDEN.where(epochs.c.num_leases < given("most")).order_by(_NEWEST).limit(1))
+_SECRET = Statement(_HIDDEN.order_by(_NEWEST).limit(1))
+_TAKE = Statement(
+    update(epochs).where(epochs.c.epoch == given("number")).values(num_leases=epochs.c.num_leases + 1)
+)
+_UNENDED = exists().where(leases.c.epoch == epochs.c.epoch, leases.c.state.in_(OPEN_STATES))
+_ENDED = Statement(_HIDDEN.where(epochs.c.num_leases >= given("least"), ~_UNENDED).order_by(epochs.c.epoch))
 
 
 def draw(tx: Transaction, leases_per_epoch: int) -> tuple[int, bytes]:
     """Number and secret of the epoch that the next lease belongs to."""
-    row = tx.db.execute(
-        select(epochs)
-        .where(epochs.c.revealed_at_s.is_(None), epochs.c.num_leases < leases_per_epoch)
-        .order_by(epochs.c.epoch.desc())
-        .limit(1)
-    ).one_or_none()
+    row = _ROOM.row(tx.db, most=leases_per_epoch)
     if row is None:
         return _begin(tx)
-    tx.db.execute(
-        update(epochs).where(epochs.c.epoch == row.epoch).values(num_leases=epochs.c.num_leases + 1)
-    )
+    _TAKE.run(tx.db, number=row.epoch)
     return row.epoch, bytes.fromhex(row.secret)
 
 
 def secret_now(tx: Transaction) -> tuple[int, bytes]:
     """Number and secret of an epoch that is not revealed yet, for a draw."""
-    row = tx.db.execute(
-        select(epochs).where(epochs.c.revealed_at_s.is_(None)).order_by(epochs.c.epoch.desc()).limit(1)
-    ).one_or_none()
+    row = _SECRET.row(tx.db)
     return _begin(tx, num_leases=0) if row is None else (row.epoch, bytes.fromhex(row.secret))
 
 
@@ -42,11 +44,7 @@ def commitment(secret: bytes) -> str:
 
 def reveal_ended(tx: Transaction, leases_per_epoch: int, *, run_over: bool) -> None:
     """Reveal every epoch whose leases have all ended. An epoch that can still grow is kept, unless the run is over."""
-    unended = exists().where(leases.c.epoch == epochs.c.epoch, leases.c.state.in_(OPEN_STATES))
-    ended = select(epochs).where(epochs.c.revealed_at_s.is_(None), ~unended)
-    if not run_over:
-        ended = ended.where(epochs.c.num_leases >= leases_per_epoch)
-    for row in tx.db.execute(ended.order_by(epochs.c.epoch)).all():
+    for row in _ENDED.rows(tx.db, least=0 if run_over else leases_per_epoch):
         tx.db.execute(update(epochs).where(epochs.c.epoch == row.epoch).values(revealed_at_s=tx.now_s))
         tx.record("epoch.revealed", epoch=row.epoch, secret=row.secret)
 

@@ -10,7 +10,14 @@ from sqlalchemy import Connection, func, insert, select, update
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, finish
 from shoal.swarm.coordinator.epochs import OPEN_STATES, reveal_ended
 from shoal.swarm.coordinator.schema import evaluation_chunks, evaluations, leases
+from shoal.swarm.coordinator.statements import Statement, given
 from shoal.wire.messages import Evaluation
+
+_PENDING = Statement(
+    select(evaluations)
+    .where(evaluations.c.completed_at_s.is_(None), evaluations.c.version > given("gone"))
+    .order_by(evaluations.c.version)
+)
 
 
 def is_due(version: int, *, eval_every: int, last_version: int) -> bool:
@@ -43,12 +50,7 @@ def cut(num_prompts: int, chunk_prompts: int) -> list[int]:
 
 def next_chunk(db: Connection, *, newest: int, keep_versions: int) -> Chunk | None:
     """What to lease next. A version that relays no longer keep cannot be evaluated any more."""
-    pending = db.execute(
-        select(evaluations)
-        .where(evaluations.c.completed_at_s.is_(None), evaluations.c.version > newest - keep_versions)
-        .order_by(evaluations.c.version)
-    ).all()
-    for evaluation in pending:
+    for evaluation in _PENDING.rows(db, gone=newest - keep_versions):
         taken = _taken(db, evaluation.version)
         for index, size in enumerate(cut(evaluation.num_prompts, evaluation.chunk_prompts)):
             if index not in taken:

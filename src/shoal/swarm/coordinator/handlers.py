@@ -5,8 +5,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, RedirectResponse, Response
 
+from shoal.net.objects import LocalStore, check_digest
 from shoal.swarm.coordinator import (
     batches,
     checks,
@@ -23,8 +24,9 @@ from shoal.swarm.coordinator import (
 )
 from shoal.swarm.coordinator.auth import LARGE_BODY, SMALL_BODY, Caller, spends_nonce, unspend_nonce
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest_version
+from shoal.swarm.coordinator.expected import Expected
 from shoal.wire.codes import Rejected
-from shoal.wire.lease import Verdict
+from shoal.wire.lease import Lease, Receipt, Verdict
 from shoal.wire.messages import (
     Abandon,
     AdminOrder,
@@ -32,17 +34,27 @@ from shoal.wire.messages import (
     Appeal,
     AskLease,
     AskUpload,
+    Batch,
+    Claim,
     Enrol,
+    Enrolled,
     Heartbeat,
+    HeartbeatReply,
+    LeaseStatus,
     Leave,
     OpenSession,
+    Recorded,
     RelayReport,
     RevokeKey,
+    Session,
     Submit,
+    Upload,
 )
-from shoal.wire.record import Record
+from shoal.wire.record import Record, Sealed
 from shoal.wire.request import Signer
+from shoal.wire.ticket import Ticket
 
+Prepare = Callable[[Coordinator, Signer, str], Expected | None]
 Quick = Callable[[Coordinator, Signer, bytes], Record | None]
 
 _LEASE_ID = re.compile(r"[0-9a-f]{32}")
@@ -72,7 +84,13 @@ class SignedRoute:
     path: str
     callers: frozenset[Caller]
     handle: Callable[[Call], Record | Response]
+    takes: type[Record] | None = None
+    """What its body is; None: it has none."""
+    gives: type[Record] | None = None
+    """What its answer is; None: bytes."""
     max_body: int = SMALL_BODY
+    prepare: "Prepare | None" = None
+    """What takes time and needs no transaction, done before one begins; what it found is then noted in one of its own."""
     quick: "Quick | None" = None
     """A shorter way for the usual case; None as its answer sends the request the long way."""
 
@@ -126,6 +144,13 @@ def handle_submit(call: Call) -> Record:
     return submissions.submit(call.tx, call.coordinator, call.lease_id, Submit.parse(call.body))
 
 
+def look_in_store(coordinator: Coordinator, signer: Signer, lease_id: str) -> Expected | None:
+    """Where uploads go to a store elsewhere, a submission is when we ask it whether they came."""
+    if isinstance(coordinator.store, LocalStore):
+        return None
+    return uploads.arrived(coordinator, signer.key, lease_id)
+
+
 def handle_abandon(call: Call) -> Record:
     return leases.abandon(call.tx, call.coordinator, call.lease_id, Abandon.parse(call.body))
 
@@ -163,11 +188,16 @@ def handle_verdict(call: Call) -> Record:
 
 
 def handle_get_object(call: Call) -> Response:
-    path = call.coordinator.store.path(call.path["name"])
+    """A submission, or a file of the task: read here, or where the answer sends the reader."""
+    coordinator, sha256 = call.coordinator, check_digest(call.path["name"])
+    path = coordinator.data / sha256
+    if isinstance(coordinator.store, LocalStore):
+        stored = coordinator.store.path(sha256)
+        path = stored if stored.exists() else path
+    elif (submitted := uploads.find_submitted(call.tx.db, sha256)) is not None:
+        return RedirectResponse(coordinator.store.read_url(submitted, call.tx.now_s), status_code=307)
     if not path.exists():
-        path = call.coordinator.data / path.name
-    if not path.exists():
-        raise Rejected("request.not_found", f"no object {path.name}")
+        raise Rejected("request.not_found", f"no object {sha256}")
     return FileResponse(path, media_type="application/octet-stream")
 
 
@@ -211,47 +241,158 @@ _VALIDATOR: frozenset[Caller] = frozenset({"validator"})
 _RELAY: frozenset[Caller] = frozenset({"relay"})
 
 SIGNED_ROUTES = (
-    SignedRoute(method="POST", path="/v1/enrol", callers=_NEWCOMER, handle=handle_enrol),
-    SignedRoute(method="POST", path="/v1/session", callers=_NODE, handle=handle_session),
+    SignedRoute(
+        method="POST",
+        path="/v1/enrol",
+        callers=_NEWCOMER,
+        handle=handle_enrol,
+        takes=Enrol,
+        gives=Enrolled,
+    ),
+    SignedRoute(
+        method="POST",
+        path="/v1/session",
+        callers=_NODE,
+        handle=handle_session,
+        takes=OpenSession,
+        gives=Session,
+    ),
     SignedRoute(
         method="POST",
         path="/v1/heartbeat",
         callers=_NODE,
         handle=handle_heartbeat,
+        takes=Heartbeat,
+        gives=HeartbeatReply,
         quick=quick_heartbeat,
     ),
-    SignedRoute(method="POST", path="/v1/leases", callers=_NODE, handle=handle_ask_lease),
-    SignedRoute(method="GET", path="/v1/leases/{lease_id}", callers=_NODE, handle=handle_lease_status),
-    SignedRoute(method="POST", path="/v1/leases/{lease_id}/upload", callers=_NODE, handle=handle_ask_upload),
-    SignedRoute(method="POST", path="/v1/leases/{lease_id}/submit", callers=_NODE, handle=handle_submit),
-    SignedRoute(method="POST", path="/v1/leases/{lease_id}/abandon", callers=_NODE, handle=handle_abandon),
     SignedRoute(
-        method="POST", path="/v1/leases/{lease_id}/appeal", callers=_EVEN_BANNED, handle=handle_appeal
+        method="POST",
+        path="/v1/leases",
+        callers=_NODE,
+        handle=handle_ask_lease,
+        takes=AskLease,
+        gives=Sealed[Lease],
     ),
-    SignedRoute(method="POST", path="/v1/leave", callers=_NODE, handle=handle_leave),
-    SignedRoute(method="POST", path="/v1/keys/revoke", callers=_NEWCOMER, handle=handle_revoke_key),
-    SignedRoute(method="POST", path="/v1/admin/{action}", callers=_ADMIN, handle=handle_order),
-    SignedRoute(method="POST", path="/v1/checks/claim", callers=_VALIDATOR, handle=handle_claim),
-    SignedRoute(method="GET", path="/v1/checks/{lease_id}", callers=_VALIDATOR, handle=handle_look_again),
+    SignedRoute(
+        method="GET",
+        path="/v1/leases/{lease_id}",
+        callers=_NODE,
+        handle=handle_lease_status,
+        gives=LeaseStatus,
+    ),
+    SignedRoute(
+        method="POST",
+        path="/v1/leases/{lease_id}/upload",
+        callers=_NODE,
+        handle=handle_ask_upload,
+        takes=AskUpload,
+        gives=Upload,
+    ),
+    SignedRoute(
+        method="POST",
+        path="/v1/leases/{lease_id}/submit",
+        callers=_NODE,
+        handle=handle_submit,
+        takes=Submit,
+        gives=Sealed[Receipt],
+        prepare=look_in_store,
+    ),
+    SignedRoute(
+        method="POST",
+        path="/v1/leases/{lease_id}/abandon",
+        callers=_NODE,
+        handle=handle_abandon,
+        takes=Abandon,
+        gives=LeaseStatus,
+    ),
+    SignedRoute(
+        method="POST",
+        path="/v1/leases/{lease_id}/appeal",
+        callers=_EVEN_BANNED,
+        handle=handle_appeal,
+        takes=Appeal,
+        gives=Recorded,
+    ),
+    SignedRoute(
+        method="POST",
+        path="/v1/leave",
+        callers=_NODE,
+        handle=handle_leave,
+        takes=Leave,
+        gives=Recorded,
+    ),
+    SignedRoute(
+        method="POST",
+        path="/v1/keys/revoke",
+        callers=_NEWCOMER,
+        handle=handle_revoke_key,
+        takes=RevokeKey,
+        gives=Recorded,
+    ),
+    SignedRoute(
+        method="POST",
+        path="/v1/admin/{action}",
+        callers=_ADMIN,
+        handle=handle_order,
+        takes=AdminOrder,
+        gives=Recorded,
+    ),
+    SignedRoute(
+        method="POST",
+        path="/v1/checks/claim",
+        callers=_VALIDATOR,
+        handle=handle_claim,
+        gives=Claim,
+    ),
+    SignedRoute(
+        method="GET",
+        path="/v1/checks/{lease_id}",
+        callers=_VALIDATOR,
+        handle=handle_look_again,
+        gives=Claim,
+    ),
     SignedRoute(
         method="POST",
         path="/v1/checks/{lease_id}/verdict",
         callers=_VALIDATOR,
         handle=handle_verdict,
+        takes=Verdict,
+        gives=LeaseStatus,
         max_body=LARGE_BODY,
     ),
     SignedRoute(
         method="GET", path="/v1/objects/{name}", callers=_TRAINER | _VALIDATOR, handle=handle_get_object
     ),
     SignedRoute(
-        method="POST", path="/v1/policies", callers=_TRAINER, handle=handle_announce, max_body=LARGE_BODY
+        method="POST",
+        path="/v1/policies",
+        callers=_TRAINER,
+        handle=handle_announce,
+        takes=Announce,
+        gives=Recorded,
+        max_body=LARGE_BODY,
     ),
-    SignedRoute(method="GET", path="/v1/batches/{version}", callers=_TRAINER, handle=handle_get_batch),
-    SignedRoute(method="POST", path="/v1/relays", callers=_RELAY, handle=handle_relay_report),
+    SignedRoute(
+        method="GET",
+        path="/v1/batches/{version}",
+        callers=_TRAINER,
+        handle=handle_get_batch,
+        gives=Batch,
+    ),
+    SignedRoute(
+        method="POST",
+        path="/v1/relays",
+        callers=_RELAY,
+        handle=handle_relay_report,
+        takes=RelayReport,
+        gives=HeartbeatReply,
+    ),
     SignedRoute(
         method="POST",
         path="/v1/tickets",
         callers=_NODE | _TRAINER | _VALIDATOR | _RELAY,
         handle=handle_ticket,
+        gives=Sealed[Ticket],
     ),
 )

@@ -2,15 +2,16 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sqlalchemy import select
 
 from shoal.swarm.coordinator import checks, evaluations, leases, nodes
 from shoal.swarm.coordinator.auth import prune_nonces
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, is_finished, newest_version
+from shoal.swarm.coordinator.expected import expected_of
 from shoal.swarm.coordinator.schema import leases as lease_table
-from shoal.swarm.coordinator.schema import submissions
+from shoal.swarm.coordinator.schema import uploads
 
 TICK_S = 1.0
 TIDY_S = 60.0
@@ -31,19 +32,25 @@ def tidy(coordinator: Coordinator) -> None:
     coordinator.database.checkpoint()
 
 
-def keep_house(coordinator: Coordinator, stop: threading.Event, *, check: Callable[[], None]) -> None:
+def keep_house(
+    coordinators: Sequence[Coordinator], stop: threading.Event, *, check: Callable[[], None]
+) -> None:
     """Until `stop`. An error ends it, and the coordinator with it: a run must not go on without its clock.
 
     `check` raises if the server has ended.
     """
     tidied_s = time.monotonic()
-    coordinator.vitals.beat("housekeeping")
+    for coordinator in coordinators:
+        coordinator.vitals.beat("housekeeping")
     while not stop.wait(TICK_S):
         check()
-        tick(coordinator)
-        coordinator.vitals.beat("housekeeping")
-        if time.monotonic() - tidied_s >= TIDY_S:
-            tidy(coordinator)
+        due = time.monotonic() - tidied_s >= TIDY_S
+        for coordinator in coordinators:
+            tick(coordinator)
+            coordinator.vitals.beat("housekeeping")
+            if due:
+                tidy(coordinator)
+        if due:
             tidied_s = time.monotonic()
 
 
@@ -51,14 +58,15 @@ def resume(coordinator: Coordinator) -> None:
     """After an opening: whatever a crash or a changed run file left half-way."""
     with coordinator.transaction() as tx:
         rows = tx.db.execute(
-            select(lease_table, submissions.c.sha256)
-            .join(submissions, submissions.c.lease_id == lease_table.c.lease_id)
+            select(uploads)
+            .join(lease_table, lease_table.c.lease_id == uploads.c.lease_id)
             .where(lease_table.c.state.in_((leases.State.SUBMITTED.value, leases.State.CHECKING.value)))
         ).all()
-        for lease in rows:
-            if not coordinator.store.has(lease.sha256):
+        for upload in rows:
+            if not coordinator.store.holds(expected_of(upload)):
+                lease = leases.find_lease(tx.db, upload.lease_id)
                 leases.void(
-                    tx, coordinator, lease, "void.infra", f"object {lease.sha256} is gone from the store"
+                    tx, coordinator, lease, "void.infra", f"object {upload.sha256} is gone from the store"
                 )
         _settle_last_version(tx, coordinator)
 

@@ -1,10 +1,11 @@
 """Issuing leases: what work there is for a node that asks, decided by a pure function, and the lease made of it."""
 
+import hashlib
 import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import Connection, Row, func, select, update
 
 from shoal.swarm.coordinator import admission, batches, epochs, evaluations, relays
 from shoal.swarm.coordinator.coordinator import (
@@ -19,6 +20,7 @@ from shoal.swarm.coordinator.leases import AWAITED, OPEN, State, expire, find_le
 from shoal.swarm.coordinator.nodes import check_compatible, check_session, get_node, sign_of_life, standing_of
 from shoal.swarm.coordinator.policies import policy_refs
 from shoal.swarm.coordinator.schema import leases, nodes
+from shoal.swarm.coordinator.statements import Statement, given, inserting
 from shoal.swarm.coordinator.trust import Standing, Trust, lease_prompts, next_lease_s, open_leases
 from shoal.wire.codes import Rejected
 from shoal.wire.draw import lease_seed, problem_seeds
@@ -34,6 +36,26 @@ LEASE_SHARE = 0.25
 """A lease is sized so that its node should be done within this share of the time it has."""
 PROMPT_SLACK_TOKENS = 1024
 """What a chat template may add to a prompt. A prompt has at most as many tokens as bytes."""
+
+PROVEN_LAPSES = 2
+
+_UNPROVEN = (nodes.c.accepted == 0) | (nodes.c.lapses >= PROVEN_LAPSES)
+_HOPED = leases.c.state.in_(AWAITED) & _UNPROVEN
+_FLYING = Statement(
+    select(
+        func.coalesce(func.sum(leases.c.num_prompts), 0).label("total"),
+        func.coalesce(func.sum(leases.c.num_prompts).filter(_HOPED), 0).label("hoped"),
+    )
+    .join(nodes, nodes.c.node == leases.c.node)
+    .where(leases.c.state.in_(OPEN), leases.c.purpose == "train")
+)
+_AWAITED_OF = Statement(
+    select(leases)
+    .where(leases.c.node == given("id"), leases.c.state.in_(AWAITED))
+    .order_by(leases.c.session_epoch, leases.c.issued_at_s, leases.c.lease_id)
+)
+_TAKE_OVER = Statement(update(leases).where(leases.c.lease_id == given("id")), "session_epoch")
+_INSERT = inserting(leases, but=("code", "detail", "ended_at_s"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +210,9 @@ def check_upload_limit(coordinator: Coordinator) -> None:
 def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Sealed[Lease]:
     check_session(tx, ask.epoch)
     sign_of_life(tx)
-    expire(tx, coordinator)
-    node = get_node(tx.db, tx.actor)  # as it is now that leases may have run out
+    ran_out = expire(tx, coordinator)
+    assert tx.node is not None, "only nodes ask for leases"
+    node = get_node(tx.db, tx.actor) if ran_out else tx.node
     _check_eligible(tx, coordinator, node)
     held = _held(tx, coordinator, node)
     if held is not None:
@@ -198,7 +221,8 @@ def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Seale
     try:
         work = plan(_look(tx, coordinator, node), coordinator)
     except NoWork as reason:
-        raise Rejected("request.too_early", str(reason), retry_after_s=coordinator.config.retry_s) from None
+        wait_s = coordinator.turnstile.wait_s(tx.now_s, least_s=coordinator.config.retry_s)
+        raise Rejected("request.too_early", str(reason), retry_after_s=wait_s) from None
     return _issue(tx, coordinator, node, work)
 
 
@@ -234,19 +258,13 @@ def _held(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> Sealed[L
 
     So a node that crashed, or whose answer got lost, goes on where it was instead of waiting for a deadline.
     """
-    rows = tx.db.execute(
-        select(leases)
-        .where(leases.c.node == tx.actor, leases.c.state.in_(AWAITED))
-        .order_by(leases.c.session_epoch, leases.c.issued_at_s, leases.c.lease_id)
-    ).all()
+    rows = _AWAITED_OF.rows(tx.db, id=tx.actor)
     limit = _may_hold(tx, coordinator, node)
     if not rows and limit == 0:
         raise Rejected("request.not_admitted", "the stake does not suffice for a single lease any more")
     if not rows or (len(rows) < limit and rows[0].session_epoch == node.session_epoch):
         return None
-    tx.db.execute(
-        update(leases).where(leases.c.lease_id == rows[0].lease_id).values(session_epoch=node.session_epoch)
-    )
+    _TAKE_OVER.run(tx.db, id=rows[0].lease_id, session_epoch=node.session_epoch)
     return Sealed[Lease].parse(rows[0].sealed)
 
 
@@ -272,47 +290,35 @@ def _look(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> Outlook:
     )
 
 
-PROVEN_LAPSES = 2
-
-
 def flying_groups(db: Connection) -> tuple[int, int]:
     """Groups of open train leases: those to count on, and those in the hands of nodes that have shown nothing yet."""
-    unproven = (nodes.c.accepted == 0) | (nodes.c.lapses >= PROVEN_LAPSES)
-    hoped = leases.c.state.in_(AWAITED) & unproven
-    query = (
-        select(
-            func.coalesce(func.sum(leases.c.num_prompts), 0),
-            func.coalesce(func.sum(leases.c.num_prompts).filter(hoped), 0),
-        )
-        .join(nodes, nodes.c.node == leases.c.node)
-        .where(leases.c.state.in_(OPEN), leases.c.purpose == "train")
-    )
-    total, hoped_groups = db.execute(query).one()
-    return int(total - hoped_groups), int(hoped_groups)
+    found = _FLYING.row(db)
+    assert found is not None, "a sum is one row"
+    return int(found.total - found.hoped), int(found.hoped)
 
 
 def _issue(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work) -> Sealed[Lease]:
     lease = _compose(tx, coordinator, work, _origin(tx, coordinator, node, work))
-    sealed = seal(lease, coordinator.run_key)
-    tx.db.execute(
-        insert(leases).values(
-            lease_id=lease.lease_id,
-            node=lease.node,
-            unit=lease.unit or lease.lease_id,
-            purpose=lease.purpose,
-            epoch=lease.epoch,
-            session_epoch=node.session_epoch,
-            eval_version=work.versions[0] if work.purpose == "eval" else None,
-            chunk=lease.chunk,
-            num_prompts=len(lease.prompts),
-            samples_per_prompt=lease.sampling.samples_per_prompt,
-            max_bytes=lease.max_bytes,
-            sealed=sealed.model_dump_json(),
-            issued_at_s=lease.issued_at_s,
-            deadline_s=lease.deadline_s,
-            state=State.ISSUED.value,
-            credit=0,
-        )
+    text = lease.canonical()
+    sealed = seal(lease, coordinator.run_key, canonical=text)
+    _INSERT.run(
+        tx.db,
+        lease_id=lease.lease_id,
+        node=lease.node,
+        unit=lease.unit or lease.lease_id,
+        purpose=lease.purpose,
+        epoch=lease.epoch,
+        session_epoch=node.session_epoch,
+        eval_version=work.versions[0] if work.purpose == "eval" else None,
+        chunk=lease.chunk,
+        num_prompts=len(lease.prompts),
+        samples_per_prompt=lease.sampling.samples_per_prompt,
+        max_bytes=lease.max_bytes,
+        sealed=sealed.model_dump_json(),
+        issued_at_s=lease.issued_at_s,
+        deadline_s=lease.deadline_s,
+        state=State.ISSUED.value,
+        credit=0,
     )
     tx.record(
         "lease.issued",
@@ -324,7 +330,7 @@ def _issue(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work
         chunk=lease.chunk,
         versions=[policy.version for policy in lease.policies],
         deadline_s=lease.deadline_s,
-        lease_digest=lease.digest(),
+        lease_digest=hashlib.sha256(text).hexdigest(),
     )
     return sealed
 

@@ -10,13 +10,14 @@ revoked if the node is caught while the credit is held. Which code it ended with
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, select, update
+from sqlalchemy import Connection, Row, select, update
 
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, is_finished
 from shoal.swarm.coordinator.epochs import reveal_ended
 from shoal.swarm.coordinator.leftovers import remove_leftover_of
 from shoal.swarm.coordinator.nodes import check_session, count_void, happen
 from shoal.swarm.coordinator.schema import leases, nodes
+from shoal.swarm.coordinator.statements import Statement, given
 from shoal.swarm.coordinator.trust import Happening
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import Abandon, LeaseStatus
@@ -79,11 +80,15 @@ def next_state(state: State, event: Event) -> State:
     return _NEXT[state, event]
 
 
-_FIND = select(leases).where(leases.c.lease_id == bindparam("id"))
+_THIS = leases.c.lease_id == given("id")
+_FIND = Statement(select(leases).where(_THIS))
+_MOVE = Statement(update(leases).where(_THIS), "state")
+_END = Statement(update(leases).where(_THIS), "state", "code", "detail", "credit", "ended_at_s")
+_RUN_OUT = Statement(select(leases).where(leases.c.state.in_(AWAITED), leases.c.deadline_s < given("now_s")))
 
 
 def find_lease(db: Connection, lease_id: str) -> Row[Any]:
-    lease = db.execute(_FIND, {"id": lease_id}).one_or_none()
+    lease = _FIND.row(db, id=lease_id)
     if lease is None:
         raise Rejected("request.not_found", f"no lease {lease_id[:80]!r}")
     return lease
@@ -110,11 +115,9 @@ def awaited_lease(tx: Transaction, lease_id: str, epoch: int) -> Row[Any]:
     return lease
 
 
-def move(tx: Transaction, lease: Row[Any], event: Event, **columns: Any) -> State:
+def move(tx: Transaction, lease: Row[Any], event: Event) -> State:
     state = next_state(State(lease.state), event)
-    tx.db.execute(
-        update(leases).where(leases.c.lease_id == lease.lease_id).values(state=state.value, **columns)
-    )
+    _MOVE.run(tx.db, id=lease.lease_id, state=state.value)
     return state
 
 
@@ -129,7 +132,16 @@ def end(
     credit: int = 0,
 ) -> None:
     """The one way into a terminal state."""
-    move(tx, lease, event, code=code, detail=detail, credit=credit, ended_at_s=tx.now_s)
+    state = next_state(State(lease.state), event)
+    _END.run(
+        tx.db,
+        id=lease.lease_id,
+        state=state.value,
+        code=code,
+        detail=detail,
+        credit=credit,
+        ended_at_s=tx.now_s,
+    )
     reveal_ended(tx, coordinator.config.leases_per_epoch, run_over=is_finished(tx.db, coordinator.spec))
 
 
@@ -177,9 +189,7 @@ def void_all(tx: Transaction, coordinator: Coordinator, node: str, code: str, de
 
 def expire(tx: Transaction, coordinator: Coordinator) -> int:
     """Void the leases whose deadline passed before a submission came; how many."""
-    rows = tx.db.execute(
-        select(leases).where(leases.c.state.in_(AWAITED), leases.c.deadline_s < tx.now_s)
-    ).all()
+    rows = _RUN_OUT.rows(tx.db, now_s=tx.now_s)
     for lease in rows:
         void(
             tx,

@@ -4,18 +4,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, func, insert, select
+from sqlalchemy import Connection, Row, bindparam, func, select
 
 from shoal.swarm.coordinator.database import read_only
 from shoal.swarm.coordinator.schema import ledger
+from shoal.swarm.coordinator.statements import Statement, inserting
 from shoal.wire.keys import Key
-from shoal.wire.ledger import GENESIS, LedgerEvent, LedgerHead, event_hash
+from shoal.wire.ledger import GENESIS, LedgerEvent, LedgerHead, hash_of_text
 from shoal.wire.record import Sealed, canonical_json, seal
 
 PAGE = 1000
 
-_HEAD = select(ledger.c.seq, ledger.c.hash, ledger.c.time_s).order_by(ledger.c.seq.desc()).limit(1)
-_INSERT = insert(ledger)
+_HEAD = Statement(select(ledger.c.seq, ledger.c.hash, ledger.c.time_s).order_by(ledger.c.seq.desc()).limit(1))
+_INSERT = inserting(ledger)
 _PAGE = (
     select(ledger)
     .where(ledger.c.seq >= bindparam("from_seq"))
@@ -32,15 +33,18 @@ class LedgerWriter:
         self._head: tuple[int, str] | None = None
         self._written = 0
         self.events: list[LedgerEvent] = []
+        self._texts: list[bytes] = []
 
     def append(self, type: str, actor: str, body: dict[str, Any]) -> int:
         """The event's number."""
         if self._head is None:
-            row = self._db.execute(_HEAD).one_or_none()
+            row = _HEAD.row(self._db)
             self._head = (row.seq, row.hash) if row else (0, GENESIS)
         seq, prev = self._head[0] + 1, self._head[1]
-        digest = event_hash(seq, self._now_s, type, actor, body, prev)
+        text = canonical_json(body)
+        digest = hash_of_text(seq, self._now_s, type, actor, text, prev)
         self._head = (seq, digest)
+        self._texts.append(text)
         self.events.append(
             LedgerEvent(
                 seq=seq, time_s=self._now_s, type=type, actor=actor, body=body, prev=prev, hash=digest
@@ -49,14 +53,18 @@ class LedgerWriter:
         return seq
 
     def flush(self) -> None:
-        if fresh := self.events[self._written :]:
-            self._db.execute(_INSERT, [_to_row(event) for event in fresh])
-            self._written = len(self.events)
+        written, self._written = self._written, len(self.events)
+        if fresh := self.events[written:]:
+            texts = self._texts[written:]
+            _INSERT.run_many(
+                self._db, [_to_row(event, text) for event, text in zip(fresh, texts, strict=True)]
+            )
 
     def forget(self) -> None:
         """The effect was refused, so its events never happened."""
         self._head, self._written = None, 0
         self.events.clear()
+        self._texts.clear()
 
 
 def head_seq(db: Connection) -> int:
@@ -64,7 +72,8 @@ def head_seq(db: Connection) -> int:
 
 
 def signed_head(db: Connection, run: str, key: Key) -> Sealed[LedgerHead]:
-    row = db.execute(_HEAD).one()
+    row = _HEAD.row(db)
+    assert row is not None, "a run that is open has its first event"
     return seal(LedgerHead(run=run, seq=row.seq, hash=row.hash, time_s=row.time_s), key)
 
 
@@ -82,8 +91,8 @@ def read_ledger(database: Path | str) -> list[LedgerEvent]:
     return events
 
 
-def _to_row(event: LedgerEvent) -> dict[str, Any]:
-    return {**event.model_dump(exclude={"body"}), "body": canonical_json(event.body).decode()}
+def _to_row(event: LedgerEvent, body: bytes) -> dict[str, Any]:
+    return vars(event) | {"body": body.decode()}
 
 
 def _to_event(row: Row[Any]) -> LedgerEvent:

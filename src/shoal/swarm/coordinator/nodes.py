@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, func, insert, select, text, update
+from sqlalchemy import Connection, Row, func, insert, select, text, update
 
 from shoal.swarm.coordinator import admission
 from shoal.swarm.coordinator.compatibility import Compatibility, Fit, compatibility, meet
@@ -17,9 +17,11 @@ from shoal.swarm.coordinator.credit import held_since_s
 from shoal.swarm.coordinator.liveness import OFFLINE_AFTER, liveness
 from shoal.swarm.coordinator.schema import leases as lease_table
 from shoal.swarm.coordinator.schema import nodes, submissions, verdicts
+from shoal.swarm.coordinator.statements import Statement, given
 from shoal.swarm.coordinator.terms import Terms
 from shoal.swarm.coordinator.trust import Finding, Happening, Standing, Trust, judge
 from shoal.wire.codes import Rejected, in_words
+from shoal.wire.lease import Verdict
 from shoal.wire.messages import (
     Enrol,
     Enrolled,
@@ -31,25 +33,35 @@ from shoal.wire.messages import (
     Recorded,
     Session,
 )
+from shoal.wire.pool import misfits
 from shoal.wire.run import PROTOCOL
 
-_FIND = select(nodes).where(nodes.c.node == bindparam("key"))
-_SEEN = update(nodes).where(nodes.c.node == bindparam("key")).values(last_seen_s=bindparam("now_s"), live=1)
-_BEAT = (
+_THIS = nodes.c.node == given("id")
+_FIND = Statement(select(nodes).where(_THIS))
+_SEEN = Statement(update(nodes).where(_THIS), "last_seen_s", "live")
+_BEAT = Statement(
+    update(nodes).where(_THIS), "last_seen_s", "live", "phase", "policy_version", "tokens_per_s"
+)
+_STAND = Statement(
+    update(nodes).where(_THIS),
+    *("trust", "trust_reason", "trust_since_s", "streak", "rejected", "lapses", "lapsed_s"),
+)
+_COUNT = Statement(
     update(nodes)
-    .where(nodes.c.node == bindparam("key"))
+    .where(_THIS)
     .values(
-        last_seen_s=bindparam("now_s"),
-        live=1,
-        phase=bindparam("phase_now"),
-        policy_version=bindparam("version_now"),
-        tokens_per_s=bindparam("speed_now"),
+        accepted=nodes.c.accepted + given("one_accepted"),
+        void=nodes.c.void + given("one_void"),
+        credit=nodes.c.credit + given("earned"),
+        last_code=given("code_now"),
+        last_detail=given("detail_now"),
+        rows_per_s=given("speed_now"),
     )
 )
 
 
 def find_node(db: Connection, key: str) -> Row[Any] | None:
-    return db.execute(_FIND, {"key": key}).one_or_none()
+    return _FIND.row(db, id=key)
 
 
 def get_node(db: Connection, key: str) -> Row[Any]:
@@ -117,6 +129,7 @@ def _renew(tx: Transaction, node: Row[Any], owner: str, until_s: float | None) -
 def open_session(tx: Transaction, coordinator: Coordinator, ask: OpenSession) -> Session:
     node = tx.node
     assert node is not None, "the door lets only enrolled keys open a session"
+    _check_machine(coordinator, ask)
     epoch = node.session_epoch + 1
     fit = _meet(tx, coordinator, node, ask.software)
     tx.db.execute(
@@ -134,6 +147,14 @@ def open_session(tx: Transaction, coordinator: Coordinator, ask: OpenSession) ->
     if node.trust == Trust.RETIRED.value:
         happen(tx, coordinator, tx.actor, Happening.RETURN, "it came back")
     return Session(epoch=epoch, heartbeat_s=coordinator.config.heartbeat_s)
+
+
+def _check_machine(coordinator: Coordinator, ask: OpenSession) -> None:
+    """Who does not say what it brings may try."""
+    spec = coordinator.spec
+    reasons = misfits(ask.capabilities, spec.needs, spec.compute_dtype) if ask.capabilities else []
+    if reasons:
+        raise Rejected("request.unfit", f"run {spec.run!r}: {'; '.join(reasons)}")
 
 
 def _meet(tx: Transaction, coordinator: Coordinator, node: Row[Any], software: str) -> Fit:
@@ -175,21 +196,30 @@ def check_session(tx: Transaction, epoch: int) -> Row[Any]:
 
 def sign_of_life(tx: Transaction) -> None:
     _tell_return(tx)
-    tx.db.execute(_SEEN, {"key": tx.actor, "now_s": tx.now_s})
+    _SEEN.run(tx.db, id=tx.actor, last_seen_s=tx.now_s, live=1)
 
 
 def heartbeat(tx: Transaction, coordinator: Coordinator, beat: Heartbeat) -> HeartbeatReply:
     check_session(tx, beat.epoch)
     _tell_return(tx)
-    values = {"phase_now": beat.phase, "version_now": beat.policy_version, "speed_now": beat.tokens_per_s}
-    tx.db.execute(_BEAT, {"key": tx.actor, "now_s": tx.now_s, **values})
+    _BEAT.run(
+        tx.db,
+        id=tx.actor,
+        last_seen_s=tx.now_s,
+        live=1,
+        phase=beat.phase,
+        policy_version=beat.policy_version,
+        tokens_per_s=beat.tokens_per_s,
+    )
     return HeartbeatReply(finished=is_finished(tx.db, coordinator.spec), next_in_s=_next_beat_s(coordinator))
 
 
-_QUICK_BEAT = text(
-    "UPDATE nodes SET last_seen_s = :now_s, phase = :phase, policy_version = :version, tokens_per_s = :speed"
-    " WHERE node = :key AND session_epoch = :epoch AND live = 1 AND trust <> 'banned' AND owner IS NULL"
-    " RETURNING (SELECT finished_version FROM run)"
+_QUICK_BEAT = Statement(
+    text(
+        "UPDATE nodes SET last_seen_s = :now_s, phase = :phase, policy_version = :version, tokens_per_s = :speed"
+        " WHERE node = :key AND session_epoch = :epoch AND live = 1 AND trust <> 'banned' AND owner IS NULL"
+        " RETURNING (SELECT finished_version FROM run)"
+    )
 )
 
 
@@ -200,17 +230,15 @@ def quick_heartbeat(
 
     Of what reaches a coordinator most is this. A delegated node takes the long way: its delegation must be looked at.
     """
-    found = db.execute(
-        _QUICK_BEAT,
-        {
-            "now_s": now_s,
-            "phase": beat.phase,
-            "version": beat.policy_version,
-            "speed": beat.tokens_per_s,
-            "key": key,
-            "epoch": beat.epoch,
-        },
-    ).one_or_none()
+    found = _QUICK_BEAT.row(
+        db,
+        now_s=now_s,
+        phase=beat.phase,
+        version=beat.policy_version,
+        speed=beat.tokens_per_s,
+        key=key,
+        epoch=beat.epoch,
+    )
     if found is None:
         return None
     return HeartbeatReply(
@@ -252,18 +280,16 @@ def happen(
     if after == before:
         return None
     moved = after.trust is not before.trust
-    tx.db.execute(
-        update(nodes)
-        .where(nodes.c.node == key)
-        .values(
-            trust=after.trust.value,
-            trust_reason=_reason(after, reason) if moved else node.trust_reason,
-            trust_since_s=after.since_s,
-            streak=after.streak,
-            rejected=after.rejected,
-            lapses=after.lapses,
-            lapsed_s=after.lapsed_s,
-        )
+    _STAND.run(
+        tx.db,
+        id=key,
+        trust=after.trust.value,
+        trust_reason=_reason(after, reason) if moved else node.trust_reason,
+        trust_since_s=after.since_s,
+        streak=after.streak,
+        rejected=after.rejected,
+        lapses=after.lapses,
+        lapsed_s=after.lapsed_s,
     )
     if not moved:
         return None
@@ -281,20 +307,23 @@ def _check_in_full(tx: Transaction, key: str) -> None:
 
 
 def count_verdict(
-    tx: Transaction, key: str, finding: Finding, *, code: str, detail: str, credit: int
+    tx: Transaction, node: Row[Any], finding: Finding, *, verdict: Verdict, credit: int, rows_per_s: float
 ) -> None:
-    """Enter a verdict into the node's record, all but its standing."""
-    tx.db.execute(
-        update(nodes)
-        .where(nodes.c.node == key)
-        .values(
-            accepted=nodes.c.accepted + int(finding is Finding.ACCEPTED),
-            void=nodes.c.void + int(finding is Finding.VOID),
-            credit=nodes.c.credit + credit,
-            last_code=code,
-            last_detail=detail,
-        )
+    """Enter a verdict and how fast it was answered into the node's record, all but its standing."""
+    before = node.rows_per_s
+    _COUNT.run(
+        tx.db,
+        id=node.node,
+        one_accepted=int(finding is Finding.ACCEPTED),
+        one_void=int(finding is Finding.VOID),
+        earned=credit,
+        code_now=verdict.code,
+        detail_now=verdict.detail,
+        speed_now=rows_per_s if before == 0 else SPEED_MEMORY * before + (1 - SPEED_MEMORY) * rows_per_s,
     )
+
+
+SPEED_MEMORY = 0.7
 
 
 def count_void(tx: Transaction, node: str) -> None:

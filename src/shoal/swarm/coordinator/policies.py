@@ -8,11 +8,18 @@ from sqlalchemy import Connection, Row, insert, select, update
 from shoal.swarm.coordinator import batches, evaluations, submissions
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest_version
 from shoal.swarm.coordinator.schema import policies
+from shoal.swarm.coordinator.statements import Statement, given
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import PolicyRef
 from shoal.wire.manifest import WEIGHTS_FILE, Manifest
 from shoal.wire.messages import Announce, Origin, Recorded
 from shoal.wire.record import Sealed
+
+_DIGESTS = Statement(
+    select(policies.c.version, policies.c.weights_digest)
+    .where(policies.c.version.between(given("first"), given("last")))
+    .order_by(policies.c.version)
+)
 
 
 def announce(tx: Transaction, coordinator: Coordinator, told: Announce) -> Recorded:
@@ -68,12 +75,12 @@ def origin(db: Connection) -> Origin:
 
 def policy_refs(db: Connection, versions: Sequence[int]) -> tuple[PolicyRef, ...]:
     """Those of `versions` that are published, newest last."""
-    rows = db.execute(
-        select(policies.c.version, policies.c.weights_digest)
-        .where(policies.c.version.in_(versions))
-        .order_by(policies.c.version)
+    rows = _DIGESTS.rows(db, first=min(versions), last=max(versions))
+    return tuple(
+        PolicyRef(version=row.version, weights_digest=row.weights_digest)
+        for row in rows
+        if row.version in versions
     )
-    return tuple(PolicyRef(version=row.version, weights_digest=row.weights_digest) for row in rows)
 
 
 def _check_manifest(manifest: Manifest, told: Announce, run: str) -> None:

@@ -7,9 +7,12 @@ from sqlalchemy import Connection, delete, insert, select
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, is_finished
 from shoal.swarm.coordinator.liveness import Liveness, liveness
 from shoal.swarm.coordinator.schema import relays
+from shoal.swarm.coordinator.statements import Statement
 from shoal.wire.messages import HeartbeatReply, RelayReport, RelayView
 from shoal.wire.record import Sealed, seal
 from shoal.wire.ticket import TICKET_S, Ticket
+
+_ALL = Statement(select(relays).order_by(relays.c.url))
 
 
 def report(tx: Transaction, coordinator: Coordinator, told: RelayReport) -> HeartbeatReply:
@@ -41,7 +44,7 @@ def views(db: Connection, now_s: float, heartbeat_s: float) -> tuple[RelayView, 
             versions=tuple(json.loads(row.versions)),
             bytes_sent=row.bytes_sent,
         )
-        for row in db.execute(select(relays).order_by(relays.c.url))
+        for row in _ALL.rows(db)
     )
 
 

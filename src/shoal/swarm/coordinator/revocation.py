@@ -9,7 +9,7 @@ from shoal.swarm.coordinator.coordinator import Coordinator, Transaction
 from shoal.swarm.coordinator.credit import Earning, held_since_s, to_revoke
 from shoal.swarm.coordinator.leases import Event, State, find_lease, move, own_lease
 from shoal.swarm.coordinator.nodes import get_node, happen
-from shoal.swarm.coordinator.schema import appeals, nodes, verdicts
+from shoal.swarm.coordinator.schema import appeals, leases, nodes, verdicts
 from shoal.swarm.coordinator.trust import Happening, Trust
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.messages import Appeal, Recorded
@@ -41,7 +41,8 @@ def revoke_unchecked(tx: Transaction, coordinator: Coordinator, node: Row[Any], 
         return
     ids, amount = [earning.lease_id for earning in taken], sum(earning.amount for earning in taken)
     for lease_id in ids:
-        move(tx, find_lease(tx.db, lease_id), Event.REVOKE, credit=0)
+        move(tx, find_lease(tx.db, lease_id), Event.REVOKE)
+    tx.db.execute(update(leases).where(leases.c.lease_id.in_(ids)).values(credit=0))
     tx.db.execute(update(verdicts).where(verdicts.c.lease_id.in_(ids)).values(revoked_for=because))
     tx.db.execute(update(nodes).where(nodes.c.node == node.node).values(credit=nodes.c.credit - amount))
     withdrawn = batches.withdraw(tx, ids)

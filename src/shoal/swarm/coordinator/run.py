@@ -1,25 +1,41 @@
-"""The coordinator as a process: open the folder, serve, keep house, leave."""
+"""The coordinator as a process: open the folders, serve, keep house, leave. One run, or a pool of them."""
 
 import contextlib
 import fcntl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.net.presign import Credentials
+from shoal.net.s3 import S3Store
 from shoal.net.server import Server, listen
 from shoal.swarm.coordinator.app import make_app
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.coordinator import Coordinator, newest_version, open_coordinator
 from shoal.swarm.coordinator.housekeeping import keep_house, resume
 from shoal.swarm.coordinator.issue import check_upload_limit
+from shoal.swarm.coordinator.pool import Hosted, Pool
+from shoal.swarm.coordinator.sweep import keep_sweeping
 from shoal.telemetry import Log
 from shoal.wire.run import RunSpec
 
 _WILDCARDS = ("0.0.0.0", "::", "")
 
 
-def run_coordinator(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosting:
+    """One run and where it lives."""
+
+    config: CoordinatorConfig
+    spec: RunSpec
+    dir: Path
+    credentials: Credentials | None = None
+    """Of its object store, where it has one."""
+
+
+def run_coordinator(  # noqa: PLR0913 - the whole of a process
     config: CoordinatorConfig,
     spec: RunSpec,
     dir: Path,
@@ -27,24 +43,57 @@ def run_coordinator(
     port: int,
     stop: threading.Event,
     on_ready: Callable[[str], None] | None = None,
+    *,
+    credentials: Credentials | None = None,
 ) -> None:
     """Serve the run in `dir` until `stop`. `on_ready` gets the URL once it answers (port 0 takes a free one).
 
     With PostgreSQL several may serve one run from one folder.
     """
-    log = Log("coordinator")
-    with contextlib.nullcontext() if config.database else alone_in(dir):
-        coordinator = open_coordinator(config, spec, dir, log=log)
+    hosting = Hosting(config=config, spec=spec, dir=dir, credentials=credentials)
+    run_pool([hosting], host, port, stop, on_ready)
+
+
+def run_pool(
+    runs: Sequence[Hosting],
+    host: str,
+    port: int,
+    stop: threading.Event,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """The same for several runs, each in its own folder."""
+    names = [run.spec.run for run in runs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"runs of one coordinator must have names of their own: {', '.join(names)}")
+    with contextlib.ExitStack() as stack:
+        coordinators = [stack.enter_context(_opened(run)) for run in runs]
+        for coordinator in coordinators:
+            _sweep_beside(coordinator, stop)
+        _serve(coordinators, host, port, stop, on_ready)
+
+
+@contextmanager
+def _opened(run: Hosting) -> Iterator[Coordinator]:
+    with contextlib.nullcontext() if run.config.database else alone_in(run.dir):
+        coordinator = open_coordinator(
+            run.config, run.spec, run.dir, log=Log("coordinator"), credentials=run.credentials
+        )
         try:
             check_upload_limit(coordinator)
             resume(coordinator)
-            _serve(coordinator, host, port, stop, on_ready)
+            yield coordinator
         finally:
             coordinator.close()
 
 
+def _sweep_beside(coordinator: Coordinator, stop: threading.Event) -> None:
+    if isinstance(coordinator.store, S3Store):
+        arguments = (coordinator, coordinator.store, stop)
+        threading.Thread(target=keep_sweeping, args=arguments, name="sweep", daemon=True).start()
+
+
 def _serve(
-    coordinator: Coordinator,
+    coordinators: Sequence[Coordinator],
     host: str,
     port: int,
     stop: threading.Event,
@@ -52,22 +101,26 @@ def _serve(
 ) -> None:
     sock = listen(host, port)
     port = int(sock.getsockname()[1])
-    authorities = known_authorities(host, port, coordinator.config.authorities)
-    app = make_app(coordinator, authorities=authorities)
-    server = Server(app, sock, on_close=app.state.feed.close)
     url = f"http://{_bracketed(host)}:{port}"
+    pool = Pool([_host(coordinator, host, port, url) for coordinator in coordinators])
+    server = Server(pool, sock, on_close=pool.close_feeds)
+    server.start()
+    try:
+        if on_ready is not None:
+            on_ready(url)
+        keep_house(coordinators, stop, check=server.check)
+    finally:
+        server.close()
+
+
+def _host(coordinator: Coordinator, host: str, port: int, url: str) -> Hosted:
+    authorities = known_authorities(host, port, coordinator.config.authorities)
     with coordinator.database.read() as db:
         newest = newest_version(db)
     coordinator.log.info("serving", url=url, run=coordinator.spec.run, newest_version=newest)
     if authorities is None:
         coordinator.log.warning("any host name is taken in signed requests; set coordinator.authorities")
-    server.start()
-    try:
-        if on_ready is not None:
-            on_ready(url)
-        keep_house(coordinator, stop, check=server.check)
-    finally:
-        server.close()
+    return Hosted(coordinator, make_app(coordinator, authorities=authorities))
 
 
 @contextmanager

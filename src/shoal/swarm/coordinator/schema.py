@@ -10,6 +10,11 @@ SCHEMA_VERSION = 3
 
 metadata = MetaData()
 
+# Which layout this is: Alembic's own table, under its own name.
+alembic_version = Table(
+    "alembic_version", metadata, Column("version_num", String(32), primary_key=True, nullable=False)
+)
+
 run = Table(
     "run",
     metadata,

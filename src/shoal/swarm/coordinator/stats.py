@@ -32,7 +32,7 @@ SPEED_WINDOW_S = 60.0
 NODES_SHOWN = 500
 
 
-FEATURES = ("delegation", "appeal", "leave", "admission")
+FEATURES = ("delegation", "appeal", "leave", "admission", "capabilities")
 """What a client may use without trying: routes and fields that the first release did not have."""
 
 
@@ -72,6 +72,7 @@ def runs(db: Connection, coordinator: Coordinator) -> RunList:
         weights_bytes=0 if newest is None else Sealed[Manifest].parse(newest).body.num_bytes,
         admission=config.admission,
         live_workers=situation.live_workers,
+        needs=spec.needs,
         entry_points=config.entry_points,
         relays=tuple(relay.url for relay in live),
     )

@@ -2,12 +2,14 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, Row, and_, bindparam, insert, or_, select
+from sqlalchemy import Connection, Row, and_, or_, select
 
+from shoal.net.objects import LocalStore
 from shoal.swarm.coordinator import epochs
 from shoal.swarm.coordinator.batches import is_stale
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest_version
 from shoal.swarm.coordinator.drawing import checks_all
+from shoal.swarm.coordinator.expected import expected_of
 from shoal.swarm.coordinator.leases import (
     Event,
     State,
@@ -19,6 +21,7 @@ from shoal.swarm.coordinator.leases import (
 )
 from shoal.swarm.coordinator.nodes import standing_of
 from shoal.swarm.coordinator.schema import leases, submissions
+from shoal.swarm.coordinator.statements import Statement, given, inserting
 from shoal.swarm.coordinator.trust import check_rate
 from shoal.swarm.coordinator.uploads import find_upload
 from shoal.wire.codes import Rejected
@@ -26,11 +29,12 @@ from shoal.wire.lease import Lease, Receipt
 from shoal.wire.messages import Submit
 from shoal.wire.record import Sealed, seal
 
-_FIND = select(submissions).where(submissions.c.lease_id == bindparam("id"))
+_FIND = Statement(select(submissions).where(submissions.c.lease_id == given("id")))
+_INSERT = inserting(submissions, but=("claimed_by", "claimed_at_s", "claimed_until_s"))
 
 
 def find_submission(db: Connection, lease_id: str) -> Row[Any] | None:
-    return db.execute(_FIND, {"id": lease_id}).one_or_none()
+    return _FIND.row(db, id=lease_id)
 
 
 def submit(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: Submit) -> Sealed[Receipt]:
@@ -112,7 +116,9 @@ def _check_stored(tx: Transaction, coordinator: Coordinator, ask: Submit, lease_
             "request.conflict",
             f"no upload of {ask.num_bytes} bytes with digest {ask.sha256} on lease {lease_id}",
         )
-    if upload.stored_at_s is None or not coordinator.store.has(ask.sha256):
+    # A store elsewhere was asked before the transaction began (uploads.arrived).
+    here = isinstance(coordinator.store, LocalStore)
+    if upload.stored_at_s is None or (here and not coordinator.store.holds(expected_of(upload))):
         raise Rejected("request.conflict", f"the upload of {ask.sha256} is not complete; send it again")
 
 
@@ -129,16 +135,15 @@ def _receive(tx: Transaction, coordinator: Coordinator, lease: Row[Any], ask: Su
         seq=seq,
     )
     sealed = seal(receipt, coordinator.run_key)
-    tx.db.execute(
-        insert(submissions).values(
-            lease_id=lease.lease_id,
-            node=lease.node,
-            **what,
-            received_at_s=tx.now_s,
-            seq=seq,
-            receipt=sealed.model_dump_json(),
-            **_draw_checks(tx, coordinator, lease, ask.sha256),
-        )
+    _INSERT.run(
+        tx.db,
+        lease_id=lease.lease_id,
+        node=lease.node,
+        **what,
+        received_at_s=tx.now_s,
+        seq=seq,
+        receipt=sealed.model_dump_json(),
+        **_draw_checks(tx, coordinator, lease, ask.sha256),
     )
     move(tx, lease, Event.SUBMIT)
     return sealed

@@ -1,30 +1,28 @@
 """Uploads: a node declares size and digest, gets a name of our choosing, and sends exactly those bytes to it."""
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, select, update
 
+from shoal.net.s3 import StoreDown
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction
+from shoal.swarm.coordinator.expected import Expected, expected_of
 from shoal.swarm.coordinator.leases import AWAITED, Event, State, awaited_lease, find_lease, move
 from shoal.swarm.coordinator.leftovers import remove_leftover
-from shoal.swarm.coordinator.schema import uploads
+from shoal.swarm.coordinator.schema import submissions, uploads
+from shoal.swarm.coordinator.statements import Statement, given, inserting
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import AskUpload, Upload
 
 PATH = "/v1/objects/"
+STORE_RETRY_S = 2.0
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
-    """What must come in under a token. The token is the permission."""
-
-    token: str
-    lease_id: str
-    sha256: str
-    num_bytes: int
-    expires_at_s: float
+_FIND = Statement(select(uploads).where(uploads.c.lease_id == given("id")))
+_UNDER = Statement(select(uploads).where(uploads.c.token == given("name")))
+_STORED = Statement(update(uploads).where(uploads.c.token == given("name")), "stored_at_s")
+_INSERT = inserting(uploads)
 
 
 def ask_upload(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: AskUpload) -> Upload:
@@ -36,41 +34,72 @@ def ask_upload(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: As
         raise Rejected("request.too_large", f"{ask.num_bytes} bytes, the lease allows {lease.max_bytes}")
     found = find_upload(tx.db, lease_id)
     if found is not None and (found.sha256, found.num_bytes) == (ask.sha256, ask.num_bytes):
-        return Upload(path=PATH + found.token, expires_at_s=found.expires_at_s)
-    row = {
-        "token": secrets.token_hex(32),
-        "sha256": ask.sha256,
-        "num_bytes": ask.num_bytes,
-        "asked_at_s": tx.now_s,
-        "expires_at_s": lease.deadline_s,
-        "stored_at_s": None,
-    }
+        return _place(coordinator, expected_of(found))
+    wanted = Expected(
+        token=secrets.token_hex(32),
+        sha256=ask.sha256,
+        num_bytes=ask.num_bytes,
+        asked_at_s=tx.now_s,
+        expires_at_s=lease.deadline_s,
+        lease_id=lease_id,
+    )
+    row = {**asdict(wanted), "stored_at_s": None}
     if found is None:
-        tx.db.execute(insert(uploads).values(lease_id=lease_id, **row))
+        _INSERT.run(tx.db, **row)
     else:
-        remove_leftover(tx, coordinator, token=found.token, sha256=found.sha256)
+        remove_leftover(tx, coordinator, expected_of(found))
         tx.db.execute(update(uploads).where(uploads.c.lease_id == lease_id).values(**row))
     move(tx, lease, Event.UPLOAD)
-    return Upload(path=f"{PATH}{row['token']}", expires_at_s=lease.deadline_s)
+    return _place(coordinator, wanted)
+
+
+def _place(coordinator: Coordinator, wanted: Expected) -> Upload:
+    url = coordinator.store.upload_url(wanted)
+    return Upload(path="" if url else PATH + wanted.token, url=url, expires_at_s=wanted.expires_at_s)
 
 
 def find_upload(db: Connection, lease_id: str) -> Row[Any] | None:
-    return db.execute(select(uploads).where(uploads.c.lease_id == lease_id)).one_or_none()
+    return _FIND.row(db, id=lease_id)
 
 
 def expected_under(db: Connection, token: str, now_s: float) -> Expected:
-    row = db.execute(select(uploads).where(uploads.c.token == token)).one_or_none()
+    row = _UNDER.row(db, name=token)
     if row is None:
         raise Rejected("request.not_found", "no upload is expected under this name")
     if now_s > row.expires_at_s or find_lease(db, row.lease_id).state not in AWAITED:
         raise Rejected("request.lease_closed", "the lease of this upload has ended")
-    return Expected(
-        token=token,
-        lease_id=row.lease_id,
-        sha256=row.sha256,
-        num_bytes=row.num_bytes,
-        expires_at_s=row.expires_at_s,
-    )
+    return expected_of(row)
+
+
+def find_submitted(db: Connection, sha256: str) -> Expected | None:
+    """The upload that somebody submitted as these bytes; the first, if several did."""
+    row = db.execute(
+        select(uploads)
+        .join(submissions, submissions.c.lease_id == uploads.c.lease_id)
+        .where(submissions.c.sha256 == sha256)
+        .order_by(submissions.c.seq)
+        .limit(1)
+    ).one_or_none()
+    return None if row is None else expected_of(row)
+
+
+def arrived(coordinator: Coordinator, node: str, lease_id: str) -> Expected | None:
+    """What this node has put into the object store for this lease, if we do not know of it yet.
+
+    Asks the store, which takes time: never inside a transaction.
+    """
+    with coordinator.database.read() as db:
+        upload = find_upload(db, lease_id)
+        if upload is None or upload.stored_at_s is not None or find_lease(db, lease_id).node != node:
+            return None
+    wanted = expected_of(upload)
+    try:
+        return wanted if coordinator.store.holds(wanted) else None
+    except StoreDown as error:
+        coordinator.log.warning("the object store does not answer", reason=error)
+        raise Rejected(
+            "request.too_early", "the object store does not answer", retry_after_s=STORE_RETRY_S
+        ) from None
 
 
 def mark_stored(coordinator: Coordinator, expected: Expected) -> None:
@@ -79,9 +108,7 @@ def mark_stored(coordinator: Coordinator, expected: Expected) -> None:
         lease = find_lease(tx.db, expected.lease_id)
         upload = find_upload(tx.db, expected.lease_id)
         if upload is not None and upload.token == expected.token and lease.state != State.VOID:
-            tx.db.execute(
-                update(uploads).where(uploads.c.token == expected.token).values(stored_at_s=tx.now_s)
-            )
+            _STORED.run(tx.db, name=expected.token, stored_at_s=tx.now_s)
             return
-        remove_leftover(tx, coordinator, token=expected.token, sha256=expected.sha256)
+        remove_leftover(tx, coordinator, expected)
     raise Rejected("request.lease_closed", "the lease ended, or other bytes were declared, while these came")

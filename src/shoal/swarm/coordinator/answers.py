@@ -1,0 +1,42 @@
+"""What goes back: records as JSON, refusals as problems (RFC 9457)."""
+
+import math
+from collections.abc import Sequence
+
+from starlette.responses import Response
+
+from shoal.wire.codes import CODES
+from shoal.wire.messages import Problem
+from shoal.wire.record import Record
+
+JSON = "application/json"
+
+
+def as_described(answer: Record, gives: type[Record] | None) -> Record:
+    """The answer, of the kind that /openapi.json says."""
+    assert gives is not None and isinstance(answer, gives), f"/openapi.json says {gives}, not {type(answer)}"
+    return answer
+
+
+def to_json(answer: Record | Sequence[Record]) -> bytes:
+    if isinstance(answer, Record):
+        return answer.model_dump_json().encode()
+    return f"[{','.join(record.model_dump_json() for record in answer)}]".encode()
+
+
+def problem(code: str, detail: str, *, now_s: float, retry_after_s: float | None = None) -> Response:
+    meaning = CODES[code]
+    body = Problem(
+        code=code,
+        detail=detail,
+        fix=meaning.remedy,
+        retry_after_s=retry_after_s,
+        server_time_s=now_s,
+    )
+    headers = {} if retry_after_s is None else {"Retry-After": str(math.ceil(retry_after_s))}
+    return Response(
+        body.model_dump_json(),
+        status_code=meaning.status,
+        media_type="application/problem+json",
+        headers=headers,
+    )

@@ -1,0 +1,116 @@
+"""A stranger's two commands, as processes: `shoal join`, killed in the middle of a lease, joined again, looked at, left.
+
+SHOAL_JOIN names the `shoal` of another environment, such as a fresh one made as the README says; the time it takes is printed.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shoal.wire.codes import CODES
+from shoal.wire.keys import Key
+from shoal.wire.messages import NodeView
+from swarm import SHOAL, Swarm
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+COMMAND = [os.environ["SHOAL_JOIN"]] if "SHOAL_JOIN" in os.environ else SHOAL
+
+
+def run(*words: object, status: int = 0) -> str:
+    done = subprocess.run(
+        [*COMMAND, *map(str, words)], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == status, (words, done.returncode, done.stdout, done.stderr)
+    return done.stdout + done.stderr
+
+
+class Joined:
+    def __init__(self, url: str, dir: Path) -> None:
+        self.log = dir.with_suffix(".log")
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*COMMAND, "join", url, "--yes", "--dir", str(dir)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def test_from_nothing_to_credit_through_a_crash(tmp_path: Path) -> None:
+    dir = tmp_path / "node"
+    with Swarm(tmp_path / "run", last_version=5000, settings={"lease_s": 120.0}, deadline_s=300.0) as swarm:
+        swarm.wait_for_version(0, deadline_s=300)
+        began_s = time.monotonic()
+        joined = Joined(swarm.url, dir)
+        try:
+            view = wait_for_node(swarm, dir, lambda view: view.accepted > 0)
+            print(f"{time.monotonic() - began_s:.0f} s from `shoal join` to the first accepted lease")  # noqa: T201
+            assert "in use by another worker" in run("join", swarm.url, "--yes", "--dir", dir, status=2)
+            assert view.node in run("whoami", "--dir", dir)
+            assert "credit" in run("status", "--dir", dir)
+            findings = json.loads(run("doctor", swarm.url, "--dir", dir, "--json"))
+            assert not [finding for finding in findings if finding["state"] == "bad"]
+
+            swarm.wait_for("a lease in its hands", lambda: open_lease(swarm, view.node), deadline_s=120)
+            joined.process.send_signal(signal.SIGKILL)
+            joined.process.wait()
+            joined = Joined(swarm.url, dir)
+            wait_for_node(swarm, dir, lambda now: now.accepted > view.accepted)
+            mine = [event for event in swarm.ledger() if event.body.get("node") == view.node]
+            assert not [event for event in mine if event.body.get("code") == "void.expired"]
+
+            run("pause", "--dir", dir)
+            wait_for_node(swarm, dir, lambda now: not open_lease(swarm, now.node))
+            assert "accepted: " in run("check-local", "--dir", dir)
+            run("identity", "backup", tmp_path / "kept.json", "--dir", dir)
+            run("identity", "restore", tmp_path / "kept.json", "--dir", tmp_path / "again")
+            assert view.node in run("whoami", "--dir", tmp_path / "again")
+            run("pause", "--off", "--dir", dir)
+            run("leave", "--dir", dir)
+            assert joined.process.wait(120) == 0, joined.log.read_text()
+            assert "retired" in run("status", "--dir", dir)
+        finally:
+            joined.end()
+
+
+def wait_for_node(swarm: Swarm, dir: Path, good: Callable[[NodeView], bool]) -> NodeView:
+    def look() -> NodeView | None:
+        stats = swarm.stats()
+        if stats is None or not (dir / "node.key").exists():
+            return None
+        own = Key.load(dir / "node.key").public
+        return next((view for view in stats.nodes if view.node == own and good(view)), None)
+
+    view: NodeView = swarm.wait_for("the node that joined", look, deadline_s=300)
+    return view
+
+
+def open_lease(swarm: Swarm, node: str) -> bool:
+    """Whether it holds one, by the ledger."""
+    events = [event for event in swarm.ledger() if event.body.get("node") == node]
+    issued = {event.body["lease_id"] for event in events if event.type == "lease.issued"}
+    ended = {
+        event.body["lease_id"] for event in events if event.type in ("submission.received", "lease.void")
+    }
+    return bool(issued - ended)
+
+
+def test_every_code_is_explained() -> None:
+    """In one process each would take minutes: the command is asked for one, its words for all."""
+    said = run("explain")
+    for code, meaning in CODES.items():
+        assert code in said and meaning.meaning in said
+    code = "reject.wrong_computation"
+    assert CODES[code].remedy in run("explain", code)

@@ -1,0 +1,195 @@
+"""The description of the routes at /openapi.json: it is of the routes there are, and whatever is asked by it is answered by it."""
+
+import inspect
+import json
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import requests
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from small_swarm import CONFIG, Node, SmallSwarm
+from sqlalchemy import select
+from starlette.routing import Route
+
+from shoal.swarm.coordinator.app import make_app
+from shoal.swarm.coordinator.feed import PAGE_FILES
+from shoal.swarm.coordinator.handlers import SIGNED_ROUTES
+from shoal.swarm.coordinator.schema import nodes
+from shoal.wire.keys import Key
+from shoal.wire.messages import Enrol
+from shoal.wire.request import Target, sign_request
+from shoal.wire.run import PROTOCOL
+
+FOR_PEOPLE = {"/metrics", "/v1/events", "/openapi.json", *PAGE_FILES}
+EXAMPLES = int(os.environ.get("SHOAL_OPENAPI_EXAMPLES", "3"))
+"""Of each operation."""
+
+
+@pytest.fixture(scope="module")
+def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallSwarm]:
+    swarm = SmallSwarm(
+        tmp_path_factory.mktemp("openapi"), CONFIG.model_copy(update={"requests_per_s": 1e6, "lease_s": 1e6})
+    )
+    swarm.start()
+    yield swarm
+    swarm.close()
+
+
+def test_every_route_is_described(busy: SmallSwarm) -> None:
+    described = busy.public.get("/openapi.json").json()
+    routes = {
+        (route.path, method.lower())
+        for route in make_app(busy.coordinator).rest.routes
+        if isinstance(route, Route) and route.path not in FOR_PEOPLE
+        for method in route.methods or ()
+        if method != "HEAD"
+    } | {(route.path, route.method.lower()) for route in SIGNED_ROUTES}
+    assert {(path, method) for path, item in described["paths"].items() for method in item} == routes
+    # Every reference leads somewhere.
+    text = json.dumps(described)
+    for name in {part.partition('"')[0] for part in text.split("#/components/schemas/")[1:]}:
+        assert name in described["components"]["schemas"]
+
+
+@pytest.mark.parametrize("route", SIGNED_ROUTES, ids=lambda route: f"{route.method} {route.path}")
+def test_a_body_is_read_as_it_is_described(route: Any) -> None:
+    """Answers are compared as they are given; that each handler reads what its line says is in its source."""
+    source = inspect.getsource(route.handle)
+    if route.takes is None:
+        assert "call.body" not in source
+    else:
+        assert f"{route.takes.__name__}.parse(call.body)" in source
+
+
+class Signed(requests.auth.AuthBase):
+    """The signing hook: whatever is sent is signed as it is sent."""
+
+    def __init__(self, key: Key) -> None:
+        self._key = key
+
+    def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        parts = urlsplit(request.url or "")
+        target = Target(
+            method=request.method or "",
+            authority=str(parts.netloc),
+            path=str(parts.path),
+            query=str(parts.query),
+        )
+        body = request.body or b""
+        content = body.encode() if isinstance(body, str) else body
+        request.headers.update(sign_request(self._key, target, content, now_s=time.time()))
+        return request
+
+
+class Callers:
+    """One of each kind, some of them in the middle of something, so that more than the door is tried."""
+
+    def __init__(self, swarm: SmallSwarm) -> None:
+        self.swarm, self.node = swarm, swarm.node()
+        self.roles = {
+            role: Key.load(swarm.dir / "keys" / f"{role}.key")
+            for role in ("trainer", "validator", "relay", "admin")
+        }
+        other = swarm.node()
+        delivered = other.deliver()
+        self._leases = [self.node.lease().lease_id, delivered.lease_id]
+        """One that is open, one that is submitted."""
+        self.keys = [self.node.client.key, other.client.key, Key.generate(), *self.roles.values()]
+
+    def choose(self, wanted: list[str], data: st.DataObject) -> list[Key]:
+        """One that may, and two of whatever kind."""
+        right = [self.roles.get(caller, self.node.client.key) for caller in wanted] or self.keys
+        return [data.draw(st.sampled_from(right)), *data.draw(st.permutations(self.keys))[:2]]
+
+    def values(self) -> dict[str, list[Any]]:
+        """Names that lead to something, now."""
+        with self.swarm.coordinator.database.read() as db:
+            epoch = db.execute(select(nodes.c.session_epoch).where(nodes.c.node == self.node.id)).scalar_one()
+        return {
+            "lease_id": self._leases,
+            "node": [self.node.id],
+            "version": [0, 1],
+            "epoch": [epoch],
+            "protocol": [PROTOCOL],
+            "policy_version": [0],
+        }
+
+
+@pytest.fixture(scope="module")
+def callers(busy: SmallSwarm) -> Callers:
+    return Callers(busy)
+
+
+def operations(url: str) -> list[Any]:
+    schemathesis = pytest.importorskip("schemathesis")
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    return [found.ok() for found in schema.get_all_operations()]
+
+
+def test_whatever_is_asked_is_answered_as_described(busy: SmallSwarm, callers: Callers) -> None:
+    """No 5xx, no status, type or body that the description does not have."""
+    answered = {
+        f"{operation.method.upper()} {operation.path}": ask(operation, busy.url, callers)
+        for operation in operations(busy.url)
+    }
+    print(answered)  # noqa: T201 - who runs it with -s wants to see
+    seen = set().union(*answered.values())
+    assert seen & {200, 204} and not {status for status in seen if status >= 500}, answered
+    assert all(answered.values()), answered
+
+
+def ask(operation: Any, url: str, callers: Callers) -> set[int]:
+    """The statuses that requests made up from the description were answered with, each answer compared with it."""
+    from schemathesis import GenerationMode, checks
+    from schemathesis.specs.openapi import checks as conformance
+
+    wanted = [
+        checks.not_a_server_error,
+        conformance.status_code_conformance,
+        conformance.content_type_conformance,
+        conformance.response_schema_conformance,
+    ]
+    statuses: set[int] = set()
+    wanted_callers = operation.definition.raw.get("x-callers", [])
+    modes = [GenerationMode.POSITIVE]
+    if operation.body:
+        modes.append(GenerationMode.NEGATIVE)  # what the description forbids
+
+    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(data=st.data())
+    def attempt(data: st.DataObject) -> None:
+        mode = data.draw(st.sampled_from(modes))
+        case = data.draw(operation.as_strategy(generation_mode=mode))
+        _aim(case, callers.values(), data)
+        for key in callers.choose(wanted_callers, data):
+            answer = case.call(base_url=url, auth=Signed(key), timeout=30)
+            statuses.add(answer.status_code)
+            case.validate_response(answer, checks=wanted)
+
+    attempt()
+    return statuses
+
+
+def _aim(case: Any, values: dict[str, list[Any]], data: st.DataObject) -> None:
+    """Half of the time, names that exist."""
+    if not data.draw(st.booleans()):
+        return
+    for name in case.path_parameters or {}:
+        if name in values:
+            case.path_parameters[name] = data.draw(st.sampled_from(values[name]))
+    for name in values if isinstance(case.body, dict) else ():
+        if name in case.body:
+            case.body[name] = data.draw(st.sampled_from(values[name]))
+
+
+def test_the_hook_signs_what_is_sent(busy: SmallSwarm) -> None:
+    node = Node(busy.url, Key.generate())
+    ask = Enrol(protocol=1, software="test").model_dump_json().encode()
+    answer = requests.post(f"{busy.url}/v1/enrol", data=ask, auth=Signed(node.client.key), timeout=30)
+    assert answer.json()["node"] == node.id
+    node.client.close()

@@ -1,0 +1,66 @@
+"""Statements that go straight to the driver: the same rows as by SQLAlchemy's own way, on both databases."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select, update
+
+from shoal.swarm.coordinator.database import Database
+from shoal.swarm.coordinator.schema import nonces, relays
+from shoal.swarm.coordinator.statements import Statement, given, inserting
+
+INSERT = inserting(relays)
+SOME = Statement(
+    select(relays)
+    .where(relays.c.url.in_(("a", "b")), relays.c.last_seen_s >= given("since_s"))
+    .order_by(relays.c.url)
+)
+COUNT = Statement(update(relays).where(relays.c.url == given("name")), "bytes_sent")
+BYTES = Statement(select(relays.c.bytes_sent).where(relays.c.url == given("name")))
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
+    sqlite = request.param == "sqlite"
+    database = Database(tmp_path / "x.db" if sqlite else request.getfixturevalue("postgres").fresh())
+    yield database
+    database.close()
+
+
+def row(url: str, **values: Any) -> dict[str, Any]:
+    return {"url": url, "versions": "[]", "bytes_sent": 2**40, "last_seen_s": 1.5} | values
+
+
+def test_rows_values_and_counts(database: Database) -> None:
+    with database.transaction() as db:
+        INSERT.run_many(db, [row("b"), row("a", last_seen_s=0.25), row("c")])
+        found = SOME.rows(db, since_s=0.0)
+        assert found == list(db.execute(select(relays).where(relays.c.url != "c").order_by(relays.c.url)))
+        assert [one.url for one in found] == ["a", "b"]
+        first = SOME.row(db, since_s=1)
+        assert first is not None and (first.url, first.bytes_sent, first.last_seen_s) == ("b", 2**40, 1.5)
+        assert SOME.row(db, since_s=9.0) is None
+        assert (COUNT.run(db, name="a", bytes_sent=7), COUNT.run(db, name="z", bytes_sent=7)) == (1, 0)
+        assert (BYTES.value(db, name="a"), BYTES.value(db, name="z")) == (7, None)
+
+
+def test_a_value_that_is_missing_is_an_error(database: Database) -> None:
+    with pytest.raises(Exception, match="since_s"), database.transaction() as db:
+        SOME.rows(db)
+
+
+def test_a_look_is_one_view(database: Database) -> None:
+    """Even if its first statement goes straight to the driver."""
+    with database.transaction() as db:
+        INSERT.run(db, **row("a"))
+    with database.read() as db:
+        assert BYTES.value(db, name="a") == 2**40
+        with database.transaction() as other:
+            COUNT.run(other, name="a", bytes_sent=1)
+        assert BYTES.value(db, name="a") == 2**40
+
+
+def test_columns_that_may_be_left_out() -> None:
+    assert inserting(nonces, but=("seen_at_s",))._columns == ["key", "nonce"]

@@ -1,0 +1,42 @@
+"""Nodes without work, told to wait: a crowd of them asks no more often than there is time for."""
+
+import heapq
+
+import pytest
+
+from shoal.swarm.coordinator.turnstile import ASKS_PER_S, LONGEST_S, Turnstile
+
+LEAST_S = 0.5
+
+
+def asks_per_s(nodes: int, *, seconds: float = 120.0) -> float:
+    """Of a crowd that comes all at once and does as it is told, once things have settled."""
+    turnstile, asked = Turnstile(), 0
+    coming = [index * 1e-4 for index in range(nodes)]
+    while (now_s := heapq.heappop(coming)) < seconds:
+        asked += now_s > seconds / 2
+        heapq.heappush(coming, now_s + turnstile.wait_s(now_s, least_s=LEAST_S))
+    return asked / (seconds / 2)
+
+
+@pytest.mark.parametrize("nodes", [1, 20, 90])
+def test_few_wait_as_long_as_the_run_file_says(nodes: int) -> None:
+    assert asks_per_s(nodes) == pytest.approx(nodes / LEAST_S, rel=0.05)
+
+
+@pytest.mark.parametrize("nodes", [400, 1000, 5000])
+def test_a_crowd_asks_no_more_than_there_is_time_for(nodes: int) -> None:
+    assert asks_per_s(nodes) == pytest.approx(ASKS_PER_S, rel=0.3)
+
+
+def test_nobody_waits_too_long() -> None:
+    assert asks_per_s(20_000) == pytest.approx(20_000 / LONGEST_S, rel=0.2)
+
+
+def test_a_crowd_that_left_is_forgotten() -> None:
+    turnstile = Turnstile()
+    waits = [turnstile.wait_s(index * 1e-3, least_s=LEAST_S) for index in range(5000)]
+    assert max(waits) > 2
+    for now_s in (60.0, 61.5, 63.0):
+        last = turnstile.wait_s(now_s, least_s=LEAST_S)
+    assert last == LEAST_S
