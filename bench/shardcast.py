@@ -323,13 +323,16 @@ def run_nginx(root: Path, source: Path, num_clients: int, options: argparse.Name
         nginx.wait()
 
 
+TOOLS: dict[str, Any] = {"shoal": run_ours, PACKAGE: run_theirs, "nginx + curl": run_nginx}
+
+
 def compare(root: Path, options: argparse.Namespace) -> None:
-    tools: dict[str, Any] = {"shoal": run_ours, PACKAGE: run_theirs, "nginx + curl": run_nginx}
-    for name, missing in (
-        (PACKAGE, None if their_python(options) else f"pip install {PACKAGE} failed"),
-        ("nginx + curl", None if nginx_binary() else "nginx is not installed"),
+    tools = {name: run for name, run in TOOLS.items() if not options.tool or name in options.tool}
+    for name, there, missing in (
+        (PACKAGE, lambda: their_python(options), f"pip install {PACKAGE} failed"),
+        ("nginx + curl", nginx_binary, "nginx is not installed"),
     ):
-        if missing:
+        if name in tools and not there():
             del tools[name]
             print(f"left out: {name}: {missing}")
     for mb in options.mb:
@@ -614,6 +617,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--levels", type=int, nargs="+", default=[1], help="of relays")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--tool", choices=list(TOOLS), action="append", help="loopback: these only")
     parser.add_argument(
         "--pause-s", type=float, default=2.0, help="before each run, for the machine to settle"
     )
