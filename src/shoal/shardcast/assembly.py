@@ -217,7 +217,9 @@ class Assembly:
 
     def _open_partial(self, file: _File) -> int:
         fd = os.open(self._partial(file), os.O_RDWR | os.O_CREAT, 0o644)
-        if os.fstat(fd).st_size != file.entry.num_bytes:  # not each time: the kernel has it wait for who writes
+        if (
+            os.fstat(fd).st_size != file.entry.num_bytes
+        ):  # not each time: the kernel has it wait for who writes
             os.ftruncate(fd, file.entry.num_bytes)
         return fd
 
