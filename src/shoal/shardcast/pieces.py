@@ -13,9 +13,3 @@ def write_at(fd: int, data: bytes | bytearray | memoryview, start: int) -> None:
     while view:
         written = os.pwrite(fd, view[:WRITE_BYTES], start)
         view, start = view[written:], start + written
-
-
-def append(fd: int, data: bytes | bytearray | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view[:WRITE_BYTES]) :]
