@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -113,6 +114,7 @@ def main() -> None:
     if options.role:
         ROLES[options.role](options)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and leave no gigabytes behind
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         folder = Path(scratch) / "model"
         create_model(options.model, folder, 0)
