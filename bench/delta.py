@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -348,6 +348,7 @@ def send_all(scratch: Path, options: argparse.Namespace) -> None:
             start("worker", "--dir", folder, "--key", key.public, "--url", url_of(port))
             for folder, port in zip(folders, down.ready["ports"], strict=True)
         ]
+        assert all(worker.ready == {} for worker in workers)
         relay.ask("have 0")
         version = 0
         for mbit in options.links:
@@ -429,7 +430,11 @@ class Child:
     def __init__(self, role: str, *arguments: object) -> None:
         command = [sys.executable, __file__, "--role", role, *map(str, arguments)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.ready = self.hear()
+
+    @cached_property
+    def ready(self) -> dict[str, Any]:
+        """Its first word. Those that are started together get ready together."""
+        return self.hear()
 
     def tell(self, line: str) -> None:
         assert self._process.stdin is not None
