@@ -11,7 +11,7 @@ file that comes out is compared with the one that went in.
 
 With --links, the last step of each rate is also sent: the trainer's own publisher, one relay, and workers that hold the
 version before, each a process with an engine and behind a link of its own of so many Mbit/s (throttle.py, a process too). The
-clock runs from "the step is done, its weights are in memory" to "the last worker has generated with them": write, encode, sign,
+clock runs from "the step is done, its weights are in memory" to "the last worker has a first token of theirs": write, encode, sign,
 send, apply, verify, load, answer. Beside it, the same without a delta, and what the INTELLECT-2 report needed, 14 minutes for
 62 GB, scaled to the size of the file. All of it shares this machine's cores, the engines of all workers included.
 """
@@ -232,7 +232,13 @@ def make_batch(engine: TorchEngine, task: Task, version: int, options: argparse.
 
 
 def answer(
-    engine: TorchEngine, task: Task, problems: list[Problem], num_samples: int, *, seed: int
+    engine: TorchEngine,
+    task: Task,
+    problems: list[Problem],
+    num_samples: int,
+    *,
+    seed: int,
+    max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> Iterator[tuple[Problem, list[Finished]]]:
     engine.submit(
         [
@@ -241,7 +247,7 @@ def answer(
                 sample_index=sample,
                 prompt_tokens=encoded(engine.tokenizer, task, problem),
                 sample_seed=seed << 32 | index << 16 | sample,
-                max_new_tokens=MAX_NEW_TOKENS,
+                max_new_tokens=max_new_tokens,
                 temperature=1.0,
             )
             for index, problem in enumerate(problems)
@@ -514,7 +520,7 @@ def be_worker(options: argparse.Namespace) -> None:
         told = {"had_s": time.monotonic(), "made_cpu_s": time.process_time() - cpu_s}
         engine.load(folder, sealed.body.version)
         told["loaded_s"] = time.monotonic()
-        list(answer(engine, task, [task.problem("train", 0)], 1, seed=0))
+        list(answer(engine, task, [task.problem("train", 0)], 1, seed=0, max_new_tokens=1))
         told["generated_s"] = time.monotonic()
         shardcast.prune_versions(options.dir, 1)
         return told
