@@ -14,10 +14,11 @@ is applied in one pass. A payload is bytes from a stranger: whatever it says is 
 import os
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +43,8 @@ _DENSE = 4
 """Above one changed lane in this many, looking at words one by one is faster than looking into lanes."""
 
 D = TypeVar("D", bytes, range)
+R = TypeVar("R")
+T = TypeVar("T")
 Words = npt.NDArray[np.uint16]
 Read = Callable[[int, int], "bytes | memoryview"]
 """From which byte, how many."""
@@ -51,7 +54,10 @@ ReadWords = Callable[[int, int], Words]
 
 def encode(old: bytes | memoryview, new: bytes | memoryview) -> bytes:
     """What makes `new` of `old`; they must be of one size."""
-    return b"".join(_encode(_word_reader(old), _word_reader(new), len(old), len(new)))
+    read_old, read_new = _word_reader(old), _word_reader(new)
+    pieces = [_HEAD.pack(MAGIC, _one_size(len(old), len(new)))]
+    pieces += [_encode_chunk(read_old(*where), read_new(*where)) for where in _chunks(len(new))]
+    return b"".join(pieces)
 
 
 def apply(old: bytes | memoryview, payload: bytes | memoryview) -> bytes:
@@ -67,35 +73,39 @@ def apply(old: bytes | memoryview, payload: bytes | memoryview) -> bytes:
 
 
 def write_delta(old: Path, new: Path, into: Path, *, old_blake3: str, max_bytes: int) -> bool:
-    """Write the payload to `into`.
+    """Write the payload to `into`. Chunks are read and compared by two threads, the old ones hashed by this one in order.
 
     False, and no file, if it exceeds `max_bytes` or `old` has not the digest it should have.
     """
-    total, hasher = 0, blake3()
+    hasher = blake3()
     with old.open("rb") as old_file, new.open("rb") as new_file, into.open("wb") as out:
-        read_old, read_new = _word_file_reader(old_file.fileno()), _word_file_reader(new_file.fileno())
-
-        def read_and_hash(start: int, length: int) -> Words:
-            words = read_old(start, length)
-            hasher.update(_bytes(words, length))
-            return words
-
-        sizes = _size(old_file.fileno()), _size(new_file.fileno())
-        for piece in _encode(read_and_hash, read_new, *sizes):
-            total += len(piece)
-            if total > max_bytes:
-                break
-            out.write(piece)
+        fds = old_file.fileno(), new_file.fileno()
+        num_bytes = _one_size(_size(fds[0]), _size(fds[1]))
+        rooms = [(_word_file_reader(fds[0]), _word_file_reader(fds[1])) for _ in range(NUM_MAKERS + 1)]
+        total = out.write(_HEAD.pack(MAGIC, num_bytes))
+        jobs = (partial(_compare_chunk, where) for where in _chunks(num_bytes))
+        with closing(_by_threads(jobs, rooms)) as made:
+            for before, piece in made:
+                hasher.update(before)
+                total += out.write(piece)
+                if total > max_bytes:
+                    break
     good = total <= max_bytes and hasher.hexdigest() == old_blake3
     if not good:
         into.unlink()
     return good
 
 
+def _compare_chunk(where: tuple[int, int], readers: tuple[ReadWords, ReadWords]) -> tuple[memoryview, bytes]:
+    """The old bytes, and what makes the new ones of them."""
+    old, new = (read(*where) for read in readers)
+    return _bytes(old, where[1]), _encode_chunk(old, new)
+
+
 def apply_deltas(old: Path, payloads: Sequence[Path], into: Path) -> str:
     """Write to `into` what the payloads, one after the other, make of `old`; its BLAKE3.
 
-    Chunks are read, changed and written by two threads, and hashed by this one in their order.
+    Chunks are read, changed and written by two threads, and hashed by this one in order.
     """
     hasher = blake3()
     with ExitStack() as files:
@@ -105,23 +115,19 @@ def apply_deltas(old: Path, payloads: Sequence[Path], into: Path) -> str:
         for path in payloads:
             fd = files.enter_context(path.open("rb")).fileno()
             deltas.append(Payload(_file_reader(fd), _size(fd), _size(old_fd)))
-        readers = deque(_word_file_reader(old_fd) for _ in range(NUM_MAKERS + 1))
-        makers = files.enter_context(ThreadPoolExecutor(NUM_MAKERS, thread_name_prefix="delta"))
-        making: deque[Future[memoryview]] = deque()
-        for start, length in _chunks(_size(old_fd)):
-            if len(making) == len(readers):  # the memory that comes next must be free again
-                hasher.update(making.popleft().result())
-            readers.rotate(-1)
-            changes = [delta.next_chunk() for delta in deltas]
-            making.append(makers.submit(_make_chunk, readers[-1], out, (start, length), changes))
-        for made in making:
-            hasher.update(made.result())
+        rooms = [_word_file_reader(old_fd) for _ in range(NUM_MAKERS + 1)]
+        jobs = (
+            partial(_make_chunk, out, where, [delta.next_chunk() for delta in deltas])
+            for where in _chunks(_size(old_fd))
+        )
+        for made in files.enter_context(closing(_by_threads(jobs, rooms))):
+            hasher.update(made)
         for delta in deltas:
             delta.check_end()
     return hasher.hexdigest()
 
 
-def _make_chunk(read: ReadWords, out: int, where: tuple[int, int], changes: list["Changes"]) -> memoryview:
+def _make_chunk(out: int, where: tuple[int, int], changes: list["Changes"], read: ReadWords) -> memoryview:
     start, length = where
     words = read(start, length)
     for change in changes:
@@ -131,19 +137,29 @@ def _make_chunk(read: ReadWords, out: int, where: tuple[int, int], changes: list
     return made
 
 
+def _by_threads(jobs: Iterable[Callable[[R], T]], rooms: Sequence[R]) -> Generator[T, None, None]:
+    """What each job makes in a room that it has for itself, in order; good until the next is asked for."""
+    waiting, making = deque(rooms), deque[Future[T]]()
+    with ThreadPoolExecutor(NUM_MAKERS, thread_name_prefix="delta") as makers:
+        for job in jobs:
+            if len(making) == len(rooms):  # the room that comes next must be free again
+                yield making.popleft().result()
+            waiting.rotate(-1)
+            making.append(makers.submit(job, waiting[-1]))
+        while making:
+            yield making.popleft().result()
+
+
 # -- chunks ---------------------------------------------------------------------------------------------
 
 
-def _encode(old: ReadWords, new: ReadWords, old_bytes: int, new_bytes: int) -> Iterator[bytes]:
+def _one_size(old_bytes: int, new_bytes: int) -> int:
     if old_bytes != new_bytes:
         raise ValueError(f"a delta needs files of one size, these have {old_bytes} and {new_bytes} bytes")
-    yield _HEAD.pack(MAGIC, new_bytes)
-    compressor = zstandard.ZstdCompressor(level=LEVEL)
-    for start, length in _chunks(new_bytes):
-        yield _encode_chunk(old(start, length), new(start, length), compressor)
+    return new_bytes
 
 
-def _encode_chunk(old: Words, new: Words, compressor: zstandard.ZstdCompressor) -> bytes:
+def _encode_chunk(old: Words, new: Words) -> bytes:
     places = _changed(old, new)
     if places.size == 0:
         return _CHUNK.pack(0, 0, 0, 0, 0)
@@ -151,6 +167,7 @@ def _encode_chunk(old: Words, new: Words, compressor: zstandard.ZstdCompressor) 
     steps = (new[places] - old[places]).view(np.int16)  # the difference wraps around, and so does adding it
     zigzag = ((steps << 1) ^ (steps >> 15)).view(np.uint16)
     streams = [_to_varints(gaps.astype(np.uint32)), _to_varints(zigzag.astype(np.uint32))]
+    compressor = zstandard.ZstdCompressor(level=LEVEL)  # one for each: they are not for several threads
     frames = [compressor.compress(stream) for stream in streams]
     sizes = [len(one) for one in (*streams, *frames)]
     return b"".join([_CHUNK.pack(places.size, *sizes), *frames])
