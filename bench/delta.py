@@ -9,27 +9,36 @@ For each rate the model starts anew. A step: the engine answers sums, right answ
 trained on, the weights are rounded to bfloat16 and written, and the delta to the version before is made and applied. Every
 file that comes out is compared with the one that went in.
 
-With --links, the last step of each rate is also sent: origin, one relay, and workers that hold the version before, every
-one of them behind a link of its own of so many Mbit/s (throttle.py). The clock runs from "the step is done, its weights are
-in memory" to "the last worker's engine has them": write, encode, sign, send, apply, verify, load. Beside it, the same without a delta,
-and what the INTELLECT-2 report needed, 14 minutes for 62 GB, scaled to the size of the file. All of it shares this machine's cores,
-the engines of all workers included.
+With --links, the last step of each rate is also sent: the trainer's own publisher, one relay, and workers that hold the
+version before, each a process with an engine and behind a link of its own of so many Mbit/s (throttle.py, a process too). The
+clock runs from "the step is done, its weights are in memory" to "the last worker has a first token of theirs": write, encode, sign,
+send, apply, verify, load, answer. Beside it, the same without a delta, and what the INTELLECT-2 report needed, 14 minutes for
+62 GB, scaled to the size of the file. All of it shares this machine's cores, the engines of all workers included.
 """
 
+from __future__ import annotations
+
 import argparse
+import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from throttle import Link
 
 from shoal import shardcast
@@ -37,7 +46,7 @@ from shoal.model.builtin import create_model
 from shoal.model.load import load_decoder
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights
-from shoal.net.server import listen
+from shoal.net.client import SignedClient
 from shoal.rollout.engine import Finished, Request
 from shoal.rollout.torch_engine import TorchEngine
 from shoal.shardcast import delta
@@ -50,10 +59,10 @@ from shoal.trainer.advantage import group_advantages
 from shoal.trainer.batch import Sample, TrainBatch
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.learner import Learner
+from shoal.trainer.publisher import Address, Publisher
 from shoal.trainer.supervised import warm_up
 from shoal.wire.keys import Key
 from shoal.wire.manifest import Manifest
-from shoal.wire.record import Sealed
 from shoal.wire.run import ProofSpec, TaskSpec
 
 TASKS = {
@@ -68,16 +77,19 @@ REPORT_S, REPORT_BYTES = 14 * 60.0, 62e9
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One version; seconds are of this process alone."""
+    """One version."""
 
     changed: float
     full_bytes: int
     delta_bytes: int
     ratio: float
     encode_s: float
-    apply_s: float
+    change_s: float
+    digest_s: float
     write_s: float
     rebuild_s: float
+    rebuild_cpu_s: float
+    load_s: float
 
 
 HEADS = {
@@ -86,9 +98,12 @@ HEADS = {
     "delta_bytes": ("delta", lambda value: f"{value / 1e6:.3f} MB"),
     "ratio": ("smaller", lambda value: f"{value:.0f} x"),
     "encode_s": ("encode", lambda value: f"{value:.3f} s"),
-    "apply_s": ("apply", lambda value: f"{value:.3f} s"),
+    "change_s": ("apply", lambda value: f"{value:.3f} s"),
+    "digest_s": ("digest", lambda value: f"{value:.3f} s"),
     "write_s": ("file to file", lambda value: f"{value:.3f} s"),
     "rebuild_s": ("rebuilt", lambda value: f"{value:.3f} s"),
+    "rebuild_cpu_s": ("its CPU", lambda value: f"{value:.3f} s"),
+    "load_s": ("loaded", lambda value: f"{value:.3f} s"),
 }
 
 
@@ -96,20 +111,25 @@ def main() -> None:
     options = read_options()
     if options.threads:
         torch.set_num_threads(options.threads)
+    if options.role:
+        ROLES[options.role](options)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and leave no gigabytes behind
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         folder = Path(scratch) / "model"
         create_model(options.model, folder, 0)
         print(
             f"{options.model}, {options.prompts} prompts x {options.samples} samples a step, {options.steps} steps a rate.\n"
-            "encode, apply: in memory, in place. file to file: the delta written from two files, with the old one's digest checked.\n"
-            "rebuilt: old file and delta read, the new file hashed and written. Both to the disk.\n"
+            "encode, apply, digest: in memory, in CPU time of one thread: words compared and changed, and the result hashed.\n"
+            "file to file: the delta written from two files, with the old one's digest checked (as `publish` does).\n"
+            "rebuilt: old file and delta read, words changed, the new file hashed and written, by three threads (as a worker does\n"
+            "when a delta has come), and loaded: that file into its engine. Wall time; its CPU: of all threads.\n"
         )
         print("lr       version " + " ".join(f"{head:>12}" for head, _ in HEADS.values()), flush=True)
         for rate in options.lr:
             report(rate, run(folder, Path(scratch), rate, options))
-            for mbit in options.links:
-                for whole in (False, True):
-                    send(Path(scratch), mbit, whole, options)
+            if options.links:
+                send_all(Path(scratch), options)
 
 
 def read_options() -> argparse.Namespace:
@@ -126,6 +146,11 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--links", type=float, nargs="+", default=[], help="Mbit/s of each link, for sending")
     parser.add_argument("--workers", type=int, default=4, help="to send to")
     parser.add_argument("--scratch", help="where to write the versions; some GB for a large model")
+    parser.add_argument("--role", help=argparse.SUPPRESS)
+    parser.add_argument("--dir", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--key", help=argparse.SUPPRESS)
+    parser.add_argument("--url", help=argparse.SUPPRESS)
+    parser.add_argument("--target", type=int, action="append", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -166,7 +191,7 @@ def run(model: Path, scratch: Path, rate: float, options: argparse.Namespace) ->
         learner.step(make_batch(engine, task, version, options), threading.Event())
         after.replace(before)
         save_weights(learner.decoder, after)
-        yield measure(before, after, scratch)
+        yield measure(before, after, scratch, partial(engine.load, folder, version + 1))
 
 
 def make_batch(engine: TorchEngine, task: Task, version: int, options: argparse.Namespace) -> TrainBatch:
@@ -207,7 +232,13 @@ def make_batch(engine: TorchEngine, task: Task, version: int, options: argparse.
 
 
 def answer(
-    engine: TorchEngine, task: Task, problems: list[Problem], num_samples: int, *, seed: int
+    engine: TorchEngine,
+    task: Task,
+    problems: list[Problem],
+    num_samples: int,
+    *,
+    seed: int,
+    max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> Iterator[tuple[Problem, list[Finished]]]:
     engine.submit(
         [
@@ -216,7 +247,7 @@ def answer(
                 sample_index=sample,
                 prompt_tokens=encoded(engine.tokenizer, task, problem),
                 sample_seed=seed << 32 | index << 16 | sample,
-                max_new_tokens=MAX_NEW_TOKENS,
+                max_new_tokens=max_new_tokens,
                 temperature=1.0,
             )
             for index, problem in enumerate(problems)
@@ -247,18 +278,21 @@ def to_samples(rows: list[Finished], advantages: list[float]) -> list[Sample]:
     ]
 
 
-def measure(before: Path, after: Path, scratch: Path) -> Row:
+def measure(before: Path, after: Path, scratch: Path, load: Callable[[], None]) -> Row:
     old, new = before.read_bytes(), after.read_bytes()
-    payload, encode_s = timed(lambda: delta.encode(old, new))
-    made = bytearray(old)
-    _, apply_s = timed(lambda: delta.apply_in_place(made, payload))
-    assert made == new, "the delta is not lossless"
+    payload, encode_s = timed(lambda: delta.encode(old, new), time.thread_time)
+    made, change_s = change_in_memory(old, payload)
+    assert made.tobytes()[: len(new)] == new, "the delta is not lossless"
+    digest, digest_s = timed(lambda: hash_bytes(new), time.thread_time)
     old_blake3, path, rebuilt = hash_bytes(old), scratch / "delta", scratch / "rebuilt"
     _, write_s = timed(
         lambda: delta.write_delta(before, after, path, old_blake3=old_blake3, max_bytes=len(new))
     )
-    digest, rebuild_s = timed(lambda: delta.apply_deltas(before, [path], rebuilt))
-    assert digest == hash_bytes(new), "the delta between files is not lossless"
+    cpu_s = time.process_time()
+    found, rebuild_s = timed(lambda: delta.apply_deltas(before, [path], rebuilt))
+    rebuild_cpu_s = time.process_time() - cpu_s
+    assert found == digest, "the delta between files is not lossless"
+    _, load_s = timed(load)
     words = np.frombuffer(old, np.uint16) != np.frombuffer(new, np.uint16)
     return Row(
         changed=float(words.mean()),
@@ -266,115 +300,241 @@ def measure(before: Path, after: Path, scratch: Path) -> Row:
         delta_bytes=len(payload),
         ratio=len(new) / len(payload),
         encode_s=encode_s,
-        apply_s=apply_s,
+        change_s=change_s,
+        digest_s=digest_s,
         write_s=write_s,
         rebuild_s=rebuild_s,
+        rebuild_cpu_s=rebuild_cpu_s,
+        load_s=load_s,
     )
+
+
+def change_in_memory(old: bytes, data: bytes) -> tuple[np.ndarray, float]:
+    """The words that the delta makes of the old ones, and how long its decoding and the changing took."""
+    words = np.frombuffer(old, "<u2").copy()
+    payload = delta.Payload(lambda start, length: data[start : start + length], len(data), len(old))
+    began_s = time.thread_time()
+    for start in range(0, words.size, delta.CHUNK_WORDS):
+        payload.next_chunk().apply(words[start : start + delta.CHUNK_WORDS])
+    return words, time.thread_time() - began_s
 
 
 # -- to every worker ----------------------------------------------------------------------------------------
 
 
-def send(scratch: Path, mbit: float, whole: bool, options: argparse.Namespace) -> None:
-    """The last step of a rate, from the trainer's memory into the engine of every worker."""
+def send_all(scratch: Path, options: argparse.Namespace) -> None:
+    """The last step of a rate, from the trainer's memory into the engine of every worker, over links of every speed."""
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=scratch)))
-        key, log, stop = Key.generate(), Log("bench"), threading.Event()
-        stack.callback(stop.set)
+        key = Key.generate()
 
-        def link(port: int) -> str:
-            made = Link(port, bytes_per_s=mbit * 1e6 / 8)
-            stack.callback(made.close)
-            return made.url
+        def start(role: str, *arguments: object) -> Child:
+            child = Child(role, "--device", options.device, "--threads", options.threads, *arguments)
+            stack.callback(child.close)
+            return child
 
         store = shardcast.VersionStore(place / "origin", run="bench", run_key=key.public)
-        first = write_version(scratch, store, "before.safetensors", 0)
-        sealed = shardcast.publish(first, run="bench", version=0, key=key)
-        store.adopt(0)
-        origin = shardcast.RelayServer(store, listen("127.0.0.1", 0), log=log)
-        origin.start()
-        stack.callback(origin.close)
-        stack.callback(store.close)
+        publisher = make_publisher(store, scratch / "versions", key)
+        stack.callback(publisher.close)
+        weights = [
+            load_file(path) for path in (scratch / "before.safetensors", scratch / "versions" / WEIGHTS_FILE)
+        ]
+        weights = [{name: one.float() for name, one in tensors.items()} for tensors in weights]
+        publish(publisher, weights[0], 0)
+        up = start("links", "--target", publisher.origin_url.rsplit(":", 1)[1])
+        relay = start(
+            "relay", "--dir", place / "relay", "--key", key.public, "--url", url_of(up.ready["ports"][0])
+        )
+        down = start("links", *(["--target", relay.ready["port"]] * options.workers))
+        folders = [place / f"worker{index}" for index in range(options.workers)]
+        for folder in folders:
+            shutil.copytree(store.path(0), folder / "v0", copy_function=os.link)
+            mark_boot(folder)
         workers = [
-            Worker(place / f"worker{index}", sealed, first, key, options) for index in range(options.workers)
+            start("worker", "--dir", folder, "--key", key.public, "--url", url_of(port))
+            for folder, port in zip(folders, down.ready["ports"], strict=True)
         ]
-        shutil.copytree(first, place / "relay" / "v0", copy_function=os.link)
-        config = shardcast.RelayConfig(
-            folder=place / "relay", run="bench", run_key=key.public, upstreams=(link(origin.port),)
-        )
-        relay = shardcast.Relay(config, key, log=log, stop=stop)
-        relay.startup()
-        stack.callback(relay.shutdown)
-        urls = [link(int(relay.url.rsplit(":", 1)[1])) for _ in workers]
-        decoder = load_decoder(write_version(scratch, store, WEIGHTS_FILE, 1), torch.float32, options.device)
-        threads = [
-            threading.Thread(target=worker.follow, args=(url, stop))
-            for worker, url in zip(workers, urls, strict=True)
-        ]
-        for thread in threads:
-            thread.start()
-        time.sleep(0.5)  # everybody waits for word by now
-        began_s = time.monotonic()
-        save_weights(decoder, store.path(1) / WEIGHTS_FILE)
-        written_s = time.monotonic() - began_s
-        base = None if whole else shardcast.Base(folder=first, snapshot_every=1000)
-        sent = shardcast.publish(store.path(1), run="bench", version=1, key=key, base=base).body
-        store.adopt(1)
-        published_s = time.monotonic() - began_s
-        for thread in threads:
-            thread.join()
-        num_bytes = sent.num_bytes
-        print(
-            f"{mbit:g} Mbit/s, {len(workers)} workers, {'whole' if whole else 'delta'}: {sent.follow_bytes / 1e6:.2f} MB sent to each; "
-            f"written {written_s:.2f} s, published {published_s:.2f} s, "
-            f"last worker has it {max(one.had_s for one in workers) - began_s:.2f} s, "
-            f"its engine {max(one.loaded_s for one in workers) - began_s:.2f} s "
-            f"(the report's, scaled: {REPORT_S * num_bytes / REPORT_BYTES:.2f} s)",
-            flush=True,
-        )
+        assert all(worker.ready == {} for worker in workers)
+        relay.ask("have 0")
+        version = 0
+        for mbit in options.links:
+            for links in (up, down):
+                links.ask(f"rate {mbit}")
+            # Back and forth over the same step: what changes is the same. A version without one before it goes whole.
+            for number, after in ((version + 1, weights[1]), (version + 3, unlike_any(weights[0], version))):
+                send(publisher, after, number, workers, before=version, mbit=mbit)
+                relay.ask(f"have {number}")
+                version = number
 
 
-def write_version(scratch: Path, store: shardcast.VersionStore, weights: str, version: int) -> Path:
-    """The folder of a version, not yet published, with the weights of that file."""
-    folder = store.path(version)
-    shutil.copytree(scratch / "versions", folder, ignore=shutil.ignore_patterns(WEIGHTS_FILE))
-    source = scratch / weights if version == 0 else scratch / "versions" / weights
-    shutil.copyfile(source, folder / WEIGHTS_FILE)
-    return folder
+def unlike_any(weights: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
+    """Else the relay would find the file among its old ones, and fetch nothing."""
+    name = min(weights, key=lambda one: weights[one].numel())
+    return weights | {name: weights[name] * (1 + 2.0 ** -(4 + version))}
 
 
-class Worker:
-    """Holds version 0, in its folder and in its engine."""
+def send(
+    publisher: Publisher,
+    weights: dict[str, torch.Tensor],
+    version: int,
+    workers: list[Child],
+    *,
+    before: int,
+    mbit: float,
+) -> None:
+    for worker in workers:
+        worker.tell(f"after {before}")
+    time.sleep(1.0)  # everybody waits for word by now
+    began_s = time.monotonic()
+    sent = publish(publisher, weights, version)
+    published_s = time.monotonic() - began_s
+    times = [worker.hear() for worker in workers]
+    had_s, loaded_s, generated_s = (
+        max(one[what] for one in times) - began_s for what in ("had_s", "loaded_s", "generated_s")
+    )
+    cpu_s = max(one["made_cpu_s"] for one in times)
+    print(
+        f"{mbit:g} Mbit/s, {len(workers)} workers, {'whole' if sent.base is None else 'delta'}: "
+        f"{sent.follow_bytes / 1e6:.2f} MB to each; published {published_s:.2f} s, last worker has it {had_s:.2f} s "
+        f"(fetch, apply, verify: {cpu_s:.2f} s of its CPU), loaded {loaded_s:.2f} s, generates with it {generated_s:.2f} s "
+        f"(the report's 14 minutes, scaled: {REPORT_S * sent.num_bytes / REPORT_BYTES:.2f} s)",
+        flush=True,
+    )
 
-    def __init__(
-        self, into: Path, sealed: Sealed[Manifest], first: Path, key: Key, options: argparse.Namespace
-    ) -> None:
-        self._into, self._key = into, key
-        shutil.copytree(first, into / "v0", copy_function=os.link)
-        mark_boot(into)
-        assert sealed.body.version == 0
-        self._engine = TorchEngine(
-            compute_dtype="float32", proof=ProofSpec(), max_rows=1, device=options.device
-        )
-        self._engine.load(into / "v0", 0)
-        self.had_s = self.loaded_s = 0.0
 
-    def follow(self, url: str, stop: threading.Event) -> None:
-        terms = {"run_key": self._key.public, "log": Log("worker"), "stop": stop, "deadline_s": 600.0}
+def make_publisher(store: shardcast.VersionStore, model_folder: Path, key: Key) -> Publisher:
+    """The trainer's own, which tells nobody here."""
+    log = Log("bench")
+    client = SignedClient("http://127.0.0.1:9", key, log=log)
+    publisher = Publisher(
+        store,
+        model_folder=model_folder,
+        run_key=key,
+        client=client,
+        address=Address(),
+        deadline_s=60.0,
+        log=log,
+    )
+    publisher.start()
+    return publisher
+
+
+def publish(publisher: Publisher, weights: dict[str, torch.Tensor], version: int) -> Manifest:
+    folder = publisher.prepare(
+        weights.items(), version, shard_bytes=shardcast.SHARD_BYTES, snapshot_every=1000
+    )
+    return publisher.serve(folder, version).body
+
+
+def url_of(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
+
+
+class Child:
+    """A role in a process of its own: it says when it is ready, then does what it is told, line by line."""
+
+    def __init__(self, role: str, *arguments: object) -> None:
+        command = [sys.executable, __file__, "--role", role, *map(str, arguments)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    @cached_property
+    def ready(self) -> dict[str, Any]:
+        """Its first word. Those that are started together get ready together."""
+        return self.hear()
+
+    def tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("@"):
+                answer: dict[str, Any] = json.loads(line[1:])
+                return answer
+        raise SystemExit(f"{self._process.args} ended: exit {self._process.wait()}")
+
+    def ask(self, line: str) -> dict[str, Any]:
+        self.tell(line)
+        return self.hear()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+def obey(ready: dict[str, Any], act: Callable[[str], dict[str, Any]]) -> None:
+    print("@" + json.dumps(ready), flush=True)
+    for line in sys.stdin:
+        print("@" + json.dumps(act(line.split()[1])), flush=True)
+    os._exit(0)
+
+
+def be_links(options: argparse.Namespace) -> None:
+    made = [Link(port) for port in options.target]
+
+    def set_rate(mbit: str) -> dict[str, Any]:
+        for link in made:
+            link.set_rate(float(mbit) * 1e6 / 8)
+        return {}
+
+    obey({"ports": [link.port for link in made]}, set_rate)
+
+
+def be_relay(options: argparse.Namespace) -> None:
+    config = shardcast.RelayConfig(
+        folder=options.dir, run="bench", run_key=options.key, upstreams=(options.url,)
+    )
+    relay = shardcast.Relay(config, Key.generate(), log=Log("relay"), stop=threading.Event())
+    relay.startup()
+
+    def have(version: str) -> dict[str, Any]:
+        relay.store.changed.wait(lambda: int(version) in relay.store.complete(), 600.0)
+        return {}
+
+    obey({"port": int(relay.url.rsplit(":", 1)[1])}, have)
+
+
+def be_worker(options: argparse.Namespace) -> None:
+    """Holds version 0, in its folder and in its engine; does with a new one what rollout/policies.py does."""
+    engine = TorchEngine(compute_dtype="float32", proof=ProofSpec(), max_rows=1, device=options.device)
+    engine.load(options.dir / "v0", 0)
+    task = make_task(TASKS["any"][0])
+    relays = shardcast.RelayChoice([options.url])
+    terms: dict[str, Any] = {
+        "run_key": options.key,
+        "log": Log("worker"),
+        "stop": threading.Event(),
+        "deadline_s": 600.0,
+    }
+
+    def follow(after: str) -> dict[str, Any]:
         sealed = None
         with Connections() as connections:
             while sealed is None:
-                sealed = ask_latest(connections, url, after=0, wait_s=20.0)
-        folder = shardcast.fetch_version(sealed, [url], self._into, **terms)
-        self.had_s = time.monotonic()
-        self._engine.load(folder, 1)
-        self.loaded_s = time.monotonic()
+                sealed = ask_latest(connections, options.url, after=int(after), wait_s=20.0)
+        cpu_s = time.process_time()
+        folder = shardcast.fetch_version(sealed, relays, options.dir, **terms)
+        told = {"had_s": time.monotonic(), "made_cpu_s": time.process_time() - cpu_s}
+        engine.load(folder, sealed.body.version)
+        told["loaded_s"] = time.monotonic()
+        list(answer(engine, task, [task.problem("train", 0)], 1, seed=0, max_new_tokens=1))
+        told["generated_s"] = time.monotonic()
+        shardcast.prune_versions(options.dir, 1)
+        return told
+
+    obey({}, follow)
 
 
-def timed(call):  # type: ignore[no-untyped-def]
-    started_s = time.perf_counter()
+ROLES = {"links": be_links, "relay": be_relay, "worker": be_worker}
+
+
+def timed(call, clock=time.perf_counter):  # type: ignore[no-untyped-def]
+    started_s = clock()
     value = call()
-    return value, time.perf_counter() - started_s
+    return value, clock() - started_s
 
 
 if __name__ == "__main__":

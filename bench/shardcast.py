@@ -1,12 +1,15 @@
 """SHARDCAST on this machine: how fast, at what cost, and what failures cost.
 
     python -P bench/shardcast.py                              about three minutes: 500 MB, 1 and 4 clients
-    python -P bench/shardcast.py --only loopback --mb 500 2000 --clients 1 4 16 --levels 1 2 --repeats 3
+    python -P bench/shardcast.py --only loopback --mb 500 2000 --clients 1 4 16 --levels 1 2 --repeats 3 --minutes 20
     python -P bench/shardcast.py --only links                 just the scenarios on slow links
 
-1. Loopback, in turns: ours (origin -> relay -> clients, every shard and file verified), the package `shardcast` 0.3.2
-   from PyPI in a virtual environment of its own (its polls set to 0.1 s instead of 30), and nginx + curl of one file.
-   From "publish" to "the last client has the verified file".
+1. Loopback, in turns: ours (origin -> relay -> clients), the package `shardcast` 0.3.2 from PyPI in a virtual environment of
+   its own (its polls set to 0.1 s instead of 30), and nginx + curl of one file. The file lies in the page cache. For the first
+   two the clock runs from "publish" (hash, sign; or cut into shards) to "the last client has the verified file", through every
+   level of relays. For nginx + curl it runs from the start of the curls, all at once, to the end of the last: no relay, no digest,
+   nothing to publish. So ours copies each byte once more for each level, and reads it once more at the origin and everywhere to
+   hash it. Roles are processes and running before the clock does; all of them share this machine's cores and disk.
 2. Links of a given speed (bench/throttle.py): a chain of three; relays of 10:3:1; a relay that hangs, dies, corrupts.
 3. Two hundred clients at once against one relay.
 
@@ -15,10 +18,12 @@ no PyPI) is left out of the table, and said.
 """
 
 import argparse
+import filecmp
 import json
 import os
 import resource
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -323,77 +328,171 @@ def run_nginx(root: Path, source: Path, num_clients: int, options: argparse.Name
         nginx.wait()
 
 
+TOOLS: dict[str, Any] = {"shoal": run_ours, PACKAGE: run_theirs, "nginx + curl": run_nginx}
+
+
+Cell = tuple[int, int, int]
+"""Megabytes, levels of relays, clients."""
+Runs = dict[str, dict[int, dict[str, Any]]]
+"""By tool, then by round."""
+
+
 def compare(root: Path, options: argparse.Namespace) -> None:
-    tools: dict[str, Any] = {"shoal": run_ours, PACKAGE: run_theirs, "nginx + curl": run_nginx}
-    for name, missing in (
-        (PACKAGE, None if their_python(options) else f"pip install {PACKAGE} failed"),
-        ("nginx + curl", None if nginx_binary() else "nginx is not installed"),
+    tools = {name: run for name, run in TOOLS.items() if not options.tool or name in options.tool}
+    for name, there, missing in (
+        (PACKAGE, lambda: their_python(options), f"pip install {PACKAGE} failed"),
+        ("nginx + curl", nginx_binary, "nginx is not installed"),
     ):
-        if missing:
+        if name in tools and not there():
             del tools[name]
             print(f"left out: {name}: {missing}")
-    for mb in options.mb:
-        source = make_file(root / "source", mb * MB)
-        for levels in options.levels:
-            compare_size(
-                root, source, tools, argparse.Namespace(**vars(options) | {"mb": mb, "levels": levels})
-            )
+    sources = {mb: make_file(root / f"source{mb}", mb * MB) for mb in options.mb}
+    cells = [
+        (mb, levels, clients) for mb in options.mb for levels in options.levels for clients in options.clients
+    ]
+    found: dict[Cell, Runs] = {cell: {name: {} for name in tools} for cell in cells}
+    late_s = time.monotonic() + 60 * options.minutes
+    with ExitStack() as stack:
+        stack.callback(show_all, found, root)  # also of what was stopped amid its work
+        for turn in range(options.repeats):
+            for cell in cells:
+                run_cell(
+                    root,
+                    sources[cell[0]],
+                    cell,
+                    found[cell],
+                    tools,
+                    turn=turn,
+                    late_s=late_s,
+                    options=options,
+                )
+    for source in sources.values():
         source.unlink()
 
 
-def compare_size(root: Path, source: Path, tools: dict[str, Any], options: argparse.Namespace) -> None:
+def show_all(found: dict[Cell, Runs], root: Path) -> None:
+    for mb, levels in dict.fromkeys(cell[:2] for cell in found):
+        show_size(mb, levels, {cell: runs for cell, runs in found.items() if cell[:2] == (mb, levels)}, root)
+
+
+def run_cell(
+    root: Path,
+    source: Path,
+    cell: Cell,
+    found: Runs,
+    tools: dict[str, Any],
+    *,
+    turn: int,
+    late_s: float,
+    options: argparse.Namespace,
+) -> None:
+    """Every tool once, one after the other, where there is disk and time for it."""
+    mb, levels, num_clients = cell
+    names = list(tools)
+    # Each begins once and follows each once, with nothing left to write of the one before.
+    for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        before = found[name].get(turn - 1)
+        expected_s = before["whole_s"] if before is not None else 0.0
+        if (turn and before is None) or time.monotonic() + expected_s > late_s:
+            continue
+        if not fits_on_disk(root, name, cell):
+            continue
+        began_s = time.monotonic()
+        os.sync()
+        time.sleep(options.pause_s)
+        place = root / "-".join(map(str, (*cell, turn, len(name))))
+        terms = argparse.Namespace(**vars(options) | {"mb": mb, "levels": levels})
+        try:
+            run = tools[name](place, source, num_clients, terms)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+        found[name][turn] = run | {"whole_s": time.monotonic() - began_s}
+        print(
+            f"{mb} MB, {levels} level(s), {num_clients} client(s), {name}: {run['seconds']:.2f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def show_size(mb: int, levels: int, found: dict[Cell, Runs], root: Path) -> None:
     print(
-        f"\n{options.mb} MB, origin and {options.levels} level(s) of relays, median of {options.repeats}, in turns"
+        f"\n{mb} MB, origin and {levels} level(s) of relays, files on {file_system(root)}, medians, in turns"
     )
-    header = ["clients", "tool", "seconds", "x ours", "CPU s/GB origin", "relays", "client", "all", "peak MB"]
-    rows = []
-    for num_clients in options.clients:
-        names = [name for name in tools if fits_on_disk(root, name, num_clients, options)]
-        found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-        for turn in range(options.repeats):
-            # Each begins once and follows each once, with nothing left to write of the one before.
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                os.sync()
-                time.sleep(options.pause_s)
-                place = root / f"{num_clients}-{turn}-{len(name)}"
-                found[name].append(tools[name](place, source, num_clients, options))
-                shutil.rmtree(place)
-        rows += summarise(found, num_clients, options)
+    header = [
+        "clients",
+        "tool",
+        "runs",
+        "seconds",
+        "ours : its",
+        "CPU s/GB origin",
+        "relays",
+        "client",
+        "all",
+        "ours : its",
+        "peak MB",
+    ]
+    rows = [row for (_, _, num_clients), runs in found.items() for row in summarise(runs, mb, num_clients)]
     show(header, rows)
 
 
-def fits_on_disk(root: Path, name: str, num_clients: int, options: argparse.Namespace) -> bool:
+def file_system(folder: Path) -> str:
+    """Its kind, by the longest mount point that it lies under."""
+    best = ("", "?")
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, point, kind, *_ = line.split()
+        if folder.is_relative_to(point) and len(point) >= len(best[0]):
+            best = (point, kind)
+    return best[1]
+
+
+def fits_on_disk(root: Path, name: str, cell: Cell) -> bool:
     """The package keeps its shards beside the file that it makes of them."""
+    mb, levels, num_clients = cell
     copies = {
-        "shoal": options.levels + num_clients,
-        PACKAGE: 1 + options.levels + 2 * num_clients,
+        "shoal": levels + num_clients,
+        PACKAGE: 1 + levels + 2 * num_clients,
         "nginx + curl": num_clients,
     }[name]
-    need, free = 1.1 * copies * options.mb * MB, shutil.disk_usage(root).free
+    need, free = 1.1 * copies * mb * MB, shutil.disk_usage(root).free
     if need > free:
         print(
-            f"left out: {name} with {num_clients} clients: needs {need / 1e9:.0f} GB of disk, {free / 1e9:.0f} are free"
+            f"left out: {name}, {mb} MB to {num_clients} clients: needs {need / 1e9:.0f} GB of disk, "
+            f"{free / 1e9:.0f} are free"
         )
     return need <= free
 
 
-def summarise(
-    found: dict[str, list[dict[str, Any]]], num_clients: int, options: argparse.Namespace
-) -> list[list[str]]:
-    gigabytes = options.mb * num_clients / 1000
+def summarise(found: Runs, mb: int, num_clients: int) -> list[list[str]]:
+    """Ratios are medians of those of each round: what ran one after the other is compared."""
+    gigabytes = mb * num_clients / 1000
+    ours = found.get("shoal", {})
     rows = []
     for name, runs in found.items():
-        middle = {what: statistics.median(run[what] for run in runs) for what in runs[0]}
-        ratios = [
-            run["seconds"] / ours["seconds"] for run, ours in zip(runs, found.get("shoal", runs), strict=True)
-        ]
-        parts = [middle["origin"] / gigabytes, middle["relays"] / gigabytes, middle["clients"] / gigabytes]
+        if not runs:
+            continue
+        middle = {
+            what: statistics.median(run[what] for run in runs.values())
+            for what in ("seconds", *PARTS, "rss_mb")
+        }
+        pairs = [(ours[turn], runs[turn]) for turn in runs if turn in ours]
+        slower = [one["seconds"] / other["seconds"] for one, other in pairs]
+        dearer = [cpu_s(one) / cpu_s(other) for one, other in pairs]
+        parts = [middle[part] / gigabytes for part in PARTS]
         rows.append(
-            [str(num_clients), name, f"{middle['seconds']:.2f}", f"{statistics.median(ratios):.2f}"]
+            [str(num_clients), name, str(len(runs)), f"{middle['seconds']:.2f}"]
+            + [f"{statistics.median(slower):.2f}" if slower and name != "shoal" else "-"]
             + [f"{part:.2f}" for part in (*parts, sum(parts))]
+            + [f"{statistics.median(dearer):.2f}" if dearer and name != "shoal" else "-"]
             + [f"{middle['rss_mb']:.0f}" if middle["rss_mb"] else "-"]
         )
     return rows
+
+
+PARTS = ("origin", "relays", "clients")
+
+
+def cpu_s(run: dict[str, Any]) -> float:
+    return sum(run[part] for part in PARTS)
 
 
 # -- 2. slow links ----------------------------------------------------------------------------------------
@@ -421,7 +520,7 @@ def links(root: Path, options: argparse.Namespace) -> None:
             rows += scenario(place, options, start, origin, link)
         shutil.rmtree(place)
     print(f"\n{options.link_mb} MB over links of a given speed")
-    show(["scenario", "seconds", "best possible", "ratio", "remark"], rows)
+    show(["scenario", "seconds", "best possible", "ratio", "what it cost", "aim"], rows)
 
 
 def fetch_over(start: Any, folder: Path, origin: Child, urls: list[str]) -> float:
@@ -430,7 +529,19 @@ def fetch_over(start: Any, folder: Path, origin: Child, urls: list[str]) -> floa
     client.tell("go")
     origin.ask("go")
     client.hear()
-    return time.monotonic() - began_s
+    took_s = time.monotonic() - began_s
+    check_digest(folder)
+    return took_s
+
+
+def check_digest(folder: Path) -> None:
+    """What a client made is what went in, by a look at both files and at no manifest."""
+    got, put = (
+        folder / "0" / "v1" / "model.safetensors",
+        folder.parent / "origin" / "v1" / "model.safetensors",
+    )
+    if not filecmp.cmp(got, put, shallow=False):
+        raise SystemExit(f"{got} is not {put}")
 
 
 def chain(place: Path, options: argparse.Namespace, start: Any, origin: Child, link: Any) -> list[list[str]]:
@@ -442,7 +553,13 @@ def chain(place: Path, options: argparse.Namespace, start: Any, origin: Child, l
         ).port
     took_s = fetch_over(start, place / "client", origin, [link(port, bytes_per_s=rate).url])
     return [
-        row("3 links of 20 MB/s in a row", took_s, options.link_mb * MB / rate, "store and forward: 3.00")
+        row(
+            "3 links of 20 MB/s in a row",
+            took_s,
+            options.link_mb * MB / rate,
+            "store and forward: ratio 3.00",
+            "ratio 1.15",
+        )
     ]
 
 
@@ -450,7 +567,34 @@ def speeds(place: Path, options: argparse.Namespace, start: Any, origin: Child, 
     made = [link(origin.port, bytes_per_s=rate) for rate in (20e6, 6e6, 2e6)]
     took_s = fetch_over(start, place / "client", origin, [one.url for one in made])
     shares = " : ".join(f"{one.num_bytes / made[2].num_bytes:.1f}" for one in made)
-    return [row("relays of 10:3:1 (20, 6, 2 MB/s)", took_s, options.link_mb * MB / 28e6, f"shares {shares}")]
+    best_s = options.link_mb * MB / 28e6
+    return [row("relays of 10:3:1 (20, 6, 2 MB/s)", took_s, best_s, f"shares {shares}", "10 : 3 : 1")]
+
+
+def mixed(place: Path, options: argparse.Namespace, start: Any, origin: Child, link: Any) -> list[list[str]]:
+    """The three of 10:3:1, and one of each kind of failure beside them: four clients at once, each behind links of its own."""
+    size, clients = options.link_mb * MB, []
+    for index in range(4):
+        made = [link(origin.port, bytes_per_s=rate) for rate in (20e6, 6e6, 2e6)]
+        made += [
+            link(origin.port, bytes_per_s=6e6, die_after=size / 20),
+            link(origin.port, bytes_per_s=6e6, corrupt_every=size // 20),
+            link(origin.port, bytes_per_s=6e6, stall_after=size / 20),
+        ]
+        words = [word for one in made for word in ("--upstream", one.url)]
+        clients.append(start("our_client", place / f"client{index}", *words))
+    began_s = time.monotonic()
+    for client in clients:
+        client.tell("go")
+    origin.ask("go")
+    for client in clients:
+        client.hear()
+    took_s = time.monotonic() - began_s
+    for index in range(4):
+        check_digest(place / f"client{index}")
+    best_s = size * (1 - 3 / 20) / 28e6  # what the failing ones sent before they failed is not lost
+    what = "10:3:1, one that dies, one that corrupts, one that hangs; 4 clients"
+    return [row(what, took_s, best_s, "4 of 4 with the right digest", "all of them")]
 
 
 def hung(place: Path, options: argparse.Namespace, start: Any, origin: Child, link: Any) -> list[list[str]]:
@@ -458,7 +602,20 @@ def hung(place: Path, options: argparse.Namespace, start: Any, origin: Child, li
     made = [link(origin.port, bytes_per_s=20e6), link(origin.port, bytes_per_s=20e6, stall_after=half)]
     took_s = fetch_over(start, place / "client", origin, [one.url for one in made])
     best_s = half / 20e6 + (options.link_mb * MB - 2 * half) / 20e6
-    return [row("one of two 20 MB/s relays hangs half-way", took_s, best_s, f"costs {took_s - best_s:.1f} s")]
+    what = "one of two 20 MB/s relays hangs half-way"
+    return [row(what, took_s, best_s, f"{took_s - best_s:.1f} s", "under 5 s")]
+
+
+def corrupt(
+    place: Path, options: argparse.Namespace, start: Any, origin: Child, link: Any
+) -> list[list[str]]:
+    size = options.link_mb * MB
+    made = [link(origin.port, bytes_per_s=20e6), link(origin.port, bytes_per_s=20e6, corrupt_every=size // 4)]
+    took_s = fetch_over(start, place / "client", origin, [one.url for one in made])
+    in_vain = (sum(one.num_bytes for one in made) - size) / options.link_shard_bytes
+    best_s = size / 4 / 20e6 + (size / 2) / 20e6
+    what = "one of two 20 MB/s relays flips a bit half-way"
+    return [row(what, took_s, best_s, f"{in_vain:.1f} shards in vain, with all headers", "one shard")]
 
 
 def failing(
@@ -476,7 +633,7 @@ def failing(
         (options.link_mb * MB * (1 - 1 / 4 - 1 / 8) - 8 * MB) / 10e6
     )  # what the dying and the hanging one sent is not lost, nor what the corrupting one sent before its first error
     what = "one dies, one corrupts, one hangs, one is well (10 MB/s)"
-    return [row(what, took_s, best_s, f"{100 * surplus:.0f} % of the bytes in vain")]
+    return [row(what, took_s, best_s, f"{100 * surplus:.0f} % of the bytes in vain", "the right digest")]
 
 
 def restarted(
@@ -494,6 +651,7 @@ def restarted(
     began_s = time.monotonic()
     second.ask("go")
     took_s = time.monotonic() - began_s
+    check_digest(place / "client")
     again = (made.num_bytes - before) / (options.link_mb * MB)
     return [
         row(
@@ -501,15 +659,16 @@ def restarted(
             took_s,
             options.link_mb * MB / 40e6,
             f"fetched {100 * again:.0f} %",
+            "55 %",
         )
     ]
 
 
-SCENARIOS = (chain, speeds, hung, failing, restarted)
+SCENARIOS = (chain, speeds, hung, corrupt, failing, mixed, restarted)
 
 
-def row(what: str, took_s: float, best_s: float, remark: str) -> list[str]:
-    return [what, f"{took_s:.2f}", f"{best_s:.2f}", f"{took_s / best_s:.2f}", remark]
+def row(what: str, took_s: float, best_s: float, cost: str, aim: str) -> list[str]:
+    return [what, f"{took_s:.2f}", f"{best_s:.2f}", f"{took_s / best_s:.2f}", cost, aim]
 
 
 # -- 3. a crowd -------------------------------------------------------------------------------------------
@@ -613,7 +772,16 @@ def main() -> None:
     parser.add_argument("--mb", type=int, nargs="+", default=[500], help="sizes of the file, loopback")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--levels", type=int, nargs="+", default=[1], help="of relays")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="loopback: rounds over all that is to be compared"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=1e9,
+        help="loopback: begin nothing that, by the round before, would end later than this",
+    )
+    parser.add_argument("--tool", choices=list(TOOLS), action="append", help="loopback: these only")
     parser.add_argument(
         "--pause-s", type=float, default=2.0, help="before each run, for the machine to settle"
     )
@@ -639,6 +807,7 @@ def main() -> None:
         ROLES[options.role](options)
         return
     sys.path.append(str(Path(__file__).parent))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and leave no gigabytes behind
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
         options.root = Path(folder)
         for name, part in (("loopback", compare), ("links", links), ("crowd", crowd)):

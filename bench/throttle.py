@@ -41,6 +41,9 @@ class Link:
         self._thread.start()
         self._started.wait(10)
 
+    def set_rate(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"

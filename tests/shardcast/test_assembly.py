@@ -104,21 +104,6 @@ def test_after_close_nothing_is_written(folder: Path, sealed: Sealed[Manifest], 
     assert shard in assembly.missing()
 
 
-def test_a_manifest_that_contradicts_itself_is_found_out(
-    tmp_path: Path, sealed: Sealed[Manifest], key: Key, kit: Any
-) -> None:
-    right = sealed.body.file("config.json")
-    wrong = FileEntry(**(right.model_dump() | {"blake3": "0" * 64}))
-    signed = seal(Manifest(run="demo", version=1, files=(wrong,), created_at_s=1.0), key)
-    prepare_folder(tmp_path / "odd", signed)
-    assembly = Assembly(tmp_path / "odd", signed.body)
-    (shard,) = assembly.missing()
-    with pytest.raises(Rejected, match="its publisher made an error"):
-        assembly.write(shard, kit.random_files()["config.json"])
-    assert not assembly.complete
-    assert not (tmp_path / "odd" / "config.json").exists()
-
-
 def test_files_of_another_manifest_are_not_believed(
     folder: Path, sealed: Sealed[Manifest], origin: Any, kit: Any
 ) -> None:

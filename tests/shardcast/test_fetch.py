@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.net.deadline import DeadlinePassed, Stopped
-from shoal.shardcast import RelayChoice, fetch_manifest, fetch_version, prune_versions
+from shoal.shardcast import RelayApp, RelayChoice, fetch_manifest, fetch_newer, fetch_version, prune_versions
 from shoal.shardcast import download as download_module
 from shoal.shardcast.assembly import Assembly
 from shoal.telemetry import Log
@@ -204,6 +204,35 @@ def test_manifests_by_number_and_the_newest(
         fetch_manifest(9, relays, deadline_s=0.1, **terms)
     with pytest.raises(DeadlinePassed, match="is for run 'demo', expected 'x'"):
         fetch_manifest(7, relays, deadline_s=0.1, **(terms | {"run": "x"}))
+
+
+def test_a_newer_version_is_waited_for_at_the_relays(
+    origin: Any, kit: Any, serve: Any, key: Key, log: Log, stop: threading.Event
+) -> None:
+    """One question is under way when it comes, and is answered with it: nobody asks again and again."""
+    terms: dict[str, Any] = {"run_key": key.public, "log": log, "stop": stop}
+    origin.publish(6, kit.random_files(1))
+    asked: list[str] = []
+
+    class Counting(RelayApp):
+        async def __call__(self, request: Any) -> Any:
+            asked.append(request.path)
+            return await super().__call__(request)
+
+    found: list[Any] = []
+    url = serve(Counting(origin.store))
+    thread = threading.Thread(
+        target=lambda: found.append(fetch_newer(6, [url], deadline_s=60, **terms)), daemon=True
+    )
+    thread.start()
+    kit.eventually(lambda: asked, "the question")
+    sealed = origin.publish(7, kit.random_files(2))
+    thread.join(30)
+    assert found == [sealed]
+    assert len(asked) < 30, "a few, even if the first came before the version and took its time"
+    assert fetch_newer(5, [url], deadline_s=30, **terms) == sealed
+    with pytest.raises(DeadlinePassed, match=r"a version after 7: .* nothing newer"):
+        fetch_newer(7, [url], deadline_s=0.1, **terms)
 
 
 def test_old_versions_of_a_client_are_pruned(origin: Any, kit: Any, serve: Any, fetch: Any) -> None:

@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -12,9 +13,12 @@ from small_coordinator import SmallCoordinator, Stopper
 
 from shoal.model.load import load_decoder
 from shoal.net.deadline import DeadlinePassed
+from shoal.trainer.batch import TrainBatch
 from shoal.trainer.config import TrainerConfig
+from shoal.trainer.crew import Crew
+from shoal.trainer.figures import StepFigures
 from shoal.trainer.loop import TrainerSite, run_trainer
-from shoal.trainer.publisher import Address
+from shoal.trainer.publisher import Address, Publisher
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
 from shoal.wire.manifest import Manifest
@@ -113,16 +117,68 @@ def test_crash_before_an_announcement(
 
 
 def test_crash_after_an_announcement(tmp_path: Path, whole: tuple[SmallCoordinator, Path]) -> None:
-    """The next process announces version 2 again, the very same, and goes on."""
+    """The next process announces the last version again, the very same, and goes on."""
     stop = threading.Event()
     with SmallCoordinator(last_version=4).serving() as coordinator:
-        coordinator.before_announce = lambda told: stop.set() if told.manifest.body.version == 2 else None
+        coordinator.before_announce = lambda told: stop.set() if told.manifest.body.version == 4 else None
         run_trainer(CONFIG, site(tmp_path, coordinator), stop=stop)
         coordinator.before_announce = lambda told: None
         run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
     assert coordinator.digests() == whole[0].digests()
-    first, second = (told for told in coordinator.announced if told.manifest.body.version == 2)
+    first, second = (told for told in coordinator.announced if told.manifest.body.version == 4)
     assert (first.manifest, first.report) == (second.manifest, second.report)
+
+
+def test_the_next_step_does_not_wait_for_a_publication(
+    tmp_path: Path, whole: tuple[SmallCoordinator, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each version is held back, before it is written, until the step after it is done. Were one to wait for the other,
+    nothing would happen; and what comes of it is the same as ever."""
+    stepped = {version: threading.Event() for version in range(2, 5)}
+    prepare, step = Publisher.prepare, Crew.step
+    overlapped = []
+
+    def late(self: Publisher, named: Any, version: int, **terms: Any) -> Path:
+        if version + 1 in stepped and version:
+            assert stepped[version + 1].wait(60), (
+                f"the step to version {version + 1} waits for version {version}"
+            )
+            overlapped.append(version)
+        return prepare(self, named, version, **terms)
+
+    def noted(self: Crew, batch: TrainBatch) -> StepFigures:
+        figures = step(self, batch)
+        if batch.version + 1 in stepped:
+            stepped[batch.version + 1].set()
+        return figures
+
+    monkeypatch.setattr(Publisher, "prepare", late)
+    monkeypatch.setattr(Crew, "step", noted)
+    with SmallCoordinator(last_version=4).serving() as coordinator:
+        run_trainer(CONFIG, site(tmp_path, coordinator, deadline_s=90.0), stop=threading.Event())
+    assert overlapped == [1, 2, 3]
+    assert [told.manifest.body.version for told in coordinator.announced] == list(range(5))
+    assert coordinator.digests() == whole[0].digests()
+
+
+def test_a_publication_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the trainer waits for rollouts that will never come, because nobody has the version they need."""
+    prepare = Publisher.prepare
+
+    def full(self: Publisher, named: Any, version: int, **terms: Any) -> Path:
+        if version == 1:
+            coordinator.has_rollouts = False
+            raise OSError(28, "No space left on device")
+        return prepare(self, named, version, **terms)
+
+    monkeypatch.setattr(Publisher, "prepare", full)
+    with SmallCoordinator(last_version=4).serving() as coordinator:
+        with pytest.raises(OSError, match="No space left"):
+            run_trainer(CONFIG, site(tmp_path, coordinator, deadline_s=600.0), stop=threading.Event())
+        monkeypatch.setattr(Publisher, "prepare", prepare)
+        coordinator.has_rollouts = True
+        run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
+    assert [told.manifest.body.version for told in coordinator.announced] == list(range(5))
 
 
 def test_damaged_checkpoint_costs_steps_not_the_run(

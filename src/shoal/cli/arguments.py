@@ -16,6 +16,11 @@ def add_eval(commands: Any) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="a folder, a built-in model, or a coordinator's URL")
     parser.add_argument("--version", type=int, help="with a URL: which version (default: the newest)")
+    parser.add_argument(
+        "--key",
+        type=Path,
+        help="with a URL: a member's key (node.key of a worker's folder), where relays are private",
+    )
     add_task_options(parser, required=False)
     parser.add_argument("--prompts", type=at_least_one, default=200, help="held-out problems (default: 200)")
     parser.add_argument("--k", type=at_least_one, default=1, help="of pass@k")

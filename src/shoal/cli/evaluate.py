@@ -27,10 +27,12 @@ from shoal.cli.answering import (
 from shoal.cli.arguments import MAX_NEW_TOKENS
 from shoal.cli.intervals import pass_at, wilson
 from shoal.cli.supervise import EXIT_OK
-from shoal.net.client import Unreachable
+from shoal.net.client import SignedClient, Unreachable
+from shoal.net.tickets import Tickets
 from shoal.tasks import Outcome, make_task
 from shoal.tasks.files import digest_of, file_digests, is_file_option
 from shoal.telemetry import Log
+from shoal.wire.keys import Key
 from shoal.wire.manifest import Manifest
 from shoal.wire.messages import Info, Origin, Stats
 from shoal.wire.record import Sealed
@@ -159,7 +161,7 @@ def _source(options: argparse.Namespace, stop: threading.Event) -> Iterator[tupl
     with tempfile.TemporaryDirectory() as into:
         try:
             with httpx.Client(base_url=options.model, timeout=TIMEOUT_S) as http:
-                info, folder, version = _fetch(http, options.version, Path(into), stop)
+                info, folder, version = fetch_published(http, options, Path(into), stop)
         except httpx.HTTPError as error:
             raise Unreachable(
                 f"{options.model}: {error}; check the URL, and that the coordinator runs there"
@@ -168,21 +170,50 @@ def _source(options: argparse.Namespace, stop: threading.Event) -> Iterator[tupl
         yield folder, spec, Source(version, info.spec.sampling)
 
 
-def _fetch(
-    http: httpx.Client, version: int | None, into: Path, stop: threading.Event
+def fetch_published(
+    http: httpx.Client, options: argparse.Namespace, into: Path, stop: threading.Event
 ) -> tuple[Info, Path, int]:
-    """A published version through SHARDCAST, verified under the run's key."""
-    from shoal.shardcast import fetch_version
+    """A published version through SHARDCAST, verified under the run's key; with `--key`, also from private relays."""
+    from shoal.shardcast import RelayChoice, fetch_version
 
+    version, log = options.version, Log("eval")
     info = Info.parse(_get(http, "/v1/info"))
     sealed = Sealed[Manifest].parse(_get(http, f"/v1/policies/{'latest' if version is None else version}"))
     stats = Stats.parse(_get(http, "/v1/stats"))
     places = [relay.url for relay in stats.relays if relay.liveness != "offline"]
     places = places or [Origin.parse(_get(http, "/v1/origin")).url]
-    folder = fetch_version(
-        sealed, places, into, run_key=info.run_key, log=Log("eval"), stop=stop, deadline_s=FETCH_S
-    )
+    with contextlib.ExitStack() as stack:
+        ticket = None
+        if options.key is not None:
+            client = SignedClient(options.model, Key.load(options.key), log=log, stop=stop)
+            stack.callback(client.close)
+            ticket = Tickets(client, log=log)
+        choice = RelayChoice(_open_to_us(places, ticket), ticket=ticket)
+        folder = fetch_version(
+            sealed, choice, into, run_key=info.run_key, log=log, stop=stop, deadline_s=FETCH_S
+        )
     return info, folder, sealed.body.version
+
+
+def _open_to_us(places: list[str], ticket: Tickets | None) -> list[str]:
+    """Those that would serve us. A fetch would go on asking the others for as long as it has time."""
+    header = ticket() if ticket is not None else ""
+    headers = {"Authorization": header} if header else {}
+    refused = [place for place in places if _refuses(place, headers)]
+    if refused == places:
+        what = "accept no ticket that --key gets" if ticket is not None else "serve members of the run only"
+        raise ValueError(
+            f"{', '.join(places)} {what}; give --key FILE: node.key of a worker that joined, or a role's key of the run"
+        )
+    return [place for place in places if place not in refused]
+
+
+def _refuses(place: str, headers: dict[str, str]) -> bool:
+    try:
+        answer = httpx.get(f"{place}/ticket", headers=headers, timeout=TIMEOUT_S)
+    except httpx.HTTPError:
+        return False  # it may come back while others serve
+    return answer.status_code in (401, 403)
 
 
 def _with_own_files(spec: TaskSpec, options: argparse.Namespace) -> TaskSpec:

@@ -3,13 +3,13 @@
     publish(folder, run=..., version=..., key=...)             sign what is to be spread
     VersionStore + RelayServer                                 serve it (origin)
     run_relay(RelayConfig(...), ...)                           mirror and serve it (relay)
-    fetch_manifest(...), fetch_version(...)                    have it (client)
+    fetch_manifest(...), fetch_newer(...), fetch_version(...)  have it (client)
 
 docs/shardcast.md shows all four in one example. No torch here.
 """
 
 from shoal.shardcast.choice import RelayChoice
-from shoal.shardcast.client import fetch_manifest, fetch_version, prune_versions
+from shoal.shardcast.client import fetch_manifest, fetch_newer, fetch_version, prune_versions
 from shoal.shardcast.mirror import Mirror
 from shoal.shardcast.publish import SHARD_BYTES, SNAPSHOT_EVERY, Base, publish
 from shoal.shardcast.relay import RelayApp, RelayServer
@@ -29,6 +29,7 @@ __all__ = [
     "RelayServer",
     "VersionStore",
     "fetch_manifest",
+    "fetch_newer",
     "fetch_version",
     "prune_versions",
     "publish",

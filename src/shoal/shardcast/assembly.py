@@ -2,24 +2,22 @@
 
     v7/manifest.json                    what it will be
     v7/.model.safetensors.partial       shards at their places, some still missing
-    v7/config.json                      complete: its digest was checked before it got this name
+    v7/config.json                      complete: every shard of it was checked before it got this name
 
-Nothing unverified is ever written, so what is verified can be served while the rest still comes. The digest of the whole
-grows with the shards, in their order. After a restart the partial file is hashed again, shard by shard, and what fits is
-kept.
+Nothing unverified is ever written, so what is verified can be served while the rest still comes. A file is right when all
+its shards are: the same signature covers their digests and that of the whole, and `publish` makes both of the same bytes,
+so hashing it once more would tell nothing. After a restart the partial file is hashed again, shard by shard, and what fits
+is kept.
 """
 
-import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from blake3 import blake3
-
-from shoal.shardcast.digest import hash_bytes, hash_file, hash_range, update_range
+from shoal.shardcast.digest import hash_bytes, hash_file, hash_range
 from shoal.shardcast.pieces import write_at
 from shoal.shardcast.signed import partial_path, read_manifest
 from shoal.wire.codes import Rejected
@@ -57,11 +55,8 @@ class _File:
     entry: FileEntry
     have: set[int] = field(default_factory=set)
     whole: bool = False
-    hasher: blake3 = field(default_factory=blake3)
-    num_hashed: int = 0
-    """Shards that the digest of the whole has taken, the first so many."""
-    hashing: bool = False
-    """A thread is at it."""
+    writing: threading.Lock = field(default_factory=threading.Lock)
+    """The kernel lets one thread at a time write to a file, and has the others burn their time in a loop meanwhile."""
 
 
 class Assembly:
@@ -78,13 +73,10 @@ class Assembly:
         *,
         wanted: Collection[str] | None = None,
         in_doubt: bool = False,
-        check_whole: bool = True,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`in_doubt`: files are hashed before their names are believed (boot.py). Without `check_whole`, that every shard is
-        right is enough: the digest of the whole tells no more, unless the publisher contradicts itself."""
+        """`in_doubt`: files are hashed before their names are believed (boot.py)."""
         self.folder, self.manifest = folder, manifest
-        self._check_whole = check_whole
         self._on_change = on_change
         self._lock = threading.Lock()
         self._closed = False
@@ -164,18 +156,14 @@ class Assembly:
             # A descriptor of its own: a slow duplicate may still write these same bytes when the file is complete.
             fd = self._open_partial(file)
         try:
-            write_at(fd, data, shard.start)
-            with self._lock:
-                file.have.add(shard.index)
-                in_turn = self._check_whole and shard.index == file.num_hashed and not file.hashing
-                file.hashing |= in_turn
-            self._on_change()  # others may have the shard already
-            if in_turn:  # hashed from memory, not from the file
-                with self._next_hashed(file):
-                    file.hasher.update(data)
-            self._hash_on(file, fd)
+            with file.writing:
+                write_at(fd, data, shard.start)
         finally:
             os.close(fd)
+        with self._lock:
+            file.have.add(shard.index)
+            self._name_if_whole(file)
+        self._on_change()
 
     def link(self, name: str, source: Path) -> bool:
         """Take a whole file from another folder instead of the network, if it is the right one."""
@@ -208,72 +196,31 @@ class Assembly:
                 file.have, file.whole = set(range(len(file.entry.shards))), True
                 return
             final.replace(partial)
-        fd = self._open_partial(file) if partial.is_file() or not file.entry.shards else None
-        if fd is None:
+        if not (partial.is_file() or not file.entry.shards):
             return
+        fd = self._open_partial(file)
         try:
             file.have = {
                 shard.index
                 for shard in shards_of(file.entry)
                 if hash_range(fd, shard.start, shard.num_bytes) == shard.blake3
             }
-            # If the manifest contradicts itself, the download that follows says so; finding out is not its place.
-            with contextlib.suppress(Rejected):
-                self._hash_on(file, fd)
         finally:
             os.close(fd)
+        self._name_if_whole(file)
 
-    def _hash_on(self, file: _File, fd: int) -> None:
-        """Bring the digest of the whole as far as the shards go, unless another thread does; at the end, the name."""
-        num_shards = len(file.entry.shards)
-        while True:
-            with self._lock:
-                index = file.num_hashed if self._check_whole else len(file.have)
-                waits = index < num_shards and not (self._check_whole and index in file.have)
-                if file.whole or file.hashing or waits:
-                    return
-                file.hashing = True
-            if index == num_shards:
-                self._finish(file)
-                return
-            with self._next_hashed(file):
-                update_range(fd, *file.entry.shard_range(index), file.hasher)
-
-    @contextlib.contextmanager
-    def _next_hashed(self, file: _File) -> Iterator[None]:
-        """By the thread that has set `hashing`."""
-        done = False
-        try:
-            yield
-            done = True
-        finally:
-            with self._lock:
-                file.hashing = False
-                file.num_hashed += 1
-                if not done:  # the disk failed half-way: from the beginning, next time
-                    file.hasher, file.num_hashed = blake3(), 0
-
-    def _finish(self, file: _File) -> None:
-        """All shards are here: check the whole, give it its name."""
-        found = file.hasher.hexdigest() if self._check_whole else file.entry.blake3
-        partial = self._partial(file)
-        if found != file.entry.blake3:
-            with self._lock:
-                file.have, file.hasher, file.num_hashed, file.hashing = set(), blake3(), 0, False
-                partial.unlink(missing_ok=True)
-            raise Rejected(
-                "request.wrong_digest",
-                f"{file.entry.name} of version {self.manifest.version}: every shard fits, yet the whole hashes to "
-                f"{found[:16]} and the manifest says {file.entry.blake3[:16]}; its publisher made an error",
-            )
-        with self._lock:
-            partial.replace(self._final(file))
+    def _name_if_whole(self, file: _File) -> None:
+        """Under the lock. A slow duplicate of a shard may still be written to the file, with these same bytes."""
+        if len(file.have) == len(file.entry.shards) and not file.whole:
+            self._partial(file).replace(self._final(file))
             file.whole = True
-        self._on_change()
 
     def _open_partial(self, file: _File) -> int:
         fd = os.open(self._partial(file), os.O_RDWR | os.O_CREAT, 0o644)
-        os.ftruncate(fd, file.entry.num_bytes)
+        if (
+            os.fstat(fd).st_size != file.entry.num_bytes
+        ):  # not each time: the kernel has it wait for who writes
+            os.ftruncate(fd, file.entry.num_bytes)
         return fd
 
     def _final(self, file: _File) -> Path:

@@ -24,6 +24,8 @@ from shoal.wire.codes import Rejected
 from shoal.wire.manifest import Manifest
 from shoal.wire.record import Sealed
 
+POLL_S, PAUSE_S = 5.0, 0.2
+"""How long a relay may think about a new version; and between two questions, for one that answers at once."""
 _FOLDER = re.compile(r"v([0-9]{1,18})(\.partial)?")
 
 
@@ -100,6 +102,40 @@ def fetch_manifest(
 
     with Connections(choice.ticket) as connections:
         return wait_for(what, attempt, deadline_s=deadline_s, log=log, stop=stop)
+
+
+def fetch_newer(
+    after: int,
+    relays: Sequence[str] | RelayChoice,
+    *,
+    run_key: str,
+    log: Log,
+    stop: threading.Event,
+    deadline_s: float,
+    run: str | None = None,
+) -> Sealed[Manifest]:
+    """The signed manifest of a version later than `after`, as soon as a relay knows one: relays answer when they do (long poll)."""
+    choice = relays if isinstance(relays, RelayChoice) else RelayChoice(relays)
+
+    def attempt() -> Sealed[Manifest]:
+        reasons = []
+        urls = random.sample(choice.urls, len(choice.urls))
+        for url in urls:
+            try:
+                # All are asked, and one of them, each time another, is waited for.
+                wait_s = min(POLL_S, deadline_s) if url == urls[-1] else 0.0
+                sealed = ask_latest(connections, url, after=after, wait_s=wait_s)
+                if sealed is not None and open_manifest(sealed, run=run, run_key=run_key).version > after:
+                    return sealed
+                reasons.append(f"{url}: nothing newer")
+            except (NotThere, Broken, Rejected) as reason:
+                reasons.append(f"{url}: {reason}")
+        raise NotYet("; ".join(reasons) or "no relay known", PAUSE_S)
+
+    with Connections(choice.ticket) as connections:
+        return wait_for(
+            f"a version after {after}", attempt, deadline_s=deadline_s, log=log, stop=stop, say_every_s=60.0
+        )
 
 
 def prune_versions(into: Path, keep_versions: int) -> list[int]:

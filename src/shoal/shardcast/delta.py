@@ -13,8 +13,12 @@ is applied in one pass. A payload is bytes from a stranger: whatever it says is 
 
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,13 +27,15 @@ import numpy.typing as npt
 import zstandard
 from blake3 import blake3
 
-from shoal.shardcast.pieces import append
+from shoal.shardcast.pieces import write_at
 from shoal.wire.codes import Rejected
 
 MAGIC = b"SHDELTA1"
 CHUNK_WORDS = 1 << 21
 """Part of the format: 4 MiB of a file. Memory is a few times that, and positions in it take 3 varint bytes at most."""
 LEVEL = 1
+NUM_MAKERS = 2
+"""Threads that make chunks while one hashes them: hashing sets the pace then, on three cores."""
 _HEAD = struct.Struct("<8sQ")
 _CHUNK = struct.Struct("<5I")
 _MAX_VARINT = 3
@@ -37,6 +43,8 @@ _DENSE = 4
 """Above one changed lane in this many, looking at words one by one is faster than looking into lanes."""
 
 D = TypeVar("D", bytes, range)
+R = TypeVar("R")
+T = TypeVar("T")
 Words = npt.NDArray[np.uint16]
 Read = Callable[[int, int], "bytes | memoryview"]
 """From which byte, how many."""
@@ -46,56 +54,59 @@ ReadWords = Callable[[int, int], Words]
 
 def encode(old: bytes | memoryview, new: bytes | memoryview) -> bytes:
     """What makes `new` of `old`; they must be of one size."""
-    return b"".join(_encode(_word_reader(old), _word_reader(new), len(old), len(new)))
+    read_old, read_new = _word_reader(old), _word_reader(new)
+    pieces = [_HEAD.pack(MAGIC, _one_size(len(old), len(new)))]
+    pieces += [_encode_chunk(read_old(*where), read_new(*where)) for where in _chunks(len(new))]
+    return b"".join(pieces)
 
 
 def apply(old: bytes | memoryview, payload: bytes | memoryview) -> bytes:
     """`new` of `encode(old, new)`. Rejected if the payload is not one for a file of this size."""
-    delta = _Delta(_reader(payload), len(payload), len(old))
-    return b"".join(bytes(piece) for piece in _apply(_word_reader(old), len(old), [delta]))
-
-
-def apply_in_place(data: bytearray | memoryview, payload: bytes | memoryview) -> None:
-    """Make `new` of `old` where it lies. After a Rejected it is neither, so keep a copy of what must not be lost."""
-    delta = _Delta(_reader(payload), len(payload), len(data))
-    for start, length in _chunks(len(data)):
-        if length % 2:
-            words = _words(memoryview(data)[start : start + length])
-            delta.apply_next(words)
-            data[start : start + length] = words.tobytes()[:length]
-        else:
-            delta.apply_next(np.frombuffer(data, "<u2", length // 2, start))
+    delta, read = Payload(_reader(payload), len(payload), len(old)), _word_reader(old)
+    pieces = []
+    for start, length in _chunks(len(old)):
+        words = read(start, length)
+        delta.next_chunk().apply(words)
+        pieces.append(bytes(_bytes(words, length)))
     delta.check_end()
+    return b"".join(pieces)
 
 
 def write_delta(old: Path, new: Path, into: Path, *, old_blake3: str, max_bytes: int) -> bool:
-    """Write the payload to `into`.
+    """Write the payload to `into`. Chunks are read and compared by two threads, the old ones hashed by this one in order.
 
     False, and no file, if it exceeds `max_bytes` or `old` has not the digest it should have.
     """
-    total, hasher = 0, blake3()
+    hasher = blake3()
     with old.open("rb") as old_file, new.open("rb") as new_file, into.open("wb") as out:
-        read_old, read_new = _word_file_reader(old_file.fileno()), _word_file_reader(new_file.fileno())
-
-        def read_and_hash(start: int, length: int) -> Words:
-            words = read_old(start, length)
-            hasher.update(_bytes(words, length))
-            return words
-
-        sizes = _size(old_file.fileno()), _size(new_file.fileno())
-        for piece in _encode(read_and_hash, read_new, *sizes):
-            total += len(piece)
-            if total > max_bytes:
-                break
-            out.write(piece)
+        fds = old_file.fileno(), new_file.fileno()
+        num_bytes = _one_size(_size(fds[0]), _size(fds[1]))
+        rooms = [(_word_file_reader(fds[0]), _word_file_reader(fds[1])) for _ in range(NUM_MAKERS + 1)]
+        total = out.write(_HEAD.pack(MAGIC, num_bytes))
+        jobs = (partial(_compare_chunk, where) for where in _chunks(num_bytes))
+        with closing(_by_threads(jobs, rooms)) as made:
+            for before, piece in made:
+                hasher.update(before)
+                total += out.write(piece)
+                if total > max_bytes:
+                    break
     good = total <= max_bytes and hasher.hexdigest() == old_blake3
     if not good:
         into.unlink()
     return good
 
 
+def _compare_chunk(where: tuple[int, int], readers: tuple[ReadWords, ReadWords]) -> tuple[memoryview, bytes]:
+    """The old bytes, and what makes the new ones of them."""
+    old, new = (read(*where) for read in readers)
+    return _bytes(old, where[1]), _encode_chunk(old, new)
+
+
 def apply_deltas(old: Path, payloads: Sequence[Path], into: Path) -> str:
-    """Write to `into` what the payloads, one after the other, make of `old`; its BLAKE3."""
+    """Write to `into` what the payloads, one after the other, make of `old`; its BLAKE3.
+
+    Chunks are read, changed and written by two threads, and hashed by this one in order.
+    """
     hasher = blake3()
     with ExitStack() as files:
         old_fd = files.enter_context(old.open("rb")).fileno()
@@ -103,26 +114,52 @@ def apply_deltas(old: Path, payloads: Sequence[Path], into: Path) -> str:
         deltas = []
         for path in payloads:
             fd = files.enter_context(path.open("rb")).fileno()
-            deltas.append(_Delta(_file_reader(fd), _size(fd), _size(old_fd)))
-        for piece in _apply(_word_file_reader(old_fd), _size(old_fd), deltas):
-            hasher.update(piece)
-            append(out, piece)
+            deltas.append(Payload(_file_reader(fd), _size(fd), _size(old_fd)))
+        rooms = [_word_file_reader(old_fd) for _ in range(NUM_MAKERS + 1)]
+        jobs = (
+            partial(_make_chunk, out, where, [delta.next_chunk() for delta in deltas])
+            for where in _chunks(_size(old_fd))
+        )
+        for made in files.enter_context(closing(_by_threads(jobs, rooms))):
+            hasher.update(made)
+        for delta in deltas:
+            delta.check_end()
     return hasher.hexdigest()
+
+
+def _make_chunk(out: int, where: tuple[int, int], changes: list["Changes"], read: ReadWords) -> memoryview:
+    start, length = where
+    words = read(start, length)
+    for change in changes:
+        change.apply(words)
+    made = _bytes(words, length)
+    write_at(out, made, start)
+    return made
+
+
+def _by_threads(jobs: Iterable[Callable[[R], T]], rooms: Sequence[R]) -> Generator[T, None, None]:
+    """What each job makes in a room that it has for itself, in order; good until the next is asked for."""
+    waiting, making = deque(rooms), deque[Future[T]]()
+    with ThreadPoolExecutor(NUM_MAKERS, thread_name_prefix="delta") as makers:
+        for job in jobs:
+            if len(making) == len(rooms):  # the room that comes next must be free again
+                yield making.popleft().result()
+            waiting.rotate(-1)
+            making.append(makers.submit(job, waiting[-1]))
+        while making:
+            yield making.popleft().result()
 
 
 # -- chunks ---------------------------------------------------------------------------------------------
 
 
-def _encode(old: ReadWords, new: ReadWords, old_bytes: int, new_bytes: int) -> Iterator[bytes]:
+def _one_size(old_bytes: int, new_bytes: int) -> int:
     if old_bytes != new_bytes:
         raise ValueError(f"a delta needs files of one size, these have {old_bytes} and {new_bytes} bytes")
-    yield _HEAD.pack(MAGIC, new_bytes)
-    compressor = zstandard.ZstdCompressor(level=LEVEL)
-    for start, length in _chunks(new_bytes):
-        yield _encode_chunk(old(start, length), new(start, length), compressor)
+    return new_bytes
 
 
-def _encode_chunk(old: Words, new: Words, compressor: zstandard.ZstdCompressor) -> bytes:
+def _encode_chunk(old: Words, new: Words) -> bytes:
     places = _changed(old, new)
     if places.size == 0:
         return _CHUNK.pack(0, 0, 0, 0, 0)
@@ -130,6 +167,7 @@ def _encode_chunk(old: Words, new: Words, compressor: zstandard.ZstdCompressor) 
     steps = (new[places] - old[places]).view(np.int16)  # the difference wraps around, and so does adding it
     zigzag = ((steps << 1) ^ (steps >> 15)).view(np.uint16)
     streams = [_to_varints(gaps.astype(np.uint32)), _to_varints(zigzag.astype(np.uint32))]
+    compressor = zstandard.ZstdCompressor(level=LEVEL)  # one for each: they are not for several threads
     frames = [compressor.compress(stream) for stream in streams]
     sizes = [len(one) for one in (*streams, *frames)]
     return b"".join([_CHUNK.pack(places.size, *sizes), *frames])
@@ -148,69 +186,35 @@ def _changed(old: Words, new: Words) -> npt.NDArray[np.int64]:
     return places
 
 
-def _apply(old: ReadWords, num_bytes: int, deltas: Sequence["_Delta"]) -> Iterator[memoryview]:
-    for start, length in _chunks(num_bytes):
-        words = old(start, length)
-        for delta in deltas:
-            delta.apply_next(words)
-        yield _bytes(words, length)
-    for delta in deltas:
-        delta.check_end()
-
-
-class _Delta:
-    """A payload, read from its beginning to its end."""
+class Payload:
+    """A delta, read from its beginning to its end."""
 
     def __init__(self, read: Read, payload_bytes: int, num_bytes: int) -> None:
         self._read, self._left, self._position = read, payload_bytes, 0
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 23)
         magic, made_for = _HEAD.unpack(self._take(_HEAD.size))
         if magic != MAGIC:
             raise _refusal(f"it begins with {magic!r}, not {MAGIC!r}")
         if made_for != num_bytes:
             raise _refusal(f"it is for a file of {made_for} bytes, this one has {num_bytes}")
 
-    def apply_next(self, words: Words) -> None:
-        """Change the words of the next chunk in place."""
-        num, *sizes = _CHUNK.unpack(self._take(_CHUNK.size))
-        if num > words.size:
-            raise _refusal(f"{num} changes in a chunk of {words.size} words")
-        if num == 0:
-            if any(sizes):
-                raise _refusal("streams in a chunk without changes")
-            return
-        gaps_bytes, steps_bytes, gaps_frame, steps_frame = sizes
-        gaps = _from_varints(self._stream(gaps_frame, gaps_bytes, num), num)
-        places = np.cumsum(gaps, dtype=np.int64)
-        places += np.arange(num)
-        if places[-1] >= words.size:
-            raise _refusal(f"a change at word {places[-1]} of a chunk of {words.size}")
-        zigzag = _from_varints(self._stream(steps_frame, steps_bytes, num), num)
-        if zigzag.max() > 0xFFFF:
-            raise _refusal(f"a step of {zigzag.max()}, which is no 16-bit difference")
-        zigzag = zigzag.astype(np.uint16)
-        steps = (zigzag >> 1) ^ (0 - (zigzag & 1))
-        words[places] = words.take(places) + steps
+    def next_chunk(self) -> "Changes":
+        num, gaps_bytes, steps_bytes, gaps_frame, steps_frame = _CHUNK.unpack(self._take(_CHUNK.size))
+        if (
+            max(gaps_frame, steps_frame) > 1024 + 2 * _MAX_VARINT * CHUNK_WORDS
+        ):  # or it would be read into memory first
+            raise _refusal(
+                f"frames of {gaps_frame} and {steps_frame} bytes for a chunk of {CHUNK_WORDS} words"
+            )
+        return Changes(
+            num=num,
+            sizes=(gaps_bytes, steps_bytes),
+            gaps=self._take(gaps_frame),
+            steps=self._take(steps_frame),
+        )
 
     def check_end(self) -> None:
         if self._left:
             raise _refusal(f"{self._left} bytes follow its end")
-
-    def _stream(self, frame_bytes: int, stream_bytes: int, num: int) -> npt.NDArray[np.uint8]:
-        if not num <= stream_bytes <= _MAX_VARINT * num:
-            raise _refusal(f"a stream of {stream_bytes} bytes for {num} numbers")
-        frame = self._take(frame_bytes)
-        try:
-            # The size is asked first: the decompressor would make room for whatever the frame says of itself.
-            said = zstandard.get_frame_parameters(frame).content_size
-            if said != stream_bytes:
-                raise _refusal(f"a zstd frame of {said} bytes where {stream_bytes} belong")
-            stream = self._decompressor.decompress(
-                frame, max_output_size=stream_bytes, allow_extra_data=False
-            )
-        except zstandard.ZstdError as error:
-            raise _refusal(f"no zstd frame: {error}") from None
-        return np.frombuffer(stream, np.uint8)
 
     def _take(self, num_bytes: int) -> bytes:
         if num_bytes > self._left:
@@ -219,6 +223,50 @@ class _Delta:
         self._position += num_bytes
         self._left -= num_bytes
         return data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """Of one chunk, as they came: not looked at yet."""
+
+    num: int
+    sizes: tuple[int, int]
+    gaps: bytes
+    steps: bytes
+
+    def apply(self, words: Words) -> None:
+        """Change the words of the chunk in place; Rejected, some of them changed or none, if that cannot be meant."""
+        if self.num > words.size:
+            raise _refusal(f"{self.num} changes in a chunk of {words.size} words")
+        if self.num == 0:
+            if any(self.sizes) or self.gaps or self.steps:
+                raise _refusal("streams in a chunk without changes")
+            return
+        places = np.cumsum(self._numbers(self.gaps, self.sizes[0]), dtype=np.int64)
+        places += np.arange(self.num)
+        if places[-1] >= words.size:
+            raise _refusal(f"a change at word {places[-1]} of a chunk of {words.size}")
+        zigzag = self._numbers(self.steps, self.sizes[1])
+        if zigzag.max() > 0xFFFF:
+            raise _refusal(f"a step of {zigzag.max()}, which is no 16-bit difference")
+        zigzag = zigzag.astype(np.uint16)
+        steps = (zigzag >> 1) ^ (0 - (zigzag & 1))
+        words[places] = words.take(places) + steps
+
+    def _numbers(self, frame: bytes, stream_bytes: int) -> npt.NDArray[np.integer[Any]]:
+        if not self.num <= stream_bytes <= _MAX_VARINT * self.num:
+            raise _refusal(f"a stream of {stream_bytes} bytes for {self.num} numbers")
+        try:
+            # The size is asked first: the decompressor would make room for whatever the frame says of itself.
+            said = zstandard.get_frame_parameters(frame).content_size
+            if said != stream_bytes:
+                raise _refusal(f"a zstd frame of {said} bytes where {stream_bytes} belong")
+            stream = zstandard.ZstdDecompressor(max_window_size=1 << 23).decompress(
+                frame, max_output_size=stream_bytes, allow_extra_data=False
+            )
+        except zstandard.ZstdError as error:
+            raise _refusal(f"no zstd frame: {error}") from None
+        return _from_varints(np.frombuffer(stream, np.uint8), self.num)
 
 
 # -- varints --------------------------------------------------------------------------------------------

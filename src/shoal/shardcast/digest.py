@@ -1,12 +1,16 @@
 """BLAKE3 of files and of the shards in them, read in small pieces: a file of any size needs a megabyte of memory."""
 
 import os
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from blake3 import blake3
 
 PIECE_BYTES = 256 << 10
 """Small enough that what was read is still in the processor's cache when it is hashed."""
+
+SHARED_BYTES = 1 << 20
+"""What two threads look at together: less would cost more in handing over than it saves in reading once."""
 
 
 def hash_bytes(data: bytes | bytearray | memoryview) -> str:
@@ -25,19 +29,27 @@ def hash_range(fd: int, start: int, num_bytes: int) -> str:
 
 
 def hash_shards(fd: int, num_bytes: int, shard_bytes: int) -> tuple[str, tuple[str, ...]]:
-    """Digest of the whole file and of each shard; at the same time, since everybody waits for both."""
+    """Digest of the whole file and of each shard, of the same bytes: read once, and hashed by two threads."""
+    whole, shards = blake3(), []
+    rooms = [memoryview(bytearray(min(SHARED_BYTES, shard_bytes, num_bytes))) for _ in range(3)]
+    taken: deque[Future[blake3]] = deque()
     with ThreadPoolExecutor(1) as other:
-        whole = other.submit(hash_range, fd, 0, num_bytes)
-        shards = []
         for start in range(0, num_bytes, shard_bytes):
-            hasher, expected = blake3(), min(shard_bytes, num_bytes - start)
-            found = update_range(fd, start, expected, hasher)
-            if found < expected:
-                raise ValueError(
-                    f"the file ended at byte {start + found} of {num_bytes}; publish only files nobody writes to"
-                )
-            shards.append(hasher.hexdigest())
-        return whole.result(), tuple(shards)
+            shard, stop = blake3(), min(start + shard_bytes, num_bytes)
+            while start < stop:
+                if len(taken) == len(rooms) - 1:  # the room that comes next must be free again
+                    taken.popleft().result()
+                rooms.append(room := rooms.pop(0))
+                count = os.preadv(fd, [room[: stop - start]], start)
+                if not count:
+                    raise ValueError(
+                        f"the file ended at byte {start} of {num_bytes}; publish only files nobody writes to"
+                    )
+                taken.append(other.submit(whole.update, room[:count]))
+                shard.update(room[:count])
+                start += count
+            shards.append(shard.hexdigest())
+    return whole.hexdigest(), tuple(shards)
 
 
 def update_range(fd: int, start: int, num_bytes: int, hasher: blake3) -> int:

@@ -2,9 +2,10 @@
 
 import os
 
-WRITE_BYTES = 256 << 10
-"""At once: for a larger piece the kernel looks for memory of that size in one, which virtual machines often have to ask
-their host for. Measured: 0.2 s per GB with pieces up to 1 MiB, 2 s with 4 MiB."""
+WRITE_BYTES = 32 << 10
+"""At once. The kernel looks for memory of that size in one piece: up to 32 KiB it has some in hand that was used before, for
+more it breaks up large blocks, which a virtual machine has given back to its host. Measured, CPU seconds per GB: 0.33 with 32
+KiB, 0.45 with 16, and 0.3 to 1.7, each time another, with 64 and more."""
 
 
 def write_at(fd: int, data: bytes | bytearray | memoryview, start: int) -> None:
@@ -12,9 +13,3 @@ def write_at(fd: int, data: bytes | bytearray | memoryview, start: int) -> None:
     while view:
         written = os.pwrite(fd, view[:WRITE_BYTES], start)
         view, start = view[written:], start + written
-
-
-def append(fd: int, data: bytes | bytearray | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view[:WRITE_BYTES]) :]

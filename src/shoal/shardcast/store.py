@@ -171,9 +171,7 @@ class VersionStore:
 
     def _hold(self, sealed: Sealed[Manifest], *, in_doubt: bool = False) -> Held:
         path = self.path(sealed.body.version)
-        assembly = Assembly(
-            path, sealed.body, in_doubt=in_doubt, check_whole=False, on_change=self.changed.ring
-        )
+        assembly = Assembly(path, sealed.body, in_doubt=in_doubt, on_change=self.changed.ring)
         return Held(sealed, assembly)
 
     def _register(self, held: Held) -> None:

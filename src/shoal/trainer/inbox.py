@@ -4,7 +4,7 @@ The batch of a version is the same answer for ever, so asking again after a cras
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shoal.net.client import SignedClient
 from shoal.trainer.batch import TrainBatch, build_batch
@@ -34,25 +34,37 @@ def most_heard(reasons: Sequence[str]) -> str:
 
 
 class Inbox:
-    """Batches of one run. `deadline_s` bounds the wait for one batch."""
+    """Batches of one run. `deadline_s` bounds the wait for one batch; `meanwhile` is called while it lasts, and may raise."""
 
     def __init__(
-        self, client: SignedClient, config: TrainerConfig, *, max_lag: int, deadline_s: float
+        self,
+        client: SignedClient,
+        config: TrainerConfig,
+        *,
+        max_lag: int,
+        deadline_s: float,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         self._client = client
         self._config = config
         self._max_lag = max_lag
         self._deadline_s = deadline_s
+        self._meanwhile = meanwhile
 
     def take(self, version: int) -> TrainBatch:
         """What the step from `version` trains on; waits for it."""
         reasons: list[str] = []
+
+        def heard(reason: str) -> None:
+            reasons.append(reason)
+            self._meanwhile()
+
         batch = self._client.get_until(
             f"rollouts for the step from version {version}",
             f"/v1/batches/{version}",
             Batch,
             deadline_s=self._deadline_s,
-            heard=reasons.append,
+            heard=heard,
         )
         if batch.version != version:
             raise ValueError(

@@ -6,7 +6,8 @@
 
 The order makes a crash harmless. Before the checkpoint, the step is made again from the same batch; after it, the same
 version is published and announced again, and both take the same thing twice. While the checkpoint is written the
-publication is prepared, out of sight: it is served and announced only when the checkpoint is on the disk.
+publication is prepared, out of sight: it is served and announced only when the checkpoint is on the disk. All of that goes
+on beside the next step (outbox.py), which begins as soon as there is a batch for it; it ends before the next version's.
 
 Of several ranks, this is rank 0; the others are in crew.follow().
 """
@@ -14,6 +15,7 @@ Of several ranks, this is rank 0; the others are in crew.follow().
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,6 +35,7 @@ from shoal.trainer.config import TrainerConfig
 from shoal.trainer.crew import Crew, in_words
 from shoal.trainer.early_warnings import Watch
 from shoal.trainer.inbox import Inbox
+from shoal.trainer.outbox import Outbox
 from shoal.trainer.publisher import Address, Publisher
 from shoal.trainer.ranks import join_ranks
 from shoal.trainer.report import step_report
@@ -140,7 +143,10 @@ class _Run:
         self._watch = Watch()
         self._model_folder = site.folder / "model"
         self._checkpoints = Checkpoints(site.folder / "checkpoints", keep=config.keep_checkpoints, log=log)
-        self._inbox = Inbox(client, config, max_lag=spec.max_lag, deadline_s=site.deadline_s)
+        self._outbox = Outbox()
+        self._inbox = Inbox(
+            client, config, max_lag=spec.max_lag, deadline_s=site.deadline_s, meanwhile=self._outbox.check
+        )
         self._publisher = Publisher(
             VersionStore(
                 site.folder / "versions", spec.keep_versions, run=spec.run, run_key=site.run_key.public
@@ -165,12 +171,15 @@ class _Run:
             wait_s = time.monotonic() - started_s
             figures = self._crew.step(batch)
             report = step_report(batch, figures, wait_s)
+            self._settle()  # before the capture: memory holds one
             capture = self._crew.capture()
             self._checkpoints.begin(capture, report)
-            self._send_out(capture, report)
+            self._outbox.send(capture.version, partial(self._send_out, capture, report))
+        self._settle()
         self._serve_until_finished()
 
     def shutdown(self) -> None:
+        self._outbox.close()
         self._checkpoints.close()
         self._publisher.close()
         self._log.info("left")
@@ -225,6 +234,10 @@ class _Run:
                 self._metrics.write(
                     "warning", version=report.version, kind=warning.kind, sentence=warning.sentence
                 )
+
+    def _settle(self) -> None:
+        """A publication waits for its checkpoint and for the coordinator, each for `deadline_s` at most."""
+        self._outbox.settle(3 * self._site.deadline_s)
 
     def _serve_until_finished(self) -> None:
         """The last version is out; workers still fetch it to be evaluated."""

@@ -77,7 +77,9 @@ class Publisher:
         shutil.rmtree(hidden, ignore_errors=True)
         hidden.mkdir(parents=True)
         copy_all_but_weights(self._model_folder, hidden)
-        save_tensors(named, hidden / WEIGHTS_FILE)
+        save_tensors(
+            named, hidden / WEIGHTS_FILE, sync=False
+        )  # the checkpoint is what must survive; boot.py has the rest
         folder = hidden
         if _same_files(hidden, final):
             shutil.rmtree(hidden)

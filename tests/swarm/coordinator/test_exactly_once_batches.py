@@ -171,6 +171,26 @@ def test_only_the_newest_version_gets_a_new_batch(swarm: SmallSwarm) -> None:
     assert swarm.events("batch.formed") == []
 
 
+def test_the_next_step_may_begin_while_its_version_is_on_its_way_out(swarm: SmallSwarm) -> None:
+    """The step from version 1 takes what version 0 answered, before version 1 is announced; never what is too old for it."""
+    swarm.start()
+    node = swarm.node()
+    swarm.fill(node)
+    first = swarm.batch(0)
+    refused = refusal(swarm.batch, 1)
+    assert refused.code == "request.too_early", "nothing is ready yet"
+    swarm.fill(node)
+    ahead = swarm.batch(1)
+    assert {group.policy_version for group in ahead.groups} == {0}
+    assert not {group.group_id for group in ahead.groups} & {group.group_id for group in first.groups}
+    assert refusal(swarm.batch, 2).code == "request.conflict", "one version ahead, not two"
+    swarm.announce(1)
+    assert swarm.batch(1) == ahead
+    swarm.fill(node)
+    assert {group.policy_version for group in swarm.batch(2).groups} == {1}
+    verify_chain(swarm.ledger())
+
+
 def test_work_in_flight_is_bounded(tmp_path: Path) -> None:
     # Two steps' worth (max_lag 1): 8 groups, 4 leases, and as much again for nodes that have shown nothing yet.
     swarm = SmallSwarm(tmp_path, CONFIG)

@@ -126,11 +126,16 @@ def count_dropped(db: Connection) -> int:
 
 
 def form_batch(tx: Transaction, coordinator: Coordinator, version: int) -> Batch | None:
-    """The batch of `version`, the newest, if enough groups are ready: the oldest first, before they go stale."""
+    """The batch of `version`, the newest or the one after it, if enough groups are ready: the oldest first, before they go
+    stale."""
     wanted = coordinator.config.groups_per_step
     rows = tx.db.execute(
         select(groups)
-        .where(groups.c.state == GroupState.READY.value)
+        .where(
+            groups.c.state == GroupState.READY.value,
+            # Of the newest version's, those that are too old are gone already (retire_stale); of the next one's, not yet.
+            groups.c.policy_version >= version - coordinator.spec.max_lag,
+        )
         .order_by(groups.c.policy_version, groups.c.accepted_seq, groups.c.prompt_index)
         .limit(wanted)
     ).all()

@@ -210,7 +210,8 @@ def handle_relay_report(call: Call) -> Record:
 
 
 def handle_get_batch(call: Call) -> Record:
-    """A batch once formed is the same for ever; a new one is formed for the newest version only."""
+    """A batch once formed is the same for ever. A new one is formed for the newest version, and, when that has its batch, for
+    the one after it: a trainer takes its next step while the version it made last is still on its way out."""
     tx, coordinator, version = call.tx, call.coordinator, parse_version(call.path["version"])
     batch = batches.find_batch(tx.db, version)
     if batch is not None:
@@ -218,7 +219,8 @@ def handle_get_batch(call: Call) -> Record:
     newest = newest_version(tx.db)
     if newest is not None and version < newest:
         raise Rejected("request.not_found", f"version {version} never had a batch; the newest is {newest}")
-    if newest is None or version > newest:
+    coming = newest is not None and version == newest + 1 and batches.is_formed(tx.db, newest)
+    if newest is None or (version > newest and not coming):
         raise Rejected("request.conflict", f"version {version} is not published; announce it first")
     if version >= coordinator.spec.last_version:
         raise Rejected("request.conflict", f"version {version} is the last: there is no step after it")

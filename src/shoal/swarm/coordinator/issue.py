@@ -80,6 +80,8 @@ class Outlook:
     """In the hands of nodes that have shown nothing yet."""
     batch_formed: bool = False
     """The trainer has its batch of the newest version: new groups serve a later one."""
+    next_formed: bool = False
+    """And that of the one after it, which is on its way out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +161,7 @@ def oldest_worth_leasing(outlook: Outlook, coordinator: Coordinator) -> int:
     if config.stale == "drop":
         return max(0, newest - max_lag)
     queued = outlook.ready_groups + outlook.coming_groups  # not what idle newcomers hold
-    serves = newest + outlook.batch_formed + queued // config.groups_per_step
+    serves = newest + outlook.batch_formed + outlook.next_formed + queued // config.groups_per_step
     if serves - max_lag > newest:
         raise NoWork(
             f"groups by version {newest} would be stale when the step from version {serves} uses them "
@@ -287,6 +289,7 @@ def _look(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> Outlook:
         coming_groups=coming,
         hoped_groups=hoped,
         batch_formed=newest is not None and batches.is_formed(tx.db, newest),
+        next_formed=newest is not None and batches.is_formed(tx.db, newest + 1),
     )
 
 

@@ -1,0 +1,125 @@
+"""`shoal eval URL`: a published version, also from relays that serve members only."""
+
+import argparse
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from small_stats import stats
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from shoal import shardcast
+from shoal.cli.doctor import _relay
+from shoal.cli.evaluate import fetch_published
+from shoal.net.server import Server, listen
+from shoal.wire.codes import Rejected
+from shoal.wire.keys import Key
+from shoal.wire.manifest import Manifest
+from shoal.wire.messages import Info, RelayView
+from shoal.wire.record import Record, Sealed, seal
+from shoal.wire.request import Target, verify_request
+from shoal.wire.run import PROTOCOL, RunSpec, Sampling, TaskSpec
+from shoal.wire.ticket import Ticket
+
+
+@dataclass
+class Run:
+    """A coordinator that answers what eval asks, and one private relay."""
+
+    run_key: Key
+    member: Key
+    url: str
+    relay_url: str
+    manifest: Sealed[Manifest]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    run_key, member = Key.generate(), Key.load_or_create(tmp_path / "node.key")
+    store = shardcast.VersionStore(tmp_path / "relay", run="test", run_key=run_key.public)
+    store.path(3).mkdir()
+    (store.path(3) / "model.safetensors").write_bytes(b"weights" * 1000)
+    manifest = shardcast.publish(store.path(3), run="test", version=3, key=run_key)
+    store.adopt(3)
+    relay = shardcast.RelayServer(store, listen("127.0.0.1", 0), private=True)
+    relay.start()
+    relay_url = f"http://127.0.0.1:{relay.port}"
+
+    async def ticket(request: Request) -> Response:
+        target = Target(
+            method="POST", authority=request.headers["host"], path=request.url.path, query=request.url.query
+        )
+        try:
+            signer = verify_request(request.headers, target, await request.body(), now_s=time.time())
+        except Rejected:
+            return Response(status_code=401)
+        if signer.key != member.public:
+            return Response(status_code=403)
+        sealed = seal(Ticket(run="test", holder=signer.key, expires_at_s=time.time() + 900), run_key)
+        return Response(sealed.model_dump_json())
+
+    def says(record: Record) -> Response:
+        return Response(record.model_dump_json())
+
+    info = Info(
+        protocol=PROTOCOL,
+        software="test",
+        run_key=run_key.public,
+        spec=RunSpec(
+            run="test",
+            task=TaskSpec(name="sort", options={"length": 3}),
+            compute_dtype="float32",
+            sampling=Sampling(temperature=0.8, max_new_tokens=5, samples_per_prompt=4),
+            keep_versions=3,
+            last_version=9,
+        ),
+        newest_version=3,
+        finished=False,
+        server_time_s=time.time(),
+    )
+    view = RelayView(url=relay_url, liveness="live", versions=(3,), bytes_sent=0)
+    routes = [
+        Route("/v1/info", lambda request: says(info)),
+        Route("/v1/policies/latest", lambda request: says(manifest)),
+        Route("/v1/stats", lambda request: says(stats(relays=(view,)))),
+        Route("/v1/tickets", ticket, methods=["POST"]),
+    ]
+    server = Server(Starlette(routes=routes), listen("127.0.0.1", 0))
+    server.start()
+    try:
+        yield Run(run_key, member, f"http://127.0.0.1:{server.port}", relay_url, manifest)
+    finally:
+        store.close()
+        relay.close()
+        server.close()
+
+
+def fetch(run: Run, into: Path, key: Path | None) -> tuple[Info, Path, int]:
+    options = argparse.Namespace(model=run.url, version=None, key=key)
+    with httpx.Client(base_url=run.url, timeout=20.0) as http:
+        return fetch_published(http, options, into, threading.Event())
+
+
+def test_a_member_gets_a_version_from_a_private_relay(run: Run, tmp_path: Path) -> None:
+    _, folder, version = fetch(run, tmp_path / "into", tmp_path / "node.key")
+    assert version == 3 and (folder / "model.safetensors").read_bytes() == b"weights" * 1000
+
+
+def test_whoever_is_no_member_is_told_at_once_what_to_give(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"serve members of the run only; give --key FILE"):
+        fetch(run, tmp_path / "into", None)
+    Key.load_or_create(tmp_path / "stranger.key")
+    with pytest.raises(ValueError, match=r"accept no ticket that --key gets"):
+        fetch(run, tmp_path / "into", tmp_path / "stranger.key")
+
+
+def test_the_doctor_does_not_take_a_private_relay_for_a_broken_one(run: Run) -> None:
+    finding = _relay(run.relay_url, run.manifest.body)
+    assert finding.state == "good" and "for members" in finding.words
