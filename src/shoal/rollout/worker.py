@@ -42,7 +42,7 @@ GIVE_BACK_S = 3.0
 """How long a worker that ends takes to give its leases back."""
 PAUSE_LOOK_S = 1.0
 SAY_S = 0.05
-"""Between two looks at what does not matter at every token: what the heartbeat says, whether to order the next lease."""
+"""Between two notes for the heartbeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,10 +268,10 @@ class Worker:
         self.time_use.begin(Doing.GENERATING)
 
         half_s = self._s_per_row * len(requests) / 2
-        said_s = 0.0
+        said_s, ordered = 0.0, False
 
         def on_step(num_done: int, num_rows: int) -> None:
-            nonlocal said_s
+            nonlocal said_s, ordered
             if self._halt.is_set():
                 raise Stopped("stopped while generating")
             if self._session.time_left_s(lease) <= 0:
@@ -280,8 +280,9 @@ class Worker:
             if now_s - said_s >= SAY_S:
                 said_s = now_s
                 self._say_progress(version, num_done, num_rows)
-                if 2 * num_done >= num_rows or now_s - started_s >= half_s:
-                    self._order_next()
+            if not ordered and (2 * num_done >= num_rows or now_s - started_s >= half_s):
+                ordered = True
+                self._order_next()
 
         finished = generate(self._engine, requests, on_step)
         took_s = max(time.monotonic() - started_s, 1e-3)
