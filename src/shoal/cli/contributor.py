@@ -56,7 +56,7 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
 def _work(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.cli.roles import worker
 
-    options.coordinator, options.lie = options.url, None
+    options.coordinator, options.lie, options.no_prefetch = options.url, None, False
     return worker(options, stop)
 
 

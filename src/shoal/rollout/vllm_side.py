@@ -65,7 +65,8 @@ class SeededDraw(LogitsProcessor):  # type: ignore[misc] # vLLM is an extra
         for place, params, _, outputs in batch_update.added:
             self._rows.pop(place, None)
             if terms := (params.extra_args or {}).get("shoal"):
-                self._rows[place] = _Row(*terms, outputs)
+                number, sample_seed, temperature = terms
+                self._rows[place] = _Row(number, sample_seed, temperature, outputs)
         for source, target, way in batch_update.moved:
             moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
             if moved is not None:

@@ -23,6 +23,7 @@ from shoal.net.deadline import Stopped
 from shoal.rollout.conduct import Conduct
 from shoal.rollout.courier import Courier
 from shoal.rollout.engine import Engine
+from shoal.rollout.engines import EngineName, make_engine
 from shoal.rollout.errand import Errand
 from shoal.rollout.heartbeat import Halt, Heart
 from shoal.rollout.lies import make_conduct
@@ -33,7 +34,6 @@ from shoal.rollout.state import State, open_state
 from shoal.rollout.submission import generate, make_requests, make_table
 from shoal.rollout.supply import AFTER_LOSS_S, Supply
 from shoal.rollout.time_use import Doing, TimeUse
-from shoal.rollout.torch_engine import TorchEngine
 from shoal.telemetry import Log
 from shoal.wire.lease import Lease
 from shoal.wire.rollouts import RolloutTable
@@ -51,7 +51,10 @@ class WorkerConfig:
     """URL."""
     dir: Path
     """Holds the node's key and the versions it fetched; one worker at a time."""
+    engine: EngineName = "torch"
     device: str = "cpu"
+    tensor_parallel: int = 1
+    """GPUs that share the model; above 1 for vLLM only."""
     max_rows: int = 64
     """Rows decoded at once. More is faster until memory is full."""
     num_threads: int = 0
@@ -316,10 +319,13 @@ class Worker:
             raise Stopped("stopped after a lost lease")
 
     def _new_engine(self) -> Engine:
-        engine = TorchEngine(
-            device=self._config.device,
+        config = self._config
+        engine = make_engine(
+            config.engine,
             compute_dtype=self._spec.compute_dtype,
-            max_rows=self._config.max_rows,
             proof=self._spec.proof,
+            max_rows=config.max_rows,
+            device=config.device,
+            tensor_parallel=config.tensor_parallel,
         )
         return self._conduct.engine(engine)
