@@ -23,10 +23,12 @@ from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease
 
 LOOK_S = 0.1
-ASK_AGAIN_S = 5.0
+ASK_AGAIN_S = 30.0
 """Of a coordinator that allows no more leases now. It may come to trust us without one being delivered."""
-NEWEST_S = 2.0
-"""Between two questions for the newest version."""
+LOOKS_PER_HEARTBEAT = 3
+"""How often the newest version is asked for: the coordinator sets its heartbeats by what it can answer."""
+NEWEST_S = (0.5, 5.0)
+"""At least and at most, between two such questions."""
 AFTER_LOSS_S = 1.0
 """Pause after a lost lease, so that a worker that cannot deliver does not burn leases."""
 
@@ -155,13 +157,15 @@ class Supply:
 
     def _watch_versions(self) -> None:
         refused: str | None = None
-        while not self._stop.wait(NEWEST_S):
+        least_s, most_s = NEWEST_S
+        pause_s = min(most_s, max(least_s, self._session.terms.heartbeat_s / LOOKS_PER_HEARTBEAT))
+        while not self._stop.wait(pause_s):
             try:
                 newest = self._session.ask_newest_version()
                 if newest is not None:
                     self._shelf.stock(newest, stop=self._stop)
                 refused = None
-            except (DeadlinePassed, Rejected, Refused, Unreachable) as error:
+            except (DeadlinePassed, Rejected, Refused, Unreachable, OSError) as error:
                 if str(error) != refused:
                     refused = str(error)
                     self._log.warning("a new version cannot be had ahead of time", reason=error)
