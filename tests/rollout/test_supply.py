@@ -204,6 +204,21 @@ def test_new_weights_are_here_before_a_lease_names_them(trusting: SmallRun, tmp_
     assert isinstance(running.error, Stopped)
 
 
+def test_an_older_version_serves_while_the_newest_is_on_its_way(tmp_path: Path) -> None:
+    with small_run(tmp_path) as run:
+        run.publish(0)
+        run.serve_from_origin(claims=(0, 1))
+        worker = RunningWorker(run)
+        eventually("work with version 0", lambda: bool(run.events("submission.received")))
+        run.publish(1, served=False)
+        before = len(run.events("submission.received"))
+        # Half of a lease's time, which is what the newest would be waited for, is a minute here.
+        eventually("work goes on", lambda: len(run.events("submission.received")) >= before + 4)
+        worker.stop.set()
+        assert worker.join() is Exit.STOPPED
+        assert {event.body["policy_version"] for event in run.events("submission.received")} == {0}
+
+
 # -- parts --------------------------------------------------------------------------------------------------
 
 

@@ -124,6 +124,19 @@ def test_no_swap_under_running_rows_and_none_to_another_shape(
     fresh.load(models[0], 0)
 
 
+def test_a_new_engine_takes_over_without_the_rows_of_the_last(fresh: VllmEngine, models: list[Path]) -> None:
+    """What a worker does when it loses a lease."""
+    fresh.submit(requests())
+    for _ in range(5):
+        fresh.step()
+    engine = VllmEngine(compute_dtype="float32", proof=ProofSpec(), max_rows=8)
+    engine.load(models[1], 1)
+    assert_same(run(engine, requests()), expected(models[1], requests()))
+    fresh._running.clear()
+    with pytest.raises(ValueError, match="start another"):
+        VllmEngine(compute_dtype="float32", proof=ProofSpec(), max_rows=9).load(models[0], 0)
+
+
 def test_rows_that_cannot_be_run_are_refused(fresh: VllmEngine) -> None:
     good = requests()[0]
     for change, words in (({"temperature": 0.0}, "above 0"), ({"max_new_tokens": 5000}, "positions")):

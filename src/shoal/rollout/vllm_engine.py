@@ -9,7 +9,7 @@ The draw is ours (docs/wire/draw.md), so a validator recomputes it as it does To
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -61,7 +61,6 @@ class VllmEngine:
         }
         self._loaded: _Loaded | None = None
         self._running: dict[str, Request] = {}
-        self._num_submitted = 0
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -78,7 +77,7 @@ class VllmEngine:
             )
         self.policy_version = None  # until the copy is complete the weights are neither version
         if self._loaded is None:
-            self._loaded = _Loaded(folder, self._options, on_cpu=self._on_cpu)
+            self._loaded = _Loaded.in_this_process(folder, self._options, on_cpu=self._on_cpu)
         else:
             self._loaded.reload(folder)
         self.policy_version = version
@@ -88,15 +87,12 @@ class VllmEngine:
         for request in requests:
             _check_request(request, loaded.shape.max_positions)
         for request in requests:
-            number = self._num_submitted
-            self._num_submitted += 1
-            self._running[str(number)] = request
-            loaded.add(number, request)
+            self._running[loaded.add(request)] = request
 
     def step(self) -> list[Finished]:
         if self.policy_version is None:
             raise ValueError("the engine holds no complete weights; load a version first")
-        ended = [output for output in self._model().vllm.step() if output.finished]
+        ended = self._model().ended()
         proofs = self._prove(ended)
         return [self._finish(output, proof) for output, proof in zip(ended, proofs, strict=True)]
 
@@ -131,11 +127,33 @@ class VllmEngine:
 
 
 class _Loaded:
-    """vLLM with a model in it, and what we need to know of that."""
+    """vLLM with a model in it, and what we need to know of that.
+
+    One in a process: a worker that loses a lease makes a new engine, and a second vLLM beside the first would find no memory.
+    """
+
+    _running: ClassVar["_Loaded | None"] = None
+
+    @classmethod
+    def in_this_process(cls, folder: Path, options: dict[str, Any], *, on_cpu: bool) -> "_Loaded":
+        """The one that runs here, without its rows and with these weights; a new one if there is none."""
+        if cls._running is None:
+            cls._running = cls(folder, options, on_cpu=on_cpu)
+        elif cls._running.options != options:
+            raise ValueError(
+                f"this process runs vLLM with {cls._running.options}, not {options}; start another"
+            )
+        else:
+            cls._running.forget()
+            cls._running.reload(folder)
+        return cls._running
 
     def __init__(self, folder: Path, options: dict[str, Any], *, on_cpu: bool) -> None:
         from vllm import EngineArgs, LLMEngine
 
+        self.options = options
+        self._num_added = 0
+        self._open: set[str] = set()
         self.shape: Shape = read_shape(folder)
         if on_cpu:
             rows, value_bytes = options["max_num_seqs"], 2 if options["dtype"] == "bfloat16" else 4
@@ -166,9 +184,25 @@ class _Loaded:
         if not self.vllm.reset_prefix_cache():
             raise RuntimeError("vLLM kept keys and values of the old weights")
 
-    def add(self, number: int, request: Request) -> None:
+    def forget(self) -> None:
+        """Drop all rows."""
+        self.vllm.abort_request(sorted(self._open))
+        self._open.clear()
+        self.vllm.collective_rpc("shoal_forget")
+
+    def ended(self) -> list[Any]:
+        """One step; the rows it ended."""
+        ended = [output for output in self.vllm.step() if output.finished]
+        self._open -= {output.request_id for output in ended}
+        return ended
+
+    def add(self, request: Request) -> str:
+        """The row's name."""
         from vllm import SamplingParams
 
+        number = self._num_added
+        self._num_added += 1
+        self._open.add(str(number))
         params = SamplingParams(
             temperature=0.0,
             max_tokens=request.max_new_tokens,
@@ -178,6 +212,7 @@ class _Loaded:
             extra_args={"shoal": (number, request.sample_seed, request.temperature)},
         )
         self.vllm.add_request(str(number), {"prompt_token_ids": list(request.prompt_tokens)}, params)
+        return str(number)
 
 
 def _cache_bytes(shape: Shape, max_rows: int, value_bytes: int) -> int:
