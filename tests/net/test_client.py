@@ -79,6 +79,8 @@ def make_app(seen: Counting) -> FastAPI:  # noqa: C901 - a list of routes
         if seen.tries == 2:
             return problem("request.too_many", retry_after_s=0.01)
         if seen.tries == 3:
+            return problem("request.paused", retry_after_s=0.01)
+        if seen.tries == 4:
             return Response("<html>bad gateway</html>", status_code=502)
         return Response('{"epoch": 7, "heartbeat_s": 5.0}')
 
@@ -145,13 +147,13 @@ def test_a_refusal_says_what_and_what_to_do(client: SignedClient) -> None:
 def test_call_until_outlasts_a_server_that_is_busy_or_broken(client: SignedClient, seen: Counting) -> None:
     session = client.call_until("a session", "POST", "/v1/session", None, Session, deadline_s=30)
     assert session.epoch == 7
-    assert seen.tries == 4
+    assert seen.tries == 5
 
 
 def test_send_until_does_the_same_with_raw_bytes(client: SignedClient, seen: Counting) -> None:
     response = client.send_until("a session", "POST", "/v1/session", deadline_s=30)
     assert Session.parse(response.content).epoch == 7
-    assert seen.tries == 4
+    assert seen.tries == 5
 
 
 def test_call_until_does_not_argue_with_other_refusals(client: SignedClient, seen: Counting) -> None:

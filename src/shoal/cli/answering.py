@@ -118,14 +118,19 @@ def model_folder(name: str) -> Iterator[Path]:
 def load_engine(folder: Path, options: argparse.Namespace) -> "Engine":
     import torch
 
-    from shoal.rollout.torch_engine import TorchEngine
+    from shoal.rollout.engines import make_engine
 
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {options.device}: torch finds no CUDA device here; use --device cpu")
     if options.threads:
         torch.set_num_threads(options.threads)
-    engine = TorchEngine(
-        compute_dtype=options.dtype, proof=ProofSpec(), max_rows=options.max_rows, device=options.device
+    engine = make_engine(
+        options.engine,
+        compute_dtype=options.dtype,
+        proof=ProofSpec(),
+        max_rows=options.max_rows,
+        device=options.device,
+        tensor_parallel=options.tensor_parallel,
     )
     engine.load(folder, 0)
     return engine

@@ -61,6 +61,7 @@ def add_toploc(commands: Any) -> None:
     prove.add_argument("--max-new-tokens", type=at_least_one, default=96)
     prove.add_argument("--task", default="add", help="whose prompts to answer")
     prove.add_argument("--max-rows", type=at_least_one, default=64, help="rows decoded at once")
+    add_engine_choice(prove)
     prove.set_defaults(action=_prove)
     calibrate = actions.add_parser("calibrate", help="check honest rows on this machine; write the noise")
     calibrate.add_argument(
@@ -119,7 +120,21 @@ def add_draw_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of problems and draws")
     parser.add_argument("--max-rows", type=at_least_one, default=64, help="rows decoded at once")
+    add_engine_choice(parser)
     add_engine_options(parser)
+
+
+def add_engine_choice(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engine", choices=("torch", "vllm"), default="torch", help="what generates; vllm is an extra"
+    )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=at_least_one,
+        default=1,
+        metavar="GPUS",
+        help="that share the model; vllm only",
+    )
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:

@@ -70,7 +70,7 @@ def _choose_run(options: argparse.Namespace) -> str:
 def _work(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.cli.roles import worker
 
-    options.coordinator, options.lie = options.url, None
+    options.coordinator, options.lie, options.no_prefetch = options.url, None, False
     return worker(options, stop)
 
 

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from shoal.cli.arguments import add_engine_choice
+
 FOLDER = Path("shoal-node")
 
 Action = Callable[[argparse.Namespace, threading.Event], int]
@@ -33,6 +35,7 @@ def add_contributor(commands: "argparse._SubParsersAction[argparse.ArgumentParse
     join.add_argument("--invite", default="", metavar="CODE")
     join.add_argument("--device", default="cpu", help="cpu, or cuda")
     join.add_argument("--max-rows", type=int, default=64, help="rows decoded at once")
+    add_engine_choice(join)
     join.add_argument("--threads", type=int, default=0)
     join.add_argument("--deadline-s", type=float, default=900.0)
     _with_folder(join, "join")

@@ -186,6 +186,8 @@ def role_commands(run: LocalRun, url: str, ports: Sequence[int]) -> list[tuple[s
             *client,
             "--max-rows",
             str(local.max_rows),
+            "--engine",
+            local.engine,
             *threads,
             *(["--lie", lie] if lie else []),
         ]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shoal import __version__
 from shoal.cli.admin import add_admin
-from shoal.cli.arguments import add_data, add_eval, add_toploc
+from shoal.cli.arguments import add_data, add_engine_choice, add_eval, add_toploc
 from shoal.cli.diloco import add_diloco
 from shoal.cli.join import add_contributor, add_doctor
 from shoal.cli.report import add_report
@@ -212,7 +212,11 @@ def _add_relay(commands: "Commands[argparse.ArgumentParser]") -> None:
 def _add_worker(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("worker", help="generate rollouts for a run")
     parser.add_argument("--max-rows", type=at_least_one, default=64, help="rows decoded at once")
+    add_engine_choice(parser)
     _add_torch_options(parser)
+    parser.add_argument(
+        "--no-prefetch", action="store_true", help="one lease at a time, and nothing fetched ahead"
+    )
     parser.add_argument(
         "--lie",
         metavar="KIND",

@@ -103,10 +103,13 @@ def worker(options: argparse.Namespace, stop: threading.Event) -> int:
     config = WorkerConfig(
         coordinator=options.coordinator,
         dir=options.dir,
+        engine=options.engine,
         device=options.device,
+        tensor_parallel=options.tensor_parallel,
         max_rows=options.max_rows,
         num_threads=options.threads,
         deadline_s=options.deadline_s,
+        prefetch=not options.no_prefetch,
         lie=options.lie,
     )
     codes = {

@@ -47,6 +47,8 @@ class LocalSection(Record):
     lies: tuple[str, ...] = ()
     validators: int = Field(default=1, ge=1, le=16)
     max_rows: int = Field(default=64, ge=1)
+    engine: Literal["torch", "vllm"] = "torch"
+    """What the workers generate with."""
     trainer_threads: int = Field(default=1, ge=1)
     worker_threads: int = Field(default=1, ge=1)
     deadline_s: float = Field(default=900.0, gt=0)

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 TIMEOUT = httpx.Timeout(30.0, connect=5.0)
 
-_TRY_AGAIN = ("request.too_early", "request.too_many", "request.failed")
+_TRY_AGAIN = ("request.too_early", "request.paused", "request.too_many", "request.failed")
 
 
 class Refused(Exception):
@@ -92,7 +92,7 @@ class SignedClient:
                 self._ways.append(way)
 
     def _try_another_way(self) -> None:
-        self._ways.append(self._ways.pop(0))
+        self._ways = [*self._ways[1:], self._ways[0]]  # at once: other threads may be asking too
 
     def close(self) -> None:
         self._http.close()

@@ -137,6 +137,10 @@ class Session:
         self.terms = terms
         self._client, self._deadline_s, self._log = client, deadline_s, log
         self.tickets = Tickets(client, log=log)
+        self.stop = client.stop
+
+    def close(self) -> None:
+        self._client.close()
 
     def time_left_s(self, lease: Lease) -> float:
         return lease.deadline_s - (time.time() + self.terms.clock_offset_s)
@@ -152,6 +156,10 @@ class Session:
                 f"the coordinator gave a lease of run {lease.run!r} for node {lease.node[:16]}, expected {expected}"
             )
         return lease
+
+    def ask_newest_version(self) -> int | None:
+        """One attempt."""
+        return self._client.call("GET", "/v1/info", None, Info).newest_version
 
     def ask_manifest(self, version: int) -> Sealed[Manifest]:
         """One attempt. Rejected if the run key did not sign it for this run and version."""

@@ -1,10 +1,12 @@
 """The worker's process.
 
-    lease ──▶ policy ──▶ generate ──▶ upload, submit ──▶ receipt          verdicts are asked for, one a round
-      ▲                                                     │
-      └─────────────────────────────────────────────────────┘
+    supply     lease ──▶ weights ──▶ lease ──▶ weights ──▶ ...                      each in a thread of its own
+                   ╲                     ╲
+    worker          swap, generate ──────▶ swap, generate ──────▶ ...               the device's time: nobody waits here
+                                   ╲                      ╲
+    courier                         upload, submit, receipt ...                     verdicts are asked for, one a round
 
-It dials out only, and keeps nothing that it could not lose: after a crash the coordinator gives the same lease again,
+It dials out only, and keeps nothing that it could not lose: after a crash the coordinator gives the same leases again,
 and the same seeds give the same rows.
 """
 
@@ -17,27 +19,31 @@ from typing import NoReturn
 import torch
 
 from shoal.net.client import SignedClient
-from shoal.net.deadline import DeadlinePassed, Stopped
+from shoal.net.deadline import Stopped
 from shoal.rollout.capabilities import capabilities
 from shoal.rollout.conduct import Conduct
+from shoal.rollout.courier import Courier
 from shoal.rollout.engine import Engine
+from shoal.rollout.engines import EngineName, make_engine
+from shoal.rollout.errand import Errand
 from shoal.rollout.heartbeat import Halt, Heart
 from shoal.rollout.lies import make_conduct
+from shoal.rollout.losses import Losses
 from shoal.rollout.policies import PolicyShelf
 from shoal.rollout.session import Exit, LeaseLost, Left, Session, join
 from shoal.rollout.state import State, open_state
-from shoal.rollout.submission import Verdicts, generate, make_requests, make_table
-from shoal.rollout.torch_engine import TorchEngine
+from shoal.rollout.submission import generate, make_requests, make_table
+from shoal.rollout.supply import AFTER_LOSS_S, Supply
+from shoal.rollout.time_use import Doing, TimeUse
 from shoal.telemetry import Log
 from shoal.wire.lease import Lease
-from shoal.wire.rollouts import RolloutTable, encode
-from shoal.wire.run import RunSpec
+from shoal.wire.rollouts import RolloutTable
 
 GIVE_BACK_S = 3.0
-"""How long a worker that ends takes to give its lease back."""
+"""How long a worker that ends takes to give its leases back."""
 PAUSE_LOOK_S = 1.0
-AFTER_LOSS_S = 1.0
-"""Pause after a lost lease, so that a worker that cannot deliver does not burn leases."""
+SAY_S = 0.05
+"""Between two notes for the heartbeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +52,18 @@ class WorkerConfig:
     """URL."""
     dir: Path
     """Holds the node's key and the versions it fetched; one worker at a time."""
+    engine: EngineName = "torch"
     device: str = "cpu"
+    tensor_parallel: int = 1
+    """GPUs that share the model; above 1 for vLLM only."""
     max_rows: int = 64
     """Rows decoded at once. More is faster until memory is full."""
     num_threads: int = 0
     """For torch; 0 leaves torch's own choice."""
     deadline_s: float = 900.0
     """Of each wait for the coordinator, and of the time without a single submission."""
+    prefetch: bool = True
+    """Have the next lease and weights ready, and send the last work in, while the device generates."""
     lie: str | None = None
     """A kind of lies.py, against a coordinator on this machine only."""
 
@@ -91,11 +102,14 @@ class Worker:
         self._config, self._state, self._conduct, self._log = config, state, conduct, log
         self._stop = stop
         self._halt = Halt(stop)
-        self._client, self._heart_client = (
-            SignedClient(config.coordinator, state.key, log=log, stop=self._halt) for _ in range(2)
-        )
+        self._client, self._heart_client = (self._new_client(self._halt) for _ in range(2))
+        self._losses = Losses(config.deadline_s, log)
         self._heart: Heart | None = None
         self._open: Lease | None = None
+        self._supply: Supply | None = None
+        self._has_left = False
+        self._s_per_row = 0.0
+        self.time_use = TimeUse()
 
     def startup(self) -> None:
         """Join the run, and be seen alive."""
@@ -108,18 +122,16 @@ class Worker:
         self._state.remember_entry_points(terms.info.entry_points)
         for client in (self._client, self._heart_client):
             client.also((self._config.coordinator, *terms.info.entry_points))
-        self._spec: RunSpec = terms.info.spec
-        self._session = Session(self._client, terms, deadline_s=self._config.deadline_s, log=self._log)
+        self._terms, self._spec = terms, terms.info.spec
+        self._session = self._new_session(self._client)
         self._shelf = PolicyShelf(
-            self._state.versions,
-            self._session,
-            keep_versions=self._spec.max_lag + 2,
-            stop=self._halt,
-            log=self._log,
+            self._state.versions, self._session, max_lag=self._spec.max_lag, log=self._log
         )
-        self._verdicts = Verdicts(self._session, self._log)
+        self._courier = Courier(
+            self._session, self._state, self._conduct, self._losses, on_end=self._on_end, log=self._log
+        )
         self._engine = self._new_engine()
-        self._delivered_s = time.monotonic()
+        self._losses.good()
         self._heart = Heart(self._heart_client, terms, halt=self._halt, log=self._log)
         self._pulse = self._heart.pulse
         self._heart.start()
@@ -129,36 +141,47 @@ class Worker:
         try:
             while True:
                 self._heed_its_owner()
-                self._pulse.phase = "waiting for a lease"
-                self._open = self._session.ask_lease()
+                self._open = self._next_lease()
                 self._work(self._open)
                 self._open = None
-                self._verdicts.ask_one()
         except Left:
-            self._open = None  # there is nobody to give it back to
+            self._has_left = True  # there is nobody to give anything back to
             raise
         except Stopped:
             self._raise_what_the_heart_heard()
             raise
 
     def shutdown(self) -> None:
-        """Give back what is open, but never hang on it; then fall silent."""
-        if self._open is not None:
-            giving = threading.Thread(
-                target=self._session.abandon, args=(self._open, "the worker ends"), daemon=True
-            )
-            giving.start()
-            giving.join(GIVE_BACK_S)
+        """Give back what is open and let what is done arrive, but never hang on it; then fall silent."""
+        self._log.info("time since the first row", spent=self.time_use.in_words())
+        give_up_s = time.monotonic() + GIVE_BACK_S
+        giving = Errand("giving back", self._give_back)
+        if self._supply is not None:
+            reason = None if self._has_left else "the worker ends"
+            self._supply.close(give_up_s - time.monotonic(), give_back=reason)
+            self._courier.close(max(0.0, give_up_s - time.monotonic()))
+        giving.wait(max(0.0, give_up_s - time.monotonic()))
         if self._heart is not None:
             self._heart.close()
         self._client.close()
         self._heart_client.close()
 
+    def _give_back(self) -> None:
+        if self._open is not None and not self._has_left:
+            self._session.abandon(self._open, "the worker ends")
+
+    # -- between two leases --------------------------------------------------------------------------------
+
     def _heed_its_owner(self) -> None:
         """`shoal pause` and `shoal leave` speak by files in the folder, between two leases."""
+        if not (self._state.paused() or self._state.leaving()):
+            return
+        self._stop_supply("its owner wants the machine")
+        self._finish_deliveries()
         while self._state.paused() and not self._state.leaving():
             self._pulse.phase = "paused by its owner"
-            self._delivered_s = time.monotonic()
+            self.time_use.begin(Doing.PAUSED)
+            self._losses.good()
             if self._halt.wait(PAUSE_LOOK_S):
                 raise Stopped("stopped while paused")
         if self._state.leaving():
@@ -170,78 +193,143 @@ class Worker:
         """Waits also end when the heart hears that the run is over, or dies."""
         assert self._heart is not None
         if self._heart.left is not None:
-            self._open = None
+            self._has_left = True
             if self._heart.left.exit is Exit.FINISHED:
-                self._verdicts.ask_all()
+                self._courier.close(GIVE_BACK_S)
+                self._courier.verdicts.ask_all()
             raise self._heart.left from None
         if not self._stop.is_set():
             raise RuntimeError("the heartbeat thread ended by an error; its traceback is above") from None
 
+    def _next_lease(self) -> Lease:
+        if not self._config.prefetch:
+            self._finish_deliveries()
+        if self._supply is None:
+            self._supply = self._new_supply()
+        self.time_use.begin(Doing.WAITING)
+        return self._supply.take(self._on_wait)
+
+    def _on_wait(self, doing: Doing) -> None:
+        self._pulse.phase = doing.value
+        self.time_use.begin(doing)
+        if self._halt.is_set():
+            raise Stopped(f"stopped while {doing.value}")
+
+    def _finish_deliveries(self) -> None:
+        self._courier.finish(lambda: self._on_wait(Doing.DELIVERING))
+
+    def _on_end(self, lease: Lease, delivered: bool) -> None:
+        """In the courier's thread."""
+        if self._supply is not None:
+            self._supply.ended(lease, delivered=delivered)
+
+    def _new_supply(self) -> Supply:
+        return Supply(
+            self._new_session(self._new_client(Halt(self._halt))),
+            self._shelf,
+            self._losses,
+            ahead=self._config.prefetch,
+            deadline_s=self._config.deadline_s,
+            log=self._log,
+        )
+
+    def _stop_supply(self, reason: str) -> None:
+        if self._supply is not None:
+            self._supply.close(GIVE_BACK_S, give_back=reason)
+            self._supply = None
+
+    def _new_client(self, stop: threading.Event) -> SignedClient:
+        return SignedClient(self._config.coordinator, self._state.key, log=self._log, stop=stop)
+
+    def _new_session(self, client: SignedClient) -> Session:
+        return Session(client, self._terms, deadline_s=self._config.deadline_s, log=self._log)
+
+    # -- on a lease ----------------------------------------------------------------------------------------
+
     def _work(self, lease: Lease) -> None:
         try:
-            self._pulse.phase = "fetching a policy version"
-            version = self._shelf.load_for(lease, self._engine)
-            self._pulse.policy_version = version
-            self._deliver(lease, self._generate(lease, version))
+            version = self._load(lease)
+            table = self._generate(lease, version)
+            self._finish_deliveries()
+            self._courier.send(
+                lease,
+                table,
+                tokens_per_s=self._pulse.tokens_per_s,
+                busy=round(self.time_use.busy_share, 4),
+            )
         except LeaseLost as lost:
             self._lose(lease, lost)
+
+    def _load(self, lease: Lease) -> int:
+        policy = self._shelf.best(lease)
+        if self._engine.policy_version != policy.version:
+            self._pulse.phase = f"loading version {policy.version}"
+            self.time_use.begin(Doing.SWAPPING)
+            self._shelf.load(policy, self._engine)
+        self._pulse.policy_version = policy.version
+        return policy.version
 
     def _generate(self, lease: Lease, version: int) -> RolloutTable:
         requests = self._conduct.requests(make_requests(lease, self._engine.tokenizer), lease)
         started_s = time.monotonic()
+        self.time_use.begin(Doing.GENERATING)
+
+        half_s = self._s_per_row * len(requests) / 2
+        said_s, ordered = 0.0, False
 
         def on_step(num_done: int, num_rows: int) -> None:
-            self._pulse.phase = f"generating with version {version}: {num_done} of {num_rows} rows"
+            nonlocal said_s, ordered
             if self._halt.is_set():
                 raise Stopped("stopped while generating")
             if self._session.time_left_s(lease) <= 0:
                 raise LeaseLost(f"{num_done} of {num_rows} rows were done at the deadline", still_open=True)
+            now_s = time.monotonic()
+            if now_s - said_s >= SAY_S:
+                said_s = now_s
+                self._say_progress(version, num_done, num_rows)
+            if not ordered and (2 * num_done >= num_rows or now_s - started_s >= half_s):
+                ordered = True
+                self._order_next()
 
         finished = generate(self._engine, requests, on_step)
-        num_tokens = sum(len(row.output_tokens) for row in finished)
-        self._pulse.tokens_per_s = num_tokens / max(time.monotonic() - started_s, 1e-3)
+        took_s = max(time.monotonic() - started_s, 1e-3)
+        self.time_use.begin(Doing.DELIVERING)
+        self._s_per_row = took_s / max(1, len(finished))
+        self._pulse.tokens_per_s = sum(len(row.output_tokens) for row in finished) / took_s
         return self._conduct.table(make_table(lease, version, finished), lease)
 
-    def _deliver(self, lease: Lease, table: RolloutTable) -> None:
-        self._pulse.phase = "submitting"
-        data = self._conduct.data(encode(table))
-        self._state.keep(lease, table.policy_version, data)
-        receipt = self._session.deliver(lease, data, policy_version=table.policy_version)
-        self._delivered_s = time.monotonic()
-        self._verdicts.follow(lease.lease_id)
-        self._log.info(
-            "submitted",
-            lease=lease.lease_id,
-            purpose=lease.purpose,
-            version=receipt.policy_version,
-            rows=len(table.rows),
-            bytes=receipt.num_bytes,
-            tokens_per_s=self._pulse.tokens_per_s,
-            receipt=receipt.seq,
+    def _say_progress(self, version: int, num_done: int, num_rows: int) -> None:
+        busy = self.time_use.busy_share
+        self._pulse.phase = (
+            f"generating with version {version}: {num_done} of {num_rows} rows; busy {busy:.1%} of the time"
         )
 
+    def _order_next(self) -> None:
+        """Half-way: early enough to have it in time, late enough that its version is not old when it begins."""
+        wanted = not (self._state.paused() or self._state.leaving())
+        if self._config.prefetch and wanted and self._supply is not None:
+            self._supply.order()
+
     def _lose(self, lease: Lease, lost: LeaseLost) -> None:
-        self._log.warning("the lease is lost", lease=lease.lease_id, reason=lost)
         self._open = None
-        if lost.still_open:
-            self._session.abandon(lease, str(lost))
         if self._engine.has_work:
             # Rows of the lost lease: a new engine is easier to trust than one that was told to forget.
             self._engine = self._new_engine()
-        idle_s = time.monotonic() - self._delivered_s
-        if idle_s >= self._config.deadline_s:
-            raise DeadlinePassed(
-                f"{idle_s:.0f} s without a single submission; the last lease was lost because {lost}. See that the relays "
-                "can be reached from here, and that this machine is fast enough for the run's leases"
-            )
+        try:
+            self._losses.lost(lease, lost, self._session)
+        finally:
+            self._on_end(lease, False)
         if self._halt.wait(AFTER_LOSS_S):
             raise Stopped("stopped after a lost lease")
 
     def _new_engine(self) -> Engine:
-        engine = TorchEngine(
-            device=self._config.device,
+        config = self._config
+        engine = make_engine(
+            config.engine,
             compute_dtype=self._spec.compute_dtype,
-            max_rows=self._config.max_rows,
             proof=self._spec.proof,
+            max_rows=config.max_rows,
+            device=config.device,
+            tensor_parallel=config.tensor_parallel,
         )
         return self._conduct.engine(engine)

