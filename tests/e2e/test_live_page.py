@@ -10,7 +10,7 @@ import pytest
 from shoal.cli.report import make_report, read_folder, read_url
 from swarm import Swarm
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
 POINTS = "Number(document.querySelector('#curve .smooth')?.dataset.points || 0)"
 
