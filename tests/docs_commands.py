@@ -14,7 +14,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
-PROGRAMS = ("shoal", "make", "python", "pip", "pytest", "torchrun", "git", "nginx", "systemctl", "curl", "apt-get")
+PROGRAMS = (
+    "shoal",
+    "make",
+    "python",
+    "pip",
+    "pytest",
+    "torchrun",
+    "git",
+    "nginx",
+    "systemctl",
+    "curl",
+    "apt-get",
+)
 """First words that make a line of a block without a language a command; in ```sh blocks every line is one."""
 
 NOT_TESTED = "# not tested"
@@ -199,31 +211,47 @@ def parser_of(words: list[str]) -> tuple[argparse.ArgumentParser, list[str]]:
 
 def check_words(words: list[str]) -> None:
     """ValueError unless command, target or script are there, and every option of it."""
-    options = [word.split("=")[0] for word in words if word.startswith("--")]
-    if words[0] == "shoal":
-        parser, _ = parser_of(words[1:])
-        known = set(parser._option_string_actions)
-    elif words[0] == "make":
-        known = set(options)
-        for target in (word for word in words[1:] if not re.match(r"[A-Z_]+=", word)):
-            if not re.search(rf"(?m)^{re.escape(target)}:", (ROOT / "Makefile").read_text()):
-                raise ValueError(f"no target {target} in the Makefile")
-    elif words[0] == "python":
-        script = next((word for word in words[1:] if word.endswith(".py")), None)
-        if script is None:
-            return
-        if not (ROOT / script).exists():
-            raise ValueError(f"no file {script}")
-        known = set(re.findall(r'"(--[a-z0-9-]+)"', _with_siblings(ROOT / script)))
-    elif words[0] == "pytest":
-        known = set(options)
-        for word in words[1:]:
-            if word.startswith("tests/") and not (ROOT / word.split("::")[0]).exists():
-                raise ValueError(f"no file {word}")
-    else:
+    look = {
+        "shoal": _options_of_shoal,
+        "make": _look_at_targets,
+        "python": _options_of_script,
+        "pytest": _look_at_tests,
+    }
+    if words[0] not in look:
         return
-    if missing := [option for option in options if option not in known and option not in ("--help", "--version")]:
+    known = look[words[0]](words[1:])
+    options = [word.split("=")[0] for word in words if word.startswith("--")]
+    missing = [
+        option for option in options if known is not None and option not in {*known, "--help", "--version"}
+    ]
+    if missing:
         raise ValueError(f"no option {', '.join(missing)}")
+
+
+def _options_of_shoal(words: list[str]) -> set[str]:
+    parser, _ = parser_of(words)
+    return set(parser._option_string_actions)
+
+
+def _look_at_targets(words: list[str]) -> None:
+    for target in (word for word in words if not re.match(r"[A-Z_]+=", word)):
+        if not re.search(rf"(?m)^{re.escape(target)}:", (ROOT / "Makefile").read_text()):
+            raise ValueError(f"no target {target} in the Makefile")
+
+
+def _options_of_script(words: list[str]) -> set[str] | None:
+    script = next((word for word in words if word.endswith(".py")), None)
+    if script is None:
+        return None
+    if not (ROOT / script).exists():
+        raise ValueError(f"no file {script}")
+    return set(re.findall(r'"(--[a-z0-9-]+)"', _with_siblings(ROOT / script)))
+
+
+def _look_at_tests(words: list[str]) -> None:
+    for word in words:
+        if word.startswith("tests/") and not (ROOT / word.split("::")[0]).exists():
+            raise ValueError(f"no file {word}")
 
 
 def _with_siblings(script: Path) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from docs_commands import ROOT
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]

@@ -5,6 +5,7 @@ import os
 import re
 import select
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from docs_commands import ROOT, Command, commands_in_blocks
 
+from docs_commands import ROOT, Command, commands_in_blocks
 from shoal.wire.keys import Key
 from swarm import SHOAL, Role, Swarm
 
@@ -90,7 +91,12 @@ class Reader:
         """At a terminal, by somebody who says yes; until a first file is there to look at."""
         ours, theirs = os.openpty()
         self.joined = subprocess.Popen(
-            [*SHOAL, *words], cwd=self.folder, env=self.environment, stdin=theirs, stdout=theirs, stderr=theirs
+            [*SHOAL, *words],
+            cwd=self.folder,
+            env=self.environment,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
         )
         os.close(theirs)
         said = read_until(ours, b"[y/N]")
@@ -136,10 +142,17 @@ def install_reverse(folder: Path) -> None:
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     folder = tmp_path_factory.mktemp("reader")
     # So many versions that it lives as long as the tests, and so many groups a step that a version lasts for seconds.
-    many = {"groups_per_step": 64, "eval_every": 5000}
-    with Swarm(
-        folder / "live", last_version=5000, relays=1, workers=1, deadline_s=600.0, settings=many
-    ) as swarm:
+    swarm = Swarm(
+        folder / "live",
+        last_version=5000,
+        relays=1,
+        workers=1,
+        deadline_s=600.0,
+        settings={"groups_per_step": 64, "eval_every": 5000},
+    )
+    # An audit takes longer here than a version lasts.
+    swarm.file.write_text(swarm.file.read_text().replace("[task]", "keep_versions = 500\n[task]", 1))
+    with swarm:
         swarm.wait_for_version(2)
         one = Reader(folder, swarm)
         yield one
@@ -148,6 +161,8 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_commands_of_a_page(reader: Reader, page: Path) -> None:
+    # Each page is read by itself: what another has made is not there.
+    shutil.rmtree(reader.folder / "out" / "own", ignore_errors=True)
     for command in (command for command in LIVE if command.page == page):
         reader.type(command)
     if reader.joined is not None and page.name == "join.md":
@@ -163,7 +178,13 @@ def test_a_run_over_several_hosts(tmp_path: Path) -> None:
         for command in commands_in_blocks()
         if command.page.name == "cli.md" and command.runs_elsewhere == "tests/e2e/test_docs_live.py"
     ]
-    assert [command.words[1] for command in block] == ["coordinator", "trainer", "relay", "validator", "worker"]
+    assert [command.words[1] for command in block] == [
+        "coordinator",
+        "trainer",
+        "relay",
+        "validator",
+        "worker",
+    ]
     (tmp_path / "runs").symlink_to(ROOT / "runs")
     ports = {name: str(free_port()) for name in ("8700", "8701", "8702")}
 
@@ -197,4 +218,3 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
-

@@ -14,6 +14,7 @@ from typing import Literal
 
 import httpx
 
+from shoal.cli.progress import progress
 from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import Manifest
@@ -179,7 +180,8 @@ def print_findings(findings: list[Finding], say: Callable[[str], None] = print) 
 
 
 def doctor(options: argparse.Namespace) -> int:
-    findings = examine(options.url, options.dir)
+    with progress(f"looking at this machine and at {options.url}"):
+        findings = examine(options.url, options.dir)
     if options.json:
         json.dump([asdict(finding) for finding in findings], sys.stdout, indent=1)
         print()

@@ -22,13 +22,14 @@ from shoal.cli.answering import (
     model_folder,
     pose,
     progress_bar,
+    read_task,
     task_spec,
 )
 from shoal.cli.arguments import MAX_NEW_TOKENS
 from shoal.cli.intervals import pass_at, wilson
 from shoal.cli.supervise import EXIT_OK
 from shoal.net.client import Unreachable
-from shoal.tasks import Outcome, make_task
+from shoal.tasks import Outcome
 from shoal.tasks.files import digest_of, file_digests, is_file_option
 from shoal.telemetry import Log
 from shoal.wire.manifest import Manifest
@@ -76,7 +77,7 @@ def evaluate(options: argparse.Namespace, stop: threading.Event) -> int:
     if samples < options.k:
         raise ValueError(f"--samples {samples} is fewer than --k {options.k}; raise it")
     with _source(options, stop) as (folder, spec, source):
-        task = make_task(spec)
+        task = read_task(spec)
         draw = make_draw(options, samples, source.sampling)
         posed = pose(task, "eval", options.prompts, options.seed)
         engine = load_engine(folder, options)

@@ -51,6 +51,7 @@ def read_url(url: str, stop: threading.Event) -> dict[str, Any]:
     """From a coordinator that runs."""
     import httpx
 
+    from shoal.cli.progress import progress
     from shoal.net.client import Unreachable
     from shoal.net.deadline import Stopped
     from shoal.wire.codes import Rejected
@@ -64,7 +65,11 @@ def read_url(url: str, stop: threading.Event) -> dict[str, Any]:
     with httpx.Client(base_url=url.rstrip("/") + "/", timeout=TIMEOUT_S) as http:
         try:
             snapshot = Snapshot.parse(get("v1/page"))
-            pages = [NodePage.parse(get(f"v1/nodes/{one.node}/page")) for one in snapshot.workers[:MAX_NODES]]
+            workers, pages = snapshot.workers[:MAX_NODES], []
+            with progress("pages of nodes", len(workers)) as advance:
+                for one in workers:
+                    pages.append(NodePage.parse(get(f"v1/nodes/{one.node}/page")))
+                    advance(1)
         except (httpx.HTTPError, Rejected) as error:
             raise Unreachable(
                 f"{url}: {type(error).__name__}: {error}; check the URL, and that a coordinator runs there"

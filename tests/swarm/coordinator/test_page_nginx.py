@@ -38,7 +38,8 @@ def behind(swarm: SmallSwarm, tmp_path: Path) -> Iterator[str]:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     temp = "".join(
-        f"{kind}_temp_path {tmp_path}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        f"{kind}_temp_path {tmp_path}/{kind};"
+        for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
     user = "user root;" if os.getuid() == 0 else ""  # the test's folders are its own
     conf = tmp_path / "nginx.conf"
