@@ -99,8 +99,10 @@ def read_folder(folder: Path, database: str = "") -> dict[str, Any]:
     config = config_of(folder)
     where = database or config.database or find_database(folder, DATABASE_FILE)
     with read_only(where) as db:
-        held = db.execute(select(run)).one_or_none()
-        if held is None or held.schema_version != SCHEMA_VERSION:
+        # The layout first: of another one, the other columns may not be there.
+        layout = db.execute(select(run.c.schema_version)).scalar_one_or_none()
+        held = db.execute(select(run)).one() if layout == SCHEMA_VERSION else None
+        if held is None:
             raise ValueError(
                 f"{folder} holds no run of layout {SCHEMA_VERSION}; make the report with the version that ran it"
             )
