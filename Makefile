@@ -51,8 +51,9 @@ browser: env docs
 	@$(HAS_CHROMIUM) || echo "NOT TESTED: no Chromium here, so nobody looked at the page: apt-get install chromium"
 	$(BIN)/pytest -m browser -rs
 
+# Not --quiet: then --strict would not hear the warnings that it is to make errors of.
 docs: $(VENV)/.docs-ready
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "the site is in out/site: open out/site/index.html"
 
 $(VENV)/.docs-ready: $(VENV)/.ready
