@@ -56,7 +56,13 @@ def test_every_code_is_explained(code: str) -> None:
 def test_the_readme_is_short_and_shows_what_it_must() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) < 150
-    for part in ("make demo", "docs/img/demo-reward.png", "shoal join URL", "**Not shown**", "docs/claims.md"):
+    for part in (
+        "make demo",
+        "docs/img/demo-reward.png",
+        "shoal join URL",
+        "**Not shown**",
+        "docs/claims.md",
+    ):
         assert part in text, part
 
 
