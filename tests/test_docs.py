@@ -72,3 +72,11 @@ def test_every_page_is_in_the_navigation() -> None:
     for page in (ROOT / "docs").rglob("*.md"):
         name = page.relative_to(ROOT / "docs").as_posix()
         assert f": {name}\n" in site, f"docs/{name} stands nowhere in mkdocs.yml"
+
+
+def test_every_exit_code_is_documented() -> None:
+    from shoal.cli import supervise
+
+    text = (ROOT / "docs" / "cli.md").read_text()
+    for name, code in vars(supervise).items():
+        assert not name.startswith("EXIT_") or f"| {code} |" in text, name
