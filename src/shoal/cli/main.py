@@ -311,6 +311,7 @@ def _run(options: argparse.Namespace, stop: threading.Event) -> int:
 
     from shoal.cli.estimate import estimates
     from shoal.cli.local import LocalRun, default_folder, run_local
+    from shoal.cli.progress import progress
     from shoal.cli.runfile import check_names, derived_numbers, load_run_file
 
     if options.json and not options.dry_run:
@@ -319,7 +320,8 @@ def _run(options: argparse.Namespace, stop: threading.Event) -> int:
         )
     file = load_run_file(options.file)
     if options.dry_run:
-        check_names(file, options.file)
+        with progress("reading the model and the problems it names"):
+            check_names(file, options.file)
         numbers = derived_numbers(file) | estimates(file)
         if options.json:
             print(json.dumps(numbers, default=str))
