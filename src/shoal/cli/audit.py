@@ -4,6 +4,7 @@ Needs validator.key, because files are not public. What can be checked again is 
 """
 
 import argparse
+import json
 import random
 import secrets
 import threading
@@ -31,6 +32,7 @@ from shoal.wire.messages import Claim, Info, Stats
 from shoal.wire.run import RunSpec
 
 FETCH_S = 120.0
+GONE = "no relay holds its version any more"
 
 
 def audit(options: argparse.Namespace, stop: threading.Event) -> int:
@@ -42,8 +44,9 @@ def audit(options: argparse.Namespace, stop: threading.Event) -> int:
     books = replay(events)
     held = {version for relay in stats.relays for version in relay.versions}
     chosen = choose(events, held, options.sample, random.Random(options.seed))
-    print(f"the ledger is good: {len(events)} events; checking {len(chosen)} accepted submissions again")
-    wrong = 0
+    say = (lambda words: None) if options.json else print
+    say(f"the ledger is good: {len(events)} events; checking {len(chosen)} accepted submissions again")
+    found: dict[str, str | None] = {}
     with (
         closing(SignedClient(options.url, Key.load(options.key), log=log, stop=stop)) as client,
         Reader() as reader,
@@ -63,12 +66,31 @@ def audit(options: argparse.Namespace, stop: threading.Event) -> int:
                 raise Stopped("stopped between two submissions")
             lease_id = verdict.body["lease_id"]
             words = check_again(client, shelf, reader, info.spec, verdict, issued[lease_id])
-            seed = seed_of(books, lease_id)
-            wrong += words is not None
-            told = "its seed is not out yet" if seed is None else "its seed is the one committed to"
-            print(f"  {lease_id}: {'as the ledger says; ' + told if words is None else 'NOT GOOD: ' + words}")
-    print(f"{len(chosen) - wrong} of {len(chosen)} as the ledger says")
-    return EXIT_FAILED if wrong else EXIT_OK
+            found[lease_id] = words
+            say(f"  {lease_id}: {in_words(words, seed_of(books, lease_id))}")
+    good = sum(words is None for words in found.values())
+    gone = sum(words == GONE for words in found.values())
+    say(
+        f"{good} of {len(chosen)} as the ledger says"
+        + (f", {gone} of versions that are gone" if gone else "")
+    )
+    if options.json:
+        print(
+            json.dumps(
+                {"events": len(events), "checked": len(chosen), "good": good, "gone": gone, "found": found}
+            )
+        )
+    return EXIT_OK if good + gone == len(chosen) else EXIT_FAILED
+
+
+def in_words(words: str | None, seed: str | None) -> str:
+    if words == GONE:
+        return f"cannot be checked: {words}"
+    if words is not None:
+        return f"NOT GOOD: {words}"
+    return "as the ledger says; " + (
+        "its seed is not out yet" if seed is None else "its seed is the one committed to"
+    )
 
 
 def choose(events: list[LedgerEvent], held: set[int], sample: int, rng: random.Random) -> list[LedgerEvent]:
@@ -100,6 +122,8 @@ def check_again(
     claim = client.call("GET", f"/v1/checks/{verdict.body['lease_id']}", None, Claim)
     if claim.lease.digest() != issued.body["lease_digest"]:
         return "the lease is not the one whose digest the ledger has"
+    if not claim.relays:
+        return GONE
     try:
         data = client.fetch_object(claim.sha256)
     except ValueError:

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+from shoal.cli.progress import progress
 from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
 from shoal.wire.codes import CODES
 from shoal.wire.keys import Key
@@ -33,7 +34,8 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
         raise ValueError(f"{options.dir} is in use by another worker; stop that one or choose another --dir")
     options.url = _choose_run(options)
     print(f"Looking at this machine and at {options.url} ...")
-    findings = examine(options.url, options.dir)
+    with progress("looking"):
+        findings = examine(options.url, options.dir)
     print_findings(findings)
     if bad := [finding for finding in findings if finding.state == "bad"]:
         print(
@@ -150,6 +152,19 @@ def _ask_info(url: str) -> Info:
 def status(options: argparse.Namespace, stop: threading.Event) -> int:
     key, url = _joined(options.dir)
     info, found = _ask_info(url), _get(url, f"/v1/nodes/{key.public}")
+    if options.json:
+        node = NodeView.parse(found).model_dump(mode="json") if found else None
+        print(
+            json.dumps(
+                {
+                    "run": info.spec.run,
+                    "coordinator": url,
+                    "newest_version": info.newest_version,
+                    "node": node,
+                }
+            )
+        )
+        return EXIT_OK if found else EXIT_FAILED
     print(f"run {info.spec.run!r} at {url}: version {info.newest_version} of {info.spec.last_version}")
     if not found:
         print(f"node {key.public[:16]}: not enrolled yet")
@@ -169,19 +184,22 @@ def status(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def whoami(options: argparse.Namespace, stop: threading.Event) -> int:
-    print(f"node         {_own_key(options.dir).public}")
+    known = {"node": _own_key(options.dir).public, "owner": "itself"}
     delegation = options.dir / "delegation.json"
     if delegation.exists():
         word = json.loads(delegation.read_text(encoding="utf-8"))
         until = time.strftime("%Y-%m-%d", time.gmtime(word["body"]["not_after_s"]))
-        print(f"owner        {word['key']}, until {until}")
-    else:
-        print("owner        itself")
+        known["owner"] = f"{word['key']}, until {until}"
     if (options.dir / JOINED).exists():
-        print(f"coordinator  {_joined(options.dir)[1]}")
+        known["coordinator"] = _joined(options.dir)[1]
     if (options.dir / "run.json").exists():
         run = json.loads((options.dir / "run.json").read_text(encoding="utf-8"))
-        print(f"run          {run['run']}, key {run['run_key']}")
+        known["run"] = f"{run['run']}, key {run['run_key']}"
+    print(
+        json.dumps(known)
+        if options.json
+        else "\n".join(f"{name:<12} {value}" for name, value in known.items())
+    )
     return EXIT_OK
 
 
@@ -285,8 +303,13 @@ def check_local(options: argparse.Namespace, stop: threading.Event) -> int:
         if not path.exists():
             raise ValueError(f"no {path}; a worker keeps its last file and lease in its folder, under last/")
     _, url = _joined(options.dir)
+    spec = _ask_info(url).spec
+    with progress(f"checking {file.name} as a validator does"):
+        verdict = check_file(file, lease, options.dir / "versions", spec)
+    if options.json:
+        print(json.dumps({"code": verdict.code, "detail": verdict.detail}))
+        return EXIT_OK if verdict.code == "accepted" else EXIT_FAILED
     with contextlib.suppress(BrokenPipeError):
-        verdict = check_file(file, lease, options.dir / "versions", _ask_info(url).spec)
         print(f"{verdict.code}: {verdict.detail}")
         if verdict.code in CODES:
             print(f"what to do: {CODES[verdict.code].remedy}")

@@ -29,12 +29,13 @@ from shoal.cli.answering import (
     model_folder,
     pose,
     progress_bar,
+    read_task,
     task_spec,
 )
 from shoal.cli.arguments import MAX_NEW_TOKENS
 from shoal.cli.supervise import EXIT_OK
 from shoal.net.deadline import Stopped
-from shoal.tasks import Outcome, Task, make_task
+from shoal.tasks import Outcome, Task
 from shoal.tasks.data_set import DataSet
 from shoal.tasks.files import digest_of, is_file_option
 from shoal.tasks.listed import listed_row
@@ -62,7 +63,7 @@ def filter_problems(options: argparse.Namespace, stop: threading.Event) -> int:
             "--budgets: filter by what the task itself is worth, and set budgets in the run file"
         )
     spec = task_spec(options)
-    task = make_task(spec)
+    task = read_task(spec)
     posed = pose(task, "train", options.problems, options.seed)
     draw = make_draw(options, options.k, Sampling(max_new_tokens=MAX_NEW_TOKENS))
     with model_folder(options.model) as folder:

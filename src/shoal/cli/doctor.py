@@ -14,6 +14,7 @@ from typing import Literal
 
 import httpx
 
+from shoal.cli.progress import progress
 from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import Manifest
@@ -151,9 +152,11 @@ def _weights(http: httpx.Client, info: Info, stats: Stats, dir: Path) -> list[Fi
 
 def _relay(url: str, manifest: Manifest) -> Finding:
     """How fast this relay's bytes come: the run's own, not some speed test's."""
-    largest = max(
-        manifest.payloads, key=lambda entry: entry.num_bytes
-    )  # of many versions only a delta is sent
+    # What is sent of most versions is a delta; the file itself is on no relay then.
+    sent = manifest.payloads
+    if not sent:
+        return Finding("relay", "good", f"{url}: nothing of version {manifest.version} to measure it by")
+    largest = max(sent, key=lambda entry: entry.num_bytes)
     path = f"{url}/versions/{manifest.version}/{largest.name}"
     size = min(SAMPLE_BYTES, largest.num_bytes)
     began_s = time.monotonic()
@@ -170,7 +173,12 @@ def _relay(url: str, manifest: Manifest) -> Finding:
         return Finding(
             "relay", "weak", f"{url}: HTTP {answer.status_code}", "it may still be mirroring; others serve"
         )
-    return Finding("relay", "good", f"{url}: {len(answer.content) * 8 / took_s / 1e6:.0f} Mbit/s")
+    got = len(answer.content)
+    # A few bytes say how far away it is, not how wide the way.
+    fast = (
+        f"{got / 1e3:.0f} kB in {took_s:.2f} s" if got < 1 << 20 else f"{got * 8 / took_s / 1e6:.0f} Mbit/s"
+    )
+    return Finding("relay", "good", f"{url}: {fast}")
 
 
 MARKS = {"good": "ok  ", "weak": "weak", "bad": "BAD "}
@@ -183,7 +191,8 @@ def print_findings(findings: list[Finding], say: Callable[[str], None] = print) 
 
 
 def doctor(options: argparse.Namespace) -> int:
-    findings = examine(options.url, options.dir)
+    with progress(f"looking at this machine and at {options.url}"):
+        findings = examine(options.url, options.dir)
     if options.json:
         json.dump([asdict(finding) for finding in findings], sys.stdout, indent=1)
         print()

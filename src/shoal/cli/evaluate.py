@@ -22,6 +22,7 @@ from shoal.cli.answering import (
     model_folder,
     pose,
     progress_bar,
+    read_task,
     task_spec,
 )
 from shoal.cli.arguments import MAX_NEW_TOKENS
@@ -29,7 +30,7 @@ from shoal.cli.intervals import pass_at, wilson
 from shoal.cli.supervise import EXIT_OK
 from shoal.net.client import SignedClient, Unreachable
 from shoal.net.tickets import Tickets
-from shoal.tasks import Outcome, make_task
+from shoal.tasks import Outcome
 from shoal.tasks.files import digest_of, file_digests, is_file_option
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
@@ -78,7 +79,7 @@ def evaluate(options: argparse.Namespace, stop: threading.Event) -> int:
     if samples < options.k:
         raise ValueError(f"--samples {samples} is fewer than --k {options.k}; raise it")
     with _source(options, stop) as (folder, spec, source):
-        task = make_task(spec)
+        task = read_task(spec)
         draw = make_draw(options, samples, source.sampling)
         posed = pose(task, "eval", options.prompts, options.seed)
         engine = load_engine(folder, options)

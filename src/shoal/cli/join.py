@@ -39,11 +39,13 @@ def add_contributor(commands: "argparse._SubParsersAction[argparse.ArgumentParse
     join.add_argument("--threads", type=int, default=0)
     join.add_argument("--deadline-s", type=float, default=900.0)
     _with_folder(join, "join")
-    _with_folder(
-        commands.add_parser("status", help="what this node earned, and why a submission was refused"),
-        "status",
-    )
-    _with_folder(commands.add_parser("whoami", help="this node's id, owner and run"), "whoami")
+    for name, words in (
+        ("status", "what this node earned, and why a submission was refused"),
+        ("whoami", "this node's id, owner and run"),
+    ):
+        asked = commands.add_parser(name, help=words)
+        asked.add_argument("--json", action="store_true", help="for programs")
+        _with_folder(asked, name)
     pause = commands.add_parser(
         "pause", help="finish the lease at hand and wait; `shoal pause --off` goes on"
     )
@@ -55,6 +57,7 @@ def add_contributor(commands: "argparse._SubParsersAction[argparse.ArgumentParse
     )
     check.add_argument("file", type=Path, nargs="?", help="default: the last one this node made")
     check.add_argument("--lease", type=Path, help="its lease (default: beside the file)")
+    check.add_argument("--json", action="store_true", help="the verdict, for programs")
     _with_folder(check, "check_local")
     _add_identity(commands)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import httpx
 from pydantic import ValidationError
 
+from shoal.cli.progress import progress
 from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
 from shoal.net.client import Unreachable
 from shoal.net.deadline import Stopped
@@ -21,7 +22,7 @@ PAGE = 500
 TIMEOUT_S = 20.0
 
 
-def audit_ledger(url: str, stop: threading.Event) -> int:
+def audit_ledger(url: str, stop: threading.Event, *, as_json: bool = False) -> int:
     """Prints what was found; the exit code."""
     with httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
         try:
@@ -30,9 +31,10 @@ def audit_ledger(url: str, stop: threading.Event) -> int:
             shown = Stats.parse(_get(http, "/v1/stats"))
             head = Sealed[LedgerHead].parse(_get(http, "/v1/ledger/head"))
             events = list(_events(http, head.body.seq, stop))
-            count = verify_ledger(events, head, run_key)
-            books = replay(events[: shown.ledger_seq])
-            compare(books, shown)
+            with progress(f"verifying {len(events):,} events"):
+                count = verify_ledger(events, head, run_key)
+                books = replay(events[: shown.ledger_seq])
+                compare(books, shown)
         except httpx.HTTPStatusError as error:
             raise Unreachable(_not_a_coordinator(http, f"HTTP {error.response.status_code}")) from None
         except httpx.HTTPError as error:
@@ -40,8 +42,16 @@ def audit_ledger(url: str, stop: threading.Event) -> int:
                 f"{url}: {type(error).__name__}: {error}; check the URL, and that the coordinator runs there"
             ) from None
         except Rejected as rejected:
-            print(f"NOT GOOD: {rejected.detail}")
+            print(
+                json.dumps({"good": False, "reason": rejected.detail})
+                if as_json
+                else f"NOT GOOD: {rejected.detail}"
+            )
             return EXIT_FAILED
+    if as_json:
+        found = {"events": count, "head": head.body.hash, "run_key": run_key, "nodes": len(books.nodes)}
+        print(json.dumps({"good": True, **found, "leases": len(books.leases)}))
+        return EXIT_OK
     print(f"good: {count} events, head {head.body.hash[:16]}, signed by run key {run_key[:16]}")
     print(
         f"added up: {len(books.nodes)} nodes and {len(books.leases)} leases; trust and credit are as shown for "
@@ -93,16 +103,18 @@ def _not_a_coordinator(http: httpx.Client, answer: str) -> str:
 
 def _events(http: httpx.Client, last_seq: int, stop: threading.Event) -> Iterator[LedgerEvent]:
     seq = 1
-    while seq <= last_seq:
-        if stop.is_set():
-            raise Stopped(f"stopped at event {seq} of {last_seq}")
-        events = _page(_get(http, f"/v1/ledger?from_seq={seq}&limit={PAGE}"), seq)
-        if not events:
-            raise Rejected(
-                "request.conflict", f"the ledger ends before event {seq}; its head says {last_seq}"
-            )
-        yield from events[: last_seq - seq + 1]
-        seq += len(events)
+    with progress("events fetched", last_seq) as advance:
+        while seq <= last_seq:
+            if stop.is_set():
+                raise Stopped(f"stopped at event {seq} of {last_seq}")
+            events = _page(_get(http, f"/v1/ledger?from_seq={seq}&limit={PAGE}"), seq)
+            if not events:
+                raise Rejected(
+                    "request.conflict", f"the ledger ends before event {seq}; its head says {last_seq}"
+                )
+            yield from events[: last_seq - seq + 1]
+            seq += len(events)
+            advance(len(events))
 
 
 def _page(data: bytes, seq: int) -> list[LedgerEvent]:

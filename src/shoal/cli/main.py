@@ -5,6 +5,7 @@ the first moment.
 """
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from shoal import __version__
 from shoal.cli.admin import add_admin
 from shoal.cli.arguments import add_data, add_engine_choice, add_eval, add_toploc
 from shoal.cli.diloco import add_diloco
+from shoal.cli.errors import Parser, complaint, parts
 from shoal.cli.join import add_contributor, add_doctor
 from shoal.cli.report import add_report
 from shoal.cli.supervise import (
@@ -34,13 +36,12 @@ from shoal.net.deadline import DeadlinePassed, Stopped
 from shoal.telemetry import start_logging
 from shoal.wire.codes import CODES, Rejected
 
-FIRST_THINGS = """first things to do:
+FIRST_THINGS = """five things people do first:
   shoal run runs/demo.toml          a whole swarm on this machine, learning, with a liar in it
   shoal run FILE.toml --dry-run     check a run file and see the numbers it implies
   shoal join URL                    give this machine's time to somebody's run
-  shoal eval MODEL --task NAME      pass@1 and pass@k on held-out problems
+  shoal top URL                     watch somebody's run in the terminal
   shoal ledger verify URL           check that a run's ledger was not rewritten
-  shoal explain CODE                what a refusal means and what to do about it
 """
 
 
@@ -76,8 +77,31 @@ def act(options: argparse.Namespace, stop: threading.Event) -> int:
         code = next(code for kind, code in codes.items() if isinstance(error, kind))
         if isinstance(error, Refused) and refused_for_good(error.code):
             code = EXIT_USAGE
-        print(f"shoal: {in_words(error, waits='deadline_s' in options)}", file=sys.stderr)
+        print(in_lines(error, options), file=sys.stderr)
         return code
+
+
+# By name: the client's own errors are not worth an import before a command begins.
+WHAT = {
+    "DeadlinePassed": "waited too long",
+    "ModuleNotFoundError": "a package is missing",
+    "OSError": "a file or an address is not as it should be",
+    "Refused": "the coordinator refused",
+    "Rejected": "not what was expected",
+    "RunFailed": "the run failed",
+    "Unreachable": "no answer",
+    "ValueError": "cannot be done like this",
+}
+
+
+def in_lines(error: Exception, options: argparse.Namespace) -> str:
+    """The message as a person reads it at a terminal, or as one sentence for a log."""
+    words = in_words(error, waits="deadline_s" in options)
+    if not sys.stderr.isatty():
+        return f"shoal: {words}"
+    what = next(WHAT[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in WHAT)
+    value, remedy = parts(words)
+    return complaint("shoal", what, value, remedy or "shoal COMMAND --help, or docs/cli.md")
 
 
 def refused_for_good(code: str) -> bool:
@@ -103,10 +127,10 @@ def in_words(error: Exception, *, waits: bool) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = Parser(
         prog="shoal",
-        description="Reinforcement learning of reasoning models across computers that nobody has to trust.",
-        epilog=FIRST_THINGS,
+        description=f"Reinforcement learning of reasoning models across computers that nobody has to trust.\n\n{FIRST_THINGS}",
+        epilog="shoal COMMAND --help lists the options of each; docs/cli.md has the exit codes.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
@@ -145,6 +169,7 @@ def _add_run(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check the file and print the numbers it implies"
     )
+    parser.add_argument("--json", action="store_true", help="with --dry-run: the numbers for a program")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="continue a run that was stopped or killed")
     how.add_argument("--fresh", action="store_true", help="delete an earlier run in that folder first")
@@ -241,6 +266,7 @@ def _add_ledger(commands: "Commands[argparse.ArgumentParser]") -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     verify = actions.add_parser("verify", help="recompute every hash and the signed head")
     verify.add_argument("url", type=url, help="the coordinator's URL")
+    verify.add_argument("--json", action="store_true", help="what was found, for a program")
     verify.set_defaults(action=_verify_ledger)
 
 
@@ -251,12 +277,14 @@ def _add_audit(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser.add_argument("--dir", type=Path, required=True, help="for the versions that are fetched")
     parser.add_argument("--sample", type=at_least_one, default=16, help="how many, at random")
     parser.add_argument("--seed", type=int, default=None, help="which: the same seed chooses the same")
+    parser.add_argument("--json", action="store_true", help="what was found, for a program")
     parser.set_defaults(action=_audit)
 
 
 def _add_explain(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("explain", help="what a refusal code means")
     parser.add_argument("code", nargs="?", help="such as reject.early_stop; none lists them all")
+    parser.add_argument("--json", action="store_true", help="for a program")
     parser.set_defaults(action=_explain)
 
 
@@ -293,13 +321,23 @@ def _run(options: argparse.Namespace, stop: threading.Event) -> int:
 
     from shoal.cli.estimate import estimates
     from shoal.cli.local import LocalRun, default_folder, run_local
+    from shoal.cli.progress import progress
     from shoal.cli.runfile import check_names, derived_numbers, load_run_file
 
+    if options.json and not options.dry_run:
+        raise ValueError(
+            "--json is for --dry-run; a run writes metrics.jsonl, and `shoal top URL --json` shows it"
+        )
     file = load_run_file(options.file)
     if options.dry_run:
-        check_names(file, options.file)
+        with progress("reading the model and the problems it names"):
+            check_names(file, options.file)
+        numbers = derived_numbers(file) | estimates(file)
+        if options.json:
+            print(json.dumps(numbers, default=str))
+            return EXIT_OK
         print(f"{options.file}: good")
-        for name, value in (derived_numbers(file) | estimates(file)).items():
+        for name, value in numbers.items():
             print(f"  {name:<38} {value}")
         return EXIT_OK
     folder = options.dir or default_folder(file)
@@ -347,7 +385,7 @@ def _validator(options: argparse.Namespace, stop: threading.Event) -> int:
 def _verify_ledger(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.cli.ledger import audit_ledger
 
-    return audit_ledger(options.url, stop)
+    return audit_ledger(options.url, stop, as_json=options.json)
 
 
 def _audit(options: argparse.Namespace, stop: threading.Event) -> int:
@@ -357,12 +395,20 @@ def _audit(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def _explain(options: argparse.Namespace, stop: threading.Event) -> int:
+    if options.code is not None and options.code not in CODES:
+        raise ValueError(f"no refusal code {options.code!r}; `shoal explain` lists them all")
+    if options.json:
+        chosen = [options.code] if options.code else list(CODES)
+        print(
+            json.dumps(
+                {code: {"meaning": CODES[code].meaning, "remedy": CODES[code].remedy} for code in chosen}
+            )
+        )
+        return EXIT_OK
     if options.code is None:
         for code, meaning in CODES.items():
             print(f"{code:<26} {meaning.meaning}")
         return EXIT_OK
-    if options.code not in CODES:
-        raise ValueError(f"no refusal code {options.code!r}; `shoal explain` lists them all")
     meaning = CODES[options.code]
     print(f"{options.code}: {meaning.meaning}\nwhat to do: {meaning.remedy}")
     return EXIT_OK

@@ -51,6 +51,7 @@ def read_url(url: str, stop: threading.Event) -> dict[str, Any]:
     """From a coordinator that runs."""
     import httpx
 
+    from shoal.cli.progress import progress
     from shoal.net.client import Unreachable
     from shoal.net.deadline import Stopped
     from shoal.wire.codes import Rejected
@@ -64,7 +65,11 @@ def read_url(url: str, stop: threading.Event) -> dict[str, Any]:
     with httpx.Client(base_url=url.rstrip("/") + "/", timeout=TIMEOUT_S) as http:
         try:
             snapshot = Snapshot.parse(get("v1/page"))
-            pages = [NodePage.parse(get(f"v1/nodes/{one.node}/page")) for one in snapshot.workers[:MAX_NODES]]
+            workers, pages = snapshot.workers[:MAX_NODES], []
+            with progress("pages of nodes", len(workers)) as advance:
+                for one in workers:
+                    pages.append(NodePage.parse(get(f"v1/nodes/{one.node}/page")))
+                    advance(1)
         except (httpx.HTTPError, Rejected) as error:
             raise Unreachable(
                 f"{url}: {type(error).__name__}: {error}; check the URL, and that a coordinator runs there"
@@ -94,8 +99,10 @@ def read_folder(folder: Path, database: str = "") -> dict[str, Any]:
     config = config_of(folder)
     where = database or config.database or find_database(folder, DATABASE_FILE)
     with read_only(where) as db:
-        held = db.execute(select(run)).one_or_none()
-        if held is None or held.schema_version != SCHEMA_VERSION:
+        # The layout first: of another one, the other columns may not be there.
+        layout = db.execute(select(run.c.schema_version)).scalar_one_or_none()
+        held = db.execute(select(run)).one() if layout == SCHEMA_VERSION else None
+        if held is None:
             raise ValueError(
                 f"{folder} holds no run of layout {SCHEMA_VERSION}; make the report with the version that ran it"
             )

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from shoal import toploc
 from shoal.cli.answering import load_engine, model_folder
+from shoal.cli.progress import progress
 from shoal.model.load import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.net.deadline import Stopped
@@ -35,7 +34,7 @@ SAMPLES = 4
 """Of each prompt."""
 MAX_FILE_ROWS = 1 << 20
 CHECK_ROWS = 64
-"""Checked between two moves of the progress bar."""
+"""Checked between two words on how far it is."""
 
 
 def prove(options: argparse.Namespace, stop: threading.Event) -> int:
@@ -47,14 +46,14 @@ def prove(options: argparse.Namespace, stop: threading.Event) -> int:
     with model_folder(options.model) as folder:
         engine = load_engine(folder, options)
         engine.submit(_requests(engine, options))
-        with Progress(console=Console(stderr=True)) as bar:
-            task = bar.add_task("generating", total=options.rows)
+        with progress("rows generated", options.rows) as advance:
             finished: list[Finished] = []
             while engine.has_work:
                 if stop.is_set():
                     raise Stopped(f"stopped after {len(finished)} of {options.rows} rows")
-                finished += engine.step()
-                bar.update(task, completed=len(finished))
+                new = engine.step()
+                finished += new
+                advance(len(new))
     rows = sorted(map(to_rollout, finished), key=lambda row: (row.prompt_index, row.sample_index))
     options.out.write_bytes(encode(RolloutTable(lease_id=_LEASE_ID, policy_version=0, rows=tuple(rows))))
     print(
@@ -123,12 +122,11 @@ def _read(path: Path) -> RolloutTable:
 
 def _check(table: RolloutTable, policy: Policy, stop: threading.Event) -> list[RowFacts]:
     facts: list[RowFacts] = []
-    with Progress(console=Console(stderr=True)) as bar:
-        task = bar.add_task("checking", total=len(table.rows))
+    with progress("rows checked", len(table.rows)) as advance:
         for start in range(0, len(table.rows), CHECK_ROWS):
             rows = table.rows[start : start + CHECK_ROWS]
             facts += recompute(rows, _TERMS, policy, control_seed=start, stop=stop)
-            bar.update(task, advance=len(rows))
+            advance(len(rows))
     return facts
 
 

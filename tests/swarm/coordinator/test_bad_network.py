@@ -8,9 +8,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from fault_proxy import FAULTS, FaultProxy
 from small_swarm import CONFIG, LOG, Node, SmallSwarm, manifest, report, signed_client, with_signal
 
+from fault_proxy import FAULTS, FaultProxy
 from shoal.net.client import Refused, Unreachable
 from shoal.net.deadline import NotYet, Stopped, wait_for
 from shoal.swarm.coordinator.replay import replay

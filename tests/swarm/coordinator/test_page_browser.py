@@ -13,7 +13,7 @@ from shoal.swarm.coordinator.pool import Hosted, Pool
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import Heartbeat, HeartbeatReply, LeaseStatus
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
 
 INJECTED = "</script><script>window.injected = 1</script><img src=x onerror='window.injected = 2'>"
 
@@ -173,6 +173,9 @@ def test_it_fits_its_window_by_day_and_by_night(swarm: SmallSwarm, page: Any, wi
     page.goto(swarm.url)
     page.wait_for_selector("#samples .answer")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    # The last verdict is in sight, wherever it stands.
+    box = page.locator("#workers td.wide").bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= width
     page.emulate_media(color_scheme="light")
     by_day = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
     page.emulate_media(color_scheme="dark")

@@ -42,7 +42,7 @@ function table(node, columns, rows, key) {
   if (!node.tHead) {
     node.append(el("thead", {}, el("tr", {}, ...columns.map(([title, kind]) => el("th", { scope: "col", class: kind }, title)))), el("tbody"));
   }
-  const make = () => el("tr", {}, ...columns.map(([, kind]) => el("td", { class: kind }, el("span"))));
+  const make = () => el("tr", {}, ...columns.map(([title, kind]) => el("td", { class: kind, "data-title": title }, el("span"))));
   const update = (line, row) => columns.forEach(([, kind, value], index) => {
     const told = value(row);
     const { text, href, look } = typeof told === "object" ? told : { text: told };

@@ -1,0 +1,56 @@
+"""Every command on every page is run by a test, or says that it is not."""
+
+import re
+import shlex
+
+import pytest
+
+from docs_commands import (
+    ELSEWHERE,
+    LIVE,
+    ROOT,
+    Command,
+    check_words,
+    commands_in_blocks,
+    commands_in_lines,
+)
+
+COMMANDS = list(commands_in_blocks())
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.where)
+def test_a_command_in_a_block_is_run_or_marked(command: Command) -> None:
+    assert command.is_marked or command.runs_live or command.runs_elsewhere, (
+        f"{command.where}\nnothing runs this. Make it one that tests/docs_commands.py names, or write '# not tested: why' behind it"
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.where)
+def test_a_command_in_a_block_exists(command: Command) -> None:
+    words = [word for word in command.words if not re.match(r"[A-Z_]+=", word)]
+    check_words(words)
+
+
+@pytest.mark.parametrize("test", sorted(set(ELSEWHERE.values())))
+def test_what_is_said_to_run_a_command_is_there(test: str) -> None:
+    assert (ROOT / test).exists()
+    for start in (start for start, named in ELSEWHERE.items() if named == test and test == ".ci/run"):
+        assert start in (ROOT / test).read_text(), f"{test} does not call {start}"
+
+
+def test_commands_inside_sentences_exist() -> None:
+    wrong = []
+    for page, text in commands_in_lines():
+        plain = re.sub(r"[\[\]]|\.\.\.", " ", text)
+        try:
+            words = shlex.split(plain)
+            if words[1:2] and not re.fullmatch(r"[A-Z]+|[a-z]+\|[a-z|]+", words[1]):
+                check_words(words)
+        except ValueError as error:
+            wrong.append(f"{page.relative_to(ROOT)}: `{text}`: {error}")
+    assert wrong == []
+
+
+def test_the_list_of_live_commands_has_no_strays() -> None:
+    texts = [command.text for command in COMMANDS if not command.is_marked]
+    assert [start for start in LIVE if not any(text.startswith(start) for text in texts)] == []
