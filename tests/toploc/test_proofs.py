@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from shoal import toploc
-from shoal.toploc.field import PRIME, evaluate, interpolate
+from shoal.toploc.field import PRIME, evaluate, evaluate_everywhere, interpolate
 from shoal.toploc.proof import proofs_of_points
 
 
@@ -18,7 +18,11 @@ def test_interpolation_passes_through_its_points() -> None:
     rng = np.random.default_rng(0)
     x_KS = np.stack([rng.choice(PRIME, 64, replace=False) for _ in range(9)], axis=1).astype(np.uint32)
     y_KS = rng.integers(0, PRIME, (64, 9), dtype=np.uint32)
-    assert (evaluate(interpolate(x_KS, y_KS), x_KS) == y_KS).all()
+    coefficients_SK = interpolate(x_KS, y_KS).T.astype(np.uint16)
+    assert (evaluate(coefficients_SK, x_KS.T.astype(np.int64)) == y_KS.T).all()
+    for s in range(9):
+        everywhere = evaluate_everywhere(coefficients_SK, x_KS[:, s].astype(np.int64))
+        assert (everywhere[s] == y_KS[:, s]).all()
 
 
 def test_batching_does_not_change_a_proof() -> None:

@@ -1,9 +1,13 @@
 """Polynomials over the integers mod 65497, for many segments at once. NumPy only.
 
-Arrays end in S, one column per segment: a step of Newton's scheme is then a few passes over contiguous memory, and
+Interpolation has one column per segment: a step of Newton's scheme is then a few passes over contiguous memory, and
 its fixed cost is shared by all segments. Everything fits in uint32, because 65496 * 65496 + 65496 < 2^32.
 
+Evaluation is products of matrices in float64, which holds whole numbers up to 2^53: a sum of 128 products stays below 2^39. To reduce
+after every product, as Horner's scheme has to, costs five times as much.
+
     K  points (and coefficients) of a segment      N  points to evaluate at      S  segments
+    B  blocks of L coefficients
 """
 
 from functools import cache
@@ -16,6 +20,11 @@ Residues = npt.NDArray[np.uint32]
 PRIME = 65497
 """Largest prime such that every finite bfloat16 bit pattern is below it: only negative NaNs reach 0xFFD9."""
 
+BLOCK = 16
+"""Coefficients of a block."""
+AT_ONCE = 64
+"""Segments evaluated together: their powers stay in cache."""
+
 _P = np.uint32(PRIME)
 
 
@@ -24,15 +33,75 @@ def interpolate(x_KS: Residues, y_KS: Residues) -> Residues:
     return _to_monomials(x_KS, _divided_differences(x_KS, y_KS))
 
 
-def evaluate(coefficients_KS: Residues, x_NS: Residues) -> Residues:
-    """The polynomial of segment s at each x of column s (Horner)."""
-    value_NS = np.zeros_like(x_NS)
-    scratch_NS = np.empty_like(x_NS)
-    for coefficient_S in coefficients_KS[::-1]:
-        np.multiply(value_NS, x_NS, out=value_NS)
-        np.add(value_NS, coefficient_S, out=value_NS)
-        _reduce(value_NS, scratch_NS)
-    return value_NS
+def evaluate(coefficients_SK: npt.NDArray[np.uint16], x_SN: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
+    """The polynomial of segment s at each x of line s, which are below PRIME."""
+    parts = [
+        _evaluate_some(coefficients_SK[start : start + AT_ONCE], x_SN[start : start + AT_ONCE])
+        for start in range(0, len(x_SN), AT_ONCE)
+    ]
+    return np.concatenate(parts) if parts else np.empty(x_SN.shape, dtype=np.uint16)
+
+
+def evaluate_everywhere(
+    coefficients_SK: npt.NDArray[np.uint16], x_N: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint16]:
+    """[S, N]: every polynomial at the same points, which are below PRIME."""
+    num_powers = 1 << (coefficients_SK.shape[1] - 1).bit_length()
+    powers_KN = _powers(x_N[None].astype(np.uint32), num_powers)[0]
+    coefficients = coefficients_SK.astype(np.float64)
+    value_SN = coefficients[:, 1:] @ powers_KN[: coefficients_SK.shape[1] - 1].astype(np.float64)
+    value_SN += coefficients[:, :1]
+    return _reduce_floats(value_SN).astype(np.uint16)
+
+
+def _evaluate_some(
+    coefficients_SK: npt.NDArray[np.uint16], x_SN: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint16]:
+    """p(x) = p_0(x) + x^L (p_1(x) + x^L (...)): the blocks p_b by one product, then Horner's scheme over them."""
+    num_segments, num_coefficients = coefficients_SK.shape
+    powers_SLN = _powers(x_SN.astype(np.uint32), BLOCK)
+    num_blocks = -(-num_coefficients // BLOCK)
+    padded_SK = np.zeros((num_segments, num_blocks * BLOCK))
+    padded_SK[:, :num_coefficients] = coefficients_SK
+    blocks_SBL = padded_SK.reshape(num_segments, num_blocks, BLOCK)
+    value_SBN = np.matmul(blocks_SBL[:, :, 1:], powers_SLN[:, :-1].astype(np.float64))
+    value_SBN += blocks_SBL[:, :, :1]
+    block_SBN = _reduce_floats(value_SBN)
+    result_SN = block_SBN[:, -1]
+    scratch_SN = np.empty_like(result_SN)
+    for block in range(num_blocks - 2, -1, -1):
+        result_SN = result_SN * powers_SLN[:, -1]
+        result_SN += block_SBN[:, block]
+        _reduce(result_SN, scratch_SN)
+    return result_SN.astype(np.uint16)
+
+
+def _powers(x_SN: Residues, num_powers: int) -> Residues:
+    """[S, L, N]: x^1 .. x^L, L a power of two."""
+    num_segments, num_points = x_SN.shape
+    powers_SLN = np.empty((num_segments, num_powers, num_points), dtype=np.uint32)
+    scratch = np.empty((num_segments, max(1, num_powers // 2), num_points), dtype=np.uint32)
+    powers_SLN[:, 0] = x_SN
+    have = 1
+    while have < num_powers:
+        new = powers_SLN[:, have : 2 * have]
+        np.multiply(powers_SLN[:, :have], powers_SLN[:, have - 1 : have], out=new)
+        _reduce(new, scratch[:, :have])
+        have *= 2
+    return powers_SLN
+
+
+def _reduce_floats(values: npt.NDArray[np.float64]) -> Residues:
+    """Whole numbers from 0 to 2^40 mod PRIME; overwrites them."""
+    quotient = values * (1.0 / PRIME)
+    np.floor(quotient, out=quotient)
+    quotient *= PRIME
+    values -= quotient
+    # The quotient is rounded, so it may be one too large; less than 0 wraps to huge, and the smaller of the two is right.
+    reduced = values.astype(np.int32).view(np.uint32)
+    np.minimum(reduced, reduced + _P, out=reduced)
+    np.minimum(reduced, reduced - _P, out=reduced)  # or one too small
+    return reduced
 
 
 def _divided_differences(x_KS: Residues, y_KS: Residues) -> Residues:

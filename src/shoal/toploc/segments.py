@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.toploc.proof import ProofError
+from shoal.toploc.search import TopSearch
 
 Bits = npt.NDArray[np.uint16]
 Place = tuple[int, int]
@@ -96,32 +97,33 @@ def padded_batches(states_list: Sequence[Tensor], *, segment_tokens: int) -> Ite
         yield SegmentBatch(places[begin : begin + 4 * BATCH], [values_SN], length_S * states_TH.shape[1])
 
 
-def top_points(batch: SegmentBatch, topk: int) -> tuple[npt.NDArray[np.int64], Bits]:
-    """[S, K] flat indices of the largest magnitudes, and the bit patterns there.
+def top_points(
+    batch: SegmentBatch, topk: int, columns_C: npt.NDArray[np.int64] | None = None
+) -> tuple[npt.NDArray[np.int64], Bits, Bits]:
+    """[S, K] flat indices of the largest magnitudes, the bit patterns there, and [S, C] those of `columns_C`.
 
     Ties fall as torch.topk has them: that is part of the format.
     """
     if topk > (size := batch.num_values):
         row, segment = batch.places[0]
         raise ProofError(f"segment {segment} has {size} values, fewer than topk={topk}", row)
-    scratch = torch.empty(0, dtype=torch.int16)
+    search = TopSearch(topk)
+    columns = torch.from_numpy(np.empty(0, np.int64) if columns_C is None else columns_C)
+    columns = columns.to(batch.sheets[0].device)
     indices: list[npt.NDArray[np.int64]] = []
     bits: list[Bits] = []
-    for sheet in batch.sheets:
-        if sheet.device.type == "cpu" and scratch.numel() < sheet.numel():
-            scratch = torch.empty(sheet.numel(), dtype=torch.int16)
-        indices_SK = _largest(sheet, topk, scratch, batch.sizes_S)
+    others: list[Bits] = []
+    for sheet in batch.sheets:  # all that is wanted of a sheet while it is in cache
+        if sheet.device.type == "cpu" and batch.sizes_S is None:
+            indices_SK = search.indices(sheet)
+        else:
+            indices_SK = _largest(sheet, topk, batch.sizes_S)
         bits.append(_to_bits(torch.gather(sheet, 1, indices_SK)))
+        others.append(_to_bits(sheet.index_select(1, columns)))
         indices.append(indices_SK.cpu().numpy())
     bits_SK = np.concatenate(bits)
     _check_bits(bits_SK, batch.places)
-    return np.concatenate(indices), bits_SK
-
-
-def bits_of_columns(batch: SegmentBatch, columns_C: npt.NDArray[np.int64]) -> Bits:
-    """[S, C] bit patterns of the same places in every segment."""
-    columns = torch.from_numpy(columns_C).to(batch.sheets[0].device)
-    return np.concatenate([_to_bits(sheet.index_select(1, columns)) for sheet in batch.sheets])
+    return np.concatenate(indices), bits_SK, np.concatenate(others)
 
 
 def _blocks(states: Tensor, row: int, segment_tokens: int) -> Iterator[_Block]:
@@ -154,20 +156,13 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _largest(values_SN: Tensor, topk: int, scratch: Tensor, sizes_S: Tensor | None) -> Tensor:
-    """[S, K] where the largest magnitudes are: torch.topk of the absolute values, ties included.
-
-    Without the sign, bit patterns order as magnitudes do, and on a CPU torch.topk searches int16 faster than bfloat16.
-    """
-    if values_SN.device.type != "cpu" or sizes_S is not None:
-        absolute_SN = values_SN.abs()
-        if sizes_S is not None:  # padding is below every magnitude
-            columns_N = torch.arange(absolute_SN.shape[1], device=absolute_SN.device)
-            absolute_SN.masked_fill_(columns_N >= sizes_S[:, None], -1.0)
-        return torch.topk(absolute_SN, topk, dim=1, sorted=False).indices
-    magnitudes_SN = scratch[: values_SN.numel()].view(values_SN.shape)
-    torch.bitwise_and(values_SN.view(torch.int16), 0x7FFF, out=magnitudes_SN)
-    return torch.topk(magnitudes_SN, topk, dim=1, sorted=False).indices
+def _largest(values_SN: Tensor, topk: int, sizes_S: Tensor | None) -> Tensor:
+    """[S, K] where the largest magnitudes are, on any device."""
+    absolute_SN = values_SN.abs()
+    if sizes_S is not None:  # padding is below every magnitude
+        columns_N = torch.arange(absolute_SN.shape[1], device=absolute_SN.device)
+        absolute_SN.masked_fill_(columns_N >= sizes_S[:, None], -1.0)
+    return torch.topk(absolute_SN, topk, dim=1, sorted=False).indices
 
 
 def _to_bits(values: Tensor) -> Bits:

@@ -12,15 +12,18 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from shoal.toploc.field import PRIME, Residues, evaluate
-from shoal.toploc.proof import ProofError, check_format, collisions, num_segments, unpack
-from shoal.toploc.segments import Bits, SegmentBatch, batches, bits_of_columns, top_points
+from shoal.toploc.field import PRIME, evaluate, evaluate_everywhere
+from shoal.toploc.proof import MODULUS_FLOOR, ProofError, check_format, collisions, num_segments, unpack
+from shoal.toploc.segments import Bits, SegmentBatch, batches, top_points
 
 NO_MATCH = 2.0**64
 """Mantissa error of a segment in which no exponent matches; the published value."""
 MANTISSA_BOUND = 8
 MAX_CONTROLS = 128
-_CANDIDATES = 4 * MAX_CONTROLS
+_CANDIDATES = 192
+"""Of which enough are small: most values of a segment are below half of its largest percent."""
+_CANDIDATES_OF_FEW = 512
+"""The same where the top-k are more than a percent and a half."""
 
 Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
@@ -74,12 +77,14 @@ def verify_proofs(
         topk=topk,
         segment_tokens=segment_tokens,
     )
-    tables = [unpack(proof, topk) for proof in proofs]
+    firsts = np.cumsum([0, *(num_segments(len(states), segment_tokens) for states in states_list)])
+    lines_SK = np.concatenate([unpack(proof, topk) for proof in proofs]) if proofs else None
     rng = np.random.default_rng(control_seed)
     found: dict[tuple[int, int], SegmentCheck] = {}
     for batch in batches(states_list, segment_tokens=segment_tokens):
-        lines_SK = np.stack([tables[row][segment] for row, segment in batch.places])
-        found.update(zip(batch.places, _check_batch(batch, lines_SK, topk, rng), strict=True))
+        assert lines_SK is not None, "no rows, no batches"
+        chosen_SK = lines_SK[[firsts[row] + segment for row, segment in batch.places]]
+        found.update(zip(batch.places, _check_batch(batch, chosen_SK, topk, rng), strict=True))
     return [
         [found[row, segment] for segment in range(num_segments(len(states), segment_tokens))]
         for row, states in enumerate(states_list)
@@ -89,31 +94,37 @@ def verify_proofs(
 def _check_batch(
     batch: SegmentBatch, lines_SK: Bits, topk: int, rng: np.random.Generator
 ) -> list[SegmentCheck]:
-    top_SK, true_SK = top_points(batch, topk)
+    columns_C = _control_columns(batch.num_values, topk, rng)
+    top_SK, true_SK, control_true_SC = top_points(batch, topk, columns_C)
     moduli_S = lines_SK[:, 0].astype(np.int64)
     _check_moduli(top_SK, moduli_S, batch.places, topk)
-    control_SC, control_true_SC, usable_SC = _controls(batch, true_SK, rng)
+    usable_SC = _usable(control_true_SC, true_SK)
 
-    points_SN = np.concatenate([top_SK, control_SC], axis=1) % moduli_S[:, None]
-    claimed_SN = _evaluate(lines_SK[:, 1:], points_SN)
-    claimed_SK, control_claimed_SC = claimed_SN[:, :topk], claimed_SN[:, topk:]
-    mismatches_S, mean_S, median_S, bounded_S, signs_S = _compare(claimed_SK, true_SK)
-    hits_S = _control_hits(control_claimed_SC, control_true_SC, usable_SC, true_SK)
-    constant_S: Mask = np.logical_not(np.any(lines_SK[:, 2:], axis=1))
+    coefficients_SK = lines_SK[:, 1:]
+    claimed_SK = evaluate(coefficients_SK, top_SK % moduli_S[:, None])
+    control_claimed_SC = evaluate_everywhere(coefficients_SK, columns_C)
+    columns = (
+        *_compare(claimed_SK, true_SK),
+        _control_hits(control_claimed_SC, control_true_SC, usable_SC, true_SK),
+        usable_SC.sum(axis=1),
+        ~coefficients_SK[:, 1:].any(axis=1) & (topk > 1),
+    )
     return [
         SegmentCheck(
             num_values=batch.num_values,
             num_points=topk,
-            exponent_mismatches=int(mismatches_S[s]),
-            mantissa_mean=float(mean_S[s]),
-            mantissa_median=float(median_S[s]),
-            mantissa_bounded=float(bounded_S[s]),
-            sign_mismatches=int(signs_S[s]),
-            control_hits=int(hits_S[s]),
-            num_controls=int(usable_SC[s].sum()),
-            constant=bool(constant_S[s]) and topk > 1,
+            exponent_mismatches=mismatches,
+            mantissa_mean=mean,
+            mantissa_median=median,
+            mantissa_bounded=bounded,
+            sign_mismatches=signs,
+            control_hits=hits,
+            num_controls=num_controls,
+            constant=constant,
         )
-        for s in range(len(batch.places))
+        for mismatches, mean, median, bounded, signs, hits, num_controls, constant in zip(
+            *(column.tolist() for column in columns), strict=True
+        )
     ]
 
 
@@ -135,64 +146,56 @@ def _check_moduli(
         )
 
 
-def _controls(
-    batch: SegmentBatch, true_SK: Bits, rng: np.random.Generator
-) -> tuple[npt.NDArray[np.int64], Bits, Mask]:
-    """Indices, values and usability of control points: random ones of at most half the smallest top-k magnitude.
+def _control_columns(size: int, topk: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+    """Random indices, the same for a whole batch. All are their own residues: a polynomial says the same at an index and at
+    its residue, so those below every modulus are as good as any."""
+    few = size < 64 * topk
+    limit = min(size, MODULUS_FLOOR)
+    return rng.choice(limit, min(limit, _CANDIDATES_OF_FEW if few else _CANDIDATES), replace=False)
+
+
+def _usable(control_true_SC: Bits, true_SK: Bits) -> Mask:
+    """Up to MAX_CONTROLS of a segment's candidates: the first of at most half the smallest top-k magnitude.
 
     Half, because the prover's hardware may have ordered near-equal values otherwise; nothing moves by a factor of two.
     """
-    size = batch.num_values
-    candidates = rng.choice(size, min(size, _CANDIDATES), replace=False)
-    bits_SC = bits_of_columns(batch, candidates)
     # One exponent step is a factor of two, and without the sign bit patterns order as magnitudes do.
-    bar_S = np.maximum((true_SK & 0x7FFF).min(axis=1).astype(np.int32) - 0x80, 0)
-    usable_SC: Mask = np.less_equal(bits_SC & 0x7FFF, bar_S[:, None])
-    order_SC = np.argsort(~usable_SC, axis=1, kind="stable")[:, :MAX_CONTROLS]
-    return (
-        candidates[order_SC],
-        np.take_along_axis(bits_SC, order_SC, axis=1),
-        np.take_along_axis(usable_SC, order_SC, axis=1),
-    )
-
-
-def _evaluate(coefficients_SK: Bits, points_SN: npt.NDArray[np.int64]) -> Bits:
-    columns_KS: Residues = np.ascontiguousarray(coefficients_SK.T.astype(np.uint32))
-    points_NS: Residues = np.ascontiguousarray(points_SN.T.astype(np.uint32))
-    return evaluate(columns_KS, points_NS).T.astype(np.uint16)
+    smallest_S = (true_SK & 0x7FFF).min(axis=1)
+    bar_S = np.maximum(smallest_S, 0x80) - np.uint16(0x80)
+    small_SC: Mask = np.less_equal(control_true_SC & 0x7FFF, bar_S[:, None])
+    return small_SC & (np.cumsum(small_SC, axis=1, dtype=np.uint16) <= MAX_CONTROLS)
 
 
 def _compare(
     claimed_SK: Bits, true_SK: Bits
 ) -> tuple[npt.NDArray[np.int64], Floats, Floats, Floats, npt.NDArray[np.int64]]:
     """Exponents that differ; mean, upper median and bounded mean of the mantissa error; signs that differ."""
-    agree_SK = _exponents(claimed_SK) == _exponents(true_SK)
+    differ_SK = claimed_SK ^ true_SK
+    agree_SK = (differ_SK & 0x7F80) == 0
     num_S = agree_SK.sum(axis=1)
-    error_SK = np.abs((claimed_SK & 0x7F).astype(np.int64) - (true_SK & 0x7F).astype(np.int64))
-    agreeing_SK = np.where(agree_SK, error_SK, 0)
+    claimed_mantissa_SK, mantissa_SK = claimed_SK & 0x7F, true_SK & 0x7F
+    error_SK = np.maximum(claimed_mantissa_SK, mantissa_SK) - np.minimum(claimed_mantissa_SK, mantissa_SK)
+    agreeing_SK = error_SK * agree_SK
     divisor_S = np.maximum(num_S, 1)
     mean_S = np.where(num_S > 0, agreeing_SK.sum(axis=1) / divisor_S, NO_MATCH)
     bounded_S = np.where(
         num_S > 0, np.minimum(agreeing_SK, MANTISSA_BOUND).sum(axis=1) / divisor_S, MANTISSA_BOUND
     )
     # Disagreeing points sort behind all others, so element n // 2 is the upper median of the n that agree.
-    sorted_SK = np.sort(np.where(agree_SK, error_SK, 1 << 20), axis=1)
-    middle_S = np.take_along_axis(sorted_SK, np.minimum(num_S // 2, sorted_SK.shape[1] - 1)[:, None], axis=1)[
-        :, 0
-    ]
-    median_S = np.where(num_S > 0, middle_S.astype(np.float64), NO_MATCH)
-    signs_S = (agree_SK & ((claimed_SK ^ true_SK) >> 15).astype(np.bool_)).sum(axis=1)
+    sorted_SK = np.sort(np.where(agree_SK, error_SK, np.uint16(0xFFFF)), axis=1)
+    middle_S = np.minimum(num_S // 2, sorted_SK.shape[1] - 1)
+    median_S = np.where(num_S > 0, sorted_SK[np.arange(len(sorted_SK)), middle_S].astype(np.float64), NO_MATCH)
+    signs_S = (agree_SK & (differ_SK >= 0x8000)).sum(axis=1)
     return agree_SK.shape[1] - num_S, mean_S, median_S, bounded_S, signs_S
 
 
 def _control_hits(claimed_SC: Bits, true_SC: Bits, usable_SC: Mask, top_SK: Bits) -> npt.NDArray[np.int64]:
     among_top_SE = np.zeros((len(top_SK), 256), dtype=np.bool_)
-    np.put_along_axis(among_top_SE, _exponents(top_SK), True, axis=1)
-    exponents_SC = _exponents(claimed_SC)
-    plausible_SC = np.take_along_axis(among_top_SE, exponents_SC, axis=1)
-    hits_S: npt.NDArray[np.int64] = (usable_SC & (plausible_SC | (exponents_SC == _exponents(true_SC)))).sum(
-        axis=1
-    )
+    lines_S1 = np.arange(len(top_SK))[:, None]
+    among_top_SE[lines_S1, _exponents(top_SK)] = True
+    plausible_SC = among_top_SE[lines_S1, _exponents(claimed_SC)]
+    right_SC = ((claimed_SC ^ true_SC) & 0x7F80) == 0
+    hits_S: npt.NDArray[np.int64] = (usable_SC & (plausible_SC | right_SC)).sum(axis=1)
     return hits_S
 
 
