@@ -38,8 +38,7 @@ def _together(states_list: Sequence[Tensor], topk: int, segment_tokens: int) -> 
     parts: list[tuple[npt.NDArray[np.int64], Bits]] = []
     for batch in cut(states_list, segment_tokens=segment_tokens):
         places += batch.places
-        indices, bits, _ = top_points(batch, topk)
-        parts.append((indices, bits))
+        parts.append(top_points(batch, topk))
     if places:
         indices_SK, bits_SK = (np.concatenate(part) for part in zip(*parts, strict=True))
         for start in range(0, len(places), BATCH):
