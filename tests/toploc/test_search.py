@@ -1,12 +1,16 @@
 """The search for the largest magnitudes: the very choice of torch.topk, ties included, and all that could be chosen."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from shoal import toploc
+from shoal.toploc import verify
 from shoal.toploc.proof import proofs_of_points
 from shoal.toploc.search import CHUNK, WIDE, TopSearch
+from shoal.toploc.segments import padded_batches
 
 
 def tie_heavy(kind: str, num_segments: int, width: int, generator: torch.Generator) -> torch.Tensor:
@@ -81,3 +85,17 @@ def test_a_prover_that_broke_ties_otherwise_matches_all_the_same() -> None:
     assert toploc.build_proofs(states) != proof, "the choice differs"
     ((check,),) = toploc.verify_proofs(proof, states, control_seed=1)
     assert (check.exponent_mismatches, check.mantissa_mean) == (0, 0.0)
+
+
+def test_segments_padded_for_a_device_are_judged_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(3)
+    states = [torch.randn(length, 576, generator=generator) for length in (1, 33, 70, 0, 32)]
+    proofs = toploc.build_proofs(states)
+    near = [(s * (1 + 0.01 * torch.randn(s.shape, generator=generator))).bfloat16() for s in states]
+    plain = toploc.verify_proofs(proofs, near, control_seed=1)
+    monkeypatch.setattr(verify, "batches", padded_batches)
+    for row, padded in zip(plain, toploc.verify_proofs(proofs, near, control_seed=1), strict=True):
+        for one, other in zip(row, padded, strict=True):
+            without = {"control_hits": 0, "num_controls": 0}  # other points, by the order of sizes
+            assert replace(one, **without) == replace(other, **without)
+            assert other.control_hits <= 12 and other.num_controls == one.num_controls

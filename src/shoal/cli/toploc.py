@@ -71,7 +71,7 @@ def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
             0, load_decoder(folder, DTYPES[options.dtype], options.device), load_tokenizer(folder)
         )
         for path in options.files:
-            table = _read(path)
+            table = read_rows(path)
             facts = _check(table, policy, stop)
             pairs[f"{path.stem} to {_here(options)}"] = [fact.segments for fact in facts]
             _print_tokens(path, table, facts)
@@ -87,7 +87,7 @@ def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
 _LEASE_ID = "0" * 32
 _SEED = hashlib.sha256(b"shoal toploc prove").hexdigest()
 
-_TERMS = Unleased(_SEED, Sampling(), ProofSpec())
+TERMS = Unleased(_SEED, Sampling(), ProofSpec())
 
 
 def _requests(engine: Engine, options: argparse.Namespace) -> list[Request]:
@@ -108,7 +108,7 @@ def _requests(engine: Engine, options: argparse.Namespace) -> list[Request]:
     ]
 
 
-def _read(path: Path) -> RolloutTable:
+def read_rows(path: Path) -> RolloutTable:
     # One's own file: the limits only keep a wrong one from filling memory.
     limits = TableLimits(
         max_rows=MAX_FILE_ROWS, max_prompt_tokens=1 << 20, max_output_tokens=1 << 20, max_proof_bytes=1 << 26
@@ -127,7 +127,7 @@ def _check(table: RolloutTable, policy: Policy, stop: threading.Event) -> list[R
         task = bar.add_task("checking", total=len(table.rows))
         for start in range(0, len(table.rows), CHECK_ROWS):
             rows = table.rows[start : start + CHECK_ROWS]
-            facts += recompute(rows, _TERMS, policy, control_seed=start, stop=stop)
+            facts += recompute(rows, TERMS, policy, control_seed=start, stop=stop)
             bar.update(task, advance=len(rows))
     return facts
 

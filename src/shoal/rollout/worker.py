@@ -236,7 +236,7 @@ class Worker:
     def _new_engine(self) -> Engine:
         engine = TorchEngine(
             device=self._config.device,
-            compute_dtype=self._spec.compute_dtype,
+            compute_dtype=self._conduct.compute_dtype(self._spec.compute_dtype),
             max_rows=self._config.max_rows,
             proof=self._spec.proof,
         )
