@@ -190,13 +190,21 @@ class Bench:
             tables.append(its_own.table(make_table(lease, 0, rows), lease))
         return tables
 
-    def honest_segments(self, num_rows: int) -> list[Sequence[toploc.SegmentCheck]]:
-        """To calibrate by."""
+    def measure_noise(self, num_rows: int) -> Noise:
         conduct = Conduct()
         engine = self.engine(conduct, Kind("honest"))
         leases = [self.lease(self.options.rows) for _ in range(-(-num_rows // self.options.rows))]
         tables = self.work(conduct, engine, leases)
-        return [row.segments for facts in self.facts([t.rows for t in tables], leases) for row in facts or []]
+        rows, prompts = [], []
+        for number, (table, facts) in enumerate(
+            zip(tables, self.facts([t.rows for t in tables], leases), strict=True)
+        ):
+            rows += [fact.segments for fact in facts or []]
+            prompts += [1000 * number + row.prompt_index for row in table.rows]
+        options = self.options
+        return toploc.measure_noise(
+            {"here": rows}, model=options.model, compute_dtype=options.dtype, prompts={"here": prompts}
+        )
 
     def facts(self, rows, leases):  # type: ignore[no-untyped-def]
         checked = [Checked(one, lease) for one, lease in zip(rows, leases, strict=True)]
@@ -253,7 +261,8 @@ class Bench:
         tally.published += any(
             s.exponent_mismatches > 38 or s.mantissa_mean > 10 or s.mantissa_median > 8 for s in segments
         )
-        scores = toploc.noise_scores([fact.segments for fact in facts], noise)
+        prompts = [row.prompt_index for row in rows]
+        scores = toploc.noise_scores([fact.segments for fact in facts], noise, prompts)
         tally.scores.append(max((score.z / score.certain for score in scores), default=0.0))
         if len(tally.segments) < MAX_SEGMENTS:
             full = max((s.num_values for s in segments), default=0)
@@ -413,8 +422,7 @@ def find_noise(bench: Bench) -> Noise:
     options = bench.options
     if options.noise:
         return Noise.parse(options.noise.read_bytes())
-    rows = bench.honest_segments(options.calibrate_rows)
-    return toploc.measure_noise({"here": rows}, model=options.model, compute_dtype=options.dtype)
+    return bench.measure_noise(options.calibrate_rows)
 
 
 def run(bench: Bench) -> dict[str, Tally]:

@@ -66,6 +66,7 @@ def prove(options: argparse.Namespace, stop: threading.Event) -> int:
 def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
     """Check proven rows as a validator would, and write what honest noise looks like."""
     pairs: dict[str, list[tuple[toploc.SegmentCheck, ...]]] = {}
+    prompts: dict[str, list[int]] = {}
     with model_folder(options.model) as folder:
         policy = Policy(
             0, load_decoder(folder, DTYPES[options.dtype], options.device), load_tokenizer(folder)
@@ -73,9 +74,13 @@ def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
         for path in options.files:
             table = read_rows(path)
             facts = _check(table, policy, stop)
-            pairs[f"{path.stem} to {_here(options)}"] = [fact.segments for fact in facts]
+            pair = f"{path.stem} to {_here(options)}"
+            pairs[pair] = [fact.segments for fact in facts]
+            prompts[pair] = [row.prompt_index for row in table.rows]
             _print_tokens(path, table, facts)
-    noise = toploc.measure_noise(pairs, model=options.model, compute_dtype=options.dtype)
+    noise = toploc.measure_noise(
+        pairs, model=_model_name(options.model), compute_dtype=options.dtype, prompts=prompts
+    )
     options.out.write_text(noise.model_dump_json(indent=1) + "\n")
     _print_noise(noise)
     print(f"{options.out}: name it in a run file as run.calibration")
@@ -130,6 +135,11 @@ def _check(table: RolloutTable, policy: Policy, stop: threading.Event) -> list[R
             facts += recompute(rows, TERMS, policy, control_seed=start, stop=stop)
             bar.update(task, advance=len(rows))
     return facts
+
+
+def _model_name(model: str) -> str:
+    """A built-in model's name, or the folder's own: the file is published, and whole paths are nobody's business."""
+    return Path(model).name
 
 
 def _here(options: argparse.Namespace) -> str:

@@ -185,7 +185,8 @@ def check_facts(
     check_forgery(rows, facts, tolerances)
     check_early_stop(rows, facts, tolerances)
     check_computation(rows, facts, tolerances)
-    scores = [] if noise is None else noise_scores([fact.segments for fact in facts], noise)
+    segments = [fact.segments for fact in facts]
+    scores = [] if noise is None else noise_scores(segments, noise, [row.prompt_index for row in rows])
     for score in scores:
         if score.is_certain:
             raise Rejected("reject.wrong_computation", str(score))
