@@ -91,7 +91,9 @@ def work(conduct: Conduct, engine: Engine, lease: Lease, folder: Path, version: 
 def two_verdicts(lie: str | None, versions: list[Path], reader: Reader) -> list[Verdict]:
     """On a lease with each version, one after the other."""
     conduct = make_conduct(lie, "http://127.0.0.1:1")
-    engine = conduct.engine(TorchEngine(compute_dtype=conduct.compute_dtype("float32"), proof=SPEC.proof, max_rows=32))
+    engine = conduct.engine(
+        TorchEngine(compute_dtype=conduct.compute_dtype("float32"), proof=SPEC.proof, max_rows=32)
+    )
     tokenizer, seen, found = load_tokenizer(versions[0]), set(), []
     for version, folder in enumerate(versions):
         lease = make_lease(SPEC, number=version + 1, versions=(version,))
