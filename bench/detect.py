@@ -368,15 +368,17 @@ def plot(tallies: dict[str, Tally], path: Path) -> None:
     honest = tallies["honest, many"] if tallies["honest, many"].codes else tallies["honest"]
     for axes, of, title in ((left, "segments", "one segment"), (right, "scores", "one submission")):
         reference = np.sort(getattr(honest, of))
-        for name, tally in tallies.items():
+        for number, (name, tally) in enumerate(tallies.items()):
             values = np.asarray(getattr(tally, of))
             if name.startswith("honest") or not len(values):
                 continue
             bounds = np.concatenate([[-np.inf], reference, [np.inf]])
             alarms = 1 - np.searchsorted(reference, bounds, side="right") / len(reference)
             found = [(values > bound).mean() for bound in bounds]
-            axes.plot(np.maximum(alarms, 0.3 / len(reference)), found, label=name, linewidth=1)
-        axes.plot([1e-4, 1], [1e-4, 1], color="black", linestyle=":", linewidth=1)
+            style = {"color": pyplot.cm.tab20(number % 20), "linestyle": "--" if "stale" in name else "-"}
+            axes.plot(np.maximum(alarms, 0.3 / len(reference)), found, label=name, linewidth=1.2, **style)
+        chance = np.logspace(-4, 0)
+        axes.plot(chance, chance, color="black", linestyle=":", linewidth=1)
         axes.set(
             xscale="log",
             xlabel=f"false alarms, of {len(reference):,} honest",
@@ -384,7 +386,7 @@ def plot(tallies: dict[str, Tally], path: Path) -> None:
             title=title,
         )
         axes.grid(alpha=0.3)
-    right.legend(fontsize=6, ncols=2, loc="lower right")
+    right.legend(fontsize=6, ncols=1, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

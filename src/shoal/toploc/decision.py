@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from shoal.toploc.verify import SegmentCheck
 from shoal.wire.noise import Noise, Statistic, Tail
 
-CERTAIN = 1e-6
-"""Chance that one test calls honest work certain to be false. Four tests a submission."""
+CERTAIN = 1e-8
+"""Chance that one test calls honest work certain to be false, four tests a submission. The tail is drawn on from what 1 in 1,000 exceed,
+so this is a distance rather than a rate: at 1e-6, one of 21,504 honest submissions was beyond it (docs/LOG.md), and every lie that proofs
+can show is further off by a factor of three."""
 SUSPICIOUS = 1e-3
 """The same for merely suspicious."""
 SPREAD_FLOOR = {"mismatches": 0.5, "mantissas": 0.01}
