@@ -1,25 +1,32 @@
 """Checking against generating: seconds to generate rows with their proofs, and seconds to check them, by the same machine.
 
     python bench/checking.py --model tiny --tokens 128 512 --rows 1 16 64
-    python bench/checking.py --model smollm2-135m --device cuda --dtype bfloat16 --tokens 128 1024 4096 --rows 1 64 256
+    python bench/checking.py --model smollm2-135m --device cuda --dtype bfloat16 --tokens 128 1024 4096 --rows 1 16 64 256 \
+        --batch-tokens 131072
 
-Checking is all that follows the reading of a file: one prefill, every proof, every log-prob, every draw. Rows rarely end before the
-cap: the prompts are random tokens.
+Checking is all that follows the reading of a file: one prefill, every proof, every log-prob, every draw; all rows at once, as a validator
+checks several submissions. `prefill`, `proofs` and `tokens` are its parts, measured in a turn of their own. `no proofs` is generation
+without any: the difference is what building them costs. Rows rarely end before the cap: the prompts are random tokens.
 """
 
 import argparse
 import hashlib
 import random
 import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import torch
 
 from shoal.cli.answering import model_folder
 from shoal.model.load import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
-from shoal.rollout.engine import Request
+from shoal.rollout.engine import Finished, Request
 from shoal.rollout.submission import to_rollout
 from shoal.rollout.torch_engine import TorchEngine
+from shoal.swarm.validator import recompute as recomputing
 from shoal.swarm.validator.recompute import Policy, Unleased, recompute
 from shoal.wire.draw import sample_seed
 from shoal.wire.run import ProofSpec, Sampling
@@ -51,23 +58,62 @@ def seconds(device: str, started_s: float) -> float:
     return time.perf_counter() - started_s
 
 
-def measure(options: argparse.Namespace, engine: TorchEngine, policy: Policy, rows: int, tokens: int) -> None:
+def generate(
+    options: argparse.Namespace, engine: TorchEngine, work: list[Request]
+) -> tuple[float, list[Finished]]:
+    started_s = time.perf_counter()
+    engine.submit(work)
+    finished = []
+    while engine.has_work:
+        finished += engine.step()
+    return seconds(options.device, started_s), finished
+
+
+def check(options: argparse.Namespace, policy: Policy, finished: list[Finished]) -> float:
+    table = [to_rollout(row) for row in finished]
+    started_s = time.perf_counter()
+    recompute(table, TERMS, policy, control_seed=1)
+    return seconds(options.device, started_s)
+
+
+def parts(options: argparse.Namespace, policy: Policy, finished: list[Finished]) -> Counter[str]:
+    """Seconds of each step of a check."""
+    found: Counter[str] = Counter()
+
+    def timed(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            seconds(options.device, 0.0)
+            started_s = time.perf_counter()
+            result = work(*arguments)
+            found[name] += seconds(options.device, started_s)
+            return result
+
+        return run
+
+    steps = {"_prefill": "prefill", "_verify": "proofs", "_tokens": "tokens"}
+    wrapped = {step: timed(name, getattr(recomputing, step)) for step, name in steps.items()}
+    with mock.patch.multiple(recomputing, **wrapped):
+        check(options, policy, finished)
+    return found
+
+
+def measure(
+    options: argparse.Namespace, engines: list[TorchEngine], policy: Policy, rows: int, tokens: int
+) -> None:
     work = requests(rows, tokens, policy.tokenizer.vocab_size)
-    best_generate = best_check = float("inf")
+    best = [float("inf")] * 3
+    finished: list[Finished] = []
     for _ in range(options.repeats):
-        started_s = time.perf_counter()
-        engine.submit(work)
-        finished = []
-        while engine.has_work:
-            finished += engine.step()
-        best_generate = min(best_generate, seconds(options.device, started_s))
-        table = [to_rollout(row) for row in finished]
-        started_s = time.perf_counter()
-        recompute(table, TERMS, policy, control_seed=1)
-        best_check = min(best_check, seconds(options.device, started_s))
+        for place, engine in enumerate(engines):
+            spent_s, made = generate(options, engine, work)
+            best[place] = min(best[place], spent_s)
+            finished = made if place == 0 else finished
+        best[2] = min(best[2], check(options, policy, finished))
+    steps = parts(options, policy, finished)
     made = sum(len(row.output_tokens) for row in finished)
     print(
-        f"{rows:>6} {tokens:>8} {made:>9,} {best_generate:>10.3f} {best_check:>9.3f} {best_generate / best_check:>7.1f}",
+        f"{rows:>6} {tokens:>8} {made:>9,} {best[0]:>10.3f} {best[1]:>10.3f} {best[2]:>9.3f} {best[0] / best[2]:>7.1f} "
+        f"{steps['prefill']:>9.3f} {steps['proofs']:>9.3f} {steps['tokens']:>9.3f}",
         flush=True,
     )
 
@@ -87,15 +133,22 @@ def main() -> None:
     with model_folder(options.model) as folder:
         decoder = load_decoder(folder, DTYPES[options.dtype], options.device)
         policy = Policy(0, decoder, load_tokenizer(folder), options.batch_tokens)
-        engine = TorchEngine(
-            compute_dtype=options.dtype, proof=ProofSpec(), max_rows=max(options.rows), device=options.device
-        )
-        engine.load(folder, 0)
+        engines = [
+            TorchEngine(
+                compute_dtype=options.dtype, proof=proof, max_rows=max(options.rows), device=options.device
+            )
+            for proof in (ProofSpec(), None)
+        ]
+        for engine in engines:
+            engine.load(folder, 0)
         print(f"{options.model}, {options.dtype}, {options.device}, prompts of {PROMPT_TOKENS} tokens")
-        print(f"{'rows':>6} {'at most':>8} {'tokens':>9} {'generate s':>10} {'check s':>9} {'ratio':>7}")
+        print(
+            f"{'rows':>6} {'at most':>8} {'tokens':>9} {'generate s':>10} {'no proofs':>10} {'check s':>9} {'ratio':>7} "
+            f"{'prefill':>9} {'proofs':>9} {'tokens':>9}"
+        )
         for tokens in options.tokens:
             for rows in options.rows:
-                measure(options, engine, policy, rows, tokens)
+                measure(options, engines, policy, rows, tokens)
 
 
 if __name__ == "__main__":

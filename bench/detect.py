@@ -1,58 +1,81 @@
-"""Which lies are caught, by one submission: every lie of `shoal worker --lie`, old policies and other dtypes, beside honest work.
+"""Which lies are caught, by one submission: every lie of `shoal worker --lie`, and old policies, beside honest work.
 
     python bench/detect.py --model tiny --task sort --submissions 40
-    python bench/detect.py --model smollm2-135m --task add --dtype bfloat16 --device cuda --new-tokens 64 --plot docs/img/detect.png
+    python bench/detect.py --model smollm2-135m --task add --dtype bfloat16 --device cuda --noise runs/calibration/FILE \\
+        --scores scores.json
+    python bench/detect.py --plot docs/img/detect.png --of scores.json
 
-Each submission has 64 rows and is judged by the validator's own code, once by the tolerances alone and once with the noise that
-the same run measures first (or --noise FILE). `published` counts those that the published rule (38 mismatches, mean 10, median 8 in
-any segment) would refuse. An old policy is the leased one with each weight moved by ± the rate, once a version.
+Each submission is judged by the validator's own code, once by the tolerances alone and once with --noise (or what the same run measures
+first). Columns: refused for certain, with a 95 % interval; `void`, suspicious but not certain; `plain`, refused by the tolerances alone;
+`published`, refused by the published rule (38 mismatches, mean 10, median 8 in any segment); `AUC`, how often a single full
+segment of the lie scores above an honest one. An old policy is the leased one with each weight moved by ± the rate, once a version, and rounded
+to bfloat16.
+
+Honest work comes in as many ways as this machine has: with and without CUDA graphs, one row at a time, checked by the packed kernel,
+by SDPA, by plain matrix products, and from --rows-of FILE, rows that another machine made with `shoal toploc prove`.
+--honest N fresh submissions of --honest-rows rows each, every row drawn once and used once, are judged last.
 """
 
 import argparse
+import contextlib
+import copy
 import hashlib
+import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal import toploc
 from shoal.cli.answering import model_folder
 from shoal.cli.intervals import wilson
+from shoal.cli.toploc import TERMS, read_rows
 from shoal.model.load import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.rollout.conduct import Conduct
-from shoal.rollout.engine import Engine
+from shoal.rollout.engine import Engine, Finished
 from shoal.rollout.lies import LIES, OtherWeights, make_conduct
-from shoal.rollout.submission import generate, make_requests, make_table
+from shoal.rollout.submission import make_requests, make_table
 from shoal.rollout.torch_engine import TorchEngine
 from shoal.swarm.validator import checks
 from shoal.swarm.validator.judge import open_submission
 from shoal.swarm.validator.reader import Reader
-from shoal.swarm.validator.recompute import Policy, recompute
+from shoal.swarm.validator.recompute import Checked, Policy, recompute_many
 from shoal.tasks import make_task
+from shoal.toploc.decision import SPREAD_FLOOR, STATISTICS, size_class
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.draw import problem_seeds
 from shoal.wire.lease import Lease, PolicyRef
 from shoal.wire.messages import Claim
 from shoal.wire.noise import Noise
-from shoal.wire.rollouts import encode
+from shoal.wire.rollouts import RolloutTable, encode
 from shoal.wire.run import ProofSpec, RunSpec, Sampling, TaskSpec, default_tolerances
 
 NODE = "ab" * 32
 SAMPLES = 4
-NEED_A_PAST = ("stale-weights", "replay")
-"""Lies about earlier work; the rows of old policies stand for the first, and a replayed file has a known digest."""
+AT_ONCE = 32
+"""Submissions generated and checked together."""
+SLOW = {"smaller-model": 3, "honest, one row at a time": 2}
+"""Submissions of kinds that take their time."""
+MAX_SEGMENTS = 4000
+"""Of each kind, kept for the curves."""
 
 
 def older(weight: Tensor, *, rate: float, versions: int) -> Tensor:
+    """A sum of `versions` random signs has 2 b - n for b set bits of n random ones."""
     generator = torch.Generator().manual_seed(weight.numel())
-    steps = sum(torch.randn(weight.shape, generator=generator).sign() for _ in range(versions))
-    return weight + rate * steps
+    bits = torch.randint(0, 1 << versions, weight.shape, generator=generator, dtype=torch.uint8)
+    steps = torch.tensor([2.0 * value.bit_count() - versions for value in range(1 << versions)])
+    return weight + rate * steps[bits.int()]
 
 
 @dataclass
@@ -65,6 +88,26 @@ class Tally:
     published: int = 0
     scores: list[float] = field(default_factory=list)
     """Largest z over its bound for certainty: above 1 convicts."""
+    segments: list[float] = field(default_factory=list)
+    """Of single full segments, both statistics added up in standard deviations."""
+
+    @property
+    def refused(self) -> int:
+        return sum(number for code, number in self.codes.items() if code.startswith("reject."))
+
+    @property
+    def void(self) -> int:
+        return sum(number for code, number in self.codes.items() if code.startswith("void."))
+
+
+@dataclass(frozen=True)
+class Kind:
+    name: str
+    make: Callable[[], Conduct] = Conduct
+    graphs: bool = True
+    max_rows: int | None = None
+    check: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    """Around the validator's forward pass."""
 
 
 class Bench:
@@ -79,27 +122,33 @@ class Bench:
             last_version=1,
         )
         decoder = load_decoder(folder, DTYPES[options.dtype], options.device)
-        self.policy = Policy(0, decoder, load_tokenizer(folder))
+        self.policy = Policy(0, decoder, load_tokenizer(folder), options.batch_tokens)
         self.number = 0
+        self.seen: set[str] = set()
+        self.engines: dict[tuple[str, int, bool], TorchEngine] = {}
 
-    def engine(self, conduct: Conduct, *, dtype: str | None = None) -> Engine:
-        engine = conduct.engine(
-            TorchEngine(
-                compute_dtype=dtype or self.options.dtype,
+    def engine(self, conduct: Conduct, kind: Kind) -> Engine:
+        """Kinds share engines, whose weights are swapped: to build one takes longer than its work here."""
+        dtype = conduct.compute_dtype(self.options.dtype)
+        settings = (dtype, kind.max_rows or self.options.engine_rows, kind.graphs)
+        if settings not in self.engines:
+            self.engines[settings] = TorchEngine(
+                compute_dtype=dtype,
                 proof=ProofSpec(),
-                max_rows=self.options.rows,
+                max_rows=settings[1],
                 device=self.options.device,
+                graphs=kind.graphs,
             )
-        )
+        engine = conduct.engine(self.engines[settings])
         engine.load(self.folder, 0)
         return engine
 
-    def lease(self) -> Lease:
+    def lease(self, num_rows: int) -> Lease:
         """A new one each time: other prompts, other draws."""
         self.number += 1
         seed = hashlib.sha256(f"detect/{self.options.seed}/{self.number}".encode()).hexdigest()
         task = make_task(self.spec.task)
-        num_prompts = self.options.rows // SAMPLES
+        num_prompts = max(1, num_rows // SAMPLES)
         seeds = problem_seeds(seed, run="detect", purpose="train", chunk=0, num_prompts=num_prompts)
         return Lease(
             lease_id=f"{self.number:032x}",
@@ -113,6 +162,7 @@ class Bench:
             relays=(),
             task=self.spec.task,
             prompts=tuple(task.problem("train", s).prompt for s in seeds),
+            chat=task.chat,
             sampling=self.spec.sampling,
             proof=self.spec.proof,
             max_bytes=1 << 26,
@@ -120,57 +170,105 @@ class Bench:
             deadline_s=1e12,
         )
 
-    def work(self, conduct: Conduct, engine: Engine, lease: Lease) -> bytes:
-        requests = conduct.requests(make_requests(lease, engine.tokenizer), lease)
-        finished = generate(engine, requests, lambda done, rows: None)
-        return conduct.data(encode(conduct.table(make_table(lease, 0, finished), lease)))
+    def work(self, conduct: Conduct, engine: Engine, leases: Sequence[Lease]) -> list[RolloutTable]:
+        """The tables of several leases, generated together; a copy of the conduct for each keeps them apart."""
+        conducts = [copy.copy(conduct) for _ in leases]
+        requests, places = [], []
+        for number, (lease, its_own) in enumerate(zip(leases, conducts, strict=True)):
+            for request in its_own.requests(make_requests(lease, engine.tokenizer), lease):
+                requests.append(replace(request, prompt_index=len(places)))
+                places.append((number, request.prompt_index))
+        engine.submit(requests)
+        finished: list[list[Finished]] = [[] for _ in leases]
+        while engine.has_work:
+            for row in engine.step():
+                number, prompt_index = places[row.request.prompt_index]
+                finished[number].append(replace(row, request=replace(row.request, prompt_index=prompt_index)))
+        tables = []
+        for lease, its_own, rows in zip(leases, conducts, finished, strict=True):
+            rows.sort(key=lambda row: (row.request.prompt_index, row.request.sample_index))
+            tables.append(its_own.table(make_table(lease, 0, rows), lease))
+        return tables
 
-    def segments(self, num_rows: int) -> list[Sequence[toploc.SegmentCheck]]:
-        """Honest checks to calibrate by."""
+    def measure_noise(self, num_rows: int) -> Noise:
         conduct = Conduct()
-        engine = self.engine(conduct)
-        rows: list[Sequence[toploc.SegmentCheck]] = []
-        while len(rows) < num_rows:
-            lease = self.lease()
-            table = self._open(self.work(conduct, engine, lease), lease)
-            rows += [fact.segments for fact in recompute(table.rows, lease, self.policy, control_seed=1)]
-        return rows
+        engine = self.engine(conduct, Kind("honest"))
+        leases = [self.lease(self.options.rows) for _ in range(-(-num_rows // self.options.rows))]
+        tables = self.work(conduct, engine, leases)
+        rows, prompts = [], []
+        for number, (table, facts) in enumerate(
+            zip(tables, self.facts([t.rows for t in tables], leases), strict=True)
+        ):
+            rows += [fact.segments for fact in facts or []]
+            prompts += [1000 * number + row.prompt_index for row in table.rows]
+        options = self.options
+        return toploc.measure_noise(
+            {"here": rows}, model=options.model, compute_dtype=options.dtype, prompts={"here": prompts}
+        )
 
-    def tally(self, conduct: Conduct, engine: Engine, noise: Noise, count: int) -> Tally:
-        tally = Tally()
-        for _ in range(count):
-            lease = self.lease()
-            self._judge(self.work(conduct, engine, lease), lease, noise, tally)
+    def facts(self, rows, leases):  # type: ignore[no-untyped-def]
+        checked = [Checked(one, lease) for one, lease in zip(rows, leases, strict=True)]
+        found = recompute_many(checked, self.policy, control_seed=self.number)
+        return [None if isinstance(one, Rejected) else one for one in found]
+
+    def tally(self, kind: Kind, noise: Noise, count: int) -> Tally:
+        tally, conduct = Tally(), kind.make()
+        engine = self.engine(conduct, kind)
+        past = kind.name == "replay"  # its first file is honest
+        count = min(count, SLOW.get(kind.name, count)) + past
+        for start in range(0, count, AT_ONCE):
+            leases = [self.lease(self.options.rows) for _ in range(min(AT_ONCE, count - start))]
+            tables = self.work(conduct, engine, leases)
+            files = [conduct.data(encode(table)) for table in tables]
+            opened = []
+            for place, (data, lease) in enumerate(zip(files, leases, strict=True)):
+                try:
+                    opened.append((self._open(data, lease), lease))
+                except Rejected as rejected:
+                    if not (past and start == place == 0):
+                        tally.codes[rejected.code] += 1
+                        tally.plain += 1
+            if past and start == 0:
+                opened = opened[1:]
+            if opened:
+                with kind.check():
+                    facts = self.facts([table.rows for table, _ in opened], [lease for _, lease in opened])
+                for (table, _), found in zip(opened, facts, strict=True):
+                    self.judge(table.rows, found, noise, tally)
         return tally
 
-    def _open(self, data: bytes, lease: Lease):  # type: ignore[no-untyped-def]
+    def _open(self, data: bytes, lease: Lease) -> RolloutTable:
+        digest = hashlib.sha256(data).hexdigest()
         claim = Claim(
             lease=lease,
             policy_version=0,
-            sha256=hashlib.sha256(data).hexdigest(),
+            sha256=digest,
             num_bytes=len(data),
             received_at_s=0.0,
             deadline_s=1e12,
-            copy_of=None,
+            copy_of=NODE if digest in self.seen else None,
         )
+        self.seen.add(digest)
+        checks.check_claim(claim)
         return open_submission(data, claim, self.policy, reader=self.reader)
 
-    def _judge(self, data: bytes, lease: Lease, noise: Noise, tally: Tally) -> None:
-        try:
-            table = self._open(data, lease)
-            facts = recompute(table.rows, lease, self.policy, control_seed=lease.epoch)
-        except Rejected as rejected:
-            tally.codes[rejected.code] += 1
+    def judge(self, rows, facts, noise: Noise, tally: Tally) -> None:  # type: ignore[no-untyped-def]
+        if facts is None:
+            tally.codes["reject.malformed_proof"] += 1
             tally.plain += 1
             return
         segments = [segment for fact in facts for segment in fact.segments]
         tally.published += any(
             s.exponent_mismatches > 38 or s.mantissa_mean > 10 or s.mantissa_median > 8 for s in segments
         )
-        scores = toploc.noise_scores([fact.segments for fact in facts], noise)
+        prompts = [row.prompt_index for row in rows]
+        scores = toploc.noise_scores([fact.segments for fact in facts], noise, prompts)
         tally.scores.append(max((score.z / score.certain for score in scores), default=0.0))
-        tally.plain += self._refused(table.rows, facts, None) is not None
-        tally.codes[self._refused(table.rows, facts, noise) or ACCEPTED] += 1
+        if len(tally.segments) < MAX_SEGMENTS:
+            full = max((s.num_values for s in segments), default=0)
+            tally.segments += [segment_score(s, noise) for s in segments if s.num_values == full]
+        tally.plain += self._refused(rows, facts, None) is not None
+        tally.codes[self._refused(rows, facts, noise) or ACCEPTED] += 1
 
     def _refused(self, rows, facts, noise: Noise | None) -> str | None:  # type: ignore[no-untyped-def]
         try:
@@ -179,45 +277,118 @@ class Bench:
             return rejected.code
         return None
 
+    def of_file(self, path: Path, noise: Noise) -> Tally:
+        """Rows that another machine made, as submissions of as many rows."""
+        tally, rows = Tally(), read_rows(path).rows
+        for start in range(0, len(rows), self.options.rows):
+            some = rows[start : start + self.options.rows]
+            for facts in self.facts([some], [TERMS]):
+                self.judge(some, facts, noise, tally)
+        return tally
 
-def kinds(bench: Bench) -> Iterator[tuple[str, Callable[[], Conduct], str | None]]:
-    """Name, conduct, and the dtype to compute in if it is another."""
+    def many_honest(self, noise: Noise) -> Tally:
+        """Fresh rows, AT_ONCE submissions and more at a time, until there are enough or the time is up."""
+        options, tally, started_s = self.options, Tally(), time.monotonic()
+        conduct = Conduct()
+        engine = self.engine(conduct, Kind("honest"))
+        at_once = max(AT_ONCE, 4096 // options.honest_rows)
+        while tally.codes.total() < options.honest and time.monotonic() - started_s < options.seconds:
+            leases = [self.lease(options.honest_rows) for _ in range(at_once)]
+            tables = self.work(conduct, engine, leases)
+            for table, facts in zip(tables, self.facts([t.rows for t in tables], leases), strict=True):
+                self.judge(table.rows, facts, noise, tally)
+        return tally
+
+
+def segment_score(segment: toploc.SegmentCheck, noise: Noise) -> float:
+    score = 0.0
+    for name, value in STATISTICS.items():
+        moment = getattr(noise, name).by_size[size_class(noise.sizes, segment.num_values)]
+        score += (value(segment) - moment.mean) / math.sqrt(max(moment.variance, SPREAD_FLOOR[name] ** 2))
+    return score
+
+
+def without_packing() -> contextlib.AbstractContextManager[object]:
+    return mock.patch("shoal.swarm.validator.recompute.runs_kernel", lambda device, dtype: False)
+
+
+@contextlib.contextmanager
+def plain_products() -> Iterator[None]:
+    with without_packing(), sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def honest_kinds(options: argparse.Namespace) -> Iterator[Kind]:
+    yield Kind("honest")
+    if torch.device(options.device).type == "cuda":
+        yield Kind("honest, without graphs", graphs=False)
+        yield Kind("honest, checked by SDPA", check=without_packing)
+    yield Kind("honest, checked eagerly", check=plain_products)
+    yield Kind("honest, one row at a time", max_rows=1)
+
+
+def lying_kinds() -> Iterator[Kind]:
     for lie in LIES:
-        if lie not in NEED_A_PAST:
-            yield lie, partial(make_conduct, lie, "http://127.0.0.1:1"), None
-    other = "bfloat16" if bench.options.dtype == "float32" else "float32"
-    yield f"computes in {other}", Conduct, other
+        if lie != "stale-weights":  # the old policies below stand for it
+            yield Kind(lie, partial(make_conduct, lie, "http://127.0.0.1:1"))
     for rate in (1e-6, 1e-5):
         for versions in (1, 2, 8):
             alter = partial(older, rate=rate, versions=versions)
-            yield f"stale by {versions} at {rate:g}", partial(OtherWeights, alter), None
+            yield Kind(f"stale by {versions} at {rate:g}", partial(OtherWeights, alter))
 
 
-def line(name: str, tally: Tally) -> str:
+def area(honest: Sequence[float], lie: Sequence[float]) -> float:
+    """Under the curve: the chance that a segment of the lie scores above an honest one; half for equal ones."""
+    if not honest or not lie:
+        return math.nan
+    ordered = np.sort(honest)
+    below = np.searchsorted(ordered, lie, side="left") + np.searchsorted(ordered, lie, side="right")
+    return float(below.mean() / 2 / len(ordered))
+
+
+def line(name: str, tally: Tally, honest: Tally | None) -> str:
     count = tally.codes.total()
-    refused = sum(number for code, number in tally.codes.items() if code.startswith("reject."))
-    low, high = wilson(refused / count, count)
+    low, high = wilson(tally.refused / count, count)
     codes = ", ".join(f"{code} {number}" for code, number in tally.codes.most_common())
-    return f"{name:<22} {refused:>4} of {count:<4} {low:>6.1%} to {high:>6.1%} {tally.plain:>6} {tally.published:>9}   {codes}"
+    auc = math.nan if honest is None else area(honest.segments, tally.segments)
+    return (
+        f"{name:<26} {tally.refused:>5} of {count:<6} {low:>7.2%} to {high:>7.2%} {tally.void:>5} {tally.plain:>6} "
+        f"{tally.published:>9} {auc:>6.3f}   {codes}"
+    )
 
 
 def plot(tallies: dict[str, Tally], path: Path) -> None:
-    """Share of submissions past a bound, against the bound, in units of the one for certainty."""
+    """Detection against false alarms, by single segments and by submissions."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 5.5))
-    bounds = [10 ** (power / 40) for power in range(-80, 121)]
-    for name, tally in tallies.items():
-        if tally.scores:
-            shares = [sum(score > bound for score in tally.scores) / len(tally.scores) for bound in bounds]
-            axes.plot(bounds, shares, label=name, linewidth=3 if name == "honest" else 1)
-    axes.axvline(1, color="black", linestyle=":")
-    axes.set(xscale="log", xlabel="score, 1 convicts", ylabel="share of submissions above it")
-    axes.legend(fontsize=6, ncols=2)
-    figure.savefig(path, dpi=120)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 6))
+    honest = tallies["honest, many"] if tallies["honest, many"].codes else tallies["honest"]
+    for axes, of, title in ((left, "segments", "one segment"), (right, "scores", "one submission")):
+        reference = np.sort(getattr(honest, of))
+        for number, (name, tally) in enumerate(tallies.items()):
+            values = np.asarray(getattr(tally, of))
+            if name.startswith("honest") or not len(values):
+                continue
+            bounds = np.concatenate([[-np.inf], reference, [np.inf]])
+            alarms = 1 - np.searchsorted(reference, bounds, side="right") / len(reference)
+            found = [(values > bound).mean() for bound in bounds]
+            style = {"color": pyplot.cm.tab20(number % 20), "linestyle": "--" if "stale" in name else "-"}
+            axes.plot(np.maximum(alarms, 0.3 / len(reference)), found, label=name, linewidth=1.2, **style)
+        chance = np.logspace(-4, 0)
+        axes.plot(chance, chance, color="black", linestyle=":", linewidth=1)
+        axes.set(
+            xscale="log",
+            xlabel=f"false alarms, of {len(reference):,} honest",
+            ylabel="lies found",
+            title=title,
+        )
+        axes.grid(alpha=0.3)
+    right.legend(fontsize=6, ncols=1, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
 
 
 def parse() -> argparse.Namespace:
@@ -228,40 +399,72 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--task", default="sort")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--rows", type=int, default=64, help="of a submission")
     parser.add_argument("--new-tokens", type=int, default=40)
-    parser.add_argument("--submissions", type=int, default=10, help="of each lie")
-    parser.add_argument("--honest", type=int, default=100, help="honest submissions")
+    parser.add_argument("--submissions", type=int, default=10, help="of each kind")
+    parser.add_argument("--kinds", nargs="+", help="only these, by how their names begin")
+    parser.add_argument(
+        "--honest", type=int, default=0, help="honest submissions of --honest-rows at the end"
+    )
+    parser.add_argument("--honest-rows", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="for those")
+    parser.add_argument("--engine-rows", type=int, default=64, help="decoded at once")
+    parser.add_argument("--batch-tokens", type=int, default=4096, help="of one prefill")
     parser.add_argument("--calibrate-rows", type=int, default=1024)
     parser.add_argument("--noise", type=Path, help="a file of `shoal toploc calibrate` instead")
+    parser.add_argument("--rows-of", type=Path, nargs="*", default=[], help="files of `shoal toploc prove`")
+    parser.add_argument("--scores", type=Path, help="write what the curves are drawn from")
+    parser.add_argument("--of", type=Path, help="draw --plot from such a file and do nothing else")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
+def find_noise(bench: Bench) -> Noise:
+    options = bench.options
+    if options.noise:
+        return Noise.parse(options.noise.read_bytes())
+    return bench.measure_noise(options.calibrate_rows)
+
+
+def run(bench: Bench) -> dict[str, Tally]:
+    options, noise = bench.options, find_noise(bench)
+    print(f"{options.model}, {options.dtype}, {options.device}; noise of {'; '.join(noise.measured)}")
+    print(
+        f"{'':<26} {'refused':>15} {'95 % interval':>18} {'void':>5} {'plain':>6} {'published':>9} {'AUC':>6}   verdicts"
+    )
+    tallies: dict[str, Tally] = {}
+
+    def add(name: str, tally: Tally) -> None:
+        tallies[name] = tally
+        print(line(name, tally, tallies.get("honest")), flush=True)
+        if options.scores:
+            options.scores.write_text(json.dumps({n: vars(t) for n, t in tallies.items()}))
+
+    for path in options.rows_of:
+        add(f"honest, rows of {path.stem}", bench.of_file(path, noise))
+    for kind in (*honest_kinds(options), *lying_kinds()):
+        if options.kinds is None or any(kind.name.startswith(one) for one in options.kinds):
+            add(kind.name, bench.tally(kind, noise, options.submissions))
+    if options.honest:
+        add("honest, many", bench.many_honest(noise))
+    return tallies
+
+
 def main() -> None:
     options = parse()
     started_s = time.monotonic()
-    with model_folder(options.model) as folder, Reader() as reader:
-        bench = Bench(options, folder, reader)
-        if options.noise:
-            noise = Noise.parse(options.noise.read_bytes())
-        else:
-            rows = bench.segments(options.calibrate_rows)
-            noise = toploc.measure_noise({"here": rows}, model=options.model, compute_dtype=options.dtype)
-        print(f"{options.model}, {options.dtype}, {options.device}; noise of {', '.join(noise.measured)}")
-        print(f"{'':<22} {'refused':>12} {'95 % interval':>16} {'plain':>6} {'published':>9}   verdicts")
-        honest = Conduct()
-        tallies = {"honest": bench.tally(honest, bench.engine(honest), noise, options.honest)}
-        print(line("honest", tallies["honest"]), flush=True)
-        for name, make, dtype in kinds(bench):
-            conduct = make()
-            engine = bench.engine(conduct, dtype=dtype)
-            tallies[name] = bench.tally(conduct, engine, noise, options.submissions)
-            print(line(name, tallies[name]), flush=True)
-        if options.plot:
-            plot(tallies, options.plot)
-    print(f"{time.monotonic() - started_s:.0f} s")
+    if options.of:
+        found = json.loads(options.of.read_text())
+        tallies = {
+            name: Tally(**{**fields, "codes": Counter(fields["codes"])}) for name, fields in found.items()
+        }
+    else:
+        with model_folder(options.model) as folder, Reader() as reader:
+            tallies = run(Bench(options, folder, reader))
+        print(f"{time.monotonic() - started_s:.0f} s")
+    if options.plot:
+        plot({"honest, many": Tally(), **tallies}, options.plot)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ EXPECTED = {
     "q8-weights": "reject.wrong_computation",
     "int8-weights": "reject.wrong_computation",
     "int4-weights": "reject.wrong_computation",
+    "other-dtype": "reject.wrong_computation",
     "stale-weights": "reject.wrong_computation",
     "smaller-model": "reject.wrong_sampling",
     "forged-proof": "reject.forged_proof",
@@ -50,10 +51,13 @@ EXPECTED = {
     "other-prompts": "reject.other_prompts",
     "replaced-tokens": "reject.wrong_computation",
     "truncated": "reject.early_stop",
+    "cut-short": "reject.early_stop",
     "wrong-logprobs": "reject.wrong_logprobs",
     "hot-sampling": "reject.wrong_sampling",
     "cold-sampling": "reject.wrong_sampling",
     "other-seeds": "reject.wrong_sampling",
+    "best-of-n": "reject.wrong_sampling",
+    "copied-rows": "reject.wrong_sampling",
     "replay": "reject.replayed",
 }
 
@@ -103,7 +107,7 @@ class Worked:
     def __init__(self, conduct: Conduct, folders: list[Path]) -> None:
         self._conduct, self._folders = conduct, folders
         self._engine = conduct.engine(
-            TorchEngine(compute_dtype=SPEC.compute_dtype, proof=SPEC.proof, max_rows=8)
+            TorchEngine(compute_dtype=conduct.compute_dtype(SPEC.compute_dtype), proof=SPEC.proof, max_rows=8)
         )
 
     def table(self, lease: Lease, version: int) -> RolloutTable:

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from shoal import toploc
-from shoal.toploc.decision import CERTAIN, NORMAL_TAIL, bound, size_class
+from shoal.toploc.decision import CERTAIN, NORMAL_TAIL, bound, bound_for, size_class
 from shoal.toploc.verify import NO_MATCH, SegmentCheck
 from shoal.wire.noise import Noise, Tail
 
@@ -121,11 +121,60 @@ def test_a_pair_of_machines_that_lies_higher_widens_the_bounds() -> None:
 
 
 def test_a_bound_promises_no_less_than_a_normal_tail() -> None:
-    flat = Tail(rows=1, one_in_100=0.0, one_in_1000=0.0)
+    flat = Tail(rows=64, one_in_100=0.0, one_in_1000=0.0)
     assert bound(flat, 1e-3) == pytest.approx(NORMAL_TAIL[1])
     assert bound(flat, CERTAIN) > 4.75, "what 1 in a million exceed of a normal z"
     wide = Tail(rows=1, one_in_100=3.0, one_in_1000=5.0)
     assert bound(wide, 1e-4) == pytest.approx(7.0)
+    one_row = Tail(rows=1, one_in_100=0.0, one_in_1000=0.0)
+    assert bound(one_row, CERTAIN) > bound(flat, CERTAIN), "a single row is skewed"
+
+
+def test_bounds_between_and_beyond_the_measured_numbers_of_rows() -> None:
+    tails = [
+        Tail(rows=rows, one_in_100=first, one_in_1000=first + 1) for rows, first in ((1, 3), (4, 2), (64, 5))
+    ]
+    assert bound_for(tails, 4, 1e-3) == bound(tails[1], 1e-3)
+    assert bound_for(tails, 30, 1e-3) == bound(tails[2], 1e-3), "the wider one"
+    assert bound_for(tails, 256, 1e-3) == pytest.approx(2 * bound(tails[2], 1e-3)), "a pair's shift adds up"
+
+
+def with_prompts(rng: np.random.Generator, num_prompts: int, samples: int) -> tuple[list[Row], list[int]]:
+    """Rows whose noise depends on the prompt."""
+    rows, prompts = [], []
+    for prompt in range(num_prompts):
+        rows += draw_rows(rng, samples, mantissa=1.45 + rng.normal(0, 0.1))
+        prompts += [prompt] * samples
+    return rows, prompts
+
+
+def test_samples_of_one_prompt_count_for_less_than_as_many_prompts() -> None:
+    """Calibrated with 4 samples a prompt, used with 16: honest submissions stay unsuspicious."""
+    rng = np.random.default_rng(8)
+    rows, prompts = with_prompts(rng, 150, 4)
+    shared = toploc.measure_noise({"a": rows}, model="m", compute_dtype="bfloat16", prompts={"a": prompts})
+    assert shared.mantissas.prompt_variance == pytest.approx(0.01, rel=0.5)
+    assert shared.mismatches.prompt_variance < 0.05
+    blind = toploc.measure_noise({"a": rows}, model="m", compute_dtype="bfloat16")
+    assert blind.mantissas.prompt_variance == 0
+    of_shared = of_blind = 0
+    for _ in range(100):
+        rows, prompts = with_prompts(rng, 2, 32)
+        scores = toploc.noise_scores(rows, shared, prompts)
+        assert not any(score.is_certain for score in scores)
+        of_shared += any(score.is_suspicious for score in scores)
+        of_blind += any(score.is_suspicious for score in toploc.noise_scores(rows, blind))
+    assert of_shared <= 3 < of_blind
+
+
+def test_sizes_that_were_hardly_measured_are_not_tested(noise: Noise) -> None:
+    rng = np.random.default_rng(9)
+    rows = draw_rows(rng, 300)
+    rows[0] = [segment(20, 6.0, size=576)]
+    rare = toploc.measure_noise({"a": rows}, model="m", compute_dtype="bfloat16")
+    assert rare.sizes == (576, SHORT, FULL) and rare.mismatches.by_size[0].segments == 1
+    assert toploc.noise_scores([[segment(30, 8.0, size=576)]], rare) == []
+    assert toploc.noise_scores([[segment(30, 8.0, size=100)], [segment(30, 8.0, size=4 * FULL)]], rare) == []
 
 
 def test_noise_in_float32_allows_a_hair() -> None:

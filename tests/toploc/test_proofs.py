@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from shoal import toploc
-from shoal.toploc.field import PRIME, evaluate, interpolate
+from shoal.toploc.field import PRIME, evaluate, evaluate_everywhere, interpolate
 from shoal.toploc.proof import proofs_of_points
 
 
@@ -16,9 +16,22 @@ def random_states(*lengths: int, hidden: int = 128, seed: int = 0) -> list[torch
 
 def test_interpolation_passes_through_its_points() -> None:
     rng = np.random.default_rng(0)
-    x_KS = np.stack([rng.choice(PRIME, 64, replace=False) for _ in range(9)], axis=1).astype(np.uint32)
-    y_KS = rng.integers(0, PRIME, (64, 9), dtype=np.uint32)
-    assert (evaluate(interpolate(x_KS, y_KS), x_KS) == y_KS).all()
+    for num_points in (1, 3, 16, 17, 64, 128):
+        x_SK = np.stack([rng.choice(PRIME, num_points, replace=False) for _ in range(9)]).astype(np.uint32)
+        y_SK = rng.integers(0, PRIME, (9, num_points), dtype=np.uint32)
+        coefficients_SK = interpolate(x_SK, y_SK).astype(np.uint16)
+        assert (evaluate(coefficients_SK, x_SK.astype(np.int64)) == y_SK).all()
+        for s in range(9):
+            everywhere = evaluate_everywhere(coefficients_SK, x_SK[s].astype(np.int64))
+            assert (everywhere[s] == y_SK[s]).all()
+
+
+def test_evaluation_is_exact_at_the_edges_of_the_field() -> None:
+    coefficients = np.full((1, 128), PRIME - 1, dtype=np.uint16)
+    points = np.array([[0, 1, 2, PRIME - 2, PRIME - 1]])
+    wanted = [sum((PRIME - 1) * pow(int(x), t, PRIME) for t in range(128)) % PRIME for x in points[0]]
+    assert evaluate(coefficients, points)[0].tolist() == wanted
+    assert evaluate_everywhere(coefficients, points[0])[0].tolist() == wanted
 
 
 def test_batching_does_not_change_a_proof() -> None:

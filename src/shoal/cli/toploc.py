@@ -65,16 +65,21 @@ def prove(options: argparse.Namespace, stop: threading.Event) -> int:
 def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
     """Check proven rows as a validator would, and write what honest noise looks like."""
     pairs: dict[str, list[tuple[toploc.SegmentCheck, ...]]] = {}
+    prompts: dict[str, list[int]] = {}
     with model_folder(options.model) as folder:
         policy = Policy(
             0, load_decoder(folder, DTYPES[options.dtype], options.device), load_tokenizer(folder)
         )
         for path in options.files:
-            table = _read(path)
+            table = read_rows(path)
             facts = _check(table, policy, stop)
-            pairs[f"{path.stem} to {_here(options)}"] = [fact.segments for fact in facts]
+            pair = f"{path.stem} to {_here(options)}"
+            pairs[pair] = [fact.segments for fact in facts]
+            prompts[pair] = [row.prompt_index for row in table.rows]
             _print_tokens(path, table, facts)
-    noise = toploc.measure_noise(pairs, model=options.model, compute_dtype=options.dtype)
+    noise = toploc.measure_noise(
+        pairs, model=_model_name(options.model), compute_dtype=options.dtype, prompts=prompts
+    )
     options.out.write_text(noise.model_dump_json(indent=1) + "\n")
     _print_noise(noise)
     print(f"{options.out}: name it in a run file as run.calibration")
@@ -86,7 +91,7 @@ def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
 _LEASE_ID = "0" * 32
 _SEED = hashlib.sha256(b"shoal toploc prove").hexdigest()
 
-_TERMS = Unleased(_SEED, Sampling(), ProofSpec())
+TERMS = Unleased(_SEED, Sampling(), ProofSpec())
 
 
 def _requests(engine: Engine, options: argparse.Namespace) -> list[Request]:
@@ -107,7 +112,7 @@ def _requests(engine: Engine, options: argparse.Namespace) -> list[Request]:
     ]
 
 
-def _read(path: Path) -> RolloutTable:
+def read_rows(path: Path) -> RolloutTable:
     # One's own file: the limits only keep a wrong one from filling memory.
     limits = TableLimits(
         max_rows=MAX_FILE_ROWS, max_prompt_tokens=1 << 20, max_output_tokens=1 << 20, max_proof_bytes=1 << 26
@@ -125,9 +130,14 @@ def _check(table: RolloutTable, policy: Policy, stop: threading.Event) -> list[R
     with progress("rows checked", len(table.rows)) as advance:
         for start in range(0, len(table.rows), CHECK_ROWS):
             rows = table.rows[start : start + CHECK_ROWS]
-            facts += recompute(rows, _TERMS, policy, control_seed=start, stop=stop)
+            facts += recompute(rows, TERMS, policy, control_seed=start, stop=stop)
             advance(len(rows))
     return facts
+
+
+def _model_name(model: str) -> str:
+    """A built-in model's name, or the folder's own: the file is published, and whole paths are nobody's business."""
+    return Path(model).name
 
 
 def _here(options: argparse.Namespace) -> str:

@@ -4,14 +4,21 @@ The hooks stand where a dishonest worker would interfere, so that the honest pat
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 from shoal.rollout.engine import Engine, Request
 from shoal.wire.lease import Lease
 from shoal.wire.rollouts import RolloutTable
 
+Dtype = Literal["float32", "bfloat16"]
+
 
 class Conduct:
     """Leaves everything as it is."""
+
+    def compute_dtype(self, leased: Dtype) -> Dtype:
+        """What the engine computes in."""
+        return leased
 
     def engine(self, engine: Engine) -> Engine:
         """The engine, once, before it loads anything."""

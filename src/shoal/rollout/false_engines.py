@@ -107,12 +107,13 @@ class FrozenEngine(Wrapped):
 class PrefilledEngine(AlteredEngine):
     """Tokens by a cheaper model (here: one of coarser weights), states and log-probs by the leased one."""
 
-    def __init__(self, inner: Engine) -> None:
+    def __init__(self, inner: Engine, dtype: torch.dtype) -> None:
         super().__init__(inner, lambda weight: quantised_by_channel(weight, bits=4))
+        self._dtype = dtype
         self._leased: Decoder | None = None
 
     def load(self, folder: Path, version: int) -> None:
-        self._leased = load_decoder(folder)
+        self._leased = load_decoder(folder, self._dtype)
         super().load(folder, version)
 
     @torch.inference_mode()
@@ -124,7 +125,9 @@ class PrefilledEngine(AlteredEngine):
         prompt, output = row.request.prompt_tokens, row.output_tokens
         tokens_1T = torch.tensor([prompt + output[:-1]])
         states_TH = self._leased(tokens_1T, torch.arange(tokens_1T.shape[1])[None])[0, len(prompt) - 1 :]
-        logprobs_TV = torch.log_softmax(self._leased.logits(states_TH) / row.request.temperature, dim=-1)
+        logprobs_TV = torch.log_softmax(
+            self._leased.logits(states_TH).float() / row.request.temperature, dim=-1
+        )
         logprobs_T = logprobs_TV.gather(1, torch.tensor(output)[:, None])[:, 0]
         (proof,) = toploc.build_proofs([states_TH[1:]])
         return replace(row, logprobs=tuple(logprobs_T.tolist()), proof=proof)
@@ -142,3 +145,37 @@ class TypicalEngine(Wrapped):
         states = [self._typical_H.expand(len(row.output_tokens) - 1, -1) for row in rows]
         proofs = toploc.build_proofs(states)
         return [replace(row, proof=proof) for row, proof in zip(rows, proofs, strict=True)]
+
+
+class BestEngine(Wrapped):
+    """Draws each row several times, once as leased, and keeps the draw that is likeliest by the token."""
+
+    NUM_DRAWS = 4
+
+    def __init__(self, inner: Engine, other_seed: int) -> None:
+        super().__init__(inner)
+        self._other_seed = other_seed
+        self._draws: dict[tuple[int, int], list[Finished]] = {}
+        self._leased: dict[tuple[int, int], Request] = {}
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._leased[request.prompt_index, request.sample_index] = request
+        self.inner.submit(
+            [
+                replace(request, sample_seed=request.sample_seed ^ draw * self._other_seed)
+                for request in requests
+                for draw in range(self.NUM_DRAWS)
+            ]
+        )
+
+    def step(self) -> list[Finished]:
+        best = []
+        for row in self.inner.step():
+            place = (row.request.prompt_index, row.request.sample_index)
+            draws = self._draws.setdefault(place, [])
+            draws.append(row)
+            if len(draws) == self.NUM_DRAWS:
+                chosen = max(self._draws.pop(place), key=lambda one: sum(one.logprobs) / len(one.logprobs))
+                best.append(replace(chosen, request=self._leased.pop(place)))
+        return best

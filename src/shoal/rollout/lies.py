@@ -11,11 +11,13 @@ from functools import partial
 
 import httpx
 
-from shoal.rollout.conduct import Conduct
+from shoal.model.load import DTYPES
+from shoal.rollout.conduct import Conduct, Dtype
 from shoal.rollout.engine import Engine, Request
 from shoal.rollout.false_engines import (
     Alter,
     AlteredEngine,
+    BestEngine,
     FrozenEngine,
     PrefilledEngine,
     TypicalEngine,
@@ -67,6 +69,20 @@ class OtherWeights(Conduct):
         return AlteredEngine(engine, self._alter)
 
 
+class OtherDtype(Conduct):
+    """Computes in the dtype that was not leased: bfloat16 is faster than float32, and float32 may be what hardware has."""
+
+    def compute_dtype(self, leased: Dtype) -> Dtype:
+        return "bfloat16" if leased == "float32" else "float32"
+
+
+class BestOfN(Conduct):
+    """Draws each answer several times and sends the one it likes best."""
+
+    def engine(self, engine: Engine) -> Engine:
+        return BestEngine(engine, OTHER_SEED)
+
+
 class StaleWeights(Conduct):
     def engine(self, engine: Engine) -> Engine:
         return FrozenEngine(engine)
@@ -75,8 +91,15 @@ class StaleWeights(Conduct):
 class Prefilled(Conduct):
     """Tokens of a cheaper model, sent once through the leased one: proofs and log-probs are the leased model's own."""
 
+    def __init__(self) -> None:
+        self._dtype: Dtype = "float32"
+
+    def compute_dtype(self, leased: Dtype) -> Dtype:
+        self._dtype = leased
+        return leased
+
     def engine(self, engine: Engine) -> Engine:
-        return PrefilledEngine(engine)
+        return PrefilledEngine(engine, DTYPES[self._dtype])
 
 
 class TypicalProof(Conduct):
@@ -187,6 +210,23 @@ class Truncated(Conduct):
         return replace(table, rows=rows)
 
 
+class CutShort(Conduct):
+    """Stops at half the cap and says that this was the cap."""
+
+    def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
+        cap = max(1, lease.sampling.max_new_tokens // 2)
+        return [replace(request, max_new_tokens=cap) for request in requests]
+
+
+class CopiedRows(Conduct):
+    """Answers each prompt once and sends that for all of its samples."""
+
+    def table(self, table: RolloutTable, lease: Lease) -> RolloutTable:
+        first = {row.prompt_index: row for row in reversed(table.rows)}
+        rows = tuple(replace(first[row.prompt_index], sample_index=row.sample_index) for row in table.rows)
+        return replace(table, rows=rows)
+
+
 class WrongLogprobs(Conduct):
     """Claims that every token was less likely than it was, which would double its weight in the loss."""
 
@@ -230,20 +270,24 @@ LIES: dict[str, Callable[[], Conduct]] = {
     "q8-weights": partial(OtherWeights, quantised_in_blocks),
     "int8-weights": partial(OtherWeights, partial(quantised_by_channel, bits=8)),
     "int4-weights": partial(OtherWeights, partial(quantised_by_channel, bits=4)),
+    "other-dtype": OtherDtype,
     "stale-weights": StaleWeights,
     "smaller-model": Prefilled,
     "forged-proof": ForgedProof,
     "typical-proof": TypicalProof,
     "edited-prompt": EditedPrompt,
     "hidden-prompt": partial(HiddenEdit, lambda tokens: tokens[:1] + tokens),
-    "hidden-token": partial(HiddenEdit, lambda tokens: _swapped(tokens)),
+    "hidden-token": partial(HiddenEdit, lambda tokens: _one_changed(tokens)),
     "other-prompts": OtherPrompts,
     "replaced-tokens": ReplacedTokens,
     "truncated": Truncated,
+    "cut-short": CutShort,
     "wrong-logprobs": WrongLogprobs,
     "hot-sampling": partial(OtherTemperature, 2.0),
     "cold-sampling": partial(OtherTemperature, 0.5),
     "other-seeds": OtherSeeds,
+    "best-of-n": BestOfN,
+    "copied-rows": CopiedRows,
     "replay": Replay,
 }
 
@@ -254,6 +298,14 @@ def _with_repeats(tokens: tuple[int, ...], *, every: int) -> tuple[int, ...]:
         tokens[index - 1] if index % every == every - 1 and index < len(tokens) - 1 else token
         for index, token in enumerate(tokens)
     )
+
+
+def _one_changed(tokens: tuple[int, ...]) -> tuple[int, ...]:
+    """The last token that differs from the one before it, exchanged for that one."""
+    for index in range(len(tokens) - 1, 0, -1):
+        if tokens[index] != tokens[index - 1]:
+            return (*tokens[:index], tokens[index - 1], *tokens[index + 1 :])
+    return (*tokens, tokens[-1])
 
 
 def _swapped(tokens: tuple[int, ...]) -> tuple[int, ...]:

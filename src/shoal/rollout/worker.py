@@ -326,7 +326,7 @@ class Worker:
         config = self._config
         engine = make_engine(
             config.engine,
-            compute_dtype=self._spec.compute_dtype,
+            compute_dtype=self._conduct.compute_dtype(self._spec.compute_dtype),
             proof=self._spec.proof,
             max_rows=config.max_rows,
             device=config.device,

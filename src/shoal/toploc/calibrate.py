@@ -1,7 +1,7 @@
 """Honest noise from honest proofs.
 
-Rows are what varies independently, so spreads and tails come from whole rows: a row's segments share its prompt and its
-length. Submissions of several rows are drawn from the measured rows, with replacement, and only from rows of one pair of
+A row's segments share its prompt and its length, and the samples of a prompt share that. What varies independently are prompts, so
+submissions of several rows are drawn from the measured prompts, with replacement, and only from those of one pair of
 machines: a pair's noise may lie a little higher than another's in all rows at once. The widest pair's tail counts.
 """
 
@@ -12,15 +12,13 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from shoal.toploc.decision import SPREAD_FLOOR, STATISTICS, size_class
+from shoal.toploc.decision import MIN_SEGMENTS, SPREAD_FLOOR, STATISTICS, size_class
 from shoal.toploc.verify import SegmentCheck
 from shoal.wire.noise import Moments, Noise, Statistic, Tail
 
 MIN_ROWS = 200
 """Fewer say nothing about 1 in 100."""
-MIN_SEGMENTS = 30
-"""A size class with fewer joins the next larger one."""
-TAIL_ROWS = (1, 4, 16, 64)
+TAIL_ROWS = (1, 4, 16, 64, 256)
 NUM_DRAWS = 20_000
 """Submissions drawn for each tail."""
 
@@ -33,72 +31,99 @@ def measure_noise(
     *,
     model: str,
     compute_dtype: Literal["float32", "bfloat16"],
+    prompts: Mapping[str, Sequence[int]] | None = None,
     seed: int = 0,
 ) -> Noise:
-    """What honest rows say about honest rows; `pairs` has them by which machine proved and which checked, in words.
+    """What honest rows say about honest rows; `pairs` has them by which machine proved and which checked, in words, and `prompts` the
+    number of each row's prompt (without it every row is taken to have its own).
 
     ValueError if one pair has too few.
     """
-    proven = {name: [row for row in rows if row] for name, rows in pairs.items()}
-    for name, rows in proven.items():
-        if len(rows) < MIN_ROWS:
-            raise ValueError(f"{name}: {len(rows)} rows have a proof, need {MIN_ROWS} or more; generate more")
-    sizes = _size_classes([segment.num_values for rows in proven.values() for row in rows for segment in row])
+    proven: dict[str, list[list[Row]]] = {}
+    for name, rows in pairs.items():
+        numbers = range(len(rows)) if prompts is None else prompts[name]
+        proven[name] = _by_prompt(rows, numbers)
+        if (count := sum(map(len, proven[name]))) < MIN_ROWS:
+            raise ValueError(f"{name}: {count} rows have a proof, need {MIN_ROWS} or more; generate more")
+    every_row = [row for groups in proven.values() for rows in groups for row in rows]
+    sizes = _size_classes([segment.num_values for row in every_row for segment in row])
     rng = np.random.default_rng(seed)
     statistics = {name: _measure(list(proven.values()), name, sizes, rng) for name in STATISTICS}
     return Noise(
         model=model,
         compute_dtype=compute_dtype,
-        measured=tuple(f"{name}: {len(rows)} rows" for name, rows in proven.items()),
+        measured=tuple(f"{name}: {sum(map(len, groups))} rows" for name, groups in proven.items()),
         sizes=sizes,
         mismatches=statistics["mismatches"],
         mantissas=statistics["mantissas"],
     )
 
 
+def _by_prompt(rows: Sequence[Row], numbers: Sequence[int]) -> list[list[Row]]:
+    groups: dict[int, list[Row]] = {}
+    for row, number in zip(rows, numbers, strict=True):
+        if row:
+            groups.setdefault(number, []).append(row)
+    return list(groups.values())
+
+
 def _size_classes(num_values: Sequence[int]) -> tuple[int, ...]:
-    """Upper ends of classes that double in size, each with segments enough to know its mean and spread."""
-    largest = max(num_values)
+    """Upper ends of classes that double in size, as far as there are segments in them."""
+    ordered = np.sort(np.asarray(num_values))
     ends: list[int] = []
-    count = 0
-    end = min(num_values)
-    counts = np.sort(np.asarray(num_values))
-    while True:
-        below = int(np.searchsorted(counts, end, side="right"))
-        if below - count >= MIN_SEGMENTS and end < largest:
+    end, largest = int(ordered[0]), int(ordered[-1])
+    below = 0
+    while below < len(ordered):
+        end = min(end, largest)
+        count = int(np.searchsorted(ordered, end, side="right"))
+        if count > below:
             ends.append(end)
-            count = below
-        if end >= largest:
-            break
-        end = min(2 * end, largest)
-    if ends and len(counts) - count < MIN_SEGMENTS:
-        ends.pop()
-    return (*ends, largest)
+            below = count
+        end *= 2
+    return tuple(ends)
 
 
 def _measure(
-    pairs: Sequence[Sequence[Row]], name: str, sizes: Sequence[int], rng: np.random.Generator
+    pairs: Sequence[Sequence[Sequence[Row]]], name: str, sizes: Sequence[int], rng: np.random.Generator
 ) -> Statistic:
     value, floor = STATISTICS[name], SPREAD_FLOOR[name]
     by_class: list[list[float]] = [[] for _ in sizes]
-    for row in (row for rows in pairs for row in rows):
-        for segment in row:
-            by_class[size_class(sizes, segment.num_values)].append(value(segment))
+    for segment in (segment for groups in pairs for rows in groups for row in rows for segment in row):
+        by_class[size_class(sizes, segment.num_values)].append(value(segment))
     moments = [_moments(values) for values in by_class]
 
-    def sums(row: Row) -> tuple[float, float]:
+    def sums(row: Row) -> tuple[float, float, float]:
+        """Excess, variance and number of the segments that are tested."""
         of = [moments[size_class(sizes, segment.num_values)] for segment in row]
-        excess = sum(value(segment) - moment.mean for segment, moment in zip(row, of, strict=True))
-        return excess, sum(max(moment.variance, floor**2) for moment in of)
+        tested = [(s, m) for s, m in zip(row, of, strict=True) if m.segments >= MIN_SEGMENTS]
+        excess = sum(value(segment) - moment.mean for segment, moment in tested)
+        return excess, sum(max(moment.variance, floor**2) for _, moment in tested), float(len(tested))
 
-    tables = [np.array([sums(row) for row in rows]) for rows in pairs]
-    excess_R, variance_R = np.concatenate(tables).T
-    inflation = max(1.0, float(np.square(excess_R).sum() / variance_R.sum()))
+    tables = [[np.array([sums(row) for row in rows]) for rows in groups] for groups in pairs]
+    inflation, prompt_variance = _spreads([table for groups in tables for table in groups])
     tails = tuple(
-        _widest([_tail(table[:, 0], table[:, 1] * inflation, num_rows, rng) for table in tables])
+        _widest([_tail(groups, inflation, prompt_variance, num_rows, rng) for groups in tables])
         for num_rows in TAIL_ROWS
     )
-    return Statistic(by_size=tuple(moments), inflation=inflation, tails=tails)
+    return Statistic(
+        by_size=tuple(moments), inflation=inflation, prompt_variance=prompt_variance, tails=tails
+    )
+
+
+def _spreads(groups: Sequence[Floats]) -> tuple[float, float]:
+    """How rows vary, beyond independent segments, and what a prompt's rows have in common.
+
+    Squares of a row's excess add up to inflation * variance + common * count^2, and so do those of whole prompts. Their difference
+    gives the one, the rest the other.
+    """
+    rows_R3 = np.concatenate(groups)
+    prompts_P3 = np.array([group.sum(axis=0) for group in groups])
+    of_rows, of_prompts = np.square(rows_R3[:, 0]).sum(), np.square(prompts_P3[:, 0]).sum()
+    counts_of_rows, counts_of_prompts = np.square(rows_R3[:, 2]).sum(), np.square(prompts_P3[:, 2]).sum()
+    more = counts_of_prompts - counts_of_rows
+    common = max(0.0, float((of_prompts - of_rows) / more)) if more > 0 else 0.0
+    inflation = max(1.0, float((of_rows - common * counts_of_rows) / rows_R3[:, 1].sum()))
+    return inflation, common
 
 
 def _moments(values: Sequence[float]) -> Moments:
@@ -111,12 +136,23 @@ def _moments(values: Sequence[float]) -> Moments:
     )
 
 
-def _tail(excess_R: Floats, variance_R: Floats, num_rows: int, rng: np.random.Generator) -> Tail:
+def _tail(
+    groups: Sequence[Floats],
+    inflation: float,
+    prompt_variance: float,
+    num_rows: int,
+    rng: np.random.Generator,
+) -> Tail:
     if num_rows == 1:
-        z = excess_R / np.sqrt(variance_R)
+        of_P3 = np.concatenate(groups)
+        drawn = np.arange(len(of_P3))[:, None]
     else:
-        drawn = rng.integers(0, len(excess_R), size=(NUM_DRAWS, num_rows))
-        z = excess_R[drawn].sum(axis=1) / np.sqrt(variance_R[drawn].sum(axis=1))
+        of_P3 = np.array([group.sum(axis=0) for group in groups])
+        per_prompt = sum(map(len, groups)) / len(groups)
+        drawn = rng.integers(0, len(groups), size=(NUM_DRAWS, max(1, round(num_rows / per_prompt))))
+    excess, variance, count = (of_P3[:, column][drawn] for column in range(3))
+    spread = inflation * variance.sum(axis=1) + prompt_variance * np.square(count).sum(axis=1)
+    z = excess.sum(axis=1)[spread > 0] / np.sqrt(spread[spread > 0])
     one_in_100, one_in_1000 = (float(q) for q in np.quantile(z, [0.99, 0.999]))
     assert math.isfinite(one_in_1000)
     return Tail(rows=num_rows, one_in_100=one_in_100, one_in_1000=one_in_1000)

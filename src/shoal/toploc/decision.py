@@ -2,10 +2,11 @@
 
 A segment's statistic minus the honest mean of its size class, summed over rows, in units of its honest spread:
 
-    z = sum (x - mean) / sqrt(inflation * sum variance)
+    z = sum (x - mean) / sqrt(inflation * sum variance + prompt variance * sum over prompts (number of segments)^2)
 
 Honest z stays small however many rows there are, while a lie that moves every segment a little grows with their root: weights
-in 8 bits look honest in one segment and certain in sixty. Two statistics, each over the submission and over its worst row.
+in 8 bits look honest in one segment and certain in sixty. Two statistics, each over the submission and over its worst row. Samples of
+one prompt share its noise, so they count for less than as many prompts.
 
 The bound for a stated rate of false alarms comes from the honest tail, taken to fall by a factor of ten over each step
 as wide as from 1 in 100 to 1 in 1,000. A normal tail falls faster, so this errs on the honest side.
@@ -19,8 +20,10 @@ from dataclasses import dataclass
 from shoal.toploc.verify import SegmentCheck
 from shoal.wire.noise import Noise, Statistic, Tail
 
-CERTAIN = 1e-6
-"""Chance that one test calls honest work certain to be false. Four tests a submission."""
+CERTAIN = 1e-8
+"""Chance that one test calls honest work certain to be false, four tests a submission. The tail is drawn on from what 1 in 1,000 exceed,
+so this is a distance rather than a rate: at 1e-6, one of 21,504 honest submissions was beyond it (docs/LOG.md), and every lie that proofs
+can show is further off by a factor of three."""
 SUSPICIOUS = 1e-3
 """The same for merely suspicious."""
 SPREAD_FLOOR = {"mismatches": 0.5, "mantissas": 0.01}
@@ -29,6 +32,10 @@ nothing about how often: one exponent that differs in one segment of a thousand 
 off by one."""
 NORMAL_TAIL = (2.326, 3.090)
 """What 1 in 100 and 1 in 1,000 exceed of a normal z. A calibration of few rows may not promise less."""
+ROW_STEP = 1.2
+"""Nor for a single row less than this from one power of ten to the next: it counts few mismatches, and those are skewed."""
+MIN_SEGMENTS = 30
+"""A size class with fewer says nothing about its mean and spread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,19 +78,31 @@ def mantissas(segment: SegmentCheck) -> float:
 STATISTICS: dict[str, Callable[[SegmentCheck], float]] = {"mismatches": mismatches, "mantissas": mantissas}
 
 
-def noise_scores(rows: Sequence[Sequence[SegmentCheck]], noise: Noise) -> list[Score]:
-    """Both statistics, over all rows and over the worst one. Empty if no row has a segment."""
-    proven = [(number, row) for number, row in enumerate(rows) if row]
+def noise_scores(
+    rows: Sequence[Sequence[SegmentCheck]], noise: Noise, prompts: Sequence[int] | None = None
+) -> list[Score]:
+    """Both statistics, over all rows and over the worst one. Empty if no row has a segment that can be tested.
+
+    `prompts` numbers each row's prompt; without it every row is taken to have its own.
+    """
+    proven = []
+    for number, row in enumerate(rows):
+        tested = [segment for segment in row if tested_class(noise, segment.num_values) is not None]
+        if tested:
+            proven.append((number, number if prompts is None else prompts[number], tested))
     if not proven:
         return []
     scores: list[Score] = []
     for name, value in STATISTICS.items():
         honest: Statistic = getattr(noise, name)
-        sums = [_Sum.of(row, value, honest, noise.sizes, SPREAD_FLOOR[name]) for _, row in proven]
-        scores.append(_score(name, sum(sums, _Sum()), honest, num_rows=len(sums), looks=1))
-        worst = _worst(sums, honest)
-        of_row = f"{name} of row {proven[worst][0]}"
-        scores.append(_score(of_row, sums[worst], honest, num_rows=1, looks=len(sums)))
+        sums = [_Sum.of(row, value, honest, noise.sizes, SPREAD_FLOOR[name]) for _, _, row in proven]
+        by_prompt: dict[int, _Sum] = {}
+        for (_, prompt, _), of_row in zip(proven, sums, strict=True):
+            by_prompt[prompt] = by_prompt.get(prompt, _Sum()) + of_row
+        scores.append(_score(name, list(by_prompt.values()), honest, num_rows=len(sums), looks=1))
+        worst = max(range(len(sums)), key=lambda index: _z([sums[index]], honest))
+        row_name = f"{name} of row {proven[worst][0]}"
+        scores.append(_score(row_name, [sums[worst]], honest, num_rows=1, looks=len(sums)))
     return scores
 
 
@@ -91,11 +110,30 @@ def size_class(sizes: Sequence[int], num_values: int) -> int:
     return min(bisect_left(sizes, num_values), len(sizes) - 1)
 
 
+def tested_class(noise: Noise, num_values: int) -> int | None:
+    """The size class of a segment, if enough is known of it."""
+    if not noise.sizes[0] / 2 < num_values <= noise.sizes[-1]:
+        return None
+    number = size_class(noise.sizes, num_values)
+    return number if noise.mismatches.by_size[number].segments >= MIN_SEGMENTS else None
+
+
 def bound(tail: Tail, rate: float) -> float:
     """The z that honest work exceeds with a chance of `rate`, below 1 in 100."""
     first = max(tail.one_in_100, NORMAL_TAIL[0])
-    step = max(tail.one_in_1000 - tail.one_in_100, NORMAL_TAIL[1] - NORMAL_TAIL[0])
+    least = ROW_STEP if tail.rows == 1 else NORMAL_TAIL[1] - NORMAL_TAIL[0]
+    step = max(tail.one_in_1000 - tail.one_in_100, least)
     return first + step * math.log10(0.01 / rate)
+
+
+def bound_for(tails: Sequence[Tail], num_rows: int, rate: float) -> float:
+    """The same for any number of rows: the wider of the two tails around it. Beyond the last one it grows with the root, as
+    the z of a pair of machines does that lies a little higher than others."""
+    below = max((tail for tail in tails if tail.rows <= num_rows), key=lambda tail: tail.rows)
+    above = min((tail for tail in tails if tail.rows >= num_rows), key=lambda tail: tail.rows, default=None)
+    if above is None:
+        return bound(below, rate) * math.sqrt(num_rows / below.rows)
+    return max(bound(below, rate), bound(above, rate))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,22 +170,21 @@ class _Sum:
             self.variance + other.variance,
         )
 
-    def z(self, inflation: float) -> float:
-        return (self.total - self.honest) / math.sqrt(inflation * self.variance)
+
+def _z(prompts: Sequence[_Sum], honest: Statistic) -> float:
+    variance = honest.inflation * sum(one.variance for one in prompts)
+    variance += honest.prompt_variance * sum(one.count**2 for one in prompts)
+    return sum(one.total - one.honest for one in prompts) / math.sqrt(variance)
 
 
-def _worst(sums: Sequence[_Sum], honest: Statistic) -> int:
-    return max(range(len(sums)), key=lambda index: sums[index].z(honest.inflation))
-
-
-def _score(name: str, found: _Sum, honest: Statistic, *, num_rows: int, looks: int) -> Score:
+def _score(name: str, prompts: Sequence[_Sum], honest: Statistic, *, num_rows: int, looks: int) -> Score:
     """`looks`: how many rows this was the worst of; the rate is shared among them."""
-    tail = max((tail for tail in honest.tails if tail.rows <= num_rows), key=lambda tail: tail.rows)
+    found = sum(prompts, _Sum())
     return Score(
         name=name,
-        z=found.z(honest.inflation),
-        suspicious=bound(tail, SUSPICIOUS / looks),
-        certain=bound(tail, CERTAIN / looks),
+        z=_z(prompts, honest),
+        suspicious=bound_for(honest.tails, num_rows, SUSPICIOUS / looks),
+        certain=bound_for(honest.tails, num_rows, CERTAIN / looks),
         mean=found.total / found.count,
         honest_mean=found.honest / found.count,
     )

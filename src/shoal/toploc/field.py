@@ -1,9 +1,17 @@
 """Polynomials over the integers mod 65497, for many segments at once. NumPy only.
 
-Arrays end in S, one column per segment: a step of Newton's scheme is then a few passes over contiguous memory, and
-its fixed cost is shared by all segments. Everything fits in uint32, because 65496 * 65496 + 65496 < 2^32.
+Sums of products are products of matrices in float64, which holds whole numbers up to 2^53: a sum of 128 products of residues stays below
+2^39 and is reduced once. Single products fit in uint32, because 65496 * 65496 + 65496 < 2^32.
 
-    K  points (and coefficients) of a segment      N  points to evaluate at      S  segments
+Evaluation goes by blocks of L coefficients, with x^1 .. x^L at hand:
+
+    p(x) = p_0(x) + x^L (p_1(x) + x^L (p_2(x) + ...))
+
+Interpolation is Lagrange's, with m(x) = (x - x_1) ... (x - x_K) and a_j = y_j / m'(x_j):
+
+    p(x) = sum_j a_j m(x) / (x - x_j),  so  c_i = sum_t m_(i+1+t) s_t  with  s_t = sum_j a_j x_j^t
+
+    K  points (and coefficients) of a segment      N  points to evaluate at      S  segments      B  blocks
 """
 
 from functools import cache
@@ -12,59 +20,134 @@ import numpy as np
 import numpy.typing as npt
 
 Residues = npt.NDArray[np.uint32]
+Floats = npt.NDArray[np.float64]
 
 PRIME = 65497
 """Largest prime such that every finite bfloat16 bit pattern is below it: only negative NaNs reach 0xFFD9."""
+BLOCK = 16
+"""L."""
+AT_ONCE = 64
+"""Segments whose powers are held together: they stay in cache."""
 
 _P = np.uint32(PRIME)
 
 
-def interpolate(x_KS: Residues, y_KS: Residues) -> Residues:
-    """Coefficients c_0 .. c_(K-1) of the polynomial through the points. The x of a segment must differ mod PRIME."""
-    return _to_monomials(x_KS, _divided_differences(x_KS, y_KS))
+def interpolate(x_SK: Residues, y_SK: Residues) -> Residues:
+    """[S, K] coefficients c_0 .. c_(K-1) of the polynomials through the points. The x of a segment must differ mod PRIME."""
+    num_points = x_SK.shape[1]
+    master_SK = _master(x_SK)
+    slope_SK = master_SK * np.arange(1, num_points + 1, dtype=np.uint32)
+    _reduce(slope_SK, np.empty_like(slope_SK))
+    sums_SK = np.empty(x_SK.shape)
+    powers = _Powers(x_SK.shape)
+    for start in range(0, len(x_SK), AT_ONCE):
+        some = slice(start, start + AT_ONCE)
+        powers.set(x_SK[some])
+        weight_SK = _inverses()[powers.evaluate(slope_SK[some])]
+        weight_SK *= y_SK[some]
+        _reduce(weight_SK, np.empty_like(weight_SK))
+        sums_SK[some] = powers.sums(weight_SK)[:, :num_points]
+    # The sum over t is a product of polynomials, one of them backwards. Errors of the transform stay below 0.001.
+    size = 2 * num_points
+    backwards = np.fft.rfft(master_SK[:, ::-1].astype(np.float64), size)
+    product = np.fft.irfft(backwards * np.fft.rfft(sums_SK, size), size)[:, :num_points]
+    return _reduce_floats(np.rint(product))[:, ::-1]
 
 
-def evaluate(coefficients_KS: Residues, x_NS: Residues) -> Residues:
-    """The polynomial of segment s at each x of column s (Horner)."""
-    value_NS = np.zeros_like(x_NS)
-    scratch_NS = np.empty_like(x_NS)
-    for coefficient_S in coefficients_KS[::-1]:
-        np.multiply(value_NS, x_NS, out=value_NS)
-        np.add(value_NS, coefficient_S, out=value_NS)
-        _reduce(value_NS, scratch_NS)
-    return value_NS
+def evaluate(coefficients_SK: npt.NDArray[np.uint16], x_SN: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
+    """The polynomial of segment s at each x of line s, which are below PRIME."""
+    values_SN = np.empty(x_SN.shape, dtype=np.uint16)
+    powers = _Powers(x_SN.shape)
+    for start in range(0, len(x_SN), AT_ONCE):
+        some = slice(start, start + AT_ONCE)
+        powers.set(x_SN[some])
+        values_SN[some] = powers.evaluate(coefficients_SK[some])
+    return values_SN
 
 
-def _divided_differences(x_KS: Residues, y_KS: Residues) -> Residues:
-    inverse_of = _inverses()
-    x_index_KS = x_KS.astype(np.intp)
-    table_KS = y_KS % _P
-    num_points = len(x_KS)
-    for level in range(1, num_points):
-        width = num_points - level
-        # a - b mod P without branches: the smaller of (a - b + P) and (a - b), the latter wrapping to huge if negative.
-        step = table_KS[level:] + (_P - table_KS[level - 1 : -1])
-        np.minimum(step, step - _P, out=step)
-        denominators = x_index_KS[level:] - x_index_KS[:width]
-        np.multiply(step, inverse_of[denominators], out=step)
-        _reduce(step, table_KS[level:])
-        table_KS[level:] = step
-    return table_KS
+def evaluate_everywhere(
+    coefficients_SK: npt.NDArray[np.uint16], x_N: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint16]:
+    """[S, N]: every polynomial at the same points, which are below PRIME."""
+    power_N = np.ones(len(x_N), dtype=np.uint32)
+    scratch_N = np.empty_like(power_N)
+    powers_KN = np.empty((coefficients_SK.shape[1], len(x_N)))
+    for powers_N in powers_KN:
+        powers_N[:] = power_N
+        power_N *= x_N.astype(np.uint32)
+        _reduce(power_N, scratch_N)
+    return _reduce_floats(coefficients_SK.astype(np.float64) @ powers_KN).astype(np.uint16)
 
 
-def _to_monomials(x_KS: Residues, newton_KS: Residues) -> Residues:
-    """Expand n_0 + (x - x_0) (n_1 + (x - x_1) (n_2 + ...)) from the inside out."""
-    minus_x_KS = _P - x_KS
-    result_KS = np.zeros_like(newton_KS)
-    result_KS[0] = newton_KS[-1]
-    for index in range(len(newton_KS) - 2, -1, -1):
-        width = len(newton_KS) - index
-        product = result_KS[:width] * minus_x_KS[index]
-        product[1:] += result_KS[: width - 1]
-        product[0] += newton_KS[index]
-        _reduce(product, result_KS[:width])
-        result_KS[:width] = product
-    return result_KS
+class _Powers:
+    """x^1 .. x^L of up to AT_ONCE segments, and what is made of them. Its memory is used again and again: fresh pages cost
+    more than the arithmetic."""
+
+    def __init__(self, shape_SN: tuple[int, ...]) -> None:
+        num_segments, num_points = min(shape_SN[0], AT_ONCE), shape_SN[1]
+        self._powers_SLN = np.empty((num_segments, BLOCK, num_points), dtype=np.uint32)
+        self._scratch_SLN = np.empty((num_segments, BLOCK // 2, num_points), dtype=np.uint32)
+        self._floats_SLN = np.empty(self._powers_SLN.shape)
+        self._num = 0
+
+    def set(self, x_SN: npt.NDArray[np.integer]) -> None:
+        self._num = len(x_SN)
+        powers_SLN, scratch_SLN = self._powers_SLN[: self._num], self._scratch_SLN[: self._num]
+        powers_SLN[:, 0] = x_SN
+        have = 1
+        while have < BLOCK:
+            new = powers_SLN[:, have : 2 * have]
+            np.multiply(powers_SLN[:, :have], powers_SLN[:, have - 1 : have], out=new)
+            _reduce(new, scratch_SLN[:, :have])
+            have *= 2
+        # Shifted by one, with x^0 in front: what blocks of coefficients are multiplied with.
+        self._floats_SLN[: self._num, 0] = 1
+        self._floats_SLN[: self._num, 1:] = powers_SLN[:, :-1]
+
+    def evaluate(self, coefficients_SK: npt.NDArray[np.integer]) -> Residues:
+        """[S, N] values of one polynomial a segment."""
+        num_coefficients = coefficients_SK.shape[1]
+        num_blocks = -(-num_coefficients // BLOCK)
+        padded_SK = np.zeros((self._num, num_blocks * BLOCK))
+        padded_SK[:, :num_coefficients] = coefficients_SK
+        blocks_SBL = padded_SK.reshape(self._num, num_blocks, BLOCK)
+        block_SBN = _reduce_floats(np.matmul(blocks_SBL, self._floats_SLN[: self._num]))
+        value_SN, scratch_SN = block_SBN[:, -1].copy(), self._scratch_SLN[: self._num, 0]
+        for block in range(num_blocks - 2, -1, -1):
+            value_SN *= self._powers_SLN[: self._num, -1]
+            value_SN += block_SBN[:, block]
+            _reduce(value_SN, scratch_SN)
+        return value_SN
+
+    def sums(self, weight_SN: Residues) -> Residues:
+        """[S, N rounded up to blocks] sum of weight x^t over the points, for t = 0, 1, ..."""
+        num_blocks = -(-weight_SN.shape[1] // BLOCK)
+        weights_SBN = np.empty((self._num, num_blocks, weight_SN.shape[1]))
+        weight_SN, scratch_SN = weight_SN.copy(), self._scratch_SLN[: self._num, 0]
+        for block in range(num_blocks):
+            weights_SBN[:, block] = weight_SN
+            weight_SN *= self._powers_SLN[: self._num, -1]
+            _reduce(weight_SN, scratch_SN)
+        sums_SBL = np.matmul(weights_SBN, self._floats_SLN[: self._num].transpose(0, 2, 1))
+        return _reduce_floats(sums_SBL).reshape(self._num, -1)
+
+
+def _master(x_SK: Residues) -> Residues:
+    """[S, K] coefficients m_1 .. m_K of the polynomial whose zeros are the x: m_0 is never needed."""
+    minus_x_KS = _P - np.ascontiguousarray(x_SK.T)
+    num_points, num_segments = minus_x_KS.shape
+    # One column per segment: a step is a few passes over memory in one piece.
+    result_KS = np.zeros((num_points + 1, num_segments), dtype=np.uint32)
+    product_KS, scratch_KS = np.zeros_like(result_KS), np.empty_like(result_KS)
+    result_KS[0] = 1
+    for degree, minus_x_S in enumerate(minus_x_KS, start=1):
+        result, product = result_KS[: degree + 1], product_KS[: degree + 1]
+        np.multiply(result, minus_x_S, out=product)
+        product[1:] += result[:-1]
+        _reduce(product, scratch_KS[: degree + 1])
+        # Neither has been written beyond its own degree: the next coefficient is still 0.
+        result_KS, product_KS = product_KS, result_KS
+    return np.ascontiguousarray(result_KS[1:].T)
 
 
 def _reduce(values: Residues, scratch: Residues) -> None:
@@ -74,11 +157,23 @@ def _reduce(values: Residues, scratch: Residues) -> None:
     np.subtract(values, scratch, out=values)
 
 
+def _reduce_floats(values: Floats) -> Residues:
+    """Whole numbers from 0 to 2^40 mod PRIME; overwrites them."""
+    quotient = values * (1.0 / PRIME)
+    np.floor(quotient, out=quotient)
+    quotient *= PRIME
+    values -= quotient
+    # The quotient is rounded, so it may be off by one: what is below 0 wraps to huge, and the smaller of two is right.
+    reduced = values.astype(np.int32).view(np.uint32)
+    np.minimum(reduced, reduced + _P, out=reduced)
+    np.minimum(reduced, reduced - _P, out=reduced)
+    return reduced
+
+
 @cache
 def _inverses() -> Residues:
-    """1/d mod PRIME at index d, for d from -(PRIME - 1) to PRIME - 1: a negative d counts from the end, as in Python."""
+    """1/d mod PRIME at index d; 0 at 0."""
     inverse = [0, 1]
     for d in range(2, PRIME):  # P = q d + r, so 1/d = -q/r
         inverse.append(PRIME - PRIME // d * inverse[PRIME % d] % PRIME)
-    # Index -d is 2P - d from the front, and -d = P - d mod P: the table is the list twice.
-    return np.array(inverse * 2, dtype=np.uint32)
+    return np.array(inverse, dtype=np.uint32)

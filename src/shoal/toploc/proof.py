@@ -62,9 +62,9 @@ def unpack(proof: bytes, topk: int) -> npt.NDArray[np.uint16]:
 def proofs_of_points(indices_SK: npt.NDArray[np.int64], bits_SK: npt.NDArray[np.uint16]) -> list[bytes]:
     """Proofs from points: flat indices and bit patterns, one line per segment. ValueError if no modulus separates them."""
     moduli_S = injective_moduli(indices_SK)
-    x_KS = np.ascontiguousarray((indices_SK % moduli_S[:, None]).T.astype(np.uint32))
-    coefficients_KS = interpolate(x_KS, np.ascontiguousarray(bits_SK.T.astype(np.uint32)))
-    lines = np.concatenate([moduli_S[:, None].astype(np.uint32), coefficients_KS.T], axis=1).astype(">u2")
+    x_SK = (indices_SK % moduli_S[:, None]).astype(np.uint32)
+    coefficients_SK = interpolate(x_SK, bits_SK.astype(np.uint32))
+    lines = np.concatenate([moduli_S[:, None].astype(np.uint32), coefficients_SK], axis=1).astype(">u2")
     return [line.tobytes() for line in lines]
 
 

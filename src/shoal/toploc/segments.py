@@ -11,6 +11,7 @@ S segments, N values of each, K of them committed to, C columns.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,16 +19,23 @@ import torch
 from torch import Tensor
 
 from shoal.toploc.proof import ProofError
+from shoal.toploc.search import Contenders, Indices, TopSearch
 
 Bits = npt.NDArray[np.uint16]
 Place = tuple[int, int]
 """Where a segment belongs: row, segment of the row."""
+
+_Number = TypeVar("_Number", np.int64, np.uint16)
 
 BATCH = 256
 """Segments worked on together. Per-call costs are spread thin by then, and the tables still fit in cache."""
 SHEET_VALUES = 1 << 20
 """Of one sheet at most, unless one segment has more. A larger one leaves the cache, and if it has to be put together its
 fresh memory costs as much in page faults as the search in it."""
+
+
+DEVICE_SURPLUS = 64
+"""Values beyond the top-k that are looked at for ties on a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,13 @@ class SegmentBatch:
     def num_values(self) -> int:
         """Of one segment, the smallest if they differ."""
         return self.sheets[0].shape[1] if self.sizes_S is None else int(self.sizes_S.min())
+
+    def sizes(self) -> Indices:
+        """Of each segment."""
+        if self.sizes_S is None:
+            return np.full(len(self.places), self.num_values)
+        sizes: Indices = self.sizes_S.cpu().numpy()
+        return sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +111,20 @@ def padded_batches(states_list: Sequence[Tensor], *, segment_tokens: int) -> Ite
         yield SegmentBatch(places[begin : begin + 4 * BATCH], [values_SN], length_S * states_TH.shape[1])
 
 
-def top_points(batch: SegmentBatch, topk: int) -> tuple[npt.NDArray[np.int64], Bits]:
+def top_points(batch: SegmentBatch, topk: int) -> tuple[Indices, Bits]:
     """[S, K] flat indices of the largest magnitudes, and the bit patterns there.
 
     Ties fall as torch.topk has them: that is part of the format.
     """
-    if topk > (size := batch.num_values):
-        row, segment = batch.places[0]
-        raise ProofError(f"segment {segment} has {size} values, fewer than topk={topk}", row)
-    scratch = torch.empty(0, dtype=torch.int16)
-    indices: list[npt.NDArray[np.int64]] = []
+    _check_size(batch, topk)
+    search = TopSearch(topk)
+    indices: list[Indices] = []
     bits: list[Bits] = []
     for sheet in batch.sheets:
-        if sheet.device.type == "cpu" and scratch.numel() < sheet.numel():
-            scratch = torch.empty(sheet.numel(), dtype=torch.int16)
-        indices_SK = _largest(sheet, topk, scratch, batch.sizes_S)
+        if sheet.device.type == "cpu" and batch.sizes_S is None:
+            indices_SK = search.indices(sheet)
+        else:
+            indices_SK = torch.topk(_magnitudes(sheet, batch.sizes_S), topk, dim=1, sorted=False).indices
         bits.append(_to_bits(torch.gather(sheet, 1, indices_SK)))
         indices.append(indices_SK.cpu().numpy())
     bits_SK = np.concatenate(bits)
@@ -118,10 +132,41 @@ def top_points(batch: SegmentBatch, topk: int) -> tuple[npt.NDArray[np.int64], B
     return np.concatenate(indices), bits_SK
 
 
-def bits_of_columns(batch: SegmentBatch, columns_C: npt.NDArray[np.int64]) -> Bits:
-    """[S, C] bit patterns of the same places in every segment."""
-    columns = torch.from_numpy(columns_C).to(batch.sheets[0].device)
-    return np.concatenate([_to_bits(sheet.index_select(1, columns)) for sheet in batch.sheets])
+def contender_points(batch: SegmentBatch, topk: int, columns_SC: Indices) -> tuple[Contenders, Bits, Bits]:
+    """All that could be among the top-k, [S, W] bit patterns there, and [S, C] those at the given columns."""
+    _check_size(batch, topk)
+    search = TopSearch(topk)
+    found: list[Contenders] = []
+    bits: list[Bits] = []
+    at_columns: list[Bits] = []
+    start = 0
+    for sheet in batch.sheets:  # all that is wanted of a sheet while it is in cache
+        if sheet.device.type == "cpu" and batch.sizes_S is None:
+            contenders = search.contenders(sheet)
+        else:
+            contenders = _device_contenders(sheet, topk, batch.sizes_S)
+        indices_SW = torch.from_numpy(contenders.indices_SW).to(sheet.device)
+        columns = torch.from_numpy(columns_SC[start : start + len(sheet)]).to(sheet.device)
+        bits.append(_to_bits(torch.gather(sheet, 1, indices_SW)))
+        at_columns.append(_to_bits(torch.gather(sheet, 1, columns)))
+        found.append(contenders)
+        start += len(sheet)
+    contenders = Contenders(
+        side_by_side([part.indices_SW for part in found]), np.concatenate([part.num_S for part in found])
+    )
+    bits_SW = side_by_side(bits)
+    _check_bits(bits_SW, batch.places)
+    return contenders, bits_SW, np.concatenate(at_columns)
+
+
+def side_by_side(parts: Sequence[npt.NDArray[_Number]]) -> npt.NDArray[_Number]:
+    """Lines of several tables in one, with zeros behind the shorter ones."""
+    joined = np.zeros((sum(map(len, parts)), max(part.shape[1] for part in parts)), dtype=parts[0].dtype)
+    start = 0
+    for part in parts:
+        joined[start : start + len(part), : part.shape[1]] = part
+        start += len(part)
+    return joined
 
 
 def _blocks(states: Tensor, row: int, segment_tokens: int) -> Iterator[_Block]:
@@ -154,20 +199,26 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _largest(values_SN: Tensor, topk: int, scratch: Tensor, sizes_S: Tensor | None) -> Tensor:
-    """[S, K] where the largest magnitudes are: torch.topk of the absolute values, ties included.
+def _device_contenders(values_SN: Tensor, topk: int, sizes_S: Tensor | None) -> Contenders:
+    """The same on a device: of values equal to the K-th largest, as many as stand among the next DEVICE_SURPLUS."""
+    magnitudes_SN = _magnitudes(values_SN, sizes_S)
+    top = torch.topk(magnitudes_SN, min(topk + DEVICE_SURPLUS, values_SN.shape[1]), dim=1)
+    num_S = (top.values >= top.values[:, topk - 1 : topk]).sum(dim=1)
+    return Contenders(top.indices.cpu().numpy(), num_S.cpu().numpy())
 
-    Without the sign, bit patterns order as magnitudes do, and on a CPU torch.topk searches int16 faster than bfloat16.
-    """
-    if values_SN.device.type != "cpu" or sizes_S is not None:
-        absolute_SN = values_SN.abs()
-        if sizes_S is not None:  # padding is below every magnitude
-            columns_N = torch.arange(absolute_SN.shape[1], device=absolute_SN.device)
-            absolute_SN.masked_fill_(columns_N >= sizes_S[:, None], -1.0)
-        return torch.topk(absolute_SN, topk, dim=1, sorted=False).indices
-    magnitudes_SN = scratch[: values_SN.numel()].view(values_SN.shape)
-    torch.bitwise_and(values_SN.view(torch.int16), 0x7FFF, out=magnitudes_SN)
-    return torch.topk(magnitudes_SN, topk, dim=1, sorted=False).indices
+
+def _magnitudes(values_SN: Tensor, sizes_S: Tensor | None) -> Tensor:
+    absolute_SN = values_SN.abs()
+    if sizes_S is not None:  # padding is below every magnitude
+        columns_N = torch.arange(absolute_SN.shape[1], device=absolute_SN.device)
+        absolute_SN.masked_fill_(columns_N >= sizes_S[:, None], -1.0)
+    return absolute_SN
+
+
+def _check_size(batch: SegmentBatch, topk: int) -> None:
+    if topk > (size := batch.num_values):
+        row, segment = batch.places[0]
+        raise ProofError(f"segment {segment} has {size} values, fewer than topk={topk}", row)
 
 
 def _to_bits(values: Tensor) -> Bits:

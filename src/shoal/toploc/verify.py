@@ -3,27 +3,47 @@
 top-k points    the polynomial at the verifier's own top-k indices against the verifier's own values
 control points  the polynomial at random indices with small values, which no honest prover commits to: there an
                 honest polynomial is noise, and one that was made up to fit everywhere gives itself away
+
+Several values are often equal to the K-th largest, and which of them a prover committed to is its hardware's affair. So the polynomial
+is compared at all of them, and of those at the last place the ones that it knows best count.
+
+S segments, K top-k, W values that could be among them, C control points.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from shoal.toploc.field import PRIME, Residues, evaluate
-from shoal.toploc.proof import ProofError, check_format, collisions, num_segments, unpack
-from shoal.toploc.segments import Bits, SegmentBatch, batches, bits_of_columns, top_points
+from shoal.toploc.field import PRIME, evaluate, evaluate_everywhere
+from shoal.toploc.proof import MODULUS_FLOOR, ProofError, check_format, collisions, num_segments, unpack
+from shoal.toploc.search import Indices
+from shoal.toploc.segments import (
+    BATCH,
+    Bits,
+    Place,
+    SegmentBatch,
+    batches,
+    contender_points,
+    padded_batches,
+    side_by_side,
+)
 
 NO_MATCH = 2.0**64
 """Mantissa error of a segment in which no exponent matches; the published value."""
 MANTISSA_BOUND = 8
 MAX_CONTROLS = 128
-_CANDIDATES = 4 * MAX_CONTROLS
+_CANDIDATES, _CANDIDATES_OF_FEW = 192, 512
+"""Nearly all of a full segment's values are small enough, and less than half of a short one's."""
 
 Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
+
+# How a point is ranked: the best come first, points above the last place before points at it.
+_AT_LAST_PLACE, _NO_POINT = np.uint32(1 << 16), np.uint32(1 << 17)
+_WRONG_EXPONENT, _WRONG_SIGN = np.uint32(1 << 8), np.uint32(1 << 7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,55 +94,130 @@ def verify_proofs(
         topk=topk,
         segment_tokens=segment_tokens,
     )
-    tables = [unpack(proof, topk) for proof in proofs]
+    firsts = np.cumsum([0, *(num_segments(len(states), segment_tokens) for states in states_list)])
+    lines_SK = np.concatenate(
+        [np.empty((0, 1 + topk), np.uint16), *(unpack(proof, topk) for proof in proofs)]
+    )
     rng = np.random.default_rng(control_seed)
-    found: dict[tuple[int, int], SegmentCheck] = {}
-    for batch in batches(states_list, segment_tokens=segment_tokens):
-        lines_SK = np.stack([tables[row][segment] for row, segment in batch.places])
-        found.update(zip(batch.places, _check_batch(batch, lines_SK, topk, rng), strict=True))
+
+    def looks() -> Iterator[_Look]:
+        on_device = bool(states_list) and states_list[0].device.type != "cpu"
+        cut = padded_batches if on_device else batches
+        for batch in cut(states_list, segment_tokens=segment_tokens):
+            chosen_SK = lines_SK[[firsts[row] + segment for row, segment in batch.places]]
+            yield _look(batch, chosen_SK, topk, rng)
+
+    found: dict[Place, SegmentCheck] = {}
+    for look in _together(looks()):
+        found.update(zip(look.places, _check(look, topk), strict=True))
     return [
         [found[row, segment] for segment in range(num_segments(len(states), segment_tokens))]
         for row, states in enumerate(states_list)
     ]
 
 
-def _check_batch(
-    batch: SegmentBatch, lines_SK: Bits, topk: int, rng: np.random.Generator
-) -> list[SegmentCheck]:
-    top_SK, true_SK = top_points(batch, topk)
-    moduli_S = lines_SK[:, 0].astype(np.int64)
-    _check_moduli(top_SK, moduli_S, batch.places, topk)
-    control_SC, control_true_SC, usable_SC = _controls(batch, true_SK, rng)
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """Segments with all that is needed of their states."""
 
-    points_SN = np.concatenate([top_SK, control_SC], axis=1) % moduli_S[:, None]
-    claimed_SN = _evaluate(lines_SK[:, 1:], points_SN)
-    claimed_SK, control_claimed_SC = claimed_SN[:, :topk], claimed_SN[:, topk:]
-    mismatches_S, mean_S, median_S, bounded_S, signs_S = _compare(claimed_SK, true_SK)
-    hits_S = _control_hits(control_claimed_SC, control_true_SC, usable_SC, true_SK)
-    constant_S: Mask = np.logical_not(np.any(lines_SK[:, 2:], axis=1))
+    places: list[Place]
+    sizes_S: Indices
+    lines_SK: Bits
+    """Their proofs: modulus and coefficients."""
+    indices_SW: Indices
+    num_S: Indices
+    true_SW: Bits
+    hits_S: Indices
+    controls_S: Indices
+
+
+def _look(batch: SegmentBatch, lines_SK: Bits, topk: int, rng: np.random.Generator) -> _Look:
+    sizes_S = batch.sizes()
+    columns_of = {int(size): _control_columns(size, topk, rng) for size in np.unique(sizes_S)}
+    columns_SC = np.zeros((len(sizes_S), max(map(len, columns_of.values()))), dtype=np.int64)
+    claimed_SC = np.zeros(columns_SC.shape, dtype=np.uint16)
+    there_SC = np.zeros(columns_SC.shape, dtype=np.bool_)
+    for size, columns_C in columns_of.items():
+        of_size = sizes_S == size
+        columns_SC[of_size, : len(columns_C)] = columns_C
+        there_SC[of_size, : len(columns_C)] = True
+        claimed_SC[of_size, : len(columns_C)] = evaluate_everywhere(lines_SK[of_size, 1:], columns_C)
+    contenders, true_SW, control_SC = contender_points(batch, topk, columns_SC)
+    is_point_SW = np.arange(true_SW.shape[1]) < contenders.num_S[:, None]
+    usable_SC = _usable(control_SC, there_SC, _last_place(true_SW, is_point_SW))
+    return _Look(
+        places=batch.places,
+        sizes_S=sizes_S,
+        lines_SK=lines_SK,
+        indices_SW=contenders.indices_SW,
+        num_S=contenders.num_S,
+        true_SW=true_SW,
+        hits_S=_control_hits(
+            claimed_SC, control_SC, usable_SC, np.where(is_point_SW, true_SW, true_SW[:, :1])
+        ),
+        controls_S=usable_SC.sum(axis=1),
+    )
+
+
+def _together(looks: Iterable[_Look]) -> Iterator[_Look]:
+    """BATCH segments or more at a time, of all sizes: what follows asks for no equal ones."""
+    waiting: list[_Look] = []
+    for look in looks:
+        waiting.append(look)
+        if sum(len(one.places) for one in waiting) >= BATCH:
+            yield _joined(waiting)
+            waiting = []
+    if waiting:
+        yield _joined(waiting)
+
+
+def _joined(looks: list[_Look]) -> _Look:
+    if len(looks) == 1:
+        return looks[0]
+    return _Look(
+        places=[place for look in looks for place in look.places],
+        sizes_S=np.concatenate([look.sizes_S for look in looks]),
+        lines_SK=np.concatenate([look.lines_SK for look in looks]),
+        indices_SW=side_by_side([look.indices_SW for look in looks]),
+        num_S=np.concatenate([look.num_S for look in looks]),
+        true_SW=side_by_side([look.true_SW for look in looks]),
+        hits_S=np.concatenate([look.hits_S for look in looks]),
+        controls_S=np.concatenate([look.controls_S for look in looks]),
+    )
+
+
+def _check(look: _Look, topk: int) -> list[SegmentCheck]:
+    moduli_S = look.lines_SK[:, 0].astype(np.int64)
+    _check_moduli(look.indices_SW[:, :topk], moduli_S, look.places, topk)
+    coefficients_SK = look.lines_SK[:, 1:]
+    claimed_SW = evaluate(coefficients_SK, look.indices_SW % moduli_S[:, None])
+    columns = (
+        look.sizes_S,
+        *_compare(_best(claimed_SW, look.true_SW, look.num_S, topk)),
+        look.hits_S,
+        look.controls_S,
+        ~coefficients_SK[:, 1:].any(axis=1) & (topk > 1),
+    )
     return [
         SegmentCheck(
-            num_values=batch.num_values,
+            num_values=size,
             num_points=topk,
-            exponent_mismatches=int(mismatches_S[s]),
-            mantissa_mean=float(mean_S[s]),
-            mantissa_median=float(median_S[s]),
-            mantissa_bounded=float(bounded_S[s]),
-            sign_mismatches=int(signs_S[s]),
-            control_hits=int(hits_S[s]),
-            num_controls=int(usable_SC[s].sum()),
-            constant=bool(constant_S[s]) and topk > 1,
+            exponent_mismatches=mismatches,
+            mantissa_mean=mean,
+            mantissa_median=median,
+            mantissa_bounded=bounded,
+            sign_mismatches=signs,
+            control_hits=hits,
+            num_controls=num_controls,
+            constant=constant,
         )
-        for s in range(len(batch.places))
+        for size, mismatches, mean, median, bounded, signs, hits, num_controls, constant in zip(
+            *(column.tolist() for column in columns), strict=True
+        )
     ]
 
 
-def _check_moduli(
-    indices_SK: npt.NDArray[np.int64],
-    moduli_S: npt.NDArray[np.int64],
-    places: list[tuple[int, int]],
-    topk: int,
-) -> None:
+def _check_moduli(indices_SK: Indices, moduli_S: Indices, places: list[Place], topk: int) -> None:
     # The prover's indices are distinct under its modulus. Ours may differ from them in a few places, so a few of ours
     # may coincide without anybody's fault; more than an eighth cannot.
     if moduli_S.min() == PRIME and indices_SK.max() < PRIME:
@@ -135,66 +230,79 @@ def _check_moduli(
         )
 
 
-def _controls(
-    batch: SegmentBatch, true_SK: Bits, rng: np.random.Generator
-) -> tuple[npt.NDArray[np.int64], Bits, Mask]:
-    """Indices, values and usability of control points: random ones of at most half the smallest top-k magnitude.
+def _control_columns(size: int, topk: int, rng: np.random.Generator) -> Indices:
+    """Random indices for all segments of a size. They are their own residues: a polynomial says the same at an index and at
+    its residue, so those below every modulus are as good as any."""
+    limit = min(size, MODULUS_FLOOR)
+    wanted = _CANDIDATES_OF_FEW if size < 64 * topk else _CANDIDATES
+    return rng.choice(limit, min(limit, wanted), replace=False)
+
+
+def _last_place(true_SW: Bits, is_point_SW: Mask) -> Bits:
+    """The K-th largest magnitude of each segment, as a bit pattern."""
+    last_S: Bits = np.where(is_point_SW, true_SW & 0x7FFF, np.uint16(0x7FFF)).min(axis=1)
+    return last_S
+
+
+def _usable(control_SC: Bits, there_SC: Mask, last_S: Bits) -> Mask:
+    """Up to MAX_CONTROLS of a segment's candidates: the first of at most half the smallest top-k magnitude.
 
     Half, because the prover's hardware may have ordered near-equal values otherwise; nothing moves by a factor of two.
     """
-    size = batch.num_values
-    candidates = rng.choice(size, min(size, _CANDIDATES), replace=False)
-    bits_SC = bits_of_columns(batch, candidates)
     # One exponent step is a factor of two, and without the sign bit patterns order as magnitudes do.
-    bar_S = np.maximum((true_SK & 0x7FFF).min(axis=1).astype(np.int32) - 0x80, 0)
-    usable_SC: Mask = np.less_equal(bits_SC & 0x7FFF, bar_S[:, None])
-    order_SC = np.argsort(~usable_SC, axis=1, kind="stable")[:, :MAX_CONTROLS]
-    return (
-        candidates[order_SC],
-        np.take_along_axis(bits_SC, order_SC, axis=1),
-        np.take_along_axis(usable_SC, order_SC, axis=1),
-    )
+    bar_S = np.maximum(last_S, 0x80) - np.uint16(0x80)
+    small_SC: Mask = there_SC & ((control_SC & 0x7FFF) <= bar_S[:, None])
+    return small_SC & (np.cumsum(small_SC, axis=1, dtype=np.uint16) <= MAX_CONTROLS)
 
 
-def _evaluate(coefficients_SK: Bits, points_SN: npt.NDArray[np.int64]) -> Bits:
-    columns_KS: Residues = np.ascontiguousarray(coefficients_SK.T.astype(np.uint32))
-    points_NS: Residues = np.ascontiguousarray(points_SN.T.astype(np.uint32))
-    return evaluate(columns_KS, points_NS).T.astype(np.uint16)
+def _best(claimed_SW: Bits, true_SW: Bits, num_S: Indices, topk: int) -> npt.NDArray[np.uint32]:
+    """[S, K] what is wrong with each point, as one number: exponent, sign, mantissa error; the best ones at the last place."""
+    is_point_SW = np.arange(true_SW.shape[1]) < num_S[:, None]
+    at_last_SW = (true_SW & 0x7FFF) == _last_place(true_SW, is_point_SW)[:, None]
+    differ_SW = claimed_SW ^ true_SW
+    claimed_mantissa_SW, mantissa_SW = claimed_SW & 0x7F, true_SW & 0x7F
+    rank_SW = np.maximum(claimed_mantissa_SW, mantissa_SW) - np.minimum(claimed_mantissa_SW, mantissa_SW)
+    rank_SW = rank_SW.astype(np.uint32)
+    rank_SW += _WRONG_SIGN * (differ_SW >= 0x8000)
+    rank_SW += _WRONG_EXPONENT * ((differ_SW & 0x7F80) != 0)
+    rank_SW += _AT_LAST_PLACE * at_last_SW
+    rank_SW[~is_point_SW] = _NO_POINT
+    best_SK: npt.NDArray[np.uint32] = np.sort(rank_SW, axis=1)[:, :topk]
+    return best_SK
 
 
 def _compare(
-    claimed_SK: Bits, true_SK: Bits
-) -> tuple[npt.NDArray[np.int64], Floats, Floats, Floats, npt.NDArray[np.int64]]:
+    rank_SK: npt.NDArray[np.uint32],
+) -> tuple[Indices, Floats, Floats, Floats, Indices]:
     """Exponents that differ; mean, upper median and bounded mean of the mantissa error; signs that differ."""
-    agree_SK = _exponents(claimed_SK) == _exponents(true_SK)
+    agree_SK = (rank_SK & _WRONG_EXPONENT) == 0
     num_S = agree_SK.sum(axis=1)
-    error_SK = np.abs((claimed_SK & 0x7F).astype(np.int64) - (true_SK & 0x7F).astype(np.int64))
-    agreeing_SK = np.where(agree_SK, error_SK, 0)
+    error_SK = (rank_SK & 0x7F).astype(np.uint16)
+    agreeing_SK = error_SK * agree_SK
     divisor_S = np.maximum(num_S, 1)
     mean_S = np.where(num_S > 0, agreeing_SK.sum(axis=1) / divisor_S, NO_MATCH)
     bounded_S = np.where(
         num_S > 0, np.minimum(agreeing_SK, MANTISSA_BOUND).sum(axis=1) / divisor_S, MANTISSA_BOUND
     )
     # Disagreeing points sort behind all others, so element n // 2 is the upper median of the n that agree.
-    sorted_SK = np.sort(np.where(agree_SK, error_SK, 1 << 20), axis=1)
-    middle_S = np.take_along_axis(sorted_SK, np.minimum(num_S // 2, sorted_SK.shape[1] - 1)[:, None], axis=1)[
-        :, 0
-    ]
-    median_S = np.where(num_S > 0, middle_S.astype(np.float64), NO_MATCH)
-    signs_S = (agree_SK & ((claimed_SK ^ true_SK) >> 15).astype(np.bool_)).sum(axis=1)
+    sorted_SK = np.sort(np.where(agree_SK, error_SK, np.uint16(0xFFFF)), axis=1)
+    middle_S = np.minimum(num_S // 2, sorted_SK.shape[1] - 1)
+    median_S = np.where(
+        num_S > 0, sorted_SK[np.arange(len(sorted_SK)), middle_S].astype(np.float64), NO_MATCH
+    )
+    signs_S = (agree_SK & ((rank_SK & _WRONG_SIGN) != 0)).sum(axis=1)
     return agree_SK.shape[1] - num_S, mean_S, median_S, bounded_S, signs_S
 
 
-def _control_hits(claimed_SC: Bits, true_SC: Bits, usable_SC: Mask, top_SK: Bits) -> npt.NDArray[np.int64]:
-    among_top_SE = np.zeros((len(top_SK), 256), dtype=np.bool_)
-    np.put_along_axis(among_top_SE, _exponents(top_SK), True, axis=1)
-    exponents_SC = _exponents(claimed_SC)
-    plausible_SC = np.take_along_axis(among_top_SE, exponents_SC, axis=1)
-    hits_S: npt.NDArray[np.int64] = (usable_SC & (plausible_SC | (exponents_SC == _exponents(true_SC)))).sum(
-        axis=1
-    )
+def _control_hits(claimed_SC: Bits, true_SC: Bits, usable_SC: Mask, top_SW: Bits) -> Indices:
+    among_top_SE = np.zeros((len(top_SW), 256), dtype=np.bool_)
+    lines_S1 = np.arange(len(top_SW))[:, None]
+    among_top_SE[lines_S1, _exponents(top_SW)] = True
+    plausible_SC = among_top_SE[lines_S1, _exponents(claimed_SC)]
+    right_SC = ((claimed_SC ^ true_SC) & 0x7F80) == 0
+    hits_S: Indices = (usable_SC & (plausible_SC | right_SC)).sum(axis=1)
     return hits_S
 
 
-def _exponents(bits: Bits) -> npt.NDArray[np.int64]:
+def _exponents(bits: Bits) -> Indices:
     return ((bits & 0x7F80) >> 7).astype(np.int64)

@@ -32,6 +32,8 @@ class Statistic(Record):
     by_size: tuple[Moments, ...] = Field(min_length=1)
     inflation: float = Field(ge=1)
     """How much more the sum over a row varies than independent segments would."""
+    prompt_variance: float = Field(default=0.0, ge=0)
+    """Of what the segments of one prompt's samples have in common, beyond that."""
     tails: tuple[Tail, ...] = Field(min_length=1)
     """By rising number of rows, the first of 1."""
 
@@ -45,7 +47,8 @@ class Noise(Record):
     measured: tuple[str, ...]
     """Which machine proved and which checked, with how many rows: one line each."""
     sizes: tuple[int, ...] = Field(min_length=1)
-    """Values of the largest segment of each size class, rising. A larger segment counts to the last class."""
+    """Values of the largest segment of each size class, rising. A class begins above the one before it, the first above half of its
+    own. Segments outside of all, or of a class with fewer than 30 measured, are not tested."""
     mismatches: Statistic
     """Exponents and signs that differ, of the top-k."""
     mantissas: Statistic

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ from shoal.swarm.validator.reader import Reader
 from shoal.swarm.validator.recompute import Policy, recompute
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.noise import Noise
-from shoal.wire.rollouts import encode
-from shoal.wire.run import Sampling, Tolerances
+from shoal.wire.rollouts import Finish, Rollout, encode
+from shoal.wire.run import Sampling, Tolerances, default_tolerances
 
 SAMPLING = Sampling(max_new_tokens=36, samples_per_prompt=8)
 SPEC = make_spec(sampling=SAMPLING)
@@ -139,3 +140,67 @@ def test_a_model_that_is_sure_of_everything_leaves_nothing_to_judge() -> None:
     still = np.zeros(8)
     sure = RowFacts((), still, still, still + 0.1, still)
     check_surprise([sure])
+
+
+# -- with a calibration of a real model in bfloat16 ---------------------------------------------------------
+
+CALIBRATION = Path(__file__).parents[3] / "runs" / "calibration"
+
+
+@pytest.fixture(scope="module", params=sorted(CALIBRATION.glob("*.json")), ids=lambda path: path.stem)
+def measured(request: pytest.FixtureRequest) -> Noise:
+    return Noise.parse(request.param.read_bytes())
+
+
+def made_up(noise: Noise, shift: float, *, seed: int, num_rows: int = 64) -> list[RowFacts]:
+    """Rows of one full segment, as honest as the calibration has them, each moved by `shift` of its standard deviations."""
+    rng = np.random.default_rng(seed)
+    wrong, error = noise.mismatches.by_size[-1], noise.mantissas.by_size[-1]
+    facts = []
+    for _ in range(num_rows):
+        mantissa = max(0.0, rng.normal(error.mean + shift * error.variance**0.5, error.variance**0.5))
+        segment = toploc.SegmentCheck(
+            num_values=noise.sizes[-1],
+            num_points=128,
+            exponent_mismatches=int(rng.poisson(wrong.mean + shift * wrong.variance**0.5)),
+            mantissa_mean=mantissa,
+            mantissa_median=float(int(mantissa)),
+            mantissa_bounded=min(mantissa, 8.0),
+            sign_mismatches=0,
+            control_hits=2,
+            num_controls=128,
+            constant=False,
+        )
+        nothing = np.zeros(33)
+        facts.append(RowFacts((segment,), nothing - 0.1, nothing, nothing, nothing + 1))
+    return facts
+
+
+def verdict_on(facts: list[RowFacts], noise: Noise) -> str:
+    rows = [
+        Rollout(
+            prompt_index=index // 4,
+            sample_index=index % 4,
+            prompt_tokens=(1, 2),
+            output_tokens=(3,) * 33,
+            logprobs=(-0.1,) * 33,
+            finish=Finish.LENGTH,
+            proof=b"",
+        )
+        for index in range(len(facts))
+    ]
+    try:
+        check_facts(rows, facts, default_tolerances("bfloat16"), noise)
+    except Rejected as rejected:
+        return rejected.code
+    return ACCEPTED
+
+
+def test_only_certainty_is_reject(measured: Noise) -> None:
+    """The further off, the harsher: accepted, void without blame, refused. Never a refusal where honest work could be."""
+    honest = [verdict_on(made_up(measured, 0.0, seed=seed), measured) for seed in range(100)]
+    assert honest.count(ACCEPTED) >= 97 and not any(code.startswith("reject.") for code in honest)
+    found = [verdict_on(made_up(measured, step / 50, seed=step), measured) for step in range(150)]
+    first_void, first_reject = found.index("void.uncertain"), found.index("reject.wrong_computation")
+    assert first_void < first_reject, "suspicion comes before certainty"
+    assert set(found[first_reject + 25 :]) == {"reject.wrong_computation"}

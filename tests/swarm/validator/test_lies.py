@@ -29,6 +29,7 @@ CODE_OF = {
     "q8-weights": "reject.wrong_computation",
     "int8-weights": "reject.wrong_computation",
     "int4-weights": "reject.wrong_computation",
+    "other-dtype": "reject.wrong_computation",
     "stale-weights": "reject.wrong_computation",
     "smaller-model": "reject.wrong_sampling",
     "forged-proof": "reject.forged_proof",
@@ -39,10 +40,13 @@ CODE_OF = {
     "other-prompts": "reject.other_prompts",
     "replaced-tokens": "reject.wrong_computation",
     "truncated": "reject.early_stop",
+    "cut-short": "reject.early_stop",
     "wrong-logprobs": "reject.wrong_logprobs",
     "hot-sampling": "reject.wrong_sampling",
     "cold-sampling": "reject.wrong_sampling",
     "other-seeds": "reject.wrong_sampling",
+    "best-of-n": "reject.wrong_sampling",
+    "copied-rows": "reject.wrong_sampling",
     "replay": "reject.replayed",
 }
 
@@ -87,7 +91,9 @@ def work(conduct: Conduct, engine: Engine, lease: Lease, folder: Path, version: 
 def two_verdicts(lie: str | None, versions: list[Path], reader: Reader) -> list[Verdict]:
     """On a lease with each version, one after the other."""
     conduct = make_conduct(lie, "http://127.0.0.1:1")
-    engine = conduct.engine(TorchEngine(compute_dtype="float32", proof=SPEC.proof, max_rows=32))
+    engine = conduct.engine(
+        TorchEngine(compute_dtype=conduct.compute_dtype("float32"), proof=SPEC.proof, max_rows=32)
+    )
     tokenizer, seen, found = load_tokenizer(versions[0]), set(), []
     for version, folder in enumerate(versions):
         lease = make_lease(SPEC, number=version + 1, versions=(version,))

@@ -2,12 +2,15 @@
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from honest_work import make_table
 from loopback import Swarm, in_thread, origin_of
 
 from shoal.net.client import Refused
+from shoal.swarm.validator import loop
+from shoal.swarm.validator.judge import judge_many
 from shoal.swarm.validator.loop import Ended, run_validator
 from shoal.swarm.validator.poison import Poison
 from shoal.wire.codes import ACCEPTED
@@ -37,6 +40,31 @@ def test_honest_work_is_accepted_and_lies_are_refused(swarm: Swarm) -> None:
                 swarm.verdict_on(bomb)
         assert ended.result() is Ended.STOPPED
         assert (swarm.dir / "validator" / "policies" / "v0" / "model.safetensors").exists()
+
+
+def test_submissions_that_wait_are_checked_together_each_with_its_own_verdict(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together: list[int] = []
+
+    def counted(submissions: Any, *arguments: Any, **options: Any) -> Any:
+        together.append(len(submissions))
+        return judge_many(submissions, *arguments, **options)
+
+    monkeypatch.setattr(loop, "judge_many", counted)
+    with origin_of(swarm) as url:
+        policy = swarm.publish(0, url)
+        swarm.report_relay(url, 0)
+        swarm.join()
+        honest = swarm.lease()
+        swarm.submit(honest, encode(make_table(honest, policy)))
+        false = swarm.lease()
+        swarm.submit(false, b"PAR1" * 100)
+        with in_thread(lambda stop: run_validator(swarm.config(batch_tokens=1 << 20), stop=stop)):
+            status = swarm.verdict_on(honest)
+            assert status.code == ACCEPTED, status.detail
+            assert swarm.verdict_on(false).code == "reject.malformed_file"
+    assert together == [2]
 
 
 def test_weights_that_cannot_be_had_are_nobodys_fault(swarm: Swarm) -> None:

@@ -1,14 +1,16 @@
-"""One submission in, one verdict out."""
+"""Submissions in, a verdict on each out."""
 
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from shoal.model.tokenizer import Tokenizer
 from shoal.net.deadline import Stopped
 from shoal.swarm.validator import checks
-from shoal.swarm.validator.reader import Reader
-from shoal.swarm.validator.recompute import CannotCheck, Policy, recompute
+from shoal.swarm.validator.reader import Reader, ReaderDown
+from shoal.swarm.validator.recompute import CannotCheck, Checked, Policy, recompute_many
 from shoal.tasks import CannotGrade, Outcome, Problem, Reward, Task, make_task
 from shoal.toploc import expected_bytes
 from shoal.wire.codes import ACCEPTED, Rejected
@@ -22,6 +24,10 @@ PROMPT_SLACK = 4096
 """Prompt tokens a file may hold beyond the longest leased prompt: an edited prompt should be called one."""
 SHOWN_CHARACTERS = 1000
 """Of the sampled answer. It stands in the ledger, for ever."""
+
+
+Failed = CannotCheck | ReaderDown
+"""Our own side failed on one submission."""
 
 
 def judge(
@@ -39,28 +45,83 @@ def judge(
     `spec` has the run's task with its files at hand; `policy` is the claimed version. Raises CannotCheck or ReaderDown where our own side fails; never blames for it;
     Stopped if `stop` is set meanwhile.
     """
+    (found,) = judge_many([(data, claim)], spec, policy, reader=reader, control_seed=control_seed, stop=stop)
+    if isinstance(found, Verdict):
+        return found
+    raise found
+
+
+def judge_many(
+    submissions: Sequence[tuple[bytes, Claim]],
+    spec: RunSpec,
+    policy: Policy,
+    *,
+    reader: Reader,
+    control_seed: int,
+    stop: threading.Event | None = None,
+) -> list[Verdict | Failed]:
+    """The same for several of one policy version, whose rows share prefills. CannotCheck is raised if a prefill fails: by whose
+    rows is not known then."""
+    opened = [_begin(data, claim, spec, policy, reader) for data, claim in submissions]
+    # Drawn by the coordinator after it had the bytes: the node could not know.
+    full = [one for one in opened if isinstance(one, _Opened) and one.claim.checks == "full"]
+    checked = [Checked(one.table.rows, one.claim.lease) for one in full]
+    found = recompute_many(checked, policy, control_seed=control_seed, stop=stop)
+    for one, facts in zip(full, found, strict=True):
+        one.facts = facts
+    return [_end(one, spec, policy, stop) if isinstance(one, _Opened) else one for one in opened]
+
+
+@dataclass
+class _Opened:
+    """A submission past every check that needs no forward pass."""
+
+    claim: Claim
+    task: Task
+    problems: list[Problem]
+    table: RolloutTable
+    started_s: float
+    facts: list[checks.RowFacts] | Rejected | None = None
+    """None if its draw spared it."""
+
+
+def _begin(
+    data: bytes, claim: Claim, spec: RunSpec, policy: Policy, reader: Reader
+) -> _Opened | Verdict | Failed:
     started_s = time.monotonic()
-    evidence: dict[str, float | int | str] = {"policy_version": claim.policy_version}
     try:
         checks.check_claim(claim)
         task = make_task(spec.task)
         problems = leased_problems(claim.lease, spec.run, task)
         table = open_submission(data, claim, policy, reader=reader)
-        # Drawn by the coordinator after it had the bytes: the node could not know.
-        if claim.checks == "full":
-            facts = recompute(table.rows, claim.lease, policy, control_seed=control_seed, stop=stop)
-            evidence |= checks.evidence(table.rows, facts, spec.tolerances)
-            checks.check_facts(table.rows, facts, spec.tolerances, spec.noise)
+    except Rejected as rejected:
+        return _refusal(claim, rejected, {"policy_version": claim.policy_version})
+    except (CannotCheck, ReaderDown) as failed:
+        return failed
+    return _Opened(claim, task, problems, table, started_s)
+
+
+def _end(one: _Opened, spec: RunSpec, policy: Policy, stop: threading.Event | None) -> Verdict | Failed:
+    claim, table = one.claim, one.table
+    evidence: dict[str, float | int | str] = {"policy_version": claim.policy_version}
+    try:
+        if isinstance(one.facts, Rejected):
+            raise one.facts
+        if one.facts is not None:
+            evidence |= checks.evidence(table.rows, one.facts, spec.tolerances)
+            checks.check_facts(table.rows, one.facts, spec.tolerances, spec.noise)
+        graded = grade(table, one.problems, one.task, policy.tokenizer, stop=stop)
     except Rejected as rejected:
         return _refusal(claim, rejected, evidence)
-    graded = grade(table, problems, task, policy.tokenizer, stop=stop)
+    except CannotCheck as failed:
+        return failed
     evidence |= count_outcomes(graded)
     evidence |= show_sample(table, graded, claim, policy.tokenizer)
     num_tokens = sum(len(row.output_tokens) for row in table.rows)
     return Verdict(
         lease_id=claim.lease.lease_id,
         code=ACCEPTED,
-        detail=f"{len(table.rows)} rows, {num_tokens} tokens, checked in {time.monotonic() - started_s:.2f} s",
+        detail=f"{len(table.rows)} rows, {num_tokens} tokens, checked in {time.monotonic() - one.started_s:.2f} s",
         rewards=tuple(reward.value for reward in graded),
         output_tokens=num_tokens,
         checks=claim.checks,

@@ -1,8 +1,10 @@
 """The validator's process.
 
-    claim ──▶ bytes ──▶ policy version ──▶ checks ──▶ verdict
-      ▲                                                │
-      └────────────────────────────────────────────────┘
+    claims ──▶ bytes ──▶ policy version ──▶ checks ──▶ verdicts
+      ▲                                                  │
+      └──────────────────────────────────────────────────┘
+
+Claims that wait are taken several at a time, and those of one policy version share their prefills.
 
 It keeps nothing that it could not lose: a claim that is not answered goes back into the coordinator's queue. What fails
 on its own side (weights that cannot be had, a reader that does not start) ends as void.infra, never as blame.
@@ -19,10 +21,10 @@ from pathlib import Path
 import torch
 
 from shoal.model.load import DTYPES, load_decoder
-from shoal.net.client import Refused, SignedClient
+from shoal.net.client import Refused, SignedClient, Unreachable
 from shoal.net.data_files import fetch_files
 from shoal.net.deadline import DeadlinePassed, Stopped
-from shoal.swarm.validator.judge import judge, judge_claim
+from shoal.swarm.validator.judge import judge_claim, judge_many
 from shoal.swarm.validator.poison import Poison
 from shoal.swarm.validator.policies import PolicyShelf
 from shoal.swarm.validator.reader import Reader, ReaderDown
@@ -38,6 +40,8 @@ from shoal.wire.run import PROTOCOL, RunSpec
 
 IDLE_S = 10.0
 """How long to ask for work before asking whether the run is over."""
+MAX_TOGETHER = 16
+"""Submissions claimed at a time, as long as their tokens do not fill a prefill. A claim has a deadline, so not more than that."""
 _SETTLED = ("request.conflict", "request.lease_closed", "request.not_found")
 """What the coordinator says to a verdict that came too late to count."""
 
@@ -134,8 +138,9 @@ class Validator:
 
     def main_loop(self) -> Ended:
         while (claim := self._next_claim()) is not None:
-            verdict = self._check(claim)
-            self._deliver(claim, verdict)
+            claims = [claim, *self._waiting_claims(claim)]
+            for checked, verdict in zip(claims, self._check_all(claims), strict=True):
+                self._deliver(checked, verdict)
         return Ended.FINISHED
 
     def _next_claim(self) -> Claim | None:
@@ -151,28 +156,76 @@ class Validator:
                 self._info = self._ask_info()  # the terms may change while a run is resumed
         return None
 
-    def _check(self, claim: Claim) -> Verdict:
+    def _waiting_claims(self, first: Claim) -> list[Claim]:
+        """More that can be checked with the first one, as far as they are there already."""
+        claims: list[Claim] = []
+        tokens = _most_tokens(first)
+        while len(claims) + 1 < MAX_TOGETHER and tokens < self._config.batch_tokens:
+            try:
+                claim = self._client.call("POST", "/v1/checks/claim", None, Claim)
+            except (Refused, Unreachable):
+                break  # nothing waits, or the next turn will tell what is wrong
+            claims.append(claim)
+            tokens += _most_tokens(claim)
+        return claims
+
+    def _check_all(self, claims: list[Claim]) -> list[Verdict]:
+        """A verdict on each, in the order of the claims."""
+        try:
+            return self._try_all(claims)
+        except Stopped:
+            for claim in claims:  # no fault of the submissions
+                self._poison.end(claim.lease.lease_id)
+            raise
+
+    def _try_all(self, claims: list[Claim]) -> list[Verdict]:
+        verdicts: dict[str, Verdict] = {}
+        by_version: dict[int, list[tuple[bytes, Claim]]] = {}
+        for claim in claims:
+            begun = self._begin(claim)
+            if isinstance(begun, Verdict):
+                verdicts[claim.lease.lease_id] = begun
+            else:
+                by_version.setdefault(claim.policy_version, []).append((begun, claim))
+        for submissions in by_version.values():
+            for (_, claim), verdict in zip(submissions, self._judge(submissions), strict=True):
+                verdicts[claim.lease.lease_id] = verdict
+        return [verdicts[claim.lease.lease_id] for claim in claims]
+
+    def _begin(self, claim: Claim) -> Verdict | bytes:
+        """The bytes to judge, or a verdict that needs none."""
         if (refusal := judge_claim(claim)) is not None:
             return refusal
         if not self._poison.begin(claim.lease.lease_id):
             return _void(claim, "checking it ended the validator's process before")
         try:
-            data = self._fetch(claim)
-            policy = self._shelf.get(claim.policy_version, claim.lease, claim.relays)
-            return judge(
-                data,
-                claim,
+            return self._fetch(claim)
+        except CannotCheck as error:
+            return _void(claim, str(error))
+
+    def _judge(self, submissions: list[tuple[bytes, Claim]]) -> list[Verdict]:
+        """Those of one policy version, together; each for itself if that fails or one of them ended a process before."""
+        if len(submissions) > 1 and any(self._poison.suspects(c.lease.lease_id) for _, c in submissions):
+            return [verdict for one in submissions for verdict in self._judge([one])]
+        _, first = submissions[0]
+        try:
+            policy = self._shelf.get(first.policy_version, first.lease, first.relays)
+            found = judge_many(
+                submissions,
                 self._spec_at_hand(),
                 replace(policy, batch_tokens=self._config.batch_tokens),
                 reader=self._reader,
                 control_seed=secrets.randbits(64),
                 stop=self._client.stop,
             )
-        except (CannotCheck, ReaderDown) as error:
-            return _void(claim, str(error))
-        except Stopped:
-            self._poison.end(claim.lease.lease_id)  # no fault of the submission
-            raise
+        except CannotCheck as error:
+            if len(submissions) == 1:
+                return [_void(first, str(error))]
+            return [verdict for one in submissions for verdict in self._judge([one])]
+        return [
+            one if isinstance(one, Verdict) else _void(claim, str(one))
+            for one, (_, claim) in zip(found, submissions, strict=True)
+        ]
 
     def _spec_at_hand(self) -> RunSpec:
         """The run's terms, its task reading the files we fetched. CannotCheck if they cannot be had."""
@@ -233,6 +286,10 @@ class Validator:
             Info,
             deadline_s=self._config.deadline_s,
         )
+
+
+def _most_tokens(claim: Claim) -> int:
+    return claim.lease.num_rows * claim.lease.sampling.max_new_tokens
 
 
 def _void(claim: Claim, reason: str) -> Verdict:

@@ -26,6 +26,10 @@ class Poison:
         self._write(self._deaths | {lease_id: deaths + 1})
         return True
 
+    def suspects(self, lease_id: str) -> bool:
+        """Whether an earlier check of it, alone or with others, did not come to an end. To be asked after `begin`."""
+        return self._deaths.get(lease_id, 0) > 1
+
     def end(self, lease_id: str) -> None:
         self._write({name: count for name, count in self._deaths.items() if name != lease_id})
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.model.cache import KVCache
 from shoal.model.decoder import Decoder
+from shoal.model.segments import runs_kernel
 from shoal.model.tokenizer import Tokenizer
 from shoal.net.deadline import Stopped
 from shoal.swarm.validator.checks import RowFacts, where
@@ -31,6 +32,8 @@ BATCH_TOKENS = 4096
 """Tokens of one prefill, prompts and padding included: they bound the keys and values held at once."""
 LOGITS_AT_ONCE = 1 << 23
 """Logits held at a time: 32 MiB of float32."""
+DEVICE_LOGITS_AT_ONCE = 1 << 30
+"""The same on a GPU, where they are read once and in the states' dtype: 2 GiB of bfloat16."""
 
 
 Floats = npt.NDArray[np.float64]
@@ -69,7 +72,13 @@ class Unleased(NamedTuple):
     proof: ProofSpec
 
 
-@torch.inference_mode()
+class Checked(NamedTuple):
+    """Rows that are checked under one lease's terms."""
+
+    rows: Sequence[Rollout]
+    lease: Leased
+
+
 def recompute(
     rows: Sequence[Rollout],
     lease: Leased,
@@ -79,27 +88,64 @@ def recompute(
     stop: threading.Event | None = None,
 ) -> list[RowFacts]:
     """Facts about each row, in the order given. Rejected if a proof turns out to be malformed; CannotCheck; Stopped."""
-    facts: dict[int, RowFacts] = {}
-    for batch in _batches(rows, policy.batch_tokens):
+    (found,) = recompute_many([Checked(rows, lease)], policy, control_seed=control_seed, stop=stop)
+    if isinstance(found, Rejected):
+        raise found
+    return found
+
+
+@torch.inference_mode()
+def recompute_many(
+    submissions: Sequence[Checked],
+    policy: Policy,
+    *,
+    control_seed: int,
+    stop: threading.Event | None = None,
+) -> list[list[RowFacts] | Rejected]:
+    """The same for several submissions at once, whose rows share prefills. A malformed proof is one submission's own affair.
+
+    Their leases are of one run: sampling and proofs by the same terms, only seeds differ.
+    """
+    entries = [
+        _Entry(number, index, row, one.lease)
+        for number, one in enumerate(submissions)
+        for index, row in enumerate(one.rows)
+    ]
+    facts: dict[tuple[int, int], RowFacts] = {}
+    refused: dict[int, Rejected] = {}
+    for batch in _batches(entries, policy.batch_tokens):
         if stop is not None and stop.is_set():
             raise Stopped("stopped between two batches of a check")
-        states = _prefill(policy.decoder, [rows[index] for index in batch])
-        segments = _verify([rows[index] for index in batch], [s[1:] for s in states], lease, control_seed)
-        per_token = _tokens(policy.decoder, [rows[index] for index in batch], states, lease)
-        for place, index in enumerate(batch):
-            facts[index] = RowFacts(tuple(segments[place]), *per_token[place])
-    return [facts[index] for index in range(len(rows))]
+        states = _prefill(policy.decoder, [entry.row for entry in batch])
+        batch, states, segments = _verify(batch, states, control_seed, refused)
+        if not batch:
+            continue
+        per_token = _tokens(policy.decoder, batch, states)
+        for entry, segment, tokens in zip(batch, segments, per_token, strict=True):
+            facts[entry.submission, entry.place] = RowFacts(tuple(segment), *tokens)
+    return [
+        refused.get(number) or [facts[number, index] for index in range(len(one.rows))]
+        for number, one in enumerate(submissions)
+    ]
 
 
-def _batches(rows: Sequence[Rollout], batch_tokens: int) -> Iterator[list[int]]:
-    """Row numbers, longest first, so that rows of one batch are of about one length and little is padded."""
-    by_length = sorted(range(len(rows)), key=lambda index: _length(rows[index]), reverse=True)
-    batch: list[int] = []
-    for index in by_length:
-        if batch and (len(batch) + 1) * _length(rows[batch[0]]) > batch_tokens:
+class _Entry(NamedTuple):
+    """A row, and whose it is."""
+
+    submission: int
+    place: int
+    row: Rollout
+    lease: Leased
+
+
+def _batches(entries: Sequence[_Entry], batch_tokens: int) -> Iterator[list[_Entry]]:
+    """Longest first, so that rows of one batch are of about one length and little is padded."""
+    batch: list[_Entry] = []
+    for entry in sorted(entries, key=lambda entry: _length(entry.row), reverse=True):
+        if batch and (len(batch) + 1) * _length(batch[0].row) > batch_tokens:
             yield batch
             batch = []
-        batch.append(index)
+        batch.append(entry)
     if batch:
         yield batch
 
@@ -110,11 +156,35 @@ def _length(row: Rollout) -> int:
 
 
 def _prefill(decoder: Decoder, rows: Sequence[Rollout]) -> list[Tensor]:
-    """For each row the states that predict its output tokens, [T, H]. A prompt is run once, however many rows share it."""
+    """For each row the states that predict its output tokens, [T, H]."""
     device = decoder.model.norm.weight.device
     end = max(_length(row) for row in rows)
     if end >= decoder.shape.max_positions:
         raise CannotCheck(f"{end + 1} tokens pass the model's {decoder.shape.max_positions} positions")
+    packs = runs_kernel(device, decoder.model.norm.weight.dtype)
+    states = _prefill_packed(decoder, rows, device) if packs else _prefill_cached(decoder, rows, end, device)
+    if not bool(torch.stack([torch.isfinite(s).all() for s in states]).all()):
+        raise CannotCheck("the policy's own states are not finite; its weights are broken")
+    return states
+
+
+def _prefill_packed(decoder: Decoder, rows: Sequence[Rollout], device: torch.device) -> list[Tensor]:
+    """All rows end to end, nothing padded: a kernel looks at each for itself. Prompts are run again for each row."""
+    lengths = [_length(row) for row in rows]
+    tokens_1T = torch.tensor([[t for row in rows for t in (*row.prompt_tokens, *row.output_tokens[:-1])]])
+    positions_1T = torch.cat([torch.arange(length) for length in lengths])[None]
+    segments_1T = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))[None]
+    states_TH = decoder(tokens_1T.to(device), positions_1T.to(device), segments_BT=segments_1T.to(device))[0]
+    return [
+        of_row[len(row.prompt_tokens) - 1 :]
+        for row, of_row in zip(rows, torch.split(states_TH, lengths), strict=True)
+    ]
+
+
+def _prefill_cached(
+    decoder: Decoder, rows: Sequence[Rollout], end: int, device: torch.device
+) -> list[Tensor]:
+    """A prompt is run once, however many rows share it."""
     prompts = list(dict.fromkeys(row.prompt_tokens for row in rows))
     prompt_cache, last_PH = _run_prompts(decoder, prompts, device)
     index_B = torch.tensor([prompts.index(row.prompt_tokens) for row in rows], device=device)
@@ -124,13 +194,10 @@ def _prefill(decoder: Decoder, rows: Sequence[Rollout]) -> list[Tensor]:
         prompt_cache, source_slots=index_B, slots=slots_B, context=min(prompt_cache.max_context, end + 1)
     )
     fed_BTH = _run_outputs(decoder, rows, cache, device)
-    states = [
+    return [
         torch.cat([last_PH[index_B[place]][None], fed_BTH[place, : len(row.output_tokens) - 1]])
         for place, row in enumerate(rows)
     ]
-    if not all(bool(torch.isfinite(s).all()) for s in states):
-        raise CannotCheck("the policy's own states are not finite; its weights are broken")
-    return states
 
 
 def _run_prompts(
@@ -169,37 +236,59 @@ def _make_cache(decoder: Decoder, *, num_slots: int, max_context: int, device: t
 
 
 def _verify(
-    rows: Sequence[Rollout], states: Sequence[Tensor], lease: Leased, control_seed: int
-) -> list[list[SegmentCheck]]:
-    try:
-        return verify_proofs(
-            [row.proof for row in rows],
-            states,
-            topk=lease.proof.topk,
-            segment_tokens=lease.proof.segment_tokens,
-            control_seed=control_seed,
-        )
-    except ProofError as error:
-        raise Rejected("reject.malformed_proof", f"{where(rows[error.row])}: {error.reason}") from None
+    batch: list[_Entry], states: list[Tensor], control_seed: int, refused: dict[int, Rejected]
+) -> tuple[list[_Entry], list[Tensor], list[list[SegmentCheck]]]:
+    """What proofs say, for rows of the submissions that have none that is malformed; the others join `refused`."""
+    while True:
+        kept = [place for place, entry in enumerate(batch) if entry.submission not in refused]
+        batch, states = [batch[place] for place in kept], [states[place] for place in kept]
+        if not batch:
+            return [], [], []
+        proof = batch[0].lease.proof
+        try:
+            segments = verify_proofs(
+                [entry.row.proof for entry in batch],
+                [s[1:] for s in states],
+                topk=proof.topk,
+                segment_tokens=proof.segment_tokens,
+                control_seed=control_seed,
+            )
+            return batch, states, segments
+        except ProofError as error:
+            culprit = batch[error.row]
+            refused[culprit.submission] = Rejected(
+                "reject.malformed_proof", f"{where(culprit.row)}: {error.reason}"
+            )
 
 
 def _tokens(
-    decoder: Decoder, rows: Sequence[Rollout], states: Sequence[Tensor], lease: Leased
+    decoder: Decoder, batch: Sequence[_Entry], states: Sequence[Tensor]
 ) -> list[tuple[Floats, Floats, Floats, Floats]]:
     """For each row, per output token: log-prob, draw distance, surprise and the variance of that."""
     states_NH = torch.cat(list(states))
-    tokens_N = torch.tensor([token for row in rows for token in row.output_tokens], device=states_NH.device)
-    chunk = max(1, LOGITS_AT_ONCE // decoder.shape.vocab_size)
+    tokens_N = torch.tensor(
+        [token for entry in batch for token in entry.row.output_tokens], device=states_NH.device
+    )
+    on_device = states_NH.device.type == "cuda"
+    chunk = max(1, (DEVICE_LOGITS_AT_ONCE if on_device else LOGITS_AT_ONCE) // decoder.shape.vocab_size)
+    temperature = batch[0].lease.sampling.temperature
+    distribution = _device_distribution if on_device else _distribution
     parts = [
-        _distribution(decoder, hidden, tokens, lease.sampling.temperature)
+        distribution(decoder, hidden, tokens, temperature)
         for hidden, tokens in zip(torch.split(states_NH, chunk), torch.split(tokens_N, chunk), strict=True)
     ]
-    logprob_N, low_N, high_N, entropy_N, variance_N = torch.cat(parts, dim=1).cpu().numpy()
-    uniform_N = np.concatenate([_row_uniforms(row, lease) for row in rows])
+    logprob_N, low_N, high_N, entropy_N, variance_N = torch.cat(parts, dim=1).double().cpu().numpy()
+    uniform_N = np.concatenate([_row_uniforms(entry.row, entry.lease) for entry in batch])
     distance_N = np.maximum(np.maximum(low_N - uniform_N, uniform_N - high_N), 0.0)
-    ends = np.cumsum([len(row.output_tokens) for row in rows])[:-1]
+    ends = np.cumsum([len(entry.row.output_tokens) for entry in batch])[:-1]
     columns = (logprob_N, distance_N, -logprob_N - entropy_N, variance_N)
     return list(zip(*(np.split(column, ends) for column in columns), strict=True))
+
+
+def _device_distribution(decoder: Decoder, hidden_NH: Tensor, tokens_N: Tensor, temperature: float) -> Tensor:
+    from shoal.model.interval_kernels import token_intervals
+
+    return token_intervals(decoder.logits(hidden_NH), tokens_N, temperature)
 
 
 def _distribution(decoder: Decoder, hidden_NH: Tensor, tokens_N: Tensor, temperature: float) -> Tensor:

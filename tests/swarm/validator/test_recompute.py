@@ -1,0 +1,57 @@
+"""One prefill for many: rows packed end to end, and submissions checked together, give what each gives alone."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from honest_work import make_lease, make_policy, make_spec, make_table
+
+from shoal.swarm.validator import recompute as recomputing
+from shoal.swarm.validator.checks import RowFacts
+from shoal.swarm.validator.recompute import Checked, Policy, recompute, recompute_many
+from shoal.wire.codes import Rejected
+from shoal.wire.run import Sampling
+
+SPEC = make_spec(sampling=Sampling(max_new_tokens=40, samples_per_prompt=3))
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return make_policy(tmp_path_factory.mktemp("models"))
+
+
+def same(one: RowFacts, other: RowFacts) -> None:
+    np.testing.assert_allclose(one.logprobs_T, other.logprobs_T, atol=1e-4)
+    np.testing.assert_allclose(one.draw_distance_T, other.draw_distance_T, atol=1e-4)
+    np.testing.assert_allclose(one.surprise_variance_T, other.surprise_variance_T, atol=1e-3)
+    for a, b in zip(one.segments, other.segments, strict=True):
+        assert a.num_values == b.num_values and abs(a.exponent_mismatches - b.exponent_mismatches) <= 2
+
+
+def test_packed_rows_have_the_facts_of_cached_ones(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = make_lease(SPEC, prompts=2)
+    rows = make_table(lease, policy).rows
+    cached = recompute(rows, lease, policy, control_seed=1)
+    monkeypatch.setattr(recomputing, "runs_kernel", lambda device, dtype: True)
+    for one, other in zip(cached, recompute(rows, lease, policy, control_seed=1), strict=True):
+        same(one, other)
+
+
+def test_submissions_checked_together_have_the_facts_of_each_alone(policy: Policy, tmp_path: Path) -> None:
+    leases = [make_lease(SPEC, number=number, prompts=2) for number in (1, 2, 3)]
+    tables = [make_table(lease, policy).rows for lease in leases]
+    # A proof of the right form whose modulus merges indices is found by looking at states: one submission's own affair.
+    broken = (replace(tables[1][0], proof=b"\x00\x01" + tables[1][0].proof[2:]), *tables[1][1:])
+    found = recompute_many(
+        [Checked(rows, lease) for rows, lease in zip((tables[0], broken, tables[2]), leases, strict=True)],
+        replace(policy, batch_tokens=512),
+        control_seed=1,
+    )
+    assert isinstance(found[1], Rejected) and found[1].code == "reject.malformed_proof"
+    for place in (0, 2):
+        together = found[place]
+        assert not isinstance(together, Rejected)
+        alone = recompute(tables[place], leases[place], policy, control_seed=1)
+        for one, other in zip(alone, together, strict=True):
+            same(one, other)
