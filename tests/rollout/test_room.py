@@ -39,18 +39,18 @@ REQUEST = Request(
 
 def test_room_holds_the_longest_row() -> None:
     requests = [REQUEST, replace(REQUEST, prompt_tokens=(1,) * 10, max_new_tokens=300)]
-    assert room_for(requests, 7, shelf_prompts=0) == Room(7, 384, 300, 0, 0)
-    # Kept apart, prompts take no place in the slots: two that run, two computed ahead.
+    # Prompts take no place in the slots: two that run, two computed ahead.
     assert room_for(requests, 7, shelf_prompts=64) == Room(7, 384, 300, 4, 128)
 
 
 def test_memory_decides_how_many_rows_run() -> None:
-    room = room_for([REQUEST], 100, shelf_prompts=0)
-    row = 2 * 2 * 2 * 32 * 4 * room.context + 50 * (2 * 128 + 20)
+    room = room_for([REQUEST], 100, shelf_prompts=16)
+    position = 2 * 2 * 2 * 32 * 4
+    row, prompts = position * room.context + 50 * (2 * 128 + 20), 2 * position * 128
     assert fit(SHAPE, room, value_bytes=4, budget_bytes=1000 * row) == room
-    assert fit(SHAPE, room, value_bytes=4, budget_bytes=9 * row + 1).rows == 9
+    assert fit(SHAPE, room, value_bytes=4, budget_bytes=prompts + 9 * row + 1).rows == 9
     with pytest.raises(ValueError, match="lower max_new_tokens or free memory"):
-        fit(SHAPE, room, value_bytes=4, budget_bytes=row - 1)
+        fit(SHAPE, room, value_bytes=4, budget_bytes=prompts + row - 1)
     assert free_memory_bytes() > 0
 
 
