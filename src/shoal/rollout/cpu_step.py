@@ -127,7 +127,7 @@ class CpuStep:
         """Rows in `slots_R` begin after the batch's prompts at `places_R`: their first tokens are drawn."""
         self._draw(batch.logits_PV[places_R], slots_R)
 
-    def leave(self, requests: Iterable[Request]) -> None:
+    def leave(self, slots: Sequence[int], requests: Iterable[Request]) -> None:
         """Rows have ended, and others will move into their slots."""
         self._places.leave(request.prompt_tokens for request in requests)
         self._order = None

@@ -20,7 +20,7 @@ class ShelfSize(NamedTuple):
     """Prompts computed at once, however short."""
 
 
-SHELF_SIZES = {"cpu": ShelfSize(2048, 16), "cuda": ShelfSize(8192, 64)}
+SHELF_SIZES = {"cpu": ShelfSize(2048, 16), "cuda": ShelfSize(16384, 64)}
 
 
 class Batch(NamedTuple):

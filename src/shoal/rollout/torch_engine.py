@@ -154,12 +154,12 @@ class TorchEngine:
         """See which rows have ended, and take them out."""
         self._watch.note(self._num_steps, running.slots.ended_S)
         for step, ended in self._watch.read():
-            done = self._rows.finished(ended, step=step)
+            done = self._rows.finished(np.flatnonzero(ended).tolist(), step=step)
             if len(done) >= min(self._few(running), max(1, self._rows.num_running)):
-                counts = [ended[slot] for slot in done]
+                counts = ended[done].tolist()
                 taken = running.slots.take(done, max(counts))
                 requests = self._rows.remove(done)
-                running.step.leave(requests)
+                running.step.leave(done, requests)
                 self._loaded().prover.add(requests, counts, taken)
 
     def _make_room(self) -> "_Running":
