@@ -47,7 +47,9 @@ def prefill(weights: FusedWeights, prompts: Sequence[Prompt], places: Sequence[i
     return torch.mm(last_PH, weights.head_VH.t())
 
 
-def _table(prompts: Sequence[Prompt], places: Sequence[int]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+def _table(
+    prompts: Sequence[Prompt], places: Sequence[int]
+) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """A column for each token: its id, its position, its prompt's place."""
     columns = [
         np.stack((prompt, np.arange(len(prompt)), np.full(len(prompt), place)))

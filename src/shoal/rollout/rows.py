@@ -6,7 +6,7 @@ something, `compact` says which rows to move so that the running ones fill slots
 
 import heapq
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 from shoal.rollout.engine import Request
 
