@@ -169,6 +169,14 @@ def bytes_moved(shape: Shape, finished: Sequence[Finished], steps: int, value_by
     return steps * head_and_layers * value_bytes + position * contexts
 
 
+class Pass(NamedTuple):
+    tokens: int
+    steps: int
+    seconds: float
+    cpu_seconds: float
+    moved_bytes: float
+
+
 class Table:
     def __init__(self, options: argparse.Namespace) -> None:
         where = (
@@ -181,28 +189,21 @@ class Table:
             f"{options.prompts} prompts x {options.samples} samples, cap {options.cap}"
         )
         print(f"{'what':<52} {'tok/s':>9}  notes", flush=True)
-        self.ours = 0.0
-        """Tokens a second on the rivals' rows, once measured."""
+        self.ours: Pass | None = None
+        """On the rivals' rows, once measured."""
 
-    def rival(self, what: str, tokens_per_s: float, notes: str) -> None:
-        ahead = (
-            f"; TorchEngine {self.ours / tokens_per_s:.1f} times as fast on the same rows"
-            if self.ours
-            else ""
-        )
-        self.line(what, tokens_per_s, notes + ahead)
+    def rival(self, what: str, tokens: int, spent: rivals.Spent, notes: str) -> None:
+        if self.ours is not None:
+            share = tokens / self.ours.tokens  # of the same rows' tokens: a rival may end a row sooner
+            notes += (
+                f"; TorchEngine {spent.seconds / self.ours.seconds / share:.1f} times as fast, "
+                f"{spent.cpu_seconds / self.ours.cpu_seconds / share:.1f} by CPU time"
+            )
+        self.line(what, tokens / spent.seconds, notes)
 
     def line(self, what: str, tokens_per_s: float | None, notes: str = "") -> None:
         shown = "" if tokens_per_s is None else f"{tokens_per_s:,.0f}"
         print(f"{what:<52} {shown:>9}  {notes}", flush=True)
-
-
-class Pass(NamedTuple):
-    tokens: int
-    steps: int
-    seconds: float
-    cpu_seconds: float
-    moved_bytes: float
 
 
 def one_pass(
@@ -264,11 +265,10 @@ def bench_alike(options: argparse.Namespace, folder: Path, table: Table) -> None
     drain(engine, [replace(request, max_new_tokens=options.baseline_tokens) for request in requests[:2]])
     drain(engine, [replace(request, max_new_tokens=2) for request in requests])
     runs = [one_pass(options, engine, alike, read_shape(folder)) for _ in range(options.repeats)]
-    best = max(run.tokens / run.seconds for run in runs)
-    table.ours = best
+    table.ours = best = min(runs, key=lambda run: run.seconds)
     table.line(
         f"TorchEngine, {len(alike)} rows alike, proofs on",
-        best,
+        best.tokens / best.seconds,
         f"{options.baseline_tokens} tokens a row, prefill included; best of {len(runs)}",
     )
 

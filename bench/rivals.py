@@ -5,31 +5,35 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 
 from shoal.model.load import DTYPES
+from shoal.model.shape import read_shape
 from shoal.model.weights import WEIGHTS_FILE
 from shoal.rollout.engine import Request
 
 
+class Spent(NamedTuple):
+    seconds: float
+    cpu_seconds: float
+
+
 class Lines(Protocol):
-    def rival(self, what: str, tokens_per_s: float, notes: str) -> None: ...
-
-    def line(self, what: str, tokens_per_s: float | None, notes: str = "") -> None: ...
+    def rival(self, what: str, tokens: int, spent: Spent, notes: str) -> None: ...
 
 
-def seconds_of(device: str, work: Callable[[], object]) -> tuple[float, object]:
+def spend(device: str, work: Callable[[], object]) -> tuple[Spent, object]:
     if device == "cuda":
         torch.cuda.synchronize()
-    started_s = time.perf_counter()
+    started_s, cpu_s = time.perf_counter(), time.process_time()
     result = work()
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - started_s, result
+    return Spent(time.perf_counter() - started_s, time.process_time() - cpu_s), result
 
 
 def load_reference(options: argparse.Namespace, folder: Path, **more: str) -> torch.nn.Module:
@@ -64,11 +68,13 @@ def bench_generate(
             pad_token_id=0,
         )
 
-    generate(2)
-    seconds, _ = seconds_of(options.device, lambda: generate(options.baseline_tokens))
+    if options.device == "cuda":
+        generate(2)
+    spent, _ = spend(options.device, lambda: generate(options.baseline_tokens))
     table.rival(
         f"transformers generate, {len(requests)} rows",
-        len(requests) * options.baseline_tokens / seconds,
+        len(requests) * options.baseline_tokens,
+        spent,
         f"{options.baseline_tokens} tokens a row, prefill included",
     )
 
@@ -84,13 +90,14 @@ def bench_continuous(
     )
     inputs = [list(request.prompt_tokens) for request in requests]
     model.generate_batch(inputs=inputs[:4], generation_config=config)
-    seconds, results = seconds_of(
+    spent, results = spend(
         options.device, lambda: model.generate_batch(inputs=inputs, generation_config=config)
     )
     tokens = sum(len(result.generated_tokens) for result in results.values())
     table.rival(
         f"transformers continuous batching, {len(inputs)} rows",
-        tokens / seconds,
+        tokens,
+        spent,
         f"{tokens:,} tokens, paged SDPA",
     )
 
@@ -115,7 +122,7 @@ def bench_llama(options: argparse.Namespace, folder: Path, requests: Sequence[Re
     settings.kv_unified = True
     context = llama_cpp.llama_init_from_model(model, settings)
     batch = llama_cpp.llama_batch_init(2048, 0, 1)
-    vocab = llama_cpp.llama_n_vocab(model)
+    vocab = read_shape(folder).vocab_size
 
     def feed(items: Sequence[tuple[int, int, int, bool]]) -> None:
         """(token, position, row, whether logits are wanted)."""
@@ -150,13 +157,14 @@ def bench_llama(options: argparse.Namespace, folder: Path, requests: Sequence[Re
             )
             newest = likeliest(len(requests))
 
-    times = []
+    passes = []
     for _ in range(options.repeats):
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
-        times.append(seconds_of(options.device, run)[0])
+        passes.append(spend(options.device, run)[0])
     table.rival(
         f"llama.cpp (llama-cpp-python {llama_cpp.__version__}), {options.dtype}, {len(requests)} rows",
-        len(requests) * options.baseline_tokens / min(times),
+        len(requests) * options.baseline_tokens,
+        min(passes),
         f"{options.baseline_tokens} tokens a row, prompts computed once, greedy",
     )
 

@@ -418,9 +418,8 @@ def attend(
     num_rows, heads, kv_heads = qkv_BQ.shape[0], shape.num_heads, shape.num_kv_heads
     group = heads // kv_heads
     splits = triton.cdiv(shared[0].shape[1], PROMPT_SPLIT)
-    wide = {"dtype": torch.float32, "device": qkv_BQ.device}
-    tops, totals = (torch.empty(num_rows, heads, splits, **wide) for _ in range(2))
-    mixes = torch.empty(num_rows, heads, splits, shape.head_dim, **wide)
+    tops, totals = (qkv_BQ.new_empty(num_rows, heads, splits, dtype=torch.float32) for _ in range(2))
+    mixes = qkv_BQ.new_empty(num_rows, heads, splits, shape.head_dim, dtype=torch.float32)
     out_BQ = qkv_BQ.new_empty(num_rows, heads * shape.head_dim)
     q_norm = qkv_BQ if layer.q_norm_D is None else layer.q_norm_D
     sizes = {

@@ -37,7 +37,7 @@ def prefill(weights: FusedWeights, prompts: Sequence[Prompt], places: Sequence[i
             table_3T=table_3T,
             kept=(kept.keys_LSCKD[number], kept.values_LSCKD[number]),
         )[None]
-        q_1TND, k_1TKD, v_1TKD = qkv_1TQD.split((heads, kv_heads, kv_heads), dim=2)
+        q_1TND, k_1TKD, v_1TKD = torch.split(qkv_1TQD, [heads, kv_heads, kv_heads], dim=2)
         mixed_TQ = attend_segments(q_1TND, k_1TKD, v_1TKD, segments).reshape(len(x_TH), -1)
         normed_TH = kernels.add_norm(x_TH, F.linear(mixed_TQ, layer.o_HQ), layer.post_norm_H, eps)
         delta_TH = F.linear(kernels.silu_mul(F.linear(normed_TH, layer.gate_up_FH)), layer.down_HF)

@@ -76,7 +76,7 @@ def replay(weights: FusedWeights, rows: Sequence[tuple[Prompt, Sequence[int]]]) 
         normed_TH = kernels.add_norm(x_TH, F.linear(mixed_TQ, layer.o_HQ), layer.post_norm_H, eps)
         delta_TH = F.linear(kernels.silu_mul(F.linear(normed_TH, layer.gate_up_FH)), layer.down_HF)
     states_TH = kernels.add_norm(x_TH, delta_TH, weights.norm_H, eps)
-    return list(states_TH.split(fed.counts))
+    return list(torch.split(states_TH, fed.counts))
 
 
 def _lay_out(
