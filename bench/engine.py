@@ -369,10 +369,8 @@ def agreement(ours: Sequence[Finished], theirs: Sequence[Finished]) -> str:
         agree = next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))
         same, total, proofs = same + agree, total + len(pairs), proofs + (row.proof == other.proof)
         gaps += [abs(a - b) for a, b in zip(row.logprobs[:agree], other.logprobs[:agree], strict=True)]
-    return (
-        f"{same / total:.2%} of tokens before the first difference; log-prob gap mean {np.mean(gaps):.1e}, "
-        f"max {max(gaps):.1e}; proofs equal {proofs} of {len(ours)}"
-    )
+    gap = f"log-prob gap mean {np.mean(gaps):.1e}, max {max(gaps):.1e}" if gaps else "no log-prob to compare"
+    return f"{same / total:.2%} of tokens before the first difference; {gap}; proofs equal {proofs} of {len(ours)}"
 
 
 def against(rows: Sequence[Finished], states: Sequence[torch.Tensor]) -> str:

@@ -27,9 +27,9 @@ PROMPT_SPLIT, PROMPT_BLOCK = 128, 64
 """Positions of a prompt that one program looks at, and those it looks at together. The sums' order rests on these alone."""
 PROMPT_PROGRAMS, PROMPT_WARPS, PROMPT_STAGES = 528, 4, 2
 """Programs for all kv heads, four for each of the chip's processors; each takes one item after another."""
-ATTEND_BLOCK = 32
+ATTEND_BLOCK = 64
 """New tokens looked at together."""
-ATTEND_WARPS, ATTEND_STAGES = 2, 3
+ATTEND_WARPS, ATTEND_STAGES = 4, 3
 FLOAT32_DOT = "tf32x3"
 """float32 products as three of the matrix units' short ones: float32's accuracy but for its last bits, at several times
 the speed. Without effect on bfloat16."""
