@@ -1,41 +1,52 @@
 """Tokens a second of the engine, beside transformers, on the same prompts, in one run.
 
-    python bench/engine.py --device cuda --shape 135m --dtype bfloat16 --rows 256 --prompts 128 --samples 16
-    python bench/engine.py --device cpu --shape 135m --dtype float32 --rows 32 --prompts 8 --samples 8 --cap 64
+    python bench/engine.py --device cuda --rows 256 --prompts 1024 --samples 16 --cap 512 --parts engine steps alike generate continuous
+    python bench/engine.py --device cpu --rows 32 --prompts 4 --samples 8 --cap 64 --parts alike generate continuous llama
+    python bench/engine.py apart --device cpu --rows 32 --prompts 8 --samples 8 --cap 64
 
-Weights are random, prompts are random tokens of 64 to 512, outputs have heavy-tailed lengths (lognormal, median a sixth
-of --cap, cut off at --cap). transformers makes --baseline-tokens for one full batch, all rows alike, which spares it the
-tail that it would otherwise wait for. Prints one table.
+Weights are random (or --model FOLDER's), prompts are random tokens of 64 to 512, outputs have heavy-tailed lengths (lognormal,
+median a sixth of --cap, cut off at --cap). The others make --baseline-tokens for one full batch, all rows alike, which
+spares them the tail that they would otherwise wait for; part `alike` has the engine make just the same. Prints one table.
 
-Parts: engine (proofs off and on), steps (one decode step by rows and context), swap, determinism, generate (transformers
-in static batches), continuous (its continuous batching).
+Parts: engine (proofs off and on, in turns), steps (one full decode step by context), swap (full file and delta), alike,
+generate (transformers in static batches), continuous (its continuous batching), llama (llama.cpp, if llama-cpp-python is
+there). `apart` is short for `--parts apart`: how far two computations of the same rows are from each other.
 """
 
 import argparse
 import json
+import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import rivals
 import torch
+from blake3 import blake3
+from safetensors.torch import load_file, save_file
 
 from shoal import toploc
 from shoal.model.builtin import ALPHABET
 from shoal.model.decoder import Decoder
+from shoal.model.fused import fuse
 from shoal.model.load import DTYPES, empty_decoder, load_decoder
 from shoal.model.shape import Shape, read_shape
 from shoal.model.tokenizer import CharTokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights
 from shoal.rollout.engine import Finished, Request
 from shoal.rollout.torch_engine import TorchEngine
+from shoal.shardcast.delta import apply_deltas, write_delta
 from shoal.wire.draw import sample_seed
 from shoal.wire.run import ProofSpec
 
-PARTS = ("engine", "steps", "swap", "determinism", "generate", "continuous")
+PARTS = ("engine", "steps", "swap", "apart", "alike", "generate", "continuous", "llama")
+RIVALS = ("generate", "continuous", "llama")
+"""What may be missing or fail without ending the run."""
 SHAPES = {
     # hidden, layers, heads, kv heads, head_dim, ffn, vocabulary
     "135m": (576, 30, 9, 3, 64, 1536, 49152),
@@ -158,6 +169,14 @@ def bytes_moved(shape: Shape, finished: Sequence[Finished], steps: int, value_by
     return steps * head_and_layers * value_bytes + position * contexts
 
 
+class Pass(NamedTuple):
+    tokens: int
+    steps: int
+    seconds: float
+    cpu_seconds: float
+    moved_bytes: float
+
+
 class Table:
     def __init__(self, options: argparse.Namespace) -> None:
         where = (
@@ -166,48 +185,91 @@ class Table:
             else f"{torch.get_num_threads()} CPU threads"
         )
         print(
-            f"{where}, torch {torch.__version__}, {options.shape} {options.dtype}, {options.rows} rows at once, "
+            f"{where}, torch {torch.__version__}, {options.model.name if options.model else options.shape} {options.dtype}, {options.rows} rows at once, "
             f"{options.prompts} prompts x {options.samples} samples, cap {options.cap}"
         )
         print(f"{'what':<52} {'tok/s':>9}  notes", flush=True)
+        self.ours: Pass | None = None
+        """On the rivals' rows, once measured."""
+
+    def rival(self, what: str, tokens: int, spent: rivals.Spent, notes: str) -> None:
+        if self.ours is not None:
+            share = tokens / self.ours.tokens  # of the same rows' tokens: a rival may end a row sooner
+            notes += (
+                f"; TorchEngine {spent.seconds / self.ours.seconds / share:.1f} times as fast, "
+                f"{spent.cpu_seconds / self.ours.cpu_seconds / share:.1f} by CPU time"
+            )
+        self.line(what, tokens / spent.seconds, notes)
 
     def line(self, what: str, tokens_per_s: float | None, notes: str = "") -> None:
         shown = "" if tokens_per_s is None else f"{tokens_per_s:,.0f}"
         print(f"{what:<52} {shown:>9}  {notes}", flush=True)
 
 
+def one_pass(
+    options: argparse.Namespace, engine: TorchEngine, requests: Sequence[Request], shape: Shape
+) -> Pass:
+    cpu_s = time.process_time()
+    seconds, result = timed(options.device, lambda: drain(engine, requests))
+    finished, steps = result
+    assert len(finished) == len(requests)
+    moved = bytes_moved(shape, finished, steps, DTYPES[options.dtype].itemsize)
+    tokens = sum(len(row.output_tokens) for row in finished)
+    return Pass(tokens, steps, seconds, time.process_time() - cpu_s, moved)
+
+
 def bench_engine(options: argparse.Namespace, folder: Path, table: Table) -> None:
+    """All rows to their end, tail included. With and without proofs in turns, so that a machine's mood hits both alike."""
     shape = read_shape(folder)
     requests = make_requests(options, shape.vocab_size)
     few = [replace(request, max_new_tokens=4) for request in requests[: options.rows]]
-    rates: dict[bool, list[float]] = {False: [], True: []}
-    engines = {}
-    for proofs in (False, True):
-        engines[proofs] = make_engine(options, folder, proofs=proofs)
-        drain(
-            engines[proofs], [*few, replace(requests[0], max_new_tokens=options.cap)]
-        )  # compile, capture, grow
+    engines = {proofs: make_engine(options, folder, proofs=proofs) for proofs in (False, True)}
+    for engine in engines.values():
+        drain(engine, [*few, replace(requests[0], max_new_tokens=options.cap)])  # compile, capture, grow
         if options.device == "cuda":
-            drain(engines[proofs], requests)  # the caching allocators have met every size
-    for _ in range(options.repeats):  # alternating, so that a machine's mood hits both alike
-        for proofs in (False, True):
-            seconds, result = timed(options.device, lambda proofs=proofs: drain(engines[proofs], requests))
-            finished, steps = result
-            tokens = sum(len(row.output_tokens) for row in finished)
-            assert len(finished) == len(requests)
-            rates[proofs].append(tokens / seconds)
-    off, on = (statistics.median(rates[proofs]) for proofs in (False, True))
-    notes = f"{tokens:,} tokens, {steps:,} steps, mean {tokens / len(finished):.0f} a row"
-    if options.device in COPY_BYTES_PER_S:
-        moved = bytes_moved(shape, finished, steps, DTYPES[options.dtype].itemsize)
-        notes += (
-            f"; {moved / COPY_BYTES_PER_S[options.device] / (tokens / on):.0%} of the memory-bandwidth limit"
+            drain(engine, requests[:2048])  # the caching allocators have met every size
+    passes: dict[bool, list[Pass]] = {False: [], True: []}
+    for turn in range(options.repeats):
+        for proofs in (False, True) if turn % 2 == 0 else (True, False):
+            passes[proofs].append(one_pass(options, engines[proofs], requests, shape))
+    for proofs, name in ((False, "off"), (True, "on")):
+        rates = [run.tokens / run.seconds for run in passes[proofs]]
+        table.line(
+            f"TorchEngine, proofs {name}",
+            statistics.median(rates),
+            f"of {', '.join(f'{r:,.0f}' for r in rates)}",
         )
-    table.line("TorchEngine, proofs off", off, f"of {', '.join(f'{rate:,.0f}' for rate in rates[False])}")
+    run = min(passes[True], key=lambda run: run.seconds)
+    notes = f"{len(requests):,} rows, {run.tokens:,} tokens, {run.steps:,} steps: {run.tokens / run.steps:.0f} rows on average"
+    if options.device in COPY_BYTES_PER_S:
+        limit_s = run.moved_bytes / COPY_BYTES_PER_S[options.device]
+        notes += f"; {limit_s / run.seconds:.0%} of the memory-bandwidth limit"
+    table.line("  the fastest with proofs", run.tokens / run.seconds, notes)
+    pairs = list(zip(passes[False], passes[True], strict=True))
+    wall = [on.seconds / off.seconds - 1 for off, on in pairs]
+    cpu = [on.cpu_seconds / off.cpu_seconds - 1 for off, on in pairs]
     table.line(
-        "TorchEngine, proofs on",
-        on,
-        f"of {', '.join(f'{rate:,.0f}' for rate in rates[True])}; {notes}; proofs cost {off / on - 1:+.1%}",
+        "  what proofs cost, pair by pair",
+        None,
+        f"time {', '.join(f'{cost:+.1%}' for cost in wall)}: median {statistics.median(wall):+.1%}; "
+        f"CPU time {', '.join(f'{cost:+.1%}' for cost in cpu)}: median {statistics.median(cpu):+.1%}",
+    )
+
+
+def bench_alike(options: argparse.Namespace, folder: Path, table: Table) -> None:
+    """The rows of the rivals: one full batch, as many tokens each."""
+    requests = make_requests(options, read_shape(folder).vocab_size)[: options.rows]
+    alike = [replace(request, max_new_tokens=options.baseline_tokens) for request in requests]
+    engine = make_engine(options, folder)
+    # Longer than any row here, so that room is made once; random weights hardly ever end a row sooner.
+    drain(engine, [replace(request, max_new_tokens=options.baseline_tokens) for request in requests[:2]])
+    drain(engine, [replace(request, max_new_tokens=2) for request in requests])
+    runs = [one_pass(options, engine, alike, read_shape(folder)) for _ in range(options.repeats)]
+    table.ours = best = min(runs, key=lambda run: run.seconds)
+    table.line(
+        f"TorchEngine, {len(alike)} rows alike, proofs on",
+        best.tokens / best.seconds,
+        f"{options.baseline_tokens} tokens a row, prefill included; best of {len(runs)}",
     )
 
 
@@ -234,10 +296,58 @@ def bench_steps(options: argparse.Namespace, folder: Path, table: Table) -> None
 
 
 def bench_swap(options: argparse.Namespace, folder: Path, table: Table) -> None:
+    """A version that differs in a hundredth of its weights: as a file, and as a delta that becomes a file beside generation."""
+    newer, made = folder.with_name("newer"), folder.with_name("made")
+    for path in (newer, made):
+        shutil.copytree(folder, path, dirs_exist_ok=True)
+    change_some(newer / WEIGHTS_FILE, share=0.01)
+    old, new, payload = folder / WEIGHTS_FILE, newer / WEIGHTS_FILE, folder.with_name("payload")
     engine = make_engine(options, folder)
-    times = [timed(options.device, lambda: engine.load(folder, 1))[0] for _ in range(3)]
-    size = (folder / WEIGHTS_FILE).stat().st_size
-    table.line("swap to a new version, full file", None, f"{min(times):.3f} s for {size / 1e6:,.0f} MB")
+    rows = make_requests(options, read_shape(folder).vocab_size)[: options.rows]
+    drain(engine, rows)
+    before = allocated_bytes(options.device)
+    full = [
+        timed(options.device, lambda path=path, v=v: engine.load(path, v))[0]
+        for v, path in ((1, newer), (2, folder))
+    ]
+    size = old.stat().st_size
+    table.line(
+        "swap to a new version, full file",
+        None,
+        f"{min(full):.3f} s for {size / 1e6:,.0f} MB: all the generation lost",
+    )
+    digest = blake3(old.read_bytes()).hexdigest()
+    assert write_delta(old, new, payload, old_blake3=digest, max_bytes=size)
+    made_s, made_digest = timed(options.device, lambda: apply_deltas(old, [payload], made / WEIGHTS_FILE))
+    swap_s, _ = timed(options.device, lambda: engine.load(made, 3))
+    grown = allocated_bytes(options.device) - before
+    swapped, fresh = drain(engine, rows)[0], drain(make_engine(options, newer), rows)[0]
+    same = {row.request: row for row in swapped} == {row.request: row for row in fresh}
+    whole = "the same file" if made_digest == blake3(new.read_bytes()).hexdigest() else "ANOTHER FILE"
+    table.line(
+        "swap to a new version, by delta",
+        None,
+        f"{swap_s:.3f} s of generation lost; before that, beside generation, {payload.stat().st_size / 1e6:.1f} MB made {whole} in {made_s:.3f} s",
+    )
+    table.line(
+        "  after both swaps",
+        None,
+        f"rows {'equal' if same else 'DIFFER FROM'} a fresh load's to the bit; {grown / 1e6:+.1f} MB allocated on the device",
+    )
+
+
+def change_some(path: Path, share: float) -> None:
+    """The same tensors with the last bit of some words flipped."""
+    tensors = load_file(path)
+    generator = torch.Generator().manual_seed(0)
+    for tensor in tensors.values():
+        words = tensor.view(torch.int16)
+        words ^= (torch.rand(words.shape, generator=generator) < share).to(torch.int16)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def allocated_bytes(device: str) -> int:
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
 @torch.inference_mode()
@@ -251,124 +361,83 @@ def prefill_states(decoder: Decoder, row: Finished) -> torch.Tensor:
 def agreement(ours: Sequence[Finished], theirs: Sequence[Finished]) -> str:
     """Tokens of the same rows, up to the first that differs, and log-probs up to there."""
     others = {row.request: row for row in theirs}
-    same = total = 0
+    same = total = proofs = 0
     gaps: list[float] = []
     for row in ours:
         other = others[row.request]
         pairs = list(zip(row.output_tokens, other.output_tokens, strict=False))
         agree = next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        same, total = same + agree, total + len(pairs)
+        same, total, proofs = same + agree, total + len(pairs), proofs + (row.proof == other.proof)
         gaps += [abs(a - b) for a, b in zip(row.logprobs[:agree], other.logprobs[:agree], strict=True)]
-    return f"{same / total:.2%} of tokens before the first difference; log-prob gap mean {np.mean(gaps):.1e}, max {max(gaps):.1e}"
+    gap = f"log-prob gap mean {np.mean(gaps):.1e}, max {max(gaps):.1e}" if gaps else "no log-prob to compare"
+    return f"{same / total:.2%} of tokens before the first difference; {gap}; proofs equal {proofs} of {len(ours)}"
 
 
-def against_prefill(folder: Path, rows: Sequence[Finished], options: argparse.Namespace) -> str:
-    decoder = load_decoder(folder, DTYPES[options.dtype], options.device)
-    checks = toploc.verify_proofs(
-        [row.proof for row in rows], [prefill_states(decoder, row) for row in rows], control_seed=1
-    )
+def against(rows: Sequence[Finished], states: Sequence[torch.Tensor]) -> str:
+    """The rows' proofs against states that were computed in another way."""
+    checks = toploc.verify_proofs([row.proof for row in rows], states, control_seed=1)
     segments = [check for row in checks for check in row]
+    equal = sum(ours == row.proof for ours, row in zip(toploc.build_proofs(list(states)), rows, strict=True))
     return (
         f"{len(segments)} segments: exponents that differ mean {np.mean([s.exponent_mismatches for s in segments]):.2f}, "
         f"max {max(s.exponent_mismatches for s in segments)}; mantissa mean {np.mean([s.mantissa_mean for s in segments]):.3f}, "
-        f"max {max(s.mantissa_mean for s in segments):.3f}"
+        f"max {max(s.mantissa_mean for s in segments):.3f}; proofs equal {equal} of {len(rows)}"
     )
 
 
-def bench_determinism(options: argparse.Namespace, folder: Path, table: Table) -> None:
+def prefilled(folder: Path, rows: Sequence[Finished], options: argparse.Namespace) -> list[torch.Tensor]:
+    decoder = load_decoder(folder, DTYPES[options.dtype], options.device)
+    return [prefill_states(decoder, row) for row in rows]
+
+
+def bench_apart(options: argparse.Namespace, folder: Path, table: Table) -> None:
     requests = [
-        replace(request, max_new_tokens=min(request.max_new_tokens, 64))
+        replace(request, max_new_tokens=min(max(request.max_new_tokens, 2), 64))
         for request in make_requests(options, read_shape(folder).vocab_size, seed=1)[: options.rows]
     ]
-    together, _ = drain(make_engine(options, folder), requests)
-    again, _ = drain(make_engine(options, folder), requests)
-    table.line("determinism: the same again", None, agreement(together, again))
     few = requests[:: max(1, len(requests) // 8)]
+    together, _ = drain(make_engine(options, folder), requests)
+    some = [row for row in together if row.request in set(few)]
+    again, _ = drain(make_engine(options, folder), requests)
+    table.line("apart: the same again", None, agreement(together, again))
     alone, _ = drain(make_engine(options, folder, rows=1), few)
-    table.line(f"determinism: batch 1 against {len(requests)}", None, agreement(alone, together))
-    table.line("determinism: decode against prefill", None, against_prefill(folder, together[:64], options))
+    table.line(f"apart: batch 1 and {len(requests)}", None, agreement(alone, together))
+    table.line("apart: decode and prefill", None, against(some, prefilled(folder, some, options)))
     if options.device == "cuda":
-        eager, _ = drain(make_engine(options, folder, graphs=False), requests)
-        table.line("determinism: launched one by one against graph", None, agreement(eager, together))
-        on_cpu = argparse.Namespace(**vars(options) | {"device": "cpu"})
-        table.line(
-            "determinism: CPU against this GPU",
-            None,
-            agreement(drain(make_engine(on_cpu, folder), few)[0], together),
-        )
-        table.line(
-            "determinism: decode here, prefill on the CPU",
-            None,
-            against_prefill(folder, together[:8], on_cpu),
-        )
+        apart_on_cuda(options, folder, table, requests, together, some)
 
 
-def load_reference(options: argparse.Namespace, folder: Path, **more: str) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
+def apart_on_cuda(
+    options: argparse.Namespace,
+    folder: Path,
+    table: Table,
+    requests: Sequence[Request],
+    together: Sequence[Finished],
+    some: Sequence[Finished],
+) -> None:
+    from shoal.rollout.cuda_replay import replay
 
-    return (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[options.dtype], **more)
-        .to(options.device)
-        .eval()
-    )
-
-
-def bench_generate(options: argparse.Namespace, folder: Path, table: Table) -> None:
-    model = load_reference(options, folder)
-    requests = make_requests(options, read_shape(folder).vocab_size)[: options.rows]
-    width = max(len(request.prompt_tokens) for request in requests)
-    padding = [width - len(request.prompt_tokens) for request in requests]
-    tokens = torch.tensor(
-        [[0] * pad + list(request.prompt_tokens) for pad, request in zip(padding, requests, strict=True)]
-    ).to(options.device)
-    mask = (torch.arange(width)[None] >= torch.tensor(padding)[:, None]).long().to(options.device)
-
-    def generate(num_new: int) -> None:
-        model.generate(
-            tokens,
-            attention_mask=mask,
-            do_sample=True,
-            top_k=0,
-            max_new_tokens=num_new,
-            min_new_tokens=num_new,
-            pad_token_id=0,
-        )
-
-    generate(2)
-    seconds, _ = timed(options.device, lambda: generate(options.baseline_tokens))
-    table.line(
-        f"transformers generate, {len(requests)} rows",
-        len(requests) * options.baseline_tokens / seconds,
-        f"{options.baseline_tokens} tokens a row, prefill included",
-    )
-
-
-def bench_continuous(options: argparse.Namespace, folder: Path, table: Table) -> None:
-    from transformers import GenerationConfig
-
-    model = load_reference(options, folder, attn_implementation="paged|sdpa")
-    requests = make_requests(options, read_shape(folder).vocab_size)[: options.rows]
-    config = GenerationConfig(
-        max_new_tokens=options.baseline_tokens, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0
-    )
-    inputs = [list(request.prompt_tokens) for request in requests]
-    model.generate_batch(inputs=inputs[:4], generation_config=config)
-    seconds, results = timed(
-        options.device, lambda: model.generate_batch(inputs=inputs, generation_config=config)
-    )
-    tokens = sum(len(result.generated_tokens) for result in results.values())
-    table.line(
-        f"transformers continuous batching, {len(inputs)} rows",
-        tokens / seconds,
-        f"{tokens:,} tokens, paged SDPA",
-    )
+    eager, _ = drain(make_engine(options, folder, graphs=False), requests)
+    table.line("apart: eager and graph", None, agreement(eager, together))
+    weights = fuse(load_decoder(folder, DTYPES[options.dtype], options.device))
+    rows = [(row.request.prompt_tokens, row.output_tokens) for row in together]
+    replay(weights, rows)
+    seconds, states = timed("cuda", lambda: replay(weights, rows))
+    num_tokens = sum(len(tokens) for _, tokens in rows)
+    table.line("apart: decode and replay in decode's order", num_tokens / seconds, against(together, states))
+    on_cpu = argparse.Namespace(**vars(options) | {"device": "cpu"})
+    table.line("apart: decode here, prefill on the CPU", None, against(some, prefilled(folder, some, on_cpu)))
+    cpu_rows, _ = drain(make_engine(on_cpu, folder), [row.request for row in some])
+    table.line("apart: CPU and this GPU", None, agreement(cpu_rows, some))
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("only", nargs="?", choices=["apart"])
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--model", type=Path, help="a model folder in the place of random weights")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="135m")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
     parser.add_argument("--rows", type=int, default=32)
@@ -382,7 +451,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--baseline-tokens", type=int, default=32)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["engine", "generate"])
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.only:
+        options.parts = [options.only]
+    return options
 
 
 def main() -> None:
@@ -394,21 +466,27 @@ def main() -> None:
         "engine": bench_engine,
         "steps": bench_steps,
         "swap": bench_swap,
-        "determinism": bench_determinism,
-        "generate": bench_generate,
-        "continuous": bench_continuous,
+        "apart": bench_apart,
+        "alike": bench_alike,
+        "generate": rivals.bench_generate,
+        "continuous": rivals.bench_continuous,
+        "llama": rivals.bench_llama,
     }
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder) / "model", options.shape, 0, options.device)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "model"
+        if options.model:
+            shutil.copytree(options.model, folder)
+        else:
+            write_model(folder, options.shape, 0, options.device)
+        requests = make_requests(options, read_shape(folder).vocab_size)[: options.rows]
         for part in options.parts:
+            if part not in RIVALS:
+                benches[part](options, folder, table)
+                continue
             try:
-                benches[part](options, Path(folder) / "model", table)
+                benches[part](options, folder, requests, table)
             except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-                if part not in ("generate", "continuous"):
-                    raise
-                table.line(
-                    f"transformers, part {part}", None, f"failed: {type(error).__name__}: {str(error)[:120]}"
-                )
+                table.line(f"part {part}", None, f"failed: {type(error).__name__}: {str(error)[:120]}")
 
 
 if __name__ == "__main__":

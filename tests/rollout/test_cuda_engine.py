@@ -9,6 +9,7 @@ import torch
 
 from shoal import toploc
 from shoal.model.builtin import create_model
+from shoal.model.fused import fuse
 from shoal.model.load import DTYPES, load_decoder
 from shoal.rollout.engine import Finished, Request
 from shoal.rollout.torch_engine import TorchEngine
@@ -85,3 +86,12 @@ def test_proofs_verify_against_prefills(folder: Path, dtype: str, limit: int) ->
             states.append(hidden[0, len(row.request.prompt_tokens) : -1])
     checks = toploc.verify_proofs([row.proof for row in rows], states, control_seed=1)
     assert max(check.exponent_mismatches for row in checks for check in row) <= limit
+
+
+def test_a_replay_has_the_states_of_decoding_bit_for_bit(folder: Path) -> None:
+    from shoal.rollout.cuda_replay import replay  # needs Triton
+
+    rows = [row for row in run(folder, "bfloat16").values() if row.proof]
+    weights = fuse(load_decoder(folder, torch.bfloat16, "cuda"))
+    states = replay(weights, [(row.request.prompt_tokens, row.output_tokens) for row in rows])
+    assert toploc.build_proofs(states) == [row.proof for row in rows]

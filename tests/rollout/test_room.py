@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.model.shape import Shape
 from shoal.rollout.engine import Request
+from shoal.rollout.pieces import Pieces, PieceSize
 from shoal.rollout.places import Places
 from shoal.rollout.room import Room, fit, free_memory_bytes, room_for
 
@@ -39,18 +40,18 @@ REQUEST = Request(
 
 def test_room_holds_the_longest_row() -> None:
     requests = [REQUEST, replace(REQUEST, prompt_tokens=(1,) * 10, max_new_tokens=300)]
-    assert room_for(requests, 7, shelf_prompts=0) == Room(7, 384, 300, 0, 0)
-    # Kept apart, prompts take no place in the slots: two that run, two computed ahead.
+    # Prompts take no place in the slots: two that run, two computed ahead.
     assert room_for(requests, 7, shelf_prompts=64) == Room(7, 384, 300, 4, 128)
 
 
 def test_memory_decides_how_many_rows_run() -> None:
-    room = room_for([REQUEST], 100, shelf_prompts=0)
-    row = 2 * 2 * 2 * 32 * 4 * room.context + 50 * (2 * 128 + 20)
+    room = room_for([REQUEST], 100, shelf_prompts=16)
+    position = 2 * 2 * 2 * 32 * 4
+    row, prompts = position * room.context + 50 * (2 * 128 + 20), 2 * position * 128
     assert fit(SHAPE, room, value_bytes=4, budget_bytes=1000 * row) == room
-    assert fit(SHAPE, room, value_bytes=4, budget_bytes=9 * row + 1).rows == 9
+    assert fit(SHAPE, room, value_bytes=4, budget_bytes=prompts + 9 * row + 1).rows == 9
     with pytest.raises(ValueError, match="lower max_new_tokens or free memory"):
-        fit(SHAPE, room, value_bytes=4, budget_bytes=row - 1)
+        fit(SHAPE, room, value_bytes=4, budget_bytes=prompts + row - 1)
     assert free_memory_bytes() > 0
 
 
@@ -73,3 +74,33 @@ def test_a_prompt_stays_while_rows_run_from_it(numbers: list[int], data: st.Data
         places.enter([prompt])
         running.append(prompt)
         assert len({places[one] for one in running}) == len(set(running))
+
+
+@given(
+    st.dictionaries(st.integers(0, 11), st.tuples(st.integers(0, 3), st.booleans()), max_size=12),
+    st.lists(st.integers(1, 70), min_size=4, max_size=4),
+)
+def test_every_row_looks_at_all_of_its_prompt_once(
+    rows: dict[int, tuple[int, bool]], lengths: list[int]
+) -> None:
+    pieces = Pieces(12, 70, PieceSize(rows=3, positions=16))
+    assert pieces.changed() is None
+    pieces.enter(rows, [place for place, _ in rows.values()], [lengths[place] for place, _ in rows.values()])
+    pieces.leave(gone := [slot for slot, (_, leaves) in rows.items() if leaves])
+    table = pieces.changed()
+    assert table is not None
+    assert pieces.changed() is None
+    order, items = table[1:13], table[13:].reshape(5, pieces.max_items)[:, : table[0]]
+    seen = sorted(
+        (int(slot), int(place), int(position))
+        for first, count, place, begin, num in items.T
+        for slot in order[first : first + count]
+        for position in range(begin, begin + num)
+    )
+    assert seen == sorted(
+        (slot, place, position)
+        for slot, (place, _) in rows.items()
+        if slot not in gone
+        for position in range(lengths[place])
+    )
+    assert all(count <= 3 and num <= 16 and begin % 16 == 0 for _, count, _, begin, num in items.T)

@@ -15,6 +15,7 @@ from shoal.model.load import load_decoder
 from shoal.model.tokenizer import CharTokenizer, load_tokenizer
 from shoal.rollout.engine import Finished, Request
 from shoal.rollout.sampling import draw_tokens
+from shoal.rollout.shelf import SHELF_SIZES, ShelfSize
 from shoal.rollout.torch_engine import TorchEngine
 from shoal.wire.draw import sample_seed, uniforms
 from shoal.wire.rollouts import Finish
@@ -129,7 +130,7 @@ def test_logprobs_are_those_of_transformers(family: str, tmp_path: Path) -> None
 def test_long_prompts_are_computed_in_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = _requests(folder, num_samples=2, max_new_tokens=8)
     whole = _run(_engine(folder, max_rows=16), requests)
-    monkeypatch.setattr("shoal.rollout.shelf.PREFILL_TOKENS", 4)
+    monkeypatch.setitem(SHELF_SIZES, "cpu", ShelfSize(4, 16))
     pieces = _run(_engine(folder, max_rows=16), requests)
     for request in requests:
         assert pieces[request].output_tokens == whole[request].output_tokens
@@ -139,7 +140,7 @@ def test_long_prompts_are_computed_in_pieces(folder: Path, monkeypatch: pytest.M
 def test_rows_that_memory_has_no_room_for_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = _requests(folder, num_samples=4, max_new_tokens=9)
     together = _run(_engine(folder, max_rows=64), requests)
-    monkeypatch.setattr("shoal.rollout.torch_engine.free_memory_bytes", lambda: 1_000_000)  # three rows
+    monkeypatch.setattr("shoal.rollout.torch_engine.free_memory_bytes", lambda: 2_200_000)  # three rows
     engine = _engine(folder, max_rows=64)
     few = _run(engine, requests)
     assert {r: row.output_tokens for r, row in few.items()} == {

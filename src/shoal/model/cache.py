@@ -23,11 +23,16 @@ class KVCache:
         max_context: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        heads_apart: bool = False,
     ) -> None:
+        """`heads_apart`: the positions of one head lie together in memory, whatever the order of the indices."""
         size = (shape.num_layers, num_slots, max_context, shape.num_kv_heads, shape.head_dim)
+        if heads_apart:
+            size = (shape.num_layers, num_slots, shape.num_kv_heads, max_context, shape.head_dim)
         # Zeros, not empty: stale NaNs in unwritten memory would pass through a mask (0 * NaN).
-        self.keys_LSCKD = torch.zeros(size, dtype=dtype, device=device)
-        self.values_LSCKD = torch.zeros(size, dtype=dtype, device=device)
+        keys, values = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
+        self.keys_LSCKD = keys.transpose(2, 3) if heads_apart else keys
+        self.values_LSCKD = values.transpose(2, 3) if heads_apart else values
         self.num_slots, self.max_context = num_slots, max_context
         self.context = max_context
 

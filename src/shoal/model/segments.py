@@ -7,7 +7,9 @@ The flash kernels take these starts and compute only the blocks inside each run.
 everything else uses the dense mask of decoder.py, which gives the same states.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -45,6 +47,20 @@ def find_segments(segments_BT: Tensor) -> Segments:
     starts_S = torch.tensor(starts + [total] * (size - len(starts)), dtype=torch.int32)
     spans = tuple(zip(starts, ends, strict=True)) if total >= LONG * len(starts) else ()
     return Segments(starts_S.to(segments_BT.device), _power_of_two(longest), spans)
+
+
+def laid_end_to_end(lengths: Sequence[int], device: torch.device, dtype: torch.dtype) -> Segments:
+    """The runs of rows of these lengths in one row."""
+    ends = list(accumulate(lengths))
+    starts = [0, *ends[:-1]]
+    size = _power_of_two(len(starts) + 1)
+    starts_S = torch.tensor(starts + [ends[-1]] * (size - len(starts)), dtype=torch.int32)
+    few_and_long = ends[-1] >= LONG * len(starts)
+    alone = few_and_long or not runs_kernel(device, dtype)
+    spans = tuple(zip(starts, ends, strict=True)) if alone else ()
+    if device.type == "cuda":
+        starts_S = starts_S.pin_memory()
+    return Segments(starts_S.to(device, non_blocking=True), _power_of_two(max(lengths)), spans)
 
 
 def attend_segments(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, segments: Segments) -> Tensor:

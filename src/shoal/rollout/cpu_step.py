@@ -1,9 +1,12 @@
 """One decode step on a CPU: one token for every row, a few large operations, nothing per row in Python.
 
-A row has its prompt's keys and values in its own slot: one product over all that it may look at beats two over parts.
+Attention has two parts with one softmax over both. Prompts are kept apart, once for all their rows, whose queries meet
+them in one product; the rows' new tokens stand in their slots. Keys and values are float32 whatever the model's dtype:
+short products of float32 are the faster ones, and scores keep their precision.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,11 +14,55 @@ from torch.nn import functional as F
 
 from shoal.model.decoder import Decoder
 from shoal.model.fused import FusedLayer, FusedWeights
+from shoal.model.packed import linear
 from shoal.rollout.engine import Request
+from shoal.rollout.places import Places
 from shoal.rollout.rows import Prompt, length_batches
 from shoal.rollout.sampling import draw_tokens
 from shoal.rollout.shelf import Batch, prefill
 from shoal.rollout.slots import Slots
+
+
+class _Kept(NamedTuple):
+    """A prompt's keys and values."""
+
+    keys_LKCD: Tensor
+    values_LKCD: Tensor
+
+
+class _Family(NamedTuple):
+    """Running rows that have one prompt: `start` to `stop` in the order of prompts, counted in queries of one kv head."""
+
+    start: int
+    stop: int
+    prompt: _Kept
+
+
+class _Order(NamedTuple):
+    """The running rows by prompt; made anew when rows come or go."""
+
+    slots_B: Tensor
+    """Slot of each row in this order."""
+    ranks_B: Tensor
+    """Place in this order of the row in each slot."""
+    families: list[_Family]
+    longest: int
+    """Of the prompts."""
+
+
+class _Glance(NamedTuple):
+    """What is the same for all layers of a step."""
+
+    order: _Order
+    rope_B1D: tuple[Tensor, Tensor]
+    slots_B: Tensor
+    own_B: Tensor
+    """Where among a row's new tokens this one stands."""
+    num_own: int
+    beyond_BN: Tensor
+    """New tokens of other rows' length, which a row has not."""
+    scores_KRC: Tensor
+    """To be filled: scores of all queries of a kv head over the prompt and, from `order.longest` on, the new tokens."""
 
 
 class CpuStep:
@@ -27,75 +74,154 @@ class CpuStep:
     """What a step has done is known when it returns."""
 
     def __init__(self, decoder: Decoder, weights: FusedWeights, slots: Slots, is_end_V: Tensor) -> None:
-        """`weights` are the decoder's own."""
+        """`weights` are the decoder's own, packed or not."""
         self._decoder, self._weights, self._slots, self._is_end_V = decoder, weights, slots, is_end_V
+        self._places = Places(slots.room.prompts)
+        self._kept: dict[int, _Kept] = {}
+        self._order: _Order | None = None
 
     def decode(self, num_rows: int) -> None:
         weights, slots = self._weights, self._slots
-        shape = weights.shape
-        rows_B, positions_B = slots.index_S[:num_rows], slots.positions_S[:num_rows]
-        context = int(positions_B.max()) + 1
-        mask_B11C = (slots.index_C[:context] <= positions_B[:, None])[:, None, None]
-        rope_B1E = weights.rope_PE[positions_B][:, None]
-        rope = rope_B1E[..., : shape.head_dim], rope_B1E[..., shape.head_dim :]
+        eps = weights.shape.norm_eps
+        glance = self._glance(num_rows)
         x_BH = F.embedding(slots.newest_S[:num_rows], weights.embed_VH)
         for number, layer in enumerate(weights.layers):
-            q_BND, k_BKD, v_BKD = self._project(x_BH, layer, rope)
-            keys_BCKD, values_BCKD = slots.cache.keys_LSCKD[number], slots.cache.values_LSCKD[number]
-            keys_BCKD[rows_B, positions_B] = k_BKD
-            values_BCKD[rows_B, positions_B] = v_BKD
-            # Heads that share keys stand in for query positions, so no key is copied.
-            mixed_BKGD = F.scaled_dot_product_attention(
-                q_BND.view(num_rows, shape.num_kv_heads, -1, shape.head_dim),
-                keys_BCKD[:num_rows, :context].transpose(1, 2),
-                values_BCKD[:num_rows, :context].transpose(1, 2),
-                attn_mask=mask_B11C,
-            )
-            x_BH = x_BH + F.linear(mixed_BKGD.reshape(num_rows, -1), layer.o_HQ)
-            gate_BF, up_BF = F.linear(_norm(x_BH, layer.post_norm_H, shape.norm_eps), layer.gate_up_FH).chunk(
-                2, -1
-            )
-            x_BH = x_BH + F.linear(F.silu(gate_BF) * up_BF, layer.down_HF)
-        hidden_BH = _norm(x_BH, weights.norm_H, shape.norm_eps)
-        slots.states_SNH[rows_B, slots.counts_S[:num_rows] - 1] = hidden_BH.to(torch.bfloat16)
-        self._draw(F.linear(hidden_BH, weights.head_VH), rows_B)
+            qkv_BQD = self._project(_norm(x_BH, layer.input_norm_H, eps), layer, glance.rope_B1D)
+            mixed_BQ = self._attend(qkv_BQD, number, glance).to(x_BH.dtype)
+            x_BH = x_BH + linear(mixed_BQ, layer.o_HQ)
+            gate_up_BF = linear(_norm(x_BH, layer.post_norm_H, eps), layer.gate_up_FH)
+            gate_BF, up_BF = gate_up_BF.chunk(2, -1)
+            x_BH = x_BH + linear(F.silu(gate_BF).mul_(up_BF), layer.down_HF)
+        hidden_BH = _norm(x_BH, weights.norm_H, eps)
+        slots.states_SNH[glance.slots_B, slots.counts_S[:num_rows] - 1] = hidden_BH.to(torch.bfloat16)
+        self._draw(linear(hidden_BH, weights.head_VH), glance.slots_B)
 
     def take_over(self, old: "CpuStep") -> None:
-        """Go on for a step whose slots were too small. Nothing to do: the slots have all there is."""
+        """Go on with the prompts of a step whose slots were too small."""
+        self._places, self._kept = old._places, old._kept
+        self._places.grow(self._slots.room.prompts)
 
     def compute(self, prompts: Sequence[Prompt]) -> list[Batch]:
         """Prompts for rows to start from, in batches of about one length: a CPU pays for every token of padding."""
-        return [prefill(self._decoder, batch) for batch in length_batches(prompts, 1.25)]
+        places = self._places.seat(prompts)
+        self._kept = {place: kept for place, kept in self._kept.items() if self._places.holds(place)}
+        batches = [prefill(self._decoder, batch) for batch in length_batches(prompts, 1.25)]
+        for batch in batches:
+            assert batch.cache is not None
+            for at, prompt in enumerate(batch.prompts):
+                if prompt in places:
+                    sides = (batch.cache.keys_LSCKD, batch.cache.values_LSCKD)
+                    kept = [side[:, at, : len(prompt)].transpose(1, 2) for side in sides]
+                    self._kept[places[prompt]] = _Kept(
+                        *(side.to(torch.float32, memory_format=torch.contiguous_format) for side in kept)
+                    )
+        return [batch._replace(cache=None) for batch in batches]
 
     def enter(self, admitted: Mapping[int, Request]) -> None:
-        self._slots.enter(admitted, [0] * len(admitted))
+        prompts = [request.prompt_tokens for request in admitted.values()]
+        self._places.enter(prompts)
+        self._slots.enter(admitted, [self._places[prompt] for prompt in prompts])
+        self._order = None
 
     def start(self, batch: Batch, places_R: Tensor, slots_R: Tensor) -> None:
         """Rows in `slots_R` begin after the batch's prompts at `places_R`: their first tokens are drawn."""
-        assert batch.cache is not None
-        self._slots.cache.copy_from(
-            batch.cache, source_slots=places_R, slots=slots_R, context=batch.cache.max_context
-        )
         self._draw(batch.logits_PV[places_R], slots_R)
 
-    def leave(self, requests: Iterable[Request]) -> None:
-        """Rows have ended. Nothing to do: their prompts were their own."""
+    def leave(self, slots: Sequence[int], requests: Iterable[Request]) -> None:
+        """Rows have ended, and others will move into their slots."""
+        self._places.leave(request.prompt_tokens for request in requests)
+        self._order = None
 
-    def _project(
-        self, x_BH: Tensor, layer: FusedLayer, rope: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _glance(self, num_rows: int) -> _Glance:
+        slots, shape = self._slots, self._weights.shape
+        if self._order is None:
+            self._order = self._by_prompt(num_rows)
+        positions_B = slots.positions_S[:num_rows]
+        own_B = positions_B - slots.prompt_lens_S[:num_rows]
+        num_own = int(own_B.max()) + 1
+        rope_B1E = self._weights.rope_PE[positions_B][:, None]
+        columns = self._order.longest + num_own
+        queries = num_rows * (shape.num_heads // shape.num_kv_heads)
+        return _Glance(
+            order=self._order,
+            rope_B1D=(rope_B1E[..., : shape.head_dim], rope_B1E[..., shape.head_dim :]),
+            slots_B=slots.index_S[:num_rows],
+            own_B=own_B,
+            num_own=num_own,
+            beyond_BN=slots.index_C[:num_own] > own_B[:, None],
+            scores_KRC=torch.full((shape.num_kv_heads, queries, columns), float("-inf")),
+        )
+
+    def _by_prompt(self, num_rows: int) -> _Order:
+        places_B = self._slots.places_S[:num_rows]
+        slots_B = places_B.argsort(stable=True)
+        places, counts = places_B[slots_B].unique_consecutive(return_counts=True)
+        group = self._weights.shape.num_heads // self._weights.shape.num_kv_heads
+        families, start = [], 0
+        for place, count in zip(places.tolist(), counts.tolist(), strict=True):
+            families.append(_Family(start, start + count * group, self._kept[place]))
+            start += count * group
+        longest = max(family.prompt.keys_LKCD.shape[2] for family in families)
+        return _Order(slots_B, slots_B.argsort(), families, longest)
+
+    def _project(self, normed_BH: Tensor, layer: FusedLayer, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Queries, keys and values, rotated, float32, [B, heads + 2 kv heads, D]."""
         shape = self._weights.shape
-        normed_BH = _norm(x_BH, layer.input_norm_H, shape.norm_eps)
-        qkv_BQD = F.linear(normed_BH, layer.qkv_QH, layer.qkv_bias_Q).view(len(x_BH), -1, shape.head_dim)
+        qkv_BQD = linear(normed_BH, layer.qkv_QH, layer.qkv_bias_Q).view(len(normed_BH), -1, shape.head_dim)
         first_v = shape.num_heads + shape.num_kv_heads
-        qk_BMD, v_BKD = qkv_BQD[:, :first_v], qkv_BQD[:, first_v:]
+        qk_BMD = qkv_BQD[:, :first_v]
         if layer.q_norm_D is not None and layer.k_norm_D is not None:
             q_BND = _norm(qk_BMD[:, : shape.num_heads], layer.q_norm_D, shape.norm_eps)
             k_BKD = _norm(qk_BMD[:, shape.num_heads :], layer.k_norm_D, shape.norm_eps)
             qk_BMD = torch.cat((q_BND, k_BKD), dim=1)
         cos, signed_sin = rope
         turned_BMD = torch.addcmul(qk_BMD * cos, qk_BMD.roll(shape.head_dim // 2, -1), signed_sin)
-        return turned_BMD[:, : shape.num_heads], turned_BMD[:, shape.num_heads :], v_BKD
+        qkv_BQD[:, :first_v] = turned_BMD
+        return qkv_BQD.float()
+
+    def _attend(self, qkv_BQD: Tensor, number: int, glance: _Glance) -> Tensor:
+        """Attention of the new tokens, which are kept. float32, [B, heads * D]."""
+        shape, order, num_own = self._weights.shape, glance.order, glance.num_own
+        num_rows, heads, kv_heads, head_dim = (
+            len(qkv_BQD),
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+        )
+        cache = self._slots.cache
+        keys_SCKD, values_SCKD = cache.keys_LSCKD[number], cache.values_LSCKD[number]
+        keys_SCKD[glance.slots_B, glance.own_B] = qkv_BQD[:, heads : heads + kv_heads]
+        values_SCKD[glance.slots_B, glance.own_B] = qkv_BQD[:, heads + kv_heads :]
+        # Heads that share keys stand in for query positions, so no key is copied.
+        q_BKGD = (qkv_BQD[:, :heads] * head_dim**-0.5).view(num_rows, kv_heads, -1, head_dim)
+        q_KRD = q_BKGD[order.slots_B].transpose(0, 1).reshape(kv_heads, -1, head_dim)
+        scores_KRC = glance.scores_KRC
+        for start, stop, prompt in order.families:
+            keys_KCD = prompt.keys_LKCD[number]
+            torch.bmm(
+                q_KRD[:, start:stop],
+                keys_KCD.transpose(1, 2),
+                out=scores_KRC[:, start:stop, : keys_KCD.shape[1]],
+            )
+        own_keys = keys_SCKD[:num_rows, :num_own].transpose(1, 2).flatten(0, 1)
+        own_values = values_SCKD[:num_rows, :num_own].transpose(1, 2).flatten(0, 1)
+        own_BKGN = torch.bmm(q_BKGD.flatten(0, 1), own_keys.transpose(1, 2)).view(
+            num_rows, kv_heads, -1, num_own
+        )
+        own_BKGN.masked_fill_(glance.beyond_BN[:, None, None], float("-inf"))
+        by_row = (kv_heads, num_rows, heads // kv_heads, -1)
+        scores_KRC.view(by_row)[..., order.longest :] = own_BKGN[order.slots_B].transpose(0, 1)
+        weights_KRC = scores_KRC.softmax(-1)
+        mixed_KRD = torch.empty_like(q_KRD)
+        for start, stop, prompt in order.families:
+            values_KCD = prompt.values_LKCD[number]
+            torch.bmm(
+                weights_KRC[:, start:stop, : values_KCD.shape[1]], values_KCD, out=mixed_KRD[:, start:stop]
+            )
+        own_weights = weights_KRC.view(by_row)[..., order.longest :].transpose(0, 1)[order.ranks_B]
+        from_prompts = mixed_KRD.view(by_row).transpose(0, 1)[order.ranks_B]
+        own = torch.bmm(own_weights.flatten(0, 1), own_values)
+        return own.view(num_rows, -1) + from_prompts.reshape(num_rows, -1)
 
     def _draw(self, logits_RV: Tensor, slots_R: Tensor) -> None:
         slots = self._slots

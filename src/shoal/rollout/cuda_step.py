@@ -9,7 +9,6 @@ once for all their rows: neighbours read the same keys, most of them out of the 
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,13 +18,15 @@ from shoal.model.cache import KVCache
 from shoal.model.fused import FusedWeights
 from shoal.rollout.cuda_prefill import prefill
 from shoal.rollout.engine import Request
+from shoal.rollout.pieces import Pieces, PieceSize
 from shoal.rollout.places import Places
-from shoal.rollout.rows import Prompt, length_batches
+from shoal.rollout.rows import Prompt
 from shoal.rollout.shelf import Batch
 from shoal.rollout.slots import Slots, upload
 
 BUCKETS = (8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Rows of one graph. Between them a step's time hardly changes."""
+PIECE = PieceSize(kernels.PIECE_ROWS, kernels.PROMPT_SPLIT)
 
 
 class CudaStep:
@@ -45,12 +46,17 @@ class CudaStep:
             dtype=weights.embed_VH.dtype,
             device=slots.device,
         )
+        self._pieces = Pieces(slots.room.rows, slots.room.prompt_context, PIECE)
+        self._work = torch.zeros(self._pieces.width, dtype=torch.int64, device=slots.device)
+        self._tables = row_tables(slots.table_6S, self._work, slots.index_S)
         self._with_graphs = graphs
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def decode(self, num_slots: int) -> None:
         """One token for every running row in slots 0 .. num_slots-1."""
         rows = self._slots.room.rows
+        if (table := self._pieces.changed()) is not None:
+            self._work.copy_(upload(table, self._slots.device))
         bucket = next((size for size in BUCKETS if num_slots <= size < rows), rows)
         if bucket in self._graphs:
             self._graphs[bucket].replay()
@@ -65,33 +71,31 @@ class CudaStep:
         torch.cuda.synchronize(self._slots.device)  # graphs of the old step may still be running
         self._places = old._places
         self._places.grow(self._slots.room.prompts)
+        self._pieces.take_over(old._pieces)
         rows = torch.arange(old._prompts.num_slots, device=self._slots.device)
         self._prompts.copy_from(old._prompts, source_slots=rows, slots=rows, context=old._prompts.max_context)
 
     def compute(self, prompts: Sequence[Prompt]) -> list[Batch]:
         """Prompts for rows to start from, kept where the rows can look at them."""
         places = self._places.seat(prompts)
-        batches = [prefill(self._weights, batch) for batch in length_batches(prompts, 2.0)]
-        for batch in batches:
-            pairs = [(at, places[prompt]) for at, prompt in enumerate(batch.prompts) if prompt in places]
-            if pairs:
-                index_P, places_P = upload(np.array(pairs).T, self._slots.device)
-                self._prompts.copy_from(
-                    batch.cache, source_slots=index_P, slots=places_P, context=batch.cache.max_context
-                )
-        return [Batch(batch.prompts, None, batch.logits_PV) for batch in batches]
+        wanted = [places.get(prompt, -1) for prompt in prompts]
+        logits_PV = prefill(self._weights, prompts, wanted, self._prompts)
+        return [Batch(list(prompts), None, logits_PV)]
 
     def enter(self, admitted: Mapping[int, Request]) -> None:
         prompts = [request.prompt_tokens for request in admitted.values()]
         self._places.enter(prompts)
-        self._slots.enter(admitted, [self._places[prompt] for prompt in prompts])
+        places = [self._places[prompt] for prompt in prompts]
+        self._slots.enter(admitted, places)
+        self._pieces.enter(admitted, places, [len(prompt) for prompt in prompts])
 
     def start(self, batch: Batch, places_R: Tensor, slots_R: Tensor) -> None:
         """Rows in `slots_R` begin after the batch's prompts at `places_R`: their first tokens are drawn."""
         self._draw(batch.logits_PV, places_R, slots_R)
 
-    def leave(self, requests: Iterable[Request]) -> None:
+    def leave(self, slots: Sequence[int], requests: Iterable[Request]) -> None:
         """Rows have ended."""
+        self._pieces.leave(slots)
         self._places.leave(request.prompt_tokens for request in requests)
 
     def _capture(self, bucket: int) -> None:
@@ -115,7 +119,7 @@ class CudaStep:
                 layer,
                 shape=shape,
                 rope_PE=weights.rope_PE,
-                table_6S=slots.table_6S,
+                rows=self._tables,
                 own=(slots.cache.keys_LSCKD[number], slots.cache.values_LSCKD[number]),
                 shared=(self._prompts.keys_LSCKD[number], self._prompts.values_LSCKD[number]),
             )
@@ -139,3 +143,11 @@ class CudaStep:
             logprobs_SN=slots.logprobs_SN,
             is_end_V=self._is_end_V,
         )
+
+
+def row_tables(table_6S: Tensor, work: Tensor, homes_S: Tensor) -> kernels.RowTables:
+    """`work` as `Pieces.changed` lays it out."""
+    num_slots = table_6S.shape[1]
+    return kernels.RowTables(
+        table_6S, work[1 : 1 + num_slots], work[1 + num_slots :].view(5, -1), work[:1], homes_S
+    )

@@ -18,6 +18,10 @@ class Places:
     def __getitem__(self, prompt: Prompt) -> int:
         return self._place[prompt]
 
+    def holds(self, place: int) -> bool:
+        """Whether a prompt stands there."""
+        return place in self._place.values()
+
     def grow(self, num_places: int) -> None:
         for place in range(self.num_places, num_places):
             heapq.heappush(self._free, place)

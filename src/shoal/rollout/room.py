@@ -15,10 +15,10 @@ CONTEXT_STEP = 128
 class Room(NamedTuple):
     rows: int
     context: int
-    """Positions of each row: its new tokens, and, where prompts are not kept apart, its prompt."""
+    """Positions of each row: its new tokens."""
     new_tokens: int
     prompts: int
-    """Prompts kept apart, once for all rows that start from them."""
+    """Prompts, kept once for all rows that start from them."""
     prompt_context: int
 
     def union(self, other: "Room") -> "Room":
@@ -28,17 +28,14 @@ class Room(NamedTuple):
 def room_for(requests: Iterable[Request], num_rows: int, *, shelf_prompts: int) -> Room:
     """Enough for `num_rows` of these rows at once, whichever they are.
 
-    `shelf_prompts`: prompts computed ahead at most; 0 if each row keeps its prompt in its own slot.
+    `shelf_prompts`: prompts computed ahead at most.
     """
-    longest, longest_prompt, new_tokens = 1, 1, 1
+    longest_prompt, new_tokens = 1, 1
     prompts: set[Prompt] = set()
     for request in requests:
-        longest = max(longest, len(request.prompt_tokens) + request.max_new_tokens - 1)
         longest_prompt = max(longest_prompt, len(request.prompt_tokens))
         new_tokens = max(new_tokens, request.max_new_tokens)
         prompts.add(request.prompt_tokens)
-    if shelf_prompts == 0:
-        return Room(num_rows, _rounded(longest), new_tokens, 0, 0)
     kept = min(len(prompts), num_rows) + min(len(prompts), shelf_prompts)
     return Room(num_rows, _rounded(new_tokens), new_tokens, kept, _rounded(longest_prompt))
 

@@ -6,7 +6,7 @@ something, `compact` says which rows to move so that the running ones fill slots
 
 import heapq
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 from shoal.rollout.engine import Request
 
@@ -60,13 +60,12 @@ class Rows:
         self.running |= admitted
         return admitted
 
-    def finished(self, ended: Sequence[int], *, step: int) -> list[int]:
+    def finished(self, ended: Collection[int], *, step: int) -> list[int]:
         """Slots whose rows have ended, by what the device had to say after decode step `step`.
 
-        What it said before a row came concerns the slot's last row, not this one.
+        `ended` are the slots it named. What it said before a row came concerns the slot's last row, not this one.
         """
-        # In this order: what was said before there were more slots says nothing of the new ones.
-        return [slot for slot in self.running if self._since[slot] <= step and ended[slot]]
+        return [slot for slot in ended if slot in self.running and self._since[slot] <= step]
 
     def remove(self, slots: Iterable[int]) -> list[Request]:
         """Take rows out; their slots are free at once."""

@@ -11,24 +11,22 @@ BLOCK = 256
 def draw_tokens(logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
     """A token for each row, and its log-prob under softmax(logits / temperature), float32.
 
-    The token is the first id whose cumulative probability exceeds the row's uniform (float64). Weights stand in for
-    probabilities, whose sum they are divided by at the end; sums are taken of blocks, then inside one: a softmax and a
-    float64 sum over the whole vocabulary take several times as long.
+    The token is the first id whose cumulative probability exceeds the row's uniform (float64). Sums are taken of blocks,
+    then inside one: a float64 sum over the whole vocabulary takes longer than all the rest.
     """
     num_rows, vocab = logits_BV.shape
-    scores_BV = F.pad(logits_BV.float() / temperature_B[:, None], (0, -vocab % BLOCK), value=float("-inf"))
-    top_B1 = scores_BV.amax(-1, keepdim=True)
-    weights_BV = scores_BV.sub_(top_B1).exp()
-    blocks_BKN = weights_BV.view(num_rows, -1, BLOCK)
+    scores_BV = logits_BV.float() / temperature_B[:, None]
+    blocks_BKN = F.pad(scores_BV.softmax(-1), (0, -vocab % BLOCK)).view(num_rows, -1, BLOCK)
     # float64: 49,152 float32 probabilities add up to as far as 1e-4 from 1, and the rounding would depend on the device.
-    reached_BK = blocks_BKN.sum(-1, dtype=torch.float64).cumsum(-1)
+    # A block's own sum, taken pairwise, is as exact as its probabilities.
+    reached_BK = blocks_BKN.sum(-1).cumsum(-1, dtype=torch.float64)
     total_B1 = reached_BK[:, -1:]
     points_B1 = uniforms_B[:, None] * total_B1
     block_B1 = _first_above(reached_BK, points_B1)
     before_B1 = torch.where(block_B1 > 0, reached_BK.gather(1, (block_B1 - 1).clamp(min=0)), 0.0)
     inside_BN = blocks_BKN[torch.arange(num_rows, device=logits_BV.device), block_B1.squeeze(1)]
     tokens_B1 = block_B1 * BLOCK + _first_above(before_B1 + inside_BN.double().cumsum(-1), points_B1)
-    logprobs_B1 = scores_BV.gather(1, tokens_B1).double() - total_B1.log()
+    logprobs_B1 = blocks_BKN.view(num_rows, -1).gather(1, tokens_B1).double().log() - total_B1.log()
     return tokens_B1.squeeze(1), logprobs_B1.squeeze(1).float()
 
 

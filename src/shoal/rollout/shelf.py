@@ -12,10 +12,15 @@ from shoal.model.decoder import Decoder
 from shoal.rollout.rows import Prompt
 from shoal.rollout.slots import upload
 
-PREFILL_TOKENS = 8192
-"""Prompt tokens computed at once: enough to fill a device, few enough that activations stay small."""
-SHELF_PROMPTS = 64
-"""Prompts computed at once, however short."""
+
+class ShelfSize(NamedTuple):
+    tokens: int
+    """Prompt tokens computed at once: enough to fill the device, few enough that activations stay small."""
+    prompts: int
+    """Prompts computed at once, however short."""
+
+
+SHELF_SIZES = {"cpu": ShelfSize(2048, 16), "cuda": ShelfSize(16384, 64)}
 
 
 class Batch(NamedTuple):
@@ -45,7 +50,7 @@ class Shelf:
 
 
 def prefill(decoder: Decoder, prompts: Sequence[Prompt]) -> Batch:
-    """Keys and values of whole prompts, and their last logits; at most PREFILL_TOKENS, padding included, at a time."""
+    """Keys and values of whole prompts, and their last logits; at most a shelf of tokens, padding included, at a time."""
     norm = decoder.model.norm.weight
     lengths = np.array([len(prompt) for prompt in prompts])
     width = int(lengths.max())
@@ -58,7 +63,7 @@ def prefill(decoder: Decoder, prompts: Sequence[Prompt]) -> Batch:
         decoder.shape, num_slots=len(prompts), max_context=width, dtype=norm.dtype, device=norm.device
     )
     last_PH = norm.new_empty(len(prompts), decoder.shape.hidden_size)
-    chunk = max(1, PREFILL_TOKENS // len(prompts))
+    chunk = max(1, SHELF_SIZES[norm.device.type].tokens // len(prompts))
     for start in range(0, width, chunk):
         cache.context = min(start + chunk, width)
         positions_PT = torch.arange(start, cache.context, device=norm.device).expand(len(prompts), -1)

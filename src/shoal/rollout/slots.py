@@ -28,13 +28,21 @@ class Slots:
         shape, dtype, device = weights.shape, weights.embed_VH.dtype, weights.embed_VH.device
         rows, context, new_tokens, *_ = self.room = room
         self.device = device
-        self.cache = KVCache(shape, num_slots=rows, max_context=context, dtype=dtype, device=device)
+        self.cache = KVCache(
+            shape,
+            num_slots=rows,
+            max_context=context,
+            dtype=cache_dtype(dtype, device),
+            device=device,
+            heads_apart=device.type == "cpu",
+        )
         self.index_S = torch.arange(rows, device=device)
         self.index_C = torch.arange(context, device=device)
         self.table_6S = torch.zeros(6, rows, dtype=torch.int64, device=device)
         # Position of the newest token; tokens drawn; the most it may draw; 0 while it runs, tokens drawn once it ended;
-        # where its prompt stands and how long it is, if prompts are kept apart.
+        # where its prompt stands and how long it is.
         self.positions_S, self.counts_S, self.caps_S, self.ended_S, *_ = self.table_6S
+        self.places_S, self.prompt_lens_S = self.table_6S[4:]
         self.ended_S.fill_(1)
         self.newest_S = torch.zeros(rows, dtype=torch.int64, device=device)
         # A row's temperature, then its uniforms: one tensor, so that they arrive in one copy.
@@ -74,7 +82,7 @@ class Slots:
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         sources, targets = (upload(np.array(side), self.device) for side in zip(*moves, strict=True))
-        context = int(self.positions_S[sources].max()) + 1
+        context = int(self.counts_S[sources].max())
         for tensor in self._per_row():
             tensor[targets] = tensor[sources]
         self.table_6S[:, targets] = self.table_6S[:, sources]
@@ -101,6 +109,11 @@ class Slots:
             self.logprobs_SN,
             self.states_SNH,
         )
+
+
+def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What keys and values are kept in. A CPU's short products are float32's."""
+    return torch.float32 if device.type == "cpu" else dtype
 
 
 def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 
 from shoal.model.fused import fuse
 from shoal.model.load import DTYPES, load_decoder
+from shoal.model.packed import pack, repack
 from shoal.model.shape import read_shape
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, load_weights
@@ -24,8 +25,8 @@ from shoal.rollout.engine import Finished, Request
 from shoal.rollout.prover import Prover
 from shoal.rollout.room import Room, fit, free_memory_bytes, room_for
 from shoal.rollout.rows import Rows, by_batch, next_prompts
-from shoal.rollout.shelf import PREFILL_TOKENS, SHELF_PROMPTS, Shelf
-from shoal.rollout.slots import Slots, upload
+from shoal.rollout.shelf import SHELF_SIZES, Shelf
+from shoal.rollout.slots import Slots, cache_dtype, upload
 from shoal.rollout.watch import Watch
 from shoal.wire.run import ProofSpec
 
@@ -85,7 +86,7 @@ class TorchEngine:
         elif (shape := read_shape(folder)) != self._model.decoder.shape:
             raise ValueError(f"{folder}: {shape} is not what this engine was built for; start a new engine")
         else:
-            load_weights(self._model.decoder, folder / WEIGHTS_FILE)
+            self._model.swap(folder)
         self.policy_version = version
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -96,8 +97,7 @@ class TorchEngine:
         if requests:
             rows = self._rows
             num_rows = min(rows.max_rows, rows.num_running + len(rows.waiting))
-            shelf_prompts = 0 if self._device.type == "cpu" else SHELF_PROMPTS
-            need = room_for(requests, num_rows, shelf_prompts=shelf_prompts)
+            need = room_for(requests, num_rows, shelf_prompts=SHELF_SIZES[self._device.type].prompts)
             self._need = need if self._need is None else need.union(self._need)
 
     @torch.inference_mode()
@@ -133,7 +133,8 @@ class TorchEngine:
 
     def _stock(self, running: "_Running") -> None:
         """Compute the prompts that come next."""
-        prompts = next_prompts(self._rows.waiting, max_tokens=PREFILL_TOKENS, max_prompts=SHELF_PROMPTS)
+        size = SHELF_SIZES[self._device.type]
+        prompts = next_prompts(self._rows.waiting, max_tokens=size.tokens, max_prompts=size.prompts)
         self._shelf.stock(running.step.compute(prompts))
 
     def _decode(self) -> None:
@@ -153,12 +154,12 @@ class TorchEngine:
         """See which rows have ended, and take them out."""
         self._watch.note(self._num_steps, running.slots.ended_S)
         for step, ended in self._watch.read():
-            done = self._rows.finished(ended, step=step)
+            done = self._rows.finished(np.flatnonzero(ended).tolist(), step=step)
             if len(done) >= min(self._few(running), max(1, self._rows.num_running)):
-                counts = [ended[slot] for slot in done]
+                counts = ended[done].tolist()
                 taken = running.slots.take(done, max(counts))
                 requests = self._rows.remove(done)
-                running.step.leave(requests)
+                running.step.leave(done, requests)
                 self._loaded().prover.add(requests, counts, taken)
 
     def _make_room(self) -> "_Running":
@@ -180,7 +181,7 @@ class TorchEngine:
 
     def _fit(self, need: Room, old: "_Running | None") -> Room:
         """What memory allows of it; never fewer rows than there are slots already."""
-        shape, value_bytes = self._loaded().decoder.shape, self._dtype.itemsize
+        shape, value_bytes = self._loaded().decoder.shape, cache_dtype(self._dtype, self._device).itemsize
         budget = int(MEMORY_SHARE * _free_bytes(self._device))
         fitting = fit(shape, need, value_bytes=value_bytes, budget_bytes=budget)
         return fitting if old is None else fitting._replace(rows=max(fitting.rows, old.slots.room.rows))
@@ -194,10 +195,16 @@ class _Loaded:
     ) -> None:
         self.decoder = load_decoder(folder, dtype, device)
         self.weights = fuse(self.decoder)
+        self.packed = pack(self.weights) if device.type == "cpu" else self.weights
         self.tokenizer = load_tokenizer(folder)
         self.is_end_V = torch.zeros(self.decoder.shape.vocab_size, dtype=torch.bool, device=device)
         self.is_end_V[sorted(self.tokenizer.end_tokens)] = True
         self.prover = Prover(proof, self.tokenizer.end_tokens, device)
+
+    def swap(self, folder: Path) -> None:
+        load_weights(self.decoder, folder / WEIGHTS_FILE)
+        if self.packed is not self.weights:
+            repack(self.packed, self.weights)
 
 
 class _Running:
@@ -214,7 +221,7 @@ class _Running:
 
 def _make_step(loaded: _Loaded, slots: Slots, *, graphs: bool) -> "CpuStep | CudaStep":
     if slots.device.type == "cpu":
-        return CpuStep(loaded.decoder, loaded.weights, slots, loaded.is_end_V)
+        return CpuStep(loaded.decoder, loaded.packed, slots, loaded.is_end_V)
     from shoal.rollout.cuda_step import CudaStep  # needs Triton, which machines without a GPU lack
 
     return CudaStep(loaded.weights, slots, loaded.is_end_V, graphs=graphs)

@@ -1,0 +1,205 @@
+"""The other engines of bench/engine.py on the same prompts: transformers, twice, and llama.cpp."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from shoal.model.load import DTYPES
+from shoal.model.shape import read_shape
+from shoal.model.weights import WEIGHTS_FILE
+from shoal.rollout.engine import Request
+
+
+class Spent(NamedTuple):
+    seconds: float
+    cpu_seconds: float
+
+
+class Lines(Protocol):
+    def rival(self, what: str, tokens: int, spent: Spent, notes: str) -> None: ...
+
+
+def spend(device: str, work: Callable[[], object]) -> tuple[Spent, object]:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    started_s, cpu_s = time.perf_counter(), time.process_time()
+    result = work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return Spent(time.perf_counter() - started_s, time.process_time() - cpu_s), result
+
+
+def load_reference(options: argparse.Namespace, folder: Path, **more: str) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[options.dtype], **more)
+        .to(options.device)
+        .eval()
+    )
+
+
+def bench_generate(
+    options: argparse.Namespace, folder: Path, requests: Sequence[Request], table: Lines
+) -> None:
+    model = load_reference(options, folder)
+    width = max(len(request.prompt_tokens) for request in requests)
+    padding = [width - len(request.prompt_tokens) for request in requests]
+    tokens = torch.tensor(
+        [[0] * pad + list(request.prompt_tokens) for pad, request in zip(padding, requests, strict=True)]
+    ).to(options.device)
+    mask = (torch.arange(width)[None] >= torch.tensor(padding)[:, None]).long().to(options.device)
+
+    def generate(num_new: int) -> None:
+        model.generate(
+            tokens,
+            attention_mask=mask,
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=num_new,
+            min_new_tokens=num_new,
+            pad_token_id=0,
+        )
+
+    if options.device == "cuda":
+        generate(2)
+    spent, _ = spend(options.device, lambda: generate(options.baseline_tokens))
+    table.rival(
+        f"transformers generate, {len(requests)} rows",
+        len(requests) * options.baseline_tokens,
+        spent,
+        f"{options.baseline_tokens} tokens a row, prefill included",
+    )
+
+
+def bench_continuous(
+    options: argparse.Namespace, folder: Path, requests: Sequence[Request], table: Lines
+) -> None:
+    from transformers import GenerationConfig
+
+    model = load_reference(options, folder, attn_implementation="paged|sdpa")
+    config = GenerationConfig(
+        max_new_tokens=options.baseline_tokens, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0
+    )
+    inputs = [list(request.prompt_tokens) for request in requests]
+    model.generate_batch(inputs=inputs[:4], generation_config=config)
+    spent, results = spend(
+        options.device, lambda: model.generate_batch(inputs=inputs, generation_config=config)
+    )
+    tokens = sum(len(result.generated_tokens) for result in results.values())
+    table.rival(
+        f"transformers continuous batching, {len(inputs)} rows",
+        tokens,
+        spent,
+        f"{tokens:,} tokens, paged SDPA",
+    )
+
+
+def bench_llama(options: argparse.Namespace, folder: Path, requests: Sequence[Request], table: Lines) -> None:
+    """llama.cpp through llama-cpp-python's C interface: each prompt computed once for all its rows, as here. Tokens are the
+    likeliest ones, so it is spared the drawing."""
+    import llama_cpp
+
+    silence = llama_cpp.llama_log_callback(lambda *_: None)
+    llama_cpp.llama_log_set(silence, None)
+    path = folder / f"{options.dtype}.gguf"
+    write_gguf(folder, path, options.dtype)
+    parameters = llama_cpp.llama_model_default_params()
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
+    settings = llama_cpp.llama_context_default_params()
+    prompts = list(dict.fromkeys(request.prompt_tokens for request in requests))
+    positions = sum(map(len, prompts)) + len(requests) * (options.baseline_tokens + 32)
+    settings.n_ctx, settings.n_batch, settings.n_ubatch = -(-positions // 256) * 256, 2048, 512
+    settings.n_seq_max, settings.n_threads = len(requests), torch.get_num_threads()
+    settings.n_threads_batch = torch.get_num_threads()
+    settings.kv_unified = True
+    context = llama_cpp.llama_init_from_model(model, settings)
+    batch = llama_cpp.llama_batch_init(2048, 0, 1)
+    vocab = read_shape(folder).vocab_size
+
+    def feed(items: Sequence[tuple[int, int, int, bool]]) -> None:
+        """(token, position, row, whether logits are wanted)."""
+        for at, (token, position, row, wanted) in enumerate(items):
+            batch.token[at], batch.pos[at], batch.n_seq_id[at] = token, position, 1
+            batch.seq_id[at][0], batch.logits[at] = row, wanted
+        batch.n_tokens = len(items)
+        if llama_cpp.llama_decode(context, batch) != 0:
+            raise RuntimeError("llama_decode failed")
+
+    def likeliest(num: int) -> list[int]:
+        """Of the last `num` tokens fed, whose logits were asked for."""
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(context), shape=(num, vocab))
+        return logits.argmax(1).tolist()
+
+    def run() -> None:
+        newest = [0] * len(requests)
+        for prompt in prompts:
+            rows = [row for row, request in enumerate(requests) if request.prompt_tokens == prompt]
+            feed([(token, at, rows[0], at == len(prompt) - 1) for at, token in enumerate(prompt)])
+            token = likeliest(1)[0]
+            for row in rows:
+                newest[row] = token
+                if row != rows[0]:
+                    llama_cpp.llama_memory_seq_cp(llama_cpp.llama_get_memory(context), rows[0], row, -1, -1)
+        for step in range(options.baseline_tokens - 1):
+            feed(
+                [
+                    (newest[row], len(request.prompt_tokens) + step, row, True)
+                    for row, request in enumerate(requests)
+                ]
+            )
+            newest = likeliest(len(requests))
+
+    passes = []
+    for _ in range(options.repeats):
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        passes.append(spend(options.device, run)[0])
+    table.rival(
+        f"llama.cpp (llama-cpp-python {llama_cpp.__version__}), {options.dtype}, {len(requests)} rows",
+        len(requests) * options.baseline_tokens,
+        min(passes),
+        f"{options.baseline_tokens} tokens a row, prompts computed once, greedy",
+    )
+
+
+def write_gguf(folder: Path, path: Path, dtype: str) -> None:
+    """The model folder as a GGUF file without a tokenizer."""
+    import gguf
+
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for name, tensor in load_file(folder / WEIGHTS_FILE).items():
+        parts = name.split(".")
+        if parts[-2] in heads:  # llama.cpp rotates neighbours, not halves
+            rows = tensor.view(heads[parts[-2]], 2, -1, tensor.shape[1])
+            tensor = rows.transpose(1, 2).reshape(tensor.shape)
+        target = names.get_name(name, try_suffixes=(".weight",))
+        if tensor.dim() == 1 or dtype == "float32":
+            writer.add_tensor(target, tensor.float().numpy())
+        else:
+            words = tensor.contiguous().view(torch.uint8).numpy()
+            writer.add_tensor(target, words, raw_shape=words.shape, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
