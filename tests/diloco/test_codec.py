@@ -19,7 +19,8 @@ def test_a_value_comes_back_within_the_codec_s_step(num: int, seed: int, codec: 
     assert len(coded) == coded_bytes(codec, num)
     back = decode(codec, coded, num)
     assert back.dtype == np.float32 and back.shape == values.shape
-    step = {"fp32": 0.0, "fp16": 1e-6, "int8": np.abs(values).max() / 254 * 1.01}[codec]
+    largest = np.abs(values).max() * 1.01
+    step = {"fp32": 0.0, "fp16": 1e-6, "int8": largest / 254, "int4": largest / 14}[codec]
     assert np.abs(back - values).max() <= step
 
 
@@ -41,6 +42,14 @@ def test_int8_is_written_out_as_documented() -> None:
     coded = encode("int8", np.array([1.27, -0.635, 0.0], np.float32))
     assert np.frombuffer(coded[:4], "<f4")[0] == pytest.approx(0.01)
     assert list(np.frombuffer(coded[4:], np.int8)) == [127, -64, 0]
+
+
+def test_int4_is_written_out_as_documented() -> None:
+    coded = encode("int4", np.array([0.7, -0.34, 0.0, -0.7, 0.1], np.float32))
+    assert np.frombuffer(coded[:4], "<f4")[0] == pytest.approx(0.1)
+    # Two values a byte, the first in the low half, as two's complement: 7, -3, 0, -7, 1.
+    assert list(coded[4:]) == [0x7 | 0xD << 4, 0x0 | 0x9 << 4, 0x1]
+    assert decode("int4", coded, 5) == pytest.approx([0.7, -0.3, 0.0, -0.7, 0.1])
 
 
 def test_the_mean_is_weighted_and_equal_where_nobody_saw_anything() -> None:
