@@ -364,7 +364,7 @@ def table(runs: list[Run], steps: int, alone_s: float) -> None:
         fewer = f"{parallel.sent_bytes / run.sent_bytes:.0f}x" if parallel and run.sent_bytes else ""
         wall_s = [steps * alone_s + 8 * run.sent_bytes / rate for rate in (1e9, 1e8)]
         print(
-            f"{run.plan.name:<24}{run.rounds or steps:>7}{last:>11.4f}{against:>12}{run.sent_bytes / 1e6:>12.1f}{fewer:>13}"
+            f"{run.plan.name:<24}{run.rounds if run.plan.every else steps:>7}{last:>11.4f}{against:>12}{run.sent_bytes / 1e6:>12.1f}{fewer:>13}"
             f"{wall_s[0]:>15.0f}{wall_s[1]:>15.0f}"
         )
 
