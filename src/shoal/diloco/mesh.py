@@ -74,6 +74,8 @@ class Mesh(Protocol):
     peer: str
     reachable: bool
     """Whether others can open streams to this peer; if not, it leads nobody and sums nothing."""
+    addresses: tuple[str, ...]
+    """What others may join by."""
 
     async def start(self, handler: Handler) -> None:
         """Come up, find the swarm, and give every stream from another peer to `handler`."""
@@ -128,6 +130,7 @@ class LocalMesh:
         self._hub = hub
         self.peer = peer
         self.reachable = reachable
+        self.addresses: tuple[str, ...] = ()
         self.card = b""
         self._handler: Handler | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -92,6 +92,10 @@ class PeerAverager:
     def peer(self) -> str:
         return self._mesh.peer
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return self._mesh.addresses
+
     def peers(self) -> dict[str, Card]:
         """Everybody else that is thought to be alive, for whoever wants to show it."""
         return dict(self._roster.alive(time.monotonic()))

@@ -47,6 +47,7 @@ class TorchftAverager:
         stop: threading.Event | None = None,
     ) -> None:
         self.peer = f"torchft-{uuid.uuid4().hex[:16]}"
+        self.addresses: tuple[str, ...] = (lighthouse,)
         self._log, self._host, self._min_peers = log, host, min_peers
         self._codec: CodecName = codec
         self._lighthouse = lighthouse
