@@ -4,7 +4,8 @@
 
 Needs the extra `hivemind`. Every engine runs as real processes, one engine after the other in one run; ours includes
 the digests' comparison and the commit. Seconds are the slowest peer's, the median over the repeats after one round to
-warm up; for ours and gloo the result is checked against the mean that it should be.
+warm up; every result is checked against the mean that it should be. CPU seconds are those of all peers with their daemons, a
+round, and of the peers' own processes alone: on a busy machine they are the figure to go by.
 """
 
 import argparse
@@ -16,9 +17,11 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 
 ENGINES = ("gloo", "ours fp32", "ours fp16", "ours int8", "hivemind fp32", "hivemind fp16", "hivemind int8")
 
@@ -37,7 +40,10 @@ def main() -> None:
     if options.peer:
         run_peer(json.loads(options.peer))
         return
-    print(f"{'MB':>5}{'peers':>6}  {'engine':<15}{'median s':>9}{'wrong':>7}", flush=True)
+    print(
+        f"{'MB':>5}{'peers':>6}  {'engine':<15}{'median s':>9}{'CPU s':>8}{'own CPU s':>12}{'wrong':>7}{'same bits':>11}",
+        flush=True,
+    )
     for mb in options.mb:
         for num in options.peers:
             for engine in options.engines:
@@ -69,7 +75,17 @@ def show(mb: int, num: int, engine: str, options: argparse.Namespace) -> None:
         return
     took = [max(lines[at]["took_s"] for lines in said) for at in range(1, options.repeats + 1)]
     wrong = sum(not line["right"] for lines in said for line in lines)
-    print(f"{mb:>5}{num:>6}  {engine:<15}{statistics.median(took):>9.3f}{wrong:>7}", flush=True)
+    cpu_s = statistics.median(
+        sum(lines[at]["cpu_s"] for lines in said) for at in range(1, options.repeats + 1)
+    )
+    own_s = statistics.median(
+        sum(lines[at]["own_cpu_s"] for lines in said) for at in range(1, options.repeats + 1)
+    )
+    same = all(len({lines[at]["digest"] for lines in said}) == 1 for at in range(options.repeats + 1))
+    print(
+        f"{mb:>5}{num:>6}  {engine:<15}{statistics.median(took):>9.3f}{cpu_s:>8.2f}{own_s:>12.2f}{wrong:>7}{'yes' if same else 'no':>11}",
+        flush=True,
+    )
 
 
 def start(task: dict[str, Any]) -> "subprocess.Popen[str]":
@@ -92,9 +108,37 @@ def run_peer(task: dict[str, Any]) -> None:
     {"gloo": run_gloo, "ours": run_ours, "hivemind": run_hivemind}[kind](task, values, exact)
 
 
-def say(took_s: float, result: Any, exact: Any) -> None:
-    right = bool(np.abs(np.asarray(result)[::997] - exact).max() < 0.1)
-    print(json.dumps({"took_s": took_s, "right": right}), flush=True)
+class Clock:
+    """Wall and CPU seconds of a round, from here to `say`."""
+
+    def __init__(self) -> None:
+        self.own_s = time.process_time()
+        self.cpu_s, self.started_s = tree_cpu_s(), time.monotonic()
+
+    def say(self, result: Any, exact: Any) -> None:
+        own_s = time.process_time() - self.own_s
+        took_s, cpu_s = time.monotonic() - self.started_s, tree_cpu_s() - self.cpu_s
+        result = np.ascontiguousarray(result)
+        right = bool(np.abs(result[::997] - exact).max() < 0.1)
+        digest = blake3(result.view(np.uint8).data).hexdigest()
+        said = {"took_s": took_s, "cpu_s": cpu_s, "own_cpu_s": own_s, "right": right, "digest": digest}
+        print(json.dumps(said), flush=True)
+
+
+def tree_cpu_s() -> float:
+    """Of this process and all below it."""
+    parents, ticks = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            words = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        parents[int(path.parent.name)] = int(words[1])
+        ticks[int(path.parent.name)] = int(words[11]) + int(words[12])
+    below = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= more
+    return sum(ticks.get(pid, 0) for pid in below) / os.sysconf("SC_CLK_TCK")
 
 
 def run_gloo(task: dict[str, Any], values: Any, exact: Any) -> None:
@@ -109,10 +153,10 @@ def run_gloo(task: dict[str, Any], values: Any, exact: Any) -> None:
     for _ in range(task["repeats"]):
         tensor = torch.from_numpy(values.copy())
         dist.barrier()
-        started_s = time.monotonic()
+        clock = Clock()
         dist.all_reduce(tensor)
         tensor /= task["num"]
-        say(time.monotonic() - started_s, tensor.numpy(), exact)
+        clock.say(tensor.numpy(), exact)
     dist.destroy_process_group()
 
 
@@ -139,11 +183,10 @@ def run_ours(task: dict[str, Any], values: Any, exact: Any) -> None:
         ready = Ready(round=state.round, work=state.work, digest=digest, weight=1.0)
         # An empty round first, so that all start the clock together.
         take_round(averager, ready, nothing, deadline_s=60, log=Log("bench"), stop=threading.Event())
-        started_s = time.monotonic()
+        clock = Clock()
         result = take_round(averager, ready, values, deadline_s=300, log=Log("bench"), stop=threading.Event())
-        took_s = time.monotonic() - started_s
         assert result.outcome is Outcome.COMMITTED, result.reasons
-        say(took_s, result.average_N, exact)
+        clock.say(result.average_N, exact)
         state = outer_step(state, nothing, Outer(), work=1.0)
         digest = averager.serve(state, step=0)
     averager.leave()
@@ -174,16 +217,14 @@ def run_hivemind(task: dict[str, Any], values: Any, exact: Any) -> None:
     for _ in range(task["repeats"]):
         with averager.get_tensors() as tensors:
             tensors[0][:] = torch.from_numpy(values)
-        matched: list[float] = []
         control = averager.step(wait=False, timeout=240, scheduled_time=get_dht_time() + 4)
         # Matchmaking is left out: the clock runs from the moment the group is known.
         while control.stage.name in ("IDLE", "LOOKING_FOR_GROUP", "AWAITING_TRIGGER") and not control.done():
             time.sleep(0.001)
-        matched.append(time.monotonic())
+        clock = Clock()
         control.result()
-        took_s = time.monotonic() - matched[0]
         with averager.get_tensors() as tensors:
-            say(took_s, tensors[0].numpy(), exact)
+            clock.say(tensors[0].numpy(), exact)
     time.sleep(2)
     averager.shutdown()
     dht.shutdown()

@@ -67,12 +67,15 @@ def main() -> None:
     parser.add_argument("--codec", default="fp16")
     parser.add_argument("--outer-lr", type=float, default=1.0)
     parser.add_argument("--outer-momentum", type=float, default=0.0)
+    parser.add_argument("--sites", type=int, choices=[1, 2], help="only this half of the comparison")
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--timeout-s", type=float, default=1800.0)
     options = parser.parse_args()
     options.dir.mkdir(parents=True, exist_ok=True)
-    two_sites(options)
-    one_site(options)
+    if options.sites != 1:
+        two_sites(options)
+    if options.sites != 2:
+        one_site(options)
 
 
 def write_file(options: argparse.Namespace, name: str, groups: int, diloco: str) -> Path:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from shoal.diloco.outer import Vector
 
 CodecName = Literal["fp32", "fp16", "int8", "int4"]
+Coded = bytes | bytearray
 CODECS: tuple[CodecName, ...] = get_args(CodecName)
 BLOCK = {"int8": 256, "int4": 128}
 """Values that share a scale: fewer where a value has fewer steps, so that one large value spoils less."""
@@ -33,7 +34,7 @@ def encode(codec: CodecName, values_N: Vector) -> bytes:
     return _encode_blocks(codec, values_N)
 
 
-def decode(codec: CodecName, coded: bytes, num_values: int) -> Vector:
+def decode(codec: CodecName, coded: Coded, num_values: int) -> Vector:
     """The float32 values of a chunk; ValueError if the bytes are not `num_values` of them."""
     if len(coded) != coded_bytes(codec, num_values):
         raise ValueError(
@@ -55,7 +56,7 @@ def coded_bytes(codec: CodecName, num_values: int) -> int:
 
 
 def reduce_chunk(
-    codec: CodecName, coded: Sequence[bytes], weights: Sequence[float], num_values: int
+    codec: CodecName, coded: Sequence[Coded], weights: Sequence[float], num_values: int
 ) -> bytes:
     """The weighted mean of coded chunks, coded once: whoever decodes it has the same bits.
 
@@ -87,7 +88,7 @@ def _encode_blocks(codec: CodecName, values_N: Vector) -> bytes:
     return head + (values.tobytes() if codec == "int8" else _pack_halves(values))
 
 
-def _decode_blocks(codec: CodecName, coded: bytes, num_values: int) -> Vector:
+def _decode_blocks(codec: CodecName, coded: Coded, num_values: int) -> Vector:
     num_blocks, block = _num_blocks(codec, num_values), BLOCK[codec]
     scales = np.frombuffer(coded, "<f4", count=num_blocks).astype(np.float32, copy=False)
     body = np.frombuffer(coded, np.int8, offset=4 * num_blocks)

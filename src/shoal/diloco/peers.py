@@ -209,7 +209,7 @@ class PeerAverager:
         cards: dict[str, Card] = {}
         for peer, payload in (await self._mesh.cards()).items():
             with contextlib.suppress(Rejected):
-                card = Card.parse(payload)
+                card = Card.parse(bytes(payload))
                 if card.peer == peer:
                     cards[peer] = card
         self._roster.read(cards, time.monotonic())
@@ -245,7 +245,7 @@ class PeerAverager:
                 stream = await self._mesh.open(peer)
                 await stream.send(Asked.model_validate({"ask": ask}).canonical())
                 payload, _ = await stream.receive()
-                return answer.parse(payload)
+                return answer.parse(bytes(payload))
         except (Broken, TimeoutError, Rejected) as error:
             raise RoundFailed(f"{peer} does not answer: {error or f'{deadline_s:.0f} s'}") from None
         finally:
@@ -358,7 +358,7 @@ class PeerAverager:
         """One question of a peer; bytes that are none are dropped with the stream."""
         try:
             payload, _ = await stream.receive()
-            ask = Asked.parse(payload).ask
+            ask = Asked.parse(bytes(payload)).ask
             await self._answer(ask, stream)
         except (Broken, Rejected) as error:
             self._log.warning("a stream came to nothing", reason=error)
