@@ -112,8 +112,8 @@ class Clock:
     """Wall and CPU seconds of a round, from here to `say`."""
 
     def __init__(self) -> None:
-        self.own_s = time.process_time()
-        self.cpu_s, self.started_s = tree_cpu_s(), time.monotonic()
+        self.cpu_s = tree_cpu_s()
+        self.own_s, self.started_s = time.process_time(), time.monotonic()
 
     def say(self, result: Any, exact: Any) -> None:
         own_s = time.process_time() - self.own_s

@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=16, help="a step, over all sites")
     parser.add_argument("--codec", default="fp16")
     parser.add_argument("--outer-lr", type=float, default=1.0)
-    parser.add_argument("--outer-momentum", type=float, default=0.0)
+    parser.add_argument("--outer-momentum", type=float, default=0.3)
     parser.add_argument("--sites", type=int, choices=[1, 2], help="only this half of the comparison")
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--timeout-s", type=float, default=1800.0)

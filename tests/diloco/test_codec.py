@@ -48,7 +48,7 @@ def test_int4_is_written_out_as_documented() -> None:
     coded = encode("int4", np.array([0.7, -0.34, 0.0, -0.7, 0.1], np.float32))
     assert np.frombuffer(coded[:4], "<f4")[0] == pytest.approx(0.1)
     # Two values a byte, the first in the low half, as two's complement: 7, -3, 0, -7, 1.
-    assert list(coded[4:]) == [0x7 | 0xD << 4, 0x0 | 0x9 << 4, 0x1]
+    assert list(bytes(coded[4:])) == [0x7 | 0xD << 4, 0x0 | 0x9 << 4, 0x1]
     assert decode("int4", coded, 5) == pytest.approx([0.7, -0.3, 0.0, -0.7, 0.1])
 
 
@@ -65,3 +65,15 @@ def test_parts_cover_everything_once(num_values: int, num_owners: int) -> None:
     assert len(bounds) == num_owners and bounds[0][0] == 0 and bounds[-1][1] == num_values
     assert all(left[1] == right[0] for left, right in itertools.pairwise(bounds))
     assert sum(end - start for part in bounds for start, end in chunk_bounds(*part)) == num_values
+
+
+def test_halves_are_numpy_s_own_bit_for_bit() -> None:
+    """Subnormals, ties and the ends of the range among them."""
+    every = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    finite = every[np.isfinite(every)].astype(np.float32)
+    between = np.concatenate([finite, np.nextafter(finite, np.float32(9e4)), finite * np.float32(1.0002441)])
+    coded = encode("fp16", between)
+    assert bytes(coded) == np.clip(between, -65504, 65504).astype("<f2").tobytes()
+    assert np.array_equal(
+        decode("fp16", bytes(coded), len(between)), np.frombuffer(coded, "<f2").astype(np.float32)
+    )

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from shoal.diloco.outer import Vector
 
 CodecName = Literal["fp32", "fp16", "int8", "int4"]
-Coded = bytes | bytearray
+Coded = bytes | bytearray | memoryview
 CODECS: tuple[CodecName, ...] = get_args(CodecName)
 BLOCK = {"int8": 256, "int4": 128}
 """Values that share a scale: fewer where a value has fewer steps, so that one large value spoils less."""
@@ -26,11 +27,12 @@ LARGEST = {"int8": 127, "int4": 7}
 _LARGEST_HALF = np.float32(65504.0)
 
 
-def encode(codec: CodecName, values_N: Vector) -> bytes:
+def encode(codec: CodecName, values_N: Vector) -> Coded:
+    """With fp32 the values themselves, not a copy: they must not change until the bytes have been used."""
     if codec == "fp32":
-        return values_N.astype("<f4", copy=False).tobytes()
+        return np.ascontiguousarray(values_N, "<f4").data.cast("B")
     if codec == "fp16":
-        return np.clip(values_N, -_LARGEST_HALF, _LARGEST_HALF).astype("<f2").tobytes()
+        return _to_half(values_N).data.cast("B")
     return _encode_blocks(codec, values_N)
 
 
@@ -43,7 +45,7 @@ def decode(codec: CodecName, coded: Coded, num_values: int) -> Vector:
     if codec == "fp32":
         return np.frombuffer(coded, "<f4").astype(np.float32, copy=False)
     if codec == "fp16":
-        return np.frombuffer(coded, "<f2").astype(np.float32)
+        return _from_half(np.frombuffer(coded, "<f2"))
     return _decode_blocks(codec, coded, num_values)
 
 
@@ -57,7 +59,7 @@ def coded_bytes(codec: CodecName, num_values: int) -> int:
 
 def reduce_chunk(
     codec: CodecName, coded: Sequence[Coded], weights: Sequence[float], num_values: int
-) -> bytes:
+) -> Coded:
     """The weighted mean of coded chunks, coded once: whoever decodes it has the same bits.
 
     Summed in the order given, in float32. `weights` need not sum to 1; if all are 0 they count alike.
@@ -65,9 +67,26 @@ def reduce_chunk(
     total = float(sum(weights))
     shares = [weight / total for weight in weights] if total > 0 else [1 / len(weights)] * len(weights)
     sum_N = decode(codec, coded[0], num_values) * np.float32(shares[0])
+    part_N = np.empty_like(sum_N)
     for chunk, share in zip(coded[1:], shares[1:], strict=True):
-        sum_N += decode(codec, chunk, num_values) * np.float32(share)
+        np.multiply(decode(codec, chunk, num_values), np.float32(share), out=part_N)
+        sum_N += part_N
     return encode(codec, sum_N)
+
+
+def _to_half(values_N: Vector) -> NDArray[np.float16]:
+    """torch converts a vector at a time and NumPy a value at a time; both round as IEEE 754 says."""
+    clipped = np.clip(values_N, -_LARGEST_HALF, _LARGEST_HALF)
+    half: NDArray[np.float16] = torch.from_numpy(clipped).half().numpy()
+    return half.astype("<f2", copy=False)
+
+
+def _from_half(half_N: NDArray[np.float16]) -> Vector:
+    own = (
+        half_N if half_N.flags.writeable else half_N.copy()
+    )  # torch warns of memory that it may not write to
+    values: Vector = torch.from_numpy(own).float().numpy()
+    return values
 
 
 def _num_blocks(codec: CodecName, num_values: int) -> int:

@@ -77,6 +77,11 @@ class _Frames(asyncio.BufferedProtocol):
             at += len(part)
             self.buffer_updated(len(part))
 
+    def start(self) -> None:
+        """Asyncio's reader may have paused the transport."""
+        if not self._paused:
+            self._transport.resume_reading()
+
     async def next(self) -> tuple[bytearray, bytes]:
         while not self.frames:
             if self.ended:
@@ -134,18 +139,19 @@ class Stream:
     """Takes over a connection that asyncio opened, at the moment it is made."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writer, transport = writer, writer.transport
+        self._writer: asyncio.StreamWriter = writer
+        transport = writer.transport
         began = bytes(reader._buffer)  # type: ignore[attr-defined]
         self._frames = _Frames(transport, transport.get_protocol(), began)
         transport.set_protocol(self._frames)
         if reader.at_eof():
             self._frames.eof_received()
-        elif not self._frames._paused and not transport.is_closing():
-            transport.resume_reading()
+        elif not transport.is_closing():
+            self._frames.start()
         transport.set_write_buffer_limits(high=SLICE, low=SLICE // 4)
         self.num_sent = 0
 
-    async def send(self, payload: bytes, digest: bytes | None = None) -> None:
+    async def send(self, payload: bytes | memoryview | bytearray, digest: bytes | None = None) -> None:
         digest = blake3(payload).digest() if digest is None else digest
         transport, view = self._writer.transport, memoryview(payload)
         if transport.is_closing():

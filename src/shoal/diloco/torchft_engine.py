@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import (
 )
 
 from shoal.diloco.averager import Behind, Fetched, Group, Ready, Reduced, RoundFailed
-from shoal.diloco.codec import CodecName, coded_bytes, decode, encode, reduce_chunk
+from shoal.diloco.codec import CodecName, Coded, coded_bytes, decode, encode, reduce_chunk
 from shoal.diloco.gather import choose
 from shoal.diloco.mesh import Broken, Stream
 from shoal.diloco.messages import Asked, ReadyAsk, Standing, StateAsk, StateHead
@@ -294,7 +294,7 @@ async def _fetch(address: str, peer: str, deadline_s: float) -> Fetched:
             stream.close()
 
 
-def _all_to_all(pg: Any, coded: list[bytes], size: int, wait: timedelta) -> list[bytes]:
+def _all_to_all(pg: Any, coded: list[Coded], size: int, wait: timedelta) -> list[bytes]:
     num = len(coded)
     ours = torch.frombuffer(bytearray(b"".join(coded)), dtype=torch.uint8)
     theirs = torch.empty_like(ours)
@@ -305,7 +305,7 @@ def _all_to_all(pg: Any, coded: list[bytes], size: int, wait: timedelta) -> list
     return [content[at * size : (at + 1) * size] for at in range(num)]
 
 
-def _all_gather(pg: Any, own: bytes, num: int, wait: timedelta) -> list[bytes]:
+def _all_gather(pg: Any, own: Coded, num: int, wait: timedelta) -> list[bytes]:
     ours = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     outputs = [torch.empty_like(ours) for _ in range(num)]
     options = AllgatherOptions()

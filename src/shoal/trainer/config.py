@@ -42,9 +42,9 @@ class DilocoConfig(Record):
     codec: Literal["fp32", "fp16", "int8", "int4"] = "fp16"
     """How a merge travels (diloco.codec, which is not asked: a run file is read without torch)."""
     outer_lr: float = Field(default=1.0, gt=0)
-    outer_momentum: float = Field(default=0.0, ge=0, lt=1)
-    """1 and 0 make a merge the mean of the sites. The papers' 0.7 and 0.9 go on in the direction of earlier merges, which
-    a policy that is trained on its own answers does not stand (docs/LOG.md)."""
+    outer_momentum: float = Field(default=0.3, ge=0, lt=1)
+    """1 and 0 make a merge the mean of the sites. The papers' 0.7 and 0.9 go on in the direction of earlier merges further
+    than a policy stands that is trained on its own answers (docs/LOG.md)."""
     deadline_s: float = Field(default=600.0, gt=0)
     """A merge without agreement by then is taken alone; sites that live but are not ready are waited for half as long."""
 
