@@ -14,6 +14,8 @@ from blake3 import blake3
 MAX_FRAME = 16 << 20
 SLICE = 1 << 18
 """Bytes handed to the socket at once: about what its buffer takes."""
+STALL_S = 60.0
+"""A side that takes nothing for so long is gone, whatever its connection says."""
 AHEAD = 4
 """Frames that may wait to be asked for before reading pauses."""
 _HEAD = struct.Struct("<I32s")
@@ -115,7 +117,11 @@ class _Frames(asyncio.BufferedProtocol):
         self._writable.set()
 
     async def writable(self) -> None:
-        await self._writable.wait()
+        try:
+            async with asyncio.timeout(STALL_S):
+                await self._writable.wait()
+        except TimeoutError:
+            raise Broken(f"the other side has taken nothing for {STALL_S:.0f} s") from None
         if self.ended and self._transport.is_closing():
             raise Broken(f"the other side hung up: {self.ended}")
 
