@@ -32,23 +32,22 @@ def address_of(rendezvous: "subprocess.Popen[str]") -> str:
 
 def test_two_sites_hold_the_same_weights_after_each_merge(tmp_path: Path) -> None:
     words = [*SHOAL, "diloco", "swarm", "--dir", str(tmp_path / "rendezvous"), "--port", "0"]
-    rendezvous = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    try:
+    with (
+        subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as rendezvous,
+        contextlib.ExitStack() as running,
+    ):
+        running.callback(rendezvous.terminate)
         address = address_of(rendezvous)
         sites = [
             Swarm(tmp_path / name, last_version=6, relays=1, workers=1, deadline_s=400.0)
             for name in ("a", "b")
         ]
-        with contextlib.ExitStack() as running:
-            for site in sites:
-                site.file.write_text(site.file.read_text() + DILOCO)
-                site.start("--peer-join", address)
-                running.push(site)
-            assert [site.wait_until_over(550.0) for site in sites] == [0, 0], [site.output for site in sites]
-        first, second = (merges(site) for site in sites)
-        assert [line["outcome"] for line in first] == ["committed", "committed"]
-        assert [line["state"] for line in first] == [line["state"] for line in second]
-        assert all(line["sites"] == 2 for line in first + second)
-    finally:
-        rendezvous.terminate()
-        rendezvous.wait(30)
+        for site in sites:
+            site.file.write_text(site.file.read_text() + DILOCO)
+            site.start("--peer-join", address)
+            running.push(site)
+        assert [site.wait_until_over(550.0) for site in sites] == [0, 0], [site.output for site in sites]
+    first, second = (merges(site) for site in sites)
+    assert [line["outcome"] for line in first] == ["committed", "committed"]
+    assert [line["state"] for line in first] == [line["state"] for line in second]
+    assert all(line["sites"] == 2 for line in first + second)
