@@ -31,6 +31,8 @@ PRESETS = {
     "10m": (320, 8, 5, 896),
     "135m": (768, 18, 12, 2304),
 }
+TIMED = 20
+"""Steps that are timed to see how many fit a budget."""
 MIX = 0.5
 """Of a fragment's own value that stays when the round that overlapped it lands."""
 
@@ -216,10 +218,14 @@ class Comparison:
         self.num_text, self._cut = len(text), cut
         self.text = torch.from_numpy(text[:cut].copy()).to(options.device)
 
+    def _num_rows(self) -> int:
+        """Of the tables that a step looks things up in: also as many as are timed before the run."""
+        return max(TIMED + 2, self.options.steps + self.options.warm_steps)
+
     def _starts(self) -> Tensor:
         """Where each worker's samples begin at each step."""
         options = self.options
-        count, starts = options.steps + options.warm_steps, []
+        count, starts = self._num_rows(), []
         for worker in range(4):
             nothing = np.broadcast_to(np.uint32(0), self._cut)  # only where samples begin is asked for
             samples = Samples(nothing, sequence=options.sequence, peer=f"worker-{worker}", seed=options.seed)
@@ -257,18 +263,18 @@ class Comparison:
         """The stack of all rows, warm, and how many steps it takes: as many as fit the budget."""
         options, steps = self.options, self.options.steps
         self.starts = self._starts()
-        self.rates = torch.zeros(steps + options.warm_steps, device=options.device)
+        self.rates = torch.zeros(self._num_rows(), device=options.device)
         first_N = self.llama.first_weights(options.seed).to(options.device)
         stack = self._stack(first_N, self.plans, compiled=options.compile)
         if options.budget_s:
-            seconds = _time_steps(stack, 20)
+            seconds = _time_steps(stack)
             fit = int(options.budget_s / seconds)
             steps = max(options.round_to, min(steps, fit) // options.round_to * options.round_to)
             print(f"{1000 * seconds:.1f} ms a step, {steps} steps", flush=True)
         self._write_rates(steps)
         # One worker, no bytes: where all runs start from.
         warm = self._stack(first_N, [Plan(name="one")], compiled=False)
-        self.alone_s = _time_steps(warm, 20)
+        self.alone_s = _time_steps(warm)
         warm.restart(first_N[None])
         for _ in range(options.warm_steps):
             warm.step()
@@ -320,17 +326,17 @@ def record(options: argparse.Namespace, run: Run) -> dict[str, Any]:
     }
 
 
-def _time_steps(stack: Stack, num: int) -> float:
+def _time_steps(stack: Stack) -> float:
     stack.step()
     stack.step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     started_s = time.monotonic()
-    for _ in range(num):
+    for _ in range(TIMED):
         stack.step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return (time.monotonic() - started_s) / num
+    return (time.monotonic() - started_s) / TIMED
 
 
 def curves(options: argparse.Namespace) -> None:

@@ -1,14 +1,15 @@
 """DiLoCo: what it costs in loss and saves in bytes, how links fill, how it takes churn. Seeded; CPU or CUDA.
 
     python bench/diloco.py curves --preset 0.1m --steps 2000 --runs dp one 20:fp32 100:int8      (minutes, CPU)
-    python bench/diloco.py curves --preset 10m --steps 10000 --warm-steps 500 --device cuda \\
-        --runs dp one 20:fp32 100:fp32 100:fp16 100:int8 125:int8 500:fp32 100:int8:4:5 --plot docs/img/diloco-10m.png
+    python bench/diloco.py text --out text.xz             the text, packed, for a machine that has none
+    python bench/diloco.py curves --preset 10m --steps 13000 --warm-steps 500 --lr 1e-3 --device cuda --bf16 --compile \\
+        --runs dp one 20:fp32 100:fp32 100:fp16 100:int8 127:int8 67:int4 500:fp32 --plot docs/img/diloco-10m.png
     python bench/diloco.py links                          utilisation against H at 10, 100, 1000 Mbit/s
     python bench/diloco.py rounds --num 2000 --peers 3    fault-free rounds of real Hivemind peers: wrong ones
-    python bench/diloco.py churn --peers 6                kill -9 two in mid-round, two join
+    python bench/diloco.py churn --peers 6 [--engine torchft]   kill -9 two in mid-round, two join
 
 A run is `dp` (synchronous data parallel, the same tokens), `one` (one worker, a share of the tokens) or
-`H:codec[:fragments:overlap]`. Workers are simulated in turn, with the real outer step, codecs and sums. The text is that of the running
+`H:codec[:fragments:overlap][@outer_lr,momentum]`. All workers are one batched model, with the real outer step, codes and sums. The text is that of the running
 Python's own library and of the documentation on the machine, as bytes: 256 tokens, no tokenizer.
 """
 
