@@ -1,8 +1,8 @@
-"""Averaging between processes on loopback: our exchange over Hivemind's streams, Hivemind's own averager, plain gloo.
+"""Averaging between processes on loopback: our engines (Hivemind's streams, torchft), Hivemind's own averager, plain gloo.
 
     python bench/averaging.py --mb 50 500 --peers 2 4 --repeats 3
 
-Needs the extra `hivemind`. Every engine runs as real processes, one engine after the other in one run; ours includes
+Needs the extras `hivemind` and `torchft`. Every engine runs as real processes, one engine after the other in one run; ours includes
 the digests' comparison and the commit. Seconds are the slowest peer's, the median over the repeats after one round to
 warm up; every result is checked against the mean that it should be. CPU seconds are those of all peers with their daemons, a
 round, and of the peers' own processes alone: on a busy machine they are the figure to go by.
@@ -23,7 +23,10 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-ENGINES = ("gloo", "ours fp32", "ours fp16", "ours int8", "hivemind fp32", "hivemind fp16", "hivemind int8")
+ENGINES = tuple(
+    ["gloo"]
+    + [f"{name} {codec}" for name in ("torchft", "ours", "hivemind") for codec in ("fp32", "fp16", "int8")]
+)
 
 
 def main() -> None:
@@ -105,7 +108,9 @@ def run_peer(task: dict[str, Any]) -> None:
         axis=0,
     )
     kind = task["engine"].split()[0]
-    {"gloo": run_gloo, "ours": run_ours, "hivemind": run_hivemind}[kind](task, values, exact)
+    {"gloo": run_gloo, "ours": run_ours, "torchft": run_torchft, "hivemind": run_hivemind}[kind](
+        task, values, exact
+    )
 
 
 class Clock:
@@ -161,11 +166,8 @@ def run_gloo(task: dict[str, Any], values: Any, exact: Any) -> None:
 
 
 def run_ours(task: dict[str, Any], values: Any, exact: Any) -> None:
-    from shoal.diloco.averager import Ready
     from shoal.diloco.hivemind_mesh import Address, HivemindMesh
-    from shoal.diloco.outer import Outer, first_state, outer_step
     from shoal.diloco.peers import PeerAverager, Terms
-    from shoal.diloco.rounds import Outcome, take_round
     from shoal.telemetry import Log
 
     mesh = HivemindMesh("bench", Address(join=task["join"], host="127.0.0.1"))
@@ -174,11 +176,37 @@ def run_ours(task: dict[str, Any], values: Any, exact: Any) -> None:
     averager.join(deadline_s=60)
     if task["rank"] == 0:
         print(json.dumps({"addresses": mesh.addresses}), flush=True)
+    while len(averager.peers()) < task["num"] - 1:
+        time.sleep(0.1)
+    take_rounds(averager, task, values, exact)
+
+
+def run_torchft(task: dict[str, Any], values: Any, exact: Any) -> None:
+    from torchft.coordination import LighthouseServer
+
+    from shoal.diloco.torchft_engine import TorchftAverager
+    from shoal.telemetry import Log
+
+    if task["rank"] == 0:
+        server = LighthouseServer(bind="127.0.0.1:0", min_replicas=task["num"], join_timeout_ms=60_000)
+        task["join"] = [f"http://127.0.0.1:{server.address().rsplit(':', 1)[1]}"]
+        print(json.dumps({"addresses": task["join"]}), flush=True)
+    codec = task["engine"].split()[1]
+    averager = TorchftAverager(task["join"][0], log=Log("bench"), codec=codec, min_peers=task["num"])
+    averager.join(deadline_s=60)
+    take_rounds(averager, task, values, exact)
+    time.sleep(2)  # rank 0 holds the lighthouse
+
+
+def take_rounds(averager: Any, task: dict[str, Any], values: Any, exact: Any) -> None:
+    from shoal.diloco.averager import Ready
+    from shoal.diloco.outer import Outer, first_state, outer_step
+    from shoal.diloco.rounds import Outcome, take_round
+    from shoal.telemetry import Log
+
     nothing = np.zeros(8, np.float32)
     state = first_state((nothing,))
     digest = averager.serve(state, step=0)
-    while len(averager.peers()) < task["num"] - 1:
-        time.sleep(0.1)
     for _ in range(task["repeats"]):
         ready = Ready(round=state.round, work=state.work, digest=digest, weight=1.0)
         # An empty round first, so that all start the clock together.
