@@ -83,7 +83,7 @@ $(VENV)-s3/.ready: Makefile
 
 # Apart from the rest, because Hivemind wants an older numpy than the rest is tested with.
 hivemind: $(VENV)-hivemind/.ready
-	$(VENV)-hivemind/bin/pytest -m hivemind tests/diloco
+	$(VENV)-hivemind/bin/pytest -m hivemind tests/diloco tests/e2e/test_two_sites.py
 
 $(VENV)-hivemind/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)-hivemind

@@ -1,10 +1,11 @@
-"""Averaging between processes on loopback: our exchange over Hivemind's streams, Hivemind's own averager, plain gloo.
+"""Averaging between processes on loopback: our engines (Hivemind's streams, torchft), Hivemind's own averager, plain gloo.
 
     python bench/averaging.py --mb 50 500 --peers 2 4 --repeats 3
 
-Needs the extra `hivemind`. Every engine runs as real processes, one engine after the other in one run; ours includes
+Needs the extras `hivemind` and `torchft`. Every engine runs as real processes, one engine after the other in one run; ours includes
 the digests' comparison and the commit. Seconds are the slowest peer's, the median over the repeats after one round to
-warm up; for ours and gloo the result is checked against the mean that it should be.
+warm up; every result is checked against the mean that it should be. CPU seconds are those of all peers with their daemons, a
+round, and of the peers' own processes alone: on a busy machine they are the figure to go by.
 """
 
 import argparse
@@ -16,11 +17,16 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 
-ENGINES = ("gloo", "ours fp32", "ours fp16", "ours int8", "hivemind fp32", "hivemind fp16", "hivemind int8")
+ENGINES = tuple(
+    ["gloo"]
+    + [f"{name} {codec}" for name in ("torchft", "ours", "hivemind") for codec in ("fp32", "fp16", "int8")]
+)
 
 
 def main() -> None:
@@ -37,7 +43,10 @@ def main() -> None:
     if options.peer:
         run_peer(json.loads(options.peer))
         return
-    print(f"{'MB':>5}{'peers':>6}  {'engine':<15}{'median s':>9}{'wrong':>7}", flush=True)
+    print(
+        f"{'MB':>5}{'peers':>6}  {'engine':<15}{'median s':>9}{'CPU s':>8}{'own CPU s':>12}{'wrong':>7}{'same bits':>11}",
+        flush=True,
+    )
     for mb in options.mb:
         for num in options.peers:
             for engine in options.engines:
@@ -69,7 +78,17 @@ def show(mb: int, num: int, engine: str, options: argparse.Namespace) -> None:
         return
     took = [max(lines[at]["took_s"] for lines in said) for at in range(1, options.repeats + 1)]
     wrong = sum(not line["right"] for lines in said for line in lines)
-    print(f"{mb:>5}{num:>6}  {engine:<15}{statistics.median(took):>9.3f}{wrong:>7}", flush=True)
+    cpu_s = statistics.median(
+        sum(lines[at]["cpu_s"] for lines in said) for at in range(1, options.repeats + 1)
+    )
+    own_s = statistics.median(
+        sum(lines[at]["own_cpu_s"] for lines in said) for at in range(1, options.repeats + 1)
+    )
+    same = all(len({lines[at]["digest"] for lines in said}) == 1 for at in range(options.repeats + 1))
+    print(
+        f"{mb:>5}{num:>6}  {engine:<15}{statistics.median(took):>9.3f}{cpu_s:>8.2f}{own_s:>12.2f}{wrong:>7}{'yes' if same else 'no':>11}",
+        flush=True,
+    )
 
 
 def start(task: dict[str, Any]) -> "subprocess.Popen[str]":
@@ -89,12 +108,42 @@ def run_peer(task: dict[str, Any]) -> None:
         axis=0,
     )
     kind = task["engine"].split()[0]
-    {"gloo": run_gloo, "ours": run_ours, "hivemind": run_hivemind}[kind](task, values, exact)
+    {"gloo": run_gloo, "ours": run_ours, "torchft": run_torchft, "hivemind": run_hivemind}[kind](
+        task, values, exact
+    )
 
 
-def say(took_s: float, result: Any, exact: Any) -> None:
-    right = bool(np.abs(np.asarray(result)[::997] - exact).max() < 0.1)
-    print(json.dumps({"took_s": took_s, "right": right}), flush=True)
+class Clock:
+    """Wall and CPU seconds of a round, from here to `say`."""
+
+    def __init__(self) -> None:
+        self.cpu_s = tree_cpu_s()
+        self.own_s, self.started_s = time.process_time(), time.monotonic()
+
+    def say(self, result: Any, exact: Any) -> None:
+        own_s = time.process_time() - self.own_s
+        took_s, cpu_s = time.monotonic() - self.started_s, tree_cpu_s() - self.cpu_s
+        result = np.ascontiguousarray(result)
+        right = bool(np.abs(result[::997] - exact).max() < 0.1)
+        digest = blake3(result.view(np.uint8).data).hexdigest()
+        said = {"took_s": took_s, "cpu_s": cpu_s, "own_cpu_s": own_s, "right": right, "digest": digest}
+        print(json.dumps(said), flush=True)
+
+
+def tree_cpu_s() -> float:
+    """Of this process and all below it."""
+    parents, ticks = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            words = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        parents[int(path.parent.name)] = int(words[1])
+        ticks[int(path.parent.name)] = int(words[11]) + int(words[12])
+    below = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= more
+    return sum(ticks.get(pid, 0) for pid in below) / os.sysconf("SC_CLK_TCK")
 
 
 def run_gloo(task: dict[str, Any], values: Any, exact: Any) -> None:
@@ -109,19 +158,16 @@ def run_gloo(task: dict[str, Any], values: Any, exact: Any) -> None:
     for _ in range(task["repeats"]):
         tensor = torch.from_numpy(values.copy())
         dist.barrier()
-        started_s = time.monotonic()
+        clock = Clock()
         dist.all_reduce(tensor)
         tensor /= task["num"]
-        say(time.monotonic() - started_s, tensor.numpy(), exact)
+        clock.say(tensor.numpy(), exact)
     dist.destroy_process_group()
 
 
 def run_ours(task: dict[str, Any], values: Any, exact: Any) -> None:
-    from shoal.diloco.averager import Ready
     from shoal.diloco.hivemind_mesh import Address, HivemindMesh
-    from shoal.diloco.outer import Outer, first_state, outer_step
     from shoal.diloco.peers import PeerAverager, Terms
-    from shoal.diloco.rounds import Outcome, take_round
     from shoal.telemetry import Log
 
     mesh = HivemindMesh("bench", Address(join=task["join"], host="127.0.0.1"))
@@ -130,20 +176,45 @@ def run_ours(task: dict[str, Any], values: Any, exact: Any) -> None:
     averager.join(deadline_s=60)
     if task["rank"] == 0:
         print(json.dumps({"addresses": mesh.addresses}), flush=True)
+    while len(averager.peers()) < task["num"] - 1:
+        time.sleep(0.1)
+    take_rounds(averager, task, values, exact)
+
+
+def run_torchft(task: dict[str, Any], values: Any, exact: Any) -> None:
+    from torchft.coordination import LighthouseServer
+
+    from shoal.diloco.torchft_engine import TorchftAverager
+    from shoal.telemetry import Log
+
+    if task["rank"] == 0:
+        server = LighthouseServer(bind="127.0.0.1:0", min_replicas=task["num"], join_timeout_ms=60_000)
+        task["join"] = [f"http://127.0.0.1:{server.address().rsplit(':', 1)[1]}"]
+        print(json.dumps({"addresses": task["join"]}), flush=True)
+    codec = task["engine"].split()[1]
+    averager = TorchftAverager(task["join"][0], log=Log("bench"), codec=codec, min_peers=task["num"])
+    averager.join(deadline_s=60)
+    take_rounds(averager, task, values, exact)
+    time.sleep(2)  # rank 0 holds the lighthouse
+
+
+def take_rounds(averager: Any, task: dict[str, Any], values: Any, exact: Any) -> None:
+    from shoal.diloco.averager import Ready
+    from shoal.diloco.outer import Outer, first_state, outer_step
+    from shoal.diloco.rounds import Outcome, take_round
+    from shoal.telemetry import Log
+
     nothing = np.zeros(8, np.float32)
     state = first_state((nothing,))
     digest = averager.serve(state, step=0)
-    while len(averager.peers()) < task["num"] - 1:
-        time.sleep(0.1)
     for _ in range(task["repeats"]):
         ready = Ready(round=state.round, work=state.work, digest=digest, weight=1.0)
         # An empty round first, so that all start the clock together.
         take_round(averager, ready, nothing, deadline_s=60, log=Log("bench"), stop=threading.Event())
-        started_s = time.monotonic()
+        clock = Clock()
         result = take_round(averager, ready, values, deadline_s=300, log=Log("bench"), stop=threading.Event())
-        took_s = time.monotonic() - started_s
         assert result.outcome is Outcome.COMMITTED, result.reasons
-        say(took_s, result.average_N, exact)
+        clock.say(result.average_N, exact)
         state = outer_step(state, nothing, Outer(), work=1.0)
         digest = averager.serve(state, step=0)
     averager.leave()
@@ -174,16 +245,14 @@ def run_hivemind(task: dict[str, Any], values: Any, exact: Any) -> None:
     for _ in range(task["repeats"]):
         with averager.get_tensors() as tensors:
             tensors[0][:] = torch.from_numpy(values)
-        matched: list[float] = []
         control = averager.step(wait=False, timeout=240, scheduled_time=get_dht_time() + 4)
         # Matchmaking is left out: the clock runs from the moment the group is known.
         while control.stage.name in ("IDLE", "LOOKING_FOR_GROUP", "AWAITING_TRIGGER") and not control.done():
             time.sleep(0.001)
-        matched.append(time.monotonic())
+        clock = Clock()
         control.result()
-        took_s = time.monotonic() - matched[0]
         with averager.get_tensors() as tensors:
-            say(took_s, tensors[0].numpy(), exact)
+            clock.say(tensors[0].numpy(), exact)
     time.sleep(2)
     averager.shutdown()
     dht.shutdown()

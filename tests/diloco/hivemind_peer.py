@@ -1,6 +1,6 @@
-"""One Hivemind peer as a process: takes rounds on vectors that everybody can compute, and says how each ended.
+"""One peer as a process, of Hivemind or torchft: takes rounds on vectors that everybody can compute, and says how each ended.
 
-python hivemind_peer.py '{"join": [...], "rounds": 10, "seed": 1, "peers": 3, ...}'
+python hivemind_peer.py '{"join": [...], "rounds": 10, "seed": 1, "peers": 3, "engine": "hivemind", ...}'
 """
 
 import json
@@ -9,10 +9,11 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from shoal.diloco.averager import Ready
+from shoal.diloco.averager import Averager, Ready
 from shoal.diloco.hivemind_mesh import Address, HivemindMesh
 from shoal.diloco.outer import Outer, OuterState, Vector, first_state, outer_step
 from shoal.diloco.peers import PeerAverager, Terms
@@ -31,31 +32,31 @@ def say(**values: object) -> None:
 
 def main() -> None:
     task = json.loads(sys.argv[1])
-    mesh = HivemindMesh(
-        "test", Address(join=tuple(task["join"]), host="127.0.0.1", reachable=task.get("reachable", True))
-    )
-    averager = PeerAverager(
-        mesh,
-        log=Log("peer"),
-        codec=task.get("codec", "fp32"),
-        terms=Terms(
-            gather_s=task.get("gather_s", 60.0),
-            min_peers=task.get("min_peers", task["peers"]),
-            stall_s=10.0,
-            announce_s=1.0,
-        ),
-    )
+    averager = make_averager(task)
     num_values = task.get("num_values", 1000)
     fetched = averager.join(deadline_s=60)
     state = fetched.state if fetched else first_state((np.zeros(num_values, np.float32),))
     digest = averager.serve(state, step=0)
-    say(event="joined", peer=averager.peer, addresses=mesh.addresses, round=state.round)
-    while len(averager.peers()) < task["peers"] - 1:
+    say(event="joined", peer=averager.peer, addresses=averager.addresses, round=state.round)
+    while isinstance(averager, PeerAverager) and len(averager.peers()) < task["peers"] - 1:
         time.sleep(0.1)
     while state.round < last_round(task):
         state, digest = one_round(averager, task, state, digest, num_values)
     say(event="done", state=digest)
     averager.leave()
+
+
+def make_averager(task: dict[str, Any]) -> Averager:
+    codec, min_peers = task.get("codec", "fp32"), task.get("min_peers", task["peers"])
+    if task.get("engine") == "torchft":
+        from shoal.diloco.torchft_engine import TorchftAverager
+
+        return TorchftAverager(task["join"][0], log=Log("peer"), codec=codec, min_peers=min_peers)
+    mesh = HivemindMesh(
+        "test", Address(join=tuple(task["join"]), host="127.0.0.1", reachable=task.get("reachable", True))
+    )
+    terms = Terms(gather_s=task.get("gather_s", 60.0), min_peers=min_peers, stall_s=10.0, announce_s=1.0)
+    return PeerAverager(mesh, log=Log("peer"), codec=codec, terms=terms)
 
 
 def last_round(task: dict[str, object]) -> int:
@@ -65,7 +66,7 @@ def last_round(task: dict[str, object]) -> int:
 
 
 def one_round(
-    averager: PeerAverager, task: dict[str, object], state: OuterState, digest: str, num_values: int
+    averager: Averager, task: dict[str, object], state: OuterState, digest: str, num_values: int
 ) -> tuple[OuterState, str]:
     seed = int(str(task["seed"]))
     delta_N = contribution(state.round, seed, num_values)

@@ -19,7 +19,8 @@ def test_a_value_comes_back_within_the_codec_s_step(num: int, seed: int, codec: 
     assert len(coded) == coded_bytes(codec, num)
     back = decode(codec, coded, num)
     assert back.dtype == np.float32 and back.shape == values.shape
-    step = {"fp32": 0.0, "fp16": 1e-6, "int8": np.abs(values).max() / 254 * 1.01}[codec]
+    largest = np.abs(values).max() * 1.01
+    step = {"fp32": 0.0, "fp16": 1e-6, "int8": largest / 254, "int4": largest / 14}[codec]
     assert np.abs(back - values).max() <= step
 
 
@@ -43,6 +44,14 @@ def test_int8_is_written_out_as_documented() -> None:
     assert list(np.frombuffer(coded[4:], np.int8)) == [127, -64, 0]
 
 
+def test_int4_is_written_out_as_documented() -> None:
+    coded = encode("int4", np.array([0.7, -0.34, 0.0, -0.7, 0.1], np.float32))
+    assert np.frombuffer(coded[:4], "<f4")[0] == pytest.approx(0.1)
+    # Two values a byte, the first in the low half, as two's complement: 7, -3, 0, -7, 1.
+    assert list(bytes(coded[4:])) == [0x7 | 0xD << 4, 0x0 | 0x9 << 4, 0x1]
+    assert decode("int4", coded, 5) == pytest.approx([0.7, -0.3, 0.0, -0.7, 0.1])
+
+
 def test_the_mean_is_weighted_and_equal_where_nobody_saw_anything() -> None:
     rows = [np.full(5, value, np.float32) for value in (1.0, 5.0)]
     coded = [encode("fp32", row) for row in rows]
@@ -56,3 +65,15 @@ def test_parts_cover_everything_once(num_values: int, num_owners: int) -> None:
     assert len(bounds) == num_owners and bounds[0][0] == 0 and bounds[-1][1] == num_values
     assert all(left[1] == right[0] for left, right in itertools.pairwise(bounds))
     assert sum(end - start for part in bounds for start, end in chunk_bounds(*part)) == num_values
+
+
+def test_halves_are_numpy_s_own_bit_for_bit() -> None:
+    """Subnormals, ties and the ends of the range among them."""
+    every = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    finite = every[np.isfinite(every)].astype(np.float32)
+    between = np.concatenate([finite, np.nextafter(finite, np.float32(9e4)), finite * np.float32(1.0002441)])
+    coded = encode("fp16", between)
+    assert bytes(coded) == np.clip(between, -65504, 65504).astype("<f2").tobytes()
+    assert np.array_equal(
+        decode("fp16", bytes(coded), len(between)), np.frombuffer(coded, "<f2").astype(np.float32)
+    )

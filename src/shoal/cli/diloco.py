@@ -57,6 +57,24 @@ def _add_address_options(parser: argparse.ArgumentParser, *, port: int) -> None:
     parser.add_argument("--stop-with-stdin", action="store_true", help="stop when standard input ends")
 
 
+def add_peer_options(parser: argparse.ArgumentParser) -> None:
+    """Of a trainer that is one of several sites: beside its own --host and --port, those that the other sites see."""
+    group = parser.add_argument_group("with [trainer.diloco]")
+    group.add_argument(
+        "--peer-join",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="another site, or a rendezvous (shoal diloco swarm); none: the first",
+    )
+    group.add_argument("--peer-host", default="127.0.0.1", help="0.0.0.0 to be reached from elsewhere")
+    group.add_argument("--peer-port", type=int, default=0, help="0 takes any free one")
+    group.add_argument("--peer-announce", action="append", default=[], metavar="ADDRESS")
+    group.add_argument(
+        "--outbound-only", action="store_true", help="listen nowhere for other sites; only reach out"
+    )
+
+
 def _address(options: argparse.Namespace) -> "Address":
     from shoal.diloco.hivemind_mesh import Address
 

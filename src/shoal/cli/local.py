@@ -56,6 +56,8 @@ class LocalRun:
     resume: bool
     fresh: bool
     device: str
+    peer_join: tuple[str, ...] = ()
+    """Other sites of a run with [trainer.diloco]."""
 
 
 def check_folder(run: LocalRun) -> None:
@@ -140,6 +142,8 @@ def resume_command(run: LocalRun) -> str:
         words += ["--dir", str(run.folder)]
     if run.device != "cpu":
         words += ["--device", run.device]
+    for address in run.peer_join:
+        words += ["--peer-join", address]
     return shlex.join([*words, "--resume"])
 
 
@@ -170,7 +174,8 @@ def role_commands(run: LocalRun, url: str, ports: Sequence[int]) -> list[tuple[s
         (
             "trainer",
             ["trainer", str(run.source), *client, "--keys", str(keys), "--port", str(ports[1])]
-            + [*device, "--threads", str(local.trainer_threads)],
+            + [*device, "--threads", str(local.trainer_threads)]
+            + [word for address in run.peer_join for word in ("--peer-join", address)],
         ),
     ]
     for index, port in enumerate(ports[2:]):

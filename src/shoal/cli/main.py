@@ -17,7 +17,7 @@ from pathlib import Path
 from shoal import __version__
 from shoal.cli.admin import add_admin
 from shoal.cli.arguments import add_data, add_engine_choice, add_eval, add_toploc
-from shoal.cli.diloco import add_diloco
+from shoal.cli.diloco import add_diloco, add_peer_options
 from shoal.cli.errors import Parser, complaint, parts
 from shoal.cli.join import add_contributor, add_doctor
 from shoal.cli.report import add_report
@@ -170,6 +170,13 @@ def _add_run(commands: "Commands[argparse.ArgumentParser]") -> None:
         "--dry-run", action="store_true", help="check the file and print the numbers it implies"
     )
     parser.add_argument("--json", action="store_true", help="with --dry-run: the numbers for a program")
+    parser.add_argument(
+        "--peer-join",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="with [trainer.diloco]: another site, or a rendezvous",
+    )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="continue a run that was stopped or killed")
     how.add_argument("--fresh", action="store_true", help="delete an earlier run in that folder first")
@@ -201,6 +208,7 @@ def _add_trainer(commands: "Commands[argparse.ArgumentParser]") -> None:
         "--keys", type=Path, required=True, help="folder with run.key and trainer.key, from the coordinator"
     )
     parser.add_argument("--url", type=url, help="how relays reach this origin (default: http://HOST:PORT)")
+    add_peer_options(parser)
     _add_torch_options(parser)
     _add_client_options(parser)
     _add_role_options(parser, port=8701)
@@ -348,6 +356,7 @@ def _run(options: argparse.Namespace, stop: threading.Event) -> int:
         resume=options.resume,
         fresh=options.fresh,
         device=options.device,
+        peer_join=tuple(options.peer_join),
     )
     return run_local(run, stop, Console(highlight=False))
 

@@ -44,6 +44,7 @@ def _credentials(environ: Mapping[str, str]) -> Credentials | None:
 
 
 def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.diloco.hivemind_mesh import Address as PeerAddress
     from shoal.trainer.loop import TrainerSite, run_trainer
     from shoal.trainer.publisher import Address
 
@@ -65,6 +66,14 @@ def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
         deadline_s=options.deadline_s,
         shard_bytes=file.shardcast.shard_bytes,
         snapshot_every=file.shardcast.snapshot_every,
+        peer=PeerAddress(
+            join=tuple(options.peer_join),
+            host=options.peer_host,
+            port=options.peer_port,
+            announce=tuple(options.peer_announce),
+            reachable=not options.outbound_only,
+            identity=options.dir / "peer.key",
+        ),
         rank=int(os.environ.get("RANK", "0")),  # these two are torchrun's
         num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
     )

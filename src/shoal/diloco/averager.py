@@ -67,8 +67,13 @@ class Fetched:
 
 
 class Averager(Protocol):
-    peer: str
-    """This peer's id."""
+    @property
+    def peer(self) -> str:
+        """This peer's id."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """What others may join by, once this peer has joined."""
 
     def join(self, *, deadline_s: float) -> Fetched | None:
         """Find the swarm and download its newest state, verified; None if nobody has one yet."""

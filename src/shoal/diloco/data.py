@@ -77,16 +77,20 @@ class Samples:
 
     def take(self, num: int) -> Tokens:
         """The next `num` samples, [num, sequence + 1]."""
-        rows = [self._sample(self.position + at) for at in range(num)]
-        self.position += num
-        return np.stack(rows)
+        length = self._sequence + 1
+        return np.stack([np.asarray(self._tokens_N[at : at + length], np.int64) for at in self.starts(num)])
 
-    def _sample(self, position: int) -> Tokens:
+    def starts(self, num: int) -> list[int]:
+        """Where the next `num` samples begin, for whoever reads the tokens itself."""
+        starts = [self._start(self.position + at) for at in range(num)]
+        self.position += num
+        return starts
+
+    def _start(self, position: int) -> int:
         epoch, at = divmod(position, self.num_samples)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._draw(epoch)
-        start = int(self._order[at]) * self._sequence
-        return np.asarray(self._tokens_N[start : start + self._sequence + 1], np.int64)
+        return int(self._order[at]) * self._sequence
 
     def _draw(self, epoch: int) -> NDArray[np.int64]:
         digest = hashlib.sha256(f"{self._name}/{epoch}".encode()).digest()

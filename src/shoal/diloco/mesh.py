@@ -6,66 +6,14 @@ mesh everything is the same, so what is tested on one holds on the other.
 
 import asyncio
 import socket
-import struct
 import threading
 import weakref
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from blake3 import blake3
+from shoal.diloco.stream import Broken, Stream
 
-MAX_FRAME = 16 << 20
-_HEAD = struct.Struct("<I32s")
-
-
-class Broken(Exception):
-    """A stream ended, or a frame in it is not what its digest says. The message says which."""
-
-
-class Stream:
-    """Frames over a pair of byte streams: length, BLAKE3 digest, bytes. A damaged frame is never delivered."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-        # Without this a writer waits for the other side after every 64 kB.
-        writer.transport.set_write_buffer_limits(4 << 20)
-        self.num_sent = 0
-
-    async def send(self, payload: bytes, digest: bytes | None = None) -> None:
-        digest = blake3(payload).digest() if digest is None else digest
-        try:
-            self._writer.write(_HEAD.pack(len(payload), digest))
-            self._writer.write(payload)
-            await self._writer.drain()
-        except OSError as error:
-            raise Broken(f"the other side hung up: {error}") from None
-        self.num_sent += _HEAD.size + len(payload)
-
-    async def receive(self) -> tuple[bytes, bytes]:
-        """The next frame and its digest."""
-        try:
-            length, digest = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
-            if length > MAX_FRAME:
-                raise Broken(f"a frame of {length} bytes; at most {MAX_FRAME}")
-            payload = await self._reader.readexactly(length)
-        except (OSError, asyncio.IncompleteReadError) as error:
-            raise Broken(f"the stream ended: {error}") from None
-        if blake3(payload).digest() != digest:
-            raise Broken(f"a frame of {length} bytes does not fit its digest")
-        return payload, digest
-
-    async def closed_by_peer(self, deadline_s: float) -> None:
-        """Wait for the other side's end. Whoever sent last waits: a daemon drops what is in flight when we close."""
-        try:
-            async with asyncio.timeout(deadline_s):
-                while await self._reader.read(1 << 16):
-                    pass
-        except (OSError, TimeoutError):
-            pass
-
-    def close(self) -> None:
-        self._writer.close()
-
+__all__ = ["Broken", "Handler", "LocalHub", "LocalMesh", "Mesh", "Stream"]
 
 Handler = Callable[[Stream], Awaitable[None]]
 
@@ -74,6 +22,8 @@ class Mesh(Protocol):
     peer: str
     reachable: bool
     """Whether others can open streams to this peer; if not, it leads nobody and sums nothing."""
+    addresses: tuple[str, ...]
+    """What others may join by."""
 
     async def start(self, handler: Handler) -> None:
         """Come up, find the swarm, and give every stream from another peer to `handler`."""
@@ -128,6 +78,7 @@ class LocalMesh:
         self._hub = hub
         self.peer = peer
         self.reachable = reachable
+        self.addresses: tuple[str, ...] = ()
         self.card = b""
         self._handler: Handler | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

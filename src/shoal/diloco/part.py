@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from blake3 import blake3
 
 from shoal.diloco.averager import RoundFailed
-from shoal.diloco.codec import CodecName, reduce_chunk
+from shoal.diloco.codec import CodecName, Coded, reduce_chunk
 
 CHUNK = 1 << 18
 """Values per chunk: 1 MiB of float32. Coding, sending and summing overlap from chunk to chunk."""
@@ -37,11 +37,11 @@ class Part:
         """Members whose chunks have begun to come."""
         self.num_done = 0
         self.failed = ""
-        self._came: list[dict[str, bytes]] = [{} for _ in lengths]
-        self._sums: list[tuple[bytes, bytes]] = []
+        self._came: list[dict[str, Coded]] = [{} for _ in lengths]
+        self._sums: list[tuple[Coded, bytes]] = []
         self._news = asyncio.Event()
 
-    def put(self, peer: str, at: int, coded: bytes) -> None:
+    def put(self, peer: str, at: int, coded: Coded) -> None:
         """Chunk `at` of `peer`. Sums whatever is complete, in order."""
         self.heard.add(peer)
         self._came[at][peer] = coded
@@ -66,7 +66,7 @@ class Part:
         self.failed = self.failed or reason
         self._tell()
 
-    async def sum(self, at: int) -> tuple[bytes, bytes]:
+    async def sum(self, at: int) -> tuple[Coded, bytes]:
         """The coded mean of chunk `at` and its digest; raises RoundFailed."""
         while at >= len(self._sums):
             if self.failed:

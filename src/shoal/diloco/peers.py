@@ -45,6 +45,8 @@ R = TypeVar("R", bound=Record)
 
 HELLO_S = 5.0
 """How long a peer may take to say it lives."""
+ASK_S = 30.0
+"""How long a peer that opened a stream may take to say what it wants, and the directory to answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,10 @@ class PeerAverager:
     def peer(self) -> str:
         return self._mesh.peer
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return self._mesh.addresses
+
     def peers(self) -> dict[str, Card]:
         """Everybody else that is thought to be alive, for whoever wants to show it."""
         return dict(self._roster.alive(time.monotonic()))
@@ -99,28 +105,31 @@ class PeerAverager:
     # -- what the training thread calls -------------------------------------------------------------------
 
     def join(self, *, deadline_s: float) -> Fetched | None:
-        self._call(self._start(), deadline_s)
-        cards = self._call(self._meet(), deadline_s)
+        self._call(self._start(), deadline_s, "the swarm's directory")
+        cards = self._call(self._meet(), deadline_s, "the other peers' hellos")
         if not self._holders(cards):
             return None
         return self.fetch(deadline_s=deadline_s)
 
     def begin(self, ready: Ready, *, deadline_s: float) -> Group:
         self._in_round = True
-        return self._call(self._begin(ready, deadline_s), deadline_s + 5)
+        return self._call(self._begin(ready, deadline_s), deadline_s + 5, f"a group for round {ready.round}")
 
     def reduce(self, group: Group, delta_N: Vector, *, deadline_s: float) -> Reduced:
-        return self._call(self._reducer.reduce(group, delta_N, deadline_s=deadline_s), deadline_s + 5)
+        work = self._reducer.reduce(group, delta_N, deadline_s=deadline_s)
+        return self._call(work, deadline_s + 5, f"the exchange of round {group.round}")
 
     def commit(self, group: Group, digest: str, *, deadline_s: float) -> bool:
         try:
-            return self._call(self._vote(group, digest, deadline_s), deadline_s + 5)
+            return self._call(
+                self._vote(group, digest, deadline_s), deadline_s + 5, f"the votes on round {group.round}"
+            )
         except RoundFailed as failed:
             self._log.warning("no word on the vote", leader=group.leader, reason=failed)
             return False
 
     def fetch(self, *, deadline_s: float) -> Fetched:
-        return self._call(self._fetch(deadline_s), deadline_s + 5)
+        return self._call(self._fetch(deadline_s), deadline_s + 5, "another peer's state")
 
     def serve(self, state: OuterState, *, step: int) -> str:
         digest = state.digest()
@@ -142,13 +151,13 @@ class PeerAverager:
             return
         self._stopped = True
         with contextlib.suppress(RoundFailed):
-            self._call(self._end(), 10.0)
+            self._call(self._end(), 10.0, "the other peers to hear our goodbye")
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         if not self._thread.is_alive():
             self._loop.close()
 
-    def _call(self, work: Coroutine[Any, Any, T], deadline_s: float) -> T:
+    def _call(self, work: Coroutine[Any, Any, T], deadline_s: float, what: str) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         until_s = time.monotonic() + deadline_s
         while True:
@@ -158,10 +167,10 @@ class PeerAverager:
                 # A future's own TimeoutError would look the same; ours never end with one.
                 if self._stop.is_set() and not self._stopped:
                     future.cancel()
-                    raise Stopped("stopped in a round") from None
+                    raise Stopped(f"stopped while waiting for {what}") from None
                 if time.monotonic() > until_s:
                     future.cancel()
-                    raise RoundFailed(f"no end after {deadline_s:.0f} s") from None
+                    raise RoundFailed(f"waited {deadline_s:.0f} s for {what}") from None
 
     # -- coming and going -----------------------------------------------------------------------------------
 
@@ -196,16 +205,17 @@ class PeerAverager:
         while True:
             await asyncio.sleep(self._terms.announce_s)
             try:
-                await self._refresh()
-            except Broken as broken:
-                self._log.warning("the directory does not answer", reason=broken)
+                async with asyncio.timeout(ASK_S):
+                    await self._refresh()
+            except (Broken, TimeoutError) as error:
+                self._log.warning("the directory does not answer", reason=error or f"{ASK_S:.0f} s")
 
     async def _refresh(self) -> None:
         await self._mesh.announce(self._card().canonical(), for_s=4 * self._terms.announce_s)
         cards: dict[str, Card] = {}
         for peer, payload in (await self._mesh.cards()).items():
             with contextlib.suppress(Rejected):
-                card = Card.parse(payload)
+                card = Card.parse(bytes(payload))
                 if card.peer == peer:
                     cards[peer] = card
         self._roster.read(cards, time.monotonic())
@@ -241,7 +251,7 @@ class PeerAverager:
                 stream = await self._mesh.open(peer)
                 await stream.send(Asked.model_validate({"ask": ask}).canonical())
                 payload, _ = await stream.receive()
-                return answer.parse(payload)
+                return answer.parse(bytes(payload))
         except (Broken, TimeoutError, Rejected) as error:
             raise RoundFailed(f"{peer} does not answer: {error or f'{deadline_s:.0f} s'}") from None
         finally:
@@ -353,11 +363,12 @@ class PeerAverager:
     async def _handle(self, stream: Stream) -> None:
         """One question of a peer; bytes that are none are dropped with the stream."""
         try:
-            payload, _ = await stream.receive()
-            ask = Asked.parse(payload).ask
+            async with asyncio.timeout(ASK_S):
+                payload, _ = await stream.receive()
+            ask = Asked.parse(bytes(payload)).ask
             await self._answer(ask, stream)
-        except (Broken, Rejected) as error:
-            self._log.warning("a stream came to nothing", reason=error)
+        except (Broken, Rejected, TimeoutError) as error:
+            self._log.warning("a stream came to nothing", reason=error or f"no question in {ASK_S:.0f} s")
             return
         # Whoever asked closes first: a daemon may drop what is still in flight when we do.
         await stream.closed_by_peer(30.0)

@@ -23,7 +23,7 @@ async def send_state(stream: Stream, head: StateHead, state: OuterState) -> None
 async def receive_state(stream: Stream, lengths: tuple[int, ...] | None) -> Fetched:
     """`lengths`: what this peer's model has per fragment, if it knows; another model is refused before it is read."""
     payload, _ = await stream.receive()
-    head = StateHead.parse(payload)
+    head = StateHead.parse(bytes(payload))
     if head.standing is None:
         raise RoundFailed("that peer holds no state yet")
     if lengths is not None and head.lengths != lengths:

@@ -17,10 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 from blake3 import blake3
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllToAllOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    TCPStore,
+)
 
 from shoal.diloco.averager import Behind, Fetched, Group, Ready, Reduced, RoundFailed
-from shoal.diloco.codec import CodecName, coded_bytes, decode, encode, reduce_chunk
+from shoal.diloco.codec import CodecName, Coded, coded_bytes, decode, encode, reduce_chunk
 from shoal.diloco.gather import choose
 from shoal.diloco.mesh import Broken, Stream
 from shoal.diloco.messages import Asked, ReadyAsk, Standing, StateAsk, StateHead
@@ -31,6 +37,8 @@ from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 
 HEARTBEAT_S = 0.5
+CONNECT_S = 5.0
+"""How long a group may take to connect: one of its members may have died since it was named, and with it the store."""
 
 
 class TorchftAverager:
@@ -47,6 +55,7 @@ class TorchftAverager:
         stop: threading.Event | None = None,
     ) -> None:
         self.peer = f"torchft-{uuid.uuid4().hex[:16]}"
+        self.addresses: tuple[str, ...] = (lighthouse,)
         self._log, self._host, self._min_peers = log, host, min_peers
         self._codec: CodecName = codec
         self._lighthouse = lighthouse
@@ -136,35 +145,42 @@ class TorchftAverager:
         padded[: len(delta_N)] = delta_N
         coded = [encode(self._codec, padded[at * length : (at + 1) * length]) for at in range(num)]
         size = coded_bytes(self._codec, length)
-        theirs = self._collective(group, deadline_s, lambda pg: _all_to_all(pg, coded, size))
+        theirs = self._collective(group, deadline_s, lambda pg, wait: _all_to_all(pg, coded, size, wait))
         total = reduce_chunk(self._codec, theirs, group.weights, length)
-        totals = self._collective(group, deadline_s, lambda pg: _all_gather(pg, total, num))
+        totals = self._collective(group, deadline_s, lambda pg, wait: _all_gather(pg, total, num, wait))
         average_N = np.concatenate([decode(self._codec, each, length) for each in totals])[: len(delta_N)]
         digest = blake3(b"".join(totals)).hexdigest()
         return Reduced(average_N=average_N, digest=digest, num_bytes=2 * (num - 1) * size)
 
     def commit(self, group: Group, digest: str, *, deadline_s: float) -> bool:
-        own = bytes.fromhex(digest) if digest else bytes(32)
+        if not digest:
+            self._gloo = None  # the others see the connections break, which is the same as a vote against
+            return False
+        own = bytes.fromhex(digest)
         try:
-            votes = self._collective(group, deadline_s, lambda pg: _all_gather(pg, own, len(group.members)))
+            votes = self._collective(
+                group, deadline_s, lambda pg, wait: _all_gather(pg, own, len(group.members), wait)
+            )
         except RoundFailed as failed:
             self._log.warning("no word on the vote", reason=failed)
             return False
         finally:
             self._gloo = None
-        return bool(digest) and all(vote == own for vote in votes)
+        return all(vote == own for vote in votes)
 
-    def _collective(self, group: Group, deadline_s: float, work: Callable[[Any], list[bytes]]) -> list[bytes]:
+    def _collective(
+        self, group: Group, deadline_s: float, work: Callable[[Any, timedelta], list[bytes]]
+    ) -> list[bytes]:
         try:
             if self._gloo is None:
                 host, port = self._store_of.rsplit(":", 1)
-                wait = timedelta(seconds=max(1.0, deadline_s))
+                wait = timedelta(seconds=max(1.0, min(CONNECT_S, deadline_s)))
                 store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=wait)
                 rank = group.members.index(self.peer)
                 self._gloo = ProcessGroupGloo(
                     PrefixStore(group.id, store), rank, len(group.members), timeout=wait
                 )
-            return work(self._gloo)
+            return work(self._gloo, timedelta(seconds=max(1.0, deadline_s)))
         except (RuntimeError, OSError) as error:
             self._gloo = None
             raise RoundFailed(f"gloo: {str(error).splitlines()[0][:200]}") from None
@@ -225,7 +241,7 @@ class TorchftAverager:
             stream = Stream(reader, writer)
             try:
                 payload, _ = await stream.receive()
-                Asked.parse(payload)
+                Asked.parse(bytes(payload))
                 await self._send_state(stream)
                 await stream.closed_by_peer(30.0)
             except (Broken, Rejected) as error:
@@ -278,17 +294,21 @@ async def _fetch(address: str, peer: str, deadline_s: float) -> Fetched:
             stream.close()
 
 
-def _all_to_all(pg: Any, coded: list[bytes], size: int) -> list[bytes]:
+def _all_to_all(pg: Any, coded: list[Coded], size: int, wait: timedelta) -> list[bytes]:
     num = len(coded)
     ours = torch.frombuffer(bytearray(b"".join(coded)), dtype=torch.uint8)
     theirs = torch.empty_like(ours)
-    pg.alltoall_base(theirs, ours, [], []).wait()
+    options = AllToAllOptions()
+    options.timeout = wait
+    pg.alltoall_base(theirs, ours, [], [], options).wait()
     content = theirs.numpy().tobytes()
     return [content[at * size : (at + 1) * size] for at in range(num)]
 
 
-def _all_gather(pg: Any, own: bytes, num: int) -> list[bytes]:
+def _all_gather(pg: Any, own: Coded, num: int, wait: timedelta) -> list[bytes]:
     ours = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     outputs = [torch.empty_like(ours) for _ in range(num)]
-    pg.allgather([outputs], [ours]).wait()
+    options = AllgatherOptions()
+    options.timeout = wait
+    pg.allgather([outputs], [ours], options).wait()
     return [output.numpy().tobytes() for output in outputs]

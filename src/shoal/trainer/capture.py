@@ -26,6 +26,8 @@ class Capture:
     optimizer: dict[str, Any]
     """As torch's own state_dict, with whole tensors."""
     random: dict[str, Tensor]
+    outer: dict[str, Any] | None = None
+    """What is shared with other sites, where there are any (sites.Sites)."""
 
 
 def take(learner: Learner) -> Capture:
@@ -39,7 +41,8 @@ def take(learner: Learner) -> Capture:
     random = {"cpu": torch.get_rng_state()}
     if learner.device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(learner.device)
-    return Capture(version=learner.version, weights=weights, optimizer=kept, random=random)
+    outer = None if learner.sites is None else learner.sites.state()
+    return Capture(version=learner.version, weights=weights, optimizer=kept, random=random, outer=outer)
 
 
 def put(learner: Learner, capture: Capture | None) -> None:
@@ -64,6 +67,8 @@ def put(learner: Learner, capture: Capture | None) -> None:
     if learner.device.type == "cuda" and "cuda" in told["random"]:
         torch.cuda.set_rng_state(told["random"]["cuda"], learner.device)
     learner.version = told["version"]
+    if learner.sites is not None and capture is not None and capture.outer is not None:
+        learner.sites.load(capture.outer)
 
 
 def trained(learner: Learner) -> dict[str, Tensor]:

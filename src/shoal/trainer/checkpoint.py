@@ -1,7 +1,7 @@
 """Checkpoints that survive a crash at any moment: a folder is complete, or it does not exist.
 
     checkpoints/v000007/weights.safetensors   fp32 master weights
-                        optimizer.pt          AdamW moments and the random state
+                        optimizer.pt          AdamW moments, the random state, what is shared with other sites
                         state.json            version, and the report of the step that made it
                         manifest.json         BLAKE3 of each of the above; written last
 
@@ -154,7 +154,11 @@ def read_capture(checkpoint: Checkpoint, learner: Learner) -> Capture:
     kept = torch.load(checkpoint.folder / OPTIMIZER, map_location="cpu", weights_only=True)
     random = {"cpu": kept["rng"]} | ({"cuda": kept["cuda_rng"]} if "cuda_rng" in kept else {})
     return Capture(
-        version=checkpoint.state.version, weights=weights, optimizer=kept["optimizer"], random=random
+        version=checkpoint.state.version,
+        weights=weights,
+        optimizer=kept["optimizer"],
+        random=random,
+        outer=kept.get("outer"),
     )
 
 
@@ -163,7 +167,8 @@ def _write_files(folder: Path, capture: Capture, state: State) -> None:
     random = {"rng": capture.random["cpu"]}
     if "cuda" in capture.random:
         random["cuda_rng"] = capture.random["cuda"]
-    torch.save({"optimizer": capture.optimizer, **random}, folder / OPTIMIZER)
+    outer = {} if capture.outer is None else {"outer": capture.outer}
+    torch.save({"optimizer": capture.optimizer, **random, **outer}, folder / OPTIMIZER)
     (folder / STATE).write_text(state.model_dump_json(indent=1))
     for name in FILES:
         _sync(folder / name)

@@ -33,6 +33,22 @@ RECIPES: dict[Loss, Recipe] = {
 }
 
 
+class DilocoConfig(Record):
+    """Several trainer sites, each with its own coordinator and workers, that merge what they learnt now and then."""
+
+    inner_steps: int = Field(default=10, ge=1)
+    """Updates between two merges: H. Optimiser steps, of which a version takes `optimizer_steps`."""
+    engine: Literal["hivemind", "torchft"] = "hivemind"
+    codec: Literal["fp32", "fp16", "int8", "int4"] = "fp16"
+    """How a merge travels (diloco.codec, which is not asked: a run file is read without torch)."""
+    outer_lr: float = Field(default=1.0, gt=0)
+    outer_momentum: float = Field(default=0.3, ge=0, lt=1)
+    """1 and 0 make a merge the mean of the sites. The papers' 0.7 and 0.9 go on in the direction of earlier merges further
+    than a policy stands that is trained on its own answers (docs/LOG.md)."""
+    deadline_s: float = Field(default=600.0, gt=0)
+    """A merge without agreement by then is taken alone; sites that live but are not ready are waited for half as long."""
+
+
 class TrainerConfig(Record):
     """How accepted groups become the next policy version."""
 
@@ -84,6 +100,8 @@ class TrainerConfig(Record):
     lora_alpha: int = Field(default=32, ge=1)
     """An adapter's product is scaled by lora_alpha / lora_rank."""
     keep_checkpoints: int = Field(default=2, ge=1)
+    diloco: DilocoConfig | None = None
+    """With it, this trainer is one of several sites (docs/diloco.md)."""
     metrics: tuple[str, ...] = ()
     """Where figures go besides metrics.jsonl: "tensorboard", "prometheus:PORT", "wandb"."""
     seed: int = Field(default=0, ge=0)

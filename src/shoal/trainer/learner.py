@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,16 @@ class Part:
     scored: list[Scored]
 
 
+class Merging(Protocol):
+    """Updates that are merged with other sites' now and then (sites.Sites)."""
+
+    def update(self, num_samples: int) -> None: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load(self, state: dict[str, Any]) -> None: ...
+
+
 class Learner:
     """Master weights of policy version `version`. They stay in float32; what is published is a rounded copy."""
 
@@ -79,6 +90,8 @@ class Learner:
         self.reference: Reference | None = None
         """Set by whoever begins or resumes the run, where `kl` is above 0."""
         self.optimizer = make_optimizer(decoder, config, learning_rate=config.learning_rate)
+        self.sites: Merging | None = None
+        """Set where this trainer is one of several sites: it then takes the updates."""
 
     @property
     def device(self) -> torch.device:
@@ -115,7 +128,10 @@ class Learner:
                 f"step from version {self.version}: gradient norm is {grad_norm}; "
                 f"lower learning_rate ({config.learning_rate}) and resume from an earlier checkpoint"
             )
-        self.optimizer.step()
+        if self.sites is None:
+            self.optimizer.step()
+        else:
+            self.sites.update(part.num_samples)
         return grad_norm
 
     def _prepare(self, batch: TrainBatch, sums: Sums, stop: threading.Event) -> list[Part]:

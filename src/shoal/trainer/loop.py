@@ -14,12 +14,13 @@ Of several ranks, this is rank 0; the others are in crew.follow().
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from shoal.diloco.hivemind_mesh import Address as PeerAddress
 from shoal.model.builtin import create_model
 from shoal.model.tokenizer import load_tokenizer
 from shoal.net.client import SignedClient
@@ -40,6 +41,7 @@ from shoal.trainer.publisher import Address, Publisher
 from shoal.trainer.ranks import join_ranks
 from shoal.trainer.report import step_report
 from shoal.trainer.sinks import check_packages, open_sinks
+from shoal.trainer.sites import Sites, make_averager
 from shoal.wire.keys import Key
 from shoal.wire.messages import Info, StepReport
 from shoal.wire.run import RunSpec, TaskSpec
@@ -71,6 +73,8 @@ class TrainerSite:
     """Of the versions it publishes."""
     snapshot_every: int = 8
     """Versions are published as what changed since the last; one divisible by this also whole, for those who come late."""
+    peer: PeerAddress = field(default_factory=PeerAddress)
+    """How this trainer stands towards other sites, where the run file has a [trainer.diloco]."""
     rank: int = 0
     num_ranks: int = 1
     """As torchrun numbers the processes."""
@@ -81,6 +85,10 @@ def run_trainer(config: TrainerConfig, site: TrainerSite, *, stop: threading.Eve
     if site.num_threads:
         torch.set_num_threads(site.num_threads)
     log = Log("trainer")
+    if config.diloco is not None and site.num_ranks > 1:
+        raise ValueError(
+            f"[trainer.diloco] with {site.num_ranks} ranks: a site's trainer is one process so far; start it without torchrun"
+        )
     # Between two words of rank 0 lie at most: a checkpoint, an announcement, the wait for a batch.
     ranks = join_ranks(
         rank=site.rank, size=site.num_ranks, device=site.device, speech_s=3 * site.deadline_s + 60
@@ -141,6 +149,7 @@ class _Run:
         self._client, self._metrics, self._log = client, metrics, log
         self._stop = client.stop
         self._watch = Watch()
+        self._sites: Sites | None = None
         self._model_folder = site.folder / "model"
         self._checkpoints = Checkpoints(site.folder / "checkpoints", keep=config.keep_checkpoints, log=log)
         self._outbox = Outbox()
@@ -179,6 +188,8 @@ class _Run:
         self._serve_until_finished()
 
     def shutdown(self) -> None:
+        if self._sites is not None:
+            self._sites.close()
         self._outbox.close()
         self._checkpoints.close()
         self._publisher.close()
@@ -191,6 +202,7 @@ class _Run:
         self._crew.begin(self._model_folder, sampling.temperature, sampling.max_new_tokens)
         checkpoint = self._checkpoints.newest()
         if checkpoint is not None:
+            self._meet_sites()
             self._crew.resume(checkpoint)
             version = self._crew.learner.version
             self._log.info("resumed", version=version, checkpoint=checkpoint.folder)
@@ -198,14 +210,34 @@ class _Run:
             capture = self._crew.capture()
             self._crew.keep_reference(self._site.folder / "reference.safetensors", capture)
             self._send_out(capture, checkpoint.state.report)
+            # Only now: what was published as this version before must be published again.
+            self._join_sites()
             return
         self._crew.warm_up(self._task(), load_tokenizer(self._model_folder))
+        self._meet_sites()
         capture = self._crew.capture()
         self._crew.keep_reference(self._site.folder / "reference.safetensors", capture)
+        if self._sites is not None:
+            self._join_sites()  # a newcomer's first version is what the others have reached
+            capture = self._crew.capture()
         self._checkpoints.begin(capture, None)
         parameters = sum(one.numel() for one in self._crew.learner.decoder.parameters())
         self._metrics.write("begun", version=0, parameters=parameters)
         self._send_out(capture, None)
+
+    def _meet_sites(self) -> None:
+        """Where the run has several: updates go through the one who merges them. Nobody is spoken to yet."""
+        diloco = self._config.diloco
+        if diloco is None:
+            return
+        log, learner = Log("sites"), self._crew.learner
+        averager = make_averager(diloco, self._site.peer, self._spec.run, log=log, stop=self._stop)
+        self._sites = Sites(learner, diloco, averager, metrics=self._metrics, stop=self._stop)
+        learner.sites = self._sites
+
+    def _join_sites(self) -> None:
+        if self._sites is not None:
+            self._sites.join()
 
     def _task(self) -> TaskSpec:
         """The run's task, with its files fetched to this machine."""

@@ -1,0 +1,118 @@
+"""Other trainer sites: updates are taken here, and every H of them merged with what the others' moved (DiLoCo).
+
+    site A   coordinator, workers ──▶ trainer ──┐   rounds between trainers alone: how far each moved, averaged,
+    site B   coordinator, workers ──▶ trainer ──┘   one outer step, the same weights at all
+
+A site's versions, leases and ledger are its own: a batch is trained on once, at the site that made it. The version after
+a merge carries the merged weights, and is published like any other.
+"""
+
+import threading
+from typing import Any
+
+from shoal.diloco.averager import Averager
+from shoal.diloco.hivemind_mesh import Address, HivemindMesh
+from shoal.diloco.optimizer import DiLoCo, Landed, Schedule
+from shoal.diloco.outer import Outer
+from shoal.diloco.peers import PeerAverager, Terms
+from shoal.telemetry import Log, Metrics
+from shoal.trainer.config import DilocoConfig
+from shoal.trainer.learner import Learner
+
+
+def make_averager(
+    config: DilocoConfig, address: Address, run: str, *, log: Log, stop: threading.Event
+) -> Averager:
+    """The engine that the run file names. `address`: how this site stands towards the others."""
+    if config.engine == "hivemind":
+        return PeerAverager(
+            HivemindMesh(f"rl-{run}", address),
+            log=log,
+            codec=config.codec,
+            terms=Terms(gather_s=config.deadline_s / 2),
+            stop=stop,
+        )
+    from shoal.diloco.torchft_engine import TorchftAverager
+
+    if len(address.join) != 1:
+        raise ValueError(
+            'trainer.diloco.engine = "torchft" needs one --peer-join: the lighthouse, such as http://10.0.0.1:8710'
+        )
+    return TorchftAverager(
+        address.join[0],
+        log=log,
+        codec=config.codec,
+        host=address.host,
+        stop=stop,
+    )
+
+
+class Sites:
+    """This learner among its like. Set as `learner.sites`, it takes the learner's updates."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        config: DilocoConfig,
+        averager: Averager,
+        *,
+        metrics: Metrics | None,
+        stop: threading.Event,
+    ) -> None:
+        self._log, self._metrics, self._learner = Log("sites"), metrics, learner
+        self._config, self._averager = config, averager
+        self._diloco = DiLoCo(
+            learner.decoder,
+            inner=learner.optimizer,
+            averager=averager,
+            outer=Outer(lr=config.outer_lr, momentum=config.outer_momentum),
+            schedule=Schedule(inner_steps=config.inner_steps, deadline_s=config.deadline_s),
+        )
+        self._diloco.stop = stop
+        self._diloco.on_round = self._landed
+
+    def join(self) -> None:
+        """Meet the others and, if their state is newer, go on from it."""
+        diloco = self._diloco
+        adopted = diloco.join(deadline_s=self._config.deadline_s)
+        self._log.info(
+            "joined the other sites",
+            peer=self._averager.peer,
+            round=diloco.outer_state.round,
+            adopted=adopted,
+            addresses=" ".join(self._averager.addresses),
+        )
+
+    def update(self, num_samples: int) -> None:
+        """The optimiser's step on a gradient of so many samples; and a merge, when one is due."""
+        self._diloco.saw(num_samples)
+        self._diloco.step()
+
+    def state(self) -> dict[str, Any]:
+        """All that the next process needs besides weights and AdamW's moments."""
+        state = self._diloco.state_dict()
+        del state["inner"]
+        return state
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Before `join`, with weights and moments of the same moment in place."""
+        self._diloco.load_state_dict({**state, "inner": self._learner.optimizer.state_dict()})
+
+    def close(self) -> None:
+        self._diloco.stop = threading.Event()  # what ends here is our part in the swarm, not the process
+        self._diloco.close()
+
+    def _landed(self, landed: Landed) -> None:
+        result = landed.result
+        figures = {
+            "round": landed.round,
+            "outcome": result.outcome.name.lower(),
+            "sites": len(result.members),
+            "attempts": result.attempts,
+            "took_s": round(result.took_s, 3),
+            "sent_bytes": result.num_bytes,
+            "state": landed.state_digest,
+        }
+        self._log.info("merged", **figures)
+        if self._metrics is not None:
+            self._metrics.write("merge", version=self._learner.version, **figures)

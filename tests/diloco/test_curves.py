@@ -1,0 +1,136 @@
+"""The bench's stacked workers against what they stand for: workers by themselves, and the peers' own exchange."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.diloco.codec import CODECS, CodecName, decode, encode, reduce_chunk
+from shoal.diloco.language import next_token_loss
+from shoal.diloco.outer import Outer, first_state, outer_step
+from shoal.diloco.part import chunk_bounds
+from shoal.model.load import empty_decoder
+from shoal.model.shape import Shape
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+from curves import Plan, Run, mean_received
+from stacked import Llama, Stack, losses
+
+LLAMA = Llama(hidden=16, layers=2, heads=2, ffn=24, sequence=8)
+TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint8))
+NAMES = {
+    "embed": lambda name: ["model.embed_tokens.weight"],
+    "norm": lambda name: ["model.norm.weight"],
+    "norm1": lambda name: _of_layer(name, "input_layernorm"),
+    "norm2": lambda name: _of_layer(name, "post_attention_layernorm"),
+    "qkv": lambda name: _of_layer(name, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": lambda name: _of_layer(name, "self_attn.o_proj"),
+    "gate_up": lambda name: _of_layer(name, "mlp.gate_proj", "mlp.up_proj"),
+    "down": lambda name: _of_layer(name, "mlp.down_proj"),
+}
+"""Which of the decoder's parameters a stacked one holds."""
+STARTS_SWB = torch.from_numpy(np.random.default_rng(1).integers(0, 3900, (12, 4, 3)))
+
+
+def stack(workers: list[int], **options: object) -> Stack:
+    weights_N = LLAMA.first_weights(0)
+    return Stack(
+        LLAMA,
+        weights_N.expand(len(workers), -1).clone(),
+        text=TEXT,
+        starts_SWB=STARTS_SWB,
+        worker_K=workers,
+        rates_S=torch.full((12,), 1e-2),
+        **options,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_exchange_is_the_peers_own_bit_for_bit(codec: CodecName) -> None:
+    deltas = np.random.default_rng(2).standard_normal((4, 300_001), np.float32)
+    expected = np.empty_like(deltas[0])
+    for start, end in chunk_bounds(0, len(expected)):
+        coded = [encode(codec, delta[start:end]) for delta in deltas]
+        expected[start:end] = decode(codec, reduce_chunk(codec, coded, [1.0] * 4, end - start), end - start)
+    assert np.array_equal(mean_received(codec, torch.from_numpy(deltas)).numpy(), expected)
+
+
+def test_the_stacked_model_is_the_decoder() -> None:
+    shape = Shape(
+        vocab_size=256,
+        hidden_size=16,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        ffn_size=24,
+        rope_theta=10000.0,
+        norm_eps=1e-5,
+        tied_embeddings=True,
+        qkv_bias=False,
+        qk_norm=False,
+        max_positions=9,
+        eos_token_ids=(0,),
+    )
+    decoder, weights_N = empty_decoder(shape), LLAMA.first_weights(0)
+    with torch.no_grad():
+        for name, values in LLAMA.views(weights_N[None]).items():
+            targets = [decoder.get_parameter(each) for each in NAMES[name.split(".")[-1]](name)]
+            for target, part in zip(targets, values[0].chunk(len(targets)), strict=True):
+                target.copy_(part)
+    tokens_BT = TEXT[:18].view(2, 9).long()
+    ours = losses(LLAMA, LLAMA.views(weights_N[None]), tokens_BT[None])
+    assert ours.item() == pytest.approx(next_token_loss(decoder, tokens_BT).item(), abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+def test_a_worker_in_a_stack_learns_as_it_would_alone() -> None:
+    together, alone = stack([0, 1, 2, 3]), stack([2])
+    for _ in range(5):
+        together.step()
+        alone.step()
+    assert torch.allclose(together.weights[2], alone.weights[0], atol=1e-5)
+    assert not torch.allclose(together.weights[2], together.weights[1], atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+def test_data_parallel_rows_stay_equal() -> None:
+    rows = stack([0, 1, 2, 3], mean_of=[slice(0, 4)])
+    for _ in range(3):
+        rows.step()
+    assert all(torch.equal(rows.weights[0], rows.weights[at]) for at in range(1, 4))
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+@pytest.mark.parametrize("name", ["2:int8", "4:fp32:2:1", "2:fp32@0.5,0.8"])
+def test_a_run_s_outer_steps_are_the_optimiser_s(name: str) -> None:
+    workers = stack([0, 1, 2, 3])
+    run = Run(Plan.read(name), slice(0, 4), workers)
+    columns = run.columns
+    state = first_state(tuple(_read(run.base, parts) for parts in columns))
+    for step in range(1, 9):
+        workers.step()
+        plan = run.plan
+        if not plan.overlap and step % plan.every == 0:
+            deltas = np.stack([state.bases[0] - _read(row, columns[0]) for row in workers.weights])
+            mean_N = mean_received(plan.codec, torch.from_numpy(deltas)).numpy()
+            outer = Outer(lr=plan.outer.lr, momentum=plan.outer.momentum)
+            state = outer_step(state, mean_N, outer, work=1.0)
+        if run.after_step(step):
+            workers.refresh()
+    if run.plan.overlap:
+        assert run.rounds == 3  # of the fourth, begun at step 8, the step it overlaps is still to come
+    else:
+        assert run.rounds == 4
+        assert np.allclose(run.base.numpy(), state.bases[0], atol=1e-7)
+
+
+def _of_layer(name: str, *modules: str) -> list[str]:
+    return [f"model.layers.{name.split('.')[1]}.{module}.weight" for module in modules]
+
+
+def _read(row_N: torch.Tensor, parts: list[slice]) -> np.ndarray:  # type: ignore[type-arg]
+    return torch.cat([row_N[part] for part in parts]).numpy().copy()

@@ -1,0 +1,138 @@
+"""Two trainer sites in one process: each trains on its own batches, and after a merge both hold the same weights."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_learner import CONFIG, make_batch, make_learner, make_model
+
+from shoal.diloco.hivemind_mesh import Address
+from shoal.diloco.mesh import LocalHub
+from shoal.diloco.peers import PeerAverager, Terms
+from shoal.telemetry import Log, Metrics
+from shoal.trainer.capture import put
+from shoal.trainer.checkpoint import Checkpoints, read_capture
+from shoal.trainer.config import DilocoConfig, TrainerConfig
+from shoal.trainer.learner import Learner
+from shoal.trainer.loop import TrainerSite, run_trainer
+from shoal.trainer.sites import Sites, make_averager
+
+DILOCO = DilocoConfig(inner_steps=2, codec="fp32", deadline_s=120.0)
+
+
+def make_site(hub: LocalHub, model: Path, metrics: Metrics | None = None) -> tuple[Learner, Sites]:
+    learner = make_learner(model, CONFIG.model_copy(update={"diloco": DILOCO}))
+    averager = PeerAverager(
+        hub.mesh(), log=Log("test"), codec="fp32", terms=Terms(gather_s=60.0, min_peers=2, announce_s=0.2)
+    )
+    learner.sites = sites = Sites(learner, DILOCO, averager, metrics=metrics, stop=threading.Event())
+    return learner, sites
+
+
+def weights(learner: Learner) -> torch.Tensor:
+    return torch.cat([one.detach().flatten() for one in learner.decoder.parameters()])
+
+
+def train(learner: Learner, *, seed: int, steps: int) -> list[torch.Tensor]:
+    seen = []
+    for _ in range(steps):
+        batch = replace(make_batch(100 * seed + learner.version), version=learner.version)
+        learner.step(batch, threading.Event())
+        seen.append(weights(learner))
+    return seen
+
+
+def test_sites_part_and_meet_again(tmp_path: Path) -> None:
+    hub, model = LocalHub(), make_model(tmp_path / "model")
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    (one, its), (other, others) = make_site(hub, model, metrics), make_site(hub, model)
+    its.join()
+    others.join()
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(train, learner, seed=seed, steps=4) for seed, learner in enumerate((one, other))]
+        first, second = (job.result(120) for job in jobs)
+    same = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
+    assert same == [False, True, False, True], "merged after the second update and the fourth"
+    assert one.version == other.version == 4
+    its.close()
+    others.close()
+    metrics.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    merges = [line for line in lines if '"merge"' in line]
+    assert len(merges) == 2 and all('"committed"' in line and '"sites": 2' in line for line in merges)
+
+
+def test_a_merge_moves_by_the_mean_of_both(tmp_path: Path) -> None:
+    """With an outer rate of 1 and no momentum the merged weights are the mean of the sites' own."""
+    hub, model = LocalHub(), make_model(tmp_path / "model")
+    plain = DilocoConfig(inner_steps=1, codec="fp32", outer_lr=1.0, outer_momentum=0.0, deadline_s=120.0)
+    pairs = []
+    for seed in range(2):
+        alone = make_learner(model)
+        train(alone, seed=seed, steps=1)
+        learner = make_learner(model)
+        averager = PeerAverager(
+            hub.mesh(), log=Log("test"), codec="fp32", terms=Terms(min_peers=2, announce_s=0.2)
+        )
+        learner.sites = Sites(learner, plain, averager, metrics=None, stop=threading.Event())
+        learner.sites.join()
+        pairs.append((alone, learner))
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(train, pair[1], seed=seed, steps=1) for seed, pair in enumerate(pairs)]
+        merged = [job.result(120)[0] for job in jobs]
+    mean = (weights(pairs[0][0]) + weights(pairs[1][0])) / 2
+    assert torch.equal(merged[0], merged[1]) and torch.allclose(merged[0], mean, atol=1e-6)
+    for _, learner in pairs:
+        assert isinstance(learner.sites, Sites)
+        learner.sites.close()
+
+
+def test_what_sites_share_is_in_the_checkpoint(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    learner, sites = make_site(LocalHub(), model)
+    train_without_others = DILOCO.model_copy(update={"deadline_s": 0.05})
+    learner.sites = sites = Sites(
+        learner, train_without_others, sites._averager, metrics=None, stop=threading.Event()
+    )
+    sites.join()
+    train(learner, seed=0, steps=3)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2, log=Log("test"))
+    checkpoints.save(learner, None)
+    again, its = make_site(LocalHub(), model)
+    found = checkpoints.newest()
+    assert found is not None
+    put(again, read_capture(found, again))
+    ours, theirs = sites.state(), its.state()
+    assert ours["round"] == theirs["round"] == 1 and ours["phase"] == theirs["phase"] == 1
+    assert torch.equal(ours["bases"][0], theirs["bases"][0])
+    assert torch.equal(ours["momenta"][0], theirs["momenta"][0])
+    assert torch.equal(weights(learner), weights(again))
+    sites.close()
+    its.close()
+    checkpoints.close()
+
+
+def test_torchft_needs_its_lighthouse() -> None:
+    pytest.importorskip("torchft")
+    with pytest.raises(ValueError, match="lighthouse"):
+        make_averager(
+            DilocoConfig(engine="torchft"), Address(), "run", log=Log("test"), stop=threading.Event()
+        )
+
+
+def test_several_ranks_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    config = TrainerConfig(diloco=DilocoConfig())
+    site = TrainerSite(
+        folder=tmp_path,
+        model="tiny",
+        coordinator_url="http://127.0.0.1:1",
+        key=None,  # type: ignore[arg-type]
+        run_key=None,  # type: ignore[arg-type]
+        address=None,  # type: ignore[arg-type]
+        num_ranks=2,
+    )
+    with pytest.raises(ValueError, match="one process so far"):
+        run_trainer(config, site, stop=threading.Event())
