@@ -14,7 +14,6 @@ from shoal.trainer.loop import run_trainer
 CONFIG = TrainerConfig(
     learning_rate=1e-3,
     supervised_steps=2,
-    supervised_batch=4,
     row_tokens=32,
     rows_per_micro_batch=4,
     kl=0.1,

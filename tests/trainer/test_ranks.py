@@ -172,7 +172,6 @@ groups_per_step = 3
 
 [trainer]
 supervised_steps = 2
-supervised_batch = 4
 row_tokens = 32
 rows_per_micro_batch = 2
 """

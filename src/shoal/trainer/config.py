@@ -1,7 +1,7 @@
 """The trainer's part of a run file. What everybody must know (task, sampling, max_lag) is in wire.run.RunSpec."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,6 +10,7 @@ from shoal.wire.record import Record
 Loss = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
 Normalisation = Literal["token", "sequence", "constant"]
 AdvantageKind = Literal["std", "mean"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +56,7 @@ class TrainerConfig(Record):
     learning_rate: float = Field(default=3e-4, gt=0)
     warmup_steps: int = Field(default=5, ge=0)
     """The rate rises linearly over this many optimiser steps, then stays."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.99, ge=0, lt=1)
+    betas: tuple[Beta, Beta] = (0.9, 0.99)
     weight_decay: float = Field(default=0.0, ge=0)
     clip_norm: float = Field(default=1.0, gt=0)
     """Largest global norm of a step's gradient."""
@@ -83,7 +83,6 @@ class TrainerConfig(Record):
     supervised_steps: int = Field(default=0, ge=0)
     """Steps on the task's own answers before version 0; a model of random weights earns nothing without them."""
     supervised_learning_rate: float = Field(default=1e-3, gt=0)
-    supervised_batch: int = Field(default=64, ge=1)
     """Problems in each of those steps."""
     row_tokens: int = Field(default=512, ge=2)
     """Samples are packed into rows of this many tokens. At least prompt + max_new_tokens."""

@@ -270,7 +270,7 @@ def make_optimizer(model: nn.Module, config: TrainerConfig, *, learning_rate: fl
         {"params": [one for one in trained if one.ndim < 2], "weight_decay": 0.0},
     ]
     fused = all(one.is_cuda for one in trained) or None  # None: torch's own choice
-    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(config.beta1, config.beta2), fused=fused)
+    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=config.betas, fused=fused)
     # The fused kernel writes to weights without leaving a trace, and a working copy goes by the trace.
     optimizer.register_step_post_hook(lambda *_: increment_version(trained))
     return optimizer

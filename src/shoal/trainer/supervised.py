@@ -15,6 +15,9 @@ from shoal.trainer.batch import Sample
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.learner import Learner, clip_gradient, make_optimizer, output_logprobs, warmed_up
 
+BATCH = 64
+"""Problems a step."""
+
 
 def warm_up(learner: Learner, task: Task, tokenizer: Tokenizer, *, log: Log, stop: threading.Event) -> None:
     """`supervised_steps` steps with an optimiser of their own; the learner's starts fresh at version 0."""
@@ -51,7 +54,7 @@ def answered(task: Task, tokenizer: Tokenizer, seed: int) -> Sample:
 
 def _problem_seeds(config: TrainerConfig, step: int) -> list[int]:
     rng = random.Random(f"supervised/{config.seed}/{step}")
-    return [rng.getrandbits(63) for _ in range(config.supervised_batch)]
+    return [rng.getrandbits(63) for _ in range(BATCH)]
 
 
 def _accumulate(learner: Learner, samples: list[Sample], stop: threading.Event) -> float:
