@@ -149,7 +149,8 @@ class Worker:
 
     def shutdown(self) -> None:
         """Give back what is open and let what is done arrive, but never hang on it; then fall silent."""
-        self._log.info("time since the first row", spent=self.time_use.in_words())
+        if self.time_use.busy_share:
+            self._log.info("time since the first row", spent=self.time_use.in_words())
         give_up_s = time.monotonic() + GIVE_BACK_S
         giving = Errand("giving back", self._give_back)
         if self._supply is not None:
