@@ -105,10 +105,12 @@ def relay(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def worker(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.rollout.engines import check_engine
     from shoal.rollout.session import Exit
     from shoal.rollout.worker import WorkerConfig, run_worker
 
     _check_device(options.device)
+    check_engine(options.engine, device=options.device, tensor_parallel=options.tensor_parallel)
     config = WorkerConfig(
         coordinator=options.coordinator,
         dir=options.dir,

@@ -8,6 +8,18 @@ from shoal.wire.run import ProofSpec
 EngineName = Literal["torch", "vllm"]
 
 
+def check_engine(name: EngineName, *, device: str, tensor_parallel: int) -> None:
+    """ValueError, with what to do, if it cannot be had here. Worth asking before anybody is joined."""
+    if name == "vllm":
+        from shoal.rollout.vllm_engine import check_installed
+
+        check_installed(device)
+    elif tensor_parallel > 1:
+        raise ValueError(
+            f"--tensor-parallel {tensor_parallel} needs --engine vllm; the engine torch uses one GPU, start a worker on each"
+        )
+
+
 def make_engine(
     name: EngineName,
     *,
@@ -17,7 +29,8 @@ def make_engine(
     device: str,
     tensor_parallel: int = 1,
 ) -> Engine:
-    """ValueError, with what to install, if it cannot be had here."""
+    """As check_engine has it, then made; it loads nothing yet."""
+    check_engine(name, device=device, tensor_parallel=tensor_parallel)
     if name == "vllm":
         from shoal.rollout.vllm_engine import VllmEngine
 
@@ -27,10 +40,6 @@ def make_engine(
             max_rows=max_rows,
             device=device,
             tensor_parallel=tensor_parallel,
-        )
-    if tensor_parallel > 1:
-        raise ValueError(
-            f"--tensor-parallel {tensor_parallel} needs --engine vllm; the engine torch uses one GPU, start a worker on each"
         )
     from shoal.rollout.torch_engine import TorchEngine
 

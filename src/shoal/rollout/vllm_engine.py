@@ -49,7 +49,7 @@ class VllmEngine:
         tensor_parallel: int = 1,
     ) -> None:
         """`tensor_parallel`: GPUs that share the model. `proof` None is for measuring what proofs cost."""
-        _check_installed(device)
+        check_installed(device)
         self.policy_version: int | None = None
         self._proof = proof
         self._on_cpu = torch.device(device).type == "cpu"
@@ -223,7 +223,8 @@ def _cache_bytes(shape: Shape, max_rows: int, value_bytes: int) -> int:
     )
 
 
-def _check_installed(device: str) -> None:
+def check_installed(device: str) -> None:
+    """ValueError if there is no vLLM here, or none for this device."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     try:

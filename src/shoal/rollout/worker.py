@@ -120,9 +120,9 @@ class Worker:
             self._client, self._state, brings=brings, deadline_s=self._config.deadline_s, log=self._log
         )
         self._state.remember_entry_points(terms.info.entry_points)
-        for client in (self._client, self._heart_client):
-            client.also((self._config.coordinator, *terms.info.entry_points))
         self._terms, self._spec = terms, terms.info.spec
+        for client in (self._client, self._heart_client):
+            self._tell_ways(client)
         self._session = self._new_session(self._client)
         self._shelf = PolicyShelf(
             self._state.versions, self._session, max_lag=self._spec.max_lag, log=self._log
@@ -153,7 +153,8 @@ class Worker:
 
     def shutdown(self) -> None:
         """Give back what is open and let what is done arrive, but never hang on it; then fall silent."""
-        self._log.info("time since the first row", spent=self.time_use.in_words())
+        if self.time_use.busy_share:
+            self._log.info("time since the first row", spent=self.time_use.in_words())
         give_up_s = time.monotonic() + GIVE_BACK_S
         giving = Errand("giving back", self._give_back)
         if self._supply is not None:
@@ -224,8 +225,10 @@ class Worker:
             self._supply.ended(lease, delivered=delivered)
 
     def _new_supply(self) -> Supply:
+        client = self._new_client(Halt(self._halt))
+        self._tell_ways(client)
         return Supply(
-            self._new_session(self._new_client(Halt(self._halt))),
+            self._new_session(client),
             self._shelf,
             self._losses,
             ahead=self._config.prefetch,
@@ -240,6 +243,9 @@ class Worker:
 
     def _new_client(self, stop: threading.Event) -> SignedClient:
         return SignedClient(self._config.coordinator, self._state.key, log=self._log, stop=stop)
+
+    def _tell_ways(self, client: SignedClient) -> None:
+        client.also((self._config.coordinator, *self._terms.info.entry_points))
 
     def _new_session(self, client: SignedClient) -> Session:
         return Session(client, self._terms, deadline_s=self._config.deadline_s, log=self._log)
@@ -273,7 +279,6 @@ class Worker:
         requests = self._conduct.requests(make_requests(lease, self._engine.tokenizer), lease)
         started_s = time.monotonic()
         self.time_use.begin(Doing.GENERATING)
-
         half_s = self._s_per_row * len(requests) / 2
         said_s, ordered = 0.0, False
 
