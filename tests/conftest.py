@@ -35,7 +35,8 @@ def page(chromium: Any) -> Iterator[Any]:
     """A page whose console must stay free of errors; a network that is gone is not the page's doing."""
     context = chromium.new_context(viewport={"width": 1200, "height": 900})
     page = context.new_page()
-    page.set_default_timeout(20_000)
+    # A snapshot that is dear to take, as on a busy machine, is taken every 30 s only.
+    page.set_default_timeout(75_000)
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda line: errors.append(line.text) if line.type in ("error", "warning") else None)

@@ -10,7 +10,7 @@ import pytest
 
 from docs_commands import ROOT
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
 SITE = ROOT / "out" / "site"
 

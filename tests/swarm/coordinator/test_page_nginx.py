@@ -23,7 +23,7 @@ NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/loca
 
 pytestmark = [
     pytest.mark.skipif(NGINX is None, reason="nginx is not installed: apt-get install nginx-light"),
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(400),
 ]
 
 
