@@ -45,8 +45,8 @@ class ProofSpec(Record):
 class Tolerances(Record):
     """How far an honest recomputation may lie from what the worker did. Defaults fit float32 compute.
 
-    Proof figures are per segment, as TOPLOC has them; the published ones for bfloat16 are 38, 10, 8. Measured, cached
-    decode against batched prefill (docs/toploc.md): at most 3 exponents, 0.008, 0; log-probs 4e-6; draws 1e-5.
+    Proof figures are per full segment, as TOPLOC has them, and wider for short ones; the published ones for bfloat16 are
+    38, 10, 8. docs/toploc.md says what honest work measures.
     """
 
     exponent_mismatches: int = Field(default=8, ge=0)
@@ -55,7 +55,7 @@ class Tolerances(Record):
     control_hits: int = Field(default=12, ge=0)
     """Of 128 control points, beyond those another model's proof would hit."""
     logprob: float = Field(default=0.01, gt=0)
-    """Largest mean |claimed - recomputed| log-prob over a row."""
+    """Largest mean |claimed - recomputed| log-prob over a submission; a short row may be off by more."""
     draw: float = Field(default=0.0005, gt=0)
     """How far outside a token's interval of the cumulative distribution its uniform may lie."""
     draw_misses: float = Field(default=0.0, ge=0, lt=1)
