@@ -137,16 +137,19 @@ def test_other_families_learn_whatever_the_packing(tmp_path: Path, family: str) 
 @pytest.mark.parametrize("keys", [{}, {"activation_checkpointing": True}, {"lora_rank": 4}], ids=str)
 def test_a_run_goes_on_from_cpu_to_gpu_and_back(tmp_path: Path, model: Path, keys: dict[str, Any]) -> None:
     config = TrainerConfig(**(CONFIG.model_dump() | {"compute_dtype": "bfloat16"} | keys))
-    losses = []
+    norms = []
     for device in ("cpu", "cuda", "cuda", "cpu"):
         crew = Crew(config, ALONE, device=device, log=Log("trainer"), stop=threading.Event())
         crew.begin(model, 0.8)
         kept = Checkpoints(tmp_path, keep=2, log=Log("trainer"))
         if (checkpoint := kept.newest()) is not None:
             crew.resume(checkpoint)
-        losses.append(crew.step(make_batch(crew.learner.version)).grad_norm)
+        norms.append(crew.step(make_batch(crew.learner.version)).grad_norm)
         kept.begin(crew.capture(), None)
         kept.finish(60)
-    alone = Crew(config, ALONE, device="cpu", log=Log("trainer"), stop=threading.Event())
+    exact = config.model_copy(
+        update={"compute_dtype": "float32"}
+    )  # two bfloat16 runs differ by up to 15 % here
+    alone = Crew(exact, ALONE, device="cpu", log=Log("trainer"), stop=threading.Event())
     alone.begin(model, 0.8)
-    assert losses == pytest.approx([alone.step(make_batch(v)).grad_norm for v in range(4)], rel=0.1)
+    assert norms == pytest.approx([alone.step(make_batch(v)).grad_norm for v in range(4)], rel=0.1)
