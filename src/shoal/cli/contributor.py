@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shoal.cli.progress import progress
 from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
-from shoal.wire.codes import CODES
+from shoal.wire.codes import CODES, Rejected
 from shoal.wire.keys import Key
 from shoal.wire.messages import Info, NodeView, RunList
 from shoal.wire.pool import pick
@@ -59,9 +59,13 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def _choose_run(options: argparse.Namespace) -> str:
     """The URL of the run to join: of the coordinator's own where it has one, else of one that this machine fits."""
+    from shoal.net.client import Unreachable
     from shoal.rollout.capabilities import capabilities
 
-    runs = RunList.parse(_get(options.url, "/v1/runs")).runs
+    try:
+        runs = RunList.parse(_get(options.url, "/v1/runs")).runs
+    except (Unreachable, Rejected):
+        return str(options.url)  # what is wrong there, the doctor says
     if len(runs) == 1 and options.run in (None, runs[0].run):
         return str(options.url)
     chosen = pick(runs, capabilities(options.device), options.run)

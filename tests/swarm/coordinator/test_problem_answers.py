@@ -17,7 +17,6 @@ def test_routes_that_are_not_there(swarm: SmallSwarm) -> None:
         ("DELETE", "/v1/info"),
         ("POST", "/v1/objects/x"),
         ("GET", "/docs"),
-        ("GET", "/openapi.json"),
         ("POST", "/v1/enrol/"),
     ):
         response = swarm.public.request(method, path)

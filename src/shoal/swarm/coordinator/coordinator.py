@@ -133,7 +133,12 @@ def _open_s3(url: str, credentials: Credentials | None, *, folder: str, log: Log
             "coordinator.store needs AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"
         )
     store = S3Store(address, credentials, folder=folder)
-    for weakness in store.check():
+    try:
+        weaknesses = store.check()
+    except ValueError:
+        store.close()
+        raise
+    for weakness in weaknesses:
         log.warning(f"the object store {weakness}")
     return store
 
