@@ -65,6 +65,7 @@ ELSEWHERE: dict[str, str] = {
     "make check": ".ci/run",
     "make e2e": ".ci/run",
     "make browser": ".ci/run",
+    "make s3": ".ci/run",
     "make docs": ".ci/run",
     "make hivemind": ".ci/run",
     "shoal run runs/demo.toml": "tests/e2e/test_demo.py",
