@@ -120,10 +120,13 @@ class LocalMesh:
     def _accept(self, end: socket.socket) -> None:
         assert self._loop is not None
 
+        taken = threading.Event()
+
         async def serve() -> None:
             assert self._handler is not None
             try:
                 reader, writer = await asyncio.open_connection(sock=end)
+                taken.set()
                 stream = self._keep(Stream(reader, writer))
                 try:
                     await self._handler(stream)
@@ -136,7 +139,12 @@ class LocalMesh:
         def begin() -> None:
             task = asyncio.ensure_future(serve())
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(over)
+
+        def over(task: "asyncio.Task[None]") -> None:
+            self._tasks.discard(task)
+            if not taken.is_set():  # cancelled before it began: nobody else would close it
+                end.close()
 
         try:
             self._loop.call_soon_threadsafe(begin)
