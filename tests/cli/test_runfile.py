@@ -142,9 +142,12 @@ def test_tolerances_are_those_of_the_dtype_and_a_file_replaces_single_ones(tmp_p
     assert load(tmp_path, coarse + "[tolerances]\ndraw = 0.2\n").spec().tolerances == expected
 
 
+PAGE = ROOT / "docs" / "run-file.md"
+
+
 def test_the_page_lists_every_key_and_no_other() -> None:
     keys: dict[str, set[str]] = {}
-    for title, body in re.findall(r"(?m)^## (.*)\n([^#]*)", (ROOT / "docs" / "run-file.md").read_text()):
+    for title, body in re.findall(r"(?ms)^## ([^\n]*)\n(.*?)(?=^#|\Z)", PAGE.read_text()):
         first_cells = "".join(re.findall(r"(?m)^\| ([^|]*) \|", body))
         for section in re.findall(r"\[(\w+)\]", title):
             keys[section] = set(re.findall(r"`(\w+)`", first_cells))
