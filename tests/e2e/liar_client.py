@@ -46,15 +46,15 @@ class Liar:
 
     def __init__(self, url: str, folder: Path) -> None:
         folder.mkdir(parents=True)
-        log, stop = Log("liar"), threading.Event()
+        log = Log("liar")
         state = State(folder)
-        self.client = SignedClient(url, state.key, log=log, stop=stop)
+        self.client = SignedClient(url, state.key, log=log, stop=threading.Event())
         self.node = state.key.public
         self._since_seq = self._ledger_seq()
         terms = join(self.client, state, deadline_s=WAIT_S, log=log)
         self.epoch, self.authority = terms.epoch, url.removeprefix("http://")
         self.session = Session(self.client, terms, deadline_s=WAIT_S, log=log)
-        self._shelf = PolicyShelf(state.versions, self.session, keep_versions=4, stop=stop, log=log)
+        self._shelf = PolicyShelf(state.versions, self.session, max_lag=terms.info.spec.max_lag, log=log)
         self._engine = TorchEngine(
             compute_dtype=terms.info.spec.compute_dtype, proof=terms.info.spec.proof, max_rows=64
         )
@@ -62,9 +62,11 @@ class Liar:
     # -- as an honest worker would ----------------------------------------------------------------------------
 
     def work(self, lease: Lease) -> RolloutTable:
-        version = self._shelf.load_for(lease, self._engine)
+        self._shelf.have(lease, stop=self.client.stop, patient=True)
+        policy = self._shelf.best(lease)
+        self._shelf.load(policy, self._engine)
         requests = make_requests(lease, self._engine.tokenizer)
-        return make_table(lease, version, generate(self._engine, requests, lambda done, rows: None))
+        return make_table(lease, policy.version, generate(self._engine, requests, lambda done, rows: None))
 
     def deliver(self, make: Callable[[Lease], Made]) -> LeaseStatus:
         """Lease, make, upload, submit, and what the validator says; again if the run went on too fast for it."""
