@@ -132,6 +132,8 @@ def test_a_resumed_run_has_its_ports_again(tmp_path: Path) -> None:
     ports = choose_ports(tmp_path, 4)
     assert choose_ports(tmp_path, 4) == ports
     with contextlib.closing(socket.socket()) as taken:
+        # What is left of an earlier connection must not keep the test from it.
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind((HOST, ports[2]))
         taken.listen()
         others = choose_ports(tmp_path, 4)
