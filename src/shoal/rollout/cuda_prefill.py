@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.model import kernels
+from shoal.model import kernels, prompt_kernels
 from shoal.model.cache import KVCache
 from shoal.model.fused import FusedWeights
 from shoal.model.segments import attend_segments, laid_end_to_end
@@ -29,7 +29,7 @@ def prefill(weights: FusedWeights, prompts: Sequence[Prompt], places: Sequence[i
     delta_TH: Tensor | None = None
     for number, layer in enumerate(weights.layers):
         normed_TH = kernels.add_norm(x_TH, delta_TH, layer.input_norm_H, eps)
-        qkv_1TQD = kernels.spread(
+        qkv_1TQD = prompt_kernels.spread(
             F.linear(normed_TH, layer.qkv_QH, layer.qkv_bias_Q),
             layer,
             shape=shape,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.model import kernels
+from shoal.model import attention_kernels, kernels, prompt_kernels
 from shoal.model.cache import KVCache
 from shoal.model.fused import FusedWeights
 from shoal.rollout.cuda_prefill import prefill
@@ -28,8 +28,8 @@ class _Fed(NamedTuple):
 
     counts: list[int]
     table_3T: Tensor
-    """As `kernels.spread` reads it: places are such that a token's key goes behind its row's earlier ones."""
-    rows: kernels.RowTables
+    """As `prompt_kernels.spread` reads it: places are such that a token's key goes behind its row's earlier ones."""
+    rows: attention_kernels.RowTables
     keys_TKD: Tensor
     values_TKD: Tensor
     pad: int
@@ -56,7 +56,7 @@ def replay(weights: FusedWeights, rows: Sequence[tuple[Prompt, Sequence[int]]]) 
         qkv_TQ = F.linear(
             kernels.add_norm(x_TH, delta_TH, layer.input_norm_H, eps), layer.qkv_QH, layer.qkv_bias_Q
         )
-        kernels.spread(
+        prompt_kernels.spread(
             qkv_TQ,
             layer,
             shape=shape,
@@ -64,7 +64,7 @@ def replay(weights: FusedWeights, rows: Sequence[tuple[Prompt, Sequence[int]]]) 
             table_3T=fed.table_3T,
             kept=(fed.keys_TKD[:, None], fed.values_TKD[:, None]),
         )
-        mixed_TQ = kernels.attend(
+        mixed_TQ = attention_kernels.attend(
             qkv_TQ,
             layer,
             shape=shape,

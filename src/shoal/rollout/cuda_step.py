@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.model import draw_kernels, kernels
+from shoal.model import attention_kernels, draw_kernels, kernels
 from shoal.model.cache import KVCache
 from shoal.model.fused import FusedWeights
 from shoal.rollout.cuda_prefill import prefill
@@ -26,7 +26,7 @@ from shoal.rollout.slots import Slots, upload
 
 BUCKETS = (8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Rows of one graph. Between them a step's time hardly changes."""
-PIECE = PieceSize(kernels.PIECE_ROWS, kernels.PROMPT_SPLIT)
+PIECE = PieceSize(attention_kernels.PIECE_ROWS, attention_kernels.PROMPT_SPLIT)
 
 
 class CudaStep:
@@ -114,7 +114,7 @@ class CudaStep:
         delta_BH: Tensor | None = None
         for number, layer in enumerate(weights.layers):
             normed_BH = kernels.add_norm(x_BH, delta_BH, layer.input_norm_H, eps)
-            mixed_BQ = kernels.attend(
+            mixed_BQ = attention_kernels.attend(
                 F.linear(normed_BH, layer.qkv_QH, layer.qkv_bias_Q),
                 layer,
                 shape=shape,
@@ -145,9 +145,9 @@ class CudaStep:
         )
 
 
-def row_tables(table_6S: Tensor, work: Tensor, homes_S: Tensor) -> kernels.RowTables:
+def row_tables(table_6S: Tensor, work: Tensor, homes_S: Tensor) -> attention_kernels.RowTables:
     """`work` as `Pieces.changed` lays it out."""
     num_slots = table_6S.shape[1]
-    return kernels.RowTables(
+    return attention_kernels.RowTables(
         table_6S, work[1 : 1 + num_slots], work[1 + num_slots :].view(5, -1), work[:1], homes_S
     )
