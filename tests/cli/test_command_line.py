@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.main import act, in_words, parse
+from shoal.cli.errors import in_words
+from shoal.cli.main import act, parse
 from shoal.cli.supervise import RunFailed
 from shoal.net.client import Refused, Unreachable
 from shoal.net.deadline import DeadlinePassed, Stopped

@@ -6,6 +6,7 @@ import threading
 from contextlib import closing
 from pathlib import Path
 
+from shoal.cli.arguments import Commands
 from shoal.cli.supervise import EXIT_OK
 
 ACTIONS = {
@@ -24,7 +25,7 @@ ACTIONS = {
 }
 
 
-def add_admin(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_admin(commands: Commands) -> None:
     parser = commands.add_parser(
         "admin",
         help="orders of the operator: ban, pause, invite, ...",

@@ -1,16 +1,20 @@
-"""Arguments of `shoal eval`, `data filter` and `toploc`. Light: every command of `shoal` imports this before it starts."""
+"""What several commands are typed with, and all of `shoal eval`, `data filter` and `toploc`. Light: every command of `shoal` imports this before it starts."""
 
 import argparse
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from shoal.cli.values import above_zero, at_least_one, option, share
 
 MAX_NEW_TOKENS = 256
 
+Commands: TypeAlias = (
+    "argparse._SubParsersAction[argparse.ArgumentParser]"  # argparse has no public name for it
+)
 
-def add_eval(commands: Any) -> None:
+
+def add_eval(commands: Commands) -> None:
     parser = commands.add_parser(
         "eval", help="pass@1 and pass@k of a model folder or a published version on held-out problems"
     )
@@ -30,7 +34,7 @@ def add_eval(commands: Any) -> None:
     parser.set_defaults(action=_evaluate)
 
 
-def add_data(commands: Any) -> None:
+def add_data(commands: Commands) -> None:
     parser = commands.add_parser("data", help="prepare problems for a run")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     filter_ = actions.add_parser("filter", help="keep the problems that a model solves sometimes")
@@ -53,7 +57,7 @@ def add_data(commands: Any) -> None:
     filter_.set_defaults(action=_filter)
 
 
-def add_toploc(commands: Any) -> None:
+def add_toploc(commands: Commands) -> None:
     parser = commands.add_parser("toploc", help="measure what honest proofs look like")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     prove = actions.add_parser("prove", help="generate honest rows on this machine")

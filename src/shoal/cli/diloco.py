@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.arguments import Commands
 from shoal.cli.supervise import EXIT_OK
 from shoal.net.deadline import DeadlinePassed
 from shoal.telemetry import Log
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from shoal.diloco.hivemind_mesh import Address
 
 
-def add_diloco(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_diloco(commands: Commands) -> None:
     parser = commands.add_parser("diloco", help="pre-train or fine-tune over slow links")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     train = actions.add_parser("train", help="train at this site, with whoever else joins the run")

@@ -4,7 +4,22 @@ import argparse
 import sys
 from typing import NoReturn
 
+from shoal.net.deadline import DeadlinePassed
+from shoal.wire.codes import CODES
+
 EXIT_USAGE = 2
+
+# By name: the client's own errors are not worth an import before a command begins.
+WHAT = {
+    "DeadlinePassed": "waited too long",
+    "ModuleNotFoundError": "a package is missing",
+    "OSError": "a file or an address is not as it should be",
+    "Refused": "the coordinator refused",
+    "Rejected": "not what was expected",
+    "RunFailed": "the run failed",
+    "Unreachable": "no answer",
+    "ValueError": "cannot be done like this",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,3 +45,35 @@ def parts(message: str) -> tuple[str, str | None]:
     if not separator or "\n" in remedy:
         return message, None
     return words, remedy
+
+
+def in_lines(error: Exception, options: argparse.Namespace) -> str:
+    """The message as a person reads it at a terminal, or as one sentence for a log."""
+    words = in_words(error, waits="deadline_s" in options)
+    if not sys.stderr.isatty():
+        return f"shoal: {words}"
+    what = next(WHAT[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in WHAT)
+    value, remedy = parts(words)
+    return complaint("shoal", what, value, remedy or "shoal COMMAND --help, or docs/cli.md")
+
+
+def refused_for_good(code: str) -> bool:
+    """Who one is, and which protocol one speaks, does not change by trying again."""
+    return code in CODES and CODES[code].status in (401, 403, 426)
+
+
+def in_words(error: Exception, *, waits: bool) -> str:
+    """What went wrong and what to do, for a person. `waits`: it is a role, and has a deadline to set."""
+    if isinstance(error, DeadlinePassed) and waits:
+        return (
+            f"{error}. See to that and start this role again: it goes on where it was. "
+            "--deadline-s sets how long it waits"
+        )
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").split(".")[0]
+        extra = package if package in ("hivemind", "torchft") else "torch"
+        return f"this needs the package {package}: pip install 'shoal[{extra}]'"
+    # Our own come with a sentence; the system's have a file and a reason.
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{error.filename}: {error.strerror.lower()}; check the path and who may read and write it"
+    return str(error)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.cli.arguments import add_engine_choice
+from shoal.cli.arguments import Commands, add_engine_choice
 
 FOLDER = Path("shoal-node")
 
@@ -25,7 +25,7 @@ def _later(name: str) -> Action:
     return act
 
 
-def add_contributor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_contributor(commands: Commands) -> None:
     join = commands.add_parser("join", help="give this machine's time to a run: checks, key, consent, work")
     join.add_argument("url", help="the coordinator's URL")
     join.add_argument(
@@ -67,7 +67,7 @@ def _with_folder(parser: argparse.ArgumentParser, action: str) -> None:
     parser.set_defaults(action=_later(action))
 
 
-def _add_identity(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_identity(commands: Commands) -> None:
     parser = commands.add_parser("identity", help="back up, restore, and vouch for keys")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     for name, words, action in (
@@ -87,7 +87,7 @@ def _add_identity(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     delegate.set_defaults(action=_later("delegate"))
 
 
-def add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_doctor(commands: Commands) -> None:
     parser = commands.add_parser("doctor", help="can this machine work for a run?")
     parser.add_argument("url", help="the coordinator's URL")
     parser.add_argument("--dir", type=Path, default=FOLDER)

@@ -52,3 +52,19 @@ class Engine(Protocol):
     def step(self) -> list[Finished]:
         """One new token for every running row. Returns rows that are complete, proofs included, in no promised order;
         a row's proofs may come some steps after its last token, but never while nothing else is left to do."""
+
+
+def check_request(request: Request, max_positions: int) -> None:
+    """ValueError for a row that no engine can make."""
+    where = f"row ({request.prompt_index}, {request.sample_index})"
+    length = len(request.prompt_tokens) + request.max_new_tokens
+    if not request.prompt_tokens or request.max_new_tokens < 1 or request.temperature <= 0:
+        raise ValueError(
+            f"{where}: {len(request.prompt_tokens)} prompt tokens, max_new_tokens={request.max_new_tokens}, "
+            f"temperature={request.temperature}; all must be above 0"
+        )
+    if length > max_positions:
+        raise ValueError(
+            f"{where}: {len(request.prompt_tokens)} prompt + {request.max_new_tokens} new tokens pass the model's "
+            f"{max_positions} positions; lower max_new_tokens"
+        )

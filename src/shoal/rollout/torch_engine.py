@@ -21,7 +21,7 @@ from shoal.model.shape import read_shape
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, load_weights
 from shoal.rollout.cpu_step import CpuStep
-from shoal.rollout.engine import Finished, Request
+from shoal.rollout.engine import Finished, Request, check_request
 from shoal.rollout.prover import Prover
 from shoal.rollout.room import Room, fit, free_memory_bytes, room_for
 from shoal.rollout.rows import Rows, by_batch, next_prompts
@@ -92,7 +92,7 @@ class TorchEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         max_positions = self._loaded().decoder.shape.max_positions
         for request in requests:
-            _check_request(request, max_positions)
+            check_request(request, max_positions)
         self._rows.submit(requests)
         if requests:
             rows = self._rows
@@ -232,18 +232,3 @@ def _free_bytes(device: torch.device) -> int:
         return free_memory_bytes()
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def _check_request(request: Request, max_positions: int) -> None:
-    where = f"row ({request.prompt_index}, {request.sample_index})"
-    length = len(request.prompt_tokens) + request.max_new_tokens
-    if not request.prompt_tokens or request.max_new_tokens < 1 or request.temperature <= 0:
-        raise ValueError(
-            f"{where}: {len(request.prompt_tokens)} prompt tokens, max_new_tokens={request.max_new_tokens}, "
-            f"temperature={request.temperature}; all must be above 0"
-        )
-    if length > max_positions:
-        raise ValueError(
-            f"{where}: {len(request.prompt_tokens)} prompt + {request.max_new_tokens} new tokens pass the model's "
-            f"{max_positions} positions; lower max_new_tokens"
-        )

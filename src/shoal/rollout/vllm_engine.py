@@ -15,7 +15,7 @@ import torch
 
 from shoal.model.shape import Shape, read_shape
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
-from shoal.rollout.engine import Finished, Request
+from shoal.rollout.engine import Finished, Request, check_request
 from shoal.rollout.room import free_memory_bytes
 from shoal.wire.rollouts import Finish
 from shoal.wire.run import ProofSpec
@@ -85,7 +85,7 @@ class VllmEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         loaded = self._model()
         for request in requests:
-            _check_request(request, loaded.shape.max_positions)
+            check_request(request, loaded.shape.max_positions)
         for request in requests:
             self._running[loaded.add(request)] = request
 
@@ -235,18 +235,4 @@ def check_installed(device: str) -> None:
         raise ValueError(
             f"--engine vllm --device {device}: the vLLM that is installed computes on {current_platform.device_type!r}, "
             f"not on {kind!r}; choose that device, or: {INSTALL}"
-        )
-
-
-def _check_request(request: Request, max_positions: int) -> None:
-    length = len(request.prompt_tokens) + request.max_new_tokens
-    if not request.prompt_tokens or request.max_new_tokens < 1 or request.temperature <= 0:
-        raise ValueError(
-            f"row ({request.prompt_index}, {request.sample_index}): {len(request.prompt_tokens)} prompt tokens, max_new_tokens="
-            f"{request.max_new_tokens}, temperature={request.temperature}; all must be above 0"
-        )
-    if length > max_positions:
-        raise ValueError(
-            f"row ({request.prompt_index}, {request.sample_index}): {len(request.prompt_tokens)} prompt + "
-            f"{request.max_new_tokens} new tokens pass the model's {max_positions} positions; lower max_new_tokens"
         )
