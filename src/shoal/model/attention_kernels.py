@@ -1,8 +1,9 @@
 # mypy: disable-error-code="untyped-decorator,misc,no-untyped-def,no-untyped-call,import-not-found,import-untyped,index,unused-ignore"
 """Triton kernels of a decode step's attention over cached keys and values. Imported on CUDA machines only.
 
-    attend        q/k norm, rotation, write to the cache and attention over it, each row exactly as far as it is long: first
-                  rows of one prompt over it together, then each row over its own new tokens
+    attend        q/k norm, rotation, write to the cache and attention over it, each row exactly as far as it is long: in one
+                  launch rows of one prompt over parts of it together, and each row over its own new tokens, a few programs
+                  sharing them; in a second one the parts are put together
 
 Values are rounded where the decoder rounds them (kernels.py).
 """
@@ -22,11 +23,14 @@ PIECE_ROWS = 16
 """Rows of one prompt whose queries look at it together."""
 PROMPT_SPLIT, PROMPT_BLOCK = 128, 64
 """Positions of a prompt that one program looks at, and those it looks at together. The sums' order rests on these alone."""
-PROMPT_PROGRAMS, PROMPT_WARPS, PROMPT_STAGES = 528, 4, 2
+PROMPT_PROGRAMS, LOOK_WARPS, PROMPT_STAGES = 528, 4, 2
 """Programs for all kv heads, four for each of the chip's processors; each takes one item after another."""
-ATTEND_BLOCK = 64
-"""New tokens looked at together."""
-ATTEND_WARPS, ATTEND_STAGES = 4, 3
+OWN_SHARES, OWN_BLOCK = 2, 64
+"""Programs that share a row's new tokens, and those that one looks at together: in turns, so that the order of sums does not
+depend on how many there are. The longest row is what all the others wait for."""
+OWN_STAGES = 3
+MERGE_PARTS, MERGE_WARPS = 8, 2
+"""Parts put together in one go."""
 FLOAT32_DOT = "tf32x3"
 """float32 products as three of the matrix units' short ones: float32's accuracy but for its last bits, at several times
 the speed. Without effect on bfloat16."""
@@ -55,20 +59,24 @@ def _look_at(
     mixed,
     keys,
     values,
-    num,
+    begin,
+    end,
     scale,
     STEP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STRIDE: tl.constexpr,
+    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attention of q over `num` cached positions, added to what was seen before: highest score, weights, mixed values."""
+    """Attention of q over blocks of cached positions, one every STRIDE, added to what was seen before: highest score, weights,
+    mixed values."""
     d = tl.arange(0, BLOCK_D)
     in_d = d < D
-    for start in range(0, num, BLOCK_N):
+    for start in tl.range(begin, end, STRIDE, num_stages=STAGES):
         n = start + tl.arange(0, BLOCK_N)
-        seen = n < num
+        seen = n < end
         in_nd = seen[:, None] & in_d[None, :]
         at = n[:, None] * STEP + d[None, :]
         k_nd = tl.load(keys + at, mask=in_nd, other=0.0)
@@ -86,177 +94,199 @@ def _look_at(
 
 
 @triton.jit
-def _look_at_prompts(
-    qkv,
-    rope,
-    table,
-    order,
-    items,
-    num_items,
-    max_items,
-    prompt_keys,
-    prompt_values,
-    tops,
-    totals,
-    mixes,
-    q_norm,
-    prompt_stride,
-    scale,
+def _turned(
+    heads,
+    turn,
+    norm,
+    inside,
     eps,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV: tl.constexpr,
     D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     QK_NORM: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """Attention of a few rows of one prompt over a part of it: the queries of all of them in one product."""
-    head = tl.program_id(1)
-    group: tl.constexpr = NUM_HEADS // NUM_KV
-    step: tl.constexpr = NUM_KV * D
-    dtype = qkv.dtype.element_ty
-    i = tl.arange(0, BLOCK_Q)
+    """Heads, a line each, after norm and rotation. `turn`: where each one's cosines begin."""
+    dtype = heads.dtype.element_ty
     d = tl.arange(0, BLOCK_D)
     in_d = d < D
     other = tl.where(d < D // 2, d + D // 2, d - D // 2)
-    for item in range(tl.program_id(0), tl.load(num_items), tl.num_programs(0)):
-        first = tl.load(items + item)
-        in_q = i < tl.load(items + max_items + item) * group
-        place = tl.load(items + 2 * max_items + item)
-        begin = tl.load(items + 3 * max_items + item)
-        num = tl.load(items + 4 * max_items + item)
-        row = tl.load(order + first + i // group, mask=in_q, other=0)
-        position = tl.load(table + row, mask=in_q, other=0)
-        in_qd = in_q[:, None] & in_d[None, :]
-        heads = qkv + row[:, None] * (NUM_HEADS + 2 * NUM_KV) * D + (head * group + i % group)[:, None] * D
-        q = tl.load(heads + d[None, :], mask=in_qd, other=0.0).to(tl.float32)
-        swapped = tl.load(heads + other[None, :], mask=in_qd, other=0.0).to(tl.float32)
-        turn = rope + position[:, None] * 2 * D + d[None, :]
-        cos = tl.load(turn, mask=in_qd, other=0.0).to(tl.float32)
-        sin = tl.load(turn + D, mask=in_qd, other=0.0).to(tl.float32)
-        if QK_NORM:
-            q_scale = tl.rsqrt(tl.sum(q * q, axis=1) / D + eps)[:, None]
-            weight = tl.load(q_norm + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
-            weight_swapped = tl.load(q_norm + other, mask=in_d, other=0.0).to(tl.float32)[None, :]
-            q = normed(q, q_scale, weight, dtype)
-            swapped = normed(swapped, q_scale, weight_swapped, dtype)
-        q = rotated(q, swapped, cos, sin, dtype)
-        at = place * prompt_stride + head * D + begin * step
-        top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_Q], tl.float32)
-        mixed = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-        top, total, mixed = _look_at(
-            q, top, total, mixed, prompt_keys + at, prompt_values + at, num, scale,
-            step, D, BLOCK_D, BLOCK_N, PRECISION,
-        )  # fmt: skip
-        to = (row * NUM_HEADS + head * group + i % group) * SPLITS + begin // SPLIT
-        tl.store(tops + to, top, mask=in_q)
-        tl.store(totals + to, total, mask=in_q)
-        tl.store(mixes + to[:, None] * D + d[None, :], mixed, mask=in_qd)
+    x = tl.load(heads + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    swapped = tl.load(heads + other[None, :], mask=inside, other=0.0).to(tl.float32)
+    cos = tl.load(turn + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(turn + D + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    if QK_NORM:
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
+        weight = tl.load(norm + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
+        weight_swapped = tl.load(norm + other, mask=in_d, other=0.0).to(tl.float32)[None, :]
+        x = normed(x, scale, weight, dtype)
+        swapped = normed(swapped, scale, weight_swapped, dtype)
+    return rotated(x, swapped, cos, sin, dtype)
 
 
 @triton.jit
-def _attend(
+def _look(
     qkv,
     rope,
     table,
     homes,
+    order,
+    items,
+    num_items,
     num_slots,
+    max_items,
+    prompt_keys,
+    prompt_values,
     keys,
     values,
     tops,
     totals,
     mixes,
-    out,
     q_norm,
     k_norm,
+    prompt_stride,
     slot_stride,
     scale,
     eps,
+    PROGRAMS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV: tl.constexpr,
     D: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SHARES: tl.constexpr,
     SPLIT: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    PROMPT_N: tl.constexpr,
+    OWN_N: tl.constexpr,
+    PROMPT_S: tl.constexpr,
+    OWN_S: tl.constexpr,
     QK_NORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """The first PROGRAMS: attention of a few rows of one prompt over a part of it, the queries of all of them in one product.
+    The others: of one row over its share of its new tokens."""
+    program = tl.program_id(0)
+    head = tl.program_id(1)
+    group: tl.constexpr = NUM_HEADS // NUM_KV
+    step: tl.constexpr = NUM_KV * D
+    line: tl.constexpr = (NUM_HEADS + 2 * NUM_KV) * D
+    d = tl.arange(0, BLOCK_D)
+    in_d = d < D
+    if program < PROGRAMS:
+        i = tl.arange(0, BLOCK_Q)
+        for item in range(program, tl.load(num_items), PROGRAMS):
+            first = tl.load(items + item)
+            in_q = i < tl.load(items + max_items + item) * group
+            place = tl.load(items + 2 * max_items + item)
+            begin = tl.load(items + 3 * max_items + item)
+            num = tl.load(items + 4 * max_items + item)
+            rows = tl.load(order + first + i // group, mask=in_q, other=0)
+            positions = tl.load(table + rows, mask=in_q, other=0)
+            in_qd = in_q[:, None] & in_d[None, :]
+            heads = qkv + rows[:, None] * line + (head * group + i % group)[:, None] * D
+            q = _turned(heads, rope + positions[:, None] * 2 * D, q_norm, in_qd, eps, D, BLOCK_D, QK_NORM)
+            at = place * prompt_stride + head * D + begin * step
+            top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_Q], tl.float32)
+            mixed = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+            top, total, mixed = _look_at(
+                q, top, total, mixed, prompt_keys + at, prompt_values + at, 0, num, scale,
+                step, D, BLOCK_D, PROMPT_N, PROMPT_N, PROMPT_S, PRECISION,
+            )  # fmt: skip
+            to = (rows * NUM_HEADS + head * group + i % group) * PARTS + SHARES + begin // SPLIT
+            tl.store(tops + to, top, mask=in_q)
+            tl.store(totals + to, total, mask=in_q)
+            tl.store(mixes + to[:, None] * D + d[None, :], mixed, mask=in_qd)
+    else:
+        row = ((program - PROGRAMS) // SHARES).to(tl.int64)
+        share = (program - PROGRAMS) % SHARES
+        position = tl.load(table + row)
+        # An ended row stands at 0 and looks at nothing.
+        own = position - tl.minimum(tl.load(table + 5 * num_slots + row), position)
+        if (share == 0) | (share * OWN_N < own):
+            g = tl.arange(0, BLOCK_G)
+            in_gd = (g < group)[:, None] & in_d[None, :]
+            heads = qkv + row * line + (head * group + g)[:, None] * D
+            turn = rope + position * 2 * D + tl.zeros([BLOCK_G, 1], tl.int32)
+            q = _turned(heads, turn, q_norm, in_gd, eps, D, BLOCK_D, QK_NORM)
+            slot = tl.load(homes + row) * slot_stride + head * D
+            top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_G], tl.float32)
+            mixed = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+            if share == 0:
+                # The new token is attended to from registers; what is read from memory was written by earlier steps.
+                mine = tl.zeros([1, 1], tl.int32)
+                k_at = qkv + row * line + (NUM_HEADS + head) * D
+                in_1d = in_d[None, :]
+                k = _turned(k_at + mine, rope + position * 2 * D + mine, k_norm, in_1d, eps, D, BLOCK_D, QK_NORM)
+                v = tl.load(k_at + NUM_KV * D + d[None, :], mask=in_1d, other=0.0)
+                tl.store(keys + slot + own * step + d[None, :], k, mask=in_1d)
+                tl.store(values + slot + own * step + d[None, :], v, mask=in_1d)
+                top = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale
+                total = tl.full([BLOCK_G], 1.0, tl.float32)
+                mixed = mixed + v.to(tl.float32)
+            top, total, mixed = _look_at(
+                q, top, total, mixed, keys + slot, values + slot, share * OWN_N, own, scale,
+                step, D, BLOCK_D, OWN_N, OWN_N * SHARES, OWN_S, PRECISION,
+            )  # fmt: skip
+            to = (row * NUM_HEADS + head * group + g) * PARTS + share
+            tl.store(tops + to, top, mask=g < group)
+            tl.store(totals + to, total, mask=g < group)
+            tl.store(mixes + to[:, None] * D + d[None, :], mixed, mask=in_gd)
+
+
+@triton.jit
+def _merge(
+    table,
+    num_slots,
+    tops,
+    totals,
+    mixes,
+    out,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    D: tl.constexpr,
+    PARTS: tl.constexpr,
+    SHARES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    OWN_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """What was seen in parts, put together: shares of new tokens first, then the prompt's parts in their order."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     group: tl.constexpr = NUM_HEADS // NUM_KV
-    dtype = out.dtype.element_ty
     position = tl.load(table + row)
-    prompt_len = tl.load(table + 5 * num_slots + row)
-    prompt_len = tl.minimum(prompt_len, position)  # an ended row stands at 0 and looks at nothing
+    prompt_len = tl.minimum(tl.load(table + 5 * num_slots + row), position)
     own = position - prompt_len
-
+    num_parts = SHARES + tl.cdiv(prompt_len, SPLIT)
     d = tl.arange(0, BLOCK_D)
-    in_d = d < D
-    other = tl.where(d < D // 2, d + D // 2, d - D // 2)
-    g = tl.arange(0, BLOCK_G)
-    in_gd = (g < group)[:, None] & in_d[None, :]
-    cos = tl.load(rope + position * 2 * D + d, mask=in_d, other=0.0).to(tl.float32)
-    sin = tl.load(rope + position * 2 * D + D + d, mask=in_d, other=0.0).to(tl.float32)
-
-    mine = qkv + row * (NUM_HEADS + 2 * NUM_KV) * D
-    heads = mine + (head * group + g)[:, None] * D
-    q = tl.load(heads + d[None, :], mask=in_gd, other=0.0).to(tl.float32)
-    q_swapped = tl.load(heads + other[None, :], mask=in_gd, other=0.0).to(tl.float32)
-    k_at = mine + (NUM_HEADS + head) * D
-    k = tl.load(k_at + d, mask=in_d, other=0.0).to(tl.float32)
-    k_swapped = tl.load(k_at + other, mask=in_d, other=0.0).to(tl.float32)
-    v = tl.load(k_at + NUM_KV * D + d, mask=in_d, other=0.0)
-    if QK_NORM:
-        q_scale = tl.rsqrt(tl.sum(q * q, axis=1) / D + eps)[:, None]
-        k_scale = tl.rsqrt(tl.sum(k * k, axis=0) / D + eps)
-        q_weight = tl.load(q_norm + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
-        q_weight_swapped = tl.load(q_norm + other, mask=in_d, other=0.0).to(tl.float32)[None, :]
-        k_weight = tl.load(k_norm + d, mask=in_d, other=0.0).to(tl.float32)
-        k_weight_swapped = tl.load(k_norm + other, mask=in_d, other=0.0).to(tl.float32)
-        q = normed(q, q_scale, q_weight, dtype)
-        q_swapped = normed(q_swapped, q_scale, q_weight_swapped, dtype)
-        k = normed(k, k_scale, k_weight, dtype)
-        k_swapped = normed(k_swapped, k_scale, k_weight_swapped, dtype)
-    q = rotated(q, q_swapped, cos[None, :], sin[None, :], dtype)
-    k = rotated(k, k_swapped, cos, sin, dtype)
-
-    step: tl.constexpr = NUM_KV * D
-    slot = tl.load(homes + row) * slot_stride + head * D
-    tl.store(keys + slot + own * step + d, k, mask=in_d)
-    tl.store(values + slot + own * step + d, v, mask=in_d)
-
-    # The new token is attended to from registers; what is read from memory was written by earlier steps.
-    top = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], axis=1) * scale
-    total = tl.full([BLOCK_G], 1.0, tl.float32)
-    mixed = tl.zeros([BLOCK_G, BLOCK_D], tl.float32) + v.to(tl.float32)[None, :]
-    # What was seen of the prompt, `AT_ONCE` parts in one go: loads that wait for one another are what this kernel waits for.
-    s = tl.arange(0, AT_ONCE)
-    for start in range(0, tl.cdiv(prompt_len, SPLIT), AT_ONCE):
-        in_gs = (g < group)[:, None] & (start + s < tl.cdiv(prompt_len, SPLIT))[None, :]
-        at = (row * NUM_HEADS + head * group + g)[:, None] * SPLITS + start + s[None, :]
-        part_tops = tl.load(tops + at, mask=in_gs, other=float("-inf"))
-        part_totals = tl.load(totals + at, mask=in_gs, other=0.0)
-        in_gsd = in_gs[:, :, None] & in_d[None, None, :]
-        parts = tl.load(mixes + at[:, :, None] * D + d[None, None, :], mask=in_gsd, other=0.0)
+    h = tl.arange(0, BLOCK_H)
+    in_h = h < group
+    top = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    mixed = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    # Several in one go: loads that wait for one another are what this kernel waits for.
+    for start in range(0, num_parts, AT_ONCE):
+        p = start + tl.arange(0, AT_ONCE)
+        there = (p < num_parts) & ((p == 0) | (p >= SHARES) | (p * OWN_N < own))
+        in_hp = in_h[:, None] & there[None, :]
+        at = (row * NUM_HEADS + head * group + h)[:, None] * PARTS + p[None, :]
+        part_tops = tl.load(tops + at, mask=in_hp, other=float("-inf"))
+        part_totals = tl.load(totals + at, mask=in_hp, other=0.0)
+        in_hpd = in_hp[:, :, None] & (d < D)[None, None, :]
+        parts = tl.load(mixes + at[:, :, None] * D + d[None, None, :], mask=in_hpd, other=0.0)
         higher = tl.maximum(top, tl.max(part_tops, axis=1))
+        higher = tl.where(in_h, higher, 0.0)  # lines beyond the heads saw nothing: -inf - -inf would be NaN
         shrink, grow = tl.exp(top - higher), tl.exp(part_tops - higher[:, None])
         total = total * shrink + tl.sum(part_totals * grow, axis=1)
         mixed = mixed * shrink[:, None] + tl.sum(parts * grow[:, :, None], axis=1)
         top = higher
-    top, total, mixed = _look_at(
-        q, top, total, mixed, keys + slot, values + slot, own, scale, step, D, BLOCK_D, BLOCK_N, PRECISION
-    )
-    mixed = (mixed / total[:, None]).to(dtype)
-    to = out + row * NUM_HEADS * D + (head * group + g)[:, None] * D + d[None, :]
-    tl.store(to, mixed, mask=in_gd)
+    to = out + (row * NUM_HEADS + head * group + h)[:, None] * D + d[None, :]
+    mixed = (mixed / total[:, None]).to(out.dtype.element_ty)
+    tl.store(to, mixed, mask=in_h[:, None] & (d < D)[None, :])
 
 
 def attend(
@@ -273,65 +303,64 @@ def attend(
     this token's go too, and those of the prompts, [P, C, K, D]."""
     num_rows, heads, kv_heads = qkv_BQ.shape[0], shape.num_heads, shape.num_kv_heads
     group = heads // kv_heads
-    splits = triton.cdiv(shared[0].shape[1], PROMPT_SPLIT)
-    tops, totals = (qkv_BQ.new_empty(num_rows, heads, splits, dtype=torch.float32) for _ in range(2))
-    mixes = qkv_BQ.new_empty(num_rows, heads, splits, shape.head_dim, dtype=torch.float32)
+    parts = OWN_SHARES + triton.cdiv(shared[0].shape[1], PROMPT_SPLIT)
+    tops, totals = (qkv_BQ.new_empty(num_rows, heads, parts, dtype=torch.float32) for _ in range(2))
+    mixes = qkv_BQ.new_empty(num_rows, heads, parts, shape.head_dim, dtype=torch.float32)
     out_BQ = qkv_BQ.new_empty(num_rows, heads * shape.head_dim)
-    q_norm = qkv_BQ if layer.q_norm_D is None else layer.q_norm_D
     sizes = {
         "NUM_HEADS": heads,
         "NUM_KV": kv_heads,
         "D": shape.head_dim,
-        "SPLITS": splits,
+        "PARTS": parts,
+        "SHARES": OWN_SHARES,
         "SPLIT": PROMPT_SPLIT,
-        "BLOCK_D": max(16, triton.next_power_of_2(shape.head_dim)),
-        "QK_NORM": shape.qk_norm,
-        "PRECISION": FLOAT32_DOT,
+        "OWN_N": OWN_BLOCK,
     }
-    scale = shape.head_dim**-0.5
-    _look_at_prompts[(max(16, PROMPT_PROGRAMS // kv_heads), kv_heads)](
-        qkv_BQ,
-        rope_PE,
-        rows.table_6S,
-        rows.order_S,
-        rows.items_5W,
-        rows.num_items_1,
-        rows.items_5W.shape[1],
-        *shared,
-        tops,
-        totals,
-        mixes,
-        q_norm,
-        shared[0].stride(0),
-        scale,
-        shape.norm_eps,
-        BLOCK_Q=max(16, triton.next_power_of_2(PIECE_ROWS * group)),
-        BLOCK_N=PROMPT_BLOCK,
-        num_warps=PROMPT_WARPS,
-        num_stages=PROMPT_STAGES,
-        **sizes,
-    )
-    _attend[(num_rows, kv_heads)](
+    programs = max(16, PROMPT_PROGRAMS // kv_heads)
+    _look[(programs + num_rows * OWN_SHARES, kv_heads)](
         qkv_BQ,
         rope_PE,
         rows.table_6S,
         rows.homes_S,
+        rows.order_S,
+        rows.items_5W,
+        rows.num_items_1,
         rows.table_6S.shape[1],
+        rows.items_5W.shape[1],
+        *shared,
         *own,
         tops,
         totals,
         mixes,
-        out_BQ,
-        q_norm,
+        qkv_BQ if layer.q_norm_D is None else layer.q_norm_D,
         qkv_BQ if layer.k_norm_D is None else layer.k_norm_D,
+        shared[0].stride(0),
         own[0].stride(0),
-        scale,
+        shape.head_dim**-0.5,
         shape.norm_eps,
+        PROGRAMS=programs,
+        BLOCK_Q=max(16, triton.next_power_of_2(PIECE_ROWS * group)),
         BLOCK_G=max(16, triton.next_power_of_2(group)),  # fewer queries the matrix units do not take
-        BLOCK_N=ATTEND_BLOCK,
-        AT_ONCE=4,
-        num_warps=ATTEND_WARPS,
-        num_stages=ATTEND_STAGES,
+        BLOCK_D=max(16, triton.next_power_of_2(shape.head_dim)),
+        PROMPT_N=PROMPT_BLOCK,
+        PROMPT_S=PROMPT_STAGES,
+        OWN_S=OWN_STAGES,
+        QK_NORM=shape.qk_norm,
+        PRECISION=FLOAT32_DOT,
+        num_warps=LOOK_WARPS,
+        **sizes,
+    )
+    _merge[(num_rows, kv_heads)](
+        rows.table_6S,
+        rows.table_6S.shape[1],
+        tops,
+        totals,
+        mixes,
+        out_BQ,
+        BLOCK_H=triton.next_power_of_2(group),
+        BLOCK_D=triton.next_power_of_2(shape.head_dim),
+        AT_ONCE=MERGE_PARTS,
+        num_warps=MERGE_WARPS,
         **sizes,
     )
     return out_BQ
