@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shoal.model.fused import FusedLayer
+from shoal.model import kernels
 from shoal.model.kernels import normed, rotated
 from shoal.model.shape import Shape
 
@@ -29,11 +30,21 @@ OWN_SHARES, OWN_BLOCK = 2, 64
 """Programs that share a row's new tokens, and those that one looks at together: in turns, so that the order of sums does not
 depend on how many there are. The longest row is what all the others wait for."""
 OWN_STAGES = 3
+FORK = False
+LOOK_REGS: int | None = 168
+PROMPT_REGS: int | None = None
+_sides: dict[torch.device, torch.cuda.Stream] = {}
 MERGE_PARTS, MERGE_WARPS = 8, 2
 """Parts put together in one go."""
 FLOAT32_DOT = "tf32x3"
 """float32 products as three of the matrix units' short ones: float32's accuracy but for its last bits, at several times
 the speed. Without effect on bfloat16."""
+
+
+def _side(device: torch.device) -> torch.cuda.Stream:
+    if device not in _sides:
+        _sides[device] = torch.cuda.Stream(device)
+    return _sides[device]
 
 
 class RowTables(NamedTuple):
@@ -146,6 +157,7 @@ def _look(
     slot_stride,
     scale,
     eps,
+    WHICH: tl.constexpr,
     PROGRAMS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV: tl.constexpr,
@@ -162,9 +174,12 @@ def _look(
     OWN_S: tl.constexpr,
     QK_NORM: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The first PROGRAMS: attention of a few rows of one prompt over a part of it, the queries of all of them in one product.
     The others: of one row over its share of its new tokens."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
     head = tl.program_id(1)
     group: tl.constexpr = NUM_HEADS // NUM_KV
@@ -172,7 +187,11 @@ def _look(
     line: tl.constexpr = (NUM_HEADS + 2 * NUM_KV) * D
     d = tl.arange(0, BLOCK_D)
     in_d = d < D
-    if program < PROGRAMS:
+    if WHICH == 0:
+        looks_at_prompt = program < PROGRAMS
+    else:
+        looks_at_prompt: tl.constexpr = WHICH == 1
+    if looks_at_prompt:
         i = tl.arange(0, BLOCK_Q)
         for item in range(program, tl.load(num_items), PROGRAMS):
             first = tl.load(items + item)
@@ -253,8 +272,11 @@ def _merge(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """What was seen in parts, put together: shares of new tokens first, then the prompt's parts in their order."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     group: tl.constexpr = NUM_HEADS // NUM_KV
@@ -317,7 +339,16 @@ def attend(
         "OWN_N": OWN_BLOCK,
     }
     programs = max(16, PROMPT_PROGRAMS // kv_heads)
-    _look[(programs + num_rows * OWN_SHARES, kv_heads)](
+    if FORK:
+        main, side = torch.cuda.current_stream(), _side(qkv_BQ.device)
+        side.wait_stream(main)
+        launches = [(1, programs, programs, PROMPT_REGS, side), (2, num_rows * OWN_SHARES, 0, None, main)]
+    else:
+        stream = torch.cuda.current_stream() if qkv_BQ.is_cuda else None
+        launches = [(0, programs + num_rows * OWN_SHARES, programs, LOOK_REGS, stream)]
+    for which, size, first, regs, stream in launches:
+      with torch.cuda.stream(stream):
+       _look[(size, kv_heads)](
         qkv_BQ,
         rope_PE,
         rows.table_6S,
@@ -338,7 +369,9 @@ def attend(
         own[0].stride(0),
         shape.head_dim**-0.5,
         shape.norm_eps,
-        PROGRAMS=programs,
+        WHICH=which,
+        PROGRAMS=first,
+        maxnreg=regs,
         BLOCK_Q=max(16, triton.next_power_of_2(PIECE_ROWS * group)),
         BLOCK_G=max(16, triton.next_power_of_2(group)),  # fewer queries the matrix units do not take
         BLOCK_D=max(16, triton.next_power_of_2(shape.head_dim)),
@@ -347,9 +380,11 @@ def attend(
         OWN_S=OWN_STAGES,
         QK_NORM=shape.qk_norm,
         PRECISION=FLOAT32_DOT,
-        num_warps=LOOK_WARPS,
+        num_warps=LOOK_WARPS, PDL=kernels.PDL, launch_pdl=kernels.PDL,
         **sizes,
     )
+    if FORK:
+        main.wait_stream(side)
     _merge[(num_rows, kv_heads)](
         rows.table_6S,
         rows.table_6S.shape[1],
@@ -360,7 +395,7 @@ def attend(
         BLOCK_H=triton.next_power_of_2(group),
         BLOCK_D=triton.next_power_of_2(shape.head_dim),
         AT_ONCE=MERGE_PARTS,
-        num_warps=MERGE_WARPS,
+        num_warps=MERGE_WARPS, PDL=kernels.PDL, launch_pdl=kernels.PDL,
         **sizes,
     )
     return out_BQ

@@ -5,7 +5,7 @@ them in one product; the rows' new tokens stand in their slots. Keys and values 
 short products of float32 are the faster ones, and scores keep their precision.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -70,6 +70,7 @@ class CpuStep:
 
     gapless = True
     """Every slot up to the last costs a step's time, so gaps are closed."""
+    computes_ahead = False
     lookahead = 0
     """What a step has done is known when it returns."""
 
@@ -101,9 +102,9 @@ class CpuStep:
         self._places, self._kept = old._places, old._kept
         self._places.grow(self._slots.room.prompts)
 
-    def compute(self, prompts: Sequence[Prompt]) -> list[Batch]:
+    def compute(self, prompts: Sequence[Prompt], *, keep: Container[Prompt] = ()) -> list[Batch]:
         """Prompts for rows to start from, in batches of about one length: a CPU pays for every token of padding."""
-        places = self._places.seat(prompts)
+        places = self._places.seat(prompts, keep=keep)
         self._kept = {place: kept for place, kept in self._kept.items() if self._places.holds(place)}
         batches = [prefill(self._decoder, batch) for batch in length_batches(prompts, 1.25)]
         for batch in batches:

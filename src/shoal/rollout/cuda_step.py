@@ -7,7 +7,7 @@ slots under it. Every row attends exactly as far as it is long, so there is no b
 once for all their rows: neighbours read the same keys, most of them out of the L2 cache.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ PIECE = PieceSize(attention_kernels.PIECE_ROWS, attention_kernels.PROMPT_SPLIT)
 class CudaStep:
     gapless = False
     """A slot without a running row costs next to nothing."""
+    computes_ahead = True
+    """The next prompts, while rows start from the ones before."""
     lookahead = 2
     """Steps launched before it is known what an earlier one has done. One would do if seating rows never took longer than
     a step, but it takes about as long."""
@@ -49,6 +51,8 @@ class CudaStep:
         self._pieces = Pieces(slots.room.rows, slots.room.prompt_context, PIECE)
         self._work = torch.zeros(self._pieces.width, dtype=torch.int64, device=slots.device)
         self._tables = row_tables(slots.table_6S, self._work, slots.index_S)
+        # Prompts are computed beside the decoding, whose small kernels leave much of the chip idle.
+        self._side = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._with_graphs = graphs
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -75,12 +79,20 @@ class CudaStep:
         rows = torch.arange(old._prompts.num_slots, device=self._slots.device)
         self._prompts.copy_from(old._prompts, source_slots=rows, slots=rows, context=old._prompts.max_context)
 
-    def compute(self, prompts: Sequence[Prompt]) -> list[Batch]:
-        """Prompts for rows to start from, kept where the rows can look at them."""
-        places = self._places.seat(prompts)
+    def compute(self, prompts: Sequence[Prompt], *, keep: Container[Prompt] = ()) -> list[Batch]:
+        """Prompts for rows to start from, kept where the rows can look at them. `keep`: those that rows may still start from."""
+        places = self._places.seat(prompts, keep=keep)
         wanted = [places.get(prompt, -1) for prompt in prompts]
-        logits_PV = prefill(self._weights, prompts, wanted, self._prompts)
-        return [Batch(list(prompts), None, logits_PV)]
+        if self._side is None:
+            return [Batch(list(prompts), None, prefill(self._weights, prompts, wanted, self._prompts))]
+        main = torch.cuda.current_stream()
+        self._side.wait_stream(main)  # steps under way may look at what stood there before
+        with torch.cuda.stream(self._side):
+            logits_PV = prefill(self._weights, prompts, wanted, self._prompts)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        logits_PV.record_stream(main)
+        return [Batch(list(prompts), None, logits_PV, done)]
 
     def enter(self, admitted: Mapping[int, Request]) -> None:
         prompts = [request.prompt_tokens for request in admitted.values()]
@@ -91,6 +103,8 @@ class CudaStep:
 
     def start(self, batch: Batch, places_R: Tensor, slots_R: Tensor) -> None:
         """Rows in `slots_R` begin after the batch's prompts at `places_R`: their first tokens are drawn."""
+        if batch.done is not None:
+            torch.cuda.current_stream().wait_event(batch.done)
         self._draw(batch.logits_PV, places_R, slots_R)
 
     def leave(self, slots: Sequence[int], requests: Iterable[Request]) -> None:

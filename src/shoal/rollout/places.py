@@ -1,7 +1,7 @@
 """Which prompt stands where: prompts are kept once for all rows that start from them, as long as one of them runs."""
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from shoal.rollout.rows import Prompt
 
@@ -27,12 +27,13 @@ class Places:
             heapq.heappush(self._free, place)
         self.num_places = max(self.num_places, num_places)
 
-    def seat(self, prompts: Iterable[Prompt]) -> dict[Prompt, int]:
-        """Make room for the prompts of a new shelf: those that no row runs from go.
+    def seat(self, prompts: Iterable[Prompt], *, keep: Container[Prompt] = ()) -> dict[Prompt, int]:
+        """Make room for the prompts of a new shelf: those that no row runs from go, but for those in `keep`.
 
         Returns the places of those that did not stand somewhere already.
         """
-        for prompt in [prompt for prompt, rows in self._num_rows.items() if rows == 0]:
+        gone = [prompt for prompt, rows in self._num_rows.items() if rows == 0 and prompt not in keep]
+        for prompt in gone:
             heapq.heappush(self._free, self._place.pop(prompt))
             del self._num_rows[prompt]
         seated: dict[Prompt, int] = {}

@@ -28,7 +28,7 @@ class Room(NamedTuple):
 def room_for(requests: Iterable[Request], num_rows: int, *, shelf_prompts: int) -> Room:
     """Enough for `num_rows` of these rows at once, whichever they are.
 
-    `shelf_prompts`: prompts computed ahead at most.
+    `shelf_prompts`: prompts computed at most before rows start from them.
     """
     longest_prompt, new_tokens = 1, 1
     prompts: set[Prompt] = set()

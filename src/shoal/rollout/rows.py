@@ -6,7 +6,7 @@ something, `compact` says which rows to move so that the running ones fill slots
 
 import heapq
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 
 from shoal.rollout.engine import Request
 
@@ -86,13 +86,22 @@ class Rows:
         return moves
 
 
-def next_prompts(waiting: Iterable[Request], *, max_tokens: int, max_prompts: int) -> list[Prompt]:
-    """The distinct prompts of the next rows, as many as have `max_tokens` together; one may have more than that."""
+def next_prompts(
+    waiting: Iterable[Request], *, max_tokens: int, max_prompts: int, but: Container[Prompt] = ()
+) -> list[Prompt]:
+    """The distinct prompts of the next rows, as many as have `max_tokens` together; one may have more than that.
+
+    `but`: those left out.
+    """
     chosen: dict[Prompt, None] = {}
     total = 0
+    last: Prompt = ()
     for request in waiting:
         prompt = request.prompt_tokens
-        if prompt not in chosen:
+        if prompt is last:  # samples of one prompt come together; to look up a long one takes a while
+            continue
+        last = prompt
+        if prompt not in chosen and prompt not in but:
             total += len(prompt)
             if chosen and (total > max_tokens or len(chosen) == max_prompts):
                 break

@@ -20,7 +20,7 @@ class ShelfSize(NamedTuple):
     """Prompts computed at once, however short."""
 
 
-SHELF_SIZES = {"cpu": ShelfSize(2048, 16), "cuda": ShelfSize(16384, 64)}
+SHELF_SIZES = {"cpu": ShelfSize(2048, 16), "cuda": ShelfSize(8192, 32)}
 
 
 class Batch(NamedTuple):
@@ -29,6 +29,8 @@ class Batch(NamedTuple):
     """None if rows find the prompts elsewhere."""
     logits_PV: Tensor
     """After each prompt's last token."""
+    done: torch.cuda.Event | None = None
+    """What they are computed by, if not the current stream."""
 
 
 class Shelf:
@@ -37,6 +39,8 @@ class Shelf:
     def __init__(self) -> None:
         self.homes: dict[Prompt, tuple[int, int]] = {}
         self.batches: list[Batch] = []
+        self.ahead: list[Batch] = []
+        """Computed, or being so, for when these are used up."""
 
     def stock(self, batches: Sequence[Batch]) -> None:
         """Hold these prompts; what stood here before goes."""
@@ -46,7 +50,7 @@ class Shelf:
             self.homes |= {prompt: (number, place) for place, prompt in enumerate(batch.prompts)}
 
     def clear(self) -> None:
-        self.homes, self.batches = {}, []
+        self.homes, self.batches, self.ahead = {}, [], []
 
 
 def prefill(decoder: Decoder, prompts: Sequence[Prompt]) -> Batch:

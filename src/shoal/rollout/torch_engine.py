@@ -25,7 +25,7 @@ from shoal.rollout.engine import Finished, Request, check_request
 from shoal.rollout.prover import Prover
 from shoal.rollout.room import Room, fit, free_memory_bytes, room_for
 from shoal.rollout.rows import Rows, by_batch, next_prompts
-from shoal.rollout.shelf import SHELF_SIZES, Shelf
+from shoal.rollout.shelf import SHELF_SIZES, Batch, Shelf
 from shoal.rollout.slots import Slots, cache_dtype, upload
 from shoal.rollout.watch import Watch
 from shoal.wire.run import ProofSpec
@@ -97,7 +97,9 @@ class TorchEngine:
         if requests:
             rows = self._rows
             num_rows = min(rows.max_rows, rows.num_running + len(rows.waiting))
-            need = room_for(requests, num_rows, shelf_prompts=SHELF_SIZES[self._device.type].prompts)
+            shelves = 1 if self._device.type == "cpu" else 2  # the one in use, and the one computed ahead
+            shelf_prompts = shelves * SHELF_SIZES[self._device.type].prompts
+            need = room_for(requests, num_rows, shelf_prompts=shelf_prompts)
             self._need = need if self._need is None else need.union(self._need)
 
     @torch.inference_mode()
@@ -128,14 +130,26 @@ class TorchEngine:
         for number, pairs in by_batch(admitted, self._shelf.homes).items():
             places_R, slots_R = upload(np.array(pairs).T, self._device)
             running.step.start(self._shelf.batches[number], places_R, slots_R)
+        if running.step.computes_ahead and not self._shelf.ahead:
+            self._shelf.ahead = self._compute(running)
         if running.step.lookahead == 0:
             self._look(running)
 
     def _stock(self, running: "_Running") -> None:
-        """Compute the prompts that come next."""
-        size = SHELF_SIZES[self._device.type]
-        prompts = next_prompts(self._rows.waiting, max_tokens=size.tokens, max_prompts=size.prompts)
-        self._shelf.stock(running.step.compute(prompts))
+        """Have the prompts that come next at hand."""
+        ahead = self._shelf.ahead
+        if not any(self._rows.waiting[0].prompt_tokens in batch.prompts for batch in ahead):
+            self._shelf.clear()
+            ahead = self._compute(running)
+        self._shelf.stock(ahead)
+
+    def _compute(self, running: "_Running") -> list[Batch]:
+        """The next prompts that are not on the shelf; nothing if there are none."""
+        size, kept = SHELF_SIZES[self._device.type], self._shelf.homes
+        prompts = next_prompts(
+            self._rows.waiting, max_tokens=size.tokens, max_prompts=size.prompts, but=kept
+        )
+        return running.step.compute(prompts, keep=kept) if prompts else []
 
     def _decode(self) -> None:
         """Feed every running row its newest token and draw the next."""
