@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.rollout.engine import Request
-from shoal.rollout.rows import Rows, by_batch, length_batches, next_prompts
+from shoal.rollout.rows import Rows, by_batch, length_batches, next_prompts, prompts_at_hand
 
 
 def request(index: int, prompt: tuple[int, ...] = (1,)) -> Request:
@@ -77,6 +77,13 @@ def test_each_prompt_is_computed_once() -> None:
     assert next_prompts(waiting, max_tokens=4, max_prompts=9) == [(1, 2, 3), (4,)]
     assert next_prompts(waiting, max_tokens=100, max_prompts=1) == [(1, 2, 3)]
     assert next_prompts(waiting, max_tokens=1, max_prompts=9) == [(1, 2, 3)]
+    assert next_prompts(waiting, max_tokens=100, max_prompts=9, but={(4,)}) == [(1, 2, 3), (5, 6)]
+
+
+def test_prompts_at_hand_end_with_the_first_row_that_has_to_wait() -> None:
+    waiting = [request(0, (1, 2, 3)), request(1, (1, 2, 3)), request(2, (4,)), request(3, (5, 6)), request(4, (7,))]
+    assert prompts_at_hand(waiting, {(1, 2, 3), (4,), (7,)}) == {(1, 2, 3), (4,)}
+    assert prompts_at_hand(waiting, {(4,)}) == set()
 
 
 def test_prompts_of_about_one_length_go_together() -> None:

@@ -137,6 +137,27 @@ def test_long_prompts_are_computed_in_pieces(folder: Path, monkeypatch: pytest.M
         np.testing.assert_allclose(pieces[request].logprobs, whole[request].logprobs, atol=1e-5)
 
 
+@pytest.mark.parametrize("max_rows", [1, 3, 16])
+def test_prompts_computed_ahead_change_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, max_rows: int
+) -> None:
+    requests = _requests(folder, num_samples=3, max_new_tokens=8)
+    again = [replace(request, sample_seed=request.sample_seed + 1) for request in requests[:4]]
+    plain = _run(_engine(folder, max_rows=16), [*requests, *again])
+    monkeypatch.setitem(SHELF_SIZES, "cpu", ShelfSize(2048, 2, shelves=2))
+    engine = _engine(folder, max_rows=max_rows)
+    finished = []
+    for request in [*requests, *again]:  # one by one, so that prompts of rows before are running, ready or being computed
+        engine.submit([request])
+        finished += engine.step()
+    engine.submit([])
+    while engine.has_work:
+        finished += engine.step()
+    assert {row.request: row.output_tokens for row in finished} == {
+        request: row.output_tokens for request, row in plain.items()
+    }
+
+
 def test_rows_that_memory_has_no_room_for_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = _requests(folder, num_samples=4, max_new_tokens=9)
     together = _run(_engine(folder, max_rows=64), requests)

@@ -70,7 +70,6 @@ class CpuStep:
 
     gapless = True
     """Every slot up to the last costs a step's time, so gaps are closed."""
-    computes_ahead = False
     lookahead = 0
     """What a step has done is known when it returns."""
 

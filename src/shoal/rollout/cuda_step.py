@@ -32,8 +32,6 @@ PIECE = PieceSize(attention_kernels.PIECE_ROWS, attention_kernels.PROMPT_SPLIT)
 class CudaStep:
     gapless = False
     """A slot without a running row costs next to nothing."""
-    computes_ahead = True
-    """The next prompts, while rows start from the ones before."""
     lookahead = 2
     """Steps launched before it is known what an earlier one has done. One would do if seating rows never took longer than
     a step, but it takes about as long."""

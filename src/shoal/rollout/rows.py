@@ -109,6 +109,20 @@ def next_prompts(
     return list(chosen)
 
 
+def prompts_at_hand(waiting: Iterable[Request], ready: Container[Prompt]) -> set[Prompt]:
+    """Those of the next rows that can start from what is `ready`: up to the first row that cannot."""
+    found: set[Prompt] = set()
+    last: Prompt = ()
+    for request in waiting:
+        prompt = request.prompt_tokens
+        if prompt is not last:
+            if prompt not in ready:
+                break
+            found.add(prompt)
+            last = prompt
+    return found
+
+
 def length_batches(prompts: Iterable[Prompt], max_padding: float) -> list[list[Prompt]]:
     """Prompts by length, in batches whose longest is at most `max_padding` times the shortest (and 16 more)."""
     batches: list[list[Prompt]] = []

@@ -18,9 +18,11 @@ class ShelfSize(NamedTuple):
     """Prompt tokens computed at once: enough to fill the device, few enough that activations stay small."""
     prompts: int
     """Prompts computed at once, however short."""
+    shelves: int = 1
+    """Two: while rows start from the prompts of one, those of the next are computed."""
 
 
-SHELF_SIZES = {"cpu": ShelfSize(2048, 16), "cuda": ShelfSize(8192, 32)}
+SHELF_SIZES = {"cpu": ShelfSize(2048, 16), "cuda": ShelfSize(8192, 32, shelves=2)}
 
 
 class Batch(NamedTuple):
@@ -30,7 +32,7 @@ class Batch(NamedTuple):
     logits_PV: Tensor
     """After each prompt's last token."""
     done: torch.cuda.Event | None = None
-    """What they are computed by, if not the current stream."""
+    """Happens when they are computed, if another stream than the current one does it."""
 
 
 class Shelf:

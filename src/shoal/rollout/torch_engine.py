@@ -24,7 +24,7 @@ from shoal.rollout.cpu_step import CpuStep
 from shoal.rollout.engine import Finished, Request, check_request
 from shoal.rollout.prover import Prover
 from shoal.rollout.room import Room, fit, free_memory_bytes, room_for
-from shoal.rollout.rows import Rows, by_batch, next_prompts
+from shoal.rollout.rows import Rows, by_batch, next_prompts, prompts_at_hand
 from shoal.rollout.shelf import SHELF_SIZES, Batch, Shelf
 from shoal.rollout.slots import Slots, cache_dtype, upload
 from shoal.rollout.watch import Watch
@@ -93,13 +93,12 @@ class TorchEngine:
         max_positions = self._loaded().decoder.shape.max_positions
         for request in requests:
             check_request(request, max_positions)
-        self._rows.submit(requests)
+        rows, size = self._rows, SHELF_SIZES[self._device.type]
+        rows.submit(requests)
         if requests:
-            rows = self._rows
-            num_rows = min(rows.max_rows, rows.num_running + len(rows.waiting))
-            shelves = 1 if self._device.type == "cpu" else 2  # the one in use, and the one computed ahead
-            shelf_prompts = shelves * SHELF_SIZES[self._device.type].prompts
-            need = room_for(requests, num_rows, shelf_prompts=shelf_prompts)
+            known = [*rows.running.values(), *rows.waiting]  # prompts of earlier rows need their places too
+            num_rows = min(rows.max_rows, len(known))
+            need = room_for(known, num_rows, shelf_prompts=size.shelves * size.prompts)
             self._need = need if self._need is None else need.union(self._need)
 
     @torch.inference_mode()
@@ -130,7 +129,7 @@ class TorchEngine:
         for number, pairs in by_batch(admitted, self._shelf.homes).items():
             places_R, slots_R = upload(np.array(pairs).T, self._device)
             running.step.start(self._shelf.batches[number], places_R, slots_R)
-        if running.step.computes_ahead and not self._shelf.ahead:
+        if SHELF_SIZES[self._device.type].shelves > 1 and not self._shelf.ahead:
             self._shelf.ahead = self._compute(running)
         if running.step.lookahead == 0:
             self._look(running)
@@ -144,11 +143,10 @@ class TorchEngine:
         self._shelf.stock(ahead)
 
     def _compute(self, running: "_Running") -> list[Batch]:
-        """The next prompts that are not on the shelf; nothing if there are none."""
-        size, kept = SHELF_SIZES[self._device.type], self._shelf.homes
-        prompts = next_prompts(
-            self._rows.waiting, max_tokens=size.tokens, max_prompts=size.prompts, but=kept
-        )
+        """The next prompts that are not at hand; nothing if there are none."""
+        waiting, size = self._rows.waiting, SHELF_SIZES[self._device.type]
+        kept = prompts_at_hand(waiting, self._shelf.homes)
+        prompts = next_prompts(waiting, max_tokens=size.tokens, max_prompts=size.prompts, but=kept)
         return running.step.compute(prompts, keep=kept) if prompts else []
 
     def _decode(self) -> None:
