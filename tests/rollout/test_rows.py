@@ -81,7 +81,13 @@ def test_each_prompt_is_computed_once() -> None:
 
 
 def test_prompts_at_hand_end_with_the_first_row_that_has_to_wait() -> None:
-    waiting = [request(0, (1, 2, 3)), request(1, (1, 2, 3)), request(2, (4,)), request(3, (5, 6)), request(4, (7,))]
+    waiting = [
+        request(0, (1, 2, 3)),
+        request(1, (1, 2, 3)),
+        request(2, (4,)),
+        request(3, (5, 6)),
+        request(4, (7,)),
+    ]
     assert prompts_at_hand(waiting, {(1, 2, 3), (4,), (7,)}) == {(1, 2, 3), (4,)}
     assert prompts_at_hand(waiting, {(4,)}) == set()
 

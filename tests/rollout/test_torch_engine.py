@@ -147,7 +147,10 @@ def test_prompts_computed_ahead_change_nothing(
     monkeypatch.setitem(SHELF_SIZES, "cpu", ShelfSize(2048, 2, shelves=2))
     engine = _engine(folder, max_rows=max_rows)
     finished = []
-    for request in [*requests, *again]:  # one by one, so that prompts of rows before are running, ready or being computed
+    for request in [
+        *requests,
+        *again,
+    ]:  # one by one, so that prompts of rows before are running, ready or being computed
         engine.submit([request])
         finished += engine.step()
     engine.submit([])

@@ -16,35 +16,26 @@ import triton.language as tl
 from torch import Tensor
 
 from shoal.model.fused import FusedLayer
-from shoal.model import kernels
 from shoal.model.kernels import normed, rotated
 from shoal.model.shape import Shape
 
-PIECE_ROWS = 16
-"""Rows of one prompt whose queries look at it together."""
+PIECE_ROWS = 10
+"""Rows of one prompt whose queries look at it together. Of a prompt's samples most have ended when the last ones run."""
 PROMPT_SPLIT, PROMPT_BLOCK = 128, 64
 """Positions of a prompt that one program looks at, and those it looks at together. The sums' order rests on these alone."""
-PROMPT_PROGRAMS, LOOK_WARPS, PROMPT_STAGES = 528, 4, 2
+PROMPT_PROGRAMS, PROMPT_STAGES = 528, 2
 """Programs for all kv heads, four for each of the chip's processors; each takes one item after another."""
+LOOK_WARPS, LOOK_REGISTERS = 4, 128
+"""Registers of a thread at most: four programs then fit on a processor, and nothing is spilled."""
 OWN_SHARES, OWN_BLOCK = 2, 64
 """Programs that share a row's new tokens, and those that one looks at together: in turns, so that the order of sums does not
 depend on how many there are. The longest row is what all the others wait for."""
 OWN_STAGES = 3
-FORK = False
-LOOK_REGS: int | None = 168
-PROMPT_REGS: int | None = None
-_sides: dict[torch.device, torch.cuda.Stream] = {}
 MERGE_PARTS, MERGE_WARPS = 8, 2
 """Parts put together in one go."""
 FLOAT32_DOT = "tf32x3"
 """float32 products as three of the matrix units' short ones: float32's accuracy but for its last bits, at several times
 the speed. Without effect on bfloat16."""
-
-
-def _side(device: torch.device) -> torch.cuda.Stream:
-    if device not in _sides:
-        _sides[device] = torch.cuda.Stream(device)
-    return _sides[device]
 
 
 class RowTables(NamedTuple):
@@ -142,6 +133,7 @@ def _look(
     order,
     items,
     num_items,
+    num_own,
     num_slots,
     max_items,
     prompt_keys,
@@ -157,8 +149,6 @@ def _look(
     slot_stride,
     scale,
     eps,
-    WHICH: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV: tl.constexpr,
     D: tl.constexpr,
@@ -174,26 +164,21 @@ def _look(
     OWN_S: tl.constexpr,
     QK_NORM: tl.constexpr,
     PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """The first PROGRAMS: attention of a few rows of one prompt over a part of it, the queries of all of them in one product.
-    The others: of one row over its share of its new tokens."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    program = tl.program_id(0)
-    head = tl.program_id(1)
+    """The first `num_own` programs: attention of one row over its share of its new tokens. They come first, because the longest
+    rows take longest. The others: of a few rows of one prompt over a part of it, the queries of all of them in one product."""
+    # Heads change fastest: those of a row lie side by side in memory, and new tokens come first for all heads.
+    program = tl.program_id(0) // NUM_KV
+    head = tl.program_id(0) % NUM_KV
+    num_others = tl.num_programs(0) // NUM_KV - num_own
     group: tl.constexpr = NUM_HEADS // NUM_KV
     step: tl.constexpr = NUM_KV * D
     line: tl.constexpr = (NUM_HEADS + 2 * NUM_KV) * D
     d = tl.arange(0, BLOCK_D)
     in_d = d < D
-    if WHICH == 0:
-        looks_at_prompt = program < PROGRAMS
-    else:
-        looks_at_prompt: tl.constexpr = WHICH == 1
-    if looks_at_prompt:
+    if program >= num_own:
         i = tl.arange(0, BLOCK_Q)
-        for item in range(program, tl.load(num_items), PROGRAMS):
+        for item in range(program - num_own, tl.load(num_items), num_others):
             first = tl.load(items + item)
             in_q = i < tl.load(items + max_items + item) * group
             place = tl.load(items + 2 * max_items + item)
@@ -217,8 +202,8 @@ def _look(
             tl.store(totals + to, total, mask=in_q)
             tl.store(mixes + to[:, None] * D + d[None, :], mixed, mask=in_qd)
     else:
-        row = ((program - PROGRAMS) // SHARES).to(tl.int64)
-        share = (program - PROGRAMS) % SHARES
+        row = (program // SHARES).to(tl.int64)
+        share = program % SHARES
         position = tl.load(table + row)
         # An ended row stands at 0 and looks at nothing.
         own = position - tl.minimum(tl.load(table + 5 * num_slots + row), position)
@@ -237,7 +222,9 @@ def _look(
                 mine = tl.zeros([1, 1], tl.int32)
                 k_at = qkv + row * line + (NUM_HEADS + head) * D
                 in_1d = in_d[None, :]
-                k = _turned(k_at + mine, rope + position * 2 * D + mine, k_norm, in_1d, eps, D, BLOCK_D, QK_NORM)
+                k = _turned(
+                    k_at + mine, rope + position * 2 * D + mine, k_norm, in_1d, eps, D, BLOCK_D, QK_NORM
+                )
                 v = tl.load(k_at + NUM_KV * D + d[None, :], mask=in_1d, other=0.0)
                 tl.store(keys + slot + own * step + d[None, :], k, mask=in_1d)
                 tl.store(values + slot + own * step + d[None, :], v, mask=in_1d)
@@ -272,13 +259,10 @@ def _merge(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """What was seen in parts, put together: shares of new tokens first, then the prompt's parts in their order."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    row = (tl.program_id(0) // NUM_KV).to(tl.int64)
+    head = tl.program_id(0) % NUM_KV
     group: tl.constexpr = NUM_HEADS // NUM_KV
     position = tl.load(table + row)
     prompt_len = tl.minimum(tl.load(table + 5 * num_slots + row), position)
@@ -339,16 +323,8 @@ def attend(
         "OWN_N": OWN_BLOCK,
     }
     programs = max(16, PROMPT_PROGRAMS // kv_heads)
-    if FORK:
-        main, side = torch.cuda.current_stream(), _side(qkv_BQ.device)
-        side.wait_stream(main)
-        launches = [(1, programs, programs, PROMPT_REGS, side), (2, num_rows * OWN_SHARES, 0, None, main)]
-    else:
-        stream = torch.cuda.current_stream() if qkv_BQ.is_cuda else None
-        launches = [(0, programs + num_rows * OWN_SHARES, programs, LOOK_REGS, stream)]
-    for which, size, first, regs, stream in launches:
-      with torch.cuda.stream(stream):
-       _look[(size, kv_heads)](
+    num_own = num_rows * OWN_SHARES
+    _look[((num_own + programs) * kv_heads,)](
         qkv_BQ,
         rope_PE,
         rows.table_6S,
@@ -356,6 +332,7 @@ def attend(
         rows.order_S,
         rows.items_5W,
         rows.num_items_1,
+        num_own,
         rows.table_6S.shape[1],
         rows.items_5W.shape[1],
         *shared,
@@ -369,9 +346,6 @@ def attend(
         own[0].stride(0),
         shape.head_dim**-0.5,
         shape.norm_eps,
-        WHICH=which,
-        PROGRAMS=first,
-        maxnreg=regs,
         BLOCK_Q=max(16, triton.next_power_of_2(PIECE_ROWS * group)),
         BLOCK_G=max(16, triton.next_power_of_2(group)),  # fewer queries the matrix units do not take
         BLOCK_D=max(16, triton.next_power_of_2(shape.head_dim)),
@@ -380,12 +354,11 @@ def attend(
         OWN_S=OWN_STAGES,
         QK_NORM=shape.qk_norm,
         PRECISION=FLOAT32_DOT,
-        num_warps=LOOK_WARPS, PDL=kernels.PDL, launch_pdl=kernels.PDL,
+        num_warps=LOOK_WARPS,
+        maxnreg=LOOK_REGISTERS,
         **sizes,
     )
-    if FORK:
-        main.wait_stream(side)
-    _merge[(num_rows, kv_heads)](
+    _merge[(num_rows * kv_heads,)](
         rows.table_6S,
         rows.table_6S.shape[1],
         tops,
@@ -395,7 +368,7 @@ def attend(
         BLOCK_H=triton.next_power_of_2(group),
         BLOCK_D=triton.next_power_of_2(shape.head_dim),
         AT_ONCE=MERGE_PARTS,
-        num_warps=MERGE_WARPS, PDL=kernels.PDL, launch_pdl=kernels.PDL,
+        num_warps=MERGE_WARPS,
         **sizes,
     )
     return out_BQ

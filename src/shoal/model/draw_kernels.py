@@ -8,8 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shoal.model import kernels
-
 DRAW_BLOCK = 2048
 """Vocabulary entries summed together; the draw then looks into one such block."""
 
@@ -26,10 +24,7 @@ def _block_sums(
     V: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     source = tl.load(sources + row)
@@ -64,10 +59,7 @@ def _draw(
     NUM_BLOCKS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     source = tl.load(sources + row)
     slot = tl.load(slots + row)
@@ -145,7 +137,7 @@ def draw(
         V=vocab,
         NUM_BLOCKS=num_blocks,
         BLOCK=DRAW_BLOCK,
-        num_warps=8, PDL=kernels.PDL, launch_pdl=kernels.PDL,
+        num_warps=8,
     )
     _draw[(num_rows,)](
         logits_BV,
@@ -167,5 +159,5 @@ def draw(
         NUM_BLOCKS=num_blocks,
         BLOCKS=triton.next_power_of_2(num_blocks),
         BLOCK=DRAW_BLOCK,
-        num_warps=8, PDL=kernels.PDL, launch_pdl=kernels.PDL,
+        num_warps=8,
     )

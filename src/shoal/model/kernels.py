@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PDL = False
-
 
 @triton.jit
 def _add_norm(
@@ -32,10 +30,7 @@ def _add_norm(
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
     KEEP: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK)
     inside = h < H
@@ -66,9 +61,7 @@ def normed(x, scale, weight, dtype: tl.constexpr):
 
 
 @triton.jit
-def _silu_mul(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+def _silu_mul(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = f < F
@@ -105,7 +98,7 @@ def add_norm(
         BLOCK=triton.next_power_of_2(hidden),
         ADD=delta_BH is not None,
         KEEP=keep is not None,
-        num_warps=4, PDL=PDL, launch_pdl=PDL,
+        num_warps=4,
     )
     return out_BH
 
@@ -114,5 +107,5 @@ def silu_mul(gate_up_BF: Tensor) -> Tensor:
     num_rows, double = gate_up_BF.shape
     out_BF = gate_up_BF.new_empty(num_rows, double // 2)
     grid = (num_rows, triton.cdiv(double // 2, 1024))
-    _silu_mul[grid](gate_up_BF, out_BF, F=double // 2, BLOCK=1024, num_warps=4, PDL=PDL, launch_pdl=PDL)
+    _silu_mul[grid](gate_up_BF, out_BF, F=double // 2, BLOCK=1024, num_warps=4)
     return out_BF

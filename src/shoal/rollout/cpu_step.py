@@ -19,7 +19,7 @@ from shoal.rollout.engine import Request
 from shoal.rollout.places import Places
 from shoal.rollout.rows import Prompt, length_batches
 from shoal.rollout.sampling import draw_tokens
-from shoal.rollout.shelf import Batch, prefill
+from shoal.rollout.shelf import Batch, Computed, prefill
 from shoal.rollout.slots import Slots
 
 
@@ -101,7 +101,7 @@ class CpuStep:
         self._places, self._kept = old._places, old._kept
         self._places.grow(self._slots.room.prompts)
 
-    def compute(self, prompts: Sequence[Prompt], *, keep: Container[Prompt] = ()) -> list[Batch]:
+    def compute(self, prompts: Sequence[Prompt], *, keep: Container[Prompt] = ()) -> Computed:
         """Prompts for rows to start from, in batches of about one length: a CPU pays for every token of padding."""
         places = self._places.seat(prompts, keep=keep)
         self._kept = {place: kept for place, kept in self._kept.items() if self._places.holds(place)}
@@ -115,7 +115,7 @@ class CpuStep:
                     self._kept[places[prompt]] = _Kept(
                         *(side.to(torch.float32, memory_format=torch.contiguous_format) for side in kept)
                     )
-        return [batch._replace(cache=None) for batch in batches]
+        return Computed(prompts, [batch._replace(cache=None) for batch in batches])
 
     def enter(self, admitted: Mapping[int, Request]) -> None:
         prompts = [request.prompt_tokens for request in admitted.values()]

@@ -1,6 +1,6 @@
 """Whole prompts on a CUDA device, laid end to end, with the kernels of a decode step: no padding, one pass for all."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -20,6 +20,16 @@ def prefill(weights: FusedWeights, prompts: Sequence[Prompt], places: Sequence[i
 
     A place below 0: they stand somewhere already, and rows may be looking at them.
     """
+    *_, logits_PV = prefill_by_layer(weights, prompts, places, kept)
+    assert logits_PV is not None
+    return logits_PV
+
+
+def prefill_by_layer(
+    weights: FusedWeights, prompts: Sequence[Prompt], places: Sequence[int], kept: KVCache
+) -> Iterator[Tensor | None]:
+    """The same with a break after each layer: to launch all of them takes the host as long as ten decode steps. The last item
+    are the logits."""
     shape, eps, device = weights.shape, weights.shape.norm_eps, weights.embed_VH.device
     lengths = [len(prompt) for prompt in prompts]
     table_3T = upload(_table(prompts, places), device)
@@ -41,10 +51,11 @@ def prefill(weights: FusedWeights, prompts: Sequence[Prompt], places: Sequence[i
         mixed_TQ = attend_segments(q_1TND, k_1TKD, v_1TKD, segments).reshape(len(x_TH), -1)
         normed_TH = kernels.add_norm(x_TH, F.linear(mixed_TQ, layer.o_HQ), layer.post_norm_H, eps)
         delta_TH = F.linear(kernels.silu_mul(F.linear(normed_TH, layer.gate_up_FH)), layer.down_HF)
+        yield None
     assert delta_TH is not None
     last_P = upload(np.cumsum(lengths) - 1, device)
     last_PH = kernels.add_norm(x_TH[last_P], delta_TH[last_P], weights.norm_H, eps)
-    return torch.mm(last_PH, weights.head_VH.t())
+    yield torch.mm(last_PH, weights.head_VH.t())
 
 
 def _table(

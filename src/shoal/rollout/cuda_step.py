@@ -7,7 +7,7 @@ slots under it. Every row attends exactly as far as it is long, so there is no b
 once for all their rows: neighbours read the same keys, most of them out of the L2 cache.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from shoal.model import attention_kernels, draw_kernels, kernels
 from shoal.model.cache import KVCache
 from shoal.model.fused import FusedWeights
-from shoal.rollout.cuda_prefill import prefill
+from shoal.rollout.cuda_prefill import prefill_by_layer
 from shoal.rollout.engine import Request
 from shoal.rollout.pieces import Pieces, PieceSize
 from shoal.rollout.places import Places
@@ -77,20 +77,15 @@ class CudaStep:
         rows = torch.arange(old._prompts.num_slots, device=self._slots.device)
         self._prompts.copy_from(old._prompts, source_slots=rows, slots=rows, context=old._prompts.max_context)
 
-    def compute(self, prompts: Sequence[Prompt], *, keep: Container[Prompt] = ()) -> list[Batch]:
+    def compute(self, prompts: Sequence[Prompt], *, keep: Container[Prompt] = ()) -> "_Coming":
         """Prompts for rows to start from, kept where the rows can look at them. `keep`: those that rows may still start from."""
         places = self._places.seat(prompts, keep=keep)
         wanted = [places.get(prompt, -1) for prompt in prompts]
-        if self._side is None:
-            return [Batch(list(prompts), None, prefill(self._weights, prompts, wanted, self._prompts))]
-        main = torch.cuda.current_stream()
-        self._side.wait_stream(main)  # steps under way may look at what stood there before
-        with torch.cuda.stream(self._side):
-            logits_PV = prefill(self._weights, prompts, wanted, self._prompts)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
-        logits_PV.record_stream(main)
-        return [Batch(list(prompts), None, logits_PV, done)]
+        layers = prefill_by_layer(self._weights, prompts, wanted, self._prompts)
+        if self._side is not None:
+            # Steps under way may look at what stood there before.
+            self._side.wait_stream(torch.cuda.current_stream())
+        return _Coming(prompts, layers, self._side)
 
     def enter(self, admitted: Mapping[int, Request]) -> None:
         prompts = [request.prompt_tokens for request in admitted.values()]
@@ -101,8 +96,6 @@ class CudaStep:
 
     def start(self, batch: Batch, places_R: Tensor, slots_R: Tensor) -> None:
         """Rows in `slots_R` begin after the batch's prompts at `places_R`: their first tokens are drawn."""
-        if batch.done is not None:
-            torch.cuda.current_stream().wait_event(batch.done)
         self._draw(batch.logits_PV, places_R, slots_R)
 
     def leave(self, slots: Sequence[int], requests: Iterable[Request]) -> None:
@@ -155,6 +148,30 @@ class CudaStep:
             logprobs_SN=slots.logprobs_SN,
             is_end_V=self._is_end_V,
         )
+
+
+class _Coming:
+    """Prompts on their way: computed on a stream of their own, a layer's launches at a time."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], layers: Iterator[Tensor | None], side: torch.cuda.Stream | None
+    ) -> None:
+        self.prompts, self._layers, self._side = prompts, layers, side
+        self._logits_PV: Tensor | None = None
+
+    def go_on(self) -> None:
+        if self._logits_PV is None:
+            with torch.cuda.stream(self._side):  # None: the current one
+                self._logits_PV = next(self._layers)
+
+    def finish(self) -> list[Batch]:
+        while self._logits_PV is None:
+            self.go_on()
+        if self._side is not None:
+            main = torch.cuda.current_stream()
+            main.wait_stream(self._side)
+            self._logits_PV.record_stream(main)
+        return [Batch(list(self.prompts), None, self._logits_PV)]
 
 
 def row_tables(table_6S: Tensor, work: Tensor, homes_S: Tensor) -> attention_kernels.RowTables:

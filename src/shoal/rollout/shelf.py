@@ -1,7 +1,7 @@
 """Prompts that have been computed once, for all rows that start from them."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -31,8 +31,32 @@ class Batch(NamedTuple):
     """None if rows find the prompts elsewhere."""
     logits_PV: Tensor
     """After each prompt's last token."""
-    done: torch.cuda.Event | None = None
-    """Happens when they are computed, if another stream than the current one does it."""
+
+
+class Ahead(Protocol):
+    """Prompts that are being computed."""
+
+    @property
+    def prompts(self) -> Sequence[Prompt]: ...
+
+    def go_on(self) -> None:
+        """Do a small part of the work, if any is left."""
+
+    def finish(self) -> list[Batch]:
+        """Do the rest of it."""
+
+
+class Computed(NamedTuple):
+    """Prompts that were computed at once."""
+
+    prompts: Sequence[Prompt]
+    batches: list[Batch]
+
+    def go_on(self) -> None:
+        pass
+
+    def finish(self) -> list[Batch]:
+        return self.batches
 
 
 class Shelf:
@@ -41,8 +65,8 @@ class Shelf:
     def __init__(self) -> None:
         self.homes: dict[Prompt, tuple[int, int]] = {}
         self.batches: list[Batch] = []
-        self.ahead: list[Batch] = []
-        """Computed, or being so, for when these are used up."""
+        self.ahead: Ahead | None = None
+        """For when these are used up."""
 
     def stock(self, batches: Sequence[Batch]) -> None:
         """Hold these prompts; what stood here before goes."""
@@ -52,7 +76,7 @@ class Shelf:
             self.homes |= {prompt: (number, place) for place, prompt in enumerate(batch.prompts)}
 
     def clear(self) -> None:
-        self.homes, self.batches, self.ahead = {}, [], []
+        self.homes, self.batches, self.ahead = {}, [], None
 
 
 def prefill(decoder: Decoder, prompts: Sequence[Prompt]) -> Batch:

@@ -25,7 +25,7 @@ from shoal.rollout.engine import Finished, Request, check_request
 from shoal.rollout.prover import Prover
 from shoal.rollout.room import Room, fit, free_memory_bytes, room_for
 from shoal.rollout.rows import Rows, by_batch, next_prompts, prompts_at_hand
-from shoal.rollout.shelf import SHELF_SIZES, Batch, Shelf
+from shoal.rollout.shelf import SHELF_SIZES, Ahead, Shelf
 from shoal.rollout.slots import Slots, cache_dtype, upload
 from shoal.rollout.watch import Watch
 from shoal.wire.run import ProofSpec
@@ -129,7 +129,7 @@ class TorchEngine:
         for number, pairs in by_batch(admitted, self._shelf.homes).items():
             places_R, slots_R = upload(np.array(pairs).T, self._device)
             running.step.start(self._shelf.batches[number], places_R, slots_R)
-        if SHELF_SIZES[self._device.type].shelves > 1 and not self._shelf.ahead:
+        if SHELF_SIZES[self._device.type].shelves > 1 and self._shelf.ahead is None:
             self._shelf.ahead = self._compute(running)
         if running.step.lookahead == 0:
             self._look(running)
@@ -137,17 +137,18 @@ class TorchEngine:
     def _stock(self, running: "_Running") -> None:
         """Have the prompts that come next at hand."""
         ahead = self._shelf.ahead
-        if not any(self._rows.waiting[0].prompt_tokens in batch.prompts for batch in ahead):
+        if ahead is None or self._rows.waiting[0].prompt_tokens not in ahead.prompts:
             self._shelf.clear()
             ahead = self._compute(running)
-        self._shelf.stock(ahead)
+        assert ahead is not None
+        self._shelf.stock(ahead.finish())
 
-    def _compute(self, running: "_Running") -> list[Batch]:
-        """The next prompts that are not at hand; nothing if there are none."""
+    def _compute(self, running: "_Running") -> Ahead | None:
+        """Begin with the next prompts that are not at hand; None if there are none."""
         waiting, size = self._rows.waiting, SHELF_SIZES[self._device.type]
         kept = prompts_at_hand(waiting, self._shelf.homes)
         prompts = next_prompts(waiting, max_tokens=size.tokens, max_prompts=size.prompts, but=kept)
-        return running.step.compute(prompts, keep=kept) if prompts else []
+        return running.step.compute(prompts, keep=kept) if prompts else None
 
     def _decode(self) -> None:
         """Feed every running row its newest token and draw the next."""
@@ -155,6 +156,8 @@ class TorchEngine:
         if running.step.gapless and (moves := self._rows.compact()):
             running.slots.move(moves)
         running.step.decode(self._rows.end)
+        if self._shelf.ahead is not None:
+            self._shelf.ahead.go_on()
         self._look(running)
         self._num_steps += 1
 
@@ -185,6 +188,8 @@ class TorchEngine:
             return old
         self._running = new = _Running(self._loaded(), need, graphs=self._graphs)
         if old is not None:
+            if self._shelf.ahead is not None:
+                self._shelf.ahead.finish()  # it writes to where the old step keeps prompts
             new.take_over(old)
         else:
             self._watch = Watch(new.step.lookahead)
