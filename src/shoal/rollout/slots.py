@@ -58,18 +58,30 @@ class Slots:
     def enter(self, admitted: Mapping[int, Request], places: Sequence[int]) -> None:
         """Put rows at the end of their prompts, with all their uniforms. `places`: where their prompts are kept."""
         requests = list(admitted.values())
-        slots_R = upload(np.array(list(admitted)), self.device)
         starts = [
-            (len(request.prompt_tokens) - 1, 0, request.max_new_tokens, 0, place, len(request.prompt_tokens))
-            for request, place in zip(requests, places, strict=True)
+            (
+                slot,
+                len(request.prompt_tokens) - 1,
+                0,
+                request.max_new_tokens,
+                0,
+                place,
+                len(request.prompt_tokens),
+            )
+            for (slot, request), place in zip(admitted.items(), places, strict=True)
         ]
-        self.table_6S[:, slots_R] = upload(np.array(starts).T, self.device)
         num_new = max(request.max_new_tokens for request in requests)
         seeds = np.array([request.sample_seed for request in requests], dtype=np.uint64)
-        terms_RE = np.empty((len(requests), 1 + num_new))
+        # All in one copy, integers and floats side by side: on a GPU each copy costs more than what is in it.
+        sent_RX = np.empty((len(requests), 7 + 1 + num_new), dtype=np.int64)
+        sent_RX[:, :7] = starts
+        terms_RE = sent_RX[:, 7:].view(np.float64)
         terms_RE[:, 0] = [request.temperature for request in requests]
         terms_RE[:, 1:] = uniforms(seeds[:, None], np.arange(num_new, dtype=np.uint64)[None])
-        self.terms_SE[slots_R, : 1 + num_new] = upload(terms_RE, self.device)
+        here_RX = upload(sent_RX, self.device)
+        slots_R = here_RX[:, 0]
+        self.table_6S[:, slots_R] = here_RX[:, 1:7].T
+        self.terms_SE[slots_R, : 1 + num_new] = here_RX[:, 7:].view(torch.float64)
 
     def take(self, slots: Sequence[int], num_tokens: int) -> Taken:
         """Copies of what these rows made; at most `num_tokens` of each."""
