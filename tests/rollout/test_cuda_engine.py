@@ -12,6 +12,7 @@ from shoal.model.builtin import create_model
 from shoal.model.fused import fuse
 from shoal.model.load import DTYPES, load_decoder
 from shoal.rollout.engine import Finished, Request
+from shoal.rollout.shelf import SHELF_SIZES, ShelfSize
 from shoal.rollout.torch_engine import TorchEngine
 from shoal.wire.draw import sample_seed
 from shoal.wire.run import ProofSpec
@@ -72,6 +73,15 @@ def test_tokens_are_those_of_the_cpu(folder: Path) -> None:
     for request, row in on_gpu.items():
         assert row.output_tokens == on_cpu[request].output_tokens
         np.testing.assert_allclose(row.logprobs, on_cpu[request].logprobs, atol=2e-5)
+
+
+def test_prompts_computed_ahead_change_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = run(folder, "float32")
+    monkeypatch.setitem(SHELF_SIZES, "cuda", ShelfSize(100, 2, shelves=2))
+    ahead = run(folder, "float32")
+    assert {request: row.output_tokens for request, row in ahead.items()} == {
+        request: row.output_tokens for request, row in together.items()
+    }
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 1), ("bfloat16", 20)])
