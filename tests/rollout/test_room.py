@@ -58,9 +58,9 @@ def test_memory_decides_how_many_rows_run() -> None:
 def test_prompts_that_rows_will_start_from_stay() -> None:
     places = Places(3)
     places.seat([(1,), (2,)])
-    assert places.seat([(3,)], keep={(2,)}) == {(3,): 2}
+    assert places.seat([(3,)], keep={(2,)}) == {(3,): 0}
     assert places[(2,)] == 1
-    assert places.seat([(1,), (4,)], keep={(3,)}) == {(1,): 0, (4,): 1}
+    assert places.seat([(1,), (4,)], keep={(3,)}) == {(1,): 1, (4,): 2}
 
 
 @given(st.lists(st.integers(0, 5), max_size=60), st.data())
