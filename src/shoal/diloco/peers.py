@@ -250,7 +250,7 @@ class PeerAverager:
             async with asyncio.timeout(deadline_s):
                 stream = await self._mesh.open(peer)
                 await stream.send(Asked.model_validate({"ask": ask}).canonical())
-                payload, _ = await stream.receive()
+                payload = await stream.receive()
                 return answer.parse(bytes(payload))
         except (Broken, TimeoutError, Rejected) as error:
             raise RoundFailed(f"{peer} does not answer: {error or f'{deadline_s:.0f} s'}") from None
@@ -347,7 +347,7 @@ class PeerAverager:
         lengths = None if self._state is None else tuple(len(base) for base in self._state.bases)
         stream: Stream | None = None
         try:
-            stream = await self._mesh.open(peer)
+            stream = await self._mesh.open(peer, bulk=True)
             await stream.send(Asked(ask=StateAsk(peer=self.peer)).canonical())
             fetched = await receive_state(stream, lengths)
         except (Broken, Rejected) as error:
@@ -364,7 +364,7 @@ class PeerAverager:
         """One question of a peer; bytes that are none are dropped with the stream."""
         try:
             async with asyncio.timeout(ASK_S):
-                payload, _ = await stream.receive()
+                payload = await stream.receive()
             ask = Asked.parse(bytes(payload)).ask
             await self._answer(ask, stream)
         except (Broken, Rejected, TimeoutError) as error:
