@@ -6,13 +6,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from shoal.diloco.gather import Ballot, Choice, choose
-from shoal.diloco.messages import Card, GroupAnswer, ReadyAsk, Standing, VoteAnswer, VoteAsk
+from shoal.diloco.messages import GroupAnswer, ReadyAsk, Standing, VoteAnswer, VoteAsk
 from shoal.diloco.roster import Roster
 
 LOOK_S = 0.5
 """How often those who are missing are asked whether they live."""
 
-Ping = Callable[[str], Awaitable[Card | None]]
+Ping = Callable[[str], Awaitable[bool]]
+"""Whether a peer may be taken to live."""
 
 
 @dataclass(slots=True)
@@ -22,7 +23,11 @@ class _Open:
 
 
 class Leader:
-    """Lives on the peer's event loop. `ping` asks a peer for its card and keeps the roster up to date."""
+    """Lives on the peer's event loop. `ping` asks a peer for its card and keeps the roster up to date.
+
+    Peers that waited for a core take different ones for gone, and so different ones for the leader. Whoever is asked but knows of
+    an earlier id that lives sends all who wait here on to it: everybody ends up with the first id that anybody can reach.
+    """
 
     def __init__(self, roster: Roster, ping: Ping, *, gather_s: float, min_peers: int) -> None:
         self._roster, self._ping = roster, ping
@@ -83,7 +88,12 @@ class Leader:
             missing = self._missing()
             # The leader's own readiness comes like everybody's; until then it is missing too.
             everybody = not missing and (self._roster.me in self._asks or self.standing is None)
-            late = time.monotonic() - started_s > self._gather_s
+            if (first := self._roster.leader(time.monotonic(), me_reachable=True)) != self._roster.me:
+                self._send_on(first or "")
+                return
+            # Whoever is ready takes its round alone when its wait ends: half of it goes to waiting for others, no more.
+            patience_s = min(self._gather_s, *(ask.wait_s / 2 for ask, _ in self._asks.values()))
+            late = time.monotonic() - started_s > patience_s
             choice = choose([ask for ask, _ in self._asks.values()], self._elsewhere())
             enough = len(choice.members) >= self._min_peers
             if not choice.members or ((everybody or late) and enough):
@@ -94,6 +104,12 @@ class Leader:
                     await self._news.wait()
             except TimeoutError:
                 await asyncio.gather(*(self._ping(peer) for peer in missing))
+
+    def _send_on(self, leader: str) -> None:
+        asks, self._asks = self._asks, {}
+        told = GroupAnswer(outcome="retry", reason=f"{leader} leads, not this peer", leader=leader)
+        for _, answer in asks.values():
+            _answer(answer, told)
 
     def _elsewhere(self) -> list[Standing]:
         """States of those who are not ready: if one is newer, nobody here needs to wait."""
@@ -143,7 +159,7 @@ class Leader:
 
     async def _look_after(self, held: _Open) -> None:
         for peer in held.ballot.members:
-            if peer not in held.ballot.votes and peer != self._roster.me and await self._ping(peer) is None:
+            if peer not in held.ballot.votes and peer != self._roster.me and not await self._ping(peer):
                 held.ballot.lost = held.ballot.lost or f"{peer} is gone"
                 held.decided.set()
 

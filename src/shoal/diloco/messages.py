@@ -7,7 +7,6 @@ from pydantic import Field, model_validator
 
 from shoal.wire.record import Count, Record
 
-
 _KEY = re.compile(r"[0-9a-f]{64}")
 
 
@@ -66,6 +65,8 @@ class GroupAnswer(Record):
     reason: str = ""
     at_least: Count = 0
     """With `behind`: the round that the state to fetch has reached."""
+    leader: str = Field(default="", max_length=128)
+    """With `retry`: who leads instead, of whom the one who asked may not know."""
     id: str = ""
     members: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()

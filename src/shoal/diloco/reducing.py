@@ -14,7 +14,7 @@ from blake3 import blake3
 from shoal.diloco.averager import Group, Reduced, RoundFailed
 from shoal.diloco.codec import CodecName, coded_bytes, decode, encode
 from shoal.diloco.mesh import Broken, Mesh, Stream
-from shoal.diloco.messages import Asked, Card, PartAsk
+from shoal.diloco.messages import Asked, PartAsk
 from shoal.diloco.outer import Vector
 from shoal.diloco.part import Part, chunk_bounds, part_bounds
 from shoal.diloco.roster import Roster
@@ -22,7 +22,8 @@ from shoal.diloco.roster import Roster
 LOOK_S = 1.0
 BULK = 1 << 20
 """Bytes from which a link of its own is worth a round trip."""
-Ping = Callable[[str], Awaitable[Card | None]]
+Ping = Callable[[str], Awaitable[bool]]
+"""Whether a peer may be taken to live."""
 
 
 class Reducer:
@@ -139,7 +140,7 @@ class Reducer:
                     continue
                 if stalled:
                     self._roster.suspect(peer, time.monotonic())
-                if stalled or await self._ping(peer) is None:
+                if stalled or not await self._ping(peer):
                     part.fail(f"{peer} stands still" if stalled else f"{peer} is gone")
 
     async def _send(
