@@ -37,7 +37,9 @@ class Answers:
                 raise Rejected("request.malformed", f"{stream.peer} asks as {said}")
             await self._answer(ask, stream)
         except (Broken, Rejected, TimeoutError) as error:
-            self._log.warning("a stream came to nothing", reason=error or f"no question in {ASK_S:.0f} s")
+            self._log.warning(
+                "a stream came to nothing", reason=str(error) or f"no question in {ASK_S:.0f} s"
+            )
             return
         # Whoever asked closes first: a daemon may drop what is still in flight when we do.
         await stream.closed_by_peer(30.0)

@@ -105,7 +105,7 @@ async def dial(host: str, offer: LinkOffer, *, peer: str) -> SealedStream:
     except (OSError, TimeoutError, Broken) as error:
         if stream is not None:
             stream.close()
-        raise Broken(f"no direct link to {host}:{offer.port}: {error or f'{DIAL_S:.0f} s'}") from None
+        raise Broken(f"no direct link to {host}:{offer.port}: {str(error) or f'{DIAL_S:.0f} s'}") from None
     return stream
 
 

@@ -151,7 +151,7 @@ class HivemindMesh:
                     PeerID.from_base58(peer), protocol
                 )
         except (P2PDaemonError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-            raise Broken(f"no stream to {peer}: {error or f'{OPEN_S:.0f} s'}") from None
+            raise Broken(f"no stream to {peer}: {str(error) or f'{OPEN_S:.0f} s'}") from None
         return Stream(reader, writer, peer=peer), _host(str(info.addr))
 
     async def announce(self, card: bytes, *, for_s: float) -> None:

@@ -201,7 +201,9 @@ class PeerAverager:
                 async with asyncio.timeout(DIRECTORY_S):
                     await self._refresh()
             except (Broken, TimeoutError) as error:
-                self._log.warning("the directory does not answer", reason=error or f"{DIRECTORY_S:.0f} s")
+                self._log.warning(
+                    "the directory does not answer", reason=str(error) or f"{DIRECTORY_S:.0f} s"
+                )
 
     async def _refresh(self) -> None:
         await self._mesh.announce(self._card().canonical(), for_s=4 * self._terms.announce_s)
@@ -303,7 +305,7 @@ class PeerAverager:
                     async with asyncio.timeout(max(1.0, until_s - time.monotonic())):
                         fetched = await fetch_from(self._mesh, card.peer, self._holding.lengths)
                 except (RoundFailed, TimeoutError) as error:
-                    reason = f"{card.peer}: {error or 'took too long'}"
+                    reason = f"{card.peer}: {str(error) or 'took too long'}"
                     self._log.warning("no state from that peer", peer=card.peer, reason=reason)
                 else:
                     self._at_least = 0
