@@ -89,15 +89,22 @@ class Leader:
             # The leader's own readiness comes like everybody's; until then it is missing too.
             everybody = not missing and (self._roster.me in self._asks or self.standing is None)
             if (first := self._roster.leader(time.monotonic(), me_reachable=True)) != self._roster.me:
-                self._send_on(first or "")
+                self._send_off(f"{first} leads, not this peer", first or "")
                 return
             # Whoever is ready takes its round alone when its wait ends: half of it goes to waiting for others, no more.
-            patience_s = min(self._gather_s, *(ask.wait_s / 2 for ask, _ in self._asks.values()))
-            late = time.monotonic() - started_s > patience_s
+            half_s = min(ask.wait_s / 2 for ask, _ in self._asks.values())
+            waited_s = time.monotonic() - started_s
+            late = waited_s > min(self._gather_s, half_s)
             choice = choose([ask for ask, _ in self._asks.values()], self._elsewhere())
             enough = len(choice.members) >= self._min_peers
             if not choice.members or ((everybody or late) and enough):
                 self._close(choice)
+                return
+            if waited_s > half_s:
+                # They come again at once, and with a fresh mind: a peer they could not reach may have been left out.
+                self._send_off(
+                    f"{len(choice.members)} of at least {self._min_peers} peers after {waited_s:.0f} s"
+                )
                 return
             try:
                 async with asyncio.timeout(LOOK_S):
@@ -105,9 +112,9 @@ class Leader:
             except TimeoutError:
                 await asyncio.gather(*(self._ping(peer) for peer in missing))
 
-    def _send_on(self, leader: str) -> None:
+    def _send_off(self, reason: str, leader: str = "") -> None:
         asks, self._asks = self._asks, {}
-        told = GroupAnswer(outcome="retry", reason=f"{leader} leads, not this peer", leader=leader)
+        told = GroupAnswer(outcome="retry", reason=reason, leader=leader)
         for _, answer in asks.values():
             _answer(answer, told)
 

@@ -224,6 +224,8 @@ class PeerAverager:
         return [card for card in cards if card is not None]
 
     async def _hello(self, peer: str) -> Card | None:
+        if not self._roster.reachable(peer):
+            return None  # and no proof of anything: who only reaches out need not be connected to us
         try:
             card = await ask_peer(self._mesh, peer, Hello(card=self._card()), Card, HELLO_S)
         except Silent:

@@ -51,6 +51,10 @@ class Roster:
         if before_s is not None and now_s - before_s < MISSED_S:
             self.suspect(peer, now_s)
 
+    def reachable(self, peer: str) -> bool:
+        """As far as is known; who is not known may be."""
+        return peer not in self._cards or self._cards[peer].reachable
+
     def suspected(self, peer: str, now_s: float) -> bool:
         return self._suspect_until_s.get(peer, now_s) > now_s
 
