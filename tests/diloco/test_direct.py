@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
@@ -123,6 +124,34 @@ def test_a_taken_port_means_no_offers() -> None:
             await links.listen(HOST, listener.getsockname()[1])
             assert links.offer("anna").port == 0
             links.close()
+
+    asyncio.run(test())
+
+
+def test_the_golden_vector() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "wire" / "diloco.md").read_text()
+    frames = bytes.fromhex(page.split("```")[1].replace("\n", ""))
+
+    async def test() -> None:
+        ours, theirs = socket.socketpair()
+        key = bytes(range(32))
+        streams = [
+            SealedStream(*await asyncio.open_connection(sock=end), peer="", seals=key, opens=key)
+            for end in (ours, theirs)
+        ]
+        for payload in (b"shoal link", b"one"):
+            await streams[0].send(payload)
+            assert await streams[1].receive() == payload
+        for stream in streams:
+            stream.close()
+        first, second = socket.socketpair()
+        _, writer = await asyncio.open_connection(sock=first)
+        reader = SealedStream(*await asyncio.open_connection(sock=second), peer="", seals=key, opens=key)
+        writer.write(frames)
+        assert [await reader.receive() for _ in range(2)] == [b"shoal link", b"one"]
+        writer.close()
+        reader.close()
+        await asyncio.sleep(0.05)
 
     asyncio.run(test())
 

@@ -125,7 +125,7 @@ def test_a_peer_that_listens_nowhere_takes_part(start: Any) -> None:
 @pytest.mark.parametrize("broken", [False, True])
 def test_vectors_go_around_the_daemon_and_through_it_where_they_must(start: Any, broken: bool) -> None:
     """One of three listens nowhere and dials out; or nobody answers where links are offered, and all is as without them."""
-    peers = start(2, rounds=3, num_values=2_000_000, min_peers=3, break_links=broken)
+    peers = start(2, rounds=3, num_values=2_000_000, min_peers=3, break_links=broken)[:]
     shy = Peer(
         start.folder, join=start.address, seed=5, peers=3, rounds=3, num_values=2_000_000, reachable=False
     )
