@@ -34,6 +34,7 @@ async def fetch_from(mesh: Mesh, peer: str, lengths: tuple[int, ...] | None) -> 
         await stream.send(Asked(ask=StateAsk(peer=mesh.peer)).canonical())
         return await receive_state(stream, lengths)
     except (Broken, Rejected) as error:
+        mesh.broke(peer)
         raise RoundFailed(f"broke off: {error}") from None
     finally:
         if stream is not None:

@@ -22,7 +22,7 @@ from shoal.telemetry import Log
 OPEN_S = 10.0
 STOP_S = 5.0
 AGAIN_S = 300.0
-"""How long a peer that could not be dialled directly is left to the daemon."""
+"""How long a peer is left to the daemon whose direct link could not be made or broke off."""
 PROTOCOL = "/shoal/diloco/1"
 LINK_PROTOCOL = "/shoal/diloco/link/1"
 
@@ -104,12 +104,15 @@ class HivemindMesh:
             try:
                 stream = await self._open_direct(peer)
             except Broken as broken:
-                self._indirect_until_s[peer] = time.monotonic() + AGAIN_S
+                self.broke(peer)
                 self._log.warning("vectors go through the daemon", peer=peer, reason=broken)
             else:
                 self.num_direct += 1
                 return stream
         return (await self._open(peer, self._protocol))[0]
+
+    def broke(self, peer: str) -> None:
+        self._indirect_until_s[peer] = time.monotonic() + AGAIN_S
 
     def _may_dial(self, peer: str) -> bool:
         return time.monotonic() >= self._indirect_until_s.get(peer, 0.0)

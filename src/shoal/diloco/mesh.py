@@ -31,6 +31,9 @@ class Mesh(Protocol):
     async def open(self, peer: str, *, bulk: bool = False) -> Stream:
         """A stream to a peer; `bulk`: for megabytes, which may be worth another way there. Raises Broken."""
 
+    def broke(self, peer: str) -> None:
+        """A bulk stream to that peer broke off: if there is another way, take it the next time."""
+
     async def announce(self, card: bytes, *, for_s: float) -> None:
         """Make `card` known under this peer's id."""
 
@@ -97,6 +100,9 @@ class LocalMesh:
         other._accept(theirs, self.peer)
         reader, writer = await asyncio.open_connection(sock=ours)
         return self._keep(Stream(reader, writer, peer=peer))
+
+    def broke(self, peer: str) -> None:
+        """There is but one way."""
 
     async def announce(self, card: bytes, *, for_s: float) -> None:
         self.card = card

@@ -168,6 +168,7 @@ class Reducer:
             return digests, stream.num_sent
         except Broken as broken:
             self._roster.suspect(owner, time.monotonic())
+            self._mesh.broke(owner)
             raise RoundFailed(f"{owner} broke off: {broken}") from None
         finally:
             if sending is not None:
