@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--mb", type=int, nargs="+", default=[50])
     parser.add_argument("--peers", type=int, nargs="+", default=[2])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=1, help="all engines in turn so many times")
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--timeout-s", type=float, default=300.0, help="for one engine at one size")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
@@ -49,7 +50,7 @@ def main() -> None:
     )
     for mb in options.mb:
         for num in options.peers:
-            for engine in options.engines:
+            for engine in options.turns * options.engines:
                 show(mb, num, engine, options)
 
 

@@ -304,7 +304,7 @@ class Comparison:
 
     def _validate(self, runs: list[Run], step: int, started_s: float) -> None:
         rows = torch.stack([run.published for run in runs])
-        batch = max(1, 4096 // len(rows))
+        batch = max(1, 1_300_000 // self.llama.hidden // len(rows))
         for run, loss in zip(
             runs, validation_losses(self.llama, rows, self.held_out, batch, self.dtype), strict=True
         ):

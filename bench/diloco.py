@@ -48,9 +48,10 @@ class ShapedStream(Stream):
     def __init__(self, stream: Stream, uplink: "Uplink") -> None:
         # The connection is taken over already: the same frames, sent through here.
         self._writer, self._frames, self.num_sent = stream._writer, stream._frames, 0
+        self.peer = stream.peer
         self._uplink = uplink
 
-    async def send(self, payload: bytes, digest: bytes | None = None) -> None:
+    async def send(self, payload: bytes | memoryview | bytearray, digest: bytes | None = None) -> None:
         await asyncio.sleep(self._uplink.reserve(len(payload) + 36))
         await super().send(payload, digest)
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 BETAS, EPS, DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
+AT_ONCE = 1 << 29
+"""Values of the rows that AdamW takes at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +216,14 @@ class Stack:
                 self.grad[rows] = self.grad[rows].float().mean(0).to(self.grad.dtype)
             step = (at + 1).float()
             rows = self.weights, self.first, self.second
-            self._adamw(rows, self.grad, self._rates.index_select(0, at) * self._scale, step, self.half)
+            rates = self._rates.index_select(0, at) * self._scale
+            # Some rows at a time: AdamW's intermediate values of all rows of a large model at once do not fit beside them.
+            take = max(1, AT_ONCE // self.weights.shape[1])
+            for start in range(0, len(self.weights), take):
+                some = slice(start, start + take)
+                self._adamw(
+                    tuple(each[some] for each in rows), self.grad[some], rates[some], step, self.half[some]
+                )
             at += 1
 
     def _capture(self) -> None:
@@ -226,6 +235,7 @@ class Stack:
             for _ in range(3):
                 self._step()
         torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.empty_cache()  # the graph has memory of its own
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._step()

@@ -32,7 +32,7 @@ def say(**values: object) -> None:
 
 def main() -> None:
     task = json.loads(sys.argv[1])
-    averager = make_averager(task)
+    averager, mesh = make_averager(task)
     num_values = task.get("num_values", 1000)
     fetched = averager.join(deadline_s=60)
     state = fetched.state if fetched else first_state((np.zeros(num_values, np.float32),))
@@ -40,23 +40,25 @@ def main() -> None:
     say(event="joined", peer=averager.peer, addresses=averager.addresses, round=state.round)
     while isinstance(averager, PeerAverager) and len(averager.peers()) < task["peers"] - 1:
         time.sleep(0.1)
+    if task.get("break_links"):
+        mesh._links.close()  # it goes on offering a port where nobody listens any more
     while state.round < last_round(task):
         state, digest = one_round(averager, task, state, digest, num_values)
-    say(event="done", state=digest)
+    say(event="done", state=digest, direct=0 if mesh is None else mesh.num_direct)
     averager.leave()
 
 
-def make_averager(task: dict[str, Any]) -> Averager:
+def make_averager(task: dict[str, Any]) -> tuple[Averager, Any]:
     codec, min_peers = task.get("codec", "fp32"), task.get("min_peers", task["peers"])
     if task.get("engine") == "torchft":
         from shoal.diloco.torchft_engine import TorchftAverager
 
-        return TorchftAverager(task["join"][0], log=Log("peer"), codec=codec, min_peers=min_peers)
+        return TorchftAverager(task["join"][0], log=Log("peer"), codec=codec, min_peers=min_peers), None
     mesh = HivemindMesh(
         "test", Address(join=tuple(task["join"]), host="127.0.0.1", reachable=task.get("reachable", True))
     )
     terms = Terms(gather_s=task.get("gather_s", 60.0), min_peers=min_peers, stall_s=10.0, announce_s=1.0)
-    return PeerAverager(mesh, log=Log("peer"), codec=codec, terms=terms)
+    return PeerAverager(mesh, log=Log("peer"), codec=codec, terms=terms), mesh
 
 
 def last_round(task: dict[str, object]) -> int:

@@ -1,6 +1,9 @@
 """Which ready peers make a group, and when their votes count."""
 
+import asyncio
+
 from shoal.diloco.gather import Ballot, choose
+from shoal.diloco.leading import Leader
 from shoal.diloco.messages import Card, ReadyAsk, Standing
 from shoal.diloco.roster import SUSPECT_S, Roster
 
@@ -9,8 +12,16 @@ def standing(work: float, round: int = 1, digest: str = "a") -> Standing:
     return Standing(work=work, round=round, state_digest=digest * 64)
 
 
-def ask(peer: str, held: Standing, suspects: tuple[str, ...] = (), reachable: bool = True) -> ReadyAsk:
-    return ReadyAsk(peer=peer, reachable=reachable, standing=held, weight=1.0, suspects=suspects, wait_s=1.0)
+def ask(
+    peer: str,
+    held: Standing,
+    suspects: tuple[str, ...] = (),
+    reachable: bool = True,
+    wait_s: float = 1.0,
+) -> ReadyAsk:
+    return ReadyAsk(
+        peer=peer, reachable=reachable, standing=held, weight=1.0, suspects=suspects, wait_s=wait_s
+    )
 
 
 def names(asks: tuple[ReadyAsk, ...]) -> list[str]:
@@ -37,6 +48,65 @@ def test_of_two_that_cannot_reach_each_other_the_later_goes() -> None:
     choice = choose([ask("a", held, ("b",)), ask("b", held, ("a",)), ask("c", held)], [])
     assert names(choice.members) == ["a", "c"]
     assert names(choose([ask("a", held), ask("b", held, ("a",))], []).members) == ["b"]
+
+
+def test_who_only_reaches_out_is_not_left_out_for_not_being_reached() -> None:
+    held = standing(5)
+    choice = choose([ask("a", held, ("b",)), ask("b", held, reachable=False)], [])
+    assert names(choice.members) == ["a", "b"]
+
+
+def test_one_silence_is_no_suspicion_and_an_answer_ends_it() -> None:
+    roster = Roster("me")
+    card = Card(peer="a", reachable=True, standing=None, phase=0, in_round=False)
+    roster.heard(card)
+    roster.missed("a", 0.0)
+    assert not roster.suspected("a", 0.0) and list(roster.alive(0.0)) == ["a"]
+    roster.missed("a", 5.0)
+    assert roster.suspected("a", 5.0) and not roster.alive(5.0)
+    roster.heard(card)
+    roster.missed("a", 6.0)
+    assert not roster.suspected("a", 6.0), "counted anew since it answered"
+
+
+def test_who_is_asked_but_knows_of_an_earlier_peer_sends_on_to_it() -> None:
+    """Also those who wait here already: it may have been taken for gone when they came."""
+
+    async def run() -> None:
+        roster = Roster("b")
+        leader = Leader(roster, _lives, gather_s=30.0, min_peers=2)
+        waiting = asyncio.create_task(leader.ready(ask("b", standing(1), wait_s=30.0)))
+        other = asyncio.create_task(leader.ready(ask("c", standing(1), ("a",), wait_s=30.0)))
+        await asyncio.sleep(0)
+        roster.heard(Card(peer="a", reachable=True, standing=None, phase=0, in_round=False))
+        roster.heard(Card(peer="d", reachable=True, standing=None, phase=0, in_round=False))
+        async with asyncio.timeout(20):
+            answers = await asyncio.gather(waiting, other)
+        assert [(answer.outcome, answer.leader) for answer in answers] == [("retry", "a")] * 2
+        leader.stop()
+
+    asyncio.run(run())
+
+
+def test_a_leader_keeps_nobody_longer_than_half_its_wait() -> None:
+    """One who lives but is not ready: the others make a group without it, in time for their rounds."""
+
+    async def run() -> None:
+        roster = Roster("a")
+        roster.heard(Card(peer="z", reachable=True, standing=None, phase=0, in_round=False))
+        leader = Leader(roster, _lives, gather_s=600.0, min_peers=2)
+        asks = [leader.ready(ask(peer, standing(1), wait_s=4.0)) for peer in ("a", "b")]
+        answers = await asyncio.gather(*asks)
+        assert [answer.outcome for answer in answers] == ["group"] * 2
+        (alone,) = await asyncio.gather(leader.ready(ask("a", standing(1), wait_s=2.0)))
+        assert alone.outcome == "retry" and "1 of at least 2 peers" in alone.reason
+        leader.stop()
+
+    asyncio.run(run())
+
+
+async def _lives(peer: str) -> bool:
+    return True
 
 
 def test_only_reachable_members_own_a_part() -> None:

@@ -122,6 +122,21 @@ def test_a_peer_that_listens_nowhere_takes_part(start: Any) -> None:
     assert said[-1]["event"] == "done" and said[-1]["state"] == host.rest()[-1]["state"]
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_vectors_go_around_the_daemon_and_through_it_where_they_must(start: Any, broken: bool) -> None:
+    """One of three listens nowhere and dials out; or nobody answers where links are offered, and all is as without them."""
+    peers = start(2, rounds=3, num_values=2_000_000, min_peers=3, break_links=broken)[:]
+    shy = Peer(
+        start.folder, join=start.address, seed=5, peers=3, rounds=3, num_values=2_000_000, reachable=False
+    )
+    start.peers.append(shy)
+    said = [peer.rest() for peer in (*peers, shy)]
+    assert all(what["right"] and what["outcome"] == "COMMITTED" for each in said for what in of_rounds(each))
+    assert len({each[-1]["state"] for each in said}) == 1
+    # Each round: a stream to the one other owner, and from the one who only reaches out to both; a newcomer's state besides.
+    assert all((each[-1]["direct"] >= 3) is not broken for each in said), said
+
+
 def test_the_daemon_ends_with_its_owner(start: Any) -> None:
     (peer,) = start(1, rounds=10_000, pause_s=1.0)
     port = start.address[0].split("/")[4]

@@ -15,6 +15,7 @@ from shoal.diloco.checkpoint import SiteCheckpoints
 from shoal.diloco.config import DilocoFile, load_diloco_file
 from shoal.diloco.data import Samples, read_corpus
 from shoal.diloco.site import Site, learning_rate
+from shoal.net.deadline import Stopped
 from shoal.telemetry import Log
 
 TEXT = "the sea is wide and the fish are many; " * 200
@@ -78,6 +79,60 @@ def test_a_site_goes_on_where_its_checkpoint_stands(tmp_path: Path) -> None:
     assert rest.optimizer.steps == 8 and rest.optimizer.outer_state.round == 2
     assert rest._samples.position == whole._samples.position == 32
     in_threads([site.close for site in (whole, half, rest)])
+
+
+class Crash(Exception):
+    pass
+
+
+def _crash(landed: object) -> None:
+    raise Crash
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_a_share_counts_once_however_the_site_ends(tmp_path: Path, merged: bool) -> None:
+    """Stopped in mid-round, started again; then killed after the merge and before its checkpoint, or never offered its share."""
+    file = small_file(tmp_path, steps=8)
+    file = file.model_copy(update={"rounds": file.rounds.model_copy(update={"min_peers": 1 + merged})})
+    hub = LocalHub()
+    other = make_site(file, tmp_path, hub, "other")
+    other.optimizer.join(deadline_s=10)
+    first = make_site(file, tmp_path, hub, "one")
+    first.on_progress = lambda progress: first._stop.set() if progress.steps == 2 else None
+    with pytest.raises(Stopped):
+        first.train(join_s=10)
+    first.close()
+    if merged:
+        again = make_site(file, tmp_path, hub, "one")
+        again._resume()
+        assert again.optimizer.carries, "nobody was offered it yet"
+        again._landed = _crash  # type: ignore[method-assign]
+        crashed, _ = in_threads([lambda: _train_until_crash(again), lambda: _steps(other, 4)])
+        assert crashed
+        again.close()
+    else:
+        _steps(other, 4)
+    last = make_site(file, tmp_path, hub, "one")
+    last._resume()
+    assert last.optimizer.phase == 2 and last.optimizer.carries is not merged
+    assert last.optimizer.join(deadline_s=10), "the swarm has gone on"
+    moved = bool(np.any(last.optimizer.pseudo_gradient()))
+    assert moved is not merged, "merged: nothing is left to bring; not merged: it is carried over"
+    in_threads([site.close for site in (other, last)])
+
+
+def _train_until_crash(site: Site) -> bool:
+    try:
+        site.train(join_s=10)
+    except Crash:
+        return True
+    return False
+
+
+def _steps(site: Site, num: int) -> bool:
+    for _ in range(num):
+        site._step()
+    return False
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:

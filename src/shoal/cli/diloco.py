@@ -4,6 +4,7 @@ import argparse
 import secrets
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,9 @@ def _add_address_options(parser: argparse.ArgumentParser, *, port: int) -> None:
     parser.add_argument(
         "--announce", action="append", default=[], help="the address that others should use, if it is another"
     )
+    parser.add_argument(
+        "--direct-port", type=int, default=0, help="for vectors, around the daemon; 0 takes any free one"
+    )
     parser.add_argument("--outbound-only", action="store_true", help="listen nowhere; only reach out")
     parser.add_argument("--relay", action="store_true", help="behind NAT: be reached through other peers")
     parser.add_argument("--stop-with-stdin", action="store_true", help="stop when standard input ends")
@@ -70,6 +74,9 @@ def add_peer_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--peer-host", default="127.0.0.1", help="0.0.0.0 to be reached from elsewhere")
     group.add_argument("--peer-port", type=int, default=0, help="0 takes any free one")
+    group.add_argument(
+        "--peer-direct-port", type=int, default=0, help="for vectors, around the daemon; 0 takes any free one"
+    )
     group.add_argument("--peer-announce", action="append", default=[], metavar="ADDRESS")
     group.add_argument(
         "--outbound-only", action="store_true", help="listen nowhere for other sites; only reach out"
@@ -83,6 +90,7 @@ def _address(options: argparse.Namespace) -> "Address":
         join=tuple(options.join),
         host=options.host,
         port=options.port,
+        direct_port=options.direct_port,
         announce=tuple(options.announce),
         reachable=not options.outbound_only,
         relay=options.relay,
@@ -212,7 +220,7 @@ async def _rendezvous(options: argparse.Namespace, stop: threading.Event) -> int
     async def refuse(stream: Stream) -> None:
         """A rendezvous takes part in nothing."""
 
-    mesh = HivemindMesh(options.run or "rendezvous", _address(options))
+    mesh = HivemindMesh(options.run or "rendezvous", replace(_address(options), direct_port=None))
     try:
         await mesh.start(refuse)
     except Broken as broken:

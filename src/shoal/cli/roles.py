@@ -70,6 +70,7 @@ def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
             join=tuple(options.peer_join),
             host=options.peer_host,
             port=options.peer_port,
+            direct_port=options.peer_direct_port,
             announce=tuple(options.peer_announce),
             reachable=not options.outbound_only,
             identity=options.dir / "peer.key",

@@ -47,6 +47,28 @@ class SiteCheckpoints:
         return sorted(found, key=lambda path: path.name, reverse=True)
 
 
+class OfferedRound:
+    """The last round that others were offered this site's share of: on disk before they are.
+
+    A site killed between a merge and its next checkpoint comes back as it was before, and would bring the same share again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, round: int) -> None:
+        partial = self._path.with_suffix(".tmp")
+        with partial.open("w") as file:
+            file.write(f"{round}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, self._path)
+
+    def read(self) -> int:
+        """-1 if there was none."""
+        return int(self._path.read_text()) if self._path.exists() else -1
+
+
 def _digest(path: Path) -> str:
     hasher = blake3()
     hasher.update_mmap(path)

@@ -32,14 +32,15 @@ def choose(asks: Iterable[ReadyAsk], elsewhere: Iterable[Standing]) -> Choice:
     """Group those who hold the state with most work behind it; `elsewhere`: states of peers that are not ready.
 
     If somebody who is not here holds a newer state, all who are here are behind. A peer that a member could not reach
-    is left out; of two that could not reach each other, the later id goes.
+    is left out, unless nobody has to reach it; of two that could not reach each other, the later id goes.
     """
     ready = sorted(asks, key=lambda ask: ask.peer)
     newest = max(standing.order() for standing in (*(ask.standing for ask in ready), *elsewhere))
     out: set[str] = set()
+    dialled = {ask.peer for ask in ready if ask.reachable}
     for ask in ready:
         if ask.peer not in out and ask.standing.order() == newest:
-            out |= set(ask.suspects) - {ask.peer}
+            out |= set(ask.suspects) & dialled - {ask.peer}
     members = tuple(ask for ask in ready if ask.standing.order() == newest and ask.peer not in out)
     kept = {ask.peer for ask in members}
     return Choice(members, tuple(ask.peer for ask in ready if ask.peer not in kept))

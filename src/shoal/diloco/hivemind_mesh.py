@@ -1,7 +1,7 @@
 """The open internet by Hivemind: its DHT as directory, its libp2p daemon for streams (NAT traversal, relays, TLS).
 
-Only these two are used. Hivemind's own averager is not: it reports success with wrong averages (docs/diloco.md), and its
-processes start under fork alone. The daemon's quirk stays: closing a socket right after writing may lose what was
+Only these two are used, and vectors go around the daemon where they can (direct.py). Hivemind's own averager is not used: it
+reports success with wrong averages (docs/diloco.md), and its processes start under fork alone. The daemon's quirk stays: closing a socket right after writing may lose what was
 written, so whoever sent last waits for the other side to close (mesh.Stream.closed_by_peer).
 """
 
@@ -9,16 +9,22 @@ import asyncio
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.diloco.direct import DIAL_S, DirectLinks, dial, parse_offer
 from shoal.diloco.mesh import Broken, Handler, Stream
+from shoal.telemetry import Log
 
 OPEN_S = 10.0
 STOP_S = 5.0
+AGAIN_S = 300.0
+"""How long a peer is left to the daemon whose direct link could not be made or broke off."""
 PROTOCOL = "/shoal/diloco/1"
+LINK_PROTOCOL = "/shoal/diloco/link/1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +42,8 @@ class Address:
     """False: this machine only reaches out, and listens nowhere."""
     relay: bool = False
     """Ask other peers to relay, for a machine behind NAT; hole punching is tried first."""
+    direct_port: int | None = 0
+    """Where others dial this machine for vectors; 0 takes any free one, None lets everything pass the daemon."""
     identity: Path | None = None
     """File with the key behind this peer's id; made at the first start."""
 
@@ -45,13 +53,18 @@ class HivemindMesh:
 
     def __init__(self, run: str, address: Address) -> None:
         self._key = f"shoal/diloco/{run}"
-        self._protocol = f"{PROTOCOL}/{run}"
+        self._protocol, self._link_protocol = f"{PROTOCOL}/{run}", f"{LINK_PROTOCOL}/{run}"
         self._address = address
         self.peer = ""
         self.reachable = address.reachable
         self._p2p: Any = None
         self._node: Any = None
         self._watch: Any = None
+        self._log = Log("mesh")
+        self._links: DirectLinks | None = None
+        self._indirect_until_s: dict[str, float] = {}
+        self.num_direct = 0
+        """Streams that went around the daemon."""
         self.addresses: tuple[str, ...] = ()
         """What others may pass to join."""
 
@@ -74,26 +87,75 @@ class HivemindMesh:
             self.addresses = tuple(str(address) for address in await self._node.get_visible_maddrs())
 
         async def accept(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            stream = Stream(reader, writer)
+            stream = Stream(reader, writer, peer=info.peer_id.to_base58())
             try:
                 await handler(stream)
             finally:
                 stream.close()
 
         await self._p2p.add_binary_stream_handler(self._protocol, accept)
+        if self.reachable and self._address.direct_port is not None:
+            self._links = DirectLinks(handler, self._log)
+            await self._links.listen(self._address.host, self._address.direct_port)
+            await self._p2p.add_binary_stream_handler(self._link_protocol, self._offer)
 
-    async def open(self, peer: str) -> Stream:
+    async def open(self, peer: str, *, bulk: bool = False) -> Stream:
+        if bulk and self._address.direct_port is not None and self._may_dial(peer):
+            try:
+                stream = await self._open_direct(peer)
+            except Broken as broken:
+                self.broke(peer)
+                self._log.warning("vectors go through the daemon", peer=peer, reason=broken)
+            else:
+                self.num_direct += 1
+                return stream
+        return (await self._open(peer, self._protocol))[0]
+
+    def broke(self, peer: str) -> None:
+        self._indirect_until_s[peer] = time.monotonic() + AGAIN_S
+
+    def _may_dial(self, peer: str) -> bool:
+        return time.monotonic() >= self._indirect_until_s.get(peer, 0.0)
+
+    async def _open_direct(self, peer: str) -> Stream:
+        asked, host = await self._open(peer, self._link_protocol)
+        try:
+            async with asyncio.timeout(DIAL_S):
+                offer = parse_offer(await asked.receive())
+        except TimeoutError:
+            raise Broken(f"no offer of a direct link in {DIAL_S:.0f} s") from None
+        finally:
+            asked.close()
+        if not host:
+            raise Broken("reached by a relay only")
+        return await dial(host, offer, peer=peer)
+
+    async def _offer(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """To whoever opened the daemon's stream, whom the daemon has made sure of."""
+        assert self._links is not None
+        peer = info.peer_id.to_base58()
+        stream = Stream(reader, writer, peer=peer)
+        try:
+            await stream.send(self._links.offer(peer).canonical())
+            await stream.closed_by_peer(DIAL_S)
+        except Broken as broken:
+            self._log.warning("an offer of a direct link was not taken", peer=peer, reason=broken)
+        finally:
+            stream.close()
+
+    async def _open(self, peer: str, protocol: str) -> tuple[Stream, str]:
+        """The daemon's stream, and the host it goes to, if it goes there straight."""
         from hivemind.p2p import PeerID
         from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
         try:
             async with asyncio.timeout(OPEN_S):
-                _, reader, writer = await self._p2p.call_binary_stream_handler(
-                    PeerID.from_base58(peer), self._protocol
+                info, reader, writer = await self._p2p.call_binary_stream_handler(
+                    PeerID.from_base58(peer), protocol
                 )
         except (P2PDaemonError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-            raise Broken(f"no stream to {peer}: {error or f'{OPEN_S:.0f} s'}") from None
-        return Stream(reader, writer)
+            raise Broken(f"no stream to {peer}: {str(error) or f'{OPEN_S:.0f} s'}") from None
+        return Stream(reader, writer, peer=peer), _host(str(info.addr))
 
     async def announce(self, card: bytes, *, for_s: float) -> None:
         from hivemind.utils import get_dht_time
@@ -113,6 +175,8 @@ class HivemindMesh:
     async def stop(self) -> None:
         if self._p2p is None:
             return
+        if self._links is not None:
+            self._links.close()
         try:
             async with asyncio.timeout(STOP_S):
                 if self._node is not None:
@@ -145,6 +209,13 @@ class HivemindMesh:
             address.identity.parent.mkdir(parents=True, exist_ok=True)
             options["identity_path"] = str(address.identity)
         return options
+
+
+def _host(address: str) -> str:
+    """Of a multiaddress such as /ip4/203.0.113.5/tcp/8710; empty if it leads through a relay."""
+    words = address.split("/")
+    straight = len(words) > 2 and words[1] in ("ip4", "ip6") and "p2p-circuit" not in words
+    return words[2] if straight else ""
 
 
 def _tie_to_this_process(daemon: int) -> Any:

@@ -6,13 +6,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from shoal.diloco.gather import Ballot, Choice, choose
-from shoal.diloco.messages import Card, GroupAnswer, ReadyAsk, Standing, VoteAnswer, VoteAsk
+from shoal.diloco.messages import GroupAnswer, ReadyAsk, Standing, VoteAnswer, VoteAsk
 from shoal.diloco.roster import Roster
 
 LOOK_S = 0.5
 """How often those who are missing are asked whether they live."""
 
-Ping = Callable[[str], Awaitable[Card | None]]
+Ping = Callable[[str], Awaitable[bool]]
+"""Whether a peer may be taken to live."""
 
 
 @dataclass(slots=True)
@@ -22,7 +23,11 @@ class _Open:
 
 
 class Leader:
-    """Lives on the peer's event loop. `ping` asks a peer for its card and keeps the roster up to date."""
+    """Lives on the peer's event loop. `ping` asks a peer for its card and keeps the roster up to date.
+
+    Peers that waited for a core take different ones for gone, and so different ones for the leader. Whoever is asked but knows of
+    an earlier id that lives sends all who wait here on to it: everybody ends up with the first id that anybody can reach.
+    """
 
     def __init__(self, roster: Roster, ping: Ping, *, gather_s: float, min_peers: int) -> None:
         self._roster, self._ping = roster, ping
@@ -83,17 +88,35 @@ class Leader:
             missing = self._missing()
             # The leader's own readiness comes like everybody's; until then it is missing too.
             everybody = not missing and (self._roster.me in self._asks or self.standing is None)
-            late = time.monotonic() - started_s > self._gather_s
+            if (first := self._roster.leader(time.monotonic(), me_reachable=True)) != self._roster.me:
+                self._send_off(f"{first} leads, not this peer", first or "")
+                return
+            # Whoever is ready takes its round alone when its wait ends: half of it goes to waiting for others, no more.
+            half_s = min(ask.wait_s / 2 for ask, _ in self._asks.values())
+            waited_s = time.monotonic() - started_s
+            late = waited_s > min(self._gather_s, half_s)
             choice = choose([ask for ask, _ in self._asks.values()], self._elsewhere())
             enough = len(choice.members) >= self._min_peers
             if not choice.members or ((everybody or late) and enough):
                 self._close(choice)
+                return
+            if waited_s > half_s:
+                # They come again at once, and with a fresh mind: a peer they could not reach may have been left out.
+                self._send_off(
+                    f"{len(choice.members)} of at least {self._min_peers} peers after {waited_s:.0f} s"
+                )
                 return
             try:
                 async with asyncio.timeout(LOOK_S):
                     await self._news.wait()
             except TimeoutError:
                 await asyncio.gather(*(self._ping(peer) for peer in missing))
+
+    def _send_off(self, reason: str, leader: str = "") -> None:
+        asks, self._asks = self._asks, {}
+        told = GroupAnswer(outcome="retry", reason=reason, leader=leader)
+        for _, answer in asks.values():
+            _answer(answer, told)
 
     def _elsewhere(self) -> list[Standing]:
         """States of those who are not ready: if one is newer, nobody here needs to wait."""
@@ -143,7 +166,7 @@ class Leader:
 
     async def _look_after(self, held: _Open) -> None:
         for peer in held.ballot.members:
-            if peer not in held.ballot.votes and peer != self._roster.me and await self._ping(peer) is None:
+            if peer not in held.ballot.votes and peer != self._roster.me and not await self._ping(peer):
                 held.ballot.lost = held.ballot.lost or f"{peer} is gone"
                 held.decided.set()
 

@@ -28,8 +28,11 @@ class Mesh(Protocol):
     async def start(self, handler: Handler) -> None:
         """Come up, find the swarm, and give every stream from another peer to `handler`."""
 
-    async def open(self, peer: str) -> Stream:
-        """A stream to a peer. Raises Broken."""
+    async def open(self, peer: str, *, bulk: bool = False) -> Stream:
+        """A stream to a peer; `bulk`: for megabytes, which may be worth another way there. Raises Broken."""
+
+    def broke(self, peer: str) -> None:
+        """A bulk stream to that peer broke off: if there is another way, take it the next time."""
 
     async def announce(self, card: bytes, *, for_s: float) -> None:
         """Make `card` known under this peer's id."""
@@ -89,14 +92,17 @@ class LocalMesh:
         self._handler, self._loop = handler, asyncio.get_running_loop()
         self._hub.enter(self)
 
-    async def open(self, peer: str) -> Stream:
+    async def open(self, peer: str, *, bulk: bool = False) -> Stream:
         other = self._hub.find(peer)
         if other is None or not other.reachable:
             raise Broken(f"{peer} is not there")
         ours, theirs = socket.socketpair()
-        other._accept(theirs)
+        other._accept(theirs, self.peer)
         reader, writer = await asyncio.open_connection(sock=ours)
-        return self._keep(Stream(reader, writer))
+        return self._keep(Stream(reader, writer, peer=peer))
+
+    def broke(self, peer: str) -> None:
+        """There is but one way."""
 
     async def announce(self, card: bytes, *, for_s: float) -> None:
         self.card = card
@@ -117,7 +123,7 @@ class LocalMesh:
         self._streams.add(stream)
         return stream
 
-    def _accept(self, end: socket.socket) -> None:
+    def _accept(self, end: socket.socket, peer: str) -> None:
         assert self._loop is not None
 
         taken = threading.Event()
@@ -127,7 +133,7 @@ class LocalMesh:
             try:
                 reader, writer = await asyncio.open_connection(sock=end)
                 taken.set()
-                stream = self._keep(Stream(reader, writer))
+                stream = self._keep(Stream(reader, writer, peer=peer))
                 try:
                     await self._handler(stream)
                 finally:

@@ -1,10 +1,13 @@
 """What peers say to each other, as JSON in one frame; chunks and states follow as frames of bytes."""
 
-from typing import Literal
+import re
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shoal.wire.record import Count, Record
+
+_KEY = re.compile(r"[0-9a-f]{64}")
 
 
 class Standing(Record):
@@ -62,6 +65,8 @@ class GroupAnswer(Record):
     reason: str = ""
     at_least: Count = 0
     """With `behind`: the round that the state to fetch has reached."""
+    leader: str = Field(default="", max_length=128)
+    """With `retry`: who leads instead, of whom the one who asked may not know."""
     id: str = ""
     members: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
@@ -105,6 +110,23 @@ class StateHead(Record):
     """Values per fragment; bases in this order, then momenta."""
     phase: Count = 0
     step: Count = 0
+
+
+class LinkOffer(Record):
+    """Over the daemon's stream: dial this port where you reach me, with this token; what you send is sealed with the first key."""
+
+    port: int = Field(ge=0, le=65535)
+    """0: no direct link."""
+    token: str = Field(pattern=r"^([0-9a-f]{32})?$")
+    keys: tuple[str, ...] = Field(max_length=2)
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.port and (
+            len(self.token) != 32 or any(not _KEY.fullmatch(key) for key in self.keys) or len(self.keys) != 2
+        ):
+            raise ValueError("an offer has a token of 16 bytes and two keys of 32")
+        return self
 
 
 class Asked(Record):

@@ -98,6 +98,11 @@ class DiLoCo(Optimizer):
         self.joined = False
         self.stop = threading.Event()
         self.on_round: Callable[[Landed], None] = lambda landed: None
+        self.on_offer: Callable[[int], None] = lambda round: None
+        """Told a round's number before anybody is given this site's share of it."""
+        self.carries = True
+        """Whether `join` puts what was trained since the last round on top of a newer state. Not after a restart, unless it is
+        known that no other peer was offered it: the newer state may hold it already."""
         self._site = site
         self._log = Log("diloco")
         self._samples = 0.0
@@ -114,7 +119,7 @@ class DiLoCo(Optimizer):
         fetched = self.averager.join(deadline_s=deadline_s)
         adopted = fetched is not None and fetched.state.work > self.outer_state.work
         if fetched is not None and (adopted or not self.steps):
-            self._adopt(fetched)
+            self._adopt(fetched, carry=self.carries)
         self._digest = self.averager.serve(self.outer_state, step=self.steps)
         self._agree_on_phase()
         self.joined = True
@@ -171,6 +176,7 @@ class DiLoCo(Optimizer):
         )
         self.steps, self.phase = state_dict["steps"], state_dict["phase"]
         self._samples = state_dict["samples"]
+        self.carries = False
 
     @property
     def in_flight(self) -> bool:
@@ -197,6 +203,7 @@ class DiLoCo(Optimizer):
         state, weight = self.outer_state, self._samples or float(self.schedule.interval)
         ready = Ready(round=state.round, work=state.work, digest=self._digest, weight=weight)
         self.phase, self._samples = 0, 0.0
+        self.on_offer(state.round)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="round")
 
@@ -220,7 +227,7 @@ class DiLoCo(Optimizer):
         result = flight.result()
         if result.outcome is Outcome.ADOPTED:
             assert result.fetched is not None
-            self._adopt(result.fetched)
+            self._adopt(result.fetched, carry=True)
             self._samples += weight
         else:
             self._apply(result)
@@ -246,8 +253,8 @@ class DiLoCo(Optimizer):
             new_N = self._fragments[at].read() * mix + new_N * (np.float32(1) - mix)
         self._fragments[at].write(new_N)
 
-    def _adopt(self, fetched: Fetched) -> None:
-        """The swarm's state for ours. What was trained since our last round is kept, on top of it."""
+    def _adopt(self, fetched: Fetched, *, carry: bool) -> None:
+        """The swarm's state for ours. `carry`: what was trained since our last round is kept, on top of it."""
         theirs = tuple(len(base) for base in fetched.state.bases)
         ours = tuple(fragment.num_values for fragment in self._fragments)
         if theirs != ours:
@@ -258,7 +265,9 @@ class DiLoCo(Optimizer):
         for fragment, old_N, new_N in zip(
             self._fragments, self.outer_state.bases, fetched.state.bases, strict=True
         ):
-            fragment.write(new_N + (fragment.read() - fragment.as_held(old_N)))
+            fragment.write(new_N + (fragment.read() - fragment.as_held(old_N)) if carry else new_N)
+        if not carry:
+            self._samples = 0.0
         self.outer_state = fetched.state
         self.steps = max(self.steps, fetched.step)
         self.phase = min(fetched.phase, self.schedule.interval - 1)

@@ -6,47 +6,34 @@ its part, and every stream is opened by the one who wants something.
 
 import asyncio
 import contextlib
-import random
 import threading
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from shoal.diloco.answering import Answers
+from shoal.diloco.asking import Silent, ask_peer
 from shoal.diloco.averager import Behind, Fetched, Group, Ready, Reduced, RoundFailed
 from shoal.diloco.codec import CodecName
+from shoal.diloco.fetching import fetch_from, newest_holders
+from shoal.diloco.holding import Holding
 from shoal.diloco.leading import Leader
 from shoal.diloco.mesh import Broken, Mesh, Stream
-from shoal.diloco.messages import (
-    Asked,
-    Bye,
-    Card,
-    GroupAnswer,
-    Hello,
-    PartAsk,
-    ReadyAsk,
-    Standing,
-    StateAsk,
-    StateHead,
-    VoteAnswer,
-    VoteAsk,
-)
+from shoal.diloco.messages import Bye, Card, GroupAnswer, Hello, ReadyAsk, Standing, VoteAnswer, VoteAsk
 from shoal.diloco.outer import OuterState, Vector
 from shoal.diloco.reducing import Reducer
 from shoal.diloco.roster import Roster
-from shoal.diloco.states import receive_state, send_state
 from shoal.net.deadline import Stopped
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
-from shoal.wire.record import Record
 
 T = TypeVar("T")
-R = TypeVar("R", bound=Record)
 
 HELLO_S = 5.0
 """How long a peer may take to say it lives."""
-ASK_S = 30.0
-"""How long a peer that opened a stream may take to say what it wants, and the directory to answer."""
+DIRECTORY_S = 30.0
+"""How long the directory may take to answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +66,7 @@ class PeerAverager:
         self._stop = stop or threading.Event()
         self._codec: CodecName = codec
         self._terms = terms or Terms()
-        self._state: OuterState | None = None
-        self._standing: Standing | None = None
-        self._step = self._phase = 0
-        self._in_round = False
+        self._holding = Holding()
         self._at_least = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="averager", daemon=True)
@@ -107,12 +91,12 @@ class PeerAverager:
     def join(self, *, deadline_s: float) -> Fetched | None:
         self._call(self._start(), deadline_s, "the swarm's directory")
         cards = self._call(self._meet(), deadline_s, "the other peers' hellos")
-        if not self._holders(cards):
+        if not newest_holders(cards, self._holding.standing, at_least=self._at_least):
             return None
         return self.fetch(deadline_s=deadline_s)
 
     def begin(self, ready: Ready, *, deadline_s: float) -> Group:
-        self._in_round = True
+        self._holding.in_round = True
         return self._call(self._begin(ready, deadline_s), deadline_s + 5, f"a group for round {ready.round}")
 
     def reduce(self, group: Group, delta_N: Vector, *, deadline_s: float) -> Reduced:
@@ -136,15 +120,16 @@ class PeerAverager:
         standing = Standing(work=state.work, round=state.round, state_digest=digest)
 
         def show() -> None:
-            self._state, self._standing = state, standing
+            self._holding.show(state, standing)
             self._leader.standing = standing
 
-        self._step, self._phase, self._in_round = step, 0, False
+        held = self._holding
+        held.step, held.phase, held.in_round = step, 0, False
         self._loop.call_soon_threadsafe(show)
         return digest
 
     def progress(self, *, phase: int, step: int) -> None:
-        self._phase, self._step = phase, step
+        self._holding.phase, self._holding.step = phase, step
 
     def leave(self) -> None:
         if self._stopped:
@@ -178,11 +163,19 @@ class PeerAverager:
         if self._chores is not None:
             return
         terms = self._terms
-        await self._mesh.start(self._handle)
+        answers: asyncio.Future[Answers] = self._loop.create_future()
+
+        async def handle(stream: Stream) -> None:
+            await (await answers).handle(stream)
+
+        await self._mesh.start(handle)  # which tells us who we are
         self._roster = Roster(self._mesh.peer)
         self._leader = Leader(self._roster, self._ping, gather_s=terms.gather_s, min_peers=terms.min_peers)
         self._reducer = Reducer(
             self._mesh, self._roster, self._ping, codec=self._codec, stall_s=terms.stall_s
+        )
+        answers.set_result(
+            Answers(self._mesh, self._roster, self._leader, self._reducer, self._holding, log=self._log)
         )
         await self._refresh()
         self._chores = asyncio.create_task(self._announce())
@@ -192,7 +185,7 @@ class PeerAverager:
             return
         self._chores.cancel()
         self._leader.stop()
-        goodbyes = (self._ask(peer, Bye(peer=self.peer), Card, 2.0) for peer in self.peers())
+        goodbyes = (ask_peer(self._mesh, peer, Bye(peer=self.peer), Card, 2.0) for peer in self.peers())
         await asyncio.gather(*goodbyes, return_exceptions=True)
         await self._mesh.stop()
         rest = asyncio.all_tasks() - {asyncio.current_task()}
@@ -205,10 +198,12 @@ class PeerAverager:
         while True:
             await asyncio.sleep(self._terms.announce_s)
             try:
-                async with asyncio.timeout(ASK_S):
+                async with asyncio.timeout(DIRECTORY_S):
                     await self._refresh()
             except (Broken, TimeoutError) as error:
-                self._log.warning("the directory does not answer", reason=error or f"{ASK_S:.0f} s")
+                self._log.warning(
+                    "the directory does not answer", reason=str(error) or f"{DIRECTORY_S:.0f} s"
+                )
 
     async def _refresh(self) -> None:
         await self._mesh.announce(self._card().canonical(), for_s=4 * self._terms.announce_s)
@@ -221,42 +216,30 @@ class PeerAverager:
         self._roster.read(cards, time.monotonic())
 
     def _card(self) -> Card:
-        return Card(
-            peer=self.peer,
-            reachable=self._mesh.reachable,
-            standing=self._standing,
-            phase=self._phase,
-            in_round=self._in_round,
-        )
+        return self._holding.card(self.peer, reachable=self._mesh.reachable)
 
     async def _meet(self) -> list[Card]:
         """Say hello to everybody: they know of us before the directory does, and we of their states."""
-        cards = await asyncio.gather(*(self._ping(peer) for peer in self.peers()))
+        cards = await asyncio.gather(*(self._hello(peer) for peer in self.peers()))
         return [card for card in cards if card is not None]
 
-    async def _ping(self, peer: str) -> Card | None:
+    async def _hello(self, peer: str) -> Card | None:
+        if not self._roster.reachable(peer):
+            return None  # and no proof of anything: who only reaches out need not be connected to us
         try:
-            card = await self._ask(peer, Hello(card=self._card()), Card, HELLO_S)
+            card = await ask_peer(self._mesh, peer, Hello(card=self._card()), Card, HELLO_S)
+        except Silent:
+            self._roster.missed(peer, time.monotonic())
+            return None
         except RoundFailed:
             self._roster.suspect(peer, time.monotonic())
             return None
         self._roster.heard(card)
         return card
 
-    async def _ask(self, peer: str, ask: Record, answer: type[R], deadline_s: float) -> R:
-        """One question, one answer. Raises RoundFailed."""
-        stream: Stream | None = None
-        try:
-            async with asyncio.timeout(deadline_s):
-                stream = await self._mesh.open(peer)
-                await stream.send(Asked.model_validate({"ask": ask}).canonical())
-                payload, _ = await stream.receive()
-                return answer.parse(bytes(payload))
-        except (Broken, TimeoutError, Rejected) as error:
-            raise RoundFailed(f"{peer} does not answer: {error or f'{deadline_s:.0f} s'}") from None
-        finally:
-            if stream is not None:
-                stream.close()
+    async def _ping(self, peer: str) -> bool:
+        """Whether it answers, or may yet: one hello that found it busy is no proof."""
+        return await self._hello(peer) is not None or not self._roster.suspected(peer, time.monotonic())
 
     # -- rounds -------------------------------------------------------------------------------------------
 
@@ -278,6 +261,8 @@ class PeerAverager:
             self._at_least = answer.at_least
             raise Behind(answer.reason)
         if answer.outcome == "retry":
+            if answer.leader:
+                await self._hello(answer.leader)  # whom we took for gone; if it answers, it is asked next
             raise RoundFailed(answer.reason)
         return Group(
             id=answer.id,
@@ -292,7 +277,7 @@ class PeerAverager:
         if leader == self.peer:
             return await self._leader.ready(ask)
         try:
-            return await self._ask(leader, ask, GroupAnswer, deadline_s + 2)
+            return await ask_peer(self._mesh, leader, ask, GroupAnswer, deadline_s + 2)
         except RoundFailed:
             self._roster.suspect(leader, time.monotonic())
             raise
@@ -303,7 +288,7 @@ class PeerAverager:
             if group.leader == self.peer:
                 answer = await self._leader.vote(ask)
             else:
-                answer = await self._ask(group.leader, ask, VoteAnswer, deadline_s + 2)
+                answer = await ask_peer(self._mesh, group.leader, ask, VoteAnswer, deadline_s + 2)
         finally:
             self._loop.call_later(60, self._reducer.forget, group.id)
         if not answer.commit:
@@ -317,104 +302,15 @@ class PeerAverager:
         reason = "nobody is there"
         while time.monotonic() < until_s:
             cards = await self._meet()
-            for card in self._holders(cards):
+            for card in newest_holders(cards, self._holding.standing, at_least=self._at_least):
                 try:
                     async with asyncio.timeout(max(1.0, until_s - time.monotonic())):
-                        return await self._fetch_from(card.peer)
+                        fetched = await fetch_from(self._mesh, card.peer, self._holding.lengths)
                 except (RoundFailed, TimeoutError) as error:
-                    reason = f"{card.peer}: {error or 'took too long'}"
+                    reason = f"{card.peer}: {str(error) or 'took too long'}"
                     self._log.warning("no state from that peer", peer=card.peer, reason=reason)
+                else:
+                    self._at_least = 0
+                    return fetched
             await asyncio.sleep(0.2)
         raise RoundFailed(f"no newer state after {deadline_s:.0f} s: {reason}")
-
-    def _holders(self, cards: list[Card]) -> list[Card]:
-        """Those with the newest state, in any order so that newcomers do not all ask the same one."""
-        held = [(card.standing, card) for card in cards if card.standing is not None and card.reachable]
-        own = None if self._standing is None else self._standing.order()
-        newer = [
-            (standing, card)
-            for standing, card in held
-            if standing.round >= self._at_least and (own is None or standing.order() > own)
-        ]
-        if not newer:
-            return []
-        newest = max(standing.order() for standing, _ in newer)
-        holders = [card for standing, card in newer if standing.order() == newest]
-        random.shuffle(holders)
-        return holders
-
-    async def _fetch_from(self, peer: str) -> Fetched:
-        lengths = None if self._state is None else tuple(len(base) for base in self._state.bases)
-        stream: Stream | None = None
-        try:
-            stream = await self._mesh.open(peer)
-            await stream.send(Asked(ask=StateAsk(peer=self.peer)).canonical())
-            fetched = await receive_state(stream, lengths)
-        except (Broken, Rejected) as error:
-            raise RoundFailed(f"broke off: {error}") from None
-        finally:
-            if stream is not None:
-                stream.close()
-        self._at_least = 0
-        return fetched
-
-    # -- what others ask ----------------------------------------------------------------------------------
-
-    async def _handle(self, stream: Stream) -> None:
-        """One question of a peer; bytes that are none are dropped with the stream."""
-        try:
-            async with asyncio.timeout(ASK_S):
-                payload, _ = await stream.receive()
-            ask = Asked.parse(bytes(payload)).ask
-            await self._answer(ask, stream)
-        except (Broken, Rejected, TimeoutError) as error:
-            self._log.warning("a stream came to nothing", reason=error or f"no question in {ASK_S:.0f} s")
-            return
-        # Whoever asked closes first: a daemon may drop what is still in flight when we do.
-        await stream.closed_by_peer(30.0)
-
-    async def _answer(self, ask: Record, stream: Stream) -> None:
-        match ask:
-            case Hello():
-                self._roster.heard(ask.card)
-                await stream.send(self._card().canonical())
-            case Bye():
-                self._roster.left(ask.peer)
-                await stream.send(self._card().canonical())
-            case ReadyAsk():
-                await self._answer_ready(ask, stream)
-            case VoteAsk():
-                await stream.send((await self._leader.vote(ask)).canonical())
-            case PartAsk():
-                await self._reducer.handle(ask, stream)
-            case StateAsk():
-                await self._answer_state(stream)
-
-    async def _answer_ready(self, ask: ReadyAsk, stream: Stream) -> None:
-        """Hold it until there is a group; if the one who asked goes away meanwhile, so does its place in the group."""
-        waiting = asyncio.create_task(self._leader.ready(ask))
-        gone = asyncio.create_task(stream.closed_by_peer(ask.wait_s + 5))
-        try:
-            await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
-                self._roster.suspect(ask.peer, time.monotonic())
-                return
-        finally:
-            for task in (waiting, gone):
-                if not task.done():
-                    task.cancel()
-            await asyncio.gather(waiting, gone, return_exceptions=True)
-        await stream.send(waiting.result().canonical())
-
-    async def _answer_state(self, stream: Stream) -> None:
-        state, standing = self._state, self._standing
-        if state is None or standing is None:
-            await stream.send(StateHead(standing=None).canonical())
-            return
-        head = StateHead(
-            standing=standing,
-            lengths=tuple(len(base) for base in state.bases),
-            phase=self._phase,
-            step=self._step,
-        )
-        await send_state(stream, head, state)

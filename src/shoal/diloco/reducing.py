@@ -12,15 +12,18 @@ import numpy as np
 from blake3 import blake3
 
 from shoal.diloco.averager import Group, Reduced, RoundFailed
-from shoal.diloco.codec import CodecName, decode, encode
+from shoal.diloco.codec import CodecName, coded_bytes, decode, encode
 from shoal.diloco.mesh import Broken, Mesh, Stream
-from shoal.diloco.messages import Asked, Card, PartAsk
+from shoal.diloco.messages import Asked, PartAsk
 from shoal.diloco.outer import Vector
 from shoal.diloco.part import Part, chunk_bounds, part_bounds
 from shoal.diloco.roster import Roster
 
 LOOK_S = 1.0
-Ping = Callable[[str], Awaitable[Card | None]]
+BULK = 1 << 20
+"""Bytes from which a link of its own is worth a round trip."""
+Ping = Callable[[str], Awaitable[bool]]
+"""Whether a peer may be taken to live."""
 
 
 class Reducer:
@@ -93,7 +96,7 @@ class Reducer:
     async def _read(self, part: Part, peer: str, stream: Stream) -> None:
         try:
             for at in range(len(part.lengths)):
-                coded, _ = await stream.receive()
+                coded = await stream.receive()
                 part.put(peer, at, coded)
         except Broken as broken:
             self._roster.suspect(peer, time.monotonic())
@@ -137,7 +140,7 @@ class Reducer:
                     continue
                 if stalled:
                     self._roster.suspect(peer, time.monotonic())
-                if stalled or await self._ping(peer) is None:
+                if stalled or not await self._ping(peer):
                     part.fail(f"{peer} stands still" if stalled else f"{peer} is gone")
 
     async def _send(
@@ -150,7 +153,8 @@ class Reducer:
         deadline_s: float,
     ) -> tuple[list[bytes], int]:
         try:
-            stream = await self._mesh.open(owner)
+            num_bytes = coded_bytes(self._codec, chunks[-1][1] - chunks[0][0])
+            stream = await self._mesh.open(owner, bulk=num_bytes >= BULK)
         except Broken as broken:
             self._roster.suspect(owner, time.monotonic())
             raise RoundFailed(f"{owner} cannot be reached: {broken}") from None
@@ -164,6 +168,7 @@ class Reducer:
             return digests, stream.num_sent
         except Broken as broken:
             self._roster.suspect(owner, time.monotonic())
+            self._mesh.broke(owner)
             raise RoundFailed(f"{owner} broke off: {broken}") from None
         finally:
             if sending is not None:
@@ -180,9 +185,9 @@ class Reducer:
     ) -> list[bytes]:
         digests = []
         for start, end in chunks:
-            total, digest = await stream.receive()
+            total, digest = await stream.receive_digested()
             if not total:
-                reason, _ = await stream.receive()
+                reason = await stream.receive()
                 raise RoundFailed(f"{owner}: {reason.decode(errors='replace')[:300]}")
             try:
                 average_N[start:end] = decode(self._codec, total, end - start)

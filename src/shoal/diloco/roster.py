@@ -7,18 +7,23 @@ from shoal.diloco.messages import Card
 SUSPECT_S = 10.0
 """How long a peer that could not be reached is left out, unless it says hello."""
 
+MISSED_S = 60.0
+"""Two silences further apart than this have nothing to do with each other."""
+
 
 @dataclass(slots=True)
 class Roster:
     me: str
     _cards: dict[str, Card] = field(default_factory=dict)
     _suspect_until_s: dict[str, float] = field(default_factory=dict)
+    _missed_s: dict[str, float] = field(default_factory=dict)
     _gone: set[str] = field(default_factory=set)
 
     def heard(self, card: Card) -> None:
         """From the peer itself: it lives, whatever was thought of it."""
         self._gone.discard(card.peer)
         self._suspect_until_s.pop(card.peer, None)
+        self._missed_s.pop(card.peer, None)
         if card.peer != self.me:
             self._cards[card.peer] = card
 
@@ -38,6 +43,20 @@ class Roster:
     def suspect(self, peer: str, now_s: float) -> None:
         if peer != self.me:
             self._suspect_until_s[peer] = now_s + SUSPECT_S
+
+    def missed(self, peer: str, now_s: float) -> None:
+        """It was silent, which a busy machine is too: suspected only if it was silent the last time as well."""
+        before_s = self._missed_s.get(peer)
+        self._missed_s[peer] = now_s
+        if before_s is not None and now_s - before_s < MISSED_S:
+            self.suspect(peer, now_s)
+
+    def reachable(self, peer: str) -> bool:
+        """As far as is known; who is not known may be."""
+        return peer not in self._cards or self._cards[peer].reachable
+
+    def suspected(self, peer: str, now_s: float) -> bool:
+        return self._suspect_until_s.get(peer, now_s) > now_s
 
     def suspects(self, now_s: float) -> tuple[str, ...]:
         return tuple(sorted(peer for peer, until_s in self._suspect_until_s.items() if until_s > now_s))

@@ -77,16 +77,17 @@ def take_round(
     log: Log,
     stop: threading.Event,
 ) -> RoundResult:
-    """Average `delta_N` with whoever is ready. Returns by `deadline_s` (plus at most one fetch of a state)."""
+    """Average `delta_N` with whoever is ready. Returns by `deadline_s`, give or take a second."""
     progress = _Progress()
     pause_s = 0.05
     while (left_s := deadline_s - (time.monotonic() - progress.started_s)) > 0:
         progress.attempts += 1
+        tried_s = time.monotonic()
         try:
             return _attempt(averager, ready, delta_N, left_s=left_s, progress=progress)
         except Behind as behind:
             try:
-                fetched = averager.fetch(deadline_s=deadline_s)
+                fetched = averager.fetch(deadline_s=max(1.0, left_s - (time.monotonic() - tried_s)))
             except RoundFailed as failed:
                 progress.reasons.append(f"{behind}; {failed}")
             else:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shoal.diloco.averager import Averager
-from shoal.diloco.checkpoint import SiteCheckpoints
+from shoal.diloco.checkpoint import OfferedRound, SiteCheckpoints
 from shoal.diloco.config import DilocoFile
 from shoal.diloco.data import Samples, Tokens, read_corpus
 from shoal.diloco.language import (
@@ -78,11 +78,13 @@ class Site:
         self._load_data(source, folder, peer)
         self.optimizer = self._make_optimizer(averager)
         self._checkpoints = SiteCheckpoints(folder / "checkpoints", log=self.log)
+        self._offered = OfferedRound(folder / "offered")
 
     def train(self, *, join_s: float) -> Progress:
         self._resume()
         self.optimizer.stop = self._stop
         self.optimizer.on_round = self._landed
+        self.optimizer.on_offer = self._offered.write
         adopted = self.optimizer.join(deadline_s=join_s)
         self.log.info("joined", peer=self.optimizer.averager.peer, round=self.optimizer.outer_state.round)
         if adopted:
@@ -232,6 +234,8 @@ class Site:
                 own[name].copy_(value)
         self.optimizer.load_state_dict(kept["optimizer"])
         self._samples.position = kept["position"]
+        # A share that was offered after this checkpoint may have been merged: it must not count again.
+        self.optimizer.carries = self._offered.read() < self.optimizer.outer_state.round
         self.log.info("resumed", step=self.optimizer.steps, round=self.optimizer.outer_state.round)
 
 

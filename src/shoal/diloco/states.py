@@ -22,7 +22,7 @@ async def send_state(stream: Stream, head: StateHead, state: OuterState) -> None
 
 async def receive_state(stream: Stream, lengths: tuple[int, ...] | None) -> Fetched:
     """`lengths`: what this peer's model has per fragment, if it knows; another model is refused before it is read."""
-    payload, _ = await stream.receive()
+    payload = await stream.receive()
     head = StateHead.parse(bytes(payload))
     if head.standing is None:
         raise RoundFailed("that peer holds no state yet")
@@ -47,7 +47,7 @@ async def receive_state(stream: Stream, lengths: tuple[int, ...] | None) -> Fetc
 async def _receive_vector(stream: Stream, length: int) -> Vector:
     vector = np.empty(length, np.float32)
     for piece in _slices(vector):
-        payload, _ = await stream.receive()
+        payload = await stream.receive()
         if len(payload) != 4 * len(piece):
             raise RoundFailed(f"a frame of {len(payload)} bytes where a state has {4 * len(piece)}")
         piece[:] = np.frombuffer(payload, "<f4")

@@ -142,9 +142,10 @@ class _Frames(asyncio.BufferedProtocol):
 
 
 class Stream:
-    """Takes over a connection that asyncio opened, at the moment it is made."""
+    """Takes over a connection that asyncio opened, at the moment it is made. `peer`: who is at the other end, where that is known."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, peer: str = "") -> None:
+        self.peer = peer
         self._writer: asyncio.StreamWriter = writer
         transport = writer.transport
         began = bytes(reader._buffer)  # type: ignore[attr-defined]
@@ -158,7 +159,9 @@ class Stream:
         self.num_sent = 0
 
     async def send(self, payload: bytes | memoryview | bytearray, digest: bytes | None = None) -> None:
-        digest = blake3(payload).digest() if digest is None else digest
+        await self._put(payload, blake3(payload).digest() if digest is None else digest)
+
+    async def _put(self, payload: bytes | memoryview | bytearray, digest: bytes) -> None:
         transport, view = self._writer.transport, memoryview(payload)
         if transport.is_closing():
             raise Broken(f"the other side hung up: {self._frames.ended or 'closed'}")
@@ -169,8 +172,13 @@ class Stream:
         await self._frames.writable()
         self.num_sent += _HEAD.size + len(payload)
 
-    async def receive(self) -> tuple[bytes | bytearray, bytes]:
-        """The next frame and its digest."""
+    async def receive(self) -> bytes | bytearray:
+        """The next frame."""
+        payload, _ = await self.receive_digested()
+        return payload
+
+    async def receive_digested(self) -> tuple[bytes | bytearray, bytes]:
+        """The next frame and the digest of what arrived."""
         payload, digest = await self._frames.next()
         if blake3(payload).digest() != digest:
             raise Broken(f"a frame of {len(payload)} bytes does not fit its digest")

@@ -240,7 +240,7 @@ class TorchftAverager:
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             stream = Stream(reader, writer)
             try:
-                payload, _ = await stream.receive()
+                payload = await stream.receive()
                 Asked.parse(bytes(payload))
                 await self._send_state(stream)
                 await stream.closed_by_peer(30.0)
