@@ -1,0 +1,53 @@
+"""Lanes: threads that each compute a share of the rows on a core of their own, from the first layer to the drawn token.
+
+torch's own threads share every operation instead, and meet after each: a thousand times a step, most of the operations too
+small to be shared, and every meeting as late as the busier core. Lanes meet once a step. Each reads all the weights, so
+they pay where a lane has rows enough to be busy computing rather than reading.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+START_S = 60.0
+"""Threads that have not started by then never will."""
+
+T = TypeVar("T")
+
+
+class Lanes:
+    """As many as torch has threads where this is made."""
+
+    def __init__(self) -> None:
+        self.num = torch.get_num_threads()
+        self._pool = one_core_threads(self.num, "lane") if self.num > 1 else None
+
+    def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
+        """What the jobs give, in their order. They also start in this order, so the longest should come first."""
+        if self._pool is None or len(jobs) == 1:  # alone, a job may have all of torch's threads
+            return [job() for job in jobs]
+        return [done.result() for done in [self._pool.submit(_inferred, job) for job in jobs]]
+
+
+def one_core_threads(num: int, name: str) -> ThreadPoolExecutor:
+    """Threads in which torch uses no further ones. In the calling thread it uses as many as before."""
+    mine = torch.get_num_threads()
+    pool = ThreadPoolExecutor(num, thread_name_prefix=name)
+    all_there = threading.Barrier(num)
+
+    def settle(_: int) -> None:
+        all_there.wait(START_S)  # else one thread could take all the places
+        torch.set_num_threads(1)
+
+    list(pool.map(settle, range(num)))
+    torch.set_num_threads(mine)  # the last number set anywhere is what threads to come will have
+    return pool
+
+
+@torch.inference_mode()
+def _inferred(job: Callable[[], T]) -> T:
+    """torch keeps this mode for each thread apart."""
+    return job()
