@@ -14,6 +14,8 @@ import torch
 
 START_S = 60.0
 """Threads that have not started by then never will."""
+LARGEST_BLOCK_BYTES = 31 << 20
+"""Just below what it takes for unusual in any case."""
 
 T = TypeVar("T")
 
@@ -24,6 +26,7 @@ class Lanes:
     def __init__(self) -> None:
         self.num = torch.get_num_threads()
         self._pool = one_core_threads(self.num, "lane") if self.num > 1 else None
+        _keep_freed_memory()
 
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """What the jobs give, in their order. They also start in this order, so the longest should come first."""
@@ -40,11 +43,18 @@ def one_core_threads(num: int, name: str) -> ThreadPoolExecutor:
 
     def settle(_: int) -> None:
         all_there.wait(START_S)  # else one thread could take all the places
+        torch.get_num_threads()  # a thread's first use takes the number set last, wherever that was: let it be over
         torch.set_num_threads(1)
 
     list(pool.map(settle, range(num)))
     torch.set_num_threads(mine)  # the last number set anywhere is what threads to come will have
     return pool
+
+
+def _keep_freed_memory() -> None:
+    """The GNU allocator gives a thread's memory back to the system, and asks for it again, step after step, unless it has once
+    seen a block of this size come and go: then it takes such for usual."""
+    torch.empty(LARGEST_BLOCK_BYTES, dtype=torch.uint8)
 
 
 @torch.inference_mode()
