@@ -26,7 +26,6 @@ from shoal.rollout.sampling import draw_tokens
 from shoal.rollout.shelf import Batch, prefill
 from shoal.rollout.slots import Slots
 
-
 MIN_ROWS = 4
 """A lane has at least as many, or there are fewer lanes."""
 MIN_PROMPT_TOKENS = 64
@@ -198,4 +197,3 @@ def _divided(batch: Sequence[Prompt], most: int) -> list[list[Prompt]]:
         parts[-1].append(prompt)
         room -= len(prompt)
     return parts
-

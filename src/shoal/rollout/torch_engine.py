@@ -16,7 +16,7 @@ import torch
 
 from shoal.model.fused import fuse
 from shoal.model.load import DTYPES, load_decoder
-from shoal.model.packed import pack, repack
+from shoal.model.packed import pack, repacking
 from shoal.model.shape import read_shape
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, load_weights
@@ -205,8 +205,8 @@ class _Loaded:
 
     def swap(self, folder: Path) -> None:
         load_weights(self.decoder, folder / WEIGHTS_FILE)
-        if self.packed is not self.weights:
-            repack(self.packed, self.weights)
+        if self.lanes is not None:
+            self.lanes.run(repacking(self.packed, self.weights))
 
 
 class _Running:
