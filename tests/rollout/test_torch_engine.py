@@ -260,7 +260,6 @@ def _drain(engine: TorchEngine) -> list[Finished]:
     return finished
 
 
-@torch.no_grad()
 def _weight_places(engine: TorchEngine) -> list[int]:
     """Where in memory the weights are, also those packed for products (whose own place torch does not tell)."""
     loaded = engine._loaded()
@@ -268,6 +267,7 @@ def _weight_places(engine: TorchEngine) -> list[int]:
     return [parameter.data_ptr() for parameter in loaded.decoder.parameters()] + packed
 
 
+@torch.no_grad()
 def _naive(decoder: Decoder, request: Request, end_tokens: frozenset[int]) -> tuple[list[int], list[float]]:
     """One row alone, the whole sequence computed again for every token."""
     tokens: list[int] = []
