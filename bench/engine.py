@@ -10,7 +10,7 @@ spares them the tail that they would otherwise wait for; part `alike` has the en
 
 Parts: engine (proofs off and on, in turns), steps (one full decode step by context), swap (full file and delta), alike,
 generate (transformers in static batches), continuous (its continuous batching), llama (llama.cpp, if llama-cpp-python is
-there). `apart` is short for `--parts apart`: how far two computations of the same rows are from each other.
+there), vllm (last, for it ties threads to cores; needs an environment that has it, docs/engine.md). `apart` is short for `--parts apart`: how far two computations of the same rows are from each other.
 """
 
 import argparse
@@ -44,8 +44,8 @@ from shoal.shardcast.delta import apply_deltas, write_delta
 from shoal.wire.draw import sample_seed
 from shoal.wire.run import ProofSpec
 
-PARTS = ("engine", "steps", "swap", "apart", "alike", "generate", "continuous", "llama")
-RIVALS = ("generate", "continuous", "llama")
+PARTS = ("engine", "steps", "swap", "apart", "alike", "generate", "continuous", "llama", "vllm")
+RIVALS = ("generate", "continuous", "llama", "vllm")
 """What may be missing or fail without ending the run."""
 SHAPES = {
     # hidden, layers, heads, kv heads, head_dim, ffn, vocabulary
@@ -471,6 +471,7 @@ def main() -> None:
         "generate": rivals.bench_generate,
         "continuous": rivals.bench_continuous,
         "llama": rivals.bench_llama,
+        "vllm": rivals.bench_vllm,
     }
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"

@@ -1,9 +1,10 @@
-"""The other engines of bench/engine.py on the same prompts: transformers, twice, and llama.cpp."""
+"""The other engines of bench/engine.py on the same prompts: transformers, twice, llama.cpp and vLLM."""
 
 import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -15,6 +16,7 @@ from shoal.model.load import DTYPES
 from shoal.model.shape import read_shape
 from shoal.model.weights import WEIGHTS_FILE
 from shoal.rollout.engine import Request
+from shoal.wire.run import ProofSpec
 
 
 class Spent(NamedTuple):
@@ -166,6 +168,37 @@ def bench_llama(options: argparse.Namespace, folder: Path, requests: Sequence[Re
         len(requests) * options.baseline_tokens,
         min(passes),
         f"{options.baseline_tokens} tokens a row, prompts computed once, greedy",
+    )
+
+
+def bench_vllm(options: argparse.Namespace, folder: Path, requests: Sequence[Request], table: Lines) -> None:
+    """vLLM behind our interface: it draws as we do, and proves what it has drawn."""
+    from shoal.rollout.vllm_engine import VllmEngine
+
+    engine = VllmEngine(
+        compute_dtype=options.dtype, proof=ProofSpec(), max_rows=options.rows, device=options.device
+    )
+    engine.load(folder, 0)
+
+    def run(num_new: int) -> int:
+        engine.submit([replace(request, max_new_tokens=num_new) for request in requests])
+        tokens = 0
+        while engine.has_work:
+            tokens += sum(len(row.output_tokens) for row in engine.step())
+        return tokens
+
+    run(4)
+    passes = []
+    for version in range(options.repeats):
+        engine.load(folder, 1 + version)  # or it would remember the prompts of the pass before
+        passes.append(spend(options.device, lambda: run(options.baseline_tokens)))
+    spent, tokens = min(passes)
+    assert isinstance(tokens, int)
+    table.rival(
+        f"vLLM, {options.dtype}, {len(requests)} rows",
+        tokens,
+        spent,
+        f"{options.baseline_tokens} tokens a row, prompts computed once, proofs on",
     )
 
 

@@ -1,11 +1,14 @@
 """The engine against a loop that recomputes everything for every token, and its swaps, caps and proofs."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
+from safetensors.torch import load_file, save_file
 
 from shoal import toploc
 from shoal.model.builtin import ALPHABET, create_model
@@ -13,10 +16,12 @@ from shoal.model.decoder import Decoder
 from shoal.model.fused import fuse
 from shoal.model.load import load_decoder
 from shoal.model.tokenizer import CharTokenizer, load_tokenizer
+from shoal.model.weights import WEIGHTS_FILE
 from shoal.rollout.engine import Finished, Request
 from shoal.rollout.sampling import draw_tokens
 from shoal.rollout.shelf import SHELF_SIZES, ShelfSize
 from shoal.rollout.torch_engine import TorchEngine
+from shoal.shardcast.delta import apply_deltas, write_delta
 from shoal.wire.draw import sample_seed, uniforms
 from shoal.wire.rollouts import Finish
 from shoal.wire.run import ProofSpec
@@ -113,6 +118,29 @@ def test_a_swap_equals_a_fresh_load(folder: Path, tmp_path: Path, compute_dtype:
     fresh = _run(_engine(tmp_path / "v1", max_rows=16, compute_dtype=compute_dtype), requests)
     assert second == fresh
     assert {row.output_tokens for row in first.values()} != {row.output_tokens for row in second.values()}
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_a_swap_by_delta_equals_a_fresh_load_and_moves_no_tensor(
+    folder: Path, tmp_path: Path, compute_dtype: str
+) -> None:
+    old, new, payload = folder / WEIGHTS_FILE, tmp_path / "new" / WEIGHTS_FILE, tmp_path / "payload"
+    for copy in ("new", "made"):
+        shutil.copytree(folder, tmp_path / copy)
+    tensors = load_file(old)
+    save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, new, metadata={"format": "pt"})
+    size, digest = old.stat().st_size, blake3(old.read_bytes()).hexdigest()
+    assert write_delta(old, new, payload, old_blake3=digest, max_bytes=size)
+    requests = _requests(folder, num_samples=3, max_new_tokens=8)
+    engine = _engine(folder, max_rows=16, compute_dtype=compute_dtype)
+    first, places = _run(engine, requests), _weight_places(engine)
+    apply_deltas(old, [payload], tmp_path / "made" / WEIGHTS_FILE)
+    engine.load(tmp_path / "made", 1)
+
+    second = _run(engine, requests)
+    assert second == _run(_engine(tmp_path / "new", max_rows=16, compute_dtype=compute_dtype), requests)
+    assert {row.logprobs for row in first.values()} != {row.logprobs for row in second.values()}
+    assert _weight_places(engine) == places
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -254,6 +282,13 @@ def _drain(engine: TorchEngine) -> list[Finished]:
     while engine.has_work:
         finished += engine.step()
     return finished
+
+
+def _weight_places(engine: TorchEngine) -> list[int]:
+    """Where in memory the weights are, also those packed for products (whose own place torch does not tell)."""
+    loaded = engine._loaded()
+    packed = [id(matrix) for layer in loaded.packed.layers for matrix in layer if matrix is not None]
+    return [parameter.data_ptr() for parameter in loaded.decoder.parameters()] + packed
 
 
 @torch.no_grad()

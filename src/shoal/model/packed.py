@@ -5,6 +5,7 @@ one costs the matrix's memory a second time: the decoder's own stay as they are,
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,12 +25,16 @@ def pack(weights: FusedWeights) -> FusedWeights:
     return _with_matrices(weights, _packed) if _can_pack(weights.embed_VH.dtype) else weights
 
 
-def repack(packed: FusedWeights, weights: FusedWeights) -> None:
-    """Follow a change of `weights`, in place."""
+def repacking(packed: FusedWeights, weights: FusedWeights) -> list[Callable[[], None]]:
+    """What makes `packed` follow a change of `weights`, in place: a job for each matrix, the largest first, in any order."""
     if not packed.head_VH.is_mkldnn:
-        return
-    for mine, theirs in zip(_matrices(packed), _matrices(weights), strict=True):
-        mine.copy_(_packed(theirs))  # one matrix at a time is held twice
+        return []
+    pairs = zip(_matrices(packed), _matrices(weights), strict=True)
+    return [partial(_repack, *pair) for pair in sorted(pairs, key=lambda pair: -pair[1].numel())]
+
+
+def _repack(mine: Tensor, theirs: Tensor) -> None:
+    mine.copy_(_packed(theirs))  # one matrix at a time is held twice
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

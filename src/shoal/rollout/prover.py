@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal import toploc
 from shoal.rollout.engine import Finished, Request
+from shoal.rollout.lanes import one_core_threads
 from shoal.rollout.slots import Taken
 from shoal.wire.rollouts import Finish
 from shoal.wire.run import ProofSpec
@@ -38,7 +39,7 @@ class Prover:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prover")
+        self._thread = one_core_threads(1, "prover")
         self._waiting: list[_Batch] = []
         self._jobs: deque[Future[list[Finished]]] = deque()
 

@@ -15,8 +15,10 @@ def draw_tokens(logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor) ->
     then inside one: a float64 sum over the whole vocabulary takes longer than all the rest.
     """
     num_rows, vocab = logits_BV.shape
-    scores_BV = logits_BV.float() / temperature_B[:, None]
-    blocks_BKN = F.pad(scores_BV.softmax(-1), (0, -vocab % BLOCK)).view(num_rows, -1, BLOCK)
+    probs_BV = (logits_BV / temperature_B[:, None]).softmax(-1)  # float32, as the temperatures are
+    if vocab % BLOCK:
+        probs_BV = F.pad(probs_BV, (0, -vocab % BLOCK))
+    blocks_BKN = probs_BV.view(num_rows, -1, BLOCK)
     # float64: 49,152 float32 probabilities add up to as far as 1e-4 from 1, and the rounding would depend on the device.
     # A block's own sum, taken pairwise, is as exact as its probabilities.
     reached_BK = blocks_BKN.sum(-1).cumsum(-1, dtype=torch.float64)

@@ -16,12 +16,13 @@ import torch
 
 from shoal.model.fused import fuse
 from shoal.model.load import DTYPES, load_decoder
-from shoal.model.packed import pack, repack
+from shoal.model.packed import pack, repacking
 from shoal.model.shape import read_shape
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, load_weights
 from shoal.rollout.cpu_step import CpuStep
 from shoal.rollout.engine import Finished, Request, check_request
+from shoal.rollout.lanes import Lanes
 from shoal.rollout.prover import Prover
 from shoal.rollout.room import Room, fit, free_memory_bytes, room_for
 from shoal.rollout.rows import Rows, by_batch, next_prompts, prompts_at_hand
@@ -216,12 +217,13 @@ class _Loaded:
         self.tokenizer = load_tokenizer(folder)
         self.is_end_V = torch.zeros(self.decoder.shape.vocab_size, dtype=torch.bool, device=device)
         self.is_end_V[sorted(self.tokenizer.end_tokens)] = True
+        self.lanes = Lanes() if device.type == "cpu" else None
         self.prover = Prover(proof, self.tokenizer.end_tokens, device)
 
     def swap(self, folder: Path) -> None:
         load_weights(self.decoder, folder / WEIGHTS_FILE)
-        if self.packed is not self.weights:
-            repack(self.packed, self.weights)
+        if self.lanes is not None:
+            self.lanes.run(repacking(self.packed, self.weights))
 
 
 class _Running:
@@ -237,8 +239,8 @@ class _Running:
 
 
 def _make_step(loaded: _Loaded, slots: Slots, *, graphs: bool) -> "CpuStep | CudaStep":
-    if slots.device.type == "cpu":
-        return CpuStep(loaded.decoder, loaded.packed, slots, loaded.is_end_V)
+    if loaded.lanes is not None:
+        return CpuStep(loaded.decoder, loaded.packed, slots, loaded.is_end_V, loaded.lanes)
     from shoal.rollout.cuda_step import CudaStep  # needs Triton, which machines without a GPU lack
 
     return CudaStep(loaded.weights, slots, loaded.is_end_V, graphs=graphs)
