@@ -183,7 +183,9 @@ class FileServer:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         account = self._accounts.enter(_peer(writer), time.monotonic())
-        writer.transport.set_write_buffer_limits(0)  # drain waits until all has gone: what follows may be a file
+        writer.transport.set_write_buffer_limits(
+            0
+        )  # drain waits until all has gone: what follows may be a file
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -301,7 +303,9 @@ class FileServer:
                     raise ConnectionAbortedError("short file")
                 position += sent
                 body.sent(sent)
-                await asyncio.sleep(0)  # others want to be served too, also when this client takes all at once
+                await asyncio.sleep(
+                    0
+                )  # others want to be served too, also when this client takes all at once
 
 
 class _Outlet:

@@ -248,9 +248,7 @@ def has_digest(path: Path, entry: FileEntry) -> bool:
 
 def _open_partial(file: _File) -> int:
     fd = os.open(file.partial, os.O_RDWR | os.O_CREAT, 0o644)
-    if (
-        os.fstat(fd).st_size != file.entry.num_bytes
-    ):  # not each time: the kernel has it wait for who writes
+    if os.fstat(fd).st_size != file.entry.num_bytes:  # not each time: the kernel has it wait for who writes
         os.ftruncate(fd, file.entry.num_bytes)
         if file.entry.num_bytes:
             # A disk that is too small says so now, and writing costs a quarter less: no block is looked for in between.

@@ -28,7 +28,9 @@ ANSWER_DEADLINE_S = 60.0
 """For one answer in all: bytes that drip are no better than none."""
 MAX_MANIFEST_BYTES = 16 << 20
 PIECE_BYTES = 256 << 10
-_STALL = struct.pack("@ll", int(STALL_S), int(STALL_S % 1 * 1e6))
+LOOK_S = 0.25
+"""How often somebody who waits for bytes looks whether it is still worth while."""
+_LOOK = struct.pack("@ll", 0, int(LOOK_S * 1e6))
 """As a C timeval, for the kernel."""
 
 
@@ -156,7 +158,9 @@ def ask_shards(
                 f"{response.length} bytes for shards {first.index} to {last.index} of {first.name}, which have "
                 f"{last.stop - first.start}"
             )
-        read = _buffered(response) if isinstance(sock, ssl.SSLSocket) else _unbuffered(response, sock)
+        read = (
+            _buffered(response) if isinstance(sock, ssl.SSLSocket) else _unbuffered(response, sock, give_up)
+        )
         for shard in shards:
             data = room[: shard.num_bytes]
             count = _fill(data, read, give_up)
@@ -174,20 +178,30 @@ def _buffered(response: http.client.HTTPResponse) -> Read:
     return response.fp.readinto1
 
 
-def _unbuffered(response: http.client.HTTPResponse, sock: socket.socket) -> Read:
-    """The kernel fills the memory as a whole, unless nothing comes for STALL_S: a thread that wakes up for each packet, and
-    asks the kernel each time whether there is more, spends a quarter of a fetch on that."""
+def _unbuffered(response: http.client.HTTPResponse, sock: socket.socket, give_up: Callable[[], bool]) -> Read:
+    """The kernel fills the memory as a whole, as long as it comes: a thread that wakes up for each packet, and asks the kernel
+    each time whether there is more, spends a part of a fetch on that."""
     begun = len(response.fp.peek())  # what came with the head
     sock.settimeout(None)  # to Python; with one, it would have the kernel not wait at all
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _STALL)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _LOOK)
+    moved_s = time.monotonic()
 
     def read(data: memoryview) -> int:
-        nonlocal begun
+        nonlocal begun, moved_s
         if begun:
             count = response.fp.readinto(data[:begun])
             begun -= count
             return count
-        return sock.recv_into(data, len(data), socket.MSG_WAITALL)
+        while not give_up():
+            try:
+                count = sock.recv_into(data, len(data), socket.MSG_WAITALL)
+            except BlockingIOError:
+                if time.monotonic() - moved_s > STALL_S:
+                    raise TimeoutError(f"no byte for {STALL_S:g} s") from None
+            else:
+                moved_s = time.monotonic()
+                return count
+        return 0
 
     return read
 
