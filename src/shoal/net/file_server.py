@@ -351,11 +351,16 @@ class _Outlet:
 
     async def _writable(self) -> None:
         turn: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_writer(self._fd, lambda: turn.done() or turn.set_result(None))
+        self._loop.add_writer(self._fd, _finish, turn)
         try:
             await turn
         finally:
             self._loop.remove_writer(self._fd)
+
+
+def _finish(turn: "asyncio.Future[None]") -> None:
+    if not turn.done():  # the loop may call twice before the one who waits runs
+        turn.set_result(None)
 
 
 def _head(answer: Answer, keep_alive: bool) -> bytes:

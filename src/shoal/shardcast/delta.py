@@ -242,18 +242,21 @@ class Changes:
             if any(self.sizes) or self.gaps or self.steps:
                 raise _refusal("streams in a chunk without changes")
             return
-        places = np.cumsum(self._numbers(self.gaps, self.sizes[0]), dtype=np.int64)
+        unpack = zstandard.ZstdDecompressor(max_window_size=1 << 23)
+        places = np.cumsum(self._numbers(self.gaps, self.sizes[0], unpack).astype(np.int64))
         places += np.arange(self.num)
         if places[-1] >= words.size:
             raise _refusal(f"a change at word {places[-1]} of a chunk of {words.size}")
-        zigzag = self._numbers(self.steps, self.sizes[1])
+        zigzag = self._numbers(self.steps, self.sizes[1], unpack)
         if zigzag.max() > 0xFFFF:
             raise _refusal(f"a step of {zigzag.max()}, which is no 16-bit difference")
         zigzag = zigzag.astype(np.uint16)
         steps = (zigzag >> 1) ^ (0 - (zigzag & 1))
         words[places] = words.take(places) + steps
 
-    def _numbers(self, frame: bytes, stream_bytes: int) -> npt.NDArray[np.integer[Any]]:
+    def _numbers(
+        self, frame: bytes, stream_bytes: int, unpack: zstandard.ZstdDecompressor
+    ) -> npt.NDArray[np.integer[Any]]:
         if not self.num <= stream_bytes <= _MAX_VARINT * self.num:
             raise _refusal(f"a stream of {stream_bytes} bytes for {self.num} numbers")
         try:
@@ -261,9 +264,7 @@ class Changes:
             said = zstandard.get_frame_parameters(frame).content_size
             if said != stream_bytes:
                 raise _refusal(f"a zstd frame of {said} bytes where {stream_bytes} belong")
-            stream = zstandard.ZstdDecompressor(max_window_size=1 << 23).decompress(
-                frame, max_output_size=stream_bytes, allow_extra_data=False
-            )
+            stream = unpack.decompress(frame, max_output_size=stream_bytes, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise _refusal(f"no zstd frame: {error}") from None
         return _from_varints(np.frombuffer(stream, np.uint8), self.num)
@@ -288,23 +289,29 @@ def _to_varints(numbers: npt.NDArray[np.uint32]) -> bytes:
 
 
 def _from_varints(stream: npt.NDArray[np.uint8], num: int) -> npt.NDArray[np.integer[Any]]:
-    """Without a look at single numbers: every byte is taken together with those before it, then the last ones are kept."""
-    more = stream > 0x7F
-    found = stream.size - np.count_nonzero(more)
-    if found != num or more[-1]:
-        raise _refusal(f"{found} numbers in a stream of {num}")
-    if found == stream.size:
+    """Without a look at single numbers: the last byte of each is found, then those before it are looked up for all at once."""
+    last = stream < 0x80
+    ends = np.flatnonzero(last)
+    if ends.size != num or not last[-1]:
+        raise _refusal(f"{ends.size} numbers in a stream of {num}")
+    if num == stream.size:
         return stream
-    low = (stream & 0x7F).astype(np.int32)
-    numbers = low.copy()
-    two, three = more[:-1], more[1:-1] & more[:-2]
-    numbers[1:] = np.where(two, low[1:] << 7 | low[:-1], low[1:])
-    if three.any():
-        if (three[1:] & three[:-1]).any():
-            raise _refusal(f"a number of over {_MAX_VARINT} bytes")
-        at = np.flatnonzero(three) + 2
-        numbers[at] = low[at] << 14 | low[at - 1] << 7 | low[at - 2]
-    return numbers[~more]
+    numbers = stream.take(ends).astype(np.uint16)
+    before = stream.take(ends - 1).astype(
+        np.uint16
+    )  # of a first byte the stream's last, which is no part of a number
+    longer = before >> 7
+    numbers += longer * (numbers * 127 + (before & 0x7F))  # n << 7 | before, where there is one before
+    lengths = np.diff(ends, prepend=-1)
+    if lengths.max() <= 2:
+        return numbers
+    if lengths.max() > _MAX_VARINT:
+        raise _refusal(f"a number of over {_MAX_VARINT} bytes")
+    at = np.flatnonzero(lengths == 3)
+    bytes_3 = [stream.take(ends[at] - back).astype(np.int32) & 0x7F for back in range(3)]
+    wide = numbers.astype(np.int32)
+    wide[at] = bytes_3[0] << 14 | bytes_3[1] << 7 | bytes_3[2]
+    return wide
 
 
 # -- bytes ----------------------------------------------------------------------------------------------
