@@ -289,29 +289,23 @@ def _to_varints(numbers: npt.NDArray[np.uint32]) -> bytes:
 
 
 def _from_varints(stream: npt.NDArray[np.uint8], num: int) -> npt.NDArray[np.integer[Any]]:
-    """Without a look at single numbers: the last byte of each is found, then those before it are looked up for all at once."""
-    last = stream < 0x80
-    ends = np.flatnonzero(last)
-    if ends.size != num or not last[-1]:
+    """Without a look at single numbers, and without a branch: every byte is taken together with those before it that go on into
+    it, then the last ones are kept."""
+    more = stream >> 7
+    ends = np.flatnonzero(more == 0)
+    if ends.size != num or more[-1]:
         raise _refusal(f"{ends.size} numbers in a stream of {num}")
     if num == stream.size:
         return stream
-    numbers = stream.take(ends).astype(np.uint16)
-    before = stream.take(ends - 1).astype(
-        np.uint16
-    )  # of a first byte the stream's last, which is no part of a number
-    longer = before >> 7
-    numbers += longer * (numbers * 127 + (before & 0x7F))  # n << 7 | before, where there is one before
-    lengths = np.diff(ends, prepend=-1)
-    if lengths.max() <= 2:
-        return numbers
-    if lengths.max() > _MAX_VARINT:
-        raise _refusal(f"a number of over {_MAX_VARINT} bytes")
-    at = np.flatnonzero(lengths == 3)
-    bytes_3 = [stream.take(ends[at] - back).astype(np.int32) & 0x7F for back in range(3)]
-    wide = numbers.astype(np.int32)
-    wide[at] = bytes_3[0] << 14 | bytes_3[1] << 7 | bytes_3[2]
-    return wide
+    low = (stream & 0x7F).astype(np.int32)
+    numbers = low.copy()
+    numbers[1:] += more[:-1] * (low[1:] * 127 + low[:-1])  # n << 7 | the byte before, where that goes on
+    third = more[1:-1] & more[:-2]
+    if third.any():
+        if (third[1:] & more[:-3]).any():
+            raise _refusal(f"a number of over {_MAX_VARINT} bytes")
+        numbers[2:] += third * (numbers[2:] * 127 + low[:-2])
+    return numbers.take(ends)
 
 
 # -- bytes ----------------------------------------------------------------------------------------------
