@@ -17,6 +17,10 @@ from typing import Any
 END_S = 10.0
 
 
+class Ended(RuntimeError):
+    """A child is no more, and was not told to."""
+
+
 class Child:
     def __init__(
         self, script: str, role: str, *arguments: object, python: str = sys.executable, quiet: bool = False
@@ -59,7 +63,7 @@ class Child:
             if line.startswith("@"):
                 answer: dict[str, Any] = json.loads(line[1:])
                 return answer
-        raise SystemExit(f"{self.name} ended: exit {self._process.wait()}")
+        raise Ended(f"{self.name} ended: exit {self._process.wait()}")
 
     def ask(self, line: str) -> dict[str, Any]:
         self.tell(line)
