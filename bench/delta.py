@@ -19,11 +19,9 @@ send, apply, verify, load, answer. Beside it, the same without a delta, and what
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -31,13 +29,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
+from child import Child, children, obey
 from safetensors.torch import load_file
 from throttle import Link
 
@@ -327,12 +326,8 @@ def send_all(scratch: Path, options: argparse.Namespace) -> None:
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=scratch)))
         key = Key.generate()
-
-        def start(role: str, *arguments: object) -> Child:
-            child = Child(role, "--device", options.device, "--threads", options.threads, *arguments)
-            stack.callback(child.close)
-            return child
-
+        begin = stack.enter_context(children(__file__))
+        start = partial(begin_on, begin, options)
         store = shardcast.VersionStore(place / "origin", run="bench", run_key=key.public)
         publisher = make_publisher(store, scratch / "versions", key)
         stack.callback(publisher.close)
@@ -365,6 +360,12 @@ def send_all(scratch: Path, options: argparse.Namespace) -> None:
                 send(publisher, after, number, workers, before=version, mbit=mbit)
                 relay.ask(f"have {number}")
                 version = number
+
+
+def begin_on(
+    begin: Callable[..., Child], options: argparse.Namespace, role: str, *arguments: object
+) -> Child:
+    return begin(role, "--device", options.device, "--threads", options.threads, *arguments, wait=False)
 
 
 def unlike_any(weights: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
@@ -430,54 +431,12 @@ def url_of(port: int) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-class Child:
-    """A role in a process of its own: it says when it is ready, then does what it is told, line by line."""
-
-    def __init__(self, role: str, *arguments: object) -> None:
-        command = [sys.executable, __file__, "--role", role, *map(str, arguments)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    @cached_property
-    def ready(self) -> dict[str, Any]:
-        """Its first word. Those that are started together get ready together."""
-        return self.hear()
-
-    def tell(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-
-    def hear(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("@"):
-                answer: dict[str, Any] = json.loads(line[1:])
-                return answer
-        raise SystemExit(f"{self._process.args} ended: exit {self._process.wait()}")
-
-    def ask(self, line: str) -> dict[str, Any]:
-        self.tell(line)
-        return self.hear()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-
-
-def obey(ready: dict[str, Any], act: Callable[[str], dict[str, Any]]) -> None:
-    print("@" + json.dumps(ready), flush=True)
-    for line in sys.stdin:
-        print("@" + json.dumps(act(line.split()[1])), flush=True)
-    os._exit(0)
-
-
 def be_links(options: argparse.Namespace) -> None:
     made = [Link(port) for port in options.target]
 
-    def set_rate(mbit: str) -> dict[str, Any]:
+    def set_rate(line: str) -> dict[str, Any]:
         for link in made:
-            link.set_rate(float(mbit) * 1e6 / 8)
+            link.set_rate(float(line.split()[1]) * 1e6 / 8)
         return {}
 
     obey({"ports": [link.port for link in made]}, set_rate)
@@ -490,8 +449,8 @@ def be_relay(options: argparse.Namespace) -> None:
     relay = shardcast.Relay(config, Key.generate(), log=Log("relay"), stop=threading.Event())
     relay.startup()
 
-    def have(version: str) -> dict[str, Any]:
-        relay.store.changed.wait(lambda: int(version) in relay.store.complete(), 600.0)
+    def have(line: str) -> dict[str, Any]:
+        relay.store.changed.wait(lambda: int(line.split()[1]) in relay.store.complete(), 600.0)
         return {}
 
     obey({"port": int(relay.url.rsplit(":", 1)[1])}, have)
@@ -510,11 +469,12 @@ def be_worker(options: argparse.Namespace) -> None:
         "deadline_s": 600.0,
     }
 
-    def follow(after: str) -> dict[str, Any]:
+    def follow(line: str) -> dict[str, Any]:
+        after = int(line.split()[1])
         sealed = None
         with Connections() as connections:
             while sealed is None:
-                sealed = ask_latest(connections, options.url, after=int(after), wait_s=20.0)
+                sealed = ask_latest(connections, options.url, after=after, wait_s=20.0)
         cpu_s = time.process_time()
         folder = shardcast.fetch_version(sealed, relays, options.dir, **terms)
         told = {"had_s": time.monotonic(), "made_cpu_s": time.process_time() - cpu_s}

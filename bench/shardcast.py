@@ -5,11 +5,12 @@
     python -P bench/shardcast.py --only links                 just the scenarios on slow links
 
 1. Loopback, in turns: ours (origin -> relay -> clients), the package `shardcast` 0.3.2 from PyPI in a virtual environment of
-   its own (its polls set to 0.1 s instead of 30), and nginx + curl of one file. The file lies in the page cache. For the first
+   its own (its polls set to 0.1 s instead of 30, a download that failed begun anew), and nginx + curl of one file. The file lies in the page cache. For the first
    two the clock runs from "publish" (hash, sign; or cut into shards) to "the last client has the verified file", through every
    level of relays. For nginx + curl it runs from the start of the curls, all at once, to the end of the last: no relay, no digest,
    nothing to publish. So ours copies each byte once more for each level, and reads it once more at the origin and everywhere to
-   hash it. Roles are processes and running before the clock does; all of them share this machine's cores and disk.
+   hash it, and writes two files or more where curl writes one. Roles are processes and running before the clock does; all of
+   them share this machine's cores and disk. Before each run everything is synced, the file read, and memory used once.
 2. Links of a given speed (bench/throttle.py): a chain of three; relays of 10:3:1; a relay that hangs, dies, corrupts.
 3. Two hundred clients at once against one relay.
 
@@ -19,7 +20,7 @@ no PyPI) is left out of the table, and said.
 
 import argparse
 import filecmp
-import json
+import mmap
 import os
 import resource
 import shutil
@@ -35,9 +36,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parent))  # last: with -P, `shardcast` is the package and not this file
+from child import Child, Ended, children, obey
+
 PACKAGE = "shardcast==0.3.2"
 SEED = bytes(32)
 MB = 1_000_000
+NO_LIMIT = 1e6
+MAX_TRIES = 5
+MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it yet
 
 
 def usage() -> dict[str, float]:
@@ -63,7 +70,7 @@ def our_origin(options: argparse.Namespace) -> None:
         shardcast.publish(store.path(1), run="bench", version=1, key=key, shard_bytes=options.shard_bytes)
         store.adopt(1)
 
-    obey(server.port, publish)
+    go_on(server.port, publish)
 
 
 def our_relay(options: argparse.Namespace) -> None:
@@ -81,7 +88,7 @@ def our_relay(options: argparse.Namespace) -> None:
     )
     relay = shardcast.Relay(config, key, log=Log("relay"), stop=stop)
     relay.startup()
-    obey(int(relay.url.rsplit(":", 1)[1]), lambda: None)
+    go_on(int(relay.url.rsplit(":", 1)[1]), lambda: None)
 
 
 def our_client(options: argparse.Namespace) -> None:
@@ -116,7 +123,7 @@ def our_client(options: argparse.Namespace) -> None:
             thread.join()
         return {"took_s": took_s}
 
-    obey(0, fetch)
+    go_on(0, fetch)
 
 
 def their_origin(options: argparse.Namespace) -> None:
@@ -125,7 +132,7 @@ def their_origin(options: argparse.Namespace) -> None:
     options.dir.mkdir(parents=True)
     (options.dir / "data1.bin").write_bytes(bytes(MB))  # what clients measure a server with when they start
     origin = OriginServer(str(options.dir), options.port)
-    obey(options.port, lambda: origin.broadcast(str(options.source)) and None)
+    go_on(options.port, lambda: origin.broadcast(str(options.source)) and None)
 
 
 def their_relay(options: argparse.Namespace) -> None:
@@ -134,7 +141,7 @@ def their_relay(options: argparse.Namespace) -> None:
     options.dir.mkdir(parents=True)
     (options.dir / "data1.bin").write_bytes(bytes(MB))
     MiddleNode(options.upstream, str(options.dir), options.port, check_interval=0.1)
-    obey(options.port, lambda: None)
+    go_on(options.port, lambda: None)
 
 
 def their_client(options: argparse.Namespace) -> None:
@@ -145,88 +152,44 @@ def their_client(options: argparse.Namespace) -> None:
     def fetch() -> None:
         while not (versions := client.list_available_versions()):
             time.sleep(0.1)
-        if client.download_version(next(iter(versions))) is None:
-            raise SystemExit("the download failed")
+        for _ in range(MAX_TRIES):  # of many clients at once, some fail
+            if client.download_version(next(iter(versions))) is not None:
+                return
+        raise SystemExit("the download failed")
 
-    obey(0, fetch)
-
-
-def obey(port: int, work: Callable[[], Any]) -> None:
-    """`go` works and answers; `usage` answers; the end of stdin ends the process."""
-    say({"port": port})
-    for line in sys.stdin:
-        say((work() if line.strip() == "go" else None) or usage())
-    os._exit(0)  # threads of either package may be waiting for the network
+    go_on(0, fetch)
 
 
-def say(value: dict[str, Any]) -> None:
-    sys.stderr.flush()
-    print("@" + json.dumps(value), flush=True)
+def some_memory(options: argparse.Namespace) -> None:
+    with mmap.mmap(-1, options.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as room, suppress(OSError):
+        room.madvise(mmap.MADV_HUGEPAGE)
+        room.madvise(MADV_POPULATE_WRITE)
+
+
+def go_on(port: int, work: Callable[[], Any]) -> None:
+    """`go` works and answers; any other line answers with what was used so far."""
+    obey({"port": port}, lambda line: (work() if line == "go" else None) or usage())
 
 
 ROLES = {
     role.__name__: role
-    for role in (our_origin, our_relay, our_client, their_origin, their_relay, their_client)
+    for role in (our_origin, our_relay, our_client, their_origin, their_relay, their_client, some_memory)
 }
 
 
-class Child:
-    def __init__(self, role: str, folder: Path, *arguments: object, python: str = sys.executable) -> None:
-        command = [python, "-P", __file__, "--role", role, "--dir", str(folder), *map(str, arguments)]
-        self.name = role
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        self.port = int(self.hear()["port"])
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    def tell(self, word: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(word + "\n")
-        self._process.stdin.flush()
-
-    def hear(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("@"):
-                answer: dict[str, Any] = json.loads(line[1:])
-                return answer
-        raise RuntimeError(f"{self.name} ended: exit {self._process.wait()}")
-
-    def ask(self, word: str) -> dict[str, Any]:
-        self.tell(word)
-        return self.hear()
-
-    def close(self, *, kill: bool = False) -> None:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-        if kill:
-            self._process.kill()
-        self._process.wait(20)
-
-
 @contextmanager
-def children() -> Iterator[Callable[..., Child]]:
-    started: list[Child] = []
-
-    def start(*arguments: Any, **named: Any) -> Child:
-        started.append(Child(*arguments, **named))
-        return started[-1]
-
-    try:
-        yield start
-    finally:
-        for child in started:
-            child.close()
+def roles() -> Iterator[Callable[..., Child]]:
+    with children(__file__, quiet=True) as start:
+        yield lambda role, folder, *arguments, **named: start(role, "--dir", folder, *arguments, **named)
 
 
 # -- 1. loopback ------------------------------------------------------------------------------------------
 
 
-def timed(origin: Child, relays: list[Child], clients: list[Child]) -> dict[str, Any]:
+def timed(origin: Child, relays: list[Child], clients: list[Child], need_bytes: int) -> dict[str, Any]:
     """From "publish" to the last client's word."""
     before = {child: child.ask("usage") for child in (origin, *relays, *clients)}
+    warm_memory(need_bytes)
     began_s = time.monotonic()
     for child in (*clients, origin):
         child.tell("go")
@@ -247,22 +210,22 @@ def run_ours(root: Path, source: Path, num_clients: int, options: argparse.Names
     version = root / "origin" / "v1"
     version.mkdir(parents=True)
     os.link(source, version / "model.safetensors")  # the trainer writes it there
-    with children() as start:
+    with roles() as start:
         origin = start("our_origin", root / "origin", "--shard-bytes", options.shard_bytes)
         relays, above = [], origin
         for level in range(options.levels):
             above = start("our_relay", root / f"relay{level}", "--upstream", above.url)
             relays.append(above)
         clients = [
-            start("our_client", root / f"client{index}", "--upstream", above.url)
+            start("our_client", root / f"client{index}", "--upstream", above.url, wait=False)
             for index in range(num_clients)
         ]
-        return timed(origin, relays, clients)
+        return timed(origin, relays, clients, options.need_bytes)
 
 
 def run_theirs(root: Path, source: Path, num_clients: int, options: argparse.Namespace) -> dict[str, Any]:
     python = str(their_python(options))
-    with children() as start:
+    with roles() as start:
         origin = start(
             "their_origin", root / "origin", "--port", free_port(), "--source", source, python=python
         )
@@ -282,7 +245,8 @@ def run_theirs(root: Path, source: Path, num_clients: int, options: argparse.Nam
         for index in range(num_clients):
             # It keeps a file beside its own package while it works: each client has an installation of its own.
             own = root / f"package{index}"
-            shutil.copytree(Path(python).parent.parent, own, symlinks=True)
+            left_out = shutil.ignore_patterns("pip", "pip-*", "setuptools*", "pkg_resources")
+            shutil.copytree(Path(python).parent.parent, own, symlinks=True, ignore=left_out)
             clients.append(
                 start(
                     "their_client",
@@ -290,9 +254,10 @@ def run_theirs(root: Path, source: Path, num_clients: int, options: argparse.Nam
                     "--upstream",
                     above.url,
                     python=str(own / "bin" / "python"),
+                    wait=False,
                 )
             )
-        return timed(origin, relays, clients)
+        return timed(origin, relays, clients, options.need_bytes)
 
 
 def run_nginx(root: Path, source: Path, num_clients: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -312,6 +277,7 @@ def run_nginx(root: Path, source: Path, num_clients: int, options: argparse.Name
     nginx = subprocess.Popen([nginx_binary(), "-c", root / "nginx.conf"], stderr=subprocess.DEVNULL)
     try:
         wait_for_port(port)
+        warm_memory(options.need_bytes)
         before_s, began_s = usage()["cpu_s"], time.monotonic()
         curls = [
             subprocess.Popen(["curl", "-sf", "-o", root / f"got{index}", f"http://127.0.0.1:{port}/model"])
@@ -337,7 +303,12 @@ Runs = dict[str, dict[int, dict[str, Any]]]
 """By tool, then by round."""
 
 
+class OutOfTime(Exception):
+    """--minutes are over."""
+
+
 def compare(root: Path, options: argparse.Namespace) -> None:
+    late_s = time.monotonic() + 60 * options.minutes
     tools = {name: run for name, run in TOOLS.items() if not options.tool or name in options.tool}
     for name, there, missing in (
         (PACKAGE, lambda: their_python(options), f"pip install {PACKAGE} failed"),
@@ -346,72 +317,159 @@ def compare(root: Path, options: argparse.Namespace) -> None:
         if name in tools and not there():
             del tools[name]
             print(f"left out: {name}: {missing}")
-    sources = {mb: make_file(root / f"source{mb}", mb * MB) for mb in options.mb}
     cells = [
-        (mb, levels, clients) for mb in options.mb for levels in options.levels for clients in options.clients
+        (mb, levels, clients) for mb in options.mb for clients in options.clients for levels in options.levels
     ]
-    found: dict[Cell, Runs] = {cell: {name: {} for name in tools} for cell in cells}
-    late_s = time.monotonic() + 60 * options.minutes
+    comparison = Comparison(root, tools, cells, options, late_s=late_s)
     with ExitStack() as stack:
-        stack.callback(show_all, found, root)  # also of what was stopped amid its work
-        for turn in range(options.repeats):
-            for cell in cells:
-                run_cell(
-                    root,
-                    sources[cell[0]],
-                    cell,
-                    found[cell],
-                    tools,
-                    turn=turn,
-                    late_s=late_s,
-                    options=options,
-                )
-    for source in sources.values():
-        source.unlink()
+        stack.callback(comparison.show)  # also of what was stopped amid its work
+        with suppress(OutOfTime):
+            comparison.run()
 
 
-def show_all(found: dict[Cell, Runs], root: Path) -> None:
-    for mb, levels in dict.fromkeys(cell[:2] for cell in found):
-        show_size(mb, levels, {cell: runs for cell, runs in found.items() if cell[:2] == (mb, levels)}, root)
+class Comparison:
+    """Every tool once in each cell, one after the other; then all of it again."""
 
+    def __init__(
+        self,
+        root: Path,
+        tools: dict[str, Any],
+        cells: list[Cell],
+        options: argparse.Namespace,
+        *,
+        late_s: float,
+    ) -> None:
+        self._root, self._tools, self._cells, self._options = root, tools, cells, options
+        self._found: dict[Cell, Runs] = {cell: {name: {} for name in tools} for cell in cells}
+        self._why_not: dict[tuple[Cell, str], str] = {}
+        self._late_s = late_s
 
-def run_cell(
-    root: Path,
-    source: Path,
-    cell: Cell,
-    found: Runs,
-    tools: dict[str, Any],
-    *,
-    turn: int,
-    late_s: float,
-    options: argparse.Namespace,
-) -> None:
-    """Every tool once, one after the other, where there is disk and time for it."""
-    mb, levels, num_clients = cell
-    names = list(tools)
-    # Each begins once and follows each once, with nothing left to write of the one before.
-    for name in names[turn % len(names) :] + names[: turn % len(names)]:
-        before = found[name].get(turn - 1)
-        expected_s = before["whole_s"] if before is not None else 0.0
-        if (turn and before is None) or time.monotonic() + expected_s > late_s:
-            continue
-        if not fits_on_disk(root, name, cell):
-            continue
+    def run(self) -> None:
+        if self._options.minutes < NO_LIMIT:
+            signal.signal(signal.SIGALRM, _out_of_time)
+            signal.alarm(max(1, round(self._late_s - time.monotonic())))
+        # Small files twice before large ones once: those take so long that little else may come after them.
+        sizes = self._options.mb
+        rounds = [
+            (turn + 1.5 * size, turn, size)
+            for turn in range(self._options.repeats)
+            for size in range(len(sizes))
+        ]
+        for _, turn, size in sorted(rounds):
+            source = self._root / f"source{sizes[size]}"
+            if not source.exists():
+                make_file(source, sizes[size] * MB)
+            for cell in self._cells:
+                if cell[0] == sizes[size]:
+                    self._run_cell(cell, turn, source)
+        signal.alarm(0)
+
+    def _run_cell(self, cell: Cell, turn: int, source: Path) -> None:
+        names = list(self._tools)
+        # Each begins once and follows each once, with nothing left to write of the one before.
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            if self._begins(cell, name, turn):
+                self._why_not[cell, name] = "stopped when the time was over"
+                try:
+                    self._found[cell][name][turn] = self._run_tool(cell, name, turn, source)
+                    del self._why_not[cell, name]
+                except (Ended, BrokenPipeError) as failure:
+                    self._why_not[cell, name] = f"it failed: {failure}"
+
+    def _begins(self, cell: Cell, name: str, turn: int) -> bool:
+        runs = self._found[cell][name]
+        if turn and turn - 1 not in runs:
+            return False
+        need_gb, expected_s = copies(name, cell) * cell[0] / 1000, self._expected_s(cell, name)
+        free_gb = min(self._options.max_gb, shutil.disk_usage(self._root).free / 1e9 - 1)
+        why = ""
+        if need_gb > free_gb:
+            why = f"needs {need_gb:.0f} GB of disk, {free_gb:.0f} are free or allowed (--max-gb)"
+        elif time.monotonic() + expected_s > self._late_s:
+            why = f"would take {expected_s:.0f} s by what went before, {max(0.0, self._late_s - time.monotonic()):.0f} are left"
+        if why and not runs:
+            self._why_not[cell, name] = why
+        return not why
+
+    def _expected_s(self, cell: Cell, name: str) -> float:
+        """By this cell's last run, else by this tool's largest: what is not sending takes as long, and sending as the bytes are."""
+        if runs := self._found[cell][name]:
+            return float(runs[max(runs)]["whole_s"])
+        known = {
+            copies(name, other) * other[0]: found[name][max(found[name])]
+            for other, found in self._found.items()
+            if found[name]
+        }
+        most = max(known, default=0)
+        if not most:
+            return 0.0
+        last, times = known[most], copies(name, cell) * cell[0] / most
+        return float(last["whole_s"] + (times - 1) * last["seconds"])
+
+    def _run_tool(self, cell: Cell, name: str, turn: int, source: Path) -> dict[str, Any]:
+        mb, levels, num_clients = cell
         began_s = time.monotonic()
         os.sync()
-        time.sleep(options.pause_s)
-        place = root / "-".join(map(str, (*cell, turn, len(name))))
-        terms = argparse.Namespace(**vars(options) | {"mb": mb, "levels": levels})
+        time.sleep(self._options.pause_s)
+        read_through(source)
+        place = self._root / "-".join(map(str, (*cell, turn, len(name))))
+        need_bytes = copies(name, cell) * mb * MB
+        terms = argparse.Namespace(
+            **vars(self._options) | {"mb": mb, "levels": levels, "need_bytes": need_bytes}
+        )
         try:
-            run = tools[name](place, source, num_clients, terms)
+            run: dict[str, Any] = self._tools[name](place, source, num_clients, terms)
         finally:
             shutil.rmtree(place, ignore_errors=True)
-        found[name][turn] = run | {"whole_s": time.monotonic() - began_s}
         print(
             f"{mb} MB, {levels} level(s), {num_clients} client(s), {name}: {run['seconds']:.2f} s",
             file=sys.stderr,
             flush=True,
         )
+        return run | {"whole_s": time.monotonic() - began_s}
+
+    def show(self) -> None:
+        for mb, levels in sorted({cell[:2] for cell in self._cells}):
+            cells = {cell: runs for cell, runs in self._found.items() if cell[:2] == (mb, levels)}
+            show_size(mb, levels, cells, self._root)
+        for cell, runs in self._found.items():
+            for name, turns in runs.items():
+                if not turns:
+                    why = self._why_not.get((cell, name), "the time was over before")
+                    mb, levels, num_clients = cell
+                    print(f"not run: {mb} MB, {levels} level(s), {num_clients} client(s), {name}: {why}")
+
+
+def _out_of_time(*_: object) -> None:
+    raise OutOfTime
+
+
+def copies(name: str, cell: Cell) -> int:
+    """Of the file, on disk, besides the one that is sent. The package keeps its shards beside the file that it makes of them."""
+    _, levels, num_clients = cell
+    return {
+        "shoal": levels + num_clients,
+        PACKAGE: 1 + levels + 2 * num_clients,
+        "nginx + curl": num_clients,
+    }[name]
+
+
+def read_through(path: Path) -> None:
+    """It lies in the page cache then, for everybody."""
+    room = bytearray(MB)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(room):
+            pass
+
+
+def warm_memory(num_bytes: int) -> None:
+    """Have a process use as much as will be written, and end. A virtual machine hands memory that nobody uses to its host; to get
+    it back takes longer than to send what goes into it, and would be counted for whoever happens to need it first."""
+    free = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemFree"))
+    num_bytes = min(num_bytes, int(free.split()[1]) * 1024 - (1 << 30)) >> 21 << 21
+    if num_bytes > 0:
+        command = [sys.executable, "-P", __file__, "--role", "some_memory", "--bytes", str(num_bytes)]
+        subprocess.run(command, check=True)
 
 
 def show_size(mb: int, levels: int, found: dict[Cell, Runs], root: Path) -> None:
@@ -443,23 +501,6 @@ def file_system(folder: Path) -> str:
         if folder.is_relative_to(point) and len(point) >= len(best[0]):
             best = (point, kind)
     return best[1]
-
-
-def fits_on_disk(root: Path, name: str, cell: Cell) -> bool:
-    """The package keeps its shards beside the file that it makes of them."""
-    mb, levels, num_clients = cell
-    copies = {
-        "shoal": levels + num_clients,
-        PACKAGE: 1 + levels + 2 * num_clients,
-        "nginx + curl": num_clients,
-    }[name]
-    need, free = 1.1 * copies * mb * MB, shutil.disk_usage(root).free
-    if need > free:
-        print(
-            f"left out: {name}, {mb} MB to {num_clients} clients: needs {need / 1e9:.0f} GB of disk, "
-            f"{free / 1e9:.0f} are free"
-        )
-    return need <= free
 
 
 def summarise(found: Runs, mb: int, num_clients: int) -> list[list[str]]:
@@ -503,7 +544,7 @@ def links(root: Path, options: argparse.Namespace) -> None:
     source = make_file(root / "source", options.link_mb * MB)
     for scenario in [one for one in SCENARIOS if not options.scenario or one.__name__ in options.scenario]:
         with ExitStack() as stack:
-            start = stack.enter_context(children())
+            start = stack.enter_context(roles())
             place = root / scenario.__name__
             version = place / "origin" / "v1"
             version.mkdir(parents=True)
@@ -641,7 +682,7 @@ def restarted(
 ) -> list[list[str]]:
     made = link(origin.port, bytes_per_s=20e6)
     origin.ask("go")
-    first = Child("our_client", place / "client", "--upstream", made.url)
+    first = start("our_client", place / "client", "--upstream", made.url)
     first.tell("go")
     while made.num_bytes < options.link_mb * MB / 2:
         time.sleep(0.01)
@@ -679,7 +720,7 @@ def crowd(root: Path, options: argparse.Namespace) -> None:
     version = root / "origin" / "v1"
     version.mkdir(parents=True)
     make_file(version / "model.safetensors", size)
-    with children() as start:
+    with roles() as start:
         origin = start("our_origin", root / "origin", "--shard-bytes", 1 << 20)
         relay = start("our_relay", root / "relay", "--upstream", origin.url)
         copies = options.crowd // num_processes
@@ -778,9 +819,10 @@ def main() -> None:
     parser.add_argument(
         "--minutes",
         type=float,
-        default=1e9,
-        help="loopback: begin nothing that, by the round before, would end later than this",
+        default=NO_LIMIT,
+        help="loopback: begin nothing that, by what went before, would end later than this, and stop then",
     )
+    parser.add_argument("--max-gb", type=float, default=35.0, help="loopback: of disk, at any time")
     parser.add_argument("--tool", choices=list(TOOLS), action="append", help="loopback: these only")
     parser.add_argument(
         "--pause-s", type=float, default=2.0, help="before each run, for the machine to settle"
@@ -794,9 +836,10 @@ def main() -> None:
     parser.add_argument(
         "--dir", type=Path, default=None, help="where the files go (default: a temporary folder)"
     )
-    for name in ("role", "upstream", "port", "source", "copies"):
+    for name in ("role", "upstream", "port", "source", "copies", "bytes"):
         kind: dict[str, Any] = {
             "port": {"type": int},
+            "bytes": {"type": int},
             "copies": {"type": int, "default": 1},
             "source": {"type": Path},
         }
@@ -806,7 +849,6 @@ def main() -> None:
     if options.role:
         ROLES[options.role](options)
         return
-    sys.path.append(str(Path(__file__).parent))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and leave no gigabytes behind
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
         options.root = Path(folder)

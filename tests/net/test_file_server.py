@@ -96,6 +96,20 @@ def test_requests_one_behind_the_other(start: Any) -> None:
     assert answer.count(DATA) == 2
 
 
+def test_one_who_reads_late_gets_everything_in_order(start: Any, tmp_path: Path) -> None:
+    """More than the kernel holds for a connection: the head of the next answer has to wait as well."""
+    _, server = start()
+    big = bytes(range(255)) * 40_000
+    (tmp_path / "data").write_bytes(big)
+    get = b"GET /file HTTP/1.1\r\nHost: x\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
+        sock.sendall(get + b"\r\n" + get + b"\r\n" + get + b"connection: close\r\n\r\n")
+        time.sleep(0.3)  # now the server waits for us, amid the first
+        answer = b"".join(iter(lambda: sock.recv(1 << 20), b""))
+    bodies = [part.split(b"\r\n\r\n", 1)[1] for part in answer.split(b"HTTP/1.1 200 OK")[1:]]
+    assert bodies == [big] * 3
+
+
 def test_a_client_of_http_1_0_is_answered_and_left(start: Any) -> None:
     _, server = start()
     assert converse(server.port, b"GET /file HTTP/1.0\r\n\r\n").endswith(DATA)

@@ -183,6 +183,9 @@ class FileServer:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         account = self._accounts.enter(_peer(writer), time.monotonic())
+        writer.transport.set_write_buffer_limits(
+            0
+        )  # drain waits until all has gone: what follows may be a file
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -286,7 +289,7 @@ class FileServer:
         limited = self._accounts.limits.bytes_per_s is not None
         most = LIMITED_PIECE_BYTES if limited else PIECE_BYTES
         position = body.start
-        with open(fd, "rb", buffering=0, closefd=False) as file:  # noqa: ASYNC230 - opens nothing, wraps
+        with _Outlet(writer) as outlet:
             while position < body.stop:
                 ready = await body.ready(position)
                 if ready is None:
@@ -294,13 +297,70 @@ class FileServer:
                 count = min(ready, position + most) - position
                 if limited:
                     await asyncio.sleep(self._accounts.take(account, count, time.monotonic()))
-                async with asyncio.timeout(SEND_S):
-                    sent = await self._loop.sendfile(writer.transport, file, position, count)
+                sent = await outlet.send(fd, position, count)
                 if sent < count:
                     self._log.error("a file of ours has lost its end")
                     raise ConnectionAbortedError("short file")
                 position += sent
                 body.sent(sent)
+                await asyncio.sleep(
+                    0
+                )  # others want to be served too, also when this client takes all at once
+
+
+class _Outlet:
+    """A connection as the kernel's, past asyncio's own buffer, which is empty while a file is sent. The loop's sendfile makes a
+    dozen calls for each of ours, and in a relay shards come one by one."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        assert not writer.transport.get_write_buffer_size(), "drain has not waited for the head of the answer"
+        self._loop = asyncio.get_running_loop()
+        # A descriptor of its own: asyncio lets nobody wait for one that belongs to a transport.
+        self._fd = os.dup(writer.get_extra_info("socket").fileno())
+
+    def __enter__(self) -> "_Outlet":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    async def send(self, fd: int, start: int, count: int) -> int:
+        """How much was sent, within SEND_S; less than `count` only where the file ends."""
+        sent = self._try(fd, start, count)
+        if sent is None or 0 < sent < count:
+            async with asyncio.timeout(SEND_S):
+                sent = await self._send_rest(fd, start, sent or 0, count)
+        return sent
+
+    async def _send_rest(self, fd: int, start: int, sent: int, count: int) -> int:
+        while sent < count:
+            more = self._try(fd, start + sent, count - sent)
+            if more == 0:
+                break
+            sent += more or 0
+            if more is None:
+                await self._writable()
+        return sent
+
+    def _try(self, fd: int, start: int, count: int) -> int | None:
+        """None while it takes nothing."""
+        try:
+            return os.sendfile(self._fd, fd, start, count)
+        except BlockingIOError:
+            return None
+
+    async def _writable(self) -> None:
+        turn: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_writer(self._fd, _finish, turn)
+        try:
+            await turn
+        finally:
+            self._loop.remove_writer(self._fd)
+
+
+def _finish(turn: "asyncio.Future[None]") -> None:
+    if not turn.done():  # the loop may call twice before the one who waits runs
+        turn.set_result(None)
 
 
 def _head(answer: Answer, keep_alive: bool) -> bytes:

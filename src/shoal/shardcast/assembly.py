@@ -53,6 +53,8 @@ def shards_of(entry: FileEntry) -> list[Shard]:
 @dataclass(eq=False)
 class _File:
     entry: FileEntry
+    final: Path
+    partial: Path
     have: set[int] = field(default_factory=set)
     whole: bool = False
     writing: threading.Lock = field(default_factory=threading.Lock)
@@ -81,7 +83,9 @@ class Assembly:
         self._lock = threading.Lock()
         self._closed = False
         self._files = {
-            entry.name: _File(entry) for entry in manifest.payloads if wanted is None or entry.name in wanted
+            entry.name: _File(entry, folder / entry.name, partial_path(folder, entry.name))
+            for entry in manifest.payloads
+            if wanted is None or entry.name in wanted
         }
         for file in self._files.values():
             self._look(file, in_doubt)
@@ -138,7 +142,7 @@ class Assembly:
         """A descriptor to read from; it stays good when the file gets its final name or is deleted."""
         file = self._files[name]
         with self._lock:  # no rename between choosing the path and opening it
-            return os.open(self._final(file) if file.whole else self._partial(file), os.O_RDONLY)
+            return os.open(file.final if file.whole else file.partial, os.O_RDONLY)
 
     # -- bringing it here -------------------------------------------------------------------------------
 
@@ -154,7 +158,7 @@ class Assembly:
             if self._closed or shard.index in file.have:
                 return  # the other of two requests for it was faster
             # A descriptor of its own: a slow duplicate may still write these same bytes when the file is complete.
-            fd = self._open_partial(file)
+            fd = _open_partial(file)
         try:
             with file.writing:
                 write_at(fd, data, shard.start)
@@ -171,13 +175,13 @@ class Assembly:
         if file.whole or not has_digest(source, file.entry):
             return False
         try:
-            os.link(source, self._final(file))
+            os.link(source, file.final)
         except OSError:  # another file system, or one without links
-            shutil.copyfile(source, self._partial(file))
-            self._partial(file).replace(self._final(file))
+            shutil.copyfile(source, file.partial)
+            file.partial.replace(file.final)
         with self._lock:
             file.have, file.whole = set(range(len(file.entry.shards))), True
-        self._partial(file).unlink(missing_ok=True)
+        file.partial.unlink(missing_ok=True)
         self._on_change()
         return True
 
@@ -190,7 +194,7 @@ class Assembly:
 
     def _look(self, file: _File, in_doubt: bool) -> None:
         """Find what an earlier process left."""
-        final, partial = self._final(file), self._partial(file)
+        final, partial = file.final, file.partial
         if final.is_file() and final.stat().st_size == file.entry.num_bytes:
             if not in_doubt:  # it got this name only after its digest was checked
                 file.have, file.whole = set(range(len(file.entry.shards))), True
@@ -198,7 +202,7 @@ class Assembly:
             final.replace(partial)
         if not (partial.is_file() or not file.entry.shards):
             return
-        fd = self._open_partial(file)
+        fd = _open_partial(file)
         try:
             file.have = {
                 shard.index
@@ -212,22 +216,8 @@ class Assembly:
     def _name_if_whole(self, file: _File) -> None:
         """Under the lock. A slow duplicate of a shard may still be written to the file, with these same bytes."""
         if len(file.have) == len(file.entry.shards) and not file.whole:
-            self._partial(file).replace(self._final(file))
+            file.partial.replace(file.final)
             file.whole = True
-
-    def _open_partial(self, file: _File) -> int:
-        fd = os.open(self._partial(file), os.O_RDWR | os.O_CREAT, 0o644)
-        if (
-            os.fstat(fd).st_size != file.entry.num_bytes
-        ):  # not each time: the kernel has it wait for who writes
-            os.ftruncate(fd, file.entry.num_bytes)
-        return fd
-
-    def _final(self, file: _File) -> Path:
-        return self.folder / file.entry.name
-
-    def _partial(self, file: _File) -> Path:
-        return partial_path(self.folder, file.entry.name)
 
 
 def reuse_files(assembly: Assembly, folders: Iterable[Path]) -> list[str]:
@@ -254,3 +244,13 @@ def has_digest(path: Path, entry: FileEntry) -> bool:
         return hash_file(fd) == entry.blake3
     finally:
         os.close(fd)
+
+
+def _open_partial(file: _File) -> int:
+    fd = os.open(file.partial, os.O_RDWR | os.O_CREAT, 0o644)
+    if os.fstat(fd).st_size != file.entry.num_bytes:  # not each time: the kernel has it wait for who writes
+        os.ftruncate(fd, file.entry.num_bytes)
+        if file.entry.num_bytes:
+            # A disk that is too small says so now, and writing costs a quarter less: no block is looked for in between.
+            os.posix_fallocate(fd, 0, file.entry.num_bytes)
+    return fd

@@ -242,18 +242,21 @@ class Changes:
             if any(self.sizes) or self.gaps or self.steps:
                 raise _refusal("streams in a chunk without changes")
             return
-        places = np.cumsum(self._numbers(self.gaps, self.sizes[0]), dtype=np.int64)
+        unpack = zstandard.ZstdDecompressor(max_window_size=1 << 23)
+        places = np.cumsum(self._numbers(self.gaps, self.sizes[0], unpack).astype(np.int64))
         places += np.arange(self.num)
         if places[-1] >= words.size:
             raise _refusal(f"a change at word {places[-1]} of a chunk of {words.size}")
-        zigzag = self._numbers(self.steps, self.sizes[1])
+        zigzag = self._numbers(self.steps, self.sizes[1], unpack)
         if zigzag.max() > 0xFFFF:
             raise _refusal(f"a step of {zigzag.max()}, which is no 16-bit difference")
         zigzag = zigzag.astype(np.uint16)
         steps = (zigzag >> 1) ^ (0 - (zigzag & 1))
         words[places] = words.take(places) + steps
 
-    def _numbers(self, frame: bytes, stream_bytes: int) -> npt.NDArray[np.integer[Any]]:
+    def _numbers(
+        self, frame: bytes, stream_bytes: int, unpack: zstandard.ZstdDecompressor
+    ) -> npt.NDArray[np.integer[Any]]:
         if not self.num <= stream_bytes <= _MAX_VARINT * self.num:
             raise _refusal(f"a stream of {stream_bytes} bytes for {self.num} numbers")
         try:
@@ -261,9 +264,7 @@ class Changes:
             said = zstandard.get_frame_parameters(frame).content_size
             if said != stream_bytes:
                 raise _refusal(f"a zstd frame of {said} bytes where {stream_bytes} belong")
-            stream = zstandard.ZstdDecompressor(max_window_size=1 << 23).decompress(
-                frame, max_output_size=stream_bytes, allow_extra_data=False
-            )
+            stream = unpack.decompress(frame, max_output_size=stream_bytes, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise _refusal(f"no zstd frame: {error}") from None
         return _from_varints(np.frombuffer(stream, np.uint8), self.num)
@@ -288,23 +289,23 @@ def _to_varints(numbers: npt.NDArray[np.uint32]) -> bytes:
 
 
 def _from_varints(stream: npt.NDArray[np.uint8], num: int) -> npt.NDArray[np.integer[Any]]:
-    """Without a look at single numbers: every byte is taken together with those before it, then the last ones are kept."""
-    more = stream > 0x7F
-    found = stream.size - np.count_nonzero(more)
-    if found != num or more[-1]:
-        raise _refusal(f"{found} numbers in a stream of {num}")
-    if found == stream.size:
+    """Without a look at single numbers, and without a branch: every byte is taken together with those before it that go on into
+    it, then the last ones are kept."""
+    more = stream >> 7
+    ends = np.flatnonzero(more == 0)
+    if ends.size != num or more[-1]:
+        raise _refusal(f"{ends.size} numbers in a stream of {num}")
+    if num == stream.size:
         return stream
     low = (stream & 0x7F).astype(np.int32)
     numbers = low.copy()
-    two, three = more[:-1], more[1:-1] & more[:-2]
-    numbers[1:] = np.where(two, low[1:] << 7 | low[:-1], low[1:])
-    if three.any():
-        if (three[1:] & three[:-1]).any():
+    numbers[1:] += more[:-1] * (low[1:] * 127 + low[:-1])  # n << 7 | the byte before, where that goes on
+    third = more[1:-1] & more[:-2]
+    if third.any():
+        if (third[1:] & more[:-3]).any():
             raise _refusal(f"a number of over {_MAX_VARINT} bytes")
-        at = np.flatnonzero(three) + 2
-        numbers[at] = low[at] << 14 | low[at - 1] << 7 | low[at - 2]
-    return numbers[~more]
+        numbers[2:] += third * (numbers[2:] * 127 + low[:-2])
+    return numbers.take(ends)
 
 
 # -- bytes ----------------------------------------------------------------------------------------------

@@ -248,11 +248,9 @@ class Download:
             at_once = sum(other.relay == job.relay for other in self._tries)
             self._choice.delivered(job.relay, at_once * shard.num_bytes / max(took_s, 1e-6))
             self._pauses.pop(job.relay, None)
-            for other in self._tries:
-                overdue = time.monotonic() - other.started_s > SECOND_TRY_S
-                if (
-                    shard in other.shards and overdue and not other.judged
-                ):  # it was asked first, and overtaken
+            overdue = [other for other in self._tries if job.started_s - other.started_s > SECOND_TRY_S]
+            for other in overdue:
+                if not other.judged and shard in other.shards:  # it was asked first, and overtaken
                     other.judged = True
                     self._choice.failed(other.relay)
             if not self._pending:  # else nobody waits for this

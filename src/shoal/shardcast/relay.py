@@ -126,8 +126,9 @@ class Part:
             raise Rejected(
                 "request.not_found", f"version {self._held.sealed.body.version} has just been deleted here"
             ) from None
-        # The loop that sends must not wait for a disk: have the kernel read ahead of it.
-        os.posix_fadvise(fd, self.start, self.stop - self.start, os.POSIX_FADV_WILLNEED)
+        if self._held.assembly.complete:  # else it was written just now, and looking for it takes time too
+            # The loop that sends must not wait for a disk: have the kernel read ahead of it.
+            os.posix_fadvise(fd, self.start, self.stop - self.start, os.POSIX_FADV_WILLNEED)
         return fd
 
     async def ready(self, position: int) -> int | None:

@@ -2,7 +2,9 @@
 
 import functools
 import http.client
+import socket
 import ssl
+import struct
 import time
 import urllib.parse
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -26,6 +28,10 @@ ANSWER_DEADLINE_S = 60.0
 """For one answer in all: bytes that drip are no better than none."""
 MAX_MANIFEST_BYTES = 16 << 20
 PIECE_BYTES = 256 << 10
+LOOK_S = 0.25
+"""How often somebody who waits for bytes looks whether it is still worth while."""
+_LOOK = struct.pack("@ll", 0, int(LOOK_S * 1e6))
+"""As a C timeval, for the kernel."""
 
 
 class NotThere(Exception):
@@ -68,8 +74,10 @@ class Connections:
             connection.close()
 
     @contextmanager
-    def get(self, url: str, headers: dict[str, str], *, read_s: float) -> Iterator[http.client.HTTPResponse]:
-        """The answer, whose body is still to be read; anything that goes wrong, then too, is Broken."""
+    def get(
+        self, url: str, headers: dict[str, str], *, read_s: float
+    ) -> Iterator[tuple[http.client.HTTPResponse, socket.socket]]:
+        """The answer, and what it comes through, whose body is still to be read; anything that goes wrong, then too, is Broken."""
         parts = urllib.parse.urlsplit(url)
         server = (parts.scheme, parts.netloc)
         target = f"{parts.path}?{parts.query}" if parts.query else parts.path
@@ -77,8 +85,8 @@ class Connections:
         try:
             if shown := self._ticket() if self._ticket is not None else "":
                 headers = headers | {"Authorization": shown}
-            response = self._send(server, target, {"Accept-Encoding": "identity", **headers}, read_s)
-            yield response
+            response, sock = self._send(server, target, {"Accept-Encoding": "identity", **headers}, read_s)
+            yield response, sock
             # At the body's end the connection is free for the next request, unless the server is to close it.
             done = response.length == 0 and not response.will_close
             response.close()
@@ -90,7 +98,7 @@ class Connections:
 
     def _send(
         self, server: tuple[str, str], target: str, headers: dict[str, str], read_s: float
-    ) -> http.client.HTTPResponse:
+    ) -> tuple[http.client.HTTPResponse, socket.socket]:
         while True:
             fresh = server not in self._open
             connection = self._open.pop(server, None) or _connection(*server)
@@ -111,7 +119,7 @@ class Connections:
                 connection.close()
                 raise
             self._open[server] = connection
-            return response
+            return response, sock
 
 
 def _connection(scheme: str, netloc: str) -> http.client.HTTPConnection:
@@ -143,39 +151,77 @@ def ask_shards(
     where = f"{url}/versions/{version}/{first.name}?wait_s={SHARD_WAIT_S:g}"
     headers = {"Range": f"bytes={first.start}-{last.stop - 1}"}
     room = connections.room(max(shard.num_bytes for shard in shards))
-    with connections.get(where, headers, read_s=SHARD_WAIT_S + STALL_S) as response:
+    with connections.get(where, headers, read_s=SHARD_WAIT_S + STALL_S) as (response, sock):
         _check_status(response)
         if response.length != last.stop - first.start:
             raise Broken(
                 f"{response.length} bytes for shards {first.index} to {last.index} of {first.name}, which have "
                 f"{last.stop - first.start}"
             )
+        read = (
+            _buffered(response) if isinstance(sock, ssl.SSLSocket) else _unbuffered(response, sock, give_up)
+        )
         for shard in shards:
             data = room[: shard.num_bytes]
-            count = _read_into(response, data, give_up)
+            count = _fill(data, read, give_up)
+            response.length -= count
             if count != len(data):
                 raise Broken(f"{count} bytes for shard {shard.index} of {shard.name}, which has {len(data)}")
             yield data
 
 
-def _read_into(response: http.client.HTTPResponse, data: memoryview, give_up: Callable[[], bool]) -> int:
-    """Fill `data`, as the kernel gives it and without a copy in between; how much came in time."""
+Read = Callable[[memoryview], int]
+"""Put what comes of a body into that memory: how many bytes, 0 at its end."""
+
+
+def _buffered(response: http.client.HTTPResponse) -> Read:
+    return response.fp.readinto1
+
+
+def _unbuffered(response: http.client.HTTPResponse, sock: socket.socket, give_up: Callable[[], bool]) -> Read:
+    """The kernel fills the memory as a whole, as long as it comes: a thread that wakes up for each packet, and asks the kernel
+    each time whether there is more, spends a part of a fetch on that."""
+    begun = len(response.fp.peek())  # what came with the head
+    sock.settimeout(None)  # to Python; with one, it would have the kernel not wait at all
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _LOOK)
+    moved_s = time.monotonic()
+
+    def read(data: memoryview) -> int:
+        nonlocal begun, moved_s
+        if begun:
+            count = response.fp.readinto(data[:begun])
+            begun -= count
+            return count
+        while not give_up():
+            try:
+                count = sock.recv_into(data, len(data), socket.MSG_WAITALL)
+            except BlockingIOError:
+                if time.monotonic() - moved_s > STALL_S:
+                    raise TimeoutError(f"no byte for {STALL_S:g} s") from None
+            else:
+                moved_s = time.monotonic()
+                return count
+        return 0
+
+    return read
+
+
+def _fill(data: memoryview, read: Read, give_up: Callable[[], bool]) -> int:
+    """How much came in time."""
     late_s = time.monotonic() + ANSWER_DEADLINE_S
     position = 0
     while position < len(data) and not give_up() and time.monotonic() < late_s:
-        count = response.fp.readinto1(data[position:])  # its buffer, then the socket
+        count = read(data[position:])
         if not count:
             break
         position += count
-    assert response.length is not None, "an answer without a length is not read here"
-    response.length -= position
     return position
 
 
 def _ask(connections: Connections, where: str, wait_s: float) -> bytes:
     late_s = time.monotonic() + ANSWER_DEADLINE_S
     body = b""
-    with connections.get(where, {}, read_s=wait_s + STALL_S) as response:
+    with connections.get(where, {}, read_s=wait_s + STALL_S) as (response, _):
         _check_status(response)
         while piece := response.read1(PIECE_BYTES):
             body += piece
