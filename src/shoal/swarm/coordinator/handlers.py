@@ -22,8 +22,9 @@ from shoal.swarm.coordinator import (
     submissions,
     uploads,
 )
-from shoal.swarm.coordinator.auth import LARGE_BODY, SMALL_BODY, Caller, spends_nonce, unspend_nonce
+from shoal.swarm.coordinator.auth import LARGE_BODY, SMALL_BODY
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest_version
+from shoal.swarm.coordinator.door import Caller
 from shoal.swarm.coordinator.expected import Expected
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease, Receipt, Verdict
@@ -55,7 +56,6 @@ from shoal.wire.request import Signer
 from shoal.wire.ticket import Ticket
 
 Prepare = Callable[[Coordinator, Signer, str], Expected | None]
-Quick = Callable[[Coordinator, Signer, bytes], Record | None]
 
 _LEASE_ID = re.compile(r"[0-9a-f]{32}")
 _VERSION = re.compile(r"[0-9]{1,9}")
@@ -91,8 +91,8 @@ class SignedRoute:
     max_body: int = SMALL_BODY
     prepare: "Prepare | None" = None
     """What takes time and needs no transaction, done before one begins; what it found is then noted in one of its own."""
-    quick: "Quick | None" = None
-    """A shorter way for the usual case; None as its answer sends the request the long way."""
+    beats: bool = False
+    """Those of a turn with which all is well are done together (door.py); `handle` has the others."""
 
 
 def parse_version(text: str) -> int:
@@ -111,21 +111,6 @@ def handle_session(call: Call) -> Record:
 
 def handle_heartbeat(call: Call) -> Record:
     return nodes.heartbeat(call.tx, call.coordinator, Heartbeat.parse(call.body))
-
-
-def quick_heartbeat(coordinator: Coordinator, signer: Signer, body: bytes) -> Record | None:
-    beat, now_s = Heartbeat.parse(body), coordinator.clock()
-    db = coordinator.database.joined()
-    # A role's key is no node's, whatever the table says.
-    if db is None or signer.key in coordinator.roles:
-        return None
-    # First, as on the long way: a replayed heartbeat must not even count as a sign of life.
-    if not spends_nonce(db, signer, now_s):
-        raise Rejected("request.replayed", f"nonce {signer.nonce} of key {signer.key[:16]} is spent")
-    reply = nodes.quick_heartbeat(db, coordinator, signer.key, beat, now_s)
-    if reply is None:
-        unspend_nonce(db, signer)
-    return reply
 
 
 def handle_ticket(call: Call) -> Record:
@@ -266,7 +251,7 @@ SIGNED_ROUTES = (
         handle=handle_heartbeat,
         takes=Heartbeat,
         gives=HeartbeatReply,
-        quick=quick_heartbeat,
+        beats=True,
     ),
     SignedRoute(
         method="POST",

@@ -5,18 +5,18 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, select, update
+from sqlalchemy import Row, select, update
 
 from shoal.swarm.coordinator import admission, batches, epochs, evaluations, relays
 from shoal.swarm.coordinator.coordinator import (
     Coordinator,
     Transaction,
-    is_finished,
     is_paused,
     newest_version,
 )
 from shoal.swarm.coordinator.evaluations import Chunk
-from shoal.swarm.coordinator.leases import AWAITED, OPEN, State, expire, find_lease
+from shoal.swarm.coordinator.flying import count_issued, flying_groups, is_proven
+from shoal.swarm.coordinator.leases import AWAITED, State, expire, find_lease
 from shoal.swarm.coordinator.nodes import check_compatible, check_session, get_node, sign_of_life, standing_of
 from shoal.swarm.coordinator.policies import policy_refs
 from shoal.swarm.coordinator.schema import leases, nodes
@@ -37,18 +37,6 @@ LEASE_SHARE = 0.25
 PROMPT_SLACK_TOKENS = 1024
 """What a chat template may add to a prompt. A prompt has at most as many tokens as bytes."""
 
-PROVEN_LAPSES = 2
-
-_UNPROVEN = (nodes.c.accepted == 0) | (nodes.c.lapses >= PROVEN_LAPSES)
-_HOPED = leases.c.state.in_(AWAITED) & _UNPROVEN
-_FLYING = Statement(
-    select(
-        func.coalesce(func.sum(leases.c.num_prompts), 0).label("total"),
-        func.coalesce(func.sum(leases.c.num_prompts).filter(_HOPED), 0).label("hoped"),
-    )
-    .join(nodes, nodes.c.node == leases.c.node)
-    .where(leases.c.state.in_(OPEN), leases.c.purpose == "train")
-)
 _AWAITED_OF = Statement(
     select(leases)
     .where(leases.c.node == given("id"), leases.c.state.in_(AWAITED))
@@ -211,13 +199,13 @@ def check_upload_limit(coordinator: Coordinator) -> None:
 
 def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Sealed[Lease]:
     check_session(tx, ask.epoch)
-    sign_of_life(tx)
     ran_out = expire(tx, coordinator)
     assert tx.node is not None, "only nodes ask for leases"
     node = get_node(tx.db, tx.actor) if ran_out else tx.node
     _check_eligible(tx, coordinator, node)
     held = _held(tx, coordinator, node)
     if held is not None:
+        sign_of_life(tx)
         return held
     _check_patience(tx, coordinator, node)
     try:
@@ -225,6 +213,8 @@ def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Seale
     except NoWork as reason:
         wait_s = coordinator.turnstile.wait_s(tx.now_s, least_s=coordinator.config.retry_s)
         raise Rejected("request.too_early", str(reason), retry_after_s=wait_s) from None
+    # Last, for who is refused is to have written nothing (turn.py).
+    sign_of_life(tx)
     return _issue(tx, coordinator, node, work)
 
 
@@ -233,7 +223,7 @@ def _check_eligible(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -
     check_compatible(node, coordinator, tx.now_s)
     if node.trust == Trust.RETIRED.value:
         raise Rejected("request.conflict", "the node has left the run; a new session brings it back")
-    if is_paused(tx.db):
+    if tx.turn.recall(is_paused):
         raise Rejected("request.paused", "no leases are issued", retry_after_s=coordinator.config.heartbeat_s)
 
 
@@ -271,37 +261,32 @@ def _held(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> Sealed[L
 
 
 def _look(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> Outlook:
-    config, newest = coordinator.config, newest_version(tx.db)
-    chunk = None
+    config, recall = coordinator.config, tx.turn.recall
+    newest, chunk = recall(newest_version), None
     if newest is not None:
-        chunk = evaluations.next_chunk(tx.db, newest=newest, keep_versions=coordinator.spec.keep_versions)
-    coming, hoped = flying_groups(tx.db)
+        chunk = evaluations.next_chunk(tx.turn, newest=newest, keep_versions=coordinator.spec.keep_versions)
+    coming, hoped = recall(flying_groups)
     return Outlook(
         newest_version=newest,
         last_version=coordinator.spec.last_version,
-        finished=is_finished(tx.db, coordinator.spec),
-        relays=relays.usable(tx.db, tx.now_s, config.heartbeat_s),
+        finished=tx.is_finished(coordinator.spec),
+        relays=relays.usable(recall(relays.reports), tx.now_s, config.heartbeat_s),
         standing=standing_of(node),
-        proven=bool(node.accepted > 0 and node.lapses < PROVEN_LAPSES),
+        proven=is_proven(node),
         rows_per_s=node.rows_per_s,
         chunk=chunk,
-        ready_groups=batches.count_ready(tx.db),
+        ready_groups=recall(batches.count_ready),
         coming_groups=coming,
         hoped_groups=hoped,
-        batch_formed=newest is not None and batches.is_formed(tx.db, newest),
-        next_formed=newest is not None and batches.is_formed(tx.db, newest + 1),
+        batch_formed=newest is not None and recall(batches.is_formed, newest),
+        next_formed=newest is not None and recall(batches.is_formed, newest + 1),
     )
-
-
-def flying_groups(db: Connection) -> tuple[int, int]:
-    """Groups of open train leases: those to count on, and those in the hands of nodes that have shown nothing yet."""
-    found = _FLYING.row(db)
-    assert found is not None, "a sum is one row"
-    return int(found.total - found.hoped), int(found.hoped)
 
 
 def _issue(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work) -> Sealed[Lease]:
     lease = _compose(tx, coordinator, work, _origin(tx, coordinator, node, work))
+    if lease.purpose == "train":
+        count_issued(tx.turn, node, len(lease.prompts))
     text = lease.canonical()
     sealed = seal(lease, coordinator.run_key, canonical=text)
     _INSERT.run(
@@ -376,7 +361,7 @@ def _compose(tx: Transaction, coordinator: Coordinator, work: Work, origin: Orig
     )
     prompts = tuple(coordinator.task.problem(work.purpose, number).prompt for number in seeds)
     sampling = spec.sampling.model_copy(update={"samples_per_prompt": work.samples_per_prompt})
-    policies: tuple[PolicyRef, ...] = policy_refs(tx.db, work.versions)
+    policies: tuple[PolicyRef, ...] = tx.turn.recall(policy_refs, work.versions)
     return Lease(
         lease_id=lease_id,
         run=spec.run,

@@ -8,18 +8,21 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, insert, select, text, update
+from sqlalchemy import Connection, Row, func, insert, select, update
 
 from shoal.swarm.coordinator import admission
 from shoal.swarm.coordinator.compatibility import Compatibility, Fit, compatibility, meet
-from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, is_finished
+from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, finished_version
 from shoal.swarm.coordinator.credit import held_since_s
+from shoal.swarm.coordinator.flying import flying_groups
 from shoal.swarm.coordinator.liveness import OFFLINE_AFTER, liveness
 from shoal.swarm.coordinator.schema import leases as lease_table
 from shoal.swarm.coordinator.schema import nodes, submissions, verdicts
+from shoal.swarm.coordinator.speed import averaged
 from shoal.swarm.coordinator.statements import Statement, given
 from shoal.swarm.coordinator.terms import Terms
 from shoal.swarm.coordinator.trust import Finding, Happening, Standing, Trust, judge
+from shoal.swarm.coordinator.turn import Turn
 from shoal.wire.codes import Rejected, in_words
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import (
@@ -211,39 +214,13 @@ def heartbeat(tx: Transaction, coordinator: Coordinator, beat: Heartbeat) -> Hea
         policy_version=beat.policy_version,
         tokens_per_s=beat.tokens_per_s,
     )
-    return HeartbeatReply(finished=is_finished(tx.db, coordinator.spec), next_in_s=_next_beat_s(coordinator))
+    return reply(tx.turn, coordinator)
 
 
-_QUICK_BEAT = Statement(
-    text(
-        "UPDATE nodes SET last_seen_s = :now_s, phase = :phase, policy_version = :version, tokens_per_s = :speed"
-        " WHERE node = :key AND session_epoch = :epoch AND live = 1 AND trust <> 'banned' AND owner IS NULL"
-        " RETURNING (SELECT finished_version FROM run)"
-    )
-)
-
-
-def quick_heartbeat(
-    db: Connection, coordinator: Coordinator, key: str, beat: Heartbeat, now_s: float
-) -> HeartbeatReply | None:
-    """A heartbeat of a node with which all is well, in one statement; None if there is more to say about it.
-
-    Of what reaches a coordinator most is this. A delegated node takes the long way: its delegation must be looked at.
-    """
-    found = _QUICK_BEAT.row(
-        db,
-        now_s=now_s,
-        phase=beat.phase,
-        version=beat.policy_version,
-        speed=beat.tokens_per_s,
-        key=key,
-        epoch=beat.epoch,
-    )
-    if found is None:
-        return None
-    return HeartbeatReply(
-        finished=found[0] == coordinator.spec.last_version, next_in_s=_next_beat_s(coordinator)
-    )
+def reply(turn: Turn, coordinator: Coordinator) -> HeartbeatReply:
+    """To a heartbeat that was entered."""
+    finished = turn.recall(finished_version) == coordinator.spec.last_version
+    return HeartbeatReply(finished=finished, next_in_s=_next_beat_s(coordinator))
 
 
 def _next_beat_s(coordinator: Coordinator) -> float:
@@ -255,6 +232,7 @@ def _tell_return(tx: Transaction) -> None:
     assert tx.node is not None
     if not tx.node.live:
         tx.record("node.live", node=tx.actor)
+        tx.turn.forget(find_node, tx.actor)
 
 
 def tell_offline(tx: Transaction, heartbeat_s: float) -> None:
@@ -274,12 +252,22 @@ def happen(
     tx: Transaction, coordinator: Coordinator, key: str, happening: Happening, reason: str
 ) -> int | None:
     """Enter a happening into a node's standing. The ledger's number of the change of trust, if there is one."""
-    node = get_node(tx.db, key)
+    return enter(tx, coordinator, get_node(tx.db, key), happening, reason)
+
+
+def enter(
+    tx: Transaction, coordinator: Coordinator, node: Row[Any], happening: Happening, reason: str
+) -> int | None:
+    """The same, by whoever has the node's row as it is."""
+    key = node.node
     before = standing_of(node)
     after = judge(before, happening, tx.now_s, trusted_after=coordinator.config.trusted_after)
     if after == before:
         return None
     moved = after.trust is not before.trust
+    tx.turn.forget(find_node, key)
+    if after.lapses != before.lapses:
+        tx.turn.forget(flying_groups)  # it may count as proven now, or not any more
     _STAND.run(
         tx.db,
         id=key,
@@ -310,7 +298,9 @@ def count_verdict(
     tx: Transaction, node: Row[Any], finding: Finding, *, verdict: Verdict, credit: int, rows_per_s: float
 ) -> None:
     """Enter a verdict and how fast it was answered into the node's record, all but its standing."""
-    before = node.rows_per_s
+    tx.turn.forget(find_node, node.node)
+    if node.accepted == 0:
+        tx.turn.forget(flying_groups)
     _COUNT.run(
         tx.db,
         id=node.node,
@@ -319,11 +309,8 @@ def count_verdict(
         earned=credit,
         code_now=verdict.code,
         detail_now=verdict.detail,
-        speed_now=rows_per_s if before == 0 else SPEED_MEMORY * before + (1 - SPEED_MEMORY) * rows_per_s,
+        speed_now=averaged(node.rows_per_s, rows_per_s),
     )
-
-
-SPEED_MEMORY = 0.7
 
 
 def count_void(tx: Transaction, node: str) -> None:

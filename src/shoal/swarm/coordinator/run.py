@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -66,10 +67,17 @@ def run_pool(
     if len(set(names)) < len(names):
         raise ValueError(f"runs of one coordinator must have names of their own: {', '.join(names)}")
     with contextlib.ExitStack() as stack:
+        _collect_seldom()
         coordinators = [stack.enter_context(_opened(run)) for run in runs]
         for coordinator in coordinators:
             _sweep_beside(coordinator, stop)
         _serve(coordinators, host, port, stop, on_ready)
+
+
+def _collect_seldom() -> None:
+    """What a request leaves behind is gone with its last reference; looking for circles in it took a twentieth of the time."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def runs(db: Connection, coordinator: Coordinator) -> RunList:
     newest = db.execute(
         select(policies.c.manifest).order_by(policies.c.version.desc()).limit(1)
     ).scalar_one_or_none()
-    live = relays.usable(db, coordinator.clock(), config.heartbeat_s)
+    live = relays.usable(relays.reports(db), coordinator.clock(), config.heartbeat_s)
     view = RunView(
         run=spec.run,
         task=spec.task.name,
@@ -104,7 +104,7 @@ def stats(db: Connection, coordinator: Terms) -> Stats:
         latest=_latest_report(db),
         evaluations=evaluations.views(db),
         nodes=nodes.views(db, _nodes(db), coordinator),
-        relays=relays.views(db, now_s, heartbeat_s),
+        relays=relays.views(relays.reports(db), now_s, heartbeat_s),
         bytes_published=int(
             db.execute(select(func.coalesce(func.sum(policies.c.num_bytes), 0))).scalar_one()
         ),
@@ -129,7 +129,7 @@ def waiting_sentence(db: Connection, coordinator: Coordinator) -> str:
 def look(db: Connection, coordinator: Terms) -> Situation:
     now_s, heartbeat_s = coordinator.clock(), coordinator.config.heartbeat_s
     newest = newest_version(db)
-    seen = relays.views(db, now_s, heartbeat_s)
+    seen = relays.views(relays.reports(db), now_s, heartbeat_s)
     enrolled, live, quarantined = _count_workers(db, now_s - LATE_AFTER * heartbeat_s)
     by_state = dict(_open_by_state(db))
     return Situation(
