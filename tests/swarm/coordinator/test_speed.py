@@ -1,18 +1,25 @@
 """How fast a node is: waiting its turn is not being slow, and two leases at once are not twice as fast."""
 
 import pytest
-from small_swarm import CONFIG, SPEC, SmallSwarm
+from small_swarm import CONFIG, SmallSwarm
 from sqlalchemy import select
 
-from shoal.swarm.coordinator.schema import nodes
+from shoal.swarm.coordinator.schema import leases, nodes, submissions
 from shoal.swarm.coordinator.speed import averaged, rows_per_s
-
-ROWS = CONFIG.prompts_per_lease * SPEC.sampling.samples_per_prompt
+from shoal.wire.lease import Lease
 
 
 def measured(swarm: SmallSwarm) -> float:
     with swarm.coordinator.database.read() as db:
         return float(db.execute(select(nodes.c.rows_per_s)).scalar_one())
+
+
+def times(swarm: SmallSwarm, lease: Lease) -> tuple[float, float]:
+    """Of issue and of receipt."""
+    joined = select(leases.c.issued_at_s, submissions.c.received_at_s).join_from(leases, submissions)
+    with swarm.coordinator.database.read() as db:
+        issued_at_s, received_at_s = db.execute(joined.where(leases.c.lease_id == lease.lease_id)).one()
+    return issued_at_s, received_at_s
 
 
 def test_from_the_lease_or_from_the_receipt_before() -> None:
@@ -39,20 +46,20 @@ def test_a_lease_fetched_ahead_is_measured_from_the_receipt_before(swarm: SmallS
     swarm.start()
     node = swarm.node()
     for _ in range(CONFIG.trusted_after):
-        lease = node.lease()
-        swarm.clock.advance_s += 8.0
-        node.deliver(lease)
-        swarm.claim()
-        swarm.verdict(lease)
-    assert measured(swarm) == pytest.approx(ROWS / 8.0)
-    swarm.batch(0)  # room for more
+        swarm.work(node)
+    swarm.batch(0)  # so that there is room for more
     swarm.announce(1)
+    before = measured(swarm)
     first, ahead = node.lease(), node.lease()
     assert first.lease_id != ahead.lease_id
     for lease in (first, ahead):
-        swarm.clock.advance_s += 8.0
-        swarm.relay_up()
+        swarm.clock.ahead_s += 8.0
         node.deliver(lease)
     for _ in range(2):
         swarm.verdict(swarm.claim().lease)
-    assert measured(swarm) == pytest.approx(ROWS / 8.0)
+    (first_issued_s, first_received_s), (issued_s, received_s) = times(swarm, first), times(swarm, ahead)
+    assert issued_s < first_received_s < received_s - 7.0
+    expected = averaged(before, first.num_rows / (first_received_s - first_issued_s))
+    assert measured(swarm) == pytest.approx(
+        averaged(expected, ahead.num_rows / (received_s - first_received_s))
+    )
