@@ -131,6 +131,7 @@ def operations(url: str) -> list[Any]:
     return [found.ok() for found in schema.get_all_operations()]
 
 
+@pytest.mark.timeout(120 + 60 * EXAMPLES)
 def test_whatever_is_asked_is_answered_as_described(busy: SmallSwarm, callers: Callers) -> None:
     """No 5xx, no status, type or body that the description does not have."""
     answered = {

@@ -20,6 +20,11 @@ T = TypeVar("T")
 GROUP_SIZE = 64
 """Requests that are committed together, at most: whoever is first waits for the last."""
 
+BUSY = 4
+"""After a group of so many, more are on their way: a turn costs as much as ten requests in it, so the next waits a moment for them."""
+MOMENT_S = 0.004
+ENOUGH = 32
+
 _Errand = tuple[Callable[[], Any], Any, "asyncio.Future[Any]"]
 _Group = tuple[list[_Errand], asyncio.AbstractEventLoop]
 _Outcome = tuple["asyncio.Future[Any]", Any, BaseException | None]
@@ -33,6 +38,8 @@ class Desk:
         self._database, self._prepare = database, prepare
         self._waiting: list[_Errand] = []
         self._busy = False
+        self._last_size = 0
+        self._moment: asyncio.TimerHandle | None = None
         self._groups: queue.SimpleQueue[_Group | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -43,8 +50,9 @@ class Desk:
         self._waiting.append((act, ahead, future))
         if not self._busy:
             self._busy = True
-            # Not at once: what else has arrived in this turn of the loop comes along.
-            loop.call_soon(self._hand_over, loop)
+            self._gather(loop)
+        elif self._moment is not None and len(self._waiting) >= ENOUGH:
+            self._hand_over(loop)
         return await future
 
     def close(self) -> None:
@@ -54,11 +62,24 @@ class Desk:
             self._thread.join(10.0)
             self._thread = None
 
+    def _gather(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._last_size < BUSY:
+            # Not at once: what else has arrived in this turn of the loop comes along.
+            loop.call_soon(self._hand_over, loop)
+        elif len(self._waiting) < ENOUGH:
+            self._moment = loop.call_later(MOMENT_S, self._hand_over, loop)
+        else:
+            self._hand_over(loop)
+
     def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._moment is not None:
+            self._moment.cancel()
+            self._moment = None
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="desk", daemon=True)
             self._thread.start()
         group, self._waiting = self._waiting[:GROUP_SIZE], self._waiting[GROUP_SIZE:]
+        self._last_size = len(group)
         self._groups.put((group, loop))
 
     def _work(self) -> None:
@@ -96,7 +117,7 @@ class Desk:
 
     def _answer(self, loop: asyncio.AbstractEventLoop, outcomes: list[_Outcome]) -> None:
         if self._waiting:
-            self._hand_over(loop)
+            self._gather(loop)
         else:
             self._busy = False
         for future, result, error in outcomes:
