@@ -18,8 +18,8 @@ from starlette.routing import Route
 
 from shoal.swarm.coordinator.app import make_app
 from shoal.swarm.coordinator.feed import PAGE_FILES
-from shoal.swarm.coordinator.handlers import SIGNED_ROUTES
 from shoal.swarm.coordinator.schema import nodes
+from shoal.swarm.coordinator.signed_routes import SIGNED_ROUTES
 from shoal.wire.keys import Key
 from shoal.wire.messages import Enrol
 from shoal.wire.request import Target, sign_request

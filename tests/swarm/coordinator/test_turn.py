@@ -1,9 +1,7 @@
 """A writer's turn: each request stands or falls alone, what is known is true, and what failed is not committed in silence."""
 
 import asyncio
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +15,6 @@ from shoal.swarm.coordinator.statements import inserting
 from shoal.wire.codes import Rejected
 
 INSERT = inserting(nonces)
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
-    sqlite = request.param == "sqlite"
-    database = Database(tmp_path / "x.db" if sqlite else request.getfixturevalue("postgres").fresh())
-    yield database
-    database.close()
 
 
 def count(db: Connection) -> int:

@@ -9,7 +9,7 @@ from starlette.routing import Route
 
 from shoal.swarm.coordinator.app import make_app
 from shoal.swarm.coordinator.coordinator import open_coordinator
-from shoal.swarm.coordinator.handlers import SIGNED_ROUTES
+from shoal.swarm.coordinator.signed_routes import SIGNED_ROUTES
 from shoal.swarm.coordinator.trust import Trust
 from shoal.tasks import make_task
 from shoal.wire.codes import CODES

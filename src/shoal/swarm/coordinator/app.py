@@ -14,15 +14,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shoal.swarm.coordinator import ledger, nodes, openapi, policies, stats, vitals
+from shoal.swarm.coordinator import ledger, node_views, nodes, openapi, policies, stats, vitals
 from shoal.swarm.coordinator.answers import JSON, as_described, problem, to_json
 from shoal.swarm.coordinator.coordinator import Coordinator
 from shoal.swarm.coordinator.desk import Desk
 from shoal.swarm.coordinator.door import open_door
 from shoal.swarm.coordinator.entrance import Entrance, failure
 from shoal.swarm.coordinator.feed import Feed, page_routes
-from shoal.swarm.coordinator.handlers import SIGNED_ROUTES, parse_version
+from shoal.swarm.coordinator.handlers import parse_version
 from shoal.swarm.coordinator.receiving import Receiver
+from shoal.swarm.coordinator.signed_routes import SIGNED_ROUTES
 from shoal.swarm.coordinator.snapshot import node_page
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import PUBLIC_KEY
@@ -116,7 +117,7 @@ def handle_ready(db: Connection, coordinator: Coordinator, request: Request) -> 
 
 
 def handle_node(db: Connection, coordinator: Coordinator, request: Request) -> Record:
-    return nodes.views(db, [nodes.get_node(db, _node_id(request))], coordinator)[0]
+    return node_views.views(db, [nodes.get_node(db, _node_id(request))], coordinator)[0]
 
 
 def handle_node_page(db: Connection, coordinator: Coordinator, request: Request) -> Record:

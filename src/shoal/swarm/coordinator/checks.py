@@ -8,20 +8,12 @@ from sqlalchemy import Row, select, update
 from shoal.swarm.coordinator import admission, batches, evaluations, relays, speed
 from shoal.swarm.coordinator import credit as credits
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest_version
-from shoal.swarm.coordinator.leases import (
-    TERMINAL,
-    Event,
-    State,
-    end,
-    find_lease,
-    move,
-    status,
-    void_all,
-)
+from shoal.swarm.coordinator.leases import Event, end, find_lease, move, status, void_all
 from shoal.swarm.coordinator.nodes import count_verdict, enter, get_node, happen, why_rejected
 from shoal.swarm.coordinator.revocation import revoke_unchecked
 from shoal.swarm.coordinator.schema import leases, submissions, verdicts
 from shoal.swarm.coordinator.statements import Statement, given, inserting
+from shoal.swarm.coordinator.states import TERMINAL, State
 from shoal.swarm.coordinator.submissions import find_submission, void_stale
 from shoal.swarm.coordinator.trust import Finding, Happening, Trust, finding_of
 from shoal.wire.codes import ACCEPTED, CODES, UNCERTAIN, Rejected

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from shoal.net.buckets import Buckets
 from shoal.net.objects import LocalStore
 from shoal.swarm.coordinator import nodes, uploads
-from shoal.swarm.coordinator.answers import JSON, as_described, problem, to_json
+from shoal.swarm.coordinator.answers import as_described, problem, send_json, to_json
 from shoal.swarm.coordinator.auth import BODY_S, admitted
 from shoal.swarm.coordinator.coordinator import Coordinator
 from shoal.swarm.coordinator.desk import Desk
@@ -111,7 +111,7 @@ class Entrance:
             await failure(self._coordinator, scope, error)(scope, receive, send)
             raise  # the server logs where it came from
         if isinstance(answer, bytes):
-            await _send_json(send, answer)
+            await send_json(send, answer)
         else:
             await answer(scope, receive, send)
 
@@ -214,9 +214,3 @@ async def _read_body(declared: str | None, receive: Receive, max_bytes: int) -> 
     except TimeoutError:
         raise Rejected("request.malformed", f"the body did not arrive within {BODY_S:.0f} s") from None
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
-async def _send_json(send: Send, content: bytes) -> None:
-    headers = [(b"content-length", b"%d" % len(content)), (b"content-type", JSON.encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": content})

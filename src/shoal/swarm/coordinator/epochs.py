@@ -10,8 +10,7 @@ from sqlalchemy import Connection, exists, func, insert, select, update
 from shoal.swarm.coordinator.coordinator import Transaction
 from shoal.swarm.coordinator.schema import epochs, leases
 from shoal.swarm.coordinator.statements import Statement, given
-
-OPEN_STATES = ("issued", "uploading", "submitted", "checking")
+from shoal.swarm.coordinator.states import OPEN
 
 _HIDDEN = select(epochs).where(epochs.c.revealed_at_s.is_(None))
 _NEWEST = epochs.c.epoch.desc()
@@ -20,7 +19,7 @@ _SECRET = Statement(_HIDDEN.order_by(_NEWEST).limit(1))
 _TAKE = Statement(
     update(epochs).where(epochs.c.epoch == given("number")).values(num_leases=epochs.c.num_leases + 1)
 )
-_UNENDED = exists().where(leases.c.epoch == epochs.c.epoch, leases.c.state.in_(OPEN_STATES))
+_UNENDED = exists().where(leases.c.epoch == epochs.c.epoch, leases.c.state.in_(OPEN))
 _ENDED = Statement(_HIDDEN.where(epochs.c.num_leases >= given("least"), ~_UNENDED).order_by(epochs.c.epoch))
 
 

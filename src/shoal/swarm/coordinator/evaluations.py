@@ -9,9 +9,10 @@ from typing import Any
 from sqlalchemy import Connection, Row, func, insert, select, update
 
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, finish
-from shoal.swarm.coordinator.epochs import OPEN_STATES, reveal_ended
+from shoal.swarm.coordinator.epochs import reveal_ended
 from shoal.swarm.coordinator.schema import evaluation_chunks, evaluations, leases
 from shoal.swarm.coordinator.statements import Statement, given
+from shoal.swarm.coordinator.states import OPEN, State
 from shoal.swarm.coordinator.turn import Turn
 from shoal.wire.messages import Evaluation
 
@@ -66,7 +67,7 @@ def _pending(db: Connection, gone: int) -> list[Row[Any]]:
 
 def _taken(db: Connection, version: int) -> set[int]:
     """Chunks that are accepted or under way."""
-    states = (*OPEN_STATES, "accepted")
+    states = (*OPEN, State.ACCEPTED)
     query = select(leases.c.chunk).where(leases.c.eval_version == version, leases.c.state.in_(states))
     return set(db.execute(query).scalars())
 

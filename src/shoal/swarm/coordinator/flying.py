@@ -9,22 +9,20 @@ from sqlalchemy import Connection, Row, func, select
 
 from shoal.swarm.coordinator.schema import leases, nodes
 from shoal.swarm.coordinator.statements import Statement
+from shoal.swarm.coordinator.states import AWAITED, OPEN
 from shoal.swarm.coordinator.turn import Turn
 
 PROVEN_LAPSES = 2
-AWAITED_STATES = ("issued", "uploading")
-"""The node has yet to deliver."""
-OPEN_STATES = (*AWAITED_STATES, "submitted", "checking")
 
 _UNPROVEN = (nodes.c.accepted == 0) | (nodes.c.lapses >= PROVEN_LAPSES)
-_HOPED = leases.c.state.in_(AWAITED_STATES) & _UNPROVEN
+_HOPED = leases.c.state.in_(AWAITED) & _UNPROVEN
 _FLYING = Statement(
     select(
         func.coalesce(func.sum(leases.c.num_prompts), 0).label("total"),
         func.coalesce(func.sum(leases.c.num_prompts).filter(_HOPED), 0).label("hoped"),
     )
     .join(nodes, nodes.c.node == leases.c.node)
-    .where(leases.c.state.in_(OPEN_STATES), leases.c.purpose == "train")
+    .where(leases.c.state.in_(OPEN), leases.c.purpose == "train")
 )
 
 
@@ -57,7 +55,7 @@ def count_ended(turn: Turn, lease: Row[Any]) -> None:
     """`lease` as it was before."""
     if lease.purpose != "train":
         return
-    if lease.state in AWAITED_STATES:
+    if lease.state in AWAITED:
         turn.forget(flying_groups)  # whether it was hoped for depends on what its node was then
     else:
         _count(turn, coming=-lease.num_prompts, hoped=0)

@@ -19,20 +19,10 @@ from shoal.swarm.coordinator.leftovers import remove_leftover_of
 from shoal.swarm.coordinator.nodes import check_session, count_void, happen
 from shoal.swarm.coordinator.schema import leases, nodes
 from shoal.swarm.coordinator.statements import Statement, given
+from shoal.swarm.coordinator.states import AWAITED, OPEN, TERMINAL, State
 from shoal.swarm.coordinator.trust import Happening
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import Abandon, LeaseStatus
-
-
-class State(StrEnum):
-    ISSUED = "issued"
-    UPLOADING = "uploading"
-    SUBMITTED = "submitted"
-    CHECKING = "checking"
-    ACCEPTED = "accepted"
-    REJECTED = "rejected"
-    VOID = "void"
-    REVOKED = "revoked"
 
 
 class Event(StrEnum):
@@ -46,11 +36,6 @@ class Event(StrEnum):
     VOID = "void"
     REVOKE = "revoke"
 
-
-AWAITED = (State.ISSUED, State.UPLOADING)
-"""The node has yet to deliver."""
-OPEN = (*AWAITED, State.SUBMITTED, State.CHECKING)
-TERMINAL = (State.ACCEPTED, State.REJECTED, State.VOID, State.REVOKED)
 
 # A verdict may come in after its claim ran out: work done is work done, and the first verdict counts.
 _NEXT: dict[tuple[State, Event], State] = {

@@ -5,22 +5,19 @@ tables, and every move becomes a ledger event.
 """
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import Connection, Row, insert, select, update
 
 from shoal.swarm.coordinator import admission
 from shoal.swarm.coordinator.compatibility import Compatibility, Fit, compatibility, meet
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, finished_version
-from shoal.swarm.coordinator.credit import held_since_s
 from shoal.swarm.coordinator.flying import flying_groups
-from shoal.swarm.coordinator.liveness import OFFLINE_AFTER, liveness
+from shoal.swarm.coordinator.liveness import OFFLINE_AFTER
 from shoal.swarm.coordinator.schema import leases as lease_table
-from shoal.swarm.coordinator.schema import nodes, submissions, verdicts
+from shoal.swarm.coordinator.schema import nodes, submissions
 from shoal.swarm.coordinator.speed import averaged
 from shoal.swarm.coordinator.statements import Statement, given
-from shoal.swarm.coordinator.terms import Terms
 from shoal.swarm.coordinator.trust import Finding, Happening, Standing, Trust, judge
 from shoal.swarm.coordinator.turn import Turn
 from shoal.wire.codes import Rejected, in_words
@@ -31,7 +28,6 @@ from shoal.wire.messages import (
     Heartbeat,
     HeartbeatReply,
     Leave,
-    NodeView,
     OpenSession,
     Recorded,
     Session,
@@ -333,47 +329,3 @@ def _reason(after: Standing, reason: str) -> str:
         )
         return f"{count}, the last {reason}"
     return reason
-
-
-def view(node: Row[Any], held: int, now_s: float, heartbeat_s: float) -> NodeView:
-    return NodeView(
-        node=node.node,
-        trust=node.trust,
-        liveness=liveness(node.last_seen_s, now_s, heartbeat_s).value,
-        phase=node.phase,
-        policy_version=node.policy_version,
-        tokens_per_s=node.tokens_per_s,
-        accepted=node.accepted,
-        rejected=node.rejected,
-        void=node.void,
-        credit=node.credit,
-        credit_held=held,
-        owner=node.owner,
-        last_code=node.last_code,
-        last_detail=node.last_detail,
-    )
-
-
-def views(db: Connection, rows: Sequence[Row[Any]], coordinator: Terms) -> tuple[NodeView, ...]:
-    now_s, config = coordinator.clock(), coordinator.config
-    # One sum over what can be held at all, then exactly for the few whose clock stands still.
-    held: dict[str, int] = {
-        row[0]: int(row[1])
-        for row in db.execute(
-            select(verdicts.c.node, func.sum(verdicts.c.credit))
-            .where(verdicts.c.given_at_s > now_s - config.hold_s, verdicts.c.revoked_for.is_(None))
-            .group_by(verdicts.c.node)
-        )
-    }
-    for row in rows:
-        if row.trust in (Trust.QUARANTINED.value, Trust.BANNED.value):
-            held[row.node] = _held(db, row, now_s, config.hold_s)
-    return tuple(view(row, held.get(row.node, 0), now_s, config.heartbeat_s) for row in rows)
-
-
-def _held(db: Connection, node: Row[Any], now_s: float, hold_s: float) -> int:
-    since_s = held_since_s(Trust(node.trust), node.trust_since_s, now_s, hold_s)
-    query = select(func.coalesce(func.sum(verdicts.c.credit), 0)).where(
-        verdicts.c.node == node.node, verdicts.c.given_at_s > since_s, verdicts.c.revoked_for.is_(None)
-    )
-    return int(db.execute(query).scalar_one())

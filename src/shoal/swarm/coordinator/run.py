@@ -16,7 +16,7 @@ from shoal.swarm.coordinator.app import make_app
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.coordinator import Coordinator, newest_version, open_coordinator
 from shoal.swarm.coordinator.housekeeping import keep_house, resume
-from shoal.swarm.coordinator.issue import check_upload_limit
+from shoal.swarm.coordinator.planning import check_upload_limit
 from shoal.swarm.coordinator.pool import Hosted, Pool
 from shoal.swarm.coordinator.sweep import keep_sweeping
 from shoal.telemetry import Log

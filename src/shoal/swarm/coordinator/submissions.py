@@ -12,18 +12,11 @@ from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest
 from shoal.swarm.coordinator.drawing import checks_all
 from shoal.swarm.coordinator.expected import expected_of
 from shoal.swarm.coordinator.flying import count_submitted
-from shoal.swarm.coordinator.leases import (
-    Event,
-    State,
-    find_lease,
-    move,
-    own_lease,
-    still_awaited,
-    void,
-)
+from shoal.swarm.coordinator.leases import Event, find_lease, move, own_lease, still_awaited, void
 from shoal.swarm.coordinator.nodes import standing_of
 from shoal.swarm.coordinator.schema import leases, submissions
 from shoal.swarm.coordinator.statements import Statement, given, inserting
+from shoal.swarm.coordinator.states import State
 from shoal.swarm.coordinator.trust import check_rate
 from shoal.swarm.coordinator.uploads import find_upload
 from shoal.wire.codes import Rejected

@@ -9,10 +9,11 @@ from sqlalchemy import Connection, Row, exists, select, update
 from shoal.net.s3 import StoreDown
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction
 from shoal.swarm.coordinator.expected import Expected, expected_of
-from shoal.swarm.coordinator.leases import AWAITED, Event, State, awaited_lease, find_lease, move
+from shoal.swarm.coordinator.leases import Event, awaited_lease, find_lease, move
 from shoal.swarm.coordinator.leftovers import remove_leftover
 from shoal.swarm.coordinator.schema import leases, submissions, uploads
 from shoal.swarm.coordinator.statements import Statement, given, inserting
+from shoal.swarm.coordinator.states import AWAITED, State
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import AskUpload, Upload
 
