@@ -99,8 +99,9 @@ def _to_claim(tx: Transaction, coordinator: Coordinator, row: Row[Any], *, until
 def release_lapsed(tx: Transaction, coordinator: Coordinator) -> int:
     """Claims whose validator was not heard of again go back into the queue, or are void if too old by now; how many. Once a
     turn, which is no time."""
-    if tx.turn.shared.setdefault(release_lapsed, tx) is not tx:
+    if tx.turn.knows(release_lapsed):
         return 0
+    tx.turn.learn(True, release_lapsed)
     rows = _LAPSED.rows(tx.db, now_s=tx.now_s)
     for lease in rows:
         move(tx, lease, Event.RELEASE)

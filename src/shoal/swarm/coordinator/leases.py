@@ -182,8 +182,9 @@ def void_all(tx: Transaction, coordinator: Coordinator, node: str, code: str, de
 
 def expire(tx: Transaction, coordinator: Coordinator) -> int:
     """Void the leases whose deadline passed before a submission came; how many. Once a turn, which is no time."""
-    if tx.turn.shared.setdefault(expire, tx) is not tx:
+    if tx.turn.knows(expire):
         return 0
+    tx.turn.learn(True, expire)
     rows = _RUN_OUT.rows(tx.db, now_s=tx.now_s)
     for lease in rows:
         void(
