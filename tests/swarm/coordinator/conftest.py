@@ -12,6 +12,7 @@ from small_swarm import CONFIG, LOG, SPEC, SmallSwarm
 
 from s3_stores import Store, strict_store
 from shoal.swarm.coordinator.coordinator import open_coordinator
+from shoal.swarm.coordinator.database import Database
 
 try:
     from postgres import Postgres, running_postgres, why_not
@@ -64,3 +65,12 @@ def swarm(fresh_run: Path, tmp_path: Path) -> Iterator[SmallSwarm]:
     swarm = SmallSwarm(tmp_path / "run")
     yield swarm
     swarm.close()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
+    """An empty one of each kind."""
+    sqlite = request.param == "sqlite"
+    database = Database(tmp_path / "x.db" if sqlite else request.getfixturevalue("postgres").fresh())
+    yield database
+    database.close()

@@ -21,8 +21,8 @@ from shoal.net.client import Refused, Unreachable
 from shoal.net.deadline import NotYet, Stopped, wait_for
 from shoal.swarm.coordinator.coordinator import DATABASE_FILE, open_coordinator
 from shoal.swarm.coordinator.housekeeping import keep_house, resume
-from shoal.swarm.coordinator.issue import check_upload_limit
 from shoal.swarm.coordinator.ledger import read_ledger
+from shoal.swarm.coordinator.planning import check_upload_limit
 from shoal.swarm.coordinator.run import alone_in, known_authorities, run_coordinator
 from shoal.wire.keys import Key
 from shoal.wire.lease import Verdict

@@ -13,8 +13,8 @@ from starlette.routing import Route
 
 from shoal.net.client import Refused, SignedClient, Unreachable
 from shoal.swarm.coordinator.app import make_app
-from shoal.swarm.coordinator.handlers import SIGNED_ROUTES
 from shoal.swarm.coordinator.orders import ACTIONS
+from shoal.swarm.coordinator.signed_routes import SIGNED_ROUTES
 from shoal.wire.delegation import delegate
 from shoal.wire.keys import Key
 from shoal.wire.record import seal

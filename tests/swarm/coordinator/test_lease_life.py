@@ -6,7 +6,8 @@ import time
 import pytest
 from small_swarm import SmallSwarm, refusal
 
-from shoal.swarm.coordinator.leases import TERMINAL, Event, State, next_state
+from shoal.swarm.coordinator.leases import Event, next_state
+from shoal.swarm.coordinator.states import TERMINAL, State
 from shoal.tasks import make_task
 from shoal.wire.codes import Rejected
 from shoal.wire.draw import problem_seeds

@@ -8,7 +8,7 @@ import pytest
 from small_swarm import CONFIG, SPEC, SmallSwarm, refusal
 
 from shoal.swarm.coordinator.coordinator import Coordinator
-from shoal.swarm.coordinator.issue import NoWork, Outlook, oldest_worth_leasing
+from shoal.swarm.coordinator.planning import NoWork, Outlook, oldest_worth_leasing
 from shoal.swarm.coordinator.trust import Standing, Trust
 
 

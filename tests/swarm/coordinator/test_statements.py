@@ -1,7 +1,5 @@
 """Statements that go straight to the driver: the same rows as by SQLAlchemy's own way, on both databases."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,14 +17,6 @@ SOME = Statement(
 )
 COUNT = Statement(update(relays).where(relays.c.url == given("name")), "bytes_sent")
 BYTES = Statement(select(relays.c.bytes_sent).where(relays.c.url == given("name")))
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
-    sqlite = request.param == "sqlite"
-    database = Database(tmp_path / "x.db" if sqlite else request.getfixturevalue("postgres").fresh())
-    yield database
-    database.close()
 
 
 def row(url: str, **values: Any) -> dict[str, Any]:

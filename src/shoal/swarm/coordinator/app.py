@@ -1,8 +1,6 @@
-"""The coordinator as an ASGI app: uploads and public routes here, signed ones in entrance.py. docs/wire/api.md lists them."""
+"""The coordinator as an ASGI app: public routes here, signed ones in entrance.py, uploads in receiving.py. docs/wire/api.md lists them."""
 
-import asyncio
 import re
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,19 +10,20 @@ from sqlalchemy import Connection
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shoal.net.objects import Incoming, LocalStore
-from shoal.swarm.coordinator import ledger, nodes, openapi, policies, stats, uploads, vitals
+from shoal.swarm.coordinator import ledger, node_views, nodes, openapi, policies, stats, vitals
 from shoal.swarm.coordinator.answers import JSON, as_described, problem, to_json
 from shoal.swarm.coordinator.coordinator import Coordinator
 from shoal.swarm.coordinator.desk import Desk
-from shoal.swarm.coordinator.entrance import Entrance, check_length, failure
-from shoal.swarm.coordinator.expected import Expected
+from shoal.swarm.coordinator.door import open_door
+from shoal.swarm.coordinator.entrance import Entrance, failure
 from shoal.swarm.coordinator.feed import Feed, page_routes
-from shoal.swarm.coordinator.handlers import SIGNED_ROUTES, parse_version
+from shoal.swarm.coordinator.handlers import parse_version
+from shoal.swarm.coordinator.receiving import Receiver
+from shoal.swarm.coordinator.signed_routes import SIGNED_ROUTES
 from shoal.swarm.coordinator.snapshot import node_page
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import PUBLIC_KEY
@@ -36,19 +35,14 @@ from shoal.wire.snapshot import NodePage
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
-UPLOAD_IDLE_S = 30.0
-"""An upload that stands still for so long is given up; the client may begin it again."""
-UPLOADS_AT_ONCE = 2
-"""Per name: one that stalled and the one that replaces it."""
-
 _NUMBER = re.compile(r"[0-9]{1,15}")
 
 
 def make_app(coordinator: Coordinator, *, authorities: frozenset[str] | None = None) -> Entrance:
     """`authorities` are the HOST:PORT names that a signed request may be for; None takes any."""
-    desk = Desk(coordinator.database)
-    routes = [Route("/v1/objects/{name}", _receive_object(coordinator, desk), methods=["PUT"])]
-    routes.append(Route("/metrics", _metrics(coordinator), methods=["GET"]))
+    desk = Desk(coordinator.database, partial(open_door, coordinator))
+    receiver = Receiver(coordinator, desk)
+    routes = [Route("/metrics", _metrics(coordinator), methods=["GET"])]
     routes += [
         Route(path, _public(coordinator, route), methods=["GET"]) for path, route in PUBLIC_ROUTES.items()
     ]
@@ -63,58 +57,9 @@ def make_app(coordinator: Coordinator, *, authorities: frozenset[str] | None = N
     app = Starlette(routes=[*routes, *page_routes(feed)], lifespan=lifespan)
     app.router.redirect_slashes = False
     _answer_errors(app, coordinator)
-    return Entrance(coordinator, SIGNED_ROUTES, desk, rest=app, feed=feed, authorities=authorities)
-
-
-# -- uploads ----------------------------------------------------------------------------------------------
-
-
-def _receive_object(coordinator: Coordinator, desk: Desk) -> Endpoint:
-    arriving: Counter[str] = Counter()
-    store = coordinator.store
-
-    def expected_under(token: str) -> Expected:
-        with coordinator.database.read() as db:
-            return uploads.expected_under(db, token, coordinator.clock())
-
-    async def endpoint(request: Request) -> Response:
-        token = request.path_params["name"]
-        if not isinstance(store, LocalStore):
-            raise Rejected("request.not_found", "uploads of this run go to its object store")
-        expected = await run_in_threadpool(expected_under, token)
-        check_length(request.headers.get("content-length", "0"), expected.num_bytes)
-        if arriving[token] >= UPLOADS_AT_ONCE:
-            raise Rejected("request.too_many", "this upload is under way already", retry_after_s=1.0)
-        arriving[token] += 1
-        try:
-            incoming = store.receive(token, expected.sha256, expected.num_bytes)
-            await _receive(request, incoming, expected.expires_at_s - coordinator.clock())
-        finally:
-            arriving[token] -= 1
-            if not arriving[token]:
-                del arriving[token]
-        await desk.do(partial(uploads.mark_stored, coordinator, expected))
-        return Response(status_code=204)
-
-    return endpoint
-
-
-async def _receive(request: Request, incoming: Incoming, left_s: float) -> None:
-    """Every byte to the disk, counted and hashed; nothing stays behind if it breaks off or outlasts its lease."""
-    complete, clock = False, asyncio.get_running_loop().time
-    end_s = clock() + left_s
-    try:
-        async with asyncio.timeout_at(min(end_s, clock() + UPLOAD_IDLE_S)) as patience:
-            async for piece in request.stream():
-                patience.reschedule(min(end_s, clock() + UPLOAD_IDLE_S))
-                await run_in_threadpool(incoming.write, piece)
-        await run_in_threadpool(incoming.finish)
-        complete = True
-    except (TimeoutError, ClientDisconnect):
-        raise Rejected("request.wrong_digest", "the upload broke off") from None
-    finally:
-        if not complete:
-            incoming.discard()
+    return Entrance(
+        coordinator, SIGNED_ROUTES, desk, receiver=receiver, rest=app, feed=feed, authorities=authorities
+    )
 
 
 # -- public routes ----------------------------------------------------------------------------------------
@@ -172,7 +117,7 @@ def handle_ready(db: Connection, coordinator: Coordinator, request: Request) -> 
 
 
 def handle_node(db: Connection, coordinator: Coordinator, request: Request) -> Record:
-    return nodes.views(db, [nodes.get_node(db, _node_id(request))], coordinator)[0]
+    return node_views.views(db, [nodes.get_node(db, _node_id(request))], coordinator)[0]
 
 
 def handle_node_page(db: Connection, coordinator: Coordinator, request: Request) -> Record:

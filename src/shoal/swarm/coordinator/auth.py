@@ -7,21 +7,16 @@ effect is then refused, so that no captured request can ever be used again.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
-from sqlalchemy import Connection, Row, delete, select, text
+from sqlalchemy import Row, delete, select
 
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction
-from shoal.swarm.coordinator.database import savepoint
+from shoal.swarm.coordinator.door import Caller, caller_of, takes_nonce
 from shoal.swarm.coordinator.nodes import find_node
 from shoal.swarm.coordinator.schema import nonces, revoked_keys
-from shoal.swarm.coordinator.statements import Statement
 from shoal.wire.codes import Rejected
-from shoal.wire.messages import Role
 from shoal.wire.request import NONCE_KEPT_S, Signer
-
-Caller = Literal["newcomer", "node", "banned"] | Role
-"""`newcomer` is any key; `banned` lets even an ejected node through: to appeal."""
 
 SMALL_BODY = 16 << 10
 """What a node has to say."""
@@ -30,26 +25,20 @@ LARGE_BODY = 4 << 20
 BODY_S = 20.0
 """A body that takes longer is somebody holding the door open."""
 
-# Both databases read this; an error instead would end PostgreSQL's transaction.
-_SPEND = Statement(
-    text(
-        "INSERT INTO nonces (key, nonce, seen_at_s) VALUES (:key, :nonce, :seen_at_s) ON CONFLICT DO NOTHING"
-    )
-)
-
 
 @contextmanager
 def admitted(coordinator: Coordinator, signer: Signer, allowed: frozenset[Caller]) -> Iterator[Transaction]:
     """The transaction of one signed request. A refusal inside it undoes the effect, but not the spent nonce."""
     refusal: Rejected | None = None
-    # Until the savepoint there is only the nonce, and that stays spent.
+    # Until `one` there is only the nonce, and that stays spent.
     with coordinator.transaction(signer.key, undo=False) as tx:
-        # A role's key is no node's, whatever the table says.
-        tx.node = None if signer.key in coordinator.roles else find_node(tx.db, signer.key)
-        _check_role(coordinator, signer, allowed, known=tx.node is not None)
-        _spend_nonce(tx, signer)
+        caller = caller_of(coordinator, tx.turn, signer.key)
+        _check_role(caller, signer, allowed)
+        if not takes_nonce(tx.turn, signer, tx.now_s):
+            raise Rejected("request.replayed", f"nonce {signer.nonce} of key {signer.key[:16]} is spent")
+        tx.node = tx.turn.recall(find_node, signer.key) if caller == "node" else None
         try:
-            with savepoint(tx.db):
+            with tx.turn.one():
                 _refuse_banned(tx, allowed)
                 yield tx
                 tx.ledger.flush()
@@ -60,22 +49,11 @@ def admitted(coordinator: Coordinator, signer: Signer, allowed: frozenset[Caller
         raise refusal
 
 
-def spends_nonce(db: Connection, signer: Signer, now_s: float) -> bool:
-    """Whether the nonce was new; it is spent now."""
-    return _SPEND.run(db, key=signer.key, nonce=signer.nonce, seen_at_s=now_s) == 1
-
-
-def unspend_nonce(db: Connection, signer: Signer) -> None:
-    """The request goes another way, which spends it again."""
-    db.execute(delete(nonces).where(nonces.c.key == signer.key, nonces.c.nonce == signer.nonce))
-
-
 def prune_nonces(tx: Transaction) -> None:
     tx.db.execute(delete(nonces).where(nonces.c.seen_at_s < tx.now_s - NONCE_KEPT_S))
 
 
-def _check_role(coordinator: Coordinator, signer: Signer, allowed: frozenset[Caller], *, known: bool) -> None:
-    caller: Caller = coordinator.roles.get(signer.key) or ("node" if known else "newcomer")
+def _check_role(caller: Caller, signer: Signer, allowed: frozenset[Caller]) -> None:
     if caller in allowed:
         return
     if caller == "newcomer":
@@ -84,11 +62,6 @@ def _check_role(coordinator: Coordinator, signer: Signer, allowed: frozenset[Cal
         "request.not_allowed",
         f"key {signer.key[:16]} is a {caller} key; this route is for {' or '.join(sorted(allowed))}",
     )
-
-
-def _spend_nonce(tx: Transaction, signer: Signer) -> None:
-    if not spends_nonce(tx.db, signer, tx.now_s):
-        raise Rejected("request.replayed", f"nonce {signer.nonce} of key {signer.key[:16]} is spent")
 
 
 def _refuse_banned(tx: Transaction, allowed: frozenset[Caller]) -> None:

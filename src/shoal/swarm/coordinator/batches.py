@@ -75,6 +75,9 @@ def add_groups(
             }
         )
     _INSERT.run_many(tx.db, rows)
+    if tx.turn.knows(count_ready):
+        ready = sum(row["state"] == GroupState.READY.value for row in rows)
+        tx.turn.learn(tx.turn.recall(count_ready) + ready, count_ready)
     if stale:
         _record_stale(tx, newest, [row["group_id"] for row in rows])
 

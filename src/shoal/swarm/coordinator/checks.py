@@ -1,26 +1,19 @@
 """Checks: a validator claims a submission, looks at it, and gives one verdict."""
 
+import json
 from typing import Any
 
 from sqlalchemy import Row, select, update
 
-from shoal.swarm.coordinator import admission, batches, evaluations, relays
+from shoal.swarm.coordinator import admission, batches, evaluations, relays, speed
 from shoal.swarm.coordinator import credit as credits
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest_version
-from shoal.swarm.coordinator.leases import (
-    TERMINAL,
-    Event,
-    State,
-    end,
-    find_lease,
-    move,
-    status,
-    void_all,
-)
-from shoal.swarm.coordinator.nodes import count_verdict, get_node, happen, why_rejected
+from shoal.swarm.coordinator.leases import Event, end, find_lease, move, status, void_all
+from shoal.swarm.coordinator.nodes import count_verdict, enter, get_node, happen, why_rejected
 from shoal.swarm.coordinator.revocation import revoke_unchecked
 from shoal.swarm.coordinator.schema import leases, submissions, verdicts
 from shoal.swarm.coordinator.statements import Statement, given, inserting
+from shoal.swarm.coordinator.states import TERMINAL, State
 from shoal.swarm.coordinator.submissions import find_submission, void_stale
 from shoal.swarm.coordinator.trust import Finding, Happening, Trust, finding_of
 from shoal.wire.codes import ACCEPTED, CODES, UNCERTAIN, Rejected
@@ -55,6 +48,12 @@ _FIRST = Statement(
     .order_by(submissions.c.seq)
     .limit(1)
 )
+_BEFORE = Statement(
+    select(submissions.c.received_at_s)
+    .where(submissions.c.node == given("name"), submissions.c.seq < given("this_seq"))
+    .order_by(submissions.c.seq.desc())
+    .limit(1)
+)
 _INSERT = inserting(verdicts, but=("revoked_for",))
 
 
@@ -83,7 +82,7 @@ def look_again(tx: Transaction, coordinator: Coordinator, lease_id: str) -> Clai
 
 def _to_claim(tx: Transaction, coordinator: Coordinator, row: Row[Any], *, until_s: float) -> Claim:
     version = range(row.policy_version, row.policy_version + 1)
-    live = relays.usable(tx.db, tx.now_s, coordinator.config.heartbeat_s)
+    live = relays.usable(tx.turn.recall(relays.reports), tx.now_s, coordinator.config.heartbeat_s)
     return Claim(
         lease=Sealed[Lease].parse(row.sealed).body,
         checks=row.checks,
@@ -98,7 +97,11 @@ def _to_claim(tx: Transaction, coordinator: Coordinator, row: Row[Any], *, until
 
 
 def release_lapsed(tx: Transaction, coordinator: Coordinator) -> int:
-    """Claims whose validator was not heard of again go back into the queue, or are void if too old by now; how many."""
+    """Claims whose validator was not heard of again go back into the queue, or are void if too old by now; how many. Once a
+    turn, which is no time."""
+    if tx.turn.knows(release_lapsed):
+        return 0
+    tx.turn.learn(True, release_lapsed)
     rows = _LAPSED.rows(tx.db, now_s=tx.now_s)
     for lease in rows:
         move(tx, lease, Event.RELEASE)
@@ -112,7 +115,8 @@ def give_verdict(tx: Transaction, coordinator: Coordinator, lease_id: str, verdi
     _check_code(lease_id, verdict)
     verdict = verdict.model_copy(update={"detail": verdict.detail.replace("\0", "\\0")})  # see messages.Words
     lease = find_lease(tx.db, lease_id)
-    earlier = _GIVEN.value(tx.db, id=lease_id)
+    # Every verdict ends its lease.
+    earlier = _GIVEN.value(tx.db, id=lease_id) if lease.state in TERMINAL else None
     if earlier is not None and earlier != verdict.code:
         raise Rejected("request.conflict", f"lease {lease_id} has the verdict {earlier}, not {verdict.code}")
     # It may have ended meanwhile without a verdict: gone stale, or its node ejected. The answer says so.
@@ -153,7 +157,8 @@ def _check_accepted(lease: Row[Any], verdict: Verdict) -> None:
     num_rows = lease.num_prompts * lease.samples_per_prompt
     if len(verdict.rewards) != num_rows:
         raise Rejected("request.malformed", f"{len(verdict.rewards)} rewards for {num_rows} rows")
-    max_tokens = num_rows * Sealed[Lease].parse(lease.sealed).body.sampling.max_new_tokens
+    # Our own words: there is nothing to check about them.
+    max_tokens = num_rows * int(json.loads(lease.sealed)["body"]["sampling"]["max_new_tokens"])
     if not num_rows <= verdict.output_tokens <= max_tokens:
         raise Rejected(
             "request.malformed",
@@ -195,17 +200,16 @@ def _enter(
         given_at_s=tx.now_s,
     )
     end(tx, coordinator, lease, _EVENT[finding], code=verdict.code, detail=verdict.detail, credit=credit)
-    speed = _rows_per_s(lease, submission)
-    node = get_node(tx.db, lease.node)
-    count_verdict(tx, node, finding, verdict=verdict, credit=credit, rows_per_s=speed)
+    node, rate = get_node(tx.db, lease.node), _rows_per_s(tx, lease, submission)
+    count_verdict(tx, node, finding, verdict=verdict, credit=credit, rows_per_s=rate)
     if finding is Finding.REJECTED:
         _punish(tx, coordinator, lease, verdict)
     elif accepted:
         full = verdict.checks == "full"
-        happen(tx, coordinator, lease.node, Happening.ACCEPTED if full else Happening.TAKEN_ON_TRUST, "")
+        enter(tx, coordinator, node, Happening.ACCEPTED if full else Happening.TAKEN_ON_TRUST, "")
         _use(tx, coordinator, lease, submission, verdict, seq)
     elif verdict.code == UNCERTAIN:
-        happen(tx, coordinator, lease.node, Happening.UNCERTAIN, "")
+        enter(tx, coordinator, node, Happening.UNCERTAIN, "")
 
 
 def _punish(tx: Transaction, coordinator: Coordinator, lease: Row[Any], verdict: Verdict) -> None:
@@ -218,10 +222,14 @@ def _punish(tx: Transaction, coordinator: Coordinator, lease: Row[Any], verdict:
         void_all(tx, coordinator, lease.node, "void.abandoned", "the node was ejected")
 
 
-def _rows_per_s(lease: Row[Any], submission: Row[Any]) -> float:
+def _rows_per_s(tx: Transaction, lease: Row[Any], submission: Row[Any]) -> float:
     """The lease was answered: that says how fast the node is."""
-    rows: int = lease.num_prompts * lease.samples_per_prompt
-    return float(rows / max(1e-3, submission.received_at_s - lease.issued_at_s))
+    return speed.rows_per_s(
+        lease.num_prompts * lease.samples_per_prompt,
+        issued_at_s=lease.issued_at_s,
+        previous_receipt_s=_BEFORE.value(tx.db, name=lease.node, this_seq=submission.seq),
+        received_at_s=submission.received_at_s,
+    )
 
 
 def _unparseable(verdict: Verdict) -> int:
@@ -249,7 +257,7 @@ def _use(
             rewards=verdict.rewards,
         )
         return
-    newest = newest_version(tx.db)
+    newest = tx.turn.recall(newest_version)
     assert newest is not None, "a lease was issued, so a policy was published"
     max_lag = coordinator.spec.max_lag
     batches.add_groups(tx, lease, submission, verdict, seq=seq, newest=newest, max_lag=max_lag)

@@ -15,11 +15,14 @@ from shoal.net.presign import Credentials
 from shoal.net.s3 import S3Address, S3Store
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.database import Database
+from shoal.swarm.coordinator.expected import Expected
 from shoal.swarm.coordinator.journal import tell
 from shoal.swarm.coordinator.ledger import LedgerWriter
 from shoal.swarm.coordinator.loops import Vitals
+from shoal.swarm.coordinator.recent import Recent
 from shoal.swarm.coordinator.schema import SCHEMA_VERSION, policies, run
 from shoal.swarm.coordinator.statements import Statement
+from shoal.swarm.coordinator.turn import Turn
 from shoal.swarm.coordinator.turnstile import Turnstile
 from shoal.tasks import Task, make_task
 from shoal.tasks.files import keep_files, with_files_from
@@ -39,11 +42,14 @@ _PAUSED = Statement(select(run.c.paused))
 class Transaction:
     """What one request or one round of housekeeping does, all or nothing, with the ledger events that tell of it."""
 
-    def __init__(self, db: Connection, now_s: float, actor: str) -> None:
-        self.db, self.now_s, self.actor = db, now_s, actor
-        self.ledger = LedgerWriter(db, now_s)
+    def __init__(self, turn: Turn, now_s: float, actor: str) -> None:
+        self.turn, self.db, self.now_s, self.actor = turn, turn.db, now_s, actor
+        self.ledger = LedgerWriter(turn, now_s)
         self.node: Row[Any] | None = None
         """The node that asks, as it was when the transaction began; None for a role and for housekeeping."""
+
+    def is_finished(self, spec: RunSpec) -> bool:
+        return self.turn.recall(finished_version) == spec.last_version
 
     def record(self, type: str, **body: Any) -> int:
         """Append a ledger event; its number."""
@@ -66,12 +72,16 @@ class Coordinator:
     log: Log
     vitals: Vitals = field(default_factory=Vitals)
     turnstile: Turnstile = field(default_factory=Turnstile)
+    expected: "Recent[Expected]" = field(default_factory=Recent)
+    """Uploads that this process gave a name to, by that name."""
 
     @contextmanager
     def transaction(self, actor: str | None = None, *, undo: bool = True) -> Iterator[Transaction]:
         """`actor` is whose doing it is; the run key's by default. `undo` is the database's."""
-        with self.database.transaction(undo=undo) as db:
-            transaction = Transaction(db, self.clock(), actor or self.run_key.public)
+        with self.database.transaction(undo=undo):
+            turn = self.database.turn()
+            assert turn is not None, "a transaction is a turn, or part of one"
+            transaction = Transaction(turn, self.clock(), actor or self.run_key.public)
             yield transaction
             transaction.ledger.flush()
         events = transaction.ledger.events
@@ -202,8 +212,14 @@ def newest_version(db: Connection) -> int | None:
     return version
 
 
+def finished_version(db: Connection) -> int | None:
+    """The last version of a run that was over; None before that."""
+    version: int | None = _FINISHED.value(db)
+    return version
+
+
 def is_finished(db: Connection, spec: RunSpec) -> bool:
-    return bool(_FINISHED.value(db) == spec.last_version)
+    return finished_version(db) == spec.last_version
 
 
 def is_paused(db: Connection) -> bool:

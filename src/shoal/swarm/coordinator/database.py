@@ -3,10 +3,9 @@
 SQLite is a file beside the keys. PostgreSQL is named by a URL, and any number of coordinators may share it: an advisory lock
 makes one writer of all of them, as BEGIN IMMEDIATE does in SQLite.
 
-Requests that wait together are committed together (`group`, used by desk.py), each under a savepoint of its own.
+Requests that wait together are committed together (`group`, used by desk.py). turn.py has what they share.
 """
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,8 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from shoal.swarm.coordinator.migrations import migrate
-from shoal.swarm.coordinator.statements import tell_driver
+from shoal.swarm.coordinator.statements import WRITTEN
+from shoal.swarm.coordinator.turn import Turn
 
 BUSY_TIMEOUT_MS = 10_000
 # Every thread of the server's pool may read at once; a request must never wait for a connection.
@@ -38,8 +38,7 @@ class Database:
         self._writing = self._engine.execution_options(shoal_writes=True)
         # The database would serialise writers by itself, by polling; a lock hands over at once.
         self._lock = threading.Lock()
-        self._group: tuple[int, Connection] | None = None
-        self._afterwards: list[Callable[[], None]] = []
+        self._turn: tuple[int, Turn] | None = None
         try:
             with self.transaction() as db:
                 migrate(db)
@@ -50,42 +49,52 @@ class Database:
     @contextmanager
     def transaction(self, *, undo: bool = True) -> Iterator[Connection]:
         """All or nothing: as if it had never begun when the block raises. On disk when it has ended, or inside a `group`
-        of this thread when that has. There `undo=False` leaves it to the block to undo what must be, by savepoints."""
-        joined = self.joined()
-        if joined is not None:
-            with savepoint(joined) if undo else contextlib.nullcontext():
-                yield joined
-            return
-        with self._lock, self._writing.connect() as db, db.begin() as transaction:
-            yield db
-            self._commit(transaction)
+        of this thread when that has. There `undo=False` leaves it to the block to undo what must be (`Turn.one`)."""
+        turn = self.turn()
+        if turn is None:
+            with self.group(careful=True) as alone:
+                yield alone.db
+        elif undo:
+            with turn.one():
+                yield turn.db
+        else:
+            yield turn.db
 
     @contextmanager
-    def group(self) -> Iterator[None]:
+    def group(self, *, careful: bool = False) -> Iterator[Turn]:
         """The transactions of this thread until the block ends are committed together, so that a disk that takes a millisecond
         for a commit takes it once. Each still stands or falls alone, but none counts before the block has ended."""
         with self._lock, self._writing.connect() as db, db.begin() as transaction:
-            self._group = (threading.get_ident(), db)
+            turn = Turn(db, careful=careful)
+            self._turn = (threading.get_ident(), turn)
             try:
-                yield
+                yield turn
+                turn.end()
+                self._check_sound(db)
             finally:
-                self._group = None
-                afterwards, self._afterwards = self._afterwards, []
+                self._turn = None
+                turn.close()
             self._commit(transaction)
-        for act in afterwards:
+        for act in turn.afterwards:
             act()
 
     def when_committed(self, act: Callable[[], None]) -> None:
         """At once after a transaction that stood alone; inside a group, when that is on disk, or never if it fails."""
-        if self.joined() is None:
+        turn = self.turn()
+        if turn is None:
             act()
         else:
-            self._afterwards.append(act)
+            turn.afterwards.append(act)
 
-    def joined(self) -> Connection | None:
-        """The connection of this thread's group; None outside of one."""
-        group = self._group
-        return group[1] if group is not None and group[0] == threading.get_ident() else None
+    def turn(self) -> Turn | None:
+        """This thread's; None outside of a transaction."""
+        mine = self._turn
+        return mine[1] if mine is not None and mine[0] == threading.get_ident() else None
+
+    def _check_sound(self, db: Connection) -> None:
+        """PostgreSQL answers the commit of a transaction in which something failed by undoing it, without an error."""
+        if not self.is_sqlite and db.connection.driver_connection.info.transaction_status.name == "INERROR":  # type: ignore[union-attr]
+            raise RuntimeError("something failed in this transaction, so nothing of it can be committed")
 
     def _commit(self, transaction: RootTransaction) -> None:
         """The one place where anything becomes true."""
@@ -110,19 +119,6 @@ class Database:
 
     def close(self) -> None:
         self._engine.dispose()
-
-
-@contextmanager
-def savepoint(db: Connection) -> Iterator[None]:
-    """What the block did is undone if it raises."""
-    tell_driver(db, "SAVEPOINT shoal")
-    try:
-        yield
-    except BaseException:
-        tell_driver(db, "ROLLBACK TO SAVEPOINT shoal")
-        tell_driver(db, "RELEASE SAVEPOINT shoal")
-        raise
-    tell_driver(db, "RELEASE SAVEPOINT shoal")
 
 
 def database_url(where: Path | str) -> str:
@@ -156,6 +152,17 @@ def read_only(where: Path | str) -> Iterator[Connection]:
 
 
 def _make_engine(url: str) -> Engine:
+    engine = _engine_for(url)
+
+    @event.listens_for(engine, "before_cursor_execute")
+    def note(db: Connection, cursor: Any, statement: str, *rest: Any) -> None:
+        if not statement.lstrip().startswith("SELECT") and (written := db.info.get(WRITTEN)) is not None:
+            written(told=False)
+
+    return engine
+
+
+def _engine_for(url: str) -> Engine:
     if url.startswith("sqlite"):
         engine = create_engine(
             url, pool_size=READERS, connect_args={"check_same_thread": False, "cached_statements": 256}
@@ -163,7 +170,10 @@ def _make_engine(url: str) -> Engine:
         _configure_sqlite(engine)
         return engine
     # Asked before use: a server that was restarted must not cost the first request after it.
-    engine = create_engine(url, pool_size=READERS, pool_pre_ping=True)
+    # What is worth preparing prepared.py prepares; of psycopg's own a rollback would throw away everybody's.
+    engine = create_engine(
+        url, pool_size=READERS, pool_pre_ping=True, connect_args={"prepare_threshold": None}
+    )
     _configure_postgresql(engine)
     return engine
 

@@ -16,14 +16,17 @@ from starlette.types import Receive, Scope, Send
 
 from shoal.net.buckets import Buckets
 from shoal.net.objects import LocalStore
-from shoal.swarm.coordinator import uploads
-from shoal.swarm.coordinator.answers import JSON, as_described, problem, to_json
+from shoal.swarm.coordinator import nodes, uploads
+from shoal.swarm.coordinator.answers import as_described, problem, send_json, to_json
 from shoal.swarm.coordinator.auth import BODY_S, admitted
 from shoal.swarm.coordinator.coordinator import Coordinator
 from shoal.swarm.coordinator.desk import Desk
+from shoal.swarm.coordinator.door import Knock, has_beaten
 from shoal.swarm.coordinator.feed import Feed
 from shoal.swarm.coordinator.handlers import Call, SignedRoute
+from shoal.swarm.coordinator.receiving import Receiver, check_length
 from shoal.wire.codes import Rejected
+from shoal.wire.messages import Heartbeat
 from shoal.wire.request import Signer, Target, verify_request
 
 Found = tuple[SignedRoute, dict[str, str]]
@@ -70,11 +73,12 @@ class Entrance:
         routes: Iterable[SignedRoute],
         desk: Desk,
         *,
+        receiver: Receiver,
         rest: Starlette,
         feed: Feed,
         authorities: frozenset[str] | None,
     ) -> None:
-        self.feed = feed
+        self.feed, self._receiver = feed, receiver
         self._coordinator, self._desk, self.rest = coordinator, desk, rest
         self._authorities = authorities
         self._routes = RouteTable(routes)
@@ -84,14 +88,22 @@ class Entrance:
     def close(self) -> None:
         """When nothing comes in any more."""
         self._desk.close()
+        self._receiver.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = self._routes.find(scope["method"], scope["path"]) if scope["type"] == "http" else None
-        if found is None:
+        token = None if found is not None else _uploaded(scope)
+        if found is None and token is None:
             await self.rest(scope, receive, send)
             return
+        answer: bytes | Response
         try:
-            answer = await self._answer(found, scope, receive)
+            if found is not None:
+                answer = await self._answer(found, scope, receive)
+            else:
+                assert token is not None
+                length = _headers_of(scope["headers"]).get("content-length", "0")
+                answer = await self._receiver.take(token, length, receive)
         except Rejected as error:
             now_s = self._coordinator.clock()
             answer = problem(error.code, error.detail, now_s=now_s, retry_after_s=error.retry_after_s)
@@ -99,7 +111,7 @@ class Entrance:
             await failure(self._coordinator, scope, error)(scope, receive, send)
             raise  # the server logs where it came from
         if isinstance(answer, bytes):
-            await _send_json(send, answer)
+            await send_json(send, answer)
         else:
             await answer(scope, receive, send)
 
@@ -113,7 +125,9 @@ class Entrance:
             found = await run_in_threadpool(route.prepare, self._coordinator, signer, path["lease_id"])
             if found is not None:
                 await self._desk.do(partial(uploads.mark_stored, self._coordinator, found))
-        return await self._desk.do(partial(self._act, route, path, body, signer))
+        beat = Heartbeat.parse(body) if route.beats else None
+        knock = Knock(signer=signer, allowed=route.callers, beat=beat)
+        return await self._desk.do(partial(self._act, route, path, body, signer), knock)
 
     def _signer(self, scope: Scope, headers: dict[str, str], body: bytes) -> Signer:
         authority = headers.get("host", "").lower()
@@ -142,10 +156,9 @@ class Entrance:
 
     def _act(self, route: SignedRoute, path: dict[str, str], body: bytes, signer: Signer) -> bytes | Response:
         coordinator = self._coordinator
-        if route.quick is not None:
-            quick = route.quick(coordinator, signer, body)
-            if quick is not None:
-                return to_json(as_described(quick, route.gives))
+        turn = coordinator.database.turn()
+        if route.beats and turn is not None and has_beaten(turn, signer):
+            return to_json(as_described(nodes.reply(turn, coordinator), route.gives))
         with admitted(coordinator, signer, route.callers) as tx:
             answer = route.handle(Call(coordinator=coordinator, tx=tx, body=body, path=path))
             return answer if isinstance(answer, Response) else to_json(as_described(answer, route.gives))
@@ -158,6 +171,14 @@ def failure(coordinator: Coordinator, scope: Scope, error: Exception) -> Respons
         f"{scope['method']} {scope['path'][:200]} failed: {type(error).__name__}: {first_line}"
     )
     return problem("request.failed", "an error on our side; it is logged", now_s=coordinator.clock())
+
+
+def _uploaded(scope: Scope) -> str | None:
+    """The name under which bytes come; None if it is no upload."""
+    if scope["type"] != "http" or scope["method"] != "PUT" or not scope["path"].startswith(uploads.PATH):
+        return None
+    token: str = scope["path"].removeprefix(uploads.PATH)
+    return token if token and "/" not in token else None
 
 
 def _headers_of(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
@@ -193,17 +214,3 @@ async def _read_body(declared: str | None, receive: Receive, max_bytes: int) -> 
     except TimeoutError:
         raise Rejected("request.malformed", f"the body did not arrive within {BODY_S:.0f} s") from None
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
-def check_length(declared: str, max_bytes: int) -> None:
-    """By the declared length, before a byte is read."""
-    if not declared.isascii() or not declared.isdecimal() or len(declared) > 15:
-        raise Rejected("request.malformed", f"Content-Length is {declared[:32]!r}, expected a number")
-    if int(declared) > max_bytes:
-        raise Rejected("request.too_large", f"{declared} bytes announced, {max_bytes} allowed here")
-
-
-async def _send_json(send: Send, content: bytes) -> None:
-    headers = [(b"content-length", b"%d" % len(content)), (b"content-type", JSON.encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": content})

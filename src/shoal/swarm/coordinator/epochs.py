@@ -3,14 +3,14 @@ secret itself after the last has ended, so that neither side can choose a seed a
 
 import hashlib
 import secrets
+from dataclasses import dataclass, replace
 
-from sqlalchemy import exists, func, insert, select, update
+from sqlalchemy import Connection, exists, func, insert, select, update
 
 from shoal.swarm.coordinator.coordinator import Transaction
 from shoal.swarm.coordinator.schema import epochs, leases
 from shoal.swarm.coordinator.statements import Statement, given
-
-OPEN_STATES = ("issued", "uploading", "submitted", "checking")
+from shoal.swarm.coordinator.states import OPEN
 
 _HIDDEN = select(epochs).where(epochs.c.revealed_at_s.is_(None))
 _NEWEST = epochs.c.epoch.desc()
@@ -19,23 +19,46 @@ _SECRET = Statement(_HIDDEN.order_by(_NEWEST).limit(1))
 _TAKE = Statement(
     update(epochs).where(epochs.c.epoch == given("number")).values(num_leases=epochs.c.num_leases + 1)
 )
-_UNENDED = exists().where(leases.c.epoch == epochs.c.epoch, leases.c.state.in_(OPEN_STATES))
+_UNENDED = exists().where(leases.c.epoch == epochs.c.epoch, leases.c.state.in_(OPEN))
 _ENDED = Statement(_HIDDEN.where(epochs.c.num_leases >= given("least"), ~_UNENDED).order_by(epochs.c.epoch))
 
 
 def draw(tx: Transaction, leases_per_epoch: int) -> tuple[int, bytes]:
     """Number and secret of the epoch that the next lease belongs to."""
-    row = _ROOM.row(tx.db, most=leases_per_epoch)
-    if row is None:
+    room = tx.turn.recall(_room, leases_per_epoch)
+    if room is None:
         return _begin(tx)
-    _TAKE.run(tx.db, number=row.epoch)
-    return row.epoch, bytes.fromhex(row.secret)
+    _TAKE.run(tx.db, number=room.epoch)
+    if room.num_leases + 1 < leases_per_epoch:
+        tx.turn.learn(replace(room, num_leases=room.num_leases + 1), _room, leases_per_epoch)
+    else:
+        tx.turn.forget(_room, leases_per_epoch)
+    return room.epoch, room.secret
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """The epoch that the next lease belongs to."""
+
+    epoch: int
+    secret: bytes
+    num_leases: int
+
+
+def _room(db: Connection, most: int) -> _Room | None:
+    row = _ROOM.row(db, most=most)
+    return None if row is None else _Room(row.epoch, bytes.fromhex(row.secret), row.num_leases)
 
 
 def secret_now(tx: Transaction) -> tuple[int, bytes]:
     """Number and secret of an epoch that is not revealed yet, for a draw."""
-    row = _SECRET.row(tx.db)
-    return _begin(tx, num_leases=0) if row is None else (row.epoch, bytes.fromhex(row.secret))
+    hidden = tx.turn.recall(_hidden)
+    return _begin(tx, num_leases=0) if hidden is None else hidden
+
+
+def _hidden(db: Connection) -> tuple[int, bytes] | None:
+    row = _SECRET.row(db)
+    return None if row is None else (row.epoch, bytes.fromhex(row.secret))
 
 
 def commitment(secret: bytes) -> str:
@@ -47,6 +70,13 @@ def reveal_ended(tx: Transaction, leases_per_epoch: int, *, run_over: bool) -> N
     for row in _ENDED.rows(tx.db, least=0 if run_over else leases_per_epoch):
         tx.db.execute(update(epochs).where(epochs.c.epoch == row.epoch).values(revealed_at_s=tx.now_s))
         tx.record("epoch.revealed", epoch=row.epoch, secret=row.secret)
+
+
+def reveal_after(tx: Transaction, epoch: int, leases_per_epoch: int, *, run_over: bool) -> None:
+    """A lease of `epoch` has ended: reveal what can be. While that epoch can still grow, nothing can."""
+    room = None if run_over else tx.turn.recall(_room, leases_per_epoch)
+    if room is None or room.epoch != epoch:
+        reveal_ended(tx, leases_per_epoch, run_over=run_over)
 
 
 def _begin(tx: Transaction, num_leases: int = 1) -> tuple[int, bytes]:

@@ -4,13 +4,16 @@ An evaluation is cut into chunks; each is one lease, pinned to the version, issu
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import Connection, Row, func, insert, select, update
 
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, finish
-from shoal.swarm.coordinator.epochs import OPEN_STATES, reveal_ended
+from shoal.swarm.coordinator.epochs import reveal_ended
 from shoal.swarm.coordinator.schema import evaluation_chunks, evaluations, leases
 from shoal.swarm.coordinator.statements import Statement, given
+from shoal.swarm.coordinator.states import OPEN, State
+from shoal.swarm.coordinator.turn import Turn
 from shoal.wire.messages import Evaluation
 
 _PENDING = Statement(
@@ -48,19 +51,23 @@ def cut(num_prompts: int, chunk_prompts: int) -> list[int]:
     return [min(chunk_prompts, num_prompts - start) for start in range(0, num_prompts, chunk_prompts)]
 
 
-def next_chunk(db: Connection, *, newest: int, keep_versions: int) -> Chunk | None:
+def next_chunk(turn: Turn, *, newest: int, keep_versions: int) -> Chunk | None:
     """What to lease next. A version that relays no longer keep cannot be evaluated any more."""
-    for evaluation in _PENDING.rows(db, gone=newest - keep_versions):
-        taken = _taken(db, evaluation.version)
+    for evaluation in turn.recall(_pending, newest - keep_versions):
+        taken = _taken(turn.db, evaluation.version)
         for index, size in enumerate(cut(evaluation.num_prompts, evaluation.chunk_prompts)):
             if index not in taken:
                 return Chunk(version=evaluation.version, index=index, num_prompts=size)
     return None
 
 
+def _pending(db: Connection, gone: int) -> list[Row[Any]]:
+    return _PENDING.rows(db, gone=gone)
+
+
 def _taken(db: Connection, version: int) -> set[int]:
     """Chunks that are accepted or under way."""
-    states = (*OPEN_STATES, "accepted")
+    states = (*OPEN, State.ACCEPTED)
     query = select(leases.c.chunk).where(leases.c.eval_version == version, leases.c.state.in_(states))
     return set(db.execute(query).scalars())
 

@@ -22,11 +22,12 @@ from shoal.swarm.coordinator import (
     submissions,
     uploads,
 )
-from shoal.swarm.coordinator.auth import LARGE_BODY, SMALL_BODY, Caller, spends_nonce, unspend_nonce
+from shoal.swarm.coordinator.auth import SMALL_BODY
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest_version
+from shoal.swarm.coordinator.door import Caller
 from shoal.swarm.coordinator.expected import Expected
 from shoal.wire.codes import Rejected
-from shoal.wire.lease import Lease, Receipt, Verdict
+from shoal.wire.lease import Verdict
 from shoal.wire.messages import (
     Abandon,
     AdminOrder,
@@ -34,28 +35,18 @@ from shoal.wire.messages import (
     Appeal,
     AskLease,
     AskUpload,
-    Batch,
-    Claim,
     Enrol,
-    Enrolled,
     Heartbeat,
-    HeartbeatReply,
-    LeaseStatus,
     Leave,
     OpenSession,
-    Recorded,
     RelayReport,
     RevokeKey,
-    Session,
     Submit,
-    Upload,
 )
-from shoal.wire.record import Record, Sealed
+from shoal.wire.record import Record
 from shoal.wire.request import Signer
-from shoal.wire.ticket import Ticket
 
 Prepare = Callable[[Coordinator, Signer, str], Expected | None]
-Quick = Callable[[Coordinator, Signer, bytes], Record | None]
 
 _LEASE_ID = re.compile(r"[0-9a-f]{32}")
 _VERSION = re.compile(r"[0-9]{1,9}")
@@ -91,8 +82,8 @@ class SignedRoute:
     max_body: int = SMALL_BODY
     prepare: "Prepare | None" = None
     """What takes time and needs no transaction, done before one begins; what it found is then noted in one of its own."""
-    quick: "Quick | None" = None
-    """A shorter way for the usual case; None as its answer sends the request the long way."""
+    beats: bool = False
+    """Those of a turn with which all is well are done together (door.py); `handle` has the others."""
 
 
 def parse_version(text: str) -> int:
@@ -111,21 +102,6 @@ def handle_session(call: Call) -> Record:
 
 def handle_heartbeat(call: Call) -> Record:
     return nodes.heartbeat(call.tx, call.coordinator, Heartbeat.parse(call.body))
-
-
-def quick_heartbeat(coordinator: Coordinator, signer: Signer, body: bytes) -> Record | None:
-    beat, now_s = Heartbeat.parse(body), coordinator.clock()
-    db = coordinator.database.joined()
-    # A role's key is no node's, whatever the table says.
-    if db is None or signer.key in coordinator.roles:
-        return None
-    # First, as on the long way: a replayed heartbeat must not even count as a sign of life.
-    if not spends_nonce(db, signer, now_s):
-        raise Rejected("request.replayed", f"nonce {signer.nonce} of key {signer.key[:16]} is spent")
-    reply = nodes.quick_heartbeat(db, coordinator, signer.key, beat, now_s)
-    if reply is None:
-        unspend_nonce(db, signer)
-    return reply
 
 
 def handle_ticket(call: Call) -> Record:
@@ -232,169 +208,3 @@ def handle_get_batch(call: Call) -> Record:
             retry_after_s=coordinator.config.retry_s,
         )
     return batch
-
-
-_NEWCOMER: frozenset[Caller] = frozenset({"newcomer", "node"})
-_NODE: frozenset[Caller] = frozenset({"node"})
-_EVEN_BANNED: frozenset[Caller] = frozenset({"node", "banned"})
-_ADMIN: frozenset[Caller] = frozenset({"admin"})
-_TRAINER: frozenset[Caller] = frozenset({"trainer"})
-_VALIDATOR: frozenset[Caller] = frozenset({"validator"})
-_RELAY: frozenset[Caller] = frozenset({"relay"})
-
-SIGNED_ROUTES = (
-    SignedRoute(
-        method="POST",
-        path="/v1/enrol",
-        callers=_NEWCOMER,
-        handle=handle_enrol,
-        takes=Enrol,
-        gives=Enrolled,
-    ),
-    SignedRoute(
-        method="POST",
-        path="/v1/session",
-        callers=_NODE,
-        handle=handle_session,
-        takes=OpenSession,
-        gives=Session,
-    ),
-    SignedRoute(
-        method="POST",
-        path="/v1/heartbeat",
-        callers=_NODE,
-        handle=handle_heartbeat,
-        takes=Heartbeat,
-        gives=HeartbeatReply,
-        quick=quick_heartbeat,
-    ),
-    SignedRoute(
-        method="POST",
-        path="/v1/leases",
-        callers=_NODE,
-        handle=handle_ask_lease,
-        takes=AskLease,
-        gives=Sealed[Lease],
-    ),
-    SignedRoute(
-        method="GET",
-        path="/v1/leases/{lease_id}",
-        callers=_NODE,
-        handle=handle_lease_status,
-        gives=LeaseStatus,
-    ),
-    SignedRoute(
-        method="POST",
-        path="/v1/leases/{lease_id}/upload",
-        callers=_NODE,
-        handle=handle_ask_upload,
-        takes=AskUpload,
-        gives=Upload,
-    ),
-    SignedRoute(
-        method="POST",
-        path="/v1/leases/{lease_id}/submit",
-        callers=_NODE,
-        handle=handle_submit,
-        takes=Submit,
-        gives=Sealed[Receipt],
-        prepare=look_in_store,
-    ),
-    SignedRoute(
-        method="POST",
-        path="/v1/leases/{lease_id}/abandon",
-        callers=_NODE,
-        handle=handle_abandon,
-        takes=Abandon,
-        gives=LeaseStatus,
-    ),
-    SignedRoute(
-        method="POST",
-        path="/v1/leases/{lease_id}/appeal",
-        callers=_EVEN_BANNED,
-        handle=handle_appeal,
-        takes=Appeal,
-        gives=Recorded,
-    ),
-    SignedRoute(
-        method="POST",
-        path="/v1/leave",
-        callers=_NODE,
-        handle=handle_leave,
-        takes=Leave,
-        gives=Recorded,
-    ),
-    SignedRoute(
-        method="POST",
-        path="/v1/keys/revoke",
-        callers=_NEWCOMER,
-        handle=handle_revoke_key,
-        takes=RevokeKey,
-        gives=Recorded,
-    ),
-    SignedRoute(
-        method="POST",
-        path="/v1/admin/{action}",
-        callers=_ADMIN,
-        handle=handle_order,
-        takes=AdminOrder,
-        gives=Recorded,
-    ),
-    SignedRoute(
-        method="POST",
-        path="/v1/checks/claim",
-        callers=_VALIDATOR,
-        handle=handle_claim,
-        gives=Claim,
-    ),
-    SignedRoute(
-        method="GET",
-        path="/v1/checks/{lease_id}",
-        callers=_VALIDATOR,
-        handle=handle_look_again,
-        gives=Claim,
-    ),
-    SignedRoute(
-        method="POST",
-        path="/v1/checks/{lease_id}/verdict",
-        callers=_VALIDATOR,
-        handle=handle_verdict,
-        takes=Verdict,
-        gives=LeaseStatus,
-        max_body=LARGE_BODY,
-    ),
-    SignedRoute(
-        method="GET", path="/v1/objects/{name}", callers=_TRAINER | _VALIDATOR, handle=handle_get_object
-    ),
-    SignedRoute(
-        method="POST",
-        path="/v1/policies",
-        callers=_TRAINER,
-        handle=handle_announce,
-        takes=Announce,
-        gives=Recorded,
-        max_body=LARGE_BODY,
-    ),
-    SignedRoute(
-        method="GET",
-        path="/v1/batches/{version}",
-        callers=_TRAINER,
-        handle=handle_get_batch,
-        gives=Batch,
-    ),
-    SignedRoute(
-        method="POST",
-        path="/v1/relays",
-        callers=_RELAY,
-        handle=handle_relay_report,
-        takes=RelayReport,
-        gives=HeartbeatReply,
-    ),
-    SignedRoute(
-        method="POST",
-        path="/v1/tickets",
-        callers=_NODE | _TRAINER | _VALIDATOR | _RELAY,
-        handle=handle_ticket,
-        gives=Sealed[Ticket],
-    ),
-)

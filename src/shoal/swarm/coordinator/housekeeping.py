@@ -12,6 +12,7 @@ from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, is_fin
 from shoal.swarm.coordinator.expected import expected_of
 from shoal.swarm.coordinator.schema import leases as lease_table
 from shoal.swarm.coordinator.schema import uploads
+from shoal.swarm.coordinator.states import State
 
 TICK_S = 1.0
 TIDY_S = 60.0
@@ -60,7 +61,7 @@ def resume(coordinator: Coordinator) -> None:
         rows = tx.db.execute(
             select(uploads)
             .join(lease_table, lease_table.c.lease_id == uploads.c.lease_id)
-            .where(lease_table.c.state.in_((leases.State.SUBMITTED.value, leases.State.CHECKING.value)))
+            .where(lease_table.c.state.in_((State.SUBMITTED.value, State.CHECKING.value)))
         ).all()
         for upload in rows:
             if not coordinator.store.holds(expected_of(upload)):

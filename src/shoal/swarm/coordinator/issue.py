@@ -1,54 +1,34 @@
-"""Issuing leases: what work there is for a node that asks, decided by a pure function, and the lease made of it."""
+"""Issuing leases: the door's questions, what planning.py decides on, and the lease made of its answer."""
 
 import hashlib
 import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, select, update
+from sqlalchemy import Row, select, update
 
 from shoal.swarm.coordinator import admission, batches, epochs, evaluations, relays
 from shoal.swarm.coordinator.coordinator import (
     Coordinator,
     Transaction,
-    is_finished,
     is_paused,
     newest_version,
 )
-from shoal.swarm.coordinator.evaluations import Chunk
-from shoal.swarm.coordinator.leases import AWAITED, OPEN, State, expire, find_lease
+from shoal.swarm.coordinator.flying import count_issued, flying_groups, is_proven
+from shoal.swarm.coordinator.leases import expire, find_lease
 from shoal.swarm.coordinator.nodes import check_compatible, check_session, get_node, sign_of_life, standing_of
+from shoal.swarm.coordinator.planning import NoWork, Outlook, Work, max_bytes, plan
 from shoal.swarm.coordinator.policies import policy_refs
 from shoal.swarm.coordinator.schema import leases, nodes
 from shoal.swarm.coordinator.statements import Statement, given, inserting
-from shoal.swarm.coordinator.trust import Standing, Trust, lease_prompts, next_lease_s, open_leases
+from shoal.swarm.coordinator.states import AWAITED, State
+from shoal.swarm.coordinator.trust import Trust, next_lease_s, open_leases
 from shoal.wire.codes import Rejected
 from shoal.wire.draw import lease_seed, problem_seeds
-from shoal.wire.lease import Lease, PolicyRef, Purpose
-from shoal.wire.messages import AskLease, RelayView
+from shoal.wire.lease import Lease, PolicyRef
+from shoal.wire.messages import AskLease
 from shoal.wire.record import Sealed, seal
-from shoal.wire.run import ProofSpec, Sampling
 
-NEWCOMER_SHARE = 1.0
-"""Work leased to nodes that have shown nothing yet does not count as coming: beyond what the trainer can use, this share
-of it again is leased to them. So idle newcomers hold up nobody who has delivered before, and each other only past that."""
-LEASE_SHARE = 0.25
-"""A lease is sized so that its node should be done within this share of the time it has."""
-PROMPT_SLACK_TOKENS = 1024
-"""What a chat template may add to a prompt. A prompt has at most as many tokens as bytes."""
-
-PROVEN_LAPSES = 2
-
-_UNPROVEN = (nodes.c.accepted == 0) | (nodes.c.lapses >= PROVEN_LAPSES)
-_HOPED = leases.c.state.in_(AWAITED) & _UNPROVEN
-_FLYING = Statement(
-    select(
-        func.coalesce(func.sum(leases.c.num_prompts), 0).label("total"),
-        func.coalesce(func.sum(leases.c.num_prompts).filter(_HOPED), 0).label("hoped"),
-    )
-    .join(nodes, nodes.c.node == leases.c.node)
-    .where(leases.c.state.in_(OPEN), leases.c.purpose == "train")
-)
 _AWAITED_OF = Statement(
     select(leases)
     .where(leases.c.node == given("id"), leases.c.state.in_(AWAITED))
@@ -58,166 +38,15 @@ _TAKE_OVER = Statement(update(leases).where(leases.c.lease_id == given("id")), "
 _INSERT = inserting(leases, but=("code", "detail", "ended_at_s"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
-    """All that decides whether there is work for a node."""
-
-    newest_version: int | None
-    last_version: int
-    finished: bool
-    relays: tuple[RelayView, ...]
-    """Live ones."""
-    standing: Standing
-    proven: bool
-    """The node has delivered before, and does not let leases lapse."""
-    rows_per_s: float
-    chunk: Chunk | None
-    """Held-out work that nobody has."""
-    ready_groups: int
-    coming_groups: int
-    """In train leases that have not ended: delivered, or in the hands of proven nodes."""
-    hoped_groups: int
-    """In the hands of nodes that have shown nothing yet."""
-    batch_formed: bool = False
-    """The trainer has its batch of the newest version: new groups serve a later one."""
-    next_formed: bool = False
-    """And that of the one after it, which is on its way out."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What a lease is made of: `versions` are those allowed, the newest last."""
-
-    purpose: Purpose
-    versions: tuple[int, ...]
-    relays: tuple[str, ...]
-    chunk: int
-    num_prompts: int
-    samples_per_prompt: int
-
-
-class NoWork(Exception):
-    """Nothing for this node now; the reason in words."""
-
-
-def plan(outlook: Outlook, coordinator: Coordinator) -> Work:
-    """The work for a node that asks, or NoWork."""
-    config, spec = coordinator.config, coordinator.spec
-    if outlook.finished:
-        raise NoWork("the run is finished")
-    if outlook.newest_version is None:
-        raise NoWork("no policy yet: the trainer has not published version 0")
-    if not outlook.relays:
-        raise NoWork("no relay is live, so nobody could fetch the weights")
-    newest = outlook.newest_version
-    # The curve must not hang on a node that is under suspicion.
-    if outlook.chunk is not None and outlook.standing.trust is not Trust.QUARANTINED:
-        version = outlook.chunk.version
-        urls, held = relays.serving(outlook.relays, range(version, version + 1))
-        if urls:
-            return Work(
-                purpose="eval",
-                versions=held,
-                relays=urls,
-                chunk=outlook.chunk.index,
-                num_prompts=outlook.chunk.num_prompts,
-                samples_per_prompt=config.eval_samples,
-            )
-    _refuse_surplus(outlook, config.groups_per_step * min(spec.max_lag + 1, outlook.last_version - newest))
-    urls, held = relays.serving(outlook.relays, range(oldest_worth_leasing(outlook, coordinator), newest + 1))
-    if not urls:
-        raise NoWork(f"no live relay has version {newest} yet, or one at most {spec.max_lag} behind it")
-    return Work(
-        purpose="train",
-        versions=held,
-        relays=urls,
-        chunk=0,
-        num_prompts=_num_prompts(outlook, coordinator),
-        samples_per_prompt=spec.sampling.samples_per_prompt,
-    )
-
-
-def _num_prompts(outlook: Outlook, coordinator: Coordinator) -> int:
-    """As many as the node, by what was measured of it, answers in a quarter of the time; halved by each lapse."""
-    config = coordinator.config
-    usual, most = config.prompts_per_lease, max(config.prompts_per_lease, config.max_prompts_per_lease)
-    if outlook.rows_per_s == 0:
-        return lease_prompts(outlook.standing, most=usual)
-    rows = outlook.rows_per_s * config.lease_s * LEASE_SHARE
-    fits = int(rows / coordinator.spec.sampling.samples_per_prompt)
-    return lease_prompts(outlook.standing, most=max(1, min(most, fits)))
-
-
-def oldest_worth_leasing(outlook: Outlook, coordinator: Coordinator) -> int:
-    """The oldest version a new train lease may be answered with.
-
-    drop: any that the trainer would take now. Nodes are never idle; what is too old when its turn comes is dropped.
-    wait: any that it will still take when the turn of these groups comes, after all that are ready or leased. A node
-    waits for the next version rather than work for nothing; at max_lag 0 nobody generates while the trainer trains.
-    """
-    config, max_lag = coordinator.config, coordinator.spec.max_lag
-    newest = outlook.newest_version
-    assert newest is not None, "no version, no lease"
-    if config.stale == "drop":
-        return max(0, newest - max_lag)
-    queued = outlook.ready_groups + outlook.coming_groups  # not what idle newcomers hold
-    serves = newest + outlook.batch_formed + outlook.next_formed + queued // config.groups_per_step
-    if serves - max_lag > newest:
-        raise NoWork(
-            f"groups by version {newest} would be stale when the step from version {serves} uses them "
-            f"(max_lag {max_lag}); wait for the next version"
-        )
-    return max(0, serves - max_lag)
-
-
-def _refuse_surplus(outlook: Outlook, wanted: int) -> None:
-    if wanted == 0:
-        raise NoWork(
-            f"version {outlook.newest_version} is the last; only its held-out evaluation is still out"
-        )
-    coming = outlook.ready_groups + outlook.coming_groups
-    limit = wanted
-    if not outlook.proven:
-        coming += outlook.hoped_groups
-        limit = int(wanted * (1 + NEWCOMER_SHARE))
-    if coming >= limit or outlook.ready_groups + outlook.coming_groups >= wanted:
-        leased = outlook.coming_groups + outlook.hoped_groups
-        raise NoWork(
-            f"enough work in flight: {outlook.ready_groups} groups ready and {leased} leased, "
-            f"of {wanted} that the trainer can use before they go stale"
-        )
-
-
-def max_bytes(prompts: tuple[str, ...], sampling: Sampling, proof: ProofSpec) -> int:
-    """What an honest file can come to, twice over."""
-    prompt_tokens = max(len(prompt.encode()) for prompt in prompts) + PROMPT_SLACK_TOKENS
-    segments = -(-(sampling.max_new_tokens - 1) // proof.segment_tokens)
-    row = 4 * prompt_tokens + 8 * sampling.max_new_tokens + segments * (2 * proof.topk + 2) + 64
-    return 2 * len(prompts) * sampling.samples_per_prompt * row + (64 << 10)
-
-
-def check_upload_limit(coordinator: Coordinator) -> None:
-    """A lease must not ask for more than may be uploaded."""
-    config, spec = coordinator.config, coordinator.spec
-    most = max(config.prompts_per_lease, config.max_prompts_per_lease)
-    prompts = tuple(coordinator.task.problem("train", seed).prompt for seed in range(most))
-    needed = max_bytes(prompts, spec.sampling, spec.proof)
-    if needed > config.max_upload_bytes:
-        raise ValueError(
-            f"a lease of {most} prompts may come to {needed} bytes, above "
-            f"max_upload_bytes={config.max_upload_bytes}; raise it or lower prompts_per_lease"
-        )
-
-
 def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Sealed[Lease]:
     check_session(tx, ask.epoch)
-    sign_of_life(tx)
     ran_out = expire(tx, coordinator)
     assert tx.node is not None, "only nodes ask for leases"
     node = get_node(tx.db, tx.actor) if ran_out else tx.node
     _check_eligible(tx, coordinator, node)
     held = _held(tx, coordinator, node)
     if held is not None:
+        sign_of_life(tx)
         return held
     _check_patience(tx, coordinator, node)
     try:
@@ -225,6 +54,8 @@ def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Seale
     except NoWork as reason:
         wait_s = coordinator.turnstile.wait_s(tx.now_s, least_s=coordinator.config.retry_s)
         raise Rejected("request.too_early", str(reason), retry_after_s=wait_s) from None
+    # Last, for who is refused is to have written nothing (turn.py).
+    sign_of_life(tx)
     return _issue(tx, coordinator, node, work)
 
 
@@ -233,7 +64,7 @@ def _check_eligible(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -
     check_compatible(node, coordinator, tx.now_s)
     if node.trust == Trust.RETIRED.value:
         raise Rejected("request.conflict", "the node has left the run; a new session brings it back")
-    if is_paused(tx.db):
+    if tx.turn.recall(is_paused):
         raise Rejected("request.paused", "no leases are issued", retry_after_s=coordinator.config.heartbeat_s)
 
 
@@ -271,37 +102,32 @@ def _held(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> Sealed[L
 
 
 def _look(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> Outlook:
-    config, newest = coordinator.config, newest_version(tx.db)
-    chunk = None
+    config, recall = coordinator.config, tx.turn.recall
+    newest, chunk = recall(newest_version), None
     if newest is not None:
-        chunk = evaluations.next_chunk(tx.db, newest=newest, keep_versions=coordinator.spec.keep_versions)
-    coming, hoped = flying_groups(tx.db)
+        chunk = evaluations.next_chunk(tx.turn, newest=newest, keep_versions=coordinator.spec.keep_versions)
+    coming, hoped = recall(flying_groups)
     return Outlook(
         newest_version=newest,
         last_version=coordinator.spec.last_version,
-        finished=is_finished(tx.db, coordinator.spec),
-        relays=relays.usable(tx.db, tx.now_s, config.heartbeat_s),
+        finished=tx.is_finished(coordinator.spec),
+        relays=relays.usable(recall(relays.reports), tx.now_s, config.heartbeat_s),
         standing=standing_of(node),
-        proven=bool(node.accepted > 0 and node.lapses < PROVEN_LAPSES),
+        proven=is_proven(node),
         rows_per_s=node.rows_per_s,
         chunk=chunk,
-        ready_groups=batches.count_ready(tx.db),
+        ready_groups=recall(batches.count_ready),
         coming_groups=coming,
         hoped_groups=hoped,
-        batch_formed=newest is not None and batches.is_formed(tx.db, newest),
-        next_formed=newest is not None and batches.is_formed(tx.db, newest + 1),
+        batch_formed=newest is not None and recall(batches.is_formed, newest),
+        next_formed=newest is not None and recall(batches.is_formed, newest + 1),
     )
-
-
-def flying_groups(db: Connection) -> tuple[int, int]:
-    """Groups of open train leases: those to count on, and those in the hands of nodes that have shown nothing yet."""
-    found = _FLYING.row(db)
-    assert found is not None, "a sum is one row"
-    return int(found.total - found.hoped), int(found.hoped)
 
 
 def _issue(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work) -> Sealed[Lease]:
     lease = _compose(tx, coordinator, work, _origin(tx, coordinator, node, work))
+    if lease.purpose == "train":
+        count_issued(tx.turn, node, len(lease.prompts))
     text = lease.canonical()
     sealed = seal(lease, coordinator.run_key, canonical=text)
     _INSERT.run(
@@ -376,7 +202,7 @@ def _compose(tx: Transaction, coordinator: Coordinator, work: Work, origin: Orig
     )
     prompts = tuple(coordinator.task.problem(work.purpose, number).prompt for number in seeds)
     sampling = spec.sampling.model_copy(update={"samples_per_prompt": work.samples_per_prompt})
-    policies: tuple[PolicyRef, ...] = policy_refs(tx.db, work.versions)
+    policies: tuple[PolicyRef, ...] = tx.turn.recall(policy_refs, work.versions)
     return Lease(
         lease_id=lease_id,
         run=spec.run,

@@ -12,26 +12,17 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, select, update
 
-from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, is_finished
-from shoal.swarm.coordinator.epochs import reveal_ended
+from shoal.swarm.coordinator.coordinator import Coordinator, Transaction
+from shoal.swarm.coordinator.epochs import reveal_after
+from shoal.swarm.coordinator.flying import count_ended
 from shoal.swarm.coordinator.leftovers import remove_leftover_of
 from shoal.swarm.coordinator.nodes import check_session, count_void, happen
 from shoal.swarm.coordinator.schema import leases, nodes
 from shoal.swarm.coordinator.statements import Statement, given
+from shoal.swarm.coordinator.states import AWAITED, OPEN, TERMINAL, State
 from shoal.swarm.coordinator.trust import Happening
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import Abandon, LeaseStatus
-
-
-class State(StrEnum):
-    ISSUED = "issued"
-    UPLOADING = "uploading"
-    SUBMITTED = "submitted"
-    CHECKING = "checking"
-    ACCEPTED = "accepted"
-    REJECTED = "rejected"
-    VOID = "void"
-    REVOKED = "revoked"
 
 
 class Event(StrEnum):
@@ -45,11 +36,6 @@ class Event(StrEnum):
     VOID = "void"
     REVOKE = "revoke"
 
-
-AWAITED = (State.ISSUED, State.UPLOADING)
-"""The node has yet to deliver."""
-OPEN = (*AWAITED, State.SUBMITTED, State.CHECKING)
-TERMINAL = (State.ACCEPTED, State.REJECTED, State.VOID, State.REVOKED)
 
 # A verdict may come in after its claim ran out: work done is work done, and the first verdict counts.
 _NEXT: dict[tuple[State, Event], State] = {
@@ -104,8 +90,13 @@ def own_lease(tx: Transaction, lease_id: str) -> Row[Any]:
 
 def awaited_lease(tx: Transaction, lease_id: str, epoch: int) -> Row[Any]:
     """The node's own lease, if it can still deliver on it."""
+    return still_awaited(tx, own_lease(tx, lease_id), epoch)
+
+
+def still_awaited(tx: Transaction, lease: Row[Any], epoch: int) -> Row[Any]:
+    """The same lease, if it can still be delivered on."""
     check_session(tx, epoch)
-    lease = own_lease(tx, lease_id)
+    lease_id = lease.lease_id
     if lease.state in TERMINAL:
         raise Rejected("request.lease_closed", f"lease {lease_id} has ended: {lease.code}: {lease.detail}")
     if lease.state in AWAITED and tx.now_s > lease.deadline_s:
@@ -142,7 +133,9 @@ def end(
         credit=credit,
         ended_at_s=tx.now_s,
     )
-    reveal_ended(tx, coordinator.config.leases_per_epoch, run_over=is_finished(tx.db, coordinator.spec))
+    count_ended(tx.turn, lease)
+    run_over = tx.is_finished(coordinator.spec)
+    reveal_after(tx, lease.epoch, coordinator.config.leases_per_epoch, run_over=run_over)
 
 
 def void(tx: Transaction, coordinator: Coordinator, lease: Row[Any], code: str, detail: str) -> None:
@@ -188,7 +181,10 @@ def void_all(tx: Transaction, coordinator: Coordinator, node: str, code: str, de
 
 
 def expire(tx: Transaction, coordinator: Coordinator) -> int:
-    """Void the leases whose deadline passed before a submission came; how many."""
+    """Void the leases whose deadline passed before a submission came; how many. Once a turn, which is no time."""
+    if tx.turn.knows(expire):
+        return 0
+    tx.turn.learn(True, expire)
     rows = _RUN_OUT.rows(tx.db, now_s=tx.now_s)
     for lease in rows:
         void(

@@ -9,6 +9,7 @@ from sqlalchemy import Connection, Row, bindparam, func, select
 from shoal.swarm.coordinator.database import read_only
 from shoal.swarm.coordinator.schema import ledger
 from shoal.swarm.coordinator.statements import Statement, inserting
+from shoal.swarm.coordinator.turn import Turn
 from shoal.wire.keys import Key
 from shoal.wire.ledger import GENESIS, LedgerEvent, LedgerHead, hash_of_text
 from shoal.wire.record import Sealed, canonical_json, seal
@@ -25,46 +26,65 @@ _PAGE = (
 )
 
 
-class LedgerWriter:
-    """The events of one transaction. They get their numbers at once and are written together by `flush`."""
+class Chain:
+    """The ledger's end in one turn: its head, and the events after those on disk, which are written together at its end."""
 
-    def __init__(self, db: Connection, now_s: float) -> None:
-        self._db, self._now_s = db, now_s
-        self._head: tuple[int, str] | None = None
-        self._written = 0
+    def __init__(self, turn: Turn) -> None:
+        self._db = turn.db
+        row = _HEAD.row(turn.db)
+        self.seq: int = row.seq if row else 0
+        self.hash: str = row.hash if row else GENESIS
+        self._rows: list[dict[str, Any]] = []
+        turn.at_end.append(self._write)
+
+    @classmethod
+    def of(cls, turn: Turn) -> "Chain":
+        chain = turn.shared.get(cls)
+        if chain is None:
+            chain = turn.shared[cls] = cls(turn)
+        assert isinstance(chain, cls)
+        return chain
+
+    def extend(self, rows: list[dict[str, Any]]) -> None:
+        self._rows += rows
+        self.seq, self.hash = rows[-1]["seq"], rows[-1]["hash"]
+
+    def _write(self) -> None:
+        if self._rows:
+            _INSERT.run_many(self._db, self._rows)
+
+
+class LedgerWriter:
+    """The events of one transaction. They get their numbers at once and join the chain by `flush`."""
+
+    def __init__(self, turn: Turn, now_s: float) -> None:
+        self._turn, self._now_s = turn, now_s
         self.events: list[LedgerEvent] = []
-        self._texts: list[bytes] = []
+        self._rows: list[dict[str, Any]] = []
 
     def append(self, type: str, actor: str, body: dict[str, Any]) -> int:
         """The event's number."""
-        if self._head is None:
-            row = _HEAD.row(self._db)
-            self._head = (row.seq, row.hash) if row else (0, GENESIS)
-        seq, prev = self._head[0] + 1, self._head[1]
+        chain = Chain.of(self._turn)
+        seq = chain.seq + len(self._rows) + 1
+        prev = self.events[-1].hash if self._rows else chain.hash
         text = canonical_json(body)
         digest = hash_of_text(seq, self._now_s, type, actor, text, prev)
-        self._head = (seq, digest)
-        self._texts.append(text)
-        self.events.append(
-            LedgerEvent(
-                seq=seq, time_s=self._now_s, type=type, actor=actor, body=body, prev=prev, hash=digest
-            )
+        event = LedgerEvent(
+            seq=seq, time_s=self._now_s, type=type, actor=actor, body=body, prev=prev, hash=digest
         )
+        self.events.append(event)
+        self._rows.append(vars(event) | {"body": text.decode()})
         return seq
 
     def flush(self) -> None:
-        written, self._written = self._written, len(self.events)
-        if fresh := self.events[written:]:
-            texts = self._texts[written:]
-            _INSERT.run_many(
-                self._db, [_to_row(event, text) for event, text in zip(fresh, texts, strict=True)]
-            )
+        if self._rows:
+            Chain.of(self._turn).extend(self._rows)
+            self._rows = []
 
     def forget(self) -> None:
         """The effect was refused, so its events never happened."""
-        self._head, self._written = None, 0
         self.events.clear()
-        self._texts.clear()
+        self._rows.clear()
 
 
 def head_seq(db: Connection) -> int:
@@ -89,10 +109,6 @@ def read_ledger(database: Path | str) -> list[LedgerEvent]:
         while page := read_page(db, events[-1].seq + 1 if events else 1, PAGE):
             events += page
     return events
-
-
-def _to_row(event: LedgerEvent, body: bytes) -> dict[str, Any]:
-    return vars(event) | {"body": body.decode()}
 
 
 def _to_event(row: Row[Any]) -> LedgerEvent:

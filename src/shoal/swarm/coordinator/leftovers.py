@@ -13,6 +13,7 @@ def remove_leftover(tx: Transaction, coordinator: Coordinator, left: Declared) -
 
     If the transaction fails after all, the object is merely missing: whoever submits it is told to send it again.
     """
+    coordinator.database.when_committed(lambda: coordinator.expected.forget(left.token))
     submitted = select(submissions.c.lease_id).where(submissions.c.sha256 == left.sha256)
     uploaded = select(uploads.c.lease_id).where(
         uploads.c.sha256 == left.sha256, uploads.c.token != left.token

@@ -5,21 +5,21 @@ tables, and every move becomes a ledger event.
 """
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, insert, select, text, update
+from sqlalchemy import Connection, Row, insert, select, update
 
 from shoal.swarm.coordinator import admission
 from shoal.swarm.coordinator.compatibility import Compatibility, Fit, compatibility, meet
-from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, is_finished
-from shoal.swarm.coordinator.credit import held_since_s
-from shoal.swarm.coordinator.liveness import OFFLINE_AFTER, liveness
+from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, finished_version
+from shoal.swarm.coordinator.flying import flying_groups
+from shoal.swarm.coordinator.liveness import OFFLINE_AFTER
 from shoal.swarm.coordinator.schema import leases as lease_table
-from shoal.swarm.coordinator.schema import nodes, submissions, verdicts
+from shoal.swarm.coordinator.schema import nodes, submissions
+from shoal.swarm.coordinator.speed import averaged
 from shoal.swarm.coordinator.statements import Statement, given
-from shoal.swarm.coordinator.terms import Terms
 from shoal.swarm.coordinator.trust import Finding, Happening, Standing, Trust, judge
+from shoal.swarm.coordinator.turn import Turn
 from shoal.wire.codes import Rejected, in_words
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import (
@@ -28,7 +28,6 @@ from shoal.wire.messages import (
     Heartbeat,
     HeartbeatReply,
     Leave,
-    NodeView,
     OpenSession,
     Recorded,
     Session,
@@ -211,39 +210,13 @@ def heartbeat(tx: Transaction, coordinator: Coordinator, beat: Heartbeat) -> Hea
         policy_version=beat.policy_version,
         tokens_per_s=beat.tokens_per_s,
     )
-    return HeartbeatReply(finished=is_finished(tx.db, coordinator.spec), next_in_s=_next_beat_s(coordinator))
+    return reply(tx.turn, coordinator)
 
 
-_QUICK_BEAT = Statement(
-    text(
-        "UPDATE nodes SET last_seen_s = :now_s, phase = :phase, policy_version = :version, tokens_per_s = :speed"
-        " WHERE node = :key AND session_epoch = :epoch AND live = 1 AND trust <> 'banned' AND owner IS NULL"
-        " RETURNING (SELECT finished_version FROM run)"
-    )
-)
-
-
-def quick_heartbeat(
-    db: Connection, coordinator: Coordinator, key: str, beat: Heartbeat, now_s: float
-) -> HeartbeatReply | None:
-    """A heartbeat of a node with which all is well, in one statement; None if there is more to say about it.
-
-    Of what reaches a coordinator most is this. A delegated node takes the long way: its delegation must be looked at.
-    """
-    found = _QUICK_BEAT.row(
-        db,
-        now_s=now_s,
-        phase=beat.phase,
-        version=beat.policy_version,
-        speed=beat.tokens_per_s,
-        key=key,
-        epoch=beat.epoch,
-    )
-    if found is None:
-        return None
-    return HeartbeatReply(
-        finished=found[0] == coordinator.spec.last_version, next_in_s=_next_beat_s(coordinator)
-    )
+def reply(turn: Turn, coordinator: Coordinator) -> HeartbeatReply:
+    """To a heartbeat that was entered."""
+    finished = turn.recall(finished_version) == coordinator.spec.last_version
+    return HeartbeatReply(finished=finished, next_in_s=_next_beat_s(coordinator))
 
 
 def _next_beat_s(coordinator: Coordinator) -> float:
@@ -255,6 +228,7 @@ def _tell_return(tx: Transaction) -> None:
     assert tx.node is not None
     if not tx.node.live:
         tx.record("node.live", node=tx.actor)
+        tx.turn.forget(find_node, tx.actor)
 
 
 def tell_offline(tx: Transaction, heartbeat_s: float) -> None:
@@ -274,12 +248,22 @@ def happen(
     tx: Transaction, coordinator: Coordinator, key: str, happening: Happening, reason: str
 ) -> int | None:
     """Enter a happening into a node's standing. The ledger's number of the change of trust, if there is one."""
-    node = get_node(tx.db, key)
+    return enter(tx, coordinator, get_node(tx.db, key), happening, reason)
+
+
+def enter(
+    tx: Transaction, coordinator: Coordinator, node: Row[Any], happening: Happening, reason: str
+) -> int | None:
+    """The same, by whoever has the node's row as it is."""
+    key = node.node
     before = standing_of(node)
     after = judge(before, happening, tx.now_s, trusted_after=coordinator.config.trusted_after)
     if after == before:
         return None
     moved = after.trust is not before.trust
+    tx.turn.forget(find_node, key)
+    if after.lapses != before.lapses:
+        tx.turn.forget(flying_groups)  # it may count as proven now, or not any more
     _STAND.run(
         tx.db,
         id=key,
@@ -310,7 +294,9 @@ def count_verdict(
     tx: Transaction, node: Row[Any], finding: Finding, *, verdict: Verdict, credit: int, rows_per_s: float
 ) -> None:
     """Enter a verdict and how fast it was answered into the node's record, all but its standing."""
-    before = node.rows_per_s
+    tx.turn.forget(find_node, node.node)
+    if node.accepted == 0:
+        tx.turn.forget(flying_groups)
     _COUNT.run(
         tx.db,
         id=node.node,
@@ -319,11 +305,8 @@ def count_verdict(
         earned=credit,
         code_now=verdict.code,
         detail_now=verdict.detail,
-        speed_now=rows_per_s if before == 0 else SPEED_MEMORY * before + (1 - SPEED_MEMORY) * rows_per_s,
+        speed_now=averaged(node.rows_per_s, rows_per_s),
     )
-
-
-SPEED_MEMORY = 0.7
 
 
 def count_void(tx: Transaction, node: str) -> None:
@@ -346,47 +329,3 @@ def _reason(after: Standing, reason: str) -> str:
         )
         return f"{count}, the last {reason}"
     return reason
-
-
-def view(node: Row[Any], held: int, now_s: float, heartbeat_s: float) -> NodeView:
-    return NodeView(
-        node=node.node,
-        trust=node.trust,
-        liveness=liveness(node.last_seen_s, now_s, heartbeat_s).value,
-        phase=node.phase,
-        policy_version=node.policy_version,
-        tokens_per_s=node.tokens_per_s,
-        accepted=node.accepted,
-        rejected=node.rejected,
-        void=node.void,
-        credit=node.credit,
-        credit_held=held,
-        owner=node.owner,
-        last_code=node.last_code,
-        last_detail=node.last_detail,
-    )
-
-
-def views(db: Connection, rows: Sequence[Row[Any]], coordinator: Terms) -> tuple[NodeView, ...]:
-    now_s, config = coordinator.clock(), coordinator.config
-    # One sum over what can be held at all, then exactly for the few whose clock stands still.
-    held: dict[str, int] = {
-        row[0]: int(row[1])
-        for row in db.execute(
-            select(verdicts.c.node, func.sum(verdicts.c.credit))
-            .where(verdicts.c.given_at_s > now_s - config.hold_s, verdicts.c.revoked_for.is_(None))
-            .group_by(verdicts.c.node)
-        )
-    }
-    for row in rows:
-        if row.trust in (Trust.QUARANTINED.value, Trust.BANNED.value):
-            held[row.node] = _held(db, row, now_s, config.hold_s)
-    return tuple(view(row, held.get(row.node, 0), now_s, config.heartbeat_s) for row in rows)
-
-
-def _held(db: Connection, node: Row[Any], now_s: float, hold_s: float) -> int:
-    since_s = held_since_s(Trust(node.trust), node.trust_since_s, now_s, hold_s)
-    query = select(func.coalesce(func.sum(verdicts.c.credit), 0)).where(
-        verdicts.c.node == node.node, verdicts.c.given_at_s > since_s, verdicts.c.revoked_for.is_(None)
-    )
-    return int(db.execute(query).scalar_one())

@@ -9,6 +9,7 @@ from shoal.swarm.coordinator import admission, leases, revocation
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction
 from shoal.swarm.coordinator.nodes import get_node, happen
 from shoal.swarm.coordinator.schema import nodes, revoked_keys, run
+from shoal.swarm.coordinator.states import TERMINAL
 from shoal.swarm.coordinator.trust import Happening
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import PUBLIC_KEY
@@ -48,7 +49,7 @@ def _resume(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int
 
 def _void_lease(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
     lease = leases.find_lease(tx.db, order.subject)
-    if lease.state in leases.TERMINAL:
+    if lease.state in TERMINAL:
         raise Rejected("request.lease_closed", f"lease {lease.lease_id} has ended: {lease.state}")
     seq = tx.record("admin.void", lease_id=lease.lease_id, reason=order.reason)
     leases.void(tx, coordinator, lease, "void.operator", order.reason)

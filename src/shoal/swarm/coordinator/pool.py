@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from shoal.swarm.coordinator import stats
-from shoal.swarm.coordinator.answers import JSON, problem, to_json
+from shoal.swarm.coordinator.answers import problem, send_json, to_json
 from shoal.swarm.coordinator.coordinator import Coordinator
 from shoal.swarm.coordinator.entrance import Entrance
 from shoal.wire.messages import RunList, RunView
@@ -86,10 +86,7 @@ class Pool:
         await self._first.app(scope, receive, send)
 
     async def _send_list(self, send: Send) -> None:
-        content = to_json(await run_in_threadpool(self._list))
-        headers = [(b"content-length", b"%d" % len(content)), (b"content-type", JSON.encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": content})
+        await send_json(send, to_json(await run_in_threadpool(self._list)))
 
     def _list(self) -> RunList:
         """By need: a run that is over last, then by live workers for each group of a step."""

@@ -1,10 +1,12 @@
 """Relays: where they serve, what they hold, whether they were heard of lately."""
 
 import json
+from collections.abc import Sequence
+from typing import Any
 
-from sqlalchemy import Connection, delete, insert, select
+from sqlalchemy import Connection, Row, delete, insert, select
 
-from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, is_finished
+from shoal.swarm.coordinator.coordinator import Coordinator, Transaction
 from shoal.swarm.coordinator.liveness import Liveness, liveness
 from shoal.swarm.coordinator.schema import relays
 from shoal.swarm.coordinator.statements import Statement
@@ -25,9 +27,7 @@ def report(tx: Transaction, coordinator: Coordinator, told: RelayReport) -> Hear
             last_seen_s=tx.now_s,
         )
     )
-    return HeartbeatReply(
-        finished=is_finished(tx.db, coordinator.spec), next_in_s=coordinator.config.heartbeat_s
-    )
+    return HeartbeatReply(finished=tx.is_finished(coordinator.spec), next_in_s=coordinator.config.heartbeat_s)
 
 
 def issue_ticket(tx: Transaction, coordinator: Coordinator) -> Sealed[Ticket]:
@@ -36,7 +36,12 @@ def issue_ticket(tx: Transaction, coordinator: Coordinator) -> Sealed[Ticket]:
     return seal(ticket, coordinator.run_key)
 
 
-def views(db: Connection, now_s: float, heartbeat_s: float) -> tuple[RelayView, ...]:
+def reports(db: Connection) -> list[Row[Any]]:
+    """The last of each relay."""
+    return _ALL.rows(db)
+
+
+def views(reports: Sequence[Row[Any]], now_s: float, heartbeat_s: float) -> tuple[RelayView, ...]:
     return tuple(
         RelayView(
             url=row.url,
@@ -44,13 +49,14 @@ def views(db: Connection, now_s: float, heartbeat_s: float) -> tuple[RelayView, 
             versions=tuple(json.loads(row.versions)),
             bytes_sent=row.bytes_sent,
         )
-        for row in _ALL.rows(db)
+        for row in reports
     )
 
 
-def usable(db: Connection, now_s: float, heartbeat_s: float) -> tuple[RelayView, ...]:
+def usable(reports: Sequence[Row[Any]], now_s: float, heartbeat_s: float) -> tuple[RelayView, ...]:
     """Those a worker may be sent to. A late one may just be busy: the worker tries several anyway."""
-    return tuple(relay for relay in views(db, now_s, heartbeat_s) if relay.liveness != Liveness.OFFLINE.value)
+    known = views(reports, now_s, heartbeat_s)
+    return tuple(relay for relay in known if relay.liveness != Liveness.OFFLINE.value)
 
 
 def serving(relays: tuple[RelayView, ...], versions: range) -> tuple[tuple[str, ...], tuple[int, ...]]:

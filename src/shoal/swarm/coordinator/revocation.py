@@ -7,9 +7,10 @@ from sqlalchemy import Connection, Row, insert, select, update
 from shoal.swarm.coordinator import batches
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction
 from shoal.swarm.coordinator.credit import Earning, held_since_s, to_revoke
-from shoal.swarm.coordinator.leases import Event, State, find_lease, move, own_lease
+from shoal.swarm.coordinator.leases import Event, find_lease, move, own_lease
 from shoal.swarm.coordinator.nodes import get_node, happen
 from shoal.swarm.coordinator.schema import appeals, leases, nodes, verdicts
+from shoal.swarm.coordinator.states import State
 from shoal.swarm.coordinator.trust import Happening, Trust
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.messages import Appeal, Recorded

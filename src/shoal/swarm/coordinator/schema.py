@@ -6,7 +6,7 @@ Times are seconds since 1970 by the coordinator's clock. Keys, digests and ids a
 from sqlalchemy import BigInteger as Integer  # PostgreSQL's INTEGER ends at 2**31, which bytes pass
 from sqlalchemy import Column, Float, ForeignKey, Index, MetaData, String, Table, Text
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 metadata = MetaData()
 
@@ -73,7 +73,7 @@ nodes = Table(
     Column("last_seen_s", Float),
     # 0 from the tick that finds it offline until its next sign of life.
     Column("live", Integer, nullable=False),
-    # Rows a second from issue to receipt, as the coordinator measured it; 0 before the first.
+    # Rows a second, as the coordinator measured it (speed.py); 0 before the first.
     Column("rows_per_s", Float, nullable=False),
     Column("phase", String, nullable=False),
     Column("policy_version", Integer),
@@ -173,6 +173,7 @@ submissions = Table(
     Column("claimed_by", String),
     Column("claimed_at_s", Float, index=True),
     Column("claimed_until_s", Float),
+    Index("submissions_by_node", "node", "seq"),
 )
 
 verdicts = Table(

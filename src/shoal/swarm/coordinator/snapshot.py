@@ -7,8 +7,8 @@ from typing import Any
 from sqlalchemy import Connection, func, select
 
 from shoal import __version__
+from shoal.swarm.coordinator import node_views, stats
 from shoal.swarm.coordinator import nodes as node_rows
-from shoal.swarm.coordinator import stats
 from shoal.swarm.coordinator.schema import (
     leases,
     ledger,
@@ -68,7 +68,7 @@ def take_snapshot(db: Connection, terms: Terms, curve: Curve | None = None) -> S
 def node_page(db: Connection, terms: Terms, node: str) -> NodePage:
     row = node_rows.get_node(db, node)
     now_s = terms.clock()
-    (seen,) = node_rows.views(db, [row], terms)
+    (seen,) = node_views.views(db, [row], terms)
     work = _work(db, node)
     return NodePage(
         node=_worker(seen, _verified_speeds(db, now_s).get(node, 0.0)),

@@ -4,9 +4,10 @@ Building a statement, finding its compiled form and wrapping its rows cost SQLAl
 most of ours in 5. What is asked once a minute may as well go the ordinary way.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import (
     BindParameter,
@@ -20,8 +21,15 @@ from sqlalchemy import (
     Update,
     bindparam,
     insert,
+    text,
 )
 from sqlalchemy.engine import result_tuple
+
+if TYPE_CHECKING:
+    from shoal.swarm.coordinator.prepared import Prepared
+
+WRITTEN = "shoal.written"
+"""In a connection's `info`: whom to tell that something was written through it (turn.py)."""
 
 Clause = Select[Any] | Insert | Update | Delete | TextClause
 
@@ -39,6 +47,8 @@ class _Compiled:
     fixed: dict[str, Any]
     names: tuple[str, ...] | None
     """In their order where the driver takes positions; None where it takes names."""
+    prepared: "Prepared | None" = None
+    """PostgreSQL's own."""
 
     def arguments(self, values: dict[str, Any]) -> Any:
         if self.fixed:
@@ -54,16 +64,36 @@ class Statement:
         self._columns = list(columns) or None
         self._compiled: dict[str, _Compiled] = {}
         self._row: Callable[[Sequence[Any]], Row[Any]] | None = None
+        self._of_many: Statement | None = None
+        self._writes = not (isinstance(clause, Select) or str(clause).startswith("SELECT"))
 
     def run(self, db: Connection, **values: Any) -> int:
         """How many rows it changed."""
         return int(self._execute(db, values).rowcount)
 
     def run_many(self, db: Connection, rows: Sequence[dict[str, Any]]) -> None:
+        """An INSERT of several rows."""
         compiled = self._for(db)
+        if compiled.prepared is not None:
+            self._many().run(db, rows=json.dumps(rows))
+            return
+        _note_write(db)
         cursor = _driver(db).cursor()
         cursor.executemany(compiled.sql, [compiled.arguments(row) for row in rows])
         cursor.close()
+
+    def _many(self) -> "Statement":
+        """PostgreSQL takes all rows in one piece."""
+        if self._of_many is None:
+            assert isinstance(self._clause, Insert) and self._columns, "only rows are inserted together"
+            table, columns = self._clause.table.name, ", ".join(self._columns)
+            self._of_many = Statement(
+                text(
+                    f"INSERT INTO {table} ({columns}) SELECT {columns}"
+                    f" FROM json_populate_recordset(CAST(NULL AS {table}), CAST(:rows AS json))"
+                )
+            )
+        return self._of_many
 
     def row(self, db: Connection, **values: Any) -> Row[Any] | None:
         """The first row, or None."""
@@ -91,7 +121,12 @@ class Statement:
 
     def _execute(self, db: Connection, values: dict[str, Any]) -> Any:
         compiled = self._compiled.get(db.dialect.name) or self._for(db)
-        return _driver(db).execute(compiled.sql, compiled.arguments(values))
+        if self._writes:
+            _note_write(db)
+        arguments = compiled.arguments(values)
+        if compiled.prepared is not None:
+            return compiled.prepared.execute(_driver(db), db.info, arguments)
+        return _driver(db).execute(compiled.sql, arguments)
 
     def _for(self, db: Connection) -> _Compiled:
         name = db.dialect.name
@@ -104,7 +139,8 @@ class Statement:
                 key: value for key, value in made.params.items() if value is not None and key not in set_here
             }
             order = tuple(made.positiontup) if made.positional else None
-            self._compiled[name] = _Compiled(sql=str(made), fixed=fixed, names=order)
+            prepared = _prepare(str(made)) if name == "postgresql" else None
+            self._compiled[name] = _Compiled(sql=str(made), fixed=fixed, names=order, prepared=prepared)
         return self._compiled[name]
 
     def _make_row(self, cursor: Any) -> Callable[[Sequence[Any]], Row[Any]]:
@@ -121,6 +157,19 @@ def inserting(table: Table, *, but: Sequence[str] = ()) -> Statement:
 def tell_driver(db: Connection, words: str) -> None:
     """SQLAlchemy's own way of saying SAVEPOINT costs four times as much."""
     _driver(db).execute(words)
+
+
+def _prepare(sql: str) -> "Prepared":
+    # Not everybody has psycopg.
+    from shoal.swarm.coordinator.prepared import Prepared
+
+    return Prepared(sql)
+
+
+def _note_write(db: Connection) -> None:
+    written = db.info.get(WRITTEN)
+    if written is not None:
+        written(told=True)
 
 
 def _driver(db: Connection) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, func, select, true
 
 from shoal import __version__
-from shoal.swarm.coordinator import evaluations, nodes, relays
+from shoal.swarm.coordinator import evaluations, node_views, relays
 from shoal.swarm.coordinator.batches import (
     count_by_state,
     count_dropped,
@@ -14,12 +14,12 @@ from shoal.swarm.coordinator.batches import (
     share_unparseable,
 )
 from shoal.swarm.coordinator.coordinator import Coordinator, is_finished, newest_version
-from shoal.swarm.coordinator.leases import OPEN, State
 from shoal.swarm.coordinator.ledger import head_seq
 from shoal.swarm.coordinator.liveness import LATE_AFTER, Liveness
 from shoal.swarm.coordinator.schema import batches as batch_table
 from shoal.swarm.coordinator.schema import leases, policies, submissions, verdicts
 from shoal.swarm.coordinator.schema import nodes as node_table
+from shoal.swarm.coordinator.states import OPEN, State
 from shoal.swarm.coordinator.terms import Terms
 from shoal.swarm.coordinator.trust import Trust
 from shoal.swarm.coordinator.waiting import Situation, waiting_for
@@ -61,7 +61,7 @@ def runs(db: Connection, coordinator: Coordinator) -> RunList:
     newest = db.execute(
         select(policies.c.manifest).order_by(policies.c.version.desc()).limit(1)
     ).scalar_one_or_none()
-    live = relays.usable(db, coordinator.clock(), config.heartbeat_s)
+    live = relays.usable(relays.reports(db), coordinator.clock(), config.heartbeat_s)
     view = RunView(
         run=spec.run,
         task=spec.task.name,
@@ -103,8 +103,8 @@ def stats(db: Connection, coordinator: Terms) -> Stats:
         generation_tokens_per_s=verified_tokens_per_s(db, now_s),
         latest=_latest_report(db),
         evaluations=evaluations.views(db),
-        nodes=nodes.views(db, _nodes(db), coordinator),
-        relays=relays.views(db, now_s, heartbeat_s),
+        nodes=node_views.views(db, _nodes(db), coordinator),
+        relays=relays.views(relays.reports(db), now_s, heartbeat_s),
         bytes_published=int(
             db.execute(select(func.coalesce(func.sum(policies.c.num_bytes), 0))).scalar_one()
         ),
@@ -129,7 +129,7 @@ def waiting_sentence(db: Connection, coordinator: Coordinator) -> str:
 def look(db: Connection, coordinator: Terms) -> Situation:
     now_s, heartbeat_s = coordinator.clock(), coordinator.config.heartbeat_s
     newest = newest_version(db)
-    seen = relays.views(db, now_s, heartbeat_s)
+    seen = relays.views(relays.reports(db), now_s, heartbeat_s)
     enrolled, live, quarantined = _count_workers(db, now_s - LATE_AFTER * heartbeat_s)
     by_state = dict(_open_by_state(db))
     return Situation(

@@ -1,0 +1,67 @@
+"""Groups in flight: of train leases that have not ended, those to count on and those only hoped for.
+
+They are summed up once a turn and then counted along, since every lease that is issued asks for the sum.
+"""
+
+from typing import Any
+
+from sqlalchemy import Connection, Row, func, select
+
+from shoal.swarm.coordinator.schema import leases, nodes
+from shoal.swarm.coordinator.statements import Statement
+from shoal.swarm.coordinator.states import AWAITED, OPEN
+from shoal.swarm.coordinator.turn import Turn
+
+PROVEN_LAPSES = 2
+
+_UNPROVEN = (nodes.c.accepted == 0) | (nodes.c.lapses >= PROVEN_LAPSES)
+_HOPED = leases.c.state.in_(AWAITED) & _UNPROVEN
+_FLYING = Statement(
+    select(
+        func.coalesce(func.sum(leases.c.num_prompts), 0).label("total"),
+        func.coalesce(func.sum(leases.c.num_prompts).filter(_HOPED), 0).label("hoped"),
+    )
+    .join(nodes, nodes.c.node == leases.c.node)
+    .where(leases.c.state.in_(OPEN), leases.c.purpose == "train")
+)
+
+
+def is_proven(node: Row[Any]) -> bool:
+    """It has delivered before, and does not let leases lapse."""
+    return bool(node.accepted > 0 and node.lapses < PROVEN_LAPSES)
+
+
+def flying_groups(db: Connection) -> tuple[int, int]:
+    """Groups of open train leases: those to count on, and those in the hands of nodes that have shown nothing yet."""
+    found = _FLYING.row(db)
+    assert found is not None, "a sum is one row"
+    return int(found.total - found.hoped), int(found.hoped)
+
+
+def count_issued(turn: Turn, node: Row[Any], num_groups: int) -> None:
+    """A train lease was issued to `node`."""
+    if is_proven(node):
+        _count(turn, coming=num_groups, hoped=0)
+    else:
+        _count(turn, coming=0, hoped=num_groups)
+
+
+def count_submitted(turn: Turn, node: Row[Any], lease: Row[Any]) -> None:
+    if lease.purpose == "train" and not is_proven(node):
+        _count(turn, coming=lease.num_prompts, hoped=-lease.num_prompts)
+
+
+def count_ended(turn: Turn, lease: Row[Any]) -> None:
+    """`lease` as it was before."""
+    if lease.purpose != "train":
+        return
+    if lease.state in AWAITED:
+        turn.forget(flying_groups)  # whether it was hoped for depends on what its node was then
+    else:
+        _count(turn, coming=-lease.num_prompts, hoped=0)
+
+
+def _count(turn: Turn, *, coming: int, hoped: int) -> None:
+    if turn.knows(flying_groups):
+        known = turn.recall(flying_groups)
+        turn.learn((known[0] + coming, known[1] + hoped), flying_groups)

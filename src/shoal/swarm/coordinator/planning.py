@@ -1,0 +1,170 @@
+"""What work there is for a node that asks: a pure function of all that decides it. And how large its file may be."""
+
+from dataclasses import dataclass
+
+from shoal.swarm.coordinator import relays
+from shoal.swarm.coordinator.coordinator import Coordinator
+from shoal.swarm.coordinator.evaluations import Chunk
+from shoal.swarm.coordinator.trust import Standing, Trust, lease_prompts
+from shoal.wire.lease import Purpose
+from shoal.wire.messages import RelayView
+from shoal.wire.run import ProofSpec, Sampling
+
+NEWCOMER_SHARE = 1.0
+"""Work leased to nodes that have shown nothing yet does not count as coming: beyond what the trainer can use, this share
+of it again is leased to them. So idle newcomers hold up nobody who has delivered before, and each other only past that."""
+LEASE_SHARE = 0.25
+"""A lease is sized so that its node should be done within this share of the time it has."""
+PROMPT_SLACK_TOKENS = 1024
+"""What a chat template may add to a prompt. A prompt has at most as many tokens as bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """All that decides whether there is work for a node."""
+
+    newest_version: int | None
+    last_version: int
+    finished: bool
+    relays: tuple[RelayView, ...]
+    """Live ones."""
+    standing: Standing
+    proven: bool
+    """The node has delivered before, and does not let leases lapse."""
+    rows_per_s: float
+    chunk: Chunk | None
+    """Held-out work that nobody has."""
+    ready_groups: int
+    coming_groups: int
+    """In train leases that have not ended: delivered, or in the hands of proven nodes."""
+    hoped_groups: int
+    """In the hands of nodes that have shown nothing yet."""
+    batch_formed: bool = False
+    """The trainer has its batch of the newest version: new groups serve a later one."""
+    next_formed: bool = False
+    """And that of the one after it, which is on its way out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a lease is made of: `versions` are those allowed, the newest last."""
+
+    purpose: Purpose
+    versions: tuple[int, ...]
+    relays: tuple[str, ...]
+    chunk: int
+    num_prompts: int
+    samples_per_prompt: int
+
+
+class NoWork(Exception):
+    """Nothing for this node now; the reason in words."""
+
+
+def plan(outlook: Outlook, coordinator: Coordinator) -> Work:
+    """The work for a node that asks, or NoWork."""
+    config, spec = coordinator.config, coordinator.spec
+    if outlook.finished:
+        raise NoWork("the run is finished")
+    if outlook.newest_version is None:
+        raise NoWork("no policy yet: the trainer has not published version 0")
+    if not outlook.relays:
+        raise NoWork("no relay is live, so nobody could fetch the weights")
+    newest = outlook.newest_version
+    # The curve must not hang on a node that is under suspicion.
+    if outlook.chunk is not None and outlook.standing.trust is not Trust.QUARANTINED:
+        version = outlook.chunk.version
+        urls, held = relays.serving(outlook.relays, range(version, version + 1))
+        if urls:
+            return Work(
+                purpose="eval",
+                versions=held,
+                relays=urls,
+                chunk=outlook.chunk.index,
+                num_prompts=outlook.chunk.num_prompts,
+                samples_per_prompt=config.eval_samples,
+            )
+    _refuse_surplus(outlook, config.groups_per_step * min(spec.max_lag + 1, outlook.last_version - newest))
+    urls, held = relays.serving(outlook.relays, range(oldest_worth_leasing(outlook, coordinator), newest + 1))
+    if not urls:
+        raise NoWork(f"no live relay has version {newest} yet, or one at most {spec.max_lag} behind it")
+    return Work(
+        purpose="train",
+        versions=held,
+        relays=urls,
+        chunk=0,
+        num_prompts=_num_prompts(outlook, coordinator),
+        samples_per_prompt=spec.sampling.samples_per_prompt,
+    )
+
+
+def _num_prompts(outlook: Outlook, coordinator: Coordinator) -> int:
+    """As many as the node, by what was measured of it, answers in a quarter of the time; halved by each lapse."""
+    config = coordinator.config
+    usual, most = config.prompts_per_lease, max(config.prompts_per_lease, config.max_prompts_per_lease)
+    if outlook.rows_per_s == 0:
+        return lease_prompts(outlook.standing, most=usual)
+    rows = outlook.rows_per_s * config.lease_s * LEASE_SHARE
+    fits = int(rows / coordinator.spec.sampling.samples_per_prompt)
+    return lease_prompts(outlook.standing, most=max(1, min(most, fits)))
+
+
+def oldest_worth_leasing(outlook: Outlook, coordinator: Coordinator) -> int:
+    """The oldest version a new train lease may be answered with.
+
+    drop: any that the trainer would take now. Nodes are never idle; what is too old when its turn comes is dropped.
+    wait: any that it will still take when the turn of these groups comes, after all that are ready or leased. A node
+    waits for the next version rather than work for nothing; at max_lag 0 nobody generates while the trainer trains.
+    """
+    config, max_lag = coordinator.config, coordinator.spec.max_lag
+    newest = outlook.newest_version
+    assert newest is not None, "no version, no lease"
+    if config.stale == "drop":
+        return max(0, newest - max_lag)
+    queued = outlook.ready_groups + outlook.coming_groups  # not what idle newcomers hold
+    serves = newest + outlook.batch_formed + outlook.next_formed + queued // config.groups_per_step
+    if serves - max_lag > newest:
+        raise NoWork(
+            f"groups by version {newest} would be stale when the step from version {serves} uses them "
+            f"(max_lag {max_lag}); wait for the next version"
+        )
+    return max(0, serves - max_lag)
+
+
+def _refuse_surplus(outlook: Outlook, wanted: int) -> None:
+    if wanted == 0:
+        raise NoWork(
+            f"version {outlook.newest_version} is the last; only its held-out evaluation is still out"
+        )
+    coming = outlook.ready_groups + outlook.coming_groups
+    limit = wanted
+    if not outlook.proven:
+        coming += outlook.hoped_groups
+        limit = int(wanted * (1 + NEWCOMER_SHARE))
+    if coming >= limit or outlook.ready_groups + outlook.coming_groups >= wanted:
+        leased = outlook.coming_groups + outlook.hoped_groups
+        raise NoWork(
+            f"enough work in flight: {outlook.ready_groups} groups ready and {leased} leased, "
+            f"of {wanted} that the trainer can use before they go stale"
+        )
+
+
+def max_bytes(prompts: tuple[str, ...], sampling: Sampling, proof: ProofSpec) -> int:
+    """What an honest file can come to, twice over."""
+    prompt_tokens = max(len(prompt.encode()) for prompt in prompts) + PROMPT_SLACK_TOKENS
+    segments = -(-(sampling.max_new_tokens - 1) // proof.segment_tokens)
+    row = 4 * prompt_tokens + 8 * sampling.max_new_tokens + segments * (2 * proof.topk + 2) + 64
+    return 2 * len(prompts) * sampling.samples_per_prompt * row + (64 << 10)
+
+
+def check_upload_limit(coordinator: Coordinator) -> None:
+    """A lease must not ask for more than may be uploaded."""
+    config, spec = coordinator.config, coordinator.spec
+    most = max(config.prompts_per_lease, config.max_prompts_per_lease)
+    prompts = tuple(coordinator.task.problem("train", seed).prompt for seed in range(most))
+    needed = max_bytes(prompts, spec.sampling, spec.proof)
+    if needed > config.max_upload_bytes:
+        raise ValueError(
+            f"a lease of {most} prompts may come to {needed} bytes, above "
+            f"max_upload_bytes={config.max_upload_bytes}; raise it or lower prompts_per_lease"
+        )
