@@ -1,6 +1,7 @@
 """Issuing leases: what work there is for a node that asks, decided by a pure function, and the lease made of it."""
 
 import hashlib
+import math
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from shoal.swarm.coordinator.evaluations import Chunk
 from shoal.swarm.coordinator.leases import AWAITED, OPEN, State, expire, find_lease
 from shoal.swarm.coordinator.nodes import check_compatible, check_session, get_node, sign_of_life, standing_of
 from shoal.swarm.coordinator.policies import policy_refs
-from shoal.swarm.coordinator.schema import leases, nodes
+from shoal.swarm.coordinator.schema import leases, nodes, policies
 from shoal.swarm.coordinator.statements import Statement, given, inserting
 from shoal.swarm.coordinator.trust import Standing, Trust, lease_prompts, next_lease_s, open_leases
 from shoal.wire.codes import Rejected
@@ -47,8 +48,11 @@ _FLYING = Statement(
         func.coalesce(func.sum(leases.c.num_prompts).filter(_HOPED), 0).label("hoped"),
     )
     .join(nodes, nodes.c.node == leases.c.node)
-    .where(leases.c.state.in_(OPEN), leases.c.purpose == "train")
+    .where(
+        leases.c.state.in_(OPEN), leases.c.purpose == "train", leases.c.issued_at_s >= given("issued_from_s")
+    )
 )
+_PUBLISHED = Statement(select(policies.c.published_at_s).where(policies.c.version == given("number")))
 _AWAITED_OF = Statement(
     select(leases)
     .where(leases.c.node == given("id"), leases.c.state.in_(AWAITED))
@@ -74,6 +78,7 @@ class Outlook:
     chunk: Chunk | None
     """Held-out work that nobody has."""
     ready_groups: int
+    """With `stale = "wait"`, those only that the next batch may still take; so too what is in flight."""
     coming_groups: int
     """In train leases that have not ended: delivered, or in the hands of proven nodes."""
     hoped_groups: int
@@ -82,6 +87,8 @@ class Outlook:
     """The trainer has its batch of the newest version: new groups serve a later one."""
     next_formed: bool = False
     """And that of the one after it, which is on its way out."""
+    signal_share: float = 1.0
+    """Of the groups accepted lately, those with signal: what of the coming ones will count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +130,12 @@ def plan(outlook: Outlook, coordinator: Coordinator) -> Work:
                 num_prompts=outlook.chunk.num_prompts,
                 samples_per_prompt=config.eval_samples,
             )
-    _refuse_surplus(outlook, config.groups_per_step * min(spec.max_lag + 1, outlook.last_version - newest))
-    urls, held = relays.serving(outlook.relays, range(oldest_worth_leasing(outlook, coordinator), newest + 1))
+    if newest >= outlook.last_version:
+        raise NoWork(f"version {newest} is the last; only its held-out evaluation is still out")
+    oldest = oldest_worth_leasing(outlook, coordinator)
+    wanted = config.groups_per_step * open_batches(outlook, coordinator)
+    _refuse_surplus(outlook, wanted)
+    urls, held = relays.serving(outlook.relays, range(oldest, newest + 1))
     if not urls:
         raise NoWork(f"no live relay has version {newest} yet, or one at most {spec.max_lag} behind it")
     return Work(
@@ -132,20 +143,32 @@ def plan(outlook: Outlook, coordinator: Coordinator) -> Work:
         versions=held,
         relays=urls,
         chunk=0,
-        num_prompts=_num_prompts(outlook, coordinator),
+        num_prompts=_num_prompts(outlook, coordinator, wanted),
         samples_per_prompt=spec.sampling.samples_per_prompt,
     )
 
 
-def _num_prompts(outlook: Outlook, coordinator: Coordinator) -> int:
-    """As many as the node, by what was measured of it, answers in a quarter of the time; halved by each lapse."""
+def _num_prompts(outlook: Outlook, coordinator: Coordinator, wanted: int) -> int:
+    """As many as the node, by what was measured of it, answers in a quarter of the time; halved by each lapse. No more than
+    it takes to fill what is `wanted`, except where work is made to be dropped."""
     config = coordinator.config
     usual, most = config.prompts_per_lease, max(config.prompts_per_lease, config.max_prompts_per_lease)
+    if config.stale == "wait" and outlook.proven:
+        needed = math.ceil((wanted - expected_groups(outlook)) / outlook.signal_share)
+        usual, most = min(usual, needed), min(most, needed)
     if outlook.rows_per_s == 0:
         return lease_prompts(outlook.standing, most=usual)
     rows = outlook.rows_per_s * config.lease_s * LEASE_SHARE
     fits = int(rows / coordinator.spec.sampling.samples_per_prompt)
     return lease_prompts(outlook.standing, most=max(1, min(most, fits)))
+
+
+def open_batches(outlook: Outlook, coordinator: Coordinator) -> int:
+    """How many batches groups by the newest version can be in. drop: as if none were formed yet."""
+    newest = outlook.newest_version
+    assert newest is not None, "no version, no lease"
+    formed = outlook.batch_formed + outlook.next_formed if coordinator.config.stale == "wait" else 0
+    return max(0, min(coordinator.spec.max_lag + 1, outlook.last_version - newest) - formed)
 
 
 def oldest_worth_leasing(outlook: Outlook, coordinator: Coordinator) -> int:
@@ -160,8 +183,8 @@ def oldest_worth_leasing(outlook: Outlook, coordinator: Coordinator) -> int:
     assert newest is not None, "no version, no lease"
     if config.stale == "drop":
         return max(0, newest - max_lag)
-    queued = outlook.ready_groups + outlook.coming_groups  # not what idle newcomers hold
-    serves = newest + outlook.batch_formed + outlook.next_formed + queued // config.groups_per_step
+    queued = expected_groups(outlook)  # not what idle newcomers hold
+    serves = newest + outlook.batch_formed + outlook.next_formed + int(queued // config.groups_per_step)
     if serves - max_lag > newest:
         raise NoWork(
             f"groups by version {newest} would be stale when the step from version {serves} uses them "
@@ -170,17 +193,18 @@ def oldest_worth_leasing(outlook: Outlook, coordinator: Coordinator) -> int:
     return max(0, serves - max_lag)
 
 
+def expected_groups(outlook: Outlook) -> float:
+    """That the trainer will find, of what is ready and what proven nodes hold: some will be without signal."""
+    return outlook.ready_groups + outlook.coming_groups * outlook.signal_share
+
+
 def _refuse_surplus(outlook: Outlook, wanted: int) -> None:
-    if wanted == 0:
-        raise NoWork(
-            f"version {outlook.newest_version} is the last; only its held-out evaluation is still out"
-        )
-    coming = outlook.ready_groups + outlook.coming_groups
+    proven = coming = expected_groups(outlook)
     limit = wanted
     if not outlook.proven:
-        coming += outlook.hoped_groups
+        coming += outlook.hoped_groups * outlook.signal_share
         limit = int(wanted * (1 + NEWCOMER_SHARE))
-    if coming >= limit or outlook.ready_groups + outlook.coming_groups >= wanted:
+    if coming >= limit or proven >= wanted:
         leased = outlook.coming_groups + outlook.hoped_groups
         raise NoWork(
             f"enough work in flight: {outlook.ready_groups} groups ready and {leased} leased, "
@@ -275,7 +299,11 @@ def _look(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> Outlook:
     chunk = None
     if newest is not None:
         chunk = evaluations.next_chunk(tx.db, newest=newest, keep_versions=coordinator.spec.keep_versions)
-    coming, hoped = flying_groups(tx.db)
+    formed = [newest is not None and batches.is_formed(tx.db, newest + ahead) for ahead in (0, 1)]
+    oldest = 0
+    if newest is not None and config.stale == "wait":
+        oldest = max(0, newest + sum(formed) - coordinator.spec.max_lag)
+    coming, hoped = flying_groups(tx.db, oldest)
     return Outlook(
         newest_version=newest,
         last_version=coordinator.spec.last_version,
@@ -285,17 +313,24 @@ def _look(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> Outlook:
         proven=bool(node.accepted > 0 and node.lapses < PROVEN_LAPSES),
         rows_per_s=node.rows_per_s,
         chunk=chunk,
-        ready_groups=batches.count_ready(tx.db),
+        ready_groups=batches.count_ready(tx.db, oldest),
         coming_groups=coming,
         hoped_groups=hoped,
-        batch_formed=newest is not None and batches.is_formed(tx.db, newest),
-        next_formed=newest is not None and batches.is_formed(tx.db, newest + 1),
+        batch_formed=formed[0],
+        next_formed=formed[1],
+        signal_share=batches.signal_share(tx.db),
     )
 
 
-def flying_groups(db: Connection) -> tuple[int, int]:
-    """Groups of open train leases: those to count on, and those in the hands of nodes that have shown nothing yet."""
-    found = _FLYING.row(db)
+def flying_groups(db: Connection, oldest: int) -> tuple[int, int]:
+    """Groups of open train leases: those to count on, and those in the hands of nodes that have shown nothing yet.
+
+    What was leased before version `oldest` was out is made by an older one, and comes too late for any batch.
+    """
+    issued_from_s = _PUBLISHED.value(db, number=oldest)
+    if issued_from_s is None:  # not out yet: nothing in flight can be by it
+        return 0, 0
+    found = _FLYING.row(db, issued_from_s=issued_from_s)
     assert found is not None, "a sum is one row"
     return int(found.total - found.hoped), int(found.hoped)
 
