@@ -76,4 +76,7 @@ def in_words(error: Exception, *, waits: bool) -> str:
     # Our own come with a sentence; the system's have a file and a reason.
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{error.filename}: {error.strerror.lower()}; check the path and who may read and write it"
+    # By name, as above.
+    if type(error).__name__ == "Unreachable" and "check " not in str(error):
+        return f"{error}; check the URL, and that the coordinator runs there"
     return str(error)
