@@ -178,7 +178,7 @@ def test_another_roles_key_ends_it_at_once(
 ) -> None:
     coordinator.refuses = "request.not_allowed"
     config = RelayConfig(folder=tmp_path / "relay", coordinator=serve(coordinator.app))
-    with pytest.raises(Refused, match="request.not_allowed: no"):
+    with pytest.raises(Refused, match=r"request\.not_allowed: no"):
         run_relay(config, key=relay_key, log=log, stop=stop)
 
 

@@ -312,5 +312,5 @@ def test_a_file_that_is_no_database(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="127.0.0.1:1/x: .*refused.*; check that the server runs"):
+    with pytest.raises(ValueError, match=r"127\.0\.0\.1:1/x: .*refused.*; check that the server runs"):
         Database("postgresql://somebody:secret@127.0.0.1:1/x")
