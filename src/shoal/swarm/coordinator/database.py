@@ -41,11 +41,9 @@ class Database:
         self._group: tuple[int, Connection] | None = None
         self._afterwards: list[Callable[[], None]] = []
         try:
+            _reach(self._engine, where)
             with self.transaction() as db:
                 migrate(db)
-        except DBAPIError as error:
-            self.close()
-            raise not_a_database(where, error) from None
         except BaseException:
             self.close()
             raise
@@ -140,6 +138,14 @@ def database_url(where: Path | str) -> str:
             f"{url.get_backend_name()!r} is no database we know; leave --database out for SQLite, or give postgresql://..."
         )
     return url.set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
+
+
+def _reach(engine: Engine, where: Path | str) -> None:
+    try:
+        with engine.connect():
+            pass
+    except DBAPIError as error:
+        raise not_a_database(where, error) from None
 
 
 def not_a_database(where: Path | str, error: DBAPIError) -> ValueError:
