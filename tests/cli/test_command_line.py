@@ -196,3 +196,24 @@ def test_help_names_the_first_things_to_do(capsys: pytest.CaptureFixture[str]) -
         parse(["--help"])
     said = capsys.readouterr().out.split("five things people do first:\n")[1].splitlines()
     assert [line.startswith("  shoal ") for line in said[:6]] == [True] * 5 + [False]
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "words"),
+    [
+        ("/no/such/folder", (), "run.model = '/no/such/folder' is neither a folder nor one of"),
+        ("tiny", ("--device", "nosuch"), "--device nosuch: torch knows no such device"),
+    ],
+)
+def test_an_earlier_run_is_deleted_only_for_one_that_can_begin(
+    model: str, more: tuple[str, ...], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.toml").write_text("an earlier run")
+    file = tmp_path / "own.toml"
+    demo = (Path(__file__).parents[2] / "runs" / "demo.toml").read_text()
+    file.write_text(demo.replace('model = "tiny"', f'model = "{model}"'))
+    assert do("run", str(file), "--dir", str(folder), "--fresh", *more) == 2
+    assert words in capsys.readouterr().err
+    assert (folder / "run.toml").read_text() == "an earlier run"

@@ -168,7 +168,7 @@ def _complaint(problem: Any) -> str:
 def check_names(file: RunFile, path: Path) -> None:
     """What only torch-laden rooms know, the names of models and lies, and whether the task's data is good.
 
-    For `--dry-run`; roles check their own.
+    For `--dry-run`, and before an earlier run is deleted; roles check their own.
     """
     from shoal.model.builtin import BUILTIN
     from shoal.rollout.lies import LIES
