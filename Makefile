@@ -1,4 +1,4 @@
-# make demo   a whole swarm on this machine, learning, with a liar in it (about three minutes)
+# make demo   a whole swarm on this machine, learning, with a liar in it (one to two minutes)
 # make test   the default tests
 # make check  format, lint, types
 # make postgres  the coordinator's tests on a real PostgreSQL (some minutes)

@@ -95,6 +95,13 @@ def test_sentences() -> None:
     assert in_words(ModuleNotFoundError("x", name="torch"), waits=True).endswith("pip install 'shoal[torch]'")
     system = PermissionError(13, "Permission denied", "/somewhere/x")
     assert in_words(system, waits=False).startswith("/somewhere/x: permission denied; check the path")
+    full = OSError(28, "No space left on device", "/somewhere/x")
+    assert in_words(full, waits=False).startswith("/somewhere/x: no space left on device; make room")
+    assert in_words(OSError(28, "No space left on device"), waits=False).startswith(
+        "no space left on device;"
+    )
+    nobody = Unreachable("POST http://x/v1/admin/ban: ReadTimeout: timed out")
+    assert in_words(nobody, waits=False).endswith("; check the URL, and that the coordinator runs there")
     assert (
         in_words(OSError("cannot listen on X; choose another"), waits=False)
         == "cannot listen on X; choose another"
@@ -189,3 +196,24 @@ def test_help_names_the_first_things_to_do(capsys: pytest.CaptureFixture[str]) -
         parse(["--help"])
     said = capsys.readouterr().out.split("five things people do first:\n")[1].splitlines()
     assert [line.startswith("  shoal ") for line in said[:6]] == [True] * 5 + [False]
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "words"),
+    [
+        ("/no/such/folder", (), "run.model = '/no/such/folder' is neither a folder nor one of"),
+        ("tiny", ("--device", "nosuch"), "--device nosuch: torch knows no such device"),
+    ],
+)
+def test_an_earlier_run_is_deleted_only_for_one_that_can_begin(
+    model: str, more: tuple[str, ...], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.toml").write_text("an earlier run")
+    file = tmp_path / "own.toml"
+    demo = (Path(__file__).parents[2] / "runs" / "demo.toml").read_text()
+    file.write_text(demo.replace('model = "tiny"', f'model = "{model}"'))
+    assert do("run", str(file), "--dir", str(folder), "--fresh", *more) == 2
+    assert words in capsys.readouterr().err
+    assert (folder / "run.toml").read_text() == "an earlier run"

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from small_stats import HONEST, LIAR, node, stats
 
 from shoal.cli.local import (
     HOST,
@@ -16,6 +17,7 @@ from shoal.cli.local import (
     check_workers,
     choose_ports,
     free_ports,
+    live_guests,
     prepare_folder,
     resume_command,
     role_commands,
@@ -191,3 +193,9 @@ def test_a_run_without_workers_ends(tmp_path: Path) -> None:
         match=r"every worker has left .*: worker-1: worker-1 was ejected; worker-2: worker-2 was ejected",
     ):
         check_workers(supervisor)
+
+
+def test_guests_are_those_it_did_not_start() -> None:
+    seen = stats(nodes=(node(HONEST), node(LIAR), node("ab" * 32, liveness="offline")))
+    assert live_guests(seen, {HONEST: "worker-1"}) == 1
+    assert live_guests(seen, {HONEST: "worker-1", LIAR: "worker-2"}) == 0

@@ -126,7 +126,7 @@ def test_what_a_file_implies(tmp_path: Path) -> None:
         "tokens a micro-batch": "2 rows x 64 = 128",
         "rollouts a lease": "4 x 4 = 16",
         "leases a step, at least": "2",
-        "groups in flight, at most": "18",
+        "groups ahead of the trainer, at most": "18",
         "proof bytes a rollout, at most": "258",
         "held-out evaluations": "4 of 32 x 2 = 64 rollouts",  # versions 0, 10, 20 and the last, 25
         "rollouts in all, at least": f"{24 * 25 + 4 * 64}",

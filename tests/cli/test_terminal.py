@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,3 +112,27 @@ def test_what_programs_read() -> None:
     assert set(json.loads(one.stdout)["reject.early_stop"]) == {"meaning", "remedy"}
     refused = in_pipe("-m", "shoal", "run", str(ROOT / "runs" / "demo.toml"), "--json")
     assert refused.returncode == 2 and "--dry-run" in refused.stderr
+
+
+def explain(**streams: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "shoal", "explain", *streams.pop("more", [])], **streams)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = explain(stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (141, b"")
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_streams_that_were_closed(closed: tuple[int, ...]) -> None:
+    def close() -> None:
+        for number in closed:
+            os.close(number)
+
+    assert explain(preexec_fn=close, stdout=subprocess.DEVNULL).wait(60) == 0
+    wrong = explain(preexec_fn=close, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, more=["x"])
+    assert wrong.wait(60) == 2

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from small_stats import HONEST, LIAR, evaluation, node, stats
 
-from shoal.cli.view import LineView, LiveView, News, headline, make_view, tally, worry
+from shoal.cli.view import LineView, LiveView, News, headline, make_view, node_table, tally, worry
 
 NAMES = {LIAR: "worker-2, lies: truncated", HONEST: "worker-1"}
 
@@ -116,3 +116,24 @@ def test_a_table_for_terminals() -> None:
         assert words in shown
     assert "\x1b[2J" not in shown
     assert "[red]mine" in shown
+
+
+@pytest.mark.parametrize(
+    ("width", "there", "not_there"),
+    [
+        (60, ("worker", "trust", "version", "accepted", "refused"), ("state", "credit", "last verdict")),
+        (80, ("credit", "void", "tok/s"), ("state", "last verdict")),
+        (120, ("state", "credit", "last verdict"), ()),
+    ],
+)
+def test_a_narrow_terminal_gets_fewer_columns_but_whole_words(
+    width: int, there: tuple[str, ...], not_there: tuple[str, ...]
+) -> None:
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as seen:
+        console.print(node_table(stats(nodes=(node(HONEST), node(LIAR))), {HONEST: "worker-1"}, width))
+    title, *rows = seen.get().splitlines()
+    assert all(word in title for word in there) and not any(word in title for word in not_there)
+    assert any("worker-1 (" in row for row in rows)
+    assert "…" not in title
+    assert max(map(len, rows)) <= width

@@ -62,6 +62,10 @@ def test_a_swarm_that_learns_and_catches_a_liar(tmp_path: Path) -> None:
         rf"plot              {swarm.folder}/reward.png",
     ):
         assert re.search(rf"(?m)^  {line}", summary), f"{line!r} is not in\n{summary}"
+    # Nobody works for nothing: three in ten went stale before leases were counted by what the trainer can still use.
+    counted = re.search(r"of (\d+) groups\), (\d+) groups stale", summary)
+    assert counted is not None
+    assert int(counted.group(2)) < int(counted.group(1)) / 5
     assert (swarm.folder / "reward.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert [step["version"] for step in read_steps(swarm.folder)] == list(range(1, 25))
     assert not swarm.processes()

@@ -62,7 +62,8 @@ def test_from_nothing_to_credit_through_a_crash(tmp_path: Path) -> None:
             assert "in use by another worker" in run("join", swarm.url, "--yes", "--dir", dir, status=2)
             assert view.node in run("whoami", "--dir", dir)
             assert "credit" in run("status", "--dir", dir)
-            findings = json.loads(run("doctor", swarm.url, "--dir", dir, "--json"))
+            # On a slow machine standard error says how long it takes.
+            findings, _ = json.JSONDecoder().raw_decode(run("doctor", swarm.url, "--dir", dir, "--json"))
             assert not [finding for finding in findings if finding["state"] == "bad"]
 
             wait_for_node(swarm, dir, lambda now: now.phase.startswith("generating"))

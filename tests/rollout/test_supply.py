@@ -3,6 +3,8 @@
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from small_run import CONFIG, RunningWorker, SmallRun, eventually, small_run
@@ -13,6 +15,7 @@ from shoal.rollout.engine import Request
 from shoal.rollout.errand import Errand
 from shoal.rollout.session import Exit
 from shoal.rollout.state import open_state
+from shoal.rollout.supply import LEAD_MORE_S
 from shoal.rollout.time_use import Doing, TimeUse
 from shoal.rollout.worker import Worker, WorkerConfig
 from shoal.telemetry import Log
@@ -254,3 +257,32 @@ def test_time_use_counts_from_the_first_row_and_leaves_pauses_out() -> None:
     assert use.spent_s()[Doing.STARTING] == 30
     assert use.busy_share == 0.9
     assert use.in_words() == "generating 90.0%, waiting for a lease 5.0%, swapping weights 5.0%"
+
+
+@pytest.mark.parametrize(
+    ("lead_s", "spent_s", "done", "due"),
+    [
+        (1.0, 0.0, 0, False),  # of a lease that should take 10 s
+        (1.0, 8.9, 0, False),
+        (1.0, 9.0, 0, True),  # as much is left as it takes to have the next
+        (1.0, 4.0, 18, True),  # faster than thought: by its rows 0.4 s are left
+        (30.0, 4.9, 5, False),  # never before half of it is done
+        (30.0, 5.0, 5, True),
+    ],
+)
+def test_the_next_lease_is_ordered_just_in_time(lead_s: float, spent_s: float, done: int, due: bool) -> None:
+    worker = SimpleNamespace(_s_per_row=0.5, _supply=SimpleNamespace(lead_s=lead_s))
+    assert Worker._is_time_for_next(cast(Worker, worker), spent_s, done, 20) is due
+
+
+def test_how_long_an_order_takes_is_measured(trusting: SmallRun, tmp_path: Path) -> None:
+    conduct = Held(trusting)
+    running = Running(trusting, tmp_path / "worker", conduct)
+    assert conduct.holding.wait(60)
+    assert conduct.worker is not None
+    supply = conduct.worker._supply
+    assert supply is not None
+    assert LEAD_MORE_S < supply.lead_s < 120
+    running.stop.set()
+    conduct.let_go.set()
+    running.join()

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from shoal.net.client import Refused
 from shoal.net.deadline import DeadlinePassed
 from shoal.shardcast import Relay, RelayConfig, run_relay
 from shoal.telemetry import Log
@@ -29,6 +30,7 @@ class Coordinator:
     def __init__(self, run_key: str, relay_key: str) -> None:
         self.run_key, self.relay_key = run_key, relay_key
         self.origin_url: str | None = None
+        self.refuses: str | None = None
         self.reports: list[RelayReport] = []
         self.app = Starlette(
             routes=[
@@ -72,6 +74,9 @@ class Coordinator:
         return Response(Origin(url=self.origin_url).model_dump_json())
 
     async def relays(self, request: Request) -> Response:
+        if self.refuses is not None:
+            problem = Problem(code=self.refuses, detail="no", fix="another key", server_time_s=1.0)
+            return Response(problem.model_dump_json(), status_code=403)
         self.reports.append(RelayReport.parse(await self._check(request)))
         return Response("{}")
 
@@ -166,6 +171,15 @@ def test_without_its_coordinator_it_warns_and_goes_on(
     origin.publish(1, kit.random_files())
     kit.eventually(lambda: relay.store.complete() == (1,), "version 1")
     kit.eventually(lambda: "report to the coordinator failed" in caplog.text, "a warning")
+
+
+def test_another_roles_key_ends_it_at_once(
+    serve: Any, coordinator: Coordinator, relay_key: Key, log: Log, stop: threading.Event, tmp_path: Path
+) -> None:
+    coordinator.refuses = "request.not_allowed"
+    config = RelayConfig(folder=tmp_path / "relay", coordinator=serve(coordinator.app))
+    with pytest.raises(Refused, match=r"request\.not_allowed: no"):
+        run_relay(config, key=relay_key, log=log, stop=stop)
 
 
 def test_no_coordinator_at_the_start_is_said_within_the_deadline(

@@ -14,6 +14,7 @@ from functools import partial
 import httpx
 
 from shoal.cli.ledger import TIMEOUT_S, fetch_ledger
+from shoal.cli.reaching import ask_info, reaching
 from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
 from shoal.model.load import DTYPES, load_decoder
 from shoal.net.client import SignedClient
@@ -28,7 +29,7 @@ from shoal.wire.codes import ACCEPTED
 from shoal.wire.keys import Key
 from shoal.wire.lease import Verdict
 from shoal.wire.ledger import LedgerEvent
-from shoal.wire.messages import Claim, Info, Stats
+from shoal.wire.messages import Claim, Stats
 from shoal.wire.run import RunSpec
 
 FETCH_S = 120.0
@@ -37,8 +38,9 @@ GONE = "no relay holds its version any more"
 
 def audit(options: argparse.Namespace, stop: threading.Event) -> int:
     log = Log("audit")
-    with httpx.Client(base_url=options.url, timeout=TIMEOUT_S) as http:
-        info = Info.parse(http.get("/v1/info").raise_for_status().content)
+    key = Key.load(options.key)
+    with httpx.Client(base_url=options.url, timeout=TIMEOUT_S) as http, reaching(options.url):
+        info = ask_info(http)
         stats = Stats.parse(http.get("/v1/stats").raise_for_status().content)
         events = fetch_ledger(http, info.run_key, stop)
     books = replay(events)
@@ -48,7 +50,7 @@ def audit(options: argparse.Namespace, stop: threading.Event) -> int:
     say(f"the ledger is good: {len(events)} events; checking {len(chosen)} accepted submissions again")
     found: dict[str, str | None] = {}
     with (
-        closing(SignedClient(options.url, Key.load(options.key), log=log, stop=stop)) as client,
+        closing(SignedClient(options.url, key, log=log, stop=stop)) as client,
         Reader() as reader,
     ):
         shelf = PolicyShelf(

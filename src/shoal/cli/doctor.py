@@ -15,6 +15,7 @@ from typing import Literal
 import httpx
 
 from shoal.cli.progress import progress
+from shoal.cli.reaching import in_words
 from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import Manifest
@@ -47,7 +48,7 @@ def examine(url: str, dir: Path) -> list[Finding]:
             info = Info.parse(http.get("/v1/info").raise_for_status().content)
             stats = Stats.parse(http.get("/v1/stats").raise_for_status().content)
         except (httpx.HTTPError, Rejected) as error:
-            words = f"{url} does not answer as a coordinator does: {error}"
+            words = f"{url} does not answer as a coordinator does: {in_words(error)}"
             return [*findings, Finding("coordinator", "bad", words, "check the URL, a proxy, a firewall")]
         findings += [_protocol(info), _clock(info), _admission(info)]
         findings += _weights(http, info, stats, dir)

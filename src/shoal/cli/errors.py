@@ -1,6 +1,7 @@
 """How a command says that it could not: three lines for a person (what, which value, what next), one for a log."""
 
 import argparse
+import errno
 import sys
 from typing import NoReturn
 
@@ -20,6 +21,9 @@ WHAT = {
     "Unreachable": "no answer",
     "ValueError": "cannot be done like this",
 }
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Parser(argparse.ArgumentParser):
@@ -73,7 +77,16 @@ def in_words(error: Exception, *, waits: bool) -> str:
         package = (error.name or "").split(".")[0]
         extra = package if package in ("hivemind", "torchft") else "torch"
         return f"this needs the package {package}: pip install 'shoal[{extra}]'"
+    if isinstance(error, OSError) and error.errno in _FULL:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return (
+            f"{where}{(error.strerror or '').lower()}; make room where the files go and start again "
+            "(a run with --resume): what was complete is kept"
+        )
     # Our own come with a sentence; the system's have a file and a reason.
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{error.filename}: {error.strerror.lower()}; check the path and who may read and write it"
+    # By name, as above.
+    if type(error).__name__ == "Unreachable" and "check " not in str(error):
+        return f"{error}; check the URL, and that the coordinator runs there"
     return str(error)

@@ -27,8 +27,9 @@ from shoal.cli.answering import (
 )
 from shoal.cli.arguments import MAX_NEW_TOKENS
 from shoal.cli.intervals import pass_at, wilson
+from shoal.cli.reaching import ask_info, reaching
 from shoal.cli.supervise import EXIT_OK
-from shoal.net.client import SignedClient, Unreachable
+from shoal.net.client import SignedClient
 from shoal.net.tickets import Tickets
 from shoal.tasks import Outcome
 from shoal.tasks.files import digest_of, file_digests, is_file_option
@@ -160,13 +161,8 @@ def _source(options: argparse.Namespace, stop: threading.Event) -> Iterator[tupl
             yield folder, task_spec(options), Source(None, Sampling(max_new_tokens=MAX_NEW_TOKENS))
         return
     with tempfile.TemporaryDirectory() as into:
-        try:
-            with httpx.Client(base_url=options.model, timeout=TIMEOUT_S) as http:
-                info, folder, version = fetch_published(http, options, Path(into), stop)
-        except httpx.HTTPError as error:
-            raise Unreachable(
-                f"{options.model}: {error}; check the URL, and that the coordinator runs there"
-            ) from None
+        with httpx.Client(base_url=options.model, timeout=TIMEOUT_S) as http, reaching(options.model):
+            info, folder, version = fetch_published(http, options, Path(into), stop)
         spec = task_spec(options) if options.task is not None else _with_own_files(info.spec.task, options)
         yield folder, spec, Source(version, info.spec.sampling)
 
@@ -178,7 +174,7 @@ def fetch_published(
     from shoal.shardcast import RelayChoice, fetch_version
 
     version, log = options.version, Log("eval")
-    info = Info.parse(_get(http, "/v1/info"))
+    info = ask_info(http)
     sealed = Sealed[Manifest].parse(_get(http, f"/v1/policies/{'latest' if version is None else version}"))
     stats = Stats.parse(_get(http, "/v1/stats"))
     places = [relay.url for relay in stats.relays if relay.liveness != "offline"]
@@ -238,5 +234,5 @@ def _with_own_files(spec: TaskSpec, options: argparse.Namespace) -> TaskSpec:
 def _get(http: httpx.Client, path: str) -> bytes:
     response = http.get(path)
     if response.status_code == 404:
-        raise ValueError(f"{http.base_url} has no {path}; see GET /v1/policies/latest")
+        raise ValueError(f"{http.base_url} has no {path}; GET /v1/policies/latest names the newest version")
     return response.raise_for_status().content

@@ -9,13 +9,13 @@ import httpx
 from pydantic import ValidationError
 
 from shoal.cli.progress import progress
+from shoal.cli.reaching import ask_info, reaching
 from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
-from shoal.net.client import Unreachable
 from shoal.net.deadline import Stopped
 from shoal.swarm.coordinator.replay import Books, replay
 from shoal.wire.codes import Rejected
 from shoal.wire.ledger import LedgerEvent, LedgerHead, verify_ledger
-from shoal.wire.messages import Info, Stats
+from shoal.wire.messages import Stats
 from shoal.wire.record import Sealed
 
 PAGE = 500
@@ -24,9 +24,9 @@ TIMEOUT_S = 20.0
 
 def audit_ledger(url: str, stop: threading.Event, *, as_json: bool = False) -> int:
     """Prints what was found; the exit code."""
-    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
+    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as http, reaching(url):
         try:
-            run_key = _run_key(http)
+            run_key = ask_info(http).run_key
             # Before the head, so that the head covers all that the shown tables follow from.
             shown = Stats.parse(_get(http, "/v1/stats"))
             head = Sealed[LedgerHead].parse(_get(http, "/v1/ledger/head"))
@@ -35,12 +35,6 @@ def audit_ledger(url: str, stop: threading.Event, *, as_json: bool = False) -> i
                 count = verify_ledger(events, head, run_key)
                 books = replay(events[: shown.ledger_seq])
                 compare(books, shown)
-        except httpx.HTTPStatusError as error:
-            raise Unreachable(_not_a_coordinator(http, f"HTTP {error.response.status_code}")) from None
-        except httpx.HTTPError as error:
-            raise Unreachable(
-                f"{url}: {type(error).__name__}: {error}; check the URL, and that the coordinator runs there"
-            ) from None
         except Rejected as rejected:
             print(
                 json.dumps({"good": False, "reason": rejected.detail})
@@ -88,17 +82,6 @@ def compare(books: Books, shown: Stats) -> None:
                     "request.conflict",
                     f"node {view.node[:16]}: {name} is shown as {getattr(view, name)}, the ledger adds up to {expected}",
                 )
-
-
-def _run_key(http: httpx.Client) -> str:
-    try:
-        return Info.parse(_get(http, "/v1/info")).run_key
-    except Rejected as rejected:
-        raise Unreachable(_not_a_coordinator(http, rejected.detail)) from None
-
-
-def _not_a_coordinator(http: httpx.Client, answer: str) -> str:
-    return f"{http.base_url} does not answer as a coordinator does ({answer}); check the URL"
 
 
 def _events(http: httpx.Client, last_seq: int, stop: threading.Event) -> Iterator[LedgerEvent]:

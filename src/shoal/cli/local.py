@@ -9,7 +9,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +40,8 @@ MARKER = "run.toml"
 PORTS = range(20_000, 30_000)
 """Below those that systems give to outgoing connections: a role that is started again must find its port free."""
 START_S = 60.0
+GUESTS_S = 20.0
+"""How long a finished run stays for others, at most."""
 POLL_S = 0.5
 ANSWER_S = 2.0
 """Short, so that Ctrl-C does not wait for a coordinator that hangs."""
@@ -114,6 +116,10 @@ def run_held(run: LocalRun, held: int, stop: threading.Event, console: Console) 
         view.say(f"run {run.file.run.name}: coordinator {url}, files in {run.folder}")
         view.say(f"watch it in a browser: {url}/")
         stats, history = watch(url, supervisor, view, stop, on_poll=lambda: names.update(worker_names(run)))
+        if stats is not None and (guests := live_guests(stats, names)):
+            # Else they would wait for a coordinator that is gone, and not know that they are done.
+            view.say(f"finished; {guests} that joined from elsewhere hear of it by their next heartbeat")
+            stop.wait(min(GUESTS_S, run.file.coordinator.heartbeat_s + 1.0))
     except Stopped:
         stats = history = None
     finally:
@@ -214,6 +220,11 @@ def worker_names(run: LocalRun) -> dict[str, str]:
         if path.exists():
             names[Key.load(path).public] = f"{name}, lies: {lie}" if lie else name
     return names
+
+
+def live_guests(stats: Stats, names: Mapping[str, str]) -> int:
+    """Workers that this run did not start."""
+    return sum(node.liveness == "live" and node.node not in names for node in stats.nodes)
 
 
 def watch(

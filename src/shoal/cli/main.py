@@ -7,6 +7,7 @@ the first moment.
 import argparse
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -37,6 +38,8 @@ from shoal.net.deadline import DeadlinePassed, Stopped
 from shoal.telemetry import start_logging
 from shoal.wire.codes import CODES, Rejected
 
+EXIT_UNREAD = 141
+"""As a shell has it of a program that nobody listens to any more."""
 FIRST_THINGS = """five things people do first:
   shoal run runs/demo.toml          a whole swarm on this machine, learning, with a liar in it
   shoal run FILE.toml --dry-run     check a run file and see the numbers it implies
@@ -49,6 +52,7 @@ FIRST_THINGS = """five things people do first:
 def main(arguments: Sequence[str] | None = None) -> int:
     stop = threading.Event()
     _stop_on_signals(stop)
+    _open_what_is_closed()
     options = parse(arguments)
     if getattr(options, "stop_with_stdin", False):
         _stop_on_end_of_input(stop)
@@ -71,10 +75,16 @@ def act(options: argparse.Namespace, stop: threading.Event) -> int:
     }
     start_logging()
     try:
-        return int(options.action(options, stop))
+        code = int(options.action(options, stop))
+        sys.stdout.flush()  # here, where a full disk or a reader that has gone still finds words
+        return code
     except Stopped:
         return EXIT_INTERRUPTED
     except tuple(codes) as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            # `shoal ... | head` has seen enough. What is left in the buffer must not be tried again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            return EXIT_UNREAD
         code = next(code for kind, code in codes.items() if isinstance(error, kind))
         if isinstance(error, Refused) and refused_for_good(error.code):
             code = EXIT_USAGE
@@ -179,6 +189,23 @@ def _stop_on_signals(stop: threading.Event) -> None:
 
     signal.signal(signal.SIGINT, handle)
     signal.signal(signal.SIGTERM, handle)
+
+
+def _nobody_reads() -> bool:
+    output = select.poll()
+    output.register(1, 0)
+    return any(events & select.POLLERR for _, events in output.poll(0))
+
+
+def _open_what_is_closed() -> None:
+    """A standard descriptor that was closed would be given to the next file that is opened, and hear what is printed."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest that is free: this one
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - for the life of the process
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _stop_on_end_of_input(stop: threading.Event) -> None:

@@ -52,7 +52,7 @@ def read_url(url: str, stop: threading.Event) -> dict[str, Any]:
     import httpx
 
     from shoal.cli.progress import progress
-    from shoal.net.client import Unreachable
+    from shoal.cli.reaching import no_coordinator, reaching
     from shoal.net.deadline import Stopped
     from shoal.wire.codes import Rejected
     from shoal.wire.snapshot import NodePage, Snapshot
@@ -64,16 +64,15 @@ def read_url(url: str, stop: threading.Event) -> dict[str, Any]:
 
     with httpx.Client(base_url=url.rstrip("/") + "/", timeout=TIMEOUT_S) as http:
         try:
-            snapshot = Snapshot.parse(get("v1/page"))
-            workers, pages = snapshot.workers[:MAX_NODES], []
-            with progress("pages of nodes", len(workers)) as advance:
-                for one in workers:
-                    pages.append(NodePage.parse(get(f"v1/nodes/{one.node}/page")))
-                    advance(1)
-        except (httpx.HTTPError, Rejected) as error:
-            raise Unreachable(
-                f"{url}: {type(error).__name__}: {error}; check the URL, and that a coordinator runs there"
-            ) from None
+            with reaching(url):
+                snapshot = Snapshot.parse(get("v1/page"))
+                workers, pages = snapshot.workers[:MAX_NODES], []
+                with progress("pages of nodes", len(workers)) as advance:
+                    for one in workers:
+                        pages.append(NodePage.parse(get(f"v1/nodes/{one.node}/page")))
+                        advance(1)
+        except Rejected as rejected:
+            raise no_coordinator(url, rejected.detail) from None
     return to_data(snapshot, pages)
 
 

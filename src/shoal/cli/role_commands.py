@@ -163,6 +163,7 @@ def _run(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.cli.estimate import estimates
     from shoal.cli.local import LocalRun, default_folder, run_local
     from shoal.cli.progress import progress
+    from shoal.cli.roles import check_device
     from shoal.cli.runfile import check_names, derived_numbers, load_run_file
 
     if options.json and not options.dry_run:
@@ -181,6 +182,11 @@ def _run(options: argparse.Namespace, stop: threading.Event) -> int:
         for name, value in numbers.items():
             print(f"  {name:<38} {value}")
         return EXIT_OK
+    if options.fresh:  # before anything is deleted
+        with progress("reading the model and the problems it names"):
+            check_names(file, options.file)
+    if options.device != "cpu":
+        check_device(options.device)
     folder = options.dir or default_folder(file)
     run = LocalRun(
         file=file,

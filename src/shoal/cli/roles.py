@@ -49,7 +49,7 @@ def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.trainer.publisher import Address
 
     device = _own_device(options.device)
-    _check_device(device)
+    check_device(device)
     _check_reachable(options)
     file = load_run_file(options.file)
     site = TrainerSite(
@@ -110,7 +110,7 @@ def worker(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.rollout.session import Exit
     from shoal.rollout.worker import WorkerConfig, run_worker
 
-    _check_device(options.device)
+    check_device(options.device)
     check_engine(options.engine, device=options.device, tensor_parallel=options.tensor_parallel)
     config = WorkerConfig(
         coordinator=options.coordinator,
@@ -136,7 +136,7 @@ def worker(options: argparse.Namespace, stop: threading.Event) -> int:
 def validator(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.swarm.validator.loop import ValidatorConfig, run_validator
 
-    _check_device(options.device)
+    check_device(options.device)
     config = ValidatorConfig(
         coordinator=options.coordinator,
         key=options.key,
@@ -161,7 +161,7 @@ def _own_device(name: str) -> str:
     return f"cuda:{os.environ['LOCAL_RANK']}"
 
 
-def _check_device(name: str) -> None:
+def check_device(name: str) -> None:
     """Now, and not after minutes of waiting for others."""
     import torch
 

@@ -168,7 +168,7 @@ def _complaint(problem: Any) -> str:
 def check_names(file: RunFile, path: Path) -> None:
     """What only torch-laden rooms know, the names of models and lies, and whether the task's data is good.
 
-    For `--dry-run`; roles check their own.
+    For `--dry-run`, and before an earlier run is deleted; roles check their own.
     """
     from shoal.model.builtin import BUILTIN
     from shoal.rollout.lies import LIES
@@ -195,7 +195,7 @@ def derived_numbers(file: RunFile) -> dict[str, str]:
         "tokens a micro-batch": f"{file.trainer.rows_per_micro_batch} rows x {file.trainer.row_tokens} = {file.trainer.rows_per_micro_batch * file.trainer.row_tokens:,}",
         "rollouts a lease": f"{coordinator.prompts_per_lease} x {sampling.samples_per_prompt} = {coordinator.prompts_per_lease * sampling.samples_per_prompt:,}",
         "leases a step, at least": f"{-(-coordinator.groups_per_step // coordinator.prompts_per_lease)}",
-        "groups in flight, at most": f"{coordinator.groups_per_step * (file.run.max_lag + 1)}",
+        "groups ahead of the trainer, at most": f"{coordinator.groups_per_step * (file.run.max_lag + 1)}",
         "proof bytes a rollout, at most": f"{-(-(sampling.max_new_tokens - 1) // file.proof.segment_tokens) * (2 + 2 * file.proof.topk):,}",
         "held-out evaluations": f"{evaluations} of {coordinator.eval_prompts} x {coordinator.eval_samples} = {eval_rollouts:,} rollouts",
         "rollouts in all, at least": f"{rollouts * file.run.last_version + evaluations * eval_rollouts:,}",

@@ -29,19 +29,18 @@ def top(options: argparse.Namespace, stop: threading.Event) -> int:
     import httpx
     from rich.console import Console
 
+    from shoal.cli.reaching import no_coordinator, reaching
     from shoal.cli.supervise import EXIT_OK
-    from shoal.net.client import Unreachable
     from shoal.wire.codes import Rejected
 
     if not options.url.startswith(("http://", "https://")):
         raise ValueError(f"{options.url!r} must look like http://HOST:PORT")
     with httpx.Client(base_url=options.url.rstrip("/") + "/", timeout=ANSWER_S) as http:
         try:
-            snapshot = read_snapshot(http)
-        except (httpx.HTTPError, Rejected) as error:
-            raise Unreachable(
-                f"{options.url}: {type(error).__name__}: {error}; check the URL, and that a coordinator runs there"
-            ) from None
+            with reaching(options.url):
+                snapshot = read_snapshot(http)
+        except Rejected as rejected:
+            raise no_coordinator(options.url, rejected.detail) from None
         if not options.json:
             return watch(http, stop, Console(highlight=False))
         print(snapshot.model_dump_json())

@@ -1,8 +1,9 @@
 """What a person sees while a run goes on: a live table on a terminal, one line every few seconds elsewhere."""
 
 import time
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -68,7 +69,7 @@ class LiveView:
             Group(
                 Text(headline(stats), style="bold"),
                 Text(f"waiting for {stats.waiting_for}"),
-                node_table(stats, self._names),
+                node_table(stats, self._names, self._live.console.width),
             )
         )
 
@@ -146,42 +147,54 @@ def tally(stats: Stats) -> dict[str, int]:
     return counts
 
 
-def node_table(stats: Stats, names: Mapping[str, str]) -> Table:
+def node_table(stats: Stats, names: Mapping[str, str], width: int) -> Table:
+    """As many columns as the terminal has room for: those that say least go first, none is cut to a letter."""
     table = Table(box=None, pad_edge=False)
-    for title in (
-        "worker",
-        "trust",
-        "state",
-        "version",
-        "tok/s",
-        "accepted",
-        "refused",
-        "void",
-        "credit",
-        "last verdict",
-    ):
-        table.add_column(
-            title,
-            justify="right"
-            if title in ("version", "tok/s", "accepted", "refused", "void", "credit")
-            else "left",
-        )
+    shown = [column for column in COLUMNS if width >= column.from_width]
+    for column in shown:
+        table.add_column(column.title, justify=column.justify, no_wrap=width < WIDE)
     for node in stats.nodes:
-        verdict = "" if node.last_code is None else in_words(node.last_code)
-        cells = (
-            name_of(node, names),
-            node.trust,
-            f"{node.liveness}, {node.phase}" if node.phase else node.liveness,
-            "-" if node.policy_version is None else str(node.policy_version),
-            f"{node.tokens_per_s:,.0f}",
-            str(node.accepted),
-            str(node.rejected),
-            str(node.void),
-            f"{node.credit:,}",
-            verdict,
-        )
-        table.add_row(*(Text(plain(cell)) for cell in cells))
+        table.add_row(*(Text(plain(column.cell(node, names))) for column in shown))
     return table
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    title: str
+    justify: Literal["left", "right"]
+    from_width: int
+    """Of the terminal."""
+    cell: Callable[[NodeView, Mapping[str, str]], str]
+
+
+WIDE = 100
+COLUMNS = (
+    Column("worker", "left", 0, lambda node, names: name_of(node, names)),
+    Column("trust", "left", 0, lambda node, names: node.trust),
+    Column(
+        "state",
+        "left",
+        WIDE,
+        lambda node, names: f"{node.liveness}, {node.phase}" if node.phase else node.liveness,
+    ),
+    Column(
+        "version",
+        "right",
+        0,
+        lambda node, names: "-" if node.policy_version is None else str(node.policy_version),
+    ),
+    Column("tok/s", "right", 70, lambda node, names: f"{node.tokens_per_s:,.0f}"),
+    Column("accepted", "right", 0, lambda node, names: str(node.accepted)),
+    Column("refused", "right", 0, lambda node, names: str(node.rejected)),
+    Column("void", "right", 80, lambda node, names: str(node.void)),
+    Column("credit", "right", 80, lambda node, names: f"{node.credit:,}"),
+    Column(
+        "last verdict",
+        "left",
+        WIDE,
+        lambda node, names: "" if node.last_code is None else in_words(node.last_code),
+    ),
+)
 
 
 def name_of(node: NodeView, names: Mapping[str, str]) -> str:

@@ -101,7 +101,12 @@ def load_diloco_file(path: Path) -> DilocoFile:
         return DilocoFile.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
         lines = (
-            f"{path}: {'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
+            f"{path}: {'.'.join(str(part) for part in problem['loc'])}"
+            + (
+                " is not a key of this file"
+                if problem["type"] == "extra_forbidden"
+                else f": {problem['msg']}"
+            )
             for problem in error.errors(include_url=False)
         )
         raise ValueError("\n".join(lines) + "\ndocs/diloco.md lists the keys") from None

@@ -29,7 +29,8 @@ def read_corpus(
     )
     if not paths:
         raise ValueError(
-            f"no file fits {', '.join(patterns)}; data.files takes paths and patterns such as data/*.txt"
+            f"no file fits {', '.join(patterns)} in {Path.cwd()}; data.files takes paths and patterns such as data/*.txt, "
+            "from where the command is started"
         )
     if len(paths) == 1 and paths[0].endswith(".npy"):
         return _load_tokens(Path(paths[0]))

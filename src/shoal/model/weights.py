@@ -1,7 +1,11 @@
 """Weights to and from a safetensors file: bfloat16, Hugging Face names, the same bytes for the same weights."""
 
+import contextlib
+import errno
 import os
-from collections.abc import Iterable, Mapping
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -10,6 +14,26 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 WEIGHTS_FILE = "model.safetensors"
+
+
+FULL_BYTES = 1 << 20
+"""A disk with less than this left is full."""
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """What safetensors and torch.save say about a full disk, as the OSError it was, with the file's name."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError) as error:
+        said = re.search(r"\(os error (\d+)\)", str(error))
+        if said is not None:
+            number = int(said.group(1))
+        elif shutil.disk_usage(path.parent).free < FULL_BYTES:
+            number = errno.ENOSPC
+        else:
+            raise
+        raise OSError(number, os.strerror(number), str(path)) from None
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
@@ -27,7 +51,8 @@ def save_tensors(named: Iterable[tuple[str, Tensor]], path: Path, *, sync: bool 
     }
     tensors = dict(sorted(rounded.items()))
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    save_file(tensors, partial, metadata={"format": "pt"})
+    with disk_errors(path):
+        save_file(tensors, partial, metadata={"format": "pt"})
     if sync:
         with partial.open("rb") as file:
             os.fsync(file.fileno())

@@ -239,6 +239,7 @@ def _checked(what: str, response: httpx.Response) -> httpx.Response:
         problem = Problem.parse(response.content)
     except Rejected:
         raise Unreachable(
-            f"{what}: HTTP {response.status_code} without a problem we know: {response.text[:200]!r}"
+            f"{what} at {response.url.scheme}://{response.url.netloc.decode()}: HTTP {response.status_code} "
+            f"without a problem we know: {response.text[:200]!r}"
         ) from None
     raise Refused(what, problem)

@@ -7,6 +7,7 @@ How many leases a node may hold is the coordinator's to say: one at first, two o
 may gets one of them again; then there is nothing to fetch ahead until one is delivered.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,8 @@ LOOKS_PER_HEARTBEAT = 3
 """How often the newest version is asked for: the coordinator sets its heartbeats by what it can answer."""
 NEWEST_S = (0.5, 5.0)
 """At least and at most, between two such questions."""
+LEAD_TIMES, LEAD_MORE_S = 2.0, 0.1
+"""How long before it is needed the next lease is ordered: so many times what the last orders took, and a little more."""
 AFTER_LOSS_S = 1.0
 """Pause after a lost lease, so that a worker that cannot deliver does not burn leases."""
 
@@ -59,7 +62,13 @@ class Supply:
         """Begun, or just delivered: the coordinator may give one again that it had not heard of when we asked."""
         self._delivered: list[str] = []
         self._waited_since_s: float | None = None
+        self._took_s = math.inf
         self.doing = Doing.WAITING
+
+    @property
+    def lead_s(self) -> float:
+        """When to order: so long before the lease is needed. Not earlier, for a lease names the versions of its day."""
+        return LEAD_TIMES * self._took_s + LEAD_MORE_S
 
     def order(self) -> None:
         """Begin to look for the next lease, unless that is under way or done."""
@@ -111,6 +120,7 @@ class Supply:
     # -- in a thread of its own --------------------------------------------------------------------------------
 
     def _find(self) -> Lease:
+        started_s = time.monotonic()
         while True:
             self.doing = Doing.WAITING
             lease = self._next_lease()
@@ -123,6 +133,9 @@ class Supply:
                 if self._stop.wait(AFTER_LOSS_S):
                     raise Stopped("stopped after a lost lease") from None
                 continue
+            took_s = time.monotonic() - started_s
+            before_s = self._took_s if math.isfinite(self._took_s) else took_s
+            self._took_s = max(took_s, (before_s + took_s) / 2)  # one that came fast may have been luck
             return lease
 
     def _next_lease(self) -> Lease:

@@ -10,6 +10,7 @@ It dials out only, and keeps nothing that it could not lose: after a crash the c
 and the same seeds give the same rows.
 """
 
+import math
 import threading
 import time
 from dataclasses import dataclass
@@ -279,7 +280,6 @@ class Worker:
         requests = self._conduct.requests(make_requests(lease, self._engine.tokenizer), lease)
         started_s = time.monotonic()
         self.time_use.begin(Doing.GENERATING)
-        half_s = self._s_per_row * len(requests) / 2
         said_s, ordered = 0.0, False
 
         def on_step(num_done: int, num_rows: int) -> None:
@@ -292,7 +292,7 @@ class Worker:
             if now_s - said_s >= SAY_S:
                 said_s = now_s
                 self._say_progress(version, num_done, num_rows)
-            if not ordered and (2 * num_done >= num_rows or now_s - started_s >= half_s):
+            if not ordered and self._is_time_for_next(now_s - started_s, num_done, num_rows):
                 ordered = True
                 self._order_next()
 
@@ -309,8 +309,16 @@ class Worker:
             f"generating with version {version}: {num_done} of {num_rows} rows; busy {busy:.1%} of the time"
         )
 
+    def _is_time_for_next(self, spent_s: float, num_done: int, num_rows: int) -> bool:
+        """Early enough to have it in time, half-way at most; late enough that its versions are not old when it begins."""
+        whole_s = self._s_per_row * num_rows
+        rest_s = whole_s - spent_s
+        if num_done:
+            rest_s = min(rest_s, spent_s * (num_rows - num_done) / num_done)
+        lead_s = self._supply.lead_s if self._supply is not None else math.inf
+        return rest_s <= min(lead_s, whole_s / 2)
+
     def _order_next(self) -> None:
-        """Half-way: early enough to have it in time, late enough that its version is not old when it begins."""
         wanted = not (self._state.paused() or self._state.leaving())
         if self._config.prefetch and wanted and self._supply is not None:
             self._supply.order()

@@ -25,6 +25,7 @@ from shoal.wire.keys import Key
 from shoal.wire.messages import Info, Origin, RelayReport, Url
 from shoal.wire.record import Record
 
+_WRONG_KEY = ("request.unknown_key", "request.not_allowed")
 REPORT_EVERY_S = 5.0
 
 
@@ -70,6 +71,8 @@ class Relay:
         self._log, self._stop = log, stop
         self._report_now = threading.Event()
         self._reporter: threading.Thread | None = None
+        self._known = False
+        self._refused: Refused | None = None
         self._client = (
             SignedClient(config.coordinator, key, log=log, stop=stop) if config.coordinator else None
         )
@@ -113,6 +116,8 @@ class Relay:
 
     def main_loop(self) -> None:
         while not self._stop.wait(0.2):
+            if self._refused is not None:
+                raise self._refused
             self._mirror.check()
             self._server.check()
 
@@ -174,8 +179,11 @@ class Relay:
         report = RelayReport(url=self.url, versions=self.store.complete(), bytes_sent=self.app.bytes_sent)
         try:
             self._client.send("POST", "/v1/relays", report.model_dump_json().encode())
+            self._known = True
         except (Unreachable, Refused) as error:
-            if not self._stop.is_set():
+            if isinstance(error, Refused) and error.code in _WRONG_KEY and not self._known:
+                self._refused = error  # another key would have to be given: nobody could ever fetch from here
+            elif not self._stop.is_set():
                 self._log.warning(f"report to the coordinator failed, will try again: {error}")
 
 

@@ -24,6 +24,7 @@ import torch
 from blake3 import blake3
 from safetensors.torch import load_file, save_file
 
+from shoal.model.weights import disk_errors
 from shoal.net.deadline import DeadlinePassed
 from shoal.telemetry import Log
 from shoal.trainer.capture import Capture, take, trained
@@ -163,12 +164,14 @@ def read_capture(checkpoint: Checkpoint, learner: Learner) -> Capture:
 
 
 def _write_files(folder: Path, capture: Capture, state: State) -> None:
-    save_file(capture.weights, folder / WEIGHTS)
+    with disk_errors(folder / WEIGHTS):
+        save_file(capture.weights, folder / WEIGHTS)
     random = {"rng": capture.random["cpu"]}
     if "cuda" in capture.random:
         random["cuda_rng"] = capture.random["cuda"]
     outer = {} if capture.outer is None else {"outer": capture.outer}
-    torch.save({"optimizer": capture.optimizer, **random, **outer}, folder / OPTIMIZER)
+    with disk_errors(folder / OPTIMIZER):
+        torch.save({"optimizer": capture.optimizer, **random, **outer}, folder / OPTIMIZER)
     (folder / STATE).write_text(state.model_dump_json(indent=1))
     for name in FILES:
         _sync(folder / name)

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoal.model.weights import disk_errors
+
 Weights = dict[str, Tensor]
 
 
@@ -28,7 +30,8 @@ def kept_weights(path: Path, weights: Weights, version: int) -> Weights:
             "set kl = 0, or start a new run"
         )
     partial = path.with_name(f".{path.name}.partial")
-    save_file(weights, partial)
+    with disk_errors(path):
+        save_file(weights, partial)
     os.replace(partial, path)
     return weights
 

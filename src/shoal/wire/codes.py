@@ -34,7 +34,11 @@ CODES: dict[str, Meaning] = {
     "request.wrong_digest": Meaning(
         401, "the body does not hash to its content-digest", "send the body that was signed"
     ),
-    "request.unknown_key": Meaning(401, "the key is not enrolled", "enrol first: POST /v1/enrol"),
+    "request.unknown_key": Meaning(
+        401,
+        "the key is not enrolled",
+        "a node enrols first (POST /v1/enrol); a role takes its key from this run's keys folder",
+    ),
     "request.not_allowed": Meaning(
         403,
         "this key does not hold the role the route needs",

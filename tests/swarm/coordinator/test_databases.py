@@ -301,3 +301,16 @@ def test_a_database_of_the_first_layout_is_brought_up_to_date(tmp_path: Path) ->
     swarm.start()
     swarm.work(swarm.node())
     swarm.close()
+
+
+def test_a_file_that_is_no_database(tmp_path: Path) -> None:
+    path = tmp_path / DATABASE_FILE
+    path.write_bytes(b"not a database, however long one looks at it " * 100)
+    for opened in (lambda: Database(path), lambda: read_ledger(path)):
+        with pytest.raises(ValueError, match=r"shoal\.db: file is not a database; put a backup in its place"):
+            opened()
+
+
+def test_a_server_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match=r"127\.0\.0\.1:1/x: .*refused.*; check that the server runs"):
+        Database("postgresql://somebody:secret@127.0.0.1:1/x")

@@ -1,5 +1,6 @@
 """Which versions a lease may be answered with: drop what goes stale, or wait rather than make it."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -7,16 +8,20 @@ from typing import Any, cast
 import pytest
 from small_swarm import CONFIG, SPEC, SmallSwarm, refusal
 
+from shoal.swarm.coordinator.batches import SIGNAL_PRIOR, signal_share
 from shoal.swarm.coordinator.coordinator import Coordinator
-from shoal.swarm.coordinator.planning import NoWork, Outlook, oldest_worth_leasing
+from shoal.swarm.coordinator.flying import flying_groups
+from shoal.swarm.coordinator.planning import NoWork, Outlook, oldest_worth_leasing, plan
 from shoal.swarm.coordinator.trust import Standing, Trust
+from shoal.wire.messages import RelayView
 
 
 def terms(stale: str, max_lag: int) -> Coordinator:
     return cast(
         Coordinator,
         SimpleNamespace(
-            config=SimpleNamespace(stale=stale, groups_per_step=4), spec=SimpleNamespace(max_lag=max_lag)
+            config=CONFIG.model_copy(update={"stale": stale, "prompts_per_lease": 8}),
+            spec=SPEC.model_copy(update={"max_lag": max_lag}),
         ),
     )
 
@@ -26,7 +31,7 @@ def outlook(**values: Any) -> Outlook:
         "newest_version": 5,
         "last_version": 20,
         "finished": False,
-        "relays": (),
+        "relays": (RelayView(url="http://relay", versions=tuple(range(20)), bytes_sent=0, liveness="live"),),
         "standing": Standing(trust=Trust.TRUSTED),
         "proven": True,
         "rows_per_s": 0.0,
@@ -70,6 +75,75 @@ def test_synchronous_training_does_not_generate_while_it_trains() -> None:
     assert oldest_worth_leasing(outlook(), terms("wait", 0)) == 5
     with pytest.raises(NoWork, match="wait for the next version"):
         oldest_worth_leasing(outlook(batch_formed=True), terms("wait", 0))
+
+
+def test_wait_counts_of_what_is_coming_the_share_that_will_have_signal() -> None:
+    look = outlook(coming_groups=8, batch_formed=True)
+    with_half = outlook(coming_groups=8, batch_formed=True, signal_share=0.5)
+    with pytest.raises(NoWork):
+        oldest_worth_leasing(look, terms("wait", 2))
+    assert oldest_worth_leasing(with_half, terms("wait", 2)) == 5
+
+
+@pytest.mark.parametrize(
+    ("ready", "share", "formed", "num_prompts"),
+    [
+        (0, 1.0, False, 8),  # three batches of 4 are open: a whole lease
+        (0, 1.0, True, 8),
+        (5, 1.0, True, 3),  # 3 groups are missing of the 8 that can still be used
+        (5, 0.5, True, 6),
+        (7, 0.9, True, 2),
+    ],
+)
+def test_wait_leases_no_more_than_it_takes(ready: int, share: float, formed: bool, num_prompts: int) -> None:
+    look = outlook(ready_groups=ready, batch_formed=formed, signal_share=share)
+    assert plan(look, terms("wait", 2)).num_prompts == num_prompts
+    assert plan(look, terms("drop", 2)).num_prompts == 8
+
+
+def test_nothing_is_made_for_a_batch_after_the_last() -> None:
+    look = outlook(newest_version=18, last_version=20, batch_formed=True, ready_groups=3)
+    assert plan(look, terms("wait", 2)).num_prompts == 1
+    with pytest.raises(NoWork, match="3 groups ready and 1 leased, of 4 that the trainer can use"):
+        plan(replace(look, coming_groups=1), terms("wait", 2))
+    with pytest.raises(NoWork, match="of 0 that the trainer can use"):
+        plan(replace(look, next_formed=True), terms("wait", 2))
+    with pytest.raises(NoWork, match="version 20 is the last"):
+        plan(replace(look, newest_version=20), terms("wait", 2))
+
+
+def test_a_lease_that_can_no_longer_count_is_not_counted_on(tmp_path: Path) -> None:
+    swarm = SmallSwarm(tmp_path, CONFIG, SPEC.model_copy(update={"max_lag": 1}))
+    try:
+        swarm.start()
+        slow, other = swarm.node(), swarm.node()
+        for node in (slow, other):
+            swarm.work(node, rewards=(0.0, 1.0, 0.0, 1.0))  # now both are proven
+        swarm.batch(0)
+        slow.lease()  # 2 prompts by version 0, never delivered
+        swarm.announce(1)
+        swarm.announce(2)
+        swarm.relay_up()
+        assert len(other.lease().prompts) == 2
+        with swarm.coordinator.database.read() as db:
+            assert (flying_groups(db, 0), flying_groups(db, 2)) == ((4, 0), (2, 0))
+    finally:
+        swarm.close()
+
+
+def test_the_share_with_signal_is_that_of_late(tmp_path: Path) -> None:
+    swarm = SmallSwarm(tmp_path, CONFIG, SPEC)
+    try:
+        swarm.start()
+        node = swarm.node()
+        with swarm.coordinator.database.read() as db:
+            assert signal_share(db) == 1.0
+        for rewards in ((0.0, 1.0, 0.0, 1.0), (0.0, 0.0, 1.0, 1.0)):
+            swarm.work(node, rewards=rewards)
+        with swarm.coordinator.database.read() as db:
+            assert signal_share(db) == pytest.approx((2 + SIGNAL_PRIOR) / (4 + SIGNAL_PRIOR))
+    finally:
+        swarm.close()
 
 
 def test_versions_start_at_0() -> None:

@@ -51,7 +51,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "answers left out": ("e2e/test_liars.py::test_an_answer_left_out",),
     "wrong model, prompt, sampling or ending": (
         "e2e/test_liars.py::test_every_lying_worker_is_refused_with_its_own_code_and_ejected",
-        "rollout/test_worker_lies.py::test_each_lie_is_found_by_its_own_check",
+        "swarm/validator/test_lies.py::test_a_lie_is_refused_with_its_code",
     ),
     # 6, 27: programs and answers that attack their grader.
     "reward hacking": (

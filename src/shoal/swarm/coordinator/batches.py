@@ -29,7 +29,25 @@ class GroupState(StrEnum):
 
 _INSERT = inserting(groups, but=("batch_version",))
 _COUNT_READY = Statement(
-    select(func.count()).select_from(groups).where(groups.c.state == GroupState.READY.value)
+    select(func.count())
+    .select_from(groups)
+    .where(groups.c.state == GroupState.READY.value, groups.c.policy_version >= given("oldest"))
+)
+RECENT_GROUPS = 64
+_SIGNAL = (GroupState.READY.value, GroupState.BATCHED.value)
+_LATELY = (
+    select(groups.c.state)
+    .where(groups.c.state.in_((*_SIGNAL, GroupState.DROPPED.value)))  # of stale ones it was not asked
+    .order_by(groups.c.accepted_seq.desc())
+    .limit(RECENT_GROUPS)
+    .subquery()
+)
+SIGNAL_PRIOR = 8.0
+"""Groups with signal that are counted besides: so the share is 1 before anything was seen, and never 0."""
+_SIGNAL_SHARE = Statement(
+    select(
+        (func.count().filter(_LATELY.c.state.in_(_SIGNAL)) + SIGNAL_PRIOR) / (func.count() + SIGNAL_PRIOR)
+    ).select_from(_LATELY)
 )
 _FORMED = Statement(select(batches.c.version).where(batches.c.version == given("number")))
 
@@ -75,9 +93,10 @@ def add_groups(
             }
         )
     _INSERT.run_many(tx.db, rows)
-    if tx.turn.knows(count_ready):
-        ready = sum(row["state"] == GroupState.READY.value for row in rows)
-        tx.turn.learn(tx.turn.recall(count_ready) + ready, count_ready)
+    ready = sum(row["state"] == GroupState.READY.value for row in rows)
+    for (oldest,) in tx.turn.known(count_ready):
+        if submission.policy_version >= oldest:
+            tx.turn.learn(tx.turn.recall(count_ready, oldest) + ready, count_ready, oldest)
     if stale:
         _record_stale(tx, newest, [row["group_id"] for row in rows])
 
@@ -117,8 +136,14 @@ def is_formed(db: Connection, version: int) -> bool:
     return _FORMED.value(db, number=version) is not None
 
 
-def count_ready(db: Connection) -> int:
-    return int(_COUNT_READY.value(db))
+def count_ready(db: Connection, oldest: int) -> int:
+    """By version `oldest` or newer."""
+    return int(_COUNT_READY.value(db, oldest=oldest))
+
+
+def signal_share(db: Connection) -> float:
+    """Of the groups accepted lately, those that teach something. Good for a whole turn: it is an estimate."""
+    return float(_SIGNAL_SHARE.value(db))
 
 
 def count_dropped(db: Connection) -> int:

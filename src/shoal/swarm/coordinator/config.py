@@ -40,8 +40,8 @@ class CoordinatorConfig(Record):
     """Of the proof of work: each bit doubles it; 20 are about a second."""
     stake_per_lease: int = Field(default=1, ge=1)
     """Of the stake: a balance of n times this may hold n leases, and a rejection takes this much."""
-    stale: Literal["drop", "wait"] = "drop"
-    """Work ahead of the trainer and drop what is too old when its turn comes, or lease only what will still count."""
+    stale: Literal["drop", "wait"] = "wait"
+    """Lease only what will still count when its turn comes, or never let a node wait and drop what is too old then."""
     leases_per_epoch: int = Field(default=64, ge=1)
     """One secret seeds this many leases, and is revealed when the last of them has ended."""
     eval_every: int = Field(default=10, ge=1)

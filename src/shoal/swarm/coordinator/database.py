@@ -14,7 +14,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, RootTransaction, create_engine, event
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, DatabaseError, DBAPIError
 
 from shoal.swarm.coordinator.migrations import migrate
 from shoal.swarm.coordinator.statements import WRITTEN
@@ -40,6 +40,7 @@ class Database:
         self._lock = threading.Lock()
         self._turn: tuple[int, Turn] | None = None
         try:
+            _reach(self._engine, where)
             with self.transaction() as db:
                 migrate(db)
         except BaseException:
@@ -135,6 +136,25 @@ def database_url(where: Path | str) -> str:
     return url.set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
 
 
+def _reach(engine: Engine, where: Path | str) -> None:
+    try:
+        with engine.connect():
+            pass
+    except DBAPIError as error:
+        raise not_a_database(where, error) from None
+
+
+def not_a_database(where: Path | str, error: DBAPIError) -> ValueError:
+    """What a person can do about a database that cannot be opened."""
+    words = str(error.orig).strip().replace("\n", " ")
+    if isinstance(where, Path):
+        return ValueError(
+            f"{where}: {words}; put a backup in its place, or begin a new run in another folder"
+        )
+    place = make_url(where).render_as_string(hide_password=True)
+    return ValueError(f"{place}: {words}; check that the server runs and lets you in")
+
+
 @contextmanager
 def read_only(where: Path | str) -> Iterator[Connection]:
     """A look into the database of a coordinator that may be running, or may have been killed."""
@@ -147,6 +167,8 @@ def read_only(where: Path | str) -> Iterator[Connection]:
     try:
         with engine.connect() as db, db.begin():
             yield db
+    except DatabaseError as error:
+        raise not_a_database(where, error) from None
     finally:
         engine.dispose()
 

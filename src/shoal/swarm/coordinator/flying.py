@@ -7,10 +7,11 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, func, select
 
-from shoal.swarm.coordinator.schema import leases, nodes
-from shoal.swarm.coordinator.statements import Statement
+from shoal.swarm.coordinator.schema import leases, nodes, policies
+from shoal.swarm.coordinator.statements import Statement, given
 from shoal.swarm.coordinator.states import AWAITED, OPEN
 from shoal.swarm.coordinator.turn import Turn
+from shoal.wire.lease import Lease
 
 PROVEN_LAPSES = 2
 
@@ -22,8 +23,11 @@ _FLYING = Statement(
         func.coalesce(func.sum(leases.c.num_prompts).filter(_HOPED), 0).label("hoped"),
     )
     .join(nodes, nodes.c.node == leases.c.node)
-    .where(leases.c.state.in_(OPEN), leases.c.purpose == "train")
+    .where(
+        leases.c.state.in_(OPEN), leases.c.purpose == "train", leases.c.issued_at_s >= given("issued_from_s")
+    )
 )
+_PUBLISHED = Statement(select(policies.c.published_at_s).where(policies.c.version == given("number")))
 
 
 def is_proven(node: Row[Any]) -> bool:
@@ -31,24 +35,37 @@ def is_proven(node: Row[Any]) -> bool:
     return bool(node.accepted > 0 and node.lapses < PROVEN_LAPSES)
 
 
-def flying_groups(db: Connection) -> tuple[int, int]:
-    """Groups of open train leases: those to count on, and those in the hands of nodes that have shown nothing yet."""
-    found = _FLYING.row(db)
+def flying_groups(db: Connection, oldest: int) -> tuple[int, int]:
+    """Groups of open train leases: those to count on, and those in the hands of nodes that have shown nothing yet.
+
+    What was leased before version `oldest` was out is made by an older one, and comes too late for any batch.
+    """
+    issued_from_s = published_at_s(db, oldest)
+    if issued_from_s is None:  # not out yet: nothing in flight can be by it
+        return 0, 0
+    found = _FLYING.row(db, issued_from_s=issued_from_s)
     assert found is not None, "a sum is one row"
     return int(found.total - found.hoped), int(found.hoped)
 
 
-def count_issued(turn: Turn, node: Row[Any], num_groups: int) -> None:
-    """A train lease was issued to `node`."""
+def published_at_s(db: Connection, version: int) -> float | None:
+    found: float | None = _PUBLISHED.value(db, number=version)
+    return found
+
+
+def count_issued(turn: Turn, node: Row[Any], lease: Lease) -> None:
+    if lease.purpose != "train":
+        return
+    num_groups = len(lease.prompts)
     if is_proven(node):
-        _count(turn, coming=num_groups, hoped=0)
+        _count(turn, lease.issued_at_s, coming=num_groups, hoped=0)
     else:
-        _count(turn, coming=0, hoped=num_groups)
+        _count(turn, lease.issued_at_s, coming=0, hoped=num_groups)
 
 
 def count_submitted(turn: Turn, node: Row[Any], lease: Row[Any]) -> None:
     if lease.purpose == "train" and not is_proven(node):
-        _count(turn, coming=lease.num_prompts, hoped=-lease.num_prompts)
+        _count(turn, lease.issued_at_s, coming=lease.num_prompts, hoped=-lease.num_prompts)
 
 
 def count_ended(turn: Turn, lease: Row[Any]) -> None:
@@ -58,10 +75,12 @@ def count_ended(turn: Turn, lease: Row[Any]) -> None:
     if lease.state in AWAITED:
         turn.forget(flying_groups)  # whether it was hoped for depends on what its node was then
     else:
-        _count(turn, coming=-lease.num_prompts, hoped=0)
+        _count(turn, lease.issued_at_s, coming=-lease.num_prompts, hoped=0)
 
 
-def _count(turn: Turn, *, coming: int, hoped: int) -> None:
-    if turn.knows(flying_groups):
-        known = turn.recall(flying_groups)
-        turn.learn((known[0] + coming, known[1] + hoped), flying_groups)
+def _count(turn: Turn, issued_at_s: float, *, coming: int, hoped: int) -> None:
+    for (oldest,) in turn.known(flying_groups):
+        issued_from_s = turn.recall(published_at_s, oldest)
+        if issued_from_s is not None and issued_at_s >= issued_from_s:
+            known = turn.recall(flying_groups, oldest)
+            turn.learn((known[0] + coming, known[1] + hoped), flying_groups, oldest)

@@ -106,7 +106,11 @@ def _look(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> Outlook:
     newest, chunk = recall(newest_version), None
     if newest is not None:
         chunk = evaluations.next_chunk(tx.turn, newest=newest, keep_versions=coordinator.spec.keep_versions)
-    coming, hoped = recall(flying_groups)
+    formed = [newest is not None and recall(batches.is_formed, newest + ahead) for ahead in (0, 1)]
+    oldest = 0
+    if newest is not None and config.stale == "wait":
+        oldest = max(0, newest + sum(formed) - coordinator.spec.max_lag)
+    coming, hoped = recall(flying_groups, oldest)
     return Outlook(
         newest_version=newest,
         last_version=coordinator.spec.last_version,
@@ -116,18 +120,18 @@ def _look(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> Outlook:
         proven=is_proven(node),
         rows_per_s=node.rows_per_s,
         chunk=chunk,
-        ready_groups=recall(batches.count_ready),
+        ready_groups=recall(batches.count_ready, oldest),
         coming_groups=coming,
         hoped_groups=hoped,
-        batch_formed=newest is not None and recall(batches.is_formed, newest),
-        next_formed=newest is not None and recall(batches.is_formed, newest + 1),
+        batch_formed=formed[0],
+        next_formed=formed[1],
+        signal_share=recall(batches.signal_share),
     )
 
 
 def _issue(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work) -> Sealed[Lease]:
     lease = _compose(tx, coordinator, work, _origin(tx, coordinator, node, work))
-    if lease.purpose == "train":
-        count_issued(tx.turn, node, len(lease.prompts))
+    count_issued(tx.turn, node, lease)
     text = lease.canonical()
     sealed = seal(lease, coordinator.run_key, canonical=text)
     _INSERT.run(

@@ -1,5 +1,6 @@
 """What work there is for a node that asks: a pure function of all that decides it. And how large its file may be."""
 
+import math
 from dataclasses import dataclass
 
 from shoal.swarm.coordinator import relays
@@ -35,6 +36,7 @@ class Outlook:
     chunk: Chunk | None
     """Held-out work that nobody has."""
     ready_groups: int
+    """With `stale = "wait"`, those only that the next batch may still take; so too what is in flight."""
     coming_groups: int
     """In train leases that have not ended: delivered, or in the hands of proven nodes."""
     hoped_groups: int
@@ -43,6 +45,8 @@ class Outlook:
     """The trainer has its batch of the newest version: new groups serve a later one."""
     next_formed: bool = False
     """And that of the one after it, which is on its way out."""
+    signal_share: float = 1.0
+    """Of the groups accepted lately, those with signal: what of the coming ones will count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +88,12 @@ def plan(outlook: Outlook, coordinator: Coordinator) -> Work:
                 num_prompts=outlook.chunk.num_prompts,
                 samples_per_prompt=config.eval_samples,
             )
-    _refuse_surplus(outlook, config.groups_per_step * min(spec.max_lag + 1, outlook.last_version - newest))
-    urls, held = relays.serving(outlook.relays, range(oldest_worth_leasing(outlook, coordinator), newest + 1))
+    if newest >= outlook.last_version:
+        raise NoWork(f"version {newest} is the last; only its held-out evaluation is still out")
+    oldest = oldest_worth_leasing(outlook, coordinator)
+    wanted = config.groups_per_step * open_batches(outlook, coordinator)
+    _refuse_surplus(outlook, wanted)
+    urls, held = relays.serving(outlook.relays, range(oldest, newest + 1))
     if not urls:
         raise NoWork(f"no live relay has version {newest} yet, or one at most {spec.max_lag} behind it")
     return Work(
@@ -93,20 +101,32 @@ def plan(outlook: Outlook, coordinator: Coordinator) -> Work:
         versions=held,
         relays=urls,
         chunk=0,
-        num_prompts=_num_prompts(outlook, coordinator),
+        num_prompts=_num_prompts(outlook, coordinator, wanted),
         samples_per_prompt=spec.sampling.samples_per_prompt,
     )
 
 
-def _num_prompts(outlook: Outlook, coordinator: Coordinator) -> int:
-    """As many as the node, by what was measured of it, answers in a quarter of the time; halved by each lapse."""
+def _num_prompts(outlook: Outlook, coordinator: Coordinator, wanted: int) -> int:
+    """As many as the node, by what was measured of it, answers in a quarter of the time; halved by each lapse. No more than
+    it takes to fill what is `wanted`, except where work is made to be dropped."""
     config = coordinator.config
     usual, most = config.prompts_per_lease, max(config.prompts_per_lease, config.max_prompts_per_lease)
+    if config.stale == "wait" and outlook.proven:
+        needed = math.ceil((wanted - expected_groups(outlook)) / outlook.signal_share)
+        usual, most = min(usual, needed), min(most, needed)
     if outlook.rows_per_s == 0:
         return lease_prompts(outlook.standing, most=usual)
     rows = outlook.rows_per_s * config.lease_s * LEASE_SHARE
     fits = int(rows / coordinator.spec.sampling.samples_per_prompt)
     return lease_prompts(outlook.standing, most=max(1, min(most, fits)))
+
+
+def open_batches(outlook: Outlook, coordinator: Coordinator) -> int:
+    """How many batches groups by the newest version can be in. drop: as if none were formed yet."""
+    newest = outlook.newest_version
+    assert newest is not None, "no version, no lease"
+    formed = outlook.batch_formed + outlook.next_formed if coordinator.config.stale == "wait" else 0
+    return max(0, min(coordinator.spec.max_lag + 1, outlook.last_version - newest) - formed)
 
 
 def oldest_worth_leasing(outlook: Outlook, coordinator: Coordinator) -> int:
@@ -121,8 +141,8 @@ def oldest_worth_leasing(outlook: Outlook, coordinator: Coordinator) -> int:
     assert newest is not None, "no version, no lease"
     if config.stale == "drop":
         return max(0, newest - max_lag)
-    queued = outlook.ready_groups + outlook.coming_groups  # not what idle newcomers hold
-    serves = newest + outlook.batch_formed + outlook.next_formed + queued // config.groups_per_step
+    queued = expected_groups(outlook)  # not what idle newcomers hold
+    serves = newest + outlook.batch_formed + outlook.next_formed + int(queued // config.groups_per_step)
     if serves - max_lag > newest:
         raise NoWork(
             f"groups by version {newest} would be stale when the step from version {serves} uses them "
@@ -131,17 +151,18 @@ def oldest_worth_leasing(outlook: Outlook, coordinator: Coordinator) -> int:
     return max(0, serves - max_lag)
 
 
+def expected_groups(outlook: Outlook) -> float:
+    """That the trainer will find, of what is ready and what proven nodes hold: some will be without signal."""
+    return outlook.ready_groups + outlook.coming_groups * outlook.signal_share
+
+
 def _refuse_surplus(outlook: Outlook, wanted: int) -> None:
-    if wanted == 0:
-        raise NoWork(
-            f"version {outlook.newest_version} is the last; only its held-out evaluation is still out"
-        )
-    coming = outlook.ready_groups + outlook.coming_groups
+    proven = coming = expected_groups(outlook)
     limit = wanted
     if not outlook.proven:
-        coming += outlook.hoped_groups
+        coming += outlook.hoped_groups * outlook.signal_share
         limit = int(wanted * (1 + NEWCOMER_SHARE))
-    if coming >= limit or outlook.ready_groups + outlook.coming_groups >= wanted:
+    if coming >= limit or proven >= wanted:
         leased = outlook.coming_groups + outlook.hoped_groups
         raise NoWork(
             f"enough work in flight: {outlook.ready_groups} groups ready and {leased} leased, "

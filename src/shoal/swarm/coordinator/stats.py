@@ -143,7 +143,7 @@ def look(db: Connection, coordinator: Terms) -> Situation:
         eval_workers=live - quarantined,
         queued_checks=by_state.get(State.SUBMITTED.value, 0),
         queue_untouched_s=_queue_untouched_s(db, now_s),
-        ready_groups=count_ready(db),
+        ready_groups=count_ready(db, 0),
         groups_needed=coordinator.config.groups_per_step,
         open_leases=by_state.get(State.ISSUED.value, 0) + by_state.get(State.UPLOADING.value, 0),
         batch_formed=newest is not None and is_formed(db, newest),

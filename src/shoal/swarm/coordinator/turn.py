@@ -90,8 +90,14 @@ class Turn:
     def knows(self, read: Callable[..., Any], *about: Any) -> bool:
         return (read, *about) in self._known
 
+    def known(self, read: Callable[..., Any]) -> list[tuple[Any, ...]]:
+        """What was asked `read` about."""
+        return [key[1:] for key in self._known if key[0] is read]
+
     def forget(self, read: Callable[..., Any], *about: Any) -> None:
-        self._known.pop((read, *about), None)
+        """All that `read` gave, or only what it gave about that."""
+        for asked in [about] if about else self.known(read):
+            self._known.pop((read, *asked), None)
 
     def _note_write(self, *, told: bool) -> None:
         """`told`: whoever wrote says what is not true any more. Else nothing is known any more."""
