@@ -9,7 +9,7 @@ Takes tensors, not models. Byte-compatible with toploc 0.1.6; docs/toploc.md has
 
 from shoal.toploc.build import build_proofs
 from shoal.toploc.calibrate import measure_noise
-from shoal.toploc.decision import Score, noise_scores
+from shoal.toploc.decision import Score, TokenBlock, judges_alone, noise_scores
 from shoal.toploc.proof import ProofError, check_format, expected_bytes
 from shoal.toploc.verify import NO_MATCH, SegmentCheck, verify_proofs
 
@@ -18,9 +18,11 @@ __all__ = [
     "ProofError",
     "Score",
     "SegmentCheck",
+    "TokenBlock",
     "build_proofs",
     "check_format",
     "expected_bytes",
+    "judges_alone",
     "measure_noise",
     "noise_scores",
     "verify_proofs",

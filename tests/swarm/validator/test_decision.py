@@ -10,7 +10,7 @@ import torch
 from honest_work import generate, make_claim, make_lease, make_policy, make_spec, make_table, sharpen
 
 from shoal import toploc
-from shoal.swarm.validator.checks import RowFacts, check_facts, check_surprise, surprise_z
+from shoal.swarm.validator.checks import RowFacts, check_facts, check_surprise, surprise_z, units_of
 from shoal.swarm.validator.judge import judge
 from shoal.swarm.validator.reader import Reader
 from shoal.swarm.validator.recompute import Policy, recompute
@@ -37,8 +37,9 @@ def noise(policy: Policy) -> Noise:
     rows = []
     for number in range(100, 107):
         lease = make_lease(SPEC, number=number)
-        facts = recompute(make_table(lease, policy).rows, lease, policy, control_seed=number)
-        rows += [fact.segments for fact in facts]
+        table = make_table(lease, policy)
+        facts = recompute(table.rows, lease, policy, control_seed=number)
+        rows += [units_of(row, fact) for row, fact in zip(table.rows, facts, strict=True)]
     return toploc.measure_noise({"this machine": rows}, model="tiny", compute_dtype="float32")
 
 
@@ -70,7 +71,7 @@ def test_suspicious_but_not_certain_is_void(policy: Policy, noise: Noise) -> Non
     rows = make_table(lease, policy).rows
     facts = recompute(rows, lease, policy, control_seed=1)
     scores = toploc.noise_scores([fact.segments for fact in facts], noise)
-    over = next(score for score in scores if score.name == "mantissas")
+    over = next(score for score in scores if (score.statistic, score.where) == ("mantissas", "over all rows"))
     num_segments = sum(len(fact.segments) for fact in facts)
     # Just past suspicious, spread evenly over the segments.
     spread = max(noise.mantissas.by_size[-1].variance, 0.01**2) ** 0.5
