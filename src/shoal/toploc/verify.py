@@ -15,8 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
+from shoal.toploc.device import Limits, check_on_device
 from shoal.toploc.field import PRIME, evaluate, evaluate_everywhere
 from shoal.toploc.proof import MODULUS_FLOOR, ProofError, check_format, collisions, num_segments, unpack
 from shoal.toploc.search import Indices
@@ -26,9 +28,11 @@ from shoal.toploc.segments import (
     Place,
     SegmentBatch,
     batches,
+    check_size,
     contender_points,
     padded_batches,
     side_by_side,
+    unprovable,
 )
 
 NO_MATCH = 2.0**64
@@ -99,21 +103,92 @@ def verify_proofs(
         [np.empty((0, 1 + topk), np.uint16), *(unpack(proof, topk) for proof in proofs)]
     )
     rng = np.random.default_rng(control_seed)
-
-    def looks() -> Iterator[_Look]:
-        on_device = bool(states_list) and states_list[0].device.type != "cpu"
-        cut = padded_batches if on_device else batches
-        for batch in cut(states_list, segment_tokens=segment_tokens):
-            chosen_SK = lines_SK[[firsts[row] + segment for row, segment in batch.places]]
-            yield _look(batch, chosen_SK, topk, rng)
-
-    found: dict[Place, SegmentCheck] = {}
-    for look in _together(looks()):
-        found.update(zip(look.places, _check(look, topk), strict=True))
+    on_device = bool(states_list) and states_list[0].device.type != "cpu"
+    cut = padded_batches if on_device else batches
+    chosen = (
+        (batch, lines_SK[[firsts[row] + segment for row, segment in batch.places]])
+        for batch in cut(states_list, segment_tokens=segment_tokens)
+    )
+    find = _find_on_device if on_device else _find
+    found = find(chosen, topk, rng)
     return [
         [found[row, segment] for segment in range(num_segments(len(states), segment_tokens))]
         for row, states in enumerate(states_list)
     ]
+
+
+def _find(
+    chosen: Iterable[tuple[SegmentBatch, Bits]], topk: int, rng: np.random.Generator
+) -> dict[Place, SegmentCheck]:
+    found: dict[Place, SegmentCheck] = {}
+    for look in _together(_look(batch, lines_SK, topk, rng) for batch, lines_SK in chosen):
+        found.update(zip(look.places, _check(look, topk), strict=True))
+    return found
+
+
+def _find_on_device(
+    chosen: Iterable[tuple[SegmentBatch, Bits]], topk: int, rng: np.random.Generator
+) -> dict[Place, SegmentCheck]:
+    """All batches are queued before the first result is waited for."""
+    places: list[Place] = []
+    tables: list[Tensor] = []
+    for batch, lines_SK in chosen:
+        check_size(batch, topk)
+        columns_SC, there_SC = _controls(batch.host_sizes, topk, rng)
+        tables.append(
+            check_on_device(
+                batch,
+                lines_SK,
+                columns_SC,
+                there_SC,
+                topk=topk,
+                limits=Limits(MAX_CONTROLS, MANTISSA_BOUND, NO_MATCH),
+            )
+        )
+        places += batch.places
+    if not tables:
+        return {}
+    table = torch.cat(tables, dim=1).cpu().numpy()
+    _check_device_table(table, places, topk)
+    columns = [column.tolist() for column in table[:9]]
+    return {
+        place: SegmentCheck(
+            num_values=int(size),
+            num_points=topk,
+            exponent_mismatches=int(mismatches),
+            mantissa_mean=mean,
+            mantissa_median=median,
+            mantissa_bounded=bounded,
+            sign_mismatches=int(signs),
+            control_hits=int(hits),
+            num_controls=int(num_controls),
+            constant=bool(constant) and topk > 1,
+        )
+        for place, size, mismatches, mean, median, bounded, signs, hits, num_controls, constant in zip(
+            places, *columns, strict=True
+        )
+    }
+
+
+def _check_device_table(table: Floats, places: list[Place], topk: int) -> None:
+    """What contender_points and _check_moduli refuse."""
+    largest_S, collisions_S, moduli_S = table[9:]
+    for s in np.flatnonzero(~np.isfinite(largest_S) | (largest_S == 0)):
+        raise unprovable(places[s], all_zero=largest_S[s] == 0)
+    for s in np.flatnonzero(collisions_S > max(1, topk // 8)):
+        raise _merging(places[s], int(moduli_S[s]), int(collisions_S[s]), topk)
+
+
+def _controls(sizes_S: Indices, topk: int, rng: np.random.Generator) -> tuple[Indices, Mask]:
+    """[S, C] control points of each segment, and which of them there are: fewer for some sizes."""
+    columns_of = {int(size): _control_columns(size, topk, rng) for size in np.unique(sizes_S)}
+    columns_SC = np.zeros((len(sizes_S), max(map(len, columns_of.values()))), dtype=np.int64)
+    there_SC = np.zeros(columns_SC.shape, dtype=np.bool_)
+    for size, columns_C in columns_of.items():
+        of_size = sizes_S == size
+        columns_SC[of_size, : len(columns_C)] = columns_C
+        there_SC[of_size, : len(columns_C)] = True
+    return columns_SC, there_SC
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +207,12 @@ class _Look:
 
 
 def _look(batch: SegmentBatch, lines_SK: Bits, topk: int, rng: np.random.Generator) -> _Look:
-    sizes_S = batch.sizes()
-    columns_of = {int(size): _control_columns(size, topk, rng) for size in np.unique(sizes_S)}
-    columns_SC = np.zeros((len(sizes_S), max(map(len, columns_of.values()))), dtype=np.int64)
+    sizes_S = batch.host_sizes
+    columns_SC, there_SC = _controls(sizes_S, topk, rng)
     claimed_SC = np.zeros(columns_SC.shape, dtype=np.uint16)
-    there_SC = np.zeros(columns_SC.shape, dtype=np.bool_)
-    for size, columns_C in columns_of.items():
+    for size in np.unique(sizes_S):
         of_size = sizes_S == size
-        columns_SC[of_size, : len(columns_C)] = columns_C
-        there_SC[of_size, : len(columns_C)] = True
+        columns_C = columns_SC[of_size][0][there_SC[of_size][0]]
         claimed_SC[of_size, : len(columns_C)] = evaluate_everywhere(lines_SK[of_size, 1:], columns_C)
     contenders, true_SW, control_SC = contender_points(batch, topk, columns_SC)
     is_point_SW = np.arange(true_SW.shape[1]) < contenders.num_S[:, None]
@@ -224,10 +296,12 @@ def _check_moduli(indices_SK: Indices, moduli_S: Indices, places: list[Place], t
         return
     count_S = collisions(indices_SK, moduli_S)
     for s in np.flatnonzero(count_S > max(1, topk // 8)):
-        row, segment = places[s]
-        raise ProofError(
-            f"segment {segment}: modulus {moduli_S[s]} merges {count_S[s]} of {topk} indices", row
-        )
+        raise _merging(places[s], moduli_S[s], count_S[s], topk)
+
+
+def _merging(place: Place, modulus: int, count: int, topk: int) -> ProofError:
+    row, segment = place
+    return ProofError(f"segment {segment}: modulus {modulus} merges {count} of {topk} indices", row)
 
 
 def _control_columns(size: int, topk: int, rng: np.random.Generator) -> Indices:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.model.cache import KVCache
 from shoal.model.decoder import Decoder
+from shoal.model.packed_prefill import packed_states
 from shoal.model.segments import runs_kernel
 from shoal.model.tokenizer import Tokenizer
 from shoal.net.deadline import Stopped
@@ -162,22 +163,25 @@ def _prefill(decoder: Decoder, rows: Sequence[Rollout]) -> list[Tensor]:
     if end >= decoder.shape.max_positions:
         raise CannotCheck(f"{end + 1} tokens pass the model's {decoder.shape.max_positions} positions")
     packs = runs_kernel(device, decoder.model.norm.weight.dtype)
-    states = _prefill_packed(decoder, rows, device) if packs else _prefill_cached(decoder, rows, end, device)
-    if not bool(torch.stack([torch.isfinite(s).all() for s in states]).all()):
-        raise CannotCheck("the policy's own states are not finite; its weights are broken")
+    if packs:
+        return _prefill_packed(decoder, rows)
+    states = _prefill_cached(decoder, rows, end, device)
+    _check_finite(torch.cat(states))
     return states
 
 
-def _prefill_packed(decoder: Decoder, rows: Sequence[Rollout], device: torch.device) -> list[Tensor]:
+def _check_finite(states_TH: Tensor) -> None:
+    if not bool(torch.isfinite(states_TH).all()):
+        raise CannotCheck("the policy's own states are not finite; its weights are broken")
+
+
+def _prefill_packed(decoder: Decoder, rows: Sequence[Rollout]) -> list[Tensor]:
     """All rows end to end, nothing padded: a kernel looks at each for itself. Prompts are run again for each row."""
-    lengths = [_length(row) for row in rows]
-    tokens_1T = torch.tensor([[t for row in rows for t in (*row.prompt_tokens, *row.output_tokens[:-1])]])
-    positions_1T = torch.cat([torch.arange(length) for length in lengths])[None]
-    segments_1T = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))[None]
-    states_TH = decoder(tokens_1T.to(device), positions_1T.to(device), segments_BT=segments_1T.to(device))[0]
+    states_TH = packed_states(decoder, [row.prompt_tokens + row.output_tokens[:-1] for row in rows])
+    _check_finite(states_TH)
     return [
         of_row[len(row.prompt_tokens) - 1 :]
-        for row, of_row in zip(rows, torch.split(states_TH, lengths), strict=True)
+        for row, of_row in zip(rows, torch.split(states_TH, [_length(row) for row in rows]), strict=True)
     ]
 
 
@@ -266,9 +270,9 @@ def _tokens(
 ) -> list[tuple[Floats, Floats, Floats, Floats]]:
     """For each row, per output token: log-prob, draw distance, surprise and the variance of that."""
     states_NH = torch.cat(list(states))
-    tokens_N = torch.tensor(
-        [token for entry in batch for token in entry.row.output_tokens], device=states_NH.device
-    )
+    tokens_N = torch.from_numpy(
+        np.concatenate([np.array(entry.row.output_tokens, dtype=np.int64) for entry in batch])
+    ).to(states_NH.device)
     on_device = states_NH.device.type == "cuda"
     chunk = max(1, (DEVICE_LOGITS_AT_ONCE if on_device else LOGITS_AT_ONCE) // decoder.shape.vocab_size)
     temperature = batch[0].lease.sampling.temperature
