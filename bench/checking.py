@@ -5,7 +5,9 @@
         --batch-tokens 131072
 
 Checking is all that follows the reading of a file: one prefill, every proof, every log-prob, every draw; all rows at once, as a validator
-checks several submissions. `prefill`, `proofs` and `tokens` are its parts, measured in a turn of their own. `no proofs` is generation
+checks several submissions. `prefill`, `proofs` and `tokens` are its parts, measured one after another in a turn of their own: a check has the device
+work on one batch while the host reads what the one before gave. `floor` is what the check's products and attention would take at the device's
+full speed (--peak, FLOP/s). `no proofs` is generation
 without any: the difference is what building them costs. Rows rarely end before the cap: the prompts are random tokens.
 """
 
@@ -90,11 +92,27 @@ def parts(options: argparse.Namespace, policy: Policy, finished: list[Finished])
 
         return run
 
-    steps = {"_prefill": "prefill", "_verify": "proofs", "_tokens": "tokens"}
+    steps = {
+        "_prefill": "prefill",
+        "_start_proofs": "proofs",
+        "_proof_checks": "proofs",
+        "_token_columns": "tokens",
+        "_per_token": "tokens",
+    }
     wrapped = {step: timed(name, getattr(recomputing, step)) for step, name in steps.items()}
     with mock.patch.multiple(recomputing, **wrapped):
         check(options, policy, finished)
     return found
+
+
+def flops(policy: Policy, lengths: list[int]) -> float:
+    """Of one check: every matrix once a token, and each token's look at those before it."""
+    shape = policy.decoder.shape
+    matrices = sum(parameter.numel() for parameter in policy.decoder.parameters() if parameter.dim() == 2)
+    if not shape.tied_embeddings:
+        matrices -= shape.vocab_size * shape.hidden_size  # looked up, not multiplied
+    looks = 4 * shape.num_layers * shape.num_heads * shape.head_dim * sum(n * n / 2 for n in lengths)
+    return 2.0 * matrices * sum(lengths) + looks
 
 
 def measure(
@@ -114,9 +132,10 @@ def measure(
         best[2] = min(best[2], check(options, policy, finished))
     steps = parts(options, policy, finished)
     made = sum(len(row.output_tokens) for row in finished)
+    floor_s = flops(policy, [PROMPT_TOKENS + len(row.output_tokens) for row in finished]) / options.peak
     print(
         f"{rows:>6} {tokens:>8} {made:>9,} {best[0]:>10.3f} {best[1]:>10.3f} {best[2]:>9.3f} {best[0] / best[2]:>7.1f} "
-        f"{steps['prefill']:>9.3f} {steps['proofs']:>9.3f} {steps['tokens']:>9.3f}",
+        f"{floor_s:>8.4f} {steps['prefill']:>9.3f} {steps['proofs']:>9.3f} {steps['tokens']:>9.3f}",
         flush=True,
     )
 
@@ -131,6 +150,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 192])
     parser.add_argument("--repeats", type=int, default=2, help="the best counts")
+    parser.add_argument(
+        "--peak", type=float, default=989e12, help="FLOP/s of the device in this dtype; an H200's"
+    )
     parser.add_argument("--batch-tokens", type=int, default=4096, help="of one prefill")
     options = parser.parse_args()
     with model_folder(options.model) as folder:
@@ -147,7 +169,7 @@ def main() -> None:
         print(f"{options.model}, {options.dtype}, {options.device}, prompts of {PROMPT_TOKENS} tokens")
         print(
             f"{'rows':>6} {'at most':>8} {'tokens':>9} {'generate s':>10} {'no proofs':>10} {'check s':>9} {'ratio':>7} "
-            f"{'prefill':>9} {'proofs':>9} {'tokens':>9}"
+            f"{'floor':>8} {'prefill':>9} {'proofs':>9} {'tokens':>9}"
         )
         for tokens in options.tokens:
             for rows in options.rows:

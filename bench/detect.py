@@ -140,7 +140,8 @@ class SmallerModel(AlteredEngine):
             rollouts = [to_rollout(row) for row in some]
             states = recomputing._prefill(self.policy.decoder, rollouts)
             entries = [recomputing._Entry(0, place, one, TERMS) for place, one in enumerate(rollouts)]
-            per_token = recomputing._tokens(self.policy.decoder, entries, states)
+            columns = recomputing._token_columns(self.policy.decoder, entries, torch.cat(states))
+            per_token = recomputing._per_token(entries, columns.double().cpu().numpy())
             proofs = toploc.build_proofs([one[1:] for one in states])
             made += [
                 replace(row, logprobs=tuple(tokens[0].tolist()), proof=proof)

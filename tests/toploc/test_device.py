@@ -24,7 +24,7 @@ def on_device(
 ) -> list[list[toploc.SegmentCheck]]:
     with monkeypatch.context() as patch:
         patch.setattr(verify, "batches", padded_batches)
-        patch.setattr(verify, "_find", verify._find_on_device)
+        patch.setattr(verify, "_start", verify._start_on_device)
         return toploc.verify_proofs(proofs, rows, control_seed=7)
 
 

@@ -22,22 +22,22 @@ _FUSED: WeakKeyDictionary[Decoder, FusedWeights] = WeakKeyDictionary()
 
 def packed_states(decoder: Decoder, rows: Sequence[Sequence[int]]) -> Tensor:
     """States after the final norm of all tokens of all rows, [T, H]."""
+    lengths, device = [len(row) for row in rows], decoder.model.norm.weight.device
+    table_3T = _table(rows, lengths, device)
+    if device.type != "cuda":  # no kernels: the decoder itself, with a mask
+        segments_T = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))
+        states_1TH: Tensor = decoder(table_3T[:1], table_3T[1:2], segments_BT=segments_T[None])
+        return states_1TH[0]
     if decoder not in _FUSED:
         _FUSED[decoder] = fuse(decoder)
-    weights = _FUSED[decoder]
-    lengths = [len(row) for row in rows]
-    segments = laid_end_to_end(lengths, weights.embed_VH.device, weights.embed_VH.dtype)
-    x_TH, delta_TH = _layers(weights, _table(rows, lengths, weights.embed_VH.device), segments)
-    from shoal.model import kernels
-
-    return kernels.add_norm(x_TH, delta_TH, weights.norm_H, weights.shape.norm_eps)
+    return _fused_states(_FUSED[decoder], table_3T, lengths)
 
 
-def _layers(weights: FusedWeights, table_3T: Tensor, segments) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
-    """The residual stream and what the last layer adds to it."""
+def _fused_states(weights: FusedWeights, table_3T: Tensor, lengths: Sequence[int]) -> Tensor:
     from shoal.model import kernels, prompt_kernels
 
     shape, eps = weights.shape, weights.shape.norm_eps
+    segments = laid_end_to_end(lengths, weights.embed_VH.device, weights.embed_VH.dtype)
     nowhere = (weights.embed_VH, weights.embed_VH)  # no place is 0 or above: keys and values are not kept
     x_TH = F.embedding(table_3T[0], weights.embed_VH)
     delta_TH: Tensor | None = None
@@ -57,8 +57,7 @@ def _layers(weights: FusedWeights, table_3T: Tensor, segments) -> tuple[Tensor, 
         mixed_TQ = attend_segments(q_1TND, k_1TKD, v_1TKD, segments).reshape(len(x_TH), -1)
         normed_TH = kernels.add_norm(x_TH, F.linear(mixed_TQ, layer.o_HQ), layer.post_norm_H, eps)
         delta_TH = F.linear(kernels.silu_mul(F.linear(normed_TH, layer.gate_up_FH)), layer.down_HF)
-    assert delta_TH is not None, "a model has layers"
-    return x_TH, delta_TH
+    return kernels.add_norm(x_TH, delta_TH, weights.norm_H, eps)
 
 
 def _table(rows: Sequence[Sequence[int]], lengths: Sequence[int], device: torch.device) -> Tensor:
@@ -67,4 +66,5 @@ def _table(rows: Sequence[Sequence[int]], lengths: Sequence[int], device: torch.
     table_3T = np.full((3, total), -1, dtype=np.int64)
     table_3T[0] = np.concatenate([np.asarray(row, dtype=np.int64) for row in rows])
     table_3T[1] = np.arange(total) - np.repeat(starts, lengths)
-    return torch.from_numpy(table_3T).pin_memory().to(device, non_blocking=True)
+    table = torch.from_numpy(table_3T)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

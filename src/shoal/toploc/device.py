@@ -29,11 +29,32 @@ class Limits(NamedTuple):
     no_match: float
 
 
+class Fetched:
+    """A tensor on its way to the host, behind what was queued before it and before what is queued after it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.to("cpu", non_blocking=True)
+        self._there: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._there.record()
+
+    def wait(self) -> Tensor:
+        if self._there is not None:
+            self._there.synchronize()
+        return self._tensor
+
+
+def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """To a device without waiting for what is queued there."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def check_on_device(
     batch: SegmentBatch,
     lines_SK: Bits,
-    columns_SC: Indices,
-    there_SC: npt.NDArray[np.bool_],
+    controls: tuple[Indices, npt.NDArray[np.bool_]],
     *,
     topk: int,
     limits: Limits,
@@ -42,9 +63,8 @@ def check_on_device(
     indices, and the modulus."""
     values_SN, device = batch.sheets[0], batch.sheets[0].device
     bits_SN = values_SN.view(torch.int16)
-    lines = torch.from_numpy(lines_SK.astype(np.int32)).to(device, non_blocking=True).long()
-    columns = torch.from_numpy(columns_SC).to(device, non_blocking=True)
-    there = torch.from_numpy(there_SC).to(device, non_blocking=True)
+    lines = upload(lines_SK.astype(np.int32), device).long()
+    columns, there = (upload(array, device) for array in controls)
     moduli_S1, coefficients_SK = lines[:, :1], lines[:, 1:]
     top = torch.topk(
         magnitudes(values_SN, batch.sizes_S), min(topk + DEVICE_SURPLUS, values_SN.shape[1]), dim=1

@@ -105,7 +105,9 @@ def padded_batches(states_list: Sequence[Tensor], *, segment_tokens: int) -> Ite
     states_TH = torch.cat([states.detach() for states in states_list]).to(torch.bfloat16)
     hidden_size = states_TH.shape[1]
     host_2S = np.array([firsts, lengths])
-    first_SL = torch.from_numpy(host_2S).to(states_TH.device)
+    first_SL = torch.from_numpy(host_2S)
+    if states_TH.is_cuda:  # without waiting for what is queued there
+        first_SL = first_SL.pin_memory().to(states_TH.device, non_blocking=True)
     for begin in range(0, len(places), 4 * BATCH):
         some = slice(begin, begin + 4 * BATCH)
         first_S, length_S = first_SL[:, some]

@@ -10,15 +10,16 @@ is compared at all of them, and of those at the last place the ones that it know
 S segments, K top-k, W values that could be among them, C control points.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.toploc.device import Limits, check_on_device
+from shoal.toploc.device import Fetched, Limits, check_on_device
 from shoal.toploc.field import PRIME, evaluate, evaluate_everywhere
 from shoal.toploc.proof import MODULUS_FLOOR, ProofError, check_format, collisions, num_segments, unpack
 from shoal.toploc.search import Indices
@@ -88,6 +89,20 @@ def verify_proofs(
 
     `control_seed` picks the control points; a prover must not know it.
     """
+    return start_verifying(
+        proofs, states_list, topk=topk, segment_tokens=segment_tokens, control_seed=control_seed
+    ).checks()
+
+
+def start_verifying(
+    proofs: Sequence[bytes],
+    states_list: Sequence[Tensor],
+    *,
+    topk: int = 128,
+    segment_tokens: int = 32,
+    control_seed: int,
+) -> "Verification":
+    """The same in two steps: on a device everything is queued, and `checks()` waits for it. On a CPU `checks()` does all."""
     hidden_sizes = {states.shape[-1] for states in states_list}
     if len(hidden_sizes) > 1:
         raise ValueError(f"rows have different hidden sizes {sorted(hidden_sizes)}; verify them apart")
@@ -98,74 +113,85 @@ def verify_proofs(
         topk=topk,
         segment_tokens=segment_tokens,
     )
-    firsts = np.cumsum([0, *(num_segments(len(states), segment_tokens) for states in states_list)])
+    counts = [num_segments(len(states), segment_tokens) for states in states_list]
+    firsts = np.cumsum([0, *counts])
     lines_SK = np.concatenate(
         [np.empty((0, 1 + topk), np.uint16), *(unpack(proof, topk) for proof in proofs)]
     )
-    rng = np.random.default_rng(control_seed)
     on_device = bool(states_list) and states_list[0].device.type != "cpu"
     cut = padded_batches if on_device else batches
     chosen = (
         (batch, lines_SK[[firsts[row] + segment for row, segment in batch.places]])
         for batch in cut(states_list, segment_tokens=segment_tokens)
     )
-    find = _find_on_device if on_device else _find
-    found = find(chosen, topk, rng)
-    return [
-        [found[row, segment] for segment in range(num_segments(len(states), segment_tokens))]
-        for row, states in enumerate(states_list)
-    ]
+    start = _start_on_device if on_device else _start
+    return Verification(counts, start(chosen, topk, np.random.default_rng(control_seed)))
 
 
-def _find(
-    chosen: Iterable[tuple[SegmentBatch, Bits]], topk: int, rng: np.random.Generator
-) -> dict[Place, SegmentCheck]:
+class Verification:
+    """One that was begun."""
+
+    def __init__(self, counts: Sequence[int], find: Callable[[], dict[Place, SegmentCheck]]) -> None:
+        self._counts, self._find = counts, find
+
+    def checks(self) -> list[list[SegmentCheck]]:
+        """As verify_proofs gives and raises them."""
+        found = self._find()
+        return [[found[row, segment] for segment in range(count)] for row, count in enumerate(self._counts)]
+
+
+Chosen = Iterable[tuple[SegmentBatch, Bits]]
+"""Segments and their lines."""
+
+
+def _start(chosen: Chosen, topk: int, rng: np.random.Generator) -> Callable[[], dict[Place, SegmentCheck]]:
+    return partial(_find, chosen, topk, rng)
+
+
+def _find(chosen: Chosen, topk: int, rng: np.random.Generator) -> dict[Place, SegmentCheck]:
     found: dict[Place, SegmentCheck] = {}
     for look in _together(_look(batch, lines_SK, topk, rng) for batch, lines_SK in chosen):
         found.update(zip(look.places, _check(look, topk), strict=True))
     return found
 
 
-def _find_on_device(
-    chosen: Iterable[tuple[SegmentBatch, Bits]], topk: int, rng: np.random.Generator
-) -> dict[Place, SegmentCheck]:
-    """All batches are queued before the first result is waited for."""
+def _start_on_device(
+    chosen: Chosen, topk: int, rng: np.random.Generator
+) -> Callable[[], dict[Place, SegmentCheck]]:
     places: list[Place] = []
     tables: list[Tensor] = []
     for batch, lines_SK in chosen:
         check_size(batch, topk)
-        columns_SC, there_SC = _controls(batch.host_sizes, topk, rng)
-        tables.append(
-            check_on_device(
-                batch,
-                lines_SK,
-                columns_SC,
-                there_SC,
-                topk=topk,
-                limits=Limits(MAX_CONTROLS, MANTISSA_BOUND, NO_MATCH),
-            )
-        )
+        controls = _controls(batch.host_sizes, topk, rng)
+        limits = Limits(MAX_CONTROLS, MANTISSA_BOUND, NO_MATCH)
+        tables.append(check_on_device(batch, lines_SK, controls, topk=topk, limits=limits))
         places += batch.places
-    if not tables:
+    fetched = Fetched(torch.cat(tables, dim=1)) if tables else None
+    return partial(_find_on_device, places, fetched, topk)
+
+
+def _find_on_device(places: list[Place], fetched: Fetched | None, topk: int) -> dict[Place, SegmentCheck]:
+    if fetched is None:
         return {}
-    table = torch.cat(tables, dim=1).cpu().numpy()
+    table: Floats = fetched.wait().numpy()
     _check_device_table(table, places, topk)
-    columns = [column.tolist() for column in table[:9]]
+    wrong, signs, hits, controls = (table[place].astype(np.int64) for place in (1, 5, 6, 7))
+    columns = (table[0].astype(np.int64), wrong, *table[2:5], signs, hits, controls, table[8] > 0)
     return {
         place: SegmentCheck(
-            num_values=int(size),
+            num_values=size,
             num_points=topk,
-            exponent_mismatches=int(mismatches),
+            exponent_mismatches=mismatches,
             mantissa_mean=mean,
             mantissa_median=median,
             mantissa_bounded=bounded,
-            sign_mismatches=int(signs),
-            control_hits=int(hits),
-            num_controls=int(num_controls),
-            constant=bool(constant) and topk > 1,
+            sign_mismatches=signs,
+            control_hits=hits,
+            num_controls=num_controls,
+            constant=constant and topk > 1,
         )
         for place, size, mismatches, mean, median, bounded, signs, hits, num_controls, constant in zip(
-            places, *columns, strict=True
+            places, *(column.tolist() for column in columns), strict=True
         )
     }
 
