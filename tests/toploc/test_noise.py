@@ -177,6 +177,68 @@ def test_sizes_that_were_hardly_measured_are_not_tested(noise: Noise) -> None:
     assert toploc.noise_scores([[segment(30, 8.0, size=100)], [segment(30, 8.0, size=4 * FULL)]], rare) == []
 
 
+def block(gap: float, root: float, *, tokens: int = 32) -> toploc.TokenBlock:
+    return toploc.TokenBlock(num_tokens=tokens, logprob_gap=gap, draw_root=root)
+
+
+def with_tokens(
+    rng: np.random.Generator, count: int, *, gap: float = 0.037, root: float = 0.011
+) -> list[list[SegmentCheck | toploc.TokenBlock]]:
+    """Rows with two blocks of tokens each, as SmolLM2-135M's are: the short one is noisier."""
+    return [
+        [
+            *row,
+            block(max(0, rng.normal(gap, 0.011)), max(0, rng.normal(root, 0.008))),
+            block(max(0, rng.normal(gap, 0.035)), max(0, rng.normal(root, 0.024)), tokens=2),
+        ]
+        for row in draw_rows(rng, count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def of_tokens() -> Noise:
+    rows = with_tokens(np.random.default_rng(10), 600)
+    return toploc.measure_noise({"here to there": rows}, model="made up", compute_dtype="bfloat16")
+
+
+def certain_of(rows: Sequence[Sequence[SegmentCheck | toploc.TokenBlock]], noise: Noise) -> set[str]:
+    return {score.statistic for score in toploc.noise_scores(rows, noise) if score.is_certain}
+
+
+def test_log_probs_and_draws_are_calibrated_like_proofs(of_tokens: Noise) -> None:
+    assert of_tokens.token_sizes == (2, 32)
+    assert of_tokens.logprobs is not None and of_tokens.logprobs.by_size[1].mean == pytest.approx(
+        0.037, abs=0.002
+    )
+    rng = np.random.default_rng(11)
+    assert not any(certain_of(with_tokens(rng, size), of_tokens) for size in (1, 8, 64) for _ in range(100))
+    assert certain_of(with_tokens(rng, 64, gap=0.06), of_tokens) == {"logprobs"}
+    assert certain_of(with_tokens(rng, 64, root=0.03), of_tokens) == {"draws"}
+    assert Noise.parse(of_tokens.model_dump_json()) == of_tokens
+
+
+def test_one_false_block_among_honest_ones_is_certain(of_tokens: Noise) -> None:
+    rows = with_tokens(np.random.default_rng(12), 64)
+    rows[5][-2] = block(0.3, 0.01)
+    (score,) = [
+        score for score in toploc.noise_scores(rows, of_tokens) if score.is_certain and "part" in score.where
+    ]
+    assert (score.statistic, score.where) == ("logprobs", "of row 5, part 0")
+
+
+def test_what_a_calibration_judges(noise: Noise, of_tokens: Noise) -> None:
+    """Older files have neither tokens nor single segments; unknown sizes are nobody's."""
+    assert toploc.judges_alone(of_tokens, "logprobs", 32) and not toploc.judges_alone(
+        of_tokens, "logprobs", 1
+    )
+    assert not toploc.judges_alone(noise, "logprobs", 32) and toploc.judges_alone(noise, "mismatches", FULL)
+    older = noise.model_copy(update={"mismatches": noise.mismatches.model_copy(update={"alone": None})})
+    assert not toploc.judges_alone(older, "mismatches", FULL) and not toploc.judges_alone(
+        None, "mismatches", FULL
+    )
+    assert certain_of(with_tokens(np.random.default_rng(13), 64, gap=0.5), noise) == set()
+
+
 def test_noise_in_float32_allows_a_hair() -> None:
     """On one machine float32 noise is zero; z must stay finite, and a hair must not convict."""
     rows = [[segment(0, 0.0)] * 3 for _ in range(300)]

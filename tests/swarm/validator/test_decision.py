@@ -88,6 +88,38 @@ def test_suspicious_but_not_certain_is_void(policy: Policy, noise: Noise) -> Non
     assert refused.value.code == "void.uncertain", refused.value.detail
 
 
+def test_log_probs_and_draws_go_by_the_calibration(policy: Policy, noise: Noise) -> None:
+    """Tolerances that pass anything, and yet: what is known of honest work judges, each lie under its own code."""
+    lease = make_lease(SPEC, number=12)
+    table = make_table(lease, policy)
+    facts = recompute(table.rows, lease, policy, control_seed=1)
+    check_facts(table.rows, facts, LOOSE, noise)
+    shifted = [replace(row, logprobs=tuple(one - 0.02 for one in row.logprobs)) for row in table.rows]
+    check_facts(shifted, facts, LOOSE)
+    with pytest.raises(Rejected) as refused:
+        check_facts(shifted, facts, LOOSE, noise)
+    assert refused.value.code == "reject.wrong_logprobs"
+    away = [replace(fact, draw_distance_T=fact.draw_distance_T + 0.01) for fact in facts]
+    check_facts(table.rows, away, LOOSE)
+    with pytest.raises(Rejected) as refused:
+        check_facts(table.rows, away, LOOSE, noise)
+    assert refused.value.code == "reject.wrong_sampling"
+
+
+def test_what_no_calibration_knows_the_tolerances_judge(policy: Policy, noise: Noise) -> None:
+    lease = make_lease(SPEC, number=13)
+    table = make_table(lease, policy)
+    facts = recompute(table.rows, lease, policy, control_seed=1)
+    full = [place for place, row in enumerate(table.rows) if len(row.output_tokens) == 36]
+    rows, facts = [table.rows[place] for place in full], [facts[place] for place in full]
+    tight = LOOSE.model_copy(update={"logprob": 1e-9, "exponent_mismatches": 0, "mantissa_mean": 0.0})
+    check_facts(rows, facts, tight, noise)
+    unknown = noise.model_copy(update={"token_sizes": (), "logprobs": None, "draws": None})
+    with pytest.raises(Rejected) as refused:
+        check_facts(rows, facts, tight, unknown)
+    assert refused.value.code == "reject.wrong_logprobs"
+
+
 def test_the_verdict_goes_by_the_terms_of_the_run(policy: Policy, noise: Noise) -> None:
     lease = make_lease(SPEC, number=3)
     data = encode(make_table(lease, stale(policy, 1e-5)))
