@@ -56,12 +56,12 @@ from shoal.swarm.validator.judge import open_submission
 from shoal.swarm.validator.reader import Reader
 from shoal.swarm.validator.recompute import Checked, Policy, recompute_many
 from shoal.tasks import make_task
-from shoal.toploc.decision import CERTAIN, STATISTICS, Unit, bound_for, terms_of
+from shoal.toploc.decision import CERTAIN, OUTLIER, STATISTICS, Unit, bound_for, outlier_bound, terms_of
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.draw import problem_seeds
 from shoal.wire.lease import Lease, PolicyRef
 from shoal.wire.messages import Claim
-from shoal.wire.noise import Noise
+from shoal.wire.noise import Noise, Tail
 from shoal.wire.rollouts import RolloutTable, encode
 from shoal.wire.run import ProofSpec, RunSpec, Sampling, TaskSpec, default_tolerances
 
@@ -384,10 +384,14 @@ def redraw(submissions: Sequence[tuple[list[Units], list[int]]], noise: Noise) -
         excess, variance, count, rows = (drawn[:, :, column] for column in range(4))
         spread = terms.honest.inflation * variance.sum(1)
         spread += terms.honest.prompt_variance * np.square(count).sum(1)
-        bounds = {n: bound_for(terms.honest.tails, int(n), CERTAIN) for n in np.unique(rows.sum(1)) if n}
+        bounds = {n: certain_bound(terms.honest.tails, int(n)) for n in np.unique(rows.sum(1)) if n}
         certain = np.array([bounds.get(n, math.inf) for n in rows.sum(1)])
         refused |= excess.sum(1) / np.sqrt(np.maximum(spread, 1e-30)) > certain
     return int(refused.sum())
+
+
+def certain_bound(tails: Sequence[Tail], num_rows: int) -> float:
+    return max(bound_for(tails, num_rows, CERTAIN), outlier_bound(tails[0], OUTLIER, num_rows=num_rows))
 
 
 def prompt_sums(

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from shoal import toploc
-from shoal.toploc.decision import CERTAIN, NORMAL_TAIL, bound, bound_for, size_class
+from shoal.toploc.decision import CERTAIN, NORMAL_TAIL, bound, bound_for, outlier_bound, size_class
 from shoal.toploc.verify import NO_MATCH, SegmentCheck
 from shoal.wire.noise import Noise, Tail
 
@@ -88,7 +88,7 @@ def test_small_lies_in_every_row_are_certain(noise: Noise, mismatches: float, ma
 
 def test_one_false_row_among_honest_ones_is_certain(noise: Noise) -> None:
     rows = draw_rows(np.random.default_rng(3), 64)
-    rows[17] = draw_rows(np.random.default_rng(4), 1, mismatches=20, mantissa=10)[0]
+    rows[17] = draw_rows(np.random.default_rng(4), 1, mismatches=60, mantissa=10)[0]
     certain = [score for score in toploc.noise_scores(rows, noise) if score.is_certain]
     assert any((score.statistic, score.where) == ("mismatches", "of row 17") for score in certain)
     assert "standard deviations" in str(certain[0])
@@ -128,6 +128,14 @@ def test_a_bound_promises_no_less_than_a_normal_tail() -> None:
     assert bound(wide, 1e-4) == pytest.approx(7.0)
     one_row = Tail(rows=1, one_in_100=0.0, one_in_1000=0.0)
     assert bound(one_row, CERTAIN) > bound(flat, CERTAIN), "a single row is skewed"
+
+
+def test_single_rows_have_a_longer_tail() -> None:
+    tail = Tail(rows=1, one_in_100=3.0, one_in_1000=4.5)
+    assert outlier_bound(tail, 1e-2) == 3.0
+    assert outlier_bound(tail, 1e-4) == pytest.approx(3.0 * 1.6**2), "at least a factor of 1.6"
+    assert outlier_bound(tail, 1e-4, num_rows=4) == pytest.approx(3.0 * 1.6 ** (2 + math.log10(4)) / 2)
+    assert outlier_bound(tail, 1e-6, num_rows=256) < 5, "no one row moves a sum of many"
 
 
 def test_bounds_between_and_beyond_the_measured_numbers_of_rows() -> None:
@@ -219,7 +227,7 @@ def test_log_probs_and_draws_are_calibrated_like_proofs(of_tokens: Noise) -> Non
 
 def test_one_false_block_among_honest_ones_is_certain(of_tokens: Noise) -> None:
     rows = with_tokens(np.random.default_rng(12), 64)
-    rows[5][-2] = block(0.3, 0.01)
+    rows[5][-2] = block(0.8, 0.01)
     (score,) = [
         score for score in toploc.noise_scores(rows, of_tokens) if score.is_certain and "part" in score.where
     ]

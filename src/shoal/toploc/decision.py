@@ -10,7 +10,8 @@ in 8 bits look honest in one segment and certain in sixty. Four statistics, two 
 its worst row and over its worst unit. Samples of one prompt share its noise, so they count for less than as many prompts.
 
 The bound for a stated rate of false alarms comes from the honest tail, taken to fall by a factor of ten over each step
-as wide as from 1 in 100 to 1 in 1,000. A normal tail falls faster, so this errs on the honest side.
+as wide as from 1 in 100 to 1 in 1,000. A normal tail falls faster, so this errs on the honest side. Single rows and units have a longer tail: it falls by ten
+whenever z grows by a factor. A sum of few rows may be that of one such row, so it is allowed for.
 """
 
 import math
@@ -24,9 +25,13 @@ from shoal.toploc.verify import SegmentCheck
 from shoal.wire.noise import Moments, Noise, Statistic, Tail
 
 CERTAIN = 1e-8
-"""Chance that one test calls honest work certain to be false, twelve tests a submission. The tail is drawn on from what 1 in 1,000 exceed,
-so this is a distance rather than a rate: at 1e-6, one of 21,504 honest submissions was beyond it (docs/LOG.md), and every lie that proofs
-can show is further off by a factor of three."""
+"""Chance that a sum over many rows calls honest work certain to be false. The tail is drawn on from what 1 in 1,000 exceed, so this is a
+distance rather than a rate; every lie that proofs can show is further off by a factor of three."""
+OUTLIER = 1e-6
+"""Chance that a single honest row or unit does, whose tail is known better."""
+OUTLIER_FACTOR = 1.6
+"""How much further off the worst of ten times as many honest rows or units is, at least. Of 196,608 rows of SmolLM2-135M, 1 in 100 to 1 in
+100,000 were off by 3.0, 4.4, 6.2 and 9.6 standard deviations, the worst by 16: no normal tail, now and then states are ill-conditioned."""
 SUSPICIOUS = 3e-4
 """The same for merely suspicious."""
 SPREAD_FLOOR = {"mismatches": 0.5, "mantissas": 0.01, "logprobs": 0.001, "draws": 0.003}
@@ -203,8 +208,8 @@ def _scores_of(terms: Terms, measured: Sequence[tuple[int, int, list[Measured]]]
                 statistic=name,
                 where=f"of row {row}, part {part}",
                 z=_alone_z(unit, terms),
-                suspicious=bound(terms.honest.alone, SUSPICIOUS / len(places)),
-                certain=bound(terms.honest.alone, CERTAIN / len(places)),
+                suspicious=outlier_bound(terms.honest.alone, SUSPICIOUS / len(places)),
+                certain=outlier_bound(terms.honest.alone, OUTLIER / len(places)),
                 mean=unit.value,
                 honest_mean=terms.moments(unit.size).mean,
             )
@@ -236,6 +241,14 @@ def bound_for(tails: Sequence[Tail], num_rows: int, rate: float) -> float:
     if above is None:
         return bound(below, rate) * math.sqrt(num_rows / below.rows)
     return max(bound(below, rate), bound(above, rate))
+
+
+def outlier_bound(tail: Tail, rate: float, *, num_rows: int = 1) -> float:
+    """The z of a sum over `num_rows` that the worst of its rows alone exceeds with a chance of `rate`."""
+    first = max(tail.one_in_100, NORMAL_TAIL[0])
+    factor = max(tail.one_in_1000 / first, OUTLIER_FACTOR)
+    z: float = first * factor ** max(0.0, math.log10(0.01 * num_rows / rate)) / math.sqrt(num_rows)
+    return z
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +291,14 @@ def _score(terms: Terms, where: str, prompts: Sequence[_Sum], *, num_rows: int, 
         statistic=terms.name,
         where=where,
         z=_z(prompts, terms.honest),
-        suspicious=bound_for(tails, num_rows, SUSPICIOUS / looks),
-        certain=bound_for(tails, num_rows, CERTAIN / looks),
+        suspicious=max(
+            bound_for(tails, num_rows, SUSPICIOUS / looks),
+            outlier_bound(tails[0], SUSPICIOUS / looks, num_rows=num_rows),
+        ),
+        certain=max(
+            bound_for(tails, num_rows, CERTAIN / looks),
+            outlier_bound(tails[0], OUTLIER / looks, num_rows=num_rows),
+        ),
         mean=found.total / found.count,
         honest_mean=found.honest / found.count,
     )
