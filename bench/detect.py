@@ -352,11 +352,12 @@ class Bench:
         conduct = Conduct()
         engine = self.engine(conduct, Kind("honest"))
         at_once = max(AT_ONCE, 4096 // options.honest_rows)
-        while tally.codes.total() < options.honest and time.monotonic() - started_s < options.seconds:
-            leases = [self.lease(options.honest_rows) for _ in range(at_once)]
-            tables = self.work(conduct, engine, leases)
-            for table, facts in zip(tables, self.facts([t.rows for t in tables], leases), strict=True):
-                self.judge(table.rows, facts, noise, tally, "honest, many")
+        with contextlib.suppress(KeyboardInterrupt):  # what there is counts
+            while tally.codes.total() < options.honest and time.monotonic() - started_s < options.seconds:
+                leases = [self.lease(options.honest_rows) for _ in range(at_once)]
+                tables = self.work(conduct, engine, leases)
+                for table, facts in zip(tables, self.facts([t.rows for t in tables], leases), strict=True):
+                    self.judge(table.rows, facts, noise, tally, "honest, many")
         return tally
 
 
@@ -543,7 +544,7 @@ def area(honest: Sequence[float], lie: Sequence[float]) -> float:
 
 def line(name: str, tally: Tally, honest: Tally | None) -> str:
     count = tally.codes.total()
-    low, high = wilson(tally.refused / count, count)
+    low, high = wilson(tally.refused / count, count) if count else (0.0, 1.0)
     codes = ", ".join(f"{code} {number}" for code, number in tally.codes.most_common())
     auc = math.nan if honest is None else area(honest.segments, tally.segments)
     return (
