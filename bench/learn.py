@@ -312,7 +312,7 @@ def main() -> None:
             json.dumps({seed: [asdict(p) for p in points] for seed, points in curves.items()})
         )
     if options.plot:
-        plot(curves, f"{options.model} on {options.task}", options.plot)
+        plot(curves, f"{Path(options.model).name} on {options.task}", options.plot)
 
 
 if __name__ == "__main__":
