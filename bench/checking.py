@@ -5,7 +5,9 @@
         --batch-tokens 131072
 
 Checking is all that follows the reading of a file: one prefill, every proof, every log-prob, every draw; all rows at once, as a validator
-checks several submissions. `prefill`, `proofs` and `tokens` are its parts, measured in a turn of their own. `no proofs` is generation
+checks several submissions. `prefill`, `proofs` and `tokens` are its parts, measured one after another in a turn of their own: a check has the device
+work on one batch while the host reads what the one before gave. `floor` is what the check's products and attention would take at the device's
+full speed (--peak, FLOP/s). `no proofs` is generation
 without any: the difference is what building them costs. Rows rarely end before the cap: the prompts are random tokens.
 """
 
@@ -52,28 +54,28 @@ def requests(num_rows: int, new_tokens: int, vocab_size: int) -> list[Request]:
     ]
 
 
-def seconds(device: str, started_s: float) -> float:
-    if torch.device(device).type == "cuda":
+def now_s(options: argparse.Namespace) -> float:
+    if torch.device(options.device).type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - started_s
+    return time.process_time() if options.cpu_time else time.perf_counter()
 
 
 def generate(
     options: argparse.Namespace, engine: TorchEngine, work: list[Request]
 ) -> tuple[float, list[Finished]]:
-    started_s = time.perf_counter()
+    started_s = now_s(options)
     engine.submit(work)
     finished = []
     while engine.has_work:
         finished += engine.step()
-    return seconds(options.device, started_s), finished
+    return now_s(options) - started_s, finished
 
 
 def check(options: argparse.Namespace, policy: Policy, finished: list[Finished]) -> float:
     table = [to_rollout(row) for row in finished]
-    started_s = time.perf_counter()
+    started_s = now_s(options)
     recompute(table, TERMS, policy, control_seed=1)
-    return seconds(options.device, started_s)
+    return now_s(options) - started_s
 
 
 def parts(options: argparse.Namespace, policy: Policy, finished: list[Finished]) -> Counter[str]:
@@ -82,26 +84,41 @@ def parts(options: argparse.Namespace, policy: Policy, finished: list[Finished])
 
     def timed(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
-            seconds(options.device, 0.0)
-            started_s = time.perf_counter()
+            started_s = now_s(options)
             result = work(*arguments)
-            found[name] += seconds(options.device, started_s)
+            found[name] += now_s(options) - started_s
             return result
 
         return run
 
-    steps = {"_prefill": "prefill", "_verify": "proofs", "_tokens": "tokens"}
+    steps = {
+        "_prefill": "prefill",
+        "_start_proofs": "proofs",
+        "_proof_checks": "proofs",
+        "_token_columns": "tokens",
+        "_per_token": "tokens",
+    }
     wrapped = {step: timed(name, getattr(recomputing, step)) for step, name in steps.items()}
     with mock.patch.multiple(recomputing, **wrapped):
         check(options, policy, finished)
     return found
 
 
+def flops(policy: Policy, lengths: list[int]) -> float:
+    """Of one check: every matrix once a token, and each token's look at those before it."""
+    shape = policy.decoder.shape
+    matrices = sum(parameter.numel() for parameter in policy.decoder.parameters() if parameter.dim() == 2)
+    if not shape.tied_embeddings:
+        matrices -= shape.vocab_size * shape.hidden_size  # looked up, not multiplied
+    looks = 4 * shape.num_layers * shape.num_heads * shape.head_dim * sum(n * n / 2 for n in lengths)
+    return 2.0 * matrices * sum(lengths) + looks
+
+
 def measure(
     options: argparse.Namespace, engines: list[TorchEngine], policy: Policy, rows: int, tokens: int
 ) -> None:
     work = requests(rows, tokens, policy.tokenizer.vocab_size)
-    best = [float("inf")] * 3
+    best = [float("inf"), float("nan") if len(engines) == 1 else float("inf"), float("inf")]
     finished: list[Finished] = []
     for engine in engines:  # graphs and kernels of this many rows
         generate(options, engine, requests(rows, 16, policy.tokenizer.vocab_size))
@@ -114,9 +131,10 @@ def measure(
         best[2] = min(best[2], check(options, policy, finished))
     steps = parts(options, policy, finished)
     made = sum(len(row.output_tokens) for row in finished)
+    floor_s = flops(policy, [PROMPT_TOKENS + len(row.output_tokens) for row in finished]) / options.peak
     print(
         f"{rows:>6} {tokens:>8} {made:>9,} {best[0]:>10.3f} {best[1]:>10.3f} {best[2]:>9.3f} {best[0] / best[2]:>7.1f} "
-        f"{steps['prefill']:>9.3f} {steps['proofs']:>9.3f} {steps['tokens']:>9.3f}",
+        f"{floor_s:>8.4f} {steps['prefill']:>9.3f} {steps['proofs']:>9.3f} {steps['tokens']:>9.3f}",
         flush=True,
     )
 
@@ -131,6 +149,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 192])
     parser.add_argument("--repeats", type=int, default=2, help="the best counts")
+    parser.add_argument(
+        "--peak", type=float, default=989e12, help="FLOP/s of the device in this dtype; an H200's"
+    )
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="processor time, for a machine that others use"
+    )
+    parser.add_argument("--proofs-only", action="store_true", help="do not generate without proofs as well")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="of one prefill")
     options = parser.parse_args()
     with model_folder(options.model) as folder:
@@ -140,14 +165,14 @@ def main() -> None:
             TorchEngine(
                 compute_dtype=options.dtype, proof=proof, max_rows=max(options.rows), device=options.device
             )
-            for proof in (ProofSpec(), None)
+            for proof in ((ProofSpec(),) if options.proofs_only else (ProofSpec(), None))
         ]
         for engine in engines:
             engine.load(folder, 0)
         print(f"{options.model}, {options.dtype}, {options.device}, prompts of {PROMPT_TOKENS} tokens")
         print(
             f"{'rows':>6} {'at most':>8} {'tokens':>9} {'generate s':>10} {'no proofs':>10} {'check s':>9} {'ratio':>7} "
-            f"{'prefill':>9} {'proofs':>9} {'tokens':>9}"
+            f"{'floor':>8} {'prefill':>9} {'proofs':>9} {'tokens':>9}"
         )
         for tokens in options.tokens:
             for rows in options.rows:

@@ -4,6 +4,7 @@
     python bench/detect.py --model smollm2-135m --task add --dtype bfloat16 --device cuda --noise runs/calibration/FILE \\
         --scores scores.json
     python bench/detect.py --plot docs/img/detect.png --of scores.json
+    python bench/detect.py --judge units.npz --noise runs/calibration/FILE
 
 Each submission is judged by the validator's own code, once by the tolerances alone and once with --noise (or what the same run measures
 first). Columns: refused for certain, with a 95 % interval; `void`, suspicious but not certain; `plain`, refused by the tolerances alone;
@@ -13,7 +14,9 @@ to bfloat16.
 
 Honest work comes in as many ways as this machine has: with and without CUDA graphs, one row at a time, checked by the packed kernel,
 by SDPA, by plain matrix products, and from --rows-of FILE, rows that another machine made with `shoal toploc prove`.
---honest N fresh submissions of --honest-rows rows each, every row drawn once and used once, are judged last.
+--honest N fresh submissions of --honest-rows rows each, every row drawn once and used once, are judged last. --units keeps what was measured
+of every row, so that --judge can ask the calibrated decision again, of another calibration too. `by chance`, for lies that the proofs show:
+the same rows drawn anew into 3,000 submissions, prompts with replacement, and how many of those are refused.
 """
 
 import argparse
@@ -43,29 +46,34 @@ from shoal.model.load import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.rollout.conduct import Conduct
 from shoal.rollout.engine import Engine, Finished
+from shoal.rollout.false_engines import AlteredEngine, quantised_by_channel
 from shoal.rollout.lies import LIES, OtherWeights, make_conduct
-from shoal.rollout.submission import make_requests, make_table
+from shoal.rollout.submission import make_requests, make_table, to_rollout
 from shoal.rollout.torch_engine import TorchEngine
 from shoal.swarm.validator import checks
+from shoal.swarm.validator import recompute as recomputing
 from shoal.swarm.validator.judge import open_submission
 from shoal.swarm.validator.reader import Reader
 from shoal.swarm.validator.recompute import Checked, Policy, recompute_many
 from shoal.tasks import make_task
-from shoal.toploc.decision import SPREAD_FLOOR, STATISTICS, size_class
+from shoal.toploc.decision import CERTAIN, OUTLIER, STATISTICS, Unit, bound_for, outlier_bound, terms_of
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.draw import problem_seeds
 from shoal.wire.lease import Lease, PolicyRef
 from shoal.wire.messages import Claim
-from shoal.wire.noise import Noise
+from shoal.wire.noise import Noise, Tail
 from shoal.wire.rollouts import RolloutTable, encode
 from shoal.wire.run import ProofSpec, RunSpec, Sampling, TaskSpec, default_tolerances
 
+Units = list[Unit]
 NODE = "ab" * 32
 SAMPLES = 4
 AT_ONCE = 32
 """Submissions generated and checked together."""
-SLOW = {"smaller-model": 3, "honest, one row at a time": 2}
+SLOW = {"honest, one row at a time": 2}
 """Submissions of kinds that take their time."""
+REDRAWN = 3000
+"""Submissions drawn anew from the rows of a kind."""
 MAX_SEGMENTS = 4000
 """Of each kind, kept for the curves."""
 
@@ -90,6 +98,8 @@ class Tally:
     """Largest z over its bound for certainty: above 1 convicts."""
     segments: list[float] = field(default_factory=list)
     """Of single full segments, both statistics added up in standard deviations."""
+    redrawn: int = 0
+    """Refused of REDRAWN."""
 
     @property
     def refused(self) -> int:
@@ -110,6 +120,44 @@ class Kind:
     """Around the validator's forward pass."""
 
 
+class SmallerModel(AlteredEngine):
+    """Tokens of a coarser model; states, proofs and log-probs by the leased one, all rows at once. `shoal worker --lie smaller-model`
+    does the same row by row."""
+
+    def __init__(self, inner: Engine, policy: Policy) -> None:
+        super().__init__(inner, partial(quantised_by_channel, bits=4))
+        self.policy, self.waiting = policy, list[Finished]()
+
+    @torch.inference_mode()
+    def step(self) -> list[Finished]:
+        self.waiting += self.inner.step()
+        if self.inner.has_work:
+            return []
+        rows, self.waiting = self.waiting, []
+        made = []
+        for start in range(0, len(rows), 1024):
+            some = rows[start : start + 1024]
+            rollouts = [to_rollout(row) for row in some]
+            states = recomputing._prefill(self.policy.decoder, rollouts)
+            entries = [recomputing._Entry(0, place, one, TERMS) for place, one in enumerate(rollouts)]
+            columns = recomputing._token_columns(self.policy.decoder, entries, torch.cat(states))
+            per_token = recomputing._per_token(entries, columns.double().cpu().numpy())
+            proofs = toploc.build_proofs([one[1:] for one in states])
+            made += [
+                replace(row, logprobs=tuple(tokens[0].tolist()), proof=proof)
+                for row, tokens, proof in zip(some, per_token, proofs, strict=True)
+            ]
+        return made
+
+
+class Smaller(Conduct):
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def engine(self, engine: Engine) -> Engine:
+        return SmallerModel(engine, self.policy)
+
+
 class Bench:
     def __init__(self, options: argparse.Namespace, folder: Path, reader: Reader) -> None:
         self.options, self.folder, self.reader = options, folder, reader
@@ -125,6 +173,8 @@ class Bench:
         self.policy = Policy(0, decoder, load_tokenizer(folder), options.batch_tokens)
         self.number = 0
         self.seen: set[str] = set()
+        self.units: dict[str, list[tuple[list[Units], list[int]]]] = {}
+        """What was measured of the rows of each kind's submissions, with the numbers of their prompts."""
         self.engines: dict[tuple[str, int, bool], TorchEngine] = {}
 
     def engine(self, conduct: Conduct, kind: Kind) -> Engine:
@@ -199,7 +249,7 @@ class Bench:
         for number, (table, facts) in enumerate(
             zip(tables, self.facts([t.rows for t in tables], leases), strict=True)
         ):
-            rows += [fact.segments for fact in facts or []]
+            rows += [checks.units_of(row, fact) for row, fact in zip(table.rows, facts or [], strict=True)]
             prompts += [1000 * number + row.prompt_index for row in table.rows]
         options = self.options
         return toploc.measure_noise(
@@ -216,7 +266,10 @@ class Bench:
         engine = self.engine(conduct, kind)
         past = kind.name == "replay"  # its first file is honest
         count = min(count, SLOW.get(kind.name, count)) + past
+        started_s = time.monotonic()
         for start in range(0, count, AT_ONCE):
+            if start and time.monotonic() - started_s > self.options.kind_seconds:
+                break
             leases = [self.lease(self.options.rows) for _ in range(min(AT_ONCE, count - start))]
             tables = self.work(conduct, engine, leases)
             files = [conduct.data(encode(table)) for table in tables]
@@ -234,7 +287,8 @@ class Bench:
                 with kind.check():
                     facts = self.facts([table.rows for table, _ in opened], [lease for _, lease in opened])
                 for (table, _), found in zip(opened, facts, strict=True):
-                    self.judge(table.rows, found, noise, tally)
+                    self.judge(table.rows, found, noise, tally, kind.name)
+        tally.redrawn = redraw(self.units.get(kind.name, []), noise)
         return tally
 
     def _open(self, data: bytes, lease: Lease) -> RolloutTable:
@@ -252,7 +306,7 @@ class Bench:
         checks.check_claim(claim)
         return open_submission(data, claim, self.policy, reader=self.reader)
 
-    def judge(self, rows, facts, noise: Noise, tally: Tally) -> None:  # type: ignore[no-untyped-def]
+    def judge(self, rows, facts, noise: Noise, tally: Tally, name: str) -> None:  # type: ignore[no-untyped-def]
         if facts is None:
             tally.codes["reject.malformed_proof"] += 1
             tally.plain += 1
@@ -262,18 +316,24 @@ class Bench:
             s.exponent_mismatches > 38 or s.mantissa_mean > 10 or s.mantissa_median > 8 for s in segments
         )
         prompts = [row.prompt_index for row in rows]
-        scores = toploc.noise_scores([fact.segments for fact in facts], noise, prompts)
+        units = [checks.units_of(row, fact) for row, fact in zip(rows, facts, strict=True)]
+        self.units.setdefault(name, []).append((units, prompts))
+        scores = toploc.noise_scores(units, noise, prompts)
         tally.scores.append(max((score.z / score.certain for score in scores), default=0.0))
         if len(tally.segments) < MAX_SEGMENTS:
             full = max((s.num_values for s in segments), default=0)
             tally.segments += [segment_score(s, noise) for s in segments if s.num_values == full]
         tally.plain += self._refused(rows, facts, None) is not None
-        tally.codes[self._refused(rows, facts, noise) or ACCEPTED] += 1
+        code = self._refused(rows, facts, noise) or ACCEPTED
+        tally.codes[code] += 1
+        if name.startswith("honest") and code != ACCEPTED:
+            print(f"  {name}: {self.why}", flush=True)
 
     def _refused(self, rows, facts, noise: Noise | None) -> str | None:  # type: ignore[no-untyped-def]
         try:
             checks.check_facts(rows, facts, self.spec.tolerances, noise)
         except Rejected as rejected:
+            self.why = f"{rejected.code} {rejected.detail}"
             return rejected.code
         return None
 
@@ -283,7 +343,7 @@ class Bench:
         for start in range(0, len(rows), self.options.rows):
             some = rows[start : start + self.options.rows]
             for facts in self.facts([some], [TERMS]):
-                self.judge(some, facts, noise, tally)
+                self.judge(some, facts, noise, tally, f"honest, rows of {path.stem}")
         return tally
 
     def many_honest(self, noise: Noise) -> Tally:
@@ -292,20 +352,154 @@ class Bench:
         conduct = Conduct()
         engine = self.engine(conduct, Kind("honest"))
         at_once = max(AT_ONCE, 4096 // options.honest_rows)
-        while tally.codes.total() < options.honest and time.monotonic() - started_s < options.seconds:
-            leases = [self.lease(options.honest_rows) for _ in range(at_once)]
-            tables = self.work(conduct, engine, leases)
-            for table, facts in zip(tables, self.facts([t.rows for t in tables], leases), strict=True):
-                self.judge(table.rows, facts, noise, tally)
+        with contextlib.suppress(KeyboardInterrupt):  # what there is counts
+            while tally.codes.total() < options.honest and time.monotonic() - started_s < options.seconds:
+                leases = [self.lease(options.honest_rows) for _ in range(at_once)]
+                tables = self.work(conduct, engine, leases)
+                for table, facts in zip(tables, self.facts([t.rows for t in tables], leases), strict=True):
+                    self.judge(table.rows, facts, noise, tally, "honest, many")
         return tally
 
 
 def segment_score(segment: toploc.SegmentCheck, noise: Noise) -> float:
     score = 0.0
-    for name, value in STATISTICS.items():
-        moment = getattr(noise, name).by_size[size_class(noise.sizes, segment.num_values)]
-        score += (value(segment) - moment.mean) / math.sqrt(max(moment.variance, SPREAD_FLOOR[name] ** 2))
+    for name, measure in STATISTICS.items():
+        terms = terms_of(noise, name)
+        for unit in measure([segment]) if terms else ():
+            score += (unit.value - terms.moments(unit.size).mean) / math.sqrt(terms.variance(unit.size))
     return score
+
+
+def redraw(submissions: Sequence[tuple[list[Units], list[int]]], noise: Noise) -> int:
+    """Refused of REDRAWN submissions, whose prompts are drawn from all, by sums over the submission alone: the worst row of a draw is one
+    of few."""
+    rng = np.random.default_rng(0)
+    sums = {name: prompt_sums(submissions, noise, name) for name in STATISTICS}
+    refused = np.zeros(REDRAWN, dtype=bool)
+    for name, table_P4 in sums.items():
+        terms = terms_of(noise, name)
+        if terms is None or not len(table_P4):
+            continue
+        per_submission = max(1, len(table_P4) // len(submissions))
+        drawn = table_P4[rng.integers(0, len(table_P4), size=(REDRAWN, per_submission))]
+        excess, variance, count, rows = (drawn[:, :, column] for column in range(4))
+        spread = terms.honest.inflation * variance.sum(1)
+        spread += terms.honest.prompt_variance * np.square(count).sum(1)
+        bounds = {n: certain_bound(terms.honest.tails, int(n)) for n in np.unique(rows.sum(1)) if n}
+        certain = np.array([bounds.get(n, math.inf) for n in rows.sum(1)])
+        refused |= excess.sum(1) / np.sqrt(np.maximum(spread, 1e-30)) > certain
+    return int(refused.sum())
+
+
+def certain_bound(tails: Sequence[Tail], num_rows: int) -> float:
+    return max(bound_for(tails, num_rows, CERTAIN), outlier_bound(tails[0], OUTLIER, num_rows=num_rows))
+
+
+def prompt_sums(
+    submissions: Sequence[tuple[list[Units], list[int]]], noise: Noise, name: str
+) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]]":
+    """[P, 4] excess, variance, units and rows of every prompt of every submission."""
+    terms, found = terms_of(noise, name), {}
+    for number, (rows, prompts) in enumerate(submissions):
+        for row, prompt in zip(rows, prompts, strict=True):
+            units = [unit for unit in STATISTICS[name](row) if terms and terms.tests(unit.size)]
+            of = found.setdefault((number, prompt), np.zeros(4))
+            if units and terms:
+                of += (
+                    sum(unit.value - terms.moments(unit.size).mean for unit in units),
+                    sum(terms.variance(unit.size) for unit in units),
+                    len(units),
+                    1,
+                )
+    return np.array(list(found.values())).reshape(-1, 4)
+
+
+def save_units(path: Path, kinds: dict[str, list[tuple[list[Units], list[int]]]]) -> None:
+    """One table of all units: kind, submission, row, prompt, whether of tokens, size, and both statistics."""
+    lines = []
+    for kind, submissions in enumerate(kinds.values()):
+        for number, (rows, prompts) in enumerate(submissions):
+            for index, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+                for of_tokens, (first, second) in (
+                    (0, ("mismatches", "mantissas")),
+                    (1, ("logprobs", "draws")),
+                ):
+                    for a, b in zip(STATISTICS[first](row), STATISTICS[second](row), strict=True):
+                        lines.append((kind, number, index, prompt, of_tokens, a.size, a.value, b.value))
+    table = np.array(lines, dtype=np.float32).reshape(-1, 8)
+    columns = {
+        name: table[:, place].astype(dtype) for place, (name, dtype) in enumerate(UNIT_COLUMNS.items())
+    }
+    np.savez_compressed(path, kinds=np.array(list(kinds)), **columns)
+
+
+UNIT_COLUMNS = {
+    "kind": np.uint8,
+    "submission": np.uint16,
+    "row": np.uint8,
+    "prompt": np.uint8,
+    "of_tokens": np.bool_,
+    "size": np.uint16,
+    "first": np.float16,
+    "second": np.float16,
+}
+
+
+def load_units(path: Path) -> dict[str, list[tuple[list[Units], list[int]]]]:
+    with np.load(path) as file:
+        names = [str(name) for name in file["kinds"]]
+        columns = [file[name].tolist() for name in UNIT_COLUMNS]
+    kinds: dict[str, dict[int, dict[tuple[int, int], Units]]] = {name: {} for name in names}
+    for kind, number, row, prompt, of_tokens, size, first, second in zip(*columns, strict=True):
+        units = kinds[names[kind]].setdefault(number, {}).setdefault((row, prompt), [])
+        units.append(
+            toploc.TokenBlock(num_tokens=size, logprob_gap=first, draw_root=second)
+            if of_tokens
+            else segment_of(size, first, second)
+        )
+    return {
+        name: [(list(rows.values()), [prompt for _, prompt in rows]) for rows in submissions.values()]
+        for name, submissions in kinds.items()
+    }
+
+
+def segment_of(size: int, mismatches: float, mantissa: float) -> toploc.SegmentCheck:
+    return toploc.SegmentCheck(
+        num_values=size,
+        num_points=128,
+        exponent_mismatches=int(mismatches),
+        mantissa_mean=mantissa,
+        mantissa_median=mantissa,
+        mantissa_bounded=mantissa,
+        sign_mismatches=0,
+        control_hits=0,
+        num_controls=0,
+        constant=False,
+    )
+
+
+def judge_again(paths: Sequence[Path], noise: Noise) -> None:
+    """The calibrated decision alone, of kept units."""
+    print(
+        f"{'':<28} {'certain':>8} {'suspicious':>10} {'of':>7} {'least':>7} {'most':>7}   scores over their bound, by statistic"
+    )
+    kept: dict[str, list[tuple[list[Units], list[int]]]] = {}
+    for path in paths:
+        for name, submissions in load_units(path).items():
+            kept.setdefault(name, []).extend(submissions)
+    for name, submissions in kept.items():
+        found = [toploc.noise_scores(rows, noise, prompts) for rows, prompts in submissions]
+        over = [max((score.z / score.certain for score in scores), default=0.0) for scores in found]
+        suspicious = sum(any(score.is_suspicious for score in scores) for scores in found)
+        parts = Counter[str]()
+        for score in (score for scores in found for score in scores):
+            key = f"{score.statistic} {'all' if 'all' in score.where else 'part' if 'part' in score.where else 'row'}"
+            parts[key] = max(parts[key], round(score.z / score.certain, 2))
+        print(
+            f"{name:<28} {sum(one > 1 for one in over):>8} {suspicious:>10} {len(over):>7} {min(over):>7.2f} {max(over):>7.2f}   "
+            f"redrawn {redraw(submissions, noise)}, most {dict(parts)}",
+            flush=True,
+        )
 
 
 def without_packing() -> contextlib.AbstractContextManager[object]:
@@ -327,9 +521,11 @@ def honest_kinds(options: argparse.Namespace) -> Iterator[Kind]:
     yield Kind("honest, one row at a time", max_rows=1)
 
 
-def lying_kinds() -> Iterator[Kind]:
+def lying_kinds(policy: Policy) -> Iterator[Kind]:
     for lie in LIES:
-        if lie != "stale-weights":  # the old policies below stand for it
+        if lie == "smaller-model":
+            yield Kind(lie, partial(Smaller, policy))
+        elif lie != "stale-weights":  # the old policies below stand for it
             yield Kind(lie, partial(make_conduct, lie, "http://127.0.0.1:1"))
     for rate in (1e-6, 1e-5):
         for versions in (1, 2, 8):
@@ -348,12 +544,13 @@ def area(honest: Sequence[float], lie: Sequence[float]) -> float:
 
 def line(name: str, tally: Tally, honest: Tally | None) -> str:
     count = tally.codes.total()
-    low, high = wilson(tally.refused / count, count)
+    low, high = wilson(tally.refused / count, count) if count else (0.0, 1.0)
     codes = ", ".join(f"{code} {number}" for code, number in tally.codes.most_common())
     auc = math.nan if honest is None else area(honest.segments, tally.segments)
     return (
         f"{name:<26} {tally.refused:>5} of {count:<6} {low:>7.2%} to {high:>7.2%} {tally.void:>5} {tally.plain:>6} "
-        f"{tally.published:>9} {auc:>6.3f}   {codes}"
+        f"{tally.published:>9} {auc:>6.3f} {min(tally.scores, default=math.nan):>7.2f} {max(tally.scores, default=math.nan):>7.2f} "
+        f"{tally.redrawn:>9}   {codes}"
     )
 
 
@@ -408,6 +605,11 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--honest-rows", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=math.inf, help="for those")
+    parser.add_argument("--kind-seconds", type=float, default=math.inf, help="for each other kind")
+    parser.add_argument("--units", type=Path, help="keep what was measured of every row")
+    parser.add_argument(
+        "--judge", type=Path, nargs="+", help="judge such files by --noise and do nothing else"
+    )
     parser.add_argument("--engine-rows", type=int, default=64, help="decoded at once")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="of one prefill")
     parser.add_argument("--calibrate-rows", type=int, default=1024)
@@ -431,7 +633,7 @@ def run(bench: Bench) -> dict[str, Tally]:
     options, noise = bench.options, find_noise(bench)
     print(f"{options.model}, {options.dtype}, {options.device}; noise of {'; '.join(noise.measured)}")
     print(
-        f"{'':<26} {'refused':>15} {'95 % interval':>18} {'void':>5} {'plain':>6} {'published':>9} {'AUC':>6}   verdicts"
+        f"{'':<26} {'refused':>15} {'95 % interval':>18} {'void':>5} {'plain':>6} {'published':>9} {'AUC':>6} {'least':>7} {'most':>7} {'by chance':>9}   verdicts"
     )
     tallies: dict[str, Tally] = {}
 
@@ -443,17 +645,24 @@ def run(bench: Bench) -> dict[str, Tally]:
 
     for path in options.rows_of:
         add(f"honest, rows of {path.stem}", bench.of_file(path, noise))
-    for kind in (*honest_kinds(options), *lying_kinds()):
+    for kind in (*honest_kinds(options), *lying_kinds(bench.policy)):
         if options.kinds is None or any(kind.name.startswith(one) for one in options.kinds):
             add(kind.name, bench.tally(kind, noise, options.submissions))
+        if options.units:
+            save_units(options.units, bench.units)
     if options.honest:
         add("honest, many", bench.many_honest(noise))
+    if options.units:
+        save_units(options.units, bench.units)
     return tallies
 
 
 def main() -> None:
     options = parse()
     started_s = time.monotonic()
+    if options.judge:
+        judge_again(options.judge, Noise.parse(options.noise.read_bytes()))
+        return
     if options.of:
         found = json.loads(options.of.read_text())
         tallies = {

@@ -21,7 +21,7 @@ from shoal.model.tokenizer import load_tokenizer
 from shoal.net.deadline import Stopped
 from shoal.rollout.engine import Engine, Finished, Request
 from shoal.rollout.submission import to_rollout
-from shoal.swarm.validator.checks import RowFacts, logprob_gap
+from shoal.swarm.validator.checks import RowFacts, logprob_gap, units_of
 from shoal.swarm.validator.recompute import Policy, Unleased, recompute
 from shoal.tasks import make_task
 from shoal.wire.codes import Rejected
@@ -64,7 +64,7 @@ def prove(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
     """Check proven rows as a validator would, and write what honest noise looks like."""
-    pairs: dict[str, list[tuple[toploc.SegmentCheck, ...]]] = {}
+    pairs: dict[str, list[list[toploc.SegmentCheck | toploc.TokenBlock]]] = {}
     prompts: dict[str, list[int]] = {}
     with model_folder(options.model) as folder:
         policy = Policy(
@@ -74,7 +74,7 @@ def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
             table = read_rows(path)
             facts = _check(table, policy, stop)
             pair = f"{path.stem} to {_here(options)}"
-            pairs[pair] = [fact.segments for fact in facts]
+            pairs[pair] = [units_of(row, fact) for row, fact in zip(table.rows, facts, strict=True)]
             prompts[pair] = [row.prompt_index for row in table.rows]
             _print_tokens(path, table, facts)
     noise = toploc.measure_noise(
@@ -165,4 +165,11 @@ def _print_noise(noise: Noise) -> None:
         print(
             f"{f'to {size:,}':>10} {wrong.segments:>9,} {wrong.mean:>11.3f} {wrong.largest:>8.0f} "
             f"{error.mean:>9.3f} {error.largest:>8.2f}"
+        )
+    if noise.logprobs is None or noise.draws is None:
+        return
+    print(f"{'tokens':>10} {'blocks':>9} {'log-probs':>11} {'at most':>8} {'draws':>9} {'at most':>8}")
+    for size, gap, miss in zip(noise.token_sizes, noise.logprobs.by_size, noise.draws.by_size, strict=True):
+        print(
+            f"{f'to {size}':>10} {gap.segments:>9,} {gap.mean:>11.4f} {gap.largest:>8.3f} {miss.mean:>9.5f} {miss.largest:>8.4f}"
         )

@@ -9,19 +9,22 @@ Takes tensors, not models. Byte-compatible with toploc 0.1.6; docs/toploc.md has
 
 from shoal.toploc.build import build_proofs
 from shoal.toploc.calibrate import measure_noise
-from shoal.toploc.decision import Score, noise_scores
+from shoal.toploc.decision import Score, TokenBlock, judges_alone, noise_scores
 from shoal.toploc.proof import ProofError, check_format, expected_bytes
-from shoal.toploc.verify import NO_MATCH, SegmentCheck, verify_proofs
+from shoal.toploc.verify import NO_MATCH, SegmentCheck, start_verifying, verify_proofs
 
 __all__ = [
     "NO_MATCH",
     "ProofError",
     "Score",
     "SegmentCheck",
+    "TokenBlock",
     "build_proofs",
     "check_format",
     "expected_bytes",
+    "judges_alone",
     "measure_noise",
     "noise_scores",
+    "start_verifying",
     "verify_proofs",
 ]

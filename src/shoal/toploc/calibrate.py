@@ -12,7 +12,15 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from shoal.toploc.decision import MIN_SEGMENTS, SPREAD_FLOOR, STATISTICS, size_class
+from shoal.toploc.decision import (
+    MIN_SEGMENTS,
+    OF_TOKENS,
+    SPREAD_FLOOR,
+    STATISTICS,
+    Measured,
+    Row,
+    size_class,
+)
 from shoal.toploc.verify import SegmentCheck
 from shoal.wire.noise import Moments, Noise, Statistic, Tail
 
@@ -23,7 +31,8 @@ NUM_DRAWS = 20_000
 """Submissions drawn for each tail."""
 
 Floats = npt.NDArray[np.float64]
-Row = Sequence[SegmentCheck]
+Units = Sequence[Measured]
+"""Of one row, one statistic."""
 
 
 def measure_noise(
@@ -34,28 +43,37 @@ def measure_noise(
     prompts: Mapping[str, Sequence[int]] | None = None,
     seed: int = 0,
 ) -> Noise:
-    """What honest rows say about honest rows; `pairs` has them by which machine proved and which checked, in words, and `prompts` the
+    """What honest rows say about honest rows: segments of their proofs and, for log-probs and draws, blocks of their tokens. `pairs` has them by which machine proved and which checked, in words, and `prompts` the
     number of each row's prompt (without it every row is taken to have its own).
 
     ValueError if one pair has too few.
     """
-    proven: dict[str, list[list[Row]]] = {}
+    grouped: dict[str, list[list[Row]]] = {}
     for name, rows in pairs.items():
         numbers = range(len(rows)) if prompts is None else prompts[name]
-        proven[name] = _by_prompt(rows, numbers)
-        if (count := sum(map(len, proven[name]))) < MIN_ROWS:
+        grouped[name] = _by_prompt(rows, numbers)
+        count = sum(any(isinstance(unit, SegmentCheck) for unit in row) for row in rows)
+        if count < MIN_ROWS:
             raise ValueError(f"{name}: {count} rows have a proof, need {MIN_ROWS} or more; generate more")
-    every_row = [row for groups in proven.values() for rows in groups for row in rows]
-    sizes = _size_classes([segment.num_values for row in every_row for segment in row])
     rng = np.random.default_rng(seed)
-    statistics = {name: _measure(list(proven.values()), name, sizes, rng) for name in STATISTICS}
+    statistics: dict[str, Statistic] = {}
+    sizes: dict[bool, tuple[int, ...]] = {False: (), True: ()}
+    for name, measure in STATISTICS.items():
+        tables = [[[measure(row) for row in rows] for rows in groups] for groups in grouped.values()]
+        found = [unit.size for groups in tables for rows in groups for row in rows for unit in row]
+        if found:
+            sizes[name in OF_TOKENS] = _size_classes(found)
+            statistics[name] = _measure(tables, name, sizes[name in OF_TOKENS], rng)
     return Noise(
         model=model,
         compute_dtype=compute_dtype,
-        measured=tuple(f"{name}: {sum(map(len, groups))} rows" for name, groups in proven.items()),
-        sizes=sizes,
+        measured=tuple(f"{name}: {sum(map(len, groups))} rows" for name, groups in grouped.items()),
+        sizes=sizes[False],
+        token_sizes=sizes[True],
         mismatches=statistics["mismatches"],
         mantissas=statistics["mantissas"],
+        logprobs=statistics.get("logprobs"),
+        draws=statistics.get("draws"),
     )
 
 
@@ -84,20 +102,31 @@ def _size_classes(num_values: Sequence[int]) -> tuple[int, ...]:
 
 
 def _measure(
-    pairs: Sequence[Sequence[Sequence[Row]]], name: str, sizes: Sequence[int], rng: np.random.Generator
+    pairs: Sequence[Sequence[Sequence[Units]]], name: str, sizes: Sequence[int], rng: np.random.Generator
 ) -> Statistic:
-    value, floor = STATISTICS[name], SPREAD_FLOOR[name]
+    floor = SPREAD_FLOOR[name]
     by_class: list[list[float]] = [[] for _ in sizes]
-    for segment in (segment for groups in pairs for rows in groups for row in rows for segment in row):
-        by_class[size_class(sizes, segment.num_values)].append(value(segment))
+    for unit in (unit for groups in pairs for rows in groups for row in rows for unit in row):
+        by_class[size_class(sizes, unit.size)].append(unit.value)
     moments = [_moments(values) for values in by_class]
 
-    def sums(row: Row) -> tuple[float, float, float]:
-        """Excess, variance and number of the segments that are tested."""
-        of = [moments[size_class(sizes, segment.num_values)] for segment in row]
-        tested = [(s, m) for s, m in zip(row, of, strict=True) if m.segments >= MIN_SEGMENTS]
-        excess = sum(value(segment) - moment.mean for segment, moment in tested)
-        return excess, sum(max(moment.variance, floor**2) for _, moment in tested), float(len(tested))
+    def of_units(row: Units) -> list[tuple[float, float]]:
+        """Excess and variance of those that are tested."""
+        of = [moments[size_class(sizes, unit.size)] for unit in row]
+        return [
+            (unit.value - moment.mean, max(moment.variance, floor**2))
+            for unit, moment in zip(row, of, strict=True)
+            if moment.segments >= MIN_SEGMENTS
+        ]
+
+    def sums(row: Units) -> tuple[float, float, float]:
+        """Excess, variance and number of the units that are tested."""
+        tested = of_units(row)
+        return (
+            sum(excess for excess, _ in tested),
+            sum(variance for _, variance in tested),
+            float(len(tested)),
+        )
 
     tables = [[np.array([sums(row) for row in rows]) for rows in groups] for groups in pairs]
     inflation, prompt_variance = _spreads([table for groups in tables for table in groups])
@@ -105,8 +134,21 @@ def _measure(
         _widest([_tail(groups, inflation, prompt_variance, num_rows, rng) for groups in tables])
         for num_rows in TAIL_ROWS
     )
+    alone = [
+        [
+            excess / math.sqrt(variance)
+            for rows in groups
+            for row in rows
+            for excess, variance in of_units(row)
+        ]
+        for groups in pairs
+    ]
     return Statistic(
-        by_size=tuple(moments), inflation=inflation, prompt_variance=prompt_variance, tails=tails
+        by_size=tuple(moments),
+        inflation=inflation,
+        prompt_variance=prompt_variance,
+        tails=tails,
+        alone=_widest([_quantiles(np.array(z), 1) for z in alone]),
     )
 
 
@@ -153,6 +195,10 @@ def _tail(
     excess, variance, count = (of_P3[:, column][drawn] for column in range(3))
     spread = inflation * variance.sum(axis=1) + prompt_variance * np.square(count).sum(axis=1)
     z = excess.sum(axis=1)[spread > 0] / np.sqrt(spread[spread > 0])
+    return _quantiles(z, num_rows)
+
+
+def _quantiles(z: Floats, num_rows: int) -> Tail:
     one_in_100, one_in_1000 = (float(q) for q in np.quantile(z, [0.99, 0.999]))
     assert math.isfinite(one_in_1000)
     return Tail(rows=num_rows, one_in_100=one_in_100, one_in_1000=one_in_1000)

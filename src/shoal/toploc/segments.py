@@ -47,18 +47,18 @@ class SegmentBatch:
     """[S, N] bfloat16 each, flattened state after state, in the order of `places`."""
     sizes_S: Tensor | None = None
     """How many values of each are real, where they were padded to one size; there is one sheet then."""
+    padded_sizes: Indices | None = None
+    """The same on the host."""
 
     @property
     def num_values(self) -> int:
         """Of one segment, the smallest if they differ."""
-        return self.sheets[0].shape[1] if self.sizes_S is None else int(self.sizes_S.min())
+        return self.sheets[0].shape[1] if self.padded_sizes is None else int(self.padded_sizes.min())
 
-    def sizes(self) -> Indices:
-        """Of each segment."""
-        if self.sizes_S is None:
-            return np.full(len(self.places), self.num_values)
-        sizes: Indices = self.sizes_S.cpu().numpy()
-        return sizes
+    @property
+    def host_sizes(self) -> Indices:
+        """Values of each segment."""
+        return np.full(len(self.places), self.num_values) if self.padded_sizes is None else self.padded_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +103,17 @@ def padded_batches(states_list: Sequence[Tensor], *, segment_tokens: int) -> Ite
     if not places:
         return
     states_TH = torch.cat([states.detach() for states in states_list]).to(torch.bfloat16)
-    first_SL = torch.tensor([firsts, lengths]).to(states_TH.device)
+    hidden_size = states_TH.shape[1]
+    host_2S = np.array([firsts, lengths])
+    first_SL = torch.from_numpy(host_2S)
+    if states_TH.is_cuda:  # without waiting for what is queued there
+        first_SL = first_SL.pin_memory().to(states_TH.device, non_blocking=True)
     for begin in range(0, len(places), 4 * BATCH):
-        first_S, length_S = first_SL[:, begin : begin + 4 * BATCH]
+        some = slice(begin, begin + 4 * BATCH)
+        first_S, length_S = first_SL[:, some]
         at_SN = first_S[:, None] + torch.arange(segment_tokens, device=states_TH.device)
         values_SN = states_TH[at_SN.clamp_(max=len(states_TH) - 1)].flatten(1)
-        yield SegmentBatch(places[begin : begin + 4 * BATCH], [values_SN], length_S * states_TH.shape[1])
+        yield SegmentBatch(places[some], [values_SN], length_S * hidden_size, host_2S[1, some] * hidden_size)
 
 
 def top_points(batch: SegmentBatch, topk: int) -> tuple[Indices, Bits]:
@@ -116,7 +121,7 @@ def top_points(batch: SegmentBatch, topk: int) -> tuple[Indices, Bits]:
 
     Ties fall as torch.topk has them: that is part of the format.
     """
-    _check_size(batch, topk)
+    check_size(batch, topk)
     search = TopSearch(topk)
     indices: list[Indices] = []
     bits: list[Bits] = []
@@ -124,7 +129,7 @@ def top_points(batch: SegmentBatch, topk: int) -> tuple[Indices, Bits]:
         if sheet.device.type == "cpu" and batch.sizes_S is None:
             indices_SK = search.indices(sheet)
         else:
-            indices_SK = torch.topk(_magnitudes(sheet, batch.sizes_S), topk, dim=1, sorted=False).indices
+            indices_SK = torch.topk(magnitudes(sheet, batch.sizes_S), topk, dim=1, sorted=False).indices
         bits.append(_to_bits(torch.gather(sheet, 1, indices_SK)))
         indices.append(indices_SK.cpu().numpy())
     bits_SK = np.concatenate(bits)
@@ -134,7 +139,7 @@ def top_points(batch: SegmentBatch, topk: int) -> tuple[Indices, Bits]:
 
 def contender_points(batch: SegmentBatch, topk: int, columns_SC: Indices) -> tuple[Contenders, Bits, Bits]:
     """All that could be among the top-k, [S, W] bit patterns there, and [S, C] those at the given columns."""
-    _check_size(batch, topk)
+    check_size(batch, topk)
     search = TopSearch(topk)
     found: list[Contenders] = []
     bits: list[Bits] = []
@@ -201,13 +206,13 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 def _device_contenders(values_SN: Tensor, topk: int, sizes_S: Tensor | None) -> Contenders:
     """The same on a device: of values equal to the K-th largest, as many as stand among the next DEVICE_SURPLUS."""
-    magnitudes_SN = _magnitudes(values_SN, sizes_S)
+    magnitudes_SN = magnitudes(values_SN, sizes_S)
     top = torch.topk(magnitudes_SN, min(topk + DEVICE_SURPLUS, values_SN.shape[1]), dim=1)
     num_S = (top.values >= top.values[:, topk - 1 : topk]).sum(dim=1)
     return Contenders(top.indices.cpu().numpy(), num_S.cpu().numpy())
 
 
-def _magnitudes(values_SN: Tensor, sizes_S: Tensor | None) -> Tensor:
+def magnitudes(values_SN: Tensor, sizes_S: Tensor | None) -> Tensor:
     absolute_SN = values_SN.abs()
     if sizes_S is not None:  # padding is below every magnitude
         columns_N = torch.arange(absolute_SN.shape[1], device=absolute_SN.device)
@@ -215,7 +220,7 @@ def _magnitudes(values_SN: Tensor, sizes_S: Tensor | None) -> Tensor:
     return absolute_SN
 
 
-def _check_size(batch: SegmentBatch, topk: int) -> None:
+def check_size(batch: SegmentBatch, topk: int) -> None:
     if topk > (size := batch.num_values):
         row, segment = batch.places[0]
         raise ProofError(f"segment {segment} has {size} values, fewer than topk={topk}", row)
@@ -238,6 +243,10 @@ def _check_bits(bits_SK: Bits, places: list[Place]) -> None:
     magnitudes_SK = bits_SK & 0x7FFF
     largest_S = magnitudes_SK.max(axis=1)
     for s in np.flatnonzero((largest_S >= 0x7F80) | (largest_S == 0)):
-        row, segment = places[s]
-        what = "is all zero" if largest_S[s] == 0 else "holds NaN or infinity"
-        raise ProofError(f"segment {segment} {what} as bfloat16; no proof can be made of it", row)
+        raise unprovable(places[s], all_zero=largest_S[s] == 0)
+
+
+def unprovable(place: Place, *, all_zero: bool) -> ProofError:
+    row, segment = place
+    what = "is all zero" if all_zero else "holds NaN or infinity"
+    return ProofError(f"segment {segment} {what} as bfloat16; no proof can be made of it", row)

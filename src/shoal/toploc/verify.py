@@ -10,13 +10,16 @@ is compared at all of them, and of those at the last place the ones that it know
 S segments, K top-k, W values that could be among them, C control points.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
+from shoal.toploc.device import Fetched, Limits, check_on_device
 from shoal.toploc.field import PRIME, evaluate, evaluate_everywhere
 from shoal.toploc.proof import MODULUS_FLOOR, ProofError, check_format, collisions, num_segments, unpack
 from shoal.toploc.search import Indices
@@ -26,9 +29,11 @@ from shoal.toploc.segments import (
     Place,
     SegmentBatch,
     batches,
+    check_size,
     contender_points,
     padded_batches,
     side_by_side,
+    unprovable,
 )
 
 NO_MATCH = 2.0**64
@@ -84,6 +89,20 @@ def verify_proofs(
 
     `control_seed` picks the control points; a prover must not know it.
     """
+    return start_verifying(
+        proofs, states_list, topk=topk, segment_tokens=segment_tokens, control_seed=control_seed
+    ).checks()
+
+
+def start_verifying(
+    proofs: Sequence[bytes],
+    states_list: Sequence[Tensor],
+    *,
+    topk: int = 128,
+    segment_tokens: int = 32,
+    control_seed: int,
+) -> "Verification":
+    """The same in two steps: on a device everything is queued, and `checks()` waits for it. On a CPU `checks()` does all."""
     hidden_sizes = {states.shape[-1] for states in states_list}
     if len(hidden_sizes) > 1:
         raise ValueError(f"rows have different hidden sizes {sorted(hidden_sizes)}; verify them apart")
@@ -94,26 +113,108 @@ def verify_proofs(
         topk=topk,
         segment_tokens=segment_tokens,
     )
-    firsts = np.cumsum([0, *(num_segments(len(states), segment_tokens) for states in states_list)])
+    counts = [num_segments(len(states), segment_tokens) for states in states_list]
+    firsts = np.cumsum([0, *counts])
     lines_SK = np.concatenate(
         [np.empty((0, 1 + topk), np.uint16), *(unpack(proof, topk) for proof in proofs)]
     )
-    rng = np.random.default_rng(control_seed)
+    on_device = bool(states_list) and states_list[0].device.type != "cpu"
+    cut = padded_batches if on_device else batches
+    chosen = (
+        (batch, lines_SK[[firsts[row] + segment for row, segment in batch.places]])
+        for batch in cut(states_list, segment_tokens=segment_tokens)
+    )
+    start = _start_on_device if on_device else _start
+    return Verification(counts, start(chosen, topk, np.random.default_rng(control_seed)))
 
-    def looks() -> Iterator[_Look]:
-        on_device = bool(states_list) and states_list[0].device.type != "cpu"
-        cut = padded_batches if on_device else batches
-        for batch in cut(states_list, segment_tokens=segment_tokens):
-            chosen_SK = lines_SK[[firsts[row] + segment for row, segment in batch.places]]
-            yield _look(batch, chosen_SK, topk, rng)
 
+class Verification:
+    """One that was begun."""
+
+    def __init__(self, counts: Sequence[int], find: Callable[[], dict[Place, SegmentCheck]]) -> None:
+        self._counts, self._find = counts, find
+
+    def checks(self) -> list[list[SegmentCheck]]:
+        """As verify_proofs gives and raises them."""
+        found = self._find()
+        return [[found[row, segment] for segment in range(count)] for row, count in enumerate(self._counts)]
+
+
+Chosen = Iterable[tuple[SegmentBatch, Bits]]
+"""Segments and their lines."""
+
+
+def _start(chosen: Chosen, topk: int, rng: np.random.Generator) -> Callable[[], dict[Place, SegmentCheck]]:
+    return partial(_find, chosen, topk, rng)
+
+
+def _find(chosen: Chosen, topk: int, rng: np.random.Generator) -> dict[Place, SegmentCheck]:
     found: dict[Place, SegmentCheck] = {}
-    for look in _together(looks()):
+    for look in _together(_look(batch, lines_SK, topk, rng) for batch, lines_SK in chosen):
         found.update(zip(look.places, _check(look, topk), strict=True))
-    return [
-        [found[row, segment] for segment in range(num_segments(len(states), segment_tokens))]
-        for row, states in enumerate(states_list)
-    ]
+    return found
+
+
+def _start_on_device(
+    chosen: Chosen, topk: int, rng: np.random.Generator
+) -> Callable[[], dict[Place, SegmentCheck]]:
+    places: list[Place] = []
+    tables: list[Tensor] = []
+    for batch, lines_SK in chosen:
+        check_size(batch, topk)
+        controls = _controls(batch.host_sizes, topk, rng)
+        limits = Limits(MAX_CONTROLS, MANTISSA_BOUND, NO_MATCH)
+        tables.append(check_on_device(batch, lines_SK, controls, topk=topk, limits=limits))
+        places += batch.places
+    fetched = Fetched(torch.cat(tables, dim=1)) if tables else None
+    return partial(_find_on_device, places, fetched, topk)
+
+
+def _find_on_device(places: list[Place], fetched: Fetched | None, topk: int) -> dict[Place, SegmentCheck]:
+    if fetched is None:
+        return {}
+    table: Floats = fetched.wait().numpy()
+    _check_device_table(table, places, topk)
+    wrong, signs, hits, controls = (table[place].astype(np.int64) for place in (1, 5, 6, 7))
+    columns = (table[0].astype(np.int64), wrong, *table[2:5], signs, hits, controls, table[8] > 0)
+    return {
+        place: SegmentCheck(
+            num_values=size,
+            num_points=topk,
+            exponent_mismatches=mismatches,
+            mantissa_mean=mean,
+            mantissa_median=median,
+            mantissa_bounded=bounded,
+            sign_mismatches=signs,
+            control_hits=hits,
+            num_controls=num_controls,
+            constant=constant and topk > 1,
+        )
+        for place, size, mismatches, mean, median, bounded, signs, hits, num_controls, constant in zip(
+            places, *(column.tolist() for column in columns), strict=True
+        )
+    }
+
+
+def _check_device_table(table: Floats, places: list[Place], topk: int) -> None:
+    """What contender_points and _check_moduli refuse."""
+    largest_S, collisions_S, moduli_S = table[9:]
+    for s in np.flatnonzero(~np.isfinite(largest_S) | (largest_S == 0)):
+        raise unprovable(places[s], all_zero=largest_S[s] == 0)
+    for s in np.flatnonzero(collisions_S > max(1, topk // 8)):
+        raise _merging(places[s], int(moduli_S[s]), int(collisions_S[s]), topk)
+
+
+def _controls(sizes_S: Indices, topk: int, rng: np.random.Generator) -> tuple[Indices, Mask]:
+    """[S, C] control points of each segment, and which of them there are: fewer for some sizes."""
+    columns_of = {int(size): _control_columns(size, topk, rng) for size in np.unique(sizes_S)}
+    columns_SC = np.zeros((len(sizes_S), max(map(len, columns_of.values()))), dtype=np.int64)
+    there_SC = np.zeros(columns_SC.shape, dtype=np.bool_)
+    for size, columns_C in columns_of.items():
+        of_size = sizes_S == size
+        columns_SC[of_size, : len(columns_C)] = columns_C
+        there_SC[of_size, : len(columns_C)] = True
+    return columns_SC, there_SC
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +233,12 @@ class _Look:
 
 
 def _look(batch: SegmentBatch, lines_SK: Bits, topk: int, rng: np.random.Generator) -> _Look:
-    sizes_S = batch.sizes()
-    columns_of = {int(size): _control_columns(size, topk, rng) for size in np.unique(sizes_S)}
-    columns_SC = np.zeros((len(sizes_S), max(map(len, columns_of.values()))), dtype=np.int64)
+    sizes_S = batch.host_sizes
+    columns_SC, there_SC = _controls(sizes_S, topk, rng)
     claimed_SC = np.zeros(columns_SC.shape, dtype=np.uint16)
-    there_SC = np.zeros(columns_SC.shape, dtype=np.bool_)
-    for size, columns_C in columns_of.items():
+    for size in np.unique(sizes_S):
         of_size = sizes_S == size
-        columns_SC[of_size, : len(columns_C)] = columns_C
-        there_SC[of_size, : len(columns_C)] = True
+        columns_C = columns_SC[of_size][0][there_SC[of_size][0]]
         claimed_SC[of_size, : len(columns_C)] = evaluate_everywhere(lines_SK[of_size, 1:], columns_C)
     contenders, true_SW, control_SC = contender_points(batch, topk, columns_SC)
     is_point_SW = np.arange(true_SW.shape[1]) < contenders.num_S[:, None]
@@ -224,10 +322,12 @@ def _check_moduli(indices_SK: Indices, moduli_S: Indices, places: list[Place], t
         return
     count_S = collisions(indices_SK, moduli_S)
     for s in np.flatnonzero(count_S > max(1, topk // 8)):
-        row, segment = places[s]
-        raise ProofError(
-            f"segment {segment}: modulus {moduli_S[s]} merges {count_S[s]} of {topk} indices", row
-        )
+        raise _merging(places[s], moduli_S[s], count_S[s], topk)
+
+
+def _merging(place: Place, modulus: int, count: int, topk: int) -> ProofError:
+    row, segment = place
+    return ProofError(f"segment {segment}: modulus {modulus} merges {count} of {topk} indices", row)
 
 
 def _control_columns(size: int, topk: int, rng: np.random.Generator) -> Indices:

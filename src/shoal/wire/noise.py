@@ -12,7 +12,7 @@ from shoal.wire.record import Count, Record
 
 
 class Moments(Record):
-    """Of one statistic, over honest segments of one size class."""
+    """Of one statistic, over honest segments (or blocks of tokens) of one size class."""
 
     segments: Count
     mean: float = Field(ge=0)
@@ -29,6 +29,8 @@ class Tail(Record):
 
 
 class Statistic(Record):
+    """Its units are the segments of proofs, or blocks of as many tokens."""
+
     by_size: tuple[Moments, ...] = Field(min_length=1)
     inflation: float = Field(ge=1)
     """How much more the sum over a row varies than independent segments would."""
@@ -36,10 +38,12 @@ class Statistic(Record):
     """Of what the segments of one prompt's samples have in common, beyond that."""
     tails: tuple[Tail, ...] = Field(min_length=1)
     """By rising number of rows, the first of 1."""
+    alone: Tail | None = None
+    """Of single units. Without it, as in older files, the run's tolerances judge them."""
 
 
 class Noise(Record):
-    """What honest proofs of one model and dtype look like to a validator."""
+    """What honest work of one model and dtype looks like to a validator."""
 
     format: Literal["shoal/noise/1"] = "shoal/noise/1"
     model: str
@@ -53,17 +57,27 @@ class Noise(Record):
     """Exponents and signs that differ, of the top-k."""
     mantissas: Statistic
     """Mean mantissa error where they agree, no point counting for more than 8."""
+    token_sizes: tuple[int, ...] = ()
+    """Classes as above, of blocks of tokens. Empty in older files: the run's tolerances judge log-probs and draws then."""
+    logprobs: Statistic | None = None
+    """Mean |claimed - recomputed| log-prob of a block."""
+    draws: Statistic | None = None
+    """Mean root of the distance of a block's uniforms from the intervals of its tokens."""
 
     @model_validator(mode="after")
     def _classes_fit(self) -> "Noise":
         for statistic in (self.mismatches, self.mantissas):
-            if len(statistic.by_size) != len(self.sizes):
-                raise ValueError(
-                    f"{len(statistic.by_size)} moments for {len(self.sizes)} sizes; calibrate again"
-                )
-            rows = [tail.rows for tail in statistic.tails]
-            if rows[0] != 1 or rows != sorted(set(rows)):
-                raise ValueError(f"tails are for {rows} rows, must rise from 1; calibrate again")
-        if list(self.sizes) != sorted(set(self.sizes)):
-            raise ValueError(f"sizes {self.sizes} must rise; calibrate again")
+            _check_statistic(statistic, self.sizes)
+        for statistic in filter(None, (self.logprobs, self.draws)):
+            _check_statistic(statistic, self.token_sizes)
         return self
+
+
+def _check_statistic(statistic: Statistic, sizes: tuple[int, ...]) -> None:
+    if len(statistic.by_size) != len(sizes):
+        raise ValueError(f"{len(statistic.by_size)} moments for {len(sizes)} sizes; calibrate again")
+    rows = [tail.rows for tail in statistic.tails]
+    if rows[0] != 1 or rows != sorted(set(rows)):
+        raise ValueError(f"tails are for {rows} rows, must rise from 1; calibrate again")
+    if list(sizes) != sorted(set(sizes)):
+        raise ValueError(f"sizes {sizes} must rise; calibrate again")

@@ -10,7 +10,7 @@ import torch
 from honest_work import generate, make_claim, make_lease, make_policy, make_spec, make_table, sharpen
 
 from shoal import toploc
-from shoal.swarm.validator.checks import RowFacts, check_facts, check_surprise, surprise_z
+from shoal.swarm.validator.checks import RowFacts, check_facts, check_surprise, surprise_z, units_of
 from shoal.swarm.validator.judge import judge
 from shoal.swarm.validator.reader import Reader
 from shoal.swarm.validator.recompute import Policy, recompute
@@ -37,8 +37,9 @@ def noise(policy: Policy) -> Noise:
     rows = []
     for number in range(100, 107):
         lease = make_lease(SPEC, number=number)
-        facts = recompute(make_table(lease, policy).rows, lease, policy, control_seed=number)
-        rows += [fact.segments for fact in facts]
+        table = make_table(lease, policy)
+        facts = recompute(table.rows, lease, policy, control_seed=number)
+        rows += [units_of(row, fact) for row, fact in zip(table.rows, facts, strict=True)]
     return toploc.measure_noise({"this machine": rows}, model="tiny", compute_dtype="float32")
 
 
@@ -70,7 +71,7 @@ def test_suspicious_but_not_certain_is_void(policy: Policy, noise: Noise) -> Non
     rows = make_table(lease, policy).rows
     facts = recompute(rows, lease, policy, control_seed=1)
     scores = toploc.noise_scores([fact.segments for fact in facts], noise)
-    over = next(score for score in scores if score.name == "mantissas")
+    over = next(score for score in scores if (score.statistic, score.where) == ("mantissas", "over all rows"))
     num_segments = sum(len(fact.segments) for fact in facts)
     # Just past suspicious, spread evenly over the segments.
     spread = max(noise.mantissas.by_size[-1].variance, 0.01**2) ** 0.5
@@ -85,6 +86,38 @@ def test_suspicious_but_not_certain_is_void(policy: Policy, noise: Noise) -> Non
     with pytest.raises(Rejected) as refused:
         check_facts(rows, shifted, LOOSE, noise)
     assert refused.value.code == "void.uncertain", refused.value.detail
+
+
+def test_log_probs_and_draws_go_by_the_calibration(policy: Policy, noise: Noise) -> None:
+    """Tolerances that pass anything, and yet: what is known of honest work judges, each lie under its own code."""
+    lease = make_lease(SPEC, number=12)
+    table = make_table(lease, policy)
+    facts = recompute(table.rows, lease, policy, control_seed=1)
+    check_facts(table.rows, facts, LOOSE, noise)
+    shifted = [replace(row, logprobs=tuple(one - 0.02 for one in row.logprobs)) for row in table.rows]
+    check_facts(shifted, facts, LOOSE)
+    with pytest.raises(Rejected) as refused:
+        check_facts(shifted, facts, LOOSE, noise)
+    assert refused.value.code == "reject.wrong_logprobs"
+    away = [replace(fact, draw_distance_T=fact.draw_distance_T + 0.01) for fact in facts]
+    check_facts(table.rows, away, LOOSE)
+    with pytest.raises(Rejected) as refused:
+        check_facts(table.rows, away, LOOSE, noise)
+    assert refused.value.code == "reject.wrong_sampling"
+
+
+def test_what_no_calibration_knows_the_tolerances_judge(policy: Policy, noise: Noise) -> None:
+    lease = make_lease(SPEC, number=13)
+    table = make_table(lease, policy)
+    facts = recompute(table.rows, lease, policy, control_seed=1)
+    full = [place for place, row in enumerate(table.rows) if len(row.output_tokens) == 36]
+    rows, facts = [table.rows[place] for place in full], [facts[place] for place in full]
+    tight = LOOSE.model_copy(update={"logprob": 1e-9, "exponent_mismatches": 0, "mantissa_mean": 0.0})
+    check_facts(rows, facts, tight, noise)
+    unknown = noise.model_copy(update={"token_sizes": (), "logprobs": None, "draws": None})
+    with pytest.raises(Rejected) as refused:
+        check_facts(rows, facts, tight, unknown)
+    assert refused.value.code == "reject.wrong_logprobs"
 
 
 def test_the_verdict_goes_by_the_terms_of_the_run(policy: Policy, noise: Noise) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shoal.toploc import ProofError, SegmentCheck, check_format, noise_scores
+from shoal.toploc import ProofError, Score, SegmentCheck, TokenBlock, check_format, judges_alone, noise_scores
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease
 from shoal.wire.messages import Claim
@@ -42,6 +42,8 @@ FEW_VALUES = 9.0
 With equal ones for all, 46 of 21,504 honest submissions in bfloat16 were refused (docs/LOG.md)."""
 SHORT_ROW = 3.0
 """How much wider the tolerance of a row's log-probs is, over the root of its tokens. With one for all, 186 of the same were refused."""
+BLOCK_TOKENS = 32
+"""Tokens whose log-probs and draws are judged together."""
 NOWHERE = 0.9
 """Share of mismatching exponents, over all segments, at which a proof fits nowhere. Noise reaches 0.996."""
 
@@ -186,21 +188,45 @@ def check_endings(table: RolloutTable, end_tokens: Iterable[int], max_new_tokens
 def check_facts(
     rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances, noise: Noise | None = None
 ) -> None:
-    """All that the prefill decides, in the order the header explains."""
+    """All that the prefill decides, in the order the header explains. What the calibration knows it judges; what it does not
+    know, or all without one, the tolerances judge."""
     check_forgery(rows, facts, tolerances)
     check_early_stop(rows, facts, tolerances)
-    check_computation(rows, facts, tolerances)
-    segments = [fact.segments for fact in facts]
-    scores = [] if noise is None else noise_scores(segments, noise, [row.prompt_index for row in rows])
-    for score in scores:
-        if score.is_certain:
-            raise Rejected("reject.wrong_computation", str(score))
-    check_sampling(facts, tolerances)
+    units = [units_of(row, fact) for row, fact in zip(rows, facts, strict=True)]
+    scores = [] if noise is None else noise_scores(units, noise, [row.prompt_index for row in rows])
+    check_computation(rows, facts, tolerances, noise)
+    _check_certain(scores, ("mismatches", "mantissas"), "reject.wrong_computation")
+    if noise is None or noise.draws is None:
+        check_sampling(facts, tolerances)
+    _check_certain(scores, ("draws",), "reject.wrong_sampling")
     check_surprise(facts)
-    check_logprobs(rows, facts, tolerances)
+    check_logprobs(rows, facts, tolerances, noise)
+    _check_certain(scores, ("logprobs",), "reject.wrong_logprobs")
     for score in scores:
         if score.is_suspicious:
             raise Rejected("void.uncertain", str(score))
+
+
+def _check_certain(scores: Sequence[Score], statistics: Sequence[str], code: str) -> None:
+    for score in scores:
+        if score.is_certain and score.statistic in statistics:
+            raise Rejected(code, str(score))
+
+
+def units_of(row: Rollout, fact: RowFacts) -> list[SegmentCheck | TokenBlock]:
+    """What of a row is calibrated and tested: its proofs' segments, and its tokens in blocks."""
+    gaps_T = np.abs(np.asarray(row.logprobs, dtype=np.float64) - fact.logprobs_T)
+    root_T = np.sqrt(fact.draw_distance_T)
+    blocks = [
+        TokenBlock(
+            num_tokens=len(gaps),
+            logprob_gap=float(gaps.mean()),
+            draw_root=float(root_T[start : start + BLOCK_TOKENS].mean()),
+        )
+        for start in range(0, len(gaps_T), BLOCK_TOKENS)
+        for gaps in [gaps_T[start : start + BLOCK_TOKENS]]
+    ]
+    return [*fact.segments, *blocks]
 
 
 def check_forgery(rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances) -> None:
@@ -245,9 +271,14 @@ def check_early_stop(rows: Sequence[Rollout], facts: Sequence[RowFacts], toleran
     )
 
 
-def check_computation(rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances) -> None:
+def check_computation(
+    rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances, noise: Noise | None = None
+) -> None:
+    """Segment by segment, those that no calibration knows."""
     for row, fact in zip(rows, facts, strict=True):
         for number, segment in enumerate(fact.segments):
+            if judges_alone(noise, "mismatches", segment.num_values):
+                continue
             if too_far := _too_far(segment, tolerances):
                 mismatches, points = _mismatches(facts)
                 raise Rejected(
@@ -289,17 +320,22 @@ def surprise_z(facts: Sequence[RowFacts]) -> float:
     return total / math.sqrt(max(variance, MIN_SURPRISE_VARIANCE))
 
 
-def check_logprobs(rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances) -> None:
-    """Over the submission, and row by row: an answer of a few tokens may be off by more than a long one."""
+def check_logprobs(
+    rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances, noise: Noise | None = None
+) -> None:
+    """Over the submission, and row by row: an answer of a few tokens may be off by more than a long one. Rows whose blocks a
+    calibration knows are left to it."""
     gaps = [logprob_gap(row, fact) for row, fact in zip(rows, facts, strict=True)]
     lengths = [len(row.output_tokens) for row in rows]
     mean = float(np.average(gaps, weights=lengths))
-    if mean > tolerances.logprob:
+    if mean > tolerances.logprob and (noise is None or noise.logprobs is None):
         raise Rejected(
             "reject.wrong_logprobs",
             f"log-probs are off by {mean:.3g} on average over all rows, at most {tolerances.logprob:.3g}",
         )
     for row, gap, length in zip(rows, gaps, lengths, strict=True):
+        if judges_alone(noise, "logprobs", min(length, BLOCK_TOKENS)):
+            continue
         allowed = tolerances.logprob * (1 + SHORT_ROW / math.sqrt(length))
         if gap > allowed:
             raise Rejected(

@@ -18,11 +18,14 @@ from torch import Tensor
 
 from shoal.model.cache import KVCache
 from shoal.model.decoder import Decoder
+from shoal.model.packed_prefill import packed_states
 from shoal.model.segments import runs_kernel
 from shoal.model.tokenizer import Tokenizer
 from shoal.net.deadline import Stopped
 from shoal.swarm.validator.checks import RowFacts, where
-from shoal.toploc import ProofError, SegmentCheck, verify_proofs
+from shoal.toploc import ProofError, SegmentCheck, start_verifying
+from shoal.toploc.device import Fetched, upload
+from shoal.toploc.verify import Verification
 from shoal.wire.codes import Rejected
 from shoal.wire.draw import sample_seed, uniforms
 from shoal.wire.rollouts import Rollout
@@ -113,16 +116,14 @@ def recompute_many(
     ]
     facts: dict[tuple[int, int], RowFacts] = {}
     refused: dict[int, Rejected] = {}
-    for batch in _batches(entries, policy.batch_tokens):
+    begun: _Begun | None = None
+    # A device works on one batch while the host reads what the one before it gave.
+    for batch in (*_batches(entries, policy.batch_tokens), None):
         if stop is not None and stop.is_set():
             raise Stopped("stopped between two batches of a check")
-        states = _prefill(policy.decoder, [entry.row for entry in batch])
-        batch, states, segments = _verify(batch, states, control_seed, refused)
-        if not batch:
-            continue
-        per_token = _tokens(policy.decoder, batch, states)
-        for entry, segment, tokens in zip(batch, segments, per_token, strict=True):
-            facts[entry.submission, entry.place] = RowFacts(tuple(segment), *tokens)
+        before, begun = begun, None if batch is None else _begin(policy.decoder, batch, control_seed)
+        if before is not None:
+            facts.update(_finish(before, control_seed, refused))
     return [
         refused.get(number) or [facts[number, index] for index in range(len(one.rows))]
         for number, one in enumerate(submissions)
@@ -162,22 +163,15 @@ def _prefill(decoder: Decoder, rows: Sequence[Rollout]) -> list[Tensor]:
     if end >= decoder.shape.max_positions:
         raise CannotCheck(f"{end + 1} tokens pass the model's {decoder.shape.max_positions} positions")
     packs = runs_kernel(device, decoder.model.norm.weight.dtype)
-    states = _prefill_packed(decoder, rows, device) if packs else _prefill_cached(decoder, rows, end, device)
-    if not bool(torch.stack([torch.isfinite(s).all() for s in states]).all()):
-        raise CannotCheck("the policy's own states are not finite; its weights are broken")
-    return states
+    return _prefill_packed(decoder, rows) if packs else _prefill_cached(decoder, rows, end, device)
 
 
-def _prefill_packed(decoder: Decoder, rows: Sequence[Rollout], device: torch.device) -> list[Tensor]:
+def _prefill_packed(decoder: Decoder, rows: Sequence[Rollout]) -> list[Tensor]:
     """All rows end to end, nothing padded: a kernel looks at each for itself. Prompts are run again for each row."""
-    lengths = [_length(row) for row in rows]
-    tokens_1T = torch.tensor([[t for row in rows for t in (*row.prompt_tokens, *row.output_tokens[:-1])]])
-    positions_1T = torch.cat([torch.arange(length) for length in lengths])[None]
-    segments_1T = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))[None]
-    states_TH = decoder(tokens_1T.to(device), positions_1T.to(device), segments_BT=segments_1T.to(device))[0]
+    states_TH = packed_states(decoder, [row.prompt_tokens + row.output_tokens[:-1] for row in rows])
     return [
         of_row[len(row.prompt_tokens) - 1 :]
-        for row, of_row in zip(rows, torch.split(states_TH, lengths), strict=True)
+        for row, of_row in zip(rows, torch.split(states_TH, [_length(row) for row in rows]), strict=True)
     ]
 
 
@@ -235,39 +229,90 @@ def _make_cache(decoder: Decoder, *, num_slots: int, max_context: int, device: t
     return KVCache(decoder.shape, num_slots=num_slots, max_context=max_context, dtype=dtype, device=device)
 
 
-def _verify(
-    batch: list[_Entry], states: list[Tensor], control_seed: int, refused: dict[int, Rejected]
-) -> tuple[list[_Entry], list[Tensor], list[list[SegmentCheck]]]:
-    """What proofs say, for rows of the submissions that have none that is malformed; the others join `refused`."""
+class _Begun(NamedTuple):
+    """A batch whose work is done or, on a device, queued."""
+
+    batch: list[_Entry]
+    states: list[Tensor]
+    finite: Fetched
+    proofs: Verification | None
+    """None if some row's proof is malformed at first sight."""
+    per_token_5N: Fetched
+
+
+def _begin(decoder: Decoder, batch: list[_Entry], control_seed: int) -> _Begun:
+    states = _prefill(decoder, [entry.row for entry in batch])
+    states_NH = torch.cat(states)
+    try:
+        proofs = _start_proofs(batch, states, control_seed)
+    except ProofError:
+        proofs = None
+    return _Begun(
+        batch,
+        states,
+        Fetched(torch.isfinite(states_NH).all()),
+        proofs,
+        Fetched(_token_columns(decoder, batch, states_NH)),
+    )
+
+
+def _finish(
+    begun: _Begun, control_seed: int, refused: dict[int, Rejected]
+) -> dict[tuple[int, int], RowFacts]:
+    """Facts of the rows of submissions that have no malformed proof; the others join `refused`."""
+    if not bool(begun.finite.wait()):
+        raise CannotCheck("the policy's own states are not finite; its weights are broken")
+    segments = _proof_checks(begun, control_seed, refused)
+    per_token = _per_token(begun.batch, begun.per_token_5N.wait().double().numpy())
+    return {
+        (entry.submission, entry.place): RowFacts(tuple(segments[place]), *per_token[place])
+        for place, entry in enumerate(begun.batch)
+        if place in segments
+    }
+
+
+def _proof_checks(
+    begun: _Begun, control_seed: int, refused: dict[int, Rejected]
+) -> dict[int, list[SegmentCheck]]:
+    """By place in the batch."""
+    kept = list(range(len(begun.batch)))
+    proofs = begun.proofs if all(entry.submission not in refused for entry in begun.batch) else None
     while True:
-        kept = [place for place, entry in enumerate(batch) if entry.submission not in refused]
-        batch, states = [batch[place] for place in kept], [states[place] for place in kept]
-        if not batch:
-            return [], [], []
-        proof = batch[0].lease.proof
         try:
-            segments = verify_proofs(
-                [entry.row.proof for entry in batch],
-                [s[1:] for s in states],
-                topk=proof.topk,
-                segment_tokens=proof.segment_tokens,
-                control_seed=control_seed,
-            )
-            return batch, states, segments
+            if proofs is None:
+                kept = [place for place in kept if begun.batch[place].submission not in refused]
+                batch, states = (
+                    [begun.batch[place] for place in kept],
+                    [begun.states[place] for place in kept],
+                )
+                proofs = _start_proofs(batch, states, control_seed)
+            return dict(zip(kept, proofs.checks(), strict=True))
         except ProofError as error:
-            culprit = batch[error.row]
+            culprit = begun.batch[kept[error.row]]
             refused[culprit.submission] = Rejected(
                 "reject.malformed_proof", f"{where(culprit.row)}: {error.reason}"
             )
+            proofs = None
 
 
-def _tokens(
-    decoder: Decoder, batch: Sequence[_Entry], states: Sequence[Tensor]
-) -> list[tuple[Floats, Floats, Floats, Floats]]:
-    """For each row, per output token: log-prob, draw distance, surprise and the variance of that."""
-    states_NH = torch.cat(list(states))
-    tokens_N = torch.tensor(
-        [token for entry in batch for token in entry.row.output_tokens], device=states_NH.device
+def _start_proofs(batch: Sequence[_Entry], states: Sequence[Tensor], control_seed: int) -> Verification:
+    if not batch:
+        return start_verifying([], [], control_seed=control_seed)
+    proof = batch[0].lease.proof
+    return start_verifying(
+        [entry.row.proof for entry in batch],
+        [s[1:] for s in states],
+        topk=proof.topk,
+        segment_tokens=proof.segment_tokens,
+        control_seed=control_seed,
+    )
+
+
+def _token_columns(decoder: Decoder, batch: Sequence[_Entry], states_NH: Tensor) -> Tensor:
+    """[5, N], as _distribution has them."""
+    tokens_N = upload(
+        np.concatenate([np.array(entry.row.output_tokens, dtype=np.int64) for entry in batch]),
+        states_NH.device,
     )
     on_device = states_NH.device.type == "cuda"
     chunk = max(1, (DEVICE_LOGITS_AT_ONCE if on_device else LOGITS_AT_ONCE) // decoder.shape.vocab_size)
@@ -277,7 +322,12 @@ def _tokens(
         distribution(decoder, hidden, tokens, temperature)
         for hidden, tokens in zip(torch.split(states_NH, chunk), torch.split(tokens_N, chunk), strict=True)
     ]
-    logprob_N, low_N, high_N, entropy_N, variance_N = torch.cat(parts, dim=1).double().cpu().numpy()
+    return torch.cat(parts, dim=1)
+
+
+def _per_token(batch: Sequence[_Entry], columns_5N: Floats) -> list[tuple[Floats, Floats, Floats, Floats]]:
+    """For each row, per output token: log-prob, draw distance, surprise and the variance of that."""
+    logprob_N, low_N, high_N, entropy_N, variance_N = columns_5N
     uniform_N = np.concatenate([_row_uniforms(entry.row, entry.lease) for entry in batch])
     distance_N = np.maximum(np.maximum(low_N - uniform_N, uniform_N - high_N), 0.0)
     ends = np.cumsum([len(entry.row.output_tokens) for entry in batch])[:-1]

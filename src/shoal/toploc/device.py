@@ -1,0 +1,156 @@
+"""The checks of verify.py as tensor operations: for states on a device, where nothing but the results should leave it.
+
+The same numbers, segment by segment (a test compares); verify.py says what they mean. Residues are int64, products of blocks float64: whole
+numbers below 2^53.
+
+S segments, K top-k, W values that could be among them, C control points, N values of a segment, L coefficients of a block.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shoal.toploc.field import BLOCK, PRIME
+from shoal.toploc.search import Indices
+from shoal.toploc.segments import DEVICE_SURPLUS, Bits, SegmentBatch, magnitudes
+
+_AT_LAST_PLACE, _NO_POINT, _WRONG_EXPONENT, _WRONG_SIGN = 1 << 16, 1 << 17, 1 << 8, 1 << 7
+
+
+class Limits(NamedTuple):
+    """verify.py's own."""
+
+    controls: int
+    mantissa: int
+    no_match: float
+
+
+class Fetched:
+    """A tensor on its way to the host, behind what was queued before it and before what is queued after it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.to("cpu", non_blocking=True)
+        self._there: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._there.record()
+
+    def wait(self) -> Tensor:
+        if self._there is not None:
+            self._there.synchronize()
+        return self._tensor
+
+
+def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """To a device without waiting for what is queued there."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def check_on_device(
+    batch: SegmentBatch,
+    lines_SK: Bits,
+    controls: tuple[Indices, npt.NDArray[np.bool_]],
+    *,
+    topk: int,
+    limits: Limits,
+) -> Tensor:
+    """[12, S] float64, still on the device: what SegmentCheck has but num_points, in its order; then the largest magnitude, colliding
+    indices, and the modulus."""
+    values_SN, device = batch.sheets[0], batch.sheets[0].device
+    bits_SN = values_SN.view(torch.int16)
+    lines = upload(lines_SK.astype(np.int32), device).long()
+    columns, there = (upload(array, device) for array in controls)
+    moduli_S1, coefficients_SK = lines[:, :1], lines[:, 1:]
+    top = torch.topk(
+        magnitudes(values_SN, batch.sizes_S), min(topk + DEVICE_SURPLUS, values_SN.shape[1]), dim=1
+    )
+    is_point_SW = top.values >= top.values[:, topk - 1 : topk]
+    true_SW = torch.gather(bits_SN, 1, top.indices).int() & 0xFFFF
+    last_S1 = true_SW[:, topk - 1 : topk] & 0x7FFF
+    x_SW = top.indices % moduli_S1
+    rank_SK = _best(evaluate(coefficients_SK, x_SW), true_SW, is_point_SW, last_S1)[:, :topk]
+    control_SC = torch.gather(bits_SN, 1, columns).int() & 0xFFFF
+    usable_SC = there & ((control_SC & 0x7FFF) <= last_S1.clamp(min=0x80) - 0x80)
+    usable_SC &= usable_SC.cumsum(1) <= limits.controls
+    hits_S = _hits(evaluate(coefficients_SK, columns), control_SC, usable_SC, true_SW, is_point_SW)
+    x_SK = x_SW[:, :topk].sort(dim=1).values
+    sizes_S = torch.full_like(hits_S, values_SN.shape[1]) if batch.sizes_S is None else batch.sizes_S
+    return torch.stack(
+        [
+            sizes_S.double(),
+            *_compare(rank_SK, limits),
+            hits_S.double(),
+            usable_SC.sum(1).double(),
+            (coefficients_SK[:, 1:] == 0).all(1).double(),
+            top.values[:, 0].double(),
+            (x_SK[:, 1:] == x_SK[:, :-1]).sum(1).double(),
+            moduli_S1[:, 0].double(),
+        ]
+    )
+
+
+def evaluate(coefficients_SK: Tensor, x_SN: Tensor) -> Tensor:
+    """The polynomial of segment s at each x of line s, which are below PRIME; int32. By blocks, as field.py does."""
+    num_segments, num_coefficients = coefficients_SK.shape
+    powers_SLN = x_SN[:, None]
+    while powers_SLN.shape[1] < BLOCK:
+        powers_SLN = torch.cat([powers_SLN, powers_SLN * powers_SLN[:, -1:] % PRIME], dim=1)
+    floats_SLN = torch.cat([torch.ones_like(powers_SLN[:, :1]), powers_SLN[:, :-1]], dim=1).double()
+    num_blocks = -(-num_coefficients // BLOCK)
+    padded_SK = coefficients_SK.new_zeros(num_segments, num_blocks * BLOCK)
+    padded_SK[:, :num_coefficients] = coefficients_SK
+    blocks_SBL = padded_SK.view(num_segments, num_blocks, BLOCK).double()
+    block_SBN = torch.bmm(blocks_SBL, floats_SLN).long() % PRIME
+    value_SN = block_SBN[:, -1]
+    for block in range(num_blocks - 2, -1, -1):
+        value_SN = (value_SN * powers_SLN[:, -1] + block_SBN[:, block]) % PRIME
+    return value_SN.int()
+
+
+def _best(claimed_SW: Tensor, true_SW: Tensor, is_point_SW: Tensor, last_S1: Tensor) -> Tensor:
+    """What is wrong with each point as one number, the best first."""
+    differ_SW = claimed_SW ^ true_SW
+    rank_SW = ((claimed_SW & 0x7F) - (true_SW & 0x7F)).abs()
+    rank_SW += _WRONG_SIGN * (differ_SW >= 0x8000)
+    rank_SW += _WRONG_EXPONENT * ((differ_SW & 0x7F80) != 0)
+    rank_SW += _AT_LAST_PLACE * ((true_SW & 0x7FFF) == last_S1)
+    return rank_SW.masked_fill(~is_point_SW, _NO_POINT).sort(dim=1).values
+
+
+def _compare(rank_SK: Tensor, limits: Limits) -> Iterator[Tensor]:
+    """Mismatches; mean, upper median and bounded mean of the mantissa error; signs."""
+    agree_SK = (rank_SK & _WRONG_EXPONENT) == 0
+    num_S = agree_SK.sum(1)
+    error_SK = rank_SK & 0x7F
+    agreeing_SK = error_SK * agree_SK
+    divisor_S, some_S = num_S.clamp(min=1).double(), num_S > 0
+    sorted_SK = error_SK.masked_fill(~agree_SK, 0xFFFF).sort(dim=1).values
+    middle_S1 = (num_S // 2).clamp(max=rank_SK.shape[1] - 1)[:, None]
+    nothing_S = torch.full_like(divisor_S, limits.no_match)
+    yield (rank_SK.shape[1] - num_S).double()
+    yield torch.where(some_S, agreeing_SK.sum(1) / divisor_S, nothing_S)
+    yield torch.where(some_S, sorted_SK.gather(1, middle_S1)[:, 0].double(), nothing_S)
+    bounded_S = agreeing_SK.clamp(max=limits.mantissa).sum(1) / divisor_S
+    yield torch.where(some_S, bounded_S, torch.full_like(divisor_S, float(limits.mantissa)))
+    yield (agree_SK & ((rank_SK & _WRONG_SIGN) != 0)).sum(1).double()
+
+
+def _hits(
+    claimed_SC: Tensor, control_SC: Tensor, usable_SC: Tensor, true_SW: Tensor, is_point_SW: Tensor
+) -> Tensor:
+    """Usable control points that claim the true exponent, or one found among the top-k."""
+    top_SW = torch.where(is_point_SW, true_SW, true_SW[:, :1])
+    among_top_SE = torch.zeros(len(true_SW), 256, dtype=torch.bool, device=true_SW.device)
+    among_top_SE.scatter_(1, _exponents(top_SW), True)
+    plausible_SC = among_top_SE.gather(1, _exponents(claimed_SC))
+    right_SC = ((claimed_SC ^ control_SC) & 0x7F80) == 0
+    return (usable_SC & (plausible_SC | right_SC)).sum(1)
+
+
+def _exponents(bits: Tensor) -> Tensor:
+    return ((bits & 0x7F80) >> 7).long()

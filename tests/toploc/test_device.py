@@ -1,0 +1,81 @@
+"""The checks as a device does them give the numbers of the checks as a CPU does them, for all kinds of proofs and sizes."""
+
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+
+from shoal import toploc
+from shoal.toploc import verify
+from shoal.toploc.device import evaluate
+from shoal.toploc.field import PRIME
+from shoal.toploc.field import evaluate as evaluate_on_host
+from shoal.toploc.segments import padded_batches
+
+
+def states(lengths: list[int], hidden: int, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(length, hidden, generator=generator).to(torch.bfloat16) for length in lengths]
+
+
+def on_device(
+    proofs: list[bytes], rows: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> list[list[toploc.SegmentCheck]]:
+    with monkeypatch.context() as patch:
+        patch.setattr(verify, "batches", padded_batches)
+        patch.setattr(verify, "_start", verify._start_on_device)
+        return toploc.verify_proofs(proofs, rows, control_seed=7)
+
+
+@pytest.mark.parametrize("hidden", [192, 576, 2560])
+def test_the_same_numbers(hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = states([32, 70, 1, 5, 0, 33], hidden, seed=1)
+    honest = toploc.build_proofs(rows)
+    moved = [(row.float() * (1 + 0.01 * torch.randn(row.shape))).to(torch.bfloat16) for row in rows]
+    constant = [
+        (PRIME.to_bytes(2, "big") + b"\x40\x10" + bytes(254)) * (len(proof) // 258) for proof in honest
+    ]
+    others = toploc.build_proofs(states([len(row) for row in rows], hidden, seed=2))
+    for proofs, given in ((honest, rows), (honest, moved), (constant, rows), (others, rows)):
+        of_device = on_device(proofs, given, monkeypatch)
+        of_host = toploc.verify_proofs(proofs, given, control_seed=7)
+        for mine, theirs in zip(chain(*of_device), chain(*of_host), strict=True):
+            for name in verify.SegmentCheck.__slots__:
+                if name not in ("control_hits", "num_controls"):  # other random points
+                    assert getattr(mine, name) == pytest.approx(getattr(theirs, name)), name
+            assert type(mine.constant) is bool and type(mine.exponent_mismatches) is int
+            assert mine.num_controls == pytest.approx(theirs.num_controls, abs=60)
+            if mine.num_controls == theirs.num_controls == 128:
+                assert mine.control_hits == pytest.approx(theirs.control_hits, abs=16)
+
+
+def test_polynomials_on_a_device() -> None:
+    rng = np.random.default_rng(0)
+    coefficients = rng.integers(0, PRIME, size=(5, 128)).astype(np.uint16)
+    x = rng.integers(0, PRIME, size=(5, 200))
+    found = evaluate(torch.from_numpy(coefficients.astype(np.int64)), torch.from_numpy(x))
+    assert np.array_equal(found.numpy(), evaluate_on_host(coefficients, x).astype(np.int32))
+
+
+@pytest.mark.parametrize(("value", "word"), [(float("nan"), "NaN or infinity"), (0.0, "all zero")])
+def test_states_that_cannot_be_proven(value: float, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = states([32, 40], 576, seed=3)
+    proofs = toploc.build_proofs(rows)
+    rows[1][32:] = value
+    with pytest.raises(toploc.ProofError, match=word) as refused:
+        on_device(proofs, rows, monkeypatch)
+    assert refused.value.row == 1
+
+
+def test_a_modulus_that_merges_indices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At hidden 2,560 a segment passes the prime, and a forger may choose."""
+    rows = states([32], 2560, seed=4)
+    (proof,) = toploc.build_proofs(rows)
+    rows[0].zero_()
+    rows[0].view(-1)[: 2 * 65400 : 65400] = 3.0
+    rows[0].view(-1)[:64] = 2.0
+    rows[0].view(-1)[65400 : 65400 + 64] = 2.0
+    forged = (65400).to_bytes(2, "big") + proof[2:]
+    with pytest.raises(toploc.ProofError, match="modulus 65400 merges"):
+        on_device([forged], rows, monkeypatch)
