@@ -44,9 +44,9 @@ _LATELY = (
 )
 SIGNAL_PRIOR = 8.0
 """Groups with signal that are counted besides: so the share is 1 before anything was seen, and never 0."""
-_SIGNAL_SHARE = Statement(
+_COUNT_SIGNAL = Statement(
     select(
-        (func.count().filter(_LATELY.c.state.in_(_SIGNAL)) + SIGNAL_PRIOR) / (func.count() + SIGNAL_PRIOR)
+        func.count().filter(_LATELY.c.state.in_(_SIGNAL)).label("signal"), func.count().label("total")
     ).select_from(_LATELY)
 )
 _FORMED = Statement(select(batches.c.version).where(batches.c.version == given("number")))
@@ -143,7 +143,9 @@ def count_ready(db: Connection, oldest: int) -> int:
 
 def signal_share(db: Connection) -> float:
     """Of the groups accepted lately, those that teach something. Good for a whole turn: it is an estimate."""
-    return float(_SIGNAL_SHARE.value(db))
+    found = _COUNT_SIGNAL.row(db)
+    assert found is not None, "a count is one row"
+    return float((found.signal + SIGNAL_PRIOR) / (found.total + SIGNAL_PRIOR))
 
 
 def count_dropped(db: Connection) -> int:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 WRITTEN = "shoal.written"
 """In a connection's `info`: whom to tell that something was written through it (turn.py)."""
 
-Clause = Select[Any] | Insert | Update | Delete | TextClause
+Clause = Select[*tuple[Any, ...]] | Insert | Update | Delete | TextClause
 
 
 def given(name: str) -> BindParameter[Any]:
