@@ -5,6 +5,7 @@ the first moment.
 """
 
 import argparse
+import atexit
 import json
 import os
 import select
@@ -187,8 +188,10 @@ def _stop_on_signals(stop: threading.Event) -> None:
     def handle(number: int, frame: object) -> None:
         stop.set()
 
-    signal.signal(signal.SIGINT, handle)
-    signal.signal(signal.SIGTERM, handle)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+        # At exit Python puts back what ends a process at once, but not in the place of this: one key press more keeps the exit code.
+        atexit.register(signal.signal, number, signal.SIG_IGN)
 
 
 def _nobody_reads() -> bool:
