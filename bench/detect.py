@@ -50,7 +50,7 @@ from shoal.rollout.false_engines import AlteredEngine, quantised_by_channel
 from shoal.rollout.lies import LIES, OtherWeights, make_conduct
 from shoal.rollout.submission import make_requests, make_table, to_rollout
 from shoal.rollout.torch_engine import TorchEngine
-from shoal.swarm.validator import checks
+from shoal.swarm.validator import checks, form
 from shoal.swarm.validator import recompute as recomputing
 from shoal.swarm.validator.judge import open_submission
 from shoal.swarm.validator.reader import Reader
@@ -303,7 +303,7 @@ class Bench:
             copy_of=NODE if digest in self.seen else None,
         )
         self.seen.add(digest)
-        checks.check_claim(claim)
+        form.check_claim(claim)
         return open_submission(data, claim, self.policy, reader=self.reader)
 
     def judge(self, rows, facts, noise: Noise, tally: Tally, name: str) -> None:  # type: ignore[no-untyped-def]

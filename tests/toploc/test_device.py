@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shoal import toploc
-from shoal.toploc import verify
+from shoal.toploc import device, host, verify
 from shoal.toploc.device import evaluate
 from shoal.toploc.field import PRIME
 from shoal.toploc.field import evaluate as evaluate_on_host
@@ -24,7 +24,7 @@ def on_device(
 ) -> list[list[toploc.SegmentCheck]]:
     with monkeypatch.context() as patch:
         patch.setattr(verify, "batches", padded_batches)
-        patch.setattr(verify, "_start", verify._start_on_device)
+        patch.setattr(host, "find", lambda *given: device.start(*given)())
         return toploc.verify_proofs(proofs, rows, control_seed=7)
 
 
@@ -41,7 +41,7 @@ def test_the_same_numbers(hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
         of_device = on_device(proofs, given, monkeypatch)
         of_host = toploc.verify_proofs(proofs, given, control_seed=7)
         for mine, theirs in zip(chain(*of_device), chain(*of_host), strict=True):
-            for name in verify.SegmentCheck.__slots__:
+            for name in toploc.SegmentCheck.__slots__:
                 if name not in ("control_hits", "num_controls"):  # other random points
                     assert getattr(mine, name) == pytest.approx(getattr(theirs, name)), name
             assert type(mine.constant) is bool and type(mine.exponent_mismatches) is int

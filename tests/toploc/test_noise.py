@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from shoal import toploc
 from shoal.toploc.decision import CERTAIN, NORMAL_TAIL, bound, bound_for, outlier_bound, size_class
-from shoal.toploc.verify import NO_MATCH, SegmentCheck
+from shoal.toploc.segment_check import NO_MATCH, SegmentCheck
 from shoal.wire.noise import Noise, Tail
 
 Row = list[SegmentCheck]

@@ -11,7 +11,8 @@ from shoal.toploc.build import build_proofs
 from shoal.toploc.calibrate import measure_noise
 from shoal.toploc.decision import Score, TokenBlock, judges_alone, noise_scores
 from shoal.toploc.proof import ProofError, check_format, expected_bytes
-from shoal.toploc.verify import NO_MATCH, SegmentCheck, start_verifying, verify_proofs
+from shoal.toploc.segment_check import NO_MATCH, SegmentCheck
+from shoal.toploc.verify import start_verifying, verify_proofs
 
 __all__ = [
     "NO_MATCH",

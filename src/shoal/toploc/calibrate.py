@@ -21,7 +21,7 @@ from shoal.toploc.decision import (
     Row,
     size_class,
 )
-from shoal.toploc.verify import SegmentCheck
+from shoal.toploc.segment_check import SegmentCheck
 from shoal.wire.noise import Moments, Noise, Statistic, Tail
 
 MIN_ROWS = 200

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from shoal.toploc.verify import SegmentCheck
+from shoal.toploc.segment_check import SegmentCheck
 from shoal.wire.noise import Moments, Noise, Statistic, Tail
 
 CERTAIN = 1e-8

@@ -1,13 +1,13 @@
-"""The checks of verify.py as tensor operations: for states on a device, where nothing but the results should leave it.
+"""The checks of host.py as tensor operations: for states on a device, where nothing but the results should leave it.
 
-The same numbers, segment by segment (a test compares); verify.py says what they mean. Residues are int64, products of blocks float64: whole
+The same numbers, segment by segment (a test compares). Residues are int64, products of blocks float64: whole
 numbers below 2^53.
 
 S segments, K top-k, W values that could be among them, C control points, N values of a segment, L coefficients of a block.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -16,17 +16,29 @@ from torch import Tensor
 
 from shoal.toploc.field import BLOCK, PRIME
 from shoal.toploc.search import Indices
-from shoal.toploc.segments import DEVICE_SURPLUS, Bits, SegmentBatch, magnitudes
-
-_AT_LAST_PLACE, _NO_POINT, _WRONG_EXPONENT, _WRONG_SIGN = 1 << 16, 1 << 17, 1 << 8, 1 << 7
-
-
-class Limits(NamedTuple):
-    """verify.py's own."""
-
-    controls: int
-    mantissa: int
-    no_match: float
+from shoal.toploc.segment_check import (
+    AT_LAST_PLACE,
+    MANTISSA_BOUND,
+    MAX_CONTROLS,
+    NO_MATCH,
+    NO_POINT,
+    WRONG_EXPONENT,
+    WRONG_SIGN,
+    Mask,
+    SegmentCheck,
+    check_collisions,
+    control_points,
+    segment_checks,
+)
+from shoal.toploc.segments import (
+    DEVICE_SURPLUS,
+    Bits,
+    Place,
+    SegmentBatch,
+    check_size,
+    magnitudes,
+    unprovable,
+)
 
 
 class Fetched:
@@ -51,13 +63,43 @@ def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def check_on_device(
+Finder = Callable[[], dict[Place, SegmentCheck]]
+"""Waits for what was queued."""
+
+
+def start(chosen: Iterable[tuple[SegmentBatch, Bits]], topk: int, rng: np.random.Generator) -> Finder:
+    """Queue the checks of segments and their lines."""
+    places: list[Place] = []
+    tables: list[Tensor] = []
+    for batch, lines_SK in chosen:
+        check_size(batch, topk)
+        tables.append(_check(batch, lines_SK, control_points(batch.host_sizes, topk, rng), topk=topk))
+        places += batch.places
+    fetched = Fetched(torch.cat(tables, dim=1)) if tables else None
+    return partial(_find, places, fetched, topk)
+
+
+def _find(places: list[Place], fetched: Fetched | None, topk: int) -> dict[Place, SegmentCheck]:
+    if fetched is None:
+        return {}
+    table: npt.NDArray[np.float64] = fetched.wait().numpy()
+    largest_S, collisions_S, moduli_S = table[9:]
+    for s in np.flatnonzero(~np.isfinite(largest_S) | (largest_S == 0)):
+        raise unprovable(places[s], all_zero=largest_S[s] == 0)
+    check_collisions(collisions_S, moduli_S, places, topk)
+    size_S, wrong_S, signs_S, hits_S, controls_S = (
+        table[place].astype(np.int64) for place in (0, 1, 5, 6, 7)
+    )
+    columns = (size_S, wrong_S, *table[2:5], signs_S, hits_S, controls_S, table[8] > 0)
+    return dict(zip(places, segment_checks(columns, topk), strict=True))
+
+
+def _check(
     batch: SegmentBatch,
     lines_SK: Bits,
-    controls: tuple[Indices, npt.NDArray[np.bool_]],
+    controls: tuple[Indices, Mask],
     *,
     topk: int,
-    limits: Limits,
 ) -> Tensor:
     """[12, S] float64, still on the device: what SegmentCheck has but num_points, in its order; then the largest magnitude, colliding
     indices, and the modulus."""
@@ -76,14 +118,14 @@ def check_on_device(
     rank_SK = _best(evaluate(coefficients_SK, x_SW), true_SW, is_point_SW, last_S1)[:, :topk]
     control_SC = torch.gather(bits_SN, 1, columns).int() & 0xFFFF
     usable_SC = there & ((control_SC & 0x7FFF) <= last_S1.clamp(min=0x80) - 0x80)
-    usable_SC &= usable_SC.cumsum(1) <= limits.controls
+    usable_SC &= usable_SC.cumsum(1) <= MAX_CONTROLS
     hits_S = _hits(evaluate(coefficients_SK, columns), control_SC, usable_SC, true_SW, is_point_SW)
     x_SK = x_SW[:, :topk].sort(dim=1).values
     sizes_S = torch.full_like(hits_S, values_SN.shape[1]) if batch.sizes_S is None else batch.sizes_S
     return torch.stack(
         [
             sizes_S.double(),
-            *_compare(rank_SK, limits),
+            *_compare(rank_SK),
             hits_S.double(),
             usable_SC.sum(1).double(),
             (coefficients_SK[:, 1:] == 0).all(1).double(),
@@ -116,28 +158,28 @@ def _best(claimed_SW: Tensor, true_SW: Tensor, is_point_SW: Tensor, last_S1: Ten
     """What is wrong with each point as one number, the best first."""
     differ_SW = claimed_SW ^ true_SW
     rank_SW = ((claimed_SW & 0x7F) - (true_SW & 0x7F)).abs()
-    rank_SW += _WRONG_SIGN * (differ_SW >= 0x8000)
-    rank_SW += _WRONG_EXPONENT * ((differ_SW & 0x7F80) != 0)
-    rank_SW += _AT_LAST_PLACE * ((true_SW & 0x7FFF) == last_S1)
-    return rank_SW.masked_fill(~is_point_SW, _NO_POINT).sort(dim=1).values
+    rank_SW += WRONG_SIGN * (differ_SW >= 0x8000)
+    rank_SW += WRONG_EXPONENT * ((differ_SW & 0x7F80) != 0)
+    rank_SW += AT_LAST_PLACE * ((true_SW & 0x7FFF) == last_S1)
+    return rank_SW.masked_fill(~is_point_SW, NO_POINT).sort(dim=1).values
 
 
-def _compare(rank_SK: Tensor, limits: Limits) -> Iterator[Tensor]:
+def _compare(rank_SK: Tensor) -> Iterator[Tensor]:
     """Mismatches; mean, upper median and bounded mean of the mantissa error; signs."""
-    agree_SK = (rank_SK & _WRONG_EXPONENT) == 0
+    agree_SK = (rank_SK & WRONG_EXPONENT) == 0
     num_S = agree_SK.sum(1)
     error_SK = rank_SK & 0x7F
     agreeing_SK = error_SK * agree_SK
     divisor_S, some_S = num_S.clamp(min=1).double(), num_S > 0
     sorted_SK = error_SK.masked_fill(~agree_SK, 0xFFFF).sort(dim=1).values
     middle_S1 = (num_S // 2).clamp(max=rank_SK.shape[1] - 1)[:, None]
-    nothing_S = torch.full_like(divisor_S, limits.no_match)
+    nothing_S = torch.full_like(divisor_S, NO_MATCH)
     yield (rank_SK.shape[1] - num_S).double()
     yield torch.where(some_S, agreeing_SK.sum(1) / divisor_S, nothing_S)
     yield torch.where(some_S, sorted_SK.gather(1, middle_S1)[:, 0].double(), nothing_S)
-    bounded_S = agreeing_SK.clamp(max=limits.mantissa).sum(1) / divisor_S
-    yield torch.where(some_S, bounded_S, torch.full_like(divisor_S, float(limits.mantissa)))
-    yield (agree_SK & ((rank_SK & _WRONG_SIGN) != 0)).sum(1).double()
+    bounded_S = agreeing_SK.clamp(max=MANTISSA_BOUND).sum(1) / divisor_S
+    yield torch.where(some_S, bounded_S, torch.full_like(divisor_S, float(MANTISSA_BOUND)))
+    yield (agree_SK & ((rank_SK & WRONG_SIGN) != 0)).sum(1).double()
 
 
 def _hits(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shoal.model.tokenizer import Tokenizer
 from shoal.net.deadline import Stopped
-from shoal.swarm.validator import checks
+from shoal.swarm.validator import checks, form
 from shoal.swarm.validator.reader import Reader, ReaderDown
 from shoal.swarm.validator.recompute import CannotCheck, Checked, Policy, recompute_many
 from shoal.tasks import CannotGrade, Outcome, Problem, Reward, Task, make_task
@@ -90,7 +90,7 @@ def _begin(
 ) -> _Opened | Verdict | Failed:
     started_s = time.monotonic()
     try:
-        checks.check_claim(claim)
+        form.check_claim(claim)
         task = make_task(spec.task)
         problems = leased_problems(claim.lease, spec.run, task)
         table = open_submission(data, claim, policy, reader=reader)
@@ -132,7 +132,7 @@ def _end(one: _Opened, spec: RunSpec, policy: Policy, stop: threading.Event | No
 def judge_claim(claim: Claim) -> Verdict | None:
     """The refusal that needs neither the bytes nor the weights, if there is one."""
     try:
-        checks.check_claim(claim)
+        form.check_claim(claim)
     except Rejected as rejected:
         return _refusal(claim, rejected, {})
     return None
@@ -143,12 +143,12 @@ def open_submission(data: bytes, claim: Claim, policy: Policy, *, reader: Reader
     lease, tokenizer = claim.lease, policy.tokenizer
     prompt_tokens = encode_prompts(lease, tokenizer)
     table = reader.read(data, table_limits(lease, max(map(len, prompt_tokens))))
-    checks.check_binding(table, claim)
-    checks.check_groups(table, lease)
-    checks.check_prompts(table, prompt_tokens)
-    checks.check_values(table, tokenizer.vocab_size)
-    checks.check_endings(table, tokenizer.end_tokens, lease.sampling.max_new_tokens)
-    checks.check_proof_format(table, lease.proof, policy.decoder.shape.hidden_size)
+    form.check_binding(table, claim)
+    form.check_groups(table, lease)
+    form.check_prompts(table, prompt_tokens)
+    form.check_values(table, tokenizer.vocab_size)
+    form.check_endings(table, tokenizer.end_tokens, lease.sampling.max_new_tokens)
+    form.check_proof_format(table, lease.proof, policy.decoder.shape.hidden_size)
     return table
 
 

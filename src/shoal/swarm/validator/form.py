@@ -1,0 +1,127 @@
+"""Checks of a submission before the model runs: on the claim, the table and the lease. Pure: each passes in silence or raises
+Rejected with its code. What takes the model is in checks.py.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from shoal.toploc import ProofError, check_format
+from shoal.wire.codes import Rejected
+from shoal.wire.lease import Lease
+from shoal.wire.messages import Claim
+from shoal.wire.rollouts import Finish, Rollout, RolloutTable
+from shoal.wire.run import ProofSpec
+
+LOGPROB_ROUNDING = 1e-4
+"""A certain token's log-prob may come out this far above 0."""
+
+
+def where(row: Rollout) -> str:
+    return f"row ({row.prompt_index}, {row.sample_index})"
+
+
+def check_claim(claim: Claim) -> None:
+    """What the claim alone says."""
+    if claim.copy_of == claim.lease.node:
+        raise Rejected("reject.replayed", f"the node submitted file {claim.sha256[:16]} before")
+    if claim.copy_of is not None:
+        raise Rejected(
+            "reject.copied", f"node {claim.copy_of[:16]} submitted file {claim.sha256[:16]} before"
+        )
+    leased = [policy.version for policy in claim.lease.policies]
+    if claim.policy_version not in leased:
+        raise Rejected(
+            "reject.wrong_lease", f"policy version {claim.policy_version} is not leased; leased: {leased}"
+        )
+
+
+def check_binding(table: RolloutTable, claim: Claim) -> None:
+    lease = claim.lease
+    if table.lease_id != lease.lease_id:
+        raise Rejected(
+            "reject.wrong_lease", f"the file was made for lease {table.lease_id[:32]!r}, not {lease.lease_id}"
+        )
+    if table.policy_version != claim.policy_version:
+        raise Rejected(
+            "reject.wrong_lease",
+            f"the file names policy version {table.policy_version}, the submission {claim.policy_version}",
+        )
+
+
+def check_groups(table: RolloutTable, lease: Lease) -> None:
+    """Every sample of every prompt, once."""
+    samples = lease.sampling.samples_per_prompt
+    wanted = {(prompt, sample) for prompt in range(len(lease.prompts)) for sample in range(samples)}
+    found = Counter((row.prompt_index, row.sample_index) for row in table.rows)
+    problems = (
+        ("is missing", sorted(wanted - found.keys())),
+        ("is not leased", sorted(found.keys() - wanted)),
+        ("is there more than once", sorted(place for place, count in found.items() if count > 1)),
+    )
+    for problem, places in problems:
+        if places:
+            raise Rejected(
+                "reject.incomplete_group",
+                f"row {places[0]} {problem}, and {len(places) - 1} more; the lease is for {len(wanted)} rows",
+            )
+
+
+def check_prompts(table: RolloutTable, prompt_tokens: Sequence[Sequence[int]]) -> None:
+    """`prompt_tokens` are the leased prompts as the policy's tokenizer encodes them."""
+    expected = [tuple(tokens) for tokens in prompt_tokens]
+    edited = [row for row in table.rows if row.prompt_tokens != expected[row.prompt_index]]
+    if not edited:
+        return
+    if len(edited) == len(table.rows):
+        raise Rejected("reject.other_prompts", f"none of the {len(expected)} prompts is the leased one")
+    raise Rejected(
+        "reject.edited_prompt",
+        f"{where(edited[0])}: the prompt is not the leased one; so in {len(edited)} of {len(table.rows)} rows",
+    )
+
+
+def check_values(table: RolloutTable, vocab_size: int) -> None:
+    for row in table.rows:
+        lowest, highest = min(row.output_tokens), max(row.output_tokens)
+        if lowest < 0 or highest >= vocab_size:
+            bad = lowest if lowest < 0 else highest
+            raise Rejected(
+                "reject.bad_values", f"{where(row)}: token {bad} is outside the vocabulary of {vocab_size}"
+            )
+        for logprob in row.logprobs:
+            if not math.isfinite(logprob) or logprob > LOGPROB_ROUNDING:
+                raise Rejected("reject.bad_values", f"{where(row)}: a log-prob is {logprob}")
+
+
+def check_proof_format(table: RolloutTable, proof: ProofSpec, hidden_size: int) -> None:
+    try:
+        check_format(
+            [row.proof for row in table.rows],
+            [len(row.output_tokens) - 1 for row in table.rows],
+            hidden_size=hidden_size,
+            topk=proof.topk,
+            segment_tokens=proof.segment_tokens,
+        )
+    except ProofError as error:
+        raise Rejected("reject.malformed_proof", f"{where(table.rows[error.row])}: {error.reason}") from None
+
+
+def check_endings(table: RolloutTable, end_tokens: Iterable[int], max_new_tokens: int) -> None:
+    """An answer ends at its first end token, or at the cap; nowhere else."""
+    ends = frozenset(end_tokens)
+    for row in table.rows:
+        if not ends.isdisjoint(row.output_tokens[:-1]):
+            raise Rejected("reject.early_stop", f"{where(row)}: goes on after an end token")
+        ended = row.output_tokens[-1] in ends
+        length = len(row.output_tokens)
+        if not ended and length != max_new_tokens:
+            raise Rejected(
+                "reject.early_stop",
+                f"{where(row)}: stops after {length} of {max_new_tokens} tokens without an end token",
+            )
+        if ended != (row.finish is Finish.EOS):
+            raise Rejected(
+                "reject.early_stop",
+                f"{where(row)}: says it finished by {row.finish.name}, but its last token is {row.output_tokens[-1]}",
+            )
