@@ -54,7 +54,7 @@ class Liar:
         terms = join(self.client, state, deadline_s=WAIT_S, log=log)
         self.epoch, self.authority = terms.epoch, url.removeprefix("http://")
         self.session = Session(self.client, terms, deadline_s=WAIT_S, log=log)
-        self._shelf = PolicyShelf(state.versions, self.session, max_lag=terms.info.spec.max_lag, log=log)
+        self._shelf = PolicyShelf(state, self.session, max_lag=terms.info.spec.max_lag, log=log)
         self._engine = TorchEngine(
             compute_dtype=terms.info.spec.compute_dtype, proof=terms.info.spec.proof, max_rows=64
         )

@@ -57,7 +57,7 @@ def test_from_nothing_to_credit_through_a_crash(tmp_path: Path) -> None:
         began_s = time.monotonic()
         joined = Joined(swarm.url, dir)
         try:
-            view = wait_for_node(swarm, dir, lambda view: view.accepted > 0)
+            view = wait_for_node(swarm, joined, dir, lambda view: view.accepted > 0)
             print(f"{time.monotonic() - began_s:.0f} s from `shoal join` to the first accepted lease")  # noqa: T201
             assert "in use by another worker" in run("join", swarm.url, "--yes", "--dir", dir, status=2)
             assert view.node in run("whoami", "--dir", dir)
@@ -66,16 +66,16 @@ def test_from_nothing_to_credit_through_a_crash(tmp_path: Path) -> None:
             findings, _ = json.JSONDecoder().raw_decode(run("doctor", swarm.url, "--dir", dir, "--json"))
             assert not [finding for finding in findings if finding["state"] == "bad"]
 
-            wait_for_node(swarm, dir, lambda now: now.phase.startswith("generating"))
+            wait_for_node(swarm, joined, dir, lambda now: now.phase.startswith("generating"))
             joined.process.send_signal(signal.SIGKILL)
             joined.process.wait()
             joined = Joined(swarm.url, dir)
-            wait_for_node(swarm, dir, lambda now: now.accepted > view.accepted)
+            wait_for_node(swarm, joined, dir, lambda now: now.accepted > view.accepted)
             mine = [event for event in swarm.ledger() if event.body.get("node") == view.node]
             assert not [event for event in mine if event.body.get("code") == "void.expired"]
 
             run("pause", "--dir", dir)
-            wait_for_node(swarm, dir, lambda now: now.phase.startswith("paused"))
+            wait_for_node(swarm, joined, dir, lambda now: now.phase.startswith("paused"))
             assert "accepted: " in run("check-local", "--dir", dir)
             run("identity", "backup", tmp_path / "kept.json", "--dir", dir)
             run("identity", "restore", tmp_path / "kept.json", "--dir", tmp_path / "again")
@@ -88,15 +88,19 @@ def test_from_nothing_to_credit_through_a_crash(tmp_path: Path) -> None:
             joined.end()
 
 
-def wait_for_node(swarm: Swarm, dir: Path, good: Callable[[NodeView], bool]) -> NodeView:
+def wait_for_node(swarm: Swarm, joined: Joined, dir: Path, good: Callable[[NodeView], bool]) -> NodeView:
     def look() -> NodeView | None:
+        assert joined.process.poll() is None, f"`shoal join` ended with {joined.process.returncode}"
         if not (dir / "node.key").exists():
             return None
         answer = httpx.get(f"{swarm.url}/v1/nodes/{Key.load(dir / 'node.key').public}", timeout=30)
         view = NodeView.parse(answer.content) if answer.is_success else None
         return view if view is not None and good(view) else None
 
-    view: NodeView = swarm.wait_for("the node that joined", look, deadline_s=300)
+    try:
+        view: NodeView = swarm.wait_for("the node that joined", look, deadline_s=300)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\nthe node's own log:\n{joined.log.read_text()[-8000:]}") from None
     return view
 
 

@@ -1,10 +1,10 @@
-"""Whole rows on a CUDA device, laid end to end, with the kernels of a decode step: what a validator runs.
+"""Whole rows on a CUDA device, laid end to end, with the kernels of a decode step: what a validator runs, and an engine over prompts.
 
-Nothing is padded and no key is kept. Values are rounded where the decoder rounds them, so that states differ from its by the
+Nothing is padded. Values are rounded where the decoder rounds them, so that states differ from its by the
 order of sums alone. T tokens of all rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -34,14 +34,27 @@ def packed_states(decoder: Decoder, rows: Sequence[Sequence[int]]) -> Tensor:
 
 
 def _fused_states(weights: FusedWeights, table_3T: Tensor, lengths: Sequence[int]) -> Tensor:
+    from shoal.model import kernels
+
+    nowhere = (weights.embed_VH, weights.embed_VH)  # no place is 0 or above: keys and values are not kept
+    for x_TH, delta_TH in fused_layers(weights, table_3T, lengths, kept=[nowhere] * len(weights.layers)):
+        last = x_TH, delta_TH  # one layer's at a time: all of them would be the larger part of the memory
+    return kernels.add_norm(*last, weights.norm_H, weights.shape.norm_eps)
+
+
+def fused_layers(
+    weights: FusedWeights, table_3T: Tensor, lengths: Sequence[int], *, kept: Sequence[tuple[Tensor, Tensor]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """After each layer, what has come in and what the layer adds to it, [T, H] both. A token's keys and values go to its place in
+    that layer's `kept`. `table_3T` has a column for each token: its id, its position, its place or less than 0 for none."""
     from shoal.model import kernels, prompt_kernels
 
     shape, eps = weights.shape, weights.shape.norm_eps
     segments = laid_end_to_end(lengths, weights.embed_VH.device, weights.embed_VH.dtype)
-    nowhere = (weights.embed_VH, weights.embed_VH)  # no place is 0 or above: keys and values are not kept
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
     x_TH = F.embedding(table_3T[0], weights.embed_VH)
     delta_TH: Tensor | None = None
-    for layer in weights.layers:
+    for layer, layer_kept in zip(weights.layers, kept, strict=True):
         normed_TH = kernels.add_norm(x_TH, delta_TH, layer.input_norm_H, eps)
         qkv_1TQD = prompt_kernels.spread(
             F.linear(normed_TH, layer.qkv_QH, layer.qkv_bias_Q),
@@ -49,15 +62,13 @@ def _fused_states(weights: FusedWeights, table_3T: Tensor, lengths: Sequence[int
             shape=shape,
             rope_PE=weights.rope_PE,
             table_3T=table_3T,
-            kept=nowhere,
+            kept=layer_kept,
         )[None]
-        q_1TND, k_1TKD, v_1TKD = torch.split(
-            qkv_1TQD, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=2
-        )
+        q_1TND, k_1TKD, v_1TKD = torch.split(qkv_1TQD, [heads, kv_heads, kv_heads], dim=2)
         mixed_TQ = attend_segments(q_1TND, k_1TKD, v_1TKD, segments).reshape(len(x_TH), -1)
         normed_TH = kernels.add_norm(x_TH, F.linear(mixed_TQ, layer.o_HQ), layer.post_norm_H, eps)
         delta_TH = F.linear(kernels.silu_mul(F.linear(normed_TH, layer.gate_up_FH)), layer.down_HF)
-    return kernels.add_norm(x_TH, delta_TH, weights.norm_H, eps)
+        yield x_TH, delta_TH
 
 
 def _table(rows: Sequence[Sequence[int]], lengths: Sequence[int], device: torch.device) -> Tensor:

@@ -61,6 +61,9 @@ class CpuStep:
         """`weights` are the decoder's own, packed or not."""
         self._decoder, self._weights, self._slots, self._is_end_V = decoder, weights, slots, is_end_V
         self._lanes = lanes
+        self._step_layers = (
+            without_python()
+        )  # here, not in a lane: torch's compiler is for one thread at a time
         self._places = Places(slots.room.prompts)
         self._kept: dict[int, _Kept] = {}
         self._shares: list[_Share] = []
@@ -75,7 +78,7 @@ class CpuStep:
         shape, rows = weights.shape, slice(share.start, share.stop)
         heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.norm_eps)
         x_BH = F.embedding(slots.newest_S[rows], weights.embed_VH)
-        x_BH = without_python()(x_BH, list(weights.layers), heads, share.prompts, self._glance(share))
+        x_BH = self._step_layers(x_BH, list(weights.layers), heads, share.prompts, self._glance(share))
         hidden_BH = norm(x_BH, weights.norm_H, shape.norm_eps)
         slots.states_SNH[slots.index_S[rows], slots.counts_S[rows] - 1] = hidden_BH.to(torch.bfloat16)
         self._draw(linear(hidden_BH, weights.head_VH), slots.index_S[rows])

@@ -15,6 +15,7 @@ from shoal.net.deadline import DeadlinePassed, Stopped
 from shoal.rollout.engine import Engine
 from shoal.rollout.heartbeat import Halt
 from shoal.rollout.session import LeaseLost, Session
+from shoal.rollout.state import State
 from shoal.shardcast import RelayChoice, fetch_version, prune_versions
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
@@ -29,8 +30,8 @@ STOCK_S = 600.0
 class PolicyShelf:
     """The versions in this worker's folder. From any thread; versions are fetched one at a time."""
 
-    def __init__(self, folder: Path, session: Session, *, max_lag: int, log: Log) -> None:
-        self._folder, self._session = folder, session
+    def __init__(self, state: State, session: Session, *, max_lag: int, log: Log) -> None:
+        self._state, self._folder, self._session = state, state.versions, session
         self._max_lag, self._log = max_lag, log
         self._fetching = threading.Lock()
         self._choice = RelayChoice(ticket=session.tickets)
@@ -77,12 +78,16 @@ class PolicyShelf:
         return policy
 
     def load(self, policy: PolicyRef, engine: Engine) -> None:
-        """Have the engine hold this version, which is here; then drop those that no lease will name any more."""
+        """Have the engine hold this version, which is here; then drop those that no lease will name any more.
+
+        Not the one that made the last file, which its owner may want to check; nor this, which may be an old one's evaluation.
+        """
         engine.load(self._here[policy], policy.version)
         self._log.info(f"loaded version {policy.version}")
         if self._fetching.acquire(blocking=False):  # a version on its way may build on one of these
             try:
-                gone = prune_versions(self._folder, self._max_lag + 2)
+                spare = {policy.version} | self._state.kept_versions()
+                gone = prune_versions(self._folder, self._max_lag + 2, spare=spare)
                 self._here = {ref: path for ref, path in self._here.items() if ref.version not in gone}
             finally:
                 self._fetching.release()

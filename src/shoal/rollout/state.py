@@ -71,7 +71,16 @@ class State:
         folder.mkdir(exist_ok=True)
         (folder / "rollouts.parquet").write_bytes(data)
         told = {"policy_version": policy_version, "lease": lease.model_dump(mode="json")}
-        (folder / "lease.json").write_text(json.dumps(told), encoding="utf-8")
+        partial = folder / "lease.partial"  # another thread may be reading
+        partial.write_text(json.dumps(told), encoding="utf-8")
+        partial.replace(folder / "lease.json")
+
+    def kept_versions(self) -> set[int]:
+        """The version that made the last file; none before the first."""
+        path = self.folder / "last" / "lease.json"
+        return (
+            {int(json.loads(path.read_text(encoding="utf-8"))["policy_version"])} if path.exists() else set()
+        )
 
     def credentials(self, info: Info, log: Log) -> dict[str, Any]:
         """What Enrol says beside protocol and software: whatever the folder holds, and work where the run asks for it."""

@@ -125,9 +125,7 @@ class Worker:
         for client in (self._client, self._heart_client):
             self._tell_ways(client)
         self._session = self._new_session(self._client)
-        self._shelf = PolicyShelf(
-            self._state.versions, self._session, max_lag=self._spec.max_lag, log=self._log
-        )
+        self._shelf = PolicyShelf(self._state, self._session, max_lag=self._spec.max_lag, log=self._log)
         self._courier = Courier(
             self._session, self._state, self._conduct, self._losses, on_end=self._on_end, log=self._log
         )

@@ -9,7 +9,7 @@ import random
 import re
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from shoal.net.deadline import NotYet, wait_for
@@ -138,12 +138,12 @@ def fetch_newer(
         )
 
 
-def prune_versions(into: Path, keep_versions: int) -> list[int]:
-    """Delete all but the newest versions in a client's folder, and older downloads that were given up."""
+def prune_versions(into: Path, keep_versions: int, *, spare: Collection[int] = ()) -> list[int]:
+    """Delete all but the newest versions in a client's folder and those to `spare`, and older downloads that were given up."""
     folders = {path: int(match[1]) for path in into.iterdir() if (match := _FOLDER.fullmatch(path.name))}
     whole = sorted(version for path, version in folders.items() if path.suffix != ".partial")
     kept = whole[-keep_versions:]
-    gone = [path for path, version in folders.items() if kept and version < kept[0]]
+    gone = [path for path, version in folders.items() if kept and version < kept[0] and version not in spare]
     for path in gone:
         shutil.rmtree(path)
     return sorted({folders[path] for path in gone})

@@ -112,6 +112,44 @@ def test_nothing_is_made_for_a_batch_after_the_last() -> None:
         plan(replace(look, newest_version=20), terms("wait", 2))
 
 
+def test_newcomers_get_their_chance_where_others_suffice() -> None:
+    full = outlook(ready_groups=12, standing=Standing(trust=Trust.PROBATION))
+    with pytest.raises(NoWork):
+        plan(full, terms("wait", 2))
+    assert plan(replace(full, proven=False), terms("wait", 2)).versions == (3, 4, 5)
+    assert plan(replace(full, proven=False, hoped_groups=23), terms("wait", 2)).num_prompts > 0
+    with pytest.raises(NoWork, match="enough work in flight: 12 groups ready and 24 leased, of 12"):
+        plan(replace(full, proven=False, hoped_groups=24), terms("wait", 2))
+
+
+def test_who_was_turned_away_comes_before_who_was_not() -> None:
+    look = outlook(ready_groups=3, ahead=1)
+    assert plan(look, terms("wait", 2)).num_prompts == 8  # 9 are missing, enough for both
+    with pytest.raises(
+        NoWork, match=r"4 groups ready and 0 leased, of 12 .*; nodes that asked earlier come first: 1"
+    ):
+        plan(replace(look, ready_groups=4), terms("wait", 2))
+    assert plan(replace(look, ready_groups=4, proven=False), terms("wait", 2)).num_prompts == 8
+
+
+def test_a_place_that_becomes_free_is_for_who_waits(tmp_path: Path) -> None:
+    swarm = SmallSwarm(tmp_path, CONFIG, SPEC)
+    try:
+        swarm.start()
+        eager, patient = swarm.node(), swarm.node()
+        for node in (patient, eager, eager, eager):  # 8 groups: two batches
+            swarm.work(node, rewards=(0.0, 1.0, 0.0, 1.0))
+        refusal(patient.lease)
+        swarm.batch(0)
+        swarm.announce(1)  # 4 groups more can be used
+        swarm.relay_up()
+        eager.lease()
+        assert "asked earlier come first: 1" in refusal(eager.lease).problem.detail
+        assert patient.lease().prompts
+    finally:
+        swarm.close()
+
+
 def test_a_lease_that_can_no_longer_count_is_not_counted_on(tmp_path: Path) -> None:
     swarm = SmallSwarm(tmp_path, CONFIG, SPEC.model_copy(update={"max_lag": 1}))
     try:

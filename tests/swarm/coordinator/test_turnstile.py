@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from shoal.swarm.coordinator.turnstile import ASKS_PER_S, LONGEST_S, Turnstile
+from shoal.swarm.coordinator.turnstile import ASKS_PER_S, LATE_S, LONGEST_S, Turnstile
 
 LEAST_S = 0.5
 
@@ -42,3 +42,14 @@ def test_a_crowd_that_left_is_forgotten() -> None:
     for now_s in (60.0, 61.5, 63.0):
         last = turnstile.wait_s(now_s, least_s=LEAST_S)
     assert last == LEAST_S
+
+
+def test_who_was_turned_away_comes_first_until_it_is_late() -> None:
+    turnstile = Turnstile()
+    assert turnstile.ahead_of("a", 0.0) == 0
+    wait_s = turnstile.turn_away("a", 0.0, least_s=LEAST_S)
+    turnstile.turn_away("b", 0.1, least_s=LEAST_S)
+    assert [turnstile.ahead_of(node, 0.2) for node in "abc"] == [0, 0, 2]
+    turnstile.let_in("a")
+    assert [turnstile.ahead_of(node, 0.2) for node in "abc"] == [1, 0, 1]
+    assert turnstile.ahead_of("c", 0.1 + wait_s + LATE_S + 0.01) == 0

@@ -1,5 +1,6 @@
 """Epochs: one secret seeds a number of leases. Its digest is in the ledger before the first of them is issued, the
-secret itself after the last has ended, so that neither side can choose a seed and anybody can check them all."""
+secret itself after the last has ended, so that neither side can choose a seed and anybody can check them all. What a node owes is leased to it again with the seed it
+knows already; by then its epoch may be out."""
 
 import hashlib
 import secrets

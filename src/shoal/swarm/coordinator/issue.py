@@ -52,11 +52,20 @@ def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Seale
     try:
         work = plan(_look(tx, coordinator, node), coordinator)
     except NoWork as reason:
-        wait_s = coordinator.turnstile.wait_s(tx.now_s, least_s=coordinator.config.retry_s)
+        wait_s = _turn_away(tx, coordinator, node)
         raise Rejected("request.too_early", str(reason), retry_after_s=wait_s) from None
+    coordinator.turnstile.let_in(tx.actor)
     # Last, for who is refused is to have written nothing (turn.py).
     sign_of_life(tx)
     return _issue(tx, coordinator, node, work)
+
+
+def _turn_away(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> float:
+    """Only who has delivered keeps a place: fresh keys are free, and must hold up nobody."""
+    turnstile, least_s = coordinator.turnstile, coordinator.config.retry_s
+    if is_proven(node):
+        return turnstile.turn_away(tx.actor, tx.now_s, least_s=least_s)
+    return turnstile.wait_s(tx.now_s, least_s=least_s)
 
 
 def _check_eligible(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> None:
@@ -123,6 +132,7 @@ def _look(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> Outlook:
         ready_groups=recall(batches.count_ready, oldest),
         coming_groups=coming,
         hoped_groups=hoped,
+        ahead=coordinator.turnstile.ahead_of(tx.actor, tx.now_s),
         batch_formed=formed[0],
         next_formed=formed[1],
         signal_share=recall(batches.signal_share),

@@ -11,9 +11,10 @@ from shoal.wire.lease import Purpose
 from shoal.wire.messages import RelayView
 from shoal.wire.run import ProofSpec, Sampling
 
-NEWCOMER_SHARE = 1.0
-"""Work leased to nodes that have shown nothing yet does not count as coming: beyond what the trainer can use, this share
-of it again is leased to them. So idle newcomers hold up nobody who has delivered before, and each other only past that."""
+NEWCOMER_SHARE = 2.0
+"""Work leased to nodes that have shown nothing yet does not count as coming: on top of what the trainer can use, this share
+of it is leased to them, needed or not. So idle newcomers hold up nobody who has delivered before, and each other only past
+that; and where those who deliver suffice, a newcomer still gets to show that it does too."""
 LEASE_SHARE = 0.25
 """A lease is sized so that its node should be done within this share of the time it has."""
 PROMPT_SLACK_TOKENS = 1024
@@ -41,6 +42,8 @@ class Outlook:
     """In train leases that have not ended: delivered, or in the hands of proven nodes."""
     hoped_groups: int
     """In the hands of nodes that have shown nothing yet."""
+    ahead: int = 0
+    """Nodes that were turned away before this one asked, and will be back."""
     batch_formed: bool = False
     """The trainer has its batch of the newest version: new groups serve a later one."""
     next_formed: bool = False
@@ -92,7 +95,7 @@ def plan(outlook: Outlook, coordinator: Coordinator) -> Work:
         raise NoWork(f"version {newest} is the last; only its held-out evaluation is still out")
     oldest = oldest_worth_leasing(outlook, coordinator)
     wanted = config.groups_per_step * open_batches(outlook, coordinator)
-    _refuse_surplus(outlook, wanted)
+    _refuse_surplus(outlook, wanted, reserved=outlook.ahead * config.prompts_per_lease)
     urls, held = relays.serving(outlook.relays, range(oldest, newest + 1))
     if not urls:
         raise NoWork(f"no live relay has version {newest} yet, or one at most {spec.max_lag} behind it")
@@ -135,13 +138,14 @@ def oldest_worth_leasing(outlook: Outlook, coordinator: Coordinator) -> int:
     drop: any that the trainer would take now. Nodes are never idle; what is too old when its turn comes is dropped.
     wait: any that it will still take when the turn of these groups comes, after all that are ready or leased. A node
     waits for the next version rather than work for nothing; at max_lag 0 nobody generates while the trainer trains.
+    Those who have shown nothing yet do not wait for the others' work: what they show is that they can.
     """
     config, max_lag = coordinator.config, coordinator.spec.max_lag
     newest = outlook.newest_version
     assert newest is not None, "no version, no lease"
     if config.stale == "drop":
         return max(0, newest - max_lag)
-    queued = expected_groups(outlook)  # not what idle newcomers hold
+    queued = expected_groups(outlook) if outlook.proven else 0
     serves = newest + outlook.batch_formed + outlook.next_formed + int(queued // config.groups_per_step)
     if serves - max_lag > newest:
         raise NoWork(
@@ -156,17 +160,21 @@ def expected_groups(outlook: Outlook) -> float:
     return outlook.ready_groups + outlook.coming_groups * outlook.signal_share
 
 
-def _refuse_surplus(outlook: Outlook, wanted: int) -> None:
-    proven = coming = expected_groups(outlook)
-    limit = wanted
-    if not outlook.proven:
-        coming += outlook.hoped_groups * outlook.signal_share
-        limit = int(wanted * (1 + NEWCOMER_SHARE))
-    if coming >= limit or proven >= wanted:
+def _refuse_surplus(outlook: Outlook, wanted: int, *, reserved: int) -> None:
+    """`reserved`: groups for those who come first."""
+    share = outlook.signal_share
+    if outlook.proven:
+        enough = expected_groups(outlook) + reserved * share >= wanted
+    else:
+        enough = outlook.hoped_groups * share >= wanted * NEWCOMER_SHARE
+    if enough:
         leased = outlook.coming_groups + outlook.hoped_groups
+        waiting = (
+            f"; nodes that asked earlier come first: {outlook.ahead}" if reserved and outlook.proven else ""
+        )
         raise NoWork(
             f"enough work in flight: {outlook.ready_groups} groups ready and {leased} leased, "
-            f"of {wanted} that the trainer can use before they go stale"
+            f"of {wanted} that the trainer can use before they go stale{waiting}"
         )
 
 
