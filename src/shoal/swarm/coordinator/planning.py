@@ -11,9 +11,9 @@ from shoal.wire.lease import Purpose
 from shoal.wire.messages import RelayView
 from shoal.wire.run import ProofSpec, Sampling
 
-NEWCOMER_SHARE = 2.0
-"""Work leased to nodes that have shown nothing yet does not count as coming: on top of what the trainer can use, this share
-of it is leased to them, needed or not. So idle newcomers hold up nobody who has delivered before, and each other only past
+NEWCOMER_SHARE = 1.0
+"""Work leased to nodes that have shown nothing yet does not count as coming: beyond what the trainer can use, this share
+of it again is leased to them, needed or not. So idle newcomers hold up nobody who has delivered before, and each other only past
 that; and where those who deliver suffice, a newcomer still gets to show that it does too."""
 LEASE_SHARE = 0.25
 """A lease is sized so that its node should be done within this share of the time it has."""
@@ -164,10 +164,10 @@ def _refuse_surplus(outlook: Outlook, wanted: int, *, reserved: int) -> None:
     """`reserved`: groups for those who come first."""
     share = outlook.signal_share
     if outlook.proven:
-        enough = expected_groups(outlook) + reserved * share >= wanted
+        more, limit = reserved * share, float(wanted)
     else:
-        enough = outlook.hoped_groups * share >= wanted * NEWCOMER_SHARE
-    if enough:
+        more, limit = outlook.hoped_groups * share, wanted * (1 + NEWCOMER_SHARE)
+    if expected_groups(outlook) + more >= limit:
         leased = outlook.coming_groups + outlook.hoped_groups
         waiting = (
             f"; nodes that asked earlier come first: {outlook.ahead}" if reserved and outlook.proven else ""
