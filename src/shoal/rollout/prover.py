@@ -69,38 +69,44 @@ class Prover:
 
     @torch.inference_mode()
     def _finish(self, batches: Sequence[_Batch]) -> list[Finished]:
-        states = [
-            batch.states_RNH[row, : count - 1] for batch in batches for row, count in enumerate(batch.counts)
-        ]
         if self._stream is None:
-            proofs = self._prove(states)
+            proofs = self._prove(batches)
         else:
             with torch.cuda.stream(self._stream):
                 for batch in batches:
                     assert batch.written is not None
                     self._stream.wait_event(batch.written)
-                proofs = self._prove(states)
+                proofs = self._prove(batches)
                 self._stream.synchronize()
         ready = iter(proofs)
         return [row for batch in batches for row in self._rows(batch, ready)]
 
-    def _prove(self, states: Sequence[Tensor]) -> list[bytes]:
+    def _prove(self, batches: Sequence[_Batch]) -> list[bytes]:
         if self._proof is None:
-            return [b""] * len(states)
+            return [b""] * sum(len(batch.counts) for batch in batches)
+        states = [
+            batch.states_RNH[row, : count - 1] for batch in batches for row, count in enumerate(batch.counts)
+        ]
         return toploc.build_proofs(states, topk=self._proof.topk, segment_tokens=self._proof.segment_tokens)
 
     def _rows(self, batch: _Batch, proofs: Iterator[bytes]) -> list[Finished]:
-        rows = zip(batch.requests, batch.counts, batch.tokens_RN, batch.logprobs_RN, strict=True)
+        # As arrays: slices and lists of tensors keep the interpreter, which decoding wants too, twice as long.
+        columns = batch.tokens_RN.numpy(), batch.logprobs_RN.numpy()
         return [
-            Finished(
-                request=request,
-                output_tokens=tuple(tokens_N[:count].tolist()),
-                logprobs=tuple(logprobs_N[:count].tolist()),
-                finish=Finish.EOS if int(tokens_N[count - 1]) in self._end_tokens else Finish.LENGTH,
-                proof=next(proofs),
+            self._row(request, tokens_N[:count].tolist(), logprobs_N[:count].tolist(), next(proofs))
+            for request, count, tokens_N, logprobs_N in zip(
+                batch.requests, batch.counts, *columns, strict=True
             )
-            for request, count, tokens_N, logprobs_N in rows
         ]
+
+    def _row(self, request: Request, tokens: list[int], logprobs: list[float], proof: bytes) -> Finished:
+        return Finished(
+            request=request,
+            output_tokens=tuple(tokens),
+            logprobs=tuple(logprobs),
+            finish=Finish.EOS if tokens[-1] in self._end_tokens else Finish.LENGTH,
+            proof=proof,
+        )
 
 
 def _to_host(tensor: Tensor) -> Tensor:

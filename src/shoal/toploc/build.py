@@ -1,15 +1,36 @@
-"""Proofs from states."""
+"""Proofs from states.
+
+    on a CPU            segments of one size ─▶ top-k ─▶ modulus and polynomial in NumPy ─▶ bytes
+    on a CUDA device    all segments, padded ─▶ top-k ─▶ the same in one kernel ─▶ bytes ─▶ host
+
+What a host does for states on a device is a few launches and one copy, however many proofs there are: a worker decodes meanwhile,
+and both want the interpreter.
+"""
 
 from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from shoal.toploc.proof import ProofError, num_segments, proofs_of_points
-from shoal.toploc.segments import BATCH, Bits, batches, padded_batches, top_points
+from shoal.toploc.device import Fetched
+from shoal.toploc.proof import ProofError, no_modulus, num_segments, proof_bytes, proofs_of_points
+from shoal.toploc.segments import (
+    BATCH,
+    Bits,
+    Place,
+    batches,
+    check_size,
+    device_indices,
+    padded_batches,
+    top_points,
+    unprovable,
+)
 
-_Points = tuple[list[tuple[int, int]], npt.NDArray[np.int64], Bits]
+_Points = tuple[list[Place], npt.NDArray[np.int64], Bits]
 """Where segments belong, and the indices and bit patterns of their points."""
 
 
@@ -19,6 +40,8 @@ def build_proofs(states_list: Sequence[Tensor], *, topk: int = 128, segment_toke
     `states_list` holds [tokens, hidden] floats per row, in any float dtype; they are proven as bfloat16. All segments of
     all rows are worked on together, so hand over many rows at once. ProofError if a row cannot be proven.
     """
+    if states_list and _runs_kernel(states_list[0].device):
+        return _build_on_device(states_list, topk, segment_tokens)
     proofs = [[b""] * num_segments(len(states), segment_tokens) for states in states_list]
     for places, indices_SK, bits_SK in _together(states_list, topk, segment_tokens):
         try:
@@ -30,11 +53,50 @@ def build_proofs(states_list: Sequence[Tensor], *, topk: int = 128, segment_toke
     return [b"".join(row) for row in proofs]
 
 
+def _runs_kernel(device: torch.device) -> bool:
+    return device.type == "cuda" and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _build_on_device(states_list: Sequence[Tensor], topk: int, segment_tokens: int) -> list[bytes]:
+    from shoal.toploc.build_kernels import proof_lines
+
+    places: list[Place] = []
+    tables: list[Tensor] = []
+    for batch in padded_batches(states_list, segment_tokens=segment_tokens):
+        check_size(batch, topk)
+        (values_SN,) = batch.sheets
+        indices_SK = device_indices(values_SN, topk, batch.sizes_S)
+        tables.append(proof_lines(indices_SK, torch.gather(values_SN.view(torch.int16), 1, indices_SK)))
+        places += batch.places
+    if not tables:
+        return [b""] * len(states_list)
+    lines_SX: npt.NDArray[np.int16] = Fetched(torch.cat(tables)).wait().numpy()
+    for s in np.flatnonzero(lines_SX[:, 0]):
+        raise _refusal(places[s], int(lines_SX[s, 0]), topk)
+    together = lines_SX[:, 1:].tobytes()
+    counts = [num_segments(len(states), segment_tokens) for states in states_list]
+    ends = (np.cumsum([0, *counts]) * proof_bytes(topk)).tolist()
+    return [together[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True)]
+
+
+def _refusal(place: Place, said: int, topk: int) -> ProofError:
+    from shoal.toploc.build_kernels import ALL_ZERO, NO_MODULUS
+
+    if said == NO_MODULUS:
+        return ProofError(no_modulus(topk), place[0])
+    return unprovable(place, all_zero=said == ALL_ZERO)
+
+
 def _together(states_list: Sequence[Tensor], topk: int, segment_tokens: int) -> Iterator[_Points]:
     """Points of segments of all sizes, BATCH segments at a time: interpolation, the dear part, asks for no equal sizes."""
     on_device = bool(states_list) and states_list[0].device.type != "cpu"
     cut = padded_batches if on_device else batches
-    places: list[tuple[int, int]] = []
+    places: list[Place] = []
     parts: list[tuple[npt.NDArray[np.int64], Bits]] = []
     for batch in cut(states_list, segment_tokens=segment_tokens):
         places += batch.places

@@ -88,7 +88,12 @@ def _search_modulus(indices_K: npt.NDArray[np.int64]) -> int:
     for modulus in range(PRIME, SEARCH_FLOOR, -1):
         if len(np.unique(indices_K % modulus)) == len(indices_K):
             return modulus
-    raise ValueError(f"no modulus above {SEARCH_FLOOR} separates these {len(indices_K)} indices")
+    raise ValueError(no_modulus(len(indices_K)))
+
+
+def no_modulus(topk: int) -> str:
+    """Why no proof can be made."""
+    return f"no modulus above {SEARCH_FLOOR} separates these {topk} indices"
 
 
 def _check_row(
@@ -124,6 +129,7 @@ __all__ = [
     "collisions",
     "expected_bytes",
     "injective_moduli",
+    "no_modulus",
     "num_segments",
     "proof_bytes",
     "proofs_of_points",

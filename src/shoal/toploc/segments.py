@@ -88,23 +88,28 @@ def batches(states_list: Sequence[Tensor], *, segment_tokens: int) -> Iterator[S
 
 
 def padded_batches(states_list: Sequence[Tensor], *, segment_tokens: int) -> Iterator[SegmentBatch]:
-    """The same, padded to one size: a handful of launches on a device, however many rows and sizes there are."""
-    places: list[Place] = []
-    firsts: list[int] = []
-    lengths: list[int] = []
-    start = 0
+    """The same, padded to one size: a handful of launches on a device, however many rows and sizes there are. Rows and their
+    segments come in their order."""
     for row, states in enumerate(states_list):
         _check_states(states, row)
-        for segment, first in enumerate(range(0, len(states), segment_tokens)):
-            places.append((row, segment))
-            firsts.append(start + first)
-            lengths.append(min(segment_tokens, len(states) - first))
-        start += len(states)
-    if not places:
+    _check_segment_tokens(segment_tokens)
+    length_R = np.array([len(states) for states in states_list], dtype=np.int64)
+    num_R = -(-length_R // segment_tokens)
+    if not num_R.sum():
         return
-    states_TH = torch.cat([states.detach() for states in states_list]).to(torch.bfloat16)
+    # No Python a segment: this runs beside the decoding, which wants the interpreter too.
+    row_S = np.repeat(np.arange(len(length_R)), num_R)
+    segment_S = np.arange(len(row_S)) - np.repeat(np.cumsum(num_R) - num_R, num_R)
+    behind_S = segment_S * segment_tokens
+    host_2S = np.stack(
+        [
+            (np.cumsum(length_R) - length_R)[row_S] + behind_S,
+            np.minimum(length_R[row_S] - behind_S, segment_tokens),
+        ]
+    )
+    places = list(zip(row_S.tolist(), segment_S.tolist(), strict=True))
+    states_TH = torch.cat(list(states_list)).detach().to(torch.bfloat16)
     hidden_size = states_TH.shape[1]
-    host_2S = np.array([firsts, lengths])
     first_SL = torch.from_numpy(host_2S)
     if states_TH.is_cuda:  # without waiting for what is queued there
         first_SL = first_SL.pin_memory().to(states_TH.device, non_blocking=True)
@@ -129,7 +134,7 @@ def top_points(batch: SegmentBatch, topk: int) -> tuple[Indices, Bits]:
         if sheet.device.type == "cpu" and batch.sizes_S is None:
             indices_SK = search.indices(sheet)
         else:
-            indices_SK = torch.topk(magnitudes(sheet, batch.sizes_S), topk, dim=1, sorted=False).indices
+            indices_SK = device_indices(sheet, topk, batch.sizes_S)
         bits.append(_to_bits(torch.gather(sheet, 1, indices_SK)))
         indices.append(indices_SK.cpu().numpy())
     bits_SK = np.concatenate(bits)
@@ -176,8 +181,7 @@ def side_by_side(parts: Sequence[npt.NDArray[_Number]]) -> npt.NDArray[_Number]:
 
 def _blocks(states: Tensor, row: int, segment_tokens: int) -> Iterator[_Block]:
     _check_states(states, row)
-    if segment_tokens < 1:
-        raise ValueError(f"segment_tokens={segment_tokens} must be at least 1")
+    _check_segment_tokens(segment_tokens)
     num_full, rest = divmod(len(states), segment_tokens)
     if num_full:
         yield _Block(row, 0, states[: num_full * segment_tokens].detach().reshape(num_full, -1))
@@ -204,6 +208,11 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def device_indices(values_SN: Tensor, topk: int, sizes_S: Tensor | None) -> Tensor:
+    """[S, K] where the largest magnitudes are, with whatever ties the device's torch.topk chooses."""
+    return torch.topk(magnitudes(values_SN, sizes_S), topk, dim=1, sorted=False).indices
+
+
 def _device_contenders(values_SN: Tensor, topk: int, sizes_S: Tensor | None) -> Contenders:
     """The same on a device: of values equal to the K-th largest, as many as stand among the next DEVICE_SURPLUS."""
     magnitudes_SN = magnitudes(values_SN, sizes_S)
@@ -222,13 +231,18 @@ def magnitudes(values_SN: Tensor, sizes_S: Tensor | None) -> Tensor:
 
 def check_size(batch: SegmentBatch, topk: int) -> None:
     if topk > (size := batch.num_values):
-        row, segment = batch.places[0]
+        row, segment = batch.places[int(batch.host_sizes.argmin())]
         raise ProofError(f"segment {segment} has {size} values, fewer than topk={topk}", row)
 
 
 def _to_bits(values: Tensor) -> Bits:
     bits: Bits = values.view(torch.int16).cpu().numpy().view(np.uint16)
     return bits
+
+
+def _check_segment_tokens(segment_tokens: int) -> None:
+    if segment_tokens < 1:
+        raise ValueError(f"segment_tokens={segment_tokens} must be at least 1")
 
 
 def _check_states(states: Tensor, row: int) -> None:

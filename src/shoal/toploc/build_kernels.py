@@ -1,0 +1,155 @@
+# mypy: disable-error-code="untyped-decorator,misc,no-untyped-def,no-untyped-call,import-not-found,import-untyped,index,unused-ignore"
+"""Proofs from top-k points as one Triton kernel: one program a segment, so that finished bytes are all that leaves a device.
+
+Imported only where there is a CUDA device; the plain NumPy lines in proof.py and field.py say what it computes, byte for byte.
+
+Lanes are points. A polynomial's product with (x - x_k) would move coefficients from lane to lane, so there is none. The master
+polynomial m, whose zeros are the x_j, is evaluated at 0 .. K-1 instead, and a table says which coefficients have such values.
+Then every point divides it by its own (x - x_j), coefficient by coefficient from the top, and each sum over the lanes is a
+coefficient of the proof's polynomial:
+
+    q_j(x) = m(x) / (x - x_j)       c_i = sum_j a_j q_(j,i)       a_j = y_j / product of (x_j - x_k) over all other k
+
+K points. Single products fit in uint32, because 65496 * 65496 + 65496 < 2^32.
+"""
+
+from functools import cache
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shoal.toploc.field import PRIME, interpolate
+from shoal.toploc.proof import SEARCH_FLOOR
+
+FINE, ALL_ZERO, NOT_FINITE, NO_MODULUS = range(4)
+"""What is said of a segment."""
+_PRIME, _FLOOR = tl.constexpr(PRIME), tl.constexpr(SEARCH_FLOOR)
+_ALL_ZERO, _NOT_FINITE, _NO_MODULUS = (
+    tl.constexpr(ALL_ZERO),
+    tl.constexpr(NOT_FINITE),
+    tl.constexpr(NO_MODULUS),
+)
+
+
+@triton.jit
+def _reduced(value):
+    """Mod PRIME. The constant has the values' type, so that the division is unsigned and becomes a multiplication."""
+    return value % tl.full((), _PRIME, tl.uint32)
+
+
+@triton.jit
+def _product(a, b):
+    return _reduced(a * b)
+
+
+@triton.jit
+def _difference(a, b):
+    """a - b of two residues."""
+    return _reduced(a + (tl.full((), _PRIME, tl.uint32) - b))
+
+
+@triton.jit
+def _num_equal(indices, x, lane, modulus, K: tl.constexpr):
+    """Pairs of points that are one under this modulus, each counted twice."""
+    count = tl.zeros_like(lane)
+    for k in range(K):
+        other = tl.load(indices + k).to(tl.uint32) % modulus
+        count += ((x == other) & (lane != k) & (lane < K)).to(tl.int32)
+    return tl.sum(count, axis=0)
+
+
+@triton.jit
+def _inverse(x):
+    """x^(PRIME - 2), by squaring; 0 of 0."""
+    result = tl.full(x.shape, 1, tl.uint32)
+    power = x
+    for bit in tl.static_range(16):
+        if ((_PRIME - 2) >> bit) & 1:
+            result = _product(result, power)
+        power = _product(power, power)
+    return result
+
+
+@triton.jit
+def _big_endian(value):
+    return ((value & 0xFF) << 8) | (value >> 8)
+
+
+@triton.jit
+def _prove(indices, bits, basis, lines, K: tl.constexpr, BLOCK: tl.constexpr):
+    segment = tl.program_id(0).to(tl.int64)
+    indices += segment * K
+    lines += segment * (K + 2)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < K
+    index = tl.load(indices + lane, mask=inside, other=0).to(tl.uint32)
+    y = tl.load(bits + segment * K + lane, mask=inside, other=0).to(tl.uint32) & 0xFFFF
+
+    modulus = tl.full((), _PRIME, tl.uint32)
+    num_equal = tl.full((), 0, tl.int32)
+    if tl.max(index.to(tl.int32), axis=0) >= _PRIME:  # below it every index is its own residue
+        num_equal = _num_equal(indices, index % modulus, lane, modulus, K)
+        while (num_equal > 0) & (modulus > _FLOOR + 1):
+            modulus = modulus - tl.full((), 1, tl.uint32)
+            num_equal = _num_equal(indices, index % modulus, lane, modulus, K)
+    x = index % modulus
+
+    slope = tl.full((BLOCK,), 1, tl.uint32)  # of m at x_j
+    value = tl.full((BLOCK,), 1, tl.uint32)  # of m at 0 .. K-1
+    node = lane.to(tl.uint32)
+    for k in range(K):
+        x_k = tl.load(indices + k).to(tl.uint32) % modulus
+        slope = tl.where(lane == k, slope, _product(slope, _difference(x, x_k)))
+        value = _product(value, _difference(node, x_k))
+    weight = tl.where(inside, _product(_reduced(y), _inverse(slope)), 0)
+    # The table is for degree K-1: what x^K has at the nodes stands in its last line and is taken off.
+    value = _difference(value, tl.load(basis + K * K + lane, mask=inside, other=0).to(tl.uint32))
+    value = tl.where(inside, value, 0)
+
+    quotient = tl.full((BLOCK,), 1, tl.uint32)
+    for step in range(K):
+        i = K - 1 - step
+        tl.store(lines + 2 + i, _big_endian(_reduced(tl.sum(_product(weight, quotient), axis=0))))
+        of_basis = tl.load(basis + i * K + lane, mask=inside, other=0).to(tl.uint32)
+        coefficient = _reduced(tl.sum(_product(of_basis, value), axis=0))
+        quotient = _reduced(quotient * x + coefficient)
+
+    largest = tl.max((y & 0x7FFF).to(tl.int32), axis=0)
+    said = tl.where(num_equal > 0, _NO_MODULUS, 0)
+    said = tl.where(largest >= 0x7F80, _NOT_FINITE, tl.where(largest == 0, _ALL_ZERO, said))
+    tl.store(lines, said)
+    tl.store(lines + 1, _big_endian(modulus))
+
+
+def proof_lines(indices_SK: Tensor, bits_SK: Tensor) -> Tensor:
+    """[S, 2 + K] int16 on the device: what is said of a segment, then its proof as it goes over the wire, where that is FINE.
+
+    `indices_SK` flat indices in int64, `bits_SK` bit patterns in int16, one line per segment.
+    """
+    num_segments, topk = indices_SK.shape
+    lines_SX = torch.empty(num_segments, 2 + topk, dtype=torch.int16, device=indices_SK.device)
+    _prove[(num_segments,)](
+        indices_SK.contiguous(),
+        bits_SK.contiguous(),
+        _basis(topk, indices_SK.device),
+        lines_SX,
+        K=topk,
+        BLOCK=triton.next_power_of_2(topk),
+        num_warps=max(1, min(8, topk // 128)),  # sums over the lanes of one warp need no meeting
+    )
+    return lines_SX
+
+
+@cache
+def _basis(topk: int, device: torch.device) -> Tensor:
+    """[K + 1, K] int32. Line i: how coefficient i depends on the values at 0 .. K-1 of a polynomial of degree K-1. The last: x^K there."""
+    nodes_K = np.arange(topk, dtype=np.uint32)
+    of_values_KK = interpolate(np.tile(nodes_K, (topk, 1)), np.eye(topk, dtype=np.uint32)).T
+    highest_K = np.array([pow(node, topk, PRIME) for node in range(topk)], dtype=np.uint32)
+    table = np.concatenate([of_values_KK, highest_K[None]]).astype(
+        np.int32, order="C"
+    )  # a transpose's order is not
+    return torch.from_numpy(table).to(device)
