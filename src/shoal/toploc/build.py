@@ -10,6 +10,7 @@ and both want the interpreter.
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -81,7 +82,7 @@ def _build_on_device(states_list: Sequence[Tensor], topk: int, segment_tokens: i
     together = lines_SX[:, 1:].tobytes()
     counts = [num_segments(len(states), segment_tokens) for states in states_list]
     ends = (np.cumsum([0, *counts]) * proof_bytes(topk)).tolist()
-    return [together[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True)]
+    return [together[start:end] for start, end in pairwise(ends)]
 
 
 def _refusal(place: Place, said: int, topk: int) -> ProofError:
