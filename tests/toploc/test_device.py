@@ -41,7 +41,7 @@ def test_the_same_numbers(hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
         of_device = on_device(proofs, given, monkeypatch)
         of_host = toploc.verify_proofs(proofs, given, control_seed=7)
         for mine, theirs in zip(chain(*of_device), chain(*of_host), strict=True):
-            for name in toploc.SegmentCheck.__slots__:
+            for name in toploc.SegmentCheck._fields:
                 if name not in ("control_hits", "num_controls"):  # other random points
                     assert getattr(mine, name) == pytest.approx(getattr(theirs, name)), name
             assert type(mine.constant) is bool and type(mine.exponent_mismatches) is int

@@ -1,7 +1,5 @@
 """The search for the largest magnitudes: the very choice of torch.topk, ties included, and all that could be chosen."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -97,5 +95,5 @@ def test_segments_padded_for_a_device_are_judged_like_others(monkeypatch: pytest
     for row, padded in zip(plain, toploc.verify_proofs(proofs, near, control_seed=1), strict=True):
         for one, other in zip(row, padded, strict=True):
             without = {"control_hits": 0, "num_controls": 0}  # other points, by the order of sizes
-            assert replace(one, **without) == replace(other, **without)
+            assert one._replace(**without) == other._replace(**without)
             assert other.control_hits <= 12 and other.num_controls == one.num_controls

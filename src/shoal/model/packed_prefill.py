@@ -5,6 +5,7 @@ order of sums alone. T tokens of all rows.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -75,7 +76,7 @@ def _table(rows: Sequence[Sequence[int]], lengths: Sequence[int], device: torch.
     """A column for each token: its id, its position, and -1 for no place in a cache."""
     total, starts = sum(lengths), np.cumsum([0, *lengths[:-1]])
     table_3T = np.full((3, total), -1, dtype=np.int64)
-    table_3T[0] = np.concatenate([np.asarray(row, dtype=np.int64) for row in rows])
+    table_3T[0] = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=total)
     table_3T[1] = np.arange(total) - np.repeat(starts, lengths)
     table = torch.from_numpy(table_3T)
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

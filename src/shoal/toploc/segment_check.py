@@ -1,8 +1,8 @@
 """What one segment's proof says, in numbers, and what host.py and device.py share in finding them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +26,8 @@ Mask = npt.NDArray[np.bool_]
 Column = npt.NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentCheck:
-    """One segment. The published statistics are the exponents that differ among the top-k, and over those that agree
+class SegmentCheck(NamedTuple):
+    """One segment; a tuple, because a check of 64 rows makes 2,048 of them while a device waits. The published statistics are the exponents that differ among the top-k, and over those that agree
     the mean and (upper) median of |mantissa - mantissa|, in units of 2^-7."""
 
     num_values: int
@@ -54,23 +53,10 @@ class SegmentCheck:
 
 def segment_checks(columns: Sequence[Column], topk: int) -> list[SegmentCheck]:
     """`columns` are what SegmentCheck has but num_points, in its order, a value for each segment."""
-    return [
-        SegmentCheck(
-            num_values=size,
-            num_points=topk,
-            exponent_mismatches=mismatches,
-            mantissa_mean=mean,
-            mantissa_median=median,
-            mantissa_bounded=bounded,
-            sign_mismatches=signs,
-            control_hits=hits,
-            num_controls=num_controls,
-            constant=constant and topk > 1,
-        )
-        for size, mismatches, mean, median, bounded, signs, hits, num_controls, constant in zip(
-            *(column.tolist() for column in columns), strict=True
-        )
-    ]
+    sizes, *others, constants = columns
+    constants = constants & (topk > 1)
+    numbers = (column.tolist() for column in (*others, constants))
+    return list(map(SegmentCheck._make, zip(sizes.tolist(), repeat(topk), *numbers, strict=False)))
 
 
 def control_points(sizes_S: Indices, topk: int, rng: np.random.Generator) -> tuple[Indices, Mask]:

@@ -79,7 +79,7 @@ def test_suspicious_but_not_certain_is_void(policy: Policy, noise: Noise) -> Non
     shifted = [
         replace(
             fact,
-            segments=tuple(replace(s, mantissa_bounded=s.mantissa_bounded + excess) for s in fact.segments),
+            segments=tuple(s._replace(mantissa_bounded=s.mantissa_bounded + excess) for s in fact.segments),
         )
         for fact in facts
     ]
