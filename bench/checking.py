@@ -1,8 +1,12 @@
 """Checking against generating: seconds to generate rows with their proofs, and seconds to check them, by the same machine.
 
     python bench/checking.py --model tiny --tokens 128 512 --rows 1 16 64
-    python bench/checking.py --model smollm2-135m --device cuda --dtype bfloat16 --tokens 128 1024 4096 --rows 1 16 64 256 \
-        --batch-tokens 131072
+    python bench/checking.py --model 135m --device cuda --dtype bfloat16 --tokens 4096 1024 128 --rows 256 64 16 1 \
+        --batch-tokens 70000 --repeats 1 --proofs-only --seconds 140
+
+`--model` is a folder, a built-in model, or a shape of bench/engine.py with random weights. Sizes are measured in the order given: the largest
+first has the engine make room and capture its graphs once, before the clock runs. A size that does not fit into memory, or whose turn comes
+after --seconds, is left out with a line that says so.
 
 Checking is all that follows the reading of a file: one prefill, every proof, every log-prob, every draw; all rows at once, as a validator
 checks several submissions. `prefill`, `proofs` and `tokens` are its parts, measured one after another in a turn of their own: a check has the device
@@ -12,11 +16,15 @@ without any: the difference is what building them costs. Rows rarely end before 
 """
 
 import argparse
+import contextlib
 import hashlib
 import random
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,6 +34,9 @@ from shoal.cli.answering import model_folder
 from shoal.model.load import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.rollout.engine import Finished, Request
+from shoal.rollout.room import fit, free_memory_bytes, room_for
+from shoal.rollout.shelf import SHELF_SIZES
+from shoal.rollout.slots import cache_dtype
 from shoal.rollout.submission import to_rollout
 from shoal.rollout.torch_engine import TorchEngine
 from shoal.swarm.validator import recompute as recomputing
@@ -36,6 +47,8 @@ from shoal.wire.run import ProofSpec, Sampling
 PROMPT_TOKENS = 64
 SEED = hashlib.sha256(b"checking").hexdigest()
 TERMS = Unleased(SEED, Sampling(), ProofSpec())
+MEMORY_SHARE = 0.6
+"""Of the device's, for the rows of all engines; the rest is for weights and checking."""
 
 
 def requests(num_rows: int, new_tokens: int, vocab_size: int) -> list[Request]:
@@ -114,14 +127,38 @@ def flops(policy: Policy, lengths: list[int]) -> float:
     return 2.0 * matrices * sum(lengths) + looks
 
 
+def fits(options: argparse.Namespace, policy: Policy, rows: int, tokens: int) -> bool:
+    """Whether so many rows can run at once, in every engine."""
+    device, shape = torch.device(options.device), policy.decoder.shape
+    is_cuda = device.type == "cuda"
+    memory_bytes = torch.cuda.mem_get_info(device)[1] if is_cuda else free_memory_bytes()
+    size = SHELF_SIZES[device.type]
+    room = room_for(requests(rows, tokens, shape.vocab_size), rows, shelf_prompts=size.shelves * size.prompts)
+    value_bytes = cache_dtype(DTYPES[options.dtype], device).itemsize
+    budget_bytes = int(MEMORY_SHARE * memory_bytes / (1 if options.proofs_only else 2))
+    try:
+        return fit(shape, room, value_bytes=value_bytes, budget_bytes=budget_bytes).rows == rows
+    except ValueError:  # not even one row
+        return False
+
+
+def warm_up(
+    options: argparse.Namespace, engines: list[TorchEngine], policy: Policy, rows: int, tokens: int
+) -> None:
+    """Room for this many rows of this length, its graphs, and every kernel: one row goes all the way."""
+    short = requests(rows, 16, policy.decoder.shape.vocab_size)
+    for place, engine in enumerate(engines):
+        _, finished = generate(options, engine, [replace(short[0], max_new_tokens=tokens), *short[1:]])
+        if place == 0:  # the others make no proofs
+            check(options, policy, finished)
+
+
 def measure(
     options: argparse.Namespace, engines: list[TorchEngine], policy: Policy, rows: int, tokens: int
 ) -> None:
-    work = requests(rows, tokens, policy.tokenizer.vocab_size)
+    work = requests(rows, tokens, policy.decoder.shape.vocab_size)
     best = [float("inf"), float("nan") if len(engines) == 1 else float("inf"), float("inf")]
     finished: list[Finished] = []
-    for engine in engines:  # graphs and kernels of this many rows
-        generate(options, engine, requests(rows, 16, policy.tokenizer.vocab_size))
     for _ in range(options.repeats):
         for place, engine in enumerate(engines):
             spent_s, made = generate(options, engine, work)
@@ -137,6 +174,40 @@ def measure(
         f"{floor_s:>8.4f} {steps['prefill']:>9.3f} {steps['proofs']:>9.3f} {steps['tokens']:>9.3f}",
         flush=True,
     )
+
+
+def measure_all(options: argparse.Namespace, engines: list[TorchEngine], policy: Policy) -> None:
+    started_s = time.perf_counter()
+    warmed = (0, 0)
+    for tokens in options.tokens:
+        for rows in options.rows:
+            left_out = f"{rows:>6} {tokens:>8} left out:"
+            if not fits(options, policy, rows, tokens):
+                print(left_out, "so many rows of that length do not fit into memory together", flush=True)
+                continue
+            if (spent_s := time.perf_counter() - started_s) > options.seconds:
+                print(left_out, f"{spent_s:.0f} s had passed", flush=True)
+                continue
+            if rows > warmed[0] or tokens > warmed[1]:
+                warmed = (max(rows, warmed[0]), max(tokens, warmed[1]))
+                warm_up(options, engines, policy, *warmed)
+            try:
+                measure(options, engines, policy, rows, tokens)
+            except torch.OutOfMemoryError:
+                print(left_out, "out of memory", flush=True)
+
+
+@contextlib.contextmanager
+def folder_of(model: str, device: str) -> Iterator[Path]:
+    from engine import SHAPES, write_model  # bench/engine.py
+
+    if model not in SHAPES or Path(model).is_dir():
+        with model_folder(model) as folder:
+            yield folder
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder) / "model", model, 0, device)
+        yield Path(folder) / "model"
 
 
 def main() -> None:
@@ -157,8 +228,11 @@ def main() -> None:
     )
     parser.add_argument("--proofs-only", action="store_true", help="do not generate without proofs as well")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="of one prefill")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="sizes whose turn comes later are left out"
+    )
     options = parser.parse_args()
-    with model_folder(options.model) as folder:
+    with folder_of(options.model, options.device) as folder:
         decoder = load_decoder(folder, DTYPES[options.dtype], options.device)
         policy = Policy(0, decoder, load_tokenizer(folder), options.batch_tokens)
         engines = [
@@ -174,9 +248,7 @@ def main() -> None:
             f"{'rows':>6} {'at most':>8} {'tokens':>9} {'generate s':>10} {'no proofs':>10} {'check s':>9} {'ratio':>7} "
             f"{'floor':>8} {'prefill':>9} {'proofs':>9} {'tokens':>9}"
         )
-        for tokens in options.tokens:
-            for rows in options.rows:
-                measure(options, engines, policy, rows, tokens)
+        measure_all(options, engines, policy)
 
 
 if __name__ == "__main__":

@@ -317,7 +317,7 @@ def test_proofs_that_fit_everywhere_meet_the_control_points(policy: Policy) -> N
     rows = tuple(replace(row, proof=forged * (len(row.proof) // 258)) for row in table.rows)
     facts = recompute(rows, lease, policy, control_seed=1)
     blind = [
-        replace(fact, segments=tuple(replace(s, constant=False) for s in fact.segments)) for fact in facts
+        replace(fact, segments=tuple(s._replace(constant=False) for s in fact.segments)) for fact in facts
     ]
     with pytest.raises(Rejected, match="points that no proof commits to") as refused:
         check_forgery(rows, blind, spec.tolerances)
