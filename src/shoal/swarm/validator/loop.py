@@ -28,7 +28,7 @@ from shoal.swarm.validator.judge import judge_claim, judge_many
 from shoal.swarm.validator.poison import Poison
 from shoal.swarm.validator.policies import PolicyShelf
 from shoal.swarm.validator.reader import Reader, ReaderDown
-from shoal.swarm.validator.recompute import BATCH_TOKENS, CannotCheck
+from shoal.swarm.validator.recompute import BATCH_TOKENS, DEVICE_BATCH_TOKENS, CannotCheck
 from shoal.tasks import make_task
 from shoal.tasks.files import file_digests, with_files_from
 from shoal.telemetry import Log
@@ -68,12 +68,16 @@ class ValidatorConfig:
     """For torch; 0 leaves torch's own choice."""
     max_loaded: int = 3
     """Policy versions in memory at once: at least max_lag + 1 saves loading the same ones again and again."""
-    batch_tokens: int = BATCH_TOKENS
-    """Tokens of one prefill, padding included. More is faster until memory is full."""
+    batch_tokens: int | None = None
+    """Tokens of one prefill, padding included. More is faster until memory is full. None: as many as suit the device."""
     fetch_s: float = 120.0
     """How long to try for a policy version before its submissions are void."""
     deadline_s: float = 900.0
     """Of each wait for the coordinator itself."""
+
+    @property
+    def tokens_at_once(self) -> int:
+        return self.batch_tokens or (BATCH_TOKENS if self.device == "cpu" else DEVICE_BATCH_TOKENS)
 
 
 def run_validator(config: ValidatorConfig, *, stop: threading.Event) -> Ended:
@@ -160,7 +164,7 @@ class Validator:
         """More that can be checked with the first one, as far as they are there already."""
         claims: list[Claim] = []
         tokens = _most_tokens(first)
-        while len(claims) + 1 < MAX_TOGETHER and tokens < self._config.batch_tokens:
+        while len(claims) + 1 < MAX_TOGETHER and tokens < self._config.tokens_at_once:
             try:
                 claim = self._client.call("POST", "/v1/checks/claim", None, Claim)
             except (Refused, Unreachable):
@@ -213,7 +217,7 @@ class Validator:
             found = judge_many(
                 submissions,
                 self._spec_at_hand(),
-                replace(policy, batch_tokens=self._config.batch_tokens),
+                replace(policy, batch_tokens=self._config.tokens_at_once),
                 reader=self._reader,
                 control_seed=secrets.randbits(64),
                 stop=self._client.stop,
