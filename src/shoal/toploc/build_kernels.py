@@ -130,6 +130,7 @@ def proof_lines(indices_SK: Tensor, bits_SK: Tensor) -> Tensor:
     `indices_SK` flat indices in int64, `bits_SK` bit patterns in int16, one line per segment.
     """
     num_segments, topk = indices_SK.shape
+    block = triton.next_power_of_2(topk)
     lines_SX = torch.empty(num_segments, 2 + topk, dtype=torch.int16, device=indices_SK.device)
     _prove[(num_segments,)](
         indices_SK.contiguous(),
@@ -137,8 +138,8 @@ def proof_lines(indices_SK: Tensor, bits_SK: Tensor) -> Tensor:
         _basis(topk, indices_SK.device),
         lines_SX,
         K=topk,
-        BLOCK=triton.next_power_of_2(topk),
-        num_warps=max(1, min(8, topk // 128)),  # sums over the lanes of one warp need no meeting
+        BLOCK=block,
+        num_warps=max(1, min(8, block // 128)),  # sums over the lanes of one warp need no meeting
     )
     return lines_SX
 
