@@ -40,14 +40,34 @@ def test_the_same_numbers(hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for proofs, given in ((honest, rows), (honest, moved), (constant, rows), (others, rows)):
         of_device = on_device(proofs, given, monkeypatch)
         of_host = toploc.verify_proofs(proofs, given, control_seed=7)
-        for mine, theirs in zip(chain(*of_device), chain(*of_host), strict=True):
-            for name in toploc.SegmentCheck._fields:
-                if name not in ("control_hits", "num_controls"):  # other random points
-                    assert getattr(mine, name) == pytest.approx(getattr(theirs, name)), name
-            assert type(mine.constant) is bool and type(mine.exponent_mismatches) is int
-            assert mine.num_controls == pytest.approx(theirs.num_controls, abs=60)
-            if mine.num_controls == theirs.num_controls == 128:
-                assert mine.control_hits == pytest.approx(theirs.control_hits, abs=16)
+        same_numbers(of_device, of_host)
+
+
+def same_numbers(
+    of_device: list[list[toploc.SegmentCheck]], of_host: list[list[toploc.SegmentCheck]]
+) -> None:
+    for mine, theirs in zip(chain(*of_device), chain(*of_host), strict=True):
+        for name in toploc.SegmentCheck._fields:
+            if name not in ("control_hits", "num_controls"):  # other random points
+                assert getattr(mine, name) == pytest.approx(getattr(theirs, name)), name
+        assert type(mine.constant) is bool and type(mine.exponent_mismatches) is int
+        assert mine.num_controls == pytest.approx(theirs.num_controls, abs=60)
+        if mine.num_controls == theirs.num_controls == 128:
+            assert mine.control_hits == pytest.approx(theirs.control_hits, abs=16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [192, 576, 2560])
+def test_proofs_made_and_checked_on_a_gpu(hidden: int) -> None:
+    rows = states([32, 70, 1, 5, 0, 33], hidden, seed=1)
+    on_gpu = [row.cuda() for row in rows]
+    moved = [(row.float() * (1 + 0.01 * torch.randn(row.shape))).to(torch.bfloat16) for row in rows]
+    honest = toploc.build_proofs(on_gpu)
+    for given in (rows, moved):
+        of_gpu = toploc.verify_proofs(honest, [row.cuda() for row in given], control_seed=7)
+        same_numbers(of_gpu, toploc.verify_proofs(honest, given, control_seed=7))
+    checks = toploc.verify_proofs(honest, rows, control_seed=7)
+    assert {check.exponent_mismatches for row in checks for check in row} == {0}
 
 
 def test_polynomials_on_a_device() -> None:
