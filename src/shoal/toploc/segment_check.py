@@ -27,8 +27,11 @@ Column = npt.NDArray[Any]
 
 
 class SegmentCheck(NamedTuple):
-    """One segment; a tuple, because a check of 64 rows makes 2,048 of them while a device waits. The published statistics are the exponents that differ among the top-k, and over those that agree
-    the mean and (upper) median of |mantissa - mantissa|, in units of 2^-7."""
+    """One segment; a tuple, because a check of 64 rows makes 2,048 of them while a device waits.
+
+    The published statistics are the exponents that differ among the top-k, and over those that agree the mean and (upper) median of
+    |mantissa - mantissa|, in units of 2^-7.
+    """
 
     num_values: int
     """Size of the segment: states times hidden size."""
