@@ -17,7 +17,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DatabaseError, DBAPIError
 
 from shoal.swarm.coordinator.migrations import migrate
-from shoal.swarm.coordinator.statements import WRITTEN
+from shoal.swarm.coordinator.statements import TURN
 from shoal.swarm.coordinator.turn import Turn
 
 BUSY_TIMEOUT_MS = 10_000
@@ -178,8 +178,8 @@ def _make_engine(url: str) -> Engine:
 
     @event.listens_for(engine, "before_cursor_execute")
     def note(db: Connection, cursor: Any, statement: str, *rest: Any) -> None:
-        if not statement.lstrip().startswith("SELECT") and (written := db.info.get(WRITTEN)) is not None:
-            written(told=False)
+        if (turn := db.info.get(TURN)) is not None:
+            turn.before_any(writes=not statement.lstrip().startswith("SELECT"))
 
     return engine
 

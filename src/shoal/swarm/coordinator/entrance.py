@@ -24,6 +24,7 @@ from shoal.swarm.coordinator.desk import Desk
 from shoal.swarm.coordinator.door import Knock, has_beaten
 from shoal.swarm.coordinator.feed import Feed
 from shoal.swarm.coordinator.handlers import Call, SignedRoute
+from shoal.swarm.coordinator.needs import Needs
 from shoal.swarm.coordinator.receiving import Receiver, check_length
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import Heartbeat
@@ -124,9 +125,13 @@ class Entrance:
         if route.prepare is not None and not isinstance(self._coordinator.store, LocalStore):
             found = await run_in_threadpool(route.prepare, self._coordinator, signer, path["lease_id"])
             if found is not None:
-                await self._desk.do(partial(uploads.mark_stored, self._coordinator, found))
+                await self._desk.do(
+                    partial(uploads.mark_stored, self._coordinator, found),
+                    Needs(lease_id=found.lease_id, upload=True),
+                )
         beat = Heartbeat.parse(body) if route.beats else None
-        knock = Knock(signer=signer, allowed=route.callers, beat=beat)
+        needs = route.needs(signer.key, path.get("lease_id", "")) if route.needs is not None else None
+        knock = Knock(signer=signer, allowed=route.callers, beat=beat, needs=needs)
         return await self._desk.do(partial(self._act, route, path, body, signer), knock)
 
     def _signer(self, scope: Scope, headers: dict[str, str], body: bytes) -> Signer:

@@ -26,6 +26,7 @@ from shoal.swarm.coordinator.auth import SMALL_BODY
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest_version
 from shoal.swarm.coordinator.door import Caller
 from shoal.swarm.coordinator.expected import Expected
+from shoal.swarm.coordinator.needs import Needs
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import (
@@ -82,6 +83,8 @@ class SignedRoute:
     max_body: int = SMALL_BODY
     prepare: "Prepare | None" = None
     """What takes time and needs no transaction, done before one begins; what it found is then noted in one of its own."""
+    needs: Callable[[str, str], Needs] | None = None
+    """What it will ask of the tables, by the key that asks and the lease its path names."""
     beats: bool = False
     """Those of a turn with which all is well are done together (door.py); `handle` has the others."""
 
