@@ -37,6 +37,7 @@ def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Seale
     _check_eligible(tx, coordinator, node)
     held = _held(tx, coordinator, node)
     if held is not None:
+        coordinator.turnstile.let_in(tx.actor)
         sign_of_life(tx)
         return held
     _check_patience(tx, coordinator, node)
