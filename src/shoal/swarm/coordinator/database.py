@@ -35,6 +35,8 @@ class Database:
         self.url = database_url(where)
         self._engine = _make_engine(self.url)
         self.is_sqlite = self._engine.dialect.name == "sqlite"
+        self.driver_error: type[Exception] = self._engine.dialect.loaded_dbapi.Error
+        """What statements that go straight to the driver raise."""
         self._writing = self._engine.execution_options(shoal_writes=True)
         # The database would serialise writers by itself, by polling; a lock hands over at once.
         self._lock = threading.Lock()

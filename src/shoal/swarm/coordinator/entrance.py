@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from shoal.net.buckets import Buckets
 from shoal.net.objects import LocalStore
-from shoal.swarm.coordinator import nodes, uploads
+from shoal.swarm.coordinator import nodes, space, uploads
 from shoal.swarm.coordinator.answers import as_described, problem, send_json, to_json
 from shoal.swarm.coordinator.auth import BODY_S, admitted
 from shoal.swarm.coordinator.coordinator import Coordinator
@@ -109,8 +109,12 @@ class Entrance:
             now_s = self._coordinator.clock()
             answer = problem(error.code, error.detail, now_s=now_s, retry_after_s=error.retry_after_s)
         except Exception as error:
-            await failure(self._coordinator, scope, error)(scope, receive, send)
-            raise  # the server logs where it came from
+            words = space.missing(self._coordinator, error)
+            if words is None:
+                await failure(self._coordinator, scope, error)(scope, receive, send)
+                raise  # the server logs where it came from
+            now_s = self._coordinator.clock()
+            answer = problem("request.no_space", words, now_s=now_s, retry_after_s=space.RETRY_S)
         if isinstance(answer, bytes):
             await send_json(send, answer)
         else:
