@@ -148,11 +148,13 @@ class Turn:
         if not self.unwritten:
             return
         self.unwritten.clear()
+        wrote = self._wrote
         in_order = sorted(self._pages.items(), key=lambda item: item[0].rank)
         for sheet, page in in_order:
             sheet.write(self.db, page)
         for sheet, page in in_order:
             sheet.rewrite(self.db, page)
+        self._wrote = wrote  # it is not the doing of whoever only looks
 
     def note_write(self, *, told: bool) -> None:
         """`told`: whoever wrote says what is not true any more. Else nothing is known any more."""
