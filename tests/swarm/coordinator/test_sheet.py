@@ -7,8 +7,9 @@ from small_swarm import SmallSwarm
 from sqlalchemy import func, select, update
 
 from shoal.swarm.coordinator.database import Database
+from shoal.swarm.coordinator.needs import Needs, read_ahead
 from shoal.swarm.coordinator.schema import epochs
-from shoal.swarm.coordinator.sheet import EPOCHS
+from shoal.swarm.coordinator.sheet import EPOCHS, LEASES
 from shoal.swarm.coordinator.statements import Statement, given
 from shoal.swarm.coordinator.turn import Spoiled
 from shoal.wire.codes import Rejected
@@ -89,6 +90,17 @@ def test_a_careful_turn_keeps_nothing_back(database: Database) -> None:
         found = EPOCHS.find(turn.db, 1)
         assert found is not None and found.num_leases == 0 and not turn.unwritten
     assert kept(database) == {1: 0}
+
+
+@pytest.mark.parametrize("name", ["\0", "\ud800", "f" * 31, "../x"])
+def test_a_name_that_is_none_does_not_fail_the_others(swarm: SmallSwarm, name: str) -> None:
+    swarm.start()
+    lease = swarm.node().deliver()
+    judged = [Needs(lease_id=one, submission=True, judged=True) for one in (name, lease.lease_id)]
+    with swarm.coordinator.database.group() as turn:
+        read_ahead(swarm.coordinator, turn, [*judged, Needs(lease_id="0" * 32, upload=True)])
+        found = LEASES.find(turn.db, lease.lease_id)
+        assert found is not None and found.state == "submitted"
 
 
 def test_a_claim_gets_what_was_not_read_ahead(swarm: SmallSwarm) -> None:

@@ -26,7 +26,7 @@ from shoal.swarm.coordinator.auth import SMALL_BODY
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest_version
 from shoal.swarm.coordinator.door import Caller
 from shoal.swarm.coordinator.expected import Expected
-from shoal.swarm.coordinator.needs import Needs
+from shoal.swarm.coordinator.needs import LEASE_ID, Needs
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import (
@@ -49,7 +49,6 @@ from shoal.wire.request import Signer
 
 Prepare = Callable[[Coordinator, Signer, str], Expected | None]
 
-_LEASE_ID = re.compile(r"[0-9a-f]{32}")
 _VERSION = re.compile(r"[0-9]{1,9}")
 
 
@@ -65,7 +64,7 @@ class Call:
     @property
     def lease_id(self) -> str:
         lease_id = self.path["lease_id"]
-        if not _LEASE_ID.fullmatch(lease_id):
+        if not LEASE_ID.fullmatch(lease_id):
             raise Rejected("request.not_found", f"{lease_id[:80]!r} is not a lease id")
         return lease_id
 

@@ -47,8 +47,8 @@ def look_again(coordinator: Coordinator) -> None:
     if not coordinator.vitals.no_space:
         return
     with coordinator.database.transaction() as db:
-        for _ in range(16):
-            _INSERT.run(db, key=_TRIAL, nonce=secrets.token_hex(2048), seen_at_s=0.0)
+        for _ in range(64):
+            _INSERT.run(db, key=_TRIAL, nonce=secrets.token_hex(512), seen_at_s=0.0)
         _REMOVE.run(db, whose=_TRIAL)
     if isinstance(coordinator.store, LocalStore):
         _try_folder(coordinator.data.parent)
