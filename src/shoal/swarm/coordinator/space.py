@@ -51,7 +51,8 @@ def look_again(coordinator: Coordinator) -> None:
             _INSERT.run(db, key=_TRIAL, nonce=secrets.token_hex(512), seen_at_s=0.0)
         _REMOVE.run(db, whose=_TRIAL)
     if isinstance(coordinator.store, LocalStore):
-        _try_folder(coordinator.data.parent)
+        # Where what a crash leaves behind is removed at the next start.
+        _try_folder(coordinator.data.parent / "objects" / "incoming")
     coordinator.vitals.no_space = ""
     coordinator.vitals.tell_again_s = 0.0
     coordinator.log.info("there is room again", folder=coordinator.data.parent)
