@@ -1,7 +1,7 @@
 """A thousand nodes in virtual time: honest, slow, vanishing, cloned and lying ones, under the coordinator's own rules.
 
-Trust, checks, lease sizes, back-off and credit are the functions the coordinator uses (shoal.swarm.coordinator.trust, credit,
-drawing); time, machines and lies are made up, from one seed. See `python bench/swarm.py churn`.
+Trust, checks, lease sizes, speed, back-off and credit are the functions the coordinator uses (shoal.swarm.coordinator.trust, credit,
+drawing, speed); time, machines and lies are made up, from one seed. See `python bench/swarm.py churn`.
 """
 
 import heapq
@@ -9,6 +9,8 @@ import random
 from dataclasses import dataclass, field
 
 from shoal.swarm.coordinator.credit import Earning, to_revoke
+from shoal.swarm.coordinator.planning import LEASE_SHARE
+from shoal.swarm.coordinator.speed import averaged
 from shoal.swarm.coordinator.trust import (
     Happening,
     Standing,
@@ -110,7 +112,7 @@ def _one_lease(machine: Machine, now_s: float, rng: random.Random, floor: float,
     """What comes of one lease; when the machine asks for the next."""
     prompts = PROMPTS
     if machine.rows_per_s:
-        prompts = max(1, min(PROMPTS, int(machine.rows_per_s * LEASE_S * 0.25 / SAMPLES)))
+        prompts = max(1, min(PROMPTS, int(machine.rows_per_s * LEASE_S * LEASE_SHARE / SAMPLES)))
     rows = lease_prompts(machine.standing, most=prompts) * SAMPLES
     work_s = rows * TOKENS / machine.tokens_per_s
     crash_s = rng.expovariate(1 / machine.crash_every_s)
@@ -129,8 +131,7 @@ def _one_lease(machine: Machine, now_s: float, rng: random.Random, floor: float,
         )
         return now_s + LEASE_S + 1
     _deliver(machine, now_s + work_s, rows, rng, floor, outcome)
-    speed = rows / work_s
-    machine.rows_per_s = speed if not machine.rows_per_s else 0.7 * machine.rows_per_s + 0.3 * speed
+    machine.rows_per_s = averaged(machine.rows_per_s, rows / work_s)
     return now_s + work_s + 1
 
 

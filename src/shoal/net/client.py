@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 TIMEOUT = httpx.Timeout(30.0, connect=5.0)
 
-_TRY_AGAIN = ("request.too_early", "request.paused", "request.too_many", "request.failed")
+_TRY_AGAIN = ("request.too_early", "request.paused", "request.too_many", "request.no_space", "request.failed")
 
 
 class Refused(Exception):

@@ -146,5 +146,7 @@ class Incoming:
             os.close(folder)
 
     def discard(self) -> None:
-        self._file.close()
+        # Closing writes what is left; on a full disk that fails again, and must not keep the rest of it there.
+        with contextlib.suppress(OSError):
+            self._file.close()
         self._partial.unlink(missing_ok=True)

@@ -90,6 +90,11 @@ CODES: dict[str, Meaning] = {
     "request.not_ready": Meaning(
         503, "a part of the server stands still", "the operator must look; its log says what"
     ),
+    "request.no_space": Meaning(
+        503,
+        "the server's disk is full",
+        "the operator makes room; wait retry_after_s, then send it again: nothing was lost",
+    ),
     "request.failed": Meaning(
         500, "the server failed to handle it", "try again; the server's log has the reason"
     ),

@@ -214,12 +214,12 @@ def test_a_client_goes_on_with_another_entry_point(tmp_path: Path, postgres: Any
     right.close()
 
 
-@pytest.mark.parametrize("seed", [3])
+@pytest.mark.parametrize(("seed", "in_turns"), [(3, False), (3, True)])
 def test_a_random_life_on_postgresql(
-    tmp_path: Path, postgres: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, postgres: Any, seed: int, in_turns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(small_swarm, "FRESH_DATABASE", postgres.fresh)
-    random_life(tmp_path, seed)
+    random_life(tmp_path, seed, in_turns)
 
 
 # -- layouts ----------------------------------------------------------------------------------------------

@@ -1,16 +1,18 @@
 """A run driven at random, with crashes and a virtual clock, against what must always hold."""
 
+import copy
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import small_swarm
 from small_swarm import CONFIG, LOG, SPEC, manifest, report
-from sqlalchemy import select
+from sqlalchemy import Connection, select
 
 from shoal.swarm.coordinator import (
     batches,
@@ -26,10 +28,12 @@ from shoal.swarm.coordinator import (
 from shoal.swarm.coordinator.coordinator import DATABASE_FILE, Transaction, newest_version, open_coordinator
 from shoal.swarm.coordinator.housekeeping import resume, tick
 from shoal.swarm.coordinator.ledger import read_ledger
+from shoal.swarm.coordinator.needs import Needs, read_ahead
 from shoal.swarm.coordinator.nodes import find_node
 from shoal.swarm.coordinator.replay import replay
 from shoal.swarm.coordinator.schema import leases as lease_table
 from shoal.swarm.coordinator.schema import nodes as node_table
+from shoal.swarm.coordinator.turn import Spoiled
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Checks, Lease, Verdict
 from shoal.wire.ledger import verify_chain
@@ -95,10 +99,20 @@ class Life:
         except Rejected:
             return None
 
+    @contextmanager
+    def look(self) -> Iterator[Connection]:
+        """Into what is true now, for whoever is in a turn."""
+        turn = self.coordinator.database.turn()
+        if turn is not None:
+            yield turn.db
+        else:
+            with self.coordinator.database.read() as db:
+                yield db
+
     # -- what can happen --------------------------------------------------------------------------------
 
     def announce(self) -> None:
-        with self.coordinator.database.read() as db:
+        with self.look() as db:
             newest = newest_version(db)
         version = 0 if newest is None else newest + 1
         sealed = seal(manifest(version), self.coordinator.run_key)
@@ -132,7 +146,7 @@ class Life:
         incoming = store.receive(token, sha256, len(data))
         incoming.write(data)
         incoming.finish()
-        with self.coordinator.database.read() as db:
+        with self.look() as db:
             expected = uploads.expected_under(db, token, self.now_s)
         uploads.mark_stored(self.coordinator, expected)
         version = self.rng.choice(lease.policies).version
@@ -174,7 +188,7 @@ class Life:
         self.act("9" * 64, lambda tx: checks.give_verdict(tx, self.coordinator, lease.lease_id, verdict))
 
     def train(self) -> None:
-        with self.coordinator.database.read() as db:
+        with self.look() as db:
             newest = newest_version(db)
         assert newest is not None
         if newest == SPEC_LONG.last_version:
@@ -201,11 +215,43 @@ class Life:
         for _ in range(steps):
             self.rng.choice(happenings)()
 
+    def live_in_turns(self, turns: int) -> int:
+        """Several happenings are committed together, as the desk does it; how many turns came to that."""
+        happenings = [self.ask_lease] * 6 + [self.deliver] * 6 + [self.claim] * 6 + [self.judge] * 8
+        happenings += [self.train, self.abandon]
+        done = 0
+        for _ in range(turns):
+            done += self.turn(self.rng.choices(happenings, k=self.rng.randint(2, 12)))
+            if self.rng.random() < 0.3:
+                self.pass_time()
+            if self.rng.random() < 0.05:
+                self.crash()
+        return done
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_what_must_always_hold(tmp_path: Path, seed: int) -> None:
+    def turn(self, happenings: list[Callable[[], None]]) -> bool:
+        before = copy.deepcopy((self.held, self.claimed, self.checks))
+        held = [lease.lease_id for leases in self.held.values() for lease in leases]
+        needs = [Needs(node=node) for node in self.held] + [Needs(claims=True)] * 2
+        needs += [Needs(lease_id=lease_id, upload=True, submission=True) for lease_id in held]
+        needs += [Needs(lease_id=lease.lease_id, submission=True, judged=True) for lease in self.claimed]
+        try:
+            with self.coordinator.database.group() as turn:
+                read_ahead(self.coordinator, turn, needs)
+                for happening in happenings:
+                    happening()
+        except Spoiled:  # nothing of all this happened
+            self.held, self.claimed, self.checks = before
+            return False
+        return True
+
+
+@pytest.mark.parametrize(("seed", "in_turns"), [(1, False), (2, False), (3, True), (4, True)])
+def test_what_must_always_hold(tmp_path: Path, seed: int, in_turns: bool) -> None:
     life = Life(tmp_path, seed)
-    life.live(350)
+    if in_turns:
+        assert life.live_in_turns(100) > 80
+    else:
+        life.live(350)
     events = read_ledger(life.database or tmp_path / DATABASE_FILE)
     verify_chain(events)
     books = replay(events)

@@ -53,3 +53,12 @@ def test_who_was_turned_away_comes_first_until_it_is_late() -> None:
     turnstile.let_in("a")
     assert [turnstile.ahead_of(node, 0.2) for node in "abc"] == [1, 0, 1]
     assert turnstile.ahead_of("c", 0.1 + wait_s + LATE_S + 0.01) == 0
+
+
+def test_who_does_not_come_back_is_not_hidden_by_one_who_may_take_longer() -> None:
+    turnstile = Turnstile(_wait_s=LONGEST_S, _began_s=0.0)
+    turnstile.turn_away("told in a crowd", 0.5, least_s=LEAST_S)
+    turnstile._wait_s = 0.0
+    turnstile.turn_away("gone", 0.6, least_s=LEAST_S)
+    assert turnstile.ahead_of("c", 0.7) == 2
+    assert turnstile.ahead_of("c", 0.6 + LEAST_S + 2 * LATE_S) == 1

@@ -36,7 +36,7 @@ def admitted(coordinator: Coordinator, signer: Signer, allowed: frozenset[Caller
         _check_role(caller, signer, allowed)
         if not takes_nonce(tx.turn, signer, tx.now_s):
             raise Rejected("request.replayed", f"nonce {signer.nonce} of key {signer.key[:16]} is spent")
-        tx.node = tx.turn.recall(find_node, signer.key) if caller == "node" else None
+        tx.node = find_node(tx.db, signer.key) if caller == "node" else None
         try:
             with tx.turn.one():
                 _refuse_banned(tx, allowed)

@@ -14,7 +14,8 @@ from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, upd
 
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction
 from shoal.swarm.coordinator.schema import batches, groups, verdicts
-from shoal.swarm.coordinator.statements import Statement, given, inserting
+from shoal.swarm.coordinator.sheet import GROUPS
+from shoal.swarm.coordinator.statements import Statement, given
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import Batch, Group
 
@@ -27,7 +28,6 @@ class GroupState(StrEnum):
     WITHDRAWN = "withdrawn"
 
 
-_INSERT = inserting(groups, but=("batch_version",))
 _COUNT_READY = Statement(
     select(func.count())
     .select_from(groups)
@@ -92,7 +92,8 @@ def add_groups(
                 "stale_seq": seq if stale else None,
             }
         )
-    _INSERT.run_many(tx.db, rows)
+    for row in rows:
+        GROUPS.insert(tx.db, **row)
     ready = sum(row["state"] == GroupState.READY.value for row in rows)
     for (oldest,) in tx.turn.known(count_ready):
         if submission.policy_version >= oldest:

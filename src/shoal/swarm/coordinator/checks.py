@@ -3,16 +3,17 @@
 import json
 from typing import Any
 
-from sqlalchemy import Row, select, update
+from sqlalchemy import Row, select
 
-from shoal.swarm.coordinator import admission, batches, evaluations, relays, speed
+from shoal.swarm.coordinator import admission, batches, evaluations, queued, relays, speed
 from shoal.swarm.coordinator import credit as credits
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest_version
 from shoal.swarm.coordinator.leases import Event, end, find_lease, move, status, void_all
 from shoal.swarm.coordinator.nodes import count_verdict, enter, get_node, happen, why_rejected
 from shoal.swarm.coordinator.revocation import revoke_unchecked
 from shoal.swarm.coordinator.schema import leases, submissions, verdicts
-from shoal.swarm.coordinator.statements import Statement, given, inserting
+from shoal.swarm.coordinator.sheet import SUBMISSIONS, VERDICTS
+from shoal.swarm.coordinator.statements import Statement, given
 from shoal.swarm.coordinator.states import TERMINAL, State
 from shoal.swarm.coordinator.submissions import find_submission, void_stale
 from shoal.swarm.coordinator.trust import Finding, Happening, Trust, finding_of
@@ -22,58 +23,33 @@ from shoal.wire.messages import Claim, LeaseStatus
 from shoal.wire.record import Sealed
 
 _EVENT = {Finding.ACCEPTED: Event.ACCEPT, Finding.REJECTED: Event.REJECT, Finding.VOID: Event.VOID}
-# Held-out work first: the curve, and the end of the run, wait for it. Then in the order of receipt.
-_WITH_LEASE = select(submissions, leases.c.sealed, leases.c.state).join(
-    leases, leases.c.lease_id == submissions.c.lease_id
-)
-_NEXT = Statement(
-    _WITH_LEASE.where(leases.c.state == State.SUBMITTED.value)
-    .order_by(leases.c.purpose, submissions.c.seq)
-    .limit(1)
-)
-_ONE = Statement(_WITH_LEASE.where(submissions.c.lease_id == given("id")))
-_CLAIM = Statement(
-    update(submissions).where(submissions.c.lease_id == given("id")),
-    *("claimed_by", "claimed_at_s", "claimed_until_s"),
-)
 _LAPSED = Statement(
     select(leases)
     .join(submissions, submissions.c.lease_id == leases.c.lease_id)
     .where(leases.c.state == State.CHECKING.value, submissions.c.claimed_until_s < given("now_s"))
 )
 _GIVEN = Statement(select(verdicts.c.code).where(verdicts.c.lease_id == given("id")))
-_FIRST = Statement(
-    select(submissions.c.node)
-    .where(submissions.c.sha256 == given("digest"), submissions.c.seq < given("before_seq"))
-    .order_by(submissions.c.seq)
-    .limit(1)
-)
-_BEFORE = Statement(
-    select(submissions.c.received_at_s)
-    .where(submissions.c.node == given("name"), submissions.c.seq < given("this_seq"))
-    .order_by(submissions.c.seq.desc())
-    .limit(1)
-)
-_INSERT = inserting(verdicts, but=("revoked_for",))
 
 
 def claim(tx: Transaction, coordinator: Coordinator) -> Claim:
     """A submission for this validator alone, until the claim runs out."""
     release_lapsed(tx, coordinator)
-    row = _NEXT.row(tx.db)
+    row = queued.take_next(tx.turn)
     if row is None:
         raise Rejected(
             "request.too_early", "no submission waits to be checked", retry_after_s=coordinator.config.retry_s
         )
     until_s = tx.now_s + coordinator.config.claim_s
     move(tx, row, Event.CLAIM)
-    _CLAIM.run(tx.db, id=row.lease_id, claimed_by=tx.actor, claimed_at_s=tx.now_s, claimed_until_s=until_s)
+    SUBMISSIONS.change(
+        tx.db, row.lease_id, claimed_by=tx.actor, claimed_at_s=tx.now_s, claimed_until_s=until_s
+    )
     return _to_claim(tx, coordinator, row, until_s=until_s)
 
 
 def look_again(tx: Transaction, coordinator: Coordinator, lease_id: str) -> Claim:
     """A submission as its validator saw it, for an audit: nothing changes, and every check is asked for."""
-    row = _ONE.row(tx.db, id=lease_id)
+    row = queued.find_submitted(tx.db, lease_id)
     if row is None:
         raise Rejected("request.not_found", f"lease {lease_id} has no submission")
     claim = _to_claim(tx, coordinator, row, until_s=tx.now_s)
@@ -92,7 +68,7 @@ def _to_claim(tx: Transaction, coordinator: Coordinator, row: Row[Any], *, until
         num_bytes=row.num_bytes,
         received_at_s=row.received_at_s,
         deadline_s=until_s,
-        copy_of=_first_with(tx, row.sha256, before_seq=row.seq),
+        copy_of=row.copy_of,
     )
 
 
@@ -138,12 +114,6 @@ def give_verdict(tx: Transaction, coordinator: Coordinator, lease_id: str, verdi
     return status(find_lease(tx.db, lease_id))
 
 
-def _first_with(tx: Transaction, sha256: str, *, before_seq: int) -> str | None:
-    """The node that first submitted these bytes. Order is that of our receipts: nobody can claim to have been earlier."""
-    node: str | None = _FIRST.value(tx.db, digest=sha256, before_seq=before_seq)
-    return node
-
-
 def _check_code(lease_id: str, verdict: Verdict) -> None:
     if verdict.lease_id != lease_id:
         raise Rejected(
@@ -185,7 +155,7 @@ def _enter(
         drawn={"epoch": submission.draw_epoch, "rate": submission.draw_rate, "checks": submission.checks},
         credit=credit,
     )
-    _INSERT.run(
+    VERDICTS.insert(
         tx.db,
         lease_id=lease.lease_id,
         validator=tx.actor,
@@ -227,7 +197,7 @@ def _rows_per_s(tx: Transaction, lease: Row[Any], submission: Row[Any]) -> float
     return speed.rows_per_s(
         lease.num_prompts * lease.samples_per_prompt,
         issued_at_s=lease.issued_at_s,
-        previous_receipt_s=_BEFORE.value(tx.db, name=lease.node, this_seq=submission.seq),
+        previous_receipt_s=tx.turn.recall(queued.previous_receipt_s, lease.lease_id),
         received_at_s=submission.received_at_s,
     )
 

@@ -17,7 +17,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DatabaseError, DBAPIError
 
 from shoal.swarm.coordinator.migrations import migrate
-from shoal.swarm.coordinator.statements import WRITTEN
+from shoal.swarm.coordinator.statements import TURN
 from shoal.swarm.coordinator.turn import Turn
 
 BUSY_TIMEOUT_MS = 10_000
@@ -35,6 +35,8 @@ class Database:
         self.url = database_url(where)
         self._engine = _make_engine(self.url)
         self.is_sqlite = self._engine.dialect.name == "sqlite"
+        self.driver_error: type[Exception] = self._engine.dialect.loaded_dbapi.Error
+        """What statements that go straight to the driver raise."""
         self._writing = self._engine.execution_options(shoal_writes=True)
         # The database would serialise writers by itself, by polling; a lock hands over at once.
         self._lock = threading.Lock()
@@ -178,8 +180,8 @@ def _make_engine(url: str) -> Engine:
 
     @event.listens_for(engine, "before_cursor_execute")
     def note(db: Connection, cursor: Any, statement: str, *rest: Any) -> None:
-        if not statement.lstrip().startswith("SELECT") and (written := db.info.get(WRITTEN)) is not None:
-            written(told=False)
+        if (turn := db.info.get(TURN)) is not None:
+            turn.before_any(writes=not statement.lstrip().startswith("SELECT"))
 
     return engine
 

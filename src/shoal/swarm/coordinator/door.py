@@ -12,8 +12,9 @@ from typing import Literal
 from sqlalchemy import text
 
 from shoal.swarm.coordinator.coordinator import Coordinator
+from shoal.swarm.coordinator.needs import Needs, read_ahead
 from shoal.swarm.coordinator.nodes import find_node
-from shoal.swarm.coordinator.schema import nodes
+from shoal.swarm.coordinator.sheet import NODES
 from shoal.swarm.coordinator.statements import Statement
 from shoal.swarm.coordinator.turn import Turn
 from shoal.wire.messages import Heartbeat, Role
@@ -22,18 +23,6 @@ from shoal.wire.request import Signer
 Caller = Literal["newcomer", "node", "banned"] | Role
 """`newcomer` is any key; `banned` lets even an ejected node through: to appeal."""
 
-_COLUMNS = ", ".join(column.name for column in nodes.c)
-_KNOWN = {
-    "sqlite": Statement(
-        text(f"SELECT {_COLUMNS} FROM nodes WHERE node IN (SELECT value FROM json_each(:keys))")
-    ),
-    "postgresql": Statement(
-        text(
-            f"SELECT {_COLUMNS} FROM nodes"
-            " WHERE node IN (SELECT json_array_elements_text(CAST(:keys AS json)))"
-        )
-    ),
-}
 _SPEND = {
     "sqlite": Statement(
         text(
@@ -60,7 +49,8 @@ _BEAT = {
             " policy_version = json_extract(value, '$[3]'), tokens_per_s = json_extract(value, '$[4]')"
             " FROM json_each(:beats) WHERE node = json_extract(value, '$[0]')"
             f" AND session_epoch = json_extract(value, '$[1]') AND {_WELL} RETURNING node"
-        )
+        ),
+        keeps_rows=True,  # but for what only the page shows
     ),
     "postgresql": Statement(
         text(
@@ -68,7 +58,8 @@ _BEAT = {
             " policy_version = CAST(one->>3 AS bigint), tokens_per_s = CAST(one->>4 AS double precision)"
             " FROM json_array_elements(CAST(:beats AS json)) AS given(one) WHERE node = one->>0"
             f" AND session_epoch = CAST(one->>1 AS bigint) AND {_WELL} RETURNING node"
-        )
+        ),
+        keeps_rows=True,
     ),
 }
 
@@ -81,6 +72,8 @@ class Knock:
     allowed: frozenset[Caller]
     beat: Heartbeat | None = None
     """What it says, if it is a heartbeat."""
+    needs: Needs | None = None
+    """What it will ask of the tables."""
 
 
 @dataclass(slots=True)
@@ -95,12 +88,16 @@ class Entered:
     """Of heartbeats that are done."""
 
 
-def open_door(coordinator: Coordinator, turn: Turn, knocks: Sequence[Knock]) -> None:
+def open_door(coordinator: Coordinator, turn: Turn, told: Sequence[Knock | Needs]) -> None:
     """Before the first request of a turn. Who must not come in leaves no trace; its own request says why."""
+    knocks = [one for one in told if isinstance(one, Knock)]
     _meet(coordinator, turn, knocks)
     allowed = [knock for knock in knocks if caller_of(coordinator, turn, knock.signer.key) in knock.allowed]
     now_s, entered = coordinator.clock(), _entered(turn)
     _spend(turn, [knock.signer for knock in allowed], now_s)
+    needs = [one for one in told if isinstance(one, Needs)]
+    needs += [knock.needs for knock in allowed if knock.needs and _pair(knock.signer) in entered.fresh]
+    read_ahead(coordinator, turn, needs)
     first = {
         knock.signer.key: knock
         for knock in reversed(allowed)
@@ -122,7 +119,7 @@ def open_door(coordinator: Coordinator, turn: Turn, knocks: Sequence[Knock]) -> 
 def caller_of(coordinator: Coordinator, turn: Turn, key: str) -> Caller:
     # A role's key is no node's, whatever the table says.
     role = coordinator.roles.get(key)
-    return role or ("newcomer" if turn.recall(find_node, key) is None else "node")
+    return role or ("newcomer" if find_node(turn.db, key) is None else "node")
 
 
 def takes_nonce(turn: Turn, signer: Signer, now_s: float) -> bool:
@@ -146,13 +143,7 @@ def has_beaten(turn: Turn, signer: Signer) -> bool:
 
 
 def _meet(coordinator: Coordinator, turn: Turn, knocks: Sequence[Knock]) -> None:
-    keys = {knock.signer.key for knock in knocks} - coordinator.roles.keys()
-    if not keys:
-        return
-    found = _KNOWN[turn.db.dialect.name].rows(turn.db, keys=json.dumps(list(keys)))
-    known = {row.node: row for row in found}
-    for key in keys:
-        turn.learn(known.get(key), find_node, key)
+    NODES.fetch(turn.db, {knock.signer.key for knock in knocks} - coordinator.roles.keys())
 
 
 def _spend(turn: Turn, signers: Sequence[Signer], now_s: float) -> None:

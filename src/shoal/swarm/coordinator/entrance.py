@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from shoal.net.buckets import Buckets
 from shoal.net.objects import LocalStore
-from shoal.swarm.coordinator import nodes, uploads
+from shoal.swarm.coordinator import nodes, space, uploads
 from shoal.swarm.coordinator.answers import as_described, problem, send_json, to_json
 from shoal.swarm.coordinator.auth import BODY_S, admitted
 from shoal.swarm.coordinator.coordinator import Coordinator
@@ -24,6 +24,7 @@ from shoal.swarm.coordinator.desk import Desk
 from shoal.swarm.coordinator.door import Knock, has_beaten
 from shoal.swarm.coordinator.feed import Feed
 from shoal.swarm.coordinator.handlers import Call, SignedRoute
+from shoal.swarm.coordinator.needs import Needs
 from shoal.swarm.coordinator.receiving import Receiver, check_length
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import Heartbeat
@@ -108,8 +109,12 @@ class Entrance:
             now_s = self._coordinator.clock()
             answer = problem(error.code, error.detail, now_s=now_s, retry_after_s=error.retry_after_s)
         except Exception as error:
-            await failure(self._coordinator, scope, error)(scope, receive, send)
-            raise  # the server logs where it came from
+            words = space.missing(self._coordinator, error)
+            if words is None:
+                await failure(self._coordinator, scope, error)(scope, receive, send)
+                raise  # the server logs where it came from
+            now_s = self._coordinator.clock()
+            answer = problem("request.no_space", words, now_s=now_s, retry_after_s=space.RETRY_S)
         if isinstance(answer, bytes):
             await send_json(send, answer)
         else:
@@ -124,9 +129,13 @@ class Entrance:
         if route.prepare is not None and not isinstance(self._coordinator.store, LocalStore):
             found = await run_in_threadpool(route.prepare, self._coordinator, signer, path["lease_id"])
             if found is not None:
-                await self._desk.do(partial(uploads.mark_stored, self._coordinator, found))
+                await self._desk.do(
+                    partial(uploads.mark_stored, self._coordinator, found),
+                    Needs(lease_id=found.lease_id, upload=True),
+                )
         beat = Heartbeat.parse(body) if route.beats else None
-        knock = Knock(signer=signer, allowed=route.callers, beat=beat)
+        needs = route.needs(signer.key, path.get("lease_id", "")) if route.needs is not None else None
+        knock = Knock(signer=signer, allowed=route.callers, beat=beat, needs=needs)
         return await self._desk.do(partial(self._act, route, path, body, signer), knock)
 
     def _signer(self, scope: Scope, headers: dict[str, str], body: bytes) -> Signer:

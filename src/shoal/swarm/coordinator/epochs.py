@@ -6,10 +6,11 @@ import hashlib
 import secrets
 from dataclasses import dataclass, replace
 
-from sqlalchemy import Connection, exists, func, insert, select, update
+from sqlalchemy import Connection, exists, func, select
 
 from shoal.swarm.coordinator.coordinator import Transaction
 from shoal.swarm.coordinator.schema import epochs, leases
+from shoal.swarm.coordinator.sheet import EPOCHS
 from shoal.swarm.coordinator.statements import Statement, given
 from shoal.swarm.coordinator.states import OPEN
 
@@ -17,10 +18,13 @@ _HIDDEN = select(epochs).where(epochs.c.revealed_at_s.is_(None))
 _NEWEST = epochs.c.epoch.desc()
 _ROOM = Statement(_HIDDEN.where(epochs.c.num_leases < given("most")).order_by(_NEWEST).limit(1))
 _SECRET = Statement(_HIDDEN.order_by(_NEWEST).limit(1))
-_TAKE = Statement(
-    update(epochs).where(epochs.c.epoch == given("number")).values(num_leases=epochs.c.num_leases + 1)
-)
 _UNENDED = exists().where(leases.c.epoch == epochs.c.epoch, leases.c.state.in_(OPEN))
+_LAST = Statement(select(func.coalesce(func.max(epochs.c.epoch), 0)))
+_OPEN_OF = Statement(
+    select(func.count())
+    .select_from(leases)
+    .where(leases.c.epoch == given("number"), leases.c.state.in_(OPEN))
+)
 _ENDED = Statement(_HIDDEN.where(epochs.c.num_leases >= given("least"), ~_UNENDED).order_by(epochs.c.epoch))
 
 
@@ -28,8 +32,11 @@ def draw(tx: Transaction, leases_per_epoch: int) -> tuple[int, bytes]:
     """Number and secret of the epoch that the next lease belongs to."""
     room = tx.turn.recall(_room, leases_per_epoch)
     if room is None:
-        return _begin(tx)
-    _TAKE.run(tx.db, number=room.epoch)
+        epoch, secret = _begin(tx, num_leases=1)
+        if leases_per_epoch > 1:
+            tx.turn.learn(_Room(epoch, secret, 1), _room, leases_per_epoch)
+        return epoch, secret
+    EPOCHS.change(tx.db, room.epoch, num_leases=room.num_leases + 1)
     if room.num_leases + 1 < leases_per_epoch:
         tx.turn.learn(replace(room, num_leases=room.num_leases + 1), _room, leases_per_epoch)
     else:
@@ -69,28 +76,35 @@ def commitment(secret: bytes) -> str:
 def reveal_ended(tx: Transaction, leases_per_epoch: int, *, run_over: bool) -> None:
     """Reveal every epoch whose leases have all ended. An epoch that can still grow is kept, unless the run is over."""
     for row in _ENDED.rows(tx.db, least=0 if run_over else leases_per_epoch):
-        tx.db.execute(update(epochs).where(epochs.c.epoch == row.epoch).values(revealed_at_s=tx.now_s))
+        EPOCHS.change(tx.db, row.epoch, revealed_at_s=tx.now_s)
         tx.record("epoch.revealed", epoch=row.epoch, secret=row.secret)
+        tx.turn.forget(_room)
+        tx.turn.forget(_hidden)
 
 
 def reveal_after(tx: Transaction, epoch: int, leases_per_epoch: int, *, run_over: bool) -> None:
     """A lease of `epoch` has ended: reveal what can be. While that epoch can still grow, nothing can."""
     room = None if run_over else tx.turn.recall(_room, leases_per_epoch)
-    if room is None or room.epoch != epoch:
+    if not run_over and room is not None and room.epoch == epoch:
+        return
+    # Counted along in a turn, since every lease that ends asks for it.
+    if tx.turn.knows(count_open, epoch):
+        tx.turn.learn(tx.turn.recall(count_open, epoch) - 1, count_open, epoch)
+    if run_over or tx.turn.recall(count_open, epoch) == 0:
         reveal_ended(tx, leases_per_epoch, run_over=run_over)
 
 
-def _begin(tx: Transaction, num_leases: int = 1) -> tuple[int, bytes]:
-    secret = secrets.token_bytes(32)
-    epoch = int(tx.db.execute(select(func.coalesce(func.max(epochs.c.epoch), 0))).scalar_one()) + 1
-    tx.db.execute(
-        insert(epochs).values(
-            epoch=epoch,
-            secret=secret.hex(),
-            commitment=commitment(secret),
-            num_leases=num_leases,
-            revealed_at_s=None,
-        )
+def count_open(db: Connection, epoch: int) -> int:
+    """Leases of an epoch that have not ended."""
+    return int(_OPEN_OF.value(db, number=epoch))
+
+
+def _begin(tx: Transaction, *, num_leases: int) -> tuple[int, bytes]:
+    secret, epoch = secrets.token_bytes(32), int(_LAST.value(tx.db)) + 1
+    EPOCHS.insert(
+        tx.db, epoch=epoch, secret=secret.hex(), commitment=commitment(secret), num_leases=num_leases
     )
     tx.record("epoch.committed", epoch=epoch, commitment=commitment(secret))
+    tx.turn.forget(_room)
+    tx.turn.learn((epoch, secret), _hidden)
     return epoch, secret

@@ -26,6 +26,7 @@ from shoal.swarm.coordinator.auth import SMALL_BODY
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest_version
 from shoal.swarm.coordinator.door import Caller
 from shoal.swarm.coordinator.expected import Expected
+from shoal.swarm.coordinator.needs import LEASE_ID, Needs
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import (
@@ -48,7 +49,6 @@ from shoal.wire.request import Signer
 
 Prepare = Callable[[Coordinator, Signer, str], Expected | None]
 
-_LEASE_ID = re.compile(r"[0-9a-f]{32}")
 _VERSION = re.compile(r"[0-9]{1,9}")
 
 
@@ -64,7 +64,7 @@ class Call:
     @property
     def lease_id(self) -> str:
         lease_id = self.path["lease_id"]
-        if not _LEASE_ID.fullmatch(lease_id):
+        if not LEASE_ID.fullmatch(lease_id):
             raise Rejected("request.not_found", f"{lease_id[:80]!r} is not a lease id")
         return lease_id
 
@@ -82,6 +82,8 @@ class SignedRoute:
     max_body: int = SMALL_BODY
     prepare: "Prepare | None" = None
     """What takes time and needs no transaction, done before one begins; what it found is then noted in one of its own."""
+    needs: Callable[[str, str], Needs] | None = None
+    """What it will ask of the tables, by the key that asks and the lease its path names."""
     beats: bool = False
     """Those of a turn with which all is well are done together (door.py); `handle` has the others."""
 

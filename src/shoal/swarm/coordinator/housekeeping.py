@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from sqlalchemy import select
+from sqlalchemy.exc import DBAPIError
 
-from shoal.swarm.coordinator import checks, evaluations, leases, nodes
+from shoal.swarm.coordinator import checks, evaluations, leases, nodes, space
 from shoal.swarm.coordinator.auth import prune_nonces
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, is_finished, newest_version
 from shoal.swarm.coordinator.expected import expected_of
@@ -36,7 +37,8 @@ def tidy(coordinator: Coordinator) -> None:
 def keep_house(
     coordinators: Sequence[Coordinator], stop: threading.Event, *, check: Callable[[], None]
 ) -> None:
-    """Until `stop`. An error ends it, and the coordinator with it: a run must not go on without its clock.
+    """Until `stop`. An error ends it, and the coordinator with it: a run must not go on without its clock. Only a full disk is
+    waited for.
 
     `check` raises if the server has ended.
     """
@@ -47,12 +49,21 @@ def keep_house(
         check()
         due = time.monotonic() - tidied_s >= TIDY_S
         for coordinator in coordinators:
-            tick(coordinator)
-            coordinator.vitals.beat("housekeeping")
-            if due:
-                tidy(coordinator)
+            go_round(coordinator, tidies=due)
         if due:
             tidied_s = time.monotonic()
+
+
+def go_round(coordinator: Coordinator, *, tidies: bool) -> None:
+    try:
+        space.look_again(coordinator)
+        tick(coordinator)
+        if tidies:
+            tidy(coordinator)
+    except (OSError, DBAPIError, coordinator.database.driver_error) as error:
+        if space.missing(coordinator, error) is None:
+            raise
+    coordinator.vitals.beat("housekeeping")
 
 
 def resume(coordinator: Coordinator) -> None:

@@ -5,7 +5,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Row, select, update
+from sqlalchemy import Row
 
 from shoal.swarm.coordinator import admission, batches, epochs, evaluations, relays
 from shoal.swarm.coordinator.coordinator import (
@@ -15,27 +15,18 @@ from shoal.swarm.coordinator.coordinator import (
     newest_version,
 )
 from shoal.swarm.coordinator.flying import count_issued, flying_groups, is_proven
-from shoal.swarm.coordinator.leases import expire, find_lease
+from shoal.swarm.coordinator.leases import awaited_of, expire, find_lease
 from shoal.swarm.coordinator.nodes import check_compatible, check_session, get_node, sign_of_life, standing_of
 from shoal.swarm.coordinator.planning import NoWork, Outlook, Work, max_bytes, plan
 from shoal.swarm.coordinator.policies import policy_refs
-from shoal.swarm.coordinator.schema import leases, nodes
-from shoal.swarm.coordinator.statements import Statement, given, inserting
-from shoal.swarm.coordinator.states import AWAITED, State
+from shoal.swarm.coordinator.sheet import LEASES, NODES
+from shoal.swarm.coordinator.states import State
 from shoal.swarm.coordinator.trust import Trust, next_lease_s, open_leases
 from shoal.wire.codes import Rejected
 from shoal.wire.draw import lease_seed, problem_seeds
 from shoal.wire.lease import Lease, PolicyRef
 from shoal.wire.messages import AskLease
 from shoal.wire.record import Sealed, seal
-
-_AWAITED_OF = Statement(
-    select(leases)
-    .where(leases.c.node == given("id"), leases.c.state.in_(AWAITED))
-    .order_by(leases.c.session_epoch, leases.c.issued_at_s, leases.c.lease_id)
-)
-_TAKE_OVER = Statement(update(leases).where(leases.c.lease_id == given("id")), "session_epoch")
-_INSERT = inserting(leases, but=("code", "detail", "ended_at_s"))
 
 
 def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Sealed[Lease]:
@@ -46,6 +37,7 @@ def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Seale
     _check_eligible(tx, coordinator, node)
     held = _held(tx, coordinator, node)
     if held is not None:
+        coordinator.turnstile.let_in(tx.actor)
         sign_of_life(tx)
         return held
     _check_patience(tx, coordinator, node)
@@ -100,13 +92,14 @@ def _held(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> Sealed[L
 
     So a node that crashed, or whose answer got lost, goes on where it was instead of waiting for a deadline.
     """
-    rows = _AWAITED_OF.rows(tx.db, id=tx.actor)
+    rows = tx.turn.recall(awaited_of, tx.actor)
     limit = _may_hold(tx, coordinator, node)
     if not rows and limit == 0:
         raise Rejected("request.not_admitted", "the stake does not suffice for a single lease any more")
     if not rows or (len(rows) < limit and rows[0].session_epoch == node.session_epoch):
         return None
-    _TAKE_OVER.run(tx.db, id=rows[0].lease_id, session_epoch=node.session_epoch)
+    LEASES.change(tx.db, rows[0].lease_id, session_epoch=node.session_epoch)
+    tx.turn.forget(awaited_of, tx.actor)
     return Sealed[Lease].parse(rows[0].sealed)
 
 
@@ -144,7 +137,9 @@ def _issue(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work
     count_issued(tx.turn, node, lease)
     text = lease.canonical()
     sealed = seal(lease, coordinator.run_key, canonical=text)
-    _INSERT.run(
+    tx.turn.forget(awaited_of, lease.node)
+    tx.turn.forget(epochs.count_open, lease.epoch)
+    LEASES.insert(
         tx.db,
         lease_id=lease.lease_id,
         node=lease.node,
@@ -194,7 +189,7 @@ def _origin(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Wor
     if work.purpose == "train" and node.owed:
         unit, _, rest = node.owed.partition(",")
         first = Sealed[Lease].parse(find_lease(tx.db, unit).sealed).body
-        tx.db.execute(update(nodes).where(nodes.c.node == node.node).values(owed=rest))
+        NODES.change(tx.db, node.node, owed=rest)
         # Never more than it had: the further prompts would be new to it.
         return Origin(
             lease_id=lease_id,

@@ -7,6 +7,7 @@ Every lease reaches exactly one of the last three, and stays there, but for one 
 revoked if the node is caught while the credit is held. Which code it ended with says why.
 """
 
+from collections.abc import Collection
 from enum import StrEnum
 from typing import Any
 
@@ -17,10 +18,13 @@ from shoal.swarm.coordinator.epochs import reveal_after
 from shoal.swarm.coordinator.flying import count_ended
 from shoal.swarm.coordinator.leftovers import remove_leftover_of
 from shoal.swarm.coordinator.nodes import check_session, count_void, happen
+from shoal.swarm.coordinator.queued import queue
 from shoal.swarm.coordinator.schema import leases, nodes
-from shoal.swarm.coordinator.statements import Statement, given
+from shoal.swarm.coordinator.sheet import LEASES
+from shoal.swarm.coordinator.statements import Among, Statement, given
 from shoal.swarm.coordinator.states import AWAITED, OPEN, TERMINAL, State
 from shoal.swarm.coordinator.trust import Happening
+from shoal.swarm.coordinator.turn import Turn
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import Abandon, LeaseStatus
 
@@ -66,15 +70,18 @@ def next_state(state: State, event: Event) -> State:
     return _NEXT[state, event]
 
 
-_THIS = leases.c.lease_id == given("id")
-_FIND = Statement(select(leases).where(_THIS))
-_MOVE = Statement(update(leases).where(_THIS), "state")
-_END = Statement(update(leases).where(_THIS), "state", "code", "detail", "credit", "ended_at_s")
+_AWAITED = (
+    select(leases)
+    .where(leases.c.state.in_(AWAITED))
+    .order_by(leases.c.session_epoch, leases.c.issued_at_s, leases.c.lease_id)
+)
+_AWAITED_OF = Statement(_AWAITED.where(leases.c.node == given("name")))
+_AWAITED_OF_EACH = Among(_AWAITED, leases.c.node)
 _RUN_OUT = Statement(select(leases).where(leases.c.state.in_(AWAITED), leases.c.deadline_s < given("now_s")))
 
 
 def find_lease(db: Connection, lease_id: str) -> Row[Any]:
-    lease = _FIND.row(db, id=lease_id)
+    lease = LEASES.find(db, lease_id)
     if lease is None:
         raise Rejected("request.not_found", f"no lease {lease_id[:80]!r}")
     return lease
@@ -108,8 +115,32 @@ def still_awaited(tx: Transaction, lease: Row[Any], epoch: int) -> Row[Any]:
 
 def move(tx: Transaction, lease: Row[Any], event: Event) -> State:
     state = next_state(State(lease.state), event)
-    _MOVE.run(tx.db, id=lease.lease_id, state=state.value)
+    LEASES.change(tx.db, lease.lease_id, state=state.value)
+    if event is not Event.CLAIM:  # whoever claims has taken it from there
+        _forget_lists(tx, lease, state)
     return state
+
+
+def _forget_lists(tx: Transaction, lease: Row[Any], state: State) -> None:
+    """The lease, given as it was, is `state` now: so it is not any more in the list it was in."""
+    if lease.state in AWAITED and state not in AWAITED:
+        tx.turn.forget(awaited_of, lease.node)
+    elif State.SUBMITTED in (lease.state, state):
+        tx.turn.forget(queue)
+
+
+def awaited_of(db: Connection, node: str) -> list[Row[Any]]:
+    """Leases that a node may still deliver on, the oldest first; those of a session that is gone before others."""
+    return _AWAITED_OF.rows(db, name=node)
+
+
+def learn_awaited(turn: Turn, nodes: Collection[str]) -> None:
+    """The same of all these at once."""
+    found: dict[str, list[Row[Any]]] = {node: [] for node in nodes if not turn.knows(awaited_of, node)}
+    for lease in _AWAITED_OF_EACH.rows(turn.db, found):
+        found[lease.node].append(lease)
+    for node, held in found.items():
+        turn.learn(held, awaited_of, node)
 
 
 def end(
@@ -124,15 +155,16 @@ def end(
 ) -> None:
     """The one way into a terminal state."""
     state = next_state(State(lease.state), event)
-    _END.run(
+    LEASES.change(
         tx.db,
-        id=lease.lease_id,
+        lease.lease_id,
         state=state.value,
         code=code,
         detail=detail,
         credit=credit,
         ended_at_s=tx.now_s,
     )
+    _forget_lists(tx, lease, state)
     count_ended(tx.turn, lease)
     run_over = tx.is_finished(coordinator.spec)
     reveal_after(tx, lease.epoch, coordinator.config.leases_per_epoch, run_over=run_over)

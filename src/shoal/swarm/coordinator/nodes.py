@@ -16,8 +16,8 @@ from shoal.swarm.coordinator.flying import flying_groups
 from shoal.swarm.coordinator.liveness import OFFLINE_AFTER
 from shoal.swarm.coordinator.schema import leases as lease_table
 from shoal.swarm.coordinator.schema import nodes, submissions
+from shoal.swarm.coordinator.sheet import NODES
 from shoal.swarm.coordinator.speed import averaged
-from shoal.swarm.coordinator.statements import Statement, given
 from shoal.swarm.coordinator.trust import Finding, Happening, Standing, Trust, judge
 from shoal.swarm.coordinator.turn import Turn
 from shoal.wire.codes import Rejected, in_words
@@ -35,32 +35,9 @@ from shoal.wire.messages import (
 from shoal.wire.pool import misfits
 from shoal.wire.run import PROTOCOL
 
-_THIS = nodes.c.node == given("id")
-_FIND = Statement(select(nodes).where(_THIS))
-_SEEN = Statement(update(nodes).where(_THIS), "last_seen_s", "live")
-_BEAT = Statement(
-    update(nodes).where(_THIS), "last_seen_s", "live", "phase", "policy_version", "tokens_per_s"
-)
-_STAND = Statement(
-    update(nodes).where(_THIS),
-    *("trust", "trust_reason", "trust_since_s", "streak", "rejected", "lapses", "lapsed_s"),
-)
-_COUNT = Statement(
-    update(nodes)
-    .where(_THIS)
-    .values(
-        accepted=nodes.c.accepted + given("one_accepted"),
-        void=nodes.c.void + given("one_void"),
-        credit=nodes.c.credit + given("earned"),
-        last_code=given("code_now"),
-        last_detail=given("detail_now"),
-        rows_per_s=given("speed_now"),
-    )
-)
-
 
 def find_node(db: Connection, key: str) -> Row[Any] | None:
-    return _FIND.row(db, id=key)
+    return NODES.find(db, key)
 
 
 def get_node(db: Connection, key: str) -> Row[Any]:
@@ -195,15 +172,15 @@ def check_session(tx: Transaction, epoch: int) -> Row[Any]:
 
 def sign_of_life(tx: Transaction) -> None:
     _tell_return(tx)
-    _SEEN.run(tx.db, id=tx.actor, last_seen_s=tx.now_s, live=1)
+    NODES.change(tx.db, tx.actor, last_seen_s=tx.now_s, live=1)
 
 
 def heartbeat(tx: Transaction, coordinator: Coordinator, beat: Heartbeat) -> HeartbeatReply:
     check_session(tx, beat.epoch)
     _tell_return(tx)
-    _BEAT.run(
+    NODES.change(
         tx.db,
-        id=tx.actor,
+        tx.actor,
         last_seen_s=tx.now_s,
         live=1,
         phase=beat.phase,
@@ -228,7 +205,6 @@ def _tell_return(tx: Transaction) -> None:
     assert tx.node is not None
     if not tx.node.live:
         tx.record("node.live", node=tx.actor)
-        tx.turn.forget(find_node, tx.actor)
 
 
 def tell_offline(tx: Transaction, heartbeat_s: float) -> None:
@@ -261,12 +237,11 @@ def enter(
     if after == before:
         return None
     moved = after.trust is not before.trust
-    tx.turn.forget(find_node, key)
     if after.lapses != before.lapses:
         tx.turn.forget(flying_groups)  # it may count as proven now, or not any more
-    _STAND.run(
+    NODES.change(
         tx.db,
-        id=key,
+        key,
         trust=after.trust.value,
         trust_reason=_reason(after, reason) if moved else node.trust_reason,
         trust_since_s=after.since_s,
@@ -293,19 +268,18 @@ def _check_in_full(tx: Transaction, key: str) -> None:
 def count_verdict(
     tx: Transaction, node: Row[Any], finding: Finding, *, verdict: Verdict, credit: int, rows_per_s: float
 ) -> None:
-    """Enter a verdict and how fast it was answered into the node's record, all but its standing."""
-    tx.turn.forget(find_node, node.node)
+    """Enter a verdict and how fast it was answered into the record of the node, given as it is; all but its standing."""
     if node.accepted == 0:
         tx.turn.forget(flying_groups)
-    _COUNT.run(
+    NODES.change(
         tx.db,
-        id=node.node,
-        one_accepted=int(finding is Finding.ACCEPTED),
-        one_void=int(finding is Finding.VOID),
-        earned=credit,
-        code_now=verdict.code,
-        detail_now=verdict.detail,
-        speed_now=averaged(node.rows_per_s, rows_per_s),
+        node.node,
+        accepted=node.accepted + (finding is Finding.ACCEPTED),
+        void=node.void + (finding is Finding.VOID),
+        credit=node.credit + credit,
+        last_code=verdict.code,
+        last_detail=verdict.detail,
+        rows_per_s=averaged(node.rows_per_s, rows_per_s),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from psycopg import errors
 from psycopg.pq import ExecStatus
 
+Reader = Callable[[bytes], Any]
 _KEPT = "shoal.prepared"
 _VALUE = re.compile(r"%\((\w+)\)s")
 _GOOD = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
@@ -18,9 +19,8 @@ _GOOD = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
 class Answer:
     """What a cursor would be, as far as statements.py looks at one."""
 
-    def __init__(self, result: Any) -> None:
-        self._result = result
-        self._readers = [_READERS.get(result.ftype(column), _words) for column in range(result.nfields)]
+    def __init__(self, result: Any, readers: "list[Reader]") -> None:
+        self._result, self._readers = result, readers
 
     @property
     def rowcount(self) -> int:
@@ -41,9 +41,12 @@ class Answer:
 
     def _row(self, row: int) -> tuple[Any, ...]:
         get = self._result.get_value
+        values = [get(row, column) for column in range(len(self._readers))]
         return tuple(
-            None if (value := get(row, column)) is None else read(value)
-            for column, read in enumerate(self._readers)
+            [
+                None if value is None else read(value)
+                for value, read in zip(values, self._readers, strict=True)
+            ]
         )
 
 
@@ -55,6 +58,7 @@ class Prepared:
         numbered = _VALUE.sub(lambda found: f"${names.setdefault(found[1], len(names) + 1)}", sql)
         self._sql, self._names = numbered.replace("%%", "%").encode(), tuple(names)
         self._name = f"shoal_{id(self):x}".encode()
+        self._readers: list[Reader] | None = None
 
     def execute(self, connection: Any, info: dict[Any, Any], values: dict[str, Any]) -> Answer:
         """`connection` is psycopg's, inside a transaction; `info` lasts as long as it does."""
@@ -64,7 +68,10 @@ class Prepared:
             _check(libpq.prepare(self._name, self._sql), connection)
             kept[self._name] = self  # which keeps its name from being another's
         result = libpq.exec_prepared(self._name, [_to_text(values[name]) for name in self._names])
-        return Answer(_check(result, connection))
+        _check(result, connection)
+        if self._readers is None:  # its columns are the same each time
+            self._readers = [_READERS.get(result.ftype(column), _words) for column in range(result.nfields)]
+        return Answer(result, self._readers)
 
 
 def _check(result: Any, connection: Any) -> Any:
@@ -93,7 +100,7 @@ def _number(value: bytes) -> int | float:
     return float(value) if b"." in value else int(value)
 
 
-_READERS: dict[int, Callable[[bytes], Any]] = {
+_READERS: dict[int, Reader] = {
     20: int,
     21: int,
     23: int,

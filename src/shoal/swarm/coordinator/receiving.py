@@ -19,6 +19,7 @@ from shoal.swarm.coordinator import uploads
 from shoal.swarm.coordinator.coordinator import Coordinator
 from shoal.swarm.coordinator.desk import Desk
 from shoal.swarm.coordinator.expected import Expected
+from shoal.swarm.coordinator.needs import Needs
 from shoal.wire.codes import Rejected
 
 UPLOAD_IDLE_S = 30.0
@@ -58,7 +59,8 @@ class Receiver:
             self._arriving[token] -= 1
             if not self._arriving[token]:
                 del self._arriving[token]
-        await self._desk.do(partial(uploads.mark_stored, self._coordinator, expected))
+        needs = Needs(lease_id=expected.lease_id, upload=True)
+        await self._desk.do(partial(uploads.mark_stored, self._coordinator, expected), needs)
         # Another upload under this name must look what became of the lease meanwhile.
         self._coordinator.expected.forget(token)
         return Response(status_code=204)

@@ -4,6 +4,7 @@ from shoal.swarm.coordinator import handlers
 from shoal.swarm.coordinator.auth import LARGE_BODY
 from shoal.swarm.coordinator.door import Caller
 from shoal.swarm.coordinator.handlers import SignedRoute
+from shoal.swarm.coordinator.needs import Needs
 from shoal.wire.lease import Lease, Receipt, Verdict
 from shoal.wire.messages import (
     Abandon,
@@ -72,6 +73,7 @@ SIGNED_ROUTES = (
         handle=handlers.handle_ask_lease,
         takes=AskLease,
         gives=Sealed[Lease],
+        needs=lambda key, lease_id: Needs(node=key),
     ),
     SignedRoute(
         method="GET",
@@ -87,6 +89,7 @@ SIGNED_ROUTES = (
         handle=handlers.handle_ask_upload,
         takes=AskUpload,
         gives=Upload,
+        needs=lambda key, lease_id: Needs(lease_id=lease_id, upload=True),
     ),
     SignedRoute(
         method="POST",
@@ -95,6 +98,7 @@ SIGNED_ROUTES = (
         handle=handlers.handle_submit,
         takes=Submit,
         gives=Sealed[Receipt],
+        needs=lambda key, lease_id: Needs(lease_id=lease_id, upload=True, submission=True),
         prepare=handlers.look_in_store,
     ),
     SignedRoute(
@@ -143,6 +147,7 @@ SIGNED_ROUTES = (
         callers=_VALIDATOR,
         handle=handlers.handle_claim,
         gives=Claim,
+        needs=lambda key, lease_id: Needs(claims=True),
     ),
     SignedRoute(
         method="GET",
@@ -158,6 +163,7 @@ SIGNED_ROUTES = (
         handle=handlers.handle_verdict,
         takes=Verdict,
         gives=LeaseStatus,
+        needs=lambda key, lease_id: Needs(lease_id=lease_id, submission=True, judged=True),
         max_body=LARGE_BODY,
     ),
     SignedRoute(

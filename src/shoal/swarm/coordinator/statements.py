@@ -5,12 +5,14 @@ most of ours in 5. What is asked once a minute may as well go the ordinary way.
 """
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import (
     BindParameter,
+    ColumnElement,
     Connection,
     Delete,
     Insert,
@@ -25,11 +27,16 @@ from sqlalchemy import (
 )
 from sqlalchemy.engine import result_tuple
 
+from shoal.swarm.coordinator.schema import metadata
+
 if TYPE_CHECKING:
     from shoal.swarm.coordinator.prepared import Prepared
 
-WRITTEN = "shoal.written"
-"""In a connection's `info`: whom to tell that something was written through it (turn.py)."""
+TURN = "shoal.turn"
+"""In a connection's `info`: the turn it serves (turn.py), which is told of every statement before it goes out."""
+
+_WORD = re.compile(r"\w+")
+_PG_TYPE = {str: "text", int: "bigint", float: "double precision"}
 
 Clause = Select[*tuple[Any, ...]] | Insert | Update | Delete | TextClause
 
@@ -47,6 +54,8 @@ class _Compiled:
     fixed: dict[str, Any]
     names: tuple[str, ...] | None
     """In their order where the driver takes positions; None where it takes names."""
+    tables: frozenset[str]
+    """Those that are spoken of."""
     prepared: "Prepared | None" = None
     """PostgreSQL's own."""
 
@@ -57,10 +66,13 @@ class _Compiled:
 
 
 class Statement:
-    """`columns` are what an INSERT or UPDATE sets, each from a value of the same name; other values are `given`."""
+    """`columns` are what an INSERT or UPDATE sets, each from a value of the same name; other values are `given`.
 
-    def __init__(self, clause: Clause, *columns: str) -> None:
-        self._clause = clause
+    `keeps_rows`: of the rows that the turn keeps (sheet.py), it makes none untrue.
+    """
+
+    def __init__(self, clause: Clause, *columns: str, keeps_rows: bool = False) -> None:
+        self._clause, self._keeps_rows = clause, keeps_rows
         self._columns = list(columns) or None
         self._compiled: dict[str, _Compiled] = {}
         self._row: Callable[[Sequence[Any]], Row[Any]] | None = None
@@ -72,12 +84,12 @@ class Statement:
         return int(self._execute(db, values).rowcount)
 
     def run_many(self, db: Connection, rows: Sequence[dict[str, Any]]) -> None:
-        """An INSERT of several rows."""
+        """An INSERT of several rows, or an UPDATE of several by their keys, each of them `wanted`."""
         compiled = self._for(db)
         if compiled.prepared is not None:
             self._many().run(db, rows=json.dumps(rows))
             return
-        _note_write(db)
+        self._tell(db, compiled)
         cursor = _driver(db).cursor()
         cursor.executemany(compiled.sql, [compiled.arguments(row) for row in rows])
         cursor.close()
@@ -85,13 +97,10 @@ class Statement:
     def _many(self) -> "Statement":
         """PostgreSQL takes all rows in one piece."""
         if self._of_many is None:
-            assert isinstance(self._clause, Insert) and self._columns, "only rows are inserted together"
-            table, columns = self._clause.table.name, ", ".join(self._columns)
+            assert isinstance(self._clause, Insert | Update) and self._columns, "rows are written together"
+            words = _all_inserted if isinstance(self._clause, Insert) else _all_updated
             self._of_many = Statement(
-                text(
-                    f"INSERT INTO {table} ({columns}) SELECT {columns}"
-                    f" FROM json_populate_recordset(CAST(NULL AS {table}), CAST(:rows AS json))"
-                )
+                text(words(self._clause.table, self._columns)), keeps_rows=self._keeps_rows
             )
         return self._of_many
 
@@ -121,12 +130,16 @@ class Statement:
 
     def _execute(self, db: Connection, values: dict[str, Any]) -> Any:
         compiled = self._compiled.get(db.dialect.name) or self._for(db)
-        if self._writes:
-            _note_write(db)
+        self._tell(db, compiled)
         arguments = compiled.arguments(values)
         if compiled.prepared is not None:
             return compiled.prepared.execute(_driver(db), db.info, arguments)
         return _driver(db).execute(compiled.sql, arguments)
+
+    def _tell(self, db: Connection, compiled: _Compiled) -> None:
+        turn = db.info.get(TURN)
+        if turn is not None:
+            turn.before(compiled.tables, writes=self._writes, keeps_rows=self._keeps_rows)
 
     def _for(self, db: Connection) -> _Compiled:
         name = db.dialect.name
@@ -140,7 +153,10 @@ class Statement:
             }
             order = tuple(made.positiontup) if made.positional else None
             prepared = _prepare(str(made)) if name == "postgresql" else None
-            self._compiled[name] = _Compiled(sql=str(made), fixed=fixed, names=order, prepared=prepared)
+            tables = frozenset(_WORD.findall(str(made))) & metadata.tables.keys()
+            self._compiled[name] = _Compiled(
+                sql=str(made), fixed=fixed, names=order, tables=tables, prepared=prepared
+            )
         return self._compiled[name]
 
     def _make_row(self, cursor: Any) -> Callable[[Sequence[Any]], Row[Any]]:
@@ -149,9 +165,50 @@ class Statement:
         return self._row
 
 
-def inserting(table: Table, *, but: Sequence[str] = ()) -> Statement:
+class Among:
+    """A query of which only those rows are wanted where a column has one of the values given. JSON carries the list, since both
+    databases read it."""
+
+    def __init__(self, query: Select[*tuple[Any, ...]], column: ColumnElement[Any]) -> None:
+        typed = _PG_TYPE[column.type.python_type]
+        lists = {
+            "sqlite": "SELECT value FROM json_each(:among)",
+            "postgresql": f"SELECT CAST(json_array_elements_text(CAST(:among AS json)) AS {typed})",
+        }
+        self._by_kind = {
+            kind: Statement(query.where(column.in_(text(words).bindparams(given("among")))))
+            for kind, words in lists.items()
+        }
+
+    def rows(self, db: Connection, values: Collection[Any]) -> list[Row[Any]]:
+        if not values:
+            return []
+        return self._by_kind[db.dialect.name].rows(db, among=json.dumps(list(values)))
+
+
+def inserting(table: Table, *, but: Sequence[str] = (), keeps_rows: bool = False) -> Statement:
     """A row with every column, `but` those that begin as NULL."""
-    return Statement(insert(table), *(column.key for column in table.c if column.key not in but))
+    columns = (column.key for column in table.c if column.key not in but)
+    return Statement(insert(table), *columns, keeps_rows=keeps_rows)
+
+
+def _all_inserted(table: Any, columns: list[str]) -> str:
+    names = ", ".join(columns)
+    return (
+        f"INSERT INTO {table.name} ({names}) SELECT {names}"
+        f" FROM json_populate_recordset(CAST(NULL AS {table.name}), CAST(:rows AS json))"
+    )
+
+
+def _all_updated(table: Any, columns: list[str]) -> str:
+    (key,) = table.primary_key.columns
+    assert key.name not in columns, "a key stays as it is"
+    types = ", ".join(f"{name} {_PG_TYPE[table.c[name].type.python_type]}" for name in columns)
+    changes = ", ".join(f"{name} = given.{name}" for name in columns)
+    return (
+        f"UPDATE {table.name} SET {changes} FROM json_to_recordset(CAST(:rows AS json))"
+        f" AS given(wanted {_PG_TYPE[key.type.python_type]}, {types}) WHERE {table.name}.{key.name} = given.wanted"
+    )
 
 
 def tell_driver(db: Connection, words: str) -> None:
@@ -164,12 +221,6 @@ def _prepare(sql: str) -> "Prepared":
     from shoal.swarm.coordinator.prepared import Prepared
 
     return Prepared(sql)
-
-
-def _note_write(db: Connection) -> None:
-    written = db.info.get(WRITTEN)
-    if written is not None:
-        written(told=True)
 
 
 def _driver(db: Connection) -> Any:

@@ -15,7 +15,7 @@ from shoal.swarm.coordinator.flying import count_submitted
 from shoal.swarm.coordinator.leases import Event, find_lease, move, own_lease, still_awaited, void
 from shoal.swarm.coordinator.nodes import standing_of
 from shoal.swarm.coordinator.schema import leases, submissions
-from shoal.swarm.coordinator.statements import Statement, given, inserting
+from shoal.swarm.coordinator.sheet import SUBMISSIONS
 from shoal.swarm.coordinator.states import State
 from shoal.swarm.coordinator.trust import check_rate
 from shoal.swarm.coordinator.uploads import find_upload
@@ -24,12 +24,9 @@ from shoal.wire.lease import Receipt
 from shoal.wire.messages import Submit
 from shoal.wire.record import Sealed, seal
 
-_FIND = Statement(select(submissions).where(submissions.c.lease_id == given("id")))
-_INSERT = inserting(submissions, but=("claimed_by", "claimed_at_s", "claimed_until_s"))
-
 
 def find_submission(db: Connection, lease_id: str) -> Row[Any] | None:
-    return _FIND.row(db, id=lease_id)
+    return SUBMISSIONS.find(db, lease_id)
 
 
 def submit(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: Submit) -> Sealed[Receipt]:
@@ -131,7 +128,7 @@ def _receive(tx: Transaction, coordinator: Coordinator, lease: Row[Any], ask: Su
         seq=seq,
     )
     sealed = seal(receipt, coordinator.run_key)
-    _INSERT.run(
+    SUBMISSIONS.insert(
         tx.db,
         lease_id=lease.lease_id,
         node=lease.node,

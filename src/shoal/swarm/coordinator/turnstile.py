@@ -25,7 +25,8 @@ class Turnstile:
     _turned_away: int = 0
     _wait_s: float = 0.0
     _back_by_s: dict[str, float] = field(default_factory=dict)
-    """Of the nodes that were turned away; about in the order in which they will be back."""
+    """Of the nodes that were turned away. Not in order: what was told while there was a crowd lasts longer than what is told now."""
+    _looked_s: float = 0.0
 
     def turn_away(self, node: str, now_s: float, *, least_s: float) -> float:
         """How long to wait. Until it is back, others that ask come after it."""
@@ -39,8 +40,9 @@ class Turnstile:
 
     def ahead_of(self, node: str, now_s: float) -> int:
         """Nodes that come before this one: all that were turned away, unless it is one of them."""
-        while self._back_by_s and next(iter(self._back_by_s.values())) < now_s:
-            del self._back_by_s[next(iter(self._back_by_s))]
+        if now_s >= self._looked_s + LATE_S:
+            self._back_by_s = {one: by_s for one, by_s in self._back_by_s.items() if by_s >= now_s}
+            self._looked_s = now_s
         return 0 if node in self._back_by_s else len(self._back_by_s)
 
     def wait_s(self, now_s: float, *, least_s: float) -> float:

@@ -4,15 +4,16 @@ import secrets
 from dataclasses import asdict
 from typing import Any
 
-from sqlalchemy import Connection, Row, exists, select, update
+from sqlalchemy import Connection, Row, select
 
 from shoal.net.s3 import StoreDown
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction
 from shoal.swarm.coordinator.expected import Expected, expected_of
 from shoal.swarm.coordinator.leases import Event, awaited_lease, find_lease, move
 from shoal.swarm.coordinator.leftovers import remove_leftover
-from shoal.swarm.coordinator.schema import leases, submissions, uploads
-from shoal.swarm.coordinator.statements import Statement, given, inserting
+from shoal.swarm.coordinator.schema import submissions, uploads
+from shoal.swarm.coordinator.sheet import UPLOADS
+from shoal.swarm.coordinator.statements import Statement, given
 from shoal.swarm.coordinator.states import AWAITED, State
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import AskUpload, Upload
@@ -20,11 +21,7 @@ from shoal.wire.messages import AskUpload, Upload
 PATH = "/v1/objects/"
 STORE_RETRY_S = 2.0
 
-_FIND = Statement(select(uploads).where(uploads.c.lease_id == given("id")))
 _UNDER = Statement(select(uploads).where(uploads.c.token == given("name")))
-_VOID = exists().where(leases.c.lease_id == uploads.c.lease_id, leases.c.state == State.VOID.value)
-_STORED = Statement(update(uploads).where(uploads.c.token == given("name"), ~_VOID), "stored_at_s")
-_INSERT = inserting(uploads)
 
 
 def ask_upload(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: AskUpload) -> Upload:
@@ -47,10 +44,10 @@ def ask_upload(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: As
     )
     row = {**asdict(wanted), "stored_at_s": None}
     if found is None:
-        _INSERT.run(tx.db, **row)
+        UPLOADS.insert(tx.db, **row)
     else:
         remove_leftover(tx, coordinator, expected_of(found))
-        tx.db.execute(update(uploads).where(uploads.c.lease_id == lease_id).values(**row))
+        UPLOADS.change(tx.db, lease_id, **{name: value for name, value in row.items() if name != "lease_id"})
     move(tx, lease, Event.UPLOAD)
     coordinator.database.when_committed(lambda: coordinator.expected.put(wanted.token, wanted))
     return _place(coordinator, wanted)
@@ -62,7 +59,7 @@ def _place(coordinator: Coordinator, wanted: Expected) -> Upload:
 
 
 def find_upload(db: Connection, lease_id: str) -> Row[Any] | None:
-    return _FIND.row(db, id=lease_id)
+    return UPLOADS.find(db, lease_id)
 
 
 def expected_under(db: Connection, token: str, now_s: float) -> Expected:
@@ -108,7 +105,10 @@ def arrived(coordinator: Coordinator, node: str, lease_id: str) -> Expected | No
 def mark_stored(coordinator: Coordinator, expected: Expected) -> None:
     """The bytes are in the store, complete: say so. Rejected if nobody waits for them any more."""
     with coordinator.transaction() as tx:
-        if _STORED.run(tx.db, name=expected.token, stored_at_s=tx.now_s):
+        upload = find_upload(tx.db, expected.lease_id)
+        awaited = upload is not None and upload.token == expected.token
+        if awaited and find_lease(tx.db, expected.lease_id).state != State.VOID:
+            UPLOADS.change(tx.db, expected.lease_id, stored_at_s=tx.now_s)
             return
         remove_leftover(tx, coordinator, expected)
     raise Rejected("request.lease_closed", "the lease ended, or other bytes were declared, while these came")
