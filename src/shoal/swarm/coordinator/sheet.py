@@ -1,7 +1,7 @@
 """Rows that the requests of a turn look at and change by their key: read together, kept as they are now, written together.
 
 A lease from issue to verdict is some thirty statements if each request asks for its rows and writes them one by one, and a server
-elsewhere takes a tenth of a millisecond for each. So what requests will ask for is read ahead for all of them (foresee.py), and what
+elsewhere takes a tenth of a millisecond for each. So what requests will ask for is read ahead for all of them (needs.py), and what
 they write waits until somebody reads the table in another way, at the latest for the commit (`Turn.write_out`). Nobody is
 answered before that.
 
