@@ -267,10 +267,8 @@ class Download:
                 if not other.judged and shard in other.shards:  # it was asked first, and overtaken
                     other.judged = True
                     self._choice.failed(other.relay)
-            if not self._pending:  # else nobody waits for this
-                self._turn.notify_all()
-                if self._assembly.complete:
-                    self._news.notify()
+            if not self._pending and self._assembly.complete:
+                self._news.notify()
 
     def _settle(self, job: _Try, reason: str, *, failed: bool, drop: bool = False) -> None:
         with self._turn:
