@@ -243,7 +243,7 @@ class Changes:
                 raise _refusal("streams in a chunk without changes")
             return
         unpack = zstandard.ZstdDecompressor(max_window_size=1 << 23)
-        places = np.cumsum(self._numbers(self.gaps, self.sizes[0], unpack).astype(np.int64))
+        places = np.cumsum(self._numbers(self.gaps, self.sizes[0], unpack), dtype=np.intp)
         places += np.arange(self.num)
         if places[-1] >= words.size:
             raise _refusal(f"a change at word {places[-1]} of a chunk of {words.size}")
@@ -252,7 +252,7 @@ class Changes:
             raise _refusal(f"a step of {zigzag.max()}, which is no 16-bit difference")
         zigzag = zigzag.astype(np.uint16)
         steps = (zigzag >> 1) ^ (0 - (zigzag & 1))
-        words[places] = words.take(places) + steps
+        words[places] = words.take(places, mode="clip") + steps  # none is clipped, and it need not look at each again
 
     def _numbers(
         self, frame: bytes, stream_bytes: int, unpack: zstandard.ZstdDecompressor
@@ -305,7 +305,7 @@ def _from_varints(stream: npt.NDArray[np.uint8], num: int) -> npt.NDArray[np.int
         if (third[1:] & more[:-3]).any():
             raise _refusal(f"a number of over {_MAX_VARINT} bytes")
         numbers[2:] += third * (numbers[2:] * 127 + low[:-2])
-    return numbers.take(ends)
+    return numbers.take(ends, mode="clip")
 
 
 # -- bytes ----------------------------------------------------------------------------------------------

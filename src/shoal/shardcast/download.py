@@ -32,7 +32,7 @@ from shoal.shardcast.upstream import Broken, Connections, NotThere, ask_shards
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 
-NUM_STREAMS, MAX_STREAMS = 4, 16
+NUM_STREAMS, MAX_STREAMS = 4, 12
 """From one relay, and from all of them: shards in flight, and so in memory."""
 FIRST_STREAMS, FAST_BYTES_PER_S = 2, 100e6
 """With a single relay to ask, two streams begin, and no more join them while it is so fast: it is near then, and threads that wake
@@ -194,10 +194,11 @@ class Download:
         if not self._pending:
             return run  # it is somebody else's already
         self._pending.popleft()
-        bytes_per_s = (self._choice.standing(relay).bandwidth or 0.0) / NUM_STREAMS
+        at_once = min(len(self._streams), NUM_STREAMS)
+        bytes_per_s = (self._choice.standing(relay).bandwidth or 0.0) / at_once
         # Towards the end in smaller portions, so that all streams end together.
         most = min(RUN_BYTES, RUN_S * bytes_per_s) // shard.num_bytes
-        most = min(most, (len(self._pending) + 1) // (2 * NUM_STREAMS))
+        most = min(most, (len(self._pending) + 1) // (2 * at_once))
         while len(run) < most and self._pending and _follows(run[-1], self._pending[0]):
             run.append(self._pending.popleft())
         return run
