@@ -194,7 +194,7 @@ class Download:
         if not self._pending:
             return run  # it is somebody else's already
         self._pending.popleft()
-        at_once = min(len(self._streams), NUM_STREAMS)
+        at_once = min(max(len(self._streams), FIRST_STREAMS), NUM_STREAMS)
         bytes_per_s = (self._choice.standing(relay).bandwidth or 0.0) / at_once
         # Towards the end in smaller portions, so that all streams end together.
         most = min(RUN_BYTES, RUN_S * bytes_per_s) // shard.num_bytes
