@@ -86,7 +86,7 @@ def test_a_single_relay_gets_more_streams_unless_it_is_fast(
     fast_bytes_per_s: float,
     num_streams: int,
 ) -> None:
-    monkeypatch.setattr(download_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(download_module, "WATCH_S", 0.01)
     monkeypatch.setattr(download_module, "FAST_BYTES_PER_S", fast_bytes_per_s)
     monkeypatch.setattr(download_module, "RUN_S", 0.0)
 

@@ -62,7 +62,7 @@ def encode(old: bytes | memoryview, new: bytes | memoryview) -> bytes:
 
 def apply(old: bytes | memoryview, payload: bytes | memoryview) -> bytes:
     """`new` of `encode(old, new)`. Rejected if the payload is not one for a file of this size."""
-    delta, read = Payload(_reader(payload), len(payload), len(old)), _word_reader(old)
+    delta, read = DeltaReader(_reader(payload), len(payload), len(old)), _word_reader(old)
     pieces = []
     for start, length in _chunks(len(old)):
         words = read(start, length)
@@ -114,7 +114,7 @@ def apply_deltas(old: Path, payloads: Sequence[Path], into: Path) -> str:
         deltas = []
         for path in payloads:
             fd = files.enter_context(path.open("rb")).fileno()
-            deltas.append(Payload(_file_reader(fd), _size(fd), _size(old_fd)))
+            deltas.append(DeltaReader(_file_reader(fd), _size(fd), _size(old_fd)))
         rooms = [_word_file_reader(old_fd) for _ in range(NUM_MAKERS + 1)]
         jobs = (
             partial(_make_chunk, out, where, [delta.next_chunk() for delta in deltas])
@@ -186,7 +186,7 @@ def _changed(old: Words, new: Words) -> npt.NDArray[np.int64]:
     return places
 
 
-class Payload:
+class DeltaReader:
     """A delta, read from its beginning to its end."""
 
     def __init__(self, read: Read, payload_bytes: int, num_bytes: int) -> None:
@@ -252,7 +252,9 @@ class Changes:
             raise _refusal(f"a step of {zigzag.max()}, which is no 16-bit difference")
         zigzag = zigzag.astype(np.uint16)
         steps = (zigzag >> 1) ^ (0 - (zigzag & 1))
-        words[places] = words.take(places, mode="clip") + steps  # none is clipped, and it need not look at each again
+        words[places] = (
+            words.take(places, mode="clip") + steps
+        )  # none is clipped, and it need not look at each again
 
     def _numbers(
         self, frame: bytes, stream_bytes: int, unpack: zstandard.ZstdDecompressor

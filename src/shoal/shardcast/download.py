@@ -40,7 +40,7 @@ each other for every shard cost more than they bring. A slow or far one is asked
 RUN_S, RUN_BYTES = 0.2, 16 << 20
 """What one question is for: shards that should come within so long, and not more than so many bytes."""
 SECOND_TRY_S = 1.0
-LOOK_S = 0.2
+WATCH_S = 0.2
 """How often the streams as a whole are looked at."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 
@@ -112,16 +112,17 @@ class Download:
                 now_s = time.monotonic()
                 if not left:
                     raise NoRelayLeft(
-                        f"version {self._version} did not come: there is no relay left to ask; {self._state()}"
+                        f"version {self._version} did not come: there is no relay left to ask; {self._state()}; name another"
                     )
                 if now_s >= min(give_up_s, self._forward_s + patience_s):
                     within_s = min(deadline_s, patience_s)
                     raise DeadlinePassed(
-                        f"version {self._version} did not come: within {within_s:.0f} s; {self._state()}"
+                        f"version {self._version} did not come within {within_s:.1f} s: {self._state()}; "
+                        "name more relays, or give it longer"
                     )
                 self._add_streams()
                 progress.show(self._assembly.num_bytes_here, self._state)
-                self._news.wait(min(LOOK_S, give_up_s - now_s))
+                self._news.wait(min(WATCH_S, give_up_s - now_s))
             if self._stop.is_set():
                 raise Stopped(f"stopped while fetching version {self._version}")
 
@@ -194,11 +195,10 @@ class Download:
         if not self._pending:
             return run  # it is somebody else's already
         self._pending.popleft()
-        at_once = min(max(len(self._streams), FIRST_STREAMS), NUM_STREAMS)
-        bytes_per_s = (self._choice.standing(relay).bandwidth or 0.0) / at_once
+        bytes_per_s = (self._choice.standing(relay).bandwidth or 0.0) / NUM_STREAMS
         # Towards the end in smaller portions, so that all streams end together.
         most = min(RUN_BYTES, RUN_S * bytes_per_s) // shard.num_bytes
-        most = min(most, (len(self._pending) + 1) // (2 * at_once))
+        most = min(most, (len(self._pending) + 1) // (2 * NUM_STREAMS))
         while len(run) < most and self._pending and _follows(run[-1], self._pending[0]):
             run.append(self._pending.popleft())
         return run
