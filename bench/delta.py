@@ -311,7 +311,7 @@ def measure(before: Path, after: Path, scratch: Path, load: Callable[[], None]) 
 def change_in_memory(old: bytes, data: bytes) -> tuple[np.ndarray, float]:
     """The words that the delta makes of the old ones, and how long its decoding and the changing took."""
     words = np.frombuffer(old, "<u2").copy()
-    payload = delta.Payload(lambda start, length: data[start : start + length], len(data), len(old))
+    payload = delta.DeltaReader(lambda start, length: data[start : start + length], len(data), len(old))
     began_s = time.thread_time()
     for start in range(0, words.size, delta.CHUNK_WORDS):
         payload.next_chunk().apply(words[start : start + delta.CHUNK_WORDS])

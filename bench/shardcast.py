@@ -1,7 +1,7 @@
 """SHARDCAST on this machine: how fast, at what cost, and what failures cost.
 
     python -P bench/shardcast.py                              about three minutes: 500 MB, 1 and 4 clients
-    python -P bench/shardcast.py --only loopback --mb 500 2000 --clients 1 4 16 --levels 1 2 --repeats 3 --minutes 20
+    python -P bench/shardcast.py --only loopback --mb 500 2000 --clients 1 4 16 --levels 1 2 --repeats 3 --minutes 25 --max-gb 40
     python -P bench/shardcast.py --only links                 just the scenarios on slow links
 
 1. Loopback, in turns: ours (origin -> relay -> clients), the package `shardcast` 0.3.2 from PyPI in a virtual environment of
@@ -31,19 +31,22 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parent))  # last: with -P, `shardcast` is the package and not this file
-from child import Child, Ended, children, obey
+from child import Child, children, obey
 
 PACKAGE = "shardcast==0.3.2"
 SEED = bytes(32)
 MB = 1_000_000
 NO_LIMIT = 1e6
 MAX_TRIES = 5
+MAX_FAILURES = 2
+"""Of a tool in a cell, before it is left alone."""
 MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it yet
 
 
@@ -304,7 +307,7 @@ Runs = dict[str, dict[int, dict[str, Any]]]
 
 
 class OutOfTime(Exception):
-    """--minutes are over."""
+    """--minutes, or the seconds for one run, are over."""
 
 
 def compare(root: Path, options: argparse.Namespace) -> None:
@@ -342,12 +345,11 @@ class Comparison:
         self._root, self._tools, self._cells, self._options = root, tools, cells, options
         self._found: dict[Cell, Runs] = {cell: {name: {} for name in tools} for cell in cells}
         self._why_not: dict[tuple[Cell, str], str] = {}
+        self._failed: defaultdict[tuple[Cell, str], list[str]] = defaultdict(list)
         self._late_s = late_s
 
     def run(self) -> None:
-        if self._options.minutes < NO_LIMIT:
-            signal.signal(signal.SIGALRM, _out_of_time)
-            signal.alarm(max(1, round(self._late_s - time.monotonic())))
+        signal.signal(signal.SIGALRM, _out_of_time)
         # Small files twice before large ones once: those take so long that little else may come after them.
         sizes = self._options.mb
         rounds = [
@@ -362,23 +364,30 @@ class Comparison:
             for cell in self._cells:
                 if cell[0] == sizes[size]:
                     self._run_cell(cell, turn, source)
-        signal.alarm(0)
 
     def _run_cell(self, cell: Cell, turn: int, source: Path) -> None:
         names = list(self._tools)
         # Each begins once and follows each once, with nothing left to write of the one before.
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            if self._begins(cell, name, turn):
-                self._why_not[cell, name] = "stopped when the time was over"
-                try:
-                    self._found[cell][name][turn] = self._run_tool(cell, name, turn, source)
-                    del self._why_not[cell, name]
-                except (Ended, BrokenPipeError) as failure:
-                    self._why_not[cell, name] = f"it failed: {failure}"
+            if not self._begins(cell, name, turn):
+                continue
+            try:
+                signal.alarm(max(1, round(min(self._options.run_s, self._late_s - time.monotonic()))))
+                self._found[cell][name][turn] = self._run_tool(cell, name, turn, source)
+            except OutOfTime:
+                if time.monotonic() > self._late_s - 1:
+                    self._why_not[cell, name] = "stopped when the time was over"
+                    raise
+                self._failed[cell, name].append(f"not done after {self._options.run_s:.0f} s (--run-s)")
+            except (RuntimeError, OSError, subprocess.SubprocessError) as failure:
+                self._failed[cell, name].append(str(failure))
+            finally:
+                signal.alarm(0)
 
     def _begins(self, cell: Cell, name: str, turn: int) -> bool:
         runs = self._found[cell][name]
-        if turn and turn - 1 not in runs:
+        failures = len(self._failed[cell, name])
+        if failures >= MAX_FAILURES or len(runs) + failures < turn:  # it did not fit in the round before
             return False
         need_gb, expected_s = copies(name, cell) * cell[0] / 1000, self._expected_s(cell, name)
         free_gb = min(self._options.max_gb, shutil.disk_usage(self._root).free / 1e9 - 1)
@@ -387,7 +396,7 @@ class Comparison:
             why = f"needs {need_gb:.0f} GB of disk, {free_gb:.0f} are free or allowed (--max-gb)"
         elif time.monotonic() + expected_s > self._late_s:
             why = f"would take {expected_s:.0f} s by what went before, {max(0.0, self._late_s - time.monotonic()):.0f} are left"
-        if why and not runs:
+        if why:
             self._why_not[cell, name] = why
         return not why
 
@@ -429,15 +438,76 @@ class Comparison:
         return run | {"whole_s": time.monotonic() - began_s}
 
     def show(self) -> None:
-        for mb, levels in sorted({cell[:2] for cell in self._cells}):
-            cells = {cell: runs for cell, runs in self._found.items() if cell[:2] == (mb, levels)}
-            show_size(mb, levels, cells, self._root)
-        for cell, runs in self._found.items():
-            for name, turns in runs.items():
-                if not turns:
-                    why = self._why_not.get((cell, name), "the time was over before")
-                    mb, levels, num_clients = cell
-                    print(f"not run: {mb} MB, {levels} level(s), {num_clients} client(s), {name}: {why}")
+        names = [
+            {"shoal": "ours", PACKAGE: "shardcast", "nginx + curl": "nginx"}[name] for name in self._tools
+        ]
+        print(f"\nOne file to all clients; files on {file_system(self._root)}; medians, tools in turns")
+        show(
+            ["MB", "levels", "clients", "runs"]
+            + [f"{short} s" for short in names]
+            + ["ours : nginx", "shardcast : ours"]
+            + [f"CPU s/GB {short}" for short in names]
+            + ["CPU ours : shardcast"]
+            + [f"peak MB {short}" for short in names if short != "nginx"],
+            [self._row(cell) for cell in sorted(self._cells)],
+        )
+        print("\nCPU seconds per delivered GB, by role")
+        rows = [
+            [str(mb), str(levels), *row]
+            for (mb, levels, clients), runs in sorted(self._found.items())
+            for row in by_role(runs, mb, clients)
+        ]
+        show(["MB", "levels", "clients", "tool", "origin", "relays", "clients' own"], rows)
+        for cell in sorted(self._cells):
+            for name in self._tools:
+                self._explain(cell, name)
+
+    def _row(self, cell: Cell) -> list[str]:
+        """Ratios are medians of those of each round: what ran one after the other is compared."""
+        mb, levels, clients = cell
+        found, gigabytes = self._found[cell], mb * clients / 1000
+        ours, theirs, nginx = (found.get(name, {}) for name in ("shoal", PACKAGE, "nginx + curl"))
+        counts = "/".join(str(len(runs)) for runs in found.values())
+        seconds = [self._cell_text(cell, name, lambda run: f"{run['seconds']:.2f}") for name in self._tools]
+        cpu = [
+            self._cell_text(cell, name, lambda run: f"{cpu_s(run) / gigabytes:.2f}") for name in self._tools
+        ]
+        peaks = [
+            self._cell_text(cell, name, lambda run: f"{run['rss_mb']:.0f}")
+            for name in self._tools
+            if name != "nginx + curl"
+        ]
+        ratios = [ratio(ours, nginx, wall_s), ratio(theirs, ours, wall_s)]
+        return [
+            str(mb),
+            str(levels),
+            str(clients),
+            counts,
+            *seconds,
+            *ratios,
+            *cpu,
+            ratio(ours, theirs, cpu_s),
+            *peaks,
+        ]
+
+    def _cell_text(self, cell: Cell, name: str, text: Callable[[dict[str, Any]], str]) -> str:
+        if runs := self._found[cell][name]:
+            return text(
+                {
+                    what: statistics.median(run[what] for run in runs.values())
+                    for what in next(iter(runs.values()))
+                }
+            )
+        return "fails" if self._failed[cell, name] else "-"
+
+    def _explain(self, cell: Cell, name: str) -> None:
+        mb, levels, clients = cell
+        what = f"{mb} MB, {levels} level(s), {clients} client(s), {name}"
+        if failures := self._failed[cell, name]:
+            print(f"failed: {what}: {len(failures)} times: {failures[-1]}")
+        elif len(runs := self._found[cell][name]) < self._options.repeats:
+            why = self._why_not.get((cell, name), "the time was over before")
+            print(f"did not fit: {what}: {len(runs)} of {self._options.repeats} runs: {why}")
 
 
 def _out_of_time(*_: object) -> None:
@@ -472,27 +542,6 @@ def warm_memory(num_bytes: int) -> None:
         subprocess.run(command, check=True)
 
 
-def show_size(mb: int, levels: int, found: dict[Cell, Runs], root: Path) -> None:
-    print(
-        f"\n{mb} MB, origin and {levels} level(s) of relays, files on {file_system(root)}, medians, in turns"
-    )
-    header = [
-        "clients",
-        "tool",
-        "runs",
-        "seconds",
-        "ours : its",
-        "CPU s/GB origin",
-        "relays",
-        "client",
-        "all",
-        "ours : its",
-        "peak MB",
-    ]
-    rows = [row for (_, _, num_clients), runs in found.items() for row in summarise(runs, mb, num_clients)]
-    show(header, rows)
-
-
 def file_system(folder: Path) -> str:
     """Its kind, by the longest mount point that it lies under."""
     best = ("", "?")
@@ -503,30 +552,27 @@ def file_system(folder: Path) -> str:
     return best[1]
 
 
-def summarise(found: Runs, mb: int, num_clients: int) -> list[list[str]]:
-    """Ratios are medians of those of each round: what ran one after the other is compared."""
+def by_role(found: Runs, mb: int, num_clients: int) -> list[list[str]]:
     gigabytes = mb * num_clients / 1000
-    ours = found.get("shoal", {})
     rows = []
     for name, runs in found.items():
-        if not runs:
-            continue
-        middle = {
-            what: statistics.median(run[what] for run in runs.values())
-            for what in ("seconds", *PARTS, "rss_mb")
-        }
-        pairs = [(ours[turn], runs[turn]) for turn in runs if turn in ours]
-        slower = [one["seconds"] / other["seconds"] for one, other in pairs]
-        dearer = [cpu_s(one) / cpu_s(other) for one, other in pairs]
-        parts = [middle[part] / gigabytes for part in PARTS]
-        rows.append(
-            [str(num_clients), name, str(len(runs)), f"{middle['seconds']:.2f}"]
-            + [f"{statistics.median(slower):.2f}" if slower and name != "shoal" else "-"]
-            + [f"{part:.2f}" for part in (*parts, sum(parts))]
-            + [f"{statistics.median(dearer):.2f}" if dearer and name != "shoal" else "-"]
-            + [f"{middle['rss_mb']:.0f}" if middle["rss_mb"] else "-"]
-        )
+        if runs:
+            parts = [statistics.median(run[part] for run in runs.values()) / gigabytes for part in PARTS]
+            rows.append([str(num_clients), name, *(f"{part:.2f}" for part in parts)])
     return rows
+
+
+def ratio(
+    ones: dict[int, dict[str, Any]],
+    others: dict[int, dict[str, Any]],
+    measure: Callable[[dict[str, Any]], float],
+) -> str:
+    pairs = [measure(ones[turn]) / measure(others[turn]) for turn in ones.keys() & others.keys()]
+    return f"{statistics.median(pairs):.2f}" if pairs else "-"
+
+
+def wall_s(run: dict[str, Any]) -> float:
+    return float(run["seconds"])
 
 
 PARTS = ("origin", "relays", "clients")
@@ -822,6 +868,9 @@ def main() -> None:
         default=NO_LIMIT,
         help="loopback: begin nothing that, by what went before, would end later than this, and stop then",
     )
+    parser.add_argument(
+        "--run-s", type=float, default=180.0, help="loopback: a run that takes longer has failed"
+    )
     parser.add_argument("--max-gb", type=float, default=35.0, help="loopback: of disk, at any time")
     parser.add_argument("--tool", choices=list(TOOLS), action="append", help="loopback: these only")
     parser.add_argument(
@@ -829,7 +878,7 @@ def main() -> None:
     )
     parser.add_argument("--link-mb", type=int, default=100, help="size of the file, slow links")
     parser.add_argument("--crowd", type=int, default=200)
-    parser.add_argument("--shard-bytes", type=int, default=1 << 20)
+    parser.add_argument("--shard-bytes", type=int, default=2 << 20)
     parser.add_argument("--link-shard-bytes", type=int, default=512 << 10, help="slow links")
     parser.add_argument("--scenario", choices=[one.__name__ for one in SCENARIOS], action="append")
     parser.add_argument("--only", choices=["loopback", "links", "crowd"], action="append")

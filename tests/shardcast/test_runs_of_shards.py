@@ -1,5 +1,6 @@
 """Several shards with one question: from relays that are fast, and without loss when one breaks off in between."""
 
+import asyncio
 import threading
 from pathlib import Path
 from typing import Any
@@ -71,3 +72,31 @@ def test_the_end_comes_in_small_portions(
     assert sum(lengths) == 1 + 3 + 100
     assert max(lengths) > 5
     assert lengths[-4:] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("fast_bytes_per_s", "num_streams"), [(-1.0, 2), (1e18, 4)])
+def test_a_single_relay_gets_more_streams_unless_it_is_fast(
+    origin: Any,
+    kit: Any,
+    serve: Any,
+    tmp_path: Path,
+    log: Log,
+    stop: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    fast_bytes_per_s: float,
+    num_streams: int,
+) -> None:
+    monkeypatch.setattr(download_module, "WATCH_S", 0.01)
+    monkeypatch.setattr(download_module, "FAST_BYTES_PER_S", fast_bytes_per_s)
+    monkeypatch.setattr(download_module, "RUN_S", 0.0)
+
+    async def slowly(spy: Any, start: int, scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.01)  # 104 questions: the streams are looked at many times
+        await spy.app(scope, receive, send)
+
+    sealed = origin.publish(7, kit.random_files(num_bytes=NUM_BYTES))
+    prepare_folder(tmp_path / "v7", sealed)
+    choice = RelayChoice([serve(kit.Spy(origin.app, slowly))])
+    download = Download(Assembly(tmp_path / "v7", sealed.body), choice, log=log, stop=stop)
+    download.run(60)
+    assert len(download._streams) == num_streams

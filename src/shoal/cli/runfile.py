@@ -32,7 +32,7 @@ class RunSection(Record):
 
 
 class ShardcastSection(Record):
-    shard_bytes: int = Field(default=1 << 20, ge=4096)
+    shard_bytes: int = Field(default=2 << 20, ge=4096)
     snapshot_every: int = Field(default=8, ge=1)
     private: bool = False
     """The origin, and relays that `shoal run` starts, serve members of the run only."""

@@ -288,7 +288,7 @@ class FileServer:
         """ConnectionError cuts the connection, which is all that can be said once the status is out."""
         limited = self._accounts.limits.bytes_per_s is not None
         most = LIMITED_PIECE_BYTES if limited else PIECE_BYTES
-        position = body.start
+        position = turn = body.start
         with _Outlet(writer) as outlet:
             while position < body.stop:
                 ready = await body.ready(position)
@@ -303,9 +303,11 @@ class FileServer:
                     raise ConnectionAbortedError("short file")
                 position += sent
                 body.sent(sent)
-                await asyncio.sleep(
-                    0
-                )  # others want to be served too, also when this client takes all at once
+                if (
+                    position - turn >= most
+                ):  # others want to be served too, also when this client takes all at once
+                    await asyncio.sleep(0)
+                    turn = position
 
 
 class _Outlet:

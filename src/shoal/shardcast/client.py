@@ -140,6 +140,8 @@ def fetch_newer(
 
 def prune_versions(into: Path, keep_versions: int, *, spare: Collection[int] = ()) -> list[int]:
     """Delete all but the newest versions in a client's folder and those to `spare`, and older downloads that were given up."""
+    if keep_versions < 1:
+        raise ValueError(f"keep_versions={keep_versions} must be at least 1")
     folders = {path: int(match[1]) for path in into.iterdir() if (match := _FOLDER.fullmatch(path.name))}
     whole = sorted(version for path, version in folders.items() if path.suffix != ".partial")
     kept = whole[-keep_versions:]
@@ -155,10 +157,7 @@ def _ask(connections: Connections, url: str, version: int | None) -> Sealed[Mani
         if sealed is None:
             raise NotThere("no version is known there yet")
         return sealed
-    sealed = ask_manifest(connections, url, version)
-    if sealed.body.version != version:
-        raise Broken(f"the manifest of version {sealed.body.version} for that of version {version}")
-    return sealed
+    return ask_manifest(connections, url, version)
 
 
 def _check_all(into: Path, log: Log) -> None:

@@ -62,7 +62,7 @@ def encode(old: bytes | memoryview, new: bytes | memoryview) -> bytes:
 
 def apply(old: bytes | memoryview, payload: bytes | memoryview) -> bytes:
     """`new` of `encode(old, new)`. Rejected if the payload is not one for a file of this size."""
-    delta, read = Payload(_reader(payload), len(payload), len(old)), _word_reader(old)
+    delta, read = DeltaReader(_reader(payload), len(payload), len(old)), _word_reader(old)
     pieces = []
     for start, length in _chunks(len(old)):
         words = read(start, length)
@@ -114,7 +114,7 @@ def apply_deltas(old: Path, payloads: Sequence[Path], into: Path) -> str:
         deltas = []
         for path in payloads:
             fd = files.enter_context(path.open("rb")).fileno()
-            deltas.append(Payload(_file_reader(fd), _size(fd), _size(old_fd)))
+            deltas.append(DeltaReader(_file_reader(fd), _size(fd), _size(old_fd)))
         rooms = [_word_file_reader(old_fd) for _ in range(NUM_MAKERS + 1)]
         jobs = (
             partial(_make_chunk, out, where, [delta.next_chunk() for delta in deltas])
@@ -186,7 +186,7 @@ def _changed(old: Words, new: Words) -> npt.NDArray[np.int64]:
     return places
 
 
-class Payload:
+class DeltaReader:
     """A delta, read from its beginning to its end."""
 
     def __init__(self, read: Read, payload_bytes: int, num_bytes: int) -> None:
@@ -243,7 +243,7 @@ class Changes:
                 raise _refusal("streams in a chunk without changes")
             return
         unpack = zstandard.ZstdDecompressor(max_window_size=1 << 23)
-        places = np.cumsum(self._numbers(self.gaps, self.sizes[0], unpack).astype(np.int64))
+        places = np.cumsum(self._numbers(self.gaps, self.sizes[0], unpack), dtype=np.intp)
         places += np.arange(self.num)
         if places[-1] >= words.size:
             raise _refusal(f"a change at word {places[-1]} of a chunk of {words.size}")
@@ -252,7 +252,9 @@ class Changes:
             raise _refusal(f"a step of {zigzag.max()}, which is no 16-bit difference")
         zigzag = zigzag.astype(np.uint16)
         steps = (zigzag >> 1) ^ (0 - (zigzag & 1))
-        words[places] = words.take(places) + steps
+        words[places] = (
+            words.take(places, mode="clip") + steps
+        )  # none is clipped, and it need not look at each again
 
     def _numbers(
         self, frame: bytes, stream_bytes: int, unpack: zstandard.ZstdDecompressor
@@ -305,7 +307,7 @@ def _from_varints(stream: npt.NDArray[np.uint8], num: int) -> npt.NDArray[np.int
         if (third[1:] & more[:-3]).any():
             raise _refusal(f"a number of over {_MAX_VARINT} bytes")
         numbers[2:] += third * (numbers[2:] * 127 + low[:-2])
-    return numbers.take(ends)
+    return numbers.take(ends, mode="clip")
 
 
 # -- bytes ----------------------------------------------------------------------------------------------

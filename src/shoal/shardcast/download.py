@@ -32,11 +32,16 @@ from shoal.shardcast.upstream import Broken, Connections, NotThere, ask_shards
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 
-NUM_STREAMS, MAX_STREAMS = 4, 16
+NUM_STREAMS, MAX_STREAMS = 4, 12
 """From one relay, and from all of them: shards in flight, and so in memory."""
+FIRST_STREAMS, FAST_BYTES_PER_S = 2, 100e6
+"""With a single relay to ask, two streams begin, and no more join them while it is so fast: it is near then, and threads that wake
+each other for every shard cost more than they bring. A slow or far one is asked by all."""
 RUN_S, RUN_BYTES = 0.2, 16 << 20
 """What one question is for: shards that should come within so long, and not more than so many bytes."""
 SECOND_TRY_S = 1.0
+WATCH_S = 0.2
+"""How often the streams as a whole are looked at."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 
 
@@ -62,7 +67,9 @@ class Download:
         self._assembly, self._choice = assembly, choice
         self._log, self._stop = log, stop
         self._version = assembly.manifest.version
-        self._turn = threading.Condition()  # guards all below
+        lock = threading.RLock()  # guards all below
+        self._turn = threading.Condition(lock)  # streams wait here for something to do
+        self._news = threading.Condition(lock)  # who watches them, here: it need not wake up for each shard
         self._pending = deque(assembly.missing())
         self._tries: list[_Try] = []
         self._dropped: set[str] = set()
@@ -72,7 +79,7 @@ class Download:
         self._failure: OSError | Rejected | None = None
         self._over = False
         self._forward_s = 0.0
-        self._num_streams = min(MAX_STREAMS, NUM_STREAMS - 1 + max(1, len(choice.urls)))
+        self._streams: list[threading.Thread] = []
 
     def run(self, deadline_s: float, *, patience_s: float | None = None) -> None:
         """Return when every file is whole. What has come stays on disk, whatever happens.
@@ -81,12 +88,6 @@ class Download:
         """
         if self._assembly.complete:
             return
-        threads = [
-            threading.Thread(target=self._stream, name=f"shards-{index}", daemon=True)
-            for index in range(min(self._num_streams, max(1, len(self._pending))))
-        ]
-        for thread in threads:
-            thread.start()
         try:
             num_bytes, had = (
                 sum(entry.num_bytes for entry in self._assembly.entries),
@@ -111,15 +112,17 @@ class Download:
                 now_s = time.monotonic()
                 if not left:
                     raise NoRelayLeft(
-                        f"version {self._version} did not come: there is no relay left to ask; {self._state()}"
+                        f"version {self._version} did not come: there is no relay left to ask; {self._state()}; name another"
                     )
                 if now_s >= min(give_up_s, self._forward_s + patience_s):
                     within_s = min(deadline_s, patience_s)
                     raise DeadlinePassed(
-                        f"version {self._version} did not come: within {within_s:.0f} s; {self._state()}"
+                        f"version {self._version} did not come within {within_s:.1f} s: {self._state()}; "
+                        "name more relays, or give it longer"
                     )
+                self._add_streams()
                 progress.show(self._assembly.num_bytes_here, self._state)
-                self._turn.wait(min(0.2, give_up_s - now_s))
+                self._news.wait(min(WATCH_S, give_up_s - now_s))
             if self._stop.is_set():
                 raise Stopped(f"stopped while fetching version {self._version}")
 
@@ -127,6 +130,17 @@ class Download:
         num_shards = sum(len(entry.shards) for entry in self._assembly.entries)
         relays = [f"{url}: {self._reasons.get(url, 'nothing to complain of')}" for url in self._choice.urls]
         return f"{len(self._assembly.missing())} of {num_shards} shards missing; {'; '.join(relays) or 'no relay known'}"
+
+    def _add_streams(self) -> None:
+        """As many as are worth having now; they stay to the end."""
+        relays = [self._choice.standing(url) for url in self._choice.urls]
+        num = min(MAX_STREAMS, NUM_STREAMS - 1 + len(relays), len(self._streams) + len(self._pending))
+        if len(relays) == 1 and (not self._streams or (relays[0].bandwidth or 0.0) > FAST_BYTES_PER_S):
+            num = min(num, FIRST_STREAMS)
+        while len(self._streams) < num:
+            name = f"shards-{len(self._streams)}"
+            self._streams.append(threading.Thread(target=self._stream, name=name, daemon=True))
+            self._streams[-1].start()
 
     # -- a stream ---------------------------------------------------------------------------------------
 
@@ -230,6 +244,7 @@ class Download:
         except (OSError, Rejected) as failure:
             with self._turn:
                 self._failure = failure
+                self._news.notify()
             self._settle(job, str(failure), failed=False)
         else:
             with self._turn:
@@ -253,8 +268,8 @@ class Download:
                 if not other.judged and shard in other.shards:  # it was asked first, and overtaken
                     other.judged = True
                     self._choice.failed(other.relay)
-            if not self._pending:  # else nobody waits for this
-                self._turn.notify_all()
+            if not self._pending and self._assembly.complete:
+                self._news.notify()
 
     def _settle(self, job: _Try, reason: str, *, failed: bool, drop: bool = False) -> None:
         with self._turn:
@@ -266,6 +281,7 @@ class Download:
                 self._choice.failed(job.relay)
             if drop:
                 self._dropped.add(job.relay)
+                self._news.notify()
             pause_s = self._pauses.get(job.relay, FIRST_PAUSE_S)
             self._pauses[job.relay] = min(2 * pause_s, LONGEST_PAUSE_S)
             self._not_before_s[job.relay] = time.monotonic() + pause_s

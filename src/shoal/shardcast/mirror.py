@@ -136,8 +136,6 @@ class Mirror:
             sealed = ask_manifest(connections, url, version)
         except NotThere:
             return
-        if sealed.body.version != version:
-            raise Broken(f"the manifest of version {sealed.body.version} for that of version {version}")
         self._store.begin(sealed)
 
     # -- bringing them here -----------------------------------------------------------------------------

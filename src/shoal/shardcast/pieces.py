@@ -9,7 +9,6 @@ KiB, 0.45 with 16, and 0.3 to 1.7, each time another, with 64 and more."""
 
 
 def write_at(fd: int, data: bytes | bytearray | memoryview, start: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(fd, view[:WRITE_BYTES], start)
-        view, start = view[written:], start + written
+    view, done = memoryview(data), 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done : done + WRITE_BYTES], start + done)

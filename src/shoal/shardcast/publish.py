@@ -20,7 +20,7 @@ from shoal.wire.keys import Key
 from shoal.wire.manifest import DELTA_SUFFIX, Delta, FileEntry, Manifest
 from shoal.wire.record import Sealed, seal
 
-SHARD_BYTES = 1 << 20
+SHARD_BYTES = 2 << 20
 SNAPSHOT_EVERY = 8
 WORTH = 0.5
 """A delta larger than this share of its file is not sent."""

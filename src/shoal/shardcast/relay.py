@@ -24,7 +24,7 @@ from shoal.wire.codes import Rejected
 from shoal.wire.manifest import FileEntry
 
 MAX_POLL_S = 30.0
-SHARD_WAIT_S = 20.0
+MAX_SHARD_WAIT_S = 20.0
 """How long a request waits for a shard that is still coming, unless it asks for less."""
 
 
@@ -85,7 +85,7 @@ class RelayApp:
         header = request.headers.get("range")
         wanted = parse_range(header, entry.num_bytes) if header and request.method == "GET" else None
         part = Part(self, held, entry, wanted or (0, entry.num_bytes))
-        wait_s = _number(request, "wait_s", default=SHARD_WAIT_S, lowest=0.0, highest=SHARD_WAIT_S)
+        wait_s = _number(request, "wait_s", default=MAX_SHARD_WAIT_S, lowest=0.0, highest=MAX_SHARD_WAIT_S)
         # Before the first byte there is still a status to say it with; later bytes are waited for while sending.
         if request.method != "HEAD" and await part.verified_up_to(part.start, wait_s) is None:
             raise Rejected(
@@ -132,7 +132,7 @@ class Part:
         return fd
 
     async def ready(self, position: int) -> int | None:
-        end = await self.verified_up_to(position, SHARD_WAIT_S)
+        end = await self.verified_up_to(position, MAX_SHARD_WAIT_S)
         if end is None:
             self._app.log.warning(
                 "a client is left waiting: the rest does not come",

@@ -139,8 +139,11 @@ def ask_latest(
 
 
 def ask_manifest(connections: Connections, url: str, version: int) -> Sealed[Manifest]:
-    """The manifest of one version, unverified."""
-    return _parse(url, _ask(connections, f"{url}/manifests/{version}", 0.0))
+    """The manifest of one version, unverified but for that."""
+    sealed = _parse(url, _ask(connections, f"{url}/manifests/{version}", 0.0))
+    if sealed.body.version != version:
+        raise Broken(f"the manifest of version {sealed.body.version} for that of version {version}")
+    return sealed
 
 
 def ask_shards(
