@@ -130,7 +130,6 @@ class Worker:
             self._session, self._state, self._conduct, self._losses, on_end=self._on_end, log=self._log
         )
         self._engine = self._new_engine()
-        self._losses.good()
         self._heart = Heart(self._heart_client, terms, halt=self._halt, log=self._log)
         self._pulse = self._heart.pulse
         self._heart.start()
