@@ -85,9 +85,10 @@ class Supply:
         self.order()
         assert self._errand is not None
         self._waited_since_s = time.monotonic()
+        self._look_at_watch()
         while not self._errand.wait(0.0):
-            self._look_at_watch()
             on_wait(self.doing)
+            self._look_at_watch()
             self._errand.wait(LOOK_S)
         errand, self._errand, self._waited_since_s = self._errand, None, None
         lease = errand.result()
