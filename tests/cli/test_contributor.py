@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -136,3 +137,25 @@ def test_identity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shoal("identity", "delegate", "me", "--owner", owner) == 2
     assert shoal("status", "--dir", tmp_path / "b") == 2
     assert "has joined no run yet" in capsys.readouterr().err
+
+
+def test_threads_sleep_while_they_wait_unless_the_owner_says_otherwise(tmp_path: Path) -> None:
+    """A setting that counts only before torch is there: nothing that a worker's command imports first may bring torch."""
+    code = (
+        "import os, sys, threading; from shoal.cli.main import parse; import shoal.cli.contributor\n"
+        "assert 'torch' not in sys.modules\n"
+        "words = ['worker', '--coordinator', 'http://127.0.0.1:1', '--dir', sys.argv[1], '--device', 'none']\n"
+        "options = parse(words)\n"
+        "try: options.action(options, threading.Event())\n"
+        "except ValueError as error: print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules, error)\n"
+    )
+    for setting, expected in (({}, "PASSIVE True"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE True")):
+        environ = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | setting
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=environ,
+        )
+        assert expected in done.stdout, done

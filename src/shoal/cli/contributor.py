@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from shoal.cli.progress import progress
+from shoal.cli.roles import wait_quietly
 from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.keys import Key
@@ -27,6 +28,7 @@ TIMEOUT_S = 10.0
 
 
 def join(options: argparse.Namespace, stop: threading.Event) -> int:
+    wait_quietly()
     from shoal.cli.doctor import examine, print_findings
     from shoal.rollout.state import is_held
 
@@ -299,6 +301,7 @@ def delegate(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def check_local(options: argparse.Namespace, stop: threading.Event) -> int:
+    wait_quietly()
     from shoal.cli.check_local import check_file
 
     file = options.file or options.dir / "last" / "rollouts.parquet"
