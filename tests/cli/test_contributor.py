@@ -159,3 +159,35 @@ def test_threads_sleep_while_they_wait_unless_the_owner_says_otherwise(tmp_path:
             env=environ,
         )
         assert expected in done.stdout, done
+
+
+def test_a_broken_file_is_named_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Key.load_or_create(tmp_path / "node.key")
+    (tmp_path / "node.json").write_text('{"coord')
+    assert shoal("status", "--dir", tmp_path) == 2
+    assert f"{tmp_path / 'node.json'} cannot be read; delete it" in capsys.readouterr().err
+    (tmp_path / "node.json").write_text("{}")
+    assert shoal("status", "--dir", tmp_path) == 2
+    assert "does not name a coordinator" in capsys.readouterr().err
+    (tmp_path / "node.json").unlink()
+    (tmp_path / "delegation.json").write_text("x")
+    assert shoal("whoami", "--dir", tmp_path) == 2
+    assert "is no delegation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [("--threads", "-1"), ("--max-rows", "0"), ("--deadline-s", "0"), ("--deadline-s", "nan")]
+)
+def test_a_value_that_cannot_be_is_refused_before_anybody_is_joined(
+    words: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        shoal("join", "http://127.0.0.1:1", "--dir", tmp_path / "node", *words)
+    assert exit.value.code == 2
+    assert words[1] in capsys.readouterr().err
+    assert not (tmp_path / "node").exists()
+
+
+def test_a_slash_after_the_url_is_no_part_of_it() -> None:
+    assert parse(["join", "http://127.0.0.1:8000/"]).url == "http://127.0.0.1:8000"
+    assert parse(["doctor", "https://run.example/pool/"]).url == "https://run.example/pool"

@@ -169,3 +169,13 @@ def test_the_lock_is_free_again_after_an_error(tmp_path: Path) -> None:
         raise RuntimeError
     with open_state(tmp_path), pytest.raises(ValueError, match="in use"), open_state(tmp_path):
         pass
+
+
+def test_what_a_crash_cut_off_is_made_again(tmp_path: Path) -> None:
+    with open_state(tmp_path / "node") as state:
+        for name in ("entry_points.json", "work.json", "last/lease.json"):
+            (tmp_path / "node" / name).parent.mkdir(exist_ok=True)
+            (tmp_path / "node" / name).write_text('{"policy_ver')
+        assert (state.entry_points(), state.kept_versions()) == ([], set())
+        state.remember_entry_points(("http://127.0.0.1:1",))
+        assert state.entry_points() == ["http://127.0.0.1:1"]

@@ -11,9 +11,10 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from shoal.cli.progress import progress
-from shoal.cli.roles import wait_quietly
+from shoal.cli.roles import check_device, wait_quietly
 from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.keys import Key
@@ -30,10 +31,13 @@ TIMEOUT_S = 10.0
 def join(options: argparse.Namespace, stop: threading.Event) -> int:
     wait_quietly()
     from shoal.cli.doctor import examine, print_findings
+    from shoal.rollout.engines import check_engine
     from shoal.rollout.state import is_held
 
     if is_held(options.dir):
         raise ValueError(f"{options.dir} is in use by another worker; stop that one or choose another --dir")
+    check_device(options.device)
+    check_engine(options.engine, device=options.device, tensor_parallel=options.tensor_parallel)
     options.url = _choose_run(options)
     print(f"Looking at this machine and at {options.url} ...")
     with progress("looking"):
@@ -130,7 +134,20 @@ def _joined(dir: Path) -> tuple[Key, str]:
     key, path = _own_key(dir), dir / JOINED
     if not path.exists():
         raise ValueError(f"{dir} has joined no run yet: shoal join URL --dir {dir}")
-    return key, str(json.loads(path.read_text(encoding="utf-8"))["coordinator"])
+    url = _read(path).get("coordinator")
+    if not isinstance(url, str):
+        raise ValueError(f"{path} does not name a coordinator; shoal join URL --dir {dir} writes it anew")
+    return key, url
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} cannot be read; delete it, and join or delegate again")
+    return found
 
 
 def _get(url: str, path: str) -> bytes:
@@ -193,20 +210,31 @@ def whoami(options: argparse.Namespace, stop: threading.Event) -> int:
     known = {"node": _own_key(options.dir).public, "owner": "itself"}
     delegation = options.dir / "delegation.json"
     if delegation.exists():
-        word = json.loads(delegation.read_text(encoding="utf-8"))
-        until = time.strftime("%Y-%m-%d", time.gmtime(word["body"]["not_after_s"]))
-        known["owner"] = f"{word['key']}, until {until}"
+        known["owner"] = _owner(delegation)
     if (options.dir / JOINED).exists():
         known["coordinator"] = _joined(options.dir)[1]
     if (options.dir / "run.json").exists():
-        run = json.loads((options.dir / "run.json").read_text(encoding="utf-8"))
-        known["run"] = f"{run['run']}, key {run['run_key']}"
+        run = _read(options.dir / "run.json")
+        known["run"] = f"{run.get('run')}, key {run.get('run_key')}"
     print(
         json.dumps(known)
         if options.json
         else "\n".join(f"{name:<12} {value}" for name, value in known.items())
     )
     return EXIT_OK
+
+
+def _owner(path: Path) -> str:
+    from shoal.wire.delegation import Delegation
+    from shoal.wire.record import Sealed
+
+    try:
+        word = Sealed[Delegation].parse(path.read_bytes())
+    except Rejected as rejected:
+        raise ValueError(
+            f"{path} is no delegation: {rejected.detail}; put the owner's file there again"
+        ) from None
+    return f"{word.key}, until {time.strftime('%Y-%m-%d', time.gmtime(word.body.not_after_s))}"
 
 
 def pause(options: argparse.Namespace, stop: threading.Event) -> int:
