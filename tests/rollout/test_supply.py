@@ -277,6 +277,25 @@ def test_a_version_that_relays_drop_while_it_is_fetched_is_given_up(
     assert "no relay holds version 0 any more: version" in void.body["detail"]
 
 
+def test_what_was_fetched_may_be_deleted_at_any_time(trusting: SmallRun, tmp_path: Path) -> None:
+    conduct = Held(trusting)
+    running = Running(trusting, tmp_path / "worker", conduct)
+    assert conduct.holding.wait(60)
+    trusting.publish(1)
+    eventually("version 1 is here", lambda: (tmp_path / "worker/versions/v1").is_dir())
+    for folder in (tmp_path / "worker/versions").iterdir():
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    conduct.let_go.set()
+    eventually(
+        "version 1 is used all the same",
+        lambda: any(event.body["policy_version"] == 1 for event in trusting.events("submission.received")),
+    )
+    running.stop.set()
+    running.join()
+    assert isinstance(running.error, Stopped)
+
+
 def test_what_a_lease_needs_ends_the_fetch_of_another(long_run: SmallRun, tmp_path: Path) -> None:
     """A version that nobody has is on its way ahead of time, for ten minutes at most: a lease does not wait for that."""
     long_run.publish(0)

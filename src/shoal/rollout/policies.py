@@ -80,7 +80,7 @@ class PolicyShelf:
 
     def best(self, lease: Lease) -> PolicyRef:
         """The newest version of the lease that is here. LeaseLost if the run has moved on too far meanwhile."""
-        policy = next((policy for policy in _newest_first(lease) if policy in self._here), None)
+        policy = next((policy for policy in _newest_first(lease) if self._is_here(policy)), None)
         if policy is None:
             raise LeaseLost("the version that was here for it has been thrown away since", still_open=True)
         self._check_age(lease, policy)
@@ -146,10 +146,15 @@ class PolicyShelf:
 
     def _will_do(self, policy: PolicyRef, newest: PolicyRef) -> bool:
         slack = newest.version - policy.version < self._max_lag
-        return policy in self._here and (slack or policy == newest)
+        return self._is_here(policy) and (slack or policy == newest)
+
+    def _is_here(self, policy: PolicyRef) -> bool:
+        """Its owner may delete what was fetched at any time."""
+        folder = self._here.get(policy)
+        return folder is not None and folder.is_dir()
 
     def _have(self, policy: PolicyRef, lease: Lease, stop: threading.Event) -> None:
-        if policy in self._here:
+        if self._is_here(policy):
             return
         give_up_s = time.monotonic() + FETCH_SHARE * self._session.time_left_s(lease)
         self._take_turn(policy.version, give_up_s, stop)
