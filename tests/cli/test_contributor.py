@@ -2,6 +2,8 @@
 
 import json
 import os
+import pty
+import signal
 import subprocess
 import sys
 import threading
@@ -191,3 +193,35 @@ def test_a_value_that_cannot_be_is_refused_before_anybody_is_joined(
 def test_a_slash_after_the_url_is_no_part_of_it() -> None:
     assert parse(["join", "http://127.0.0.1:8000/"]).url == "http://127.0.0.1:8000"
     assert parse(["doctor", "https://run.example/pool/"]).url == "https://run.example/pool"
+
+
+def test_who_is_stopped_before_it_joins_does_not_join(tmp_path: Path) -> None:
+    with small_run(tmp_path) as run:
+        run.publish(0)
+        stop = threading.Event()
+        stop.set()
+        assert shoal("join", run.url, "--dir", tmp_path / "node", "--yes", stop=stop) == 130
+        assert shoal("worker", "--coordinator", run.url, "--dir", tmp_path / "other", stop=stop) == 130
+        assert not run.stats().nodes
+
+
+def test_ctrl_c_ends_the_question(tmp_path: Path) -> None:
+    """At a terminal, where nobody answers."""
+    with small_run(tmp_path) as run:
+        run.publish(0)
+        run.serve_from_origin()
+        ours, theirs = pty.openpty()
+        words = [sys.executable, "-m", "shoal", "join", run.url, "--dir", str(tmp_path / "node")]
+        asked = subprocess.Popen(words, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert asked.stdout is not None
+        said = b""
+        while b"Join? [y/N]" not in said:
+            piece = os.read(asked.stdout.fileno(), 65536)
+            assert piece, said
+            said += piece
+        asked.send_signal(signal.SIGINT)
+        assert asked.wait(60) == 130
+        asked.stdout.close()
+        for end in (ours, theirs):
+            os.close(end)
+        assert not run.stats().nodes

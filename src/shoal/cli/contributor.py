@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import json
 import os
+import select
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import Any
 from shoal.cli.progress import progress
 from shoal.cli.roles import check_device, wait_quietly
 from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
+from shoal.net.deadline import Stopped
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.keys import Key
 from shoal.wire.messages import Info, NodeView, RunList
@@ -23,6 +25,7 @@ from shoal.wire.pool import pick
 
 JOINED = "node.json"
 TIMEOUT_S = 10.0
+LOOK_S = 0.1
 
 
 # -- joining ----------------------------------------------------------------------------------------------
@@ -38,10 +41,12 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
         raise ValueError(f"{options.dir} is in use by another worker; stop that one or choose another --dir")
     check_device(options.device)
     check_engine(options.engine, device=options.device, tensor_parallel=options.tensor_parallel)
+    _heed(stop)
     options.url = _choose_run(options)
     print(f"Looking at this machine and at {options.url} ...")
     with progress("looking"):
         findings = examine(options.url, options.dir)
+    _heed(stop)
     print_findings(findings)
     if bad := [finding for finding in findings if finding.state == "bad"]:
         print(
@@ -51,9 +56,10 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
     key = _key(options.dir)
     info = _ask_info(options.url)
     print(consent(info, key.public, options.url, options.dir))
-    if not options.yes and not _agrees():
+    if not options.yes and not _agrees(stop):
         print("Nothing was sent.")
         return EXIT_FAILED
+    _heed(stop)
     (options.dir / JOINED).write_text(json.dumps({"coordinator": options.url}) + "\n", encoding="utf-8")
     if options.invite:
         (options.dir / "invite.txt").write_text(options.invite, encoding="utf-8")
@@ -114,10 +120,18 @@ What joining means
 """
 
 
-def _agrees() -> bool:
+def _heed(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise Stopped("stopped before joining")
+
+
+def _agrees(stop: threading.Event) -> bool:
     if not sys.stdin.isatty():
         raise ValueError("nobody is at the terminal to agree; read the summary above and join with --yes")
-    return input("Join? [y/N] ").strip().lower() in ("y", "yes")
+    print("Join? [y/N] ", end="", flush=True)
+    while not select.select([sys.stdin], [], [], LOOK_S)[0]:
+        _heed(stop)  # Python's own input() would wait on for an answer after Ctrl-C
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 # -- afterwards -------------------------------------------------------------------------------------------

@@ -114,6 +114,8 @@ class Worker:
 
     def startup(self) -> None:
         """Join the run, and be seen alive."""
+        if self._stop.is_set():  # torch takes its time to be imported
+            raise Stopped("stopped before joining")
         self._log.info("node", id=self._state.key.public, coordinator=self._config.coordinator)
         self._client.also(self._state.entry_points())
         brings = capabilities(self._config.device)
