@@ -97,9 +97,11 @@ def test_sentences() -> None:
     assert in_words(system, waits=False).startswith("/somewhere/x: permission denied; check the path")
     full = OSError(28, "No space left on device", "/somewhere/x")
     assert in_words(full, waits=False).startswith("/somewhere/x: no space left on device; make room")
-    assert in_words(OSError(28, "No space left on device"), waits=False).startswith(
-        "no space left on device;"
+    unnamed = OSError(28, "No space left on device")
+    assert in_words(unnamed, waits=True, dir=Path("node")).startswith(
+        "node: no space left on device; make room"
     )
+    assert in_words(unnamed, waits=False).startswith("no space left on device;")
     nobody = Unreachable("POST http://x/v1/admin/ban: ReadTimeout: timed out")
     assert in_words(nobody, waits=False).endswith("; check the URL, and that the coordinator runs there")
     assert (

@@ -2,6 +2,9 @@
 
 import json
 import os
+import pty
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -136,3 +139,89 @@ def test_identity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shoal("identity", "delegate", "me", "--owner", owner) == 2
     assert shoal("status", "--dir", tmp_path / "b") == 2
     assert "has joined no run yet" in capsys.readouterr().err
+
+
+def test_threads_sleep_while_they_wait_unless_the_owner_says_otherwise(tmp_path: Path) -> None:
+    """A setting that counts only before torch is there: nothing that a worker's command imports first may bring torch."""
+    code = (
+        "import os, sys, threading; from shoal.cli.main import parse; import shoal.cli.contributor\n"
+        "assert 'torch' not in sys.modules\n"
+        "words = ['worker', '--coordinator', 'http://127.0.0.1:1', '--dir', sys.argv[1], '--device', 'none']\n"
+        "options = parse(words)\n"
+        "try: options.action(options, threading.Event())\n"
+        "except ValueError as error: print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules, error)\n"
+    )
+    for setting, expected in (({}, "PASSIVE True"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE True")):
+        environ = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | setting
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=environ,
+        )
+        assert expected in done.stdout, done
+
+
+def test_a_broken_file_is_named_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Key.load_or_create(tmp_path / "node.key")
+    (tmp_path / "node.json").write_text('{"coord')
+    assert shoal("status", "--dir", tmp_path) == 2
+    assert f"{tmp_path / 'node.json'} cannot be read; delete it" in capsys.readouterr().err
+    (tmp_path / "node.json").write_text("{}")
+    assert shoal("status", "--dir", tmp_path) == 2
+    assert "does not name a coordinator" in capsys.readouterr().err
+    (tmp_path / "node.json").unlink()
+    (tmp_path / "delegation.json").write_text("x")
+    assert shoal("whoami", "--dir", tmp_path) == 2
+    assert "is no delegation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [("--threads", "-1"), ("--max-rows", "0"), ("--deadline-s", "0"), ("--deadline-s", "nan")]
+)
+def test_a_value_that_cannot_be_is_refused_before_anybody_is_joined(
+    words: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        shoal("join", "http://127.0.0.1:1", "--dir", tmp_path / "node", *words)
+    assert exit.value.code == 2
+    assert words[1] in capsys.readouterr().err
+    assert not (tmp_path / "node").exists()
+
+
+def test_a_slash_after_the_url_is_no_part_of_it() -> None:
+    assert parse(["join", "http://127.0.0.1:8000/"]).url == "http://127.0.0.1:8000"
+    assert parse(["doctor", "https://run.example/pool/"]).url == "https://run.example/pool"
+
+
+def test_who_is_stopped_before_it_joins_does_not_join(tmp_path: Path) -> None:
+    with small_run(tmp_path) as run:
+        run.publish(0)
+        stop = threading.Event()
+        stop.set()
+        assert shoal("join", run.url, "--dir", tmp_path / "node", "--yes", stop=stop) == 130
+        assert shoal("worker", "--coordinator", run.url, "--dir", tmp_path / "other", stop=stop) == 130
+        assert not run.stats().nodes
+
+
+def test_ctrl_c_ends_the_question(tmp_path: Path) -> None:
+    """At a terminal, where nobody answers."""
+    with small_run(tmp_path) as run:
+        run.publish(0)
+        run.serve_from_origin()
+        ours, theirs = pty.openpty()
+        words = [sys.executable, "-m", "shoal", "join", run.url, "--dir", str(tmp_path / "node")]
+        asked = subprocess.Popen(words, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert asked.stdout is not None
+        said = b""
+        while b"Join? [y/N]" not in said:
+            piece = os.read(asked.stdout.fileno(), 65536)
+            assert piece, said
+            said += piece
+        asked.send_signal(signal.SIGINT)
+        assert asked.wait(60) == 130
+        asked.stdout.close()
+        for end in (ours, theirs):
+            os.close(end)
+        assert not run.stats().nodes

@@ -66,7 +66,7 @@ def in_pipe(*words: str) -> subprocess.CompletedProcess[str]:
     [
         (("run", "nothing.toml"), "cannot be done like this", "nothing.toml"),
         (("run",), "not understood", "FILE.toml"),
-        (("join", "nowhere", "--max-rows", "x"), "not understood", "'x'"),
+        (("join", "http://nowhere", "--max-rows", "x"), "not understood", "'x'"),
         (("explain", "reject.nothing"), "cannot be done like this", "reject.nothing"),
         (("ledger", "verify", "http://127.0.0.1:9"), "no answer", "http://127.0.0.1:9"),
         (("top", "http://127.0.0.1:9"), "no answer", "http://127.0.0.1:9"),

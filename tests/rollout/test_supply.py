@@ -1,5 +1,6 @@
 """A worker that fetches ahead: what it holds, what it gives back, and what it does when the policy moves on."""
 
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -7,7 +8,8 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from small_run import CONFIG, RunningWorker, SmallRun, eventually, small_run
+import small_run as small
+from small_run import CONFIG, SPEC, RunningWorker, SmallRun, eventually, small_run
 
 from shoal.net.deadline import Stopped
 from shoal.rollout.conduct import Conduct
@@ -220,6 +222,115 @@ def test_an_older_version_serves_while_the_newest_is_on_its_way(tmp_path: Path) 
         worker.stop.set()
         assert worker.join() is Exit.STOPPED
         assert {event.body["policy_version"] for event in run.events("submission.received")} == {0}
+
+
+@pytest.fixture
+def long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallRun]:
+    """Of more versions than relays keep. A lease has ten minutes, of which half are for a fetch: longer than a test waits."""
+    monkeypatch.setattr(small, "SPEC", SPEC.model_copy(update={"last_version": 50}))
+    with small_run(tmp_path, CONFIG.model_copy(update={"lease_s": 600.0})) as run:
+        yield run
+
+
+def test_a_lease_from_before_a_crash_whose_versions_are_long_gone_is_given_back_at_once(
+    long_run: SmallRun, tmp_path: Path
+) -> None:
+    class PowerCut(Exception):
+        pass
+
+    class Crashes(Held):
+        def table(self, table: RolloutTable, lease: Lease) -> RolloutTable:
+            assert self.worker is not None
+            self.worker._open = None
+            raise PowerCut
+
+    long_run.publish(0)
+    long_run.serve_from_origin()
+    running = Running(long_run, tmp_path / "worker", Crashes(long_run))
+    running.join()
+    assert isinstance(running.error, PowerCut)
+    shutil.rmtree(tmp_path / "worker" / "versions")  # it had worked with an older one that is named no more
+    for version in range(1, 10):
+        long_run.publish(version)
+    again = RunningWorker(long_run)
+    eventually("work goes on", lambda: bool(long_run.events("submission.received")))
+    again.stop.set()
+    assert again.join() is Exit.STOPPED
+    (void, *_) = long_run.events("lease.void")
+    assert "version 0 is 9 behind version 9" in void.body["detail"]
+
+
+def test_a_version_that_relays_drop_while_it_is_fetched_is_given_up(
+    long_run: SmallRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    long_run.publish(0, served=False)
+    long_run.serve_from_origin(claims=tuple(range(20)))
+    with caplog.at_level("INFO", logger="shoal.worker"):
+        worker = RunningWorker(long_run)
+        eventually("it is looked for", lambda: "fetching version 0" in caplog.text)
+        for version in range(1, 10):
+            long_run.publish(version)
+        eventually("work goes on", lambda: bool(long_run.events("submission.received")))
+        worker.stop.set()
+        assert worker.join() is Exit.STOPPED
+    (void, *_) = long_run.events("lease.void")
+    assert "no relay holds version 0 any more: version" in void.body["detail"]
+
+
+def test_what_was_fetched_may_be_deleted_at_any_time(trusting: SmallRun, tmp_path: Path) -> None:
+    conduct = Held(trusting)
+    running = Running(trusting, tmp_path / "worker", conduct)
+    assert conduct.holding.wait(60)
+    trusting.publish(1)
+    eventually("version 1 is here", lambda: (tmp_path / "worker/versions/v1").is_dir())
+    for folder in (tmp_path / "worker/versions").iterdir():
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    conduct.let_go.set()
+    eventually(
+        "version 1 is used all the same",
+        lambda: any(event.body["policy_version"] == 1 for event in trusting.events("submission.received")),
+    )
+    running.stop.set()
+    running.join()
+    assert isinstance(running.error, Stopped)
+
+
+def test_what_a_lease_needs_ends_the_fetch_of_another(long_run: SmallRun, tmp_path: Path) -> None:
+    """A version that nobody has is on its way ahead of time, for ten minutes at most: a lease does not wait for that."""
+    long_run.publish(0)
+    long_run.serve_from_origin(claims=(0, 1, 2, 3))
+    worker = RunningWorker(long_run)
+    eventually("work with version 0", lambda: bool(long_run.events("submission.received")))
+    long_run.publish(1, served=False)
+    eventually("version 1 is looked for", lambda: (tmp_path / "worker/versions/v1.partial").is_dir())
+    long_run.publish(2)
+    long_run.publish(3)
+    eventually(
+        "version 3 is used",
+        lambda: any(event.body["policy_version"] == 3 for event in long_run.events("submission.received")),
+    )
+    worker.stop.set()
+    assert worker.join() is Exit.STOPPED
+
+
+def test_an_error_that_ends_the_watch_ends_the_worker(trusting: SmallRun, tmp_path: Path) -> None:
+    conduct = Held(trusting)
+    running = Running(trusting, tmp_path / "worker", conduct)
+    assert conduct.holding.wait(60)
+    assert conduct.worker is not None
+
+    def broken(versions: object) -> None:
+        raise RuntimeError("the watch broke")
+
+    conduct.worker._shelf.heard_of = broken  # type: ignore[method-assign]
+    supply = conduct.worker._supply
+    assert supply is not None
+    assert supply._watch is not None
+    eventually("the watch is over", lambda: supply._watch is not None and supply._watch.wait(0.0))
+    conduct.let_go.set()
+    running.join()
+    assert "the watch broke" in str(running.error)
 
 
 # -- parts --------------------------------------------------------------------------------------------------

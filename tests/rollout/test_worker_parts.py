@@ -9,6 +9,7 @@ import pytest
 
 from shoal.model.tokenizer import CharTokenizer
 from shoal.rollout.heartbeat import Halt
+from shoal.rollout.session import ServerClock
 from shoal.rollout.state import PinnedRun, open_state
 from shoal.rollout.submission import FOLLOWED, Verdicts, make_requests
 from shoal.telemetry import Log
@@ -169,3 +170,27 @@ def test_the_lock_is_free_again_after_an_error(tmp_path: Path) -> None:
         raise RuntimeError
     with open_state(tmp_path), pytest.raises(ValueError, match="in use"), open_state(tmp_path):
         pass
+
+
+def test_what_a_crash_cut_off_is_made_again(tmp_path: Path) -> None:
+    with open_state(tmp_path / "node") as state:
+        for name in ("entry_points.json", "work.json", "last/lease.json"):
+            (tmp_path / "node" / name).parent.mkdir(exist_ok=True)
+            (tmp_path / "node" / name).write_text('{"policy_ver')
+        assert (state.entry_points(), state.kept_versions()) == ([], set())
+        state.remember_entry_points(("http://127.0.0.1:1",))
+        assert state.entry_points() == ["http://127.0.0.1:1"]
+
+
+def test_the_servers_time_is_told_by_the_server_and_not_by_a_clock_that_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 50.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    clock = ServerClock(1000.0)
+    now_s = 53.0
+    assert clock.now_s() == 1003
+    clock.heard(4600.0)  # this machine slept for an hour
+    now_s = 54.0
+    assert clock.now_s() == 4601

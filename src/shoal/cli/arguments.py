@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 from typing import TypeAlias
 
-from shoal.cli.values import above_zero, at_least_one, option, share
+from shoal.cli.values import above_zero, at_least_one, count, option, share
 
 MAX_NEW_TOKENS = 256
 
@@ -19,7 +19,7 @@ def add_eval(commands: Commands) -> None:
         "eval", help="pass@1 and pass@k of a model folder or a published version on held-out problems"
     )
     parser.add_argument("model", metavar="MODEL", help="a folder, a built-in model, or a coordinator's URL")
-    parser.add_argument("--version", type=int, help="with a URL: which version (default: the newest)")
+    parser.add_argument("--version", type=count, help="with a URL: which version (default: the newest)")
     parser.add_argument(
         "--key",
         type=Path,
@@ -144,7 +144,9 @@ def add_engine_choice(parser: argparse.ArgumentParser) -> None:
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda")
-    parser.add_argument("--threads", type=int, default=0, help="torch threads (default: torch's own choice)")
+    parser.add_argument(
+        "--threads", type=count, default=0, help="torch threads (default: torch's own choice)"
+    )
 
 
 def _prove(options: argparse.Namespace, stop: threading.Event) -> int:

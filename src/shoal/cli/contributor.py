@@ -7,13 +7,17 @@ import argparse
 import contextlib
 import json
 import os
+import select
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from shoal.cli.progress import progress
+from shoal.cli.roles import check_device, wait_quietly
 from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
+from shoal.net.deadline import Stopped
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.keys import Key
 from shoal.wire.messages import Info, NodeView, RunList
@@ -21,21 +25,28 @@ from shoal.wire.pool import pick
 
 JOINED = "node.json"
 TIMEOUT_S = 10.0
+LOOK_S = 0.1
 
 
 # -- joining ----------------------------------------------------------------------------------------------
 
 
 def join(options: argparse.Namespace, stop: threading.Event) -> int:
+    wait_quietly()
     from shoal.cli.doctor import examine, print_findings
+    from shoal.rollout.engines import check_engine
     from shoal.rollout.state import is_held
 
     if is_held(options.dir):
         raise ValueError(f"{options.dir} is in use by another worker; stop that one or choose another --dir")
+    check_device(options.device)
+    check_engine(options.engine, device=options.device, tensor_parallel=options.tensor_parallel)
+    _heed(stop)
     options.url = _choose_run(options)
     print(f"Looking at this machine and at {options.url} ...")
     with progress("looking"):
         findings = examine(options.url, options.dir)
+    _heed(stop)
     print_findings(findings)
     if bad := [finding for finding in findings if finding.state == "bad"]:
         print(
@@ -45,9 +56,10 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
     key = _key(options.dir)
     info = _ask_info(options.url)
     print(consent(info, key.public, options.url, options.dir))
-    if not options.yes and not _agrees():
+    if not options.yes and not _agrees(stop):
         print("Nothing was sent.")
         return EXIT_FAILED
+    _heed(stop)
     (options.dir / JOINED).write_text(json.dumps({"coordinator": options.url}) + "\n", encoding="utf-8")
     if options.invite:
         (options.dir / "invite.txt").write_text(options.invite, encoding="utf-8")
@@ -108,10 +120,18 @@ What joining means
 """
 
 
-def _agrees() -> bool:
+def _heed(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise Stopped("stopped before joining")
+
+
+def _agrees(stop: threading.Event) -> bool:
     if not sys.stdin.isatty():
         raise ValueError("nobody is at the terminal to agree; read the summary above and join with --yes")
-    return input("Join? [y/N] ").strip().lower() in ("y", "yes")
+    print("Join? [y/N] ", end="", flush=True)
+    while not select.select([sys.stdin], [], [], LOOK_S)[0]:
+        _heed(stop)  # Python's own input() would wait on for an answer after Ctrl-C
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 # -- afterwards -------------------------------------------------------------------------------------------
@@ -128,7 +148,20 @@ def _joined(dir: Path) -> tuple[Key, str]:
     key, path = _own_key(dir), dir / JOINED
     if not path.exists():
         raise ValueError(f"{dir} has joined no run yet: shoal join URL --dir {dir}")
-    return key, str(json.loads(path.read_text(encoding="utf-8"))["coordinator"])
+    url = _read(path).get("coordinator")
+    if not isinstance(url, str):
+        raise ValueError(f"{path} does not name a coordinator; shoal join URL --dir {dir} writes it anew")
+    return key, url
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} cannot be read; delete it, and join or delegate again")
+    return found
 
 
 def _get(url: str, path: str) -> bytes:
@@ -191,20 +224,31 @@ def whoami(options: argparse.Namespace, stop: threading.Event) -> int:
     known = {"node": _own_key(options.dir).public, "owner": "itself"}
     delegation = options.dir / "delegation.json"
     if delegation.exists():
-        word = json.loads(delegation.read_text(encoding="utf-8"))
-        until = time.strftime("%Y-%m-%d", time.gmtime(word["body"]["not_after_s"]))
-        known["owner"] = f"{word['key']}, until {until}"
+        known["owner"] = _owner(delegation)
     if (options.dir / JOINED).exists():
         known["coordinator"] = _joined(options.dir)[1]
     if (options.dir / "run.json").exists():
-        run = json.loads((options.dir / "run.json").read_text(encoding="utf-8"))
-        known["run"] = f"{run['run']}, key {run['run_key']}"
+        run = _read(options.dir / "run.json")
+        known["run"] = f"{run.get('run')}, key {run.get('run_key')}"
     print(
         json.dumps(known)
         if options.json
         else "\n".join(f"{name:<12} {value}" for name, value in known.items())
     )
     return EXIT_OK
+
+
+def _owner(path: Path) -> str:
+    from shoal.wire.delegation import Delegation
+    from shoal.wire.record import Sealed
+
+    try:
+        word = Sealed[Delegation].parse(path.read_bytes())
+    except Rejected as rejected:
+        raise ValueError(
+            f"{path} is no delegation: {rejected.detail}; put the owner's file there again"
+        ) from None
+    return f"{word.key}, until {time.strftime('%Y-%m-%d', time.gmtime(word.body.not_after_s))}"
 
 
 def pause(options: argparse.Namespace, stop: threading.Event) -> int:
@@ -299,6 +343,7 @@ def delegate(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def check_local(options: argparse.Namespace, stop: threading.Event) -> int:
+    wait_quietly()
     from shoal.cli.check_local import check_file
 
     file = options.file or options.dir / "last" / "rollouts.parquet"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.arguments import Commands
 from shoal.cli.supervise import EXIT_OK
+from shoal.cli.values import at_least_one, port_number, seconds
 from shoal.net.deadline import DeadlinePassed
 from shoal.telemetry import Log
 
@@ -28,15 +29,15 @@ def add_diloco(commands: Commands) -> None:
     train.add_argument(
         "--threads", type=int, default=0, help="torch threads (default: 0, torch's own choice)"
     )
-    train.add_argument("--join-s", type=float, default=600.0, help="how long to look for the swarm")
+    train.add_argument("--join-s", type=seconds, default=600.0, help="how long to look for the swarm")
     _add_address_options(train, port=0)
     train.set_defaults(action=_train)
     swarm = actions.add_parser("swarm", help="a rendezvous: an address that peers can join by")
     swarm.add_argument("--run", default="", help="name of a run whose peers to show")
     swarm.add_argument("--dir", type=Path, required=True, help="keeps the key behind the address")
     swarm.add_argument("--engine", choices=["hivemind", "torchft"], default="hivemind")
-    swarm.add_argument("--min-peers", type=int, default=1, help="torchft: no round with fewer")
-    swarm.add_argument("--gather-s", type=float, default=60.0, help="torchft: wait so long for the others")
+    swarm.add_argument("--min-peers", type=at_least_one, default=1, help="torchft: no round with fewer")
+    swarm.add_argument("--gather-s", type=seconds, default=60.0, help="torchft: wait so long for the others")
     _add_address_options(swarm, port=8710)
     swarm.set_defaults(action=_swarm)
 
@@ -50,7 +51,7 @@ def _add_address_options(parser: argparse.ArgumentParser, *, port: int) -> None:
         help="a peer or rendezvous of the run, such as /ip4/203.0.113.5/tcp/8710/p2p/12D3...; one is enough",
     )
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 to be reached from elsewhere")
-    parser.add_argument("--port", type=int, default=port, help="0 takes any free one")
+    parser.add_argument("--port", type=port_number, default=port, help="0 takes any free one")
     parser.add_argument(
         "--announce", action="append", default=[], help="the address that others should use, if it is another"
     )
@@ -73,7 +74,7 @@ def add_peer_options(parser: argparse.ArgumentParser) -> None:
         help="another site, or a rendezvous (shoal diloco swarm); none: the first",
     )
     group.add_argument("--peer-host", default="127.0.0.1", help="0.0.0.0 to be reached from elsewhere")
-    group.add_argument("--peer-port", type=int, default=0, help="0 takes any free one")
+    group.add_argument("--peer-port", type=port_number, default=0, help="0 takes any free one")
     group.add_argument(
         "--peer-direct-port", type=int, default=0, help="for vectors, around the daemon; 0 takes any free one"
     )

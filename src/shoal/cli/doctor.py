@@ -139,16 +139,18 @@ def _weights(http: httpx.Client, info: Info, stats: Stats, dir: Path) -> list[Fi
     except (httpx.HTTPError, Rejected) as error:
         return [Finding("weights", "bad", f"no manifest: {error}", "ask the operator")]
     needed, free = manifest.num_bytes * (info.spec.max_lag + 2), shutil.disk_usage(dir).free
-    words = f"version {manifest.version}: {manifest.num_bytes / 1e6:.1f} MB, {needed / 1e9:.2f} GB for all that are kept"
+    words = f"version {manifest.version}: {manifest.num_bytes / 1e6:.1f} MB, {_size(needed)} for all that are kept"
     disk = Finding("disk", "good", words)
     if free < needed:
-        disk = Finding(
-            "disk", "bad", f"{words}; {free / 1e9:.2f} GB free", "free some, or choose another --dir"
-        )
+        disk = Finding("disk", "bad", f"{words}; {_size(free)} free", "free some, or choose another --dir")
     live = [relay for relay in stats.relays if relay.liveness != "offline"]
     if not live:
         return [disk, Finding("relays", "bad", "none is live", "ask the operator")]
     return [disk, *(_relay(relay.url, manifest) for relay in live)]
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def _relay(url: str, manifest: Manifest) -> Finding:

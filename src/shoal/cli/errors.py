@@ -3,6 +3,7 @@
 import argparse
 import errno
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from shoal.net.deadline import DeadlinePassed
@@ -53,7 +54,7 @@ def parts(message: str) -> tuple[str, str | None]:
 
 def in_lines(error: Exception, options: argparse.Namespace) -> str:
     """The message as a person reads it at a terminal, or as one sentence for a log."""
-    words = in_words(error, waits="deadline_s" in options)
+    words = in_words(error, waits="deadline_s" in options, dir=getattr(options, "dir", None))
     if not sys.stderr.isatty():
         return f"shoal: {words}"
     what = next(WHAT[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in WHAT)
@@ -66,8 +67,8 @@ def refused_for_good(code: str) -> bool:
     return code in CODES and CODES[code].status in (401, 403, 426)
 
 
-def in_words(error: Exception, *, waits: bool) -> str:
-    """What went wrong and what to do, for a person. `waits`: it is a role, and has a deadline to set."""
+def in_words(error: Exception, *, waits: bool, dir: Path | None = None) -> str:
+    """What went wrong and what to do, for a person. `waits`: it is a role, and has a deadline to set. `dir`: its folder."""
     if isinstance(error, DeadlinePassed) and waits:
         return (
             f"{error}. See to that and start this role again: it goes on where it was. "
@@ -78,7 +79,8 @@ def in_words(error: Exception, *, waits: bool) -> str:
         extra = package if package in ("hivemind", "torchft") else "torch"
         return f"this needs the package {package}: pip install 'shoal[{extra}]'"
     if isinstance(error, OSError) and error.errno in _FULL:
-        where = f"{error.filename}: " if error.filename is not None else ""
+        place = error.filename or dir  # a write to an open file does not say which
+        where = f"{place}: " if place is not None else ""
         return (
             f"{where}{(error.strerror or '').lower()}; make room where the files go and start again "
             "(a run with --resume): what was complete is kept"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shoal.cli.arguments import Commands, add_engine_choice
+from shoal.cli.values import above_zero, at_least_one, count, seconds, url
 
 FOLDER = Path("shoal-node")
 
@@ -27,17 +28,17 @@ def _later(name: str) -> Action:
 
 def add_contributor(commands: Commands) -> None:
     join = commands.add_parser("join", help="give this machine's time to a run: checks, key, consent, work")
-    join.add_argument("url", help="the coordinator's URL")
+    join.add_argument("url", type=url, help="the coordinator's URL")
     join.add_argument(
         "--run", metavar="NAME", help="which of the coordinator's runs (default: the first that fits)"
     )
     join.add_argument("--yes", action="store_true", help="agree to the summary without being asked")
     join.add_argument("--invite", default="", metavar="CODE")
     join.add_argument("--device", default="cpu", help="cpu, or cuda")
-    join.add_argument("--max-rows", type=int, default=64, help="rows decoded at once")
+    join.add_argument("--max-rows", type=at_least_one, default=64, help="rows decoded at once")
     add_engine_choice(join)
-    join.add_argument("--threads", type=int, default=0)
-    join.add_argument("--deadline-s", type=float, default=900.0)
+    join.add_argument("--threads", type=count, default=0, help="torch threads (default: torch's own choice)")
+    join.add_argument("--deadline-s", type=seconds, default=900.0, help="of each wait for the coordinator")
     _with_folder(join, "join")
     for name, words in (
         ("status", "what this node earned, and why a submission was refused"),
@@ -82,14 +83,14 @@ def _add_identity(commands: Commands) -> None:
     delegate.add_argument(
         "--owner", type=Path, required=True, help="the owner's key; made if it is not there"
     )
-    delegate.add_argument("--days", type=float, default=30.0)
+    delegate.add_argument("--days", type=above_zero, default=30.0)
     delegate.add_argument("--out", type=Path, default=Path("delegation.json"))
     delegate.set_defaults(action=_later("delegate"))
 
 
 def add_doctor(commands: Commands) -> None:
     parser = commands.add_parser("doctor", help="can this machine work for a run?")
-    parser.add_argument("url", help="the coordinator's URL")
+    parser.add_argument("url", type=url, help="the coordinator's URL")
     parser.add_argument("--dir", type=Path, default=FOLDER)
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.set_defaults(action=_doctor)

@@ -105,7 +105,14 @@ def relay(options: argparse.Namespace, stop: threading.Event) -> int:
     return _left(stop)
 
 
+def wait_quietly() -> None:
+    """Before torch is imported. Its threads wait for each other in a loop; where other programs want the same cores, each waits
+    for one that is not running, and a lease takes fifty times as long. With this they sleep. An owner's own setting stands."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def worker(options: argparse.Namespace, stop: threading.Event) -> int:
+    wait_quietly()
     from shoal.rollout.engines import check_engine
     from shoal.rollout.session import Exit
     from shoal.rollout.worker import WorkerConfig, run_worker
@@ -134,6 +141,7 @@ def worker(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def validator(options: argparse.Namespace, stop: threading.Event) -> int:
+    wait_quietly()
     from shoal.swarm.validator.loop import ValidatorConfig, run_validator
 
     check_device(options.device)

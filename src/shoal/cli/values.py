@@ -8,7 +8,7 @@ import re
 def url(text: str) -> str:
     if not re.fullmatch(r"https?://[A-Za-z0-9.\-\[\]:]{1,255}(/[A-Za-z0-9._~/-]{0,255})?", text):
         raise argparse.ArgumentTypeError(f"{text!r} must look like http://HOST:PORT")
-    return text
+    return text.rstrip("/")
 
 
 def port_number(text: str) -> int:

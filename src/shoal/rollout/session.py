@@ -94,8 +94,22 @@ class Terms:
     info: Info
     epoch: int
     heartbeat_s: float
-    clock_offset_s: float
-    """Server's clock minus ours. Deadlines are the server's."""
+    clock: "ServerClock"
+    """Deadlines are the server's."""
+
+
+class ServerClock:
+    """The coordinator's time by its last word, and what has gone by here since. Not by this machine's clock, which may be set, and
+    may have slept: a lease must not seem over because of that."""
+
+    def __init__(self, server_time_s: float) -> None:
+        self.heard(server_time_s)
+
+    def heard(self, server_time_s: float) -> None:
+        self._ahead_s = server_time_s - time.monotonic()
+
+    def now_s(self) -> float:
+        return time.monotonic() + self._ahead_s
 
 
 def join(
@@ -107,7 +121,7 @@ def join(
         info = client.call_until(what, "GET", "/v1/info", None, Info, deadline_s=deadline_s)
     except DeadlinePassed as passed:
         raise DeadlinePassed(f"{passed}. Check the URL, and that the coordinator runs there") from None
-    offset_s = info.server_time_s - time.time()
+    clock = ServerClock(info.server_time_s)
     if info.protocol != PROTOCOL:
         raise ValueError(
             f"{client.url} speaks protocol {info.protocol} ({info.software}), this is {SOFTWARE} with protocol {PROTOCOL}; "
@@ -127,7 +141,7 @@ def join(
     log.info(
         f"joined run {info.spec.run!r}", node=enrolled.node[:16], trust=enrolled.trust, session=opened.epoch
     )
-    return Terms(info=info, epoch=opened.epoch, heartbeat_s=opened.heartbeat_s, clock_offset_s=offset_s)
+    return Terms(info=info, epoch=opened.epoch, heartbeat_s=opened.heartbeat_s, clock=clock)
 
 
 class Session:
@@ -143,7 +157,7 @@ class Session:
         self._client.close()
 
     def time_left_s(self, lease: Lease) -> float:
-        return lease.deadline_s - (time.time() + self.terms.clock_offset_s)
+        return lease.deadline_s - self.terms.clock.now_s()
 
     def ask_lease(self) -> Lease:
         """A lease of ours: the one a crash interrupted, if the coordinator still holds it open, else a new one."""
@@ -159,7 +173,9 @@ class Session:
 
     def ask_newest_version(self) -> int | None:
         """One attempt."""
-        return self._client.call("GET", "/v1/info", None, Info).newest_version
+        info = self._client.call("GET", "/v1/info", None, Info)
+        self.terms.clock.heard(info.server_time_s)
+        return info.newest_version
 
     def ask_manifest(self, version: int) -> Sealed[Manifest]:
         """One attempt. Rejected if the run key did not sign it for this run and version."""

@@ -50,11 +50,11 @@ class State:
 
     def entry_points(self) -> list[str]:
         """Other addresses of the coordinator, as it told them when we last joined."""
-        path = self.folder / "entry_points.json"
-        return [str(url) for url in json.loads(path.read_text(encoding="utf-8"))] if path.exists() else []
+        known = _read(self.folder / "entry_points.json")
+        return [url for url in known if isinstance(url, str)] if isinstance(known, list) else []
 
     def remember_entry_points(self, urls: tuple[str, ...]) -> None:
-        (self.folder / "entry_points.json").write_text(json.dumps(urls), encoding="utf-8")
+        _write(self.folder / "entry_points.json", json.dumps(urls))
 
     def paused(self) -> bool:
         return (self.folder / "paused").exists()
@@ -71,22 +71,24 @@ class State:
         folder.mkdir(exist_ok=True)
         (folder / "rollouts.parquet").write_bytes(data)
         told = {"policy_version": policy_version, "lease": lease.model_dump(mode="json")}
-        partial = folder / "lease.partial"  # another thread may be reading
-        partial.write_text(json.dumps(told), encoding="utf-8")
-        partial.replace(folder / "lease.json")
+        _write(folder / "lease.json", json.dumps(told))  # another thread may be reading
 
     def kept_versions(self) -> set[int]:
         """The version that made the last file; none before the first."""
-        path = self.folder / "last" / "lease.json"
-        return (
-            {int(json.loads(path.read_text(encoding="utf-8"))["policy_version"])} if path.exists() else set()
-        )
+        told = _read(self.folder / "last" / "lease.json")
+        version = told.get("policy_version") if isinstance(told, dict) else None
+        return {version} if isinstance(version, int) else set()
 
     def credentials(self, info: Info, log: Log) -> dict[str, Any]:
         """What Enrol says beside protocol and software: whatever the folder holds, and work where the run asks for it."""
         found: dict[str, Any] = {}
         if (path := self.folder / "delegation.json").exists():
-            found["delegation"] = Sealed[Delegation].parse(path.read_bytes())
+            try:
+                found["delegation"] = Sealed[Delegation].parse(path.read_bytes())
+            except Rejected as rejected:
+                raise ValueError(
+                    f"{path} is no delegation: {rejected.detail}; put the owner's file there again, or delete it"
+                ) from None
         if (path := self.folder / "invite.txt").exists():
             found["invite"] = path.read_text(encoding="utf-8").strip()[:100]
         if info.admission == "work":
@@ -95,17 +97,16 @@ class State:
 
     def _work(self, info: Info, log: Log) -> str:
         path = self.folder / "work.json"
-        if path.exists():
-            kept = json.loads(path.read_text(encoding="utf-8"))
-            if kept.get("run_key") == info.run_key:
-                return str(kept["nonce"])
+        kept = _read(path)
+        if isinstance(kept, dict) and kept.get("run_key") == info.run_key and "nonce" in kept:
+            return str(kept["nonce"])
         if info.work_bits > MAX_WORK_BITS:
             raise ValueError(
                 f"the run asks for {info.work_bits} bits of work; more than {MAX_WORK_BITS} would take days"
             )
         log.info("the run asks newcomers for a proof of work; finding one", bits=info.work_bits)
         nonce = solve_work(info.run_key, self.key.public, info.work_bits)
-        path.write_text(json.dumps({"run_key": info.run_key, "nonce": nonce}), encoding="utf-8")
+        _write(path, json.dumps({"run_key": info.run_key, "nonce": nonce}))
         return nonce
 
     def pin(self, shown: PinnedRun, url: str) -> None:
@@ -114,9 +115,7 @@ class State:
         Leases and manifests count by the run key, so whoever could swap it could hand this machine anything.
         """
         if not self._run_file.exists():
-            partial = self._run_file.with_suffix(".partial")
-            partial.write_text(shown.model_dump_json() + "\n", encoding="utf-8")
-            partial.replace(self._run_file)
+            _write(self._run_file, shown.model_dump_json() + "\n")
             return
         try:
             pinned = PinnedRun.parse(self._run_file.read_bytes())
@@ -130,6 +129,21 @@ class State:
                 f"{pinned.run!r} with key {pinned.run_key[:16]}. Either somebody else answers there, or the run was begun "
                 f"anew: if you trust it, choose another --dir or delete {self._run_file}"
             )
+
+
+def _read(path: Path) -> Any:
+    """What can be had again elsewhere: None where it is not there, or where a crash or a full disk cut it off."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def is_held(folder: Path) -> bool:

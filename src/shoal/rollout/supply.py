@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from shoal.net.client import Refused, Unreachable
 from shoal.net.deadline import DeadlinePassed, Stopped
@@ -63,6 +64,8 @@ class Supply:
         self._delivered: list[str] = []
         self._waited_since_s: float | None = None
         self._took_s = math.inf
+        self._refused = ""
+        """Why the last version could not be had ahead of time, so that it is said once."""
         self.doing = Doing.WAITING
 
     @property
@@ -74,7 +77,7 @@ class Supply:
         """Begin to look for the next lease, unless that is under way or done."""
         if self._errand is None:
             self._errand = Errand("supply", self._find)
-        if self._ahead and self._watch is None:
+        if self._watch is None:
             self._watch = Errand("new versions", self._watch_versions)
 
     def take(self, on_wait: Callable[[Doing], None]) -> Lease:
@@ -82,14 +85,21 @@ class Supply:
         self.order()
         assert self._errand is not None
         self._waited_since_s = time.monotonic()
+        self._look_at_watch()
         while not self._errand.wait(0.0):
             on_wait(self.doing)
+            self._look_at_watch()
             self._errand.wait(LOOK_S)
         errand, self._errand, self._waited_since_s = self._errand, None, None
         lease = errand.result()
         self._taken.add(lease.lease_id)
         del self._held[lease.lease_id]
         return lease
+
+    def _look_at_watch(self) -> None:
+        """It ends when we do. Else an error ended it, and without it a worker would go by versions long gone."""
+        if self._watch is not None and self._watch.wait(0.0) and not self._stop.is_set():
+            self._watch.result()
 
     def ended(self, lease: Lease, *, delivered: bool) -> None:
         """A lease that was taken has ended: there may be room for another. One that was lost may be given again."""
@@ -147,6 +157,7 @@ class Supply:
             lease = self._ask()
             if lease.lease_id not in self._taken:
                 self._held[lease.lease_id] = lease
+                self._losses.began()
                 if self._stop.is_set():
                     raise Stopped("stopped while a lease was on its way")
                 return lease
@@ -169,18 +180,35 @@ class Supply:
                 raise Stopped("stopped while waiting for room for a lease")
 
     def _watch_versions(self) -> None:
-        refused: str | None = None
+        stocking: Errand[None] | None = None
+        reachable = True
         least_s, most_s = NEWEST_S
         pause_s = min(most_s, max(least_s, self._session.terms.heartbeat_s / LOOKS_PER_HEARTBEAT))
         while not self._stop.wait(pause_s):
             try:
                 newest = self._session.ask_newest_version()
-                if newest is not None:
-                    self._shelf.stock(newest, stop=self._stop)
-                refused = None
-            except (DeadlinePassed, Rejected, Refused, Unreachable, OSError) as error:
-                if str(error) != refused:
-                    refused = str(error)
-                    self._log.warning("a new version cannot be had ahead of time", reason=error)
-            except Stopped:
-                return
+                reachable = True
+            except (Refused, Unreachable) as error:
+                if reachable:
+                    self._log.warning("nobody says which version is the newest; going on", reason=error)
+                reachable, newest = False, None
+            if newest is None:
+                continue
+            self._shelf.heard_of([newest])
+            if stocking is not None and stocking.wait(0.0):
+                stocking.result()
+                stocking = None
+            # In a thread of its own: what is on its way may be given up by what is heard meanwhile.
+            if self._ahead and stocking is None and self._shelf.lacks(newest):
+                stocking = Errand("stock", partial(self._stock, newest))
+
+    def _stock(self, version: int) -> None:
+        try:
+            self._shelf.stock(version, stop=self._stop)
+            self._refused = ""
+        except (DeadlinePassed, Rejected, Refused, Unreachable, OSError) as error:
+            if str(error) != self._refused:
+                self._refused = str(error)
+                self._log.warning("a new version cannot be had ahead of time", reason=error)
+        except Stopped:
+            return

@@ -114,6 +114,8 @@ class Worker:
 
     def startup(self) -> None:
         """Join the run, and be seen alive."""
+        if self._stop.is_set():  # torch takes its time to be imported
+            raise Stopped("stopped before joining")
         self._log.info("node", id=self._state.key.public, coordinator=self._config.coordinator)
         self._client.also(self._state.entry_points())
         brings = capabilities(self._config.device)
@@ -130,7 +132,6 @@ class Worker:
             self._session, self._state, self._conduct, self._losses, on_end=self._on_end, log=self._log
         )
         self._engine = self._new_engine()
-        self._losses.good()
         self._heart = Heart(self._heart_client, terms, halt=self._halt, log=self._log)
         self._pulse = self._heart.pulse
         self._heart.start()
