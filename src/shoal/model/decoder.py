@@ -109,8 +109,9 @@ class Trunk(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        # Not drawn, for it is always overwritten: to draw on no device torch imports its compiler, which takes seconds.
         embed_VH = torch.empty(shape.vocab_size, shape.hidden_size)
+        if not embed_VH.is_meta:  # to draw on no device torch imports its compiler, which takes seconds
+            nn.init.normal_(embed_VH)
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size, _weight=embed_VH)
         self.layers = nn.ModuleList(Layer(shape, layer) for layer in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
