@@ -149,10 +149,14 @@ def test_threads_sleep_while_they_wait_unless_the_owner_says_otherwise(tmp_path:
         "words = ['worker', '--coordinator', 'http://127.0.0.1:1', '--dir', sys.argv[1], '--device', 'none']\n"
         "options = parse(words)\n"
         "try: options.action(options, threading.Event())\n"
-        "except ValueError as error: print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules, error)\n"
+        "except ValueError as error: print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules, error)\n"
     )
-    for setting, expected in (({}, "PASSIVE True"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE True")):
-        environ = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | setting
+    for setting, expected in (
+        ({}, "1000 True"),
+        ({"GOMP_SPINCOUNT": "7"}, "7 True"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "None True"),
+    ):
+        environ = {name: value for name, value in os.environ.items() if "OMP_" not in name} | setting
         done = subprocess.run(
             [sys.executable, "-c", code, str(tmp_path)],
             capture_output=True,
