@@ -239,15 +239,9 @@ def whoami(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def _owner(path: Path) -> str:
-    from shoal.wire.delegation import Delegation
-    from shoal.wire.record import Sealed
+    from shoal.wire.delegation import read_delegation
 
-    try:
-        word = Sealed[Delegation].parse(path.read_bytes())
-    except Rejected as rejected:
-        raise ValueError(
-            f"{path} is no delegation: {rejected.detail}; put the owner's file there again"
-        ) from None
+    word = read_delegation(path)
     return f"{word.key}, until {time.strftime('%Y-%m-%d', time.gmtime(word.body.not_after_s))}"
 
 

@@ -303,9 +303,8 @@ class FileServer:
                     raise ConnectionAbortedError("short file")
                 position += sent
                 body.sent(sent)
-                if (
-                    position - turn >= most
-                ):  # others want to be served too, also when this client takes all at once
+                if position - turn >= most:
+                    # Others want to be served too, also when this client takes all at once.
                     await asyncio.sleep(0)
                     turn = position
 

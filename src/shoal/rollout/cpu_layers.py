@@ -135,9 +135,8 @@ def without_python() -> Callable[[Tensor, list[FusedLayer], Heads, Prompts, Glan
     """`step_layers` as torch's own interpreter runs it, so that lanes need not take turns at Python's lock, which they wanted
     after each of a thousand operations; where this torch has no such thing any more, as it stands."""
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # torch.compile, the successor, needs a C++ compiler
+        # torch.compile, the successor, needs a C++ compiler.
+        warnings.simplefilter("ignore", DeprecationWarning)
         try:
             return torch.jit.script(step_layers)
         except (AttributeError, RuntimeError):

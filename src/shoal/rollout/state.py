@@ -24,11 +24,11 @@ from typing import Any
 
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
-from shoal.wire.delegation import Delegation, solve_work
+from shoal.wire.delegation import read_delegation, solve_work
 from shoal.wire.keys import Key
 from shoal.wire.lease import Lease
 from shoal.wire.messages import Info
-from shoal.wire.record import Record, Sealed
+from shoal.wire.record import Record
 
 MAX_WORK_BITS = 32
 
@@ -83,12 +83,7 @@ class State:
         """What Enrol says beside protocol and software: whatever the folder holds, and work where the run asks for it."""
         found: dict[str, Any] = {}
         if (path := self.folder / "delegation.json").exists():
-            try:
-                found["delegation"] = Sealed[Delegation].parse(path.read_bytes())
-            except Rejected as rejected:
-                raise ValueError(
-                    f"{path} is no delegation: {rejected.detail}; put the owner's file there again, or delete it"
-                ) from None
+            found["delegation"] = read_delegation(path)
         if (path := self.folder / "invite.txt").exists():
             found["invite"] = path.read_text(encoding="utf-8").strip()[:100]
         if info.admission == "work":

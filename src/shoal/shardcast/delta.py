@@ -252,9 +252,8 @@ class Changes:
             raise _refusal(f"a step of {zigzag.max()}, which is no 16-bit difference")
         zigzag = zigzag.astype(np.uint16)
         steps = (zigzag >> 1) ^ (0 - (zigzag & 1))
-        words[places] = (
-            words.take(places, mode="clip") + steps
-        )  # none is clipped, and it need not look at each again
+        # None is clipped; said so, NumPy need not look at each again.
+        words[places] = words.take(places, mode="clip") + steps
 
     def _numbers(
         self, frame: bytes, stream_bytes: int, unpack: zstandard.ZstdDecompressor

@@ -150,7 +150,6 @@ def _basis(topk: int, device: torch.device) -> Tensor:
     nodes_K = np.arange(topk, dtype=np.uint32)
     of_values_KK = interpolate(np.tile(nodes_K, (topk, 1)), np.eye(topk, dtype=np.uint32)).T
     highest_K = np.array([pow(node, topk, PRIME) for node in range(topk)], dtype=np.uint32)
-    table = np.concatenate([of_values_KK, highest_K[None]]).astype(
-        np.int32, order="C"
-    )  # a transpose's order is not
+    # Row by row, which a transpose is not.
+    table = np.concatenate([of_values_KK, highest_K[None]]).astype(np.int32, order="C")
     return torch.from_numpy(table).to(device)

@@ -3,6 +3,7 @@ may ask of newcomers. docs/wire/request.md has both."""
 
 import hashlib
 from itertools import count
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -32,6 +33,16 @@ def delegate(owner: Key, node: str, *, now_s: float, days: float = 30.0) -> Seal
     if not 0 < lasts_s <= LONGEST_S:
         raise ValueError(f"a delegation of {days:g} days; it may last 30 at most")
     return seal(Delegation(node=node, not_before_s=now_s, not_after_s=now_s + lasts_s), owner)
+
+
+def read_delegation(path: Path) -> Sealed[Delegation]:
+    """As the owner's file has it, unchecked: the coordinator checks it."""
+    try:
+        return Sealed[Delegation].parse(path.read_bytes())
+    except Rejected as rejected:
+        raise ValueError(
+            f"{path} is no delegation: {rejected.detail}; put the owner's file there again, or delete it"
+        ) from None
 
 
 def check_delegation(sealed: Sealed[Delegation], node: str, *, now_s: float) -> str:

@@ -1,6 +1,8 @@
 """Epochs: one secret seeds a number of leases. Its digest is in the ledger before the first of them is issued, the
-secret itself after the last has ended, so that neither side can choose a seed and anybody can check them all. What a node owes is leased to it again with the seed it
-knows already; by then its epoch may be out."""
+secret itself after the last has ended, so that neither side can choose a seed and anybody can check them all.
+
+What a node owes is leased to it again with the seed it knows already; by then its epoch may be out.
+"""
 
 import hashlib
 import secrets
@@ -85,7 +87,7 @@ def reveal_ended(tx: Transaction, leases_per_epoch: int, *, run_over: bool) -> N
 def reveal_after(tx: Transaction, epoch: int, leases_per_epoch: int, *, run_over: bool) -> None:
     """A lease of `epoch` has ended: reveal what can be. While that epoch can still grow, nothing can."""
     room = None if run_over else tx.turn.recall(_room, leases_per_epoch)
-    if not run_over and room is not None and room.epoch == epoch:
+    if room is not None and room.epoch == epoch:
         return
     # Counted along in a turn, since every lease that ends asks for it.
     if tx.turn.knows(count_open, epoch):

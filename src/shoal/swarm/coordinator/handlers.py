@@ -26,7 +26,7 @@ from shoal.swarm.coordinator.auth import SMALL_BODY
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest_version
 from shoal.swarm.coordinator.door import Caller
 from shoal.swarm.coordinator.expected import Expected
-from shoal.swarm.coordinator.needs import LEASE_ID, Needs
+from shoal.swarm.coordinator.needs import Needs
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import (
@@ -64,7 +64,7 @@ class Call:
     @property
     def lease_id(self) -> str:
         lease_id = self.path["lease_id"]
-        if not LEASE_ID.fullmatch(lease_id):
+        if not leases.LEASE_ID.fullmatch(lease_id):
             raise Rejected("request.not_found", f"{lease_id[:80]!r} is not a lease id")
         return lease_id
 

@@ -7,6 +7,7 @@ Every lease reaches exactly one of the last three, and stays there, but for one 
 revoked if the node is caught while the credit is held. Which code it ended with says why.
 """
 
+import re
 from collections.abc import Collection
 from enum import StrEnum
 from typing import Any
@@ -70,6 +71,7 @@ def next_state(state: State, event: Event) -> State:
     return _NEXT[state, event]
 
 
+LEASE_ID = re.compile(r"[0-9a-f]{32}")
 _AWAITED = (
     select(leases)
     .where(leases.c.state.in_(AWAITED))

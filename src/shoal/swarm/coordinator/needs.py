@@ -1,6 +1,5 @@
 """What requests will ask of the tables, known before the first of them is done: read together, for all of a turn."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,8 +8,6 @@ from shoal.swarm.coordinator.coordinator import Coordinator
 from shoal.swarm.coordinator.epochs import count_open
 from shoal.swarm.coordinator.sheet import LEASES, NODES, SUBMISSIONS, UPLOADS
 from shoal.swarm.coordinator.turn import Turn
-
-LEASE_ID = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +32,7 @@ def read_ahead(coordinator: Coordinator, turn: Turn, needs: Sequence[Needs]) -> 
         return
     db = turn.db
     # What is no lease's name has no row; and one request with a name that a database cannot read must not fail all of them.
-    needs = [one for one in needs if not one.lease_id or LEASE_ID.fullmatch(one.lease_id)]
+    needs = [one for one in needs if not one.lease_id or leases.LEASE_ID.fullmatch(one.lease_id)]
     LEASES.fetch(db, {one.lease_id for one in needs if one.lease_id})
     UPLOADS.fetch(db, {one.lease_id for one in needs if one.upload})
     SUBMISSIONS.fetch(db, {one.lease_id for one in needs if one.submission})

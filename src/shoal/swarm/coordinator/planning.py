@@ -162,19 +162,15 @@ def expected_groups(outlook: Outlook) -> float:
 
 def _refuse_surplus(outlook: Outlook, wanted: int, *, reserved: int) -> None:
     """`reserved`: groups for those who come first."""
-    share = outlook.signal_share
+    others, limit, first = outlook.hoped_groups, wanted * (1 + NEWCOMER_SHARE), ""
     if outlook.proven:
-        more, limit = reserved * share, float(wanted)
-    else:
-        more, limit = outlook.hoped_groups * share, wanted * (1 + NEWCOMER_SHARE)
-    if expected_groups(outlook) + more >= limit:
+        others, limit = reserved, wanted
+        first = f"; nodes that asked earlier come first: {outlook.ahead}" if reserved else ""
+    if expected_groups(outlook) + others * outlook.signal_share >= limit:
         leased = outlook.coming_groups + outlook.hoped_groups
-        waiting = (
-            f"; nodes that asked earlier come first: {outlook.ahead}" if reserved and outlook.proven else ""
-        )
         raise NoWork(
             f"enough work in flight: {outlook.ready_groups} groups ready and {leased} leased, "
-            f"of {wanted} that the trainer can use before they go stale{waiting}"
+            f"of {wanted} that the trainer can use before they go stale{first}"
         )
 
 

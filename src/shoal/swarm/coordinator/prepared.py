@@ -19,7 +19,7 @@ _GOOD = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
 class Answer:
     """What a cursor would be, as far as statements.py looks at one."""
 
-    def __init__(self, result: Any, readers: "list[Reader]") -> None:
+    def __init__(self, result: Any, readers: list[Reader]) -> None:
         self._result, self._readers = result, readers
 
     @property

@@ -74,9 +74,11 @@ def _in_words(error: BaseException, folder: Path) -> str | None:
         return f"no room in {folder} ({cause.strerror}); {remedy}"
     if isinstance(cause, sqlite3.OperationalError):
         kind = getattr(cause, "sqlite_errorcode", 0) & 0xFF
-        # SQLite reports as an error of the disk what it could not make room for beside its file.
-        if kind in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+        if kind == sqlite3.SQLITE_FULL:
             return f"no room in {folder} for the database ({cause}); {remedy}"
+        # SQLite reports as an error of the disk what it could not make room for beside its file, too.
+        if kind == sqlite3.SQLITE_IOERR:
+            return f"no room in {folder} for the database, or its disk fails ({cause}); {remedy}"
     if getattr(cause, "sqlstate", None) == _PG_DISK_FULL:
         return f"no room for PostgreSQL's files ({str(cause).strip()}); {remedy}"
     return None
