@@ -204,20 +204,20 @@ def made_up(noise: Noise, shift: float, *, seed: int, num_rows: int = 64) -> lis
             num_controls=128,
             constant=False,
         )
-        nothing = np.zeros(33)
+        nothing = np.zeros(32)
         facts.append(RowFacts((segment,), nothing - 0.1, nothing, nothing, nothing + 1))
     return facts
 
 
-def verdict_on(facts: list[RowFacts], noise: Noise) -> str:
+def verdict_on(facts: list[RowFacts], noise: Noise | None, finish: Finish = Finish.LENGTH) -> str:
     rows = [
         Rollout(
             prompt_index=index // 4,
             sample_index=index % 4,
             prompt_tokens=(1, 2),
-            output_tokens=(3,) * 33,
-            logprobs=(-0.1,) * 33,
-            finish=Finish.LENGTH,
+            output_tokens=(3,) * 32,
+            logprobs=tuple(facts[index].logprobs_T.tolist()),
+            finish=finish,
             proof=b"",
         )
         for index in range(len(facts))
@@ -237,3 +237,64 @@ def test_only_certainty_is_reject(measured: Noise) -> None:
     first_void, first_reject = found.index("void.uncertain"), found.index("reject.wrong_computation")
     assert first_void < first_reject, "suspicion comes before certainty"
     assert set(found[first_reject + 25 :]) == {"reject.wrong_computation"}
+
+
+@pytest.mark.parametrize("num_rows", [64, 2048])
+def test_no_calibration_is_wider_than_the_published_rule(measured: Noise, num_rows: int) -> None:
+    """The more segments, the wider the bound of each; but not so wide that proofs of nothing pass among honest ones."""
+    honest = made_up(measured, 0.0, seed=1, num_rows=num_rows)
+
+    def with_one(mismatches: int) -> str:
+        segment = honest[5].segments[0]._replace(exponent_mismatches=mismatches)
+        return verdict_on([*honest[:5], replace(honest[5], segments=(segment,)), *honest[6:]], measured)
+
+    assert verdict_on(honest, measured) == with_one(15) == ACCEPTED
+    assert with_one(42) == "void.uncertain"
+    assert with_one(80) == with_one(126) == "reject.wrong_computation"
+
+
+def with_draws(facts: list[RowFacts], distances: dict[int, float], logprob: float = -0.1) -> list[RowFacts]:
+    """One token of each of these rows, off its draw by that much; its last."""
+    moved = list(facts)
+    for row, distance in distances.items():
+        distance_T, logprob_T = facts[row].draw_distance_T.copy(), facts[row].logprobs_T.copy()
+        distance_T[-1], logprob_T[-1] = distance, logprob
+        moved[row] = replace(facts[row], draw_distance_T=distance_T, logprobs_T=logprob_T)
+    return moved
+
+
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_a_few_chosen_tokens_are_seen(measured: Noise, calibrated: bool) -> None:
+    """Too few to move a mean, but nowhere near their draws. One may be a machine's bad day."""
+    honest, noise = made_up(measured, 0.0, seed=2), measured if calibrated else None
+    for count, code in (
+        (1, ACCEPTED),
+        (2, "void.uncertain"),
+        (3, "void.uncertain"),
+        (4, "reject.wrong_sampling"),
+    ):
+        far = with_draws(honest, dict.fromkeys(range(0, 7 * count, 7), 0.5))
+        assert verdict_on(far, noise) == code, count
+    near = with_draws(honest, dict.fromkeys(range(0, 28, 7), 0.15))
+    assert verdict_on(near, noise) == ACCEPTED
+    # Nearer, but of tokens that nobody's noise would draw.
+    impossible = with_draws(honest, dict.fromkeys(range(0, 28, 7), 0.15), logprob=-20.0)
+    assert verdict_on(impossible, noise) == "reject.wrong_sampling"
+
+
+def test_chosen_tokens_do_not_hide_early_ends(measured: Noise) -> None:
+    """Enough of them that "all other tokens are draws" is false, and not enough to show by themselves."""
+    honest = made_up(measured, 0.0, seed=3)
+    others = []
+    for fact in honest:
+        distance_T = fact.draw_distance_T.copy()
+        distance_T[3] = 0.09
+        others.append(replace(fact, draw_distance_T=distance_T))
+    assert verdict_on(others, measured, Finish.EOS) == ACCEPTED
+    cut = with_draws(others, dict.fromkeys(range(6), 0.1), logprob=-5.0)
+    assert verdict_on(cut, measured, Finish.EOS) == "reject.early_stop"
+    assert verdict_on(with_draws(honest, {0: 0.1}, logprob=-5.0), measured, Finish.EOS) == ACCEPTED
+    # One end is enough where it is out of the question.
+    assert (
+        verdict_on(with_draws(honest, {0: 0.1}, logprob=-20.0), measured, Finish.EOS) == "reject.early_stop"
+    )
