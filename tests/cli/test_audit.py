@@ -38,3 +38,32 @@ def test_accepted_work_is_checked_again(tmp_path: Path, capsys: pytest.CaptureFi
         # A worker's key opens nothing.
         node = worker.config.dir / "node.key"
         assert shoal("audit", run.url, "--key", node, "--dir", tmp_path / "audit") == 2
+
+
+def test_refusals_are_checked_again_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever was refused can have it repeated, and so can whoever doubts that refusals are fair."""
+    config = CONFIG.model_copy(update={"heartbeat_s": 5.0})
+    with small_run(tmp_path / "run", config) as run:
+        run.publish(0)
+        run.serve_from_origin()
+        run.start_validator()
+        worker, liar = RunningWorker(run), RunningWorker(run, "liar", lie="forged-proof")
+        eventually("accepted work", lambda: sum(node.accepted for node in run.stats().nodes) >= 2)
+        eventually("refused work", lambda: sum(node.rejected for node in run.stats().nodes) >= 1)
+        for one in (worker, liar):
+            one.stop.set()
+            one.join()
+        eventually("an empty queue", lambda: run.stats().queued_checks == 0)
+        words = ("audit", run.url, "--key", run.keys / "validator.key", "--dir", tmp_path / "audit")
+        assert shoal(*words, "--sample", "3", "--seed", "1") == 0
+        said = capsys.readouterr().out
+        assert "3 of 3 as the ledger says" in said and "3 submissions again, 1 of them" in said
+        refused = next(
+            event.body["lease_id"]
+            for event in run.events("verdict.given")
+            if event.body["code"] == "reject.forged_proof"
+        )
+        assert shoal(*words, "--lease", refused) == 0
+        assert f"{refused}: as the ledger says" in capsys.readouterr().out
+        assert shoal(*words, "--lease", "0" * 32) == 2
+        assert "no verdict on lease" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""`shoal audit`: check a sample of a run's accepted submissions again, by a validator's own code, against the published weights.
+"""`shoal audit`: check a sample of a run's verdicts again, on work that was accepted and on work that was refused, by a validator's own code,
+against the published weights.
 
 Needs validator.key, because files are not public. What can be checked again is what was made by versions that relays still hold.
 """
@@ -10,6 +11,7 @@ import secrets
 import threading
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 
 import httpx
 
@@ -18,12 +20,14 @@ from shoal.cli.reaching import ask_info, reaching
 from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
 from shoal.model.load import DTYPES, load_decoder
 from shoal.net.client import SignedClient
+from shoal.net.data_files import fetch_files
 from shoal.net.deadline import Stopped
 from shoal.swarm.coordinator.replay import replay, seed_of
 from shoal.swarm.validator.judge import judge
 from shoal.swarm.validator.policies import PolicyShelf
 from shoal.swarm.validator.reader import Reader
 from shoal.swarm.validator.recompute import CannotCheck
+from shoal.tasks.files import file_digests, with_files_from
 from shoal.telemetry import Log
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.keys import Key
@@ -45,9 +49,17 @@ def audit(options: argparse.Namespace, stop: threading.Event) -> int:
         events = fetch_ledger(http, info.run_key, stop)
     books = replay(events)
     held = {version for relay in stats.relays for version in relay.versions}
-    chosen = choose(events, held, options.sample, random.Random(options.seed))
+    given = verdicts_of(events, held)
+    chosen = (
+        [only(given, options.lease)]
+        if options.lease
+        else choose(given, options.sample, random.Random(options.seed))
+    )
+    refused = sum(verdict.body["code"] != ACCEPTED for verdict in chosen)
     say = (lambda words: None) if options.json else print
-    say(f"the ledger is good: {len(events)} events; checking {len(chosen)} accepted submissions again")
+    say(
+        f"the ledger is good: {len(events)} events; checking {len(chosen)} submissions again, {refused} of them refused ones"
+    )
     found: dict[str, str | None] = {}
     with (
         closing(SignedClient(options.url, key, log=log, stop=stop)) as client,
@@ -62,12 +74,13 @@ def audit(options: argparse.Namespace, stop: threading.Event) -> int:
             fetch_s=FETCH_S,
             log=log,
         )
+        spec = spec_at_hand(client, info.spec, options.dir / "data")
         issued = {event.body["lease_id"]: event for event in events if event.type == "lease.issued"}
         for verdict in chosen:
             if stop.is_set():
                 raise Stopped("stopped between two submissions")
             lease_id = verdict.body["lease_id"]
-            words = check_again(client, shelf, reader, info.spec, verdict, issued[lease_id])
+            words = check_again(client, shelf, reader, spec, verdict, issued[lease_id])
             found[lease_id] = words
             say(f"  {lease_id}: {in_words(words, seed_of(books, lease_id))}")
     good = sum(words is None for words in found.values())
@@ -95,21 +108,44 @@ def in_words(words: str | None, seed: str | None) -> str:
     )
 
 
-def choose(events: list[LedgerEvent], held: set[int], sample: int, rng: random.Random) -> list[LedgerEvent]:
-    """Verdicts to check again, among those whose version can still be had."""
+def verdicts_of(events: list[LedgerEvent], held: set[int]) -> list[LedgerEvent]:
+    """Those that can be checked again: on work whose version can still be had. Void says nothing about the work."""
     versions = {
         event.body["lease_id"]: event.body["policy_version"]
         for event in events
         if event.type == "submission.received"
     }
-    accepted = [
+    return [
         event
         for event in events
         if event.type == "verdict.given"
-        and event.body["code"] == ACCEPTED
+        and not event.body["code"].startswith("void.")
         and versions[event.body["lease_id"]] in held
     ]
-    return sorted(rng.sample(accepted, min(sample, len(accepted))), key=lambda event: event.seq)
+
+
+def choose(given: list[LedgerEvent], sample: int, rng: random.Random) -> list[LedgerEvent]:
+    """At random: refusals are few and weigh more, so up to half are of those."""
+    accepted = [event for event in given if event.body["code"] == ACCEPTED]
+    refused = [event for event in given if event.body["code"] != ACCEPTED]
+    chosen = rng.sample(refused, min(len(refused), max(sample // 2, sample - len(accepted))))
+    chosen += rng.sample(accepted, min(len(accepted), sample - len(chosen)))
+    return sorted(chosen, key=lambda event: event.seq)
+
+
+def only(given: list[LedgerEvent], lease_id: str) -> LedgerEvent:
+    for event in given:
+        if event.body["lease_id"] == lease_id:
+            return event
+    raise ValueError(
+        f"no verdict on lease {lease_id} can be checked again: it has none, is void, or no relay holds its version any more"
+    )
+
+
+def spec_at_hand(client: SignedClient, spec: RunSpec, folder: Path) -> RunSpec:
+    """The run's terms, its task reading the files that were fetched."""
+    fetch_files(client, file_digests(spec.task), folder, deadline_s=FETCH_S)
+    return spec.model_copy(update={"task": with_files_from(spec.task, folder)})
 
 
 def check_again(
@@ -120,7 +156,7 @@ def check_again(
     verdict: LedgerEvent,
     issued: LedgerEvent,
 ) -> str | None:
-    """What is wrong with an accepted submission; None if nothing is."""
+    """What is wrong with a verdict; None if nothing is."""
     claim = client.call("GET", f"/v1/checks/{verdict.body['lease_id']}", None, Claim)
     if claim.lease.digest() != issued.body["lease_digest"]:
         return "the lease is not the one whose digest the ledger has"
@@ -139,8 +175,11 @@ def check_again(
 
 
 def difference(again: Verdict, verdict: LedgerEvent) -> str | None:
-    if again.code != ACCEPTED:
-        return f"{again.code}: {again.detail}"
+    given = verdict.body["code"]
+    if again.code != given:
+        return f"{again.code}, the ledger has {given}: {again.detail}"
+    if given != ACCEPTED:
+        return None
     if list(again.rewards) != verdict.body["rewards"]:
         return f"rewards are {list(again.rewards)}, the ledger has {verdict.body['rewards']}"
     if again.output_tokens != verdict.body["output_tokens"]:

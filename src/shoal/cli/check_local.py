@@ -17,7 +17,8 @@ from shoal.wire.run import RunSpec
 
 
 def check_file(file: Path, lease_file: Path, versions: Path, spec: RunSpec) -> Verdict:
-    """The verdict a validator would give, but for copies of others' files, which only the coordinator can know of."""
+    """The verdict a validator would give, but for copies of others' files, which only the coordinator can know of, and for rewards where
+    the task reads files: those are not public."""
     kept = json.loads(lease_file.read_text(encoding="utf-8"))
     lease, version = Lease.parse(json.dumps(kept["lease"])), int(kept["policy_version"])
     folder = versions / f"v{version}"

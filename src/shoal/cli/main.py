@@ -129,11 +129,12 @@ def _add_ledger(commands: Commands) -> None:
 
 
 def _add_audit(commands: Commands) -> None:
-    parser = commands.add_parser("audit", help="check accepted submissions of a run again")
+    parser = commands.add_parser("audit", help="check a run's verdicts again, on accepted and on refused work")
     parser.add_argument("url", type=url, help="the coordinator's URL")
     parser.add_argument("--key", type=Path, required=True, help="validator.key, from the coordinator")
     parser.add_argument("--dir", type=Path, required=True, help="for the versions that are fetched")
     parser.add_argument("--sample", type=at_least_one, default=16, help="how many, at random")
+    parser.add_argument("--lease", metavar="ID", help="the verdict on this one instead, say of an appeal")
     parser.add_argument("--seed", type=int, default=None, help="which: the same seed chooses the same")
     parser.add_argument("--json", action="store_true", help="what was found, for a program")
     parser.set_defaults(action=_audit)

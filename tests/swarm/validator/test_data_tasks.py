@@ -10,15 +10,18 @@ import pytest
 from honest_work import make_spec, make_table
 from loopback import DEADLINE_S, Swarm, in_thread, origin_of
 
+from shoal.cli.check_local import check_file
 from shoal.cli.main import main
 from shoal.net.client import Refused
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.run import run_coordinator
 from shoal.swarm.validator.loop import run_validator
+from shoal.swarm.validator.recompute import Policy
 from shoal.wire.codes import ACCEPTED
+from shoal.wire.lease import Lease
 from shoal.wire.messages import Info, Stats
 from shoal.wire.rollouts import encode
-from shoal.wire.run import TaskSpec
+from shoal.wire.run import RunSpec, TaskSpec
 
 # All of one length, because the small decoder of the tests pads nothing.
 ROWS = [
@@ -81,6 +84,23 @@ def test_the_file_reaches_validators_and_only_them(
         assert sum(stats.groups.values()) == 2
         assert stats.unparseable == pytest.approx(unparseable(swarm) / lease.num_rows)
         check_eval(swarm.url, data, capsys)
+        key = str(swarm.dir / "keys" / "validator.key")
+        assert main(["audit", swarm.url, "--key", key, "--dir", str(swarm.dir / "audit")]) == 0
+        assert "1 of 1 as the ledger says" in capsys.readouterr().out
+        check_own(swarm, info.spec, lease, policy)
+
+
+def check_own(swarm: Swarm, public: RunSpec, lease: Lease, policy: Policy) -> None:
+    """`shoal check-local` by a contributor, who has no such file: everything but the rewards."""
+    last, version = swarm.dir / "last", swarm.store.path(0).parent
+    last.mkdir()
+    (last / "lease.json").write_text(
+        json.dumps({"lease": json.loads(lease.model_dump_json()), "policy_version": 0})
+    )
+    (last / "rollouts.parquet").write_bytes(encode(make_table(lease, policy)))
+    verdict = check_file(last / "rollouts.parquet", last / "lease.json", version, public)
+    assert verdict.code == ACCEPTED and verdict.rewards == ()
+    assert "not graded, because the task's files are not here" in verdict.detail
 
 
 def unparseable(swarm: Swarm) -> int:

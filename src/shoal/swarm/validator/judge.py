@@ -12,6 +12,7 @@ from shoal.swarm.validator import checks, form
 from shoal.swarm.validator.reader import Reader, ReaderDown
 from shoal.swarm.validator.recompute import CannotCheck, Checked, Policy, recompute_many
 from shoal.tasks import CannotGrade, Outcome, Problem, Reward, Task, make_task
+from shoal.tasks.files import file_digests
 from shoal.toploc import expected_bytes
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.draw import problem_seeds
@@ -42,8 +43,9 @@ def judge(
 ) -> Verdict:
     """The verdict on a submission's bytes, which are known to have the claimed digest.
 
-    `spec` has the run's task with its files at hand; `policy` is the claimed version. Raises CannotCheck or ReaderDown where our own side fails; never blames for it;
-    Stopped if `stop` is set meanwhile.
+    `spec` has the run's task with its files at hand; where it names them by digest only, as the public terms do, everything is checked but nothing
+    is graded. `policy` is the claimed version. Raises CannotCheck or ReaderDown where our own side fails; never blames for it; Stopped if `stop` is
+    set meanwhile.
     """
     (found,) = judge_many([(data, claim)], spec, policy, reader=reader, control_seed=control_seed, stop=stop)
     if isinstance(found, Verdict):
@@ -77,7 +79,8 @@ class _Opened:
     """A submission past every check that needs no forward pass."""
 
     claim: Claim
-    task: Task
+    task: Task | None
+    """None if its files are not at hand."""
     problems: list[Problem]
     table: RolloutTable
     started_s: float
@@ -91,8 +94,8 @@ def _begin(
     started_s = time.monotonic()
     try:
         form.check_claim(claim)
-        task = make_task(spec.task)
-        problems = leased_problems(claim.lease, spec.run, task)
+        task = None if file_digests(spec.task) else make_task(spec.task)
+        problems = [] if task is None else leased_problems(claim.lease, spec.run, task)
         table = open_submission(data, claim, policy, reader=reader)
     except Rejected as rejected:
         return _refusal(claim, rejected, {"policy_version": claim.policy_version})
@@ -110,18 +113,22 @@ def _end(one: _Opened, spec: RunSpec, policy: Policy, stop: threading.Event | No
         if one.facts is not None:
             evidence |= checks.evidence(table.rows, one.facts, spec.tolerances)
             checks.check_facts(table.rows, one.facts, spec.tolerances, spec.noise)
-        graded = grade(table, one.problems, one.task, policy.tokenizer, stop=stop)
+        graded = (
+            () if one.task is None else grade(table, one.problems, one.task, policy.tokenizer, stop=stop)
+        )
     except Rejected as rejected:
         return _refusal(claim, rejected, evidence)
     except CannotCheck as failed:
         return failed
-    evidence |= count_outcomes(graded)
-    evidence |= show_sample(table, graded, claim, policy.tokenizer)
+    if graded:
+        evidence |= count_outcomes(graded)
+        evidence |= show_sample(table, graded, claim, policy.tokenizer)
     num_tokens = sum(len(row.output_tokens) for row in table.rows)
+    words = "" if graded else "; not graded, because the task's files are not here"
     return Verdict(
         lease_id=claim.lease.lease_id,
         code=ACCEPTED,
-        detail=f"{len(table.rows)} rows, {num_tokens} tokens, checked in {time.monotonic() - one.started_s:.2f} s",
+        detail=f"{len(table.rows)} rows, {num_tokens} tokens, checked in {time.monotonic() - one.started_s:.2f} s{words}",
         rewards=tuple(reward.value for reward in graded),
         output_tokens=num_tokens,
         checks=claim.checks,
