@@ -6,6 +6,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.cli.runfile import load_run_file
+from shoal.model.builtin import create_model
 from shoal.wire.noise import Noise
 
 RUNS = Path(__file__).parent.parent.parent / "runs"
@@ -67,3 +68,14 @@ def test_too_few_rows_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     out = ["--out", str(tmp_path / "noise.json")]
     assert main(["toploc", "calibrate", str(rows), "--model", "tiny", *out]) == 2
     assert "need 200 or more; generate more" in capsys.readouterr().err
+
+
+def test_rows_of_another_model_do_not_become_honest(
+    calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    create_model("tiny", tmp_path / "other", seed=7)
+    words = ["toploc", "calibrate", str(calibration.with_name("here.parquet"))]
+    out = tmp_path / "noise.json"
+    assert main([*words, "--model", str(tmp_path / "other"), "--out", str(out)]) == 2
+    assert "was not made by these weights in float32: exponents that differ" in capsys.readouterr().err
+    assert not out.exists()

@@ -129,7 +129,9 @@ def _add_ledger(commands: Commands) -> None:
 
 
 def _add_audit(commands: Commands) -> None:
-    parser = commands.add_parser("audit", help="check a run's verdicts again, on accepted and on refused work")
+    parser = commands.add_parser(
+        "audit", help="check a run's verdicts again, on accepted and on refused work"
+    )
     parser.add_argument("url", type=url, help="the coordinator's URL")
     parser.add_argument("--key", type=Path, required=True, help="validator.key, from the coordinator")
     parser.add_argument("--dir", type=Path, required=True, help="for the versions that are fetched")

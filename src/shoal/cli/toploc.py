@@ -19,6 +19,7 @@ from shoal.cli.progress import progress
 from shoal.model.load import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.net.deadline import Stopped
+from shoal.rollout.conduct import Dtype
 from shoal.rollout.engine import Engine, Finished, Request
 from shoal.rollout.submission import to_rollout
 from shoal.swarm.validator.checks import RowFacts, logprob_gap, units_of
@@ -28,11 +29,13 @@ from shoal.wire.codes import Rejected
 from shoal.wire.draw import sample_seed
 from shoal.wire.noise import Noise
 from shoal.wire.rollouts import RolloutTable, TableLimits, decode, encode
-from shoal.wire.run import ProofSpec, Sampling, TaskSpec
+from shoal.wire.run import ProofSpec, Sampling, TaskSpec, default_tolerances
 
 SAMPLES = 4
 """Of each prompt."""
 MAX_FILE_ROWS = 1 << 20
+MAX_MISSES = 0.02
+"""Share of draws past a run's tolerance in rows that can be called honest."""
 CHECK_ROWS = 64
 """Checked between two words on how far it is."""
 
@@ -73,6 +76,7 @@ def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
         for path in options.files:
             table = read_rows(path)
             facts = _check(table, policy, stop)
+            _check_same_model(path, facts, options.dtype)
             pair = f"{path.stem} to {_here(options)}"
             pairs[pair] = [units_of(row, fact) for row, fact in zip(table.rows, facts, strict=True)]
             prompts[pair] = [row.prompt_index for row in table.rows]
@@ -133,6 +137,30 @@ def _check(table: RolloutTable, policy: Policy, stop: threading.Event) -> list[R
             facts += recompute(rows, TERMS, policy, control_seed=start, stop=stop)
             advance(len(rows))
     return facts
+
+
+def _check_same_model(path: Path, facts: Sequence[RowFacts], dtype: Dtype) -> None:
+    """Whatever is calibrated by is honest from then on: rows of other weights or another dtype must not be."""
+    tolerances = default_tolerances(dtype)
+    segments = [segment for fact in facts for segment in fact.segments]
+    distances = np.concatenate([fact.draw_distance_T for fact in facts])
+    found = {
+        "exponents that differ in a segment": (
+            float(np.mean([s.exponent_mismatches + s.sign_mismatches for s in segments] or [0])),
+            tolerances.exponent_mismatches,
+        ),
+        "mantissa error": (
+            float(np.mean([s.mantissa_bounded for s in segments] or [0])),
+            tolerances.mantissa_mean,
+        ),
+        "share of draws that are off": (float(np.mean(distances > tolerances.draw)), MAX_MISSES),
+    }
+    for what, (mean, most) in found.items():
+        if mean > most:
+            raise ValueError(
+                f"{path} was not made by these weights in {dtype}: {what} {mean:.3g} on average, honest rows stay below {most:g}; "
+                "give --model and --dtype as `shoal toploc prove` had them"
+            )
 
 
 def _model_name(model: str) -> str:

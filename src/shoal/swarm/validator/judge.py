@@ -113,9 +113,7 @@ def _end(one: _Opened, spec: RunSpec, policy: Policy, stop: threading.Event | No
         if one.facts is not None:
             evidence |= checks.evidence(table.rows, one.facts, spec.tolerances)
             checks.check_facts(table.rows, one.facts, spec.tolerances, spec.noise)
-        graded = (
-            () if one.task is None else grade(table, one.problems, one.task, policy.tokenizer, stop=stop)
-        )
+        graded = () if one.task is None else grade(table, one.problems, one.task, policy.tokenizer, stop=stop)
     except Rejected as rejected:
         return _refusal(claim, rejected, evidence)
     except CannotCheck as failed:
