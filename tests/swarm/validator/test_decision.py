@@ -15,7 +15,7 @@ from shoal.swarm.validator.judge import judge
 from shoal.swarm.validator.reader import Reader
 from shoal.swarm.validator.recompute import Policy, recompute
 from shoal.wire.codes import ACCEPTED, Rejected
-from shoal.wire.noise import Noise
+from shoal.wire.noise import Noise, Statistic
 from shoal.wire.rollouts import Finish, Rollout, encode
 from shoal.wire.run import Sampling, Tolerances, default_tolerances
 
@@ -209,13 +209,23 @@ def made_up(noise: Noise, shift: float, *, seed: int, num_rows: int = 64) -> lis
     return facts
 
 
-def verdict_on(facts: list[RowFacts], noise: Noise | None, finish: Finish = Finish.LENGTH) -> str:
+COLUMNS = ("logprobs_T", "draw_distance_T", "surprise_T", "surprise_variance_T")
+
+
+def verdict_on(
+    facts: list[RowFacts],
+    noise: Noise | None,
+    finish: Finish = Finish.LENGTH,
+    *,
+    facts_of: list[RowFacts] | None = None,
+) -> str:
+    """On rows that claim what `facts` say, unless `facts_of` says otherwise."""
     rows = [
         Rollout(
             prompt_index=index // 4,
             sample_index=index % 4,
             prompt_tokens=(1, 2),
-            output_tokens=(3,) * 32,
+            output_tokens=(3,) * len(facts[index].logprobs_T),
             logprobs=tuple(facts[index].logprobs_T.tolist()),
             finish=finish,
             proof=b"",
@@ -223,7 +233,7 @@ def verdict_on(facts: list[RowFacts], noise: Noise | None, finish: Finish = Fini
         for index in range(len(facts))
     ]
     try:
-        check_facts(rows, facts, default_tolerances("bfloat16"), noise)
+        check_facts(rows, facts_of or facts, default_tolerances("bfloat16"), noise)
     except Rejected as rejected:
         return rejected.code
     return ACCEPTED
@@ -298,3 +308,31 @@ def test_chosen_tokens_do_not_hide_early_ends(measured: Noise) -> None:
     assert (
         verdict_on(with_draws(honest, {0: 0.1}, logprob=-20.0), measured, Finish.EOS) == "reject.early_stop"
     )
+
+
+def without_small_blocks(noise: Noise) -> Noise:
+    """As if few rows had ended with some tokens more than whole blocks."""
+
+    def few(statistic: Statistic) -> Statistic:
+        *small, full = statistic.by_size
+        return statistic.model_copy(
+            update={"by_size": (*(moments.model_copy(update={"segments": 3}) for moments in small), full)}
+        )
+
+    assert noise.logprobs is not None and noise.draws is not None
+    return noise.model_copy(update={"logprobs": few(noise.logprobs), "draws": few(noise.draws)})
+
+
+def test_the_last_tokens_of_a_row_are_judged_where_no_calibration_knows_their_block(measured: Noise) -> None:
+    noise = without_small_blocks(measured)
+    longer = [
+        replace(
+            fact, **{name: np.append(getattr(fact, name), [getattr(fact, name)[-1]] * 4) for name in COLUMNS}
+        )
+        for fact in made_up(measured, 0.0, seed=4)
+    ]
+    assert verdict_on(longer, noise) == ACCEPTED
+    off = [replace(fact, draw_distance_T=np.append(fact.draw_distance_T[:-4], [0.2] * 4)) for fact in longer]
+    assert verdict_on(off, noise) == "reject.wrong_sampling"
+    claimed = [replace(longer[0], logprobs_T=np.append(longer[0].logprobs_T[:-4], [-0.8] * 4)), *longer[1:]]
+    assert verdict_on(longer, noise, facts_of=claimed) == "reject.wrong_logprobs"

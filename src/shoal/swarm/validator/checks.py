@@ -84,8 +84,7 @@ def check_facts(
     scores = [] if noise is None else noise_scores(units, noise, [row.prompt_index for row in rows])
     check_computation(rows, facts, tolerances, noise)
     _check_certain(scores, ("mismatches", "mantissas"), "reject.wrong_computation")
-    if noise is None or noise.draws is None:
-        check_sampling(facts, tolerances)
+    check_sampling(facts, tolerances, noise)
     _check_certain(scores, ("draws",), "reject.wrong_sampling")
     check_far_draws(facts, tolerances)
     check_surprise(facts)
@@ -124,7 +123,7 @@ def _check_certain(scores: Sequence[Score], statistics: Sequence[str], code: str
 
 def units_of(row: Rollout, fact: RowFacts) -> list[SegmentCheck | TokenBlock]:
     """What of a row is calibrated and tested: its proofs' segments, and its tokens in blocks."""
-    gaps_T = np.abs(np.asarray(row.logprobs, dtype=np.float64) - fact.logprobs_T)
+    gaps_T = logprob_gaps(row, fact)
     root_T = np.sqrt(fact.draw_distance_T)
     blocks = [
         TokenBlock(
@@ -208,8 +207,11 @@ def check_computation(
                 )
 
 
-def check_sampling(facts: Sequence[RowFacts], tolerances: Tolerances) -> None:
-    misses, count = _draw_misses(facts, tolerances)
+def check_sampling(facts: Sequence[RowFacts], tolerances: Tolerances, noise: Noise | None = None) -> None:
+    """The tokens whose blocks no calibration knows."""
+    distances = [fact.draw_distance_T[_unknown(noise, "draws", len(fact.draw_distance_T))] for fact in facts]
+    misses = sum(int((distance_T > tolerances.draw).sum()) for distance_T in distances)
+    count = sum(map(len, distances))
     allowed = _allowance(count, tolerances)
     if misses > allowed:
         raise Rejected(
@@ -251,20 +253,20 @@ def surprise_z(facts: Sequence[RowFacts]) -> float:
 def check_logprobs(
     rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances, noise: Noise | None = None
 ) -> None:
-    """Over the submission, and row by row: an answer of a few tokens may be off by more than a long one. Rows whose blocks a
+    """Over the submission, and row by row: an answer of a few tokens may be off by more than a long one. Tokens whose blocks a
     calibration knows are left to it."""
-    gaps = [logprob_gap(row, fact) for row, fact in zip(rows, facts, strict=True)]
-    lengths = [len(row.output_tokens) for row in rows]
-    mean = float(np.average(gaps, weights=lengths))
+    gaps = [logprob_gaps(row, fact) for row, fact in zip(rows, facts, strict=True)]
+    mean = float(np.concatenate(gaps).mean())
     if mean > tolerances.logprob and (noise is None or noise.logprobs is None):
         raise Rejected(
             "reject.wrong_logprobs",
             f"log-probs are off by {mean:.3g} on average over all rows, at most {tolerances.logprob:.3g}",
         )
-    for row, gap, length in zip(rows, gaps, lengths, strict=True):
-        if judges_alone(noise, "logprobs", min(length, BLOCK_TOKENS)):
+    for row, gaps_T in zip(rows, gaps, strict=True):
+        left_T = gaps_T[_unknown(noise, "logprobs", len(gaps_T))]
+        if not len(left_T):
             continue
-        allowed = tolerances.logprob * (1 + SHORT_ROW / math.sqrt(length))
+        gap, allowed = float(left_T.mean()), tolerances.logprob * (1 + SHORT_ROW / math.sqrt(len(left_T)))
         if gap > allowed:
             raise Rejected(
                 "reject.wrong_logprobs",
@@ -272,9 +274,15 @@ def check_logprobs(
             )
 
 
+def logprob_gaps(row: Rollout, fact: RowFacts) -> npt.NDArray[np.float64]:
+    """|claimed - recomputed| of each token."""
+    gaps_T: npt.NDArray[np.float64] = np.abs(np.asarray(row.logprobs, dtype=np.float64) - fact.logprobs_T)
+    return gaps_T
+
+
 def logprob_gap(row: Rollout, fact: RowFacts) -> float:
     """Mean |claimed - recomputed| over the row."""
-    return float(np.abs(np.asarray(row.logprobs, dtype=np.float64) - fact.logprobs_T).mean())
+    return float(logprob_gaps(row, fact).mean())
 
 
 def evidence(
@@ -357,6 +365,15 @@ def _mismatches(facts: Sequence[RowFacts]) -> tuple[int, int]:
     """Mismatching exponents, and points compared, over the submission."""
     segments = [segment for fact in facts for segment in fact.segments]
     return sum(s.exponent_mismatches for s in segments), sum(s.num_points for s in segments)
+
+
+def _unknown(noise: Noise | None, statistic: str, num_tokens: int) -> npt.NDArray[np.bool_]:
+    """[T] the tokens that stand in blocks of a size that no calibration judges."""
+    unknown_T = np.zeros(num_tokens, dtype=np.bool_)
+    for start in range(0, num_tokens, BLOCK_TOKENS):
+        size = min(BLOCK_TOKENS, num_tokens - start)
+        unknown_T[start : start + size] = not judges_alone(noise, statistic, size)
+    return unknown_T
 
 
 def _draw_misses(
