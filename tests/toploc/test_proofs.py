@@ -1,5 +1,8 @@
 """Building and verifying: batching changes nothing, honest passes, and what is said about those who are not."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -126,3 +129,10 @@ def test_the_control_seed_moves_the_control_points_only() -> None:
 def test_states_that_cannot_be_proven_are_refused_with_the_row(states: torch.Tensor, reason: str) -> None:
     with pytest.raises(toploc.ProofError, match=f"row 1: .*{reason}"):
         toploc.build_proofs([*random_states(4), states])
+
+
+def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "toploc.md").read_text(encoding="utf-8")
+    torch.manual_seed(0)
+    exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), {})
+    assert len(capsys.readouterr().out.splitlines()) == 3, "one line a segment"
