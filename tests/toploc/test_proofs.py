@@ -59,6 +59,15 @@ def test_wide_states_need_the_modulus_search_and_still_verify() -> None:
         assert [(c.exponent_mismatches, c.mantissa_mean) for c in checks] == [(0, 0.0)]
 
 
+@pytest.mark.parametrize("topk", [256, 512, 1024])
+def test_many_points_need_a_long_search_and_still_verify(topk: int) -> None:
+    states = random_states(32, 32, 32, 32, hidden=8192, seed=topk)
+    proofs = toploc.build_proofs(states, topk=topk)
+    for checks in toploc.verify_proofs(proofs, states, topk=topk, control_seed=1):
+        assert [(c.exponent_mismatches, c.mantissa_mean) for c in checks] == [(0, 0.0)]
+        assert checks[0].control_hits <= 12
+
+
 def test_honest_states_match_and_miss_the_control_points() -> None:
     states = random_states(5, 64, 33, 1)
     checks = toploc.verify_proofs(toploc.build_proofs(states), states, control_seed=7)

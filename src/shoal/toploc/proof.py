@@ -17,8 +17,10 @@ from shoal.toploc.field import PRIME, Residues, interpolate
 SEARCH_FLOOR = 1 << 15
 """The published search for a modulus gives up here."""
 MODULUS_FLOOR = PRIME - 512
-"""No honest segment needs a smaller one: each candidate fails with a chance of about an eighth at K = 128. A free choice
+"""No honest segment needs a smaller one: each candidate fails with a chance of about an eighth at K = 128, of 7 in 8 at K = 512. A free choice
 of modulus is what a forger would like, since a multiple of the hidden size turns indices into channels."""
+FLOOR_TOPK = 512
+"""With more points than that hardly any candidate separates them (1 in 3,000 at K = 1,024), and the search goes as far as it can."""
 
 
 class ProofError(ValueError):
@@ -42,6 +44,11 @@ def num_segments(num_states: int, segment_tokens: int) -> int:
 def expected_bytes(num_states: int, *, topk: int, segment_tokens: int) -> int:
     """Bytes of a row's proofs, end to end."""
     return num_segments(num_states, segment_tokens) * proof_bytes(topk)
+
+
+def modulus_floor(topk: int) -> int:
+    """The smallest modulus that an honest proof may have."""
+    return MODULUS_FLOOR if topk <= FLOOR_TOPK else SEARCH_FLOOR + 1
 
 
 def check_format(
@@ -110,7 +117,7 @@ def _check_row(
     lengths = np.full(len(table), segment_tokens)
     lengths[-1] = num_states - segment_tokens * (len(table) - 1)
     # An index below 65497 is its own residue, so a segment that small has one possible modulus.
-    lowest = np.where(lengths * hidden_size <= PRIME, PRIME, MODULUS_FLOOR)
+    lowest = np.where(lengths * hidden_size <= PRIME, PRIME, modulus_floor(topk))
     bad = np.flatnonzero((table[:, 0] > PRIME) | (table[:, 0] < lowest))
     if len(bad):
         segment = int(bad[0])
@@ -129,6 +136,7 @@ __all__ = [
     "collisions",
     "expected_bytes",
     "injective_moduli",
+    "modulus_floor",
     "no_modulus",
     "num_segments",
     "proof_bytes",

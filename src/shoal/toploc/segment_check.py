@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shoal.toploc.proof import MODULUS_FLOOR, ProofError
+from shoal.toploc.proof import ProofError, modulus_floor
 from shoal.toploc.search import Indices
 from shoal.toploc.segments import Place
 
@@ -77,7 +77,7 @@ def control_points(sizes_S: Indices, topk: int, rng: np.random.Generator) -> tup
 def _control_columns(size: int, topk: int, rng: np.random.Generator) -> Indices:
     """Random indices for all segments of a size. They are their own residues: a polynomial says the same at an index and at
     its residue, so those below every modulus are as good as any."""
-    limit = min(size, MODULUS_FLOOR)
+    limit = min(size, modulus_floor(topk))
     wanted = _CANDIDATES_OF_FEW if size < 64 * topk else _CANDIDATES
     return rng.choice(limit, min(limit, wanted), replace=False)
 
