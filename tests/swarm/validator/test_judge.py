@@ -34,7 +34,7 @@ from shoal.toploc.field import PRIME
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.lease import Lease, PolicyRef, Verdict
 from shoal.wire.rollouts import Finish, RolloutTable, encode
-from shoal.wire.run import Sampling, TaskSpec, default_tolerances
+from shoal.wire.run import ProofSpec, Sampling, TaskSpec, default_tolerances
 
 SPEC = make_spec()
 LEASE = make_lease(SPEC)
@@ -104,6 +104,12 @@ def test_honest_work_is_accepted_with_the_swarms_rewards(
         text = tokenizer.decode(row.output_tokens)
         assert reward == task.reward(problem, text, len(row.output_tokens)).value
     assert found.evidence["exponent_mismatches_max"] <= 3 and found.evidence["draw_misses"] == 0
+
+
+def test_more_points_than_a_state_has_values_are_nobodys_fault(verdict: Judge, honest: RolloutTable) -> None:
+    lease = LEASE.model_copy(update={"proof": ProofSpec(topk=256)})
+    with pytest.raises(CannotCheck, match=r"proof\.topk=256 is more than the model's 128 values a state"):
+        verdict(honest, lease=lease)
 
 
 def test_lengths_are_held_against_budgets(verdict: Judge, policy: Policy) -> None:

@@ -146,6 +146,11 @@ def judge_claim(claim: Claim) -> Verdict | None:
 def open_submission(data: bytes, claim: Claim, policy: Policy, *, reader: Reader) -> RolloutTable:
     """The table, past every check that needs no forward pass."""
     lease, tokenizer = claim.lease, policy.tokenizer
+    hidden_size = policy.decoder.shape.hidden_size
+    if lease.proof.topk > hidden_size:  # the operator's mistake, not the node's
+        raise CannotCheck(
+            f"proof.topk={lease.proof.topk} is more than the model's {hidden_size} values a state: an answer of two tokens has no proof"
+        )
     prompt_tokens = encode_prompts(lease, tokenizer)
     table = reader.read(data, table_limits(lease, max(map(len, prompt_tokens))))
     form.check_binding(table, claim)
@@ -153,7 +158,7 @@ def open_submission(data: bytes, claim: Claim, policy: Policy, *, reader: Reader
     form.check_prompts(table, prompt_tokens)
     form.check_values(table, tokenizer.vocab_size)
     form.check_endings(table, tokenizer.end_tokens, lease.sampling.max_new_tokens)
-    form.check_proof_format(table, lease.proof, policy.decoder.shape.hidden_size)
+    form.check_proof_format(table, lease.proof, hidden_size)
     return table
 
 
