@@ -18,6 +18,7 @@ from shoal.model.load import load_decoder
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights
 from shoal.rollout.engine import Engine, Finished, Request
+from shoal.wire.run import ProofSpec
 
 Alter = Callable[[Tensor], Tensor]
 """From a weight matrix to the one that is used instead."""
@@ -55,6 +56,7 @@ class Wrapped:
     def __init__(self, inner: Engine) -> None:
         self.inner = inner
         self.policy_version = inner.policy_version
+        self.proof = ProofSpec()  # of the lease at hand, for those that make proofs of their own
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -73,6 +75,9 @@ class Wrapped:
 
     def step(self) -> list[Finished]:
         return self.inner.step()
+
+    def _prove(self, states: Sequence[Tensor]) -> list[bytes]:
+        return toploc.build_proofs(states, topk=self.proof.topk, segment_tokens=self.proof.segment_tokens)
 
 
 class AlteredEngine(Wrapped):
@@ -129,7 +134,7 @@ class PrefilledEngine(AlteredEngine):
             self._leased.logits(states_TH).float() / row.request.temperature, dim=-1
         )
         logprobs_T = logprobs_TV.gather(1, torch.tensor(output)[:, None])[:, 0]
-        (proof,) = toploc.build_proofs([states_TH[1:]])
+        (proof,) = self._prove([states_TH[1:]])
         return replace(row, logprobs=tuple(logprobs_T.tolist()), proof=proof)
 
 
@@ -143,7 +148,7 @@ class TypicalEngine(Wrapped):
     def step(self) -> list[Finished]:
         rows = self.inner.step()
         states = [self._typical_H.expand(len(row.output_tokens) - 1, -1) for row in rows]
-        proofs = toploc.build_proofs(states)
+        proofs = self._prove(states)
         return [replace(row, proof=proof) for row, proof in zip(rows, proofs, strict=True)]
 
 

@@ -21,6 +21,7 @@ from shoal.rollout.false_engines import (
     FrozenEngine,
     PrefilledEngine,
     TypicalEngine,
+    Wrapped,
     quantised_by_channel,
     quantised_in_blocks,
     with_noise,
@@ -88,25 +89,33 @@ class StaleWeights(Conduct):
         return FrozenEngine(engine)
 
 
-class Prefilled(Conduct):
+class OwnProofs(Conduct):
+    """Makes its proofs itself, as the lease asks for them. With TypicalEngine, of the values a channel typically has."""
+
+    def __init__(self, make: Callable[[Engine], Wrapped]) -> None:
+        self._make = make
+        self._engine: Wrapped | None = None
+
+    def engine(self, engine: Engine) -> Engine:
+        self._engine = self._make(engine)
+        return self._engine
+
+    def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
+        assert self._engine is not None, "the engine comes before its requests"
+        self._engine.proof = lease.proof
+        return requests
+
+
+class Prefilled(OwnProofs):
     """Tokens of a cheaper model, sent once through the leased one: proofs and log-probs are the leased model's own."""
 
     def __init__(self) -> None:
+        super().__init__(lambda engine: PrefilledEngine(engine, DTYPES[self._dtype]))
         self._dtype: Dtype = "float32"
 
     def compute_dtype(self, leased: Dtype) -> Dtype:
         self._dtype = leased
         return leased
-
-    def engine(self, engine: Engine) -> Engine:
-        return PrefilledEngine(engine, DTYPES[self._dtype])
-
-
-class TypicalProof(Conduct):
-    """Proofs of the values a channel typically has, made without running anything."""
-
-    def engine(self, engine: Engine) -> Engine:
-        return TypicalEngine(engine)
 
 
 class ForgedProof(Conduct):
@@ -274,7 +283,7 @@ LIES: dict[str, Callable[[], Conduct]] = {
     "stale-weights": StaleWeights,
     "smaller-model": Prefilled,
     "forged-proof": ForgedProof,
-    "typical-proof": TypicalProof,
+    "typical-proof": partial(OwnProofs, TypicalEngine),
     "edited-prompt": EditedPrompt,
     "hidden-prompt": partial(HiddenEdit, lambda tokens: tokens[:1] + tokens),
     "hidden-token": partial(HiddenEdit, lambda tokens: _one_changed(tokens)),

@@ -22,7 +22,7 @@ from shoal.swarm.validator.recompute import Policy
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.lease import Lease, Verdict
 from shoal.wire.rollouts import encode
-from shoal.wire.run import Sampling
+from shoal.wire.run import ProofSpec, RunSpec, Sampling
 
 CODE_OF = {
     "wrong-weights": "reject.wrong_computation",
@@ -88,20 +88,22 @@ def work(conduct: Conduct, engine: Engine, lease: Lease, folder: Path, version: 
     return conduct.data(encode(conduct.table(make_table(lease, version, finished), lease)))
 
 
-def two_verdicts(lie: str | None, versions: list[Path], reader: Reader) -> list[Verdict]:
+def two_verdicts(
+    lie: str | None, versions: list[Path], reader: Reader, spec: RunSpec = SPEC
+) -> list[Verdict]:
     """On a lease with each version, one after the other."""
     conduct = make_conduct(lie, "http://127.0.0.1:1")
     engine = conduct.engine(
-        TorchEngine(compute_dtype=conduct.compute_dtype("float32"), proof=SPEC.proof, max_rows=32)
+        TorchEngine(compute_dtype=conduct.compute_dtype("float32"), proof=spec.proof, max_rows=32)
     )
     tokenizer, seen, found = load_tokenizer(versions[0]), set(), []
     for version, folder in enumerate(versions):
-        lease = make_lease(SPEC, number=version + 1, versions=(version,))
+        lease = make_lease(spec, number=version + 1, versions=(version,))
         data = work(conduct, engine, lease, folder, version)
         claim = make_claim(lease, data, version=version, copy_of=NODE if data in seen else None)
         seen.add(data)
         policy = Policy(version, load_decoder(folder), tokenizer)
-        found.append(judge(data, claim, SPEC, policy, reader=reader, control_seed=11))
+        found.append(judge(data, claim, spec, policy, reader=reader, control_seed=11))
     return found
 
 
@@ -121,3 +123,12 @@ def test_a_lie_is_refused_with_its_code(lie: str, versions: list[Path], reader: 
     expected_first = ACCEPTED if lie in ("stale-weights", "replay") else CODE_OF[lie]
     assert first.code == expected_first, first.detail
     assert second.rewards == () and second.output_tokens == 0
+
+
+@pytest.mark.parametrize("lie", [None, "smaller-model", "forged-proof", "typical-proof", "int4-weights"])
+def test_proofs_of_another_size_are_lied_about_as_well(
+    lie: str | None, versions: list[Path], reader: Reader
+) -> None:
+    spec = SPEC.model_copy(update={"proof": ProofSpec(topk=16, segment_tokens=5)})
+    wanted = ACCEPTED if lie is None else CODE_OF[lie]
+    assert [verdict.code for verdict in two_verdicts(lie, versions, reader, spec)] == [wanted, wanted]
