@@ -61,6 +61,31 @@ def test_a_calibration_of_another_dtype_or_none_at_all_is_refused(calibration: P
         load_run_file(beside)
 
 
+def test_a_calibration_is_of_one_temperature_and_one_size_of_proofs(
+    calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Colder honest work has larger log-prob errors: by a warmer calibration it would be refused."""
+    beside = calibration.parent / "colder.toml"
+    text = (RUNS / "demo.toml").read_text().replace("[run]\n", '[run]\ncalibration = "noise.json"\n', 1)
+    beside.write_text(text.replace("temperature = 1.0", "temperature = 0.6"))
+    with pytest.raises(
+        ValueError, match=r"of temperature 1, sampling\.temperature is 0\.6; prove and calibrate"
+    ):
+        load_run_file(beside).spec()
+    beside.write_text(text + "\n[proof]\ntopk = 64\n")
+    with pytest.raises(ValueError, match="the calibration is of proofs with topk = 128, segment_tokens = 32"):
+        load_run_file(beside).spec()
+
+    rows, out = tmp_path / "cold.parquet", tmp_path / "cold.json"
+    small = ["--task", "sort", "--rows", "240", "--max-new-tokens", "12"]
+    cold = ["--model", "tiny", "--temperature", "0.6"]
+    assert main(["toploc", "prove", *small, *cold, "--out", str(rows)]) == 0
+    assert main(["toploc", "calibrate", str(rows), *cold, "--out", str(out)]) == 0
+    assert Noise.parse(out.read_bytes()).temperature == 0.6
+    assert main(["toploc", "calibrate", str(rows), *cold[:2], "--out", str(out)]) == 2
+    assert "share of draws that are off" in capsys.readouterr().err
+
+
 def test_too_few_rows_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "few.parquet"
     prove = ["toploc", "prove", "--model", "tiny", "--task", "sort", "--rows", "8", "--max-new-tokens", "6"]

@@ -74,6 +74,9 @@ def add_toploc(commands: Commands) -> None:
     calibrate.set_defaults(action=_calibrate)
     for action in (prove, calibrate):
         action.add_argument("--model", required=True, help="a folder, or a built-in model")
+        action.add_argument(
+            "--temperature", type=above_zero, default=1.0, help="at which the run samples (default: 1)"
+        )
         add_engine_options(action)
         action.add_argument("--out", type=Path, required=True, metavar="FILE")
 

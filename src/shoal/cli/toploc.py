@@ -75,7 +75,7 @@ def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
         )
         for path in options.files:
             table = read_rows(path)
-            facts = _check(table, policy, stop)
+            facts = _check(table, policy, options.temperature, stop)
             _check_same_model(path, facts, options.dtype)
             pair = f"{path.stem} to {_here(options)}"
             pairs[pair] = [units_of(row, fact) for row, fact in zip(table.rows, facts, strict=True)]
@@ -84,6 +84,7 @@ def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
     noise = toploc.measure_noise(
         pairs, model=_model_name(options.model), compute_dtype=options.dtype, prompts=prompts
     )
+    noise = noise.model_copy(update={"temperature": options.temperature})
     options.out.write_text(noise.model_dump_json(indent=1) + "\n")
     _print_noise(noise)
     print(f"{options.out}: name it in a run file as run.calibration")
@@ -110,7 +111,7 @@ def _requests(engine: Engine, options: argparse.Namespace) -> list[Request]:
             prompt_tokens=tokens[prompt],
             sample_seed=sample_seed(_SEED, prompt, sample),
             max_new_tokens=options.max_new_tokens,
-            temperature=1.0,
+            temperature=options.temperature,
         )
         for prompt, sample in places[: options.rows]
     ]
@@ -129,12 +130,13 @@ def read_rows(path: Path) -> RolloutTable:
         ) from None
 
 
-def _check(table: RolloutTable, policy: Policy, stop: threading.Event) -> list[RowFacts]:
+def _check(table: RolloutTable, policy: Policy, temperature: float, stop: threading.Event) -> list[RowFacts]:
     facts: list[RowFacts] = []
+    terms = TERMS._replace(sampling=Sampling(temperature=temperature))
     with progress("rows checked", len(table.rows)) as advance:
         for start in range(0, len(table.rows), CHECK_ROWS):
             rows = table.rows[start : start + CHECK_ROWS]
-            facts += recompute(rows, TERMS, policy, control_seed=start, stop=stop)
+            facts += recompute(rows, terms, policy, control_seed=start, stop=stop)
             advance(len(rows))
     return facts
 
@@ -159,7 +161,7 @@ def _check_same_model(path: Path, facts: Sequence[RowFacts], dtype: Dtype) -> No
         if mean > most:
             raise ValueError(
                 f"{path} was not made by these weights in {dtype}: {what} {mean:.3g} on average, honest rows stay below {most:g}; "
-                "give --model and --dtype as `shoal toploc prove` had them"
+                "give --model, --dtype and --temperature as `shoal toploc prove` had them"
             )
 
 

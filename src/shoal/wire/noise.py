@@ -48,6 +48,11 @@ class Noise(Record):
     format: Literal["shoal/noise/1"] = "shoal/noise/1"
     model: str
     compute_dtype: Literal["float32", "bfloat16"]
+    temperature: float = Field(default=1.0, gt=0)
+    """At which rows were drawn: a colder run has larger log-prob errors. Older files, which do not say, were made at 1."""
+    topk: int = Field(default=128, ge=1)
+    segment_tokens: int = Field(default=32, ge=1)
+    """Of the proofs."""
     measured: tuple[str, ...]
     """Which machine proved and which checked, with how many rows: one line each."""
     sizes: tuple[int, ...] = Field(min_length=1)

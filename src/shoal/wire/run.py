@@ -115,3 +115,21 @@ class RunSpec(Record):
                 "calibrate in the run's dtype"
             )
         return self
+
+    @model_validator(mode="after")
+    def _noise_is_of_these_terms(self) -> "RunSpec":
+        """Honest work on other terms has other noise, and would be refused."""
+        if self.noise is None:
+            return self
+        if self.noise.temperature != self.sampling.temperature:
+            raise ValueError(
+                f"the calibration is of temperature {self.noise.temperature:g}, sampling.temperature is "
+                f"{self.sampling.temperature:g}; prove and calibrate with --temperature {self.sampling.temperature:g}"
+            )
+        measured = (self.noise.topk, self.noise.segment_tokens)
+        if measured != (self.proof.topk, self.proof.segment_tokens):
+            raise ValueError(
+                f"the calibration is of proofs with topk = {measured[0]}, segment_tokens = {measured[1]}; [proof] has "
+                f"{self.proof.topk} and {self.proof.segment_tokens}: leave one of the two out"
+            )
+        return self
