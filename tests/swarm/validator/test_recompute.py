@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from honest_work import make_lease, make_policy, make_spec, make_table
 
-from shoal.swarm.validator import recompute as recomputing
 from shoal.swarm.validator.checks import RowFacts
 from shoal.swarm.validator.recompute import Checked, Policy, recompute, recompute_many
 from shoal.wire.codes import Rejected
@@ -27,15 +26,6 @@ def same(one: RowFacts, other: RowFacts) -> None:
     np.testing.assert_allclose(one.surprise_variance_T, other.surprise_variance_T, atol=1e-3)
     for a, b in zip(one.segments, other.segments, strict=True):
         assert a.num_values == b.num_values and abs(a.exponent_mismatches - b.exponent_mismatches) <= 2
-
-
-def test_packed_rows_have_the_facts_of_cached_ones(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    lease = make_lease(SPEC, prompts=2)
-    rows = make_table(lease, policy).rows
-    cached = recompute(rows, lease, policy, control_seed=1)
-    monkeypatch.setattr(recomputing, "runs_kernel", lambda device, dtype: True)
-    for one, other in zip(cached, recompute(rows, lease, policy, control_seed=1), strict=True):
-        same(one, other)
 
 
 def test_submissions_checked_together_have_the_facts_of_each_alone(policy: Policy, tmp_path: Path) -> None:
