@@ -214,7 +214,7 @@ def _run_outputs(decoder: Decoder, rows: Sequence[Rollout], cache: KVCache, devi
     """States at all output tokens but the last, [B, T, H], behind the prompts in the cache."""
     width = max(len(row.output_tokens) for row in rows) - 1
     if width == 0:
-        return torch.empty(len(rows), 0, decoder.shape.hidden_size, device=device)
+        return decoder.model.norm.weight.new_empty(len(rows), 0, decoder.shape.hidden_size)
     tokens_BT = torch.zeros(len(rows), width, dtype=torch.int64)
     # Padding goes to the one position that no row reaches.
     positions_BT = torch.full_like(tokens_BT, cache.max_context - 1)
