@@ -106,6 +106,23 @@ def test_honest_work_is_accepted_with_the_swarms_rewards(
     assert found.evidence["exponent_mismatches_max"] <= 3 and found.evidence["draw_misses"] == 0
 
 
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 12])
+def test_short_answers_in_bfloat16_are_accepted_too(
+    reader: Reader, tmp_path: Path, max_new_tokens: int
+) -> None:
+    """A batch in which no row has a second token has states of the prompts only, in the policy's dtype."""
+    policy = make_policy(tmp_path, dtype=torch.bfloat16)
+    spec = make_spec(
+        compute_dtype="bfloat16",
+        tolerances=default_tolerances("bfloat16"),
+        sampling=Sampling(max_new_tokens=max_new_tokens, samples_per_prompt=4),
+    )
+    lease = make_lease(spec, number=max_new_tokens)
+    data = encode(make_table(lease, policy))
+    found = judge(data, make_claim(lease, data), spec, policy, reader=reader, control_seed=5)
+    assert found.code == ACCEPTED, found.detail
+
+
 def test_more_points_than_a_state_has_values_are_nobodys_fault(verdict: Judge, honest: RolloutTable) -> None:
     lease = LEASE.model_copy(update={"proof": ProofSpec(topk=256)})
     with pytest.raises(CannotCheck, match=r"proof\.topk=256 is more than the model's 128 values a state"):
