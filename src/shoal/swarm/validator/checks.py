@@ -45,9 +45,9 @@ ever be certain. The worst of 335,213 honest segments in bfloat16 had 25 of 128,
 FAR_DRAW = 0.3
 """Distance of a draw that honest hardware hardly ever gives (or 4 times the run's tolerance, if that is more): 1 in 100, 1,000 and 10,000 tokens
 of SmolLM2-135M in bfloat16 are off by more than 0.022, 0.043 and 0.07, the worst by 0.17. Half the tokens that somebody chose are."""
-FAR_DRAWS_SUSPICIOUS, FAR_DRAWS_CERTAIN, FAR_DRAWS_RATE = 1, 3, 3e-5
-"""How many of them pass, how many without blame, and of what share of tokens more. Drawn on from the tail above, 1 in 1,000,000 honest tokens is so far off; no
-block of 338,177 honest ones (7 million tokens) can have held 4."""
+FAR_DRAWS_SUSPICIOUS, FAR_DRAWS_CERTAIN, FAR_DRAWS_RATE = 1, 3, 1e-4
+"""How many of them pass, how many without blame, and of what share of tokens more. Drawn on from the tail above, 1 in 1,000,000 honest tokens is so far off, at
+temperature 0.6, where distances grow by as much, 1 in 100,000; no block of 338,177 honest ones (7 million tokens) can have held 4."""
 IMPOSSIBLE = 1e-6
 """Probability of a token that no noise turns into a draw: one that is off by more than the run's tolerance counts as far off too."""
 UNLIKELY_ENDS = 500
