@@ -140,6 +140,25 @@ def test_states_that_cannot_be_proven_are_refused_with_the_row(states: torch.Ten
         toploc.build_proofs([*random_states(4), states])
 
 
+@pytest.mark.parametrize(("topk", "segment_tokens"), [(0, 32), (-1, 32), (128, 0), (128, -3)])
+def test_terms_that_make_no_sense_are_the_callers_mistake(topk: int, segment_tokens: int) -> None:
+    states = random_states(40)
+    terms = {"topk": topk, "segment_tokens": segment_tokens}
+    for call in (
+        lambda: toploc.build_proofs(states, **terms),
+        lambda: toploc.verify_proofs([b""], states, **terms, control_seed=1),
+        lambda: toploc.check_format([b""], [40], hidden_size=128, **terms),
+    ):
+        with pytest.raises(ValueError, match=f"topk={topk} and segment_tokens={segment_tokens} must be"):
+            call()
+
+
+@pytest.mark.parametrize("states", [torch.tensor(1.0), torch.ones(128), torch.ones(2, 2, 128)])
+def test_a_verifiers_own_states_have_two_dimensions(states: torch.Tensor) -> None:
+    with pytest.raises(toploc.ProofError, match=r"expected \[tokens, hidden\] floats"):
+        toploc.verify_proofs([b"\xff\xd9" * 129], [states], control_seed=1)
+
+
 def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "toploc.md").read_text(encoding="utf-8")
     torch.manual_seed(0)

@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from shoal.toploc.device import Fetched
-from shoal.toploc.proof import ProofError, no_modulus, num_segments, proof_bytes, proofs_of_points
+from shoal.toploc.proof import (
+    ProofError,
+    check_terms,
+    no_modulus,
+    num_segments,
+    proof_bytes,
+    proofs_of_points,
+)
 from shoal.toploc.segments import (
     BATCH,
     Bits,
@@ -41,6 +48,7 @@ def build_proofs(states_list: Sequence[Tensor], *, topk: int = 128, segment_toke
     `states_list` holds [tokens, hidden] floats per row, in any float dtype; they are proven as bfloat16. All segments of
     all rows are worked on together, so hand over many rows at once. ProofError if a row cannot be proven.
     """
+    check_terms(topk, segment_tokens)
     if states_list and _runs_kernel(states_list[0].device):
         return _build_on_device(states_list, topk, segment_tokens)
     proofs = [[b""] * num_segments(len(states), segment_tokens) for states in states_list]

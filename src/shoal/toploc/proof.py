@@ -32,6 +32,11 @@ class ProofError(ValueError):
         self.row = row
 
 
+def check_terms(topk: int, segment_tokens: int) -> None:
+    if topk < 1 or segment_tokens < 1:
+        raise ValueError(f"topk={topk} and segment_tokens={segment_tokens} must be at least 1")
+
+
 def proof_bytes(topk: int) -> int:
     """Bytes of one segment's proof."""
     return 2 + 2 * topk
@@ -55,6 +60,7 @@ def check_format(
     proofs: Sequence[bytes], num_states: Sequence[int], *, hidden_size: int, topk: int, segment_tokens: int
 ) -> None:
     """All that can be said about proofs without the states: ProofError for the first row that cannot be right."""
+    check_terms(topk, segment_tokens)
     if len(proofs) != len(num_states):
         raise ValueError(f"{len(proofs)} rows of proofs for {len(num_states)} rows of states")
     for row, (proof, count) in enumerate(zip(proofs, num_states, strict=True)):
@@ -133,6 +139,7 @@ __all__ = [
     "ProofError",
     "Residues",
     "check_format",
+    "check_terms",
     "collisions",
     "expected_bytes",
     "injective_moduli",

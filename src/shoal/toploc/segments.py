@@ -91,8 +91,7 @@ def padded_batches(states_list: Sequence[Tensor], *, segment_tokens: int) -> Ite
     """The same, padded to one size: a handful of launches on a device, however many rows and sizes there are. Rows and their
     segments come in their order."""
     for row, states in enumerate(states_list):
-        _check_states(states, row)
-    _check_segment_tokens(segment_tokens)
+        check_states(states, row)
     length_R = np.array([len(states) for states in states_list], dtype=np.int64)
     num_R = -(-length_R // segment_tokens)
     if not num_R.sum():
@@ -180,8 +179,7 @@ def side_by_side(parts: Sequence[npt.NDArray[_Number]]) -> npt.NDArray[_Number]:
 
 
 def _blocks(states: Tensor, row: int, segment_tokens: int) -> Iterator[_Block]:
-    _check_states(states, row)
-    _check_segment_tokens(segment_tokens)
+    check_states(states, row)
     num_full, rest = divmod(len(states), segment_tokens)
     if num_full:
         yield _Block(row, 0, states[: num_full * segment_tokens].detach().reshape(num_full, -1))
@@ -240,12 +238,7 @@ def _to_bits(values: Tensor) -> Bits:
     return bits
 
 
-def _check_segment_tokens(segment_tokens: int) -> None:
-    if segment_tokens < 1:
-        raise ValueError(f"segment_tokens={segment_tokens} must be at least 1")
-
-
-def _check_states(states: Tensor, row: int) -> None:
+def check_states(states: Tensor, row: int) -> None:
     if states.dim() != 2 or not states.is_floating_point():
         raise ProofError(
             f"states are {tuple(states.shape)} {states.dtype}, expected [tokens, hidden] floats", row

@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.toploc import device, host
 from shoal.toploc.proof import check_format, num_segments, unpack
 from shoal.toploc.segment_check import SegmentCheck
-from shoal.toploc.segments import Place, batches, padded_batches
+from shoal.toploc.segments import Place, batches, check_states, padded_batches
 
 
 def verify_proofs(
@@ -45,6 +45,8 @@ def start_verifying(
     control_seed: int,
 ) -> "Verification":
     """The same in two steps: on a device everything is queued, and `checks()` waits for it. On a CPU `checks()` does all."""
+    for row, states in enumerate(states_list):
+        check_states(states, row)
     hidden_sizes = {states.shape[-1] for states in states_list}
     if len(hidden_sizes) > 1:
         raise ValueError(f"rows have different hidden sizes {sorted(hidden_sizes)}; verify them apart")
