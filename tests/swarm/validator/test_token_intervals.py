@@ -1,6 +1,6 @@
 """Where tokens lie in their distributions: the device's kernel says what the plain lines say.
 
-Needs a GPU, or Triton's interpreter on a CPU: TRITON_INTERPRET=1 pytest -m gpu tests/swarm/validator/test_intervals.py
+Needs a GPU, or Triton's interpreter on a CPU: TRITON_INTERPRET=1 pytest -m gpu tests/swarm/validator/test_token_intervals.py
 """
 
 import pytest
