@@ -47,6 +47,7 @@ NO_LIMIT = 1e6
 MAX_TRIES = 5
 MAX_FAILURES = 2
 """Of a tool in a cell, before it is left alone."""
+AHEAD_BYTES = 128 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it yet
 
 
@@ -164,9 +165,30 @@ def their_client(options: argparse.Namespace) -> None:
 
 
 def some_memory(options: argparse.Namespace) -> None:
-    with mmap.mmap(-1, options.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as room, suppress(OSError):
+    """Use so much, and give it back as others take what is free: what is free long enough goes to the host."""
+    room = mmap.mmap(-1, options.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
         room.madvise(mmap.MADV_HUGEPAGE)
         room.madvise(MADV_POPULATE_WRITE)
+    level, given = free_memory() + AHEAD_BYTES, 0
+
+    def give_back() -> None:
+        nonlocal given
+        while given < options.bytes:
+            num_bytes = min(max(0, level - free_memory()) >> 21 << 21, options.bytes - given)
+            if num_bytes:
+                room.madvise(mmap.MADV_DONTNEED, given, num_bytes)
+                given += num_bytes
+            time.sleep(0.01)
+
+    threading.Thread(target=give_back, daemon=True).start()
+    time.sleep(0.05)
+    go_on(0, lambda: None)
+
+
+def free_memory() -> int:
+    free = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemFree"))
+    return int(free.split()[1]) * 1024
 
 
 def go_on(port: int, work: Callable[[], Any]) -> None:
@@ -192,13 +214,13 @@ def roles() -> Iterator[Callable[..., Child]]:
 def timed(origin: Child, relays: list[Child], clients: list[Child], need_bytes: int) -> dict[str, Any]:
     """From "publish" to the last client's word."""
     before = {child: child.ask("usage") for child in (origin, *relays, *clients)}
-    warm_memory(need_bytes)
-    began_s = time.monotonic()
-    for child in (*clients, origin):
-        child.tell("go")
-    for child in (*clients, origin):
-        child.hear()
-    seconds = time.monotonic() - began_s
+    with warm_memory(need_bytes):
+        began_s = time.monotonic()
+        for child in (*clients, origin):
+            child.tell("go")
+        for child in (*clients, origin):
+            child.hear()
+        seconds = time.monotonic() - began_s
     after = {child: child.ask("usage") for child in before}
     return {
         "seconds": seconds,
@@ -280,15 +302,15 @@ def run_nginx(root: Path, source: Path, num_clients: int, options: argparse.Name
     nginx = subprocess.Popen([nginx_binary(), "-c", root / "nginx.conf"], stderr=subprocess.DEVNULL)
     try:
         wait_for_port(port)
-        warm_memory(options.need_bytes)
-        before_s, began_s = usage()["cpu_s"], time.monotonic()
-        curls = [
-            subprocess.Popen(["curl", "-sf", "-o", root / f"got{index}", f"http://127.0.0.1:{port}/model"])
-            for index in range(num_clients)
-        ]
-        if any(curl.wait() for curl in curls):
-            raise RuntimeError("curl failed")
-        seconds, clients = time.monotonic() - began_s, usage()["cpu_s"] - before_s
+        with warm_memory(options.need_bytes):
+            before_s, began_s = usage()["cpu_s"], time.monotonic()
+            curls = [
+                subprocess.Popen(["curl", "-sf", "-o", root / f"got{index}", f"http://127.0.0.1:{port}/model"])
+                for index in range(num_clients)
+            ]
+            if any(curl.wait() for curl in curls):
+                raise RuntimeError("curl failed")
+            seconds, clients = time.monotonic() - began_s, usage()["cpu_s"] - before_s
         ticks = (Path("/proc") / str(nginx.pid) / "stat").read_text().rsplit(")", 1)[1].split()
         served = (int(ticks[11]) + int(ticks[12])) / os.sysconf("SC_CLK_TCK")
         return {"seconds": seconds, "origin": served, "relays": 0.0, "clients": clients, "rss_mb": 0.0}
@@ -532,14 +554,17 @@ def read_through(path: Path) -> None:
             pass
 
 
-def warm_memory(num_bytes: int) -> None:
-    """Have a process use as much as will be written, and end. A virtual machine hands memory that nobody uses to its host; to get
-    it back takes longer than to send what goes into it, and would be counted for whoever happens to need it first."""
-    free = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemFree"))
-    num_bytes = min(num_bytes, int(free.split()[1]) * 1024 - (1 << 30)) >> 21 << 21
-    if num_bytes > 0:
-        command = [sys.executable, "-P", __file__, "--role", "some_memory", "--bytes", str(num_bytes)]
-        subprocess.run(command, check=True)
+@contextmanager
+def warm_memory(num_bytes: int) -> Iterator[None]:
+    """As much as will be written is used already, and becomes free as it is needed. A virtual machine hands memory that nobody uses
+    to its host within seconds; to get it back takes longer than to send what goes into it, and would be counted for whoever
+    happens to need it first."""
+    num_bytes = min(num_bytes, free_memory() - (1 << 30)) >> 21 << 21
+    with ExitStack() as stack:
+        if num_bytes > 0:
+            start = stack.enter_context(children(__file__, quiet=True))
+            start("some_memory", "--bytes", num_bytes)
+        yield
 
 
 def file_system(folder: Path) -> str:
