@@ -305,7 +305,9 @@ def run_nginx(root: Path, source: Path, num_clients: int, options: argparse.Name
         with warm_memory(options.need_bytes):
             before_s, began_s = usage()["cpu_s"], time.monotonic()
             curls = [
-                subprocess.Popen(["curl", "-sf", "-o", root / f"got{index}", f"http://127.0.0.1:{port}/model"])
+                subprocess.Popen(
+                    ["curl", "-sf", "-o", root / f"got{index}", f"http://127.0.0.1:{port}/model"]
+                )
                 for index in range(num_clients)
             ]
             if any(curl.wait() for curl in curls):

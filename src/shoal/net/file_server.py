@@ -395,7 +395,9 @@ def _send_at_once_if_near(writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(OSError):  # not TCP, or a system that has other ways
         paced = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"bbr")
         if paced and _round_trip_us(sock) < NEAR_US:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")  # the one that everybody may use
+            sock.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno"
+            )  # the one that everybody may use
 
 
 def _round_trip_us(sock: socket.socket) -> int:
