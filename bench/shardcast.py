@@ -743,9 +743,8 @@ def failing(
     ]
     took_s = fetch_over(start, place / "client", origin, [one.url for one in made])
     surplus = sum(one.num_bytes for one in made) / (options.link_mb * MB) - 1
-    best_s = (
-        (options.link_mb * MB * (1 - 1 / 4 - 1 / 8) - 8 * MB) / 10e6
-    )  # what the dying and the hanging one sent is not lost, nor what the corrupting one sent before its first error
+    # What the dying and the hanging one sent is not lost, nor what the corrupting one sent before its first error.
+    best_s = (options.link_mb * MB * (1 - 1 / 4 - 1 / 8) - 8 * MB) / 10e6
     what = "one dies, one corrupts, one hangs, one is well (10 MB/s)"
     return [row(what, took_s, best_s, f"{100 * surplus:.0f} % of the bytes in vain", "the right digest")]
 

@@ -187,9 +187,8 @@ class FileServer:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         account = self._accounts.enter(_peer(writer), time.monotonic())
         _send_at_once_if_near(writer)
-        writer.transport.set_write_buffer_limits(
-            0
-        )  # drain waits until all has gone: what follows may be a file
+        # drain waits until all has gone: what follows may be a file.
+        writer.transport.set_write_buffer_limits(0)
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -255,9 +254,8 @@ class FileServer:
             return await self._answer(request)
         except Rejected as rejected:
             return problem(rejected)
-        except (
-            OSError
-        ) as error:  # the disk's, or too many open files: this request fails, the server does not
+        except OSError as error:
+            # The disk's, or too many open files: this request fails, the server does not.
             self._log.error(f"{request.path[:80]}: {error}")
             return problem(Rejected("request.failed", "the server cannot read it now", retry_after_s=1.0))
 
@@ -389,15 +387,14 @@ async def _linger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 def _send_at_once_if_near(writer: asyncio.StreamWriter) -> None:
-    """BBR, where a system uses it, sends by a timer of the kernel, one for each 64 KB. Over a slow link that spares others a queue; to
-    somebody near, at gigabytes a second, the timers take a seventh of all that bringing a file there costs."""
+    """BBR, where a system uses it, sends by a timer of the kernel, one for each 64 KB. On a long way that spares others a queue; to
+    somebody near, at gigabytes a second, the timers took a seventh of all that bringing a file there cost (LOG, 16 November)."""
     sock = writer.get_extra_info("socket")
     with contextlib.suppress(OSError):  # not TCP, or a system that has other ways
         paced = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"bbr")
         if paced and _round_trip_us(sock) < NEAR_US:
-            sock.setsockopt(
-                socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno"
-            )  # the one that everybody may use
+            # The one that a process without privileges may always choose.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
 def _round_trip_us(sock: socket.socket) -> int:
