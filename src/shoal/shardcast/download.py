@@ -40,7 +40,7 @@ each other for every shard cost more than they bring. A slow or far one is asked
 RUN_S, RUN_BYTES = 0.2, 32 << 20
 """What one question is for: shards that should come within so long, and not more than so many bytes."""
 LAST_RUN_S = 0.02
-"""Towards the end too: asking costs more than is won when streams end together to the millisecond."""
+"""Towards the end a question is for less, but not for less than should come within this: asking has its price."""
 SECOND_TRY_S = 1.0
 WATCH_S = 0.2
 """How often the streams as a whole are looked at."""
@@ -200,8 +200,9 @@ class Download:
         bytes_per_s = (self._choice.standing(relay).bandwidth or 0.0) / NUM_STREAMS
         most = min(RUN_BYTES, RUN_S * bytes_per_s) // shard.num_bytes
         # Towards the end in smaller portions, so that all streams end together.
-        share = (len(self._pending) + 1) // (2 * NUM_STREAMS)
-        most = min(most, max(share, LAST_RUN_S * bytes_per_s // shard.num_bytes))
+        left = len(self._pending) + 1
+        worth = min(LAST_RUN_S * bytes_per_s // shard.num_bytes, left // 2)
+        most = min(most, max(left // (2 * NUM_STREAMS), worth))
         while len(run) < most and self._pending and _follows(run[-1], self._pending[0]):
             run.append(self._pending.popleft())
         return run
