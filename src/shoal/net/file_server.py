@@ -389,8 +389,10 @@ async def _linger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 def _send_at_once_if_near(writer: asyncio.StreamWriter) -> None:
     """BBR, where a system uses it, sends by a timer of the kernel, one for each 64 KB. On a long way that spares others a queue; to
     somebody near, at gigabytes a second, the timers took a seventh of all that bringing a file there cost (LOG, 16 November)."""
+    if not hasattr(socket, "TCP_CONGESTION"):  # a system that offers no choice
+        return
     sock = writer.get_extra_info("socket")
-    with contextlib.suppress(OSError):  # not TCP, or a system that has other ways
+    with contextlib.suppress(OSError):  # not TCP, or a system with other ways
         paced = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"bbr")
         if paced and _round_trip_us(sock) < NEAR_US:
             # The one that a process without privileges may always choose.
