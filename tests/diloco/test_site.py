@@ -3,6 +3,7 @@
 import importlib.util
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,6 +134,36 @@ def _steps(site: Site, num: int) -> bool:
     for _ in range(num):
         site._step()
     return False
+
+
+@pytest.mark.parametrize("overlap_steps", [0, 2])
+def test_stopped_while_it_waits_for_a_round_a_site_saves_what_it_trained(
+    tmp_path: Path, overlap_steps: int
+) -> None:
+    """Ctrl-C while a group is awaited: nobody was offered anything, so all of it is kept, and carried over."""
+    file = small_file(tmp_path, steps=8)
+    rounds = {"min_peers": 2, "overlap_steps": overlap_steps}
+    file = file.model_copy(update={"rounds": file.rounds.model_copy(update=rounds)})
+    hub = LocalHub()
+    site = make_site(file, tmp_path, hub, "one")
+    begin = site.optimizer.averager.begin
+
+    def begin_and_stop(*ready: Any, **more: Any) -> Any:
+        threading.Timer(0.5, site._stop.set).start()
+        return begin(*ready, **more)
+
+    site.optimizer.averager._stop = site._stop  # type: ignore[attr-defined]
+    site.optimizer.averager.begin = begin_and_stop  # type: ignore[method-assign]
+    with pytest.raises(Stopped):
+        site.train(join_s=10)
+    site.close()
+    again = make_site(file, tmp_path, hub, "one")
+    again._resume()
+    taken = again.optimizer.steps
+    assert 4 <= taken <= 4 + overlap_steps, "one round's steps, and those beside it"
+    assert again.optimizer.phase == taken and again.optimizer._samples == 4 * taken, "the round is still due"
+    assert again.optimizer.carries and np.any(again.optimizer.pseudo_gradient())
+    again.close()
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:

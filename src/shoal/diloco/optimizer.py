@@ -12,6 +12,7 @@ device; the outer state is in main memory. With `Schedule(fragments=K, overlap_s
 DiLoCo: layers in K turns, each averaged in the background while training goes on.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from shoal.diloco.averager import Averager, Fetched, Ready
 from shoal.diloco.flat import fragments_of
 from shoal.diloco.outer import Outer, OuterState, first_state, outer_step
 from shoal.diloco.rounds import Outcome, RoundResult, take_round
+from shoal.net.deadline import Stopped
 from shoal.telemetry import Log
 
 
@@ -149,9 +151,10 @@ class DiLoCo(Optimizer):
         self.inner.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the model's weights. A round under way is waited for."""
+        """Everything but the model's weights. A round under way is waited for, or, after `stop`, given up."""
         if self._flight is not None:
-            self._land()
+            with contextlib.suppress(Stopped):
+                self._land()
         state = self.outer_state
         return {
             "inner": self.inner.state_dict(),
@@ -203,7 +206,6 @@ class DiLoCo(Optimizer):
         state, weight = self.outer_state, self._samples or float(self.schedule.interval)
         ready = Ready(round=state.round, work=state.work, digest=self._digest, weight=weight)
         self.phase, self._samples = 0, 0.0
-        self.on_offer(state.round)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="round")
 
@@ -215,6 +217,7 @@ class DiLoCo(Optimizer):
                 deadline_s=self.schedule.deadline_s,
                 log=self._log,
                 stop=self.stop,
+                on_offer=self.on_offer,
             )
 
         self._flight = self._pool.submit(run), weight
@@ -224,7 +227,12 @@ class DiLoCo(Optimizer):
         flight, weight = self._flight
         self._flight = None
         started_s = time.monotonic()
-        result = flight.result()
+        try:
+            result = flight.result()
+        except Stopped:
+            # As if the round had not begun: what was trained for it is still here, and due.
+            self.phase, self._samples = self.phase + self.schedule.interval, self._samples + weight
+            raise
         if result.outcome is Outcome.ADOPTED:
             assert result.fetched is not None
             self._adopt(result.fetched, carry=True)

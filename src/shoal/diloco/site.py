@@ -89,11 +89,15 @@ class Site:
         self.log.info("joined", peer=self.optimizer.averager.peer, round=self.optimizer.outer_state.round)
         if adopted:
             self.metrics.write("adopted", step=self.optimizer.steps)
-        while self.optimizer.steps < self.file.run.steps:
-            if self._stop.is_set():
-                self._save()
-                raise Stopped("stopped between two inner steps; start again to go on from here")
-            self._step()
+        try:
+            while self.optimizer.steps < self.file.run.steps:
+                if self._stop.is_set():
+                    raise Stopped("stopped between two inner steps")
+                self._step()
+        except Stopped:
+            self._save()
+            self.log.info("stopped and saved; the same command goes on from here", step=self.optimizer.steps)
+            raise
         self.progress.validation = self._validate()
         self._save()
         return self.progress
