@@ -165,6 +165,31 @@ def test_a_wrong_average_is_never_committed(swarm: Any) -> None:
     assert all(np.array_equal(result.average_N, results[0].average_N) for result in results)
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_share_that_is_not_finite_is_in_nobody_s_average(swarm: Any, codec: CodecName) -> None:
+    """A peer that does not look at its own weights is refused by all; without it they go on."""
+    _, peers, state = swarm(2, codec=codec)
+    spoilt = vector(2)
+    spoilt[7], spoilt[500] = np.nan, np.inf
+    results = in_threads(
+        [
+            functools.partial(one_round, peer, state, delta, deadline_s=1.5)
+            for peer, delta in zip(peers, (vector(1), spoilt), strict=True)
+        ]
+    )
+    assert results[0].outcome is Outcome.LOCAL and np.array_equal(results[0].average_N, vector(1))
+    assert any("not finite" in reason for reason in results[0].reasons)
+
+
+def test_the_bytes_of_a_round_are_those_to_the_owners_and_those_of_an_owner(swarm: Any) -> None:
+    _, peers, state = swarm(4)
+    num = 4 * CHUNK
+    results = rounds(peers, state, [vector(seed, num) for seed in range(4)])
+    for result in results:
+        # Three quarters of a vector to the other owners, and the own quarter's sums to three members; plus heads of frames.
+        assert 2 * 3 * num <= result.num_bytes < 2 * 3 * num + 2000
+
+
 def test_alone_after_the_deadline(swarm: Any) -> None:
     _, peers, state = swarm(1, min_peers=2)
     delta = vector(1)

@@ -52,6 +52,22 @@ def text_encoder(folder: Path) -> Callable[[str], list[int]]:
     return tokenizer.encode_answer
 
 
+def num_words(model: nn.Module) -> int:
+    """Token ids are below it."""
+    if isinstance(model, Decoder):
+        return model.shape.vocab_size
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    return int(embedding.num_embeddings)
+
+
+def num_positions(model: nn.Module) -> int:
+    """The longest sample it can be given."""
+    if isinstance(model, Decoder):
+        return model.shape.max_positions
+    # Not every family has a limit.
+    return int(getattr(model.config, "max_position_embeddings", None) or 1 << 31)
+
+
 def next_token_loss(model: nn.Module, tokens_BT: Tensor) -> Tensor:
     """Mean cross-entropy of each token given those before it."""
     inputs_BT, targets_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]

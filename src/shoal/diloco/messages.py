@@ -32,6 +32,10 @@ class Card(Record):
     """Inner steps since its last round."""
     in_round: bool
 
+    def age_order(self) -> tuple[int, int]:
+        """Of two cards of one peer the newer has the larger."""
+        return -1 if self.standing is None else self.standing.round, self.phase
+
 
 class Hello(Record):
     """I am here. Answered with a Card; also how a peer is asked whether it lives."""

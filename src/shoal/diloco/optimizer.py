@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from shoal.diloco.averager import Averager, Fetched, Ready
 from shoal.diloco.flat import fragments_of
-from shoal.diloco.outer import Outer, OuterState, first_state, outer_step
+from shoal.diloco.outer import Outer, OuterState, first_state, is_finite, outer_step
 from shoal.diloco.rounds import Outcome, RoundResult, take_round
 from shoal.net.deadline import Stopped
 from shoal.telemetry import Log
@@ -169,6 +169,13 @@ class DiLoCo(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Before `join`, with the model's weights of the same moment loaded."""
+        theirs = tuple(len(base) for base in state_dict["bases"])
+        ours = tuple(fragment.num_values for fragment in self._fragments)
+        if theirs != ours:
+            raise ValueError(
+                f"the checkpoint has fragments of {theirs} values, here they are {ours}: another model, or another number of "
+                "fragments; go on with those of the checkpoint, or begin in another folder"
+            )
         self.inner.load_state_dict(state_dict["inner"])
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         self.outer_state = OuterState(
@@ -203,6 +210,12 @@ class DiLoCo(Optimizer):
 
     def _launch(self) -> None:
         delta_N = self.pseudo_gradient()
+        if not is_finite(delta_N):
+            # Nobody's average may hold it: every site would be lost with this one.
+            raise ValueError(
+                f"the weights are not finite after {self.steps} inner steps, and the swarm is not given them; lower the inner "
+                "learning rate and go on from the last checkpoint"
+            )
         state, weight = self.outer_state, self._samples or float(self.schedule.interval)
         ready = Ready(round=state.round, work=state.work, digest=self._digest, weight=weight)
         self.phase, self._samples = 0, 0.0

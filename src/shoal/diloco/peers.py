@@ -24,7 +24,7 @@ from shoal.diloco.messages import Bye, Card, GroupAnswer, Hello, ReadyAsk, Stand
 from shoal.diloco.outer import OuterState, Vector
 from shoal.diloco.reducing import Reducer
 from shoal.diloco.roster import Roster
-from shoal.net.deadline import Stopped
+from shoal.net.deadline import NotYet, Stopped, wait_for
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 
@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 HELLO_S = 5.0
 """How long a peer may take to say it lives."""
+START_S = 120.0
+"""How long one attempt to come up may take: the daemon has 60 s, the directory the rest."""
 DIRECTORY_S = 30.0
 """How long the directory may take to answer."""
 
@@ -84,12 +86,12 @@ class PeerAverager:
 
     def peers(self) -> dict[str, Card]:
         """Everybody else that is thought to be alive, for whoever wants to show it."""
-        return dict(self._roster.alive(time.monotonic()))
+        return {} if self._chores is None else self._roster.shown(time.monotonic())
 
     # -- what the training thread calls -------------------------------------------------------------------
 
     def join(self, *, deadline_s: float) -> Fetched | None:
-        self._call(self._start(), deadline_s, "the swarm's directory")
+        wait_for("the swarm", self._try_to_start, deadline_s=deadline_s, log=self._log, stop=self._stop)
         cards = self._call(self._meet(), deadline_s, "the other peers' hellos")
         if not newest_holders(cards, self._holding.standing, at_least=self._at_least):
             return None
@@ -157,6 +159,12 @@ class PeerAverager:
                     future.cancel()
                     raise RoundFailed(f"waited {deadline_s:.0f} s for {what}") from None
 
+    def _try_to_start(self) -> None:
+        try:
+            self._call(self._start(), START_S, "the swarm's directory")
+        except Broken as broken:
+            raise NotYet(f"{broken}; check --join, and that somebody is there") from None
+
     # -- coming and going -----------------------------------------------------------------------------------
 
     async def _start(self) -> None:
@@ -185,7 +193,7 @@ class PeerAverager:
             return
         self._chores.cancel()
         self._leader.stop()
-        goodbyes = (ask_peer(self._mesh, peer, Bye(peer=self.peer), Card, 2.0) for peer in self.peers())
+        goodbyes = (ask_peer(self._mesh, peer, Bye(peer=self.peer), Card, 2.0) for peer in self._others())
         await asyncio.gather(*goodbyes, return_exceptions=True)
         await self._mesh.stop()
         rest = asyncio.all_tasks() - {asyncio.current_task()}
@@ -193,6 +201,9 @@ class PeerAverager:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
         await asyncio.sleep(0.01)  # transports close on the loop's next turns
+
+    def _others(self) -> list[str]:
+        return list(self._roster.alive(time.monotonic()))
 
     async def _announce(self) -> None:
         while True:
@@ -220,7 +231,7 @@ class PeerAverager:
 
     async def _meet(self) -> list[Card]:
         """Say hello to everybody: they know of us before the directory does, and we of their states."""
-        cards = await asyncio.gather(*(self._hello(peer) for peer in self.peers()))
+        cards = await asyncio.gather(*(self._hello(peer) for peer in self._others()))
         return [card for card in cards if card is not None]
 
     async def _hello(self, peer: str) -> Card | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from shoal.diloco.averager import Averager, Behind, Fetched, Ready, Reduced, RoundFailed
-from shoal.diloco.outer import Vector
+from shoal.diloco.outer import Vector, is_finite
 from shoal.net.deadline import Stopped
 from shoal.telemetry import Log
 
@@ -126,6 +126,8 @@ def _attempt(
     progress.on_offer(ready.round)
     try:
         reduced: Reduced = averager.reduce(group, delta_N, deadline_s=left())
+        if not is_finite(reduced.average_N):
+            raise RoundFailed("the average is not finite: some member's share is not")
     except RoundFailed:
         averager.commit(group, "", deadline_s=min(2.0, left()))
         raise

@@ -22,6 +22,8 @@ from shoal.diloco.language import (
     load_language_model,
     model_folder,
     next_token_loss,
+    num_positions,
+    num_words,
     text_encoder,
     validation_loss,
 )
@@ -86,7 +88,10 @@ class Site:
         self.optimizer.on_round = self._landed
         self.optimizer.on_offer = self._offered.write
         adopted = self.optimizer.join(deadline_s=join_s)
-        self.log.info("joined", peer=self.optimizer.averager.peer, round=self.optimizer.outer_state.round)
+        averager = self.optimizer.averager
+        self.log.info("joined", peer=averager.peer, round=self.optimizer.outer_state.round)
+        for address in averager.addresses:
+            self.log.info("others may join by this site", address=address)
         if adopted:
             self.metrics.write("adopted", step=self.optimizer.steps)
         try:
@@ -144,7 +149,8 @@ class Site:
         progress.sent_bytes += result.num_bytes
         progress.landed = landed
         started_s = time.monotonic()
-        if landed.round % rounds.eval_every == 0:
+        evaluated = landed.round % rounds.eval_every == 0
+        if evaluated:
             progress.validation = self._validate()
         self.metrics.write(
             "round",
@@ -156,7 +162,7 @@ class Site:
             took_s=round(result.took_s, 3),
             waited_s=round(landed.waited_s, 3),
             sent_bytes=result.num_bytes,
-            validation=None if math.isnan(progress.validation) else round(progress.validation, 5),
+            validation=round(progress.validation, 5) if evaluated else None,
             utilisation=round(progress.utilisation, 4) if progress.compute_s else None,
             state=landed.state_digest,
         )
@@ -186,8 +192,13 @@ class Site:
         else:
             cut = max(len(tokens_N) - max(len(tokens_N) // 100, 2 * data.sequence + 1), 0)
             tokens_N, held_N = tokens_N[:cut], tokens_N[cut:]
-        self._samples = Samples(tokens_N, sequence=data.sequence, peer=peer, seed=seed)
-        held = Samples(held_N, sequence=data.sequence, peer="validation", seed=0)
+        words, positions = num_words(self.model), num_positions(self.model)
+        if data.sequence > positions:
+            raise ValueError(
+                f"data.sequence = {data.sequence}, and the model has {positions} positions; lower the first"
+            )
+        self._samples = Samples(tokens_N, sequence=data.sequence, peer=peer, seed=seed, num_words=words)
+        held = Samples(held_N, sequence=data.sequence, peer="validation", seed=0, num_words=words)
         self._held_out: Tokens = held.take(min(held.num_samples, MAX_VALIDATION))
 
     def _make_optimizer(self, averager: Averager) -> DiLoCo:
