@@ -58,6 +58,7 @@ class HivemindMesh:
         self._address = address
         self.peer = ""
         self.reachable = address.reachable
+        self._handler: Handler | None = None
         self._p2p: Any = None
         self._node: Any = None
         self._watch: Any = None
@@ -75,6 +76,7 @@ class HivemindMesh:
         from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
         logging.getLogger("hivemind").setLevel(logging.ERROR)
+        self._handler = handler
         try:
             self._p2p = await P2P.create(**self._options())
             self._watch = _tie_to_this_process(self._p2p._child.pid)
@@ -100,6 +102,15 @@ class HivemindMesh:
             self._links = DirectLinks(handler, self._log)
             await self._links.listen(self._address.host, self._address.direct_port)
             await self._p2p.add_binary_stream_handler(self._link_protocol, self._offer)
+
+    async def _start_again(self) -> None:
+        """Out of memory, say, and somebody killed the daemon: without one this site would go on alone and never be told."""
+        if self._address.identity is None:
+            raise Broken("the network daemon has ended, and without a key nobody would know this peer again")
+        self._log.warning("the network daemon has ended; starting another")
+        await self._give_up()
+        assert self._handler is not None
+        await self.start(self._handler)
 
     async def _give_up(self) -> None:
         """Whatever came up goes down again: `start` may be called once more."""
@@ -170,6 +181,8 @@ class HivemindMesh:
     async def announce(self, card: bytes, *, for_s: float) -> None:
         from hivemind.utils import get_dht_time
 
+        if self._p2p is None or self._p2p._child.returncode is not None:
+            await self._start_again()
         await self._node.store(self._key, card, get_dht_time() + for_s, subkey=self.peer)
 
     async def cards(self) -> dict[str, bytes]:
@@ -196,6 +209,7 @@ class HivemindMesh:
             pass  # the daemon drains streams of peers that are gone; the watch ends it
         self._watch.stdin.close()
         self._watch.wait(STOP_S)
+        self._links = None
 
     def _options(self) -> dict[str, Any]:
         address = self._address
