@@ -142,17 +142,17 @@ def test_a_peer_with_an_older_state_is_told_and_adopts(swarm: Any) -> None:
 class Lying:
     """An engine whose word is wrong the first time: it reports an average that nobody else has."""
 
-    def __init__(self, inner: PeerAverager) -> None:
-        self._inner, self.lies = inner, 0
+    def __init__(self, inner: PeerAverager, num_lies: int = 1) -> None:
+        self._inner, self.left = inner, num_lies
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def reduce(self, group: Group, delta_N: Vector, *, deadline_s: float) -> Reduced:
         reduced = self._inner.reduce(group, delta_N, deadline_s=deadline_s)
-        if self.lies:
+        if not self.left:
             return reduced
-        self.lies += 1
+        self.left -= 1
         return Reduced(average_N=reduced.average_N + 1, digest="0" * 64, num_bytes=reduced.num_bytes)
 
 
@@ -163,6 +163,27 @@ def test_a_wrong_average_is_never_committed(swarm: Any) -> None:
     assert [result.outcome for result in results] == [Outcome.COMMITTED] * 3
     assert all(result.attempts == 2 for result in results)
     assert all(np.array_equal(result.average_N, results[0].average_N) for result in results)
+
+
+@pytest.mark.parametrize("liar_at", [0, 2])
+def test_one_that_is_always_wrong_costs_retries_and_not_the_round(swarm: Any, liar_at: int) -> None:
+    """The first id leads: it may be the one that is wrong. Left out, it takes the others' result over."""
+    _, peers, state = swarm(4)
+    members: list[Any] = list(peers)
+    members[liar_at] = Lying(peers[liar_at], num_lies=1000)
+
+    def take(at: int) -> RoundResult:
+        result = one_round(members[at], state, vector(at))
+        if result.outcome is Outcome.COMMITTED:
+            members[at].serve(outer_step(state, result.average_N, Outer(), work=result.work), step=0)
+        return result
+
+    results = in_threads([functools.partial(take, at) for at in range(4)])
+    sound = [result for at, result in enumerate(results) if at != liar_at]
+    assert [result.outcome for result in sound] == [Outcome.COMMITTED] * 3
+    assert all(len(result.members) == 3 and result.attempts == 3 for result in sound)
+    assert all(np.array_equal(result.average_N, sound[0].average_N) for result in sound)
+    assert results[liar_at].outcome is Outcome.ADOPTED
 
 
 @pytest.mark.parametrize("codec", CODECS)
