@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from shoal.cli.arguments import Commands
 from shoal.cli.supervise import EXIT_OK, alone_in
@@ -17,6 +18,10 @@ from shoal.telemetry import Log
 if TYPE_CHECKING:
     from shoal.diloco.config import DilocoFile
     from shoal.diloco.hivemind_mesh import Address
+
+
+_ANY = ("0.0.0.0", "::")
+"""To listen at, not to be reached by."""
 
 
 def add_diloco(commands: Commands) -> None:
@@ -202,6 +207,7 @@ def _torchft(file: "DilocoFile", options: argparse.Namespace, stop: threading.Ev
         raise ValueError(
             'with engine = "torchft" give one --join: the lighthouse, such as http://10.0.0.1:8710'
         )
+    _check_torchft_host(options.host, options.join[0])
     return TorchftAverager(
         options.join[0],
         log=Log("averager"),
@@ -210,6 +216,20 @@ def _torchft(file: "DilocoFile", options: argparse.Namespace, stop: threading.Ev
         min_peers=file.rounds.min_peers,
         stop=stop,
     )
+
+
+def _check_torchft_host(host: str, lighthouse: str) -> None:
+    """Here --host is told to the others, who connect to it."""
+    there = urlsplit(lighthouse).hostname
+    if there is None:
+        raise ValueError(
+            f"--join {lighthouse!r} is no lighthouse's address; one looks like http://10.0.0.1:8710"
+        )
+    near = there == "localhost" or there.startswith("127.")
+    if host in _ANY or (host.startswith("127.") and not near):
+        raise ValueError(
+            f"--host {host}: with torchft the other peers connect to it, and cannot; give this machine's own address"
+        )
 
 
 def _site_id(folder: Path) -> str:
@@ -238,8 +258,10 @@ def _lighthouse(options: argparse.Namespace, stop: threading.Event) -> int:
         min_replicas=options.min_peers,
         join_timeout_ms=int(1000 * options.gather_s),
     )
-    # It names the machine, which others may not resolve; the address it was given is better.
-    print(f"join: http://{options.host}:{server.address().rsplit(':', 1)[1]}", flush=True)
+    # It names the machine, which others may not resolve; the address it was given is better, if it is one.
+    named, port = server.address().rsplit(":", 1)
+    host = named.removeprefix("http://") if options.host in _ANY else options.host
+    print(f"join: http://{host}:{port}", flush=True)
     stop.wait()
     server.shutdown()
     return EXIT_OK

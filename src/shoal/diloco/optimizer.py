@@ -87,6 +87,11 @@ class DiLoCo(Optimizer):
         schedule: Schedule | None = None,
         site: Any = None,
     ) -> None:
+        if not isinstance(outer or Outer(), Outer):
+            raise ValueError(
+                f"outer={type(outer).__name__}: it works on vectors in main memory, not on parameters; "
+                "use shoal.diloco.Outer(lr=0.7, momentum=0.9, nesterov=True)"
+            )
         # The base class is not initialised: groups, state and defaults are the inner optimiser's own, so that whoever
         # sets a learning rate or unscales gradients here does it there.
         self.inner = inner

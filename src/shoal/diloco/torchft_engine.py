@@ -29,7 +29,7 @@ from shoal.diloco.averager import Behind, Fetched, Group, Ready, Reduced, RoundF
 from shoal.diloco.codec import CodecName, Coded, coded_bytes, decode, encode, reduce_chunk
 from shoal.diloco.gather import choose
 from shoal.diloco.mesh import Broken, Stream
-from shoal.diloco.messages import Asked, ReadyAsk, Standing, StateAsk, StateHead
+from shoal.diloco.messages import Asked, Card, ReadyAsk, Standing, StateAsk, StateHead
 from shoal.diloco.outer import OuterState, Vector
 from shoal.diloco.states import receive_state, send_state
 from shoal.net.deadline import Stopped
@@ -66,11 +66,20 @@ class TorchftAverager:
         self._gloo: Any = None
         self._state: tuple[OuterState, Standing] | None = None
         self._step = self._phase = 0
+        self._members: list[tuple[ReadyAsk | None, str]] = []
         self._holders: tuple[str, ...] = ()
         self._at_least = 0
         self._loop = asyncio.new_event_loop()
         self._server: Any = None
         self._address = ""
+
+    def peers(self) -> dict[str, Card]:
+        """The others of the last round, as they were when it began, for whoever wants to show it."""
+        return {
+            ask.peer: Card(peer=ask.peer, reachable=True, standing=ask.standing, phase=0, in_round=False)
+            for ask, _ in self._members
+            if ask is not None and ask.peer != self.peer
+        }
 
     # -- coming and going -----------------------------------------------------------------------------------
 
@@ -207,7 +216,8 @@ class TorchftAverager:
             raise RoundFailed(f"no quorum: {error}") from None
         self._stores = [(each.replica_id, each.store_address) for each in quorum.participants]
         name = f"{quorum.quorum_id}-{quorum.created.seconds}-{quorum.created.nanos}"
-        return name, [(_ask_of(each, deadline_s), each.address) for each in quorum.participants]
+        self._members = [(_ask_of(each, deadline_s), each.address) for each in quorum.participants]
+        return name, self._members
 
     # -- states -----------------------------------------------------------------------------------------------
 
