@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from local_swarm import in_threads, make_peer
 
 from shoal.cli.diloco_view import describe_peers, events_of, plot_losses
@@ -17,6 +18,7 @@ from shoal.diloco.checkpoint import SiteCheckpoints
 from shoal.diloco.config import DilocoFile, load_diloco_file
 from shoal.diloco.data import Samples, read_corpus
 from shoal.diloco.site import Site, learning_rate
+from shoal.model.load import load_decoder
 from shoal.net.deadline import Stopped
 from shoal.telemetry import Log, Metrics
 
@@ -280,6 +282,13 @@ def test_the_command_trains_alone(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert act(parse(where), threading.Event()) == 0
     assert "run small: 8 steps, validation loss" in capsys.readouterr().out
     assert (tmp_path / "site" / "loss.png").exists()
+    made, kept = (
+        load_decoder(tmp_path / "site" / "model"),
+        SiteCheckpoints(tmp_path / "site" / "checkpoints", log=Log("test")).newest(),
+    )
+    assert kept is not None
+    for name, value in made.named_parameters():
+        assert torch.equal(value, kept["model"][name].bfloat16().float()), name
     stopped = threading.Event()
     stopped.set()
     again = where[:-1] + [str(tmp_path / "other")]

@@ -159,7 +159,7 @@ def _train_alone_there(file: "DilocoFile", options: argparse.Namespace, stop: th
         _draw(options.dir, f"{file.run.name}: loss")
     print(
         f"run {file.run.name}: {progress.steps} steps, validation loss {progress.validation:.4f}, "
-        f"{progress.sent_bytes / 1e6:.1f} MB sent, utilisation {progress.utilisation:.3f}"
+        f"{progress.sent_bytes / 1e6:.1f} MB sent, utilisation {progress.utilisation:.3f}; model in {site.model_folder}"
     )
     return EXIT_OK
 

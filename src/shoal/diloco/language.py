@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.model.builtin import BUILTIN, create_model
+from shoal.model.builtin import BUILTIN, copy_all_but_weights, create_model
 from shoal.model.decoder import Decoder
 from shoal.model.load import load_decoder
 from shoal.model.logprobs import token_logprobs
 from shoal.model.tokenizer import CharTokenizer, load_tokenizer
+from shoal.model.weights import WEIGHTS_FILE, save_weights
 
 
 def model_folder(name: str, cache: Path, seed: int) -> Path:
@@ -41,6 +42,16 @@ def load_language_model(folder: Path, device: str) -> nn.Module:
             folder, local_files_only=True, dtype=torch.float32
         )
         return model.to(device)
+
+
+def save_language_model(model: nn.Module, source: Path, target: Path) -> None:
+    """A folder as `source` is, with the weights as they are now: bfloat16 if the decoder is ours, as versions are published."""
+    target.mkdir(parents=True, exist_ok=True)
+    copy_all_but_weights(source, target)
+    if isinstance(model, Decoder):
+        save_weights(model, target / WEIGHTS_FILE)
+    else:
+        model.save_pretrained(target)  # type: ignore[operator]
 
 
 def text_encoder(folder: Path) -> Callable[[str], list[int]]:

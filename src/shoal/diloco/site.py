@@ -24,6 +24,7 @@ from shoal.diloco.language import (
     next_token_loss,
     num_positions,
     num_words,
+    save_language_model,
     text_encoder,
     validation_loss,
 )
@@ -74,10 +75,12 @@ class Site:
         self.progress = Progress(last_step=file.run.steps)
         self.on_progress: Callable[[Progress], None] = lambda progress: None
         self.metrics = Metrics(folder / "metrics.jsonl")
-        source = model_folder(file.run.model, folder / "models", file.run.seed)
+        self.model_folder = folder / "model"
+        """Where the trained model is, once the run is over."""
+        self._source = model_folder(file.run.model, folder / "models", file.run.seed)
         torch.manual_seed(file.run.seed)
-        self.model: nn.Module = load_language_model(source, device)
-        self._load_data(source, folder, peer)
+        self.model: nn.Module = load_language_model(self._source, device)
+        self._load_data(folder, peer)
         self.optimizer = self._make_optimizer(averager)
         self._checkpoints = SiteCheckpoints(folder / "checkpoints", log=self.log)
         self._offered = OfferedRound(folder / "offered")
@@ -105,6 +108,7 @@ class Site:
             raise
         self.progress.validation = self._validate()
         self._save()
+        save_language_model(self.model, self._source, self.model_folder)
         return self.progress
 
     def close(self) -> None:
@@ -183,9 +187,9 @@ class Site:
             self.model, self._held_out, batch=self.file.inner.micro_batch, device=self._device
         )
 
-    def _load_data(self, source: Path, folder: Path, peer: str) -> None:
+    def _load_data(self, folder: Path, peer: str) -> None:
         data, seed = self.file.data, self.file.run.seed
-        encode = text_encoder(source)
+        encode = text_encoder(self._source)
         tokens_N = read_corpus(data.files, encode, folder / "tokens")
         if data.validation:
             held_N = read_corpus(data.validation, encode, folder / "tokens")
