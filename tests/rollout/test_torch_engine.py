@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -241,6 +242,14 @@ def test_what_cannot_be_done_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no complete weights"):
         engine.submit([request])
     engine.load(folder, 2)  # nothing was taken that would keep it from these
+
+
+def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(page.split("```python\n")[1].split("```")[0], names)
+    assert len(names["finished"]) == 8 and all(row.proof for row in names["finished"])
 
 
 def test_draws_follow_the_distribution_and_never_hit_the_impossible() -> None:
