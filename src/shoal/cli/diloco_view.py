@@ -93,7 +93,17 @@ def events_of(metrics: Path) -> list[dict[str, Any]]:
 
 
 def plot_losses(metrics: Path, picture: Path, title: str) -> bool:
-    """Training and validation loss against inner steps, as a PNG; False if there is nothing to plot it with."""
+    """Training and validation loss against inner steps, as a PNG; False if there is nothing to plot, or to plot it with."""
+    # A step that was taken again after a kill counts as it was the last time.
+    steps: dict[int, float] = {}
+    rounds: dict[int, float] = {}
+    for event in events_of(metrics):
+        if event["event"] == "step":
+            steps[event["step"]] = event["loss"]
+        elif event["event"] == "round" and event["validation"] is not None:
+            rounds[event["step"]] = event["validation"]
+    if not steps and not rounds:
+        return False
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -101,35 +111,31 @@ def plot_losses(metrics: Path, picture: Path, title: str) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    events = events_of(metrics)
-    # A step that was taken again after a kill counts as it was the last time.
-    steps = sorted({event["step"]: event["loss"] for event in events if event["event"] == "step"}.items())
-    rounds = sorted(
-        {
-            event["step"]: event["validation"]
-            for event in events
-            if event["event"] == "round" and event["validation"] is not None
-        }.items()
-    )
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
-    if steps:
-        axes.plot(*zip(*steps, strict=True), color="#9bb7d4", label="training")
-    if rounds:
-        axes.plot(*zip(*rounds, strict=True), color="#1f4e79", label="validation", marker="o", markersize=3)
+    for points, look in (
+        (steps, {"color": "#9bb7d4", "label": "training"}),
+        (rounds, {"color": "#1f4e79", "label": "validation", "marker": "o", "markersize": 3}),
+    ):
+        if points:
+            axes.plot(*zip(*sorted(points.items()), strict=True), **look)
     axes.set_xlabel("inner step")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(title)
-    if steps or rounds:
-        axes.legend()
+    axes.legend()
     figure.tight_layout()
     drawn = io.BytesIO()
     figure.savefig(drawn)
     pyplot.close(figure)
-    partial = picture.with_suffix(".partial")
+    _put(drawn.getvalue(), picture)
+    return True
+
+
+def _put(content: bytes, path: Path) -> None:
+    """Whole or not at all: a full disk leaves the picture that was there."""
+    partial = path.with_suffix(".partial")
     try:
-        partial.write_bytes(drawn.getvalue())
-        os.replace(partial, picture)
+        partial.write_bytes(content)
+        os.replace(partial, path)
     except OSError:
         partial.unlink(missing_ok=True)
         raise
-    return True

@@ -207,8 +207,9 @@ class HivemindMesh:
                 await self._p2p.shutdown()
         except TimeoutError:
             pass  # the daemon drains streams of peers that are gone; the watch ends it
-        self._watch.stdin.close()
-        self._watch.wait(STOP_S)
+        if self._watch is not None:
+            self._watch.stdin.close()
+            self._watch.wait(STOP_S)
         self._links = None
 
     def _options(self) -> dict[str, Any]:

@@ -189,12 +189,12 @@ class PeerAverager:
         self._chores = asyncio.create_task(self._announce())
 
     async def _end(self) -> None:
-        if self._chores is None:
-            return
-        self._chores.cancel()
-        self._leader.stop()
-        goodbyes = (ask_peer(self._mesh, peer, Bye(peer=self.peer), Card, 2.0) for peer in self._others())
-        await asyncio.gather(*goodbyes, return_exceptions=True)
+        if self._chores is not None:
+            self._chores.cancel()
+            self._leader.stop()
+            goodbyes = (ask_peer(self._mesh, peer, Bye(peer=self.peer), Card, 2.0) for peer in self._others())
+            await asyncio.gather(*goodbyes, return_exceptions=True)
+        # Stopped while it came up, it has nobody to say goodbye to, and still a daemon and tasks to end.
         await self._mesh.stop()
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:
