@@ -10,6 +10,7 @@ import pytest
 import torch
 from local_swarm import in_threads, make_peer
 
+from shoal.cli.diloco import check_peer_join
 from shoal.cli.diloco_view import describe_peers, events_of, plot_losses
 from shoal.cli.main import act, parse
 from shoal.cli.supervise import alone_in
@@ -21,6 +22,7 @@ from shoal.diloco.site import Site, learning_rate
 from shoal.model.load import load_decoder
 from shoal.net.deadline import Stopped
 from shoal.telemetry import Log, Metrics
+from shoal.trainer.config import DilocoConfig
 
 TEXT = "the sea is wide and the fish are many; " * 200
 
@@ -314,3 +316,19 @@ def test_the_learning_rate_rises_and_falls() -> None:
 
 def test_a_directory_with_noise_in_it_is_still_shown() -> None:
     assert describe_peers({"a": b"noise"}) == []
+
+
+@pytest.mark.parametrize(
+    ("address", "config", "words"),
+    [
+        ("/ip4/1.2.3.4/tcp/5/p2p/Qm", None, r"no \[trainer\.diloco\]"),
+        ("http://10.0.0.1:8710", DilocoConfig(), "no address of a peer"),
+    ],
+)
+def test_an_address_of_a_trainer_s_peers_that_leads_nowhere_is_refused(
+    address: str, config: DilocoConfig | None, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_peer_join([address], config)
+    check_peer_join([], config)
+    check_peer_join(["http://10.0.0.1:8710"], DilocoConfig(engine="torchft"))

@@ -4,10 +4,10 @@ import argparse
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from shoal.cli.arguments import Commands
 from shoal.cli.supervise import EXIT_OK, alone_in
@@ -18,6 +18,7 @@ from shoal.telemetry import Log
 if TYPE_CHECKING:
     from shoal.diloco.config import DilocoFile
     from shoal.diloco.hivemind_mesh import Address
+    from shoal.trainer.config import DilocoConfig
 
 
 _ANY = ("0.0.0.0", "::")
@@ -98,12 +99,7 @@ def add_peer_options(parser: argparse.ArgumentParser) -> None:
 def _address(options: argparse.Namespace) -> "Address":
     from shoal.diloco.hivemind_mesh import Address
 
-    for address in options.join:
-        if not address.startswith("/") or "/p2p/" not in address:
-            raise ValueError(
-                f"--join {address!r} is no address of a peer; one looks like /ip4/203.0.113.5/tcp/8710/p2p/Qm..., as "
-                "`shoal diloco swarm` and every site print it"
-            )
+    _check_addresses("--join", options.join)
     return Address(
         join=tuple(options.join),
         host=options.host,
@@ -114,6 +110,26 @@ def _address(options: argparse.Namespace) -> "Address":
         relay=options.relay,
         identity=options.dir / "peer.key",
     )
+
+
+def check_peer_join(addresses: Sequence[str], config: "DilocoConfig | None") -> None:
+    """`config`: the run file's [trainer.diloco], if it has one."""
+    if addresses and config is None:
+        raise ValueError(
+            f"--peer-join {addresses[0]}: the run file has no [trainer.diloco], so its trainer merges with nobody; "
+            "add that section, or leave the option out"
+        )
+    if config is not None and config.engine == "hivemind":
+        _check_addresses("--peer-join", addresses)
+
+
+def _check_addresses(option: str, addresses: Sequence[str]) -> None:
+    for address in addresses:
+        if not address.startswith("/") or "/p2p/" not in address:
+            raise ValueError(
+                f"{option} {address!r} is no address of a peer; one looks like /ip4/203.0.113.5/tcp/8710/p2p/Qm..., as "
+                "`shoal diloco swarm` and every site print it"
+            )
 
 
 def _train(options: argparse.Namespace, stop: threading.Event) -> int:
@@ -207,7 +223,6 @@ def _torchft(file: "DilocoFile", options: argparse.Namespace, stop: threading.Ev
         raise ValueError(
             'with engine = "torchft" give one --join: the lighthouse, such as http://10.0.0.1:8710'
         )
-    _check_torchft_host(options.host, options.join[0])
     return TorchftAverager(
         options.join[0],
         log=Log("averager"),
@@ -216,20 +231,6 @@ def _torchft(file: "DilocoFile", options: argparse.Namespace, stop: threading.Ev
         min_peers=file.rounds.min_peers,
         stop=stop,
     )
-
-
-def _check_torchft_host(host: str, lighthouse: str) -> None:
-    """Here --host is told to the others, who connect to it."""
-    there = urlsplit(lighthouse).hostname
-    if there is None:
-        raise ValueError(
-            f"--join {lighthouse!r} is no lighthouse's address; one looks like http://10.0.0.1:8710"
-        )
-    near = there == "localhost" or there.startswith("127.")
-    if host in _ANY or (host.startswith("127.") and not near):
-        raise ValueError(
-            f"--host {host}: with torchft the other peers connect to it, and cannot; give this machine's own address"
-        )
 
 
 def _site_id(folder: Path) -> str:

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -54,6 +55,7 @@ class TorchftAverager:
         min_peers: int = 1,
         stop: threading.Event | None = None,
     ) -> None:
+        _check_host(host, lighthouse)
         self.peer = f"torchft-{uuid.uuid4().hex[:16]}"
         self.addresses: tuple[str, ...] = (lighthouse,)
         self._log, self._host, self._min_peers = log, host, min_peers
@@ -275,6 +277,17 @@ class TorchftAverager:
         lengths = tuple(len(base) for base in state.bases)
         head = StateHead(standing=standing, lengths=lengths, phase=self._phase, step=self._step)
         await send_state(stream, head, state)
+
+
+def _check_host(host: str, lighthouse: str) -> None:
+    there = urlsplit(lighthouse).hostname
+    if there is None:
+        raise ValueError(f"{lighthouse!r} is no lighthouse's address; one looks like http://10.0.0.1:8710")
+    near = there == "localhost" or there.startswith("127.")
+    if host in ("0.0.0.0", "::") or (host.startswith("127.") and not near):
+        raise ValueError(
+            f"host {host}: with torchft the other peers connect to it, and cannot; give this machine's own address"
+        )
 
 
 def _ask_of(member: Any, wait_s: float) -> ReadyAsk | None:
