@@ -3,13 +3,14 @@
 import functools
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from local_swarm import in_threads, make_peer, one_round, start_swarm, vector
 
-from shoal.diloco.averager import Group, Reduced
+from shoal.diloco.averager import Group, Reduced, RoundFailed
 from shoal.diloco.codec import CODECS, CodecName, decode, encode, reduce_chunk
 from shoal.diloco.mesh import LocalHub
 from shoal.diloco.outer import Outer, OuterState, Vector, outer_step
@@ -209,6 +210,25 @@ def test_the_bytes_of_a_round_are_those_to_the_owners_and_those_of_an_owner(swar
     for result in results:
         # Three quarters of a vector to the other owners, and the own quarter's sums to three members; plus heads of frames.
         assert 2 * 3 * num <= result.num_bytes < 2 * 3 * num + 2000
+
+
+def test_a_state_that_does_not_fit_its_digest_is_taken_from_nobody(swarm: Any) -> None:
+    """A newcomer goes on to the next holder; if none is sound it has no state."""
+    hub, peers, state = swarm(2)
+    damaged = replace(state, momenta=(state.momenta[0] + np.float32(1e-3),))
+
+    def damage(peer: PeerAverager) -> None:
+        peer._holding._held = damaged, peer._holding._held[1]  # type: ignore[index]
+
+    damage(peers[0])
+    for _ in range(3):  # holders are asked in any order
+        newcomer = make_peer(hub)
+        swarm.made.append(newcomer)
+        fetched = newcomer.join(deadline_s=10)
+        assert fetched is not None and fetched.state.digest() == state.digest()
+    damage(peers[1])
+    with pytest.raises(RoundFailed, match="does not fit its digest"):
+        swarm.made[-1].fetch(deadline_s=1.0)
 
 
 def test_alone_after_the_deadline(swarm: Any) -> None:
