@@ -218,7 +218,9 @@ def test_a_state_that_does_not_fit_its_digest_is_taken_from_nobody(swarm: Any) -
     damaged = replace(state, momenta=(state.momenta[0] + np.float32(1e-3),))
 
     def damage(peer: PeerAverager) -> None:
-        peer._holding._held = damaged, peer._holding._held[1]  # type: ignore[index]
+        while (held := peer._holding._held) is None:  # `serve` is done on the peer's own thread
+            time.sleep(0.01)
+        peer._holding._held = damaged, held[1]
 
     damage(peers[0])
     for _ in range(3):  # holders are asked in any order
@@ -229,6 +231,18 @@ def test_a_state_that_does_not_fit_its_digest_is_taken_from_nobody(swarm: Any) -
     damage(peers[1])
     with pytest.raises(RoundFailed, match="does not fit its digest"):
         swarm.made[-1].fetch(deadline_s=1.0)
+
+
+def test_one_with_other_terms_does_not_join(swarm: Any) -> None:
+    """Every round with it would come to nothing, for all."""
+    hub, peers, state = swarm(2, shared="codec = int8")
+    stranger = make_peer(hub, shared="codec = fp16")
+    with pytest.raises(ValueError, match="has codec = int8, this one codec = fp16"):
+        stranger.join(deadline_s=10)
+    stranger.leave()
+    assert [result.outcome for result in rounds(peers, state, [vector(1), vector(2)])] == [
+        Outcome.COMMITTED
+    ] * 2
 
 
 def test_alone_after_the_deadline(swarm: Any) -> None:

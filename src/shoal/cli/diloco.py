@@ -211,7 +211,7 @@ def _engine(file: "DilocoFile", options: argparse.Namespace, stop: threading.Eve
         mesh,
         log=Log("averager"),
         codec=rounds.codec,
-        terms=Terms(gather_s=rounds.gather_s, min_peers=rounds.min_peers),
+        terms=Terms(gather_s=rounds.gather_s, min_peers=rounds.min_peers, shared=file.shared()),
         stop=stop,
     )
 

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -50,6 +50,17 @@ class Terms:
     """An exchange that stands still so long leaves out whoever holds it up."""
     announce_s: float = 3.0
     """Between two entries in the directory; four of these without one, and a peer is forgotten."""
+    shared: str = ""
+    """What all peers have to have alike beside the model, in words: two that differ would never agree on a round."""
+
+
+def _check_alike(shared: str, cards: Sequence[Card]) -> None:
+    for card in cards:
+        if shared and card.shared and card.shared != shared:
+            raise ValueError(
+                f"peer {card.peer} has {card.shared}, this one {shared}: no round would ever be agreed on; "
+                "give every site the same file"
+            )
 
 
 class PeerAverager:
@@ -68,7 +79,7 @@ class PeerAverager:
         self._stop = stop or threading.Event()
         self._codec: CodecName = codec
         self._terms = terms or Terms()
-        self._holding = Holding()
+        self._holding = Holding(self._terms.shared)
         self._at_least = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="averager", daemon=True)
@@ -93,6 +104,7 @@ class PeerAverager:
     def join(self, *, deadline_s: float) -> Fetched | None:
         wait_for("the swarm", self._try_to_start, deadline_s=deadline_s, log=self._log, stop=self._stop)
         cards = self._call(self._meet(), deadline_s, "the other peers' hellos")
+        _check_alike(self._terms.shared, cards)
         if not newest_holders(cards, self._holding.standing, at_least=self._at_least):
             return None
         return self.fetch(deadline_s=deadline_s)
