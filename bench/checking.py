@@ -51,19 +51,20 @@ MEMORY_SHARE = 0.6
 """Of the device's, for the rows of all engines; the rest is for weights and checking."""
 
 
-def requests(num_rows: int, new_tokens: int, vocab_size: int) -> list[Request]:
+def requests(num_rows: int, new_tokens: int, vocab_size: int, samples: int) -> list[Request]:
     rng = random.Random(0)
-    prompts = [tuple(rng.randrange(vocab_size) for _ in range(PROMPT_TOKENS)) for _ in range(num_rows)]
+    num_prompts = -(-num_rows // samples)
+    prompts = [tuple(rng.randrange(vocab_size) for _ in range(PROMPT_TOKENS)) for _ in range(num_prompts)]
     return [
         Request(
-            prompt_index=row,
-            sample_index=0,
-            prompt_tokens=prompt,
-            sample_seed=sample_seed(SEED, row, 0),
+            prompt_index=row // samples,
+            sample_index=row % samples,
+            prompt_tokens=prompts[row // samples],
+            sample_seed=sample_seed(SEED, row // samples, row % samples),
             max_new_tokens=new_tokens,
             temperature=1.0,
         )
-        for row, prompt in enumerate(prompts)
+        for row in range(num_rows)
     ]
 
 
@@ -117,14 +118,19 @@ def parts(options: argparse.Namespace, policy: Policy, finished: list[Finished])
     return found
 
 
-def flops(policy: Policy, lengths: list[int]) -> float:
-    """Of one check: every matrix once a token, and each token's look at those before it."""
+def flops(policy: Policy, finished: list[Finished]) -> float:
+    """Of one check: every matrix once a token, prompts once each, and each token's look at those before it."""
     shape = policy.decoder.shape
     matrices = sum(parameter.numel() for parameter in policy.decoder.parameters() if parameter.dim() == 2)
     if not shape.tied_embeddings:
         matrices -= shape.vocab_size * shape.hidden_size  # looked up, not multiplied
-    looks = 4 * shape.num_layers * shape.num_heads * shape.head_dim * sum(n * n / 2 for n in lengths)
-    return 2.0 * matrices * sum(lengths) + looks
+    outputs = [len(row.output_tokens) for row in finished]
+    prompts = len({row.request.prompt_index for row in finished}) * PROMPT_TOKENS
+    looks = prompts * PROMPT_TOKENS / 2 + sum(n * (PROMPT_TOKENS + n / 2) for n in outputs)
+    return (
+        2.0 * matrices * (prompts + sum(outputs))
+        + 4 * shape.num_layers * shape.num_heads * shape.head_dim * looks
+    )
 
 
 def fits(options: argparse.Namespace, policy: Policy, rows: int, tokens: int) -> bool:
@@ -133,7 +139,8 @@ def fits(options: argparse.Namespace, policy: Policy, rows: int, tokens: int) ->
     is_cuda = device.type == "cuda"
     memory_bytes = torch.cuda.mem_get_info(device)[1] if is_cuda else free_memory_bytes()
     size = SHELF_SIZES[device.type]
-    room = room_for(requests(rows, tokens, shape.vocab_size), rows, shelf_prompts=size.shelves * size.prompts)
+    work = requests(rows, tokens, shape.vocab_size, options.samples)
+    room = room_for(work, rows, shelf_prompts=size.shelves * size.prompts)
     value_bytes = cache_dtype(DTYPES[options.dtype], device).itemsize
     budget_bytes = int(MEMORY_SHARE * memory_bytes / (1 if options.proofs_only else 2))
     try:
@@ -146,7 +153,7 @@ def warm_up(
     options: argparse.Namespace, engines: list[TorchEngine], policy: Policy, rows: int, tokens: int
 ) -> None:
     """Room for this many rows of this length, its graphs, and every kernel: one row goes all the way."""
-    short = requests(rows, 16, policy.decoder.shape.vocab_size)
+    short = requests(rows, 16, policy.decoder.shape.vocab_size, options.samples)
     for place, engine in enumerate(engines):
         _, finished = generate(options, engine, [replace(short[0], max_new_tokens=tokens), *short[1:]])
         if place == 0:  # the others make no proofs
@@ -156,7 +163,7 @@ def warm_up(
 def measure(
     options: argparse.Namespace, engines: list[TorchEngine], policy: Policy, rows: int, tokens: int
 ) -> None:
-    work = requests(rows, tokens, policy.decoder.shape.vocab_size)
+    work = requests(rows, tokens, policy.decoder.shape.vocab_size, options.samples)
     best = [float("inf"), float("nan") if len(engines) == 1 else float("inf"), float("inf")]
     finished: list[Finished] = []
     for _ in range(options.repeats):
@@ -168,7 +175,7 @@ def measure(
         best[2] = min(best[2], check(options, policy, finished))
     steps = parts(options, policy, finished)
     made = sum(len(row.output_tokens) for row in finished)
-    floor_s = flops(policy, [PROMPT_TOKENS + len(row.output_tokens) for row in finished]) / options.peak
+    floor_s = flops(policy, finished) / options.peak
     print(
         f"{rows:>6} {tokens:>8} {made:>9,} {best[0]:>10.3f} {best[1]:>10.3f} {best[2]:>9.3f} {best[0] / best[2]:>7.1f} "
         f"{floor_s:>8.4f} {steps['prefill']:>9.3f} {steps['proofs']:>9.3f} {steps['tokens']:>9.3f}",
@@ -219,6 +226,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 192])
+    parser.add_argument("--samples", type=int, default=16, help="rows of a prompt, as a group has them")
     parser.add_argument("--repeats", type=int, default=2, help="the best counts")
     parser.add_argument(
         "--peak", type=float, default=989e12, help="FLOP/s of the device in this dtype; an H200's"
@@ -243,7 +251,10 @@ def main() -> None:
         ]
         for engine in engines:
             engine.load(folder, 0)
-        print(f"{options.model}, {options.dtype}, {options.device}, prompts of {PROMPT_TOKENS} tokens")
+        print(
+            f"{options.model}, {options.dtype}, {options.device}, prompts of {PROMPT_TOKENS} tokens, "
+            f"{options.samples} rows of each"
+        )
         print(
             f"{'rows':>6} {'at most':>8} {'tokens':>9} {'generate s':>10} {'no proofs':>10} {'check s':>9} {'ratio':>7} "
             f"{'floor':>8} {'prefill':>9} {'proofs':>9} {'tokens':>9}"

@@ -1,4 +1,4 @@
-"""A real Chromium for the tests that look at the page; they are skipped, with the reason, where there is none."""
+"""What tests of several rooms need from the machine, a browser or a GPU; they are skipped, with the reason, where there is none."""
 
 import os
 import shutil
@@ -43,3 +43,16 @@ def page(chromium: Any) -> Iterator[Any]:
     yield page
     context.close()
     assert [error for error in errors if "net::ERR_" not in error] == []
+
+
+@pytest.fixture(scope="session")
+def kernel_device() -> str:
+    """Where Triton's kernels can run: "cuda", or "cpu" under Triton's interpreter, which knows no bfloat16 products."""
+    import torch  # not wanted by most tests
+
+    if torch.cuda.is_available():
+        return "cuda"
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("no CUDA device; TRITON_INTERPRET=1 runs kernels on a CPU")
+    return "cpu"

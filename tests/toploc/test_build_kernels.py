@@ -4,7 +4,6 @@ Needs a GPU, or Triton's interpreter on a CPU: TRITON_INTERPRET=1 pytest -m gpu 
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,6 @@ from shoal.toploc.segments import padded_batches, top_points
 pytestmark = pytest.mark.gpu
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def device() -> str:
-    if torch.cuda.is_available():
-        return "cuda"
-    pytest.importorskip("triton")
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("no CUDA device; TRITON_INTERPRET=1 runs the kernel on a CPU")
-    return "cpu"
 
 
 def by_kernel(indices_SK: np.ndarray, bits_SK: np.ndarray, device: str) -> list[bytes]:
@@ -50,27 +39,27 @@ def random_points(size: int, topk: int, *, seed: int) -> tuple[np.ndarray, np.nd
 
 
 @pytest.mark.parametrize("entry", GOLDEN["points"], ids=lambda entry: entry["name"])
-def test_points_give_the_published_proof(entry: dict[str, Any], device: str) -> None:
-    (proof,) = by_kernel(np.array([entry["x"]]), np.array([entry["y"]], dtype=np.uint16), device)
+def test_points_give_the_published_proof(entry: dict[str, Any], kernel_device: str) -> None:
+    (proof,) = by_kernel(np.array([entry["x"]]), np.array([entry["y"]], dtype=np.uint16), kernel_device)
     assert proof.hex() == entry["hex"]
 
 
 @pytest.mark.parametrize(
     ("size", "topk"), [(32 * 576, 128), (32 * 5120, 128), (40, 1), (64, 3), (3 * PRIME, 100)]
 )
-def test_points_give_the_proofs_of_the_host(size: int, topk: int, device: str) -> None:
+def test_points_give_the_proofs_of_the_host(size: int, topk: int, kernel_device: str) -> None:
     indices_SK, bits_SK = random_points(size, topk, seed=size)
-    assert by_kernel(indices_SK, bits_SK, device) == proofs_of_points(indices_SK, bits_SK)
+    assert by_kernel(indices_SK, bits_SK, kernel_device) == proofs_of_points(indices_SK, bits_SK)
 
 
-def test_the_modulus_is_the_one_that_the_host_finds(device: str) -> None:
+def test_the_modulus_is_the_one_that_the_host_finds(kernel_device: str) -> None:
     """One line needs none but the largest, one the next, one the third."""
     indices_SK = np.array(
         [[0, 5, 9, 70000], [0, PRIME, 3, 7], [0, PRIME, PRIME - 1 + 4, 4], [1, 2, 3, PRIME]]
     )
     bits_SK = np.arange(1, 17, dtype=np.uint16).reshape(4, 4)
     assert injective_moduli(indices_SK).tolist() == [PRIME, PRIME - 1, PRIME - 2, PRIME]
-    assert by_kernel(indices_SK, bits_SK, device) == proofs_of_points(indices_SK, bits_SK)
+    assert by_kernel(indices_SK, bits_SK, kernel_device) == proofs_of_points(indices_SK, bits_SK)
 
 
 def states(lengths: list[int], hidden: int, device: str) -> list[torch.Tensor]:
@@ -88,9 +77,9 @@ def by_host(rows: list[torch.Tensor], topk: int) -> list[bytes]:
     return proofs
 
 
-def test_rows_of_all_lengths(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_all_lengths(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_runs_kernel", lambda _: True)
-    rows = states([32, 70, 1, 5, 0, 33, 64], 48, device)
+    rows = states([32, 70, 1, 5, 0, 33, 64], 48, kernel_device)
     assert toploc.build_proofs(rows, topk=16) == by_host(rows, 16)
     assert toploc.build_proofs(rows[4:5], topk=16) == [b""]
     floats = [row.float() for row in rows]
@@ -98,11 +87,13 @@ def test_rows_of_all_lengths(device: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(("hidden", "topk"), [(576, 128), (2560, 128), (5120, 128), (64, 500)])
-def test_many_rows(hidden: int, topk: int, device: str) -> None:
+def test_many_rows(hidden: int, topk: int, kernel_device: str) -> None:
     """More segments than are worked on together."""
-    if device == "cpu":
+    if kernel_device == "cpu":
         pytest.skip("too much for the interpreter")
-    rows = states([*range(8, 200, 3), *([64] * 450)], hidden, device)
+    rows = states(
+        [*range(8, 200, 8), *([64] * 450)], hidden, kernel_device
+    )  # of 8 tokens and more, so that 500 of 64 wide fit
     assert toploc.build_proofs(rows, topk=topk) == by_host(rows, topk)
 
 
@@ -111,28 +102,28 @@ def test_many_rows(hidden: int, topk: int, device: str) -> None:
     [(float("nan"), "NaN or infinity"), (float("-inf"), "NaN or infinity"), (0.0, "all zero")],
 )
 def test_states_that_cannot_be_proven(
-    value: float, word: str, device: str, monkeypatch: pytest.MonkeyPatch
+    value: float, word: str, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "_runs_kernel", lambda _: True)
-    rows = states([32, 40], 8, device)
+    rows = states([32, 40], 8, kernel_device)
     rows[1][32:] = value
     with pytest.raises(toploc.ProofError, match=f"segment 1 .*{word}") as refused:
         toploc.build_proofs(rows, topk=8)
     assert refused.value.row == 1
 
 
-def test_states_too_few_for_a_proof(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_too_few_for_a_proof(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_runs_kernel", lambda _: True)
     with pytest.raises(toploc.ProofError, match="segment 1 has 8 values, fewer than topk=9") as refused:
-        toploc.build_proofs(states([32, 33], 8, device), topk=9)
+        toploc.build_proofs(states([32, 33], 8, kernel_device), topk=9)
     assert refused.value.row == 1
 
 
-def test_points_that_no_modulus_separates(device: str) -> None:
+def test_points_that_no_modulus_separates(kernel_device: str) -> None:
     from shoal.toploc.build_kernels import NO_MODULUS, proof_lines
 
-    if device == "cpu":
+    if kernel_device == "cpu":
         pytest.skip("32,729 moduli are too many for the interpreter")
-    indices_SK = torch.tensor([[70000, 70000, 1, 2]], device=device)
-    lines = proof_lines(indices_SK, torch.ones(1, 4, dtype=torch.int16, device=device)).cpu()
+    indices_SK = torch.tensor([[70000, 70000, 1, 2]], device=kernel_device)
+    lines = proof_lines(indices_SK, torch.ones(1, 4, dtype=torch.int16, device=kernel_device)).cpu()
     assert int(lines[0, 0]) == NO_MODULUS

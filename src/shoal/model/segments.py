@@ -9,7 +9,6 @@ everything else uses the dense mask of decoder.py, which gives the same states.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -49,26 +48,11 @@ def find_segments(segments_BT: Tensor) -> Segments:
     return Segments(starts_S.to(segments_BT.device), _power_of_two(longest), spans)
 
 
-def laid_end_to_end(lengths: Sequence[int], device: torch.device, dtype: torch.dtype) -> Segments:
-    """The runs of rows of these lengths in one row."""
-    ends = list(accumulate(lengths))
-    starts = [0, *ends[:-1]]
-    size = _power_of_two(len(starts) + 1)
-    starts_S = torch.tensor(starts + [ends[-1]] * (size - len(starts)), dtype=torch.int32)
-    few_and_long = ends[-1] >= LONG * len(starts)
-    alone = few_and_long or not runs_kernel(device, dtype)
-    spans = tuple(zip(starts, ends, strict=True)) if alone else ()
-    if device.type == "cuda":
-        starts_S = starts_S.pin_memory()
-    return Segments(starts_S.to(device, non_blocking=True), _power_of_two(max(lengths)), spans)
-
-
 def attend_segments(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, segments: Segments) -> Tensor:
     """Causal grouped-query attention inside each run, [B, T, N, D]."""
     q_TND, k_TKD, v_TKD = q_BTND.flatten(0, 1), k_BTKD.flatten(0, 1), v_BTKD.flatten(0, 1)
     if segments.spans:
-        parts = [_attend_one(q_TND[a:b], k_TKD[a:b], v_TKD[a:b]) for a, b in segments.spans]
-        out_TND = parts[0] if len(parts) == 1 else torch.cat(parts)
+        out_TND = attend_spans(q_TND, k_TKD, v_TKD, segments.spans)
     else:
         out_TND = torch.ops.aten._flash_attention_forward(
             q_TND,
@@ -83,6 +67,12 @@ def attend_segments(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, segments: Se
             False,
         )[0]
     return out_TND.view(q_BTND.shape)
+
+
+def attend_spans(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """The same for runs that begin and end there, one after another, in any dtype, [T, N, D]."""
+    parts = [_attend_one(q_TND[a:b], k_TKD[a:b], v_TKD[a:b]) for a, b in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _attend_one(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from shoal.model import kernels
 from shoal.model.cache import KVCache
 from shoal.model.fused import FusedWeights
-from shoal.model.packed_prefill import fused_layers
+from shoal.model.packed_prefill import Run, fused_layers
 from shoal.rollout.rows import Prompt
 from shoal.rollout.slots import upload
 
@@ -32,7 +32,7 @@ def prefill_by_layer(
     device, lengths = weights.embed_VH.device, [len(prompt) for prompt in prompts]
     table_3T = upload(_table(prompts, places), device)
     by_layer = list(zip(kept.keys_LSCKD, kept.values_LSCKD, strict=True))
-    for x_TH, delta_TH in fused_layers(weights, table_3T, lengths, kept=by_layer):
+    for x_TH, delta_TH in fused_layers(weights, table_3T, [*map(Run, lengths)], kept=by_layer):
         last = x_TH, delta_TH
         yield None
     last_P = upload(np.cumsum(lengths) - 1, device)

@@ -5,11 +5,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from honest_work import make_lease, make_policy, make_spec, make_table
 
-from shoal.swarm.validator import recompute as recomputing
 from shoal.swarm.validator.checks import RowFacts
-from shoal.swarm.validator.recompute import Checked, Policy, recompute, recompute_many
+from shoal.swarm.validator.recompute import (
+    Checked,
+    Policy,
+    _batches,
+    _Entry,
+    _length,
+    recompute,
+    recompute_many,
+)
 from shoal.wire.codes import Rejected
 from shoal.wire.run import Sampling
 
@@ -29,13 +37,25 @@ def same(one: RowFacts, other: RowFacts) -> None:
         assert a.num_values == b.num_values and abs(a.exponent_mismatches - b.exponent_mismatches) <= 2
 
 
-def test_packed_rows_have_the_facts_of_cached_ones(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    lease = make_lease(SPEC, prompts=2)
+def test_rows_of_one_token_in_bfloat16(tmp_path: Path) -> None:
+    """None of them feeds a token: there is nothing to run behind the prompts."""
+    spec = make_spec(compute_dtype="bfloat16", sampling=Sampling(max_new_tokens=1, samples_per_prompt=2))
+    lease, policy = make_lease(spec, prompts=2), make_policy(tmp_path, dtype=torch.bfloat16)
     rows = make_table(lease, policy).rows
-    cached = recompute(rows, lease, policy, control_seed=1)
-    monkeypatch.setattr(recomputing, "runs_kernel", lambda device, dtype: True)
-    for one, other in zip(cached, recompute(rows, lease, policy, control_seed=1), strict=True):
-        same(one, other)
+    for row, facts in zip(rows, recompute(rows, lease, policy, control_seed=1), strict=True):
+        np.testing.assert_allclose(facts.logprobs_T, row.logprobs, atol=0.05)
+        assert facts.segments == ()
+
+
+def test_batches_are_of_about_one_size(policy: Policy) -> None:
+    lease = make_lease(SPEC, prompts=3)
+    rows = make_table(lease, policy).rows
+    entries = [_Entry(0, place, row, lease) for place, row in enumerate(rows)]
+    total = sum(_length(row) for row in rows)
+    sizes = [sum(_length(entry.row) for entry in batch) for batch in _batches(entries, total - 1)]
+    assert len(sizes) == 2
+    assert min(sizes) > total / 3
+    assert list(_batches([], 64)) == []
 
 
 def test_submissions_checked_together_have_the_facts_of_each_alone(policy: Policy, tmp_path: Path) -> None:

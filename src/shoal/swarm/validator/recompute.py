@@ -6,6 +6,7 @@ The state at position p predicts the token at p + 1. So a row of P prompt and T 
 P-1 .. P+T-2: all of them predict an output token, all but the first are proven.
 """
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,9 +36,9 @@ from shoal.wire.run import ProofSpec, Sampling
 
 BATCH_TOKENS = 4096
 """Tokens of one prefill, prompts and padding included: they bound the keys and values held at once."""
-DEVICE_BATCH_TOKENS = 1 << 15
-"""The same on a GPU. To launch a prefill of 30 layers takes the host 18 ms, which an H200 needs 24,000 tokens to be busy for; a model
-of 7B holds 4 GB of activations for these."""
+DEVICE_BATCH_TOKENS = 1 << 16
+"""The same on a GPU. To launch a prefill of 30 layers takes the host 18 ms, which an H200 needs 25,000 tokens to be busy for; a model
+of 7B holds 8 GB of activations for these."""
 LOGITS_AT_ONCE = 1 << 23
 """Logits held at a time: 32 MiB of float32."""
 DEVICE_LOGITS_AT_ONCE = 1 << 30
@@ -145,13 +146,18 @@ class _Entry(NamedTuple):
 
 
 def _batches(entries: Sequence[_Entry], batch_tokens: int) -> Iterator[list[_Entry]]:
-    """Longest first, so that rows of one batch are of about one length and little is padded."""
+    """Longest first, so that rows of one batch are of about one length and little is padded. As few batches as need be, of about as
+    many tokens each: a small one at the end would take as long to launch as a large one."""
+    total = sum(_length(entry.row) for entry in entries)
+    share = total / max(1, math.ceil(total / batch_tokens))
     batch: list[_Entry] = []
+    num_tokens = 0
     for entry in sorted(entries, key=lambda entry: _length(entry.row), reverse=True):
-        if batch and (len(batch) + 1) * _length(batch[0].row) > batch_tokens:
+        if batch and (num_tokens >= share or (len(batch) + 1) * _length(batch[0].row) > batch_tokens):
             yield batch
-            batch = []
+            batch, num_tokens = [], 0
         batch.append(entry)
+        num_tokens += _length(entry.row)
     if batch:
         yield batch
 
@@ -162,28 +168,19 @@ def _length(row: Rollout) -> int:
 
 
 def _prefill(decoder: Decoder, rows: Sequence[Rollout]) -> list[Tensor]:
-    """For each row the states that predict its output tokens, [T, H]."""
+    """For each row the states that predict its output tokens, [T, H]. A prompt is run once, however many rows share it."""
     device = decoder.model.norm.weight.device
     end = max(_length(row) for row in rows)
     if end >= decoder.shape.max_positions:
         raise CannotCheck(f"{end + 1} tokens pass the model's {decoder.shape.max_positions} positions")
-    packs = runs_kernel(device, decoder.model.norm.weight.dtype)
-    return _prefill_packed(decoder, rows) if packs else _prefill_cached(decoder, rows, end, device)
-
-
-def _prefill_packed(decoder: Decoder, rows: Sequence[Rollout]) -> list[Tensor]:
-    """All rows end to end, nothing padded: a kernel looks at each for itself. Prompts are run again for each row."""
-    states_TH = packed_states(decoder, [row.prompt_tokens + row.output_tokens[:-1] for row in rows])
-    return [
-        of_row[len(row.prompt_tokens) - 1 :]
-        for row, of_row in zip(rows, torch.split(states_TH, [_length(row) for row in rows]), strict=True)
-    ]
+    if runs_kernel(device, decoder.model.norm.weight.dtype):
+        return packed_states(decoder, [(row.prompt_tokens, row.output_tokens[:-1]) for row in rows])
+    return _prefill_cached(decoder, rows, end, device)
 
 
 def _prefill_cached(
     decoder: Decoder, rows: Sequence[Rollout], end: int, device: torch.device
 ) -> list[Tensor]:
-    """A prompt is run once, however many rows share it."""
     prompts = list(dict.fromkeys(row.prompt_tokens for row in rows))
     prompt_cache, last_PH = _run_prompts(decoder, prompts, device)
     index_B = torch.tensor([prompts.index(row.prompt_tokens) for row in rows], device=device)
@@ -217,7 +214,7 @@ def _run_outputs(decoder: Decoder, rows: Sequence[Rollout], cache: KVCache, devi
     """States at all output tokens but the last, [B, T, H], behind the prompts in the cache."""
     width = max(len(row.output_tokens) for row in rows) - 1
     if width == 0:
-        return torch.empty(len(rows), 0, decoder.shape.hidden_size, device=device)
+        return decoder.model.norm.weight.new_empty(len(rows), 0, decoder.shape.hidden_size)
     tokens_BT = torch.zeros(len(rows), width, dtype=torch.int64)
     # Padding goes to the one position that no row reaches.
     positions_BT = torch.full_like(tokens_BT, cache.max_context - 1)
