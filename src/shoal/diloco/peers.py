@@ -102,7 +102,14 @@ class PeerAverager:
     # -- what the training thread calls -------------------------------------------------------------------
 
     def join(self, *, deadline_s: float) -> Fetched | None:
-        wait_for("the swarm", self._try_to_start, deadline_s=deadline_s, log=self._log, stop=self._stop)
+        once_s = min(START_S, deadline_s)
+        wait_for(
+            "the swarm",
+            lambda: self._try_to_start(once_s),
+            deadline_s=deadline_s,
+            log=self._log,
+            stop=self._stop,
+        )
         cards = self._call(self._meet(), deadline_s, "the other peers' hellos")
         _check_alike(self._terms.shared, cards)
         if not newest_holders(cards, self._holding.standing, at_least=self._at_least):
@@ -171,9 +178,9 @@ class PeerAverager:
                     future.cancel()
                     raise RoundFailed(f"waited {deadline_s:.0f} s for {what}") from None
 
-    def _try_to_start(self) -> None:
+    def _try_to_start(self, deadline_s: float) -> None:
         try:
-            self._call(self._start(), START_S, "the swarm's directory")
+            self._call(self._start(), deadline_s, "the swarm's directory")
         except Broken as broken:
             raise NotYet(f"{broken}; check --join, and that somebody is there") from None
 
