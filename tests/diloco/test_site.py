@@ -193,6 +193,18 @@ def test_a_checkpoint_of_other_fragments_is_refused(tmp_path: Path) -> None:
     again.close()
 
 
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    file = small_file(tmp_path, steps=4)
+    site = make_site(file, tmp_path, LocalHub(), "one")
+    site.train(join_s=10)
+    site.close()
+    other = file.model_copy(update={"run": file.run.model_copy(update={"name": "other"})})
+    again = make_site(other, tmp_path, LocalHub(), "one")
+    with pytest.raises(ValueError, match="is of the run 'small', the file is of 'other'"):
+        again.train(join_s=10)
+    again.close()
+
+
 def test_one_folder_has_one_site(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_file(tmp_path)
     folder, stop = tmp_path / "site", threading.Event()

@@ -7,12 +7,12 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.diloco.averager import Averager
 from shoal.diloco.checkpoint import OfferedRound, SiteCheckpoints
@@ -233,6 +233,7 @@ class Site:
 
     def _save(self) -> None:
         content = {
+            "run": self.file.run.name,
             "model": {name: value.detach().cpu() for name, value in self.model.named_parameters()},
             "optimizer": self.optimizer.state_dict(),
             "position": self._samples.position,
@@ -243,8 +244,14 @@ class Site:
         kept = self._checkpoints.newest()
         if kept is None:
             return
+        if kept["run"] != self.file.run.name:
+            # Its work would count for more than that of sites that have just begun, and they would all take it over.
+            raise ValueError(
+                f"the checkpoint there is of the run {kept['run']!r}, the file is of {self.file.run.name!r}; "
+                "give the site another --dir"
+            )
         own = dict(self.model.named_parameters())
-        if kept["model"].keys() != own.keys():
+        if shapes(kept["model"]) != shapes(own):
             raise ValueError(
                 "the checkpoint holds another model than the file names; give the site another --dir"
             )
@@ -256,6 +263,10 @@ class Site:
         # A share that was offered after this checkpoint may have been merged: it must not count again.
         self.optimizer.carries = self._offered.read() < self.optimizer.outer_state.round
         self.log.info("resumed", step=self.optimizer.steps, round=self.optimizer.outer_state.round)
+
+
+def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def learning_rate(top: float, step: int, warmup_steps: int, last_step: int) -> float:
