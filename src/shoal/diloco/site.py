@@ -244,10 +244,11 @@ class Site:
         kept = self._checkpoints.newest()
         if kept is None:
             return
-        if kept["run"] != self.file.run.name:
+        name = kept.get("run", self.file.run.name)  # one of before has none
+        if name != self.file.run.name:
             # Its work would count for more than that of sites that have just begun, and they would all take it over.
             raise ValueError(
-                f"the checkpoint there is of the run {kept['run']!r}, the file is of {self.file.run.name!r}; "
+                f"the checkpoint there is of the run {name!r}, the file is of {self.file.run.name!r}; "
                 "give the site another --dir"
             )
         own = dict(self.model.named_parameters())
