@@ -10,7 +10,8 @@
    level of relays. For nginx + curl it runs from the start of the curls, all at once, to the end of the last: no relay, no digest,
    nothing to publish. So ours copies each byte once more for each level, and reads it once more at the origin and everywhere to
    hash it, and writes two files or more where curl writes one. Roles are processes and running before the clock does; all of
-   them share this machine's cores and disk. Before each run everything is synced, the file read, and memory used once.
+   them share this machine's cores and disk. Before each run everything is synced, the file read, and memory used once, by a process
+   that gives it back as the run takes it. TCP is as the system has it; ours leaves BBR where a client is near (net/file_server.py).
 2. Links of a given speed (bench/throttle.py): a chain of three; relays of 10:3:1; a relay that hangs, dies, corrupts.
 3. Two hundred clients at once against one relay.
 
@@ -47,6 +48,7 @@ NO_LIMIT = 1e6
 MAX_TRIES = 5
 MAX_FAILURES = 2
 """Of a tool in a cell, before it is left alone."""
+AHEAD_BYTES = 128 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it yet
 
 
@@ -164,9 +166,30 @@ def their_client(options: argparse.Namespace) -> None:
 
 
 def some_memory(options: argparse.Namespace) -> None:
-    with mmap.mmap(-1, options.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as room, suppress(OSError):
+    """Use so much, and give it back as others take what is free: what is free long enough goes to the host."""
+    room = mmap.mmap(-1, options.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
         room.madvise(mmap.MADV_HUGEPAGE)
         room.madvise(MADV_POPULATE_WRITE)
+    level, given = free_memory() + AHEAD_BYTES, 0
+
+    def give_back() -> None:
+        nonlocal given
+        while given < options.bytes:
+            num_bytes = min(max(0, level - free_memory()) >> 21 << 21, options.bytes - given)
+            if num_bytes:
+                room.madvise(mmap.MADV_DONTNEED, given, num_bytes)
+                given += num_bytes
+            time.sleep(0.01)
+
+    threading.Thread(target=give_back, daemon=True).start()
+    time.sleep(0.05)
+    go_on(0, lambda: None)
+
+
+def free_memory() -> int:
+    free = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemFree"))
+    return int(free.split()[1]) * 1024
 
 
 def go_on(port: int, work: Callable[[], Any]) -> None:
@@ -192,13 +215,13 @@ def roles() -> Iterator[Callable[..., Child]]:
 def timed(origin: Child, relays: list[Child], clients: list[Child], need_bytes: int) -> dict[str, Any]:
     """From "publish" to the last client's word."""
     before = {child: child.ask("usage") for child in (origin, *relays, *clients)}
-    warm_memory(need_bytes)
-    began_s = time.monotonic()
-    for child in (*clients, origin):
-        child.tell("go")
-    for child in (*clients, origin):
-        child.hear()
-    seconds = time.monotonic() - began_s
+    with warm_memory(need_bytes):
+        began_s = time.monotonic()
+        for child in (*clients, origin):
+            child.tell("go")
+        for child in (*clients, origin):
+            child.hear()
+        seconds = time.monotonic() - began_s
     after = {child: child.ask("usage") for child in before}
     return {
         "seconds": seconds,
@@ -280,15 +303,17 @@ def run_nginx(root: Path, source: Path, num_clients: int, options: argparse.Name
     nginx = subprocess.Popen([nginx_binary(), "-c", root / "nginx.conf"], stderr=subprocess.DEVNULL)
     try:
         wait_for_port(port)
-        warm_memory(options.need_bytes)
-        before_s, began_s = usage()["cpu_s"], time.monotonic()
-        curls = [
-            subprocess.Popen(["curl", "-sf", "-o", root / f"got{index}", f"http://127.0.0.1:{port}/model"])
-            for index in range(num_clients)
-        ]
-        if any(curl.wait() for curl in curls):
-            raise RuntimeError("curl failed")
-        seconds, clients = time.monotonic() - began_s, usage()["cpu_s"] - before_s
+        with warm_memory(options.need_bytes):
+            before_s, began_s = usage()["cpu_s"], time.monotonic()
+            curls = [
+                subprocess.Popen(
+                    ["curl", "-sf", "-o", root / f"got{index}", f"http://127.0.0.1:{port}/model"]
+                )
+                for index in range(num_clients)
+            ]
+            if any(curl.wait() for curl in curls):
+                raise RuntimeError("curl failed")
+            seconds, clients = time.monotonic() - began_s, usage()["cpu_s"] - before_s
         ticks = (Path("/proc") / str(nginx.pid) / "stat").read_text().rsplit(")", 1)[1].split()
         served = (int(ticks[11]) + int(ticks[12])) / os.sysconf("SC_CLK_TCK")
         return {"seconds": seconds, "origin": served, "relays": 0.0, "clients": clients, "rss_mb": 0.0}
@@ -532,14 +557,17 @@ def read_through(path: Path) -> None:
             pass
 
 
-def warm_memory(num_bytes: int) -> None:
-    """Have a process use as much as will be written, and end. A virtual machine hands memory that nobody uses to its host; to get
-    it back takes longer than to send what goes into it, and would be counted for whoever happens to need it first."""
-    free = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemFree"))
-    num_bytes = min(num_bytes, int(free.split()[1]) * 1024 - (1 << 30)) >> 21 << 21
-    if num_bytes > 0:
-        command = [sys.executable, "-P", __file__, "--role", "some_memory", "--bytes", str(num_bytes)]
-        subprocess.run(command, check=True)
+@contextmanager
+def warm_memory(num_bytes: int) -> Iterator[None]:
+    """As much as will be written is used already, and becomes free as it is needed. A virtual machine hands memory that nobody uses
+    to its host within seconds; to get it back takes longer than to send what goes into it, and would be counted for whoever
+    happens to need it first."""
+    num_bytes = min(num_bytes, free_memory() - (1 << 30)) >> 21 << 21
+    with ExitStack() as stack:
+        if num_bytes > 0:
+            start = stack.enter_context(children(__file__, quiet=True))
+            start("some_memory", "--bytes", num_bytes)
+        yield
 
 
 def file_system(folder: Path) -> str:
@@ -716,9 +744,8 @@ def failing(
     ]
     took_s = fetch_over(start, place / "client", origin, [one.url for one in made])
     surplus = sum(one.num_bytes for one in made) / (options.link_mb * MB) - 1
-    best_s = (
-        (options.link_mb * MB * (1 - 1 / 4 - 1 / 8) - 8 * MB) / 10e6
-    )  # what the dying and the hanging one sent is not lost, nor what the corrupting one sent before its first error
+    # What the dying and the hanging one sent is not lost, nor what the corrupting one sent before its first error.
+    best_s = (options.link_mb * MB * (1 - 1 / 4 - 1 / 8) - 8 * MB) / 10e6
     what = "one dies, one corrupts, one hangs, one is well (10 MB/s)"
     return [row(what, took_s, best_s, f"{100 * surplus:.0f} % of the bytes in vain", "the right digest")]
 

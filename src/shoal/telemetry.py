@@ -7,6 +7,7 @@ sinks a role adds.
 
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -66,6 +67,8 @@ class Metrics:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
+        if _cut_off(path):  # by a kill: what comes next must not be read as the rest of it
+            self._file.write("\n")
         self._sinks: list[Sink] = []
 
     def add_sinks(self, sinks: Iterable[Sink]) -> None:
@@ -82,6 +85,15 @@ class Metrics:
         self._file.close()
         for sink in self._sinks:
             sink.close()
+
+
+def _cut_off(path: Path) -> bool:
+    """Whether the file's last line has no end."""
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def plain(words: str) -> str:

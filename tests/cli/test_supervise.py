@@ -192,7 +192,7 @@ def test_a_folder_has_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
     with (
         alone_in(tmp_path, never),
         pytest.raises(
-            ValueError, match="is in use: another `shoal run` is at work there; stop that one, or choose"
+            ValueError, match="is in use: another `shoal` is at work there; stop that one, or choose"
         ),
         alone_in(tmp_path, never),
     ):

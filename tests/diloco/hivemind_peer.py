@@ -43,6 +43,8 @@ def main() -> None:
     if task.get("break_links"):
         mesh._links.close()  # it goes on offering a port where nobody listens any more
     while state.round < last_round(task):
+        if task.get("kill_daemon_in_round") == state.round:
+            os.kill(mesh._p2p._child.pid, 9)
         state, digest = one_round(averager, task, state, digest, num_values)
     say(event="done", state=digest, direct=0 if mesh is None else mesh.num_direct)
     averager.leave()
@@ -54,9 +56,13 @@ def make_averager(task: dict[str, Any]) -> tuple[Averager, Any]:
         from shoal.diloco.torchft_engine import TorchftAverager
 
         return TorchftAverager(task["join"][0], log=Log("peer"), codec=codec, min_peers=min_peers), None
-    mesh = HivemindMesh(
-        "test", Address(join=tuple(task["join"]), host="127.0.0.1", reachable=task.get("reachable", True))
+    address = Address(
+        join=tuple(task["join"]),
+        host="127.0.0.1",
+        reachable=task.get("reachable", True),
+        identity=Path(task["identity"]) if "identity" in task else None,
     )
+    mesh = HivemindMesh("test", address)
     terms = Terms(gather_s=task.get("gather_s", 60.0), min_peers=min_peers, stall_s=10.0, announce_s=1.0)
     return PeerAverager(mesh, log=Log("peer"), codec=codec, terms=terms), mesh
 

@@ -33,6 +33,24 @@ def test_those_with_most_work_behind_their_state_make_the_group() -> None:
     assert names(choice.members) == ["a", "c"] and choice.behind == ("b",)
 
 
+def card_of(peer: str, held: Standing | None, phase: int = 0) -> Card:
+    return Card(peer=peer, reachable=True, standing=held, phase=phase, in_round=False)
+
+
+def test_a_view_has_the_directory_s_news_and_rounds_have_only_what_peers_said() -> None:
+    roster = Roster("me")
+    roster.read({"a": card_of("a", None)}, now_s=0.0)
+    said = card_of("a", standing(5, round=5), phase=3)
+    roster.heard(said)
+    listed = card_of("a", standing(9, round=9))
+    roster.read({"a": listed}, now_s=1.0)
+    assert roster.shown(1.0) == {"a": listed} and roster.alive(1.0) == {"a": said}
+    roster.read({"a": card_of("a", standing(4, round=4))}, now_s=2.0)
+    assert roster.shown(2.0) == {"a": said}, "the directory lags"
+    roster.read({}, now_s=20.0)
+    assert not roster.shown(20.0)
+
+
 def test_a_long_run_is_not_outvoted_by_newcomers_without_work() -> None:
     choice = choose([ask("a", standing(0, 0)), ask("b", standing(0, 0)), ask("c", standing(900, 50))], [])
     assert names(choice.members) == ["c"] and choice.behind == ("a", "b")

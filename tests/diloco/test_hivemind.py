@@ -137,6 +137,15 @@ def test_vectors_go_around_the_daemon_and_through_it_where_they_must(start: Any,
     assert all((each[-1]["direct"] >= 3) is not broken for each in said), said
 
 
+def test_a_daemon_that_dies_is_replaced_and_its_peer_is_back_in_the_same_round(start: Any) -> None:
+    (host,) = start(1, rounds=6, min_peers=2)
+    task = {"rounds": 6, "kill_daemon_in_round": 2, "identity": str(start.folder / "peer.key")}
+    start.peers.append(Peer(start.folder, join=start.address, seed=5, peers=2, **task))
+    said = [host.rest(), start.peers[1].rest()]
+    assert all(what["right"] and what["outcome"] == "COMMITTED" for each in said for what in of_rounds(each))
+    assert len({each[-1]["state"] for each in said}) == 1 and said[0][-1]["event"] == "done"
+
+
 def test_the_daemon_ends_with_its_owner(start: Any) -> None:
     (peer,) = start(1, rounds=10_000, pause_s=1.0)
     port = start.address[0].split("/")[4]

@@ -3,6 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,22 @@ from torch.nn import functional as F
 from shoal.diloco import DiLoCo, LocalHub, Outer, PeerAverager, Schedule
 from shoal.diloco.outer import first_state, outer_step
 from shoal.diloco.rounds import Outcome
+
+
+def test_the_example_of_the_docs_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "diloco.md").read_text()
+    names: dict[str, Any] = {}
+    exec(page.split("```python\n")[1].split("```")[0], names)
+    assert names["optimizer"].outer_state.round == 3
+
+
+def test_another_optimiser_is_no_outer_one() -> None:
+    model = small_model()
+    sgd: Any = torch.optim.SGD(model.parameters(), lr=0.7)
+    averager = make_peer(LocalHub())
+    with pytest.raises(ValueError, match=r"outer=SGD: .* use shoal\.diloco\.Outer"):
+        DiLoCo(model, inner=adamw(model), outer=sgd, averager=averager)
+    averager.leave()
 
 
 def small_model(seed: int = 0) -> nn.Module:

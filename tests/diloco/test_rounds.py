@@ -3,13 +3,14 @@
 import functools
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from local_swarm import in_threads, make_peer, one_round, start_swarm, vector
 
-from shoal.diloco.averager import Group, Reduced
+from shoal.diloco.averager import Group, Reduced, RoundFailed
 from shoal.diloco.codec import CODECS, CodecName, decode, encode, reduce_chunk
 from shoal.diloco.mesh import LocalHub
 from shoal.diloco.outer import Outer, OuterState, Vector, outer_step
@@ -142,17 +143,17 @@ def test_a_peer_with_an_older_state_is_told_and_adopts(swarm: Any) -> None:
 class Lying:
     """An engine whose word is wrong the first time: it reports an average that nobody else has."""
 
-    def __init__(self, inner: PeerAverager) -> None:
-        self._inner, self.lies = inner, 0
+    def __init__(self, inner: PeerAverager, num_lies: int = 1) -> None:
+        self._inner, self.left = inner, num_lies
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def reduce(self, group: Group, delta_N: Vector, *, deadline_s: float) -> Reduced:
         reduced = self._inner.reduce(group, delta_N, deadline_s=deadline_s)
-        if self.lies:
+        if not self.left:
             return reduced
-        self.lies += 1
+        self.left -= 1
         return Reduced(average_N=reduced.average_N + 1, digest="0" * 64, num_bytes=reduced.num_bytes)
 
 
@@ -163,6 +164,85 @@ def test_a_wrong_average_is_never_committed(swarm: Any) -> None:
     assert [result.outcome for result in results] == [Outcome.COMMITTED] * 3
     assert all(result.attempts == 2 for result in results)
     assert all(np.array_equal(result.average_N, results[0].average_N) for result in results)
+
+
+@pytest.mark.parametrize("liar_at", [0, 2])
+def test_one_that_is_always_wrong_costs_retries_and_not_the_round(swarm: Any, liar_at: int) -> None:
+    """The first id leads: it may be the one that is wrong. Left out, it takes the others' result over."""
+    _, peers, state = swarm(4)
+    members: list[Any] = list(peers)
+    members[liar_at] = Lying(peers[liar_at], num_lies=1000)
+
+    def take(at: int) -> RoundResult:
+        result = one_round(members[at], state, vector(at))
+        if result.outcome is Outcome.COMMITTED:
+            members[at].serve(outer_step(state, result.average_N, Outer(), work=result.work), step=0)
+        return result
+
+    results = in_threads([functools.partial(take, at) for at in range(4)])
+    sound = [result for at, result in enumerate(results) if at != liar_at]
+    assert [result.outcome for result in sound] == [Outcome.COMMITTED] * 3
+    assert all(len(result.members) == 3 and result.attempts == 3 for result in sound)
+    assert all(np.array_equal(result.average_N, sound[0].average_N) for result in sound)
+    assert results[liar_at].outcome is Outcome.ADOPTED
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_share_that_is_not_finite_is_in_nobody_s_average(swarm: Any, codec: CodecName) -> None:
+    """A peer that does not look at its own weights is refused by all; without it they go on."""
+    _, peers, state = swarm(2, codec=codec)
+    spoilt = vector(2)
+    spoilt[7], spoilt[500] = np.nan, np.inf
+    results = in_threads(
+        [
+            functools.partial(one_round, peer, state, delta, deadline_s=1.5)
+            for peer, delta in zip(peers, (vector(1), spoilt), strict=True)
+        ]
+    )
+    assert results[0].outcome is Outcome.LOCAL and np.array_equal(results[0].average_N, vector(1))
+    assert any("not finite" in reason for reason in results[0].reasons)
+
+
+def test_the_bytes_of_a_round_are_those_to_the_owners_and_those_of_an_owner(swarm: Any) -> None:
+    _, peers, state = swarm(4)
+    num = 4 * CHUNK
+    results = rounds(peers, state, [vector(seed, num) for seed in range(4)])
+    for result in results:
+        # Three quarters of a vector to the other owners, and the own quarter's sums to three members; plus heads of frames.
+        assert 2 * 3 * num <= result.num_bytes < 2 * 3 * num + 2000
+
+
+def test_a_state_that_does_not_fit_its_digest_is_taken_from_nobody(swarm: Any) -> None:
+    """A newcomer goes on to the next holder; if none is sound it has no state."""
+    hub, peers, state = swarm(2)
+    damaged = replace(state, momenta=(state.momenta[0] + np.float32(1e-3),))
+
+    def damage(peer: PeerAverager) -> None:
+        while (held := peer._holding._held) is None:  # `serve` is done on the peer's own thread
+            time.sleep(0.01)
+        peer._holding._held = damaged, held[1]
+
+    damage(peers[0])
+    for _ in range(3):  # holders are asked in any order
+        newcomer = make_peer(hub)
+        swarm.made.append(newcomer)
+        fetched = newcomer.join(deadline_s=10)
+        assert fetched is not None and fetched.state.digest() == state.digest()
+    damage(peers[1])
+    with pytest.raises(RoundFailed, match="does not fit its digest"):
+        swarm.made[-1].fetch(deadline_s=1.0)
+
+
+def test_one_with_other_terms_does_not_join(swarm: Any) -> None:
+    """Every round with it would come to nothing, for all."""
+    hub, peers, state = swarm(2, shared="codec = int8")
+    stranger = make_peer(hub, shared="codec = fp16")
+    with pytest.raises(ValueError, match="has codec = int8, this one codec = fp16"):
+        stranger.join(deadline_s=10)
+    stranger.leave()
+    assert [result.outcome for result in rounds(peers, state, [vector(1), vector(2)])] == [
+        Outcome.COMMITTED
+    ] * 2
 
 
 def test_alone_after_the_deadline(swarm: Any) -> None:

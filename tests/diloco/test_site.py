@@ -3,20 +3,26 @@
 import importlib.util
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from local_swarm import in_threads, make_peer
 
-from shoal.cli.diloco_view import describe_peers, plot_losses
+from shoal.cli.diloco import check_peer_join
+from shoal.cli.diloco_view import describe_peers, events_of, plot_losses
 from shoal.cli.main import act, parse
+from shoal.cli.supervise import alone_in
 from shoal.diloco import LocalHub
 from shoal.diloco.checkpoint import SiteCheckpoints
 from shoal.diloco.config import DilocoFile, load_diloco_file
 from shoal.diloco.data import Samples, read_corpus
 from shoal.diloco.site import Site, learning_rate
+from shoal.model.load import load_decoder
 from shoal.net.deadline import Stopped
-from shoal.telemetry import Log
+from shoal.telemetry import Log, Metrics
+from shoal.trainer.config import DilocoConfig
 
 TEXT = "the sea is wide and the fish are many; " * 200
 
@@ -135,6 +141,91 @@ def _steps(site: Site, num: int) -> bool:
     return False
 
 
+@pytest.mark.parametrize("overlap_steps", [0, 2])
+def test_stopped_while_it_waits_for_a_round_a_site_saves_what_it_trained(
+    tmp_path: Path, overlap_steps: int
+) -> None:
+    """Ctrl-C while a group is awaited: nobody was offered anything, so all of it is kept, and carried over."""
+    file = small_file(tmp_path, steps=8)
+    rounds = {"min_peers": 2, "overlap_steps": overlap_steps}
+    file = file.model_copy(update={"rounds": file.rounds.model_copy(update=rounds)})
+    hub = LocalHub()
+    site = make_site(file, tmp_path, hub, "one")
+    begin = site.optimizer.averager.begin
+
+    def begin_and_stop(*ready: Any, **more: Any) -> Any:
+        threading.Timer(0.5, site._stop.set).start()
+        return begin(*ready, **more)
+
+    site.optimizer.averager._stop = site._stop  # type: ignore[attr-defined]
+    site.optimizer.averager.begin = begin_and_stop  # type: ignore[method-assign]
+    with pytest.raises(Stopped):
+        site.train(join_s=10)
+    site.close()
+    again = make_site(file, tmp_path, hub, "one")
+    again._resume()
+    taken = again.optimizer.steps
+    assert 4 <= taken <= 4 + overlap_steps, "one round's steps, and those beside it"
+    assert again.optimizer.phase == taken and again.optimizer._samples == 4 * taken, "the round is still due"
+    assert again.optimizer.carries and np.any(again.optimizer.pseudo_gradient())
+    again.close()
+
+
+def test_weights_that_are_not_finite_are_kept_from_the_swarm(tmp_path: Path) -> None:
+    file = small_file(tmp_path)
+    site = make_site(file, tmp_path, LocalHub(), "one")
+    site.on_progress = lambda progress: next(site.model.parameters()).data[0].fill_(float("nan"))
+    with pytest.raises(ValueError, match="not finite after 4 inner steps"):
+        site.train(join_s=10)
+    assert site.optimizer.outer_state.round == 0 and site._checkpoints.newest() is None
+    site.close()
+
+
+def test_a_checkpoint_of_other_fragments_is_refused(tmp_path: Path) -> None:
+    file = small_file(tmp_path, steps=4)
+    site = make_site(file, tmp_path, LocalHub(), "one")
+    site.train(join_s=10)
+    site.close()
+    other = file.model_copy(update={"rounds": file.rounds.model_copy(update={"fragments": 2})})
+    again = make_site(other, tmp_path, LocalHub(), "one")
+    with pytest.raises(ValueError, match="another number of fragments"):
+        again.train(join_s=10)
+    again.close()
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    file = small_file(tmp_path, steps=4)
+    site = make_site(file, tmp_path, LocalHub(), "one")
+    site.train(join_s=10)
+    site.close()
+    other = file.model_copy(update={"run": file.run.model_copy(update={"name": "other"})})
+    again = make_site(other, tmp_path, LocalHub(), "one")
+    with pytest.raises(ValueError, match="is of the run 'small', the file is of 'other'"):
+        again.train(join_s=10)
+    again.close()
+
+
+def test_one_folder_has_one_site(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small_file(tmp_path)
+    folder, stop = tmp_path / "site", threading.Event()
+    folder.mkdir()
+    where = ["diloco", "train", str(tmp_path / "small.toml"), "--dir", str(folder)]
+    with alone_in(folder, stop):
+        threading.Timer(0.5, stop.set).start()
+        assert act(parse(where), stop) == 130
+    assert "waiting for another `shoal`" in capsys.readouterr().err and not any(folder.iterdir())
+
+
+def test_a_line_that_a_kill_cut_off_spoils_no_picture(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"event": "step", "step": 10, "loss": 2.0}\n{"event": "st')
+    metrics = Metrics(path)
+    metrics.write("step", step=20, loss=1.0)
+    metrics.close()
+    assert [event["step"] for event in events_of(path)] == [10, 20]
+    assert plot_losses(path, tmp_path / "loss.png", "loss")
+
+
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     kept = SiteCheckpoints(tmp_path, log=Log("test"))
     kept.save(1, {"at": 1})
@@ -152,6 +243,12 @@ def test_samples_are_each_seen_once_an_epoch_in_a_peer_s_own_order_and_resumable
     again = Samples(tokens, sequence=8, peer="a", seed=0)
     again.position = 20
     assert np.array_equal(again.take(30), epoch[20:])
+
+
+def test_token_ids_that_the_model_does_not_have_are_refused() -> None:
+    samples = Samples(np.arange(1 + 50 * 8, dtype=np.uint32), sequence=8, peer="a", seed=0, num_words=300)
+    with pytest.raises(ValueError, match=r"the token id \d+, and the model has 300 words"):
+        samples.take(50)
 
 
 def test_token_files_are_taken_as_they_are(tmp_path: Path) -> None:
@@ -199,6 +296,13 @@ def test_the_command_trains_alone(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert act(parse(where), threading.Event()) == 0
     assert "run small: 8 steps, validation loss" in capsys.readouterr().out
     assert (tmp_path / "site" / "loss.png").exists()
+    made, kept = (
+        load_decoder(tmp_path / "site" / "model"),
+        SiteCheckpoints(tmp_path / "site" / "checkpoints", log=Log("test")).newest(),
+    )
+    assert kept is not None
+    for name, value in made.named_parameters():
+        assert torch.equal(value, kept["model"][name].bfloat16().float()), name
     stopped = threading.Event()
     stopped.set()
     again = where[:-1] + [str(tmp_path / "other")]
@@ -224,3 +328,19 @@ def test_the_learning_rate_rises_and_falls() -> None:
 
 def test_a_directory_with_noise_in_it_is_still_shown() -> None:
     assert describe_peers({"a": b"noise"}) == []
+
+
+@pytest.mark.parametrize(
+    ("address", "config", "words"),
+    [
+        ("/ip4/1.2.3.4/tcp/5/p2p/Qm", None, r"no \[trainer\.diloco\]"),
+        ("http://10.0.0.1:8710", DilocoConfig(), "no address of a peer"),
+    ],
+)
+def test_an_address_of_a_trainer_s_peers_that_leads_nowhere_is_refused(
+    address: str, config: DilocoConfig | None, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_peer_join([address], config)
+    check_peer_join([], config)
+    check_peer_join(["http://10.0.0.1:8710"], DilocoConfig(engine="torchft"))

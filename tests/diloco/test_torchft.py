@@ -70,6 +70,19 @@ def test_peers_agree_bit_for_bit_and_a_newcomer_takes_part(lighthouse: str) -> N
         peer.leave()
 
 
+@pytest.mark.parametrize(
+    ("lighthouse", "host", "words"),
+    [
+        ("http://10.0.0.1:8710", "127.0.0.1", "this machine's own address"),
+        ("http://127.0.0.1:8710", "0.0.0.0", "this machine's own address"),
+        ("/ip4/127.0.0.1/tcp/1/p2p/Qm", "127.0.0.1", "no lighthouse's address"),
+    ],
+)
+def test_an_address_that_nobody_can_connect_to_is_refused(lighthouse: str, host: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make(lighthouse, host=host)
+
+
 def test_alone_when_the_others_are_gone(lighthouse: str) -> None:
     peer, other = (make(lighthouse, min_peers=2, stop=threading.Event()) for _ in range(2))
     in_threads([functools.partial(each.join, deadline_s=20) for each in (peer, other)])

@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -223,8 +224,12 @@ def test_what_cannot_be_done_is_refused(folder: Path, tmp_path: Path) -> None:
     engine = _engine(folder, max_rows=2)
     with pytest.raises(ValueError, match="pass the model's 2048 positions; lower max_new_tokens"):
         engine.submit([replace(request, max_new_tokens=2048)])
-    with pytest.raises(ValueError, match="temperature=0"):
-        engine.submit([replace(request, temperature=0)])
+    for temperature in (0, float("nan")):
+        with pytest.raises(ValueError, match=f"temperature={temperature}"):
+            engine.submit([replace(request, temperature=temperature)])
+    with pytest.raises(ValueError, match="prompt tokens from 3 to 99999, and the model has 88 words"):
+        engine.submit([request, replace(request, prompt_tokens=(3, 99999))])
+    assert not engine.has_work
     engine.submit([request])
     with pytest.raises(ValueError, match="finish them first"):
         engine.load(folder, 1)
@@ -234,9 +239,17 @@ def test_what_cannot_be_done_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no weights at"):
         engine.load(tmp_path, 1)
     assert engine.policy_version is None
-    engine.submit([request])
     with pytest.raises(ValueError, match="no complete weights"):
-        engine.step()
+        engine.submit([request])
+    engine.load(folder, 2)  # nothing was taken that would keep it from these
+
+
+def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(page.split("```python\n")[1].split("```")[0], names)
+    assert len(names["finished"]) == 8 and all(row.proof for row in names["finished"])
 
 
 def test_draws_follow_the_distribution_and_never_hit_the_impossible() -> None:

@@ -139,7 +139,11 @@ def test_a_new_engine_takes_over_without_the_rows_of_the_last(fresh: VllmEngine,
 
 def test_rows_that_cannot_be_run_are_refused(fresh: VllmEngine) -> None:
     good = requests()[0]
-    for change, words in (({"temperature": 0.0}, "above 0"), ({"max_new_tokens": 5000}, "positions")):
+    for change, words in (
+        ({"temperature": 0.0}, "above 0"),
+        ({"max_new_tokens": 5000}, "positions"),
+        ({"prompt_tokens": (99999,)}, "words"),
+    ):
         fields = {name: getattr(good, name) for name in Request.__dataclass_fields__} | change
         with pytest.raises(ValueError, match=words):
             fresh.submit([Request(**fields)])

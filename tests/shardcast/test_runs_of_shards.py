@@ -58,9 +58,21 @@ def test_what_came_before_a_break_is_kept(origin: Any, kit: Any, serve: Any, fet
     asked_of(origin, kit, serve, fetch, 1e9, break_off)
 
 
+@pytest.mark.parametrize(
+    ("last_run_s", "end"), [(0.0, [1, 1, 1, 1]), (1e-8, [2, 2, 2, 1, 1, 1]), (1.0, [6, 3, 1, 1, 1, 1])]
+)
 def test_the_end_comes_in_small_portions(
-    origin: Any, kit: Any, tmp_path: Path, log: Log, stop: threading.Event
+    origin: Any,
+    kit: Any,
+    tmp_path: Path,
+    log: Log,
+    stop: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    last_run_s: float,
+    end: list[int],
 ) -> None:
+    """Of shards of 1,000 bytes from a relay that sends 1e12 a second, by four streams; the last three are another file's."""
+    monkeypatch.setattr(download_module, "LAST_RUN_S", last_run_s)
     sealed = origin.publish(7, kit.random_files(num_bytes=NUM_BYTES))
     prepare_folder(tmp_path / "v7", sealed)
     choice = RelayChoice(["http://a"])
@@ -71,7 +83,7 @@ def test_the_end_comes_in_small_portions(
         lengths.append(len(download._run_from(download._pending[0], "http://a")))
     assert sum(lengths) == 1 + 3 + 100
     assert max(lengths) > 5
-    assert lengths[-4:] == [1, 1, 1, 1]
+    assert lengths[-len(end) :] == end, lengths
 
 
 @pytest.mark.parametrize(("fast_bytes_per_s", "num_streams"), [(-1.0, 2), (1e18, 4)])

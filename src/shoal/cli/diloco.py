@@ -4,19 +4,25 @@ import argparse
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.arguments import Commands
-from shoal.cli.supervise import EXIT_OK
-from shoal.cli.values import at_least_one, port_number, seconds
+from shoal.cli.supervise import EXIT_OK, alone_in
+from shoal.cli.values import at_least_one, count, port_number, seconds
 from shoal.net.deadline import DeadlinePassed
 from shoal.telemetry import Log
 
 if TYPE_CHECKING:
     from shoal.diloco.config import DilocoFile
     from shoal.diloco.hivemind_mesh import Address
+    from shoal.trainer.config import DilocoConfig
+
+
+_ANY = ("0.0.0.0", "::")
+"""To listen at, not to be reached by."""
 
 
 def add_diloco(commands: Commands) -> None:
@@ -27,7 +33,7 @@ def add_diloco(commands: Commands) -> None:
     train.add_argument("--dir", type=Path, required=True, help="this site's folder; start again to resume")
     train.add_argument("--device", default="cpu", help="cpu, or cuda")
     train.add_argument(
-        "--threads", type=int, default=0, help="torch threads (default: 0, torch's own choice)"
+        "--threads", type=count, default=0, help="torch threads (default: 0, torch's own choice)"
     )
     train.add_argument("--join-s", type=seconds, default=600.0, help="how long to look for the swarm")
     _add_address_options(train, port=0)
@@ -48,7 +54,7 @@ def _add_address_options(parser: argparse.ArgumentParser, *, port: int) -> None:
         action="append",
         default=[],
         metavar="ADDRESS",
-        help="a peer or rendezvous of the run, such as /ip4/203.0.113.5/tcp/8710/p2p/12D3...; one is enough",
+        help="a peer or rendezvous of the run, such as /ip4/203.0.113.5/tcp/8710/p2p/Qm...; one is enough",
     )
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 to be reached from elsewhere")
     parser.add_argument("--port", type=port_number, default=port, help="0 takes any free one")
@@ -56,7 +62,10 @@ def _add_address_options(parser: argparse.ArgumentParser, *, port: int) -> None:
         "--announce", action="append", default=[], help="the address that others should use, if it is another"
     )
     parser.add_argument(
-        "--direct-port", type=int, default=0, help="for vectors, around the daemon; 0 takes any free one"
+        "--direct-port",
+        type=port_number,
+        default=0,
+        help="for vectors, around the daemon; 0 takes any free one",
     )
     parser.add_argument("--outbound-only", action="store_true", help="listen nowhere; only reach out")
     parser.add_argument("--relay", action="store_true", help="behind NAT: be reached through other peers")
@@ -76,7 +85,10 @@ def add_peer_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--peer-host", default="127.0.0.1", help="0.0.0.0 to be reached from elsewhere")
     group.add_argument("--peer-port", type=port_number, default=0, help="0 takes any free one")
     group.add_argument(
-        "--peer-direct-port", type=int, default=0, help="for vectors, around the daemon; 0 takes any free one"
+        "--peer-direct-port",
+        type=port_number,
+        default=0,
+        help="for vectors, around the daemon; 0 takes any free one",
     )
     group.add_argument("--peer-announce", action="append", default=[], metavar="ADDRESS")
     group.add_argument(
@@ -87,6 +99,7 @@ def add_peer_options(parser: argparse.ArgumentParser) -> None:
 def _address(options: argparse.Namespace) -> "Address":
     from shoal.diloco.hivemind_mesh import Address
 
+    _check_addresses("--join", options.join)
     return Address(
         join=tuple(options.join),
         host=options.host,
@@ -99,20 +112,49 @@ def _address(options: argparse.Namespace) -> "Address":
     )
 
 
+def check_peer_join(addresses: Sequence[str], config: "DilocoConfig | None") -> None:
+    """`config`: the run file's [trainer.diloco], if it has one."""
+    if addresses and config is None:
+        raise ValueError(
+            f"--peer-join {addresses[0]}: the run file has no [trainer.diloco], so its trainer merges with nobody; "
+            "add that section, or leave the option out"
+        )
+    if config is not None and config.engine == "hivemind":
+        _check_addresses("--peer-join", addresses)
+
+
+def _check_addresses(option: str, addresses: Sequence[str]) -> None:
+    for address in addresses:
+        if not address.startswith("/") or "/p2p/" not in address:
+            raise ValueError(
+                f"{option} {address!r} is no address of a peer; one looks like /ip4/203.0.113.5/tcp/8710/p2p/Qm..., as "
+                "`shoal diloco swarm` and every site print it"
+            )
+
+
 def _train(options: argparse.Namespace, stop: threading.Event) -> int:
     import torch
-    from rich.console import Console
 
-    from shoal.cli.diloco_view import LiveView, plot_losses, show_site
-    from shoal.diloco.averager import RoundFailed
+    from shoal.cli.roles import check_device
     from shoal.diloco.config import load_diloco_file
-    from shoal.diloco.mesh import Broken
-    from shoal.diloco.site import Site
 
     file = load_diloco_file(options.file)
+    check_device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
     options.dir.mkdir(parents=True, exist_ok=True)
+    with alone_in(options.dir, stop):
+        return _train_alone_there(file, options, stop)
+
+
+def _train_alone_there(file: "DilocoFile", options: argparse.Namespace, stop: threading.Event) -> int:
+    from rich.console import Console
+
+    from shoal.cli.diloco_view import LiveView, show_site
+    from shoal.diloco.averager import RoundFailed
+    from shoal.diloco.mesh import Broken
+    from shoal.diloco.site import Site
+
     averager = _engine(file, options, stop)
     site = Site(
         file,
@@ -124,19 +166,27 @@ def _train(options: argparse.Namespace, stop: threading.Event) -> int:
     )
     console = Console(stderr=True, highlight=False)
     try:
-        with LiveView(console, lambda: show_site(file, site.progress, averager)) as refresh:
-            site.on_progress = lambda progress: refresh()
+        with LiveView(console, lambda: show_site(file, site.progress, averager)):
             progress = site.train(join_s=options.join_s)
     except (RoundFailed, Broken) as error:
         raise DeadlinePassed(f"the swarm: {error}") from None
     finally:
         site.close()
-        plot_losses(options.dir / "metrics.jsonl", options.dir / "loss.png", f"{file.run.name}: loss")
+        _draw(options.dir, f"{file.run.name}: loss")
     print(
         f"run {file.run.name}: {progress.steps} steps, validation loss {progress.validation:.4f}, "
-        f"{progress.sent_bytes / 1e6:.1f} MB sent, utilisation {progress.utilisation:.3f}"
+        f"{progress.sent_bytes / 1e6:.1f} MB sent, utilisation {progress.utilisation:.3f}; model in {site.model_folder}"
     )
     return EXIT_OK
+
+
+def _draw(dir: Path, title: str) -> None:
+    from shoal.cli.diloco_view import plot_losses
+
+    try:
+        plot_losses(dir / "metrics.jsonl", dir / "loss.png", title)
+    except OSError as error:  # whatever else went wrong is the news
+        Log("site").warning("no picture of the losses", reason=error)
 
 
 def _engine(file: "DilocoFile", options: argparse.Namespace, stop: threading.Event) -> Any:
@@ -148,6 +198,10 @@ def _engine(file: "DilocoFile", options: argparse.Namespace, stop: threading.Eve
     if file.run.engine == "torchft":
         return _torchft(file, options, stop)
     if file.run.engine == "local":
+        if options.join:
+            raise ValueError(
+                f'--join {options.join[0]}: run.engine = "local" trains alone; take hivemind or torchft'
+            )
         mesh = LocalHub().mesh()
     else:
         from shoal.diloco.hivemind_mesh import HivemindMesh
@@ -157,7 +211,7 @@ def _engine(file: "DilocoFile", options: argparse.Namespace, stop: threading.Eve
         mesh,
         log=Log("averager"),
         codec=rounds.codec,
-        terms=Terms(gather_s=rounds.gather_s, min_peers=rounds.min_peers),
+        terms=Terms(gather_s=rounds.gather_s, min_peers=rounds.min_peers, shared=file.shared()),
         stop=stop,
     )
 
@@ -191,9 +245,10 @@ def _swarm(options: argparse.Namespace, stop: threading.Event) -> int:
     import asyncio
 
     options.dir.mkdir(parents=True, exist_ok=True)
-    if options.engine == "torchft":
-        return _lighthouse(options, stop)
-    return asyncio.run(_rendezvous(options, stop))
+    with alone_in(options.dir, stop):
+        if options.engine == "torchft":
+            return _lighthouse(options, stop)
+        return asyncio.run(_rendezvous(options, stop))
 
 
 def _lighthouse(options: argparse.Namespace, stop: threading.Event) -> int:
@@ -204,8 +259,10 @@ def _lighthouse(options: argparse.Namespace, stop: threading.Event) -> int:
         min_replicas=options.min_peers,
         join_timeout_ms=int(1000 * options.gather_s),
     )
-    # It names the machine, which others may not resolve; the address it was given is better.
-    print(f"join: http://{options.host}:{server.address().rsplit(':', 1)[1]}", flush=True)
+    # It names the machine, which others may not resolve; the address it was given is better, if it is one.
+    named, port = server.address().rsplit(":", 1)
+    host = named.removeprefix("http://") if options.host in _ANY else options.host
+    print(f"join: http://{host}:{port}", flush=True)
     stop.wait()
     server.shutdown()
     return EXIT_OK
@@ -225,7 +282,7 @@ async def _rendezvous(options: argparse.Namespace, stop: threading.Event) -> int
     try:
         await mesh.start(refuse)
     except Broken as broken:
-        raise ValueError(f"cannot start: {broken}; is the port in use?") from None
+        raise DeadlinePassed(str(broken)) from None
     for address in mesh.addresses:
         print(f"join: {address}", flush=True)
     said: list[str] = []

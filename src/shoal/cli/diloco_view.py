@@ -1,12 +1,15 @@
 """What `shoal diloco` shows: the peers of a run, a site's live view, its loss curve as a picture."""
 
+import contextlib
+import io
 import json
 import math
-import time
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
@@ -33,25 +36,19 @@ def describe_peers(cards: dict[str, bytes]) -> list[str]:
 
 
 class LiveView:
-    """The view on a terminal, ten times a second at most; on anything else the log is enough."""
+    """The view on a terminal, four times a second, by a thread of its own: a round may take minutes. On anything else the log
+    is enough."""
 
-    def __init__(self, console: Console, show: Any) -> None:
-        self._console, self._show, self._next_s = console, show, 0.0
-        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+    def __init__(self, console: Console, show: Callable[[], RenderableType]) -> None:
+        self._live = Live(console=console, get_renderable=show) if console.is_terminal else None
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> None:
         if self._live is not None:
             self._live.start()
-        return self.refresh
 
     def __exit__(self, *what: object) -> None:
         if self._live is not None:
             self._live.stop()
-
-    def refresh(self) -> None:
-        if self._live is not None and time.monotonic() >= self._next_s:
-            self._next_s = time.monotonic() + 0.1
-            self._live.update(self._show(), refresh=True)
 
 
 def show_site(file: "DilocoFile", progress: "Progress", averager: Any) -> Group:
@@ -60,7 +57,7 @@ def show_site(file: "DilocoFile", progress: "Progress", averager: Any) -> Group:
     landed = progress.landed
     rows = {
         "step": f"{progress.steps} of {progress.last_step}",
-        "loss": f"{progress.loss:.4f}",
+        "loss": "" if math.isnan(progress.loss) else f"{progress.loss:.4f}",
         "validation loss": "" if math.isnan(progress.validation) else f"{progress.validation:.4f}",
         "utilisation": "" if math.isnan(progress.utilisation) else f"{100 * progress.utilisation:.1f} %",
         "sent": f"{progress.sent_bytes / 1e6:.1f} MB",
@@ -86,8 +83,27 @@ def show_site(file: "DilocoFile", progress: "Progress", averager: Any) -> Group:
     return Group(own, others)
 
 
+def events_of(metrics: Path) -> list[dict[str, Any]]:
+    """What a site wrote, without lines that a kill cut off."""
+    events = []
+    for line in metrics.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            events.append(json.loads(line))
+    return events
+
+
 def plot_losses(metrics: Path, picture: Path, title: str) -> bool:
-    """Training and validation loss against inner steps, as a PNG; False if there is nothing to plot it with."""
+    """Training and validation loss against inner steps, as a PNG; False if there is nothing to plot, or to plot it with."""
+    # A step that was taken again after a kill counts as it was the last time.
+    steps: dict[int, float] = {}
+    rounds: dict[int, float] = {}
+    for event in events_of(metrics):
+        if event["event"] == "step":
+            steps[event["step"]] = event["loss"]
+        elif event["event"] == "round" and event["validation"] is not None:
+            rounds[event["step"]] = event["validation"]
+    if not steps and not rounds:
+        return False
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -95,24 +111,31 @@ def plot_losses(metrics: Path, picture: Path, title: str) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    events = [json.loads(line) for line in metrics.read_text().splitlines()]
-    steps = [(event["step"], event["loss"]) for event in events if event["event"] == "step"]
-    rounds = [
-        (event["step"], event["validation"])
-        for event in events
-        if event["event"] == "round" and event["validation"] is not None
-    ]
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
-    if steps:
-        axes.plot(*zip(*steps, strict=True), color="#9bb7d4", label="training")
-    if rounds:
-        axes.plot(*zip(*rounds, strict=True), color="#1f4e79", label="validation", marker="o", markersize=3)
+    for points, look in (
+        (steps, {"color": "#9bb7d4", "label": "training"}),
+        (rounds, {"color": "#1f4e79", "label": "validation", "marker": "o", "markersize": 3}),
+    ):
+        if points:
+            axes.plot(*zip(*sorted(points.items()), strict=True), **look)
     axes.set_xlabel("inner step")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(title)
-    if steps or rounds:
-        axes.legend()
+    axes.legend()
     figure.tight_layout()
-    figure.savefig(picture)
+    drawn = io.BytesIO()
+    figure.savefig(drawn)
     pyplot.close(figure)
+    _put(drawn.getvalue(), picture)
     return True
+
+
+def _put(content: bytes, path: Path) -> None:
+    """Whole or not at all: a full disk leaves the picture that was there."""
+    partial = path.with_suffix(".partial")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

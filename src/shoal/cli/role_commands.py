@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from shoal.cli.arguments import Commands, add_engine_choice
-from shoal.cli.diloco import add_peer_options
+from shoal.cli.diloco import add_peer_options, check_peer_join
 from shoal.cli.supervise import EXIT_OK
 from shoal.cli.values import above_zero, at_least_one, count, port_number, seconds, url
 
@@ -171,6 +171,7 @@ def _run(options: argparse.Namespace, stop: threading.Event) -> int:
             "--json is for --dry-run; a run writes metrics.jsonl, and `shoal top URL --json` shows it"
         )
     file = load_run_file(options.file)
+    check_peer_join(options.peer_join, file.trainer.diloco)
     if options.dry_run:
         with progress("reading the model and the problems it names"):
             check_names(file, options.file)

@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Mapping
 
+from shoal.cli.diloco import check_peer_join
 from shoal.cli.runfile import load_run_file
 from shoal.cli.supervise import EXIT_EJECTED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from shoal.net.presign import Credentials
@@ -52,6 +53,7 @@ def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
     check_device(device)
     _check_reachable(options)
     file = load_run_file(options.file)
+    check_peer_join(options.peer_join, file.trainer.diloco)
     site = TrainerSite(
         folder=options.dir,
         model=file.run.model,

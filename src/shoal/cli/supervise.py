@@ -157,10 +157,10 @@ def alone_in(folder: Path, stop: threading.Event) -> Iterator[int]:
         while not _locks(descriptor):
             if time.monotonic() > give_up_s:
                 raise ValueError(
-                    f"{folder} is in use: another `shoal run` is at work there; stop that one, or choose another --dir"
+                    f"{folder} is in use: another `shoal` is at work there; stop that one, or choose another --dir"
                 )
             if not said:
-                print(f"shoal: waiting for the processes of another run in {folder} to end", file=sys.stderr)
+                print(f"shoal: waiting for another `shoal` in {folder} to end", file=sys.stderr)
                 said = True
             if stop.wait(0.1):
                 raise Stopped(f"stopped while waiting for {folder}")

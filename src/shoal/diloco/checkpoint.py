@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from blake3 import blake3
 
+from shoal.model.weights import disk_errors
 from shoal.telemetry import Log
 
 _NAME = re.compile(r"step-(\d{8})-([0-9a-f]{16})\.pt")
@@ -23,9 +24,14 @@ class SiteCheckpoints:
 
     def save(self, step: int, content: dict[str, Any]) -> Path:
         partial = self._folder / "partial.tmp"  # torch refuses a name that begins with a dot
-        torch.save(content, partial)
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
+        try:
+            with disk_errors(partial):
+                torch.save(content, partial)
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+        except OSError:
+            partial.unlink(missing_ok=True)  # of use to nobody, and on a full disk it is in the way
+            raise
         path = self._folder / f"step-{step:08d}-{_digest(partial)}.pt"
         os.replace(partial, path)
         for old in self._newest_first()[self._keep :]:

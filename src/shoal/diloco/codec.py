@@ -99,6 +99,9 @@ def _encode_blocks(codec: CodecName, values_N: Vector) -> bytes:
     padded[: len(values_N)] = values_N
     blocks = padded.reshape(num_blocks, block)
     scales = np.maximum(blocks.max(axis=1), -blocks.min(axis=1)) / np.float32(LARGEST[codec])
+    spoilt = ~np.isfinite(scales)
+    if spoilt.any():  # no whole number stands for what is not finite, so the scale has to tell of it
+        scales[spoilt], blocks[spoilt] = np.nan, 0.0
     # A block of zeros has scale 0 and would divide by it.
     blocks /= np.where(scales > 0, scales, np.float32(1))[:, None]
     np.rint(blocks, out=blocks)

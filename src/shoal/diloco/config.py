@@ -73,6 +73,13 @@ class DilocoFile(Record):
     outer: OuterSection = OuterSection()
     rounds: RoundsSection = RoundsSection()
 
+    def shared(self) -> str:
+        """What two sites may not have differently, if they are ever to agree on a round."""
+        return (
+            f"inner_steps = {self.rounds.inner_steps}, fragments = {self.rounds.fragments}, codec = {self.rounds.codec}, "
+            f"outer lr = {self.outer.lr}, momentum = {self.outer.momentum}"
+        )
+
     @model_validator(mode="after")
     def _fits_together(self) -> "DilocoFile":
         if self.rounds.inner_steps % self.rounds.fragments:

@@ -49,7 +49,12 @@ def read_corpus(
 
 
 def _load_tokens(path: Path) -> NDArray[np.uint32]:
-    tokens: NDArray[np.uint32] = np.load(path, mmap_mode="r")
+    try:
+        tokens: NDArray[np.uint32] = np.load(path, mmap_mode="r")
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is not a file of NumPy's: {str(error).splitlines()[0][:80]}; np.save writes one"
+        ) from None
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
         raise ValueError(
             f"{path} holds {tokens.dtype} of shape {tokens.shape}; expected one row of token ids"
@@ -66,11 +71,16 @@ def _file_tokens(path: Path, encode: Callable[[str], list[int]]) -> NDArray[np.u
 class Samples:
     """The samples of a corpus in one peer's order. `position` is all there is to remember."""
 
-    def __init__(self, tokens_N: NDArray[np.uint32], *, sequence: int, peer: str, seed: int) -> None:
-        self.num_samples = (len(tokens_N) - 1) // sequence
+    def __init__(
+        self, tokens_N: NDArray[np.uint32], *, sequence: int, peer: str, seed: int, num_words: int = 1 << 32
+    ) -> None:
+        """`num_words`: of the model. Ids are compared with it as they are taken: a corpus may be too long to look through."""
+        self.num_samples = max(0, len(tokens_N) - 1) // sequence
         if self.num_samples < 1:
-            raise ValueError(f"{len(tokens_N)} tokens are too few for one sample of {sequence}; add data")
-        self._tokens_N, self._sequence = tokens_N, sequence
+            raise ValueError(
+                f"{len(tokens_N)} tokens are too few for one sample of {sequence}; add data, or lower data.sequence"
+            )
+        self._tokens_N, self._sequence, self._num_words = tokens_N, sequence, num_words
         self._name = f"{seed}/{peer}"
         self.position = 0
         self._epoch = -1
@@ -79,7 +89,15 @@ class Samples:
     def take(self, num: int) -> Tokens:
         """The next `num` samples, [num, sequence + 1]."""
         length = self._sequence + 1
-        return np.stack([np.asarray(self._tokens_N[at : at + length], np.int64) for at in self.starts(num)])
+        starts = self.starts(num)
+        taken = np.stack([np.asarray(self._tokens_N[at : at + length], np.int64) for at in starts])
+        if taken.min() < 0 or taken.max() >= self._num_words:
+            wrong = taken[(taken < 0) | (taken >= self._num_words)][0]
+            raise ValueError(
+                f"data.files hold the token id {wrong}, and the model has {self._num_words} words; "
+                "use the files of this model's tokenizer"
+            )
+        return taken
 
     def starts(self, num: int) -> list[int]:
         """Where the next `num` samples begin, for whoever reads the tokens itself."""

@@ -5,6 +5,7 @@ remembered beyond a round: a new leader starts from what the peers tell it.
 """
 
 import secrets
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -63,6 +64,14 @@ class Ballot:
             self.lost = self.lost or f"{peer} has no average"
         elif len(set(filter(None, self.votes.values()))) > 1:
             self.lost = self.lost or f"{peer} has another average than {next(iter(self.votes))}"
+
+    def odd(self) -> set[str]:
+        """Members whose digest differs from that of more than half: it is their average that is wrong."""
+        cast = {peer: digest for peer, digest in self.votes.items() if digest}
+        for digest, num in Counter(cast.values()).most_common(1):
+            if 2 * num > len(self.members):
+                return {peer for peer, other in cast.items() if other != digest}
+        return set()
 
     @property
     def decided(self) -> bool:

@@ -7,6 +7,7 @@ written, so whoever sent last waits for the other side to close (mesh.Stream.clo
 
 import asyncio
 import logging
+import re
 import subprocess
 import sys
 import time
@@ -57,6 +58,7 @@ class HivemindMesh:
         self._address = address
         self.peer = ""
         self.reachable = address.reachable
+        self._handler: Handler | None = None
         self._p2p: Any = None
         self._node: Any = None
         self._watch: Any = None
@@ -74,6 +76,7 @@ class HivemindMesh:
         from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
         logging.getLogger("hivemind").setLevel(logging.ERROR)
+        self._handler = handler
         try:
             self._p2p = await P2P.create(**self._options())
             self._watch = _tie_to_this_process(self._p2p._child.pid)
@@ -81,7 +84,8 @@ class HivemindMesh:
                 p2p=self._p2p, initial_peers=list(self._address.join), client_mode=not self.reachable
             )
         except (P2PDaemonError, RuntimeError, OSError) as error:
-            raise Broken(f"no peer at {', '.join(self._address.join) or 'any address'}: {error}") from None
+            await self._give_up()
+            raise _reason(error, self._address) from None
         self.peer = self._p2p.peer_id.to_base58()
         if self.reachable:
             self.addresses = tuple(str(address) for address in await self._node.get_visible_maddrs())
@@ -98,6 +102,23 @@ class HivemindMesh:
             self._links = DirectLinks(handler, self._log)
             await self._links.listen(self._address.host, self._address.direct_port)
             await self._p2p.add_binary_stream_handler(self._link_protocol, self._offer)
+
+    async def _start_again(self) -> None:
+        """Out of memory, say, and somebody killed the daemon: without one this site would go on alone and never be told."""
+        if self._address.identity is None:
+            raise Broken("the network daemon has ended, and without a key nobody would know this peer again")
+        self._log.warning("the network daemon has ended; starting another")
+        await self._give_up()
+        assert self._handler is not None
+        await self.start(self._handler)
+
+    async def _give_up(self) -> None:
+        """Whatever came up goes down again: `start` may be called once more."""
+        if self._watch is not None:
+            await self.stop()
+            self._p2p = self._node = self._watch = None
+        # A daemon that has just died is heard of on the loop's next turns; a closed loop would complain.
+        await asyncio.sleep(0.1)
 
     async def open(self, peer: str, *, bulk: bool = False) -> Stream:
         if bulk and self._address.direct_port is not None and self._may_dial(peer):
@@ -160,6 +181,8 @@ class HivemindMesh:
     async def announce(self, card: bytes, *, for_s: float) -> None:
         from hivemind.utils import get_dht_time
 
+        if self._p2p is None or self._p2p._child.returncode is not None:
+            await self._start_again()
         await self._node.store(self._key, card, get_dht_time() + for_s, subkey=self.peer)
 
     async def cards(self) -> dict[str, bytes]:
@@ -184,8 +207,10 @@ class HivemindMesh:
                 await self._p2p.shutdown()
         except TimeoutError:
             pass  # the daemon drains streams of peers that are gone; the watch ends it
-        self._watch.stdin.close()
-        self._watch.wait(STOP_S)
+        if self._watch is not None:
+            self._watch.stdin.close()
+            self._watch.wait(STOP_S)
+        self._links = None
 
     def _options(self) -> dict[str, Any]:
         address = self._address
@@ -209,6 +234,20 @@ class HivemindMesh:
             address.identity.parent.mkdir(parents=True, exist_ok=True)
             options["identity_path"] = str(address.identity)
         return options
+
+
+def _reason(error: Exception, address: Address) -> Exception:
+    """Nobody there, which may change, or something that its owner has to see to."""
+    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+
+    said = re.sub(r"^Daemon failed to start: ([0-9/]+ [0-9:]+ )?", "", str(error))
+    slow_or_alone = "bootstrap peers" in said or "failed to start in" in said
+    if slow_or_alone or not isinstance(error, P2PDaemonError):
+        return Broken(f"nobody answers at {', '.join(address.join) or 'any address'}: {said}")
+    key = f", {address.identity}" if address.identity is not None else ""
+    return ValueError(
+        f"the network daemon does not start: {said}; check --host, --port, --join, --announce{key}"
+    )
 
 
 def _host(address: str) -> str:

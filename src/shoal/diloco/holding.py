@@ -9,7 +9,8 @@ from shoal.diloco.states import send_state
 class Holding:
     """Written by the training thread in single assignments, read on the peer's event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: str = "") -> None:
+        self._shared = shared
         self._held: tuple[OuterState, Standing] | None = None
         self.step = self.phase = 0
         self.in_round = False
@@ -33,6 +34,7 @@ class Holding:
             standing=self.standing,
             phase=self.phase,
             in_round=self.in_round,
+            shared=self._shared,
         )
 
     async def send(self, stream: Stream) -> None:

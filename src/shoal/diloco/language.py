@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.model.builtin import BUILTIN, create_model
+from shoal.model.builtin import BUILTIN, copy_all_but_weights, create_model
 from shoal.model.decoder import Decoder
 from shoal.model.load import load_decoder
 from shoal.model.logprobs import token_logprobs
 from shoal.model.tokenizer import CharTokenizer, load_tokenizer
+from shoal.model.weights import WEIGHTS_FILE, save_weights
 
 
 def model_folder(name: str, cache: Path, seed: int) -> Path:
@@ -43,6 +44,16 @@ def load_language_model(folder: Path, device: str) -> nn.Module:
         return model.to(device)
 
 
+def save_language_model(model: nn.Module, source: Path, target: Path) -> None:
+    """A folder as `source` is, with the weights as they are now: bfloat16 if the decoder is ours, as versions are published."""
+    target.mkdir(parents=True, exist_ok=True)
+    copy_all_but_weights(source, target)
+    if isinstance(model, Decoder):
+        save_weights(model, target / WEIGHTS_FILE)
+    else:
+        model.save_pretrained(target)  # type: ignore[operator]
+
+
 def text_encoder(folder: Path) -> Callable[[str], list[int]]:
     """Text to token ids, with the end token after it."""
     tokenizer = load_tokenizer(folder)
@@ -50,6 +61,22 @@ def text_encoder(folder: Path) -> Callable[[str], list[int]]:
         known = set(tokenizer.alphabet)
         return lambda text: tokenizer.encode_answer("".join(c if c in known else "?" for c in text))
     return tokenizer.encode_answer
+
+
+def num_words(model: nn.Module) -> int:
+    """Token ids are below it."""
+    if isinstance(model, Decoder):
+        return model.shape.vocab_size
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    return int(embedding.num_embeddings)
+
+
+def num_positions(model: nn.Module) -> int:
+    """The longest sample it can be given."""
+    if isinstance(model, Decoder):
+        return model.shape.max_positions
+    # Not every family has a limit.
+    return int(getattr(model.config, "max_position_embeddings", None) or 1 << 31)
 
 
 def next_token_loss(model: nn.Module, tokens_BT: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shoal.diloco.gather import Ballot, Choice, choose
 from shoal.diloco.messages import GroupAnswer, ReadyAsk, Standing, VoteAnswer, VoteAsk
@@ -36,6 +36,8 @@ class Leader:
         self._news = asyncio.Event()
         self._gathering: asyncio.Task[None] | None = None
         self._open: dict[str, _Open] = {}
+        self._odd: dict[str, set[str]] = {}
+        """Whose average was another than most peers', and in which groups, since a round was last committed."""
         self._watching: set[asyncio.Task[None]] = set()
         self.standing: Standing | None = None
         """Of the leader itself."""
@@ -63,6 +65,8 @@ class Leader:
         if held is None:
             return VoteAnswer(commit=False, reason="nobody votes on that group here")
         held.ballot.vote(ask.peer, ask.average_digest)
+        for peer in held.ballot.odd():
+            self._odd.setdefault(peer, set()).add(ask.group)
         if held.ballot.decided:
             held.decided.set()
         try:
@@ -95,7 +99,7 @@ class Leader:
             half_s = min(ask.wait_s / 2 for ask, _ in self._asks.values())
             waited_s = time.monotonic() - started_s
             late = waited_s > min(self._gather_s, half_s)
-            choice = choose([ask for ask, _ in self._asks.values()], self._elsewhere())
+            choice = self._choose()
             enough = len(choice.members) >= self._min_peers
             if not choice.members or ((everybody or late) and enough):
                 self._close(choice)
@@ -118,10 +122,21 @@ class Leader:
         for _, answer in asks.values():
             _answer(answer, told)
 
+    def _choose(self) -> Choice:
+        out = self._wrong_again() & self._asks.keys()
+        if out == self._asks.keys():
+            out = set()  # nobody else is here; if nobody comes they are on their own
+        choice = choose([ask for ask, _ in self._asks.values() if ask.peer not in out], self._elsewhere())
+        return replace(choice, behind=(*choice.behind, *sorted(out)))
+
+    def _wrong_again(self) -> set[str]:
+        """Once is a fault that a retry mends. Whoever is wrong twice in a round is left out of it, and takes its result over."""
+        return {peer for peer, groups in self._odd.items() if len(groups) > 1}
+
     def _elsewhere(self) -> list[Standing]:
         """States of those who are not ready: if one is newer, nobody here needs to wait."""
-        cards = self._roster.alive(time.monotonic())
-        held = [card.standing for peer, card in cards.items() if peer not in self._asks]
+        cards, wrong = self._roster.alive(time.monotonic()), self._wrong_again()
+        held = [card.standing for peer, card in cards.items() if peer not in self._asks and peer not in wrong]
         own = [] if self._roster.me in self._asks else [self.standing]
         return [standing for standing in (*held, *own) if standing is not None]
 
@@ -154,6 +169,8 @@ class Leader:
                     await held.decided.wait()
             except TimeoutError:
                 await self._look_after(held)
+        if held.ballot.commit:
+            self._odd.clear()
         told = (
             GroupAnswer(outcome="behind", reason="the group went on", at_least=reached)
             if held.ballot.commit

@@ -31,6 +31,12 @@ class Card(Record):
     phase: Count
     """Inner steps since its last round."""
     in_round: bool
+    shared: str = Field(default="", max_length=256)
+    """What all peers of the run have to have alike, in words; empty: not said."""
+
+    def age_order(self) -> tuple[int, int]:
+        """Of two cards of one peer the newer has the larger."""
+        return -1 if self.standing is None else self.standing.round, self.phase
 
 
 class Hello(Record):

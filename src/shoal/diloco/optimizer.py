@@ -12,6 +12,7 @@ device; the outer state is in main memory. With `Schedule(fragments=K, overlap_s
 DiLoCo: layers in K turns, each averaged in the background while training goes on.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -26,8 +27,9 @@ from torch.optim import Optimizer
 
 from shoal.diloco.averager import Averager, Fetched, Ready
 from shoal.diloco.flat import fragments_of
-from shoal.diloco.outer import Outer, OuterState, first_state, outer_step
+from shoal.diloco.outer import Outer, OuterState, first_state, is_finite, outer_step
 from shoal.diloco.rounds import Outcome, RoundResult, take_round
+from shoal.net.deadline import Stopped
 from shoal.telemetry import Log
 
 
@@ -85,6 +87,11 @@ class DiLoCo(Optimizer):
         schedule: Schedule | None = None,
         site: Any = None,
     ) -> None:
+        if not isinstance(outer or Outer(), Outer):
+            raise ValueError(
+                f"outer={type(outer).__name__}: it works on vectors in main memory, not on parameters; "
+                "use shoal.diloco.Outer(lr=0.7, momentum=0.9, nesterov=True)"
+            )
         # The base class is not initialised: groups, state and defaults are the inner optimiser's own, so that whoever
         # sets a learning rate or unscales gradients here does it there.
         self.inner = inner
@@ -149,9 +156,10 @@ class DiLoCo(Optimizer):
         self.inner.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the model's weights. A round under way is waited for."""
+        """Everything but the model's weights. A round under way is waited for, or, after `stop`, given up."""
         if self._flight is not None:
-            self._land()
+            with contextlib.suppress(Stopped):
+                self._land()
         state = self.outer_state
         return {
             "inner": self.inner.state_dict(),
@@ -166,6 +174,13 @@ class DiLoCo(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Before `join`, with the model's weights of the same moment loaded."""
+        theirs = tuple(len(base) for base in state_dict["bases"])
+        ours = tuple(fragment.num_values for fragment in self._fragments)
+        if theirs != ours:
+            raise ValueError(
+                f"the checkpoint has fragments of {theirs} values, here they are {ours}: another model, or another number of "
+                "fragments; go on with those of the checkpoint, or begin in another folder"
+            )
         self.inner.load_state_dict(state_dict["inner"])
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         self.outer_state = OuterState(
@@ -200,10 +215,15 @@ class DiLoCo(Optimizer):
 
     def _launch(self) -> None:
         delta_N = self.pseudo_gradient()
+        if not is_finite(delta_N):
+            # Nobody's average may hold it: every site would be lost with this one.
+            raise ValueError(
+                f"the weights are not finite after {self.steps} inner steps, and the swarm is not given them; lower the inner "
+                "learning rate and go on from the last checkpoint"
+            )
         state, weight = self.outer_state, self._samples or float(self.schedule.interval)
         ready = Ready(round=state.round, work=state.work, digest=self._digest, weight=weight)
         self.phase, self._samples = 0, 0.0
-        self.on_offer(state.round)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="round")
 
@@ -215,6 +235,7 @@ class DiLoCo(Optimizer):
                 deadline_s=self.schedule.deadline_s,
                 log=self._log,
                 stop=self.stop,
+                on_offer=self.on_offer,
             )
 
         self._flight = self._pool.submit(run), weight
@@ -224,7 +245,12 @@ class DiLoCo(Optimizer):
         flight, weight = self._flight
         self._flight = None
         started_s = time.monotonic()
-        result = flight.result()
+        try:
+            result = flight.result()
+        except Stopped:
+            # As if the round had not begun: what was trained for it is still here, and due.
+            self.phase, self._samples = self.phase + self.schedule.interval, self._samples + weight
+            raise
         if result.outcome is Outcome.ADOPTED:
             assert result.fetched is not None
             self._adopt(result.fetched, carry=True)

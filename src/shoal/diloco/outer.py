@@ -57,6 +57,12 @@ class OuterState:
         return hasher.hexdigest()
 
 
+def is_finite(values_N: Vector) -> bool:
+    """Whether no value is infinite or none at all; one sum finds out, without a vector of answers."""
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(np.sum(values_N)))
+
+
 def first_state(bases: tuple[Vector, ...]) -> OuterState:
     return OuterState(round=0, work=0.0, bases=bases, momenta=tuple(np.zeros_like(base) for base in bases))
 

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from shoal.diloco.messages import Bye, Card, GroupAnswer, Hello, ReadyAsk, Stand
 from shoal.diloco.outer import OuterState, Vector
 from shoal.diloco.reducing import Reducer
 from shoal.diloco.roster import Roster
-from shoal.net.deadline import Stopped
+from shoal.net.deadline import NotYet, Stopped, wait_for
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 
@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 HELLO_S = 5.0
 """How long a peer may take to say it lives."""
+START_S = 120.0
+"""How long one attempt to come up may take: the daemon has 60 s, the directory the rest."""
 DIRECTORY_S = 30.0
 """How long the directory may take to answer."""
 
@@ -48,6 +50,17 @@ class Terms:
     """An exchange that stands still so long leaves out whoever holds it up."""
     announce_s: float = 3.0
     """Between two entries in the directory; four of these without one, and a peer is forgotten."""
+    shared: str = ""
+    """What all peers have to have alike beside the model, in words: two that differ would never agree on a round."""
+
+
+def _check_alike(shared: str, cards: Sequence[Card]) -> None:
+    for card in cards:
+        if shared and card.shared and card.shared != shared:
+            raise ValueError(
+                f"peer {card.peer} has {card.shared}, this one {shared}: no round would ever be agreed on; "
+                "give every site the same file"
+            )
 
 
 class PeerAverager:
@@ -66,7 +79,7 @@ class PeerAverager:
         self._stop = stop or threading.Event()
         self._codec: CodecName = codec
         self._terms = terms or Terms()
-        self._holding = Holding()
+        self._holding = Holding(self._terms.shared)
         self._at_least = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="averager", daemon=True)
@@ -84,13 +97,21 @@ class PeerAverager:
 
     def peers(self) -> dict[str, Card]:
         """Everybody else that is thought to be alive, for whoever wants to show it."""
-        return dict(self._roster.alive(time.monotonic()))
+        return {} if self._chores is None else self._roster.shown(time.monotonic())
 
     # -- what the training thread calls -------------------------------------------------------------------
 
     def join(self, *, deadline_s: float) -> Fetched | None:
-        self._call(self._start(), deadline_s, "the swarm's directory")
+        once_s = min(START_S, deadline_s)
+        wait_for(
+            "the swarm",
+            lambda: self._try_to_start(once_s),
+            deadline_s=deadline_s,
+            log=self._log,
+            stop=self._stop,
+        )
         cards = self._call(self._meet(), deadline_s, "the other peers' hellos")
+        _check_alike(self._terms.shared, cards)
         if not newest_holders(cards, self._holding.standing, at_least=self._at_least):
             return None
         return self.fetch(deadline_s=deadline_s)
@@ -157,6 +178,12 @@ class PeerAverager:
                     future.cancel()
                     raise RoundFailed(f"waited {deadline_s:.0f} s for {what}") from None
 
+    def _try_to_start(self, deadline_s: float) -> None:
+        try:
+            self._call(self._start(), deadline_s, "the swarm's directory")
+        except Broken as broken:
+            raise NotYet(f"{broken}; check --join, and that somebody is there") from None
+
     # -- coming and going -----------------------------------------------------------------------------------
 
     async def _start(self) -> None:
@@ -181,18 +208,21 @@ class PeerAverager:
         self._chores = asyncio.create_task(self._announce())
 
     async def _end(self) -> None:
-        if self._chores is None:
-            return
-        self._chores.cancel()
-        self._leader.stop()
-        goodbyes = (ask_peer(self._mesh, peer, Bye(peer=self.peer), Card, 2.0) for peer in self.peers())
-        await asyncio.gather(*goodbyes, return_exceptions=True)
+        if self._chores is not None:
+            self._chores.cancel()
+            self._leader.stop()
+            goodbyes = (ask_peer(self._mesh, peer, Bye(peer=self.peer), Card, 2.0) for peer in self._others())
+            await asyncio.gather(*goodbyes, return_exceptions=True)
+        # Stopped while it came up, it has nobody to say goodbye to, and still a daemon and tasks to end.
         await self._mesh.stop()
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
         await asyncio.sleep(0.01)  # transports close on the loop's next turns
+
+    def _others(self) -> list[str]:
+        return list(self._roster.alive(time.monotonic()))
 
     async def _announce(self) -> None:
         while True:
@@ -220,7 +250,7 @@ class PeerAverager:
 
     async def _meet(self) -> list[Card]:
         """Say hello to everybody: they know of us before the directory does, and we of their states."""
-        cards = await asyncio.gather(*(self._hello(peer) for peer in self.peers()))
+        cards = await asyncio.gather(*(self._hello(peer) for peer in self._others()))
         return [card for card in cards if card is not None]
 
     async def _hello(self, peer: str) -> Card | None:

@@ -105,6 +105,7 @@ class Reducer:
     async def _own(
         self, group: Group, chunks: list[tuple[int, int]], delta_N: Vector, average_N: Vector
     ) -> tuple[list[bytes], int]:
+        """The digests of this peer's own sums, and the bytes that go out to the others with them."""
         part = Part(self._codec, group.members, group.weights, [end - start for start, end in chunks])
         async with self._registered:
             self._parts[group.id] = part
@@ -114,12 +115,13 @@ class Reducer:
             for at, (start, end) in enumerate(chunks):
                 part.put(self._mesh.peer, at, encode(self._codec, delta_N[start:end]))
                 await asyncio.sleep(0)
-            digests = []
+            digests, num_bytes = [], 0
             for at, (start, end) in enumerate(chunks):
                 total, digest = await part.sum(at)
                 average_N[start:end] = decode(self._codec, total, end - start)
                 digests.append(digest)
-            return digests, 0
+                num_bytes += len(total)
+            return digests, num_bytes * (len(group.members) - 1)
         except asyncio.CancelledError:
             part.fail(f"{self._mesh.peer} gave up this attempt")
             raise

@@ -15,6 +15,9 @@ MISSED_S = 60.0
 class Roster:
     me: str
     _cards: dict[str, Card] = field(default_factory=dict)
+    """What peers said of themselves; of those who have said nothing yet, what the directory says."""
+    _listed: dict[str, Card] = field(default_factory=dict)
+    """What the directory says. It may be of a peer that is gone, so no round rests on it."""
     _suspect_until_s: dict[str, float] = field(default_factory=dict)
     _missed_s: dict[str, float] = field(default_factory=dict)
     _gone: set[str] = field(default_factory=set)
@@ -29,6 +32,7 @@ class Roster:
 
     def read(self, cards: dict[str, Card], now_s: float) -> None:
         """From the directory, which lags: it adds peers and drops those whose entry ran out, no more."""
+        self._listed = cards
         for peer in self._cards.keys() - cards.keys():
             self._cards.pop(peer)
         for peer, card in cards.items():
@@ -59,12 +63,21 @@ class Roster:
         return self._suspect_until_s.get(peer, now_s) > now_s
 
     def suspects(self, now_s: float) -> tuple[str, ...]:
-        return tuple(sorted(peer for peer, until_s in self._suspect_until_s.items() if until_s > now_s))
+        # A copy, here and below: a view asks from another thread.
+        return tuple(sorted(peer for peer, until_s in list(self._suspect_until_s.items()) if until_s > now_s))
 
     def alive(self, now_s: float) -> dict[str, Card]:
         """Everybody else, without suspects."""
         out = set(self.suspects(now_s))
-        return {peer: card for peer, card in self._cards.items() if peer not in out}
+        return {peer: card for peer, card in list(self._cards.items()) if peer not in out}
+
+    def shown(self, now_s: float) -> dict[str, Card]:
+        """The same with the newest card of each, for a person: between two rounds peers say nothing to each other."""
+        listed = self._listed
+        return {
+            peer: max(card, listed.get(peer, card), key=Card.age_order)
+            for peer, card in self.alive(now_s).items()
+        }
 
     def leader(self, now_s: float, *, me_reachable: bool) -> str | None:
         """The first reachable id: peers with the same roster choose the same one without asking."""

@@ -8,11 +8,12 @@ begin raises Behind ──▶ fetch the swarm's state ──▶ ADOPTED (own wor
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from shoal.diloco.averager import Averager, Behind, Fetched, Ready, Reduced, RoundFailed
-from shoal.diloco.outer import Vector
+from shoal.diloco.outer import Vector, is_finite
 from shoal.net.deadline import Stopped
 from shoal.telemetry import Log
 
@@ -40,7 +41,8 @@ class RoundResult:
 class _Progress:
     """What is counted while a round is tried."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_offer: Callable[[int], None]) -> None:
+        self.on_offer = on_offer
         self.started_s = time.monotonic()
         self.reasons: list[str] = []
         self.attempts = 0
@@ -76,9 +78,13 @@ def take_round(
     deadline_s: float,
     log: Log,
     stop: threading.Event,
+    on_offer: Callable[[int], None] = lambda round: None,
 ) -> RoundResult:
-    """Average `delta_N` with whoever is ready. Returns by `deadline_s`, give or take a second."""
-    progress = _Progress()
+    """Average `delta_N` with whoever is ready. Returns by `deadline_s`, give or take a second.
+
+    `on_offer` is told the round's number when there is a group, before anybody is given a value.
+    """
+    progress = _Progress(on_offer)
     pause_s = 0.05
     while (left_s := deadline_s - (time.monotonic() - progress.started_s)) > 0:
         progress.attempts += 1
@@ -117,8 +123,11 @@ def _attempt(
         return max(0.01, left_s - (time.monotonic() - started_s))
 
     group = averager.begin(ready, deadline_s=left())
+    progress.on_offer(ready.round)
     try:
         reduced: Reduced = averager.reduce(group, delta_N, deadline_s=left())
+        if not is_finite(reduced.average_N):
+            raise RoundFailed("the average is not finite: some member's share is not")
     except RoundFailed:
         averager.commit(group, "", deadline_s=min(2.0, left()))
         raise

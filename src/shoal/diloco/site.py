@@ -7,12 +7,12 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.diloco.averager import Averager
 from shoal.diloco.checkpoint import OfferedRound, SiteCheckpoints
@@ -22,6 +22,9 @@ from shoal.diloco.language import (
     load_language_model,
     model_folder,
     next_token_loss,
+    num_positions,
+    num_words,
+    save_language_model,
     text_encoder,
     validation_loss,
 )
@@ -72,10 +75,12 @@ class Site:
         self.progress = Progress(last_step=file.run.steps)
         self.on_progress: Callable[[Progress], None] = lambda progress: None
         self.metrics = Metrics(folder / "metrics.jsonl")
-        source = model_folder(file.run.model, folder / "models", file.run.seed)
+        self.model_folder = folder / "model"
+        """Where the trained model is, once the run is over."""
+        self._source = model_folder(file.run.model, folder / "models", file.run.seed)
         torch.manual_seed(file.run.seed)
-        self.model: nn.Module = load_language_model(source, device)
-        self._load_data(source, folder, peer)
+        self.model: nn.Module = load_language_model(self._source, device)
+        self._load_data(folder, peer)
         self.optimizer = self._make_optimizer(averager)
         self._checkpoints = SiteCheckpoints(folder / "checkpoints", log=self.log)
         self._offered = OfferedRound(folder / "offered")
@@ -86,16 +91,24 @@ class Site:
         self.optimizer.on_round = self._landed
         self.optimizer.on_offer = self._offered.write
         adopted = self.optimizer.join(deadline_s=join_s)
-        self.log.info("joined", peer=self.optimizer.averager.peer, round=self.optimizer.outer_state.round)
+        averager = self.optimizer.averager
+        self.log.info("joined", peer=averager.peer, round=self.optimizer.outer_state.round)
+        for address in averager.addresses:
+            self.log.info("others may join by this site", address=address)
         if adopted:
             self.metrics.write("adopted", step=self.optimizer.steps)
-        while self.optimizer.steps < self.file.run.steps:
-            if self._stop.is_set():
-                self._save()
-                raise Stopped("stopped between two inner steps; start again to go on from here")
-            self._step()
+        try:
+            while self.optimizer.steps < self.file.run.steps:
+                if self._stop.is_set():
+                    raise Stopped("stopped between two inner steps")
+                self._step()
+        except Stopped:
+            self._save()
+            self.log.info("stopped and saved; the same command goes on from here", step=self.optimizer.steps)
+            raise
         self.progress.validation = self._validate()
         self._save()
+        save_language_model(self.model, self._source, self.model_folder)
         return self.progress
 
     def close(self) -> None:
@@ -140,7 +153,8 @@ class Site:
         progress.sent_bytes += result.num_bytes
         progress.landed = landed
         started_s = time.monotonic()
-        if landed.round % rounds.eval_every == 0:
+        evaluated = landed.round % rounds.eval_every == 0
+        if evaluated:
             progress.validation = self._validate()
         self.metrics.write(
             "round",
@@ -152,7 +166,7 @@ class Site:
             took_s=round(result.took_s, 3),
             waited_s=round(landed.waited_s, 3),
             sent_bytes=result.num_bytes,
-            validation=None if math.isnan(progress.validation) else round(progress.validation, 5),
+            validation=round(progress.validation, 5) if evaluated else None,
             utilisation=round(progress.utilisation, 4) if progress.compute_s else None,
             state=landed.state_digest,
         )
@@ -173,17 +187,22 @@ class Site:
             self.model, self._held_out, batch=self.file.inner.micro_batch, device=self._device
         )
 
-    def _load_data(self, source: Path, folder: Path, peer: str) -> None:
+    def _load_data(self, folder: Path, peer: str) -> None:
         data, seed = self.file.data, self.file.run.seed
-        encode = text_encoder(source)
+        encode = text_encoder(self._source)
         tokens_N = read_corpus(data.files, encode, folder / "tokens")
         if data.validation:
             held_N = read_corpus(data.validation, encode, folder / "tokens")
         else:
             cut = max(len(tokens_N) - max(len(tokens_N) // 100, 2 * data.sequence + 1), 0)
             tokens_N, held_N = tokens_N[:cut], tokens_N[cut:]
-        self._samples = Samples(tokens_N, sequence=data.sequence, peer=peer, seed=seed)
-        held = Samples(held_N, sequence=data.sequence, peer="validation", seed=0)
+        words, positions = num_words(self.model), num_positions(self.model)
+        if data.sequence > positions:
+            raise ValueError(
+                f"data.sequence = {data.sequence}, and the model has {positions} positions; lower the first"
+            )
+        self._samples = Samples(tokens_N, sequence=data.sequence, peer=peer, seed=seed, num_words=words)
+        held = Samples(held_N, sequence=data.sequence, peer="validation", seed=0, num_words=words)
         self._held_out: Tokens = held.take(min(held.num_samples, MAX_VALIDATION))
 
     def _make_optimizer(self, averager: Averager) -> DiLoCo:
@@ -214,6 +233,7 @@ class Site:
 
     def _save(self) -> None:
         content = {
+            "run": self.file.run.name,
             "model": {name: value.detach().cpu() for name, value in self.model.named_parameters()},
             "optimizer": self.optimizer.state_dict(),
             "position": self._samples.position,
@@ -224,8 +244,15 @@ class Site:
         kept = self._checkpoints.newest()
         if kept is None:
             return
+        name = kept.get("run", self.file.run.name)  # one of before has none
+        if name != self.file.run.name:
+            # Its work would count for more than that of sites that have just begun, and they would all take it over.
+            raise ValueError(
+                f"the checkpoint there is of the run {name!r}, the file is of {self.file.run.name!r}; "
+                "give the site another --dir"
+            )
         own = dict(self.model.named_parameters())
-        if kept["model"].keys() != own.keys():
+        if shapes(kept["model"]) != shapes(own):
             raise ValueError(
                 "the checkpoint holds another model than the file names; give the site another --dir"
             )
@@ -237,6 +264,10 @@ class Site:
         # A share that was offered after this checkpoint may have been merged: it must not count again.
         self.optimizer.carries = self._offered.read() < self.optimizer.outer_state.round
         self.log.info("resumed", step=self.optimizer.steps, round=self.optimizer.outer_state.round)
+
+
+def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def learning_rate(top: float, step: int, warmup_steps: int, last_step: int) -> float:

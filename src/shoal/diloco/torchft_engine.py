@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from shoal.diloco.averager import Behind, Fetched, Group, Ready, Reduced, RoundF
 from shoal.diloco.codec import CodecName, Coded, coded_bytes, decode, encode, reduce_chunk
 from shoal.diloco.gather import choose
 from shoal.diloco.mesh import Broken, Stream
-from shoal.diloco.messages import Asked, ReadyAsk, Standing, StateAsk, StateHead
+from shoal.diloco.messages import Asked, Card, ReadyAsk, Standing, StateAsk, StateHead
 from shoal.diloco.outer import OuterState, Vector
 from shoal.diloco.states import receive_state, send_state
 from shoal.net.deadline import Stopped
@@ -54,6 +55,7 @@ class TorchftAverager:
         min_peers: int = 1,
         stop: threading.Event | None = None,
     ) -> None:
+        _check_host(host, lighthouse)
         self.peer = f"torchft-{uuid.uuid4().hex[:16]}"
         self.addresses: tuple[str, ...] = (lighthouse,)
         self._log, self._host, self._min_peers = log, host, min_peers
@@ -66,11 +68,20 @@ class TorchftAverager:
         self._gloo: Any = None
         self._state: tuple[OuterState, Standing] | None = None
         self._step = self._phase = 0
+        self._members: list[tuple[ReadyAsk | None, str]] = []
         self._holders: tuple[str, ...] = ()
         self._at_least = 0
         self._loop = asyncio.new_event_loop()
         self._server: Any = None
         self._address = ""
+
+    def peers(self) -> dict[str, Card]:
+        """The others of the last round, as they were when it began, for whoever wants to show it."""
+        return {
+            ask.peer: Card(peer=ask.peer, reachable=True, standing=ask.standing, phase=0, in_round=False)
+            for ask, _ in self._members
+            if ask is not None and ask.peer != self.peer
+        }
 
     # -- coming and going -----------------------------------------------------------------------------------
 
@@ -207,7 +218,8 @@ class TorchftAverager:
             raise RoundFailed(f"no quorum: {error}") from None
         self._stores = [(each.replica_id, each.store_address) for each in quorum.participants]
         name = f"{quorum.quorum_id}-{quorum.created.seconds}-{quorum.created.nanos}"
-        return name, [(_ask_of(each, deadline_s), each.address) for each in quorum.participants]
+        self._members = [(_ask_of(each, deadline_s), each.address) for each in quorum.participants]
+        return name, self._members
 
     # -- states -----------------------------------------------------------------------------------------------
 
@@ -265,6 +277,17 @@ class TorchftAverager:
         lengths = tuple(len(base) for base in state.bases)
         head = StateHead(standing=standing, lengths=lengths, phase=self._phase, step=self._step)
         await send_state(stream, head, state)
+
+
+def _check_host(host: str, lighthouse: str) -> None:
+    there = urlsplit(lighthouse).hostname
+    if there is None:
+        raise ValueError(f"{lighthouse!r} is no lighthouse's address; one looks like http://10.0.0.1:8710")
+    near = there == "localhost" or there.startswith("127.")
+    if host in ("0.0.0.0", "::") or (host.startswith("127.") and not near):
+        raise ValueError(
+            f"host {host}: with torchft the other peers connect to it, and cannot; give this machine's own address"
+        )
 
 
 def _ask_of(member: Any, wait_s: float) -> ReadyAsk | None:

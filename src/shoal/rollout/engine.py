@@ -54,17 +54,50 @@ class Engine(Protocol):
         a row's proofs may come some steps after its last token, but never while nothing else is left to do."""
 
 
-def check_request(request: Request, max_positions: int) -> None:
-    """ValueError for a row that no engine can make."""
-    where = f"row ({request.prompt_index}, {request.sample_index})"
-    length = len(request.prompt_tokens) + request.max_new_tokens
-    if not request.prompt_tokens or request.max_new_tokens < 1 or request.temperature <= 0:
+class Limits(Protocol):
+    """Of a model: model.shape.Shape."""
+
+    @property
+    def max_positions(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
+def check_requests(requests: Sequence[Request], version: int | None, limits: Limits) -> None:
+    """ValueError for rows that an engine with weights of `version` cannot make: taken, they would keep it from any other."""
+    if version is None:
+        raise ValueError("the engine holds no complete weights; load a version first")
+    prompt: tuple[int, ...] = ()
+    for request in requests:
+        _check_row(request, limits)
+        if request.prompt_tokens is not prompt:  # samples of a prompt follow each other, and share it
+            prompt = request.prompt_tokens
+            _check_words(request, limits)
+
+
+def _check_row(request: Request, limits: Limits) -> None:
+    num_prompt, num_new = len(request.prompt_tokens), request.max_new_tokens
+    if not num_prompt or num_new < 1 or not request.temperature > 0:
         raise ValueError(
-            f"{where}: {len(request.prompt_tokens)} prompt tokens, max_new_tokens={request.max_new_tokens}, "
+            f"{_where(request)}: {num_prompt} prompt tokens, max_new_tokens={num_new}, "
             f"temperature={request.temperature}; all must be above 0"
         )
-    if length > max_positions:
+    if num_prompt + num_new > limits.max_positions:
         raise ValueError(
-            f"{where}: {len(request.prompt_tokens)} prompt + {request.max_new_tokens} new tokens pass the model's "
-            f"{max_positions} positions; lower max_new_tokens"
+            f"{_where(request)}: {num_prompt} prompt + {num_new} new tokens pass the model's "
+            f"{limits.max_positions} positions; lower max_new_tokens"
         )
+
+
+def _check_words(request: Request, limits: Limits) -> None:
+    least, most = min(request.prompt_tokens), max(request.prompt_tokens)
+    if least < 0 or most >= limits.vocab_size:
+        raise ValueError(
+            f"{_where(request)}: prompt tokens from {least} to {most}, and the model has {limits.vocab_size} words; "
+            "use its own tokenizer"
+        )
+
+
+def _where(request: Request) -> str:
+    return f"row ({request.prompt_index}, {request.sample_index})"

@@ -21,7 +21,7 @@ from shoal.model.shape import read_shape
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, load_weights
 from shoal.rollout.cpu_step import CpuStep
-from shoal.rollout.engine import Finished, Request, check_request
+from shoal.rollout.engine import Finished, Request, check_requests
 from shoal.rollout.lanes import Lanes
 from shoal.rollout.prover import Prover
 from shoal.rollout.room import Room, fit, free_memory_bytes, room_for
@@ -91,9 +91,7 @@ class TorchEngine:
         self.policy_version = version
 
     def submit(self, requests: Sequence[Request]) -> None:
-        max_positions = self._loaded().decoder.shape.max_positions
-        for request in requests:
-            check_request(request, max_positions)
+        check_requests(requests, self.policy_version, self._loaded().decoder.shape)
         rows, size = self._rows, SHELF_SIZES[self._device.type]
         rows.submit(requests)
         if requests:

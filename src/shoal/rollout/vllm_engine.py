@@ -15,7 +15,7 @@ import torch
 
 from shoal.model.shape import Shape, read_shape
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
-from shoal.rollout.engine import Finished, Request, check_request
+from shoal.rollout.engine import Finished, Request, check_requests
 from shoal.rollout.room import free_memory_bytes
 from shoal.wire.rollouts import Finish
 from shoal.wire.run import ProofSpec
@@ -84,8 +84,7 @@ class VllmEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         loaded = self._model()
-        for request in requests:
-            check_request(request, loaded.shape.max_positions)
+        check_requests(requests, self.policy_version, loaded.shape)
         for request in requests:
             self._running[loaded.add(request)] = request
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from shoal.shardcast.digest import hash_bytes, hash_file, hash_range
 from shoal.shardcast.pieces import write_at
 from shoal.shardcast.signed import partial_path, read_manifest
+from shoal.shardcast.space import room_in
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import FileEntry, Manifest
 
@@ -154,16 +155,17 @@ class Assembly:
                 f"the manifest says {shard.blake3[:16]}"
             )
         file = self._files[shard.name]
-        with self._lock:
-            if self._closed or shard.index in file.have:
-                return  # the other of two requests for it was faster
-            # A descriptor of its own: a slow duplicate may still write these same bytes when the file is complete.
-            fd = _open_partial(file)
-        try:
-            with file.writing:
-                write_at(fd, data, shard.start)
-        finally:
-            os.close(fd)
+        with room_in(self.folder):
+            with self._lock:
+                if self._closed or shard.index in file.have:
+                    return  # the other of two requests for it was faster
+                # A descriptor of its own: a slow duplicate may still write these same bytes when the file is complete.
+                fd = _open_partial(file)
+            try:
+                with file.writing:
+                    write_at(fd, data, shard.start)
+            finally:
+                os.close(fd)
         with self._lock:
             file.have.add(shard.index)
             self._name_if_whole(file)
@@ -177,8 +179,9 @@ class Assembly:
         try:
             os.link(source, file.final)
         except OSError:  # another file system, or one without links
-            shutil.copyfile(source, file.partial)
-            file.partial.replace(file.final)
+            with room_in(self.folder):
+                shutil.copyfile(source, file.partial)
+                file.partial.replace(file.final)
         with self._lock:
             file.have, file.whole = set(range(len(file.entry.shards))), True
         file.partial.unlink(missing_ok=True)
@@ -202,8 +205,11 @@ class Assembly:
             final.replace(partial)
         if not (partial.is_file() or not file.entry.shards):
             return
-        fd = _open_partial(file)
+        # Nothing is reserved before the first byte comes: what is here can be served on a full disk too.
+        fd = os.open(partial, os.O_RDWR | os.O_CREAT, 0o644)
         try:
+            if os.fstat(fd).st_size > file.entry.num_bytes:
+                os.ftruncate(fd, file.entry.num_bytes)
             file.have = {
                 shard.index
                 for shard in shards_of(file.entry)
@@ -248,9 +254,23 @@ def has_digest(path: Path, entry: FileEntry) -> bool:
 
 def _open_partial(file: _File) -> int:
     fd = os.open(file.partial, os.O_RDWR | os.O_CREAT, 0o644)
-    if os.fstat(fd).st_size != file.entry.num_bytes:  # not each time: the kernel has it wait for who writes
-        os.ftruncate(fd, file.entry.num_bytes)
-        if file.entry.num_bytes:
-            # A disk that is too small says so now, and writing costs a quarter less: no block is looked for in between.
-            os.posix_fallocate(fd, 0, file.entry.num_bytes)
+    try:
+        # Not each time: the kernel has it wait for who writes.
+        if (size := os.fstat(fd).st_size) != file.entry.num_bytes:
+            _reserve(fd, size, file.entry.num_bytes)
+    except OSError:
+        os.close(fd)
+        raise
     return fd
+
+
+def _reserve(fd: int, size: int, num_bytes: int) -> None:
+    """A disk that is too small says so now, and writing costs a quarter less: no block is looked for in between."""
+    os.ftruncate(fd, num_bytes)
+    try:
+        if num_bytes:
+            os.posix_fallocate(fd, 0, num_bytes)
+    except OSError:
+        # Else it keeps the room there was, which others need, and looks like one that is reserved.
+        os.ftruncate(fd, size)
+        raise

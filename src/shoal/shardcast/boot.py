@@ -5,7 +5,10 @@ power cut may leave a name without its bytes. So nothing is synced to the disk w
 folder leaves the boot's id in it, and where another one is found, everything is hashed before it is believed.
 """
 
+import contextlib
 from pathlib import Path
+
+from shoal.shardcast.space import NoRoom, room_in
 
 BOOT_MARK = ".boot"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -20,8 +23,9 @@ def same_boot(folder: Path) -> bool:
 
 
 def mark_boot(folder: Path) -> None:
-    """All that lies in `folder` now was checked, or was written since."""
-    (folder / BOOT_MARK).write_bytes(_boot_id())
+    """All that lies in `folder` now was checked, or was written since. Without room for the mark, it is checked again next time."""
+    with contextlib.suppress(NoRoom), room_in(folder):
+        (folder / BOOT_MARK).write_bytes(_boot_id())
 
 
 def _boot_id() -> bytes:

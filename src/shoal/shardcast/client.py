@@ -6,9 +6,9 @@ into/.boot         boot.py
 """
 
 import random
-import re
 import shutil
 import threading
+import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -17,7 +17,9 @@ from shoal.shardcast.assembly import has_digest
 from shoal.shardcast.boot import mark_boot, same_boot
 from shoal.shardcast.choice import RelayChoice
 from shoal.shardcast.fetch import Fetch
+from shoal.shardcast.folders import partial_folders, version_folder, version_folders
 from shoal.shardcast.signed import doubt_files, open_manifest, read_manifest
+from shoal.shardcast.space import NoRoom
 from shoal.shardcast.upstream import Broken, Connections, NotThere, ask_latest, ask_manifest
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
@@ -26,7 +28,8 @@ from shoal.wire.record import Sealed
 
 POLL_S, PAUSE_S = 5.0, 0.2
 """How long a relay may think about a new version; and between two questions, for one that answers at once."""
-_FOLDER = re.compile(r"v([0-9]{1,18})(\.partial)?")
+LEAST_S = 0.1
+"""With less time left a fetch is not begun again: it would end for want of time, and not say that there was no room."""
 
 
 def fetch_version(
@@ -44,12 +47,11 @@ def fetch_version(
     With an earlier version in `into`, only what changed since is fetched, where the publisher sends that.
 
     Give a RelayChoice instead of URLs to remember over several fetches which relays are good, and to show them a ticket.
-    Raises Rejected for
-    a manifest the run key did not sign, DeadlinePassed with every relay's last failing, Stopped, and OSError when the
-    disk fails.
+    Raises Rejected for a manifest the run key did not sign, DeadlinePassed with every relay's last failing or with where there
+    is no room, Stopped, and OSError when the disk fails.
     """
     body = open_manifest(manifest, run=None, run_key=run_key)
-    final = into / f"v{body.version}"
+    final = version_folder(into, body.version)
     if not same_boot(into):
         _check_all(into, log)
     if _is_whole(final, body):
@@ -61,11 +63,25 @@ def fetch_version(
             version, choice, run_key=run_key, log=log, stop=stop, deadline_s=within_s, run=body.run
         )
 
-    fetch = Fetch(manifest, into, run_key=run_key, log=log, stop=stop)
-    fetch.run(choice, ask, deadline_s)
+    give_up_s, no_room = time.monotonic() + deadline_s, ""
+
+    def attempt() -> Path:
+        nonlocal no_room
+        left_s = give_up_s - time.monotonic()
+        if no_room and left_s < LEAST_S:
+            raise NotYet(no_room)
+        try:
+            fetch = Fetch(manifest, into, run_key=run_key, log=log, stop=stop)
+            fetch.run(choice, ask, left_s)
+        except NoRoom as reason:
+            no_room = str(reason)
+            raise NotYet(no_room) from None
+        return fetch.partial
+
+    partial = wait_for(f"room for version {body.version}", attempt, deadline_s=deadline_s, log=log, stop=stop)
     if final.exists():  # of the same number, but not these files
         shutil.rmtree(final)
-    fetch.partial.rename(final)
+    partial.rename(final)
     return final
 
 
@@ -142,13 +158,16 @@ def prune_versions(into: Path, keep_versions: int, *, spare: Collection[int] = (
     """Delete all but the newest versions in a client's folder and those to `spare`, and older downloads that were given up."""
     if keep_versions < 1:
         raise ValueError(f"keep_versions={keep_versions} must be at least 1")
-    folders = {path: int(match[1]) for path in into.iterdir() if (match := _FOLDER.fullmatch(path.name))}
-    whole = sorted(version for path, version in folders.items() if path.suffix != ".partial")
-    kept = whole[-keep_versions:]
-    gone = [path for path, version in folders.items() if kept and version < kept[0] and version not in spare]
-    for path in gone:
-        shutil.rmtree(path)
-    return sorted({folders[path] for path in gone})
+    whole, partial = version_folders(into), partial_folders(into)
+    oldest_kept = min(list(whole)[-keep_versions:], default=0)
+    gone = sorted(
+        version for version in whole.keys() | partial.keys() if version < oldest_kept and version not in spare
+    )
+    for version in gone:
+        for folders in (whole, partial):
+            if version in folders:
+                shutil.rmtree(folders[version])
+    return gone
 
 
 def _ask(connections: Connections, url: str, version: int | None) -> Sealed[Manifest]:
@@ -163,10 +182,10 @@ def _ask(connections: Connections, url: str, version: int | None) -> Sealed[Mani
 def _check_all(into: Path, log: Log) -> None:
     """The machine has been started since: hash what lies here before its names are believed."""
     into.mkdir(parents=True, exist_ok=True)
-    for path in [path for path in into.iterdir() if _FOLDER.fullmatch(path.name)]:
-        if path.suffix == ".partial":
-            doubt_files(path)  # shards are hashed as they are taken up
-        elif not _is_right(path):
+    for path in partial_folders(into).values():
+        doubt_files(path)  # shards are hashed as they are taken up
+    for path in version_folders(into).values():
+        if not _is_right(path):
             log.warning(f"{path} is not what its manifest says; it is fetched again")
             shutil.rmtree(path)
     mark_boot(into)

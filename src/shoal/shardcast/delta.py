@@ -199,9 +199,8 @@ class DeltaReader:
 
     def next_chunk(self) -> "Changes":
         num, gaps_bytes, steps_bytes, gaps_frame, steps_frame = _CHUNK.unpack(self._take(_CHUNK.size))
-        if (
-            max(gaps_frame, steps_frame) > 1024 + 2 * _MAX_VARINT * CHUNK_WORDS
-        ):  # or it would be read into memory first
+        # Before it is read into memory.
+        if max(gaps_frame, steps_frame) > 1024 + 2 * _MAX_VARINT * CHUNK_WORDS:
             raise _refusal(
                 f"frames of {gaps_frame} and {steps_frame} bytes for a chunk of {CHUNK_WORDS} words"
             )

@@ -37,8 +37,10 @@ NUM_STREAMS, MAX_STREAMS = 4, 12
 FIRST_STREAMS, FAST_BYTES_PER_S = 2, 100e6
 """With a single relay to ask, two streams begin, and no more join them while it is so fast: it is near then, and threads that wake
 each other for every shard cost more than they bring. A slow or far one is asked by all."""
-RUN_S, RUN_BYTES = 0.2, 16 << 20
+RUN_S, RUN_BYTES = 0.2, 32 << 20
 """What one question is for: shards that should come within so long, and not more than so many bytes."""
+LAST_RUN_S = 0.02
+"""Towards the end a question is for less, but not for less than should come within this: asking has its price."""
 SECOND_TRY_S = 1.0
 WATCH_S = 0.2
 """How often the streams as a whole are looked at."""
@@ -196,9 +198,11 @@ class Download:
             return run  # it is somebody else's already
         self._pending.popleft()
         bytes_per_s = (self._choice.standing(relay).bandwidth or 0.0) / NUM_STREAMS
-        # Towards the end in smaller portions, so that all streams end together.
         most = min(RUN_BYTES, RUN_S * bytes_per_s) // shard.num_bytes
-        most = min(most, (len(self._pending) + 1) // (2 * NUM_STREAMS))
+        # Towards the end in smaller portions, so that all streams end together.
+        left = len(self._pending) + 1
+        worth = min(LAST_RUN_S * bytes_per_s // shard.num_bytes, left // 2)
+        most = min(most, max(left // (2 * NUM_STREAMS), worth))
         while len(run) < most and self._pending and _follows(run[-1], self._pending[0]):
             run.append(self._pending.popleft())
         return run

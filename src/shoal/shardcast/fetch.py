@@ -24,7 +24,9 @@ from shoal.shardcast.choice import RelayChoice
 from shoal.shardcast.delta import apply_deltas
 from shoal.shardcast.digest import hash_file
 from shoal.shardcast.download import Download, NoRelayLeft
+from shoal.shardcast.folders import partial_folder, version_folder, version_folders
 from shoal.shardcast.signed import MANIFEST_FILE, open_manifest, prepare_folder, read_manifest
+from shoal.shardcast.space import room_for
 from shoal.shardcast.ways import Payload, Shelf, Way, shortest_way
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
@@ -46,7 +48,7 @@ class Fetch:
         self, sealed: Sealed[Manifest], into: Path, *, run_key: str, log: Log, stop: threading.Event
     ) -> None:
         self._manifest = sealed.body
-        self.partial = into / f"v{sealed.body.version}.partial"
+        self.partial = partial_folder(into, sealed.body.version)
         self._into, self._run_key, self._log, self._stop = into, run_key, log, stop
         self._chain: dict[int, Sealed[Manifest]] = {sealed.body.version: sealed}
         self._refused: set[Way] = set()
@@ -140,7 +142,7 @@ class Fetch:
         return self._chain[version].body
 
     def _look_here(self, version: int) -> Sealed[Manifest] | None:
-        for folder in (self._into / f"v{version}", self._partial_of(version)):
+        for folder in (version_folder(self._into, version), self._partial_of(version)):
             with contextlib.suppress(Rejected):
                 sealed = read_manifest(folder)
                 if sealed is not None and sealed.body.version == version:
@@ -205,7 +207,8 @@ class Fetch:
         made.unlink(missing_ok=True)
         source = way.start if isinstance(way.start, Path) else self._partial_of(way.start) / way.name
         try:
-            found = self._put(source, way, made)
+            with room_for(made):
+                found = self._put(source, way, made)
         except Rejected as rejected:
             found = rejected.detail
         if found == entry.blake3:
@@ -246,7 +249,7 @@ class Fetch:
             shutil.rmtree(self._partial_of(version), ignore_errors=True)
 
     def _partial_of(self, version: int) -> Path:
-        return self._into / f"v{version}.partial"
+        return partial_folder(self._into, version)
 
     def _left_s(self) -> float:
         return self._give_up_s - time.monotonic()
@@ -255,9 +258,7 @@ class Fetch:
 def _shelf(into: Path) -> Shelf:
     files: defaultdict[tuple[str, str], tuple[Path, ...]] = defaultdict(tuple)
     versions = []
-    for folder in sorted(into.glob("v*")):
-        if folder.suffix == ".partial":
-            continue
+    for folder in version_folders(into).values():
         try:
             sealed = read_manifest(folder)
         except Rejected:

@@ -16,6 +16,7 @@ from shoal.net.deadline import DeadlinePassed, NotYet, Stopped, wait_for
 from shoal.shardcast.assembly import Assembly, reuse_files
 from shoal.shardcast.choice import RelayChoice, TicketSource
 from shoal.shardcast.download import Download
+from shoal.shardcast.space import NoRoom
 from shoal.shardcast.store import VersionStore
 from shoal.shardcast.upstream import Broken, Connections, NotThere, ask_latest, ask_manifest
 from shoal.telemetry import Log
@@ -23,6 +24,9 @@ from shoal.wire.codes import Rejected
 
 POLL_S, SHORTEST_POLL_S = 10.0, 0.5
 TRY_S = 15.0
+PAUSE_S = 1.0
+TELL_EVERY_S = 30.0
+"""That there is no room."""
 COMPLAIN_S = 60.0
 
 Upstream = Callable[[], str]
@@ -48,6 +52,7 @@ class Mirror:
         self._choice = RelayChoice(ticket=ticket)
         self._urls: dict[int, str] = {}
         self._refused: set[int] = set()
+        self._tell_again_s = 0.0
         self._threads = [threading.Thread(target=self._fill_loop, name="filler", daemon=True)]
         for index in range(len(upstreams)):
             self._threads.append(
@@ -114,6 +119,8 @@ class Mirror:
             self._log.info("new version", version=sealed.body.version, upstream=url)
             self._fill_gaps(connections, url, sealed.body.version)
         except (NotThere, Broken, Rejected, OSError) as reason:
+            if isinstance(reason, NoRoom):
+                self._say(reason)
             raise NotYet(f"{url}: {reason}") from None
 
     def _fill_gaps(self, connections: Connections, url: str, newest: int) -> None:
@@ -164,6 +171,18 @@ class Mirror:
                 return self._advance(version, assembly)
         except KeyError:  # the store has just deleted it as too old
             return False
+        except NoRoom as reason:
+            self._say(reason)
+        except OSError as error:
+            self._log.warning(f"version {version}: {error}; will try again")
+        self._stop.wait(PAUSE_S)
+        return False
+
+    def _say(self, reason: NoRoom) -> None:
+        """At once, and then now and again: others need the log too."""
+        if (now_s := time.monotonic()) >= self._tell_again_s:
+            self._tell_again_s = now_s + TELL_EVERY_S
+            self._log.error(f"nothing new can be kept: {reason}")
 
     def _advance(self, version: int, assembly: Assembly) -> bool:
         began_s, before = time.monotonic(), len(assembly.missing())
@@ -178,8 +197,8 @@ class Mirror:
             self._refused.add(version)
             self._log.error(f"version {version} is given up: {rejected}")
             return False
-        except (DeadlinePassed, OSError) as error:
-            problem = str(error)
+        except DeadlinePassed as passed:
+            problem = str(passed)
         if assembly.complete:
             took_s = round(time.monotonic() - began_s, 2)
             num_bytes = sum(entry.num_bytes for entry in assembly.entries)
@@ -190,7 +209,7 @@ class Mirror:
         if not forward:
             self._log.warning(f"no progress: {problem}")
             self._ask_again(version)
-            self._stop.wait(1.0)
+            self._stop.wait(PAUSE_S)
         return forward
 
     def _ask_again(self, version: int) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from shoal.shardcast.delta import write_delta
 from shoal.shardcast.digest import hash_shards
 from shoal.shardcast.signed import MANIFEST_FILE, PARTIAL_MANIFEST, read_manifest, write_manifest
+from shoal.shardcast.space import room_for
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
 from shoal.wire.manifest import DELTA_SUFFIX, Delta, FileEntry, Manifest
@@ -56,7 +57,7 @@ def publish(
     publish's own.
 
     Publishing the same files again gives the manifest that is there already, so that a publisher that crashed
-    right after may simply repeat it.
+    right after, or had no room (NoRoom), may simply repeat it.
     """
     files = tuple(_describe(path, shard_bytes) for path in _files(folder))
     created_at_s = time.time() if now_s is None else now_s
@@ -183,8 +184,11 @@ def _short_entry(entry: FileEntry, folder: Path, base: Path, before: Manifest) -
     if old.num_bytes != entry.num_bytes or not old_path.is_file():
         return entry
     max_bytes = int(WORTH * entry.num_bytes)
-    if not write_delta(old_path, folder / entry.name, payload, old_blake3=old.blake3, max_bytes=max_bytes):
-        return entry
+    with room_for(payload):
+        if not write_delta(
+            old_path, folder / entry.name, payload, old_blake3=old.blake3, max_bytes=max_bytes
+        ):
+            return entry
     sent = _describe(payload, entry.shard_bytes)
     delta = Delta(num_bytes=sent.num_bytes, blake3=sent.blake3, shards=sent.shards)
     return FileEntry(**(fields | {"codec": "delta", "delta": delta}))

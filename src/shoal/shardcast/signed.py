@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+from shoal.shardcast.space import room_for, room_in
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import Manifest
 from shoal.wire.record import Sealed
@@ -33,8 +34,9 @@ def read_manifest(folder: Path) -> Sealed[Manifest] | None:
 def write_manifest(folder: Path, sealed: Sealed[Manifest]) -> None:
     """Complete or absent, as long as the machine runs; boot.py has the rest."""
     partial = folder / PARTIAL_MANIFEST
-    partial.write_bytes(sealed.canonical())
-    partial.replace(folder / MANIFEST_FILE)
+    with room_for(partial):
+        partial.write_bytes(sealed.canonical())
+        partial.replace(folder / MANIFEST_FILE)
 
 
 def partial_path(folder: Path, name: str) -> Path:
@@ -55,7 +57,8 @@ def prepare_folder(folder: Path, sealed: Sealed[Manifest]) -> None:
         return
     if folder.exists():
         shutil.rmtree(folder)
-    folder.mkdir(parents=True)
+    with room_in(folder):
+        folder.mkdir(parents=True)
     write_manifest(folder, sealed)
 
 

@@ -10,7 +10,6 @@ that came over the network becomes a path unless a signed manifest lists it.
 """
 
 import contextlib
-import re
 import secrets
 import shutil
 import threading
@@ -20,13 +19,13 @@ from pathlib import Path
 from shoal.shardcast.assembly import Assembly
 from shoal.shardcast.bell import Bell
 from shoal.shardcast.boot import mark_boot, same_boot
+from shoal.shardcast.folders import version_folder, version_folders
 from shoal.shardcast.signed import MANIFEST_FILE, open_manifest, prepare_folder, read_manifest
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import FileEntry, Manifest
 from shoal.wire.record import Sealed
 
 KEEP_VERSIONS = 5
-_VERSION_FOLDER = re.compile(r"v(0|[1-9][0-9]{0,17})")
 
 
 class Held:
@@ -69,7 +68,7 @@ class VersionStore:
     # -- what is here -----------------------------------------------------------------------------------
 
     def path(self, version: int) -> Path:
-        return self.folder / f"v{version}"
+        return version_folder(self.folder, version)
 
     @property
     def newest(self) -> int | None:
@@ -183,9 +182,7 @@ class VersionStore:
     def _scan(self, *, in_doubt: bool) -> None:
         for leftover in self.folder.glob(".gone-*"):
             shutil.rmtree(leftover)
-        for path in sorted(self.folder.iterdir()):
-            if not _VERSION_FOLDER.fullmatch(path.name):
-                continue
+        for path in version_folders(self.folder).values():
             try:
                 sealed = read_manifest(path)
             except Rejected:

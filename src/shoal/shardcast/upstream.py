@@ -9,7 +9,6 @@ import time
 import urllib.parse
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 
 import httpx
 
@@ -67,9 +66,7 @@ class Connections:
     def __enter__(self) -> "Connections":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for connection in self._open.values():
             connection.close()
 

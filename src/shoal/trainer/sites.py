@@ -29,7 +29,11 @@ def make_averager(
             HivemindMesh(f"rl-{run}", address),
             log=log,
             codec=config.codec,
-            terms=Terms(gather_s=config.deadline_s / 2),
+            terms=Terms(
+                gather_s=config.deadline_s / 2,
+                shared=f"inner_steps = {config.inner_steps}, codec = {config.codec}, "
+                f"outer_lr = {config.outer_lr}, outer_momentum = {config.outer_momentum}",
+            ),
             stop=stop,
         )
     from shoal.diloco.torchft_engine import TorchftAverager

@@ -1,0 +1,197 @@
+"""A full disk at a relay, a client and a publisher: it is said where and what to do, nothing half-written is believed, and work goes
+on by itself when there is room."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from shoal import shardcast
+from shoal.net.deadline import DeadlinePassed
+from shoal.shardcast.space import NoRoom, room_in
+from shoal.telemetry import Log
+from shoal.wire.keys import Key
+
+DISK_BYTES = 4 << 20
+WEIGHTS_BYTES = 1 << 20
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small disk of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
+    if sys.platform != "linux" or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no small disk can be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(disk: Path, *, leave: int = 0) -> Path:
+    """To the last byte, but for so many."""
+    filler, spare = disk / "filler", disk / "spare"
+    spare.write_bytes(bytes(leave))
+    with filler.open("ab", buffering=0) as file:
+        for size in (1 << 16, 1 << 8, 1):
+            try:
+                while file.write(bytes(size)):
+                    pass
+            except OSError:
+                continue
+    spare.unlink()
+    return filler
+
+
+def weights(kit: Any, version: int) -> dict[str, bytes]:
+    files: dict[str, bytes] = kit.random_files(seed=version, num_bytes=WEIGHTS_BYTES)
+    return files
+
+
+@pytest.fixture
+def relay(disk: Path, origin: Any, key: Key, serve: Any, log: Log) -> Iterator[shardcast.Relay]:
+    stop = threading.Event()
+    config = shardcast.RelayConfig(
+        folder=disk / "relay", run=origin.store.run, run_key=key.public, upstreams=(serve(origin.app),)
+    )
+    relay = shardcast.Relay(config, key, log=log, stop=stop)
+    relay.startup()
+    yield relay
+    relay.shutdown()
+
+
+@pytest.mark.parametrize("leave", [0, 256 << 10], ids=["no byte", "room for the small files"])
+def test_a_relay_waits_for_room(
+    leave: int,
+    relay: shardcast.Relay,
+    disk: Path,
+    origin: Any,
+    kit: Any,
+    http: httpx.Client,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    origin.publish(1, weights(kit, 1))
+    kit.eventually(lambda: 1 in relay.store.complete(), "version 1 at the relay")
+    filler = fill(disk, leave=leave)
+    origin.publish(2, weights(kit, 2))
+    kit.eventually(lambda: f"no room in {disk / 'relay' / 'v2'}" in caplog.text, "word of the full disk")
+    relay._mirror.check()
+    assert "nothing new can be kept" in caplog.text and "make room there" in caplog.text
+    answer = http.get(f"{relay.url}/versions/1/model.safetensors")
+    assert answer.content == weights(kit, 1)["model.safetensors"]
+    assert 2 not in relay.store.complete()
+
+    filler.unlink()
+    kit.eventually(lambda: 2 in relay.store.complete(), "version 2, by itself")
+    assert kit.file_bytes(disk / "relay" / "v2") == weights(kit, 2)
+    assert caplog.text.count("nothing new can be kept") == 1
+    relay._mirror.check()
+    assert "Traceback" not in caplog.text
+
+
+def test_a_relay_starts_on_a_full_disk(disk: Path, key: Key, kit: Any) -> None:
+    origin = kit.Origin(disk / "relay", key)
+    origin.publish(1, kit.random_files())
+    (disk / "relay" / ".boot").unlink()
+    fill(disk)
+    again = shardcast.VersionStore(disk / "relay", run=kit.RUN, run_key=key.public)
+    assert again.complete() == (1,)
+
+
+def test_a_relay_starts_on_a_full_disk_with_a_file_that_was_not_reserved(
+    disk: Path, origin: Any, key: Key, kit: Any
+) -> None:
+    sealed = origin.publish(1, weights(kit, 1))
+    store = shardcast.VersionStore(disk / "relay", run=kit.RUN, run_key=key.public)
+    store.begin(sealed)
+    (disk / "relay" / "v1" / ".model.safetensors.partial").touch()
+    fill(disk)
+    again = shardcast.VersionStore(disk / "relay", run=kit.RUN, run_key=key.public)
+    assert again.known() == again.incomplete() == (1,)
+
+
+def test_what_cannot_be_reserved_is_left_to_others(
+    disk: Path, origin: Any, kit: Any, serve: Any, fetch: Any
+) -> None:
+    sealed = origin.publish(1, weights(kit, 1))
+    url = serve(origin.app)
+    fill(disk, leave=WEIGHTS_BYTES // 2)
+    with pytest.raises(
+        DeadlinePassed, match=rf"room for version 1: no room in {disk}/client/v1.partial .*MB left"
+    ):
+        fetch(sealed, [url], into="disk/client", deadline_s=1.0)
+    (disk / "other").write_bytes(bytes(WEIGHTS_BYTES // 4))
+    assert not (disk / "client" / "v1").exists()
+    assert not (disk / "client" / "v1.partial" / "model.safetensors").exists()
+
+
+def test_a_client_goes_on_when_there_is_room(
+    disk: Path, origin: Any, kit: Any, serve: Any, fetch: Any
+) -> None:
+    sealed = origin.publish(1, weights(kit, 1))
+    url = serve(origin.app)
+    filler = fill(disk)
+    timer = threading.Timer(1.0, filler.unlink)
+    timer.start()
+    folder = fetch(sealed, [url], into="disk/client")
+    assert kit.file_bytes(folder) == weights(kit, 1)
+
+
+def test_a_client_without_room_for_what_a_delta_makes(
+    disk: Path, origin: Any, kit: Any, key: Key, serve: Any, fetch: Any
+) -> None:
+    """The delta comes, the file it makes does not fit; nothing of it stays, and the delta need not come again."""
+    first = origin.publish(1, weights(kit, 1))
+    url = serve(origin.app)
+    fetch(first, [url], into="disk/client")
+    changed = weights(kit, 1)
+    changed["model.safetensors"] = b"\x01\x02" + changed["model.safetensors"][2:]
+    folder = origin.store.path(2)
+    folder.mkdir()
+    for name, data in changed.items():
+        (folder / name).write_bytes(data)
+    sealed = shardcast.publish(
+        folder, run=kit.RUN, version=2, key=key, base=shardcast.Base(folder=origin.store.path(1))
+    )
+    origin.store.adopt(2)
+    filler = fill(disk, leave=WEIGHTS_BYTES // 2)
+    with pytest.raises(DeadlinePassed, match="no room in"):
+        fetch(sealed, [url], into="disk/client", deadline_s=1.0)
+    partial = disk / "client" / "v2.partial"
+    assert {path.name for path in partial.iterdir()} >= {"manifest.json", "model.safetensors.delta"}
+    assert not (partial / ".model.safetensors.made").exists()
+    filler.unlink()
+    assert kit.file_bytes(fetch(sealed, [url], into="disk/client")) == changed
+
+
+def test_a_publisher_is_told_and_publishes_again(disk: Path, key: Key, kit: Any) -> None:
+    origin = kit.Origin(disk / "origin", key)
+    origin.publish(1, weights(kit, 1))
+    folder = origin.store.path(2)
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(weights(kit, 1)["model.safetensors"][:-2] + b"\x01\x02")
+    terms: dict[str, Any] = {"run": kit.RUN, "version": 2, "key": key}
+    base = shardcast.Base(folder=origin.store.path(1))
+    filler = fill(disk)
+    with pytest.raises(NoRoom, match=f"no room in {folder} "):
+        shardcast.publish(folder, **terms, base=base)
+    with pytest.raises(NoRoom, match="make room there"):
+        shardcast.publish(folder, **terms)
+    assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+    assert 2 not in shardcast.VersionStore(disk / "origin", run=kit.RUN, run_key=key.public).known()
+    filler.unlink()
+    sealed = shardcast.publish(folder, **terms, base=base)
+    assert sealed.body.base == 1 and origin.store.adopt(2) == sealed
+
+
+def test_other_errors_are_not_taken_for_it(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), room_in(tmp_path):
+        (tmp_path / "nowhere" / "file").write_bytes(b"")
