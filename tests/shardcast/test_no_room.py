@@ -1,8 +1,6 @@
 """A full disk at a relay, a client and a publisher: it is said where and what to do, nothing half-written is believed, and work goes
 on by itself when there is room."""
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ from shoal.net.deadline import DeadlinePassed
 from shoal.shardcast.space import NoRoom, room_in
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
+from small_disk import fill, small_disk
 
 DISK_BYTES = 4 << 20
 WEIGHTS_BYTES = 1 << 20
@@ -23,31 +22,8 @@ WEIGHTS_BYTES = 1 << 20
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small disk of its own."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
-    if sys.platform != "linux" or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("no small disk can be mounted here")
-    try:
+    with small_disk(tmp_path, DISK_BYTES) as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def fill(disk: Path, *, leave: int = 0) -> Path:
-    """To the last byte, but for so many."""
-    filler, spare = disk / "filler", disk / "spare"
-    spare.write_bytes(bytes(leave))
-    with filler.open("ab", buffering=0) as file:
-        for size in (1 << 16, 1 << 8, 1):
-            try:
-                while file.write(bytes(size)):
-                    pass
-            except OSError:
-                continue
-    spare.unlink()
-    return filler
 
 
 def weights(kit: Any, version: int) -> dict[str, bytes]:

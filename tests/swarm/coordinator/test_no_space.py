@@ -2,8 +2,6 @@
 
 import errno
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,35 +15,15 @@ from shoal.swarm.coordinator.ledger import read_ledger
 from shoal.swarm.coordinator.space import missing
 from shoal.wire.ledger import verify_chain
 from shoal.wire.messages import Problem
+from small_disk import fill, small_disk
 
 DISK_BYTES = 8 << 20
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small disk of its own."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
-    if sys.platform != "linux" or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("no small disk can be mounted here")
-    try:
+    with small_disk(tmp_path, DISK_BYTES) as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def fill(disk: Path) -> Path:
-    """To the last byte."""
-    filler = disk / "filler"
-    with filler.open("ab", buffering=0) as file:
-        for size in (1 << 16, 1 << 8, 1):
-            try:
-                while file.write(bytes(size)):
-                    pass
-            except OSError:
-                continue
-    return filler
 
 
 def until_full(node: Node) -> Refused:
