@@ -124,6 +124,6 @@ def test_shoal_run_itself(tmp_path: Path) -> None:
         # At once: what the killed run left behind is on its way out, and is waited for.
         swarm.start("--resume")
         assert swarm.wait_until_over() == 0, swarm.output
-        assert "waiting for the processes of another run" in swarm.output
+        assert "waiting for another `shoal` in" in swarm.output
         assert_nothing_is_left(swarm)
         check_books(swarm, heads)
