@@ -181,26 +181,23 @@ def test_weights_that_are_not_finite_are_kept_from_the_swarm(tmp_path: Path) -> 
     site.close()
 
 
-def test_a_checkpoint_of_other_fragments_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("section", "other", "reason"),
+    [
+        ("rounds", {"fragments": 2}, "another number of fragments"),
+        ("run", {"name": "other"}, "is of the run 'small', the file is of 'other'"),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_refused(
+    tmp_path: Path, section: str, other: dict[str, Any], reason: str
+) -> None:
     file = small_file(tmp_path, steps=4)
     site = make_site(file, tmp_path, LocalHub(), "one")
     site.train(join_s=10)
     site.close()
-    other = file.model_copy(update={"rounds": file.rounds.model_copy(update={"fragments": 2})})
-    again = make_site(other, tmp_path, LocalHub(), "one")
-    with pytest.raises(ValueError, match="another number of fragments"):
-        again.train(join_s=10)
-    again.close()
-
-
-def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
-    file = small_file(tmp_path, steps=4)
-    site = make_site(file, tmp_path, LocalHub(), "one")
-    site.train(join_s=10)
-    site.close()
-    other = file.model_copy(update={"run": file.run.model_copy(update={"name": "other"})})
-    again = make_site(other, tmp_path, LocalHub(), "one")
-    with pytest.raises(ValueError, match="is of the run 'small', the file is of 'other'"):
+    changed = getattr(file, section).model_copy(update=other)
+    again = make_site(file.model_copy(update={section: changed}), tmp_path, LocalHub(), "one")
+    with pytest.raises(ValueError, match=reason):
         again.train(join_s=10)
     again.close()
 

@@ -1,6 +1,5 @@
 """The file server: HTTP as others speak it, and nobody who can occupy it."""
 
-import asyncio
 import contextlib
 import os
 import socket
@@ -135,34 +134,6 @@ def test_what_is_not_for_us_is_refused_in_words_and_closed(start: Any, data: byt
     assert head.startswith(b"HTTP/1.1 %d " % status)
     assert b"connection: close" in head
     assert Problem.parse(body).code in ("request.malformed", "request.too_large")
-
-
-@pytest.mark.parametrize(("near_us", "used"), [(10_000_000, b"reno"), (0, b"bbr")], ids=["near", "far"])
-def test_only_those_who_are_far_are_sent_to_by_a_timer(
-    near_us: int, used: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_server, "NEAR_US", near_us)
-    found: list[bytes] = []
-
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        file_server._send_at_once_if_near(writer)
-        sock = writer.get_extra_info("socket")
-        found.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0"))
-        writer.close()
-
-    async def meet(listening: socket.socket) -> None:
-        async with await asyncio.start_server(connected, sock=listening):
-            reader, writer = await asyncio.open_connection(*listening.getsockname())
-            assert await reader.read() == b""
-            writer.close()
-
-    with listen("127.0.0.1", 0) as listening:
-        try:
-            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
-        except OSError:
-            pytest.skip("this system has no BBR")
-        asyncio.run(meet(listening))
-    assert found == [used]
 
 
 def test_a_failing_disk_fails_one_request(start: Any) -> None:

@@ -19,6 +19,7 @@ from shoal.model.decoder import Decoder
 from shoal.model.fused import FusedWeights, fuse
 from shoal.model.segments import attend_spans, runs_kernel
 from shoal.model.shape import Shape
+from shoal.model.upload import upload
 
 _FUSED: WeakKeyDictionary[Decoder, FusedWeights] = WeakKeyDictionary()
 """A decoder's matrices are joined once; loading other weights into it fills them in place."""
@@ -48,12 +49,12 @@ def packed_states(decoder: Decoder, rows: Sequence[tuple[Tokens, Tokens]]) -> li
         *map(Run, map(len, prompts)),
         *(Run(len(row[1]), home) for row, home in zip(rows, homes, strict=True)),
     ]
-    table_3T = _upload(_table([*prompts, *(row[1] for row in rows)], runs), weights.embed_VH.device)
+    table_3T = upload(_table([*prompts, *(row[1] for row in rows)], runs), weights.embed_VH.device)
     nowhere = (weights.embed_VH, weights.embed_VH)  # no place is 0 or above: keys and values are not kept
     for x_TH, delta_TH in fused_layers(weights, table_3T, runs, kept=[nowhere] * len(weights.layers)):
         last = x_TH, delta_TH  # one layer's at a time: all of them would be the larger part of the memory
     states_TH = kernels.add_norm(*last, weights.norm_H, weights.shape.norm_eps)
-    wanted = _upload(_places(runs, homes), states_TH.device)
+    wanted = upload(_places(runs, homes), states_TH.device)
     return list(torch.split(states_TH[wanted], [1 + len(row[1]) for row in rows]))
 
 
@@ -91,9 +92,10 @@ class _Attention:
         ends = list(accumulate(run.length for run in runs))
         self._heads, self._kv_heads = shape.num_heads, shape.num_kv_heads
         self._spans = [(end - run.length, end) for run, end in zip(runs, ends, strict=True)]
+        self._longest = max(run.length for run in runs)
         self._runs_4R: Tensor | None = None
         if runs_kernel(like.device, like.dtype):
-            self._runs_4R = _upload(np.array(self._lines(runs), dtype=np.int32).T, like.device)
+            self._runs_4R = upload(np.array(self._lines(runs), dtype=np.int32).T, like.device)
         else:
             assert all(run.follows is None for run in runs)
 
@@ -112,8 +114,7 @@ class _Attention:
             return attend_spans(q_TND, k_TKD, v_TKD, self._spans)
         from shoal.model.segment_kernels import attend_runs
 
-        longest = max(end - begin for begin, end in self._spans)
-        return attend_runs(qkv_TQD, self._runs_4R, longest, num_heads=heads, num_kv_heads=kv_heads)
+        return attend_runs(qkv_TQD, self._runs_4R, self._longest, num_heads=heads, num_kv_heads=kv_heads)
 
 
 def _table(tokens: Sequence[Tokens], runs: Sequence[Run]) -> npt.NDArray[np.int64]:
@@ -136,8 +137,3 @@ def _places(runs: Sequence[Run], homes: Sequence[int]) -> npt.NDArray[np.int64]:
     places_N: npt.NDArray[np.int64] = np.arange(counts.sum()) + np.repeat(begins - firsts - 1, counts)
     places_N[firsts] = ends[homes] - 1
     return places_N
-
-
-def _upload(array: npt.NDArray[np.int64] | npt.NDArray[np.int32], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

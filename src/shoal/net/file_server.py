@@ -9,7 +9,6 @@ import contextlib
 import os
 import re
 import socket
-import struct
 import threading
 import time
 import urllib.parse
@@ -20,6 +19,7 @@ from typing import Protocol
 
 from shoal.net.deadline import DeadlinePassed
 from shoal.net.limits import LONGEST_DEBT_S, Account, Accounts, Limits
+from shoal.net.pacing import send_at_once_if_near
 from shoal.telemetry import Log
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.messages import Problem
@@ -34,8 +34,6 @@ PIECE_BYTES = 4 << 20
 LIMITED_PIECE_BYTES = 64 << 10
 """Under a rate limit, so that connections of one address take turns."""
 DRAIN_S = 3.0
-NEAR_US = 1000
-"""A round trip that takes less: the same machine, or the same room."""
 
 _REQUEST_LINE = re.compile(rb"(?P<method>[A-Z]{1,16}) (?P<target>/[!-~\x80-\xff]*) HTTP/1\.(?P<minor>[01])")
 _HEADER = re.compile(rb"(?P<name>[!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*(?P<value>[^\r\n\x00]*?)[ \t]*")
@@ -186,7 +184,7 @@ class FileServer:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         account = self._accounts.enter(_peer(writer), time.monotonic())
-        _send_at_once_if_near(writer)
+        send_at_once_if_near(writer.get_extra_info("socket"))
         # drain waits until all has gone: what follows may be a file.
         writer.transport.set_write_buffer_limits(0)
         task = asyncio.current_task()
@@ -384,25 +382,6 @@ async def _linger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
             for _ in range(64):
                 if not await reader.read(MAX_HEAD_BYTES):
                     return
-
-
-def _send_at_once_if_near(writer: asyncio.StreamWriter) -> None:
-    """BBR, where a system uses it, sends by a timer of the kernel, one for each 64 KB. On a long way that spares others a queue; to
-    somebody near, at gigabytes a second, the timers took a seventh of all that bringing a file there cost (LOG, 16 November)."""
-    if not hasattr(socket, "TCP_CONGESTION"):  # a system that offers no choice
-        return
-    sock = writer.get_extra_info("socket")
-    with contextlib.suppress(OSError):  # not TCP, or a system with other ways
-        paced = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"bbr")
-        if paced and _round_trip_us(sock) < NEAR_US:
-            # The one that a process without privileges may always choose.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
-
-
-def _round_trip_us(sock: socket.socket) -> int:
-    """As the handshake had it: `tcpi_rtt` of the kernel's struct tcp_info."""
-    (round_trip_us,) = struct.unpack_from("=68xI", sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 72))
-    return int(round_trip_us)
 
 
 def _peer(writer: asyncio.StreamWriter) -> str:

@@ -10,8 +10,8 @@ from shoal.model import kernels
 from shoal.model.cache import KVCache
 from shoal.model.fused import FusedWeights
 from shoal.model.packed_prefill import Run, fused_layers
+from shoal.model.upload import upload
 from shoal.rollout.rows import Prompt
-from shoal.rollout.slots import upload
 
 
 def prefill(weights: FusedWeights, prompts: Sequence[Prompt], places: Sequence[int], kept: KVCache) -> Tensor:

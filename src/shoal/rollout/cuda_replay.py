@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from shoal.model import attention_kernels, kernels, prompt_kernels
 from shoal.model.cache import KVCache
 from shoal.model.fused import FusedWeights
+from shoal.model.upload import upload
 from shoal.rollout.cuda_prefill import prefill
 from shoal.rollout.cuda_step import PIECE, row_tables
 from shoal.rollout.pieces import Pieces
 from shoal.rollout.rows import Prompt
-from shoal.rollout.slots import upload
 
 
 class _Fed(NamedTuple):

@@ -16,13 +16,14 @@ from torch.nn import functional as F
 from shoal.model import attention_kernels, draw_kernels, kernels
 from shoal.model.cache import KVCache
 from shoal.model.fused import FusedWeights
+from shoal.model.upload import upload
 from shoal.rollout.cuda_prefill import prefill_by_layer
 from shoal.rollout.engine import Request
 from shoal.rollout.pieces import Pieces, PieceSize
 from shoal.rollout.places import Places
 from shoal.rollout.rows import Prompt
 from shoal.rollout.shelf import Batch
-from shoal.rollout.slots import Slots, upload
+from shoal.rollout.slots import Slots
 
 BUCKETS = (8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Rows of one graph. Between them a step's time hardly changes."""

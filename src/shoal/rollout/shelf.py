@@ -9,8 +9,8 @@ from torch import Tensor
 
 from shoal.model.cache import KVCache
 from shoal.model.decoder import Decoder
+from shoal.model.upload import upload
 from shoal.rollout.rows import Prompt
-from shoal.rollout.slots import upload
 
 
 class ShelfSize(NamedTuple):

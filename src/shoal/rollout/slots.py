@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from shoal.model.cache import KVCache
 from shoal.model.fused import FusedWeights
+from shoal.model.upload import upload
 from shoal.rollout.engine import Request
 from shoal.rollout.room import Room
 from shoal.wire.draw import uniforms
@@ -126,11 +126,3 @@ class Slots:
 def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """What keys and values are kept in. A CPU's short products are float32's."""
     return torch.float32 if device.type == "cpu" else dtype
-
-
-def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """To the device without waiting for it: from pageable memory the copy would wait for all work queued so far."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)

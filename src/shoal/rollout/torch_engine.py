@@ -19,6 +19,7 @@ from shoal.model.load import DTYPES, load_decoder
 from shoal.model.packed import pack, repacking
 from shoal.model.shape import read_shape
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
+from shoal.model.upload import upload
 from shoal.model.weights import WEIGHTS_FILE, load_weights
 from shoal.rollout.cpu_step import CpuStep
 from shoal.rollout.engine import Finished, Request, check_requests
@@ -27,7 +28,7 @@ from shoal.rollout.prover import Prover
 from shoal.rollout.room import Room, fit, free_memory_bytes, room_for
 from shoal.rollout.rows import Rows, by_batch, next_prompts, prompts_at_hand
 from shoal.rollout.shelf import SHELF_SIZES, Ahead, Shelf
-from shoal.rollout.slots import Slots, cache_dtype, upload
+from shoal.rollout.slots import Slots, cache_dtype
 from shoal.rollout.watch import Watch
 from shoal.wire.run import ProofSpec
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from shoal.model.upload import upload
 from shoal.toploc.field import BLOCK, PRIME
 from shoal.toploc.search import Indices
 from shoal.toploc.segment_check import (
@@ -55,12 +56,6 @@ class Fetched:
         if self._there is not None:
             self._there.synchronize()
         return self._tensor
-
-
-def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """To a device without waiting for what is queued there."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 Finder = Callable[[], dict[Place, SegmentCheck]]

@@ -23,11 +23,12 @@ from shoal.model.decoder import Decoder
 from shoal.model.packed_prefill import packed_states
 from shoal.model.segments import runs_kernel
 from shoal.model.tokenizer import Tokenizer
+from shoal.model.upload import upload
 from shoal.net.deadline import Stopped
 from shoal.swarm.validator.checks import RowFacts
 from shoal.swarm.validator.form import where
 from shoal.toploc import ProofError, SegmentCheck, start_verifying
-from shoal.toploc.device import Fetched, upload
+from shoal.toploc.device import Fetched
 from shoal.toploc.verify import Verification
 from shoal.wire.codes import Rejected
 from shoal.wire.draw import sample_seed, uniforms
