@@ -188,8 +188,7 @@ def some_memory(options: argparse.Namespace) -> None:
 
 
 def free_memory() -> int:
-    free = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemFree"))
-    return int(free.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # asked often, beside what is measured
 
 
 def go_on(port: int, work: Callable[[], Any]) -> None:
