@@ -1,8 +1,9 @@
 """How TCP sends: to those who are far by a timer, where the system would have it so; to those who are near at once.
 
 BBR sends by a timer of the kernel, one for each 64 KB. On a long way that spares others a queue; to somebody near, at gigabytes
-a second, the timers took a fifth of all that bringing a file there cost (LOG, 16 November). A connection that BBR has once had
-keeps its timer with whatever comes after it, so here connections begin without, and those that turn out to be long get it then.
+a second, the timers took a seventh of all that bringing a file there cost. A connection that BBR has once had keeps its timer
+with whatever comes after it, a twentieth more (LOG, 16 November); so here connections begin without, and those that turn out to
+be long get it then.
 """
 
 import contextlib
