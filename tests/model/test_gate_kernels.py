@@ -26,11 +26,12 @@ def test_equals_product_and_gate(num_rows: int, hidden: int, half: int, kernel_d
     torch.testing.assert_close(found_TF.float(), F.silu(gate_TF) * up_TF, atol=0.02, rtol=0.02)
 
 
-def test_lines_that_begin_anywhere_are_left_to_torch(kernel_device: str) -> None:
+def test_what_the_kernel_cannot_take_is_left_to_torch(kernel_device: str) -> None:
     from shoal.model import gate_kernels
 
     x_TH = torch.zeros(3, 20, device=kernel_device, dtype=torch.float16)
     assert not gate_kernels.fits(x_TH, x_TH.new_zeros(64, 20))
     assert not gate_kernels.fits(x_TH.new_zeros(3, 64), x_TH.new_zeros(24, 64))
+    assert not gate_kernels.fits(torch.zeros(3, 64), torch.zeros(64, 64))  # float32
     if kernel_device == "cuda":
         assert gate_kernels.gated(x_TH, x_TH.new_zeros(64, 20)).shape == (3, 32)
