@@ -8,8 +8,9 @@
 first has the engine make room and capture its graphs once, before the clock runs. A size that does not fit into memory, or whose turn comes
 after --seconds, is left out with a line that says so.
 
-Checking is all that follows the reading of a file: one prefill, every proof, every log-prob, every draw; all rows at once, as a validator
-checks several submissions. `prefill`, `proofs` and `tokens` are its parts, measured one after another in a turn of their own: a check has the device
+Checking is all that follows the reading of a file: one prefill, every proof, every log-prob, every draw; all rows at once. With
+`--submissions N` that many of them are made one after another, each by the whole engine, and checked together, as a validator does with what
+waits for it; seconds are those of one. `prefill`, `proofs` and `tokens` are its parts, measured one after another in a turn of their own: a check has the device
 work on one batch while the host reads what the one before gave. `floor` is what the check's products and attention would take at the device's
 full speed (--peak, FLOP/s). `no proofs` is generation
 without any: the difference is what building them costs. Rows rarely end before the cap: the prompts are random tokens.
@@ -40,19 +41,26 @@ from shoal.rollout.slots import cache_dtype
 from shoal.rollout.submission import to_rollout
 from shoal.rollout.torch_engine import TorchEngine
 from shoal.swarm.validator import recompute as recomputing
-from shoal.swarm.validator.recompute import Policy, Unleased, recompute
+from shoal.swarm.validator.recompute import Checked, Policy, Unleased, recompute_many
+from shoal.wire.codes import Rejected
 from shoal.wire.draw import sample_seed
 from shoal.wire.run import ProofSpec, Sampling
 
 PROMPT_TOKENS = 64
-SEED = hashlib.sha256(b"checking").hexdigest()
-TERMS = Unleased(SEED, Sampling(), ProofSpec())
 MEMORY_SHARE = 0.6
 """Of the device's, for the rows of all engines; the rest is for weights and checking."""
 
 
-def requests(num_rows: int, new_tokens: int, vocab_size: int, samples: int) -> list[Request]:
-    rng = random.Random(0)
+def terms(submission: int) -> Unleased:
+    """Each has prompts and draws of its own."""
+    return Unleased(hashlib.sha256(b"checking %d" % submission).hexdigest(), Sampling(), ProofSpec())
+
+
+def requests(
+    num_rows: int, new_tokens: int, vocab_size: int, samples: int, submission: int = 0
+) -> list[Request]:
+    rng = random.Random(submission)
+    seed = terms(submission).seed
     num_prompts = -(-num_rows // samples)
     prompts = [tuple(rng.randrange(vocab_size) for _ in range(PROMPT_TOKENS)) for _ in range(num_prompts)]
     return [
@@ -60,7 +68,7 @@ def requests(num_rows: int, new_tokens: int, vocab_size: int, samples: int) -> l
             prompt_index=row // samples,
             sample_index=row % samples,
             prompt_tokens=prompts[row // samples],
-            sample_seed=sample_seed(SEED, row // samples, row % samples),
+            sample_seed=sample_seed(seed, row // samples, row % samples),
             max_new_tokens=new_tokens,
             temperature=1.0,
         )
@@ -85,14 +93,19 @@ def generate(
     return now_s(options) - started_s, finished
 
 
-def check(options: argparse.Namespace, policy: Policy, finished: list[Finished]) -> float:
-    table = [to_rollout(row) for row in finished]
+def check(options: argparse.Namespace, policy: Policy, submissions: list[list[Finished]]) -> float:
+    """Seconds for one of them."""
+    given = [
+        Checked([to_rollout(row) for row in finished], terms(number))
+        for number, finished in enumerate(submissions)
+    ]
     started_s = now_s(options)
-    recompute(table, TERMS, policy, control_seed=1)
-    return now_s(options) - started_s
+    for found in recompute_many(given, policy, control_seed=1):
+        assert not isinstance(found, Rejected), found
+    return (now_s(options) - started_s) / len(submissions)
 
 
-def parts(options: argparse.Namespace, policy: Policy, finished: list[Finished]) -> Counter[str]:
+def parts(options: argparse.Namespace, policy: Policy, submissions: list[list[Finished]]) -> Counter[str]:
     """Seconds of each step of a check."""
     found: Counter[str] = Counter()
 
@@ -114,8 +127,8 @@ def parts(options: argparse.Namespace, policy: Policy, finished: list[Finished])
     }
     wrapped = {step: timed(name, getattr(recomputing, step)) for step, name in steps.items()}
     with mock.patch.multiple(recomputing, **wrapped):
-        check(options, policy, finished)
-    return found
+        check(options, policy, submissions)
+    return Counter({name: spent_s / len(submissions) for name, spent_s in found.items()})
 
 
 def flops(policy: Policy, finished: list[Finished]) -> float:
@@ -157,27 +170,29 @@ def warm_up(
     for place, engine in enumerate(engines):
         _, finished = generate(options, engine, [replace(short[0], max_new_tokens=tokens), *short[1:]])
         if place == 0:  # the others make no proofs
-            check(options, policy, finished)
+            check(options, policy, [finished])
 
 
 def measure(
     options: argparse.Namespace, engines: list[TorchEngine], policy: Policy, rows: int, tokens: int
 ) -> None:
-    work = requests(rows, tokens, policy.decoder.shape.vocab_size, options.samples)
+    vocab_size, count = policy.decoder.shape.vocab_size, options.submissions
+    work = [requests(rows, tokens, vocab_size, options.samples, number) for number in range(count)]
     best = [float("inf"), float("nan") if len(engines) == 1 else float("inf"), float("inf")]
-    finished: list[Finished] = []
+    submissions: list[list[Finished]] = []
     for _ in range(options.repeats):
         for place, engine in enumerate(engines):
-            spent_s, made = generate(options, engine, work)
-            best[place] = min(best[place], spent_s)
-            finished = made if place == 0 else finished
-        check(options, policy, finished)  # a validator meets new shapes once
-        best[2] = min(best[2], check(options, policy, finished))
-    steps = parts(options, policy, finished)
-    made = sum(len(row.output_tokens) for row in finished)
+            made = [generate(options, engine, one) for one in work]
+            best[place] = min(best[place], sum(spent_s for spent_s, _ in made) / count)
+            submissions = [finished for _, finished in made] if place == 0 else submissions
+        check(options, policy, submissions)  # a validator meets new shapes once
+        best[2] = min(best[2], check(options, policy, submissions))
+    steps = parts(options, policy, submissions)
+    finished = submissions[0]
+    num_tokens = sum(len(row.output_tokens) for row in finished)
     floor_s = flops(policy, finished) / options.peak
     print(
-        f"{rows:>6} {tokens:>8} {made:>9,} {best[0]:>10.3f} {best[1]:>10.3f} {best[2]:>9.3f} {best[0] / best[2]:>7.1f} "
+        f"{rows:>6} {tokens:>8} {num_tokens:>9,} {best[0]:>10.3f} {best[1]:>10.3f} {best[2]:>9.3f} {best[0] / best[2]:>7.1f} "
         f"{floor_s:>8.4f} {steps['prefill']:>9.3f} {steps['proofs']:>9.3f} {steps['tokens']:>9.3f}",
         flush=True,
     )
@@ -227,6 +242,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 192])
     parser.add_argument("--samples", type=int, default=16, help="rows of a prompt, as a group has them")
+    parser.add_argument("--submissions", type=int, default=1, help="to make one by one and check together")
     parser.add_argument("--repeats", type=int, default=2, help="the best counts")
     parser.add_argument(
         "--peak", type=float, default=989e12, help="FLOP/s of the device in this dtype; an H200's"

@@ -141,8 +141,7 @@ class SmallerModel(AlteredEngine):
             states = recomputing._prefill(self.policy.decoder, rollouts)
             entries = [recomputing._Entry(0, place, one, TERMS) for place, one in enumerate(rollouts)]
             columns = recomputing._token_columns(self.policy.decoder, entries, torch.cat(states))
-            uniform_N = recomputing._uniforms(entries)
-            per_token = recomputing._per_token(entries, uniform_N, columns.double().cpu().numpy())
+            per_token = recomputing._per_token(entries, columns.cpu().numpy())
             proofs = toploc.build_proofs([one[1:] for one in states])
             made += [
                 replace(row, logprobs=tuple(tokens[0].tolist()), proof=proof)

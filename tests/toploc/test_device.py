@@ -78,6 +78,22 @@ def test_polynomials_on_a_device() -> None:
     assert np.array_equal(found.numpy(), evaluate_on_host(coefficients, x).astype(np.int32))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("topk", "num_points"), [(128, 192), (8, 1), (128, 300)])
+def test_polynomials_by_a_kernel(topk: int, num_points: int, kernel_device: str) -> None:
+    """TRITON_INTERPRET=1 pytest -m gpu runs it without a GPU. All residues there are, and coefficients that are none."""
+    from shoal.toploc.value_kernels import values  # needs Triton
+
+    rng = np.random.default_rng(0)
+    coefficients = rng.integers(0, 1 << 16, size=(3, topk)).astype(np.uint16)
+    coefficients[0] = PRIME - 1
+    x = rng.integers(0, PRIME, size=(3, num_points))
+    x[0] = PRIME - 1
+    lines = torch.from_numpy(coefficients.astype(np.int64)).to(kernel_device)
+    found = values(lines, torch.from_numpy(x).to(kernel_device))
+    assert np.array_equal(found.cpu().numpy(), evaluate_on_host(coefficients, x).astype(np.int32))
+
+
 @pytest.mark.parametrize(("value", "word"), [(float("nan"), "NaN or infinity"), (0.0, "all zero")])
 def test_states_that_cannot_be_proven(value: float, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = states([32, 40], 576, seed=3)

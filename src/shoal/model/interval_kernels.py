@@ -1,65 +1,88 @@
+# mypy: disable-error-code="untyped-decorator,misc,no-untyped-def,no-untyped-call,import-not-found,import-untyped,index,unused-ignore"
 """Where tokens lie in the distributions they were drawn from, as one Triton kernel: one program a row, every logit read once.
 
 Imported only where there is a CUDA device. The plain torch lines in swarm/validator/recompute.py say what it computes.
+
+Everything is counted from a reference, the drawn token's own logit, in powers of two: it is near the largest, and known before the first
+block is read. Lanes sum for themselves and are put together at the end, so nothing but the memory is waited for.
 """
+
+import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 1024, 4
+BLOCK, WARPS = 1024, 8
+NEAR = 24.0
+"""How far, in powers of two, the largest logit may lie above the reference: else sums of squares would lose digits, and the row is
+read again with the largest as its reference. One honest draw in millions is that unlikely."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _interval_row(  # type: ignore[no-untyped-def]
-    logits_ptr,
-    tokens_ptr,
-    out_ptr,
-    num_rows,
-    vocab,
-    inverse_temperature,
-    BLOCK: tl.constexpr,
-):
+@triton.jit
+def _block(sums, start, first, vocab, scale, reference, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    """Add a block to the sums, by lane: of 2^d, of d 2^d, of d d 2^d, and the largest d. Also gives its 2^d."""
+    total, first_moment, second_moment, largest = sums
+    columns = first + tl.arange(0, BLOCK)
+    if MASKED:
+        z = tl.load(start + columns, mask=columns < vocab, other=0.0).to(tl.float32)
+        d = tl.where(columns < vocab, z * scale - reference, -1e30)
+    else:
+        d = tl.load(start + columns).to(tl.float32) * scale - reference
+    e = tl.exp2(d)
+    ed = e * d  # in this order below too: d squared may be infinite past the vocabulary's end
+    return (total + e, first_moment + ed, second_moment + ed * d, tl.maximum(largest, d)), e
+
+
+@triton.jit
+def _row(start, token, vocab, scale, reference, BLOCK: tl.constexpr):
+    """Of a row: the three sums, that of 2^d of tokens with smaller ids, and the largest d."""
+    home = token // BLOCK * BLOCK
+    whole = vocab // BLOCK * BLOCK
+    zeros = tl.zeros((BLOCK,), tl.float32)
+    sums = (zeros, zeros, zeros, zeros - 1e30)
+    for first in range(0, home, BLOCK):
+        sums, _ = _block(sums, start, first, vocab, scale, reference, False, BLOCK)
+    below = sums[0]
+    sums, e = _block(sums, start, home, vocab, scale, reference, True, BLOCK)
+    below += tl.where(home + tl.arange(0, BLOCK) < token, e, 0.0)
+    for first in range(home + BLOCK, whole, BLOCK):
+        sums, _ = _block(sums, start, first, vocab, scale, reference, False, BLOCK)
+    if home < whole and whole < vocab:
+        sums, _ = _block(sums, start, whole, vocab, scale, reference, True, BLOCK)
+    total, first_moment, second_moment, largest = sums
+    return (
+        tl.sum(total, 0),
+        tl.sum(first_moment, 0),
+        tl.sum(second_moment, 0),
+        tl.sum(below, 0),
+        tl.max(largest, 0),
+    )
+
+
+@triton.jit
+def _interval_row(logits, tokens, out, num_rows, vocab, scale, NEAR: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    start = logits_ptr + row * vocab
-    token = tl.load(tokens_ptr + row)
-    largest = tl.full((), -1e30, tl.float32)  # a number, as zero times infinity is none
-    # Sums by lane, put together at the end: to put a block's together takes longer than to read it.
-    total = tl.zeros((BLOCK,), tl.float32)
-    below = tl.zeros((BLOCK,), tl.float32)  # of that, tokens with smaller ids
-    first_moment = tl.zeros((BLOCK,), tl.float32)  # of z - largest: differences, as z itself would cancel
-    second_moment = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, vocab, BLOCK):
-        columns = first + tl.arange(0, BLOCK)
-        z = tl.load(start + columns, mask=columns < vocab, other=-1e30).to(tl.float32) * inverse_temperature
-        new_largest = tl.max(z, 0)
-        if new_largest > largest:  # rarely, after the first few
-            shift = largest - new_largest
-            shrink = tl.exp(shift)
-            # shift squared would be infinite in the first round
-            second_moment = (second_moment + shift * (2 * first_moment + shift * total)) * shrink
-            first_moment = (first_moment + shift * total) * shrink
-            below *= shrink
-            total *= shrink
-            largest = new_largest
-        d = z - largest
-        e = tl.exp(d)
-        total += e
-        below += tl.where(columns < token, e, 0.0)
-        first_moment += e * d
-        second_moment += e * d * d  # in this order: d squared may be infinite past the vocabulary's end
-    total = tl.sum(total, 0)
-    below = tl.sum(below, 0)
-    first_moment = tl.sum(first_moment, 0)
-    second_moment = tl.sum(second_moment, 0)
-    logprob = tl.load(start + token).to(tl.float32) * inverse_temperature - largest - tl.log(total)
-    mean = first_moment / total
-    tl.store(out_ptr + row, logprob)
-    tl.store(out_ptr + num_rows + row, below / total)
-    tl.store(out_ptr + 2 * num_rows + row, below / total + tl.exp(logprob))
-    tl.store(out_ptr + 3 * num_rows + row, tl.log(total) - mean)
-    tl.store(out_ptr + 4 * num_rows + row, tl.maximum(second_moment / total - mean * mean, 0.0))
+    start = logits + row * vocab
+    token = tl.load(tokens + row).to(tl.int32)
+    own = tl.load(start + token).to(tl.float32) * scale
+    reference = own
+    total, first_moment, second_moment, below, largest = _row(start, token, vocab, scale, reference, BLOCK)
+    if largest > NEAR:
+        reference += largest
+        total, first_moment, second_moment, below, largest = _row(
+            start, token, vocab, scale, reference, BLOCK
+        )
+    low, mean, log2_total = below / total, first_moment / total, tl.log2(total)
+    ln2: tl.constexpr = 0.6931471805599453
+    logprob = (own - reference - log2_total) * ln2
+    tl.store(out + row, logprob)
+    tl.store(out + num_rows + row, low)
+    tl.store(out + 2 * num_rows + row, low + tl.exp(logprob))
+    tl.store(out + 3 * num_rows + row, (log2_total - mean) * ln2)
+    variance = tl.maximum(second_moment / total - mean * mean, 0.0)
+    tl.store(out + 4 * num_rows + row, variance * (ln2 * ln2))
 
 
 def token_intervals(logits_NV: Tensor, tokens_N: Tensor, temperature: float) -> Tensor:
@@ -67,7 +90,8 @@ def token_intervals(logits_NV: Tensor, tokens_N: Tensor, temperature: float) -> 
     logits_NV = logits_NV.contiguous()
     num_rows, vocab = logits_NV.shape
     out_5N = torch.empty(5, num_rows, device=logits_NV.device, dtype=torch.float32)
+    scale = math.log2(math.e) / temperature
     _interval_row[(num_rows,)](
-        logits_NV, tokens_N, out_5N, num_rows, vocab, 1 / temperature, BLOCK=BLOCK, num_warps=WARPS
+        logits_NV, tokens_N, out_5N, num_rows, vocab, scale, NEAR=NEAR, BLOCK=BLOCK, num_warps=WARPS
     )
     return out_5N

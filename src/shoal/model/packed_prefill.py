@@ -5,7 +5,7 @@ from its by the order of sums alone. T tokens of all rows, R runs of them.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,7 +19,7 @@ from shoal.model.decoder import Decoder
 from shoal.model.fused import FusedWeights, fuse
 from shoal.model.segments import attend_spans, runs_kernel
 from shoal.model.shape import Shape
-from shoal.model.upload import upload
+from shoal.model.upload import flat, upload
 
 _FUSED: WeakKeyDictionary[Decoder, FusedWeights] = WeakKeyDictionary()
 """A decoder's matrices are joined once; loading other weights into it fills them in place."""
@@ -63,7 +63,7 @@ def fused_layers(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """After each layer, what has come in and what the layer adds to it, [T, H] both. A token's keys and values go to its place in
     that layer's `kept`. `table_3T` has a column for each token: its id, its position, its place or less than 0 for none."""
-    from shoal.model import kernels, prompt_kernels
+    from shoal.model import gate_kernels, kernels, prompt_kernels
 
     shape, eps = weights.shape, weights.shape.norm_eps
     attention = _Attention(runs, shape, weights.embed_VH)
@@ -81,7 +81,7 @@ def fused_layers(
         )
         mixed_TQ = attention.attend(qkv_TQD).flatten(1)
         normed_TH = kernels.add_norm(x_TH, F.linear(mixed_TQ, layer.o_HQ), layer.post_norm_H, eps)
-        delta_TH = F.linear(kernels.silu_mul(F.linear(normed_TH, layer.gate_up_FH)), layer.down_HF)
+        delta_TH = F.linear(gate_kernels.gated(normed_TH, layer.gate_up_FH), layer.down_HF)
         yield x_TH, delta_TH
 
 
@@ -123,7 +123,7 @@ def _table(tokens: Sequence[Tokens], runs: Sequence[Run]) -> npt.NDArray[np.int6
     total, begins = sum(lengths), list(accumulate(lengths, initial=0))[:-1]
     firsts = [0 if run.follows is None else lengths[run.follows] for run in runs]
     table_3T = np.full((3, total), -1, dtype=np.int64)
-    table_3T[0] = np.fromiter(chain.from_iterable(tokens), dtype=np.int64, count=total)
+    table_3T[0] = flat(tokens)
     table_3T[1] = np.arange(total) + np.repeat(np.subtract(firsts, begins), lengths)
     return table_3T
 

@@ -16,14 +16,14 @@ from torch import Tensor
 
 BLOCK = 64
 """Queries of a program, and keys it looks at together. With 128 of either fewer programs fit on a processor at once."""
-WARPS, STAGES = 4, 3
+WARPS, STAGES = 4, 2
 
 
 @triton.jit
 def _tile(
+    head,
     start,
     end,
-    head,
     stride,
     MASKED: tl.constexpr,
     D: tl.constexpr,
@@ -33,7 +33,7 @@ def _tile(
     """A head's values of the tokens from `start` on, [BLOCK, D]. MASKED: what lies past the `end` is 0."""
     places = tl.arange(0, BLOCK)
     d = tl.arange(0, BLOCK_D)
-    where = head + start * stride + places[:, None] * stride + d[None, :]
+    where = head + start.to(tl.int64) * stride + places[:, None] * stride + d[None, :]
     if MASKED:
         values = tl.load(where, mask=(start + places < end)[:, None] & (d < D)[None, :], other=0.0)
     elif D == BLOCK_D:
@@ -61,7 +61,7 @@ def _look(
     mixed, total, largest, scale = looked
     keys, values = heads
     end = tl.max(last, 0) + 1
-    k = _tile(start, end, keys, stride, MASKED, D, BLOCK, BLOCK_D)
+    k = _tile(keys, start, end, stride, MASKED, D, BLOCK, BLOCK_D)
     scores = tl.dot(q, tl.trans(k))
     if MASKED:
         scores = tl.where((start + tl.arange(0, BLOCK))[None, :] <= last[:, None], scores, -1e30)
@@ -69,7 +69,7 @@ def _look(
     weights = tl.exp2(scores * scale - new_largest[:, None])
     shrink = tl.exp2(largest - new_largest)
     total = total * shrink + tl.sum(weights, 1)
-    v = _tile(start, end, values, stride, MASKED, D, BLOCK, BLOCK_D)
+    v = _tile(values, start, end, stride, MASKED, D, BLOCK, BLOCK_D)
     mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None])
     return mixed, total, new_largest, scale
 
@@ -87,41 +87,44 @@ def _attend(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    head = tl.program_id(0) % NUM_HEADS
-    run = tl.program_id(0) // NUM_HEADS
-    # Queries at the end of a run have the most to look at: they come first.
+    # A run's programs stand side by side, so that its keys are still in the cache; those with the most to look at come first.
+    head, run = tl.program_id(0), tl.program_id(2)
     own = tl.num_programs(1) - 1 - tl.program_id(1)
     length = tl.load(runs + num_runs + run)
     if own * BLOCK < length:
         stride: tl.constexpr = (NUM_HEADS + 2 * NUM_KV) * D
-        first = tl.load(runs + run).to(tl.int64)
-        earlier = tl.load(runs + 2 * num_runs + run).to(tl.int64)
+        first = tl.load(runs + run)
+        # Tokens are counted from the run's first one on: 32 bits will do.
+        earlier = tl.load(runs + 2 * num_runs + run) - first
         num_earlier = tl.load(runs + 3 * num_runs + run)
-        key = qkv + (NUM_HEADS + head // (NUM_HEADS // NUM_KV)) * D
+        heads_at = qkv + first.to(tl.int64) * stride
+        key = heads_at + (NUM_HEADS + head // (NUM_HEADS // NUM_KV)) * D
         heads = (key, key + NUM_KV * D)
-        start = first + own * BLOCK
+        start = own * BLOCK
         queries = start + tl.arange(0, BLOCK)
-        q = _tile(start, first + length, qkv + head * D, stride, True, D, BLOCK, BLOCK_D)
+        q = _tile(heads_at + head * D, start, length, stride, True, D, BLOCK, BLOCK_D)
         looked = (
             tl.zeros((BLOCK, BLOCK_D), tl.float32),
             tl.zeros((BLOCK,), tl.float32),
             tl.full((BLOCK,), -1e30, tl.float32),
             scale,
         )
-        # One loop over whole blocks of both runs: with two of them the compiler keeps more in registers.
+        # What is masked stands before and behind the loop, not in one: two masked looks in a loop took a fifth longer in all.
+        looked = _look(
+            looked, q, start, tl.minimum(queries, length - 1), heads, stride, True, D, BLOCK, BLOCK_D
+        )
         whole = num_earlier // BLOCK
+        # One loop over whole blocks of both runs: with two of them the compiler keeps more in registers.
         for block in range(0, whole + own):
-            begin = tl.where(block < whole, earlier + block * BLOCK, first + (block - whole) * BLOCK)
+            begin = block * BLOCK + tl.where(block < whole, earlier, -whole * BLOCK)
             looked = _look(looked, q, begin, queries, heads, stride, False, D, BLOCK, BLOCK_D)
-        for part in range(
-            tl.where(num_earlier > whole * BLOCK, 0, 1), 2
-        ):  # what is left of the earlier run, and the own block
-            begin = tl.where(part == 0, earlier + whole * BLOCK, start)
-            last = tl.where(part == 0, earlier + num_earlier - 1, tl.minimum(queries, first + length - 1))
-            looked = _look(looked, q, begin, last, heads, stride, True, D, BLOCK, BLOCK_D)
+        if num_earlier > whole * BLOCK:
+            last = tl.zeros((BLOCK,), tl.int32) + (earlier + num_earlier - 1)
+            looked = _look(looked, q, earlier + whole * BLOCK, last, heads, stride, True, D, BLOCK, BLOCK_D)
         d = tl.arange(0, BLOCK_D)
-        places = out + queries[:, None] * NUM_HEADS * D + head * D + d[None, :]
-        inside = (queries < first + length)[:, None] & (d < D)[None, :]
+        places = out + (first.to(tl.int64) * NUM_HEADS + head) * D
+        places += queries[:, None] * (NUM_HEADS * D) + d[None, :]
+        inside = (queries < length)[:, None] & (d < D)[None, :]
         tl.store(places, (looked[0] / looked[1][:, None]).to(out.dtype.element_ty), mask=inside)
 
 
@@ -135,7 +138,7 @@ def attend_runs(
     num_tokens, _, head_dim = qkv_TQD.shape
     num_runs = runs_4R.shape[1]
     out_TND = qkv_TQD.new_empty(num_tokens, num_heads, head_dim)
-    _attend[(num_heads * num_runs, triton.cdiv(longest, BLOCK))](
+    _attend[(num_heads, triton.cdiv(longest, BLOCK), num_runs)](
         qkv_TQD.contiguous(),
         out_TND,
         runs_4R,

@@ -8,8 +8,6 @@ and both want the interpreter.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cache
-from importlib.util import find_spec
 from itertools import pairwise
 
 import numpy as np
@@ -17,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.toploc.device import Fetched
+from shoal.toploc.device import Fetched, runs_kernel
 from shoal.toploc.proof import (
     ProofError,
     check_terms,
@@ -49,7 +47,7 @@ def build_proofs(states_list: Sequence[Tensor], *, topk: int = 128, segment_toke
     all rows are worked on together, so hand over many rows at once. ProofError if a row cannot be proven.
     """
     check_terms(topk, segment_tokens)
-    if states_list and _runs_kernel(states_list[0].device):
+    if states_list and runs_kernel(states_list[0].device):
         return _build_on_device(states_list, topk, segment_tokens)
     proofs = [[b""] * num_segments(len(states), segment_tokens) for states in states_list]
     for places, indices_SK, bits_SK in _together(states_list, topk, segment_tokens):
@@ -60,15 +58,6 @@ def build_proofs(states_list: Sequence[Tensor], *, topk: int = 128, segment_toke
         for (row, segment), proof in zip(places, made, strict=True):
             proofs[row][segment] = proof
     return [b"".join(row) for row in proofs]
-
-
-def _runs_kernel(device: torch.device) -> bool:
-    return device.type == "cuda" and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def _build_on_device(states_list: Sequence[Tensor], topk: int, segment_tokens: int) -> list[bytes]:

@@ -35,20 +35,20 @@ _ALL_ZERO, _NOT_FINITE, _NO_MODULUS = (
 
 
 @triton.jit
-def _reduced(value):
+def reduced(value):
     """Mod PRIME. The constant has the values' type, so that the division is unsigned and becomes a multiplication."""
     return value % tl.full((), _PRIME, tl.uint32)
 
 
 @triton.jit
 def _product(a, b):
-    return _reduced(a * b)
+    return reduced(a * b)
 
 
 @triton.jit
 def _difference(a, b):
     """a - b of two residues."""
-    return _reduced(a + (tl.full((), _PRIME, tl.uint32) - b))
+    return reduced(a + (tl.full((), _PRIME, tl.uint32) - b))
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def _prove(indices, bits, basis, lines, K: tl.constexpr, BLOCK: tl.constexpr):
         x_k = tl.load(indices + k).to(tl.uint32) % modulus
         slope = tl.where(lane == k, slope, _product(slope, _difference(x, x_k)))
         value = _product(value, _difference(node, x_k))
-    weight = tl.where(inside, _product(_reduced(y), _inverse(slope)), 0)
+    weight = tl.where(inside, _product(reduced(y), _inverse(slope)), 0)
     # The table is for degree K-1: what x^K has at the nodes stands in its last line and is taken off.
     value = _difference(value, tl.load(basis + K * K + lane, mask=inside, other=0).to(tl.uint32))
     value = tl.where(inside, value, 0)
@@ -112,10 +112,10 @@ def _prove(indices, bits, basis, lines, K: tl.constexpr, BLOCK: tl.constexpr):
     quotient = tl.full((BLOCK,), 1, tl.uint32)
     for step in range(K):
         i = K - 1 - step
-        tl.store(lines + 2 + i, _big_endian(_reduced(tl.sum(_product(weight, quotient), axis=0))))
+        tl.store(lines + 2 + i, _big_endian(reduced(tl.sum(_product(weight, quotient), axis=0))))
         of_basis = tl.load(basis + i * K + lane, mask=inside, other=0).to(tl.uint32)
-        coefficient = _reduced(tl.sum(_product(of_basis, value), axis=0))
-        quotient = _reduced(quotient * x + coefficient)
+        coefficient = reduced(tl.sum(_product(of_basis, value), axis=0))
+        quotient = reduced(quotient * x + coefficient)
 
     largest = tl.max((y & 0x7FFF).to(tl.int32), axis=0)
     said = tl.where(num_equal > 0, _NO_MODULUS, 0)

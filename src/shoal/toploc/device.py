@@ -7,7 +7,8 @@ S segments, K top-k, W values that could be among them, C control points, N valu
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +57,15 @@ class Fetched:
         if self._there is not None:
             self._there.synchronize()
         return self._tensor
+
+
+def runs_kernel(device: torch.device) -> bool:
+    return device.type == "cuda" and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 Finder = Callable[[], dict[Place, SegmentCheck]]
@@ -132,7 +142,12 @@ def _check(
 
 
 def evaluate(coefficients_SK: Tensor, x_SN: Tensor) -> Tensor:
-    """The polynomial of segment s at each x of line s, which are below PRIME; int32. By blocks, as field.py does."""
+    """The polynomial of segment s at each x of line s, which are below PRIME; int32. On a CUDA device by a kernel, elsewhere by blocks,
+    as field.py does."""
+    if runs_kernel(x_SN.device):
+        from shoal.toploc.value_kernels import values
+
+        return values(coefficients_SK, x_SN)
     num_segments, num_coefficients = coefficients_SK.shape
     powers_SLN = x_SN[:, None]
     while powers_SLN.shape[1] < BLOCK:

@@ -34,6 +34,8 @@ SHEET_VALUES = 1 << 20
 fresh memory costs as much in page faults as the search in it."""
 
 
+DEVICE_VALUES = 1 << 27
+"""Of one batch on a device, which holds them three times over: 800 MB."""
 DEVICE_SURPLUS = 64
 """Values beyond the top-k that are looked at for ties on a device."""
 
@@ -112,8 +114,9 @@ def padded_batches(states_list: Sequence[Tensor], *, segment_tokens: int) -> Ite
     first_SL = torch.from_numpy(host_2S)
     if states_TH.is_cuda:  # without waiting for what is queued there
         first_SL = first_SL.pin_memory().to(states_TH.device, non_blocking=True)
-    for begin in range(0, len(places), 4 * BATCH):
-        some = slice(begin, begin + 4 * BATCH)
+    size = max(1, DEVICE_VALUES // (segment_tokens * hidden_size))
+    for begin in range(0, len(places), size):
+        some = slice(begin, begin + size)
         first_S, length_S = first_SL[:, some]
         at_SN = first_S[:, None] + torch.arange(segment_tokens, device=states_TH.device)
         values_SN = states_TH[at_SN.clamp_(max=len(states_TH) - 1)].flatten(1)
