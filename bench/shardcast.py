@@ -11,7 +11,7 @@
    nothing to publish. So ours copies each byte once more for each level, and reads it once more at the origin and everywhere to
    hash it, and writes two files or more where curl writes one. Roles are processes and running before the clock does; all of
    them share this machine's cores and disk. Before each run everything is synced, the file read, and memory used once, by a process
-   that gives it back as the run takes it. TCP is as the system has it; ours leaves BBR where a client is near (net/file_server.py).
+   that gives it back as the run takes it. TCP is as the system has it; ours does without BBR where a client is near (net/pacing.py).
 2. Links of a given speed (bench/throttle.py): a chain of three; relays of 10:3:1; a relay that hangs, dies, corrupts.
 3. Two hundred clients at once against one relay.
 
@@ -188,8 +188,7 @@ def some_memory(options: argparse.Namespace) -> None:
 
 
 def free_memory() -> int:
-    free = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemFree"))
-    return int(free.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # asked often, beside what is measured
 
 
 def go_on(port: int, work: Callable[[], Any]) -> None:

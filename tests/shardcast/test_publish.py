@@ -1,5 +1,6 @@
 """Publishing: every file of a folder, hashed where it lies, signed last."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import blake3
 import pytest
 
 from shoal.shardcast import Base, publish
+from shoal.shardcast import digest as digest_module
 from shoal.shardcast.delta import apply
 from shoal.wire.keys import Key
 from shoal.wire.manifest import Manifest
@@ -38,6 +40,25 @@ def test_shards_larger_than_a_read_are_hashed_whole(tmp_path: Path, key: Key) ->
     assert len(entry.shards) == 3
     assert entry.shards[1] == blake3.blake3(data[2 << 20 : 4 << 20]).hexdigest()
     assert entry.blake3 == blake3.blake3(data).hexdigest()
+
+
+@pytest.mark.parametrize("data", [b"other bytes", b"fewer"], ids=["changed", "cut short"])
+def test_a_file_that_somebody_writes_to_meanwhile_is_refused(
+    data: bytes, tmp_path: Path, key: Key, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"these bytes")
+    os.utime(path, (1.0, 1.0))
+    hash_range = digest_module.hash_range
+
+    def meddle(*args: Any) -> str:
+        path.write_bytes(data)
+        return hash_range(*args)
+
+    monkeypatch.setattr(digest_module, "hash_range", meddle)
+    with pytest.raises(ValueError, match=r"weights was written to while it was hashed"):
+        publish(tmp_path, run="demo", version=0, key=key)
+    assert [one.name for one in tmp_path.iterdir()] == ["weights"]
 
 
 def test_the_manifest_on_disk_is_the_one_returned(folder: Path, key: Key) -> None:

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from shoal.net.deadline import DeadlinePassed
 from shoal.net.limits import LONGEST_DEBT_S, Account, Accounts, Limits
-from shoal.net.pacing import send_at_once_if_near
+from shoal.net.pacing import send_at_once, use_if_far
 from shoal.telemetry import Log
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.messages import Problem
@@ -126,6 +126,7 @@ class FileServer:
         self, answer: Handler, sock: socket.socket, *, log: Log, limits: Limits | None = None
     ) -> None:
         self._answer, self._sock, self._log = answer, sock, log
+        self._if_far = send_at_once(sock)
         self._accounts = Accounts(limits or Limits())
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
@@ -184,7 +185,8 @@ class FileServer:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         account = self._accounts.enter(_peer(writer), time.monotonic())
-        send_at_once_if_near(writer.get_extra_info("socket"))
+        if self._if_far is not None:
+            use_if_far(writer.get_extra_info("socket"), self._if_far)
         # drain waits until all has gone: what follows may be a file.
         writer.transport.set_write_buffer_limits(0)
         task = asyncio.current_task()

@@ -1,4 +1,10 @@
-"""How TCP sends: to those who are near at once, not by a timer."""
+"""How TCP sends: to those who are far by a timer, where the system would have it so; to those who are near at once.
+
+BBR sends by a timer of the kernel, one for each 64 KB. On a long way that spares others a queue; to somebody near, at gigabytes
+a second, the timers took a seventh of all that bringing a file there cost. A connection that BBR has once had keeps its timer
+with whatever comes after it, a twentieth more (LOG, 16 November); so here connections begin without, and those that turn out to
+be long get it then.
+"""
 
 import contextlib
 import socket
@@ -6,18 +12,27 @@ import struct
 
 NEAR_US = 1000
 """A round trip that takes less: the same machine, or the same room."""
+UNTIMED = b"reno"
+"""The one that a process without privileges may always choose."""
 
 
-def send_at_once_if_near(sock: socket.socket) -> None:
-    """BBR, where a system uses it, sends by a timer of the kernel, one for each 64 KB. On a long way that spares others a queue; to
-    somebody near, at gigabytes a second, the timers took a seventh of all that bringing a file there cost (LOG, 16 November)."""
+def send_at_once(listening: socket.socket) -> bytes | None:
+    """Connections that are accepted from now on have no timer. What they are to have instead if the way is long, or None if
+    that is what they have."""
     if not hasattr(socket, "TCP_CONGESTION"):  # a system that offers no choice
-        return
+        return None
     with contextlib.suppress(OSError):  # not TCP, or a system with other ways
-        paced = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"bbr")
-        if paced and _round_trip_us(sock) < NEAR_US:
-            # The one that a process without privileges may always choose.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+        usual = listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+        if usual.startswith(b"bbr"):
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, UNTIMED)
+            return usual
+    return None
+
+
+def use_if_far(sock: socket.socket, congestion_control: bytes) -> None:
+    with contextlib.suppress(OSError):
+        if _round_trip_us(sock) >= NEAR_US:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion_control)
 
 
 def _round_trip_us(sock: socket.socket) -> int:

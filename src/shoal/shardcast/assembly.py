@@ -5,7 +5,7 @@
     v7/config.json                      complete: every shard of it was checked before it got this name
 
 Nothing unverified is ever written, so what is verified can be served while the rest still comes. A file is right when all
-its shards are: the same signature covers their digests and that of the whole, and `publish` makes both of the same bytes,
+its shards are: the same signature covers their digests and that of the whole, and `publish` makes both of the same file,
 so hashing it once more would tell nothing. After a restart the partial file is hashed again, shard by shard, and what fits
 is kept.
 """

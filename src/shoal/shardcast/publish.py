@@ -7,7 +7,6 @@
 Nothing is copied or cut up: shards are ranges of these files themselves.
 """
 
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,12 +88,7 @@ def _is_delta(path: Path) -> bool:
 
 
 def _describe(path: Path, shard_bytes: int) -> FileEntry:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        num_bytes = os.fstat(fd).st_size
-        whole, shards = hash_shards(fd, num_bytes, shard_bytes)
-    finally:
-        os.close(fd)
+    num_bytes, whole, shards = hash_shards(path, shard_bytes)
     return FileEntry(
         name=path.name, num_bytes=num_bytes, blake3=whole, shard_bytes=shard_bytes, shards=shards
     )

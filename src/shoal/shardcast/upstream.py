@@ -14,6 +14,7 @@ import httpx
 
 from shoal.shardcast.assembly import Shard
 from shoal.shardcast.choice import TicketSource
+from shoal.shardcast.room import make_room
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import Manifest
 from shoal.wire.messages import Problem
@@ -55,13 +56,13 @@ class Connections:
     def __init__(self, ticket: TicketSource | None = None) -> None:
         self._ticket = ticket
         self._open: dict[tuple[str, str], http.client.HTTPConnection] = {}
-        self._room = bytearray()
+        self._room = memoryview(b"")
 
     def room(self, num_bytes: int) -> memoryview:
         """Memory for one shard, the same for each: new pages would cost as much as hashing what goes into them."""
         if len(self._room) < num_bytes:
-            self._room = bytearray(num_bytes)
-        return memoryview(self._room)[:num_bytes]
+            self._room = make_room(num_bytes)
+        return self._room[:num_bytes]
 
     def __enter__(self) -> "Connections":
         return self
