@@ -50,9 +50,7 @@ def hash_shards(path: Path, shard_bytes: int) -> tuple[int, str, tuple[str, ...]
         left = os.fstat(fd)
     finally:
         os.close(fd)
-    if (left.st_size, left.st_mtime_ns) != (
-        num_bytes,
-        found.st_mtime_ns,
-    ):  # the digests need not fit each other
+    if (left.st_size, left.st_mtime_ns) != (found.st_size, found.st_mtime_ns):
+        # The digests need not fit each other.
         raise ValueError(f"{path} was written to while it was hashed; publish only files nobody writes to")
     return num_bytes, whole.result(), shards
