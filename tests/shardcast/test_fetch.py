@@ -118,7 +118,7 @@ def test_a_restarted_client_fetches_only_what_is_missing(
     with pytest.raises(DeadlinePassed, match="of 14 shards missing"):
         fetch(sealed, [serve(kit.Spy(origin.app, right_up_to_4000))])
     missing = Assembly(tmp_path / "client" / "v7.partial", sealed.body).missing()
-    assert 6 <= len(missing) < 14
+    assert 0 < len(missing) < 14  # how many hangs on how much was asked for at once, and so on the time
     spy = kit.Spy(origin.app)
     folder = fetch(sealed, [serve(spy)])
     assert kit.file_bytes(folder) == kit.random_files()
