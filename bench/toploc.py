@@ -80,7 +80,7 @@ def on_device(options: argparse.Namespace) -> None:
         rows = engine_rows(hidden, options.device)
         count = sum(num_segments(len(row), SEGMENT) for row in rows)
         host, wall, proofs = host_and_wall(rows, options.repeats)
-        with mock.patch.object(build, "runs_kernel", lambda _: False):
+        with mock.patch.object(build, "has_kernels", lambda _: False):
             old_host, old_wall, same = host_and_wall(rows, options.repeats)
         assert proofs == same
         print(

@@ -34,4 +34,4 @@ def test_what_the_kernel_cannot_take_is_left_to_torch(kernel_device: str) -> Non
     assert not gate_kernels.fits(x_TH.new_zeros(3, 64), x_TH.new_zeros(24, 64))
     assert not gate_kernels.fits(torch.zeros(3, 64), torch.zeros(64, 64))  # float32
     if kernel_device == "cuda":
-        assert gate_kernels.gated(x_TH, x_TH.new_zeros(64, 20)).shape == (3, 32)
+        assert gate_kernels.gated_product(x_TH, x_TH.new_zeros(64, 20)).shape == (3, 32)

@@ -78,7 +78,7 @@ def by_host(rows: list[torch.Tensor], topk: int) -> list[bytes]:
 
 
 def test_rows_of_all_lengths(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "runs_kernel", lambda _: True)
+    monkeypatch.setattr(build, "has_kernels", lambda _: True)
     rows = states([32, 70, 1, 5, 0, 33, 64], 48, kernel_device)
     assert toploc.build_proofs(rows, topk=16) == by_host(rows, 16)
     assert toploc.build_proofs(rows[4:5], topk=16) == [b""]
@@ -104,7 +104,7 @@ def test_many_rows(hidden: int, topk: int, kernel_device: str) -> None:
 def test_states_that_cannot_be_proven(
     value: float, word: str, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "runs_kernel", lambda _: True)
+    monkeypatch.setattr(build, "has_kernels", lambda _: True)
     rows = states([32, 40], 8, kernel_device)
     rows[1][32:] = value
     with pytest.raises(toploc.ProofError, match=f"segment 1 .*{word}") as refused:
@@ -113,7 +113,7 @@ def test_states_that_cannot_be_proven(
 
 
 def test_states_too_few_for_a_proof(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "runs_kernel", lambda _: True)
+    monkeypatch.setattr(build, "has_kernels", lambda _: True)
     with pytest.raises(toploc.ProofError, match="segment 1 has 8 values, fewer than topk=9") as refused:
         toploc.build_proofs(states([32, 33], 8, kernel_device), topk=9)
     assert refused.value.row == 1

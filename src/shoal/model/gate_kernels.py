@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from shoal.model.kernels import silu_mul
+from shoal.model.kernels import gated, silu_mul
 
 BLOCK_T, BLOCK_F, BLOCK_H = 128, 64, 64
 """BLOCK_F of both, gate and up, so that a program's tile is a square. Three programs fit on a processor at once: while one
@@ -24,7 +24,7 @@ ALIGNED_BYTES = 16
 
 
 @triton.jit
-def _gated(
+def _gated_product(
     x,
     gate_up,
     out,
@@ -45,12 +45,10 @@ def _gated(
         gate = tl.dot(part, gate_up.load([column, h]).T, gate)
         up = tl.dot(part, gate_up.load([HALF + column, h]).T, up)
     dtype = out.dtype
-    gate = gate.to(dtype).to(tl.float32)
-    opened = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    out.store([row, column], (opened * up.to(dtype).to(tl.float32)).to(dtype))
+    out.store([row, column], gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype))
 
 
-def gated(x_TH: Tensor, gate_up_FH: Tensor) -> Tensor:
+def gated_product(x_TH: Tensor, gate_up_FH: Tensor) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T), [T, F / 2]."""
     if copies_tiles(x_TH) and fits(x_TH, gate_up_FH):
         return launch(x_TH, gate_up_FH)
@@ -71,7 +69,7 @@ def fits(x_TH: Tensor, gate_up_FH: Tensor) -> bool:
 def launch(x_TH: Tensor, gate_up_FH: Tensor) -> Tensor:
     (num_rows, hidden), half = x_TH.shape, gate_up_FH.shape[0] // 2
     out_TF = x_TH.new_empty(num_rows, half)
-    _gated[(triton.cdiv(num_rows, BLOCK_T) * triton.cdiv(half, BLOCK_F),)](
+    _gated_product[(triton.cdiv(num_rows, BLOCK_T) * triton.cdiv(half, BLOCK_F),)](
         TensorDescriptor.from_tensor(x_TH, [BLOCK_T, BLOCK_H]),
         TensorDescriptor.from_tensor(gate_up_FH, [BLOCK_F, BLOCK_H]),
         TensorDescriptor.from_tensor(out_TF, [BLOCK_T, BLOCK_F]),

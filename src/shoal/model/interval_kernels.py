@@ -17,7 +17,7 @@ from torch import Tensor
 BLOCK, WARPS = 1024, 8
 NEAR = 24.0
 """How far, in powers of two, the largest logit may lie above the reference: else sums of squares would lose digits, and the row is
-read again with the largest as its reference. One honest draw in millions is that unlikely."""
+read again with the largest as its reference. Honest draws are hardly ever that unlikely."""
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def _block(sums, start, first, vocab, scale, reference, MASKED: tl.constexpr, BL
     else:
         d = tl.load(start + columns).to(tl.float32) * scale - reference
     e = tl.exp2(d)
-    ed = e * d  # in this order below too: d squared may be infinite past the vocabulary's end
+    ed = e * d  # and then by d again: d squared may be infinite past the vocabulary's end
     return (total + e, first_moment + ed, second_moment + ed * d, tl.maximum(largest, d)), e
 
 

@@ -3,7 +3,7 @@
 
     add_norm      residual sum and RMS norm; the last one of a step also keeps the row's state for its proof
     silu_mul      silu(gate) * up
-    normed, rotated   for other kernels: a head's values after the q/k norm, and after the rotation
+    normed, rotated, gated   for other kernels: a head's values after the q/k norm, and after the rotation; silu(gate) * up
 
 Values are rounded to the model's dtype where the decoder rounds them, so that a state differs from the one that a
 prefill computes by the order of sums alone. A row that has ended (ended > 0) is stepped over at next to no cost.
@@ -61,6 +61,12 @@ def normed(x, scale, weight, dtype: tl.constexpr):
 
 
 @triton.jit
+def gated(gate, up, dtype: tl.constexpr):
+    opened = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    return (opened * up).to(dtype)
+
+
+@triton.jit
 def _silu_mul(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -68,8 +74,7 @@ def _silu_mul(gate_up, out, F: tl.constexpr, BLOCK: tl.constexpr):
     dtype = out.dtype.element_ty
     gate = tl.load(gate_up + row * 2 * F + f, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * F + F + f, mask=inside, other=0.0).to(tl.float32)
-    opened = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(out + row * F + f, (opened * up).to(dtype), mask=inside)
+    tl.store(out + row * F + f, gated(gate, up, dtype), mask=inside)
 
 
 def add_norm(

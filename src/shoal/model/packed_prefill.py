@@ -81,7 +81,7 @@ def fused_layers(
         )
         mixed_TQ = attention.attend(qkv_TQD).flatten(1)
         normed_TH = kernels.add_norm(x_TH, F.linear(mixed_TQ, layer.o_HQ), layer.post_norm_H, eps)
-        delta_TH = F.linear(gate_kernels.gated(normed_TH, layer.gate_up_FH), layer.down_HF)
+        delta_TH = F.linear(gate_kernels.gated_product(normed_TH, layer.gate_up_FH), layer.down_HF)
         yield x_TH, delta_TH
 
 

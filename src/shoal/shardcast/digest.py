@@ -6,7 +6,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from shoal.shardcast.room import make_room
+from shoal.shardcast.buffer import make_buffer
 
 PIECE_BYTES = 1 << 20
 """Small enough that what was read is still in the processor's cache when it is hashed."""
@@ -20,9 +20,9 @@ def hash_file(fd: int) -> str:
     return hash_range(fd, 0, os.fstat(fd).st_size)
 
 
-def hash_range(fd: int, start: int, num_bytes: int, room: memoryview | None = None) -> str:
+def hash_range(fd: int, start: int, num_bytes: int, buffer: memoryview | None = None) -> str:
     """Digest of `num_bytes` from `start`; of fewer where the file ends before that, which then fits nothing."""
-    view = make_room(min(PIECE_BYTES, num_bytes)) if room is None else room
+    view = make_buffer(min(PIECE_BYTES, num_bytes)) if buffer is None else buffer
     hasher, stop = blake3(), start + num_bytes
     while start < stop and (count := os.preadv(fd, [view[: stop - start]], start)):
         hasher.update(view[:count])
@@ -40,11 +40,11 @@ def hash_shards(path: Path, shard_bytes: int) -> tuple[int, str, tuple[str, ...]
     try:
         found = os.fstat(fd)
         num_bytes = found.st_size
-        room = make_room(min(PIECE_BYTES, shard_bytes, num_bytes))
+        buffer = make_buffer(min(PIECE_BYTES, shard_bytes, num_bytes))
         with ThreadPoolExecutor(1) as other:
             whole = other.submit(hash_range, fd, 0, num_bytes)
             shards = tuple(
-                hash_range(fd, start, min(shard_bytes, num_bytes - start), room)
+                hash_range(fd, start, min(shard_bytes, num_bytes - start), buffer)
                 for start in range(0, num_bytes, shard_bytes)
             )
         left = os.fstat(fd)

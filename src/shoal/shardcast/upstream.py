@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import httpx
 
 from shoal.shardcast.assembly import Shard
+from shoal.shardcast.buffer import make_buffer
 from shoal.shardcast.choice import TicketSource
-from shoal.shardcast.room import make_room
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import Manifest
 from shoal.wire.messages import Problem
@@ -56,13 +56,13 @@ class Connections:
     def __init__(self, ticket: TicketSource | None = None) -> None:
         self._ticket = ticket
         self._open: dict[tuple[str, str], http.client.HTTPConnection] = {}
-        self._room = memoryview(b"")
+        self._buffer = memoryview(b"")
 
-    def room(self, num_bytes: int) -> memoryview:
+    def buffer(self, num_bytes: int) -> memoryview:
         """Memory for one shard, the same for each: new pages would cost as much as hashing what goes into them."""
-        if len(self._room) < num_bytes:
-            self._room = make_room(num_bytes)
-        return self._room[:num_bytes]
+        if len(self._buffer) < num_bytes:
+            self._buffer = make_buffer(num_bytes)
+        return self._buffer[:num_bytes]
 
     def __enter__(self) -> "Connections":
         return self
@@ -151,7 +151,7 @@ def ask_shards(
     first, last = shards[0], shards[-1]
     where = f"{url}/versions/{version}/{first.name}?wait_s={SHARD_WAIT_S:g}"
     headers = {"Range": f"bytes={first.start}-{last.stop - 1}"}
-    room = connections.room(max(shard.num_bytes for shard in shards))
+    buffer = connections.buffer(max(shard.num_bytes for shard in shards))
     with connections.get(where, headers, read_s=SHARD_WAIT_S + STALL_S) as (response, sock):
         _check_status(response)
         if response.length != last.stop - first.start:
@@ -163,7 +163,7 @@ def ask_shards(
             _buffered(response) if isinstance(sock, ssl.SSLSocket) else _unbuffered(response, sock, give_up)
         )
         for shard in shards:
-            data = room[: shard.num_bytes]
+            data = buffer[: shard.num_bytes]
             count = _fill(data, read, give_up)
             response.length -= count
             if count != len(data):

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.toploc.device import Fetched, runs_kernel
+from shoal.toploc.device import Fetched, has_kernels
 from shoal.toploc.proof import (
     ProofError,
     check_terms,
@@ -47,7 +47,7 @@ def build_proofs(states_list: Sequence[Tensor], *, topk: int = 128, segment_toke
     all rows are worked on together, so hand over many rows at once. ProofError if a row cannot be proven.
     """
     check_terms(topk, segment_tokens)
-    if states_list and runs_kernel(states_list[0].device):
+    if states_list and has_kernels(states_list[0].device):
         return _build_on_device(states_list, topk, segment_tokens)
     proofs = [[b""] * num_segments(len(states), segment_tokens) for states in states_list]
     for places, indices_SK, bits_SK in _together(states_list, topk, segment_tokens):

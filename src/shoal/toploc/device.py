@@ -59,7 +59,7 @@ class Fetched:
         return self._tensor
 
 
-def runs_kernel(device: torch.device) -> bool:
+def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and _has_triton()
 
 
@@ -144,7 +144,7 @@ def _check(
 def evaluate(coefficients_SK: Tensor, x_SN: Tensor) -> Tensor:
     """The polynomial of segment s at each x of line s, which are below PRIME; int32. On a CUDA device by a kernel, elsewhere by blocks,
     as field.py does."""
-    if runs_kernel(x_SN.device):
+    if has_kernels(x_SN.device):
         from shoal.toploc.value_kernels import values
 
         return values(coefficients_SK, x_SN)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from shoal.model.upload import upload
 from shoal.toploc.proof import ProofError
 from shoal.toploc.search import Contenders, Indices, TopSearch
 
@@ -111,9 +112,7 @@ def padded_batches(states_list: Sequence[Tensor], *, segment_tokens: int) -> Ite
     places = list(zip(row_S.tolist(), segment_S.tolist(), strict=True))
     states_TH = torch.cat(list(states_list)).detach().to(torch.bfloat16)
     hidden_size = states_TH.shape[1]
-    first_SL = torch.from_numpy(host_2S)
-    if states_TH.is_cuda:  # without waiting for what is queued there
-        first_SL = first_SL.pin_memory().to(states_TH.device, non_blocking=True)
+    first_SL = upload(host_2S, states_TH.device)
     size = max(1, DEVICE_VALUES // (segment_tokens * hidden_size))
     for begin in range(0, len(places), size):
         some = slice(begin, begin + size)
