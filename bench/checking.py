@@ -43,8 +43,8 @@ from shoal.rollout.torch_engine import TorchEngine
 from shoal.swarm.validator import recompute as recomputing
 from shoal.swarm.validator.recompute import Checked, Policy, Unleased, recompute_many
 from shoal.wire.codes import Rejected
-from shoal.wire.draw import sample_seed
-from shoal.wire.run import ProofSpec, Sampling
+from shoal.wire.run_spec import ProofSpec, Sampling
+from shoal.wire.seeded_draw import sample_seed
 
 PROMPT_TOKENS = 64
 MEMORY_SHARE = 0.6

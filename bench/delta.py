@@ -62,7 +62,7 @@ from shoal.trainer.publisher import Address, Publisher
 from shoal.trainer.supervised import warm_up
 from shoal.wire.keys import Key
 from shoal.wire.manifest import Manifest
-from shoal.wire.run import ProofSpec, TaskSpec
+from shoal.wire.run_spec import ProofSpec, TaskSpec
 
 TASKS = {
     # Random weights know nothing, so the tiny model first learns from answers, as in runs/demo.toml.

@@ -58,12 +58,12 @@ from shoal.swarm.validator.recompute import Checked, Policy, recompute_many
 from shoal.tasks import make_task
 from shoal.toploc.decision import CERTAIN, OUTLIER, STATISTICS, Unit, bound_for, outlier_bound, terms_of
 from shoal.wire.codes import ACCEPTED, Rejected
-from shoal.wire.draw import problem_seeds
 from shoal.wire.lease import Lease, PolicyRef
 from shoal.wire.messages import Claim
-from shoal.wire.noise import Noise, Tail
+from shoal.wire.proof_noise import Noise, Tail
 from shoal.wire.rollouts import RolloutTable, encode
-from shoal.wire.run import ProofSpec, RunSpec, Sampling, TaskSpec, default_tolerances
+from shoal.wire.run_spec import ProofSpec, RunSpec, Sampling, TaskSpec, default_tolerances
+from shoal.wire.seeded_draw import problem_seeds
 
 Units = list[Unit]
 NODE = "ab" * 32

@@ -41,8 +41,8 @@ from shoal.model.weights import WEIGHTS_FILE, save_weights
 from shoal.rollout.engine import Finished, Request
 from shoal.rollout.torch_engine import TorchEngine
 from shoal.shardcast.delta import apply_deltas, write_delta
-from shoal.wire.draw import sample_seed
-from shoal.wire.run import ProofSpec
+from shoal.wire.run_spec import ProofSpec
+from shoal.wire.seeded_draw import sample_seed
 
 PARTS = ("engine", "steps", "swap", "apart", "alike", "generate", "continuous", "llama", "vllm")
 RIVALS = ("generate", "continuous", "llama", "vllm")

@@ -26,8 +26,8 @@ from shoal.rollout.vllm_engine import VllmEngine
 from shoal.swarm.validator import checks
 from shoal.swarm.validator.recompute import Policy, Unleased, recompute
 from shoal.wire.codes import Rejected
-from shoal.wire.draw import sample_seed
-from shoal.wire.run import ProofSpec, Sampling, default_tolerances
+from shoal.wire.run_spec import ProofSpec, Sampling, default_tolerances
+from shoal.wire.seeded_draw import sample_seed
 
 SEED = "ab" * 32
 QUESTIONS = (

@@ -23,7 +23,7 @@ from shoal.swarm.validator.checks import allowed_hits
 from shoal.tasks import make_task
 from shoal.toploc import SegmentCheck
 from shoal.toploc.proof import PRIME
-from shoal.wire.run import TaskSpec, Tolerances
+from shoal.wire.run_spec import TaskSpec, Tolerances
 
 SEGMENT, TOPK = 32, 128
 TOLERANCES = Tolerances(exponent_mismatches=38, mantissa_mean=10, mantissa_median=8)

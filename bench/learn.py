@@ -35,8 +35,8 @@ from shoal.trainer.batch import Sample, TrainBatch
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.learner import Learner
 from shoal.trainer.supervised import warm_up
-from shoal.wire.draw import sample_seed
-from shoal.wire.run import ProofSpec, TaskSpec
+from shoal.wire.run_spec import ProofSpec, TaskSpec
+from shoal.wire.seeded_draw import sample_seed
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from shoal.trainer.config import TrainerConfig
 from shoal.trainer.figures import StepFigures
 from shoal.trainer.learner import Learner
 from shoal.trainer.supervised import warm_up
-from shoal.wire.run import TaskSpec
+from shoal.wire.run_spec import TaskSpec
 
 NEW_TOKENS = 6
 

@@ -16,7 +16,7 @@ from shoal.model.load import DTYPES
 from shoal.model.shape import read_shape
 from shoal.model.weights import WEIGHTS_FILE
 from shoal.rollout.engine import Request
-from shoal.wire.run import ProofSpec
+from shoal.wire.run_spec import ProofSpec
 
 
 class Spent(NamedTuple):

@@ -41,7 +41,7 @@ from shoal.wire.messages import (
 )
 from shoal.wire.record import Record, Sealed, seal
 from shoal.wire.request import Target, sign_request
-from shoal.wire.run import PROTOCOL
+from shoal.wire.run_spec import PROTOCOL
 
 SERVER = """
 import json, sys, threading

@@ -43,7 +43,7 @@ from shoal.swarm.validator.loop import ValidatorConfig, run_validator
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.messages import Announce, Recorded, Stats, StepReport
-from shoal.wire.run import RunSpec, Sampling, TaskSpec
+from shoal.wire.run_spec import RunSpec, Sampling, TaskSpec
 
 RUN = "busy"
 

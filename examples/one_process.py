@@ -32,8 +32,8 @@ from shoal.model.decoder import Decoder
 from shoal.model.load import load_decoder
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.tasks import Problem, Task, make_task
-from shoal.wire.draw import prompt_seed, sample_seed, uniforms
-from shoal.wire.run import TaskSpec, Tolerances
+from shoal.wire.run_spec import TaskSpec, Tolerances
+from shoal.wire.seeded_draw import prompt_seed, sample_seed, uniforms
 
 NUM_PROMPTS, NUM_SAMPLES, MAX_NEW_TOKENS = 16, 16, 6
 SUPERVISED_STEPS, SUPERVISED_RATE, SUPERVISED_BATCH = 18, 1e-3, 64

@@ -14,7 +14,7 @@ from shoal.swarm.coordinator.orders import ACTIONS as KNOWN
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.messages import Enrol, Enrolled
-from shoal.wire.run import PROTOCOL
+from shoal.wire.run_spec import PROTOCOL
 
 
 def admin(folder: Path, url: str, *words: str) -> int:

@@ -9,7 +9,7 @@ import pytest
 from shoal.cli.answering import pose
 from shoal.cli.main import act, main, parse
 from shoal.tasks import Finite, make_task
-from shoal.wire.run import TaskSpec
+from shoal.wire.run_spec import TaskSpec
 
 # Digits are a tenth of what a random model says, so that some answers are right.
 COUNT = ["--task", "count", "--option", "length=5", "--option", "alphabet=3", "--option", "style=bare"]

@@ -7,7 +7,7 @@ import pytest
 from shoal.cli.main import main
 from shoal.cli.runfile import load_run_file
 from shoal.model.builtin import create_model
-from shoal.wire.noise import Noise
+from shoal.wire.proof_noise import Noise
 
 RUNS = Path(__file__).parent.parent.parent / "runs"
 

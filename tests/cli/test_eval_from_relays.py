@@ -25,7 +25,7 @@ from shoal.wire.manifest import Manifest
 from shoal.wire.messages import Info, RelayView
 from shoal.wire.record import Record, Sealed, seal
 from shoal.wire.request import Target, verify_request
-from shoal.wire.run import PROTOCOL, RunSpec, Sampling, TaskSpec
+from shoal.wire.run_spec import PROTOCOL, RunSpec, Sampling, TaskSpec
 from shoal.wire.ticket import Ticket
 
 

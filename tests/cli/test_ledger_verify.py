@@ -25,7 +25,7 @@ from shoal.swarm.coordinator.run import run_coordinator
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.messages import Enrol, Enrolled
-from shoal.wire.run import PROTOCOL, RunSpec, Sampling, TaskSpec
+from shoal.wire.run_spec import PROTOCOL, RunSpec, Sampling, TaskSpec
 
 SPEC = RunSpec(
     run="audited",

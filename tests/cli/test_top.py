@@ -12,8 +12,8 @@ from shoal.cli.supervise import EXIT_DEADLINE, EXIT_INTERRUPTED, EXIT_OK, EXIT_U
 from shoal.cli.top import sparkline
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.run import run_coordinator
-from shoal.wire.run import RunSpec, Sampling, TaskSpec
-from shoal.wire.snapshot import Snapshot
+from shoal.wire.page_data import Snapshot
+from shoal.wire.run_spec import RunSpec, Sampling, TaskSpec
 
 SPEC = RunSpec(
     run="watched",

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from shoal.model.builtin import create_model
 from shoal.model.tokenizer import load_tokenizer
 from shoal.tasks import make_task
-from shoal.wire.run import TaskSpec
+from shoal.wire.run_spec import TaskSpec
 
 
 def test_characters_round_trip_and_specials_do_not_show(tmp_path: Path) -> None:

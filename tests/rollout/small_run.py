@@ -25,7 +25,7 @@ from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.ledger import LedgerEvent
 from shoal.wire.messages import Announce, Recorded, RelayReport, Stats, StepReport
-from shoal.wire.run import RunSpec, Sampling, TaskSpec
+from shoal.wire.run_spec import RunSpec, Sampling, TaskSpec
 
 WAIT_S = 60.0
 """Far more than anything here takes: only a hang reaches it."""

@@ -15,8 +15,8 @@ from shoal.rollout.engine import Finished, Request
 from shoal.rollout.shelf import SHELF_SIZES, ShelfSize
 from shoal.rollout.torch_engine import TorchEngine
 from shoal.toploc import build
-from shoal.wire.draw import sample_seed
-from shoal.wire.run import ProofSpec
+from shoal.wire.run_spec import ProofSpec
+from shoal.wire.seeded_draw import sample_seed
 
 pytestmark = pytest.mark.gpu
 

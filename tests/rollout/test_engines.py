@@ -7,7 +7,7 @@ import pytest
 from shoal.cli.main import main
 from shoal.rollout.engines import make_engine
 from shoal.rollout.torch_engine import TorchEngine
-from shoal.wire.run import ProofSpec
+from shoal.wire.run_spec import ProofSpec
 
 
 def test_torch_is_the_usual_one_and_takes_one_device() -> None:

@@ -15,7 +15,7 @@ from shoal.rollout.cpu_step import MIN_PROMPT_TOKENS, MIN_ROWS, share_prompts, s
 from shoal.rollout.engine import Finished, Request
 from shoal.rollout.lanes import Lanes
 from shoal.rollout.torch_engine import TorchEngine
-from shoal.wire.run import ProofSpec
+from shoal.wire.run_spec import ProofSpec
 
 
 @pytest.fixture

@@ -23,9 +23,9 @@ from shoal.rollout.sampling import draw_tokens
 from shoal.rollout.shelf import SHELF_SIZES, ShelfSize
 from shoal.rollout.torch_engine import TorchEngine
 from shoal.shardcast.delta import apply_deltas, write_delta
-from shoal.wire.draw import sample_seed, uniforms
 from shoal.wire.rollouts import Finish
-from shoal.wire.run import ProofSpec
+from shoal.wire.run_spec import ProofSpec
+from shoal.wire.seeded_draw import sample_seed, uniforms
 
 PROOF = ProofSpec(topk=128, segment_tokens=4)
 SEED = "ab" * 32

@@ -21,7 +21,7 @@ from shoal.rollout.torch_engine import TorchEngine
 from shoal.rollout.vllm_engine import VllmEngine
 from shoal.rollout.worker import Worker, WorkerConfig
 from shoal.telemetry import Log
-from shoal.wire.run import ProofSpec
+from shoal.wire.run_spec import ProofSpec
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 

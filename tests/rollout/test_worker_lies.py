@@ -12,10 +12,10 @@ from shoal.rollout.lies import is_loopback, make_conduct
 from shoal.rollout.submission import generate, make_requests, make_table
 from shoal.rollout.torch_engine import TorchEngine
 from shoal.tasks import make_task
-from shoal.wire.draw import problem_seeds
 from shoal.wire.lease import Lease, PolicyRef
 from shoal.wire.rollouts import Rollout
-from shoal.wire.run import RunSpec, Sampling, TaskSpec
+from shoal.wire.run_spec import RunSpec, Sampling, TaskSpec
+from shoal.wire.seeded_draw import problem_seeds
 
 URL = "http://127.0.0.1:8700"
 NODE = "ab" * 32

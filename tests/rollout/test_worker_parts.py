@@ -13,10 +13,10 @@ from shoal.rollout.session import ServerClock
 from shoal.rollout.state import PinnedRun, open_state
 from shoal.rollout.submission import FOLLOWED, Verdicts, make_requests
 from shoal.telemetry import Log
-from shoal.wire.draw import sample_seed
 from shoal.wire.lease import Lease, PolicyRef
 from shoal.wire.messages import LeaseStatus
-from shoal.wire.run import ProofSpec, Sampling, TaskSpec
+from shoal.wire.run_spec import ProofSpec, Sampling, TaskSpec
+from shoal.wire.seeded_draw import sample_seed
 
 LEASE = Lease(
     lease_id="0123456789abcdef" * 2,

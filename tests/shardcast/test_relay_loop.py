@@ -21,7 +21,7 @@ from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.messages import Info, Origin, Problem, RelayReport
 from shoal.wire.request import Target, verify_request
-from shoal.wire.run import PROTOCOL, RunSpec, Sampling, TaskSpec
+from shoal.wire.run_spec import PROTOCOL, RunSpec, Sampling, TaskSpec
 
 
 class Coordinator:

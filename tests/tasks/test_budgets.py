@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.tasks import Outcome, make_task
-from shoal.wire.run import TaskSpec
+from shoal.wire.run_spec import TaskSpec
 
 SPEC = TaskSpec(name="add", budgets=(2000, 4000, 6000))
 

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from shoal.tasks import Finite, Outcome, Task, make_task
-from shoal.wire.run import TaskSpec
+from shoal.wire.run_spec import TaskSpec
 
 R, W, U = Outcome.RIGHT, Outcome.WRONG, Outcome.UNPARSEABLE
 

@@ -7,7 +7,7 @@ from shoal.tasks import Finite, Outcome, Problem, Split, make_task
 from shoal.tasks.counting import Count
 from shoal.tasks.largest import Largest
 from shoal.tasks.sorting import Sort
-from shoal.wire.run import TaskSpec
+from shoal.wire.run_spec import TaskSpec
 
 SPLITS: tuple[Split, Split] = ("train", "eval")
 SPECS = [

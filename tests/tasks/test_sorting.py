@@ -4,7 +4,7 @@ import pytest
 
 from shoal.tasks import Outcome, Problem, Split, make_task
 from shoal.tasks.sorting import Sort
-from shoal.wire.run import TaskSpec
+from shoal.wire.run_spec import TaskSpec
 
 
 @pytest.mark.parametrize(

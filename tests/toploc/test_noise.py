@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from shoal import toploc
 from shoal.toploc.decision import CERTAIN, NORMAL_TAIL, bound, bound_for, outlier_bound, size_class
 from shoal.toploc.segment_check import NO_MATCH, SegmentCheck
-from shoal.wire.noise import Noise, Tail
+from shoal.wire.proof_noise import Noise, Tail
 
 Row = list[SegmentCheck]
 FULL, SHORT = 18_432, 1_152

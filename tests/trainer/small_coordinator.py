@@ -23,7 +23,7 @@ from shoal.wire.messages import Announce, Batch, Group, Info, Problem, Recorded
 from shoal.wire.record import Record
 from shoal.wire.request import Target, verify_request
 from shoal.wire.rollouts import Finish, Rollout, RolloutTable, encode
-from shoal.wire.run import PROTOCOL, RunSpec, Sampling, TaskSpec
+from shoal.wire.run_spec import PROTOCOL, RunSpec, Sampling, TaskSpec
 
 SAMPLES = 4
 

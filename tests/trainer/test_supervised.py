@@ -12,7 +12,7 @@ from shoal.telemetry import Log
 from shoal.trainer.learner import Learner, output_logprobs
 from shoal.trainer.pack import pack
 from shoal.trainer.supervised import answered, warm_up
-from shoal.wire.run import TaskSpec
+from shoal.wire.run_spec import TaskSpec
 
 TASK = make_task(TaskSpec(name="sort", options={"length": 3}))
 

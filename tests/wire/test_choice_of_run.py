@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.wire.pool import Capabilities, Needs, Offer, misfits, pick
+from shoal.wire.requirements import Capabilities, Needs, Offer, misfits, pick
 
 LAPTOP = Capabilities(
     device="cpu", memory_gb=16.0, dtypes=("float32", "bfloat16"), families=("llama", "qwen2")

@@ -8,7 +8,7 @@ from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
 from shoal.wire.lease import Lease, PolicyRef, Verdict
 from shoal.wire.record import Sealed, seal
-from shoal.wire.run import ProofSpec, RunSpec, Sampling, TaskSpec
+from shoal.wire.run_spec import ProofSpec, RunSpec, Sampling, TaskSpec
 
 KEY = Key.from_seed(bytes(range(32)))
 LEASE = Lease(

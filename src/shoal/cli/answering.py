@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from shoal.cli.progress import progress
 from shoal.net.deadline import Stopped
 from shoal.tasks import CannotGrade, Finite, Outcome, Problem, Split, Task, make_task
-from shoal.wire.draw import sample_seed
-from shoal.wire.run import ProofSpec, Sampling, TaskSpec
+from shoal.wire.run_spec import ProofSpec, Sampling, TaskSpec
+from shoal.wire.seeded_draw import sample_seed
 
 if TYPE_CHECKING:
     from shoal.rollout.engine import Engine, Finished

@@ -34,7 +34,7 @@ from shoal.wire.keys import Key
 from shoal.wire.lease import Verdict
 from shoal.wire.ledger import LedgerEvent
 from shoal.wire.messages import Claim, Stats
-from shoal.wire.run import RunSpec
+from shoal.wire.run_spec import RunSpec
 
 FETCH_S = 120.0
 GONE = "no relay holds its version any more"

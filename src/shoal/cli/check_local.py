@@ -13,7 +13,7 @@ from shoal.swarm.validator.reader import Reader
 from shoal.swarm.validator.recompute import Policy
 from shoal.wire.lease import Lease, Verdict
 from shoal.wire.messages import Claim
-from shoal.wire.run import RunSpec
+from shoal.wire.run_spec import RunSpec
 
 
 def check_file(file: Path, lease_file: Path, versions: Path, spec: RunSpec) -> Verdict:

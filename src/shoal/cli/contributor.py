@@ -21,7 +21,7 @@ from shoal.net.deadline import Stopped
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.keys import Key
 from shoal.wire.messages import Info, NodeView, RunList
-from shoal.wire.pool import pick
+from shoal.wire.requirements import pick
 
 JOINED = "node.json"
 TIMEOUT_S = 10.0

@@ -39,7 +39,7 @@ from shoal.tasks import Outcome, Task
 from shoal.tasks.data_set import DataSet
 from shoal.tasks.files import digest_of, is_file_option
 from shoal.tasks.listed import listed_row
-from shoal.wire.run import Sampling, TaskSpec
+from shoal.wire.run_spec import Sampling, TaskSpec
 
 BAR = 40
 

@@ -21,7 +21,7 @@ from shoal.wire.codes import Rejected
 from shoal.wire.manifest import Manifest
 from shoal.wire.messages import Info, Stats
 from shoal.wire.record import Sealed
-from shoal.wire.run import PROTOCOL
+from shoal.wire.run_spec import PROTOCOL
 
 TIMEOUT_S = 10.0
 SAMPLE_BYTES = 4 << 20

@@ -38,7 +38,7 @@ from shoal.wire.keys import Key
 from shoal.wire.manifest import Manifest
 from shoal.wire.messages import Info, Origin, Stats
 from shoal.wire.record import Sealed
-from shoal.wire.run import Sampling, TaskSpec
+from shoal.wire.run_spec import Sampling, TaskSpec
 
 TIMEOUT_S = 20.0
 FETCH_S = 1800.0

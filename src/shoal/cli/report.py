@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.swarm.coordinator.config import CoordinatorConfig
-    from shoal.wire.run import RunSpec
-    from shoal.wire.snapshot import NodePage, Snapshot
+    from shoal.wire.page_data import NodePage, Snapshot
+    from shoal.wire.run_spec import RunSpec
 
 MAX_NODES = 100
 """Nodes whose own pages go into the file."""
@@ -55,7 +55,7 @@ def read_url(url: str, stop: threading.Event) -> dict[str, Any]:
     from shoal.cli.reaching import no_coordinator, reaching
     from shoal.net.deadline import Stopped
     from shoal.wire.codes import Rejected
-    from shoal.wire.snapshot import NodePage, Snapshot
+    from shoal.wire.page_data import NodePage, Snapshot
 
     def get(path: str) -> bytes:
         if stop.is_set():
@@ -93,7 +93,7 @@ def read_folder(folder: Path, database: str = "") -> dict[str, Any]:
     from shoal.swarm.coordinator.database import read_only
     from shoal.swarm.coordinator.schema import SCHEMA_VERSION, ledger, run
     from shoal.swarm.coordinator.snapshot import node_page, take_snapshot
-    from shoal.wire.run import RunSpec
+    from shoal.wire.run_spec import RunSpec
 
     config = config_of(folder)
     where = database or config.database or find_database(folder, DATABASE_FILE)

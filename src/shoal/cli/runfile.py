@@ -12,10 +12,10 @@ from shoal.tasks import make_task
 from shoal.tasks.files import without_digests
 from shoal.trainer.config import TrainerConfig
 from shoal.wire.codes import Rejected
-from shoal.wire.noise import Noise
-from shoal.wire.pool import Needs
+from shoal.wire.proof_noise import Noise
 from shoal.wire.record import Record
-from shoal.wire.run import ProofSpec, RunSpec, Sampling, TaskSpec, Tolerances, default_tolerances
+from shoal.wire.requirements import Needs
+from shoal.wire.run_spec import ProofSpec, RunSpec, Sampling, TaskSpec, Tolerances, default_tolerances
 
 
 class RunSection(Record):

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import httpx
     from rich.console import Console
 
-    from shoal.wire.snapshot import Snapshot
+    from shoal.wire.page_data import Snapshot
 
 POLL_S = 1.0
 ANSWER_S = 5.0
@@ -84,7 +84,7 @@ def watch(http: "httpx.Client", stop: threading.Event, console: "Console") -> in
 
 
 def read_snapshot(http: "httpx.Client") -> "Snapshot":
-    from shoal.wire.snapshot import Snapshot
+    from shoal.wire.page_data import Snapshot
 
     return Snapshot.parse(http.get("v1/page").raise_for_status().content)
 

@@ -26,10 +26,10 @@ from shoal.swarm.validator.checks import RowFacts, logprob_gap, units_of
 from shoal.swarm.validator.recompute import Policy, Unleased, recompute
 from shoal.tasks import make_task
 from shoal.wire.codes import Rejected
-from shoal.wire.draw import sample_seed
-from shoal.wire.noise import Noise
+from shoal.wire.proof_noise import Noise
 from shoal.wire.rollouts import RolloutTable, TableLimits, decode, encode
-from shoal.wire.run import ProofSpec, Sampling, TaskSpec, default_tolerances
+from shoal.wire.run_spec import ProofSpec, Sampling, TaskSpec, default_tolerances
+from shoal.wire.seeded_draw import sample_seed
 
 SAMPLES = 4
 """Of each prompt."""

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from shoal.model.shape import FAMILIES
-from shoal.wire.pool import Capabilities
+from shoal.wire.requirements import Capabilities
 
 
 def capabilities(device: str) -> Capabilities:

@@ -11,7 +11,7 @@ from shoal.wire.rollouts import Finish
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One row to generate. Its tokens follow from the prompt, the weights and `sample_seed` (wire/draw.py) alone."""
+    """One row to generate. Its tokens follow from the prompt, the weights and `sample_seed` (wire/seeded_draw.py) alone."""
 
     prompt_index: int
     sample_index: int

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from shoal.rollout.engine import Engine
-from shoal.wire.run import ProofSpec
+from shoal.wire.run_spec import ProofSpec
 
 EngineName = Literal["torch", "vllm"]
 

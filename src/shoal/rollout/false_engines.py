@@ -18,7 +18,7 @@ from shoal.model.load import load_decoder
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights
 from shoal.rollout.engine import Engine, Finished, Request
-from shoal.wire.run import ProofSpec
+from shoal.wire.run_spec import ProofSpec
 
 Alter = Callable[[Tensor], Tensor]
 """From a weight matrix to the one that is used instead."""

@@ -13,7 +13,7 @@ from shoal.rollout.engine import Finished, Request
 from shoal.rollout.lanes import one_core_threads
 from shoal.rollout.slots import Taken
 from shoal.wire.rollouts import Finish
-from shoal.wire.run import ProofSpec
+from shoal.wire.run_spec import ProofSpec
 
 PROVE_ROWS = 64
 """Finished rows wait until this many can be proven together. On a CPU a call costs 2 ms however few they are, a row 0.1 ms; on a

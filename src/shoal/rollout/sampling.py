@@ -1,4 +1,4 @@
-"""Drawing tokens as wire/draw.py says: the inverse of the cumulative distribution, at a given uniform."""
+"""Drawing tokens as wire/seeded_draw.py says: the inverse of the cumulative distribution, at a given uniform."""
 
 import torch
 from torch import Tensor

@@ -34,9 +34,9 @@ from shoal.wire.messages import (
     Upload,
 )
 from shoal.wire.messages import Session as SessionTerms
-from shoal.wire.pool import Capabilities
 from shoal.wire.record import Record, Sealed
-from shoal.wire.run import PROTOCOL
+from shoal.wire.requirements import Capabilities
+from shoal.wire.run_spec import PROTOCOL
 
 R = TypeVar("R", bound=Record)
 

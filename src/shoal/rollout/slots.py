@@ -12,7 +12,7 @@ from shoal.model.fused import FusedWeights
 from shoal.model.upload import upload
 from shoal.rollout.engine import Request
 from shoal.rollout.room import Room
-from shoal.wire.draw import uniforms
+from shoal.wire.seeded_draw import uniforms
 
 
 class Taken(NamedTuple):

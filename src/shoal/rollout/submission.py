@@ -8,10 +8,10 @@ from shoal.rollout.engine import Engine, Finished, Request
 from shoal.rollout.session import Session
 from shoal.telemetry import Log
 from shoal.wire.codes import ACCEPTED, CODES, in_words
-from shoal.wire.draw import sample_seed
 from shoal.wire.lease import Lease
 from shoal.wire.messages import LeaseStatus
 from shoal.wire.rollouts import Rollout, RolloutTable
+from shoal.wire.seeded_draw import sample_seed
 
 FOLLOWED = 64
 """Submissions whose verdicts are still waited for. Older ones are forgotten here; the ledger has them."""

@@ -30,7 +30,7 @@ from shoal.rollout.rows import Rows, by_batch, next_prompts, prompts_at_hand
 from shoal.rollout.shelf import SHELF_SIZES, Ahead, Shelf
 from shoal.rollout.slots import Slots, cache_dtype
 from shoal.rollout.watch import Watch
-from shoal.wire.run import ProofSpec
+from shoal.wire.run_spec import ProofSpec
 
 if TYPE_CHECKING:
     from shoal.rollout.cuda_step import CudaStep

@@ -18,7 +18,7 @@ from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.rollout.engine import Finished, Request, check_requests
 from shoal.rollout.room import free_memory_bytes
 from shoal.wire.rollouts import Finish
-from shoal.wire.run import ProofSpec
+from shoal.wire.run_spec import ProofSpec
 
 CPU_MEMORY_SHARE = 0.5
 """Of the memory that is free, for keys and values, at most."""

@@ -19,7 +19,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 
 from shoal import toploc
 from shoal.rollout.sampling import draw_tokens
-from shoal.wire.draw import uniforms
+from shoal.wire.seeded_draw import uniforms
 
 
 @dataclass

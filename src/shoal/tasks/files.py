@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from shoal.wire.run import TaskSpec
+from shoal.wire.run_spec import TaskSpec
 
 _ADDRESS = re.compile(r"sha256:([0-9a-f]{64})")
 _DIGEST = "_sha256"

@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.tasks.data_set import read_rows
 from shoal.tasks.task import Problem, Reward, Split, Task
-from shoal.wire.run import TaskSpec
+from shoal.wire.run_spec import TaskSpec
 
 
 def listed_row(problem: Problem, spec: TaskSpec) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from shoal.tasks.programs import HUMANEVAL, MBPP
 from shoal.tasks.sorting import Sort
 from shoal.tasks.task import Task
 from shoal.tasks.word_problems import GSM8K, MATH, SVAMP
-from shoal.wire.run import TaskSpec
+from shoal.wire.run_spec import TaskSpec
 
 ENTRY_POINTS = "shoal.tasks"
 

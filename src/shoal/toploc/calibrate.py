@@ -22,7 +22,7 @@ from shoal.toploc.decision import (
     size_class,
 )
 from shoal.toploc.segment_check import SegmentCheck
-from shoal.wire.noise import Moments, Noise, Statistic, Tail
+from shoal.wire.proof_noise import Moments, Noise, Statistic, Tail
 
 MIN_ROWS = 200
 """Fewer say nothing about 1 in 100."""

@@ -22,7 +22,7 @@ from functools import partial
 from typing import NamedTuple
 
 from shoal.toploc.segment_check import SegmentCheck
-from shoal.wire.noise import Moments, Noise, Statistic, Tail
+from shoal.wire.proof_noise import Moments, Noise, Statistic, Tail
 
 CERTAIN = 1e-8
 """Chance that a sum over many rows calls honest work certain to be false. The tail is drawn on from what 1 in 1,000 exceed, so this is a

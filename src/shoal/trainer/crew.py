@@ -35,7 +35,7 @@ from shoal.trainer.policy import Causal
 from shoal.trainer.ranks import RankLost, Ranks
 from shoal.trainer.reference import Reference, Weights, kept_weights
 from shoal.trainer.supervised import warm_up
-from shoal.wire.run import TaskSpec
+from shoal.wire.run_spec import TaskSpec
 
 _END = "end"
 

@@ -44,7 +44,7 @@ from shoal.trainer.sinks import check_packages, open_sinks
 from shoal.trainer.sites import Sites, make_averager
 from shoal.wire.keys import Key
 from shoal.wire.messages import Info, StepReport
-from shoal.wire.run import RunSpec, TaskSpec
+from shoal.wire.run_spec import RunSpec, TaskSpec
 
 FINISH_POLL_S = 0.5
 

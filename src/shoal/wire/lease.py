@@ -11,7 +11,7 @@ from pydantic import Field
 
 from shoal.wire.manifest import Blake3
 from shoal.wire.record import Record, Sealable
-from shoal.wire.run import ProofSpec, Sampling, TaskSpec
+from shoal.wire.run_spec import ProofSpec, Sampling, TaskSpec
 
 Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]

@@ -10,9 +10,9 @@ from pydantic import Field
 from shoal.wire.delegation import Delegation
 from shoal.wire.lease import Checks, Hex32, Lease, LeaseId, Sha256
 from shoal.wire.manifest import Manifest
-from shoal.wire.pool import Capabilities, Offer
 from shoal.wire.record import Count, Record, Sealed
-from shoal.wire.run import RunSpec
+from shoal.wire.requirements import Capabilities, Offer
+from shoal.wire.run_spec import RunSpec
 
 Url = Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.\-\[\]:]{1,255}(/[A-Za-z0-9._~/-]{0,255})?$")]
 Words = Annotated[str, Field(max_length=300, pattern=r"^[^\x00]*$")]

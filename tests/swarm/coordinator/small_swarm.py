@@ -44,7 +44,7 @@ from shoal.wire.messages import (
     Upload,
 )
 from shoal.wire.record import Sealed, seal
-from shoal.wire.run import PROTOCOL, RunSpec, Sampling, TaskSpec
+from shoal.wire.run_spec import PROTOCOL, RunSpec, Sampling, TaskSpec
 
 LOG = Log("test")
 FRESH_DATABASE: Callable[[], str] | None = None

@@ -27,7 +27,7 @@ from shoal.wire.messages import (
     RevokeKey,
     Session,
 )
-from shoal.wire.run import PROTOCOL
+from shoal.wire.run_spec import PROTOCOL
 
 
 def open_swarm(dir: Path, **changes: object) -> SmallSwarm:

@@ -32,7 +32,7 @@ from shoal.wire.lease import Verdict
 from shoal.wire.ledger import verify_chain
 from shoal.wire.messages import Announce, AskLease, AskUpload, Enrol, OpenSession, RelayReport, Submit
 from shoal.wire.record import seal
-from shoal.wire.run import PROTOCOL
+from shoal.wire.run_spec import PROTOCOL
 
 NODE, VALIDATOR = "ab" * 32, "cd" * 32
 LEASES = 3

@@ -8,8 +8,8 @@ from small_swarm import CONFIG, SPEC, SmallSwarm, refusal
 
 from shoal.swarm.coordinator.evaluations import cut, is_due
 from shoal.tasks import make_task
-from shoal.wire.draw import problem_seeds
 from shoal.wire.lease import Lease
+from shoal.wire.seeded_draw import problem_seeds
 
 EVALUATED = CONFIG.model_copy(update={"eval_prompts": 5, "eval_samples": 3, "eval_every": 2})
 

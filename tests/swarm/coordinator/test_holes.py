@@ -11,9 +11,9 @@ from shoal.swarm.coordinator.replay import replay, seed_of
 from shoal.swarm.coordinator.schema import leases as lease_table
 from shoal.swarm.coordinator.schema import submissions
 from shoal.wire.codes import Rejected
-from shoal.wire.draw import lease_seed
 from shoal.wire.lease import Lease, Verdict
 from shoal.wire.messages import Abandon, HeartbeatReply, LeaseStatus, NodeView, RelayReport
+from shoal.wire.seeded_draw import lease_seed
 
 
 def abandon(node: Node, lease: Lease) -> LeaseStatus:

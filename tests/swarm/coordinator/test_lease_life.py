@@ -10,10 +10,10 @@ from shoal.swarm.coordinator.leases import Event, next_state
 from shoal.swarm.coordinator.states import TERMINAL, State
 from shoal.tasks import make_task
 from shoal.wire.codes import Rejected
-from shoal.wire.draw import problem_seeds
 from shoal.wire.lease import Lease
 from shoal.wire.ledger import verify_chain
 from shoal.wire.messages import Abandon, LeaseStatus
+from shoal.wire.seeded_draw import problem_seeds
 
 
 def test_the_whole_life(swarm: SmallSwarm) -> None:

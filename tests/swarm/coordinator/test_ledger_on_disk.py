@@ -8,10 +8,10 @@ import pytest
 from small_swarm import CONFIG, SmallSwarm
 
 from shoal.wire.codes import Rejected
-from shoal.wire.draw import lease_seed
 from shoal.wire.lease import Lease
 from shoal.wire.ledger import LedgerEvent, LedgerHead, verify_chain, verify_ledger
 from shoal.wire.record import Sealed
+from shoal.wire.seeded_draw import lease_seed
 
 
 def lived(swarm: SmallSwarm) -> SmallSwarm:

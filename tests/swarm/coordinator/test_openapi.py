@@ -23,7 +23,7 @@ from shoal.swarm.coordinator.signed_routes import SIGNED_ROUTES
 from shoal.wire.keys import Key
 from shoal.wire.messages import Enrol
 from shoal.wire.request import Target, sign_request
-from shoal.wire.run import PROTOCOL
+from shoal.wire.run_spec import PROTOCOL
 
 FOR_PEOPLE = {"/metrics", "/v1/events", "/openapi.json", *PAGE_FILES}
 EXAMPLES = int(os.environ.get("SHOAL_OPENAPI_EXAMPLES", "3"))

@@ -11,8 +11,8 @@ from small_swarm import CONFIG, SPEC, Node, refusal, signed_client
 from shoal.swarm.coordinator.run import Hosting, run_pool
 from shoal.wire.keys import Key
 from shoal.wire.messages import OpenSession, RunList, Session
-from shoal.wire.pool import Capabilities, Needs
-from shoal.wire.run import RunSpec
+from shoal.wire.requirements import Capabilities, Needs
+from shoal.wire.run_spec import RunSpec
 
 BIG = SPEC.model_copy(update={"run": "big", "needs": Needs(memory_gb=80.0)})
 

@@ -49,7 +49,7 @@ from shoal.wire.messages import (
     Submit,
 )
 from shoal.wire.record import seal
-from shoal.wire.run import PROTOCOL
+from shoal.wire.run_spec import PROTOCOL
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from shoal.swarm.coordinator.feed import PAGE_FILES, Feed, page_file
 from shoal.swarm.coordinator.snapshot import make_curve
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import LeaseStatus, Problem
-from shoal.wire.snapshot import NodePage, Snapshot
+from shoal.wire.page_data import NodePage, Snapshot
 
 
 def take(swarm: SmallSwarm) -> Snapshot:

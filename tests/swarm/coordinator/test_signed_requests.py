@@ -16,7 +16,7 @@ from shoal.wire.keys import Key
 from shoal.wire.messages import AskLease, Enrol, Heartbeat, Problem, RelayReport
 from shoal.wire.record import seal
 from shoal.wire.request import NONCE_KEPT_S, Target, content_digest, sign_request
-from shoal.wire.run import PROTOCOL
+from shoal.wire.run_spec import PROTOCOL
 
 BEAT = "/v1/heartbeat"
 

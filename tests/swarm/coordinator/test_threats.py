@@ -42,7 +42,7 @@ from shoal.wire.messages import (
 )
 from shoal.wire.record import Record, Sealed, seal
 from shoal.wire.request import Target, sign_request
-from shoal.wire.run import PROTOCOL
+from shoal.wire.run_spec import PROTOCOL
 
 TESTS = Path(__file__).parents[2]
 ELSEWHERE: dict[str, tuple[str, ...]] = {

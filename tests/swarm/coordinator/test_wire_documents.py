@@ -13,12 +13,12 @@ from shoal.swarm.coordinator.signed_routes import SIGNED_ROUTES
 from shoal.swarm.coordinator.trust import Trust
 from shoal.tasks import make_task
 from shoal.wire.codes import CODES
-from shoal.wire.draw import lease_seed, problem_seeds
 from shoal.wire.keys import Key
 from shoal.wire.lease import Lease, Receipt, Verdict
 from shoal.wire.ledger import LedgerEvent, LedgerHead, verify_ledger
 from shoal.wire.record import Record, Sealed, seal
 from shoal.wire.request import Target, sign_request, signature_base, verify_request
+from shoal.wire.seeded_draw import lease_seed, problem_seeds
 
 ROOT = Path(__file__).parents[3]
 PAGES = ROOT / "docs" / "wire"

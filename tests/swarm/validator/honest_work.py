@@ -14,11 +14,11 @@ from shoal.model.tokenizer import load_tokenizer
 from shoal.swarm.validator.recompute import Policy
 from shoal.tasks import make_task
 from shoal.toploc import build_proofs
-from shoal.wire.draw import problem_seeds, sample_seed, uniforms
 from shoal.wire.lease import Lease, PolicyRef
 from shoal.wire.messages import Claim
 from shoal.wire.rollouts import Finish, Rollout, RolloutTable
-from shoal.wire.run import RunSpec, Sampling, TaskSpec
+from shoal.wire.run_spec import RunSpec, Sampling, TaskSpec
+from shoal.wire.seeded_draw import problem_seeds, sample_seed, uniforms
 
 TASK = TaskSpec(name="sort", options={"length": 4})
 NODE = "ab" * 32

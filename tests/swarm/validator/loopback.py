@@ -38,7 +38,7 @@ from shoal.wire.messages import (
     Upload,
 )
 from shoal.wire.record import Sealed
-from shoal.wire.run import PROTOCOL
+from shoal.wire.run_spec import PROTOCOL
 
 LOG = Log("test")
 DEADLINE_S = 60.0

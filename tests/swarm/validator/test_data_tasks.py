@@ -21,7 +21,7 @@ from shoal.wire.codes import ACCEPTED
 from shoal.wire.lease import Lease
 from shoal.wire.messages import Info, Stats
 from shoal.wire.rollouts import encode
-from shoal.wire.run import RunSpec, TaskSpec
+from shoal.wire.run_spec import RunSpec, TaskSpec
 
 # All of one length, because the small decoder of the tests pads nothing.
 ROWS = [

@@ -15,9 +15,9 @@ from shoal.swarm.validator.judge import judge
 from shoal.swarm.validator.reader import Reader
 from shoal.swarm.validator.recompute import Policy, recompute
 from shoal.wire.codes import ACCEPTED, Rejected
-from shoal.wire.noise import Noise, Statistic
+from shoal.wire.proof_noise import Noise, Statistic
 from shoal.wire.rollouts import Finish, Rollout, encode
-from shoal.wire.run import Sampling, Tolerances, default_tolerances
+from shoal.wire.run_spec import Sampling, Tolerances, default_tolerances
 
 SAMPLING = Sampling(max_new_tokens=36, samples_per_prompt=8)
 SPEC = make_spec(sampling=SAMPLING)

@@ -34,7 +34,7 @@ from shoal.toploc.field import PRIME
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.lease import Lease, PolicyRef, Verdict
 from shoal.wire.rollouts import Finish, RolloutTable, encode
-from shoal.wire.run import ProofSpec, Sampling, TaskSpec, default_tolerances
+from shoal.wire.run_spec import ProofSpec, Sampling, TaskSpec, default_tolerances
 
 SPEC = make_spec()
 LEASE = make_lease(SPEC)

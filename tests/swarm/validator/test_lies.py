@@ -22,7 +22,7 @@ from shoal.swarm.validator.recompute import Policy
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.lease import Lease, Verdict
 from shoal.wire.rollouts import encode
-from shoal.wire.run import ProofSpec, RunSpec, Sampling
+from shoal.wire.run_spec import ProofSpec, RunSpec, Sampling
 
 CODE_OF = {
     "wrong-weights": "reject.wrong_computation",

@@ -19,7 +19,7 @@ from shoal.swarm.validator.recompute import (
     recompute_many,
 )
 from shoal.wire.codes import Rejected
-from shoal.wire.run import Sampling
+from shoal.wire.run_spec import Sampling
 
 SPEC = make_spec(sampling=Sampling(max_new_tokens=40, samples_per_prompt=3))
 

@@ -30,8 +30,8 @@ from shoal.wire.keys import PUBLIC_KEY
 from shoal.wire.ledger import LedgerEvent, LedgerHead
 from shoal.wire.manifest import Manifest
 from shoal.wire.messages import History, Info, NodeView, Origin, RunList, Stats
+from shoal.wire.page_data import NodePage
 from shoal.wire.record import Record, Sealed
-from shoal.wire.snapshot import NodePage
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 

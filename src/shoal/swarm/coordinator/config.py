@@ -6,7 +6,7 @@ from pydantic import Field
 
 from shoal.swarm.coordinator.compatibility import Demands
 from shoal.wire.record import Record
-from shoal.wire.run import PROTOCOL
+from shoal.wire.run_spec import PROTOCOL
 
 
 class CoordinatorConfig(Record):

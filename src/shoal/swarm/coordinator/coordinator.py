@@ -30,7 +30,7 @@ from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.ledger import LedgerEvent
 from shoal.wire.messages import Role
-from shoal.wire.run import PROTOCOL, RunSpec
+from shoal.wire.run_spec import PROTOCOL, RunSpec
 
 DATABASE_FILE = "shoal.db"
 

@@ -22,7 +22,7 @@ from shoal.swarm.coordinator.coordinator import Coordinator
 from shoal.swarm.coordinator.snapshot import make_curve, read_reports, take_snapshot
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import StepReport
-from shoal.wire.snapshot import Snapshot
+from shoal.wire.page_data import Snapshot
 
 MAX_VIEWERS = 256
 PERIOD_S = 1.0

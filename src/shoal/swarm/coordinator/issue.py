@@ -23,10 +23,10 @@ from shoal.swarm.coordinator.sheet import LEASES, NODES
 from shoal.swarm.coordinator.states import State
 from shoal.swarm.coordinator.trust import Trust, next_lease_s, open_leases
 from shoal.wire.codes import Rejected
-from shoal.wire.draw import lease_seed, problem_seeds
 from shoal.wire.lease import Lease, PolicyRef
 from shoal.wire.messages import AskLease
 from shoal.wire.record import Sealed, seal
+from shoal.wire.seeded_draw import lease_seed, problem_seeds
 
 
 def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Sealed[Lease]:

@@ -32,8 +32,8 @@ from shoal.wire.messages import (
     Recorded,
     Session,
 )
-from shoal.wire.pool import misfits
-from shoal.wire.run import PROTOCOL
+from shoal.wire.requirements import misfits
+from shoal.wire.run_spec import PROTOCOL
 
 
 def find_node(db: Connection, key: str) -> Row[Any] | None:

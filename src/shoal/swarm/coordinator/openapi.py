@@ -10,8 +10,8 @@ import shoal
 from shoal.swarm.coordinator.orders import ACTIONS
 from shoal.wire.codes import CODES
 from shoal.wire.messages import Problem
+from shoal.wire.page_data import Snapshot
 from shoal.wire.record import Record
-from shoal.wire.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from shoal.swarm.coordinator.app import PublicRoute

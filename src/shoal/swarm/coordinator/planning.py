@@ -9,7 +9,7 @@ from shoal.swarm.coordinator.evaluations import Chunk
 from shoal.swarm.coordinator.trust import Standing, Trust, lease_prompts
 from shoal.wire.lease import Purpose
 from shoal.wire.messages import RelayView
-from shoal.wire.run import ProofSpec, Sampling
+from shoal.wire.run_spec import ProofSpec, Sampling
 
 NEWCOMER_SHARE = 1.0
 """Work leased to nodes that have shown nothing yet does not count as coming: beyond what the trainer can use, this share

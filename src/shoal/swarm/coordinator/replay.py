@@ -14,8 +14,8 @@ from shoal.swarm.coordinator.credit import Balance, Earning, amount, balance, he
 from shoal.swarm.coordinator.drawing import checks_all
 from shoal.swarm.coordinator.trust import Finding, Happening, Standing, Trust, finding_of, judge
 from shoal.wire.codes import UNCERTAIN, Rejected
-from shoal.wire.draw import lease_seed
 from shoal.wire.ledger import LedgerEvent
+from shoal.wire.seeded_draw import lease_seed
 
 _MOVES = {f"node.{trust.value}": trust for trust in Trust}
 _ORDERS = {

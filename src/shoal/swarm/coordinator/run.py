@@ -20,7 +20,7 @@ from shoal.swarm.coordinator.planning import check_upload_limit
 from shoal.swarm.coordinator.pool import Hosted, Pool
 from shoal.swarm.coordinator.sweep import keep_sweeping
 from shoal.telemetry import Log
-from shoal.wire.run import RunSpec
+from shoal.wire.run_spec import RunSpec
 
 _WILDCARDS = ("0.0.0.0", "::", "")
 

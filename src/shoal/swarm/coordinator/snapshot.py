@@ -22,8 +22,7 @@ from shoal.swarm.coordinator.timeline import read_timeline
 from shoal.wire.codes import ACCEPTED, in_words
 from shoal.wire.lease import Lease
 from shoal.wire.messages import NodeView, Stats, StepReport
-from shoal.wire.record import Sealed
-from shoal.wire.snapshot import (
+from shoal.wire.page_data import (
     CodeCount,
     Curve,
     Head,
@@ -36,6 +35,7 @@ from shoal.wire.snapshot import (
     WorkerView,
     WorkItem,
 )
+from shoal.wire.record import Sealed
 
 MAX_POINTS = 300
 MAX_WORKERS = 100

@@ -26,7 +26,7 @@ from shoal.swarm.coordinator.waiting import Situation, waiting_for
 from shoal.wire.manifest import Manifest
 from shoal.wire.messages import History, Info, RunList, RunView, Stats, StepReport
 from shoal.wire.record import Sealed
-from shoal.wire.run import PROTOCOL
+from shoal.wire.run_spec import PROTOCOL
 
 SPEED_WINDOW_S = 60.0
 NODES_SHOWN = 500

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from shoal.swarm.coordinator.config import CoordinatorConfig
-from shoal.wire.run import RunSpec
+from shoal.wire.run_spec import RunSpec
 
 
 class Terms(Protocol):

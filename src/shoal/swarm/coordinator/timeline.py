@@ -7,7 +7,7 @@ from sqlalchemy import Connection, Row, Select, func, select
 
 from shoal.swarm.coordinator.schema import batches, leases, policies, submissions, uploads, verdicts
 from shoal.wire.messages import StepReport
-from shoal.wire.snapshot import Span, Stage, Timeline
+from shoal.wire.page_data import Span, Stage, Timeline
 
 MAX_LANES = 8
 MAX_SPANS = 160

@@ -21,9 +21,9 @@ import numpy.typing as npt
 from shoal.swarm.validator.form import where
 from shoal.toploc import Score, SegmentCheck, TokenBlock, judges_alone, noise_scores
 from shoal.wire.codes import Rejected
-from shoal.wire.noise import Noise
+from shoal.wire.proof_noise import Noise
 from shoal.wire.rollouts import Finish, Rollout
-from shoal.wire.run import Tolerances
+from shoal.wire.run_spec import Tolerances
 
 MIN_CONTROLS = 32
 """Fewer control points decide nothing."""

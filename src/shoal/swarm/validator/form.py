@@ -11,7 +11,7 @@ from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease
 from shoal.wire.messages import Claim
 from shoal.wire.rollouts import Finish, Rollout, RolloutTable
-from shoal.wire.run import ProofSpec
+from shoal.wire.run_spec import ProofSpec
 
 LOGPROB_ROUNDING = 1e-4
 """A certain token's log-prob may come out this far above 0."""

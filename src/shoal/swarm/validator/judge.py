@@ -15,11 +15,11 @@ from shoal.tasks import CannotGrade, Outcome, Problem, Reward, Task, make_task
 from shoal.tasks.files import file_digests
 from shoal.toploc import expected_bytes
 from shoal.wire.codes import ACCEPTED, Rejected
-from shoal.wire.draw import problem_seeds
 from shoal.wire.lease import Lease, Verdict
 from shoal.wire.messages import Claim
 from shoal.wire.rollouts import RolloutTable, TableLimits
-from shoal.wire.run import RunSpec
+from shoal.wire.run_spec import RunSpec
+from shoal.wire.seeded_draw import problem_seeds
 
 PROMPT_SLACK = 4096
 """Prompt tokens a file may hold beyond the longest leased prompt: an edited prompt should be called one."""

@@ -36,7 +36,7 @@ from shoal.wire.codes import ACCEPTED
 from shoal.wire.keys import Key
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import Claim, Info, LeaseStatus
-from shoal.wire.run import PROTOCOL, RunSpec
+from shoal.wire.run_spec import PROTOCOL, RunSpec
 
 IDLE_S = 10.0
 """How long to ask for work before asking whether the run is over."""

@@ -32,9 +32,9 @@ from shoal.toploc import ProofError, SegmentCheck, start_verifying
 from shoal.toploc.device import Fetched
 from shoal.toploc.verify import Verification
 from shoal.wire.codes import Rejected
-from shoal.wire.draw import sample_seed, uniforms
 from shoal.wire.rollouts import Rollout
-from shoal.wire.run import ProofSpec, Sampling
+from shoal.wire.run_spec import ProofSpec, Sampling
+from shoal.wire.seeded_draw import sample_seed, uniforms
 
 BATCH_TOKENS = 4096
 """Tokens of one prefill, prompts and padding included: they bound the keys and values held at once."""

@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from shoal.wire.noise import Noise
-from shoal.wire.pool import Needs
+from shoal.wire.proof_noise import Noise
 from shoal.wire.record import Record
+from shoal.wire.requirements import Needs
 
 PROTOCOL = 1
 """Raised when a client of one number cannot talk to a server of another."""
