@@ -45,7 +45,7 @@ from shoal.model.builtin import create_model
 from shoal.model.load import load_decoder
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights
-from shoal.net.client import SignedClient
+from shoal.net.http_client import SignedClient
 from shoal.rollout.engine import Finished, Request
 from shoal.rollout.torch_engine import TorchEngine
 from shoal.shardcast import delta

@@ -63,7 +63,7 @@ def usage() -> dict[str, float]:
 
 def our_origin(options: argparse.Namespace) -> None:
     from shoal import shardcast
-    from shoal.net.server import listen
+    from shoal.net.http_server import listen
     from shoal.wire.keys import Key
 
     key = Key.from_seed(SEED)

@@ -29,9 +29,9 @@ from shoal.model.builtin import create_model
 from shoal.model.load import empty_decoder, load_decoder
 from shoal.model.shape import read_shape
 from shoal.model.weights import WEIGHTS_FILE, save_weights
-from shoal.net.client import SignedClient
-from shoal.net.deadline import Stopped
-from shoal.net.server import listen
+from shoal.net.http_client import SignedClient
+from shoal.net.http_server import listen
+from shoal.net.waiting import Stopped
 from shoal.rollout.conduct import Conduct
 from shoal.rollout.state import open_state
 from shoal.rollout.time_use import Doing, TimeUse

@@ -26,7 +26,7 @@ FLOOR = {
 
 CONTROL_PLANE = [
     "shoal.wire.messages",
-    "shoal.net.client",
+    "shoal.net.http_client",
     "shoal.tasks",
     "shoal.shardcast",
     "shoal.swarm.coordinator",

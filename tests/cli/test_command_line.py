@@ -11,8 +11,8 @@ import pytest
 from shoal.cli.errors import in_words
 from shoal.cli.main import act, parse
 from shoal.cli.supervise import RunFailed
-from shoal.net.client import Refused, Unreachable
-from shoal.net.deadline import DeadlinePassed, Stopped
+from shoal.net.http_client import Refused, Unreachable
+from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.keys import Key
 from shoal.wire.messages import Problem

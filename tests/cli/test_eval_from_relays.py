@@ -18,7 +18,7 @@ from starlette.routing import Route
 from shoal import shardcast
 from shoal.cli.doctor import _relay
 from shoal.cli.evaluate import fetch_published
-from shoal.net.server import Server, listen
+from shoal.net.http_server import Server, listen
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
 from shoal.wire.manifest import Manifest

@@ -16,9 +16,9 @@ from starlette.responses import PlainTextResponse, Response
 
 from shoal.cli import ledger
 from shoal.cli.ledger import audit_ledger
-from shoal.net.client import SignedClient, Unreachable
-from shoal.net.deadline import Stopped
-from shoal.net.server import Server, listen
+from shoal.net.http_client import SignedClient, Unreachable
+from shoal.net.http_server import Server, listen
+from shoal.net.waiting import Stopped
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.coordinator import DATABASE_FILE
 from shoal.swarm.coordinator.run import run_coordinator

@@ -14,7 +14,7 @@ import pytest
 
 from shoal.cli import supervise
 from shoal.cli.supervise import MAX_DEADLINES, MAX_RESTARTS, RunFailed, Supervisor, alone_in, last_words
-from shoal.net.deadline import Stopped
+from shoal.net.waiting import Stopped
 
 CHILD = """
 import signal, sys, time

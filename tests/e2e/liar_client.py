@@ -13,7 +13,7 @@ import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shoal.net.client import Refused, SignedClient
+from shoal.net.http_client import Refused, SignedClient
 from shoal.rollout.policies import PolicyShelf
 from shoal.rollout.session import Session, join
 from shoal.rollout.state import State

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.net import buckets
-from shoal.net.buckets import Buckets
+from shoal.net import rate_limit
+from shoal.net.rate_limit import Buckets
 
 
 @given(st.lists(st.floats(0, 3), min_size=1, max_size=200))
@@ -34,4 +34,4 @@ def test_full_buckets_are_forgotten() -> None:
     assert len(bucket._levels) == 100
     bucket._forget(2.0)
     assert bucket._levels == {}
-    assert buckets.MOST_NAMES > 100
+    assert rate_limit.MOST_NAMES > 100

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from shoal.net.client import Refused, SignedClient, Unreachable
-from shoal.net.deadline import DeadlinePassed, Stopped
-from shoal.net.server import Server, listen
+from shoal.net.http_client import Refused, SignedClient, Unreachable
+from shoal.net.http_server import Server, listen
+from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.telemetry import Log
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.keys import Key

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from shoal.net.deadline import DeadlinePassed, NotYet, Stopped, wait_for
+from shoal.net.waiting import DeadlinePassed, NotYet, Stopped, wait_for
 from shoal.telemetry import Log
 
 LOG = Log("test")

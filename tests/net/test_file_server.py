@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.net import file_server
+from shoal.net.bandwidth import Account, Accounts, Limits
 from shoal.net.file_server import Answer, FileServer, Request, parse_head
-from shoal.net.limits import Account, Accounts, Limits
-from shoal.net.server import listen
+from shoal.net.http_server import listen
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import Problem

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.net.objects import LocalStore
+from shoal.net.object_store import LocalStore
 from shoal.wire.codes import Rejected
 
 DATA = b"sixty-four rows of rollouts" * 100

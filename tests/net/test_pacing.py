@@ -8,8 +8,8 @@ import pytest
 
 from shoal.net import file_server, pacing
 from shoal.net.file_server import Answer, FileServer, Request
+from shoal.net.http_server import listen
 from shoal.net.pacing import send_at_once, use_if_far
-from shoal.net.server import listen
 from shoal.telemetry import Log
 
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
-from shoal.net.server import PatientProtocol, Server, listen
+from shoal.net.http_server import PatientProtocol, Server, listen
 
 
 def make_app() -> FastAPI:

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 
 from shoal.model.builtin import create_model
-from shoal.net.client import SignedClient
-from shoal.net.server import listen
+from shoal.net.http_client import SignedClient
+from shoal.net.http_server import listen
 from shoal.rollout.session import Exit
 from shoal.rollout.worker import WorkerConfig, run_worker
 from shoal.shardcast import RelayConfig, RelayServer, VersionStore, publish, run_relay

@@ -11,7 +11,7 @@ import pytest
 import small_run as small
 from small_run import CONFIG, SPEC, RunningWorker, SmallRun, eventually, small_run
 
-from shoal.net.deadline import Stopped
+from shoal.net.waiting import Stopped
 from shoal.rollout.conduct import Conduct
 from shoal.rollout.engine import Request
 from shoal.rollout.errand import Errand

@@ -13,7 +13,7 @@ import pytest
 from small_run import SmallRun, eventually, small_run
 
 from shoal.model.builtin import create_model
-from shoal.net.deadline import Stopped
+from shoal.net.waiting import Stopped
 from shoal.rollout.conduct import Conduct
 from shoal.rollout.engine import Engine, Finished, Request
 from shoal.rollout.state import open_state

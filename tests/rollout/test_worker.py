@@ -11,9 +11,9 @@ import pytest
 from fastapi import FastAPI, Response
 from small_run import CONFIG, SPEC, RunningWorker, SmallRun, eventually, free_port, small_run
 
-from shoal.net.client import SignedClient
-from shoal.net.deadline import DeadlinePassed, Stopped
-from shoal.net.server import Server, listen
+from shoal.net.http_client import SignedClient
+from shoal.net.http_server import Server, listen
+from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.rollout.conduct import Conduct
 from shoal.rollout.engine import Request
 from shoal.rollout.session import Exit

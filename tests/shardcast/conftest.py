@@ -16,7 +16,7 @@ import pytest
 
 from shoal import shardcast
 from shoal.net.file_server import FileServer, Request, problem
-from shoal.net.server import Server, listen
+from shoal.net.http_server import Server, listen
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key

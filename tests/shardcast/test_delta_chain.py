@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shoal import shardcast
-from shoal.net.deadline import DeadlinePassed
+from shoal.net.waiting import DeadlinePassed
 from shoal.shardcast import fetch as fetch_module
 from shoal.shardcast import mirror as mirror_module
 from shoal.telemetry import Log

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.net.deadline import DeadlinePassed, Stopped
+from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.shardcast import RelayApp, RelayChoice, fetch_manifest, fetch_newer, fetch_version, prune_versions
 from shoal.shardcast import download as download_module
 from shoal.shardcast.assembly import Assembly

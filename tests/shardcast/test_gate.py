@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from shoal.net.deadline import DeadlinePassed
+from shoal.net.waiting import DeadlinePassed
 from shoal.shardcast import Mirror, RelayApp, RelayChoice, VersionStore, fetch_manifest
 from shoal.shardcast.gate import MAX_REMEMBERED, Gate
 from shoal.telemetry import Log

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from shoal.net.deadline import DeadlinePassed
+from shoal.net.waiting import DeadlinePassed
 from shoal.shardcast import RelayApp, RelayChoice, VersionStore, fetch_manifest
 from shoal.shardcast.assembly import shards_of
 from shoal.telemetry import Log

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from shoal import shardcast
-from shoal.net.deadline import DeadlinePassed
+from shoal.net.waiting import DeadlinePassed
 from shoal.shardcast.space import NoRoom, room_in
 from shoal.telemetry import Log
 from shoal.wire.keys import Key

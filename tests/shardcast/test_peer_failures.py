@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from shoal.net.deadline import DeadlinePassed
-from shoal.net.limits import Limits
-from shoal.net.server import listen
+from shoal.net.bandwidth import Limits
+from shoal.net.http_server import listen
+from shoal.net.waiting import DeadlinePassed
 from shoal.shardcast import RelayServer, VersionStore, fetch_manifest
 from shoal.shardcast import download as download_module
 from shoal.telemetry import Log

@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shoal.net.client import Refused
-from shoal.net.deadline import DeadlinePassed
+from shoal.net.http_client import Refused
+from shoal.net.waiting import DeadlinePassed
 from shoal.shardcast import Relay, RelayConfig, run_relay
 from shoal.telemetry import Log
 from shoal.wire.keys import Key

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from tiny_learner import make_batch
 
-from shoal.net.deadline import DeadlinePassed
+from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
 from shoal.trainer.checkpoint import Checkpoints
 from shoal.trainer.config import TrainerConfig

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shoal.net.server import Server, listen
+from shoal.net.http_server import Server, listen
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.keys import Key
 from shoal.wire.messages import Announce, Batch, Group, Info, Problem, Recorded

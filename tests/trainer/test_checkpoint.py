@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_learner import make_batch, make_learner
 
-from shoal.net.deadline import DeadlinePassed
+from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
 from shoal.trainer.capture import put, take
 from shoal.trainer.checkpoint import Checkpoints, read_capture

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_learner import CONFIG, make_batch, make_learner
 
-from shoal.net.deadline import Stopped
+from shoal.net.waiting import Stopped
 from shoal.trainer.learner import output_logprobs, warmed_up
 from shoal.trainer.pack import pack
 

@@ -12,7 +12,7 @@ import pytest
 from small_coordinator import SmallCoordinator, Stopper
 
 from shoal.model.load import load_decoder
-from shoal.net.deadline import DeadlinePassed
+from shoal.net.waiting import DeadlinePassed
 from shoal.trainer.batch import TrainBatch
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.crew import Crew

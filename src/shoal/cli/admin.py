@@ -42,7 +42,7 @@ def add_admin(commands: Commands) -> None:
 
 
 def _order(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.net.client import SignedClient
+    from shoal.net.http_client import SignedClient
     from shoal.swarm.coordinator.admission import invite_digest
     from shoal.telemetry import Log
     from shoal.wire.keys import Key

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.progress import progress
-from shoal.net.deadline import Stopped
+from shoal.net.waiting import Stopped
 from shoal.tasks import CannotGrade, Finite, Outcome, Problem, Split, Task, make_task
 from shoal.wire.run_spec import ProofSpec, Sampling, TaskSpec
 from shoal.wire.seeded_draw import sample_seed

@@ -19,9 +19,9 @@ from shoal.cli.ledger import TIMEOUT_S, fetch_ledger
 from shoal.cli.reaching import ask_info, reaching
 from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
 from shoal.model.load import DTYPES, load_decoder
-from shoal.net.client import SignedClient
 from shoal.net.data_files import fetch_files
-from shoal.net.deadline import Stopped
+from shoal.net.http_client import SignedClient
+from shoal.net.waiting import Stopped
 from shoal.swarm.coordinator.replay import replay, seed_of
 from shoal.swarm.validator.judge import judge
 from shoal.swarm.validator.policies import PolicyShelf

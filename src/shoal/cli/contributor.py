@@ -17,7 +17,7 @@ from typing import Any
 from shoal.cli.progress import progress
 from shoal.cli.roles import check_device, wait_quietly
 from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
-from shoal.net.deadline import Stopped
+from shoal.net.waiting import Stopped
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.keys import Key
 from shoal.wire.messages import Info, NodeView, RunList
@@ -71,7 +71,7 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def _choose_run(options: argparse.Namespace) -> str:
     """The URL of the run to join: of the coordinator's own where it has one, else of one that this machine fits."""
-    from shoal.net.client import Unreachable
+    from shoal.net.http_client import Unreachable
     from shoal.rollout.capabilities import capabilities
 
     try:
@@ -167,7 +167,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _get(url: str, path: str) -> bytes:
     import httpx
 
-    from shoal.net.client import Unreachable
+    from shoal.net.http_client import Unreachable
 
     try:
         answer = httpx.get(url + path, timeout=TIMEOUT_S)
@@ -267,7 +267,7 @@ def leave(options: argparse.Namespace, stop: threading.Event) -> int:
         return EXIT_OK
     from contextlib import closing
 
-    from shoal.net.client import SignedClient
+    from shoal.net.http_client import SignedClient
     from shoal.telemetry import Log
     from shoal.wire.messages import Leave, OpenSession, Recorded, Session
 

@@ -34,7 +34,7 @@ from shoal.cli.answering import (
 )
 from shoal.cli.arguments import MAX_NEW_TOKENS
 from shoal.cli.supervise import EXIT_OK
-from shoal.net.deadline import Stopped
+from shoal.net.waiting import Stopped
 from shoal.tasks import Outcome, Task
 from shoal.tasks.data_set import DataSet
 from shoal.tasks.files import digest_of, is_file_option

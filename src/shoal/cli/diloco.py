@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.cli.arguments import Commands
 from shoal.cli.supervise import EXIT_OK, alone_in
 from shoal.cli.values import at_least_one, count, port_number, seconds
-from shoal.net.deadline import DeadlinePassed
+from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from shoal.cli.arguments import MAX_NEW_TOKENS
 from shoal.cli.intervals import pass_at, wilson
 from shoal.cli.reaching import ask_info, reaching
 from shoal.cli.supervise import EXIT_OK
-from shoal.net.client import SignedClient
-from shoal.net.tickets import Tickets
+from shoal.net.http_client import SignedClient
+from shoal.net.ticket_client import Tickets
 from shoal.tasks import Outcome
 from shoal.tasks.files import digest_of, file_digests, is_file_option
 from shoal.telemetry import Log

@@ -30,7 +30,7 @@ from shoal.cli.supervise import (
     last_words,
 )
 from shoal.cli.view import View, make_view
-from shoal.net.deadline import Stopped
+from shoal.net.waiting import Stopped
 from shoal.wire.keys import Key
 from shoal.wire.messages import History, Stats
 

@@ -35,7 +35,7 @@ from shoal.cli.supervise import (
 )
 from shoal.cli.top import add_top
 from shoal.cli.values import at_least_one, url
-from shoal.net.deadline import DeadlinePassed, Stopped
+from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.telemetry import start_logging
 from shoal.wire.codes import CODES, Rejected
 
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def act(options: argparse.Namespace, stop: threading.Event) -> int:
     """Do what was asked for; the exit code, with the reason on standard error if it is not 0. docs/cli.md lists them."""
-    from shoal.net.client import Refused, Unreachable
+    from shoal.net.http_client import Refused, Unreachable
 
     codes: dict[type[Exception], int] = {
         ValueError: EXIT_USAGE,

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import httpx
 
-from shoal.net.client import Unreachable
+from shoal.net.http_client import Unreachable
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import Info
 

@@ -53,7 +53,7 @@ def read_url(url: str, stop: threading.Event) -> dict[str, Any]:
 
     from shoal.cli.progress import progress
     from shoal.cli.reaching import no_coordinator, reaching
-    from shoal.net.deadline import Stopped
+    from shoal.net.waiting import Stopped
     from shoal.wire.codes import Rejected
     from shoal.wire.page_data import NodePage, Snapshot
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.net.deadline import Stopped
+from shoal.net.waiting import Stopped
 
 GRACE_S = 5.0
 """Between asking a child to stop and making it. With local.ANSWER_S it must stay well below ten seconds."""

@@ -53,7 +53,7 @@ def watch(http: "httpx.Client", stop: threading.Event, console: "Console") -> in
 
     from shoal.cli.supervise import EXIT_INTERRUPTED, EXIT_OK
     from shoal.cli.view import make_view
-    from shoal.net.deadline import DeadlinePassed
+    from shoal.net.waiting import DeadlinePassed
     from shoal.wire.messages import Stats
 
     view = make_view({}, console)

@@ -18,7 +18,7 @@ from shoal.cli.answering import load_engine, model_folder
 from shoal.cli.progress import progress
 from shoal.model.load import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
-from shoal.net.deadline import Stopped
+from shoal.net.waiting import Stopped
 from shoal.rollout.conduct import Dtype
 from shoal.rollout.engine import Engine, Finished, Request
 from shoal.rollout.submission import to_rollout

@@ -29,7 +29,7 @@ from shoal.diloco.averager import Averager, Fetched, Ready
 from shoal.diloco.flat import fragments_of
 from shoal.diloco.outer import Outer, OuterState, first_state, is_finite, outer_step
 from shoal.diloco.rounds import Outcome, RoundResult, take_round
-from shoal.net.deadline import Stopped
+from shoal.net.waiting import Stopped
 from shoal.telemetry import Log
 
 

@@ -24,7 +24,7 @@ from shoal.diloco.messages import Bye, Card, GroupAnswer, Hello, ReadyAsk, Stand
 from shoal.diloco.outer import OuterState, Vector
 from shoal.diloco.reducing import Reducer
 from shoal.diloco.roster import Roster
-from shoal.net.deadline import NotYet, Stopped, wait_for
+from shoal.net.waiting import NotYet, Stopped, wait_for
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 

@@ -14,7 +14,7 @@ from enum import Enum
 
 from shoal.diloco.averager import Averager, Behind, Fetched, Ready, Reduced, RoundFailed
 from shoal.diloco.outer import Vector, is_finite
-from shoal.net.deadline import Stopped
+from shoal.net.waiting import Stopped
 from shoal.telemetry import Log
 
 

@@ -30,7 +30,7 @@ from shoal.diloco.language import (
 )
 from shoal.diloco.optimizer import DiLoCo, Landed, Schedule
 from shoal.diloco.outer import Outer
-from shoal.net.deadline import Stopped
+from shoal.net.waiting import Stopped
 from shoal.telemetry import Log, Metrics
 
 MAX_VALIDATION = 256

@@ -33,7 +33,7 @@ from shoal.diloco.mesh import Broken, Stream
 from shoal.diloco.messages import Asked, Card, ReadyAsk, Standing, StateAsk, StateHead
 from shoal.diloco.outer import OuterState, Vector
 from shoal.diloco.states import receive_state, send_state
-from shoal.net.deadline import Stopped
+from shoal.net.waiting import Stopped
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from shoal.net.client import SignedClient
+from shoal.net.http_client import SignedClient
 
 
 def fetch_files(client: SignedClient, digests: Iterable[str], folder: Path, *, deadline_s: float) -> None:

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Protocol
 
-from shoal.net.deadline import DeadlinePassed
-from shoal.net.limits import LONGEST_DEBT_S, Account, Accounts, Limits
+from shoal.net.bandwidth import LONGEST_DEBT_S, Account, Accounts, Limits
 from shoal.net.pacing import send_at_once, use_if_far
+from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.messages import Problem

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from shoal.net.deadline import Stopped
+from shoal.net.waiting import Stopped
 from shoal.rollout.conduct import Conduct
 from shoal.rollout.errand import Errand
 from shoal.rollout.losses import Losses

@@ -2,7 +2,7 @@
 
 import time
 
-from shoal.net.deadline import DeadlinePassed
+from shoal.net.waiting import DeadlinePassed
 from shoal.rollout.session import LeaseLost, Session
 from shoal.telemetry import Log
 from shoal.wire.lease import Lease

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.net.client import Refused, Unreachable
-from shoal.net.deadline import DeadlinePassed, Stopped
+from shoal.net.http_client import Refused, Unreachable
+from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.rollout.engine import Engine
 from shoal.rollout.heartbeat import Halt
 from shoal.rollout.session import LeaseLost, Session

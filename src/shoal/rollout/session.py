@@ -11,9 +11,9 @@ from enum import Enum
 from typing import TypeVar
 
 import shoal
-from shoal.net.client import Refused, SignedClient, Unreachable
-from shoal.net.deadline import DeadlinePassed, NotYet, wait_for
-from shoal.net.tickets import Tickets
+from shoal.net.http_client import Refused, SignedClient, Unreachable
+from shoal.net.ticket_client import Tickets
+from shoal.net.waiting import DeadlinePassed, NotYet, wait_for
 from shoal.rollout.state import PinnedRun, State
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from shoal.net.client import Refused, Unreachable
-from shoal.net.deadline import DeadlinePassed, Stopped
+from shoal.net.http_client import Refused, Unreachable
+from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.rollout.errand import Errand
 from shoal.rollout.losses import Losses
 from shoal.rollout.policies import PolicyShelf

@@ -19,8 +19,8 @@ from typing import NoReturn
 
 import torch
 
-from shoal.net.client import SignedClient
-from shoal.net.deadline import Stopped
+from shoal.net.http_client import SignedClient
+from shoal.net.waiting import Stopped
 from shoal.rollout.capabilities import capabilities
 from shoal.rollout.conduct import Conduct
 from shoal.rollout.courier import Courier

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from shoal.net.deadline import NotYet, wait_for
+from shoal.net.waiting import NotYet, wait_for
 from shoal.shardcast.assembly import has_digest
 from shoal.shardcast.boot import mark_boot, same_boot
 from shoal.shardcast.choice import RelayChoice

@@ -24,7 +24,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from shoal.net.deadline import DeadlinePassed, Stopped
+from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.shardcast.assembly import Assembly, Shard, WrongBytes
 from shoal.shardcast.choice import RelayChoice
 from shoal.shardcast.progress import Progress

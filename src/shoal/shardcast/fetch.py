@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from shoal.net.deadline import DeadlinePassed, Stopped
+from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.shardcast.assembly import Assembly
 from shoal.shardcast.choice import RelayChoice
 from shoal.shardcast.delta import apply_deltas

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from shoal.net.deadline import DeadlinePassed, NotYet, Stopped, wait_for
+from shoal.net.waiting import DeadlinePassed, NotYet, Stopped, wait_for
 from shoal.shardcast.assembly import Assembly, reuse_files
 from shoal.shardcast.choice import RelayChoice, TicketSource
 from shoal.shardcast.download import Download

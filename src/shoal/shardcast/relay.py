@@ -14,8 +14,8 @@ import json
 import os
 import socket
 
+from shoal.net.bandwidth import Limits
 from shoal.net.file_server import Answer, FileServer, Request
-from shoal.net.limits import Limits
 from shoal.shardcast.gate import Gate
 from shoal.shardcast.ranges import parse_range
 from shoal.shardcast.store import Held, VersionStore

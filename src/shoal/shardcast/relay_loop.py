@@ -12,11 +12,11 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
-from shoal.net.client import Refused, SignedClient, Unreachable
-from shoal.net.deadline import NotYet
-from shoal.net.limits import Limits
-from shoal.net.server import listen
-from shoal.net.tickets import Tickets
+from shoal.net.bandwidth import Limits
+from shoal.net.http_client import Refused, SignedClient, Unreachable
+from shoal.net.http_server import listen
+from shoal.net.ticket_client import Tickets
+from shoal.net.waiting import NotYet
 from shoal.shardcast.mirror import Mirror, Upstream
 from shoal.shardcast.relay import RelayServer
 from shoal.shardcast.store import KEEP_VERSIONS, VersionStore

@@ -25,7 +25,7 @@ from blake3 import blake3
 from safetensors.torch import load_file, save_file
 
 from shoal.model.weights import disk_errors
-from shoal.net.deadline import DeadlinePassed
+from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
 from shoal.trainer.capture import Capture, take, trained
 from shoal.trainer.learner import Learner

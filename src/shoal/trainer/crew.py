@@ -21,7 +21,7 @@ from shoal.model.load import empty_decoder, load_causal
 from shoal.model.shape import Shape, read_json
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.weights import WEIGHTS_FILE
-from shoal.net.deadline import Stopped
+from shoal.net.waiting import Stopped
 from shoal.tasks import make_task
 from shoal.telemetry import Log
 from shoal.trainer.batch import TrainBatch

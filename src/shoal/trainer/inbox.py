@@ -6,7 +6,7 @@ The batch of a version is the same answer for ever, so asking again after a cras
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from shoal.net.client import SignedClient
+from shoal.net.http_client import SignedClient
 from shoal.trainer.batch import TrainBatch, build_batch
 from shoal.trainer.config import TrainerConfig
 from shoal.wire.codes import Rejected

@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from shoal.model.logprobs import TokenScores
-from shoal.net.deadline import Stopped
+from shoal.net.waiting import Stopped
 from shoal.trainer.batch import Sample, TrainBatch
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.figures import StepFigures, Sums

@@ -23,9 +23,9 @@ import torch
 from shoal.diloco.hivemind_mesh import Address as PeerAddress
 from shoal.model.builtin import create_model
 from shoal.model.tokenizer import load_tokenizer
-from shoal.net.client import SignedClient
 from shoal.net.data_files import fetch_files
-from shoal.net.deadline import NotYet, Stopped, wait_for
+from shoal.net.http_client import SignedClient
+from shoal.net.waiting import NotYet, Stopped, wait_for
 from shoal.shardcast.publish import SHARD_BYTES
 from shoal.shardcast.store import VersionStore
 from shoal.tasks.files import file_digests, with_files_from

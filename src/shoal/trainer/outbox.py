@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from shoal.net.deadline import DeadlinePassed
+from shoal.net.waiting import DeadlinePassed
 
 LEAVE_S = 5.0
 """For a publication to end when the process is leaving; the next process makes it again."""

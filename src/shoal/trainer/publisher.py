@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shoal.model.builtin import copy_all_but_weights
 from shoal.model.weights import save_tensors
-from shoal.net.client import Refused, SignedClient
-from shoal.net.server import listen
+from shoal.net.http_client import Refused, SignedClient
+from shoal.net.http_server import listen
 from shoal.shardcast.publish import Base, publish
 from shoal.shardcast.relay import RelayServer
 from shoal.shardcast.store import VersionStore

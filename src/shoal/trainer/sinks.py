@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shoal.net.server import Server, listen
+from shoal.net.http_server import Server, listen
 from shoal.telemetry import Sink
 
 PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}

@@ -8,7 +8,7 @@ import random
 import threading
 
 from shoal.model.tokenizer import Tokenizer
-from shoal.net.deadline import Stopped
+from shoal.net.waiting import Stopped
 from shoal.tasks import Task
 from shoal.telemetry import Log
 from shoal.trainer.batch import Sample

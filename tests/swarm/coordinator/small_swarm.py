@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 
 from s3_stores import CREDENTIALS
-from shoal.net.client import Refused, SignedClient
-from shoal.net.server import Server, listen
+from shoal.net.http_client import Refused, SignedClient
+from shoal.net.http_server import Server, listen
 from shoal.swarm.coordinator.app import make_app
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.coordinator import DATABASE_FILE, open_coordinator

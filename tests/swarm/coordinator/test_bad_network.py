@@ -11,8 +11,8 @@ from typing import Any
 from small_swarm import CONFIG, LOG, Node, SmallSwarm, manifest, report, signed_client, with_signal
 
 from fault_proxy import FAULTS, FaultProxy
-from shoal.net.client import Refused, Unreachable
-from shoal.net.deadline import NotYet, Stopped, wait_for
+from shoal.net.http_client import Refused, Unreachable
+from shoal.net.waiting import NotYet, Stopped, wait_for
 from shoal.swarm.coordinator.replay import replay
 from shoal.wire.keys import Key
 from shoal.wire.lease import Verdict

@@ -11,9 +11,9 @@ import pytest
 from small_swarm import CONFIG, LOG, SPEC, Node, SmallSwarm, refusal
 
 from s3_stores import CREDENTIALS, Store, careless_store, strict_store
-from shoal.net.client import SignedClient, Unreachable
+from shoal.net.http_client import SignedClient, Unreachable
 from shoal.net.presign import Credentials, upload_headers
-from shoal.net.s3 import S3Store
+from shoal.net.s3_store import S3Store
 from shoal.swarm.coordinator.coordinator import open_coordinator
 from shoal.swarm.coordinator.sweep import SLACK_S, sweep
 from shoal.wire.lease import Lease

@@ -17,8 +17,8 @@ import httpx
 import pytest
 from small_swarm import CONFIG, LOG, RELAY_URL, SPEC, Node, manifest, signed_client, with_signal
 
-from shoal.net.client import Refused, Unreachable
-from shoal.net.deadline import NotYet, Stopped, wait_for
+from shoal.net.http_client import Refused, Unreachable
+from shoal.net.waiting import NotYet, Stopped, wait_for
 from shoal.swarm.coordinator.coordinator import DATABASE_FILE, open_coordinator
 from shoal.swarm.coordinator.housekeeping import keep_house, resume
 from shoal.swarm.coordinator.ledger import read_ledger

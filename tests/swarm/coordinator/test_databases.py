@@ -19,7 +19,7 @@ from sqlalchemy import create_engine, select
 from sqlalchemy.exc import OperationalError
 from test_random_life import test_what_must_always_hold as random_life
 
-from shoal.net.client import Unreachable
+from shoal.net.http_client import Unreachable
 from shoal.swarm.coordinator.coordinator import DATABASE_FILE, open_coordinator
 from shoal.swarm.coordinator.database import Database, database_url
 from shoal.swarm.coordinator.desk import Desk

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from small_swarm import CONFIG, SmallSwarm, manifest, report
 from starlette.routing import Route
 
-from shoal.net.client import Refused, SignedClient, Unreachable
+from shoal.net.http_client import Refused, SignedClient, Unreachable
 from shoal.swarm.coordinator.app import make_app
 from shoal.swarm.coordinator.orders import ACTIONS
 from shoal.swarm.coordinator.signed_routes import SIGNED_ROUTES

@@ -6,7 +6,7 @@ import pytest
 from small_swarm import CONFIG, Node, SmallSwarm, refusal
 from sqlalchemy import select, update
 
-from shoal.net.client import Refused
+from shoal.net.http_client import Refused
 from shoal.swarm.coordinator.replay import replay, seed_of
 from shoal.swarm.coordinator.schema import leases as lease_table
 from shoal.swarm.coordinator.schema import submissions

@@ -9,7 +9,7 @@ import pytest
 from small_swarm import Node, SmallSwarm, refusal
 from sqlalchemy.exc import OperationalError
 
-from shoal.net.client import Refused
+from shoal.net.http_client import Refused
 from shoal.swarm.coordinator.housekeeping import go_round
 from shoal.swarm.coordinator.ledger import read_ledger
 from shoal.swarm.coordinator.space import missing

@@ -8,7 +8,7 @@ import pytest
 import small_swarm
 from small_swarm import SmallSwarm, refusal
 
-from shoal.net.client import Refused
+from shoal.net.http_client import Refused
 from shoal.wire.messages import AskUpload, Problem, Upload
 
 

@@ -7,7 +7,7 @@ import pytest
 from small_swarm import Node, SmallSwarm
 
 from shoal.cli.report import make_report, read_folder
-from shoal.net.server import Server, listen
+from shoal.net.http_server import Server, listen
 from shoal.swarm.coordinator.app import make_app
 from shoal.swarm.coordinator.pool import Hosted, Pool
 from shoal.wire.lease import Verdict

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from small_swarm import SmallSwarm
 
-from shoal.net.deadline import NotYet, wait_for
+from shoal.net.waiting import NotYet, wait_for
 from shoal.telemetry import Log
 
 DOCS = Path(__file__).parents[3] / "docs" / "page.md"

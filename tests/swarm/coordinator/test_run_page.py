@@ -13,7 +13,7 @@ import pytest
 from small_swarm import LOG, Node, SmallSwarm, report
 
 from shoal.cli.report import make_report, read_folder, read_url
-from shoal.net.deadline import NotYet, wait_for
+from shoal.net.waiting import NotYet, wait_for
 from shoal.swarm.coordinator import feed as feed_module
 from shoal.swarm.coordinator import snapshot as snapshot_module
 from shoal.swarm.coordinator.feed import PAGE_FILES, Feed, page_file

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from small_swarm import Node, SmallSwarm, at_once, manifest, refusal
 from sqlalchemy import func, select
 
-from shoal.net.client import SignedClient
+from shoal.net.http_client import SignedClient
 from shoal.swarm.coordinator.auth import LARGE_BODY, SMALL_BODY
 from shoal.swarm.coordinator.housekeeping import tidy
 from shoal.swarm.coordinator.schema import nonces

@@ -9,9 +9,9 @@ from small_swarm import Node, SmallSwarm, refusal
 from sqlalchemy import update
 
 from shoal import shardcast
-from shoal.net.deadline import DeadlinePassed
-from shoal.net.server import listen
-from shoal.net.tickets import PAUSE_S, Tickets
+from shoal.net.http_server import listen
+from shoal.net.ticket_client import PAUSE_S, Tickets
+from shoal.net.waiting import DeadlinePassed
 from shoal.swarm.coordinator.schema import nodes
 from shoal.telemetry import Log
 from shoal.wire.record import Sealed

@@ -13,8 +13,8 @@ from typing import TypeVar
 from shoal.model.builtin import create_model
 from shoal.model.load import load_decoder
 from shoal.model.tokenizer import load_tokenizer
-from shoal.net.client import SignedClient
-from shoal.net.server import listen
+from shoal.net.http_client import SignedClient
+from shoal.net.http_server import listen
 from shoal.shardcast import RelayServer, VersionStore, publish
 from shoal.swarm.validator.loop import ValidatorConfig
 from shoal.swarm.validator.recompute import Policy

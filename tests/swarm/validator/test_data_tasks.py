@@ -12,7 +12,7 @@ from loopback import DEADLINE_S, Swarm, in_thread, origin_of
 
 from shoal.cli.check_local import check_file
 from shoal.cli.main import main
-from shoal.net.client import Refused
+from shoal.net.http_client import Refused
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.run import run_coordinator
 from shoal.swarm.validator.loop import run_validator

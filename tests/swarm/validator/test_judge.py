@@ -24,7 +24,7 @@ from honest_work import (
     with_rows,
 )
 
-from shoal.net.deadline import Stopped
+from shoal.net.waiting import Stopped
 from shoal.swarm.validator.checks import check_forgery
 from shoal.swarm.validator.judge import judge
 from shoal.swarm.validator.reader import Reader

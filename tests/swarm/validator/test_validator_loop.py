@@ -8,7 +8,7 @@ import pytest
 from honest_work import make_table
 from loopback import Swarm, in_thread, origin_of
 
-from shoal.net.client import Refused
+from shoal.net.http_client import Refused
 from shoal.swarm.validator import loop
 from shoal.swarm.validator.judge import judge_many
 from shoal.swarm.validator.loop import Ended, run_validator

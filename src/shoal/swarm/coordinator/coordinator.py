@@ -10,9 +10,9 @@ from typing import Any, get_args
 
 from sqlalchemy import Connection, Row, func, insert, select, update
 
-from shoal.net.objects import LocalStore, ObjectStore
+from shoal.net.object_store import LocalStore, ObjectStore
 from shoal.net.presign import Credentials
-from shoal.net.s3 import S3Address, S3Store
+from shoal.net.s3_store import S3Address, S3Store
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.database import Database
 from shoal.swarm.coordinator.expected import Expected

@@ -14,8 +14,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from shoal.net.buckets import Buckets
-from shoal.net.objects import LocalStore
+from shoal.net.object_store import LocalStore
+from shoal.net.rate_limit import Buckets
 from shoal.swarm.coordinator import nodes, space, uploads
 from shoal.swarm.coordinator.answers import as_described, problem, send_json, to_json
 from shoal.swarm.coordinator.auth import BODY_S, admitted

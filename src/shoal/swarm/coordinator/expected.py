@@ -5,7 +5,7 @@ from typing import Any
 
 from sqlalchemy import Row
 
-from shoal.net.objects import Declared
+from shoal.net.object_store import Declared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

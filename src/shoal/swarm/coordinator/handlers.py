@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from starlette.responses import FileResponse, RedirectResponse, Response
 
-from shoal.net.objects import LocalStore, check_digest
+from shoal.net.object_store import LocalStore, check_digest
 from shoal.swarm.coordinator import (
     batches,
     checks,

@@ -2,7 +2,7 @@
 
 from sqlalchemy import select
 
-from shoal.net.objects import Declared
+from shoal.net.object_store import Declared
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction
 from shoal.swarm.coordinator.expected import expected_of
 from shoal.swarm.coordinator.schema import submissions, uploads

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive
 
-from shoal.net.objects import Incoming, LocalStore
+from shoal.net.object_store import Incoming, LocalStore
 from shoal.swarm.coordinator import uploads
 from shoal.swarm.coordinator.coordinator import Coordinator
 from shoal.swarm.coordinator.desk import Desk

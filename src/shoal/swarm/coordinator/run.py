@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.net.http_server import Server, listen
 from shoal.net.presign import Credentials
-from shoal.net.s3 import S3Store
-from shoal.net.server import Server, listen
+from shoal.net.s3_store import S3Store
 from shoal.swarm.coordinator.app import make_app
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.coordinator import Coordinator, newest_version, open_coordinator

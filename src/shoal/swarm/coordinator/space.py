@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sqlalchemy.exc import DBAPIError
 
-from shoal.net.objects import LocalStore
+from shoal.net.object_store import LocalStore
 from shoal.swarm.coordinator.coordinator import Coordinator
 from shoal.swarm.coordinator.schema import nonces
 from shoal.swarm.coordinator.statements import Statement, given, inserting

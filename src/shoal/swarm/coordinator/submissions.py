@@ -5,7 +5,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, and_, or_, select
 
-from shoal.net.objects import LocalStore
+from shoal.net.object_store import LocalStore
 from shoal.swarm.coordinator import epochs
 from shoal.swarm.coordinator.batches import is_stale
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, newest_version

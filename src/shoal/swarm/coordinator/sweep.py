@@ -8,7 +8,7 @@ import threading
 
 from sqlalchemy import select
 
-from shoal.net.s3 import S3Store, StoreDown
+from shoal.net.s3_store import S3Store, StoreDown
 from shoal.swarm.coordinator.coordinator import Coordinator
 from shoal.swarm.coordinator.schema import submissions, uploads
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, select
 
-from shoal.net.s3 import StoreDown
+from shoal.net.s3_store import StoreDown
 from shoal.swarm.coordinator.coordinator import Coordinator, Transaction
 from shoal.swarm.coordinator.expected import Expected, expected_of
 from shoal.swarm.coordinator.leases import Event, awaited_lease, find_lease, move

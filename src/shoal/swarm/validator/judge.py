@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.model.tokenizer import Tokenizer
-from shoal.net.deadline import Stopped
+from shoal.net.waiting import Stopped
 from shoal.swarm.validator import checks, form
 from shoal.swarm.validator.reader import Reader, ReaderDown
 from shoal.swarm.validator.recompute import CannotCheck, Checked, Policy, recompute_many

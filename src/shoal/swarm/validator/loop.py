@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 from shoal.model.load import DTYPES, load_decoder
-from shoal.net.client import Refused, SignedClient, Unreachable
 from shoal.net.data_files import fetch_files
-from shoal.net.deadline import DeadlinePassed, Stopped
+from shoal.net.http_client import Refused, SignedClient, Unreachable
+from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.swarm.validator.judge import judge_claim, judge_many
 from shoal.swarm.validator.poison import Poison
 from shoal.swarm.validator.policies import PolicyShelf

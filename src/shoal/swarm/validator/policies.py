@@ -7,9 +7,9 @@ from pathlib import Path
 from shoal.model.decoder import Decoder
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, load_weights
-from shoal.net.client import Refused, SignedClient
-from shoal.net.deadline import DeadlinePassed
-from shoal.net.tickets import Tickets
+from shoal.net.http_client import Refused, SignedClient
+from shoal.net.ticket_client import Tickets
+from shoal.net.waiting import DeadlinePassed
 from shoal.shardcast import RelayChoice, fetch_version, prune_versions
 from shoal.swarm.validator.recompute import CannotCheck, Policy
 from shoal.telemetry import Log

@@ -25,7 +25,7 @@ from shoal.model.packed_prefill import packed_states
 from shoal.model.segments import runs_kernel
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.upload import flat, upload
-from shoal.net.deadline import Stopped
+from shoal.net.waiting import Stopped
 from shoal.swarm.validator.checks import RowFacts
 from shoal.swarm.validator.form import where
 from shoal.toploc import ProofError, SegmentCheck, start_verifying

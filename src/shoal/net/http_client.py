@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import httpx
 
-from shoal.net.deadline import NotYet, wait_for
 from shoal.net.presign import upload_headers
+from shoal.net.waiting import NotYet, wait_for
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from shoal.net.client import Refused, SignedClient, Unreachable
+from shoal.net.http_client import Refused, SignedClient, Unreachable
 from shoal.telemetry import Log
 from shoal.wire.record import Sealed
 from shoal.wire.ticket import TICKET_S, Ticket, to_header

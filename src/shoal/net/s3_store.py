@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 import httpx
 
-from shoal.net.objects import Declared
+from shoal.net.object_store import Declared
 from shoal.net.presign import Credentials, presign, upload_headers
 
 TIMEOUT = httpx.Timeout(20.0, connect=5.0)
