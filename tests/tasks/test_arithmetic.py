@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.tasks import Outcome, Problem, Split, make_task
-from shoal.tasks.arithmetic import Add
+from shoal.tasks.procedural.arithmetic import Add
 from shoal.tasks.task import is_held_out
 from shoal.wire.run_spec import TaskSpec
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shoal.tasks import make_task
-from shoal.tasks.files import file_digests, keep_files, with_files_from, without_digests
-from shoal.tasks.listed import listed_row
+from shoal.tasks.datasets.file_options import file_digests, keep_files, with_files_from, without_digests
+from shoal.tasks.datasets.listed import listed_row
 from shoal.wire.run_spec import TaskSpec
 
 ROW = {"question": "1 + 1?", "answer": "#### 2"}

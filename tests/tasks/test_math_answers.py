@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from shoal.tasks import Outcome, Problem
-from shoal.tasks.math_answers import (
+from shoal.tasks.datasets.math_problems import (
     compare,
     find_bad_expression,
     grade_expression,
     grade_plain_number,
     last_boxed,
 )
-from shoal.tasks.math_judge import MathJudge, math_judge
+from shoal.tasks.grading.math_judge import MathJudge, math_judge
 
 R, W, U = Outcome.RIGHT, Outcome.WRONG, Outcome.UNPARSEABLE
 

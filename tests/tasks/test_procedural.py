@@ -4,9 +4,9 @@ import pytest
 
 from shoal.model.builtin import ALPHABET
 from shoal.tasks import Finite, Outcome, Problem, Split, make_task
-from shoal.tasks.counting import Count
-from shoal.tasks.largest import Largest
-from shoal.tasks.sorting import Sort
+from shoal.tasks.procedural.counting import Count
+from shoal.tasks.procedural.largest import Largest
+from shoal.tasks.procedural.sorting import Sort
 from shoal.wire.run_spec import TaskSpec
 
 SPLITS: tuple[Split, Split] = ("train", "eval")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.tasks import sandbox
-from shoal.tasks.sandbox import LEVELS, Ended, Level, Limits, best_level, passes, run_script
-from shoal.tasks.sandbox_child import CANNOT
+from shoal.tasks.grading import sandbox
+from shoal.tasks.grading.sandbox import LEVELS, Ended, Level, Limits, best_level, passes, run_script
+from shoal.tasks.grading.sandbox_child import CANNOT
 
 LIMITS = Limits(cpu_s=1, wall_s=6.0, memory_bytes=200 << 20)
 TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.tasks import Outcome, Problem, Split, make_task
-from shoal.tasks.sorting import Sort
+from shoal.tasks.procedural.sorting import Sort
 from shoal.wire.run_spec import TaskSpec
 
 

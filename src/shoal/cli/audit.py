@@ -27,7 +27,7 @@ from shoal.swarm.validator.judge import judge
 from shoal.swarm.validator.policies import PolicyShelf
 from shoal.swarm.validator.reader import Reader
 from shoal.swarm.validator.recompute import CannotCheck
-from shoal.tasks.files import file_digests, with_files_from
+from shoal.tasks.datasets.file_options import file_digests, with_files_from
 from shoal.telemetry import Log
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.keys import Key

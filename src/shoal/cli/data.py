@@ -36,9 +36,9 @@ from shoal.cli.arguments import MAX_NEW_TOKENS
 from shoal.cli.supervise import EXIT_OK
 from shoal.net.waiting import Stopped
 from shoal.tasks import Outcome, Task
-from shoal.tasks.data_set import DataSet
-from shoal.tasks.files import digest_of, is_file_option
-from shoal.tasks.listed import listed_row
+from shoal.tasks.datasets.data_set import DataSet
+from shoal.tasks.datasets.file_options import digest_of, is_file_option
+from shoal.tasks.datasets.listed import listed_row
 from shoal.wire.run_spec import Sampling, TaskSpec
 
 BAR = 40

@@ -32,7 +32,7 @@ from shoal.cli.supervise import EXIT_OK
 from shoal.net.http_client import SignedClient
 from shoal.net.ticket_client import Tickets
 from shoal.tasks import Outcome
-from shoal.tasks.files import digest_of, file_digests, is_file_option
+from shoal.tasks.datasets.file_options import digest_of, file_digests, is_file_option
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.manifest import Manifest

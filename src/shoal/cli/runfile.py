@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.tasks import make_task
-from shoal.tasks.files import without_digests
+from shoal.tasks.datasets.file_options import without_digests
 from shoal.trainer.config import TrainerConfig
 from shoal.wire.codes import Rejected
 from shoal.wire.proof_noise import Noise

@@ -4,18 +4,18 @@ import functools
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
-from shoal.tasks.arithmetic import Add
-from shoal.tasks.budgets import with_budgets
-from shoal.tasks.counting import Count
-from shoal.tasks.data_set import DataSet, Format
-from shoal.tasks.files import checked_options
-from shoal.tasks.genesys import GENESYS
-from shoal.tasks.largest import Largest
-from shoal.tasks.listed import Listed
-from shoal.tasks.programs import HUMANEVAL, MBPP
-from shoal.tasks.sorting import Sort
+from shoal.tasks.datasets.data_set import DataSet, Format
+from shoal.tasks.datasets.file_options import checked_options
+from shoal.tasks.datasets.genesys import GENESYS
+from shoal.tasks.datasets.listed import Listed
+from shoal.tasks.datasets.programs import HUMANEVAL, MBPP
+from shoal.tasks.datasets.word_problems import GSM8K, MATH, SVAMP
+from shoal.tasks.grading.length_budget import with_budgets
+from shoal.tasks.procedural.arithmetic import Add
+from shoal.tasks.procedural.counting import Count
+from shoal.tasks.procedural.largest import Largest
+from shoal.tasks.procedural.sorting import Sort
 from shoal.tasks.task import Task
-from shoal.tasks.word_problems import GSM8K, MATH, SVAMP
 from shoal.wire.run_spec import TaskSpec
 
 ENTRY_POINTS = "shoal.tasks"

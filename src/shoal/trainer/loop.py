@@ -28,7 +28,7 @@ from shoal.net.http_client import SignedClient
 from shoal.net.waiting import NotYet, Stopped, wait_for
 from shoal.shardcast.publish import SHARD_BYTES
 from shoal.shardcast.store import VersionStore
-from shoal.tasks.files import file_digests, with_files_from
+from shoal.tasks.datasets.file_options import file_digests, with_files_from
 from shoal.telemetry import Log, Metrics
 from shoal.trainer.capture import Capture
 from shoal.trainer.checkpoint import Checkpoints

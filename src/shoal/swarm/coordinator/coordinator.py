@@ -25,7 +25,7 @@ from shoal.swarm.coordinator.statements import Statement
 from shoal.swarm.coordinator.turn import Turn
 from shoal.swarm.coordinator.turnstile import Turnstile
 from shoal.tasks import Task, make_task
-from shoal.tasks.files import keep_files, with_files_from
+from shoal.tasks.datasets.file_options import keep_files, with_files_from
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.ledger import LedgerEvent

@@ -12,7 +12,7 @@ from shoal.swarm.validator import checks, form
 from shoal.swarm.validator.reader import Reader, ReaderDown
 from shoal.swarm.validator.recompute import CannotCheck, Checked, Policy, recompute_many
 from shoal.tasks import CannotGrade, Outcome, Problem, Reward, Task, make_task
-from shoal.tasks.files import file_digests
+from shoal.tasks.datasets.file_options import file_digests
 from shoal.toploc import expected_bytes
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.lease import Lease, Verdict

@@ -30,7 +30,7 @@ from shoal.swarm.validator.policies import PolicyShelf
 from shoal.swarm.validator.reader import Reader, ReaderDown
 from shoal.swarm.validator.recompute import BATCH_TOKENS, DEVICE_BATCH_TOKENS, CannotCheck
 from shoal.tasks import make_task
-from shoal.tasks.files import file_digests, with_files_from
+from shoal.tasks.datasets.file_options import file_digests, with_files_from
 from shoal.telemetry import Log
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.keys import Key

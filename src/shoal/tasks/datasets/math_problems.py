@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 
-from shoal.tasks.math_judge import math_judge
+from shoal.tasks.grading.math_judge import math_judge
 from shoal.tasks.task import RIGHT, UNPARSEABLE, WRONG, Problem, Reward, reply_of
 
 MAX_ANSWER_CHARS = 2000

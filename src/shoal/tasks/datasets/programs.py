@@ -7,8 +7,8 @@ import json
 import re
 from typing import Any
 
-from shoal.tasks.data_set import Format, Row, Style
-from shoal.tasks.sandbox import Limits, passes, run_script
+from shoal.tasks.datasets.data_set import Format, Row, Style
+from shoal.tasks.grading.sandbox import Limits, passes, run_script
 from shoal.tasks.task import RIGHT, UNPARSEABLE, WRONG, Problem, Reward, reply_of
 
 LIMITS = Limits()

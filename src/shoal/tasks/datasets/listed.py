@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shoal.tasks.data_set import read_rows
+from shoal.tasks.datasets.data_set import read_rows
 from shoal.tasks.task import Problem, Reward, Split, Task
 from shoal.wire.run_spec import TaskSpec
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from shoal.tasks.sandbox_child import CANNOT, TIME_IS_UP
-from shoal.tasks.sandbox_modes import PASSED
+from shoal.tasks.grading.sandbox_child import CANNOT, TIME_IS_UP
+from shoal.tasks.grading.sandbox_modes import PASSED
 from shoal.tasks.task import CannotGrade
 from shoal.telemetry import Log
 

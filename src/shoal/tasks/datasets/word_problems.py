@@ -2,8 +2,8 @@
 
 from decimal import Decimal
 
-from shoal.tasks.data_set import Format, Row, Style
-from shoal.tasks.math_answers import (
+from shoal.tasks.datasets.data_set import Format, Row, Style
+from shoal.tasks.datasets.math_problems import (
     find_bad_expression,
     find_bad_number,
     grade_expression,

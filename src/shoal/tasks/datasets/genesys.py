@@ -12,9 +12,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.tasks.data_set import Format, Row, Style
-from shoal.tasks.math_answers import find_bad_expression, grade_expression
-from shoal.tasks.programs import grade_program, in_block
+from shoal.tasks.datasets.data_set import Format, Row, Style
+from shoal.tasks.datasets.math_problems import find_bad_expression, grade_expression
+from shoal.tasks.datasets.programs import grade_program, in_block
 from shoal.tasks.task import Problem, Reward
 
 
