@@ -32,7 +32,7 @@ from unittest import mock
 import torch
 
 from shoal.cli.answering import model_folder
-from shoal.model.load import DTYPES, load_decoder
+from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.rollout.engine import Finished, Request
 from shoal.rollout.room import fit, free_memory_bytes, room_for

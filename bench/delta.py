@@ -42,7 +42,7 @@ from throttle import Link
 
 from shoal import shardcast
 from shoal.model.builtin import create_model
-from shoal.model.load import load_decoder
+from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights
 from shoal.net.http_client import SignedClient

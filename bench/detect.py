@@ -42,7 +42,7 @@ from shoal import toploc
 from shoal.cli.answering import model_folder
 from shoal.cli.intervals import wilson
 from shoal.cli.toploc import TERMS, read_rows
-from shoal.model.load import DTYPES, load_decoder
+from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.rollout.conduct import Conduct
 from shoal.rollout.engine import Engine, Finished

@@ -34,7 +34,7 @@ from shoal import toploc
 from shoal.model.builtin import ALPHABET
 from shoal.model.decoder import Decoder
 from shoal.model.fused import fuse
-from shoal.model.load import DTYPES, empty_decoder, load_decoder
+from shoal.model.load_model import DTYPES, empty_decoder, load_decoder
 from shoal.model.shape import Shape, read_shape
 from shoal.model.tokenizer import CharTokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from shoal.model.builtin import create_model
-from shoal.model.load import DTYPES, load_decoder
+from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.rollout.engine import Engine, Finished, Request
 from shoal.rollout.submission import to_rollout

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal import toploc
 from shoal.cli.answering import model_folder
-from shoal.model.load import load_decoder
+from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.swarm.validator.checks import allowed_hits
 from shoal.tasks import make_task

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from shoal.model.builtin import create_model
-from shoal.model.cache import KVCache
 from shoal.model.decoder import Decoder
-from shoal.model.load import load_decoder
+from shoal.model.kv_cache import KVCache
+from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.tasks import Split, make_task
 from shoal.telemetry import Log

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from shoal.model.load import DTYPES
+from shoal.model.load_model import DTYPES
 from shoal.model.shape import read_shape
 from shoal.model.weights import WEIGHTS_FILE
 from shoal.rollout.engine import Request

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.model.load import empty_decoder
+from shoal.model.load_model import empty_decoder
 from shoal.model.shape import Shape
 from shoal.trainer.batch import Sample, TrainBatch
 from shoal.trainer.config import TrainerConfig

@@ -26,7 +26,7 @@ import torch
 from throttle import Link
 
 from shoal.model.builtin import create_model
-from shoal.model.load import empty_decoder, load_decoder
+from shoal.model.load_model import empty_decoder, load_decoder
 from shoal.model.shape import read_shape
 from shoal.model.weights import WEIGHTS_FILE, save_weights
 from shoal.net.http_client import SignedClient

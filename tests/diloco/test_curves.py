@@ -11,7 +11,7 @@ from shoal.diloco.codec import CODECS, CodecName, decode, encode, reduce_chunk
 from shoal.diloco.language import next_token_loss
 from shoal.diloco.outer import Outer, first_state, outer_step
 from shoal.diloco.part import chunk_bounds
-from shoal.model.load import empty_decoder
+from shoal.model.load_model import empty_decoder
 from shoal.model.shape import Shape
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))

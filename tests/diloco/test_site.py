@@ -19,7 +19,7 @@ from shoal.diloco.checkpoint import SiteCheckpoints
 from shoal.diloco.config import DilocoFile, load_diloco_file
 from shoal.diloco.data import Samples, read_corpus
 from shoal.diloco.site import Site, learning_rate
-from shoal.model.load import load_decoder
+from shoal.model.load_model import load_decoder
 from shoal.net.waiting import Stopped
 from shoal.telemetry import Log, Metrics
 from shoal.trainer.config import DilocoConfig

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.model.cache import KVCache
 from shoal.model.decoder import Decoder
-from shoal.model.load import empty_decoder, load_decoder
+from shoal.model.kv_cache import KVCache
+from shoal.model.load_model import empty_decoder, load_decoder
 from shoal.model.shape import read_shape
 from shoal.model.weights import load_weights
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from shoal.model.builtin import create_model
 from shoal.model.decoder import Decoder
-from shoal.model.foreign import Foreign
-from shoal.model.load import load_causal
+from shoal.model.load_model import load_causal
 from shoal.model.logprobs import token_logprobs
+from shoal.model.transformers_model import Foreign
 from shoal.model.weights import save_weights
 
 PARTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1], [8, 2, 8, 1, 8, 4]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.model.builtin import create_model
-from shoal.model.load import load_decoder
+from shoal.model.load_model import load_decoder
 from shoal.model.logprobs import token_logprobs
 
 

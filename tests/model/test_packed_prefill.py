@@ -11,7 +11,7 @@ import torch
 from shoal.model import packed_prefill
 from shoal.model.builtin import create_model
 from shoal.model.decoder import Decoder
-from shoal.model.load import load_decoder
+from shoal.model.load_model import load_decoder
 from shoal.model.packed_prefill import packed_states
 
 pytestmark = pytest.mark.gpu

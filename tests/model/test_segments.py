@@ -5,7 +5,7 @@ import torch
 
 from shoal.model.decoder import Decoder
 from shoal.model.logprobs import _gradient, _reduced, token_scores
-from shoal.model.segments import LONG, find_segments
+from shoal.model.packed_segments import LONG, find_segments
 from shoal.model.shape import Shape
 
 SHAPE = Shape(

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shoal.model.builtin import create_model
-from shoal.model.load import empty_decoder, load_decoder
+from shoal.model.load_model import empty_decoder, load_decoder
 from shoal.model.shape import read_shape
 from shoal.model.weights import load_weights, save_weights
 

@@ -10,7 +10,7 @@ import torch
 from shoal import toploc
 from shoal.model.builtin import create_model
 from shoal.model.fused import fuse
-from shoal.model.load import DTYPES, load_decoder
+from shoal.model.load_model import DTYPES, load_decoder
 from shoal.rollout.engine import Finished, Request
 from shoal.rollout.shelf import SHELF_SIZES, ShelfSize
 from shoal.rollout.torch_engine import TorchEngine

@@ -15,7 +15,7 @@ from shoal import toploc
 from shoal.model.builtin import ALPHABET, create_model
 from shoal.model.decoder import Decoder
 from shoal.model.fused import fuse
-from shoal.model.load import load_decoder
+from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import CharTokenizer, load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE
 from shoal.rollout.engine import Finished, Request

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_learner import CONFIG, make_batch, make_learner
 
-from shoal.model.load import load_decoder
+from shoal.model.load_model import load_decoder
 from shoal.trainer.batch import TrainBatch
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.figures import StepFigures

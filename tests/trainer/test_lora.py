@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_learner import CONFIG, make_batch
 
-from shoal.model.load import load_causal
+from shoal.model.load_model import load_causal
 from shoal.model.weights import save_tensors
 from shoal.telemetry import Log
 from shoal.trainer.checkpoint import Checkpoints

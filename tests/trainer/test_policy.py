@@ -9,7 +9,7 @@ import torch
 from tiny_learner import CONFIG, make_batch
 
 from shoal.model.builtin import create_model
-from shoal.model.load import load_causal
+from shoal.model.load_model import load_causal
 from shoal.telemetry import Log
 from shoal.trainer.checkpoint import Checkpoints
 from shoal.trainer.config import TrainerConfig

@@ -18,7 +18,7 @@ from small_coordinator import SmallCoordinator
 from tiny_learner import make_batch
 
 from shoal.model.builtin import create_model
-from shoal.model.load import load_decoder
+from shoal.model.load_model import load_decoder
 from shoal.telemetry import Log
 from shoal.trainer.checkpoint import Checkpoints
 from shoal.trainer.config import TrainerConfig

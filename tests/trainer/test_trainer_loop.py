@@ -11,7 +11,7 @@ import httpx
 import pytest
 from small_coordinator import SmallCoordinator, Stopper
 
-from shoal.model.load import load_decoder
+from shoal.model.load_model import load_decoder
 from shoal.net.waiting import DeadlinePassed
 from shoal.trainer.batch import TrainBatch
 from shoal.trainer.config import TrainerConfig

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.model.builtin import create_model
-from shoal.model.load import load_decoder
+from shoal.model.load_model import load_decoder
 from shoal.trainer.batch import Sample, TrainBatch
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.learner import Learner

@@ -6,7 +6,7 @@ import secrets
 import time
 from pathlib import Path
 
-from shoal.model.load import DTYPES, load_decoder
+from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.swarm.validator.judge import judge
 from shoal.swarm.validator.reader import Reader

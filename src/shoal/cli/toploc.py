@@ -16,7 +16,7 @@ import torch
 from shoal import toploc
 from shoal.cli.answering import load_engine, model_folder
 from shoal.cli.progress import progress
-from shoal.model.load import DTYPES, load_decoder
+from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.net.waiting import Stopped
 from shoal.rollout.conduct import Dtype

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shoal.model.builtin import BUILTIN, copy_all_but_weights, create_model
 from shoal.model.decoder import Decoder
-from shoal.model.load import load_decoder
+from shoal.model.load_model import load_decoder
 from shoal.model.logprobs import token_logprobs
 from shoal.model.tokenizer import CharTokenizer, load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights

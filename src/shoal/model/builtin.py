@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shoal.model.decoder import Decoder
-from shoal.model.load import decoder_refuses, empty_decoder, load_causal
+from shoal.model.load_model import decoder_refuses, empty_decoder, load_causal
 from shoal.model.shape import read_shape
 from shoal.model.smollm2 import write_smollm2
 from shoal.model.tokenizer import CharTokenizer

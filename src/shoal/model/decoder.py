@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.model.cache import KVCache
 from shoal.model.head import Head
-from shoal.model.segments import Segments, attend_segments, find_segments, runs_kernel
+from shoal.model.kv_cache import KVCache
+from shoal.model.packed_segments import Segments, attend_segments, find_segments, runs_kernel
 from shoal.model.shape import Shape
 
 

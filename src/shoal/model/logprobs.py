@@ -127,7 +127,7 @@ class _Scores(torch.autograd.Function):
 def _reduced(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Log-prob, log-sum-exp and entropy of each row."""
     if logits_NV.is_cuda:
-        from shoal.model.logprob_kernels import reduce_rows
+        from shoal.model.kernels.logprob import reduce_rows
 
         return reduce_rows(logits_NV, targets_N, temperature)
     z_NV = logits_NV.float() / temperature
@@ -145,7 +145,7 @@ def _gradient(
 ) -> Tensor:
     """To the logits, in their dtype."""
     if logits_NV.is_cuda:
-        from shoal.model.logprob_kernels import gradient_rows
+        from shoal.model.kernels.logprob import gradient_rows
 
         return gradient_rows(logits_NV, targets_N, reduced, gradients, temperature)
     lse_N1, entropy_N1 = (one[:, None] for one in reduced)

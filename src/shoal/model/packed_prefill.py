@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from shoal.model.decoder import Decoder
 from shoal.model.fused import FusedWeights, fuse
-from shoal.model.segments import attend_spans, runs_kernel
+from shoal.model.host_to_device import flat, upload
+from shoal.model.packed_segments import attend_spans, runs_kernel
 from shoal.model.shape import Shape
-from shoal.model.upload import flat, upload
 
 _FUSED: WeakKeyDictionary[Decoder, FusedWeights] = WeakKeyDictionary()
 """A decoder's matrices are joined once; loading other weights into it fills them in place."""
@@ -38,7 +38,7 @@ class Run(NamedTuple):
 def packed_states(decoder: Decoder, rows: Sequence[tuple[Tokens, Tokens]]) -> list[Tensor]:
     """For each row, a prompt and what follows it: states after the final norm of the prompt's last token and of all that follow,
     [1 + N, H]. For 16-bit floats on a CUDA device."""
-    from shoal.model import kernels
+    from shoal.model.kernels import elementwise
 
     if decoder not in _FUSED:
         _FUSED[decoder] = fuse(decoder)
@@ -53,7 +53,7 @@ def packed_states(decoder: Decoder, rows: Sequence[tuple[Tokens, Tokens]]) -> li
     nowhere = (weights.embed_VH, weights.embed_VH)  # no place is 0 or above: keys and values are not kept
     for x_TH, delta_TH in fused_layers(weights, table_3T, runs, kept=[nowhere] * len(weights.layers)):
         last = x_TH, delta_TH  # one layer's at a time: all of them would be the larger part of the memory
-    states_TH = kernels.add_norm(*last, weights.norm_H, weights.shape.norm_eps)
+    states_TH = elementwise.add_norm(*last, weights.norm_H, weights.shape.norm_eps)
     wanted = upload(_places(runs, homes), states_TH.device)
     return list(torch.split(states_TH[wanted], [1 + len(row[1]) for row in rows]))
 
@@ -63,15 +63,15 @@ def fused_layers(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """After each layer, what has come in and what the layer adds to it, [T, H] both. A token's keys and values go to its place in
     that layer's `kept`. `table_3T` has a column for each token: its id, its position, its place or less than 0 for none."""
-    from shoal.model import gate_kernels, kernels, prompt_kernels
+    from shoal.model.kernels import elementwise, gate, prompt_attention
 
     shape, eps = weights.shape, weights.shape.norm_eps
     attention = _Attention(runs, shape, weights.embed_VH)
     x_TH = F.embedding(table_3T[0], weights.embed_VH)
     delta_TH: Tensor | None = None
     for layer, layer_kept in zip(weights.layers, kept, strict=True):
-        normed_TH = kernels.add_norm(x_TH, delta_TH, layer.input_norm_H, eps)
-        qkv_TQD = prompt_kernels.spread(
+        normed_TH = elementwise.add_norm(x_TH, delta_TH, layer.input_norm_H, eps)
+        qkv_TQD = prompt_attention.spread(
             F.linear(normed_TH, layer.qkv_QH, layer.qkv_bias_Q),
             layer,
             shape=shape,
@@ -80,8 +80,8 @@ def fused_layers(
             kept=layer_kept,
         )
         mixed_TQ = attention.attend(qkv_TQD).flatten(1)
-        normed_TH = kernels.add_norm(x_TH, F.linear(mixed_TQ, layer.o_HQ), layer.post_norm_H, eps)
-        delta_TH = F.linear(gate_kernels.gated_product(normed_TH, layer.gate_up_FH), layer.down_HF)
+        normed_TH = elementwise.add_norm(x_TH, F.linear(mixed_TQ, layer.o_HQ), layer.post_norm_H, eps)
+        delta_TH = F.linear(gate.gated_product(normed_TH, layer.gate_up_FH), layer.down_HF)
         yield x_TH, delta_TH
 
 
@@ -112,7 +112,7 @@ class _Attention:
         if self._runs_4R is None:
             q_TND, k_TKD, v_TKD = torch.split(qkv_TQD, [heads, kv_heads, kv_heads], dim=1)
             return attend_spans(q_TND, k_TKD, v_TKD, self._spans)
-        from shoal.model.segment_kernels import attend_runs
+        from shoal.model.kernels.segment_attention import attend_runs
 
         return attend_runs(qkv_TQD, self._runs_4R, self._longest, num_heads=heads, num_kv_heads=kv_heads)
 

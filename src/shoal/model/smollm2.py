@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.model.load import empty_decoder
+from shoal.model.load_model import empty_decoder
 from shoal.model.shape import read_shape
 from shoal.model.weights import WEIGHTS_FILE, save_weights
 

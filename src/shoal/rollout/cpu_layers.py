@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.model.fused import FusedLayer
-from shoal.model.packed import linear
+from shoal.model.packed_linear import linear
 
 
 class Prompts(NamedTuple):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from shoal.model.decoder import Decoder
 from shoal.model.fused import FusedWeights
-from shoal.model.packed import linear
+from shoal.model.packed_linear import linear
 from shoal.rollout.cpu_layers import Glance, Heads, Prompts, norm, without_python
 from shoal.rollout.engine import Request
 from shoal.rollout.lanes import Lanes

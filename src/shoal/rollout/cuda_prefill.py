@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.model import kernels
-from shoal.model.cache import KVCache
 from shoal.model.fused import FusedWeights
+from shoal.model.host_to_device import upload
+from shoal.model.kernels import elementwise
+from shoal.model.kv_cache import KVCache
 from shoal.model.packed_prefill import Run, fused_layers
-from shoal.model.upload import upload
 from shoal.rollout.rows import Prompt
 
 
@@ -37,7 +37,7 @@ def prefill_by_layer(
         yield None
     last_P = upload(np.cumsum(lengths) - 1, device)
     x_PH, delta_PH = (each_TH[last_P] for each_TH in last)
-    last_PH = kernels.add_norm(x_PH, delta_PH, weights.norm_H, weights.shape.norm_eps)
+    last_PH = elementwise.add_norm(x_PH, delta_PH, weights.norm_H, weights.shape.norm_eps)
     yield torch.mm(last_PH, weights.head_VH.t())
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.model import attention_kernels, kernels, prompt_kernels
-from shoal.model.cache import KVCache
 from shoal.model.fused import FusedWeights
-from shoal.model.upload import upload
+from shoal.model.host_to_device import upload
+from shoal.model.kernels import decode_attention, elementwise, prompt_attention
+from shoal.model.kv_cache import KVCache
 from shoal.rollout.cuda_prefill import prefill
 from shoal.rollout.cuda_step import PIECE, row_tables
 from shoal.rollout.pieces import Pieces
@@ -29,7 +29,7 @@ class _Fed(NamedTuple):
     counts: list[int]
     table_3T: Tensor
     """As `prompt_kernels.spread` reads it: places are such that a token's key goes behind its row's earlier ones."""
-    rows: attention_kernels.RowTables
+    rows: decode_attention.RowTables
     keys_TKD: Tensor
     values_TKD: Tensor
     pad: int
@@ -54,9 +54,9 @@ def replay(weights: FusedWeights, rows: Sequence[tuple[Prompt, Sequence[int]]]) 
     delta_TH: Tensor | None = None
     for number, layer in enumerate(weights.layers):
         qkv_TQ = F.linear(
-            kernels.add_norm(x_TH, delta_TH, layer.input_norm_H, eps), layer.qkv_QH, layer.qkv_bias_Q
+            elementwise.add_norm(x_TH, delta_TH, layer.input_norm_H, eps), layer.qkv_QH, layer.qkv_bias_Q
         )
-        prompt_kernels.spread(
+        prompt_attention.spread(
             qkv_TQ,
             layer,
             shape=shape,
@@ -64,7 +64,7 @@ def replay(weights: FusedWeights, rows: Sequence[tuple[Prompt, Sequence[int]]]) 
             table_3T=fed.table_3T,
             kept=(fed.keys_TKD[:, None], fed.values_TKD[:, None]),
         )
-        mixed_TQ = attention_kernels.attend(
+        mixed_TQ = decode_attention.attend(
             qkv_TQ,
             layer,
             shape=shape,
@@ -73,9 +73,9 @@ def replay(weights: FusedWeights, rows: Sequence[tuple[Prompt, Sequence[int]]]) 
             own=(fed.keys_TKD[fed.pad :, None], fed.values_TKD[fed.pad :, None]),
             shared=(kept.keys_LSCKD[number], kept.values_LSCKD[number]),
         )
-        normed_TH = kernels.add_norm(x_TH, F.linear(mixed_TQ, layer.o_HQ), layer.post_norm_H, eps)
-        delta_TH = F.linear(kernels.silu_mul(F.linear(normed_TH, layer.gate_up_FH)), layer.down_HF)
-    states_TH = kernels.add_norm(x_TH, delta_TH, weights.norm_H, eps)
+        normed_TH = elementwise.add_norm(x_TH, F.linear(mixed_TQ, layer.o_HQ), layer.post_norm_H, eps)
+        delta_TH = F.linear(elementwise.silu_mul(F.linear(normed_TH, layer.gate_up_FH)), layer.down_HF)
+    states_TH = elementwise.add_norm(x_TH, delta_TH, weights.norm_H, eps)
     return list(torch.split(states_TH, fed.counts))
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.model import attention_kernels, draw_kernels, kernels
-from shoal.model.cache import KVCache
 from shoal.model.fused import FusedWeights
-from shoal.model.upload import upload
+from shoal.model.host_to_device import upload
+from shoal.model.kernels import decode_attention, elementwise, token_draw
+from shoal.model.kv_cache import KVCache
 from shoal.rollout.cuda_prefill import prefill_by_layer
 from shoal.rollout.engine import Request
 from shoal.rollout.pieces import Pieces, PieceSize
@@ -27,7 +27,7 @@ from shoal.rollout.slots import Slots
 
 BUCKETS = (8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Rows of one graph. Between them a step's time hardly changes."""
-PIECE = PieceSize(attention_kernels.PIECE_ROWS, attention_kernels.PROMPT_SPLIT)
+PIECE = PieceSize(decode_attention.PIECE_ROWS, decode_attention.PROMPT_SPLIT)
 
 
 class CudaStep:
@@ -119,8 +119,8 @@ class CudaStep:
         x_BH = F.embedding(slots.newest_S[:num_rows], weights.embed_VH)
         delta_BH: Tensor | None = None
         for number, layer in enumerate(weights.layers):
-            normed_BH = kernels.add_norm(x_BH, delta_BH, layer.input_norm_H, eps)
-            mixed_BQ = attention_kernels.attend(
+            normed_BH = elementwise.add_norm(x_BH, delta_BH, layer.input_norm_H, eps)
+            mixed_BQ = decode_attention.attend(
                 F.linear(normed_BH, layer.qkv_QH, layer.qkv_bias_Q),
                 layer,
                 shape=shape,
@@ -129,15 +129,15 @@ class CudaStep:
                 own=(slots.cache.keys_LSCKD[number], slots.cache.values_LSCKD[number]),
                 shared=(self._prompts.keys_LSCKD[number], self._prompts.values_LSCKD[number]),
             )
-            normed_BH = kernels.add_norm(x_BH, F.linear(mixed_BQ, layer.o_HQ), layer.post_norm_H, eps)
-            delta_BH = F.linear(kernels.silu_mul(F.linear(normed_BH, layer.gate_up_FH)), layer.down_HF)
+            normed_BH = elementwise.add_norm(x_BH, F.linear(mixed_BQ, layer.o_HQ), layer.post_norm_H, eps)
+            delta_BH = F.linear(elementwise.silu_mul(F.linear(normed_BH, layer.gate_up_FH)), layer.down_HF)
         keep = (slots.states_SNH, slots.counts_S, slots.ended_S)
-        hidden_BH = kernels.add_norm(x_BH, delta_BH, weights.norm_H, eps, keep=keep)
+        hidden_BH = elementwise.add_norm(x_BH, delta_BH, weights.norm_H, eps, keep=keep)
         self._draw(F.linear(hidden_BH, weights.head_VH), slots.index_S[:num_rows], slots.index_S[:num_rows])
 
     def _draw(self, logits_BV: Tensor, sources_R: Tensor, slots_R: Tensor) -> None:
         slots = self._slots
-        draw_kernels.draw(
+        token_draw.draw(
             logits_BV,
             sources_R=sources_R,
             slots_R=slots_R,
@@ -175,9 +175,9 @@ class _Coming:
         return [Batch(list(self.prompts), None, self._logits_PV)]
 
 
-def row_tables(table_6S: Tensor, work: Tensor, homes_S: Tensor) -> attention_kernels.RowTables:
+def row_tables(table_6S: Tensor, work: Tensor, homes_S: Tensor) -> decode_attention.RowTables:
     """`work` as `Pieces.changed` lays it out."""
     num_slots = table_6S.shape[1]
-    return attention_kernels.RowTables(
+    return decode_attention.RowTables(
         table_6S, work[1 : 1 + num_slots], work[1 + num_slots :].view(5, -1), work[:1], homes_S
     )

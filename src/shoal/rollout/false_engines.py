@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal import toploc
 from shoal.model.builtin import copy_all_but_weights
 from shoal.model.decoder import Decoder
-from shoal.model.load import load_decoder
+from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights
 from shoal.rollout.engine import Engine, Finished, Request

@@ -11,7 +11,7 @@ from functools import partial
 
 import httpx
 
-from shoal.model.load import DTYPES
+from shoal.model.load_model import DTYPES
 from shoal.rollout.conduct import Conduct, Dtype
 from shoal.rollout.engine import Engine, Request
 from shoal.rollout.false_engines import (

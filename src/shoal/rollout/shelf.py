@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.model.cache import KVCache
 from shoal.model.decoder import Decoder
-from shoal.model.upload import upload
+from shoal.model.host_to_device import upload
+from shoal.model.kv_cache import KVCache
 from shoal.rollout.rows import Prompt
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.model.cache import KVCache
 from shoal.model.fused import FusedWeights
-from shoal.model.upload import upload
+from shoal.model.host_to_device import upload
+from shoal.model.kv_cache import KVCache
 from shoal.rollout.engine import Request
 from shoal.rollout.room import Room
 from shoal.wire.seeded_draw import uniforms

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from shoal.model.fused import fuse
-from shoal.model.load import DTYPES, load_decoder
-from shoal.model.packed import pack, repacking
+from shoal.model.host_to_device import upload
+from shoal.model.load_model import DTYPES, load_decoder
+from shoal.model.packed_linear import pack, repacking
 from shoal.model.shape import read_shape
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
-from shoal.model.upload import upload
 from shoal.model.weights import WEIGHTS_FILE, load_weights
 from shoal.rollout.cpu_step import CpuStep
 from shoal.rollout.engine import Finished, Request, check_requests

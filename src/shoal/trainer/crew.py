@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from shoal.model.decoder import Decoder
-from shoal.model.foreign import empty_foreign
-from shoal.model.load import empty_decoder, load_causal
+from shoal.model.load_model import empty_decoder, load_causal
 from shoal.model.shape import Shape, read_json
 from shoal.model.tokenizer import Tokenizer
+from shoal.model.transformers_model import empty_foreign
 from shoal.model.weights import WEIGHTS_FILE
 from shoal.net.waiting import Stopped
 from shoal.tasks import make_task

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shoal.model.decoder import Decoder, RMSNorm
-from shoal.model.foreign import Foreign
-from shoal.model.load import DTYPES
+from shoal.model.load_model import DTYPES
 from shoal.model.logprobs import TokenScores, token_scores
+from shoal.model.transformers_model import Foreign
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.pack import MicroBatch
 from shoal.trainer.ranks import Ranks

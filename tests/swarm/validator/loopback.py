@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from shoal.model.builtin import create_model
-from shoal.model.load import load_decoder
+from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.net.http_client import SignedClient
 from shoal.net.http_server import listen

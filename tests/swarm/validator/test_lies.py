@@ -8,7 +8,7 @@ import torch
 from honest_work import NODE, make_claim, make_lease, make_spec
 
 from shoal.model.builtin import copy_all_but_weights, create_model
-from shoal.model.load import load_decoder
+from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights
 from shoal.rollout.conduct import Conduct

@@ -8,7 +8,7 @@ from honest_work import make_lease, make_spec
 from loopback import LOG, Swarm, origin_of
 
 from shoal.model.decoder import Decoder
-from shoal.model.load import load_decoder
+from shoal.model.load_model import load_decoder
 from shoal.swarm.validator.policies import PolicyShelf
 from shoal.swarm.validator.recompute import CannotCheck
 from shoal.wire.keys import Key

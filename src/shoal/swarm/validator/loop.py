@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.model.load import DTYPES, load_decoder
+from shoal.model.load_model import DTYPES, load_decoder
 from shoal.net.data_files import fetch_files
 from shoal.net.http_client import Refused, SignedClient, Unreachable
 from shoal.net.waiting import DeadlinePassed, Stopped

@@ -19,12 +19,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.model.cache import KVCache
 from shoal.model.decoder import Decoder
+from shoal.model.host_to_device import flat, upload
+from shoal.model.kv_cache import KVCache
 from shoal.model.packed_prefill import packed_states
-from shoal.model.segments import runs_kernel
+from shoal.model.packed_segments import runs_kernel
 from shoal.model.tokenizer import Tokenizer
-from shoal.model.upload import flat, upload
 from shoal.net.waiting import Stopped
 from shoal.swarm.validator.checks import RowFacts
 from shoal.swarm.validator.form import where
@@ -352,7 +352,7 @@ def _per_token(batch: Sequence[_Entry], columns_4N: Floats) -> list[Floats]:
 
 
 def _device_distribution(decoder: Decoder, hidden_NH: Tensor, tokens_N: Tensor, temperature: float) -> Tensor:
-    from shoal.model.interval_kernels import token_intervals
+    from shoal.model.kernels.draw_interval import token_intervals
 
     return token_intervals(decoder.logits(hidden_NH), tokens_N, temperature)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 from shoal.model.decoder import Decoder
-from shoal.model.foreign import Foreign, empty_foreign, probe
 from shoal.model.shape import Shape, read_json, read_shape
+from shoal.model.transformers_model import Foreign, empty_foreign, probe
 from shoal.model.weights import WEIGHTS_FILE, load_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

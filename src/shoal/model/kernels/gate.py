@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from shoal.model.kernels import gated, silu_mul
+from shoal.model.kernels.elementwise import gated, silu_mul
 
 BLOCK_T, BLOCK_F, BLOCK_H = 128, 64, 64
 """BLOCK_F of both, gate and up, so that a program's tile is a square. Three programs fit on a processor at once: while one

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shoal.model.fused import FusedLayer
-from shoal.model.kernels import normed, rotated
+from shoal.model.kernels.elementwise import normed, rotated
 from shoal.model.shape import Shape
 
 
