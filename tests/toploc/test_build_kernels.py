@@ -23,7 +23,7 @@ GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden.json").read
 
 
 def by_kernel(indices_SK: np.ndarray, bits_SK: np.ndarray, device: str) -> list[bytes]:
-    from shoal.toploc.build_kernels import NO_MODULUS, proof_lines  # needs Triton
+    from shoal.toploc.proof_kernels import NO_MODULUS, proof_lines  # needs Triton
 
     bits = torch.from_numpy(bits_SK.view(np.int16))
     lines = proof_lines(torch.from_numpy(indices_SK).to(device), bits.to(device)).cpu().numpy()
@@ -120,7 +120,7 @@ def test_states_too_few_for_a_proof(kernel_device: str, monkeypatch: pytest.Monk
 
 
 def test_points_that_no_modulus_separates(kernel_device: str) -> None:
-    from shoal.toploc.build_kernels import NO_MODULUS, proof_lines
+    from shoal.toploc.proof_kernels import NO_MODULUS, proof_lines
 
     if kernel_device == "cpu":
         pytest.skip("32,729 moduli are too many for the interpreter")

@@ -61,7 +61,7 @@ def build_proofs(states_list: Sequence[Tensor], *, topk: int = 128, segment_toke
 
 
 def _build_on_device(states_list: Sequence[Tensor], topk: int, segment_tokens: int) -> list[bytes]:
-    from shoal.toploc.build_kernels import proof_lines
+    from shoal.toploc.proof_kernels import proof_lines
 
     places: list[Place] = []
     tables: list[Tensor] = []
@@ -83,7 +83,7 @@ def _build_on_device(states_list: Sequence[Tensor], topk: int, segment_tokens: i
 
 
 def _refusal(place: Place, said: int, topk: int) -> ProofError:
-    from shoal.toploc.build_kernels import ALL_ZERO, NO_MODULUS
+    from shoal.toploc.proof_kernels import ALL_ZERO, NO_MODULUS
 
     if said == NO_MODULUS:
         return ProofError(no_modulus(topk), place[0])

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shoal.toploc.build_kernels import reduced
+from shoal.toploc.proof_kernels import reduced
 
 
 @triton.jit
