@@ -50,8 +50,8 @@ from shoal.rollout.engine import Finished, Request
 from shoal.rollout.torch_engine import TorchEngine
 from shoal.shardcast import delta
 from shoal.shardcast.boot import mark_boot
+from shoal.shardcast.client.http_source import Connections, ask_latest
 from shoal.shardcast.digest import hash_bytes
-from shoal.shardcast.upstream import Connections, ask_latest
 from shoal.tasks import Problem, Task, make_task
 from shoal.telemetry import Log
 from shoal.trainer.advantage import group_advantages

@@ -98,7 +98,7 @@ def our_relay(options: argparse.Namespace) -> None:
 
 def our_client(options: argparse.Namespace) -> None:
     from shoal import shardcast
-    from shoal.shardcast.upstream import Connections, ask_latest
+    from shoal.shardcast.client.http_source import Connections, ask_latest
     from shoal.telemetry import Log
     from shoal.wire.keys import Key
 

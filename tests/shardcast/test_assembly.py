@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.shardcast.assembly import Assembly, Shard, WrongBytes, reuse_files
-from shoal.shardcast.signed import open_manifest, prepare_folder
+from shoal.shardcast.manifest_files import open_manifest, prepare_folder
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
 from shoal.wire.manifest import FileEntry, Manifest

@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 
-from shoal.shardcast.bell import Bell
+from shoal.shardcast.notify import Bell
 
 PATIENCE_S = 60.0
 

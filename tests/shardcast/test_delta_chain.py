@@ -13,8 +13,8 @@ import pytest
 
 from shoal import shardcast
 from shoal.net.waiting import DeadlinePassed
-from shoal.shardcast import fetch as fetch_module
-from shoal.shardcast import mirror as mirror_module
+from shoal.shardcast.client import fetch as fetch_module
+from shoal.shardcast.relay import mirror as mirror_module
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key

@@ -9,8 +9,8 @@ import pytest
 
 from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.shardcast import RelayApp, RelayChoice, fetch_manifest, fetch_newer, fetch_version, prune_versions
-from shoal.shardcast import download as download_module
 from shoal.shardcast.assembly import Assembly
+from shoal.shardcast.client import download as download_module
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key

@@ -10,7 +10,7 @@ import pytest
 
 from shoal.net.waiting import DeadlinePassed
 from shoal.shardcast import Mirror, RelayApp, RelayChoice, VersionStore, fetch_manifest
-from shoal.shardcast.gate import MAX_REMEMBERED, Gate
+from shoal.shardcast.relay.relay_access import MAX_REMEMBERED, Gate
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key

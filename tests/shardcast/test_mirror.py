@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from shoal.shardcast import Mirror, RelayApp, VersionStore
-from shoal.shardcast import mirror as mirror_module
+from shoal.shardcast.relay import mirror as mirror_module
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.record import seal

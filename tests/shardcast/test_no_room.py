@@ -11,7 +11,7 @@ import pytest
 
 from shoal import shardcast
 from shoal.net.waiting import DeadlinePassed
-from shoal.shardcast.space import NoRoom, room_in
+from shoal.shardcast.disk import NoRoom, room_in
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from small_disk import fill, small_disk

@@ -13,7 +13,7 @@ from shoal.net.bandwidth import Limits
 from shoal.net.http_server import listen
 from shoal.net.waiting import DeadlinePassed
 from shoal.shardcast import RelayServer, VersionStore, fetch_manifest
-from shoal.shardcast import download as download_module
+from shoal.shardcast.client import download as download_module
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key

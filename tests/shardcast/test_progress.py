@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from shoal.shardcast import progress as progress_module
-from shoal.shardcast.progress import Progress
+from shoal.shardcast.client import fetch_progress as progress_module
+from shoal.shardcast.client.fetch_progress import Progress
 from shoal.telemetry import Log
 
 PROGRAM = """

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.shardcast.ranges import parse_range
+from shoal.shardcast.relay.range_header import parse_range
 from shoal.wire.codes import Rejected
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from shoal.shardcast import RelayChoice
-from shoal.shardcast import download as download_module
 from shoal.shardcast.assembly import Assembly
-from shoal.shardcast.download import Download
-from shoal.shardcast.signed import prepare_folder
+from shoal.shardcast.client import download as download_module
+from shoal.shardcast.client.download import Download
+from shoal.shardcast.manifest_files import prepare_folder
 from shoal.telemetry import Log
 
 NUM_BYTES = 100_000  # 100 shards

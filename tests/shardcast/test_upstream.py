@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shoal.shardcast import upstream
 from shoal.shardcast.assembly import Shard
-from shoal.shardcast.upstream import Broken, Connections, ask_shards
+from shoal.shardcast.client import http_source
+from shoal.shardcast.client.http_source import Broken, Connections, ask_shards
 
 DATA = bytes(range(256)) * 400
 SHARDS = [
@@ -56,13 +56,13 @@ def test_the_body_may_begin_anywhere(serve: Callable[..., str], with_head: int) 
 
 
 def test_what_drips_is_waited_for(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstream, "STALL_S", 1.5)
+    monkeypatch.setattr(http_source, "STALL_S", 1.5)
     pieces = [DATA[start : start + 20_000] for start in range(0, len(DATA), 20_000)]
     assert fetched(serve([HEAD, *pieces], 0.4)) == DATA  # longer than LOOK_S apart, and than STALL_S in all
 
 
 def test_what_hangs_is_left(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstream, "STALL_S", 0.5)
+    monkeypatch.setattr(http_source, "STALL_S", 0.5)
     with pytest.raises(Broken, match=r"no byte for 0\.5 s"):
         fetched(serve([HEAD + DATA[:60_000]], 0.0))
 

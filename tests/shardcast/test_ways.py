@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.shardcast.ways import Shelf, Way, shortest_way
+from shoal.shardcast.client.fetch_plan import Shelf, Way, shortest_way
 from shoal.wire.manifest import Delta, FileEntry, Manifest
 
 NUM_BYTES, DELTA_BYTES = 1000, 30

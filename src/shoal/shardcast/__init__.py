@@ -8,12 +8,12 @@
 docs/shardcast.md shows all four in one example. No torch here.
 """
 
-from shoal.shardcast.choice import RelayChoice
-from shoal.shardcast.client import fetch_manifest, fetch_newer, fetch_version, prune_versions
-from shoal.shardcast.mirror import Mirror
+from shoal.shardcast.client.relay_choice import RelayChoice
+from shoal.shardcast.client.versions_on_disk import fetch_manifest, fetch_newer, fetch_version, prune_versions
 from shoal.shardcast.publish import SHARD_BYTES, SNAPSHOT_EVERY, Base, publish
-from shoal.shardcast.relay import RelayApp, RelayServer
-from shoal.shardcast.relay_loop import Relay, RelayConfig, run_relay
+from shoal.shardcast.relay.mirror import Mirror
+from shoal.shardcast.relay.relay_app import RelayApp, RelayServer
+from shoal.shardcast.relay.relay_process import Relay, RelayConfig, run_relay
 from shoal.shardcast.store import KEEP_VERSIONS, VersionStore
 
 __all__ = [

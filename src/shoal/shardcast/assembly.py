@@ -17,10 +17,10 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shoal.shardcast.client.byte_ranges import write_at
 from shoal.shardcast.digest import hash_bytes, hash_file, hash_range
-from shoal.shardcast.pieces import write_at
-from shoal.shardcast.signed import partial_path, read_manifest
-from shoal.shardcast.space import room_in
+from shoal.shardcast.disk import room_in
+from shoal.shardcast.manifest_files import partial_path, read_manifest
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import FileEntry, Manifest
 

@@ -8,7 +8,7 @@ folder leaves the boot's id in it, and where another one is found, everything is
 import contextlib
 from pathlib import Path
 
-from shoal.shardcast.space import NoRoom, room_in
+from shoal.shardcast.disk import NoRoom, room_in
 
 BOOT_MARK = ".boot"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import zstandard
 from blake3 import blake3
 
-from shoal.shardcast.pieces import write_at
+from shoal.shardcast.client.byte_ranges import write_at
 from shoal.wire.codes import Rejected
 
 MAGIC = b"SHDELTA1"

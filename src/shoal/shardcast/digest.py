@@ -6,7 +6,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from shoal.shardcast.buffer import make_buffer
+from shoal.shardcast.client.buffer import make_buffer
 
 PIECE_BYTES = 1 << 20
 """Small enough that what was read is still in the processor's cache when it is hashed."""

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from shoal.shardcast.delta import write_delta
 from shoal.shardcast.digest import hash_shards
-from shoal.shardcast.signed import MANIFEST_FILE, PARTIAL_MANIFEST, read_manifest, write_manifest
-from shoal.shardcast.space import room_for
+from shoal.shardcast.disk import room_for
+from shoal.shardcast.manifest_files import MANIFEST_FILE, PARTIAL_MANIFEST, read_manifest, write_manifest
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
 from shoal.wire.manifest import DELTA_SUFFIX, Delta, FileEntry, Manifest

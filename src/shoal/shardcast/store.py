@@ -17,10 +17,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from shoal.shardcast.assembly import Assembly
-from shoal.shardcast.bell import Bell
 from shoal.shardcast.boot import mark_boot, same_boot
 from shoal.shardcast.folders import version_folder, version_folders
-from shoal.shardcast.signed import MANIFEST_FILE, open_manifest, prepare_folder, read_manifest
+from shoal.shardcast.manifest_files import MANIFEST_FILE, open_manifest, prepare_folder, read_manifest
+from shoal.shardcast.notify import Bell
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import FileEntry, Manifest
 from shoal.wire.record import Sealed

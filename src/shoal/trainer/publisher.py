@@ -13,7 +13,7 @@ from shoal.model.weights import save_tensors
 from shoal.net.http_client import Refused, SignedClient
 from shoal.net.http_server import listen
 from shoal.shardcast.publish import Base, publish
-from shoal.shardcast.relay import RelayServer
+from shoal.shardcast.relay.relay_app import RelayServer
 from shoal.shardcast.store import VersionStore
 from shoal.telemetry import Log
 from shoal.wire.keys import Key

@@ -17,8 +17,8 @@ from shoal.net.http_client import Refused, SignedClient, Unreachable
 from shoal.net.http_server import listen
 from shoal.net.ticket_client import Tickets
 from shoal.net.waiting import NotYet
-from shoal.shardcast.mirror import Mirror, Upstream
-from shoal.shardcast.relay import RelayServer
+from shoal.shardcast.relay.mirror import Mirror, Upstream
+from shoal.shardcast.relay.relay_app import RelayServer
 from shoal.shardcast.store import KEEP_VERSIONS, VersionStore
 from shoal.telemetry import Log
 from shoal.wire.keys import Key

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from shoal.shardcast.space import room_for, room_in
+from shoal.shardcast.disk import room_for, room_in
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import Manifest
 from shoal.wire.record import Sealed

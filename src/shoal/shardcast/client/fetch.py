@@ -20,14 +20,14 @@ from pathlib import Path
 
 from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.shardcast.assembly import Assembly
-from shoal.shardcast.choice import RelayChoice
+from shoal.shardcast.client.download import Download, NoRelayLeft
+from shoal.shardcast.client.fetch_plan import Payload, Shelf, Way, shortest_way
+from shoal.shardcast.client.relay_choice import RelayChoice
 from shoal.shardcast.delta import apply_deltas
 from shoal.shardcast.digest import hash_file
-from shoal.shardcast.download import Download, NoRelayLeft
+from shoal.shardcast.disk import room_for
 from shoal.shardcast.folders import partial_folder, version_folder, version_folders
-from shoal.shardcast.signed import MANIFEST_FILE, open_manifest, prepare_folder, read_manifest
-from shoal.shardcast.space import room_for
-from shoal.shardcast.ways import Payload, Shelf, Way, shortest_way
+from shoal.shardcast.manifest_files import MANIFEST_FILE, open_manifest, prepare_folder, read_manifest
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import DELTA_SUFFIX, FileEntry, Manifest

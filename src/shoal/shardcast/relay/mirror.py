@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 
 from shoal.net.waiting import DeadlinePassed, NotYet, Stopped, wait_for
 from shoal.shardcast.assembly import Assembly, reuse_files
-from shoal.shardcast.choice import RelayChoice, TicketSource
-from shoal.shardcast.download import Download
-from shoal.shardcast.space import NoRoom
+from shoal.shardcast.client.download import Download
+from shoal.shardcast.client.http_source import Broken, Connections, NotThere, ask_latest, ask_manifest
+from shoal.shardcast.client.relay_choice import RelayChoice, TicketSource
+from shoal.shardcast.disk import NoRoom
 from shoal.shardcast.store import VersionStore
-from shoal.shardcast.upstream import Broken, Connections, NotThere, ask_latest, ask_manifest
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 

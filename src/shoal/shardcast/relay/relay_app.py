@@ -16,8 +16,8 @@ import socket
 
 from shoal.net.bandwidth import Limits
 from shoal.net.file_server import Answer, FileServer, Request
-from shoal.shardcast.gate import Gate
-from shoal.shardcast.ranges import parse_range
+from shoal.shardcast.relay.range_header import parse_range
+from shoal.shardcast.relay.relay_access import Gate
 from shoal.shardcast.store import Held, VersionStore
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected

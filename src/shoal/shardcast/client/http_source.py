@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import httpx
 
 from shoal.shardcast.assembly import Shard
-from shoal.shardcast.buffer import make_buffer
-from shoal.shardcast.choice import TicketSource
+from shoal.shardcast.client.buffer import make_buffer
+from shoal.shardcast.client.relay_choice import TicketSource
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import Manifest
 from shoal.wire.messages import Problem

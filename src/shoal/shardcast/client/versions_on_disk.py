@@ -15,12 +15,12 @@ from pathlib import Path
 from shoal.net.waiting import NotYet, wait_for
 from shoal.shardcast.assembly import has_digest
 from shoal.shardcast.boot import mark_boot, same_boot
-from shoal.shardcast.choice import RelayChoice
-from shoal.shardcast.fetch import Fetch
+from shoal.shardcast.client.fetch import Fetch
+from shoal.shardcast.client.http_source import Broken, Connections, NotThere, ask_latest, ask_manifest
+from shoal.shardcast.client.relay_choice import RelayChoice
+from shoal.shardcast.disk import NoRoom
 from shoal.shardcast.folders import partial_folders, version_folder, version_folders
-from shoal.shardcast.signed import doubt_files, open_manifest, read_manifest
-from shoal.shardcast.space import NoRoom
-from shoal.shardcast.upstream import Broken, Connections, NotThere, ask_latest, ask_manifest
+from shoal.shardcast.manifest_files import doubt_files, open_manifest, read_manifest
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import Manifest

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 
 from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.shardcast.assembly import Assembly, Shard, WrongBytes
-from shoal.shardcast.choice import RelayChoice
-from shoal.shardcast.progress import Progress
-from shoal.shardcast.upstream import Broken, Connections, NotThere, ask_shards
+from shoal.shardcast.client.fetch_progress import Progress
+from shoal.shardcast.client.http_source import Broken, Connections, NotThere, ask_shards
+from shoal.shardcast.client.relay_choice import RelayChoice
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 
