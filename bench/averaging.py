@@ -167,8 +167,8 @@ def run_gloo(task: dict[str, Any], values: Any, exact: Any) -> None:
 
 
 def run_ours(task: dict[str, Any], values: Any, exact: Any) -> None:
-    from shoal.diloco.hivemind_mesh import Address, HivemindMesh
-    from shoal.diloco.peers import PeerAverager, Terms
+    from shoal.diloco.averaging.peers import PeerAverager, Terms
+    from shoal.diloco.transport.hivemind_mesh import Address, HivemindMesh
     from shoal.telemetry import Log
 
     mesh = HivemindMesh("bench", Address(join=task["join"], host="127.0.0.1"))
@@ -185,7 +185,7 @@ def run_ours(task: dict[str, Any], values: Any, exact: Any) -> None:
 def run_torchft(task: dict[str, Any], values: Any, exact: Any) -> None:
     from torchft.coordination import LighthouseServer
 
-    from shoal.diloco.torchft_engine import TorchftAverager
+    from shoal.diloco.averaging.torchft_averager import TorchftAverager
     from shoal.telemetry import Log
 
     if task["rank"] == 0:
@@ -200,7 +200,7 @@ def run_torchft(task: dict[str, Any], values: Any, exact: Any) -> None:
 
 
 def take_rounds(averager: Any, task: dict[str, Any], values: Any, exact: Any) -> None:
-    from shoal.diloco.averager import Ready
+    from shoal.diloco.averaging.averager import Ready
     from shoal.diloco.outer import Outer, first_state, outer_step
     from shoal.diloco.rounds import Outcome, take_round
     from shoal.telemetry import Log

@@ -20,9 +20,9 @@ from stacked import Llama, Stack, validation_losses
 from torch import Tensor
 
 from shoal.diloco.codec import BLOCK, LARGEST, CodecName, coded_bytes
-from shoal.diloco.data import Samples
 from shoal.diloco.outer import Outer
-from shoal.diloco.site import learning_rate
+from shoal.diloco.site.site import learning_rate
+from shoal.diloco.site.text_data import Samples
 
 # hidden, layers, heads, ffn: about 0.12M, 1M, 10M and 135M parameters with 256 tokens.
 PRESETS = {

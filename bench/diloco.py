@@ -29,12 +29,12 @@ from typing import Any
 import numpy as np
 from curves import PRESETS, curves, draw, write_text
 
-from shoal.diloco.averager import Ready
+from shoal.diloco.averaging.averager import Ready
+from shoal.diloco.averaging.peers import PeerAverager, Terms
 from shoal.diloco.codec import coded_bytes
-from shoal.diloco.mesh import LocalHub, LocalMesh, Stream
 from shoal.diloco.outer import Outer, OuterState, first_state, outer_step
-from shoal.diloco.peers import PeerAverager, Terms
 from shoal.diloco.rounds import take_round
+from shoal.diloco.transport.mesh import LocalHub, LocalMesh, Stream
 from shoal.telemetry import Log
 
 PEER = Path(__file__).parents[1] / "tests" / "diloco" / "hivemind_peer.py"

@@ -72,7 +72,7 @@ class Llama:
         return found
 
     def fragments(self, num: int) -> list[list[slice]]:
-        """Columns of each fragment: layers k, k + num, ...; what is in no layer goes last (shoal.diloco.flat)."""
+        """Columns of each fragment: layers k, k + num, ...; what is in no layer goes last (shoal.diloco.fragments)."""
         groups: list[list[slice]] = [[] for _ in range(num)]
         at = 0
         for name, shape in self.shapes():

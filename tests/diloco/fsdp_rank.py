@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from shoal.diloco import DiLoCo, PeerAverager, Schedule, Terms
-from shoal.diloco.hivemind_mesh import Address, HivemindMesh
+from shoal.diloco.transport.hivemind_mesh import Address, HivemindMesh
 from shoal.telemetry import Log
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from shoal.diloco.averager import Averager, Ready
-from shoal.diloco.hivemind_mesh import Address, HivemindMesh
+from shoal.diloco.averaging.averager import Averager, Ready
+from shoal.diloco.averaging.peers import PeerAverager, Terms
 from shoal.diloco.outer import Outer, OuterState, Vector, first_state, outer_step
-from shoal.diloco.peers import PeerAverager, Terms
 from shoal.diloco.rounds import Outcome, take_round
+from shoal.diloco.transport.hivemind_mesh import Address, HivemindMesh
 from shoal.telemetry import Log
 
 
@@ -53,7 +53,7 @@ def main() -> None:
 def make_averager(task: dict[str, Any]) -> tuple[Averager, Any]:
     codec, min_peers = task.get("codec", "fp32"), task.get("min_peers", task["peers"])
     if task.get("engine") == "torchft":
-        from shoal.diloco.torchft_engine import TorchftAverager
+        from shoal.diloco.averaging.torchft_averager import TorchftAverager
 
         return TorchftAverager(task["join"][0], log=Log("peer"), codec=codec, min_peers=min_peers), None
     address = Address(

@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from shoal.diloco.averager import Ready
+from shoal.diloco.averaging.averager import Ready
+from shoal.diloco.averaging.peers import PeerAverager, Terms
 from shoal.diloco.codec import CodecName
-from shoal.diloco.mesh import LocalHub
 from shoal.diloco.outer import OuterState, Vector, first_state
-from shoal.diloco.peers import PeerAverager, Terms
 from shoal.diloco.rounds import RoundResult, take_round
+from shoal.diloco.transport.mesh import LocalHub
 from shoal.telemetry import Log
 
 T = TypeVar("T")

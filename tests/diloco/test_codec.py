@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.diloco.averaging.part import CHUNK, chunk_bounds, part_bounds
 from shoal.diloco.codec import CODECS, CodecName, coded_bytes, decode, encode, reduce_chunk
-from shoal.diloco.part import CHUNK, chunk_bounds, part_bounds
 
 
 @settings(deadline=None, max_examples=30)

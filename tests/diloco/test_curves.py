@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from shoal.diloco.averaging.part import chunk_bounds
 from shoal.diloco.codec import CODECS, CodecName, decode, encode, reduce_chunk
-from shoal.diloco.language import next_token_loss
 from shoal.diloco.outer import Outer, first_state, outer_step
-from shoal.diloco.part import chunk_bounds
+from shoal.diloco.site.language import next_token_loss
 from shoal.model.load_model import empty_decoder
 from shoal.model.shape import Shape
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.diloco import direct
-from shoal.diloco.direct import DirectLinks, dial, parse_offer
-from shoal.diloco.messages import LinkOffer
-from shoal.diloco.sealed import SealedStream
-from shoal.diloco.stream import Broken, Stream
+from shoal.diloco.averaging.peer_messages import LinkOffer
+from shoal.diloco.transport import direct_mesh
+from shoal.diloco.transport.direct_mesh import DirectLinks, dial, parse_offer
+from shoal.diloco.transport.encrypted_stream import SealedStream
+from shoal.diloco.transport.stream import Broken, Stream
 from shoal.telemetry import Log
 
 HOST = "127.0.0.1"
@@ -60,7 +60,7 @@ def test_an_offer_is_good_once_and_not_for_long(monkeypatch: pytest.MonkeyPatch)
         (await dial(HOST, offer, peer="x")).close()
         with pytest.raises(Broken, match="no direct link to 127"):
             await dial(HOST, offer, peer="x")
-        monkeypatch.setattr(direct, "OFFER_S", -1.0)
+        monkeypatch.setattr(direct_mesh, "OFFER_S", -1.0)
         with pytest.raises(Broken):
             await dial(HOST, links.offer("anna"), peer="x")
 
@@ -70,7 +70,7 @@ def test_an_offer_is_good_once_and_not_for_long(monkeypatch: pytest.MonkeyPatch)
 def test_noise_and_silence_are_turned_away_and_others_still_get_through(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(direct, "DIAL_S", 0.5)
+    monkeypatch.setattr(direct_mesh, "DIAL_S", 0.5)
 
     async def test(links: DirectLinks) -> None:
         port = links.offer("anna").port
@@ -79,7 +79,7 @@ def test_noise_and_silence_are_turned_away_and_others_still_get_through(
             writer.write(noise)
             assert await reader.read() == b"", "hung up on without a word"
             writer.close()
-        monkeypatch.setattr(direct, "DIAL_S", 10.0)
+        monkeypatch.setattr(direct_mesh, "DIAL_S", 10.0)
         stream = await dial(HOST, links.offer("anna"), peer="x")
         assert await stream.receive() == b"anna"
         stream.close()
@@ -98,7 +98,7 @@ def test_another_key_opens_nothing() -> None:
 
 
 def test_a_port_where_nobody_or_somebody_else_listens_is_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "DIAL_S", 1.0)
+    monkeypatch.setattr(direct_mesh, "DIAL_S", 1.0)
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
 

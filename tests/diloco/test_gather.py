@@ -2,10 +2,10 @@
 
 import asyncio
 
-from shoal.diloco.gather import Ballot, choose
-from shoal.diloco.leading import Leader
-from shoal.diloco.messages import Card, ReadyAsk, Standing
-from shoal.diloco.roster import SUSPECT_S, Roster
+from shoal.diloco.averaging.gather import Ballot, choose
+from shoal.diloco.averaging.leader import Leader
+from shoal.diloco.averaging.peer_messages import Card, ReadyAsk, Standing
+from shoal.diloco.averaging.roster import SUSPECT_S, Roster
 
 
 def standing(work: float, round: int = 1, digest: str = "a") -> Standing:

@@ -8,10 +8,10 @@ import torch
 from local_swarm import in_threads, make_peer
 
 from shoal.diloco import LocalHub
-from shoal.diloco.config import load_diloco_file
-from shoal.diloco.flat import fragments_of
-from shoal.diloco.language import load_language_model, next_token_loss, text_encoder
-from shoal.diloco.site import Site
+from shoal.diloco.fragments import fragments_of
+from shoal.diloco.site.diloco_file import load_diloco_file
+from shoal.diloco.site.language import load_language_model, next_token_loss, text_encoder
+from shoal.diloco.site.site import Site
 from shoal.model.decoder import Decoder
 
 transformers = pytest.importorskip("transformers")

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from local_swarm import in_threads, make_peer, one_round, start_swarm, vector
 
-from shoal.diloco.averager import Group, Reduced, RoundFailed
+from shoal.diloco.averaging.averager import Group, Reduced, RoundFailed
+from shoal.diloco.averaging.part import CHUNK
+from shoal.diloco.averaging.peers import PeerAverager
 from shoal.diloco.codec import CODECS, CodecName, decode, encode, reduce_chunk
-from shoal.diloco.mesh import LocalHub
 from shoal.diloco.outer import Outer, OuterState, Vector, outer_step
-from shoal.diloco.part import CHUNK
-from shoal.diloco.peers import PeerAverager
 from shoal.diloco.rounds import Outcome, RoundResult
+from shoal.diloco.transport.mesh import LocalHub
 
 
 @pytest.fixture

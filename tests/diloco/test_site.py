@@ -15,10 +15,10 @@ from shoal.cli.diloco_view import describe_peers, events_of, plot_losses
 from shoal.cli.main import act, parse
 from shoal.cli.supervise import alone_in
 from shoal.diloco import LocalHub
-from shoal.diloco.checkpoint import SiteCheckpoints
-from shoal.diloco.config import DilocoFile, load_diloco_file
-from shoal.diloco.data import Samples, read_corpus
-from shoal.diloco.site import Site, learning_rate
+from shoal.diloco.site.diloco_file import DilocoFile, load_diloco_file
+from shoal.diloco.site.site import Site, learning_rate
+from shoal.diloco.site.site_checkpoint import SiteCheckpoints
+from shoal.diloco.site.text_data import Samples, read_corpus
 from shoal.model.load_model import load_decoder
 from shoal.net.waiting import Stopped
 from shoal.telemetry import Log, Metrics

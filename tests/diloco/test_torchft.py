@@ -13,9 +13,9 @@ from local_swarm import LOG, in_threads, one_round, vector
 pytest.importorskip("torchft", reason="the extra `torchft` is not installed: make hivemind")
 pytestmark = [pytest.mark.hivemind, pytest.mark.timeout(120)]
 
+from shoal.diloco.averaging.torchft_averager import TorchftAverager  # noqa: E402
 from shoal.diloco.outer import Outer, first_state, outer_step  # noqa: E402
 from shoal.diloco.rounds import Outcome, RoundResult  # noqa: E402
-from shoal.diloco.torchft_engine import TorchftAverager  # noqa: E402
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tiny_learner import CONFIG, make_batch, make_learner, make_model
 
-from shoal.diloco.hivemind_mesh import Address
-from shoal.diloco.mesh import LocalHub
-from shoal.diloco.peers import PeerAverager, Terms
+from shoal.diloco.averaging.peers import PeerAverager, Terms
+from shoal.diloco.transport.hivemind_mesh import Address
+from shoal.diloco.transport.mesh import LocalHub
 from shoal.telemetry import Log, Metrics
 from shoal.trainer.capture import put
 from shoal.trainer.checkpoint import Checkpoints, read_capture

@@ -16,8 +16,8 @@ from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
 
 if TYPE_CHECKING:
-    from shoal.diloco.config import DilocoFile
-    from shoal.diloco.hivemind_mesh import Address
+    from shoal.diloco.site.diloco_file import DilocoFile
+    from shoal.diloco.transport.hivemind_mesh import Address
     from shoal.trainer.config import DilocoConfig
 
 
@@ -97,7 +97,7 @@ def add_peer_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _address(options: argparse.Namespace) -> "Address":
-    from shoal.diloco.hivemind_mesh import Address
+    from shoal.diloco.transport.hivemind_mesh import Address
 
     _check_addresses("--join", options.join)
     return Address(
@@ -136,7 +136,7 @@ def _train(options: argparse.Namespace, stop: threading.Event) -> int:
     import torch
 
     from shoal.cli.roles import check_device
-    from shoal.diloco.config import load_diloco_file
+    from shoal.diloco.site.diloco_file import load_diloco_file
 
     file = load_diloco_file(options.file)
     check_device(options.device)
@@ -151,9 +151,9 @@ def _train_alone_there(file: "DilocoFile", options: argparse.Namespace, stop: th
     from rich.console import Console
 
     from shoal.cli.diloco_view import LiveView, show_site
-    from shoal.diloco.averager import RoundFailed
-    from shoal.diloco.mesh import Broken
-    from shoal.diloco.site import Site
+    from shoal.diloco.averaging.averager import RoundFailed
+    from shoal.diloco.site.site import Site
+    from shoal.diloco.transport.mesh import Broken
 
     averager = _engine(file, options, stop)
     site = Site(
@@ -190,8 +190,8 @@ def _draw(dir: Path, title: str) -> None:
 
 
 def _engine(file: "DilocoFile", options: argparse.Namespace, stop: threading.Event) -> Any:
-    from shoal.diloco.mesh import LocalHub, Mesh
-    from shoal.diloco.peers import PeerAverager, Terms
+    from shoal.diloco.averaging.peers import PeerAverager, Terms
+    from shoal.diloco.transport.mesh import LocalHub, Mesh
 
     rounds = file.rounds
     mesh: Mesh
@@ -204,7 +204,7 @@ def _engine(file: "DilocoFile", options: argparse.Namespace, stop: threading.Eve
             )
         mesh = LocalHub().mesh()
     else:
-        from shoal.diloco.hivemind_mesh import HivemindMesh
+        from shoal.diloco.transport.hivemind_mesh import HivemindMesh
 
         mesh = HivemindMesh(file.run.name, _address(options))
     return PeerAverager(
@@ -217,7 +217,7 @@ def _engine(file: "DilocoFile", options: argparse.Namespace, stop: threading.Eve
 
 
 def _torchft(file: "DilocoFile", options: argparse.Namespace, stop: threading.Event) -> Any:
-    from shoal.diloco.torchft_engine import TorchftAverager
+    from shoal.diloco.averaging.torchft_averager import TorchftAverager
 
     if len(options.join) != 1:
         raise ValueError(
@@ -272,8 +272,8 @@ async def _rendezvous(options: argparse.Namespace, stop: threading.Event) -> int
     import asyncio
 
     from shoal.cli.diloco_view import describe_peers
-    from shoal.diloco.hivemind_mesh import HivemindMesh
-    from shoal.diloco.mesh import Broken, Stream
+    from shoal.diloco.transport.hivemind_mesh import HivemindMesh
+    from shoal.diloco.transport.mesh import Broken, Stream
 
     async def refuse(stream: Stream) -> None:
         """A rendezvous takes part in nothing."""

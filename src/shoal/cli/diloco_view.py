@@ -13,12 +13,12 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from shoal.diloco.messages import Card
+from shoal.diloco.averaging.peer_messages import Card
 from shoal.wire.codes import Rejected
 
 if TYPE_CHECKING:
-    from shoal.diloco.config import DilocoFile
-    from shoal.diloco.site import Progress
+    from shoal.diloco.site.diloco_file import DilocoFile
+    from shoal.diloco.site.site import Progress
 
 
 def describe_peers(cards: dict[str, bytes]) -> list[str]:

@@ -45,7 +45,7 @@ def _credentials(environ: Mapping[str, str]) -> Credentials | None:
 
 
 def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.diloco.hivemind_mesh import Address as PeerAddress
+    from shoal.diloco.transport.hivemind_mesh import Address as PeerAddress
     from shoal.trainer.loop import TrainerSite, run_trainer
     from shoal.trainer.publisher import Address
 

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.diloco.averager import Averager, Fetched, Ready
-from shoal.diloco.flat import fragments_of
+from shoal.diloco.averaging.averager import Averager, Fetched, Ready
+from shoal.diloco.fragments import fragments_of
 from shoal.diloco.outer import Outer, OuterState, first_state, is_finite, outer_step
 from shoal.diloco.rounds import Outcome, RoundResult, take_round
 from shoal.net.waiting import Stopped

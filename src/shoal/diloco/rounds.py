@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from shoal.diloco.averager import Averager, Behind, Fetched, Ready, Reduced, RoundFailed
+from shoal.diloco.averaging.averager import Averager, Behind, Fetched, Ready, Reduced, RoundFailed
 from shoal.diloco.outer import Vector, is_finite
 from shoal.net.waiting import Stopped
 from shoal.telemetry import Log

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.diloco.hivemind_mesh import Address as PeerAddress
+from shoal.diloco.transport.hivemind_mesh import Address as PeerAddress
 from shoal.model.builtin import create_model
 from shoal.model.tokenizer import load_tokenizer
 from shoal.net.data_files import fetch_files

@@ -10,11 +10,11 @@ a merge carries the merged weights, and is published like any other.
 import threading
 from typing import Any
 
-from shoal.diloco.averager import Averager
-from shoal.diloco.hivemind_mesh import Address, HivemindMesh
+from shoal.diloco.averaging.averager import Averager
+from shoal.diloco.averaging.peers import PeerAverager, Terms
 from shoal.diloco.optimizer import DiLoCo, Landed, Schedule
 from shoal.diloco.outer import Outer
-from shoal.diloco.peers import PeerAverager, Terms
+from shoal.diloco.transport.hivemind_mesh import Address, HivemindMesh
 from shoal.telemetry import Log, Metrics
 from shoal.trainer.config import DilocoConfig
 from shoal.trainer.learner import Learner
@@ -36,7 +36,7 @@ def make_averager(
             ),
             stop=stop,
         )
-    from shoal.diloco.torchft_engine import TorchftAverager
+    from shoal.diloco.averaging.torchft_averager import TorchftAverager
 
     if len(address.join) != 1:
         raise ValueError(

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from shoal.diloco.stream import Broken, Stream
+from shoal.diloco.transport.stream import Broken, Stream
 
 __all__ = ["Broken", "Handler", "LocalHub", "LocalMesh", "Mesh", "Stream"]
 

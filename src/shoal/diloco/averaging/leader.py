@@ -5,9 +5,9 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
-from shoal.diloco.gather import Ballot, Choice, choose
-from shoal.diloco.messages import GroupAnswer, ReadyAsk, Standing, VoteAnswer, VoteAsk
-from shoal.diloco.roster import Roster
+from shoal.diloco.averaging.gather import Ballot, Choice, choose
+from shoal.diloco.averaging.peer_messages import GroupAnswer, ReadyAsk, Standing, VoteAnswer, VoteAsk
+from shoal.diloco.averaging.roster import Roster
 
 LOOK_S = 0.5
 """How often those who are missing are asked whether they live."""

@@ -3,12 +3,12 @@
 import asyncio
 import time
 
-from shoal.diloco.holding import Holding
-from shoal.diloco.leading import Leader
-from shoal.diloco.mesh import Broken, Mesh, Stream
-from shoal.diloco.messages import Asked, Bye, Hello, PartAsk, ReadyAsk, StateAsk, VoteAsk
-from shoal.diloco.reducing import Reducer
-from shoal.diloco.roster import Roster
+from shoal.diloco.averaging.leader import Leader
+from shoal.diloco.averaging.membership import Holding
+from shoal.diloco.averaging.peer_messages import Asked, Bye, Hello, PartAsk, ReadyAsk, StateAsk, VoteAsk
+from shoal.diloco.averaging.reducer import Reducer
+from shoal.diloco.averaging.roster import Roster
+from shoal.diloco.transport.mesh import Broken, Mesh, Stream
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.record import Record

@@ -11,13 +11,13 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 from blake3 import blake3
 
-from shoal.diloco.averager import Group, Reduced, RoundFailed
+from shoal.diloco.averaging.averager import Group, Reduced, RoundFailed
+from shoal.diloco.averaging.part import Part, chunk_bounds, part_bounds
+from shoal.diloco.averaging.peer_messages import Asked, PartAsk
+from shoal.diloco.averaging.roster import Roster
 from shoal.diloco.codec import CodecName, coded_bytes, decode, encode
-from shoal.diloco.mesh import Broken, Mesh, Stream
-from shoal.diloco.messages import Asked, PartAsk
 from shoal.diloco.outer import Vector
-from shoal.diloco.part import Part, chunk_bounds, part_bounds
-from shoal.diloco.roster import Roster
+from shoal.diloco.transport.mesh import Broken, Mesh, Stream
 
 LOOK_S = 1.0
 BULK = 1 << 20

@@ -26,13 +26,13 @@ from torch._C._distributed_c10d import (
     TCPStore,
 )
 
-from shoal.diloco.averager import Behind, Fetched, Group, Ready, Reduced, RoundFailed
+from shoal.diloco.averaging.averager import Behind, Fetched, Group, Ready, Reduced, RoundFailed
+from shoal.diloco.averaging.gather import choose
+from shoal.diloco.averaging.peer_messages import Asked, Card, ReadyAsk, Standing, StateAsk, StateHead
+from shoal.diloco.averaging.state_transfer import receive_state, send_state
 from shoal.diloco.codec import CodecName, Coded, coded_bytes, decode, encode, reduce_chunk
-from shoal.diloco.gather import choose
-from shoal.diloco.mesh import Broken, Stream
-from shoal.diloco.messages import Asked, Card, ReadyAsk, Standing, StateAsk, StateHead
 from shoal.diloco.outer import OuterState, Vector
-from shoal.diloco.states import receive_state, send_state
+from shoal.diloco.transport.mesh import Broken, Stream
 from shoal.net.waiting import Stopped
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected

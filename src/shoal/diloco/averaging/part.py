@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from blake3 import blake3
 
-from shoal.diloco.averager import RoundFailed
+from shoal.diloco.averaging.averager import RoundFailed
 from shoal.diloco.codec import CodecName, Coded, reduce_chunk
 
 CHUNK = 1 << 18

@@ -10,7 +10,7 @@ from blake3 import blake3
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from shoal.diloco.stream import Broken, Stream
+from shoal.diloco.transport.stream import Broken, Stream
 
 KEY_SIZE = 32
 _NO_DIGEST = bytes(32)

@@ -15,10 +15,10 @@ import secrets
 import time
 from dataclasses import dataclass
 
-from shoal.diloco.mesh import Handler
-from shoal.diloco.messages import LinkOffer
-from shoal.diloco.sealed import KEY_SIZE, SealedStream
-from shoal.diloco.stream import Broken
+from shoal.diloco.averaging.peer_messages import LinkOffer
+from shoal.diloco.transport.encrypted_stream import KEY_SIZE, SealedStream
+from shoal.diloco.transport.mesh import Handler
+from shoal.diloco.transport.stream import Broken
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 

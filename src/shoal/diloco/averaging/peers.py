@@ -12,18 +12,27 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from shoal.diloco.answering import Answers
-from shoal.diloco.asking import Silent, ask_peer
-from shoal.diloco.averager import Behind, Fetched, Group, Ready, Reduced, RoundFailed
+from shoal.diloco.averaging.answering import Answers
+from shoal.diloco.averaging.asking import Silent, ask_peer
+from shoal.diloco.averaging.averager import Behind, Fetched, Group, Ready, Reduced, RoundFailed
+from shoal.diloco.averaging.fetching import fetch_from, newest_holders
+from shoal.diloco.averaging.leader import Leader
+from shoal.diloco.averaging.membership import Holding
+from shoal.diloco.averaging.peer_messages import (
+    Bye,
+    Card,
+    GroupAnswer,
+    Hello,
+    ReadyAsk,
+    Standing,
+    VoteAnswer,
+    VoteAsk,
+)
+from shoal.diloco.averaging.reducer import Reducer
+from shoal.diloco.averaging.roster import Roster
 from shoal.diloco.codec import CodecName
-from shoal.diloco.fetching import fetch_from, newest_holders
-from shoal.diloco.holding import Holding
-from shoal.diloco.leading import Leader
-from shoal.diloco.mesh import Broken, Mesh, Stream
-from shoal.diloco.messages import Bye, Card, GroupAnswer, Hello, ReadyAsk, Standing, VoteAnswer, VoteAsk
 from shoal.diloco.outer import OuterState, Vector
-from shoal.diloco.reducing import Reducer
-from shoal.diloco.roster import Roster
+from shoal.diloco.transport.mesh import Broken, Mesh, Stream
 from shoal.net.waiting import NotYet, Stopped, wait_for
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected

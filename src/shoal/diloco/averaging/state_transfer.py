@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shoal.diloco.averager import Fetched, RoundFailed
-from shoal.diloco.mesh import Stream
-from shoal.diloco.messages import StateHead
+from shoal.diloco.averaging.averager import Fetched, RoundFailed
+from shoal.diloco.averaging.peer_messages import StateHead
 from shoal.diloco.outer import OuterState, Vector
+from shoal.diloco.transport.mesh import Stream
 
 SLICE = 1 << 20
 """Values per frame."""

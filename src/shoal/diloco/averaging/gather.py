@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shoal.diloco.messages import GroupAnswer, ReadyAsk, Standing
+from shoal.diloco.averaging.peer_messages import GroupAnswer, ReadyAsk, Standing
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,10 @@
 import random
 from collections.abc import Iterable
 
-from shoal.diloco.averager import Fetched, RoundFailed
-from shoal.diloco.mesh import Broken, Mesh, Stream
-from shoal.diloco.messages import Asked, Card, Standing, StateAsk
-from shoal.diloco.states import receive_state
+from shoal.diloco.averaging.averager import Fetched, RoundFailed
+from shoal.diloco.averaging.peer_messages import Asked, Card, Standing, StateAsk
+from shoal.diloco.averaging.state_transfer import receive_state
+from shoal.diloco.transport.mesh import Broken, Mesh, Stream
 from shoal.wire.codes import Rejected
 
 

@@ -1,9 +1,9 @@
 """What a peer holds and shows: its outer state, for others to fetch, and the card that says which it is."""
 
-from shoal.diloco.mesh import Stream
-from shoal.diloco.messages import Card, Standing, StateHead
+from shoal.diloco.averaging.peer_messages import Card, Standing, StateHead
+from shoal.diloco.averaging.state_transfer import send_state
 from shoal.diloco.outer import OuterState
-from shoal.diloco.states import send_state
+from shoal.diloco.transport.mesh import Stream
 
 
 class Holding:

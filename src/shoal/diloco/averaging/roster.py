@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from shoal.diloco.messages import Card
+from shoal.diloco.averaging.peer_messages import Card
 
 SUSPECT_S = 10.0
 """How long a peer that could not be reached is left out, unless it says hello."""

@@ -3,9 +3,9 @@
 import asyncio
 from typing import TypeVar
 
-from shoal.diloco.averager import RoundFailed
-from shoal.diloco.mesh import Broken, Mesh, Stream
-from shoal.diloco.messages import Asked
+from shoal.diloco.averaging.averager import RoundFailed
+from shoal.diloco.averaging.peer_messages import Asked
+from shoal.diloco.transport.mesh import Broken, Mesh, Stream
 from shoal.wire.codes import Rejected
 from shoal.wire.record import Record
 

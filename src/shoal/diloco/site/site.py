@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from shoal.diloco.averager import Averager
-from shoal.diloco.checkpoint import OfferedRound, SiteCheckpoints
-from shoal.diloco.config import DilocoFile
-from shoal.diloco.data import Samples, Tokens, read_corpus
-from shoal.diloco.language import (
+from shoal.diloco.averaging.averager import Averager
+from shoal.diloco.optimizer import DiLoCo, Landed, Schedule
+from shoal.diloco.outer import Outer
+from shoal.diloco.site.diloco_file import DilocoFile
+from shoal.diloco.site.language import (
     load_language_model,
     model_folder,
     next_token_loss,
@@ -28,8 +28,8 @@ from shoal.diloco.language import (
     text_encoder,
     validation_loss,
 )
-from shoal.diloco.optimizer import DiLoCo, Landed, Schedule
-from shoal.diloco.outer import Outer
+from shoal.diloco.site.site_checkpoint import OfferedRound, SiteCheckpoints
+from shoal.diloco.site.text_data import Samples, Tokens, read_corpus
 from shoal.net.waiting import Stopped
 from shoal.telemetry import Log, Metrics
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.diloco.direct import DIAL_S, DirectLinks, dial, parse_offer
-from shoal.diloco.mesh import Broken, Handler, Stream
+from shoal.diloco.transport.direct_mesh import DIAL_S, DirectLinks, dial, parse_offer
+from shoal.diloco.transport.mesh import Broken, Handler, Stream
 from shoal.telemetry import Log
 
 OPEN_S = 10.0
