@@ -54,12 +54,12 @@ from shoal.shardcast.client.http_source import Connections, ask_latest
 from shoal.shardcast.digest import hash_bytes
 from shoal.tasks import Problem, Task, make_task
 from shoal.telemetry import Log
-from shoal.trainer.advantage import group_advantages
-from shoal.trainer.batch import Sample, TrainBatch
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.learner import Learner
-from shoal.trainer.publisher import Address, Publisher
-from shoal.trainer.supervised import warm_up
+from shoal.trainer.data.advantage import group_advantages
+from shoal.trainer.data.batch import Sample, TrainBatch
+from shoal.trainer.io.publisher import Address, Publisher
+from shoal.trainer.optim.learner import Learner
+from shoal.trainer.optim.supervised import warm_up
 from shoal.wire.keys import Key
 from shoal.wire.manifest import Manifest
 from shoal.wire.run_spec import ProofSpec, TaskSpec

@@ -30,11 +30,11 @@ from shoal.rollout.torch_engine import TorchEngine
 from shoal.tasks import Split, make_task
 from shoal.tasks.task import Outcome, Problem
 from shoal.telemetry import Log
-from shoal.trainer.advantage import group_advantages
-from shoal.trainer.batch import Sample, TrainBatch
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.learner import Learner
-from shoal.trainer.supervised import warm_up
+from shoal.trainer.data.advantage import group_advantages
+from shoal.trainer.data.batch import Sample, TrainBatch
+from shoal.trainer.optim.learner import Learner
+from shoal.trainer.optim.supervised import warm_up
 from shoal.wire.run_spec import ProofSpec, TaskSpec
 from shoal.wire.seeded_draw import sample_seed
 

@@ -23,12 +23,12 @@ from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.tasks import Split, make_task
 from shoal.telemetry import Log
-from shoal.trainer.advantage import group_advantages
-from shoal.trainer.batch import Sample, TrainBatch
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.figures import StepFigures
-from shoal.trainer.learner import Learner
-from shoal.trainer.supervised import warm_up
+from shoal.trainer.data.advantage import group_advantages
+from shoal.trainer.data.batch import Sample, TrainBatch
+from shoal.trainer.optim.learner import Learner
+from shoal.trainer.optim.supervised import warm_up
+from shoal.trainer.reporting.step_figures import StepFigures
 from shoal.wire.run_spec import TaskSpec
 
 NEW_TOKENS = 6

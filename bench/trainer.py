@@ -36,11 +36,11 @@ from torch import Tensor
 
 from shoal.model.load_model import empty_decoder
 from shoal.model.shape import Shape
-from shoal.trainer.batch import Sample, TrainBatch
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.learner import Learner, output_logprobs
-from shoal.trainer.loss import grpo_loss
-from shoal.trainer.pack import pack
+from shoal.trainer.data.batch import Sample, TrainBatch
+from shoal.trainer.data.pack import pack
+from shoal.trainer.optim.learner import Learner, output_logprobs
+from shoal.trainer.optim.loss import grpo_loss
 
 PEAK_FLOPS = 989e12
 

@@ -161,7 +161,7 @@ def advantages(rewards: list[float]) -> Tensor:
 
 
 def grpo_loss(logprobs: Tensor, behaviour: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
-    """GRPO with two-sided clipping, per token over the whole batch. shoal.trainer.loss is the same, and a test says so."""
+    """GRPO with two-sided clipping, per token over the whole batch. shoal.trainer.optim.loss is the same, and a test says so."""
     ratio = torch.exp((logprobs - behaviour).clamp(max=20.0))
     bounded, clipped = ratio.clamp(max=DELTA), ratio.clamp(1 - EPS, 1 + EPS)
     return -(torch.minimum(bounded * advantage, clipped * advantage) * mask).sum() / mask.sum()

@@ -11,10 +11,10 @@ from tiny_learner import make_batch
 
 from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
-from shoal.trainer.checkpoint import Checkpoints
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.crew import Crew, in_words
-from shoal.trainer.ranks import Ranks, join_ranks
+from shoal.trainer.distributed.lockstep import Crew, in_words
+from shoal.trainer.distributed.ranks import Ranks, join_ranks
+from shoal.trainer.io.checkpoint import Checkpoints
 
 NUM_STEPS = 3
 

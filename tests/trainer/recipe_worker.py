@@ -12,8 +12,8 @@ from tiny_learner import make_batch
 
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.crew import Crew
-from shoal.trainer.ranks import join_ranks
+from shoal.trainer.distributed.lockstep import Crew
+from shoal.trainer.distributed.ranks import join_ranks
 
 NUM_STEPS = 3
 

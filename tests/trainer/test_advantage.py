@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from shoal.trainer.advantage import group_advantages
+from shoal.trainer.data.advantage import group_advantages
 
 
 def test_mean() -> None:

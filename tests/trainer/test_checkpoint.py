@@ -13,10 +13,10 @@ from tiny_learner import make_batch, make_learner
 
 from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
-from shoal.trainer.capture import put, take
-from shoal.trainer.checkpoint import Checkpoints, read_capture
-from shoal.trainer.learner import Learner
-from shoal.trainer.report import step_report
+from shoal.trainer.io.checkpoint import Checkpoints, read_capture
+from shoal.trainer.io.weight_snapshot import put, take
+from shoal.trainer.optim.learner import Learner
+from shoal.trainer.reporting.step_report import step_report
 from shoal.wire.messages import StepReport
 
 

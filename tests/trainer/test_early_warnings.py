@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shoal.trainer.early_warnings import Watch, early_warnings
+from shoal.trainer.reporting.early_warnings import Watch, early_warnings
 from shoal.wire.messages import StepReport
 
 

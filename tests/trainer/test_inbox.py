@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.trainer.inbox import most_heard
+from shoal.trainer.data.inbox import most_heard
 
 
 @pytest.mark.parametrize(

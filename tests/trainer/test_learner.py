@@ -9,8 +9,8 @@ import torch
 from tiny_learner import CONFIG, make_batch, make_learner
 
 from shoal.net.waiting import Stopped
-from shoal.trainer.learner import output_logprobs, warmed_up
-from shoal.trainer.pack import pack
+from shoal.trainer.data.pack import pack
+from shoal.trainer.optim.learner import output_logprobs, warmed_up
 
 
 def test_rate_rises_then_stays() -> None:

@@ -10,12 +10,12 @@ import torch
 from tiny_learner import CONFIG, make_batch, make_learner
 
 from shoal.model.load_model import load_decoder
-from shoal.trainer.batch import TrainBatch
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.figures import StepFigures
-from shoal.trainer.learner import Learner, output_logprobs
-from shoal.trainer.pack import MicroBatch, pack
-from shoal.trainer.reference import Reference, kept_weights
+from shoal.trainer.data.batch import TrainBatch
+from shoal.trainer.data.pack import MicroBatch, pack
+from shoal.trainer.optim.learner import Learner, output_logprobs
+from shoal.trainer.optim.reference import Reference, kept_weights
+from shoal.trainer.reporting.step_figures import StepFigures
 
 
 def learner_with(model: Path, **settings: Any) -> Learner:

@@ -10,10 +10,10 @@ from tiny_learner import CONFIG, make_batch
 from shoal.model.load_model import load_causal
 from shoal.model.weights import save_tensors
 from shoal.telemetry import Log
-from shoal.trainer.checkpoint import Checkpoints
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.crew import Crew
-from shoal.trainer.ranks import ALONE
+from shoal.trainer.distributed.lockstep import Crew
+from shoal.trainer.distributed.ranks import ALONE
+from shoal.trainer.io.checkpoint import Checkpoints
 
 TOKENS_BT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 POSITIONS_BT = torch.arange(8)[None]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.loss import (
+from shoal.trainer.optim.loss import (
     Answers,
     TokenLoss,
     cispo_loss,

@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from shoal.trainer.advantage import group_advantages
-from shoal.trainer.loss import grpo_loss
+from shoal.trainer.data.advantage import group_advantages
+from shoal.trainer.optim.loss import grpo_loss
 
 
 @pytest.fixture(scope="module")

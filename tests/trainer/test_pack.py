@@ -8,9 +8,9 @@ import pytest
 import torch
 from tiny_learner import CONFIG, VOCAB, make_batch, make_learner, make_sample
 
-from shoal.trainer.batch import Sample, TrainBatch
-from shoal.trainer.learner import Learner, output_logprobs
-from shoal.trainer.pack import PAD_SEGMENT, fit_rows, pack
+from shoal.trainer.data.batch import Sample, TrainBatch
+from shoal.trainer.data.pack import PAD_SEGMENT, fit_rows, pack
+from shoal.trainer.optim.learner import Learner, output_logprobs
 
 
 def sample_of(num_tokens: int, prompt_len: int = 1, fill: int = 5) -> Sample:

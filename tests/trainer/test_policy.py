@@ -11,12 +11,12 @@ from tiny_learner import CONFIG, make_batch
 from shoal.model.builtin import create_model
 from shoal.model.load_model import load_causal
 from shoal.telemetry import Log
-from shoal.trainer.checkpoint import Checkpoints
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.crew import Crew
-from shoal.trainer.learner import Learner, output_logprobs
-from shoal.trainer.pack import pack
-from shoal.trainer.ranks import ALONE
+from shoal.trainer.data.pack import pack
+from shoal.trainer.distributed.lockstep import Crew
+from shoal.trainer.distributed.ranks import ALONE
+from shoal.trainer.io.checkpoint import Checkpoints
+from shoal.trainer.optim.learner import Learner, output_logprobs
 
 
 def learner_of(model: Path, **keys: Any) -> Learner:

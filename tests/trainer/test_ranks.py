@@ -20,11 +20,11 @@ from tiny_learner import make_batch
 from shoal.model.builtin import create_model
 from shoal.model.load_model import load_decoder
 from shoal.telemetry import Log
-from shoal.trainer.checkpoint import Checkpoints
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.crew import Crew
-from shoal.trainer.pack import pack
-from shoal.trainer.ranks import ALONE, Ranks, _nothing
+from shoal.trainer.data.pack import pack
+from shoal.trainer.distributed.lockstep import Crew
+from shoal.trainer.distributed.ranks import ALONE, Ranks, _nothing
+from shoal.trainer.io.checkpoint import Checkpoints
 from shoal.wire.keys import Key
 
 pytestmark = pytest.mark.timeout(600)  # three processes that import torch, on whatever machine

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from shoal.telemetry import Metrics
-from shoal.trainer.sinks import PrometheusSink, check_packages, numbers_of, open_sinks
+from shoal.trainer.reporting.sinks import PrometheusSink, check_packages, numbers_of, open_sinks
 
 STEP = {"version": 3, "reward_mean": 0.5, "lags": (5, 0, 2), "waited_on": "workers", "complete": True}
 

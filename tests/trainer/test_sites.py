@@ -13,12 +13,12 @@ from shoal.diloco.averaging.peers import PeerAverager, Terms
 from shoal.diloco.transport.hivemind_mesh import Address
 from shoal.diloco.transport.mesh import LocalHub
 from shoal.telemetry import Log, Metrics
-from shoal.trainer.capture import put
-from shoal.trainer.checkpoint import Checkpoints, read_capture
 from shoal.trainer.config import DilocoConfig, TrainerConfig
-from shoal.trainer.learner import Learner
+from shoal.trainer.distributed.sites import Sites, make_averager
+from shoal.trainer.io.checkpoint import Checkpoints, read_capture
+from shoal.trainer.io.weight_snapshot import put
 from shoal.trainer.loop import TrainerSite, run_trainer
-from shoal.trainer.sites import Sites, make_averager
+from shoal.trainer.optim.learner import Learner
 
 DILOCO = DilocoConfig(inner_steps=2, codec="fp32", deadline_s=120.0)
 

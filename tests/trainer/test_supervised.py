@@ -9,9 +9,9 @@ from tiny_learner import CONFIG, make_learner
 from shoal.model.tokenizer import load_tokenizer
 from shoal.tasks import make_task
 from shoal.telemetry import Log
-from shoal.trainer.learner import Learner, output_logprobs
-from shoal.trainer.pack import pack
-from shoal.trainer.supervised import answered, warm_up
+from shoal.trainer.data.pack import pack
+from shoal.trainer.optim.learner import Learner, output_logprobs
+from shoal.trainer.optim.supervised import answered, warm_up
 from shoal.wire.run_spec import TaskSpec
 
 TASK = make_task(TaskSpec(name="sort", options={"length": 3}))

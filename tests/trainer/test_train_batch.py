@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.trainer.batch import build_batch
+from shoal.trainer.data.batch import build_batch
 from shoal.wire.messages import Batch, Group
 from shoal.wire.rollouts import Finish, Rollout, RolloutTable
 

@@ -13,12 +13,12 @@ from small_coordinator import SmallCoordinator, Stopper
 
 from shoal.model.load_model import load_decoder
 from shoal.net.waiting import DeadlinePassed
-from shoal.trainer.batch import TrainBatch
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.crew import Crew
-from shoal.trainer.figures import StepFigures
+from shoal.trainer.data.batch import TrainBatch
+from shoal.trainer.distributed.lockstep import Crew
+from shoal.trainer.io.publisher import Address, Publisher
 from shoal.trainer.loop import TrainerSite, run_trainer
-from shoal.trainer.publisher import Address, Publisher
+from shoal.trainer.reporting.step_figures import StepFigures
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
 from shoal.wire.manifest import Manifest

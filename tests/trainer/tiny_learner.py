@@ -6,9 +6,9 @@ from pathlib import Path
 
 from shoal.model.builtin import create_model
 from shoal.model.load_model import load_decoder
-from shoal.trainer.batch import Sample, TrainBatch
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.learner import Learner
+from shoal.trainer.data.batch import Sample, TrainBatch
+from shoal.trainer.optim.learner import Learner
 
 VOCAB = 80
 CONFIG = TrainerConfig(learning_rate=1e-3, warmup_steps=2, row_tokens=48, rows_per_micro_batch=2)

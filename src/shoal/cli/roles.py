@@ -46,8 +46,8 @@ def _credentials(environ: Mapping[str, str]) -> Credentials | None:
 
 def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.diloco.transport.hivemind_mesh import Address as PeerAddress
+    from shoal.trainer.io.publisher import Address
     from shoal.trainer.loop import TrainerSite, run_trainer
-    from shoal.trainer.publisher import Address
 
     device = _own_device(options.device)
     check_device(device)

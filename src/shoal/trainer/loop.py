@@ -30,18 +30,18 @@ from shoal.shardcast.publish import SHARD_BYTES
 from shoal.shardcast.store import VersionStore
 from shoal.tasks.datasets.file_options import file_digests, with_files_from
 from shoal.telemetry import Log, Metrics
-from shoal.trainer.capture import Capture
-from shoal.trainer.checkpoint import Checkpoints
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.crew import Crew, in_words
-from shoal.trainer.early_warnings import Watch
-from shoal.trainer.inbox import Inbox
-from shoal.trainer.outbox import Outbox
-from shoal.trainer.publisher import Address, Publisher
-from shoal.trainer.ranks import join_ranks
-from shoal.trainer.report import step_report
-from shoal.trainer.sinks import check_packages, open_sinks
-from shoal.trainer.sites import Sites, make_averager
+from shoal.trainer.data.inbox import Inbox
+from shoal.trainer.distributed.lockstep import Crew, in_words
+from shoal.trainer.distributed.ranks import join_ranks
+from shoal.trainer.distributed.sites import Sites, make_averager
+from shoal.trainer.io.background_publish import Outbox
+from shoal.trainer.io.checkpoint import Checkpoints
+from shoal.trainer.io.publisher import Address, Publisher
+from shoal.trainer.io.weight_snapshot import Capture
+from shoal.trainer.reporting.early_warnings import Watch
+from shoal.trainer.reporting.sinks import check_packages, open_sinks
+from shoal.trainer.reporting.step_report import step_report
 from shoal.wire.keys import Key
 from shoal.wire.messages import Info, StepReport
 from shoal.wire.run_spec import RunSpec, TaskSpec

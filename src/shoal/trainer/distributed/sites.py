@@ -17,7 +17,7 @@ from shoal.diloco.outer import Outer
 from shoal.diloco.transport.hivemind_mesh import Address, HivemindMesh
 from shoal.telemetry import Log, Metrics
 from shoal.trainer.config import DilocoConfig
-from shoal.trainer.learner import Learner
+from shoal.trainer.optim.learner import Learner
 
 
 def make_averager(

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
-from shoal.trainer.advantage import group_advantages
 from shoal.trainer.config import AdvantageKind
+from shoal.trainer.data.advantage import group_advantages
 from shoal.wire.messages import Batch, Group
 from shoal.wire.rollouts import Rollout, RolloutTable
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from shoal.net.http_client import SignedClient
-from shoal.trainer.batch import TrainBatch, build_batch
 from shoal.trainer.config import TrainerConfig
+from shoal.trainer.data.batch import TrainBatch, build_batch
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import Batch
 from shoal.wire.rollouts import RolloutTable, TableLimits, decode

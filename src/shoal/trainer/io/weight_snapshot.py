@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.trainer.learner import Learner
+from shoal.trainer.optim.learner import Learner
 
 _OF_THE_MACHINE = {"params", "fused", "foreach", "capturable"}
 """Of an optimiser's settings: how it computes here, not what. A run may go on on another kind of device."""

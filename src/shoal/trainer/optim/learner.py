@@ -21,14 +21,14 @@ from torch.distributed.tensor import DTensor
 
 from shoal.model.logprobs import TokenScores
 from shoal.net.waiting import Stopped
-from shoal.trainer.batch import Sample, TrainBatch
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.figures import StepFigures, Sums
-from shoal.trainer.loss import Answers, gap_weights, policy_loss, reference_kl, token_weights
-from shoal.trainer.pack import MicroBatch
-from shoal.trainer.policy import Causal, Policy, score
-from shoal.trainer.ranks import ALONE, Ranks
-from shoal.trainer.reference import Reference
+from shoal.trainer.data.batch import Sample, TrainBatch
+from shoal.trainer.data.pack import MicroBatch
+from shoal.trainer.distributed.ranks import ALONE, Ranks
+from shoal.trainer.optim.loss import Answers, gap_weights, policy_loss, reference_kl, token_weights
+from shoal.trainer.optim.policy import Causal, Policy, score
+from shoal.trainer.optim.reference import Reference
+from shoal.trainer.reporting.step_figures import StepFigures, Sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,17 +24,17 @@ from shoal.model.weights import WEIGHTS_FILE
 from shoal.net.waiting import Stopped
 from shoal.tasks import make_task
 from shoal.telemetry import Log
-from shoal.trainer.batch import TrainBatch
-from shoal.trainer.capture import Capture, put, take, trained
-from shoal.trainer.checkpoint import Checkpoint, read_capture
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.figures import StepFigures
-from shoal.trainer.learner import Learner
-from shoal.trainer.lora import add_adapters, merged
-from shoal.trainer.policy import Causal
-from shoal.trainer.ranks import RankLost, Ranks
-from shoal.trainer.reference import Reference, Weights, kept_weights
-from shoal.trainer.supervised import warm_up
+from shoal.trainer.data.batch import TrainBatch
+from shoal.trainer.distributed.ranks import RankLost, Ranks
+from shoal.trainer.io.checkpoint import Checkpoint, read_capture
+from shoal.trainer.io.weight_snapshot import Capture, put, take, trained
+from shoal.trainer.optim.learner import Learner
+from shoal.trainer.optim.lora import add_adapters, merged
+from shoal.trainer.optim.policy import Causal
+from shoal.trainer.optim.reference import Reference, Weights, kept_weights
+from shoal.trainer.optim.supervised import warm_up
+from shoal.trainer.reporting.step_figures import StepFigures
 from shoal.wire.run_spec import TaskSpec
 
 _END = "end"

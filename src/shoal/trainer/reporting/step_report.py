@@ -3,8 +3,8 @@
 from collections import Counter
 from dataclasses import asdict
 
-from shoal.trainer.batch import TrainBatch
-from shoal.trainer.figures import StepFigures
+from shoal.trainer.data.batch import TrainBatch
+from shoal.trainer.reporting.step_figures import StepFigures
 from shoal.wire.messages import StepReport
 
 

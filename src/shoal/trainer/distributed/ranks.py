@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shoal.net.waiting import DeadlinePassed
-from shoal.trainer.batch import Sample
-from shoal.trainer.pack import MicroBatch, fit_rows, pack
+from shoal.trainer.data.batch import Sample
+from shoal.trainer.data.pack import MicroBatch, fit_rows, pack
 
 T = TypeVar("T")
 

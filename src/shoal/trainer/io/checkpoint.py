@@ -27,8 +27,8 @@ from safetensors.torch import load_file, save_file
 from shoal.model.weights import disk_errors
 from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
-from shoal.trainer.capture import Capture, take, trained
-from shoal.trainer.learner import Learner
+from shoal.trainer.io.weight_snapshot import Capture, take, trained
+from shoal.trainer.optim.learner import Learner
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import StepReport
 from shoal.wire.record import Record

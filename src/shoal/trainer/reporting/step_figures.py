@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from shoal.trainer.loss import MAX_LOG_RATIO
-from shoal.trainer.ranks import Ranks
+from shoal.trainer.distributed.ranks import Ranks
+from shoal.trainer.optim.loss import MAX_LOG_RATIO
 
 SUMS = (
     "loss",

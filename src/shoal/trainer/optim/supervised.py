@@ -11,9 +11,9 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.net.waiting import Stopped
 from shoal.tasks import Task
 from shoal.telemetry import Log
-from shoal.trainer.batch import Sample
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.learner import Learner, clip_gradient, make_optimizer, output_logprobs, warmed_up
+from shoal.trainer.data.batch import Sample
+from shoal.trainer.optim.learner import Learner, clip_gradient, make_optimizer, output_logprobs, warmed_up
 
 BATCH = 64
 """Problems a step."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from shoal.trainer.batch import Sample
+from shoal.trainer.data.batch import Sample
 
 PAD_SEGMENT = -1
 

@@ -22,8 +22,8 @@ from shoal.model.load_model import DTYPES
 from shoal.model.logprobs import TokenScores, token_scores
 from shoal.model.transformers_model import Foreign
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.pack import MicroBatch
-from shoal.trainer.ranks import Ranks
+from shoal.trainer.data.pack import MicroBatch
+from shoal.trainer.distributed.ranks import Ranks
 
 Causal = Decoder | Foreign
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.policy import Causal
+from shoal.trainer.optim.policy import Causal
 
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 
