@@ -34,12 +34,12 @@ import torch
 from shoal.cli.answering import model_folder
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
-from shoal.rollout.engine import Finished, Request
-from shoal.rollout.room import fit, free_memory_bytes, room_for
-from shoal.rollout.shelf import SHELF_SIZES
-from shoal.rollout.slots import cache_dtype
-from shoal.rollout.submission import to_rollout
-from shoal.rollout.torch_engine import TorchEngine
+from shoal.rollout.engine.api import Finished, Request
+from shoal.rollout.engine.kv_slots import cache_dtype
+from shoal.rollout.engine.prompt_cache import SHELF_SIZES
+from shoal.rollout.engine.scheduler import fit, free_memory_bytes, room_for
+from shoal.rollout.engine.torch_engine import TorchEngine
+from shoal.rollout.worker.submission import to_rollout
 from shoal.swarm.validator import recompute as recomputing
 from shoal.swarm.validator.recompute import Checked, Policy, Unleased, recompute_many
 from shoal.wire.codes import Rejected

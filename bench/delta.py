@@ -46,8 +46,8 @@ from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights
 from shoal.net.http_client import SignedClient
-from shoal.rollout.engine import Finished, Request
-from shoal.rollout.torch_engine import TorchEngine
+from shoal.rollout.engine.api import Finished, Request
+from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.shardcast import delta
 from shoal.shardcast.boot import mark_boot
 from shoal.shardcast.client.http_source import Connections, ask_latest
@@ -457,7 +457,7 @@ def be_relay(options: argparse.Namespace) -> None:
 
 
 def be_worker(options: argparse.Namespace) -> None:
-    """Holds version 0, in its folder and in its engine; does with a new one what rollout/policies.py does."""
+    """Holds version 0, in its folder and in its engine; does with a new one what rollout/worker/version_cache.py does."""
     engine = TorchEngine(compute_dtype="float32", proof=ProofSpec(), max_rows=1, device=options.device)
     engine.load(options.dir / "v0", 0)
     task = make_task(TASKS["any"][0])

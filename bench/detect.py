@@ -44,12 +44,12 @@ from shoal.cli.intervals import wilson
 from shoal.cli.toploc import TERMS, read_rows
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
-from shoal.rollout.conduct import Conduct
-from shoal.rollout.engine import Engine, Finished
-from shoal.rollout.false_engines import AlteredEngine, quantised_by_channel
-from shoal.rollout.lies import LIES, OtherWeights, make_conduct
-from shoal.rollout.submission import make_requests, make_table, to_rollout
-from shoal.rollout.torch_engine import TorchEngine
+from shoal.rollout.adversary.behaviour import Conduct
+from shoal.rollout.adversary.lies import LIES, OtherWeights, make_conduct
+from shoal.rollout.adversary.lying_engines import AlteredEngine, quantised_by_channel
+from shoal.rollout.engine.api import Engine, Finished
+from shoal.rollout.engine.torch_engine import TorchEngine
+from shoal.rollout.worker.submission import make_requests, make_table, to_rollout
 from shoal.swarm.validator import checks, form
 from shoal.swarm.validator import recompute as recomputing
 from shoal.swarm.validator.judge import open_submission

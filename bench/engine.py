@@ -38,8 +38,8 @@ from shoal.model.load_model import DTYPES, empty_decoder, load_decoder
 from shoal.model.shape import Shape, read_shape
 from shoal.model.tokenizer import CharTokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights
-from shoal.rollout.engine import Finished, Request
-from shoal.rollout.torch_engine import TorchEngine
+from shoal.rollout.engine.api import Finished, Request
+from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.shardcast.delta import apply_deltas, write_delta
 from shoal.wire.run_spec import ProofSpec
 from shoal.wire.seeded_draw import sample_seed
@@ -415,7 +415,7 @@ def apart_on_cuda(
     together: Sequence[Finished],
     some: Sequence[Finished],
 ) -> None:
-    from shoal.rollout.cuda_replay import replay
+    from shoal.rollout.engine.cuda_replay import replay
 
     eager, _ = drain(make_engine(options, folder, graphs=False), requests)
     table.line("apart: eager and graph", None, agreement(eager, together))

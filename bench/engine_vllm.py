@@ -19,10 +19,10 @@ import torch
 from shoal.model.builtin import create_model
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
-from shoal.rollout.engine import Engine, Finished, Request
-from shoal.rollout.submission import to_rollout
-from shoal.rollout.torch_engine import TorchEngine
-from shoal.rollout.vllm_engine import VllmEngine
+from shoal.rollout.engine.api import Engine, Finished, Request
+from shoal.rollout.engine.torch_engine import TorchEngine
+from shoal.rollout.engine.vllm_engine import VllmEngine
+from shoal.rollout.worker.submission import to_rollout
 from shoal.swarm.validator import checks
 from shoal.swarm.validator.recompute import Policy, Unleased, recompute
 from shoal.wire.codes import Rejected

@@ -25,8 +25,8 @@ from shoal.model.builtin import copy_all_but_weights, create_model
 from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights
-from shoal.rollout.engine import Finished, Request
-from shoal.rollout.torch_engine import TorchEngine
+from shoal.rollout.engine.api import Finished, Request
+from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.tasks import Split, make_task
 from shoal.tasks.task import Outcome, Problem
 from shoal.telemetry import Log

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from shoal.model.load_model import DTYPES
 from shoal.model.shape import read_shape
 from shoal.model.weights import WEIGHTS_FILE
-from shoal.rollout.engine import Request
+from shoal.rollout.engine.api import Request
 from shoal.wire.run_spec import ProofSpec
 
 
@@ -173,7 +173,7 @@ def bench_llama(options: argparse.Namespace, folder: Path, requests: Sequence[Re
 
 def bench_vllm(options: argparse.Namespace, folder: Path, requests: Sequence[Request], table: Lines) -> None:
     """vLLM behind our interface: it draws as we do, and proves what it has drawn."""
-    from shoal.rollout.vllm_engine import VllmEngine
+    from shoal.rollout.engine.vllm_engine import VllmEngine
 
     engine = VllmEngine(
         compute_dtype=options.dtype, proof=ProofSpec(), max_rows=options.rows, device=options.device

@@ -32,10 +32,10 @@ from shoal.model.weights import WEIGHTS_FILE, save_weights
 from shoal.net.http_client import SignedClient
 from shoal.net.http_server import listen
 from shoal.net.waiting import Stopped
-from shoal.rollout.conduct import Conduct
-from shoal.rollout.state import open_state
-from shoal.rollout.time_use import Doing, TimeUse
-from shoal.rollout.worker import Worker, WorkerConfig
+from shoal.rollout.adversary.behaviour import Conduct
+from shoal.rollout.worker.utilisation import Doing, TimeUse
+from shoal.rollout.worker.worker import Worker, WorkerConfig
+from shoal.rollout.worker.worker_folder import open_state
 from shoal.shardcast import RelayConfig, RelayServer, VersionStore, publish, run_relay
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.run import run_coordinator

@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shoal.net.http_client import Refused, SignedClient
-from shoal.rollout.policies import PolicyShelf
-from shoal.rollout.session import Session, join
-from shoal.rollout.state import State
-from shoal.rollout.submission import generate, make_requests, make_table
-from shoal.rollout.torch_engine import TorchEngine
+from shoal.rollout.engine.torch_engine import TorchEngine
+from shoal.rollout.worker.session import Session, join
+from shoal.rollout.worker.submission import generate, make_requests, make_table
+from shoal.rollout.worker.version_cache import PolicyShelf
+from shoal.rollout.worker.worker_folder import State
 from shoal.telemetry import Log
 from shoal.wire.lease import Lease, Receipt
 from shoal.wire.ledger import LedgerEvent

@@ -15,8 +15,8 @@ import httpx
 from shoal.model.builtin import create_model
 from shoal.net.http_client import SignedClient
 from shoal.net.http_server import listen
-from shoal.rollout.session import Exit
-from shoal.rollout.worker import WorkerConfig, run_worker
+from shoal.rollout.worker.session import Exit
+from shoal.rollout.worker.worker import WorkerConfig, run_worker
 from shoal.shardcast import RelayConfig, RelayServer, VersionStore, publish, run_relay
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.run import run_coordinator

@@ -11,9 +11,9 @@ from shoal import toploc
 from shoal.model.builtin import create_model
 from shoal.model.fused import fuse
 from shoal.model.load_model import DTYPES, load_decoder
-from shoal.rollout.engine import Finished, Request
-from shoal.rollout.shelf import SHELF_SIZES, ShelfSize
-from shoal.rollout.torch_engine import TorchEngine
+from shoal.rollout.engine.api import Finished, Request
+from shoal.rollout.engine.prompt_cache import SHELF_SIZES, ShelfSize
+from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.toploc import build
 from shoal.wire.run_spec import ProofSpec
 from shoal.wire.seeded_draw import sample_seed
@@ -102,7 +102,7 @@ def test_proofs_verify_against_prefills(folder: Path, dtype: str, limit: int) ->
 def test_a_replay_has_the_states_of_decoding_bit_for_bit(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shoal.rollout.cuda_replay import replay  # needs Triton
+    from shoal.rollout.engine.cuda_replay import replay  # needs Triton
 
     rows = [row for row in run(folder, "bfloat16").values() if row.proof]
     weights = fuse(load_decoder(folder, torch.bfloat16, "cuda"))

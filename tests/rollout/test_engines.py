@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 
 from shoal.cli.main import main
-from shoal.rollout.engines import make_engine
-from shoal.rollout.torch_engine import TorchEngine
+from shoal.rollout.engine.factory import make_engine
+from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.wire.run_spec import ProofSpec
 
 

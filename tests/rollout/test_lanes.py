@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from shoal.model.builtin import create_model
-from shoal.rollout import cpu_step
-from shoal.rollout.cpu_layers import step_layers, without_python
-from shoal.rollout.cpu_step import MIN_PROMPT_TOKENS, MIN_ROWS, share_prompts, share_rows
-from shoal.rollout.engine import Finished, Request
-from shoal.rollout.lanes import Lanes
-from shoal.rollout.torch_engine import TorchEngine
+from shoal.rollout.engine import step_cpu
+from shoal.rollout.engine.api import Finished, Request
+from shoal.rollout.engine.cpu_layers import step_layers, without_python
+from shoal.rollout.engine.cpu_threads import Lanes
+from shoal.rollout.engine.step_cpu import MIN_PROMPT_TOKENS, MIN_ROWS, share_prompts, share_rows
+from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.wire.run_spec import ProofSpec
 
 
@@ -72,7 +72,7 @@ def test_lanes_and_torchs_interpreter_change_no_row(
     create_model("tiny", folder, seed=3)
     with_lanes = _generate(folder, compute_dtype)
     assert without_python() is not step_layers
-    monkeypatch.setattr(cpu_step, "without_python", lambda: step_layers)
+    monkeypatch.setattr(step_cpu, "without_python", lambda: step_layers)
     assert _generate(folder, compute_dtype) == with_lanes
     torch.set_num_threads(1)
     alone = _generate(folder, compute_dtype)

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.model.shape import Shape
-from shoal.rollout.engine import Request
-from shoal.rollout.pieces import Pieces, PieceSize
-from shoal.rollout.places import Places
-from shoal.rollout.room import Room, fit, free_memory_bytes, room_for
+from shoal.rollout.engine.api import Request
+from shoal.rollout.engine.attention_plan import Pieces, PieceSize
+from shoal.rollout.engine.places import Places
+from shoal.rollout.engine.scheduler import Room, fit, free_memory_bytes, room_for
 
 SHAPE = Shape(
     vocab_size=100,

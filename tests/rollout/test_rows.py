@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.rollout.engine import Request
-from shoal.rollout.rows import Rows, by_batch, length_batches, next_prompts, prompts_at_hand
+from shoal.rollout.engine.api import Request
+from shoal.rollout.engine.rows import Rows, by_batch, length_batches, next_prompts, prompts_at_hand
 
 
 def request(index: int, prompt: tuple[int, ...] = (1,)) -> Request:

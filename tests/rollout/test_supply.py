@@ -12,14 +12,14 @@ import small_run as small
 from small_run import CONFIG, SPEC, RunningWorker, SmallRun, eventually, small_run
 
 from shoal.net.waiting import Stopped
-from shoal.rollout.conduct import Conduct
-from shoal.rollout.engine import Request
-from shoal.rollout.errand import Errand
-from shoal.rollout.session import Exit
-from shoal.rollout.state import open_state
-from shoal.rollout.supply import LEAD_MORE_S
-from shoal.rollout.time_use import Doing, TimeUse
-from shoal.rollout.worker import Worker, WorkerConfig
+from shoal.rollout.adversary.behaviour import Conduct
+from shoal.rollout.engine.api import Request
+from shoal.rollout.worker.errand import Errand
+from shoal.rollout.worker.lease_supply import LEAD_MORE_S
+from shoal.rollout.worker.session import Exit
+from shoal.rollout.worker.utilisation import Doing, TimeUse
+from shoal.rollout.worker.worker import Worker, WorkerConfig
+from shoal.rollout.worker.worker_folder import open_state
 from shoal.telemetry import Log
 from shoal.wire.lease import Lease
 from shoal.wire.rollouts import RolloutTable

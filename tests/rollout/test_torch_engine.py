@@ -18,10 +18,10 @@ from shoal.model.fused import fuse
 from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import CharTokenizer, load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE
-from shoal.rollout.engine import Finished, Request
-from shoal.rollout.sampling import draw_tokens
-from shoal.rollout.shelf import SHELF_SIZES, ShelfSize
-from shoal.rollout.torch_engine import TorchEngine
+from shoal.rollout.engine.api import Finished, Request
+from shoal.rollout.engine.prompt_cache import SHELF_SIZES, ShelfSize
+from shoal.rollout.engine.sampling import draw_tokens
+from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.shardcast.delta import apply_deltas, write_delta
 from shoal.wire.rollouts import Finish
 from shoal.wire.run_spec import ProofSpec
@@ -193,13 +193,15 @@ def test_prompts_computed_ahead_change_nothing(
 def test_rows_that_memory_has_no_room_for_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = _requests(folder, num_samples=4, max_new_tokens=9)
     together = _run(_engine(folder, max_rows=64), requests)
-    monkeypatch.setattr("shoal.rollout.torch_engine.free_memory_bytes", lambda: 2_200_000)  # three rows
+    monkeypatch.setattr(
+        "shoal.rollout.engine.torch_engine.free_memory_bytes", lambda: 2_200_000
+    )  # three rows
     engine = _engine(folder, max_rows=64)
     few = _run(engine, requests)
     assert {r: row.output_tokens for r, row in few.items()} == {
         r: row.output_tokens for r, row in together.items()
     }
-    monkeypatch.setattr("shoal.rollout.torch_engine.free_memory_bytes", lambda: 10_000)
+    monkeypatch.setattr("shoal.rollout.engine.torch_engine.free_memory_bytes", lambda: 10_000)
     with pytest.raises(ValueError, match="lower max_new_tokens or free memory"):
         _run(_engine(folder, max_rows=64), requests)
 

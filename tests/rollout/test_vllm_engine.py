@@ -14,12 +14,12 @@ from small_run import SmallRun, eventually, small_run
 
 from shoal.model.builtin import create_model
 from shoal.net.waiting import Stopped
-from shoal.rollout.conduct import Conduct
-from shoal.rollout.engine import Engine, Finished, Request
-from shoal.rollout.state import open_state
-from shoal.rollout.torch_engine import TorchEngine
-from shoal.rollout.vllm_engine import VllmEngine
-from shoal.rollout.worker import Worker, WorkerConfig
+from shoal.rollout.adversary.behaviour import Conduct
+from shoal.rollout.engine.api import Engine, Finished, Request
+from shoal.rollout.engine.torch_engine import TorchEngine
+from shoal.rollout.engine.vllm_engine import VllmEngine
+from shoal.rollout.worker.worker import Worker, WorkerConfig
+from shoal.rollout.worker.worker_folder import open_state
 from shoal.telemetry import Log
 from shoal.wire.run_spec import ProofSpec
 

@@ -14,11 +14,11 @@ from small_run import CONFIG, SPEC, RunningWorker, SmallRun, eventually, free_po
 from shoal.net.http_client import SignedClient
 from shoal.net.http_server import Server, listen
 from shoal.net.waiting import DeadlinePassed, Stopped
-from shoal.rollout.conduct import Conduct
-from shoal.rollout.engine import Request
-from shoal.rollout.session import Exit
-from shoal.rollout.state import PinnedRun, open_state
-from shoal.rollout.worker import Worker, WorkerConfig, run_worker
+from shoal.rollout.adversary.behaviour import Conduct
+from shoal.rollout.engine.api import Request
+from shoal.rollout.worker.session import Exit
+from shoal.rollout.worker.worker import Worker, WorkerConfig, run_worker
+from shoal.rollout.worker.worker_folder import PinnedRun, open_state
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.lease import Lease

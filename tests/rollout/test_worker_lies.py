@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from shoal.model.builtin import create_model
-from shoal.rollout.conduct import Conduct
-from shoal.rollout.lies import is_loopback, make_conduct
-from shoal.rollout.submission import generate, make_requests, make_table
-from shoal.rollout.torch_engine import TorchEngine
+from shoal.rollout.adversary.behaviour import Conduct
+from shoal.rollout.adversary.lies import is_loopback, make_conduct
+from shoal.rollout.engine.torch_engine import TorchEngine
+from shoal.rollout.worker.submission import generate, make_requests, make_table
 from shoal.tasks import make_task
 from shoal.wire.lease import Lease, PolicyRef
 from shoal.wire.rollouts import Rollout

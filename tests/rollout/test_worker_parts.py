@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from shoal.model.tokenizer import CharTokenizer
-from shoal.rollout.heartbeat import Halt
-from shoal.rollout.session import ServerClock
-from shoal.rollout.state import PinnedRun, open_state
-from shoal.rollout.submission import FOLLOWED, Verdicts, make_requests
+from shoal.rollout.worker.heartbeat import Halt
+from shoal.rollout.worker.session import ServerClock
+from shoal.rollout.worker.submission import FOLLOWED, Verdicts, make_requests
+from shoal.rollout.worker.worker_folder import PinnedRun, open_state
 from shoal.telemetry import Log
 from shoal.wire.lease import Lease, PolicyRef
 from shoal.wire.messages import LeaseStatus

@@ -22,7 +22,7 @@ from shoal.wire.run_spec import ProofSpec, Sampling, TaskSpec
 from shoal.wire.seeded_draw import sample_seed
 
 if TYPE_CHECKING:
-    from shoal.rollout.engine import Engine, Finished
+    from shoal.rollout.engine.api import Engine, Finished
 
 TRIES = 1000
 """A task that makes problems up may have few different ones: after so many seeds without a new one, that was all."""
@@ -117,7 +117,7 @@ def model_folder(name: str) -> Iterator[Path]:
 def load_engine(folder: Path, options: argparse.Namespace) -> "Engine":
     import torch
 
-    from shoal.rollout.engines import make_engine
+    from shoal.rollout.engine.factory import make_engine
 
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {options.device}: torch finds no CUDA device here; use --device cpu")
@@ -164,7 +164,7 @@ def answer(
 
 
 def _requests(engine: "Engine", task: Task, one: Posed, draw: Draw) -> list[Any]:
-    from shoal.rollout.engine import Request
+    from shoal.rollout.engine.api import Request
 
     prompt = tuple(engine.tokenizer.encode_prompt(one.problem.prompt, chat=task.chat))
     source = hashlib.sha256(f"draw/{draw.seed}".encode()).hexdigest()

@@ -34,8 +34,8 @@ LOOK_S = 0.1
 def join(options: argparse.Namespace, stop: threading.Event) -> int:
     wait_quietly()
     from shoal.cli.doctor import examine, print_findings
-    from shoal.rollout.engines import check_engine
-    from shoal.rollout.state import is_held
+    from shoal.rollout.engine.factory import check_engine
+    from shoal.rollout.worker.worker_folder import is_held
 
     if is_held(options.dir):
         raise ValueError(f"{options.dir} is in use by another worker; stop that one or choose another --dir")
@@ -72,7 +72,7 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
 def _choose_run(options: argparse.Namespace) -> str:
     """The URL of the run to join: of the coordinator's own where it has one, else of one that this machine fits."""
     from shoal.net.http_client import Unreachable
-    from shoal.rollout.capabilities import capabilities
+    from shoal.rollout.worker.capabilities import capabilities
 
     try:
         runs = RunList.parse(_get(options.url, "/v1/runs")).runs
@@ -258,7 +258,7 @@ def pause(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def leave(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.rollout.state import is_held
+    from shoal.rollout.worker.worker_folder import is_held
 
     key, url = _joined(options.dir)
     if is_held(options.dir):

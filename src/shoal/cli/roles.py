@@ -117,9 +117,9 @@ def wait_quietly() -> None:
 
 def worker(options: argparse.Namespace, stop: threading.Event) -> int:
     wait_quietly()
-    from shoal.rollout.engines import check_engine
-    from shoal.rollout.session import Exit
-    from shoal.rollout.worker import WorkerConfig, run_worker
+    from shoal.rollout.engine.factory import check_engine
+    from shoal.rollout.worker.session import Exit
+    from shoal.rollout.worker.worker import WorkerConfig, run_worker
 
     check_device(options.device)
     check_engine(options.engine, device=options.device, tensor_parallel=options.tensor_parallel)

@@ -171,7 +171,7 @@ def check_names(file: RunFile, path: Path) -> None:
     For `--dry-run`, and before an earlier run is deleted; roles check their own.
     """
     from shoal.model.builtin import BUILTIN
-    from shoal.rollout.lies import LIES
+    from shoal.rollout.adversary.lies import LIES
 
     make_task(file.task).problem("train", 0)
     model = file.run.model

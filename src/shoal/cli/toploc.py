@@ -19,9 +19,9 @@ from shoal.cli.progress import progress
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.net.waiting import Stopped
-from shoal.rollout.conduct import Dtype
-from shoal.rollout.engine import Engine, Finished, Request
-from shoal.rollout.submission import to_rollout
+from shoal.rollout.adversary.behaviour import Dtype
+from shoal.rollout.engine.api import Engine, Finished, Request
+from shoal.rollout.worker.submission import to_rollout
 from shoal.swarm.validator.checks import RowFacts, logprob_gap, units_of
 from shoal.swarm.validator.recompute import Policy, Unleased, recompute
 from shoal.tasks import make_task

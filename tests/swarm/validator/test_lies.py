@@ -11,11 +11,11 @@ from shoal.model.builtin import copy_all_but_weights, create_model
 from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights
-from shoal.rollout.conduct import Conduct
-from shoal.rollout.engine import Engine
-from shoal.rollout.lies import LIES, make_conduct
-from shoal.rollout.submission import generate, make_requests, make_table
-from shoal.rollout.torch_engine import TorchEngine
+from shoal.rollout.adversary.behaviour import Conduct
+from shoal.rollout.adversary.lies import LIES, make_conduct
+from shoal.rollout.engine.api import Engine
+from shoal.rollout.engine.torch_engine import TorchEngine
+from shoal.rollout.worker.submission import generate, make_requests, make_table
 from shoal.swarm.validator.judge import judge
 from shoal.swarm.validator.reader import Reader
 from shoal.swarm.validator.recompute import Policy

@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from shoal.model.tokenizer import Tokenizer
-from shoal.rollout.engine import Engine, Finished, Request
-from shoal.rollout.session import Session
+from shoal.rollout.engine.api import Engine, Finished, Request
+from shoal.rollout.worker.session import Session
 from shoal.telemetry import Log
 from shoal.wire.codes import ACCEPTED, CODES, in_words
 from shoal.wire.lease import Lease

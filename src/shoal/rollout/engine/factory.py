@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from shoal.rollout.engine import Engine
+from shoal.rollout.engine.api import Engine
 from shoal.wire.run_spec import ProofSpec
 
 EngineName = Literal["torch", "vllm"]
@@ -11,7 +11,7 @@ EngineName = Literal["torch", "vllm"]
 def check_engine(name: EngineName, *, device: str, tensor_parallel: int) -> None:
     """ValueError, with what to do, if it cannot be had here. Worth asking before anybody is joined."""
     if name == "vllm":
-        from shoal.rollout.vllm_engine import check_installed
+        from shoal.rollout.engine.vllm_engine import check_installed
 
         check_installed(device)
     elif tensor_parallel > 1:
@@ -32,7 +32,7 @@ def make_engine(
     """As check_engine has it, then made; it loads nothing yet."""
     check_engine(name, device=device, tensor_parallel=tensor_parallel)
     if name == "vllm":
-        from shoal.rollout.vllm_engine import VllmEngine
+        from shoal.rollout.engine.vllm_engine import VllmEngine
 
         return VllmEngine(
             compute_dtype=compute_dtype,
@@ -41,6 +41,6 @@ def make_engine(
             device=device,
             tensor_parallel=tensor_parallel,
         )
-    from shoal.rollout.torch_engine import TorchEngine
+    from shoal.rollout.engine.torch_engine import TorchEngine
 
     return TorchEngine(compute_dtype=compute_dtype, proof=proof, max_rows=max_rows, device=device)

@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Container, Iterable
 
-from shoal.rollout.rows import Prompt
+from shoal.rollout.engine.rows import Prompt
 
 
 class Places:

@@ -18,7 +18,7 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from shoal import toploc
-from shoal.rollout.sampling import draw_tokens
+from shoal.rollout.engine.sampling import draw_tokens
 from shoal.wire.seeded_draw import uniforms
 
 

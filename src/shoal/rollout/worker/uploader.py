@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable
 
 from shoal.net.waiting import Stopped
-from shoal.rollout.conduct import Conduct
-from shoal.rollout.errand import Errand
-from shoal.rollout.losses import Losses
-from shoal.rollout.session import LeaseLost, Session
-from shoal.rollout.state import State
-from shoal.rollout.submission import Verdicts
+from shoal.rollout.adversary.behaviour import Conduct
+from shoal.rollout.worker.errand import Errand
+from shoal.rollout.worker.losses import Losses
+from shoal.rollout.worker.session import LeaseLost, Session
+from shoal.rollout.worker.submission import Verdicts
+from shoal.rollout.worker.worker_folder import State
 from shoal.telemetry import Log
 from shoal.wire.lease import Lease
 from shoal.wire.rollouts import RolloutTable, encode

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from shoal.net.http_client import Refused, Unreachable
 from shoal.net.waiting import DeadlinePassed, Stopped
-from shoal.rollout.engine import Engine
-from shoal.rollout.heartbeat import Halt
-from shoal.rollout.session import LeaseLost, Session
-from shoal.rollout.state import State
+from shoal.rollout.engine.api import Engine
+from shoal.rollout.worker.heartbeat import Halt
+from shoal.rollout.worker.session import LeaseLost, Session
+from shoal.rollout.worker.worker_folder import State
 from shoal.shardcast import RelayChoice, fetch_version, prune_versions
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected

@@ -17,14 +17,14 @@ from torch.nn import functional as F
 from shoal.model.decoder import Decoder
 from shoal.model.fused import FusedWeights
 from shoal.model.packed_linear import linear
-from shoal.rollout.cpu_layers import Glance, Heads, Prompts, norm, without_python
-from shoal.rollout.engine import Request
-from shoal.rollout.lanes import Lanes
-from shoal.rollout.places import Places
-from shoal.rollout.rows import Prompt, length_batches
-from shoal.rollout.sampling import draw_tokens
-from shoal.rollout.shelf import Batch, Computed, prefill
-from shoal.rollout.slots import Slots
+from shoal.rollout.engine.api import Request
+from shoal.rollout.engine.cpu_layers import Glance, Heads, Prompts, norm, without_python
+from shoal.rollout.engine.cpu_threads import Lanes
+from shoal.rollout.engine.kv_slots import Slots
+from shoal.rollout.engine.places import Places
+from shoal.rollout.engine.prompt_cache import Batch, Computed, prefill
+from shoal.rollout.engine.rows import Prompt, length_batches
+from shoal.rollout.engine.sampling import draw_tokens
 
 MIN_ROWS = 4
 """A lane has at least as many, or there are fewer lanes."""

@@ -17,7 +17,7 @@ from shoal.model.decoder import Decoder
 from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights
-from shoal.rollout.engine import Engine, Finished, Request
+from shoal.rollout.engine.api import Engine, Finished, Request
 from shoal.wire.run_spec import ProofSpec
 
 Alter = Callable[[Tensor], Tensor]

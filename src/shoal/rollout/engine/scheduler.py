@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.model.shape import Shape
-from shoal.rollout.engine import Request
-from shoal.rollout.rows import Prompt
+from shoal.rollout.engine.api import Request
+from shoal.rollout.engine.rows import Prompt
 
 CONTEXT_STEP = 128
 """Slots are this much longer or shorter, so that prompts a little longer next time change nothing."""

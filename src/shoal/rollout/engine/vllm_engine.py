@@ -15,8 +15,8 @@ import torch
 
 from shoal.model.shape import Shape, read_shape
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
-from shoal.rollout.engine import Finished, Request, check_requests
-from shoal.rollout.room import free_memory_bytes
+from shoal.rollout.engine.api import Finished, Request, check_requests
+from shoal.rollout.engine.scheduler import free_memory_bytes
 from shoal.wire.rollouts import Finish
 from shoal.wire.run_spec import ProofSpec
 
@@ -162,9 +162,9 @@ class _Loaded:
             model=str(folder),
             skip_tokenizer_init=True,
             max_model_len=self.shape.max_positions,
-            logits_processors=["shoal.rollout.vllm_side:SeededDraw"],
+            logits_processors=["shoal.rollout.engine.vllm_side:SeededDraw"],
             logprobs_mode="processed_logits",
-            worker_extension_cls="shoal.rollout.vllm_side.Side",
+            worker_extension_cls="shoal.rollout.engine.vllm_side.Side",
             # A prompt is computed once for all its samples, in blocks.
             enable_prefix_caching=True,
             # The draw must know how many tokens a row has when it draws the next.

@@ -21,21 +21,21 @@ import torch
 
 from shoal.net.http_client import SignedClient
 from shoal.net.waiting import Stopped
-from shoal.rollout.capabilities import capabilities
-from shoal.rollout.conduct import Conduct
-from shoal.rollout.courier import Courier
-from shoal.rollout.engine import Engine
-from shoal.rollout.engines import EngineName, make_engine
-from shoal.rollout.errand import Errand
-from shoal.rollout.heartbeat import Halt, Heart
-from shoal.rollout.lies import make_conduct
-from shoal.rollout.losses import Losses
-from shoal.rollout.policies import PolicyShelf
-from shoal.rollout.session import Exit, LeaseLost, Left, Session, join
-from shoal.rollout.state import State, open_state
-from shoal.rollout.submission import generate, make_requests, make_table
-from shoal.rollout.supply import AFTER_LOSS_S, Supply
-from shoal.rollout.time_use import Doing, TimeUse
+from shoal.rollout.adversary.behaviour import Conduct
+from shoal.rollout.adversary.lies import make_conduct
+from shoal.rollout.engine.api import Engine
+from shoal.rollout.engine.factory import EngineName, make_engine
+from shoal.rollout.worker.capabilities import capabilities
+from shoal.rollout.worker.errand import Errand
+from shoal.rollout.worker.heartbeat import Halt, Heart
+from shoal.rollout.worker.lease_supply import AFTER_LOSS_S, Supply
+from shoal.rollout.worker.losses import Losses
+from shoal.rollout.worker.session import Exit, LeaseLost, Left, Session, join
+from shoal.rollout.worker.submission import generate, make_requests, make_table
+from shoal.rollout.worker.uploader import Courier
+from shoal.rollout.worker.utilisation import Doing, TimeUse
+from shoal.rollout.worker.version_cache import PolicyShelf
+from shoal.rollout.worker.worker_folder import State, open_state
 from shoal.telemetry import Log
 from shoal.wire.lease import Lease
 from shoal.wire.rollouts import RolloutTable

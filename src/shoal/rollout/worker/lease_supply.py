@@ -15,11 +15,11 @@ from functools import partial
 
 from shoal.net.http_client import Refused, Unreachable
 from shoal.net.waiting import DeadlinePassed, Stopped
-from shoal.rollout.errand import Errand
-from shoal.rollout.losses import Losses
-from shoal.rollout.policies import PolicyShelf
-from shoal.rollout.session import LeaseLost, Session
-from shoal.rollout.time_use import Doing
+from shoal.rollout.worker.errand import Errand
+from shoal.rollout.worker.losses import Losses
+from shoal.rollout.worker.session import LeaseLost, Session
+from shoal.rollout.worker.utilisation import Doing
+from shoal.rollout.worker.version_cache import PolicyShelf
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from shoal import toploc
-from shoal.rollout.engine import Finished, Request
-from shoal.rollout.lanes import one_core_threads
-from shoal.rollout.slots import Taken
+from shoal.rollout.engine.api import Finished, Request
+from shoal.rollout.engine.cpu_threads import one_core_threads
+from shoal.rollout.engine.kv_slots import Taken
 from shoal.wire.rollouts import Finish
 from shoal.wire.run_spec import ProofSpec
 

@@ -12,9 +12,8 @@ from functools import partial
 import httpx
 
 from shoal.model.load_model import DTYPES
-from shoal.rollout.conduct import Conduct, Dtype
-from shoal.rollout.engine import Engine, Request
-from shoal.rollout.false_engines import (
+from shoal.rollout.adversary.behaviour import Conduct, Dtype
+from shoal.rollout.adversary.lying_engines import (
     Alter,
     AlteredEngine,
     BestEngine,
@@ -26,6 +25,7 @@ from shoal.rollout.false_engines import (
     quantised_in_blocks,
     with_noise,
 )
+from shoal.rollout.engine.api import Engine, Request
 from shoal.tasks import make_task
 from shoal.toploc.proof import PRIME, num_segments
 from shoal.wire.lease import Lease

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 
 from shoal.net.http_client import Refused, SignedClient, Unreachable
-from shoal.rollout.session import Exit, Left, Terms, leaving
+from shoal.rollout.worker.session import Exit, Left, Terms, leaving
 from shoal.telemetry import Log
 from shoal.wire.messages import Heartbeat, HeartbeatReply
 

@@ -3,7 +3,7 @@
 import time
 
 from shoal.net.waiting import DeadlinePassed
-from shoal.rollout.session import LeaseLost, Session
+from shoal.rollout.worker.session import LeaseLost, Session
 from shoal.telemetry import Log
 from shoal.wire.lease import Lease
 

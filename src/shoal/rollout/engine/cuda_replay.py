@@ -17,10 +17,10 @@ from shoal.model.fused import FusedWeights
 from shoal.model.host_to_device import upload
 from shoal.model.kernels import decode_attention, elementwise, prompt_attention
 from shoal.model.kv_cache import KVCache
-from shoal.rollout.cuda_prefill import prefill
-from shoal.rollout.cuda_step import PIECE, row_tables
-from shoal.rollout.pieces import Pieces
-from shoal.rollout.rows import Prompt
+from shoal.rollout.engine.attention_plan import Pieces
+from shoal.rollout.engine.prefill_cuda import prefill
+from shoal.rollout.engine.rows import Prompt
+from shoal.rollout.engine.step_cuda import PIECE, row_tables
 
 
 class _Fed(NamedTuple):

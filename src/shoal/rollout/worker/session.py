@@ -14,7 +14,7 @@ import shoal
 from shoal.net.http_client import Refused, SignedClient, Unreachable
 from shoal.net.ticket_client import Tickets
 from shoal.net.waiting import DeadlinePassed, NotYet, wait_for
-from shoal.rollout.state import PinnedRun, State
+from shoal.rollout.worker.worker_folder import PinnedRun, State
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease, Receipt

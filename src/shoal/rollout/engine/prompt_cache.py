@@ -10,7 +10,7 @@ from torch import Tensor
 from shoal.model.decoder import Decoder
 from shoal.model.host_to_device import upload
 from shoal.model.kv_cache import KVCache
-from shoal.rollout.rows import Prompt
+from shoal.rollout.engine.rows import Prompt
 
 
 class ShelfSize(NamedTuple):

@@ -8,7 +8,7 @@ import heapq
 from collections import deque
 from collections.abc import Collection, Container, Iterable, Mapping
 
-from shoal.rollout.engine import Request
+from shoal.rollout.engine.api import Request
 
 Prompt = tuple[int, ...]
 

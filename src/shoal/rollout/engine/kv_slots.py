@@ -10,8 +10,8 @@ from torch import Tensor
 from shoal.model.fused import FusedWeights
 from shoal.model.host_to_device import upload
 from shoal.model.kv_cache import KVCache
-from shoal.rollout.engine import Request
-from shoal.rollout.room import Room
+from shoal.rollout.engine.api import Request
+from shoal.rollout.engine.scheduler import Room
 from shoal.wire.seeded_draw import uniforms
 
 

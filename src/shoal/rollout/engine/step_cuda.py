@@ -17,13 +17,13 @@ from shoal.model.fused import FusedWeights
 from shoal.model.host_to_device import upload
 from shoal.model.kernels import decode_attention, elementwise, token_draw
 from shoal.model.kv_cache import KVCache
-from shoal.rollout.cuda_prefill import prefill_by_layer
-from shoal.rollout.engine import Request
-from shoal.rollout.pieces import Pieces, PieceSize
-from shoal.rollout.places import Places
-from shoal.rollout.rows import Prompt
-from shoal.rollout.shelf import Batch
-from shoal.rollout.slots import Slots
+from shoal.rollout.engine.api import Request
+from shoal.rollout.engine.attention_plan import Pieces, PieceSize
+from shoal.rollout.engine.kv_slots import Slots
+from shoal.rollout.engine.places import Places
+from shoal.rollout.engine.prefill_cuda import prefill_by_layer
+from shoal.rollout.engine.prompt_cache import Batch
+from shoal.rollout.engine.rows import Prompt
 
 BUCKETS = (8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Rows of one graph. Between them a step's time hardly changes."""

@@ -21,19 +21,19 @@ from shoal.model.packed_linear import pack, repacking
 from shoal.model.shape import read_shape
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, load_weights
-from shoal.rollout.cpu_step import CpuStep
-from shoal.rollout.engine import Finished, Request, check_requests
-from shoal.rollout.lanes import Lanes
-from shoal.rollout.prover import Prover
-from shoal.rollout.room import Room, fit, free_memory_bytes, room_for
-from shoal.rollout.rows import Rows, by_batch, next_prompts, prompts_at_hand
-from shoal.rollout.shelf import SHELF_SIZES, Ahead, Shelf
-from shoal.rollout.slots import Slots, cache_dtype
-from shoal.rollout.watch import Watch
+from shoal.rollout.engine.api import Finished, Request, check_requests
+from shoal.rollout.engine.cpu_threads import Lanes
+from shoal.rollout.engine.kv_slots import Slots, cache_dtype
+from shoal.rollout.engine.prompt_cache import SHELF_SIZES, Ahead, Shelf
+from shoal.rollout.engine.proofs import Prover
+from shoal.rollout.engine.rows import Rows, by_batch, next_prompts, prompts_at_hand
+from shoal.rollout.engine.scheduler import Room, fit, free_memory_bytes, room_for
+from shoal.rollout.engine.step_cpu import CpuStep
+from shoal.rollout.engine.step_watchdog import Watch
 from shoal.wire.run_spec import ProofSpec
 
 if TYPE_CHECKING:
-    from shoal.rollout.cuda_step import CudaStep
+    from shoal.rollout.engine.step_cuda import CudaStep
 
 MEMORY_SHARE = 0.7
 """Of the memory that is free, for slots. Prefills, logits and other processes need some too."""
@@ -240,7 +240,7 @@ class _Running:
 def _make_step(loaded: _Loaded, slots: Slots, *, graphs: bool) -> "CpuStep | CudaStep":
     if loaded.lanes is not None:
         return CpuStep(loaded.decoder, loaded.packed, slots, loaded.is_end_V, loaded.lanes)
-    from shoal.rollout.cuda_step import CudaStep  # needs Triton, which machines without a GPU lack
+    from shoal.rollout.engine.step_cuda import CudaStep  # needs Triton, which machines without a GPU lack
 
     return CudaStep(loaded.weights, slots, loaded.is_end_V, graphs=graphs)
 

@@ -6,7 +6,7 @@ The hooks stand where a dishonest worker would interfere, so that the honest pat
 from collections.abc import Sequence
 from typing import Literal
 
-from shoal.rollout.engine import Engine, Request
+from shoal.rollout.engine.api import Engine, Request
 from shoal.wire.lease import Lease
 from shoal.wire.rollouts import RolloutTable
 

@@ -11,7 +11,7 @@ from shoal.model.host_to_device import upload
 from shoal.model.kernels import elementwise
 from shoal.model.kv_cache import KVCache
 from shoal.model.packed_prefill import Run, fused_layers
-from shoal.rollout.rows import Prompt
+from shoal.rollout.engine.rows import Prompt
 
 
 def prefill(weights: FusedWeights, prompts: Sequence[Prompt], places: Sequence[int], kept: KVCache) -> Tensor:
