@@ -1,6 +1,6 @@
 """A thousand nodes in virtual time: honest, slow, vanishing, cloned and lying ones, under the coordinator's own rules.
 
-Trust, checks, lease sizes, speed, back-off and credit are the functions the coordinator uses (shoal.swarm.coordinator.trust, credit,
+Trust, checks, lease sizes, speed, back-off and credit are the functions the coordinator uses (shoal.swarm.coordinator.rules.trust, credit,
 drawing, speed); time, machines and lies are made up, from one seed. See `python bench/swarm.py churn`.
 """
 
@@ -8,10 +8,10 @@ import heapq
 import random
 from dataclasses import dataclass, field
 
-from shoal.swarm.coordinator.credit import Earning, to_revoke
-from shoal.swarm.coordinator.planning import LEASE_SHARE
-from shoal.swarm.coordinator.speed import averaged
-from shoal.swarm.coordinator.trust import (
+from shoal.swarm.coordinator.rules.credit import Earning, to_revoke
+from shoal.swarm.coordinator.rules.planning import LEASE_SHARE
+from shoal.swarm.coordinator.rules.speed import averaged
+from shoal.swarm.coordinator.rules.trust import (
     Happening,
     Standing,
     Trust,

@@ -10,7 +10,7 @@ from test_ledger_verify import coordinator
 from shoal.cli.admin import ACTIONS
 from shoal.cli.main import act, parse
 from shoal.net.http_client import SignedClient
-from shoal.swarm.coordinator.orders import ACTIONS as KNOWN
+from shoal.swarm.coordinator.membership.admin_actions import ACTIONS as KNOWN
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.messages import Enrol, Enrolled

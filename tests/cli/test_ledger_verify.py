@@ -20,8 +20,8 @@ from shoal.net.http_client import SignedClient, Unreachable
 from shoal.net.http_server import Server, listen
 from shoal.net.waiting import Stopped
 from shoal.swarm.coordinator.config import CoordinatorConfig
-from shoal.swarm.coordinator.coordinator import DATABASE_FILE
-from shoal.swarm.coordinator.run import run_coordinator
+from shoal.swarm.coordinator.context import DATABASE_FILE
+from shoal.swarm.coordinator.http.server import run_coordinator
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.messages import Enrol, Enrolled

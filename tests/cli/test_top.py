@@ -11,7 +11,7 @@ from shoal.cli.main import act, parse
 from shoal.cli.supervise import EXIT_DEADLINE, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from shoal.cli.top import sparkline
 from shoal.swarm.coordinator.config import CoordinatorConfig
-from shoal.swarm.coordinator.run import run_coordinator
+from shoal.swarm.coordinator.http.server import run_coordinator
 from shoal.wire.page_data import Snapshot
 from shoal.wire.run_spec import RunSpec, Sampling, TaskSpec
 

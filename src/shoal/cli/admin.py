@@ -43,7 +43,7 @@ def add_admin(commands: Commands) -> None:
 
 def _order(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.net.http_client import SignedClient
-    from shoal.swarm.coordinator.admission import invite_digest
+    from shoal.swarm.coordinator.membership.admission import invite_digest
     from shoal.telemetry import Log
     from shoal.wire.keys import Key
     from shoal.wire.messages import AdminOrder, Recorded

@@ -22,7 +22,7 @@ from shoal.model.load_model import DTYPES, load_decoder
 from shoal.net.data_files import fetch_files
 from shoal.net.http_client import SignedClient
 from shoal.net.waiting import Stopped
-from shoal.swarm.coordinator.replay import replay, seed_of
+from shoal.swarm.coordinator.ledger_replay import replay, seed_of
 from shoal.swarm.validator.judge import judge
 from shoal.swarm.validator.policies import PolicyShelf
 from shoal.swarm.validator.reader import Reader

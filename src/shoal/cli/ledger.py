@@ -12,7 +12,7 @@ from shoal.cli.progress import progress
 from shoal.cli.reaching import ask_info, reaching
 from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
 from shoal.net.waiting import Stopped
-from shoal.swarm.coordinator.replay import Books, replay
+from shoal.swarm.coordinator.ledger_replay import Books, replay
 from shoal.wire.codes import Rejected
 from shoal.wire.ledger import LedgerEvent, LedgerHead, verify_ledger
 from shoal.wire.messages import Stats

@@ -89,10 +89,10 @@ def read_folder(folder: Path, database: str = "") -> dict[str, Any]:
     """From the tables of a run that is over, or goes on. They are only read."""
     from sqlalchemy import func, select
 
-    from shoal.swarm.coordinator.coordinator import DATABASE_FILE
-    from shoal.swarm.coordinator.database import read_only
-    from shoal.swarm.coordinator.schema import SCHEMA_VERSION, ledger, run
-    from shoal.swarm.coordinator.snapshot import node_page, take_snapshot
+    from shoal.swarm.coordinator.context import DATABASE_FILE
+    from shoal.swarm.coordinator.store.database import read_only
+    from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, ledger, run
+    from shoal.swarm.coordinator.views.page_snapshot import node_page, take_snapshot
     from shoal.wire.run_spec import RunSpec
 
     config = config_of(folder)
@@ -124,7 +124,7 @@ def config_of(folder: Path) -> "CoordinatorConfig":
 
 def write_report(folder: Path, out: Path) -> Path | None:
     """For a run that has just ended; None if its tables are somewhere else."""
-    from shoal.swarm.coordinator.coordinator import DATABASE_FILE
+    from shoal.swarm.coordinator.context import DATABASE_FILE
 
     if not config_of(folder).database and not (folder / "coordinator" / DATABASE_FILE).exists():
         return None
@@ -153,7 +153,7 @@ def to_data(snapshot: "Snapshot", pages: "list[NodePage]") -> dict[str, Any]:
 
 def make_report(data: dict[str, Any]) -> str:
     """The page with style, script and data inside. Its policy lets nothing run or load but those two, by their hashes."""
-    from shoal.swarm.coordinator.feed import page_file
+    from shoal.swarm.coordinator.http.live_page import page_file
 
     page, style, script = (page_file(name).decode() for name in ("page.html", "page.css", "page.js"))
     policy = (

@@ -14,7 +14,7 @@ from shoal.wire.keys import Key
 
 
 def coordinator(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.swarm.coordinator.run import Hosting, run_pool
+    from shoal.swarm.coordinator.http.server import Hosting, run_pool
 
     files = [load_run_file(path) for path in options.files]
     if options.database and len(files) > 1:

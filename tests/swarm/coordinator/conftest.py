@@ -11,8 +11,8 @@ import small_swarm
 from small_swarm import CONFIG, LOG, SPEC, SmallSwarm
 
 from s3_stores import Store, strict_store
-from shoal.swarm.coordinator.coordinator import open_coordinator
-from shoal.swarm.coordinator.database import Database
+from shoal.swarm.coordinator.context import open_coordinator
+from shoal.swarm.coordinator.store.database import Database
 
 try:
     from postgres import Postgres, running_postgres, why_not

@@ -12,11 +12,11 @@ import httpx
 from s3_stores import CREDENTIALS
 from shoal.net.http_client import Refused, SignedClient
 from shoal.net.http_server import Server, listen
-from shoal.swarm.coordinator.app import make_app
 from shoal.swarm.coordinator.config import CoordinatorConfig
-from shoal.swarm.coordinator.coordinator import DATABASE_FILE, open_coordinator
+from shoal.swarm.coordinator.context import DATABASE_FILE, open_coordinator
 from shoal.swarm.coordinator.housekeeping import resume, tick
-from shoal.swarm.coordinator.ledger import read_ledger
+from shoal.swarm.coordinator.http.app import make_app
+from shoal.swarm.coordinator.store.ledger_chain import read_ledger
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.lease import Lease, Receipt, Verdict

@@ -7,10 +7,10 @@ import pytest
 from small_swarm import CONFIG, Node, SmallSwarm, refusal, signed_client
 from sqlalchemy import func, select
 
-from shoal.swarm.coordinator.admission import invite_digest
-from shoal.swarm.coordinator.orders import ACTIONS
-from shoal.swarm.coordinator.replay import replay
-from shoal.swarm.coordinator.schema import nodes
+from shoal.swarm.coordinator.ledger_replay import replay
+from shoal.swarm.coordinator.membership.admin_actions import ACTIONS
+from shoal.swarm.coordinator.membership.admission import invite_digest
+from shoal.swarm.coordinator.store.schema import nodes
 from shoal.wire.codes import Rejected
 from shoal.wire.delegation import check_delegation, delegate, solve_work, work_bits
 from shoal.wire.keys import Key

@@ -13,7 +13,7 @@ from small_swarm import CONFIG, LOG, Node, SmallSwarm, manifest, report, signed_
 from fault_proxy import FAULTS, FaultProxy
 from shoal.net.http_client import Refused, Unreachable
 from shoal.net.waiting import NotYet, Stopped, wait_for
-from shoal.swarm.coordinator.replay import replay
+from shoal.swarm.coordinator.ledger_replay import replay
 from shoal.wire.keys import Key
 from shoal.wire.lease import Verdict
 from shoal.wire.ledger import verify_chain

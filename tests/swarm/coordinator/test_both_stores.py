@@ -14,8 +14,8 @@ from s3_stores import CREDENTIALS, Store, careless_store, strict_store
 from shoal.net.http_client import SignedClient, Unreachable
 from shoal.net.presign import Credentials, upload_headers
 from shoal.net.s3_store import S3Store
-from shoal.swarm.coordinator.coordinator import open_coordinator
-from shoal.swarm.coordinator.sweep import SLACK_S, sweep
+from shoal.swarm.coordinator.context import open_coordinator
+from shoal.swarm.coordinator.leases.object_cleanup import SLACK_S, sweep
 from shoal.wire.lease import Lease
 from shoal.wire.messages import Abandon, LeaseStatus, Upload
 

@@ -18,15 +18,16 @@ import small_swarm
 from small_swarm import CONFIG, LOG, SPEC, manifest
 from sqlalchemy import select
 
-from shoal.swarm.coordinator import batches, checks, issue, nodes, policies, relays, submissions, uploads
-from shoal.swarm.coordinator.coordinator import DATABASE_FILE, Coordinator, Transaction, open_coordinator
-from shoal.swarm.coordinator.database import Database
+from shoal.swarm.coordinator.context import DATABASE_FILE, Coordinator, Transaction, open_coordinator
 from shoal.swarm.coordinator.housekeeping import resume, tick
-from shoal.swarm.coordinator.ledger import read_ledger
-from shoal.swarm.coordinator.nodes import find_node
-from shoal.swarm.coordinator.replay import replay
-from shoal.swarm.coordinator.schema import leases as lease_table
-from shoal.swarm.coordinator.schema import nodes as node_table
+from shoal.swarm.coordinator.leases import batches, issue, submissions, uploads, verdicts
+from shoal.swarm.coordinator.ledger_replay import replay
+from shoal.swarm.coordinator.membership import nodes, relays, versions
+from shoal.swarm.coordinator.membership.nodes import find_node
+from shoal.swarm.coordinator.store.database import Database
+from shoal.swarm.coordinator.store.ledger_chain import read_ledger
+from shoal.swarm.coordinator.store.schema import leases as lease_table
+from shoal.swarm.coordinator.store.schema import nodes as node_table
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Verdict
 from shoal.wire.ledger import verify_chain
@@ -64,7 +65,7 @@ class Errand:
         told = Announce(
             manifest=seal(manifest(0), coordinator.run_key), origin_url="http://127.0.0.1:1", report=None
         )
-        self.say(f"seq {self.act(None, lambda tx: policies.announce(tx, coordinator, told)).seq}")
+        self.say(f"seq {self.act(None, lambda tx: versions.announce(tx, coordinator, told)).seq}")
         here = RelayReport(url="http://127.0.0.1:2", versions=(0,))
         self.act(None, lambda tx: relays.report(tx, coordinator, here))
         self.act(NODE, lambda tx: nodes.enrol(tx, coordinator, Enrol(protocol=PROTOCOL, software="")))
@@ -99,7 +100,7 @@ class Errand:
 
     def check(self) -> None:
         try:
-            claim = self.act(VALIDATOR, lambda tx: checks.claim(tx, self.coordinator))
+            claim = self.act(VALIDATOR, lambda tx: verdicts.claim(tx, self.coordinator))
         except Rejected:
             return
         verdict = Verdict(
@@ -110,7 +111,7 @@ class Errand:
             output_tokens=claim.lease.num_rows,
         )
         given = self.act(
-            VALIDATOR, lambda tx: checks.give_verdict(tx, self.coordinator, claim.lease.lease_id, verdict)
+            VALIDATOR, lambda tx: verdicts.give_verdict(tx, self.coordinator, claim.lease.lease_id, verdict)
         )
         self.say(f"accepted {given.lease_id}")
 

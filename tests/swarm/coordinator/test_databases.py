@@ -20,12 +20,12 @@ from sqlalchemy.exc import OperationalError
 from test_random_life import test_what_must_always_hold as random_life
 
 from shoal.net.http_client import Unreachable
-from shoal.swarm.coordinator.coordinator import DATABASE_FILE, open_coordinator
-from shoal.swarm.coordinator.database import Database, database_url
-from shoal.swarm.coordinator.desk import Desk
-from shoal.swarm.coordinator.ledger import read_ledger
-from shoal.swarm.coordinator.replay import replay
-from shoal.swarm.coordinator.schema import SCHEMA_VERSION, metadata, nodes, nonces, run
+from shoal.swarm.coordinator.context import DATABASE_FILE, open_coordinator
+from shoal.swarm.coordinator.ledger_replay import replay
+from shoal.swarm.coordinator.store.database import Database, database_url
+from shoal.swarm.coordinator.store.ledger_chain import read_ledger
+from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, metadata, nodes, nonces, run
+from shoal.swarm.coordinator.store.writer import Desk
 from shoal.wire.keys import Key
 from shoal.wire.ledger import verify_chain
 from shoal.wire.messages import Info, RunList

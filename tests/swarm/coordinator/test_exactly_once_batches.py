@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from small_swarm import CONFIG, SmallSwarm, at_once, refusal, with_signal, without_signal
 
-from shoal.swarm.coordinator.batches import has_signal, is_stale
+from shoal.swarm.coordinator.leases.batches import has_signal, is_stale
 from shoal.wire.lease import Verdict
 from shoal.wire.ledger import verify_chain
 from shoal.wire.messages import LeaseStatus

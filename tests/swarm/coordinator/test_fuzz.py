@@ -12,9 +12,9 @@ from small_swarm import CONFIG, SmallSwarm, manifest, report
 from starlette.routing import Route
 
 from shoal.net.http_client import Refused, SignedClient, Unreachable
-from shoal.swarm.coordinator.app import make_app
-from shoal.swarm.coordinator.orders import ACTIONS
-from shoal.swarm.coordinator.signed_routes import SIGNED_ROUTES
+from shoal.swarm.coordinator.http.app import make_app
+from shoal.swarm.coordinator.http.signed_routes import SIGNED_ROUTES
+from shoal.swarm.coordinator.membership.admin_actions import ACTIONS
 from shoal.wire.delegation import delegate
 from shoal.wire.keys import Key
 from shoal.wire.record import seal

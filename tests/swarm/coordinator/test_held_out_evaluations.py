@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from small_swarm import CONFIG, SPEC, SmallSwarm, refusal
 
-from shoal.swarm.coordinator.evaluations import cut, is_due
+from shoal.swarm.coordinator.leases.evaluations import cut, is_due
 from shoal.tasks import make_task
 from shoal.wire.lease import Lease
 from shoal.wire.seeded_draw import problem_seeds

@@ -7,9 +7,9 @@ from small_swarm import CONFIG, Node, SmallSwarm, refusal
 from sqlalchemy import select, update
 
 from shoal.net.http_client import Refused
-from shoal.swarm.coordinator.replay import replay, seed_of
-from shoal.swarm.coordinator.schema import leases as lease_table
-from shoal.swarm.coordinator.schema import submissions
+from shoal.swarm.coordinator.ledger_replay import replay, seed_of
+from shoal.swarm.coordinator.store.schema import leases as lease_table
+from shoal.swarm.coordinator.store.schema import submissions
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease, Verdict
 from shoal.wire.messages import Abandon, HeartbeatReply, LeaseStatus, NodeView, RelayReport

@@ -6,8 +6,8 @@ import time
 import pytest
 from small_swarm import SmallSwarm, refusal
 
-from shoal.swarm.coordinator.leases import Event, next_state
-from shoal.swarm.coordinator.states import TERMINAL, State
+from shoal.swarm.coordinator.leases.lifecycle import Event, next_state
+from shoal.swarm.coordinator.rules.lease_states import TERMINAL, State
 from shoal.tasks import make_task
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease

@@ -9,7 +9,7 @@ import pytest
 import small_swarm
 from small_swarm import Node, SmallSwarm
 
-from shoal.swarm.coordinator.uploads import expected_under, mark_stored
+from shoal.swarm.coordinator.leases.uploads import expected_under, mark_stored
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease
 from shoal.wire.messages import Abandon, LeaseStatus

@@ -6,12 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.swarm.coordinator import credit
-from shoal.swarm.coordinator.compatibility import Compatibility, Demands, Fit, compatibility, is_older, meet
-from shoal.swarm.coordinator.credit import Earning, balance, held_since_s, to_revoke
-from shoal.swarm.coordinator.drawing import checks_all, draw
-from shoal.swarm.coordinator.liveness import Liveness, liveness
-from shoal.swarm.coordinator.trust import (
+from shoal.swarm.coordinator.rules import credit
+from shoal.swarm.coordinator.rules.check_sampling import checks_all, draw
+from shoal.swarm.coordinator.rules.compatibility import (
+    Compatibility,
+    Demands,
+    Fit,
+    compatibility,
+    is_older,
+    meet,
+)
+from shoal.swarm.coordinator.rules.credit import Earning, balance, held_since_s, to_revoke
+from shoal.swarm.coordinator.rules.liveness import Liveness, liveness
+from shoal.swarm.coordinator.rules.trust import (
     LAPSES_END_TRUST,
     LONGEST_BACKOFF_S,
     REDEEM_S,

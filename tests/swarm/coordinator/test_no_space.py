@@ -10,9 +10,9 @@ from small_swarm import Node, SmallSwarm, refusal
 from sqlalchemy.exc import OperationalError
 
 from shoal.net.http_client import Refused
+from shoal.swarm.coordinator.disk_full import missing
 from shoal.swarm.coordinator.housekeeping import go_round
-from shoal.swarm.coordinator.ledger import read_ledger
-from shoal.swarm.coordinator.space import missing
+from shoal.swarm.coordinator.store.ledger_chain import read_ledger
 from shoal.wire.ledger import verify_chain
 from shoal.wire.messages import Problem
 from small_disk import fill, small_disk

@@ -16,10 +16,10 @@ from small_swarm import CONFIG, Node, SmallSwarm
 from sqlalchemy import select
 from starlette.routing import Route
 
-from shoal.swarm.coordinator.app import make_app
-from shoal.swarm.coordinator.feed import PAGE_FILES
-from shoal.swarm.coordinator.schema import nodes
-from shoal.swarm.coordinator.signed_routes import SIGNED_ROUTES
+from shoal.swarm.coordinator.http.app import make_app
+from shoal.swarm.coordinator.http.live_page import PAGE_FILES
+from shoal.swarm.coordinator.http.signed_routes import SIGNED_ROUTES
+from shoal.swarm.coordinator.store.schema import nodes
 from shoal.wire.keys import Key
 from shoal.wire.messages import Enrol
 from shoal.wire.request import Target, sign_request

@@ -8,8 +8,8 @@ from small_swarm import Node, SmallSwarm
 
 from shoal.cli.report import make_report, read_folder
 from shoal.net.http_server import Server, listen
-from shoal.swarm.coordinator.app import make_app
-from shoal.swarm.coordinator.pool import Hosted, Pool
+from shoal.swarm.coordinator.http.app import make_app
+from shoal.swarm.coordinator.http.run_pool import Hosted, Pool
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import Heartbeat, HeartbeatReply, LeaseStatus
 

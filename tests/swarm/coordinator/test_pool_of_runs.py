@@ -8,7 +8,7 @@ import httpx
 import pytest
 from small_swarm import CONFIG, SPEC, Node, refusal, signed_client
 
-from shoal.swarm.coordinator.run import Hosting, run_pool
+from shoal.swarm.coordinator.http.server import Hosting, run_pool
 from shoal.wire.keys import Key
 from shoal.wire.messages import OpenSession, RunList, Session
 from shoal.wire.requirements import Capabilities, Needs

@@ -14,26 +14,17 @@ import small_swarm
 from small_swarm import CONFIG, LOG, SPEC, manifest, report
 from sqlalchemy import Connection, select
 
-from shoal.swarm.coordinator import (
-    batches,
-    checks,
-    issue,
-    leases,
-    nodes,
-    policies,
-    relays,
-    submissions,
-    uploads,
-)
-from shoal.swarm.coordinator.coordinator import DATABASE_FILE, Transaction, newest_version, open_coordinator
+from shoal.swarm.coordinator.context import DATABASE_FILE, Transaction, newest_version, open_coordinator
 from shoal.swarm.coordinator.housekeeping import resume, tick
-from shoal.swarm.coordinator.ledger import read_ledger
-from shoal.swarm.coordinator.needs import Needs, read_ahead
-from shoal.swarm.coordinator.nodes import find_node
-from shoal.swarm.coordinator.replay import replay
-from shoal.swarm.coordinator.schema import leases as lease_table
-from shoal.swarm.coordinator.schema import nodes as node_table
-from shoal.swarm.coordinator.turn import Spoiled
+from shoal.swarm.coordinator.leases import batches, issue, lifecycle, submissions, uploads, verdicts
+from shoal.swarm.coordinator.ledger_replay import replay
+from shoal.swarm.coordinator.membership import nodes, relays, versions
+from shoal.swarm.coordinator.membership.nodes import find_node
+from shoal.swarm.coordinator.store.ledger_chain import read_ledger
+from shoal.swarm.coordinator.store.needs import Needs, read_ahead
+from shoal.swarm.coordinator.store.schema import leases as lease_table
+from shoal.swarm.coordinator.store.schema import nodes as node_table
+from shoal.swarm.coordinator.store.turn import Spoiled
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Checks, Lease, Verdict
 from shoal.wire.ledger import verify_chain
@@ -119,7 +110,7 @@ class Life:
         told = Announce(
             manifest=sealed, origin_url="http://127.0.0.1:1", report=report(version) if version else None
         )
-        self.act(None, lambda tx: policies.announce(tx, self.coordinator, told))
+        self.act(None, lambda tx: versions.announce(tx, self.coordinator, told))
 
     def beat_relay(self) -> None:
         told = RelayReport(url="http://127.0.0.1:2", versions=tuple(range(13)))
@@ -158,7 +149,7 @@ class Life:
         if node is not None:
             lease = self.held[node].pop(0)
             ask = Abandon(epoch=1, reason="tired")
-            self.act(node, lambda tx: leases.abandon(tx, self.coordinator, lease.lease_id, ask))
+            self.act(node, lambda tx: lifecycle.abandon(tx, self.coordinator, lease.lease_id, ask))
 
     def open_sessions_again(self) -> None:
         """As after a silence: each is heard of again, in the same session."""
@@ -166,7 +157,7 @@ class Life:
             self.act(node, lambda tx: nodes.heartbeat(tx, self.coordinator, Heartbeat(epoch=1, phase="back")))
 
     def claim(self) -> None:
-        if claim := self.act(None, lambda tx: checks.claim(tx, self.coordinator)):
+        if claim := self.act(None, lambda tx: verdicts.claim(tx, self.coordinator)):
             self.claimed.append(claim.lease)
             self.checks[claim.lease.lease_id] = claim.checks
 
@@ -185,7 +176,7 @@ class Life:
             output_tokens=lease.num_rows if good else 0,
             checks=self.checks[lease.lease_id],
         )
-        self.act("9" * 64, lambda tx: checks.give_verdict(tx, self.coordinator, lease.lease_id, verdict))
+        self.act("9" * 64, lambda tx: verdicts.give_verdict(tx, self.coordinator, lease.lease_id, verdict))
 
     def train(self) -> None:
         with self.look() as db:
@@ -230,7 +221,7 @@ class Life:
 
     def turn(self, happenings: list[Callable[[], None]]) -> bool:
         before = copy.deepcopy((self.held, self.claimed, self.checks))
-        held = [lease.lease_id for leases in self.held.values() for lease in leases]
+        held = [lease.lease_id for lifecycle in self.held.values() for lease in lifecycle]
         needs = [Needs(node=node) for node in self.held] + [Needs(claims=True)] * 2
         needs += [Needs(lease_id=lease_id, upload=True, submission=True) for lease_id in held]
         needs += [Needs(lease_id=lease.lease_id, submission=True, judged=True) for lease in self.claimed]
@@ -268,7 +259,7 @@ def test_what_must_always_hold(tmp_path: Path, seed: int, in_turns: bool) -> Non
     # One end per lease, and every end is in the ledger.
     ends = Counter(body["lease_id"] for body in verdicts + by_type.get("lease.void", []))
     assert set(ends.values()) == {1}
-    assert set(ends) == {row.lease_id for row in lease_rows if row.state in leases.TERMINAL}
+    assert set(ends) == {row.lease_id for row in lease_rows if row.state in lifecycle.TERMINAL}
 
     # Credit is the tokens of accepted work; trust is what the verdicts add up to.
     for node, row in node_rows.items():
@@ -308,6 +299,8 @@ def test_what_must_always_hold(tmp_path: Path, seed: int, in_turns: bool) -> Non
         )
 
     # A secret is out only when every lease it seeded has ended. A debt that is leased again has the seed its node knows already.
-    open_epochs = {row.epoch for row in lease_rows if row.state in leases.OPEN and row.unit == row.lease_id}
+    open_epochs = {
+        row.epoch for row in lease_rows if row.state in lifecycle.OPEN and row.unit == row.lease_id
+    }
     revealed = {body["epoch"] for body in by_type.get("epoch.revealed", [])}
     assert not revealed & open_epochs and revealed

@@ -9,11 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from sqlalchemy import func, select
 from test_random_life import Life
 
-from shoal.swarm.coordinator import leases as lease_states
-from shoal.swarm.coordinator.coordinator import DATABASE_FILE
-from shoal.swarm.coordinator.ledger import read_ledger
-from shoal.swarm.coordinator.replay import replay
-from shoal.swarm.coordinator.schema import groups, leases, nodes, verdicts
+from shoal.swarm.coordinator.context import DATABASE_FILE
+from shoal.swarm.coordinator.leases import lifecycle as lease_states
+from shoal.swarm.coordinator.ledger_replay import replay
+from shoal.swarm.coordinator.store.ledger_chain import read_ledger
+from shoal.swarm.coordinator.store.schema import groups, leases, nodes, verdicts
 from shoal.wire.ledger import verify_chain
 
 

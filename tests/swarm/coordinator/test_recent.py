@@ -1,6 +1,6 @@
 """What was put away lately: found by its name, until it is forgotten or too much has come since."""
 
-from shoal.swarm.coordinator.recent import MOST, Recent
+from shoal.swarm.coordinator.store.recent import MOST, Recent
 
 
 def test_the_oldest_is_forgotten_first() -> None:

@@ -14,10 +14,10 @@ from small_swarm import LOG, Node, SmallSwarm, report
 
 from shoal.cli.report import make_report, read_folder, read_url
 from shoal.net.waiting import NotYet, wait_for
-from shoal.swarm.coordinator import feed as feed_module
-from shoal.swarm.coordinator import snapshot as snapshot_module
-from shoal.swarm.coordinator.feed import PAGE_FILES, Feed, page_file
-from shoal.swarm.coordinator.snapshot import make_curve
+from shoal.swarm.coordinator.http import live_page as feed_module
+from shoal.swarm.coordinator.http.live_page import PAGE_FILES, Feed, page_file
+from shoal.swarm.coordinator.views import page_snapshot as snapshot_module
+from shoal.swarm.coordinator.views.page_snapshot import make_curve
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import LeaseStatus, Problem
 from shoal.wire.page_data import NodePage, Snapshot

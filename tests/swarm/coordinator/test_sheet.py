@@ -6,12 +6,12 @@ import pytest
 from small_swarm import SmallSwarm
 from sqlalchemy import func, select, update
 
-from shoal.swarm.coordinator.database import Database
-from shoal.swarm.coordinator.needs import Needs, read_ahead
-from shoal.swarm.coordinator.schema import epochs
-from shoal.swarm.coordinator.sheet import EPOCHS, LEASES
-from shoal.swarm.coordinator.statements import Statement, given
-from shoal.swarm.coordinator.turn import Spoiled
+from shoal.swarm.coordinator.store.database import Database
+from shoal.swarm.coordinator.store.needs import Needs, read_ahead
+from shoal.swarm.coordinator.store.schema import epochs
+from shoal.swarm.coordinator.store.sheet import EPOCHS, LEASES
+from shoal.swarm.coordinator.store.statements import Statement, given
+from shoal.swarm.coordinator.store.turn import Spoiled
 from shoal.wire.codes import Rejected
 
 NUM_LEASES = Statement(select(epochs.c.num_leases).where(epochs.c.epoch == given("number")))

@@ -8,9 +8,9 @@ from small_swarm import Node, SmallSwarm, at_once, manifest, refusal
 from sqlalchemy import func, select
 
 from shoal.net.http_client import SignedClient
-from shoal.swarm.coordinator.auth import LARGE_BODY, SMALL_BODY
 from shoal.swarm.coordinator.housekeeping import tidy
-from shoal.swarm.coordinator.schema import nonces
+from shoal.swarm.coordinator.http.auth import LARGE_BODY, SMALL_BODY
+from shoal.swarm.coordinator.store.schema import nonces
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.messages import AskLease, Enrol, Heartbeat, Problem, RelayReport

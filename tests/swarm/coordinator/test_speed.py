@@ -4,8 +4,8 @@ import pytest
 from small_swarm import CONFIG, SmallSwarm
 from sqlalchemy import select
 
-from shoal.swarm.coordinator.schema import leases, nodes, submissions
-from shoal.swarm.coordinator.speed import averaged, rows_per_s
+from shoal.swarm.coordinator.rules.speed import averaged, rows_per_s
+from shoal.swarm.coordinator.store.schema import leases, nodes, submissions
 from shoal.wire.lease import Lease
 
 

@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 from small_swarm import CONFIG, SPEC, SmallSwarm, refusal
 
-from shoal.swarm.coordinator.batches import SIGNAL_PRIOR, signal_share
-from shoal.swarm.coordinator.coordinator import Coordinator
-from shoal.swarm.coordinator.flying import flying_groups
-from shoal.swarm.coordinator.planning import NoWork, Outlook, oldest_worth_leasing, plan
-from shoal.swarm.coordinator.trust import Standing, Trust
+from shoal.swarm.coordinator.context import Coordinator
+from shoal.swarm.coordinator.leases.batches import SIGNAL_PRIOR, signal_share
+from shoal.swarm.coordinator.leases.in_flight import flying_groups
+from shoal.swarm.coordinator.rules.planning import NoWork, Outlook, oldest_worth_leasing, plan
+from shoal.swarm.coordinator.rules.trust import Standing, Trust
 from shoal.wire.messages import RelayView
 
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from sqlalchemy import select, update
 
-from shoal.swarm.coordinator.database import Database
-from shoal.swarm.coordinator.schema import nonces, relays
-from shoal.swarm.coordinator.statements import Statement, given, inserting
+from shoal.swarm.coordinator.store.database import Database
+from shoal.swarm.coordinator.store.schema import nonces, relays
+from shoal.swarm.coordinator.store.statements import Statement, given, inserting
 
 INSERT = inserting(relays)
 SOME = Statement(

@@ -16,7 +16,7 @@ import pytest
 from small_swarm import CONFIG, Node, SmallSwarm, manifest, refusal, report
 from sqlalchemy import select
 
-from shoal.swarm.coordinator.schema import metadata
+from shoal.swarm.coordinator.store.schema import metadata
 from shoal.wire.keys import Key
 from shoal.wire.lease import Lease, Receipt, Verdict
 from shoal.wire.messages import (

@@ -12,7 +12,7 @@ from shoal import shardcast
 from shoal.net.http_server import listen
 from shoal.net.ticket_client import PAUSE_S, Tickets
 from shoal.net.waiting import DeadlinePassed
-from shoal.swarm.coordinator.schema import nodes
+from shoal.swarm.coordinator.store.schema import nodes
 from shoal.telemetry import Log
 from shoal.wire.record import Sealed
 from shoal.wire.ticket import TICKET_S, Ticket, check_ticket

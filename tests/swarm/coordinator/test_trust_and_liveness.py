@@ -3,8 +3,8 @@
 import pytest
 from small_swarm import SmallSwarm, refusal
 
-from shoal.swarm.coordinator.liveness import Liveness, liveness
-from shoal.swarm.coordinator.trust import Finding, Happening, Standing, Trust, finding_of, judge
+from shoal.swarm.coordinator.rules.liveness import Liveness, liveness
+from shoal.swarm.coordinator.rules.trust import Finding, Happening, Standing, Trust, finding_of, judge
 from shoal.wire.messages import NodeView, Problem
 
 P, T, Q, B, _ = Trust

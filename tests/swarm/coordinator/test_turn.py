@@ -8,10 +8,10 @@ import pytest
 from small_swarm import SmallSwarm
 from sqlalchemy import Connection, delete, func, insert, select, text
 
-from shoal.swarm.coordinator.database import Database
-from shoal.swarm.coordinator.desk import Desk
-from shoal.swarm.coordinator.schema import nonces
-from shoal.swarm.coordinator.statements import inserting
+from shoal.swarm.coordinator.store.database import Database
+from shoal.swarm.coordinator.store.schema import nonces
+from shoal.swarm.coordinator.store.statements import inserting
+from shoal.swarm.coordinator.store.writer import Desk
 from shoal.wire.codes import Rejected
 
 INSERT = inserting(nonces)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from shoal.swarm.coordinator.turnstile import ASKS_PER_S, LATE_S, LONGEST_S, Turnstile
+from shoal.swarm.coordinator.rules.backpressure import ASKS_PER_S, LATE_S, LONGEST_S, Turnstile
 
 LEAST_S = 0.5
 

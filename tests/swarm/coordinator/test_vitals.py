@@ -5,7 +5,7 @@ import time
 
 from small_swarm import SmallSwarm
 
-from shoal.swarm.coordinator.loops import STALLED_S
+from shoal.swarm.coordinator.views.health import STALLED_S
 from shoal.wire.messages import Problem
 
 

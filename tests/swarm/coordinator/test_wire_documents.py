@@ -7,10 +7,10 @@ from pathlib import Path
 from small_swarm import CONFIG, LOG, SPEC
 from starlette.routing import Route
 
-from shoal.swarm.coordinator.app import make_app
-from shoal.swarm.coordinator.coordinator import open_coordinator
-from shoal.swarm.coordinator.signed_routes import SIGNED_ROUTES
-from shoal.swarm.coordinator.trust import Trust
+from shoal.swarm.coordinator.context import open_coordinator
+from shoal.swarm.coordinator.http.app import make_app
+from shoal.swarm.coordinator.http.signed_routes import SIGNED_ROUTES
+from shoal.swarm.coordinator.rules.trust import Trust
 from shoal.tasks import make_task
 from shoal.wire.codes import CODES
 from shoal.wire.keys import Key

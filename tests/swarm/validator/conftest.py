@@ -9,7 +9,7 @@ from honest_work import make_spec
 from loopback import DEADLINE_S, Swarm, in_thread
 
 from shoal.swarm.coordinator.config import CoordinatorConfig
-from shoal.swarm.coordinator.run import run_coordinator
+from shoal.swarm.coordinator.http.server import run_coordinator
 
 
 @pytest.fixture

@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from sqlalchemy import select
 from sqlalchemy.exc import DBAPIError
 
-from shoal.swarm.coordinator import checks, evaluations, leases, nodes, space
-from shoal.swarm.coordinator.auth import prune_nonces
-from shoal.swarm.coordinator.coordinator import Coordinator, Transaction, is_finished, newest_version
-from shoal.swarm.coordinator.expected import expected_of
-from shoal.swarm.coordinator.schema import leases as lease_table
-from shoal.swarm.coordinator.schema import uploads
-from shoal.swarm.coordinator.states import State
+from shoal.swarm.coordinator import disk_full
+from shoal.swarm.coordinator.context import Coordinator, Transaction, is_finished, newest_version
+from shoal.swarm.coordinator.http.auth import prune_nonces
+from shoal.swarm.coordinator.leases import evaluations, lifecycle, verdicts
+from shoal.swarm.coordinator.leases.pending_upload import expected_of
+from shoal.swarm.coordinator.membership import nodes
+from shoal.swarm.coordinator.rules.lease_states import State
+from shoal.swarm.coordinator.store.schema import leases as lease_table
+from shoal.swarm.coordinator.store.schema import uploads
 
 TICK_S = 1.0
 TIDY_S = 60.0
@@ -22,8 +24,8 @@ TIDY_S = 60.0
 def tick(coordinator: Coordinator) -> None:
     """Once a second: void what ran out, put lapsed claims back."""
     with coordinator.transaction() as tx:
-        leases.expire(tx, coordinator)
-        checks.release_lapsed(tx, coordinator)
+        lifecycle.expire(tx, coordinator)
+        verdicts.release_lapsed(tx, coordinator)
         nodes.tell_offline(tx, coordinator.config.heartbeat_s)
 
 
@@ -56,12 +58,12 @@ def keep_house(
 
 def go_round(coordinator: Coordinator, *, tidies: bool) -> None:
     try:
-        space.look_again(coordinator)
+        disk_full.look_again(coordinator)
         tick(coordinator)
         if tidies:
             tidy(coordinator)
     except (OSError, DBAPIError, coordinator.database.driver_error) as error:
-        if space.missing(coordinator, error) is None:
+        if disk_full.missing(coordinator, error) is None:
             raise
     coordinator.vitals.beat("housekeeping")
 
@@ -76,8 +78,8 @@ def resume(coordinator: Coordinator) -> None:
         ).all()
         for upload in rows:
             if not coordinator.store.holds(expected_of(upload)):
-                lease = leases.find_lease(tx.db, upload.lease_id)
-                leases.void(
+                lease = lifecycle.find_lease(tx.db, upload.lease_id)
+                lifecycle.void(
                     tx, coordinator, lease, "void.infra", f"object {upload.sha256} is gone from the store"
                 )
         _settle_last_version(tx, coordinator)

@@ -7,7 +7,7 @@ itself is loaded only where there is something to do.
 
 from sqlalchemy import Connection, insert, inspect, select, update
 
-from shoal.swarm.coordinator.schema import SCHEMA_VERSION, alembic_version, metadata, run
+from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, alembic_version, metadata, run
 
 HEAD = str(SCHEMA_VERSION)
 

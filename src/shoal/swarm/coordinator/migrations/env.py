@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from shoal.swarm.coordinator.schema import metadata
+from shoal.swarm.coordinator.store.schema import metadata
 
 # Its own transaction would be a second one: this is inside ours.
 context.configure(connection=context.config.attributes["connection"], target_metadata=metadata)

@@ -1,0 +1,130 @@
+"""The routes as an OpenAPI document, made from the tables that the routes themselves are made from. Served at /openapi.json."""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic.json_schema import models_json_schema
+
+import shoal
+from shoal.swarm.coordinator.membership.admin_actions import ACTIONS
+from shoal.wire.codes import CODES
+from shoal.wire.messages import Problem
+from shoal.wire.page_data import Snapshot
+from shoal.wire.record import Record
+
+if TYPE_CHECKING:
+    from shoal.swarm.coordinator.http.app import PublicRoute
+    from shoal.swarm.coordinator.http.handlers import SignedRoute
+
+HEX_32, HEX_64 = "^[0-9a-f]{32}$", "^[0-9a-f]{64}$"
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "lease_id": {"type": "string", "pattern": HEX_32},
+    "node": {"type": "string", "pattern": HEX_64},
+    "name": {"type": "string", "pattern": HEX_64},
+    "version": {"type": "integer", "minimum": 0, "maximum": 999999999},
+    "action": {"type": "string", "enum": list(ACTIONS)},
+}
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 999999999999999}
+BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+
+Schemas = Mapping[type[Record], dict[str, Any]]
+
+
+def document(signed: Iterable["SignedRoute"], public: Mapping[str, "PublicRoute"]) -> str:
+    """As JSON."""
+    signed = tuple(signed)
+    used = {kind for route in signed for kind in (route.takes, route.gives) if kind is not None}
+    used |= {route.gives for route in public.values()} | {Problem, Snapshot}
+    schemas, components = _schemas(used)
+    paths: dict[str, dict[str, Any]] = {}
+    for route in signed:
+        paths.setdefault(route.path, {})[route.method.lower()] = _signed(route, schemas)
+    for path, view in public.items():
+        paths.setdefault(path, {})["get"] = _public(path, view, schemas)
+    paths["/v1/page"] = {"get": _operation("/v1/page", "all that the page shows", _json(schemas[Snapshot]))}
+    paths["/v1/objects/{name}"]["put"] = _upload()
+    return json.dumps(
+        {
+            "openapi": "3.1.0",
+            "info": {
+                "title": "Shoal coordinator",
+                "version": shoal.__version__,
+                "description": "Routes that are for people and monitors only (/, /metrics, /v1/events) are left out.",
+            },
+            "paths": paths,
+            "components": {
+                "schemas": components,
+                "responses": {"Problem": _problem(schemas[Problem])},
+                "securitySchemes": {
+                    "signature": {
+                        "type": "http",
+                        "scheme": "signature",
+                        "description": "RFC 9421 with Ed25519, one set of components: docs/wire/request.md",
+                    }
+                },
+            },
+        }
+    )
+
+
+def _schemas(kinds: Iterable[type[Record]]) -> tuple[Schemas, dict[str, Any]]:
+    """A reference to each, and what they refer to."""
+    wanted = [(kind, "validation") for kind in sorted(kinds, key=lambda kind: kind.__name__)]
+    references, whole = models_json_schema(wanted, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    return {kind: reference for (kind, _), reference in references.items()}, whole["$defs"]  # type: ignore[misc]
+
+
+def _signed(route: "SignedRoute", schemas: Schemas) -> dict[str, Any]:
+    callers = " or ".join(sorted(route.callers))
+    content = BYTES if route.gives is None else _json(schemas[route.gives])
+    told = _operation(route.path, f"{callers}: {route.handle.__name__.removeprefix('handle_')}", content)
+    told |= {"security": [{"signature": []}], "x-callers": sorted(route.callers)}
+    if route.gives is None:
+        told["responses"]["307"] = {"description": "read it there"}
+    if route.takes is not None:
+        told["requestBody"] = {"required": True, "content": _json(schemas[route.takes])}
+    return told
+
+
+def _public(path: str, view: "PublicRoute", schemas: Schemas) -> dict[str, Any]:
+    schema = schemas[view.gives]
+    told = _operation(
+        path, view.gives.__name__, _json({"type": "array", "items": schema} if view.many else schema)
+    )
+    told["parameters"] += [{"name": name, "in": "query", "schema": NUMBER} for name in view.query]
+    return told
+
+
+def _upload() -> dict[str, Any]:
+    told = _operation("/v1/objects/{name}", "whoever has the name: the bytes of an upload", {})
+    told["requestBody"] = {"required": True, "content": BYTES}
+    told["responses"] = {"204": {"description": "stored"}, "default": told["responses"]["default"]}
+    return told
+
+
+def _operation(path: str, summary: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "summary": summary,
+        "parameters": [
+            {"name": name, "in": "path", "required": True, "schema": schema}
+            for name, schema in PARAMETERS.items()
+            if f"{{{name}}}" in path
+        ],
+        "responses": {
+            "200": {"description": "done", "content": content},
+            "default": {"$ref": "#/components/responses/Problem"},
+        },
+    }
+
+
+def _problem(schema: Mapping[str, Any]) -> dict[str, Any]:
+    codes = ", ".join(code for code in CODES if code.startswith("request."))
+    return {
+        "description": f"refused, and nothing changed; code is one of {codes}",
+        "content": {"application/problem+json": {"schema": schema}},
+    }
+
+
+def _json(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}

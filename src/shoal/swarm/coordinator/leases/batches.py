@@ -1,0 +1,248 @@
+"""Accepted groups, and the batches the trainer gets of them.
+
+A group is ready, dropped (its rewards are all equal: no signal), stale, withdrawn (its lease was revoked), or batched. A batch is formed once, in the
+transaction that assigns its groups, and kept as the bytes of its answer: asking again, after a crash of either side,
+gives the same groups, and no group is ever in two batches.
+"""
+
+import json
+import math
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, update
+
+from shoal.swarm.coordinator.context import Coordinator, Transaction
+from shoal.swarm.coordinator.store.schema import batches, groups, verdicts
+from shoal.swarm.coordinator.store.sheet import GROUPS
+from shoal.swarm.coordinator.store.statements import Statement, given
+from shoal.wire.lease import Verdict
+from shoal.wire.messages import Batch, Group
+
+
+class GroupState(StrEnum):
+    READY = "ready"
+    DROPPED = "dropped"
+    STALE = "stale"
+    BATCHED = "batched"
+    WITHDRAWN = "withdrawn"
+
+
+_COUNT_READY = Statement(
+    select(func.count())
+    .select_from(groups)
+    .where(groups.c.state == GroupState.READY.value, groups.c.policy_version >= given("oldest"))
+)
+RECENT_GROUPS = 64
+_SIGNAL = (GroupState.READY.value, GroupState.BATCHED.value)
+_LATELY = (
+    select(groups.c.state)
+    .where(groups.c.state.in_((*_SIGNAL, GroupState.DROPPED.value)))  # of stale ones it was not asked
+    .order_by(groups.c.accepted_seq.desc())
+    .limit(RECENT_GROUPS)
+    .subquery()
+)
+SIGNAL_PRIOR = 8.0
+"""Groups with signal that are counted besides: so the share is 1 before anything was seen, and never 0."""
+_COUNT_SIGNAL = Statement(
+    select(
+        func.count().filter(_LATELY.c.state.in_(_SIGNAL)).label("signal"), func.count().label("total")
+    ).select_from(_LATELY)
+)
+_FORMED = Statement(select(batches.c.version).where(batches.c.version == given("number")))
+
+
+def has_signal(rewards: tuple[float, ...]) -> bool:
+    """Advantages are differences from the group's mean: equal rewards teach nothing."""
+    return max(rewards) != min(rewards)
+
+
+def is_stale(newest: int, policy_version: int, max_lag: int) -> bool:
+    return newest - policy_version > max_lag
+
+
+def add_groups(
+    tx: Transaction,
+    lease: Row[Any],
+    submission: Row[Any],
+    verdict: Verdict,
+    *,
+    seq: int,
+    newest: int,
+    max_lag: int,
+) -> None:
+    """One row per prompt of an accepted lease. `seq` is the verdict's number in the ledger."""
+    size = lease.samples_per_prompt
+    stale = is_stale(newest, submission.policy_version, max_lag)
+    rows: list[dict[str, Any]] = []
+    for index in range(lease.num_prompts):
+        rewards = verdict.rewards[index * size : (index + 1) * size]
+        signal = GroupState.READY if has_signal(rewards) else GroupState.DROPPED
+        rows.append(
+            {
+                "group_id": f"{lease.lease_id}-{index}",
+                "lease_id": lease.lease_id,
+                "prompt_index": index,
+                "sha256": submission.sha256,
+                "policy_version": submission.policy_version,
+                "rewards": json.dumps(rewards),
+                "reward_mean": math.fsum(rewards) / size,
+                "state": (GroupState.STALE if stale else signal).value,
+                "accepted_seq": seq,
+                "stale_seq": seq if stale else None,
+            }
+        )
+    for row in rows:
+        GROUPS.insert(tx.db, **row)
+    ready = sum(row["state"] == GroupState.READY.value for row in rows)
+    for (oldest,) in tx.turn.known(count_ready):
+        if submission.policy_version >= oldest:
+            tx.turn.learn(tx.turn.recall(count_ready, oldest) + ready, count_ready, oldest)
+    if stale:
+        _record_stale(tx, newest, [row["group_id"] for row in rows])
+
+
+def retire_stale(tx: Transaction, newest: int, max_lag: int) -> None:
+    """A version was published: ready groups that are now too old are void, without blame."""
+    too_old = (groups.c.state == GroupState.READY.value, groups.c.policy_version < newest - max_lag)
+    ids = list(
+        tx.db.execute(select(groups.c.group_id).where(*too_old).order_by(groups.c.accepted_seq)).scalars()
+    )
+    if not ids:
+        return
+    seq = _record_stale(tx, newest, ids)
+    tx.db.execute(update(groups).where(*too_old).values(state=GroupState.STALE.value, stale_seq=seq))
+
+
+def withdraw(tx: Transaction, lease_ids: list[str]) -> list[str]:
+    """Leases were revoked: those of their groups that nobody has trained on never will be; their ids."""
+    unused = (groups.c.state == GroupState.READY.value, groups.c.lease_id.in_(lease_ids))
+    ids = list(tx.db.execute(select(groups.c.group_id).where(*unused).order_by(groups.c.group_id)).scalars())
+    tx.db.execute(update(groups).where(*unused).values(state=GroupState.WITHDRAWN.value))
+    return ids
+
+
+def _record_stale(tx: Transaction, newest: int, group_ids: list[str]) -> int:
+    return tx.record(
+        "group.stale", code="void.stale", version=newest, num_groups=len(group_ids), group_ids=group_ids
+    )
+
+
+def find_batch(db: Connection, version: int) -> Batch | None:
+    body = db.execute(select(batches.c.body).where(batches.c.version == version)).scalar_one_or_none()
+    return None if body is None else Batch.parse(body)
+
+
+def is_formed(db: Connection, version: int) -> bool:
+    return _FORMED.value(db, number=version) is not None
+
+
+def count_ready(db: Connection, oldest: int) -> int:
+    """By version `oldest` or newer."""
+    return int(_COUNT_READY.value(db, oldest=oldest))
+
+
+def signal_share(db: Connection) -> float:
+    """Of the groups accepted lately, those that teach something. Good for a whole turn: it is an estimate."""
+    found = _COUNT_SIGNAL.row(db)
+    assert found is not None, "a count is one row"
+    return float((found.signal + SIGNAL_PRIOR) / (found.total + SIGNAL_PRIOR))
+
+
+def count_dropped(db: Connection) -> int:
+    """Without signal, of what was accepted since the last batch."""
+    last_seq = select(func.coalesce(func.max(batches.c.seq), 0)).scalar_subquery()
+    dropped = (groups.c.state == GroupState.DROPPED.value, groups.c.accepted_seq > last_seq)
+    return int(db.execute(select(func.count()).select_from(groups).where(*dropped)).scalar_one())
+
+
+def form_batch(tx: Transaction, coordinator: Coordinator, version: int) -> Batch | None:
+    """The batch of `version`, the newest or the one after it, if enough groups are ready: the oldest first, before they go
+    stale."""
+    wanted = coordinator.config.groups_per_step
+    rows = tx.db.execute(
+        select(groups)
+        .where(
+            groups.c.state == GroupState.READY.value,
+            # Of the newest version's, those that are too old are gone already (retire_stale); of the next one's, not yet.
+            groups.c.policy_version >= version - coordinator.spec.max_lag,
+        )
+        .order_by(groups.c.policy_version, groups.c.accepted_seq, groups.c.prompt_index)
+        .limit(wanted)
+    ).all()
+    if len(rows) < wanted:
+        return None
+    batch = Batch(
+        version=version, groups=tuple(_to_group(row) for row in rows), **_since_last_batch(tx.db, rows)
+    )
+    ids = [group.group_id for group in batch.groups]
+    seq = tx.record(
+        "batch.formed",
+        version=version,
+        group_ids=ids,
+        dropped_groups=batch.dropped_groups,
+        stale_groups=batch.stale_groups,
+        reward_mean=batch.reward_mean,
+    )
+    tx.db.execute(
+        insert(batches).values(
+            version=version, num_groups=len(ids), body=batch.model_dump_json(), formed_at_s=tx.now_s, seq=seq
+        )
+    )
+    tx.db.execute(
+        update(groups)
+        .where(groups.c.group_id.in_(ids))
+        .values(state=GroupState.BATCHED.value, batch_version=version)
+    )
+    return batch
+
+
+def _since_last_batch(db: Connection, chosen: list[Row[Any]] | Any) -> dict[str, Any]:
+    """Dropped and stale groups and the mean reward, of what was accepted since the batch before."""
+    last_seq = db.execute(select(func.coalesce(func.max(batches.c.seq), 0))).scalar_one()
+    accepted = groups.c.accepted_seq > last_seq
+    mean, dropped, num_accepted = db.execute(
+        select(
+            func.avg(groups.c.reward_mean),
+            func.count().filter(groups.c.state == GroupState.DROPPED.value),
+            func.count(),
+        ).where(accepted)
+    ).one()
+    stale = db.execute(
+        select(func.count()).select_from(groups).where(groups.c.stale_seq > last_seq)
+    ).scalar_one()
+    # Everything may have been ready before the last batch was formed; then the batch speaks for itself.
+    if mean is None:
+        mean = math.fsum(row.reward_mean for row in chosen) / len(chosen)
+    return {
+        "dropped_groups": dropped,
+        "stale_groups": stale,
+        "reward_mean": mean,
+        "dropped_share": dropped / max(1, num_accepted),
+        "unparseable": share_unparseable(
+            db, verdicts.c.lease_id.in_(select(groups.c.lease_id).where(accepted).distinct())
+        ),
+    }
+
+
+def share_unparseable(db: Connection, which: ColumnElement[bool]) -> float:
+    """Of the rows that were graded under `which` verdicts."""
+    query = select(func.sum(verdicts.c.unparseable), func.sum(verdicts.c.graded)).where(which)
+    unparseable, graded = db.execute(query).one()
+    return float((unparseable or 0) / max(1, graded or 0))
+
+
+def count_by_state(db: Connection) -> dict[str, int]:
+    query = select(groups.c.state, func.count()).group_by(groups.c.state)
+    return {row[0]: row[1] for row in db.execute(query)}
+
+
+def _to_group(row: Row[Any]) -> Group:
+    return Group(
+        group_id=row.group_id,
+        lease_id=row.lease_id,
+        sha256=row.sha256,
+        prompt_index=row.prompt_index,
+        policy_version=row.policy_version,
+        rewards=tuple(json.loads(row.rewards)),
+    )

@@ -1,0 +1,137 @@
+"""Admission: whether a key nobody knows may enrol. One policy per run, chosen in the run file.
+
+open     any key
+invite   whoever brings an invitation the operator made; each counts a number of times
+allow    keys, or owners' keys, that the operator named
+work     whoever found a nonce: SHA-256 over run key, node and nonce begins with `work_bits` zeros
+stake    keys, or owners' keys, with a balance. It bounds how many leases they hold, and a rejection takes of it
+"""
+
+import hashlib
+from collections.abc import Callable
+
+from sqlalchemy import Connection, delete, insert, select, update
+
+from shoal.swarm.coordinator.context import Coordinator, Transaction
+from shoal.swarm.coordinator.store.schema import admissions, revoked_keys
+from shoal.wire.codes import Rejected
+from shoal.wire.delegation import check_delegation, work_bits
+from shoal.wire.messages import Enrol
+
+
+def owner_of(tx: Transaction, ask: Enrol) -> tuple[str | None, float | None]:
+    """The owner that vouches for the key that asks, and until when; (None, None) if it is its own."""
+    if ask.delegation is None:
+        return None, None
+    owner = check_delegation(ask.delegation, tx.actor, now_s=tx.now_s)
+    return owner, ask.delegation.body.not_after_s
+
+
+def admit(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
+    """Passes in silence, or Rejected with what the run asks for."""
+    if tx.db.execute(select(revoked_keys).where(revoked_keys.c.node == tx.actor)).one_or_none() is not None:
+        raise Rejected("request.revoked", f"key {tx.actor[:16]} was revoked")
+    _POLICIES[coordinator.config.admission](tx, coordinator, ask, owner)
+
+
+def _take_any(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
+    pass
+
+
+def _take_invited(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
+    digest = invite_digest(ask.invite)
+    found = tx.db.execute(
+        select(admissions).where(admissions.c.kind == "invite", admissions.c.subject == digest)
+    ).one_or_none()
+    if found is None or found.amount < 1 or (found.expires_at_s or tx.now_s) < tx.now_s:
+        raise Rejected(
+            "request.not_admitted", "this run takes whoever brings an invitation that still counts"
+        )
+    change_amount(tx, "invite", digest, -1)
+    tx.record("invite.used", invite=digest, node=tx.actor)
+
+
+def _take_allowed(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
+    if not any(amount_of(tx.db, "allow", key) for key in (tx.actor, owner) if key):
+        raise Rejected(
+            "request.not_admitted", f"this run takes named keys only; {tx.actor} is not one of them"
+        )
+
+
+def _take_worker(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
+    needed, done = coordinator.config.work_bits, work_bits(coordinator.run_key.public, tx.actor, ask.work)
+    if done < needed:
+        raise Rejected(
+            "request.not_admitted",
+            f"this run asks for a proof of work of {needed} bits bound to run and node; this one has {done}",
+        )
+
+
+def _take_staker(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
+    per_lease, has = coordinator.config.stake_per_lease, amount_of(tx.db, "stake", owner or tx.actor)
+    if has < per_lease:
+        raise Rejected(
+            "request.not_admitted",
+            f"this run asks for a stake of {per_lease} a lease; {owner or tx.actor} has {has}",
+        )
+
+
+_POLICIES: dict[str, Callable[[Transaction, Coordinator, Enrol, str | None], None]] = {
+    "open": _take_any,
+    "invite": _take_invited,
+    "allow": _take_allowed,
+    "work": _take_worker,
+    "stake": _take_staker,
+}
+
+
+# -- balances ---------------------------------------------------------------------------------------------
+
+
+def invite_digest(code: str) -> str:
+    """What is kept of an invitation: the code itself is a secret between operator and guest."""
+    return hashlib.sha256(f"shoal/invite/1\n{code}".encode()).hexdigest()
+
+
+def amount_of(db: Connection, kind: str, subject: str) -> int:
+    found = db.execute(
+        select(admissions.c.amount).where(admissions.c.kind == kind, admissions.c.subject == subject)
+    ).scalar_one_or_none()
+    return int(found or 0)
+
+
+def change_amount(
+    tx: Transaction, kind: str, subject: str, by: int, *, expires_at_s: float | None = None
+) -> int:
+    """The amount afterwards, never below 0."""
+    row = (admissions.c.kind == kind, admissions.c.subject == subject)
+    before = tx.db.execute(select(admissions.c.amount).where(*row)).scalar_one_or_none()
+    after = max(0, (before or 0) + by)
+    if before is None:
+        tx.db.execute(
+            insert(admissions).values(kind=kind, subject=subject, amount=after, expires_at_s=expires_at_s)
+        )
+    else:
+        tx.db.execute(update(admissions).where(*row).values(amount=after))
+    return after
+
+
+def remove(tx: Transaction, kind: str, subject: str) -> None:
+    tx.db.execute(delete(admissions).where(admissions.c.kind == kind, admissions.c.subject == subject))
+
+
+def slash(tx: Transaction, coordinator: Coordinator, account: str, lease_id: str) -> None:
+    """A rejection costs what one lease is worth."""
+    if coordinator.config.admission != "stake":
+        return
+    before = amount_of(tx.db, "stake", account)
+    after = change_amount(tx, "stake", account, -coordinator.config.stake_per_lease)
+    if after != before:
+        tx.record("stake.slashed", account=account, amount=before - after, left=after, lease_id=lease_id)
+
+
+def staked_leases(db: Connection, coordinator: Coordinator, account: str) -> int | None:
+    """How many leases an account's stake lets all its nodes hold together; None where stakes do not matter."""
+    if coordinator.config.admission != "stake":
+        return None
+    return amount_of(db, "stake", account) // coordinator.config.stake_per_lease

@@ -1,0 +1,70 @@
+"""Relays: where they serve, what they hold, whether they were heard of lately."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row, delete, insert, select
+
+from shoal.swarm.coordinator.context import Coordinator, Transaction
+from shoal.swarm.coordinator.rules.liveness import Liveness, liveness
+from shoal.swarm.coordinator.store.schema import relays
+from shoal.swarm.coordinator.store.statements import Statement
+from shoal.wire.messages import HeartbeatReply, RelayReport, RelayView
+from shoal.wire.record import Sealed, seal
+from shoal.wire.ticket import TICKET_S, Ticket
+
+_ALL = Statement(select(relays).order_by(relays.c.url))
+
+
+def report(tx: Transaction, coordinator: Coordinator, told: RelayReport) -> HeartbeatReply:
+    tx.db.execute(delete(relays).where(relays.c.url == told.url))
+    tx.db.execute(
+        insert(relays).values(
+            url=told.url,
+            versions=json.dumps(told.versions),
+            bytes_sent=told.bytes_sent,
+            last_seen_s=tx.now_s,
+        )
+    )
+    return HeartbeatReply(finished=tx.is_finished(coordinator.spec), next_in_s=coordinator.config.heartbeat_s)
+
+
+def issue_ticket(tx: Transaction, coordinator: Coordinator) -> Sealed[Ticket]:
+    """For whoever the door lets in: members of the run who are not ejected. Nothing is recorded."""
+    ticket = Ticket(run=coordinator.spec.run, holder=tx.actor, expires_at_s=tx.now_s + TICKET_S)
+    return seal(ticket, coordinator.run_key)
+
+
+def reports(db: Connection) -> list[Row[Any]]:
+    """The last of each relay."""
+    return _ALL.rows(db)
+
+
+def views(reports: Sequence[Row[Any]], now_s: float, heartbeat_s: float) -> tuple[RelayView, ...]:
+    return tuple(
+        RelayView(
+            url=row.url,
+            liveness=liveness(row.last_seen_s, now_s, heartbeat_s).value,
+            versions=tuple(json.loads(row.versions)),
+            bytes_sent=row.bytes_sent,
+        )
+        for row in reports
+    )
+
+
+def usable(reports: Sequence[Row[Any]], now_s: float, heartbeat_s: float) -> tuple[RelayView, ...]:
+    """Those a worker may be sent to. A late one may just be busy: the worker tries several anyway."""
+    known = views(reports, now_s, heartbeat_s)
+    return tuple(relay for relay in known if relay.liveness != Liveness.OFFLINE.value)
+
+
+def serving(relays: tuple[RelayView, ...], versions: range) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Of `versions` those that some relay has, and the relays that have the newest of them, or else any of them."""
+    held = {version for relay in relays for version in relay.versions if version in versions}
+    if not held:
+        return (), ()
+    newest = max(held)
+    # A relay that is still mirroring the newest is no place to send a worker for it.
+    urls = tuple(relay.url for relay in relays if newest in relay.versions)
+    return urls, tuple(sorted(held))

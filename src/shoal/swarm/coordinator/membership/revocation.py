@@ -1,0 +1,92 @@
+"""Revocation and appeals: taking credit back with evidence while it is held, and putting a wrong rejection right."""
+
+from typing import Any
+
+from sqlalchemy import Connection, Row, insert, select, update
+
+from shoal.swarm.coordinator.context import Coordinator, Transaction
+from shoal.swarm.coordinator.leases import batches
+from shoal.swarm.coordinator.leases.lifecycle import Event, find_lease, move, own_lease
+from shoal.swarm.coordinator.membership.nodes import get_node, happen
+from shoal.swarm.coordinator.rules.credit import Earning, held_since_s, to_revoke
+from shoal.swarm.coordinator.rules.lease_states import State
+from shoal.swarm.coordinator.rules.trust import Happening, Trust
+from shoal.swarm.coordinator.store.schema import appeals, leases, nodes, verdicts
+from shoal.wire.codes import ACCEPTED, Rejected
+from shoal.wire.messages import Appeal, Recorded
+
+
+def earnings(db: Connection, node: str, since_s: float) -> list[Earning]:
+    rows = db.execute(
+        select(verdicts)
+        .where(verdicts.c.node == node, verdicts.c.code == ACCEPTED, verdicts.c.given_at_s > since_s)
+        .order_by(verdicts.c.given_at_s, verdicts.c.lease_id)
+    )
+    return [
+        Earning(
+            lease_id=row.lease_id,
+            amount=row.credit,
+            given_at_s=row.given_at_s,
+            checked=row.checks == "full",
+            revoked=row.revoked_for is not None,
+        )
+        for row in rows
+    ]
+
+
+def revoke_unchecked(tx: Transaction, coordinator: Coordinator, node: Row[Any], *, because: str) -> None:
+    """The node was caught: what it was credited on trust and is still held goes, and so do groups not trained on yet."""
+    since_s = held_since_s(Trust(node.trust), node.trust_since_s, tx.now_s, coordinator.config.hold_s)
+    taken = to_revoke(earnings(tx.db, node.node, since_s), since_s)
+    if not taken:
+        return
+    ids, amount = [earning.lease_id for earning in taken], sum(earning.amount for earning in taken)
+    for lease_id in ids:
+        move(tx, find_lease(tx.db, lease_id), Event.REVOKE)
+    tx.db.execute(update(leases).where(leases.c.lease_id.in_(ids)).values(credit=0))
+    tx.db.execute(update(verdicts).where(verdicts.c.lease_id.in_(ids)).values(revoked_for=because))
+    tx.db.execute(update(nodes).where(nodes.c.node == node.node).values(credit=nodes.c.credit - amount))
+    withdrawn = batches.withdraw(tx, ids)
+    tx.record(
+        "credit.revoked", node=node.node, lease_ids=ids, amount=amount, because=because, group_ids=withdrawn
+    )
+
+
+def appeal(tx: Transaction, lease_id: str, ask: Appeal) -> Recorded:
+    lease = own_lease(tx, lease_id)
+    if lease.state != State.REJECTED:
+        raise Rejected(
+            "request.conflict", f"lease {lease_id} is {lease.state}; only a rejection can be appealed"
+        )
+    if tx.db.execute(select(appeals).where(appeals.c.lease_id == lease_id)).one_or_none() is not None:
+        raise Rejected("request.conflict", f"the rejection of lease {lease_id} was appealed before")
+    tx.db.execute(
+        insert(appeals).values(lease_id=lease_id, node=lease.node, text=ask.text, filed_at_s=tx.now_s)
+    )
+    return Recorded(seq=tx.record("appeal.filed", lease_id=lease_id, node=lease.node, text=ask.text))
+
+
+def decide(tx: Transaction, coordinator: Coordinator, lease_id: str, *, upheld: bool, reason: str) -> int:
+    """The operator's word on an appeal. Upheld: the rejection counts no more, and what it took is given back."""
+    found = tx.db.execute(select(appeals).where(appeals.c.lease_id == lease_id)).one_or_none()
+    if found is None or found.upheld is not None:
+        state = "nobody appealed" if found is None else "it is decided"
+        raise Rejected("request.conflict", f"the rejection of lease {lease_id[:80]!r}: {state}")
+    tx.db.execute(
+        update(appeals).where(appeals.c.lease_id == lease_id).values(upheld=int(upheld), reason=reason)
+    )
+    returned = _returned(tx, lease_id) if upheld else 0
+    seq = tx.record(
+        "appeal.decided", lease_id=lease_id, node=found.node, upheld=upheld, returned=returned, reason=reason
+    )
+    if upheld:
+        node = get_node(tx.db, found.node)
+        tx.db.execute(update(nodes).where(nodes.c.node == node.node).values(credit=node.credit + returned))
+        happen(tx, coordinator, node.node, Happening.UPHELD, f"an appeal was upheld: {reason}")
+    return seq
+
+
+def _returned(tx: Transaction, because: str) -> int:
+    """Leases stay revoked, as every end is an end; the credit comes back as such."""
+    rows = tx.db.execute(select(verdicts.c.credit).where(verdicts.c.revoked_for == because)).scalars()
+    return sum(rows)

@@ -1,0 +1,127 @@
+"""Policy versions: announced by the trainer in order, each for ever the weights it was announced with."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row, insert, select, update
+
+from shoal.swarm.coordinator.context import Coordinator, Transaction, newest_version
+from shoal.swarm.coordinator.leases import batches, evaluations, submissions
+from shoal.swarm.coordinator.store.schema import policies
+from shoal.swarm.coordinator.store.statements import Statement, given
+from shoal.wire.codes import Rejected
+from shoal.wire.lease import PolicyRef
+from shoal.wire.manifest import WEIGHTS_FILE, Manifest
+from shoal.wire.messages import Announce, Origin, Recorded
+from shoal.wire.record import Sealed
+
+_DIGESTS = Statement(
+    select(policies.c.version, policies.c.weights_digest)
+    .where(policies.c.version.between(given("first"), given("last")))
+    .order_by(policies.c.version)
+)
+
+
+def announce(tx: Transaction, coordinator: Coordinator, told: Announce) -> Recorded:
+    manifest = told.manifest.open(coordinator.run_key.public)
+    _check_manifest(manifest, told, coordinator.spec.run)
+    found = find_policy(tx.db, manifest.version)
+    if found is not None:
+        if found.weights_digest != manifest.weights_digest:
+            raise Rejected(
+                "request.conflict",
+                f"version {manifest.version} is already published with weights {found.weights_digest[:16]}, "
+                f"not {manifest.weights_digest[:16]}",
+            )
+        # A trainer that came back may serve from another address; what it serves is the same.
+        if found.origin_url != told.origin_url:
+            _move_origin(tx, manifest.version, told.origin_url)
+        return Recorded(seq=found.seq)
+    newest = newest_version(tx.db)
+    expected = 0 if newest is None else newest + 1
+    if manifest.version != expected:
+        raise Rejected(
+            "request.conflict", f"versions come in order: {expected} is next, not {manifest.version}"
+        )
+    if manifest.version > coordinator.spec.last_version:
+        raise Rejected("request.conflict", f"version {coordinator.spec.last_version} is the last of this run")
+    return Recorded(seq=_publish(tx, coordinator, told, manifest))
+
+
+def find_policy(db: Connection, version: int) -> Row[Any] | None:
+    return db.execute(select(policies).where(policies.c.version == version)).one_or_none()
+
+
+def get_manifest(db: Connection, version: int | None) -> Sealed[Manifest]:
+    """Of one version, or of the newest."""
+    wanted = newest_version(db) if version is None else version
+    row = None if wanted is None else find_policy(db, wanted)
+    if row is None:
+        what = "any version" if version is None else f"version {version}"
+        raise Rejected("request.not_found", f"the trainer has not published {what} yet")
+    return Sealed[Manifest].parse(row.manifest)
+
+
+def origin(db: Connection) -> Origin:
+    row = db.execute(select(policies.c.origin_url).order_by(policies.c.version.desc()).limit(1)).one_or_none()
+    if row is None:
+        raise Rejected(
+            "request.too_early",
+            "the trainer has not published version 0, so there is no origin",
+            retry_after_s=1.0,
+        )
+    return Origin(url=row.origin_url)
+
+
+def policy_refs(db: Connection, versions: Sequence[int]) -> tuple[PolicyRef, ...]:
+    """Those of `versions` that are published, newest last."""
+    rows = _DIGESTS.rows(db, first=min(versions), last=max(versions))
+    return tuple(
+        PolicyRef(version=row.version, weights_digest=row.weights_digest)
+        for row in rows
+        if row.version in versions
+    )
+
+
+def _check_manifest(manifest: Manifest, told: Announce, run: str) -> None:
+    if manifest.run != run:
+        raise Rejected("request.conflict", f"the manifest is of run {manifest.run[:80]!r}, this is {run!r}")
+    if WEIGHTS_FILE not in {entry.name for entry in manifest.files}:
+        raise Rejected(
+            "request.malformed", f"the manifest of version {manifest.version} has no {WEIGHTS_FILE}"
+        )
+    if told.report is not None and told.report.version != manifest.version:
+        raise Rejected(
+            "request.malformed",
+            f"the report is of version {told.report.version}, the manifest of {manifest.version}",
+        )
+
+
+def _publish(tx: Transaction, coordinator: Coordinator, told: Announce, manifest: Manifest) -> int:
+    seq = tx.record(
+        "policy.published",
+        version=manifest.version,
+        weights_digest=manifest.weights_digest,
+        manifest_digest=manifest.digest(),
+        num_bytes=manifest.payload_bytes,
+    )
+    tx.db.execute(
+        insert(policies).values(
+            version=manifest.version,
+            weights_digest=manifest.weights_digest,
+            manifest=told.manifest.model_dump_json(),
+            origin_url=told.origin_url,
+            report=told.report.model_dump_json() if told.report else None,
+            num_bytes=manifest.payload_bytes,
+            published_at_s=tx.now_s,
+            seq=seq,
+        )
+    )
+    batches.retire_stale(tx, manifest.version, coordinator.spec.max_lag)
+    submissions.void_stale(tx, coordinator, manifest.version)
+    evaluations.plan_evaluation(tx, coordinator, manifest.version)
+    return seq
+
+
+def _move_origin(tx: Transaction, version: int, url: str) -> None:
+    tx.db.execute(update(policies).where(policies.c.version == version).values(origin_url=url))

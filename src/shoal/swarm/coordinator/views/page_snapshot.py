@@ -1,0 +1,290 @@
+"""A run as the page shows it, read in one consistent view. The bounds here bound what a viewer is sent."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Connection, func, select
+
+from shoal import __version__
+from shoal.swarm.coordinator.membership import nodes as node_rows
+from shoal.swarm.coordinator.store.schema import leases, ledger, policies, run, submissions, verdicts
+from shoal.swarm.coordinator.views import node_views, stats
+from shoal.swarm.coordinator.views.terms import Terms
+from shoal.swarm.coordinator.views.timeline import read_timeline
+from shoal.wire.codes import ACCEPTED, in_words
+from shoal.wire.lease import Lease
+from shoal.wire.messages import NodeView, Stats, StepReport
+from shoal.wire.page_data import (
+    CodeCount,
+    Curve,
+    Head,
+    NodePage,
+    Now,
+    Release,
+    RunTerms,
+    Sample,
+    Snapshot,
+    WorkerView,
+    WorkItem,
+)
+from shoal.wire.record import Sealed
+
+MAX_POINTS = 300
+MAX_WORKERS = 100
+MAX_RELEASES = 40
+MAX_SAMPLES = 6
+SAMPLES_OF_NODE = 3
+MAX_WORK = 40
+MAX_TEXT = 1200
+"""Characters of a prompt or an answer."""
+
+
+def take_snapshot(db: Connection, terms: Terms, curve: Curve | None = None) -> Snapshot:
+    """`curve`, if the caller keeps one, saves reading every step again."""
+    seen = stats.stats(db, terms)
+    return Snapshot(
+        terms=_terms(db, terms),
+        now=_now(seen),
+        curve=read_curve(db) if curve is None else curve,
+        evaluations=seen.evaluations,
+        workers=_workers(db, seen),
+        verdicts=count_codes(seen.submissions),
+        timeline=read_timeline(db, end_s=_end_of(db, seen)),
+        relays=seen.relays,
+        releases=_releases(db),
+        samples=read_samples(db, limit=MAX_SAMPLES),
+        head=_head(db),
+    )
+
+
+def node_page(db: Connection, terms: Terms, node: str) -> NodePage:
+    row = node_rows.get_node(db, node)
+    now_s = terms.clock()
+    (seen,) = node_views.views(db, [row], terms)
+    work = _work(db, node)
+    return NodePage(
+        node=_worker(seen, _verified_speeds(db, now_s).get(node, 0.0)),
+        trust_reason=row.trust_reason,
+        software=row.software,
+        enrolled_at_s=row.enrolled_at_s,
+        last_seen_s=row.last_seen_s,
+        work=work,
+        samples=read_samples(db, limit=SAMPLES_OF_NODE, lease_ids=[item.lease_id for item in work]),
+    )
+
+
+# -- where it stands --------------------------------------------------------------------------------------
+
+
+def _terms(db: Connection, terms: Terms) -> RunTerms:
+    spec = terms.spec
+    return RunTerms(
+        run=spec.run,
+        run_key=db.execute(select(run.c.run_key)).scalar_one(),
+        software=f"shoal {__version__}",
+        task=spec.task.name,
+        options=spec.task.options,
+        samples_per_prompt=spec.sampling.samples_per_prompt,
+        max_lag=spec.max_lag,
+        last_version=spec.last_version,
+        started_at_s=db.execute(select(func.min(policies.c.published_at_s))).scalar_one(),
+    )
+
+
+def _now(seen: Stats) -> Now:
+    return Now(
+        newest_version=seen.newest_version,
+        finished=seen.finished,
+        waiting_for=seen.waiting_for,
+        ready_groups=seen.ready_groups,
+        groups_needed=seen.groups_needed,
+        open_leases=seen.open_leases,
+        queued_checks=seen.queued_checks,
+        live_workers=sum(node.liveness == "live" and node.trust != "banned" for node in seen.nodes),
+        generation_tokens_per_s=round(seen.generation_tokens_per_s, 1),
+        trained_groups=seen.trained_groups,
+        batches=seen.batches,
+        dropped_groups=seen.groups.get("dropped", 0),
+        stale_groups=seen.groups.get("stale", 0),
+        unparseable=round(seen.unparseable, 4),
+        bytes_published=seen.bytes_published,
+        server_time_s=round(seen.server_time_s, 1),
+    )
+
+
+def count_codes(counts: dict[str, int]) -> tuple[CodeCount, ...]:
+    """Accepted first, then refusals and voids, each from many to few."""
+
+    def order(code: str) -> tuple[int, int, str]:
+        family = 0 if code == ACCEPTED else 1 if code.startswith("reject.") else 2
+        return family, -counts[code], code
+
+    return tuple(
+        CodeCount(code=code, words=words_for(code), count=counts[code]) for code in sorted(counts, key=order)
+    )
+
+
+def words_for(code: str | None) -> str:
+    if code is None:
+        return ""
+    return "checked and accepted" if code == ACCEPTED else in_words(code)
+
+
+def _head(db: Connection) -> Head | None:
+    row = db.execute(select(ledger).order_by(ledger.c.seq.desc()).limit(1)).one_or_none()
+    return None if row is None else Head(seq=row.seq, hash=row.hash, time_s=row.time_s, type=row.type)
+
+
+def _end_of(db: Connection, seen: Stats) -> float:
+    """The right edge of the timeline: now, or when the run was over."""
+    if not seen.finished:
+        return seen.server_time_s
+    last_s: float | None = db.execute(select(func.max(verdicts.c.given_at_s))).scalar_one()
+    return seen.server_time_s if last_s is None else last_s
+
+
+# -- the curve --------------------------------------------------------------------------------------------
+
+
+def read_reports(db: Connection, after_version: int = 0) -> list[StepReport]:
+    query = (
+        select(policies.c.report)
+        .where(policies.c.report.is_not(None), policies.c.version > after_version)
+        .order_by(policies.c.version)
+    )
+    return [StepReport.parse(report) for report in db.execute(query).scalars()]
+
+
+def read_curve(db: Connection) -> Curve:
+    return make_curve(read_reports(db))
+
+
+def make_curve(steps: Sequence[StepReport]) -> Curve:
+    """At most MAX_POINTS points, each the mean of as many neighbours; the last may stand for fewer."""
+    size = -(-len(steps) // MAX_POINTS) or 1
+    bins = [steps[start : start + size] for start in range(0, len(steps), size)]
+
+    def means(name: str, digits: int) -> tuple[float, ...]:
+        return tuple(round(sum(getattr(step, name) for step in one) / len(one), digits) for one in bins)
+
+    return Curve(
+        steps_per_point=size,
+        version=tuple(one[-1].version for one in bins),
+        reward=means("reward_mean", 4),
+        lag=means("lag_mean", 2),
+        lag_max=tuple(max(step.lag_max for step in one) for one in bins),
+        wait_s=means("wait_s", 2),
+        train_s=means("train_s", 2),
+        tokens_per_s=means("tokens_per_s", 0),
+    )
+
+
+# -- workers ----------------------------------------------------------------------------------------------
+
+
+def _workers(db: Connection, seen: Stats) -> tuple[WorkerView, ...]:
+    """Those who did most first; of very many, the rest is left to GET /v1/stats."""
+    speeds = _verified_speeds(db, seen.server_time_s)
+    shown = sorted(seen.nodes, key=lambda node: (node.trust == "banned", -node.credit, node.node))
+    return tuple(_worker(node, speeds.get(node.node, 0.0)) for node in shown[:MAX_WORKERS])
+
+
+def _worker(node: NodeView, verified_tokens_per_s: float) -> WorkerView:
+    values = node.model_dump() | {"tokens_per_s": round(node.tokens_per_s, 1)}
+    return WorkerView(
+        **values, words=words_for(node.last_code), verified_tokens_per_s=round(verified_tokens_per_s, 1)
+    )
+
+
+def _verified_speeds(db: Connection, now_s: float) -> dict[str, float]:
+    query = (
+        select(verdicts.c.node, func.sum(verdicts.c.output_tokens))
+        .where(verdicts.c.given_at_s > now_s - stats.SPEED_WINDOW_S)
+        .group_by(verdicts.c.node)
+    )
+    return {row[0]: float(row[1]) / stats.SPEED_WINDOW_S for row in db.execute(query)}
+
+
+def _work(db: Connection, node: str) -> tuple[WorkItem, ...]:
+    query = (
+        select(leases, submissions.c.policy_version, submissions.c.num_bytes, submissions.c.received_at_s)
+        .outerjoin(submissions, submissions.c.lease_id == leases.c.lease_id)
+        .where(leases.c.node == node)
+        .order_by(leases.c.issued_at_s.desc())
+        .limit(MAX_WORK)
+    )
+    return tuple(
+        WorkItem(
+            lease_id=row.lease_id,
+            purpose=row.purpose,
+            state=row.state,
+            code=row.code,
+            words=words_for(row.code),
+            detail=row.detail or "",
+            credit=row.credit,
+            policy_version=row.policy_version,
+            num_bytes=row.num_bytes,
+            issued_at_s=row.issued_at_s,
+            received_at_s=row.received_at_s,
+            ended_at_s=row.ended_at_s,
+        )
+        for row in db.execute(query)
+    )
+
+
+# -- versions and samples ---------------------------------------------------------------------------------
+
+
+def _releases(db: Connection) -> tuple[Release, ...]:
+    query = (
+        select(policies.c.version, policies.c.num_bytes, policies.c.published_at_s)
+        .order_by(policies.c.version.desc())
+        .limit(MAX_RELEASES)
+    )
+    newest_first = [
+        Release(version=row.version, num_bytes=row.num_bytes, published_at_s=round(row.published_at_s, 2))
+        for row in db.execute(query)
+    ]
+    return tuple(reversed(newest_first))
+
+
+def read_samples(db: Connection, *, limit: int, lease_ids: Sequence[str] | None = None) -> tuple[Sample, ...]:
+    """The newest answers that validators showed, of `lease_ids` only if given. Prompt from the lease, the rest from the
+    verdict."""
+    query = (
+        select(
+            verdicts.c.body,
+            verdicts.c.given_at_s,
+            leases.c.node,
+            leases.c.sealed,
+            submissions.c.policy_version,
+        )
+        .join(leases, leases.c.lease_id == verdicts.c.lease_id)
+        .join(submissions, submissions.c.lease_id == verdicts.c.lease_id)
+        .where(verdicts.c.code == ACCEPTED, leases.c.purpose == "train")
+        .order_by(verdicts.c.given_at_s.desc())
+        .limit(limit)
+    )
+    if lease_ids is not None:
+        query = query.where(verdicts.c.lease_id.in_(lease_ids))
+    return tuple(sample for row in db.execute(query) if (sample := _sample(row)) is not None)
+
+
+def _sample(row: Any) -> Sample | None:
+    evidence = json.loads(row.body)["evidence"]
+    index, answer = evidence.get("sample_prompt"), evidence.get("sample_answer")
+    reward = evidence.get("sample_reward")
+    lease = Sealed[Lease].parse(row.sealed).body
+    known = isinstance(index, int) and isinstance(answer, str) and isinstance(reward, int | float)
+    if not known or not 0 <= index < len(lease.prompts):
+        return None
+    return Sample(
+        lease_id=lease.lease_id,
+        node=row.node,
+        policy_version=row.policy_version,
+        prompt=lease.prompts[index][-MAX_TEXT:],
+        answer=answer[:MAX_TEXT],
+        reward=float(reward),
+        given_at_s=round(row.given_at_s, 1),
+    )
