@@ -50,11 +50,11 @@ from shoal.rollout.adversary.lying_engines import AlteredEngine, quantised_by_ch
 from shoal.rollout.engine.api import Engine, Finished
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.rollout.worker.submission import make_requests, make_table, to_rollout
-from shoal.swarm.validator import checks, form
+from shoal.swarm.validator import fact_checks, format_checks
 from shoal.swarm.validator import recompute as recomputing
 from shoal.swarm.validator.judge import open_submission
-from shoal.swarm.validator.reader import Reader
 from shoal.swarm.validator.recompute import Checked, Policy, recompute_many
+from shoal.swarm.validator.table_reader import Reader
 from shoal.tasks import make_task
 from shoal.toploc.decision import CERTAIN, OUTLIER, STATISTICS, Unit, bound_for, outlier_bound, terms_of
 from shoal.wire.codes import ACCEPTED, Rejected
@@ -249,7 +249,9 @@ class Bench:
         for number, (table, facts) in enumerate(
             zip(tables, self.facts([t.rows for t in tables], leases), strict=True)
         ):
-            rows += [checks.units_of(row, fact) for row, fact in zip(table.rows, facts or [], strict=True)]
+            rows += [
+                fact_checks.units_of(row, fact) for row, fact in zip(table.rows, facts or [], strict=True)
+            ]
             prompts += [1000 * number + row.prompt_index for row in table.rows]
         options = self.options
         return toploc.measure_noise(
@@ -303,7 +305,7 @@ class Bench:
             copy_of=NODE if digest in self.seen else None,
         )
         self.seen.add(digest)
-        form.check_claim(claim)
+        format_checks.check_claim(claim)
         return open_submission(data, claim, self.policy, reader=self.reader)
 
     def judge(self, rows, facts, noise: Noise, tally: Tally, name: str) -> None:  # type: ignore[no-untyped-def]
@@ -316,7 +318,7 @@ class Bench:
             s.exponent_mismatches > 38 or s.mantissa_mean > 10 or s.mantissa_median > 8 for s in segments
         )
         prompts = [row.prompt_index for row in rows]
-        units = [checks.units_of(row, fact) for row, fact in zip(rows, facts, strict=True)]
+        units = [fact_checks.units_of(row, fact) for row, fact in zip(rows, facts, strict=True)]
         self.units.setdefault(name, []).append((units, prompts))
         scores = toploc.noise_scores(units, noise, prompts)
         tally.scores.append(max((score.z / score.certain for score in scores), default=0.0))
@@ -331,7 +333,7 @@ class Bench:
 
     def _refused(self, rows, facts, noise: Noise | None) -> str | None:  # type: ignore[no-untyped-def]
         try:
-            checks.check_facts(rows, facts, self.spec.tolerances, noise)
+            fact_checks.check_facts(rows, facts, self.spec.tolerances, noise)
         except Rejected as rejected:
             self.why = f"{rejected.code} {rejected.detail}"
             return rejected.code

@@ -23,7 +23,7 @@ from shoal.rollout.engine.api import Engine, Finished, Request
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.rollout.engine.vllm_engine import VllmEngine
 from shoal.rollout.worker.submission import to_rollout
-from shoal.swarm.validator import checks
+from shoal.swarm.validator import fact_checks
 from shoal.swarm.validator.recompute import Policy, Unleased, recompute
 from shoal.wire.codes import Rejected
 from shoal.wire.run_spec import ProofSpec, Sampling, default_tolerances
@@ -147,11 +147,11 @@ def check(name: str, finished: list[Finished], policy: Policy, options: argparse
     rows, tolerances = [to_rollout(row) for row in finished], default_tolerances(options.dtype)
     facts = recompute(rows, Unleased(SEED, sampling, ProofSpec()), policy, control_seed=5)
     try:
-        checks.check_facts(rows, facts, tolerances)
+        fact_checks.check_facts(rows, facts, tolerances)
         verdict = "accepted"
     except Rejected as rejected:
         verdict = f"{rejected.code}: {rejected.detail}"
-    numbers = checks.evidence(rows, facts, tolerances)
+    numbers = fact_checks.evidence(rows, facts, tolerances)
     print(f"{name}: {verdict}; " + ", ".join(f"{key} {value:.4g}" for key, value in numbers.items()))
 
 

@@ -19,7 +19,7 @@ from shoal import toploc
 from shoal.cli.answering import model_folder
 from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import load_tokenizer
-from shoal.swarm.validator.checks import allowed_hits
+from shoal.swarm.validator.fact_checks import allowed_hits
 from shoal.tasks import make_task
 from shoal.toploc import SegmentCheck
 from shoal.toploc.proof import PRIME

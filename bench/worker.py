@@ -39,7 +39,7 @@ from shoal.rollout.worker.worker_folder import open_state
 from shoal.shardcast import RelayConfig, RelayServer, VersionStore, publish, run_relay
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.http.server import run_coordinator
-from shoal.swarm.validator.loop import ValidatorConfig, run_validator
+from shoal.swarm.validator.claim_loop import ValidatorConfig, run_validator
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.messages import Announce, Recorded, Stats, StepReport

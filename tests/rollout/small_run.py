@@ -20,7 +20,7 @@ from shoal.rollout.worker.worker import WorkerConfig, run_worker
 from shoal.shardcast import RelayConfig, RelayServer, VersionStore, publish, run_relay
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.http.server import run_coordinator
-from shoal.swarm.validator.loop import ValidatorConfig, run_validator
+from shoal.swarm.validator.claim_loop import ValidatorConfig, run_validator
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.ledger import LedgerEvent

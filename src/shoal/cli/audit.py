@@ -24,9 +24,9 @@ from shoal.net.http_client import SignedClient
 from shoal.net.waiting import Stopped
 from shoal.swarm.coordinator.ledger_replay import replay, seed_of
 from shoal.swarm.validator.judge import judge
-from shoal.swarm.validator.policies import PolicyShelf
-from shoal.swarm.validator.reader import Reader
+from shoal.swarm.validator.loaded_versions import PolicyShelf
 from shoal.swarm.validator.recompute import CannotCheck
+from shoal.swarm.validator.table_reader import Reader
 from shoal.tasks.datasets.file_options import file_digests, with_files_from
 from shoal.telemetry import Log
 from shoal.wire.codes import ACCEPTED

@@ -9,8 +9,8 @@ from pathlib import Path
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.swarm.validator.judge import judge
-from shoal.swarm.validator.reader import Reader
 from shoal.swarm.validator.recompute import Policy
+from shoal.swarm.validator.table_reader import Reader
 from shoal.wire.lease import Lease, Verdict
 from shoal.wire.messages import Claim
 from shoal.wire.run_spec import RunSpec

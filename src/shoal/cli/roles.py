@@ -146,7 +146,7 @@ def worker(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def validator(options: argparse.Namespace, stop: threading.Event) -> int:
     wait_quietly()
-    from shoal.swarm.validator.loop import ValidatorConfig, run_validator
+    from shoal.swarm.validator.claim_loop import ValidatorConfig, run_validator
 
     check_device(options.device)
     config = ValidatorConfig(

@@ -22,7 +22,7 @@ from shoal.net.waiting import Stopped
 from shoal.rollout.adversary.behaviour import Dtype
 from shoal.rollout.engine.api import Engine, Finished, Request
 from shoal.rollout.worker.submission import to_rollout
-from shoal.swarm.validator.checks import RowFacts, logprob_gap, units_of
+from shoal.swarm.validator.fact_checks import RowFacts, logprob_gap, units_of
 from shoal.swarm.validator.recompute import Policy, Unleased, recompute
 from shoal.tasks import make_task
 from shoal.wire.codes import Rejected

@@ -16,7 +16,7 @@ from shoal.model.tokenizer import load_tokenizer
 from shoal.net.http_client import SignedClient
 from shoal.net.http_server import listen
 from shoal.shardcast import RelayServer, VersionStore, publish
-from shoal.swarm.validator.loop import ValidatorConfig
+from shoal.swarm.validator.claim_loop import ValidatorConfig
 from shoal.swarm.validator.recompute import Policy
 from shoal.telemetry import Log
 from shoal.wire.keys import Key

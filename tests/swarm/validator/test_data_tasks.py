@@ -15,7 +15,7 @@ from shoal.cli.main import main
 from shoal.net.http_client import Refused
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.http.server import run_coordinator
-from shoal.swarm.validator.loop import run_validator
+from shoal.swarm.validator.claim_loop import run_validator
 from shoal.swarm.validator.recompute import Policy
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.lease import Lease

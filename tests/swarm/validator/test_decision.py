@@ -10,10 +10,10 @@ import torch
 from honest_work import generate, make_claim, make_lease, make_policy, make_spec, make_table, sharpen
 
 from shoal import toploc
-from shoal.swarm.validator.checks import RowFacts, check_facts, check_surprise, surprise_z, units_of
+from shoal.swarm.validator.fact_checks import RowFacts, check_facts, check_surprise, surprise_z, units_of
 from shoal.swarm.validator.judge import judge
-from shoal.swarm.validator.reader import Reader
 from shoal.swarm.validator.recompute import Policy, recompute
+from shoal.swarm.validator.table_reader import Reader
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.proof_noise import Noise, Statistic
 from shoal.wire.rollouts import Finish, Rollout, encode

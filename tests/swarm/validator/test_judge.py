@@ -25,10 +25,10 @@ from honest_work import (
 )
 
 from shoal.net.waiting import Stopped
-from shoal.swarm.validator.checks import check_forgery
+from shoal.swarm.validator.fact_checks import check_forgery
 from shoal.swarm.validator.judge import judge
-from shoal.swarm.validator.reader import Reader
 from shoal.swarm.validator.recompute import CannotCheck, Policy, recompute
+from shoal.swarm.validator.table_reader import Reader
 from shoal.tasks import Problem, make_task
 from shoal.toploc.field import PRIME
 from shoal.wire.codes import ACCEPTED, Rejected

@@ -17,8 +17,8 @@ from shoal.rollout.engine.api import Engine
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.rollout.worker.submission import generate, make_requests, make_table
 from shoal.swarm.validator.judge import judge
-from shoal.swarm.validator.reader import Reader
 from shoal.swarm.validator.recompute import Policy
+from shoal.swarm.validator.table_reader import Reader
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.lease import Lease, Verdict
 from shoal.wire.rollouts import encode

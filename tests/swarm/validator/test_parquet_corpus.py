@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from test_reader import LIMITS, METADATA, TABLE, columns_with
 
-from shoal.swarm.validator.reader import Reader
+from shoal.swarm.validator.table_reader import Reader
 from shoal.wire.codes import Rejected
 from shoal.wire.rollouts import SCHEMA, encode
 

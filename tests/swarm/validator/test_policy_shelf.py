@@ -9,7 +9,7 @@ from loopback import LOG, Swarm, origin_of
 
 from shoal.model.decoder import Decoder
 from shoal.model.load_model import load_decoder
-from shoal.swarm.validator.policies import PolicyShelf
+from shoal.swarm.validator.loaded_versions import PolicyShelf
 from shoal.swarm.validator.recompute import CannotCheck
 from shoal.wire.keys import Key
 from shoal.wire.lease import Lease, PolicyRef

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shoal.swarm.validator.reader import Reader, ReaderDown
+from shoal.swarm.validator.table_reader import Reader, ReaderDown
 from shoal.wire.codes import Rejected
 from shoal.wire.rollouts import FORMAT, SCHEMA, Finish, Rollout, RolloutTable, TableLimits, encode
 

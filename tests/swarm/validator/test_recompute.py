@@ -8,7 +8,7 @@ import pytest
 import torch
 from honest_work import make_lease, make_policy, make_spec, make_table
 
-from shoal.swarm.validator.checks import RowFacts
+from shoal.swarm.validator.fact_checks import RowFacts
 from shoal.swarm.validator.recompute import (
     Checked,
     Policy,

@@ -9,10 +9,10 @@ from honest_work import make_table
 from loopback import Swarm, in_thread, origin_of
 
 from shoal.net.http_client import Refused
-from shoal.swarm.validator import loop
+from shoal.swarm.validator import claim_loop
+from shoal.swarm.validator.claim_loop import Ended, run_validator
+from shoal.swarm.validator.crash_guard import Poison
 from shoal.swarm.validator.judge import judge_many
-from shoal.swarm.validator.loop import Ended, run_validator
-from shoal.swarm.validator.poison import Poison
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.rollouts import encode
 
@@ -51,7 +51,7 @@ def test_submissions_that_wait_are_checked_together_each_with_its_own_verdict(
         together.append(len(submissions))
         return judge_many(submissions, *arguments, **options)
 
-    monkeypatch.setattr(loop, "judge_many", counted)
+    monkeypatch.setattr(claim_loop, "judge_many", counted)
     with origin_of(swarm) as url:
         policy = swarm.publish(0, url)
         swarm.report_relay(url, 0)

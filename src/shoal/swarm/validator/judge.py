@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from shoal.model.tokenizer import Tokenizer
 from shoal.net.waiting import Stopped
-from shoal.swarm.validator import checks, form
-from shoal.swarm.validator.reader import Reader, ReaderDown
+from shoal.swarm.validator import fact_checks, format_checks
 from shoal.swarm.validator.recompute import CannotCheck, Checked, Policy, recompute_many
+from shoal.swarm.validator.table_reader import Reader, ReaderDown
 from shoal.tasks import CannotGrade, Outcome, Problem, Reward, Task, make_task
 from shoal.tasks.datasets.file_options import file_digests
 from shoal.toploc import expected_bytes
@@ -84,7 +84,7 @@ class _Opened:
     problems: list[Problem]
     table: RolloutTable
     started_s: float
-    facts: list[checks.RowFacts] | Rejected | None = None
+    facts: list[fact_checks.RowFacts] | Rejected | None = None
     """None if its draw spared it."""
 
 
@@ -93,7 +93,7 @@ def _begin(
 ) -> _Opened | Verdict | Failed:
     started_s = time.monotonic()
     try:
-        form.check_claim(claim)
+        format_checks.check_claim(claim)
         task = None if file_digests(spec.task) else make_task(spec.task)
         problems = [] if task is None else leased_problems(claim.lease, spec.run, task)
         table = open_submission(data, claim, policy, reader=reader)
@@ -111,8 +111,8 @@ def _end(one: _Opened, spec: RunSpec, policy: Policy, stop: threading.Event | No
         if isinstance(one.facts, Rejected):
             raise one.facts
         if one.facts is not None:
-            evidence |= checks.evidence(table.rows, one.facts, spec.tolerances)
-            checks.check_facts(table.rows, one.facts, spec.tolerances, spec.noise)
+            evidence |= fact_checks.evidence(table.rows, one.facts, spec.tolerances)
+            fact_checks.check_facts(table.rows, one.facts, spec.tolerances, spec.noise)
         graded = () if one.task is None else grade(table, one.problems, one.task, policy.tokenizer, stop=stop)
     except Rejected as rejected:
         return _refusal(claim, rejected, evidence)
@@ -137,7 +137,7 @@ def _end(one: _Opened, spec: RunSpec, policy: Policy, stop: threading.Event | No
 def judge_claim(claim: Claim) -> Verdict | None:
     """The refusal that needs neither the bytes nor the weights, if there is one."""
     try:
-        form.check_claim(claim)
+        format_checks.check_claim(claim)
     except Rejected as rejected:
         return _refusal(claim, rejected, {})
     return None
@@ -153,12 +153,12 @@ def open_submission(data: bytes, claim: Claim, policy: Policy, *, reader: Reader
         )
     prompt_tokens = encode_prompts(lease, tokenizer)
     table = reader.read(data, table_limits(lease, max(map(len, prompt_tokens))))
-    form.check_binding(table, claim)
-    form.check_groups(table, lease)
-    form.check_prompts(table, prompt_tokens)
-    form.check_values(table, tokenizer.vocab_size)
-    form.check_endings(table, tokenizer.end_tokens, lease.sampling.max_new_tokens)
-    form.check_proof_format(table, lease.proof, hidden_size)
+    format_checks.check_binding(table, claim)
+    format_checks.check_groups(table, lease)
+    format_checks.check_prompts(table, prompt_tokens)
+    format_checks.check_values(table, tokenizer.vocab_size)
+    format_checks.check_endings(table, tokenizer.end_tokens, lease.sampling.max_new_tokens)
+    format_checks.check_proof_format(table, lease.proof, hidden_size)
     return table
 
 

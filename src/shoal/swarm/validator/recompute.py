@@ -26,8 +26,8 @@ from shoal.model.packed_prefill import packed_states
 from shoal.model.packed_segments import runs_kernel
 from shoal.model.tokenizer import Tokenizer
 from shoal.net.waiting import Stopped
-from shoal.swarm.validator.checks import RowFacts
-from shoal.swarm.validator.form import where
+from shoal.swarm.validator.fact_checks import RowFacts
+from shoal.swarm.validator.format_checks import where
 from shoal.toploc import ProofError, SegmentCheck, start_verifying
 from shoal.toploc.device import Fetched
 from shoal.toploc.verify import Verification

@@ -1,4 +1,4 @@
-"""The reading child: `python -m shoal.swarm.validator.reader_child`. Started and fed by reader.py.
+"""The reading child: `python -m shoal.swarm.validator.table_reader_child`. Started and fed by reader.py.
 
 Reads strangers' files under limits on memory, processor time and files. It holds no key, needs no network,
 and imports nothing but the table format. Its limits are its own doing, before the first file arrives.

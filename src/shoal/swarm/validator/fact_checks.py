@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shoal.swarm.validator.form import where
+from shoal.swarm.validator.format_checks import where
 from shoal.toploc import Score, SegmentCheck, TokenBlock, judges_alone, noise_scores
 from shoal.wire.codes import Rejected
 from shoal.wire.proof_noise import Noise

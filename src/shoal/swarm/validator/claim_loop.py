@@ -24,11 +24,11 @@ from shoal.model.load_model import DTYPES, load_decoder
 from shoal.net.data_files import fetch_files
 from shoal.net.http_client import Refused, SignedClient, Unreachable
 from shoal.net.waiting import DeadlinePassed, Stopped
+from shoal.swarm.validator.crash_guard import Poison
 from shoal.swarm.validator.judge import judge_claim, judge_many
-from shoal.swarm.validator.poison import Poison
-from shoal.swarm.validator.policies import PolicyShelf
-from shoal.swarm.validator.reader import Reader, ReaderDown
+from shoal.swarm.validator.loaded_versions import PolicyShelf
 from shoal.swarm.validator.recompute import BATCH_TOKENS, DEVICE_BATCH_TOKENS, CannotCheck
+from shoal.swarm.validator.table_reader import Reader, ReaderDown
 from shoal.tasks import make_task
 from shoal.tasks.datasets.file_options import file_digests, with_files_from
 from shoal.telemetry import Log

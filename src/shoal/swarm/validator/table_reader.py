@@ -99,7 +99,7 @@ class Reader:
             self.close()
             # -I: no user site, no environment that could load code. The system allocator gives memory back and, unlike
             # arena allocators, reserves no address space of which the limit would take away half.
-            command = [self._python, "-I", "-m", "shoal.swarm.validator.reader_child"]
+            command = [self._python, "-I", "-m", "shoal.swarm.validator.table_reader_child"]
             self._child = subprocess.Popen(
                 [*command, str(self._max_memory_bytes), str(self._cpu_s)],
                 stdin=subprocess.PIPE,
@@ -125,7 +125,7 @@ class Reader:
         except _ChildDied as died:
             self.close()
             raise ReaderDown(
-                f"{died} before it had read anything; try: python -I -m shoal.swarm.validator.reader_child 1000000000 20"
+                f"{died} before it had read anything; try: python -I -m shoal.swarm.validator.table_reader_child 1000000000 20"
             ) from None
         if said != READY:
             self.close()
