@@ -31,7 +31,7 @@ from unittest import mock
 
 import torch
 
-from shoal.cli.answering import model_folder
+from shoal.cli.commands.sample_answers import model_folder
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.rollout.engine.api import Finished, Request

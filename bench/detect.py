@@ -39,9 +39,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal import toploc
-from shoal.cli.answering import model_folder
-from shoal.cli.intervals import wilson
-from shoal.cli.toploc import TERMS, read_rows
+from shoal.cli.commands.sample_answers import model_folder
+from shoal.cli.commands.toploc import TERMS, read_rows
+from shoal.cli.ui.intervals import wilson
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.rollout.adversary.behaviour import Conduct

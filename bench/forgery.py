@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal import toploc
-from shoal.cli.answering import model_folder
+from shoal.cli.commands.sample_answers import model_folder
 from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.swarm.validator.fact_checks import allowed_hits

@@ -31,7 +31,7 @@ CONTROL_PLANE = [
     "shoal.shardcast",
     "shoal.swarm.coordinator",
     "shoal.cli.main",
-    "shoal.cli.roles",
+    "shoal.cli.run.roles",
 ]
 
 BANNED_NAMES = {"utils", "common", "helpers", "base", "manager"}

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 from pydantic import BaseModel
 
-from shoal.cli.runfile import RunFile, load_run_file
+from shoal.cli.run.runfile import RunFile, load_run_file
 from shoal.wire.codes import CODES
 
 ROOT = Path(__file__).parent.parent
@@ -75,7 +75,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_every_exit_code_is_documented() -> None:
-    from shoal.cli import supervise
+    from shoal.cli.run import supervise
 
     text = (ROOT / "docs" / "cli.md").read_text()
     for name, code in vars(supervise).items():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_ledger_verify import coordinator
 
-from shoal.cli.admin import ACTIONS
+from shoal.cli.commands.admin import ACTIONS
 from shoal.cli.main import act, parse
 from shoal.net.http_client import SignedClient
 from shoal.swarm.coordinator.membership.admin_actions import ACTIONS as KNOWN

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.answering import pose
+from shoal.cli.commands.sample_answers import pose
 from shoal.cli.main import act, main, parse
 from shoal.tasks import Finite, make_task
 from shoal.wire.run_spec import TaskSpec

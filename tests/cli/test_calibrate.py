@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.main import main
-from shoal.cli.runfile import load_run_file
+from shoal.cli.run.runfile import load_run_file
 from shoal.model.builtin import create_model
 from shoal.wire.proof_noise import Noise
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.errors import in_words
 from shoal.cli.main import act, parse
-from shoal.cli.supervise import RunFailed
+from shoal.cli.run.supervise import RunFailed
+from shoal.cli.ui.errors import in_words
 from shoal.net.http_client import Refused, Unreachable
 from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.wire.codes import CODES, Rejected

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.estimate import estimates, forward_flops, gpu_bytes, num_parameters, train_passes
-from shoal.cli.runfile import load_run_file
+from shoal.cli.run.estimate import estimates, forward_flops, gpu_bytes, num_parameters, train_passes
+from shoal.cli.run.runfile import load_run_file
 from shoal.model.builtin import create_model
 from shoal.model.load_model import load_decoder
 from shoal.model.shape import read_shape

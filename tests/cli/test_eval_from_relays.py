@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal import shardcast
-from shoal.cli.doctor import _relay
-from shoal.cli.evaluate import fetch_published
+from shoal.cli.commands.doctor import _relay
+from shoal.cli.commands.evaluate import fetch_published
 from shoal.net.http_server import Server, listen
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key

@@ -14,8 +14,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from shoal.cli import ledger
-from shoal.cli.ledger import audit_ledger
+from shoal.cli.commands import ledger
+from shoal.cli.commands.ledger import audit_ledger
 from shoal.net.http_client import SignedClient, Unreachable
 from shoal.net.http_server import Server, listen
 from shoal.net.waiting import Stopped

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from small_stats import HONEST, LIAR, node, stats
 
-from shoal.cli.local import (
+from shoal.cli.main import parse
+from shoal.cli.run.local import (
     HOST,
     MARKER,
     PORTS,
@@ -24,9 +25,8 @@ from shoal.cli.local import (
     worker_names,
     worker_roles,
 )
-from shoal.cli.main import parse
-from shoal.cli.runfile import LocalSection, load_run_file
-from shoal.cli.supervise import Child, RunFailed, Supervisor
+from shoal.cli.run.runfile import LocalSection, load_run_file
+from shoal.cli.run.supervise import Child, RunFailed, Supervisor
 from shoal.wire.keys import Key
 
 DEMO = Path(__file__).parent.parent.parent / "runs" / "demo.toml"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.runfile import RunFile, check_names, derived_numbers, load_run_file
+from shoal.cli.run.runfile import RunFile, check_names, derived_numbers, load_run_file
 from shoal.wire.run_spec import default_tolerances
 
 ROOT = Path(__file__).parent.parent.parent

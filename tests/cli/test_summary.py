@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 from small_stats import HONEST, LIAR, evaluation, node, stats, step
 
-from shoal.cli.plot import plot_rewards
-from shoal.cli.runfile import LocalSection, RunFile, load_run_file
-from shoal.cli.summary import Outcome, judge_run, print_summary
+from shoal.cli.run.runfile import LocalSection, RunFile, load_run_file
+from shoal.cli.run.summary import Outcome, judge_run, print_summary
+from shoal.cli.ui.plot import plot_rewards
 from shoal.wire.messages import History, RelayView
 
 NAMES = {LIAR: "worker-2, lies: truncated", HONEST: "worker-1"}

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli import supervise
-from shoal.cli.supervise import MAX_DEADLINES, MAX_RESTARTS, RunFailed, Supervisor, alone_in, last_words
+from shoal.cli.run import supervise
+from shoal.cli.run.supervise import MAX_DEADLINES, MAX_RESTARTS, RunFailed, Supervisor, alone_in, last_words
 from shoal.net.waiting import Stopped
 
 CHILD = """
@@ -169,7 +169,7 @@ def test_children_learn_that_the_supervisor_was_killed(supervisor: Supervisor) -
     """And hold its folder until they are gone."""
     folder = supervisor.folder
     script = (
-        "import os, sys, threading; from pathlib import Path; from shoal.cli.supervise import Supervisor, alone_in\n"
+        "import os, sys, threading; from pathlib import Path; from shoal.cli.run.supervise import Supervisor, alone_in\n"
         f"folder = Path({str(folder)!r})\n"
         "with alone_in(folder, threading.Event()) as held:\n"
         f"    Supervisor(folder, held, ({sys.executable!r}, {str(folder / 'child.py')!r})).start('it', ['waits'])\n"

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from small_stats import HONEST, LIAR, evaluation, node, stats
 
-from shoal.cli.view import LineView, LiveView, News, headline, make_view, node_table, tally, worry
+from shoal.cli.ui.view import LineView, LiveView, News, headline, make_view, node_table, tally, worry
 
 NAMES = {LIAR: "worker-2, lies: truncated", HONEST: "worker-1"}
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from local_swarm import in_threads, make_peer
 
-from shoal.cli.diloco import check_peer_join
-from shoal.cli.diloco_view import describe_peers, events_of, plot_losses
+from shoal.cli.commands.diloco import check_peer_join
 from shoal.cli.main import act, parse
-from shoal.cli.supervise import alone_in
+from shoal.cli.run.supervise import alone_in
+from shoal.cli.ui.diloco_view import describe_peers, events_of, plot_losses
 from shoal.diloco import LocalHub
 from shoal.diloco.site.diloco_file import DilocoFile, load_diloco_file
 from shoal.diloco.site.site import Site, learning_rate

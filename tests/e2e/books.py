@@ -15,7 +15,7 @@ import httpx
 from blake3 import blake3
 from sqlalchemy import select
 
-from shoal.cli.runfile import RunFile, load_run_file
+from shoal.cli.run.runfile import RunFile, load_run_file
 from shoal.swarm.coordinator.context import DATABASE_FILE
 from shoal.swarm.coordinator.leases.batches import has_signal
 from shoal.swarm.coordinator.store.database import read_only

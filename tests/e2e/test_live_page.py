@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.cli.report import make_report, read_folder, read_url
+from shoal.cli.commands.report import make_report, read_folder, read_url
 from swarm import Swarm
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 from typing import TypeAlias
 
-from shoal.cli.values import above_zero, at_least_one, count, option, share
+from shoal.cli.ui.values import above_zero, at_least_one, count, option, share
 
 MAX_NEW_TOKENS = 256
 
@@ -82,13 +82,13 @@ def add_toploc(commands: Commands) -> None:
 
 
 def _evaluate(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.evaluate import evaluate
+    from shoal.cli.commands.evaluate import evaluate
 
     return evaluate(options, stop)
 
 
 def _filter(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.data import filter_problems
+    from shoal.cli.commands.data import filter_problems
 
     return filter_problems(options, stop)
 
@@ -153,12 +153,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _prove(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.toploc import prove
+    from shoal.cli.commands.toploc import prove
 
     return prove(options, stop)
 
 
 def _calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.toploc import calibrate
+    from shoal.cli.commands.toploc import calibrate
 
     return calibrate(options, stop)

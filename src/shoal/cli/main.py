@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal import __version__
-from shoal.cli.admin import add_admin
 from shoal.cli.arguments import Commands, add_data, add_eval, add_toploc
-from shoal.cli.diloco import add_diloco
-from shoal.cli.errors import Parser, in_lines, refused_for_good
-from shoal.cli.join import add_contributor, add_doctor
-from shoal.cli.report import add_report
-from shoal.cli.role_commands import add_roles, add_run
-from shoal.cli.supervise import (
+from shoal.cli.commands.admin import add_admin
+from shoal.cli.commands.diloco import add_diloco
+from shoal.cli.commands.join import add_contributor, add_doctor
+from shoal.cli.commands.report import add_report
+from shoal.cli.commands.role_commands import add_roles, add_run
+from shoal.cli.commands.top import add_top
+from shoal.cli.run.supervise import (
     EXIT_DEADLINE,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -33,8 +33,8 @@ from shoal.cli.supervise import (
     GRACE_S,
     RunFailed,
 )
-from shoal.cli.top import add_top
-from shoal.cli.values import at_least_one, url
+from shoal.cli.ui.errors import Parser, in_lines, refused_for_good
+from shoal.cli.ui.values import at_least_one, url
 from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.telemetry import start_logging
 from shoal.wire.codes import CODES, Rejected
@@ -153,13 +153,13 @@ def _add_explain(commands: Commands) -> None:
 
 
 def _verify_ledger(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.ledger import audit_ledger
+    from shoal.cli.commands.ledger import audit_ledger
 
     return audit_ledger(options.url, stop, as_json=options.json)
 
 
 def _audit(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.audit import audit
+    from shoal.cli.commands.audit import audit
 
     return audit(options, stop)
 

@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.answering import (
+from shoal.cli.arguments import MAX_NEW_TOKENS
+from shoal.cli.commands.sample_answers import (
     Draw,
     Posed,
     answer,
@@ -32,8 +33,7 @@ from shoal.cli.answering import (
     read_task,
     task_spec,
 )
-from shoal.cli.arguments import MAX_NEW_TOKENS
-from shoal.cli.supervise import EXIT_OK
+from shoal.cli.run.supervise import EXIT_OK
 from shoal.net.waiting import Stopped
 from shoal.tasks import Outcome, Task
 from shoal.tasks.datasets.data_set import DataSet

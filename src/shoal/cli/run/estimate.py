@@ -5,7 +5,7 @@ Orders of magnitude for planning, not measurements: every formula is written out
 
 from pathlib import Path
 
-from shoal.cli.runfile import RunFile
+from shoal.cli.run.runfile import RunFile
 from shoal.model.shape import Shape, read_shape
 
 RANKS = (8, 16, 32, 64)

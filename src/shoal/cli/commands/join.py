@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shoal.cli.arguments import Commands, add_engine_choice
-from shoal.cli.values import above_zero, at_least_one, count, seconds, url
+from shoal.cli.ui.values import above_zero, at_least_one, count, seconds, url
 
 FOLDER = Path("shoal-node")
 
@@ -18,7 +18,7 @@ Action = Callable[[argparse.Namespace, threading.Event], int]
 
 def _later(name: str) -> Action:
     def act(options: argparse.Namespace, stop: threading.Event) -> int:
-        from shoal.cli import contributor
+        from shoal.cli.commands import contributor
 
         action: Action = getattr(contributor, name)
         return action(options, stop)
@@ -97,6 +97,6 @@ def add_doctor(commands: Commands) -> None:
 
 
 def _doctor(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.doctor import doctor
+    from shoal.cli.commands.doctor import doctor
 
     return doctor(options)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shoal.cli.runfile import RunFile
-from shoal.cli.view import name_of, tally
+from shoal.cli.run.runfile import RunFile
+from shoal.cli.ui.view import name_of, tally
 from shoal.wire.messages import Evaluation, Stats
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.progress import progress
+from shoal.cli.ui.progress_bar import progress
 from shoal.net.waiting import Stopped
 from shoal.tasks import CannotGrade, Finite, Outcome, Problem, Split, Task, make_task
 from shoal.wire.run_spec import ProofSpec, Sampling, TaskSpec

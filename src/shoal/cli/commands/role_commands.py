@@ -6,9 +6,9 @@ import threading
 from pathlib import Path
 
 from shoal.cli.arguments import Commands, add_engine_choice
-from shoal.cli.diloco import add_peer_options, check_peer_join
-from shoal.cli.supervise import EXIT_OK
-from shoal.cli.values import above_zero, at_least_one, count, port_number, seconds, url
+from shoal.cli.commands.diloco import add_peer_options, check_peer_join
+from shoal.cli.run.supervise import EXIT_OK
+from shoal.cli.ui.values import above_zero, at_least_one, count, port_number, seconds, url
 
 
 def add_run(commands: Commands) -> None:
@@ -160,11 +160,11 @@ def _add_client_options(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, stop: threading.Event) -> int:
     from rich.console import Console
 
-    from shoal.cli.estimate import estimates
-    from shoal.cli.local import LocalRun, default_folder, run_local
-    from shoal.cli.progress import progress
-    from shoal.cli.roles import check_device
-    from shoal.cli.runfile import check_names, derived_numbers, load_run_file
+    from shoal.cli.run.estimate import estimates
+    from shoal.cli.run.local import LocalRun, default_folder, run_local
+    from shoal.cli.run.roles import check_device
+    from shoal.cli.run.runfile import check_names, derived_numbers, load_run_file
+    from shoal.cli.ui.progress_bar import progress
 
     if options.json and not options.dry_run:
         raise ValueError(
@@ -202,30 +202,30 @@ def _run(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def _coordinator(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.roles import coordinator
+    from shoal.cli.run.roles import coordinator
 
     return coordinator(options, stop)
 
 
 def _trainer(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.roles import trainer
+    from shoal.cli.run.roles import trainer
 
     return trainer(options, stop)
 
 
 def _relay(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.roles import relay
+    from shoal.cli.run.roles import relay
 
     return relay(options, stop)
 
 
 def _worker(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.roles import worker
+    from shoal.cli.run.roles import worker
 
     return worker(options, stop)
 
 
 def _validator(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.roles import validator
+    from shoal.cli.run.roles import validator
 
     return validator(options, stop)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import httpx
 from pydantic import ValidationError
 
-from shoal.cli.progress import progress
-from shoal.cli.reaching import ask_info, reaching
-from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
+from shoal.cli.commands.connectivity import ask_info, reaching
+from shoal.cli.run.supervise import EXIT_FAILED, EXIT_OK
+from shoal.cli.ui.progress_bar import progress
 from shoal.net.waiting import Stopped
 from shoal.swarm.coordinator.ledger_replay import Books, replay
 from shoal.wire.codes import Rejected

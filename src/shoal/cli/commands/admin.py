@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from shoal.cli.arguments import Commands
-from shoal.cli.supervise import EXIT_OK
+from shoal.cli.run.supervise import EXIT_OK
 
 ACTIONS = {
     "quarantine": "node: check everything it sends",

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.arguments import Commands
-from shoal.cli.supervise import EXIT_OK, alone_in
-from shoal.cli.values import at_least_one, count, port_number, seconds
+from shoal.cli.run.supervise import EXIT_OK, alone_in
+from shoal.cli.ui.values import at_least_one, count, port_number, seconds
 from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
 
@@ -135,7 +135,7 @@ def _check_addresses(option: str, addresses: Sequence[str]) -> None:
 def _train(options: argparse.Namespace, stop: threading.Event) -> int:
     import torch
 
-    from shoal.cli.roles import check_device
+    from shoal.cli.run.roles import check_device
     from shoal.diloco.site.diloco_file import load_diloco_file
 
     file = load_diloco_file(options.file)
@@ -150,7 +150,7 @@ def _train(options: argparse.Namespace, stop: threading.Event) -> int:
 def _train_alone_there(file: "DilocoFile", options: argparse.Namespace, stop: threading.Event) -> int:
     from rich.console import Console
 
-    from shoal.cli.diloco_view import LiveView, show_site
+    from shoal.cli.ui.diloco_view import LiveView, show_site
     from shoal.diloco.averaging.averager import RoundFailed
     from shoal.diloco.site.site import Site
     from shoal.diloco.transport.mesh import Broken
@@ -181,7 +181,7 @@ def _train_alone_there(file: "DilocoFile", options: argparse.Namespace, stop: th
 
 
 def _draw(dir: Path, title: str) -> None:
-    from shoal.cli.diloco_view import plot_losses
+    from shoal.cli.ui.diloco_view import plot_losses
 
     try:
         plot_losses(dir / "metrics.jsonl", dir / "loss.png", title)
@@ -271,7 +271,7 @@ def _lighthouse(options: argparse.Namespace, stop: threading.Event) -> int:
 async def _rendezvous(options: argparse.Namespace, stop: threading.Event) -> int:
     import asyncio
 
-    from shoal.cli.diloco_view import describe_peers
+    from shoal.cli.ui.diloco_view import describe_peers
     from shoal.diloco.transport.hivemind_mesh import HivemindMesh
     from shoal.diloco.transport.mesh import Broken, Stream
 

@@ -32,7 +32,7 @@ def add_report(commands: Any) -> None:
 
 
 def report(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.supervise import EXIT_OK
+    from shoal.cli.run.supervise import EXIT_OK
 
     is_url = options.run.startswith(("http://", "https://"))
     data = read_url(options.run, stop) if is_url else read_folder(Path(options.run), options.database)
@@ -51,8 +51,8 @@ def read_url(url: str, stop: threading.Event) -> dict[str, Any]:
     """From a coordinator that runs."""
     import httpx
 
-    from shoal.cli.progress import progress
-    from shoal.cli.reaching import no_coordinator, reaching
+    from shoal.cli.commands.connectivity import no_coordinator, reaching
+    from shoal.cli.ui.progress_bar import progress
     from shoal.net.waiting import Stopped
     from shoal.wire.codes import Rejected
     from shoal.wire.page_data import NodePage, Snapshot

@@ -16,11 +16,10 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from shoal.cli.plot import plot_rewards
-from shoal.cli.report import write_report
-from shoal.cli.runfile import RunFile
-from shoal.cli.summary import Outcome, judge_run, print_plainly, print_summary
-from shoal.cli.supervise import (
+from shoal.cli.commands.report import write_report
+from shoal.cli.run.runfile import RunFile
+from shoal.cli.run.summary import Outcome, judge_run, print_plainly, print_summary
+from shoal.cli.run.supervise import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -29,7 +28,8 @@ from shoal.cli.supervise import (
     alone_in,
     last_words,
 )
-from shoal.cli.view import View, make_view
+from shoal.cli.ui.plot import plot_rewards
+from shoal.cli.ui.view import View, make_view
 from shoal.net.waiting import Stopped
 from shoal.wire.keys import Key
 from shoal.wire.messages import History, Stats

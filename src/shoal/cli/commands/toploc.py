@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from shoal import toploc
-from shoal.cli.answering import load_engine, model_folder
-from shoal.cli.progress import progress
+from shoal.cli.commands.sample_answers import load_engine, model_folder
+from shoal.cli.ui.progress_bar import progress
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.net.waiting import Stopped

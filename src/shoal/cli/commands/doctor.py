@@ -14,9 +14,9 @@ from typing import Literal
 
 import httpx
 
-from shoal.cli.progress import progress
-from shoal.cli.reaching import in_words
-from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
+from shoal.cli.commands.connectivity import in_words
+from shoal.cli.run.supervise import EXIT_FAILED, EXIT_OK
+from shoal.cli.ui.progress_bar import progress
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import Manifest
 from shoal.wire.messages import Info, Stats

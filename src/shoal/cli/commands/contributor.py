@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.progress import progress
-from shoal.cli.roles import check_device, wait_quietly
-from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
+from shoal.cli.run.roles import check_device, wait_quietly
+from shoal.cli.run.supervise import EXIT_FAILED, EXIT_OK
+from shoal.cli.ui.progress_bar import progress
 from shoal.net.waiting import Stopped
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.keys import Key
@@ -33,7 +33,7 @@ LOOK_S = 0.1
 
 def join(options: argparse.Namespace, stop: threading.Event) -> int:
     wait_quietly()
-    from shoal.cli.doctor import examine, print_findings
+    from shoal.cli.commands.doctor import examine, print_findings
     from shoal.rollout.engine.factory import check_engine
     from shoal.rollout.worker.worker_folder import is_held
 
@@ -86,7 +86,7 @@ def _choose_run(options: argparse.Namespace) -> str:
 
 
 def _work(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.roles import worker
+    from shoal.cli.run.roles import worker
 
     options.coordinator, options.lie, options.no_prefetch = options.url, None, False
     return worker(options, stop)
@@ -338,7 +338,7 @@ def delegate(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def check_local(options: argparse.Namespace, stop: threading.Event) -> int:
     wait_quietly()
-    from shoal.cli.check_local import check_file
+    from shoal.cli.commands.check_local import check_file
 
     file = options.file or options.dir / "last" / "rollouts.parquet"
     lease = options.lease or file.with_name("lease.json")

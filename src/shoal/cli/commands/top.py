@@ -29,8 +29,8 @@ def top(options: argparse.Namespace, stop: threading.Event) -> int:
     import httpx
     from rich.console import Console
 
-    from shoal.cli.reaching import no_coordinator, reaching
-    from shoal.cli.supervise import EXIT_OK
+    from shoal.cli.commands.connectivity import no_coordinator, reaching
+    from shoal.cli.run.supervise import EXIT_OK
     from shoal.wire.codes import Rejected
 
     if not options.url.startswith(("http://", "https://")):
@@ -51,8 +51,8 @@ def watch(http: "httpx.Client", stop: threading.Event, console: "Console") -> in
     """Until the run is finished, the coordinator is lost for good, or somebody has seen enough."""
     import httpx
 
-    from shoal.cli.supervise import EXIT_INTERRUPTED, EXIT_OK
-    from shoal.cli.view import make_view
+    from shoal.cli.run.supervise import EXIT_INTERRUPTED, EXIT_OK
+    from shoal.cli.ui.view import make_view
     from shoal.net.waiting import DeadlinePassed
     from shoal.wire.messages import Stats
 

@@ -5,9 +5,9 @@ import os
 import threading
 from collections.abc import Mapping
 
-from shoal.cli.diloco import check_peer_join
-from shoal.cli.runfile import load_run_file
-from shoal.cli.supervise import EXIT_EJECTED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from shoal.cli.commands.diloco import check_peer_join
+from shoal.cli.run.runfile import load_run_file
+from shoal.cli.run.supervise import EXIT_EJECTED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from shoal.net.presign import Credentials
 from shoal.telemetry import Log
 from shoal.wire.keys import Key

@@ -14,7 +14,9 @@ from typing import Any
 
 import httpx
 
-from shoal.cli.answering import (
+from shoal.cli.arguments import MAX_NEW_TOKENS
+from shoal.cli.commands.connectivity import ask_info, reaching
+from shoal.cli.commands.sample_answers import (
     Answer,
     answer,
     load_engine,
@@ -25,10 +27,8 @@ from shoal.cli.answering import (
     read_task,
     task_spec,
 )
-from shoal.cli.arguments import MAX_NEW_TOKENS
-from shoal.cli.intervals import pass_at, wilson
-from shoal.cli.reaching import ask_info, reaching
-from shoal.cli.supervise import EXIT_OK
+from shoal.cli.run.supervise import EXIT_OK
+from shoal.cli.ui.intervals import pass_at, wilson
 from shoal.net.http_client import SignedClient
 from shoal.net.ticket_client import Tickets
 from shoal.tasks import Outcome

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import httpx
 
-from shoal.cli.ledger import TIMEOUT_S, fetch_ledger
-from shoal.cli.reaching import ask_info, reaching
-from shoal.cli.supervise import EXIT_FAILED, EXIT_OK
+from shoal.cli.commands.connectivity import ask_info, reaching
+from shoal.cli.commands.ledger import TIMEOUT_S, fetch_ledger
+from shoal.cli.run.supervise import EXIT_FAILED, EXIT_OK
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.net.data_files import fetch_files
 from shoal.net.http_client import SignedClient
