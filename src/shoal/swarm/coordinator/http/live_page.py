@@ -182,7 +182,7 @@ def page_routes(feed: Feed) -> list[Route]:
 
 
 def page_file(name: str) -> bytes:
-    return (files("shoal.swarm.coordinator") / "page" / name).read_bytes()
+    return (files("shoal.swarm.coordinator.http") / "page" / name).read_bytes()
 
 
 def _file(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
