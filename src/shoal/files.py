@@ -1,0 +1,132 @@
+"""Atomic writes, lock files and full disks, written once for every room.
+
+write_atomically(path)     a file that is either complete or absent
+replace_folder(...)        the same for a folder that was filled under another name
+hold_lock(path)            one process at a time in a folder
+explain_full_disk(folder)  turns "No space left on device" into an error that names the folder and the remedy
+"""
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Error numbers that mean that a write did not fit: disk full, quota exceeded, file too large."""
+
+DISK_FULL_REMEDY = "free some space there or use a larger disk; the work then continues by itself"
+
+
+class DiskFull(OSError):
+    """A write failed because there is no space. The message names the folder, the free bytes and the remedy."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+class AlreadyLocked(RuntimeError):
+    """Another process holds the lock file."""
+
+
+@contextmanager
+def write_atomically(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterator[IO[bytes]]:
+    """Opens a temporary file beside `path` and renames it to `path` when the block ends without an error.
+
+    Readers see the old file or the complete new one. With `durable`, file and folder are flushed to disk before this
+    returns, so that the new file survives a power cut. If the block raises, the temporary file is removed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
+    try:
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+    if durable:
+        flush_folder(path.parent)
+
+
+def write_bytes_atomically(path: Path, content: bytes, *, mode: int = 0o666, durable: bool = True) -> None:
+    """Writes `content` to `path` through `write_atomically`."""
+    with write_atomically(path, mode=mode, durable=durable) as file:
+        file.write(content)
+
+
+def replace_folder(partial: Path, final: Path) -> None:
+    """Renames a complete folder to its final name and flushes the new name to disk. `final` must not exist."""
+    os.rename(partial, final)
+    flush_folder(final.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Flushes a folder's entries to disk, so that renames and new names in it survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def hold_lock(path: Path, *, message: str) -> Iterator[None]:
+    """Holds an exclusive lock on `path` for the block; raises AlreadyLocked(message) if another process has it.
+
+    The operating system releases the lock when the process ends, however it ends.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise AlreadyLocked(message) from None
+        yield
+
+
+def is_locked(path: Path) -> bool:
+    """Returns whether some process holds the lock on `path`. A missing file is not locked."""
+    try:
+        with path.open("ab" if path.exists() else "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Returns whether an error means that a write did not fit on the disk."""
+    return isinstance(error, OSError) and error.errno in DISK_FULL_ERRORS
+
+
+@contextmanager
+def explain_full_disk(folder: Path, *, remedy: str = DISK_FULL_REMEDY) -> Iterator[None]:
+    """Raises DiskFull with folder, free space and remedy where the block raised a bare disk-full error."""
+    try:
+        yield
+    except DiskFull:
+        raise
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        raise DiskFull(
+            error.errno, f"no space left in {folder} ({error.strerror}, {free_space(folder)}); {remedy}"
+        ) from None
+
+
+def free_space(folder: Path) -> str:
+    """Returns the free space of the disk that holds `folder`, as "12.3 MB free". The folder need not exist yet."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return f"{shutil.disk_usage(folder).free / 1e6:.1f} MB free"

@@ -1,0 +1,80 @@
+"""Atomic writes, locks and full disks."""
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.files import (
+    AlreadyLocked,
+    DiskFull,
+    explain_full_disk,
+    hold_lock,
+    is_locked,
+    replace_folder,
+    write_atomically,
+    write_bytes_atomically,
+)
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    write_bytes_atomically(path, b"old")
+    with pytest.raises(ZeroDivisionError), write_atomically(path) as file:
+        file.write(b"new")
+        raise ZeroDivisionError
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_a_write_replaces_the_whole_file_and_keeps_the_mode(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "key"
+    write_bytes_atomically(path, b"a" * 100, mode=0o600)
+    write_bytes_atomically(path, b"b", mode=0o600)
+    assert path.read_bytes() == b"b"
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_folder_appears_complete(tmp_path: Path) -> None:
+    partial = tmp_path / "v1.partial"
+    partial.mkdir()
+    (partial / "file").write_bytes(b"x")
+    replace_folder(partial, tmp_path / "v1")
+    assert (tmp_path / "v1" / "file").read_bytes() == b"x"
+    assert not partial.exists()
+
+
+def test_only_one_process_holds_a_lock(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert not is_locked(path)
+    program = (
+        "import sys; from pathlib import Path; from shoal.files import hold_lock\n"
+        "with hold_lock(Path(sys.argv[1]), message='taken'): print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", program, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        assert is_locked(path)
+        with pytest.raises(AlreadyLocked, match="stop it first"), hold_lock(path, message="stop it first"):
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+        for pipe in (holder.stdin, holder.stdout):
+            if pipe is not None:
+                pipe.close()
+    with hold_lock(path, message="still taken"):
+        pass
+
+
+def test_a_full_disk_is_explained_and_other_errors_are_not(tmp_path: Path) -> None:
+    with pytest.raises(DiskFull, match=rf"no space left in {tmp_path}.*MB free.*free some space"):
+        with explain_full_disk(tmp_path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(PermissionError), explain_full_disk(tmp_path):
+        raise PermissionError(errno.EACCES, "no")
