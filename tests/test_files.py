@@ -73,8 +73,8 @@ def test_only_one_process_holds_a_lock(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_explained_and_other_errors_are_not(tmp_path: Path) -> None:
-    with pytest.raises(DiskFull, match=rf"no space left in {tmp_path}.*MB free.*free some space"):
-        with explain_full_disk(tmp_path):
-            raise OSError(errno.ENOSPC, "No space left on device")
+    expected = rf"no space left in {tmp_path}.*MB free.*free some space"
+    with pytest.raises(DiskFull, match=expected), explain_full_disk(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(PermissionError), explain_full_disk(tmp_path):
         raise PermissionError(errno.EACCES, "no")
