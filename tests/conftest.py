@@ -12,7 +12,7 @@ import pytest
 def chromium() -> Iterator[Any]:
     api = pytest.importorskip(
         "playwright.sync_api",
-        reason="needs a browser: pip install 'shoal[browser]', playwright install chromium",
+        reason="needs a browser: pip install 'shoal-rl[browser]', playwright install chromium",
     )
     options = {
         # The system's, where there is one: Playwright's own may not be installed.

@@ -1,3 +1,3 @@
 """Shoal: reinforcement learning of reasoning models across computers that nobody has to trust."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

@@ -92,7 +92,9 @@ def test_sentences() -> None:
         "waited 3 s for rain. See to that and start this role again"
     )
     assert in_words(passed, waits=False) == "waited 3 s for rain"
-    assert in_words(ModuleNotFoundError("x", name="torch"), waits=True).endswith("pip install 'shoal[torch]'")
+    assert in_words(ModuleNotFoundError("x", name="torch"), waits=True).endswith(
+        "pip install 'shoal-rl[torch]'"
+    )
     system = PermissionError(13, "Permission denied", "/somewhere/x")
     assert in_words(system, waits=False).startswith("/somewhere/x: permission denied; check the path")
     full = OSError(28, "No space left on device", "/somewhere/x")

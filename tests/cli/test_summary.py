@@ -102,7 +102,7 @@ def test_the_summary(file: RunFile) -> None:
 def test_a_summary_of_little(file: RunFile) -> None:
     lines = summary(expecting(file, None), Path("x"), plotted=False, newest_version=None)
     assert "  held-out reward   fewer than two evaluations were completed" in lines
-    assert lines[-1] == "  plot              none: pip install 'shoal[plot]'"
+    assert lines[-1] == "  plot              none: pip install 'shoal-rl[plot]'"
 
 
 def test_the_plot_is_a_png(tmp_path: Path) -> None:

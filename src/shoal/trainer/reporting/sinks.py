@@ -65,7 +65,7 @@ def _import(module: str, *, asked_for: str) -> Any:
     except ImportError as error:
         raise ValueError(
             f'metrics = ["{asked_for}"] needs a package that is not here ({error}): '
-            f"pip install 'shoal[{asked_for}]'"
+            f"pip install 'shoal-rl[{asked_for}]'"
         ) from None
 
 
