@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 
-import httpx
+import httpx2
 
 FILES = ("/", "/page.css", "/page.js", "/v1/page")
 
@@ -24,7 +24,7 @@ def processor_s(pid: int) -> float:
 
 
 def follow(url: str, stop: threading.Event, received: list[int]) -> None:
-    with httpx.Client(timeout=60) as http, http.stream("GET", f"{url}/v1/events") as answer:
+    with httpx2.Client(timeout=60) as http, http.stream("GET", f"{url}/v1/events") as answer:
         for chunk in answer.iter_raw():
             received.append(len(chunk))
             if stop.is_set():
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0, help="of each turn")
     options = parser.parse_args()
 
-    sizes = {path: len(httpx.get(options.url + path).raise_for_status().content) for path in FILES}
+    sizes = {path: len(httpx2.get(options.url + path).raise_for_status().content) for path in FILES}
     print(f"first paint: {sum(sizes.values()) / 1000:.1f} kB in all, uncompressed: {sizes}")
     alone, watched = [], []
     for _ in range(options.turns):

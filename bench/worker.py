@@ -21,7 +21,7 @@ import threading
 import time
 from pathlib import Path
 
-import httpx
+import httpx2
 import torch
 from throttle import Link
 
@@ -134,7 +134,7 @@ def ring(time_use: TimeUse, seconds: float, stop: threading.Event) -> None:
 
 
 def report(url: str, time_use: TimeUse, ahead: bool) -> None:
-    stats = Stats.parse(httpx.get(f"{url}/v1/stats").content)
+    stats = Stats.parse(httpx2.get(f"{url}/v1/stats").content)
     events = ledger(url)
     used = [event["body"]["policy_version"] for event in events if event["type"] == "submission.received"]
     newest, lags = 0, []
@@ -156,7 +156,7 @@ def report(url: str, time_use: TimeUse, ahead: bool) -> None:
 
 def ledger(url: str) -> list[dict]:  # type: ignore[type-arg]
     events: list[dict] = []  # type: ignore[type-arg]
-    while more := httpx.get(f"{url}/v1/ledger", params={"from_seq": len(events) + 1}).json():
+    while more := httpx2.get(f"{url}/v1/ledger", params={"from_seq": len(events) + 1}).json():
         events += more
     return events
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from shoal.net.presign import Credentials, presign
@@ -40,7 +40,7 @@ class Store:
         """What is in it, whosever it is."""
         url = f"http://127.0.0.1:{self.port}/{BUCKET}?list-type=2"
         signed = presign(CREDENTIALS, "GET", url, region="us-east-1", now_s=time.time(), expires_s=60)
-        text = httpx.get(signed).raise_for_status().text
+        text = httpx2.get(signed).raise_for_status().text
         return [part.partition("</Key>")[0] for part in text.split("<Key>")[1:]]
 
 
@@ -98,8 +98,8 @@ def _make_bucket(process: "subprocess.Popen[bytes]", port: int, log: Path) -> No
         url = f"http://127.0.0.1:{port}/{BUCKET}"
         signed = presign(CREDENTIALS, "PUT", url, region="us-east-1", now_s=time.time(), expires_s=60)
         try:
-            answer = httpx.put(signed, timeout=30)
-        except httpx.HTTPError:
+            answer = httpx2.put(signed, timeout=30)
+        except httpx2.HTTPError:
             time.sleep(0.2)
             continue
         assert answer.is_success or answer.status_code == 409, answer.text

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from small_stats import stats
 from starlette.applications import Starlette
@@ -103,7 +103,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 def fetch(run: Run, into: Path, key: Path | None) -> tuple[Info, Path, int]:
     options = argparse.Namespace(model=run.url, version=None, key=key)
-    with httpx.Client(base_url=run.url, timeout=20.0) as http:
+    with httpx2.Client(base_url=run.url, timeout=20.0) as http:
         return fetch_published(http, options, into, threading.Event())
 
 

@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -128,7 +128,7 @@ def in_front_of(url: str, answer: Answer) -> Iterator[str]:
 
     def pass_on(request: Request) -> Response:
         path = request.url.path
-        original = httpx.get(url + path, params=request.query_params).content
+        original = httpx2.get(url + path, params=request.query_params).content
         changed = answer(path, original)
         return PlainTextResponse("no", 404) if changed is None else Response(changed)
 

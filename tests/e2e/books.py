@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 from blake3 import blake3
 from sqlalchemy import select
 
@@ -53,7 +53,7 @@ def open_books(swarm: Swarm) -> Books:
 def keep_head(swarm: Swarm) -> Sealed[LedgerHead]:
     """What an auditor would write down while the run goes on."""
     return Sealed[LedgerHead].parse(
-        httpx.get(f"{swarm.url}/v1/ledger/head", timeout=10.0).raise_for_status().content
+        httpx2.get(f"{swarm.url}/v1/ledger/head", timeout=10.0).raise_for_status().content
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
+import httpx2
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -104,13 +104,13 @@ class Liar:
     def events_since_it_enrolled(self) -> list[LedgerEvent]:
         events: list[LedgerEvent] = []
         seq = self._since_seq
-        while page := httpx.get(f"{self.client.url}/v1/ledger?from_seq={seq}", timeout=WAIT_S).json():
+        while page := httpx2.get(f"{self.client.url}/v1/ledger?from_seq={seq}", timeout=WAIT_S).json():
             events += [LedgerEvent.model_validate(event) for event in page]
             seq = events[-1].seq + 1
         return events
 
     def _ledger_seq(self) -> int:
-        return int(httpx.get(f"{self.client.url}/healthz", timeout=WAIT_S).json()["ledger_seq"])
+        return int(httpx2.get(f"{self.client.url}/healthz", timeout=WAIT_S).json()["ledger_seq"])
 
     def close(self) -> None:
         self.client.close()

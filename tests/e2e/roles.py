@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 
 from shoal.wire.messages import Stats
 from swarm import RUN_FILE, SHOAL, change
@@ -83,18 +83,18 @@ class Roles:
             try:
                 if found := look():
                     return found
-            except httpx.HTTPError:
+            except httpx2.HTTPError:
                 pass
             time.sleep(0.2)
         logs = "\n".join(f"== {name}\n{self.log(name)[-1500:]}" for name in self.processes)
         raise AssertionError(f"waited {deadline_s:.0f} s for {what}:\n{logs}")
 
     def wait_until_up(self, url: str, **options: Any) -> None:
-        self.wait_for(f"{url} to answer", lambda: httpx.get(f"{url}/healthz", **options).is_success)
+        self.wait_for(f"{url} to answer", lambda: httpx2.get(f"{url}/healthz", **options).is_success)
 
     def wait_until_finished(self, url: str, **options: Any) -> Stats:
         def finished() -> Stats | None:
-            stats = Stats.parse(httpx.get(f"{url}/v1/stats", **options).raise_for_status().content)
+            stats = Stats.parse(httpx2.get(f"{url}/v1/stats", **options).raise_for_status().content)
             return stats if stats.finished else None
 
         stats: Stats = self.wait_for(f"the run at {url} to finish", finished)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 
 from shoal.wire.ledger import LedgerEvent
 from shoal.wire.messages import Stats
@@ -153,8 +153,8 @@ class Swarm:
 
     def stats(self) -> Stats | None:
         try:
-            return Stats.parse(httpx.get(f"{self.url}/v1/stats", timeout=5.0).content)
-        except httpx.HTTPError:
+            return Stats.parse(httpx2.get(f"{self.url}/v1/stats", timeout=5.0).content)
+        except httpx2.HTTPError:
             return None
 
     def ledger(self) -> list[LedgerEvent]:
@@ -287,7 +287,7 @@ def change(text: str, settings: Mapping[str, object]) -> str:
 def read_ledger(url: str) -> Iterator[LedgerEvent]:
     seq = 1
     while True:
-        page = httpx.get(f"{url}/v1/ledger?from_seq={seq}&limit=500", timeout=10.0).raise_for_status().json()
+        page = httpx2.get(f"{url}/v1/ledger?from_seq={seq}&limit=500", timeout=10.0).raise_for_status().json()
         if not page:
             return
         for event in page:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -134,7 +134,7 @@ def running_postgres() -> Any:
 
 
 def first_event(url: str, trust: Any) -> str:
-    with httpx.stream("GET", f"{url}/v1/events", verify=trust, timeout=60) as answer:
+    with httpx2.stream("GET", f"{url}/v1/events", verify=trust, timeout=60) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         for line in answer.iter_lines():
             if line.startswith("data:"):
@@ -171,12 +171,12 @@ def test_two_coordinators_behind_nginx_and_tls(tmp_path: Path) -> None:
         worker = roles.start("worker", "join", url, "--yes", "--threads", "1")
 
         def accepted() -> int:
-            stats = httpx.get(f"{url}/v1/stats", verify=trust, timeout=30).raise_for_status().json()
+            stats = httpx2.get(f"{url}/v1/stats", verify=trust, timeout=30).raise_for_status().json()
             return int(stats["submissions"].get("accepted", 0))
 
         roles.wait_for("a first accepted submission", accepted)
         assert '"run":' in first_event(url, trust)
-        assert httpx.get(url, verify=trust).is_success
+        assert httpx2.get(url, verify=trust).is_success
         roles.processes[f"coordinator-{ports[0]}"].kill()
         stats = roles.wait_until_finished(url, verify=trust, timeout=30)
         assert worker.wait(200) == 0

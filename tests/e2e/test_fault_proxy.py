@@ -5,7 +5,7 @@ import socket
 from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from fault_proxy import FAULTS, FaultProxy
@@ -54,7 +54,7 @@ def test_the_run_finishes(tmp_path: Path) -> None:
         for worker in workers:
             assert worker.wait_until_over(120) == 0, worker.log[-3000:]
         url = f"http://127.0.0.1:{port}"
-        stats = Stats.parse(httpx.get(f"{url}/v1/stats").raise_for_status().content)
+        stats = Stats.parse(httpx2.get(f"{url}/v1/stats").raise_for_status().content)
         assert (stats.newest_version, stats.finished) == (LAST, True)
         assert not {code for code in stats.submissions if code.startswith("reject.")}, stats.submissions
         formed = [event.body["group_ids"] for event in read_ledger(url) if event.type == "batch.formed"]

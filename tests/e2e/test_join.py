@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from shoal.wire.codes import CODES
@@ -93,7 +93,7 @@ def wait_for_node(swarm: Swarm, joined: Joined, dir: Path, good: Callable[[NodeV
         assert joined.process.poll() is None, f"`shoal join` ended with {joined.process.returncode}"
         if not (dir / "node.key").exists():
             return None
-        answer = httpx.get(f"{swarm.url}/v1/nodes/{Key.load(dir / 'node.key').public}", timeout=30)
+        answer = httpx2.get(f"{swarm.url}/v1/nodes/{Key.load(dir / 'node.key').public}", timeout=30)
         view = NodeView.parse(answer.content) if answer.is_success else None
         return view if view is not None and good(view) else None
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 import torch
 from liar_client import (
@@ -97,7 +97,7 @@ Enter = Callable[[], Liar]
 
 
 def ask(swarm: Swarm, path: str, reply: type[Record]) -> Record:
-    return reply.parse(httpx.get(swarm.url + path, timeout=30.0).raise_for_status().content)
+    return reply.parse(httpx2.get(swarm.url + path, timeout=30.0).raise_for_status().content)
 
 
 def view(swarm: Swarm, node: str) -> NodeView:
@@ -304,7 +304,7 @@ def test_another_nodes_name(swarm: Swarm, enter: Enter) -> None:
 
 def post(swarm: Swarm, path: str, body: bytes, headers: dict[str, str], method: str = "POST") -> str:
     """ "ok", or the code of the refusal."""
-    response = httpx.request(method, swarm.url + path, content=body, headers=headers, timeout=30.0)
+    response = httpx2.request(method, swarm.url + path, content=body, headers=headers, timeout=30.0)
     return "ok" if response.is_success else Problem.parse(response.content).code
 
 

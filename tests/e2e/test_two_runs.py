@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from roles import Roles, free_port, run_file
 from safetensors.torch import load_file, save_file
@@ -40,7 +40,7 @@ def test_nodes_work_for_the_run_they_fit(tmp_path: Path) -> None:
     with Roles(tmp_path) as roles:
         roles.start("coordinator", "coordinator", big, small, "--port", port)
         roles.wait_until_up(url)
-        runs = RunList.parse(httpx.get(f"{url}/v1/runs").content).runs
+        runs = RunList.parse(httpx2.get(f"{url}/v1/runs").content).runs
         assert {run.run: run.path for run in runs} == {"big": "/runs/big", "small": "/runs/small"}
         # Told to work for the one it does not fit, a machine is refused in words; one that goes there unasked, too.
         unfit = roles.start("unfit", "join", url, "--yes", "--run", "big")
@@ -53,20 +53,20 @@ def test_nodes_work_for_the_run_they_fit(tmp_path: Path) -> None:
         roles.start_crew(f"{url}/runs/small", small, keys_of("small"), name="small-")
         for name in ("small", "big"):
             latest = f"{url}/runs/{name}/v1/policies/latest"
-            roles.wait_for(f"a version of {name}", lambda latest=latest: httpx.get(latest).is_success)
-        roles.wait_for("a relay", lambda: httpx.get(f"{url}/runs/small/v1/stats").json()["relays"])
+            roles.wait_for(f"a version of {name}", lambda latest=latest: httpx2.get(latest).is_success)
+        roles.wait_for("a relay", lambda: httpx2.get(f"{url}/runs/small/v1/stats").json()["relays"])
         # Told nothing but the coordinator's address, it takes the run that it fits.
         worker = roles.start("worker", "join", url, "--yes", "--threads", "1")
         stats = roles.wait_until_finished(f"{url}/runs/small")
         assert worker.wait(200) == 0
         assert stats.submissions.get("accepted", 0) > 0
         assert "takes 'small'" in roles.log("worker")
-        other = httpx.get(f"{url}/runs/big/v1/stats").json()
+        other = httpx2.get(f"{url}/runs/big/v1/stats").json()
         assert (other["newest_version"], other["submissions"]) == (0, {})
         for name in ("small", "big"):
             events = list(read_ledger(f"{url}/runs/{name}"))
             verify_chain(events)
             assert events[0].body["run"] == name
         # What has no prefix is the first run's, as ever.
-        assert httpx.get(f"{url}/v1/info").json()["spec"]["run"] == "big"
-        assert httpx.get(f"{url}/runs/nobody/v1/info").status_code == 404
+        assert httpx2.get(f"{url}/v1/info").json()["spec"]["run"] == "big"
+        assert httpx2.get(f"{url}/runs/nobody/v1/info").status_code == 404

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from shoal.wire.keys import Key
@@ -62,7 +62,7 @@ class Cast:
         swarm.wait_for(f"stats to wait for {words!r}", lambda: self.waiting_for().startswith(words))
 
     def waiting_for(self) -> str:
-        return Stats.parse(httpx.get(f"{self.url}/v1/stats", timeout=10.0).content).waiting_for
+        return Stats.parse(httpx2.get(f"{self.url}/v1/stats", timeout=10.0).content).waiting_for
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -79,7 +79,7 @@ def converse(port: int, data: bytes) -> bytes:
 
 def test_files_words_and_heads_on_one_connection(start: Any) -> None:
     url, _ = start()
-    with httpx.Client() as http:
+    with httpx2.Client() as http:
         for _ in range(3):
             assert http.get(f"{url}/file").content == DATA
             head = http.head(f"{url}/file")
@@ -138,16 +138,16 @@ def test_what_is_not_for_us_is_refused_in_words_and_closed(start: Any, data: byt
 
 def test_a_failing_disk_fails_one_request(start: Any) -> None:
     url, _ = start()
-    response = httpx.get(f"{url}/disk")
+    response = httpx2.get(f"{url}/disk")
     assert (response.status_code, Problem.parse(response.content).code) == (500, "request.failed")
     assert "fire" not in response.text  # the log's, not the stranger's
-    assert httpx.get(f"{url}/file").content == DATA
+    assert httpx2.get(f"{url}/file").content == DATA
 
 
 def test_bytes_that_do_not_come_cut_the_connection(start: Any) -> None:
     url, server = start()
-    with pytest.raises(httpx.RemoteProtocolError):
-        httpx.get(f"{url}/broken")
+    with pytest.raises(httpx2.RemoteProtocolError):
+        httpx2.get(f"{url}/broken")
     assert len(converse(server.port, b"GET /broken HTTP/1.1\r\n\r\n").partition(b"\r\n\r\n")[2]) == 5000
 
 
@@ -192,21 +192,21 @@ def test_a_client_that_does_not_read_is_left(
 def test_an_address_with_too_many_connections_is_told_so(start: Any) -> None:
     url, server = start(Limits(connections_per_address=2))
     with contextlib.ExitStack() as stack:
-        early = stack.enter_context(httpx.Client())
+        early = stack.enter_context(httpx2.Client())
         assert early.get(f"{url}/file").content == DATA
         stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
-        refused = httpx.get(f"{url}/file")
+        refused = httpx2.get(f"{url}/file")
         assert (refused.status_code, Problem.parse(refused.content).code) == (429, "request.too_many")
         assert int(refused.headers["retry-after"]) >= 1
         for _ in range(2):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
-        with pytest.raises(httpx.TransportError):  # at twice its share there is not even an answer
-            httpx.get(f"{url}/file")
+        with pytest.raises(httpx2.TransportError):  # at twice its share there is not even an answer
+            httpx2.get(f"{url}/file")
         assert early.get(f"{url}/file").content == DATA  # who came in time is not disturbed
     give_up_s = time.monotonic() + 20
     while True:  # they left, and it is as before; a close takes its time to be seen
-        with contextlib.suppress(httpx.TransportError):
-            if (answer := httpx.get(f"{url}/file")).status_code == 200:
+        with contextlib.suppress(httpx2.TransportError):
+            if (answer := httpx2.get(f"{url}/file")).status_code == 200:
                 break
         assert time.monotonic() < give_up_s
     assert answer.content == DATA
@@ -217,8 +217,8 @@ def test_the_server_takes_so_many_and_no_more(start: Any) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
-        with pytest.raises(httpx.TransportError):
-            httpx.get(f"{url}/file")
+        with pytest.raises(httpx2.TransportError):
+            httpx2.get(f"{url}/file")
 
 
 def test_a_rate_is_kept_over_all_connections_of_an_address(start: Any, tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_rate_is_kept_over_all_connections_of_an_address(start: Any, tmp_path:
     (tmp_path / "data").write_bytes(bytes(300_000))
     began_s = time.monotonic()
     with ThreadPoolExecutor(3) as pool:
-        answers = [one.result() for one in [pool.submit(httpx.get, f"{url}/file") for _ in range(3)]]
+        answers = [one.result() for one in [pool.submit(httpx2.get, f"{url}/file") for _ in range(3)]]
     assert [len(answer.content) for answer in answers] == [300_000] * 3
     # 900 kB at 1 MB/s; the last piece of 64 kB is sent before it is earned.
     assert time.monotonic() - began_s > 0.8

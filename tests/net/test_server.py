@@ -5,7 +5,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 
-import httpx
+import httpx2
 import pytest
 from fastapi import FastAPI, Request
 
@@ -26,10 +26,10 @@ def test_it_serves_and_leaves() -> None:
     server = Server(make_app(), listen("127.0.0.1", 0))
     server.start()
     url = f"http://127.0.0.1:{server.port}/hello"
-    assert httpx.get(url).json() == "hello"
+    assert httpx2.get(url).json() == "hello"
     server.close()
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(url)
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(url)
 
 
 def test_a_request_under_way_is_finished_first() -> None:
@@ -46,7 +46,7 @@ def test_a_request_under_way_is_finished_first() -> None:
     server.start()
     answers: list[str] = []
     url = f"http://127.0.0.1:{server.port}/slow"
-    client = threading.Thread(target=lambda: answers.append(httpx.get(url, timeout=20).json()))
+    client = threading.Thread(target=lambda: answers.append(httpx2.get(url, timeout=20).json()))
     client.start()
     assert entered.wait(20)
     closing = threading.Thread(target=server.close)
@@ -97,7 +97,7 @@ def test_a_connection_stays_open_after_a_body_that_was_read() -> None:
 
     server = Server(app, listen("127.0.0.1", 0))
     server.start()
-    with httpx.Client(base_url=f"http://127.0.0.1:{server.port}") as http:
+    with httpx2.Client(base_url=f"http://127.0.0.1:{server.port}") as http:
         for content in (b"", b"x" * 100_000):
             answer = http.post("/length", content=content)
             assert (answer.json(), answer.headers.get("connection")) == (len(content), None)
@@ -137,7 +137,7 @@ def test_headers_that_never_end_are_given_up(monkeypatch: pytest.MonkeyPatch) ->
         else:
             pytest.fail("a drip of bytes held the connection")
     # A slow answer to whole headers is another matter, and so is a pause between two requests.
-    with httpx.Client() as client:
+    with httpx2.Client() as client:
         for _ in range(2):
             assert client.get(f"http://127.0.0.1:{server.port}/hello").json() == "hello"
             threading.Event().wait(0.5)

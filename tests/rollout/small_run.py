@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
+import httpx2
 
 from shoal.model.builtin import create_model
 from shoal.net.http_client import SignedClient
@@ -129,10 +129,10 @@ class SmallRun:
     # -- what can be seen -----------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        return Stats.parse(httpx.get(f"{self.url}/v1/stats").content)
+        return Stats.parse(httpx2.get(f"{self.url}/v1/stats").content)
 
     def events(self, type: str) -> list[LedgerEvent]:
-        events = httpx.get(f"{self.url}/v1/ledger").json()
+        events = httpx2.get(f"{self.url}/v1/ledger").json()
         return [LedgerEvent.model_validate(event) for event in events if event["type"] == type]
 
     def accepted(self) -> int:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from fastapi import FastAPI, Response
 from small_run import CONFIG, SPEC, RunningWorker, SmallRun, eventually, free_port, small_run
@@ -305,7 +305,7 @@ def test_another_run_under_the_same_address_is_refused(ready: SmallRun, tmp_path
 
 def test_a_coordinator_of_another_protocol_is_refused(tmp_path: Path) -> None:
     with small_run(tmp_path / "run") as run:
-        info = httpx.get(f"{run.url}/v1/info").text.replace('"protocol":1', '"protocol":99')
+        info = httpx2.get(f"{run.url}/v1/info").text.replace('"protocol":1', '"protocol":99')
     app = FastAPI()
     app.add_api_route("/v1/info", lambda: Response(info), methods=["GET"], response_class=Response)
     server = Server(app, listen("127.0.0.1", 0))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-import httpx
+import httpx2
 import pytest
 
 from shoal import shardcast
@@ -165,8 +165,8 @@ def log() -> Log:
 
 
 @pytest.fixture(scope="session")
-def http() -> Iterator[httpx.Client]:
-    with httpx.Client(timeout=40) as client:
+def http() -> Iterator[httpx2.Client]:
+    with httpx2.Client(timeout=40) as client:
         yield client
 
 

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from shoal.net.waiting import DeadlinePassed
@@ -86,7 +86,7 @@ def test_what_is_remembered_is_bounded(key: Key, kit: Any) -> None:
 
 
 def test_strangers_learn_nothing_but_its_health(
-    origin: Any, kit: Any, serve: Any, http: httpx.Client
+    origin: Any, kit: Any, serve: Any, http: httpx2.Client
 ) -> None:
     origin.publish(7, kit.random_files())
     url = serve(RelayApp(origin.store, private=True))

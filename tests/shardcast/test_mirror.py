@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from shoal.shardcast import Mirror, RelayApp, VersionStore
@@ -85,7 +85,7 @@ def fixed_latest(sealed: Any) -> Any:
 
 
 def test_a_tree_of_depth_two(
-    origin: Any, kit: Any, serve: Any, node: Any, fetch: Any, http: httpx.Client
+    origin: Any, kit: Any, serve: Any, node: Any, fetch: Any, http: httpx2.Client
 ) -> None:
     spy = kit.Spy(origin.app)
     middle = node("middle", [serve(spy)])
@@ -102,7 +102,7 @@ def test_a_tree_of_depth_two(
 
 
 def test_a_shard_is_served_while_others_are_still_away(
-    origin: Any, kit: Any, serve: Any, node: Any, http: httpx.Client
+    origin: Any, kit: Any, serve: Any, node: Any, http: httpx2.Client
 ) -> None:
     gated = kit.Spy(origin.app, gate_after_the_first)
     middle = node("middle", [serve(gated)])

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from shoal.net.waiting import DeadlinePassed
@@ -94,7 +94,7 @@ def test_what_is_still_coming_comes_from_the_relay(
             assembly.write(shard, files["model.safetensors"][shard.start : shard.stop])
     relay = serve(RelayApp(store))
     url = nginx(store.folder, int(relay.rsplit(":", 1)[1]))
-    with httpx.Client() as http:
+    with httpx2.Client() as http:
         part = http.get(f"{url}/versions/7/model.safetensors", headers={"Range": "bytes=500-2999"})
         assert (part.status_code, part.content) == (206, files["model.safetensors"][500:3000])
         assert (
@@ -116,7 +116,7 @@ def test_a_private_relay_behind_it_decides_who_is_served(
     relay = serve(RelayApp(origin.store, private=True))
     port = int(relay.rsplit(":", 1)[1])
     url = nginx(origin.store.folder, port, **{"# auth_request /ticket;": "auth_request /ticket;"})
-    with httpx.Client() as http:
+    with httpx2.Client() as http:
         for path in ("/versions/7/config.json", "/manifests/7", "/manifests/latest", "/ticket"):
             assert http.get(url + path).status_code in (401, 404), path
         assert http.get(f"{url}/healthz").json()["newest"] == 7
@@ -140,7 +140,7 @@ def test_nothing_else_of_the_disk_is_served(origin: Any, kit: Any, nginx: Any, p
     origin.publish(7, kit.random_files())
     (origin.store.path(7) / ".secret").write_text("secret")
     (origin.store.folder.parent / "secret").write_text("secret")
-    response = httpx.get(nginx(origin.store.folder) + path)
+    response = httpx2.get(nginx(origin.store.folder) + path)
     assert response.status_code in (400, 404, 502)
     assert "secret" not in response.text
 
@@ -150,6 +150,6 @@ def test_too_many_requests_are_429_and_the_client_comes_through(
 ) -> None:
     sealed = origin.publish(7, kit.random_files())
     url = nginx(origin.store.folder, **{"rate=100r/s": "rate=10r/s", "burst=200": "burst=2"})
-    with httpx.Client() as http:
+    with httpx2.Client() as http:
         assert 429 in [http.get(f"{url}/manifests/7").status_code for _ in range(10)]
     assert kit.file_bytes(fetch(sealed, [url])) == kit.random_files()

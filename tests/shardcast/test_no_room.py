@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from shoal import shardcast
@@ -50,7 +50,7 @@ def test_a_relay_waits_for_room(
     disk: Path,
     origin: Any,
     kit: Any,
-    http: httpx.Client,
+    http: httpx2.Client,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")

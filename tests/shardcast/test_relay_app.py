@@ -5,7 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -37,7 +37,7 @@ def write_shard(store: VersionStore, version: int, name: str, index: int, files:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(first=st.integers(0, 9_499), length=st.integers(1, 12_000))
-def test_a_range_is_the_slice(http: httpx.Client, url: str, kit: Any, first: int, length: int) -> None:
+def test_a_range_is_the_slice(http: httpx2.Client, url: str, kit: Any, first: int, length: int) -> None:
     data = kit.random_files()["model.safetensors"]
     last = first + length - 1
     response = http.get(f"{url}/versions/3/model.safetensors", headers={"Range": f"bytes={first}-{last}"})
@@ -46,7 +46,7 @@ def test_a_range_is_the_slice(http: httpx.Client, url: str, kit: Any, first: int
     assert response.headers["content-range"] == f"bytes {first}-{min(last, 9_499)}/9500"
 
 
-def test_whole_files_and_head(http: httpx.Client, url: str, kit: Any) -> None:
+def test_whole_files_and_head(http: httpx2.Client, url: str, kit: Any) -> None:
     for name, data in kit.random_files().items():
         whole = http.get(f"{url}/versions/3/{name}")
         assert (whole.status_code, whole.content) == (200, data)
@@ -55,7 +55,7 @@ def test_whole_files_and_head(http: httpx.Client, url: str, kit: Any) -> None:
         assert head.headers["accept-ranges"] == "bytes"
 
 
-def test_bytes_sent_are_counted(http: httpx.Client, url: str, origin: Any) -> None:
+def test_bytes_sent_are_counted(http: httpx2.Client, url: str, origin: Any) -> None:
     http.get(f"{url}/versions/3/model.safetensors", headers={"Range": "bytes=100-2599"})
     http.head(f"{url}/versions/3/model.safetensors")
     assert http.get(f"{url}/healthz").json() == {
@@ -87,7 +87,7 @@ REFUSALS: list[tuple[str, str | None, int, str]] = [
 ]
 
 
-def test_refusals(http: httpx.Client, url: str) -> None:
+def test_refusals(http: httpx2.Client, url: str) -> None:
     for path, range_header, status, code in REFUSALS:
         response = http.get(url + path, headers={"Range": range_header} if range_header else {})
         problem = Problem.parse(response.content)
@@ -95,13 +95,13 @@ def test_refusals(http: httpx.Client, url: str) -> None:
         assert problem.fix
 
 
-def test_other_methods_are_refused(http: httpx.Client, url: str) -> None:
+def test_other_methods_are_refused(http: httpx2.Client, url: str) -> None:
     response = http.post(f"{url}/versions/3/config.json", content=b"x")
     assert response.status_code == 405
     assert Problem.parse(response.content).code == "request.malformed"
 
 
-def test_manifests(http: httpx.Client, url: str, origin: Any, key: Key) -> None:
+def test_manifests(http: httpx2.Client, url: str, origin: Any, key: Key) -> None:
     held = origin.store.get(3)
     assert Sealed[Manifest].parse(http.get(f"{url}/manifests/3").content) == held.sealed
     assert Sealed[Manifest].parse(http.get(f"{url}/manifests/latest").content).open(key.public).version == 3
@@ -109,14 +109,14 @@ def test_manifests(http: httpx.Client, url: str, origin: Any, key: Key) -> None:
     assert http.get(f"{url}/manifests/latest?after=3").status_code == 204
 
 
-def test_a_long_poll_ends_with_the_next_version(http: httpx.Client, url: str, origin: Any, kit: Any) -> None:
+def test_a_long_poll_ends_with_the_next_version(http: httpx2.Client, url: str, origin: Any, kit: Any) -> None:
     with ThreadPoolExecutor(1) as pool:
         poll = pool.submit(http.get, f"{url}/manifests/latest?after=3&wait_s=30")
         origin.publish(5, kit.random_files(seed=5))
         assert Sealed[Manifest].parse(poll.result(30).content).body.version == 5
 
 
-def test_closing_the_store_ends_pending_polls(http: httpx.Client, url: str, origin: Any) -> None:
+def test_closing_the_store_ends_pending_polls(http: httpx2.Client, url: str, origin: Any) -> None:
     with ThreadPoolExecutor(1) as pool:
         poll = pool.submit(http.get, f"{url}/manifests/latest?after=3&wait_s=30")
         origin.store.close()
@@ -134,7 +134,7 @@ def filling(tmp_path: Any, origin: Any, kit: Any, key: Key) -> VersionStore:
 
 
 def test_what_is_verified_is_served_and_what_is_not_is_too_early(
-    http: httpx.Client, filling: VersionStore, serve: Any, kit: Any
+    http: httpx2.Client, filling: VersionStore, serve: Any, kit: Any
 ) -> None:
     url = serve(RelayApp(filling)) + "/versions/3/model.safetensors"
     data = kit.random_files()["model.safetensors"]
@@ -147,7 +147,7 @@ def test_what_is_verified_is_served_and_what_is_not_is_too_early(
 
 
 def test_a_request_waits_for_the_shard_that_comes(
-    http: httpx.Client, filling: VersionStore, serve: Any, kit: Any
+    http: httpx2.Client, filling: VersionStore, serve: Any, kit: Any
 ) -> None:
     url = serve(RelayApp(filling)) + "/versions/3/model.safetensors"
     data = kit.random_files()["model.safetensors"]
@@ -161,7 +161,7 @@ def test_a_request_waits_for_the_shard_that_comes(
 
 
 def test_a_stream_over_missing_shards_sends_what_there_is_at_once(
-    http: httpx.Client, filling: VersionStore, serve: Any, kit: Any
+    http: httpx2.Client, filling: VersionStore, serve: Any, kit: Any
 ) -> None:
     url = serve(RelayApp(filling)) + "/versions/3/model.safetensors"
     data = kit.random_files()["model.safetensors"]
@@ -173,7 +173,7 @@ def test_a_stream_over_missing_shards_sends_what_there_is_at_once(
         assert b"".join(pieces) == data[2000:]
 
 
-def test_idle_connections_silence_nobody(http: httpx.Client, url: str, kit: Any) -> None:
+def test_idle_connections_silence_nobody(http: httpx2.Client, url: str, kit: Any) -> None:
     host, port = url.removeprefix("http://").split(":")
     idle = [socket.create_connection((host, int(port))) for _ in range(50)]
     try:
@@ -185,7 +185,7 @@ def test_idle_connections_silence_nobody(http: httpx.Client, url: str, kit: Any)
             connection.close()
 
 
-def test_many_clients_at_once(http: httpx.Client, url: str, kit: Any) -> None:
+def test_many_clients_at_once(http: httpx2.Client, url: str, kit: Any) -> None:
     data = kit.random_files()["model.safetensors"]
     start = threading.Barrier(20)
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -227,7 +227,7 @@ def test_limits_reach_the_server(
             max_bytes=10**9,
         )
     )
-    with httpx.Client() as first, httpx.Client() as second:
+    with httpx2.Client() as first, httpx2.Client() as second:
         assert first.get(f"{relay.url}/healthz").status_code == 200
         refused = second.get(f"{relay.url}/healthz")
         assert (refused.status_code, Problem.parse(refused.content).code) == (429, "request.too_many")

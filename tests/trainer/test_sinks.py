@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from shoal.telemetry import Metrics
@@ -25,7 +25,7 @@ def test_prometheus_serves_the_newest_numbers(tmp_path: Path) -> None:
         metrics.write("step", **(STEP | {"version": 2}))
         metrics.write("step", **STEP)
         metrics.write("warning", version=3, kind="starving", sentence="the trainer waited")
-        answer = httpx.get(f"http://127.0.0.1:{sink.port}/metrics")
+        answer = httpx2.get(f"http://127.0.0.1:{sink.port}/metrics")
     finally:
         metrics.close()
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")

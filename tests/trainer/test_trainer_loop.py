@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from small_coordinator import SmallCoordinator, Stopper
 
@@ -220,7 +220,7 @@ def test_origin_serves_while_the_trainer_waits(tmp_path: Path) -> None:
             while not coordinator.announced:
                 announced.wait(0.01)
             told = coordinator.announced[0]
-            served = httpx.get(f"{told.origin_url}/manifests/0").content
+            served = httpx2.get(f"{told.origin_url}/manifests/0").content
             assert Sealed[Manifest].parse(served) == told.manifest
         finally:
             stop.set()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-import httpx
+import httpx2
 
 from shoal.net.presign import upload_headers
 from shoal.net.waiting import NotYet, wait_for
@@ -21,7 +21,7 @@ from shoal.wire.request import Target, sign_request
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
 
-TIMEOUT = httpx.Timeout(30.0, connect=5.0)
+TIMEOUT = httpx2.Timeout(30.0, connect=5.0)
 
 _TRY_AGAIN = ("request.too_early", "request.paused", "request.too_many", "request.no_space", "request.failed")
 
@@ -48,7 +48,7 @@ class _Way:
 
     url: str
     authority: str
-    """As httpx will write it into the Host header: lower case, and no port where it is the scheme's own."""
+    """As httpx2 will write it into the Host header: lower case, and no port where it is the scheme's own."""
     prefix: str
 
     @classmethod
@@ -71,13 +71,13 @@ class SignedClient:
         *,
         log: Log,
         stop: threading.Event | None = None,
-        transport: httpx.BaseTransport | None = None,
+        transport: httpx2.BaseTransport | None = None,
     ) -> None:
         self._ways = [_Way.to(url)]
         self.key = key
         self.stop = stop or threading.Event()
         self._log = log
-        self._http = httpx.Client(timeout=TIMEOUT, transport=transport, follow_redirects=False)
+        self._http = httpx2.Client(timeout=TIMEOUT, transport=transport, follow_redirects=False)
 
     @property
     def url(self) -> str:
@@ -108,11 +108,11 @@ class SignedClient:
                 f"{method} {self.url}{path}: an answer we cannot read: {rejected.detail}"
             ) from None
 
-    def send(self, method: str, path: str, content: bytes = b"") -> httpx.Response:
+    def send(self, method: str, path: str, content: bytes = b"") -> httpx2.Response:
         """One signed request; the raw answer if it is a success."""
         return _checked(f"{method} {path}", self._send(method, path, content))
 
-    def _send(self, method: str, path: str, content: bytes = b"") -> httpx.Response:
+    def _send(self, method: str, path: str, content: bytes = b"") -> httpx2.Response:
         way = self._ways[0]
         full_path, _, query = (way.prefix + path).partition("?")
         target = Target(method=method, authority=way.authority, path=full_path, query=query)
@@ -121,7 +121,7 @@ class SignedClient:
             headers["Content-Type"] = "application/json"
         try:
             return self._http.request(method, way.url + path, content=content, headers=headers)
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             self._try_another_way()
             raise Unreachable(f"{method} {way.url}{path}: {type(error).__name__}: {error}") from None
 
@@ -158,10 +158,10 @@ class SignedClient:
 
     def _elsewhere(
         self, method: str, url: str, data: bytes = b"", headers: dict[str, str] | None = None
-    ) -> httpx.Response:
+    ) -> httpx2.Response:
         try:
             return self._http.request(method, url, content=data or None, headers=headers)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             place = url.partition("?")[0][:200]
             raise Unreachable(f"{method} {place}: {type(error).__name__}: {error}") from None
 
@@ -177,7 +177,7 @@ class SignedClient:
             response = self._http.put(
                 way.url + path, content=pieces(), headers={"Content-Length": str(len(data))}
             )
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             self._try_another_way()
             raise Unreachable(f"PUT {way.url}{path}: {type(error).__name__}: {error}") from None
         _checked("PUT object", response)
@@ -196,7 +196,7 @@ class SignedClient:
 
     def send_until(
         self, what: str, method: str, path: str, content: bytes = b"", *, deadline_s: float
-    ) -> httpx.Response:
+    ) -> httpx2.Response:
         """`send`, again and again in the same way."""
         return self._until(what, lambda: self.send(method, path, content), deadline_s)
 
@@ -222,17 +222,17 @@ class SignedClient:
         return wait_for(what, attempt, deadline_s=deadline_s, log=self._log, stop=self.stop)
 
 
-def _parse_url(url: str) -> httpx.URL:
+def _parse_url(url: str) -> httpx2.URL:
     try:
-        parts = httpx.URL(url)
-    except httpx.InvalidURL:
-        parts = httpx.URL("")
+        parts = httpx2.URL(url)
+    except httpx2.InvalidURL:
+        parts = httpx2.URL("")
     if parts.scheme not in ("http", "https") or not parts.host or parts.userinfo:
         raise ValueError(f"coordinator URL {url!r} must look like http://HOST:PORT")
     return parts
 
 
-def _checked(what: str, response: httpx.Response) -> httpx.Response:
+def _checked(what: str, response: httpx2.Response) -> httpx2.Response:
     if response.is_success:
         return response
     try:

@@ -14,12 +14,12 @@ from datetime import datetime
 from urllib.parse import parse_qsl, urlsplit
 from xml.etree import ElementTree
 
-import httpx
+import httpx2
 
 from shoal.net.object_store import Declared
 from shoal.net.presign import Credentials, presign, upload_headers
 
-TIMEOUT = httpx.Timeout(20.0, connect=5.0)
+TIMEOUT = httpx2.Timeout(20.0, connect=5.0)
 READ_S = 300
 """How long a reader may use its URL."""
 OWN_S = 60
@@ -67,7 +67,7 @@ class S3Store:
         """`folder` keeps runs apart that share a prefix."""
         self._address, self._credentials = address, credentials
         self._prefix = f"{address.prefix}{folder}/"
-        self._http = httpx.Client(timeout=TIMEOUT, follow_redirects=False)
+        self._http = httpx2.Client(timeout=TIMEOUT, follow_redirects=False)
 
     def close(self) -> None:
         self._http.close()
@@ -152,7 +152,7 @@ class S3Store:
             return []
         return ["takes an upload twice (If-None-Match); with its digest compared, only the same bytes again"]
 
-    def _put(self, declared: Declared, data: bytes) -> httpx.Response:
+    def _put(self, declared: Declared, data: bytes) -> httpx2.Response:
         headers = upload_headers(declared.sha256, declared.num_bytes)
         return self._send("PUT", self.upload_url(declared), data, headers)
 
@@ -164,7 +164,7 @@ class S3Store:
 
     def _ask(
         self, method: str, *, token: str | None = None, query: str = "", headers: dict[str, str] | None = None
-    ) -> httpx.Response:
+    ) -> httpx2.Response:
         """One request of our own: about an object, or about the bucket."""
         url = (
             self._bucket_url() + (f"?{query}" if query else "") if token is None else self._object_url(token)
@@ -173,10 +173,10 @@ class S3Store:
 
     def _send(
         self, method: str, url: str, data: bytes = b"", headers: dict[str, str] | None = None
-    ) -> httpx.Response:
+    ) -> httpx2.Response:
         try:
             return self._http.request(method, url, content=data or None, headers=headers)
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise StoreDown(f"{method} {url.partition('?')[0]}: {type(error).__name__}: {error}") from None
 
     def _sign(
@@ -199,7 +199,7 @@ class S3Store:
         return f"{self._address.endpoint}/{self._address.bucket}"
 
 
-def _check(answer: httpx.Response, what: str) -> None:
+def _check(answer: httpx2.Response, what: str) -> None:
     if not answer.is_success:
         raise StoreDown(f"{what}: HTTP {answer.status_code}: {_reason(answer)}")
 
@@ -219,7 +219,7 @@ def _parse_list(data: bytes) -> tuple[list[tuple[str, float]], bool]:
         raise StoreDown(f"a list of objects that cannot be read: {error}") from None
 
 
-def _reason(answer: httpx.Response) -> str:
+def _reason(answer: httpx2.Response) -> str:
     code = re.search(r"<Code>([A-Za-z0-9]+)</Code>", answer.text)
     return code[1] if code else repr(answer.text[:120])
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 
 from s3_stores import CREDENTIALS
 from shoal.net.http_client import Refused, SignedClient
@@ -78,7 +78,7 @@ class Clock:
 
 def signed_client(url: str, key: Key) -> SignedClient:
     # Reading the list of certificate authorities costs more than all a test does, and nothing here is https.
-    return SignedClient(url, key, log=LOG, transport=httpx.HTTPTransport(verify=False))
+    return SignedClient(url, key, log=LOG, transport=httpx2.HTTPTransport(verify=False))
 
 
 class Node:
@@ -169,7 +169,7 @@ class SmallSwarm:
             signed_client(self.url, Key.load(self.dir / "keys" / f"{role}.key"))
             for role in ("trainer", "validator", "relay")
         )
-        self.public = httpx.Client(base_url=self.url, transport=httpx.HTTPTransport(verify=False))
+        self.public = httpx2.Client(base_url=self.url, transport=httpx2.HTTPTransport(verify=False))
 
     def close(self) -> None:
         for client in (self.trainer, self.validator, self.relay, *(node.client for node in self._nodes)):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from small_swarm import CONFIG, LOG, SPEC, Node, SmallSwarm, refusal
 
@@ -36,7 +36,7 @@ def put(swarm: SmallSwarm, upload: Upload, data: bytes, declared: bytes) -> bool
     if upload.url:
         headers = upload_headers(hashlib.sha256(declared).hexdigest(), len(declared))
         headers["content-length"] = str(len(data))
-        return httpx.put(upload.url, content=data, headers=headers).is_success
+        return httpx2.put(upload.url, content=data, headers=headers).is_success
     return swarm.public.put(upload.path, content=data).is_success
 
 
@@ -182,17 +182,17 @@ def test_a_url_is_for_one_name_one_method_and_its_time(s3: Store, tmp_path: Path
     headers = upload_headers(hashlib.sha256(data).hexdigest(), len(data))
     place, _, query = upload.url.partition("?")
     elsewhere = f"{place[:-1]}{'0' if place[-1] != '0' else '1'}?{query}"
-    refused: list[Callable[[], httpx.Response]] = [
-        lambda: httpx.put(elsewhere, content=data, headers=headers),
-        lambda: httpx.get(upload.url),
-        lambda: httpx.delete(upload.url),
-        lambda: httpx.put(
+    refused: list[Callable[[], httpx2.Response]] = [
+        lambda: httpx2.put(elsewhere, content=data, headers=headers),
+        lambda: httpx2.get(upload.url),
+        lambda: httpx2.delete(upload.url),
+        lambda: httpx2.put(
             upload.url.replace("X-Amz-Expires=", "X-Amz-Expires=9"), content=data, headers=headers
         ),
     ]
     for header in ("if-none-match", "x-amz-checksum-sha256"):
         fewer = {name: value for name, value in headers.items() if name != header}
-        refused.append(lambda fewer=fewer: httpx.put(upload.url, content=data, headers=fewer))  # type: ignore[misc]
+        refused.append(lambda fewer=fewer: httpx2.put(upload.url, content=data, headers=fewer))  # type: ignore[misc]
     for attempt in refused:
         assert attempt().status_code in (400, 403, 404, 412), attempt
     # What the coordinator itself would take by this name in the other mode, it does not take in this one.
@@ -200,7 +200,7 @@ def test_a_url_is_for_one_name_one_method_and_its_time(s3: Store, tmp_path: Path
     assert swarm.public.put(f"/v1/objects/{token}", content=data).status_code == 404
     names = s3.names()
     assert not any(token in name for name in names)
-    assert httpx.put(upload.url, content=data, headers=headers).is_success
+    assert httpx2.put(upload.url, content=data, headers=headers).is_success
     swarm.close()
 
 

@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
+import httpx2
 import pytest
 from small_swarm import CONFIG, LOG, RELAY_URL, SPEC, Node, manifest, signed_client, with_signal
 
@@ -188,8 +188,8 @@ def test_killed_in_the_middle_and_started_again(tmp_path: Path) -> None:
         assert {type(loop.exception(30)) for loop in loops} == {Stopped}
     assert len(trained) == len(set(trained)) == 16
 
-    head = Sealed[LedgerHead].parse(httpx.get(f"{process.url}/v1/ledger/head").content)
-    stats = Stats.parse(httpx.get(f"{process.url}/v1/stats").content)
+    head = Sealed[LedgerHead].parse(httpx2.get(f"{process.url}/v1/ledger/head").content)
+    stats = Stats.parse(httpx2.get(f"{process.url}/v1/stats").content)
     assert process.stop() == 0
     events = read_ledger(tmp_path / DATABASE_FILE)
     assert verify_ledger(events, head, clients.run_key.public) == stats.ledger_seq
@@ -240,7 +240,7 @@ def test_it_serves_until_it_is_stopped(tmp_path: Path) -> None:
     seen: list[int] = []
 
     def look(url: str) -> None:
-        seen.append(httpx.get(f"{url}/healthz").status_code)
+        seen.append(httpx2.get(f"{url}/healthz").status_code)
         stop.set()
 
     run_coordinator(CONFIG, SPEC, tmp_path, "127.0.0.1", 0, stop, look)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from small_swarm import SmallSwarm
 
@@ -61,13 +61,13 @@ def behind(swarm: SmallSwarm, tmp_path: Path) -> Iterator[str]:
 
 def look(url: str) -> None:
     try:
-        httpx.get(url).raise_for_status()
-    except httpx.TransportError as error:
+        httpx2.get(url).raise_for_status()
+    except httpx2.TransportError as error:
         raise NotYet(str(error)) from None
 
 
 def test_events_come_through_one_by_one(swarm: SmallSwarm, behind: str) -> None:
-    with httpx.stream("GET", f"{behind}v1/events", timeout=60.0) as answer:
+    with httpx2.stream("GET", f"{behind}v1/events", timeout=60.0) as answer:
         events = (json.loads(line[5:]) for line in answer.iter_lines() if line.startswith("data:"))
         first = next(events)
         assert first["now"]["newest_version"] == 0

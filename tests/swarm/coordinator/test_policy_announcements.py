@@ -1,6 +1,6 @@
 """Policy versions: in order, under the run's key, each for ever with the weights it was announced with."""
 
-import httpx
+import httpx2
 from small_swarm import SmallSwarm, manifest, refusal, report
 
 from shoal.wire.keys import Key
@@ -84,5 +84,5 @@ def announcement(sealed: Sealed[Manifest], origin: str = "http://127.0.0.1:9998"
     return Announce(manifest=sealed, origin_url=origin, report=None)
 
 
-def problem(response: httpx.Response) -> str:
+def problem(response: httpx2.Response) -> str:
     return Problem.parse(response.content).code

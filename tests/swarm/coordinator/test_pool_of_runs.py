@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from small_swarm import CONFIG, SPEC, Node, refusal, signed_client
 
@@ -41,7 +41,7 @@ def url(tmp_path: Path) -> Iterator[str]:
 
 def test_the_list_has_the_neediest_first(url: str) -> None:
     def listed() -> list[str]:
-        runs = RunList.parse(httpx.get(f"{url}/v1/runs").content).runs
+        runs = RunList.parse(httpx2.get(f"{url}/v1/runs").content).runs
         assert all(run.path == f"/runs/{run.run}" for run in runs)
         return [run.run for run in runs]
 
@@ -50,16 +50,16 @@ def test_the_list_has_the_neediest_first(url: str) -> None:
     assert listed() == ["big", "small"]
     node.client.close()
     # From within a run, too: whoever has one address finds all.
-    assert httpx.get(f"{url}/runs/big/v1/runs").content == httpx.get(f"{url}/v1/runs").content
+    assert httpx2.get(f"{url}/runs/big/v1/runs").content == httpx2.get(f"{url}/v1/runs").content
 
 
 def test_each_run_has_its_own_nodes_ledger_and_keys(url: str) -> None:
     node = Node(f"{url}/runs/big", Key.generate()).join()
-    assert httpx.get(f"{url}/runs/big/v1/nodes/{node.id}").is_success
-    assert httpx.get(f"{url}/runs/small/v1/nodes/{node.id}").status_code == 404
-    keys = {httpx.get(f"{url}{path}/v1/info").json()["run_key"] for path in ("", "/runs/small", "/runs/big")}
+    assert httpx2.get(f"{url}/runs/big/v1/nodes/{node.id}").is_success
+    assert httpx2.get(f"{url}/runs/small/v1/nodes/{node.id}").status_code == 404
+    keys = {httpx2.get(f"{url}{path}/v1/info").json()["run_key"] for path in ("", "/runs/small", "/runs/big")}
     assert len(keys) == 2
-    heads = [httpx.get(f"{url}/runs/{run}/v1/ledger/head").json()["body"] for run in ("small", "big")]
+    heads = [httpx2.get(f"{url}/runs/{run}/v1/ledger/head").json()["body"] for run in ("small", "big")]
     assert [head["run"] for head in heads] == ["small", "big"]
     assert heads[0]["seq"] < heads[1]["seq"]
     # A request signed for one run's path counts for no other's.
@@ -70,11 +70,11 @@ def test_each_run_has_its_own_nodes_ledger_and_keys(url: str) -> None:
 
 
 def test_what_has_no_prefix_is_the_first_runs(url: str) -> None:
-    assert httpx.get(f"{url}/v1/info").json()["spec"]["run"] == "small"
-    assert httpx.get(f"{url}/readyz").is_success
-    assert httpx.get(f"{url}/").is_success
-    assert httpx.get(f"{url}/runs/big/").text == httpx.get(f"{url}/").text
-    answer = httpx.get(f"{url}/runs/none/v1/info")
+    assert httpx2.get(f"{url}/v1/info").json()["spec"]["run"] == "small"
+    assert httpx2.get(f"{url}/readyz").is_success
+    assert httpx2.get(f"{url}/").is_success
+    assert httpx2.get(f"{url}/runs/big/").text == httpx2.get(f"{url}/").text
+    answer = httpx2.get(f"{url}/runs/none/v1/info")
     assert (answer.status_code, answer.json()["code"]) == (404, "request.not_found")
 
 

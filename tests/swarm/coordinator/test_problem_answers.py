@@ -2,7 +2,7 @@
 
 import logging
 
-import httpx
+import httpx2
 import pytest
 from small_swarm import SmallSwarm
 from sqlalchemy import text
@@ -47,7 +47,7 @@ def test_an_error_of_ours_is_a_problem_and_a_log_line(
     told = ("GET /v1/stats failed: OperationalError", "GET /v1/stats failed: UndefinedTable")
     assert any(words in line for line in caplog.messages for words in told)
     # And it goes on, on a new connection: an error costs the one it came on.
-    assert httpx.get(f"{swarm.url}/v1/info").is_success
+    assert httpx2.get(f"{swarm.url}/v1/info").is_success
 
 
 def test_health(swarm: SmallSwarm) -> None:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from small_swarm import LOG, Node, SmallSwarm, report
 
@@ -139,7 +139,7 @@ class Viewer:
     def __init__(self, url: str) -> None:
         self._exits = ExitStack()
         http = self._exits.enter_context(
-            httpx.Client(base_url=url, timeout=30, transport=httpx.HTTPTransport(verify=False))
+            httpx2.Client(base_url=url, timeout=30, transport=httpx2.HTTPTransport(verify=False))
         )
         self.answer = self._exits.enter_context(http.stream("GET", "/v1/events"))
         self._lines = self.answer.iter_lines()

@@ -13,7 +13,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-import httpx
+import httpx2
 
 from shoal.cli.commands.connectivity import ask_info, reaching
 from shoal.cli.commands.ledger import TIMEOUT_S, fetch_ledger
@@ -43,7 +43,7 @@ GONE = "no relay holds its version any more"
 def audit(options: argparse.Namespace, stop: threading.Event) -> int:
     log = Log("audit")
     key = Key.load(options.key)
-    with httpx.Client(base_url=options.url, timeout=TIMEOUT_S) as http, reaching(options.url):
+    with httpx2.Client(base_url=options.url, timeout=TIMEOUT_S) as http, reaching(options.url):
         info = ask_info(http)
         stats = Stats.parse(http.get("/v1/stats").raise_for_status().content)
         events = fetch_ledger(http, info.run_key, stop)

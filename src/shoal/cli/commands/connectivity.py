@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import httpx
+import httpx2
 
 from shoal.net.http_client import Unreachable
 from shoal.wire.codes import Rejected
@@ -15,9 +15,9 @@ def reaching(url: str) -> Iterator[None]:
     """Whoever does not answer, or not with success, is Unreachable."""
     try:
         yield
-    except httpx.HTTPStatusError as error:
+    except httpx2.HTTPStatusError as error:
         raise no_coordinator(url, in_words(error)) from None
-    except httpx.HTTPError as error:
+    except httpx2.HTTPError as error:
         raise Unreachable(
             f"{url}: {in_words(error)}; check the URL, and that the coordinator runs there"
         ) from None
@@ -27,16 +27,16 @@ def no_coordinator(url: str, answer: str) -> Unreachable:
     return Unreachable(f"{url} does not answer as a coordinator does ({answer}); check the URL")
 
 
-def in_words(error: httpx.HTTPError | Rejected) -> str:
-    """httpx's own sentence about a status ends with a link to somebody's page on it."""
-    if isinstance(error, httpx.HTTPStatusError):
+def in_words(error: httpx2.HTTPError | Rejected) -> str:
+    """httpx2's own sentence about a status ends with a link to somebody's page on it."""
+    if isinstance(error, httpx2.HTTPStatusError):
         return f"HTTP {error.response.status_code}"
     if isinstance(error, Rejected):
         return error.detail
     return f"{type(error).__name__}: {error}"
 
 
-def ask_info(http: httpx.Client) -> Info:
+def ask_info(http: httpx2.Client) -> Info:
     """The terms; Unreachable if what answers is something else."""
     try:
         return Info.parse(http.get("/v1/info").raise_for_status().content)

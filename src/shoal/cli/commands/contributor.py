@@ -165,13 +165,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _get(url: str, path: str) -> bytes:
-    import httpx
+    import httpx2
 
     from shoal.net.http_client import Unreachable
 
     try:
-        answer = httpx.get(url + path, timeout=TIMEOUT_S)
-    except httpx.HTTPError as error:
+        answer = httpx2.get(url + path, timeout=TIMEOUT_S)
+    except httpx2.HTTPError as error:
         raise Unreachable(
             f"{url}: {type(error).__name__}: {error}; check that the coordinator runs there"
         ) from None

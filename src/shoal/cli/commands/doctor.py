@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-import httpx
+import httpx2
 
 from shoal.cli.commands.connectivity import in_words
 from shoal.cli.run.supervise import EXIT_FAILED, EXIT_OK
@@ -43,11 +43,11 @@ class Finding:
 def examine(url: str, dir: Path) -> list[Finding]:
     """Every finding, the machine first, then the run."""
     findings = [_python(), _device(), _memory(), _folder(dir)]
-    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
+    with httpx2.Client(base_url=url, timeout=TIMEOUT_S) as http:
         try:
             info = Info.parse(http.get("/v1/info").raise_for_status().content)
             stats = Stats.parse(http.get("/v1/stats").raise_for_status().content)
-        except (httpx.HTTPError, Rejected) as error:
+        except (httpx2.HTTPError, Rejected) as error:
             words = f"{url} does not answer as a coordinator does: {in_words(error)}"
             return [*findings, Finding("coordinator", "bad", words, "check the URL, a proxy, a firewall")]
         findings += [_protocol(info), _clock(info), _admission(info)]
@@ -128,7 +128,7 @@ def _admission(info: Info) -> Finding:
     return Finding("admission", "weak" if remedy else "good", info.admission, remedy)
 
 
-def _weights(http: httpx.Client, info: Info, stats: Stats, dir: Path) -> list[Finding]:
+def _weights(http: httpx2.Client, info: Info, stats: Stats, dir: Path) -> list[Finding]:
     if info.newest_version is None:
         return [
             Finding("weights", "weak", "the trainer has not published version 0 yet", "wait, or come later")
@@ -136,7 +136,7 @@ def _weights(http: httpx.Client, info: Info, stats: Stats, dir: Path) -> list[Fi
     try:
         sealed = Sealed[Manifest].parse(http.get("/v1/policies/latest").raise_for_status().content)
         manifest = sealed.open(info.run_key)
-    except (httpx.HTTPError, Rejected) as error:
+    except (httpx2.HTTPError, Rejected) as error:
         return [Finding("weights", "bad", f"no manifest: {error}", "ask the operator")]
     needed, free = manifest.num_bytes * (info.spec.max_lag + 2), shutil.disk_usage(dir).free
     words = f"version {manifest.version}: {manifest.num_bytes / 1e6:.1f} MB, {_size(needed)} for all that are kept"
@@ -164,8 +164,8 @@ def _relay(url: str, manifest: Manifest) -> Finding:
     size = min(SAMPLE_BYTES, largest.num_bytes)
     began_s = time.monotonic()
     try:
-        answer = httpx.get(path, headers={"Range": f"bytes=0-{size - 1}"}, timeout=TIMEOUT_S)
-    except httpx.HTTPError as error:
+        answer = httpx2.get(path, headers={"Range": f"bytes=0-{size - 1}"}, timeout=TIMEOUT_S)
+    except httpx2.HTTPError as error:
         return Finding(
             "relay", "bad", f"{url}: {type(error).__name__}: {error}", "a firewall? workers only dial out"
         )

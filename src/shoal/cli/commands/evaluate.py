@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 
 from shoal.cli.arguments import MAX_NEW_TOKENS
 from shoal.cli.commands.connectivity import ask_info, reaching
@@ -161,14 +161,14 @@ def _source(options: argparse.Namespace, stop: threading.Event) -> Iterator[tupl
             yield folder, task_spec(options), Source(None, Sampling(max_new_tokens=MAX_NEW_TOKENS))
         return
     with tempfile.TemporaryDirectory() as into:
-        with httpx.Client(base_url=options.model, timeout=TIMEOUT_S) as http, reaching(options.model):
+        with httpx2.Client(base_url=options.model, timeout=TIMEOUT_S) as http, reaching(options.model):
             info, folder, version = fetch_published(http, options, Path(into), stop)
         spec = task_spec(options) if options.task is not None else _with_own_files(info.spec.task, options)
         yield folder, spec, Source(version, info.spec.sampling)
 
 
 def fetch_published(
-    http: httpx.Client, options: argparse.Namespace, into: Path, stop: threading.Event
+    http: httpx2.Client, options: argparse.Namespace, into: Path, stop: threading.Event
 ) -> tuple[Info, Path, int]:
     """A published version through SHARDCAST, verified under the run's key; with `--key`, also from private relays."""
     from shoal.shardcast import RelayChoice, fetch_version
@@ -207,8 +207,8 @@ def _open_to_us(places: list[str], ticket: Tickets | None) -> list[str]:
 
 def _refuses(place: str, headers: dict[str, str]) -> bool:
     try:
-        answer = httpx.get(f"{place}/ticket", headers=headers, timeout=TIMEOUT_S)
-    except httpx.HTTPError:
+        answer = httpx2.get(f"{place}/ticket", headers=headers, timeout=TIMEOUT_S)
+    except httpx2.HTTPError:
         return False  # it may come back while others serve
     return answer.status_code in (401, 403)
 
@@ -231,7 +231,7 @@ def _with_own_files(spec: TaskSpec, options: argparse.Namespace) -> TaskSpec:
     return spec
 
 
-def _get(http: httpx.Client, path: str) -> bytes:
+def _get(http: httpx2.Client, path: str) -> bytes:
     response = http.get(path)
     if response.status_code == 404:
         raise ValueError(f"{http.base_url} has no {path}; GET /v1/policies/latest names the newest version")

@@ -5,7 +5,7 @@ import json
 import threading
 from collections.abc import Iterator
 
-import httpx
+import httpx2
 from pydantic import ValidationError
 
 from shoal.cli.commands.connectivity import ask_info, reaching
@@ -24,7 +24,7 @@ TIMEOUT_S = 20.0
 
 def audit_ledger(url: str, stop: threading.Event, *, as_json: bool = False) -> int:
     """Prints what was found; the exit code."""
-    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as http, reaching(url):
+    with httpx2.Client(base_url=url, timeout=TIMEOUT_S) as http, reaching(url):
         try:
             run_key = ask_info(http).run_key
             # Before the head, so that the head covers all that the shown tables follow from.
@@ -54,7 +54,7 @@ def audit_ledger(url: str, stop: threading.Event, *, as_json: bool = False) -> i
     return EXIT_OK
 
 
-def fetch_ledger(http: httpx.Client, run_key: str, stop: threading.Event) -> list[LedgerEvent]:
+def fetch_ledger(http: httpx2.Client, run_key: str, stop: threading.Event) -> list[LedgerEvent]:
     """Every event up to the signed head, verified; Rejected otherwise."""
     head = Sealed[LedgerHead].parse(_get(http, "/v1/ledger/head"))
     events = list(_events(http, head.body.seq, stop))
@@ -84,7 +84,7 @@ def compare(books: Books, shown: Stats) -> None:
                 )
 
 
-def _events(http: httpx.Client, last_seq: int, stop: threading.Event) -> Iterator[LedgerEvent]:
+def _events(http: httpx2.Client, last_seq: int, stop: threading.Event) -> Iterator[LedgerEvent]:
     seq = 1
     with progress("events fetched", last_seq) as advance:
         while seq <= last_seq:
@@ -109,5 +109,5 @@ def _page(data: bytes, seq: int) -> list[LedgerEvent]:
         ) from None
 
 
-def _get(http: httpx.Client, path: str) -> bytes:
+def _get(http: httpx2.Client, path: str) -> bytes:
     return http.get(path).raise_for_status().content

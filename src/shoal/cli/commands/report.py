@@ -49,7 +49,7 @@ def report(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def read_url(url: str, stop: threading.Event) -> dict[str, Any]:
     """From a coordinator that runs."""
-    import httpx
+    import httpx2
 
     from shoal.cli.commands.connectivity import no_coordinator, reaching
     from shoal.cli.ui.progress_bar import progress
@@ -62,7 +62,7 @@ def read_url(url: str, stop: threading.Event) -> dict[str, Any]:
             raise Stopped("stopped while the run was read")
         return http.get(path).raise_for_status().content
 
-    with httpx.Client(base_url=url.rstrip("/") + "/", timeout=TIMEOUT_S) as http:
+    with httpx2.Client(base_url=url.rstrip("/") + "/", timeout=TIMEOUT_S) as http:
         try:
             with reaching(url):
                 snapshot = Snapshot.parse(get("v1/page"))

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import httpx
+    import httpx2
     from rich.console import Console
 
     from shoal.wire.page_data import Snapshot
@@ -26,7 +26,7 @@ def add_top(commands: Any) -> None:
 
 
 def top(options: argparse.Namespace, stop: threading.Event) -> int:
-    import httpx
+    import httpx2
     from rich.console import Console
 
     from shoal.cli.commands.connectivity import no_coordinator, reaching
@@ -35,7 +35,7 @@ def top(options: argparse.Namespace, stop: threading.Event) -> int:
 
     if not options.url.startswith(("http://", "https://")):
         raise ValueError(f"{options.url!r} must look like http://HOST:PORT")
-    with httpx.Client(base_url=options.url.rstrip("/") + "/", timeout=ANSWER_S) as http:
+    with httpx2.Client(base_url=options.url.rstrip("/") + "/", timeout=ANSWER_S) as http:
         try:
             with reaching(options.url):
                 snapshot = read_snapshot(http)
@@ -47,9 +47,9 @@ def top(options: argparse.Namespace, stop: threading.Event) -> int:
     return EXIT_OK
 
 
-def watch(http: "httpx.Client", stop: threading.Event, console: "Console") -> int:
+def watch(http: "httpx2.Client", stop: threading.Event, console: "Console") -> int:
     """Until the run is finished, the coordinator is lost for good, or somebody has seen enough."""
-    import httpx
+    import httpx2
 
     from shoal.cli.run.supervise import EXIT_INTERRUPTED, EXIT_OK
     from shoal.cli.ui.view import make_view
@@ -69,7 +69,7 @@ def watch(http: "httpx.Client", stop: threading.Event, console: "Console") -> in
                 if stats.finished:
                     view.say(closing_words(read_snapshot(http)))
                     return EXIT_OK
-            except httpx.HTTPError as error:
+            except httpx2.HTTPError as error:
                 if time.monotonic() - heard_s > SILENCE_S:
                     raise DeadlinePassed(
                         f"{http.base_url} has not answered for {SILENCE_S:.0f} s: {type(error).__name__}: {error}"
@@ -83,7 +83,7 @@ def watch(http: "httpx.Client", stop: threading.Event, console: "Console") -> in
     return EXIT_INTERRUPTED
 
 
-def read_snapshot(http: "httpx.Client") -> "Snapshot":
+def read_snapshot(http: "httpx2.Client") -> "Snapshot":
     from shoal.wire.page_data import Snapshot
 
     return Snapshot.parse(http.get("v1/page").raise_for_status().content)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
+import httpx2
 from rich.console import Console
 
 from shoal.cli.commands.report import write_report
@@ -233,7 +233,7 @@ def watch(
     """Show the run until it is finished; (None, None) if somebody stopped it."""
     said = 0
     heard_s = time.monotonic()
-    with httpx.Client(base_url=url, timeout=ANSWER_S) as http:
+    with httpx2.Client(base_url=url, timeout=ANSWER_S) as http:
         while not stop.wait(POLL_S):
             supervisor.check()
             on_poll()
@@ -243,7 +243,7 @@ def watch(
             try:
                 stats = Stats.parse(_get(http, "/v1/stats"))
                 history = History.parse(_get(http, "/v1/history")) if stats.finished else None
-            except httpx.HTTPError as error:
+            except httpx2.HTTPError as error:
                 if time.monotonic() - heard_s > SILENCE_S:
                     raise RunFailed(
                         f"the coordinator at {url} has not answered for {SILENCE_S:.0f} s: {error}; "
@@ -258,7 +258,7 @@ def watch(
     return None, None
 
 
-def _get(http: httpx.Client, path: str) -> bytes:
+def _get(http: httpx2.Client, path: str) -> bytes:
     return http.get(path).raise_for_status().content
 
 
@@ -276,9 +276,9 @@ def wait_until_up(url: str, supervisor: Supervisor, keys: Path, stop: threading.
     while True:
         supervisor.check()
         try:
-            if httpx.get(f"{url}/healthz", timeout=ANSWER_S).is_success and (keys / "relay.key").exists():
+            if httpx2.get(f"{url}/healthz", timeout=ANSWER_S).is_success and (keys / "relay.key").exists():
                 return
-        except httpx.HTTPError:
+        except httpx2.HTTPError:
             pass
         if time.monotonic() > give_up_s:
             log_path = supervisor.children["coordinator"].log_path

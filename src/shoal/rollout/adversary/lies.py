@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-import httpx
+import httpx2
 
 from shoal.model.load_model import DTYPES
 from shoal.rollout.adversary.behaviour import Conduct, Dtype
@@ -51,7 +51,7 @@ def make_conduct(lie: str | None, coordinator: str) -> Conduct:
 
 
 def is_loopback(url: str) -> bool:
-    host = httpx.URL(url).host
+    host = httpx2.URL(url).host
     if host == "localhost":
         return True
     try:

@@ -10,7 +10,7 @@ import urllib.parse
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 
-import httpx
+import httpx2
 
 from shoal.shardcast.assembly import Shard
 from shoal.shardcast.client.buffer import make_buffer
@@ -44,13 +44,13 @@ class Broken(Exception):
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    return httpx.create_ssl_context()  # reading the certificates takes longer than a small fetch
+    return httpx2.create_ssl_context()  # reading the certificates takes longer than a small fetch
 
 
 class Connections:
     """Kept-alive connections of one thread, one per server.
 
-    The standard library's client, not httpx: it hands a shard on as the kernel gives it, for a third of the work.
+    The standard library's client, not httpx2: it hands a shard on as the kernel gives it, for a third of the work.
     """
 
     def __init__(self, ticket: TicketSource | None = None) -> None:
