@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 
-from shoal.tasks.grading.math_judge import math_judge
+from shoal.tasks.grading.math_grader import math_grader
 from shoal.tasks.task import RIGHT, UNPARSEABLE, WRONG, Problem, Reward, reply_of
 
 MAX_ANSWER_CHARS = 2000
@@ -71,11 +71,11 @@ def compare(gold: str, answer: str) -> Reward:
         return RIGHT if numbers[0] == numbers[1] else WRONG
     if gold.strip() == answer.strip():
         return RIGHT
-    return math_judge().compare(gold, answer)
+    return math_grader().compare(gold, answer)
 
 
 def find_bad_number(problems: Sequence[Problem]) -> dict[int, str]:
-    math_judge().check_installed()
+    math_grader().check_installed()
     return {
         index: f"the answer {problem.answer[:80]!r} is not a number"
         for index, problem in enumerate(problems)
@@ -85,9 +85,9 @@ def find_bad_number(problems: Sequence[Problem]) -> dict[int, str]:
 
 def find_bad_expression(problems: Sequence[Problem]) -> dict[int, str]:
     """The gold answers that math-verify makes nothing of. It would be a reward for nothing, or none for anything."""
-    math_judge().check_installed()
+    math_grader().check_installed()
     unclear = [index for index, problem in enumerate(problems) if plain_number(problem.check) is None]
-    parsed = math_judge().can_parse([problems[index].check for index in unclear])
+    parsed = math_grader().can_parse([problems[index].check for index in unclear])
     return {
         index: f"math-verify cannot parse the answer {problems[index].check[:80]!r}"
         for index, good in zip(unclear, parsed, strict=True)
