@@ -13,7 +13,7 @@ from shoal.cli.run.supervise import RunFailed
 from shoal.cli.ui.errors import in_words
 from shoal.net.http_client import Refused, Unreachable
 from shoal.net.waiting import DeadlinePassed, Stopped
-from shoal.wire.codes import CODES, Rejected
+from shoal.wire.codes import CODES, CorruptData, Rejected
 from shoal.wire.keys import Key
 from shoal.wire.messages import Problem
 
@@ -60,6 +60,7 @@ def refused(code: str) -> Refused:
         (ValueError("learn to count"), 2),
         (FileNotFoundError("no key at K; copy it"), 2),
         (Rejected("request.malformed", "not that"), 2),
+        (CorruptData("ledger event 3 was changed"), 1),
         (ModuleNotFoundError("no", name="torch"), 2),
         (DeadlinePassed("waited 3 s for rain"), 3),
         (Unreachable("nobody there"), 3),

@@ -98,11 +98,11 @@ def test_honest_books(books: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             "UPDATE ledger SET body = replace(body, 'test', 'best') WHERE seq = 4",
-            "NOT GOOD: ledger event 4 (node.enrolled) was changed: its hash does not fit",
+            "NOT GOOD: ledger event 4 (node.enrolled) was changed: its hash does not match",
         ),
         ("UPDATE ledger SET time_s = time_s + 1 WHERE seq = 2", "NOT GOOD: ledger event 2 (node.enrolled)"),
         ("UPDATE ledger SET actor = hash WHERE seq = 7", "NOT GOOD: ledger event 7 (node.enrolled)"),
-        ("DELETE FROM ledger WHERE seq = 3", "NOT GOOD: ledger event 4 stands where 3 belongs"),
+        ("DELETE FROM ledger WHERE seq = 3", "NOT GOOD: found ledger event 4 where 3 was expected"),
         ("UPDATE ledger SET hash = prev WHERE seq = 5", "NOT GOOD: ledger event 5 (node.enrolled)"),
     ],
 )
@@ -186,7 +186,7 @@ def test_a_page_that_never_gets_on(books: Path, capsys: pytest.CaptureFixture[st
         return first[0]
 
     assert audit_through(books, stuck) == 1
-    assert "stands where 4 belongs" in capsys.readouterr().out
+    assert "where 4 was expected" in capsys.readouterr().out
 
 
 def test_a_server_that_is_no_coordinator(books: Path) -> None:

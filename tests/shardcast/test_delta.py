@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shoal.shardcast import delta
 from shoal.shardcast.delta import apply, apply_deltas, encode, write_delta
-from shoal.wire.codes import Rejected
+from shoal.wire.codes import CorruptData
 
 PAGE = Path(__file__).parents[2] / "docs" / "wire" / "delta.md"
 HEAD = 16
@@ -196,7 +196,7 @@ def test_the_hand_made_one_is_right() -> None:
     ],
 )
 def test_what_is_not_a_delta_is_refused(payload: bytes, words: str) -> None:
-    with pytest.raises(Rejected, match=re.escape("not a delta: ")) as caught:
+    with pytest.raises(CorruptData, match=re.escape("not a delta: ")) as caught:
         apply(OLD, payload)
     assert words in caught.value.detail
 
@@ -206,7 +206,7 @@ def test_frames_that_do_not_say_their_size_or_are_none() -> None:
     two = zipped(bytes(2)) + zipped(bytes(10**6))
     for frame in (silent, two, b"", b"\x28\xb5\x2f\xfd", bytes(40), b"\x28\xb5\x2f\xfd" + bytes(40)):
         head = struct.pack("<8sQ5I", b"SHDELTA1", 200, 2, 2, 2, len(frame), len(frame))
-        with pytest.raises(Rejected, match="not a delta"):
+        with pytest.raises(CorruptData, match="not a delta"):
             apply(OLD, head + frame + frame)
 
 
@@ -215,18 +215,18 @@ def test_frames_that_do_not_say_their_size_or_are_none() -> None:
 def test_damage_gives_a_refusal_or_a_file_of_the_same_size(cut: int, place: int, byte: int) -> None:
     old = some_bytes(4000)
     whole = encode(old, stepped(old, 0.2))
-    with pytest.raises(Rejected):
+    with pytest.raises(CorruptData):
         apply(old, whole[: cut % len(whole)])
     damaged = bytearray(whole)
     damaged[place % len(whole)] = byte
-    with contextlib.suppress(Rejected):
+    with contextlib.suppress(CorruptData):
         assert len(apply(old, bytes(damaged))) == len(old)
 
 
 @given(noise=st.binary(max_size=300))
 @settings(deadline=None, derandomize=True, max_examples=300)
 def test_noise_after_a_right_beginning(noise: bytes) -> None:
-    with contextlib.suppress(Rejected):
+    with contextlib.suppress(CorruptData):
         assert len(apply(OLD, struct.pack("<8sQ", b"SHDELTA1", 200) + noise)) == 200
 
 

@@ -16,7 +16,7 @@ from shoal.net.waiting import DeadlinePassed
 from shoal.shardcast.client import fetch as fetch_module
 from shoal.shardcast.relay import mirror as mirror_module
 from shoal.telemetry import Log
-from shoal.wire.codes import Rejected
+from shoal.wire.codes import CorruptData
 from shoal.wire.keys import Key
 from shoal.wire.manifest import Manifest
 from shoal.wire.record import Sealed, seal
@@ -293,7 +293,7 @@ def test_a_publishers_error_leaves_nothing_in_place(
         for entry in body.files
     )
     wrong = seal(body.model_copy(update={"files": files}), key)
-    with pytest.raises(Rejected, match=r"no way to model\.safetensors is left; tried: .*delta of v1"):
+    with pytest.raises(CorruptData, match=r"no way to model\.safetensors is left; tried: .*delta of v1"):
         fetch(wrong, [serve(line.app)])
     assert not (tmp_path / "client" / "v1").exists()
     assert not (tmp_path / "client" / "v1.partial" / WEIGHTS).exists()

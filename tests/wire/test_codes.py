@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from shoal.wire.codes import ACCEPTED, CODES, Rejected, in_words
+from shoal.wire.codes import ACCEPTED, CODES, CorruptData, Rejected, in_words
 
 
 @pytest.mark.parametrize("code", sorted(CODES))
@@ -32,7 +32,13 @@ def test_rejected_carries_code_detail_and_retry() -> None:
     assert str(rejected) == "request.too_early: version 3 is not announced"
 
 
-def test_a_code_nobody_defined_is_our_own_mistake() -> None:
+def test_corrupt_data_is_not_a_refused_request() -> None:
+    error = CorruptData("ledger event 3 was changed")
+    assert (str(error), error.detail) == ("ledger event 3 was changed", "ledger event 3 was changed")
+    assert not isinstance(error, Rejected)
+
+
+def test_an_undefined_code_fails_an_assertion() -> None:
     with pytest.raises(AssertionError, match="unknown refusal code"):
         Rejected("reject.looks_funny", "no")
 

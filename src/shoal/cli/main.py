@@ -37,7 +37,7 @@ from shoal.cli.ui.errors import Parser, in_lines, refused_for_good
 from shoal.cli.ui.values import at_least_one, url
 from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.telemetry import start_logging
-from shoal.wire.codes import CODES, Rejected
+from shoal.wire.codes import CODES, CorruptData, Rejected
 
 EXIT_UNREAD = 141
 """As a shell has it of a program that nobody listens to any more."""
@@ -68,6 +68,7 @@ def act(options: argparse.Namespace, stop: threading.Event) -> int:
         ValueError: EXIT_USAGE,
         OSError: EXIT_USAGE,
         Rejected: EXIT_USAGE,
+        CorruptData: EXIT_FAILED,
         ModuleNotFoundError: EXIT_USAGE,
         DeadlinePassed: EXIT_DEADLINE,
         Unreachable: EXIT_DEADLINE,

@@ -28,7 +28,7 @@ import zstandard
 from blake3 import blake3
 
 from shoal.shardcast.client.byte_ranges import write_at
-from shoal.wire.codes import Rejected
+from shoal.wire.codes import CorruptData
 
 MAGIC = b"SHDELTA1"
 CHUNK_WORDS = 1 << 21
@@ -61,7 +61,7 @@ def encode(old: bytes | memoryview, new: bytes | memoryview) -> bytes:
 
 
 def apply(old: bytes | memoryview, payload: bytes | memoryview) -> bytes:
-    """`new` of `encode(old, new)`. Rejected if the payload is not one for a file of this size."""
+    """Returns `new` of `encode(old, new)`. Raises CorruptData if the payload is not a delta for a file of this size."""
     delta, read = DeltaReader(_reader(payload), len(payload), len(old)), _word_reader(old)
     pieces = []
     for start, length in _chunks(len(old)):
@@ -234,7 +234,7 @@ class Changes:
     steps: bytes
 
     def apply(self, words: Words) -> None:
-        """Change the words of the chunk in place; Rejected, some of them changed or none, if that cannot be meant."""
+        """Changes the words of the chunk in place. Raises CorruptData on invalid data, before any word is changed."""
         if self.num > words.size:
             raise _refusal(f"{self.num} changes in a chunk of {words.size} words")
         if self.num == 0:
@@ -370,5 +370,5 @@ def _size(fd: int) -> int:
     return os.fstat(fd).st_size
 
 
-def _refusal(reason: str) -> Rejected:
-    return Rejected("request.malformed", f"not a delta: {reason}")
+def _refusal(reason: str) -> CorruptData:
+    return CorruptData(f"not a delta: {reason}")

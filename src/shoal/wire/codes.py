@@ -158,8 +158,16 @@ ACCEPTED = "accepted"
 UNCERTAIN = "void.uncertain"
 
 
+class CorruptData(Exception):
+    """Stored or downloaded data does not verify: a ledger, a delta, a file of a version. No request was refused."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail)
+        self.detail = detail
+
+
 class Rejected(Exception):
-    """A stranger's bytes were refused. Carries the stable code and the detail that names the value."""
+    """A request or a submission was refused. Carries the stable code and a detail that names the wrong value."""
 
     def __init__(self, code: str, detail: str, *, retry_after_s: float | None = None) -> None:
         assert code in CODES, f"unknown refusal code {code!r}: add it to wire/codes.py"

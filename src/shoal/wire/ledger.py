@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
-from shoal.wire.codes import Rejected
+from shoal.wire.codes import CorruptData, Rejected
 from shoal.wire.record import Record, Sealable, Sealed, canonical_json
 
 GENESIS = "0" * 64
@@ -52,30 +52,36 @@ def hash_of_text(seq: int, time_s: float, type: str, actor: str, body: bytes, pr
 def verify_chain(
     events: Iterable[LedgerEvent], *, prev: str = GENESIS, first_seq: int = 1
 ) -> tuple[int, str]:
-    """Number of events and hash of the last; Rejected names the first event that does not fit."""
+    """Returns the number of events and the hash of the last one. Raises CorruptData at the first event that does not verify."""
     seq, count = first_seq, 0
     for event in events:
         if event.seq != seq:
-            raise Rejected("request.conflict", f"ledger event {event.seq} stands where {seq} belongs")
+            raise CorruptData(f"found ledger event {event.seq} where {seq} was expected")
         if event.prev != prev:
-            raise Rejected(
-                "request.conflict", f"ledger event {seq} follows {event.prev[:16]}, not {prev[:16]}"
-            )
-        if event_hash(event.seq, event.time_s, event.type, event.actor, event.body, event.prev) != event.hash:
-            raise Rejected(
-                "request.conflict", f"ledger event {seq} ({event.type}) was changed: its hash does not fit"
-            )
+            raise CorruptData(f"ledger event {seq} follows {event.prev[:16]}, not {prev[:16]}")
+        if _recomputed_hash(event) != event.hash:
+            raise CorruptData(f"ledger event {seq} ({event.type}) was changed: its hash does not match")
         prev, seq, count = event.hash, seq + 1, count + 1
     return count, prev
 
 
+def _recomputed_hash(event: LedgerEvent) -> str | None:
+    """Returns the hash of an event's content, or None if the content has no canonical JSON (an infinity, for example)."""
+    try:
+        return event_hash(event.seq, event.time_s, event.type, event.actor, event.body, event.prev)
+    except Rejected:
+        return None
+
+
 def verify_ledger(events: Iterable[LedgerEvent], head: Sealed[LedgerHead], run_key: str) -> int:
-    """How many events, if they are all that `head` vouches for, from the first to the last; else Rejected."""
-    signed = head.open(run_key)
+    """Returns the number of events if they are exactly those that the signed `head` covers. Raises CorruptData otherwise."""
+    try:
+        signed = head.open(run_key)
+    except Rejected as rejected:
+        raise CorruptData(rejected.detail) from None
     count, last = verify_chain(events)
     if (count, last) != (signed.seq, signed.hash):
-        raise Rejected(
-            "request.conflict",
-            f"{count} events end in {last[:16]}, the signed head says {signed.seq} and {signed.hash[:16]}",
+        raise CorruptData(
+            f"{count} events end in {last[:16]}, the signed head says {signed.seq} and {signed.hash[:16]}"
         )
     return count

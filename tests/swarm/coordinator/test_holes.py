@@ -10,7 +10,7 @@ from shoal.net.http_client import Refused
 from shoal.swarm.coordinator.ledger_replay import replay, seed_of
 from shoal.swarm.coordinator.store.schema import leases as lease_table
 from shoal.swarm.coordinator.store.schema import submissions
-from shoal.wire.codes import Rejected
+from shoal.wire.codes import CorruptData
 from shoal.wire.lease import Lease, Verdict
 from shoal.wire.messages import Abandon, HeartbeatReply, LeaseStatus, NodeView, RelayReport
 from shoal.wire.seeded_draw import lease_seed
@@ -275,7 +275,7 @@ def test_a_worker_cannot_tell_before_and_anybody_can_after(trusting: SmallSwarm)
     full = next(e for e in events if e.type == "verdict.given" and e.body["drawn"]["checks"] == "full")
     drawn_body = full.body["drawn"] | {"checks": "rewards"}
     forged = full.model_copy(update={"body": full.body | {"drawn": drawn_body}})
-    with pytest.raises(Rejected, match="the draw gave lease"):
+    with pytest.raises(CorruptData, match="the draw gave lease"):
         replay([forged if event.seq == full.seq else event for event in events])
     swarm.close()
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from small_swarm import CONFIG, SmallSwarm
 
-from shoal.wire.codes import Rejected
+from shoal.swarm.coordinator.ledger_replay import replay
+from shoal.wire.codes import CorruptData
 from shoal.wire.lease import Lease
 from shoal.wire.ledger import LedgerEvent, LedgerHead, verify_chain, verify_ledger
 from shoal.wire.record import Sealed
@@ -83,13 +84,23 @@ def test_a_changed_row_is_found(swarm: SmallSwarm, change: str) -> None:
     kept = head(swarm)
     with swarm.coordinator.database.transaction() as db:
         db.exec_driver_sql(change)
-    with pytest.raises(Rejected):
+    with pytest.raises(CorruptData):
         verify_ledger(swarm.ledger(), kept, swarm.run_key.public)
 
 
 def test_a_head_of_another_key_proves_nothing(swarm: SmallSwarm) -> None:
-    with pytest.raises(Rejected):
+    with pytest.raises(CorruptData):
         verify_ledger(swarm.ledger(), head(swarm), "0" * 64)
+
+
+def test_replay_names_the_event_that_contradicts_the_others(swarm: SmallSwarm) -> None:
+    lived(swarm)
+    events = swarm.ledger()
+    issued = next(event for event in events if event.type == "lease.issued")
+    with pytest.raises(CorruptData, match=f"event {issued.seq} \\(lease.issued\\) lacks a field"):
+        replay([event.model_copy(update={"body": {}}) if event is issued else event for event in events])
+    with pytest.raises(CorruptData, match="was never issued"):
+        replay([event for event in events if event is not issued])
 
 
 def test_secrets_are_committed_before_and_revealed_after(tmp_path: Path) -> None:

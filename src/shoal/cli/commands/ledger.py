@@ -13,7 +13,7 @@ from shoal.cli.run.supervise import EXIT_FAILED, EXIT_OK
 from shoal.cli.ui.progress_bar import progress
 from shoal.net.waiting import Stopped
 from shoal.swarm.coordinator.ledger_replay import Books, replay
-from shoal.wire.codes import Rejected
+from shoal.wire.codes import CorruptData, Rejected
 from shoal.wire.ledger import LedgerEvent, LedgerHead, verify_ledger
 from shoal.wire.messages import Stats
 from shoal.wire.record import Sealed
@@ -35,11 +35,11 @@ def audit_ledger(url: str, stop: threading.Event, *, as_json: bool = False) -> i
                 count = verify_ledger(events, head, run_key)
                 books = replay(events[: shown.ledger_seq])
                 compare(books, shown)
-        except Rejected as rejected:
+        except (CorruptData, Rejected) as error:
             print(
-                json.dumps({"good": False, "reason": rejected.detail})
+                json.dumps({"good": False, "reason": error.detail})
                 if as_json
-                else f"NOT GOOD: {rejected.detail}"
+                else f"NOT GOOD: {error.detail}"
             )
             return EXIT_FAILED
     if as_json:
@@ -55,7 +55,7 @@ def audit_ledger(url: str, stop: threading.Event, *, as_json: bool = False) -> i
 
 
 def fetch_ledger(http: httpx2.Client, run_key: str, stop: threading.Event) -> list[LedgerEvent]:
-    """Every event up to the signed head, verified; Rejected otherwise."""
+    """Returns every event up to the signed head, verified. Raises CorruptData if the ledger does not verify."""
     head = Sealed[LedgerHead].parse(_get(http, "/v1/ledger/head"))
     events = list(_events(http, head.body.seq, stop))
     verify_ledger(events, head, run_key)
@@ -63,10 +63,10 @@ def fetch_ledger(http: httpx2.Client, run_key: str, stop: threading.Event) -> li
 
 
 def compare(books: Books, shown: Stats) -> None:
-    """The tables against the ledger; Rejected names the first node that differs."""
+    """Compares the coordinator's tables with the ledger. Raises CorruptData at the first node that differs."""
     for view in shown.nodes:
         if view.node not in books.nodes:
-            raise Rejected("request.conflict", f"node {view.node[:16]} is shown, but never enrolled")
+            raise CorruptData(f"node {view.node[:16]} is shown, but never enrolled")
         node, balance = books.nodes[view.node], books.balance(view.node, shown.server_time_s)
         summed = {
             "trust": node.standing.trust.value,
@@ -78,9 +78,8 @@ def compare(books: Books, shown: Stats) -> None:
         }
         for name, expected in summed.items():
             if getattr(view, name) != expected:
-                raise Rejected(
-                    "request.conflict",
-                    f"node {view.node[:16]}: {name} is shown as {getattr(view, name)}, the ledger adds up to {expected}",
+                raise CorruptData(
+                    f"node {view.node[:16]}: {name} is shown as {getattr(view, name)}, the ledger adds up to {expected}"
                 )
 
 
@@ -92,9 +91,7 @@ def _events(http: httpx2.Client, last_seq: int, stop: threading.Event) -> Iterat
                 raise Stopped(f"stopped at event {seq} of {last_seq}")
             events = _page(_get(http, f"/v1/ledger?from_seq={seq}&limit={PAGE}"), seq)
             if not events:
-                raise Rejected(
-                    "request.conflict", f"the ledger ends before event {seq}; its head says {last_seq}"
-                )
+                raise CorruptData(f"the ledger ends before event {seq}; its head says {last_seq}")
             yield from events[: last_seq - seq + 1]
             seq += len(events)
             advance(len(events))
@@ -104,8 +101,8 @@ def _page(data: bytes, seq: int) -> list[LedgerEvent]:
     try:
         return [LedgerEvent.model_validate(event) for event in json.loads(data)]
     except (ValidationError, ValueError, TypeError):
-        raise Rejected(
-            "request.malformed", f"what stands at event {seq} or soon after is no ledger event"
+        raise CorruptData(
+            f"the page of the ledger from event {seq} holds something else than events"
         ) from None
 
 

@@ -13,6 +13,7 @@ EXIT_USAGE = 2
 
 # By name: the client's own errors are not worth an import before a command begins.
 WHAT = {
+    "CorruptData": "data does not verify",
     "DeadlinePassed": "waited too long",
     "ModuleNotFoundError": "a package is missing",
     "OSError": "a file or an address is not as it should be",

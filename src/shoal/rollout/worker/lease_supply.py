@@ -21,7 +21,7 @@ from shoal.rollout.worker.session import LeaseLost, Session
 from shoal.rollout.worker.utilisation import Doing
 from shoal.rollout.worker.version_cache import PolicyShelf
 from shoal.telemetry import Log
-from shoal.wire.codes import Rejected
+from shoal.wire.codes import CorruptData, Rejected
 from shoal.wire.lease import Lease
 
 LOOK_S = 0.1
@@ -206,7 +206,7 @@ class Supply:
         try:
             self._shelf.stock(version, stop=self._stop)
             self._refused = ""
-        except (DeadlinePassed, Rejected, Refused, Unreachable, OSError) as error:
+        except (CorruptData, DeadlinePassed, Rejected, Refused, Unreachable, OSError) as error:
             if str(error) != self._refused:
                 self._refused = str(error)
                 self._log.warning("a new version cannot be had ahead of time", reason=error)

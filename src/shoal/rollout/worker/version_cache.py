@@ -20,7 +20,7 @@ from shoal.rollout.worker.session import LeaseLost, Session
 from shoal.rollout.worker.worker_folder import State
 from shoal.shardcast import RelayChoice, fetch_version, prune_versions
 from shoal.telemetry import Log
-from shoal.wire.codes import Rejected
+from shoal.wire.codes import CorruptData, Rejected
 from shoal.wire.lease import Lease, PolicyRef
 
 FETCH_SHARE = 0.5
@@ -69,7 +69,7 @@ class PolicyShelf:
         for policy in policies:
             try:
                 self._have(policy, lease, stop)
-            except (DeadlinePassed, Rejected, Refused, Unreachable) as error:
+            except (CorruptData, DeadlinePassed, Rejected, Refused, Unreachable) as error:
                 self._log.warning(f"version {policy.version} cannot be had", reason=error)
                 reasons.append(f"version {policy.version}: {error}")
                 continue

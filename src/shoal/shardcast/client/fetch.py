@@ -29,7 +29,7 @@ from shoal.shardcast.disk import room_for
 from shoal.shardcast.folders import partial_folder, version_folder, version_folders
 from shoal.shardcast.manifest_files import MANIFEST_FILE, open_manifest, prepare_folder, read_manifest
 from shoal.telemetry import Log
-from shoal.wire.codes import Rejected
+from shoal.wire.codes import CorruptData, Rejected
 from shoal.wire.manifest import DELTA_SUFFIX, FileEntry, Manifest
 from shoal.wire.record import Sealed
 
@@ -94,7 +94,7 @@ class Fetch:
         if self._left_s() > 0 and self._find_twin():
             return
         if self._failure is None:  # every way was tried, and none gave the right bytes
-            raise Rejected("request.wrong_digest", self._no_way(name))
+            raise CorruptData(self._no_way(name))
         if isinstance(self._failure, (NoRelayLeft, Rejected)) or self._left_s() <= 0:
             raise self._failure
         self._unreachable.clear()
@@ -209,8 +209,8 @@ class Fetch:
         try:
             with room_for(made):
                 found = self._put(source, way, made)
-        except Rejected as rejected:
-            found = rejected.detail
+        except CorruptData as error:
+            found = error.detail
         if found == entry.blake3:
             made.replace(self.partial / way.name)
             return

@@ -47,8 +47,8 @@ def fetch_version(
     With an earlier version in `into`, only what changed since is fetched, where the publisher sends that.
 
     Give a RelayChoice instead of URLs to remember over several fetches which relays are good, and to show them a ticket.
-    Raises Rejected for a manifest the run key did not sign, DeadlinePassed with every relay's last failing or with where there
-    is no room, Stopped, and OSError when the disk fails.
+    Raises Rejected for a manifest the run key did not sign, CorruptData if every way to a file gave wrong bytes, DeadlinePassed
+    with every relay's last failure or with the folder that is full, Stopped, and OSError when the disk fails.
     """
     body = open_manifest(manifest, run=None, run_key=run_key)
     final = version_folder(into, body.version)

@@ -13,7 +13,7 @@ from typing import Any
 from shoal.swarm.coordinator.rules.check_sampling import checks_all
 from shoal.swarm.coordinator.rules.credit import Balance, Earning, amount, balance, held_since_s, to_revoke
 from shoal.swarm.coordinator.rules.trust import Finding, Happening, Standing, Trust, finding_of, judge
-from shoal.wire.codes import UNCERTAIN, Rejected
+from shoal.wire.codes import UNCERTAIN, CorruptData
 from shoal.wire.ledger import LedgerEvent
 from shoal.wire.seeded_draw import lease_seed
 
@@ -66,7 +66,7 @@ class Books:
     """Of the node that something happened to last, before it happened."""
 
     def add(self, event: LedgerEvent) -> None:
-        """One more event, or Rejected: the books do not add up at this one."""
+        """Adds one event. Raises CorruptData if it contradicts the events before it."""
         self.seq, self.time_s = event.seq, event.time_s
         if event.type in _MOVES:
             self._move(event.body["node"], _MOVES[event.type])
@@ -249,8 +249,8 @@ class Books:
             raise self._wrong(f"lease {lease_id[:32]} was never issued")
         return self.leases[lease_id]
 
-    def _wrong(self, words: str) -> Rejected:
-        return Rejected("request.conflict", f"ledger event {self.seq}: {words}")
+    def _wrong(self, words: str) -> CorruptData:
+        return CorruptData(f"ledger event {self.seq}: {words}")
 
 
 _ADD: dict[str, Callable[[Books, dict[str, Any]], None]] = {
@@ -270,14 +270,14 @@ _ADD: dict[str, Callable[[Books, dict[str, Any]], None]] = {
 
 
 def replay(events: Iterable[LedgerEvent]) -> Books:
-    """The books of a whole ledger; Rejected names the first event at which they do not add up."""
+    """Returns the totals of a whole ledger. Raises CorruptData at the first event that contradicts the ones before it."""
     books = Books()
     for event in events:
         try:
             books.add(event)
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise Rejected(
-                "request.malformed", f"ledger event {event.seq} ({event.type}) lacks what such an event says"
+            raise CorruptData(
+                f"ledger event {event.seq} ({event.type}) lacks a field or has one of the wrong type"
             ) from None
     books.close()
     return books

@@ -13,7 +13,7 @@ from shoal.net.waiting import DeadlinePassed
 from shoal.shardcast import RelayChoice, fetch_version, prune_versions
 from shoal.swarm.validator.recompute import CannotCheck, Policy
 from shoal.telemetry import Log
-from shoal.wire.codes import Rejected
+from shoal.wire.codes import CorruptData, Rejected
 from shoal.wire.lease import Lease
 from shoal.wire.manifest import Manifest
 from shoal.wire.record import Sealed
@@ -60,7 +60,7 @@ class PolicyShelf:
                 deadline_s=self._fetch_s,
             )
             policy = self._load(folder, manifest.body)
-        except (Rejected, Refused, DeadlinePassed, ValueError, OSError) as error:
+        except (CorruptData, Rejected, Refused, DeadlinePassed, ValueError, OSError) as error:
             raise CannotCheck(f"policy version {version} cannot be had: {error}") from None
         self._loaded[version] = policy
         prune_versions(self._folder, KEEP_ON_DISK)
