@@ -59,10 +59,11 @@ def fresh_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def swarm(fresh_run: Path, tmp_path: Path) -> Iterator[SmallSwarm]:
-    """A coordinator with no policy, no relay and no node yet."""
+def swarm(request: pytest.FixtureRequest, fresh_run: Path, tmp_path: Path) -> Iterator[SmallSwarm]:
+    """A coordinator with no policy, no relay and no node yet; behind a real server for tests marked `on_socket`."""
     shutil.copytree(fresh_run, tmp_path / "run")
-    swarm = SmallSwarm(tmp_path / "run")
+    on_socket = request.node.get_closest_marker("on_socket") is not None
+    swarm = SmallSwarm(tmp_path / "run", on_socket=on_socket)
     yield swarm
     swarm.close()
 

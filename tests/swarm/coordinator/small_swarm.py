@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+from in_process import InProcessTransport
 
 from s3_stores import CREDENTIALS
 from shoal.net.http_client import Refused, SignedClient
@@ -76,16 +77,20 @@ class Clock:
         return time.time() + self.ahead_s
 
 
-def signed_client(url: str, key: Key) -> SignedClient:
+def socket_transport() -> httpx2.BaseTransport:
     # Reading the list of certificate authorities costs more than all a test does, and nothing here is https.
-    return SignedClient(url, key, log=LOG, transport=httpx2.HTTPTransport(verify=False))
+    return httpx2.HTTPTransport(verify=False)
+
+
+def signed_client(url: str, key: Key, transport: httpx2.BaseTransport | None = None) -> SignedClient:
+    return SignedClient(url, key, log=LOG, transport=transport or socket_transport())
 
 
 class Node:
     """A worker's client, as honest as the test makes it."""
 
-    def __init__(self, url: str, key: Key) -> None:
-        self.client = signed_client(url, key)
+    def __init__(self, url: str, key: Key, transport: httpx2.BaseTransport | None = None) -> None:
+        self.client = signed_client(url, key, transport)
         self.id = key.public
         self.epoch = 0
 
@@ -142,8 +147,10 @@ class SmallSwarm:
         clock: Clock | None = None,
         *,
         any_name: bool = False,
+        on_socket: bool = False,
     ) -> None:
-        self.any_name = any_name
+        """Opens a coordinator; with `on_socket` behind a real server, otherwise called in this process."""
+        self.any_name, self.on_socket = any_name, on_socket
         self.dir, self.config, self.spec, self.clock = dir, config, spec, clock or Clock()
         self._nodes: list[Node] = []
         if FRESH_DATABASE and not config.database:
@@ -157,25 +164,37 @@ class SmallSwarm:
             self.config, self.spec, self.dir, log=LOG, clock=self.clock, credentials=CREDENTIALS
         )
         resume(self.coordinator)
-        sock = listen("127.0.0.1", port)
-        self.authority = f"127.0.0.1:{sock.getsockname()[1]}"
+        sock = listen("127.0.0.1", port) if self.on_socket else None
+        self.authority = f"127.0.0.1:{sock.getsockname()[1] if sock else 8700}"
         self.url = f"http://{self.authority}"
         names = None if self.any_name else frozenset({self.authority})
         self.app = app = make_app(self.coordinator, authorities=names)
-        self._server = Server(app, sock, on_close=app.feed.close)
-        self._server.start()
+        self._server = Server(app, sock, on_close=app.feed.close) if sock else None
+        if self._server:
+            self._server.start()
         self.run_key = Key.load(self.dir / "keys" / "run.key")
         self.trainer, self.validator, self.relay = (
-            signed_client(self.url, Key.load(self.dir / "keys" / f"{role}.key"))
+            signed_client(self.url, Key.load(self.dir / "keys" / f"{role}.key"), self.transport())
             for role in ("trainer", "validator", "relay")
         )
-        self.public = httpx2.Client(base_url=self.url, transport=httpx2.HTTPTransport(verify=False))
+        self.public = httpx2.Client(base_url=self.url, transport=self.transport())
+
+    def transport(self) -> httpx2.BaseTransport:
+        """Returns the way to the coordinator for a client: the app itself, or a socket."""
+        return socket_transport() if self.on_socket else InProcessTransport(self.app)
 
     def close(self) -> None:
         for client in (self.trainer, self.validator, self.relay, *(node.client for node in self._nodes)):
             client.close()
         self.public.close()
-        self._server.close()
+        self._close_app()
+
+    def _close_app(self) -> None:
+        if self._server:
+            self._server.close()
+        else:
+            self.app.feed.close()
+            self.app.close()
         self.coordinator.close()
 
     def reopen(self) -> None:
@@ -184,17 +203,16 @@ class SmallSwarm:
         for client in (self.trainer, self.validator, self.relay):
             client.close()
         self.public.close()
-        self._server.close()
-        self.coordinator.close()
+        self._close_app()
         self._open(port)
 
     def node(self) -> Node:
-        node = Node(self.url, Key.generate()).join()
+        node = Node(self.url, Key.generate(), self.transport()).join()
         self._nodes.append(node)
         return node
 
     def stranger(self, key: Key | None = None) -> Node:
-        node = Node(self.url, key or Key.generate())
+        node = Node(self.url, key or Key.generate(), self.transport())
         self._nodes.append(node)
         return node
 

@@ -37,7 +37,7 @@ def open_swarm(dir: Path, **changes: object) -> SmallSwarm:
 
 
 def order(swarm: SmallSwarm, action: str, subject: str = "", amount: int = 0) -> Recorded:
-    client = signed_client(swarm.url, Key.load(swarm.dir / "keys" / "admin.key"))
+    client = signed_client(swarm.url, Key.load(swarm.dir / "keys" / "admin.key"), swarm.transport())
     try:
         ask = AdminOrder(reason="a test", subject=subject, amount=amount)
         return client.call("POST", f"/v1/admin/{action}", ask, Recorded)
@@ -170,7 +170,7 @@ def test_an_owner_revokes_a_key(tmp_path: Path) -> None:
     stranger = swarm.stranger()
     assert refusal(stranger.client.call, "POST", "/v1/keys/revoke", ask, Recorded).code == "request.not_yours"
     assert refusal(node.client.call, "POST", "/v1/keys/revoke", ask, Recorded).code == "request.not_yours"
-    client = signed_client(swarm.url, owner)
+    client = signed_client(swarm.url, owner, swarm.transport())
     client.call("POST", "/v1/keys/revoke", ask, Recorded)
     for call in (node.beat, node.lease, lambda: node.status(lease)):
         assert refusal(call).code == "request.revoked"
@@ -216,7 +216,7 @@ def test_only_the_admin_key_orders_and_only_with_a_reason(swarm: SmallSwarm) -> 
     ask = AdminOrder(reason="I want to", subject=node.id)
     for client in (node.client, swarm.validator, swarm.trainer, swarm.relay):
         assert refusal(client.call, "POST", "/v1/admin/ban", ask, Recorded).code == "request.not_allowed"
-    admin = signed_client(swarm.url, Key.load(swarm.dir / "keys" / "admin.key"))
+    admin = signed_client(swarm.url, Key.load(swarm.dir / "keys" / "admin.key"), swarm.transport())
     for body in (b"{}", b'{"reason": ""}', b'{"reason": "no", "subject": "x"}'):
         assert refusal(admin.send, "POST", "/v1/admin/ban", body).code == "request.malformed"
     assert refusal(order, swarm, "dance").code == "request.not_found"

@@ -88,7 +88,7 @@ class Clients:
 
 
 def test_the_run_finishes(tmp_path: Path) -> None:
-    swarm = SmallSwarm(tmp_path, CONFIG.model_copy(update={"claim_s": 2.0}), any_name=True)
+    swarm = SmallSwarm(tmp_path, CONFIG.model_copy(update={"claim_s": 2.0}), any_name=True, on_socket=True)
     swarm.start()
     proxy = FaultProxy(int(swarm.url.rsplit(":", 1)[1]), seed=11, share=0.4)
     clients = Clients(swarm, f"http://127.0.0.1:{proxy.port}")

@@ -161,7 +161,7 @@ def test_urls() -> None:
 def test_two_coordinators_serve_one_run(tmp_path: Path, postgres: Any) -> None:
     """No shared memory: a session opened at one counts at the other, a nonce spent at one is spent at both."""
     config = CONFIG.model_copy(update={"database": postgres.fresh()})
-    left, right = SmallSwarm(tmp_path, config), SmallSwarm(tmp_path, config)
+    left, right = (SmallSwarm(tmp_path, config, on_socket=True) for _ in range(2))
     left.start()
     assert right.stats().newest_version == 0
     keys = [Key.generate() for _ in range(4)]
@@ -194,8 +194,8 @@ def test_two_coordinators_serve_one_run(tmp_path: Path, postgres: Any) -> None:
 def test_a_client_goes_on_with_another_entry_point(tmp_path: Path, postgres: Any) -> None:
     """One of two coordinators is killed; who worked by it works by the other, in the same session."""
     config = CONFIG.model_copy(update={"database": postgres.fresh()})
-    right = SmallSwarm(tmp_path, config)
-    left = SmallSwarm(tmp_path, config.model_copy(update={"entry_points": (right.url,)}))
+    right = SmallSwarm(tmp_path, config, on_socket=True)
+    left = SmallSwarm(tmp_path, config.model_copy(update={"entry_points": (right.url,)}), on_socket=True)
     right.start()
     info = Info.parse(left.public.get("/v1/info").content)
     [run] = RunList.parse(left.public.get("/v1/runs").content).runs

@@ -96,6 +96,7 @@ def test_bytes_that_come_in_after_others_were_declared_are_refused(swarm: SmallS
     assert stored_files(swarm) == []
 
 
+@pytest.mark.on_socket
 def test_an_upload_that_drips_on_ends_with_its_lease(swarm: SmallSwarm) -> None:
     swarm.start()
     node = swarm.node()

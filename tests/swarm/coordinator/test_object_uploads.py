@@ -46,6 +46,7 @@ def test_other_bytes_than_declared_are_refused(swarm: SmallSwarm) -> None:
     assert put(swarm, path, b"declared") == "request.lease_closed"
 
 
+@pytest.mark.on_socket
 def test_a_huge_upload_is_refused_before_it_is_sent(swarm: SmallSwarm) -> None:
     swarm.start()
     node = swarm.node()
@@ -72,6 +73,7 @@ def test_a_huge_upload_through_the_client_is_refused(swarm: SmallSwarm) -> None:
     assert stored_files(swarm) == []
 
 
+@pytest.mark.on_socket
 def test_an_upload_that_breaks_off_leaves_nothing(swarm: SmallSwarm) -> None:
     swarm.start()
     node = swarm.node()

@@ -32,9 +32,8 @@ EXAMPLES = int(os.environ.get("SHOAL_OPENAPI_EXAMPLES", "3"))
 
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallSwarm]:
-    swarm = SmallSwarm(
-        tmp_path_factory.mktemp("openapi"), CONFIG.model_copy(update={"requests_per_s": 1e6, "lease_s": 1e6})
-    )
+    config = CONFIG.model_copy(update={"requests_per_s": 1e6, "lease_s": 1e6})
+    swarm = SmallSwarm(tmp_path_factory.mktemp("openapi"), config, on_socket=True)
     swarm.start()
     yield swarm
     swarm.close()

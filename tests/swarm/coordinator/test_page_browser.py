@@ -13,7 +13,7 @@ from shoal.swarm.coordinator.http.run_pool import Hosted, Pool
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import Heartbeat, HeartbeatReply, LeaseStatus
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.browser, pytest.mark.on_socket, pytest.mark.timeout(400)]
 
 INJECTED = "</script><script>window.injected = 1</script><img src=x onerror='window.injected = 2'>"
 

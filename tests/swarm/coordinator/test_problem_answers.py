@@ -32,6 +32,7 @@ def test_too_early_says_when(swarm: SmallSwarm) -> None:
     assert Problem.parse(response.content).retry_after_s == 1.0
 
 
+@pytest.mark.on_socket
 def test_an_error_of_ours_is_a_problem_and_a_log_line(
     swarm: SmallSwarm, caplog: pytest.LogCaptureFixture
 ) -> None:

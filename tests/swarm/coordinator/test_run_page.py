@@ -164,6 +164,7 @@ def viewers(swarm: SmallSwarm) -> Iterator[list[Viewer]]:
         viewer.close()
 
 
+@pytest.mark.on_socket
 def test_events_are_everything_first_and_then_what_changed(swarm: SmallSwarm, viewers: list[Viewer]) -> None:
     swarm.start()
     node = swarm.node()
@@ -183,6 +184,7 @@ def test_events_are_everything_first_and_then_what_changed(swarm: SmallSwarm, vi
     Snapshot.parse(json.dumps(first | later))
 
 
+@pytest.mark.on_socket
 def test_ten_viewers_cost_one_snapshot(swarm: SmallSwarm, viewers: list[Viewer]) -> None:
     swarm.start()
     began_s = time.monotonic()
@@ -197,6 +199,7 @@ def test_ten_viewers_cost_one_snapshot(swarm: SmallSwarm, viewers: list[Viewer])
     assert taken <= 2 + periods * 1.05
 
 
+@pytest.mark.on_socket
 def test_nobody_looks_and_nothing_is_computed(swarm: SmallSwarm) -> None:
     viewer = Viewer(swarm.url)
     viewer.next()
@@ -208,6 +211,7 @@ def test_nobody_looks_and_nothing_is_computed(swarm: SmallSwarm) -> None:
     assert feed.snapshots == taken
 
 
+@pytest.mark.on_socket
 def test_viewers_are_bounded(
     swarm: SmallSwarm, viewers: list[Viewer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +234,7 @@ def test_a_dear_snapshot_is_taken_less_often(swarm: SmallSwarm, monkeypatch: pyt
     assert feed._next_s - time.monotonic() > feed_module.LONGEST_PERIOD_S / 2
 
 
+@pytest.mark.on_socket
 def test_a_server_that_stops_lets_viewers_go(swarm: SmallSwarm, viewers: list[Viewer]) -> None:
     viewers.append(Viewer(swarm.url))
     viewers[0].next()
@@ -272,6 +277,7 @@ def test_the_page_is_small_and_runs_nothing_but_its_own(swarm: SmallSwarm) -> No
         assert unsafe not in script
 
 
+@pytest.mark.on_socket
 def test_a_report_is_one_file_whatever_the_run_holds(swarm: SmallSwarm, tmp_path: Path) -> None:
     swarm.start()
     node = swarm.node()

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 
+import pytest
 from small_swarm import Node, SmallSwarm, at_once, manifest, refusal
 from sqlalchemy import func, select
 
@@ -253,6 +254,7 @@ def test_enrolling_again_changes_nothing(swarm: SmallSwarm) -> None:
     assert [event.body["epoch"] for event in swarm.events("session.opened")] == [1, 2]
 
 
+@pytest.mark.on_socket
 def test_a_signed_client_against_the_wrong_name(swarm: SmallSwarm) -> None:
     """The names a coordinator answers to are its own: localhost was not among them here."""
     key = Key.generate()

@@ -69,6 +69,7 @@ def test_a_ticket_is_kept_until_half_of_it_is_over_and_longer_if_there_is_no_oth
     assert tickets() == second
 
 
+@pytest.mark.on_socket
 def test_a_private_relay_serves_members_of_the_run_only(swarm: SmallSwarm, tmp_path: Path) -> None:
     """Coordinator, private origin, private relay, node: all tickets are asked for and shown by themselves."""
     key, stop = swarm.coordinator.run_key, threading.Event()

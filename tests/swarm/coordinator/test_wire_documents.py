@@ -123,5 +123,5 @@ def test_every_route_and_code_has_its_line(tmp_path: Path) -> None:
 
 def source_of(*rooms: str) -> str:
     """The code that a request can run through; the table of codes itself apart, which has those of relays too."""
-    paths = [path for room in rooms for path in (ROOT / "src" / "shoal" / room).glob("*.py")]
+    paths = [path for room in rooms for path in (ROOT / "src" / "shoal" / room).rglob("*.py")]
     return "\n".join(path.read_text(encoding="utf-8") for path in paths if path.name != "codes.py")
