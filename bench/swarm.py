@@ -47,8 +47,8 @@ SERVER = """
 import json, sys, threading
 from pathlib import Path
 from shoal.swarm.coordinator.config import CoordinatorConfig
-from shoal.swarm.coordinator.run import run_coordinator
-from shoal.wire.run import RunSpec, Sampling, TaskSpec
+from shoal.swarm.coordinator.http.server import run_coordinator
+from shoal.wire.run_spec import RunSpec, Sampling, TaskSpec
 folder, database = Path(sys.argv[1]), sys.argv[2]
 spec = RunSpec(run="load", task=TaskSpec(name="sort", options={"length": 6}), compute_dtype="float32",
                sampling=Sampling(max_new_tokens=8, samples_per_prompt=4), last_version=9)

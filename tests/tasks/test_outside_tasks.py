@@ -37,7 +37,7 @@ def test_the_example_is_short_and_works(tmp_path: Path) -> None:
     install(tmp_path, source)
     code = """
 from shoal.tasks import make_task, Outcome
-from shoal.wire.run import TaskSpec
+from shoal.wire.run_spec import TaskSpec
 task = make_task(TaskSpec(name="reverse", options={"letters": 5}))
 problem = task.problem("train", 1)
 print(task.reward(problem, problem.answer, 1).outcome.value, task.reward(problem, "x", 1).outcome.value, task.chat)
@@ -56,7 +56,7 @@ print(budgeted.problem("eval", 1).prompt.endswith("Think for 10 tokens before gi
 def test_without_the_package_the_error_names_the_task(tmp_path: Path) -> None:
     code = """
 from shoal.tasks import make_task
-from shoal.wire.run import TaskSpec
+from shoal.wire.run_spec import TaskSpec
 try: make_task(TaskSpec(name="reverse"))
 except ValueError as error: print(error)
 """

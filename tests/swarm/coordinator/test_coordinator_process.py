@@ -45,8 +45,8 @@ CHILD = """
 import signal, sys, threading
 from pathlib import Path
 from shoal.swarm.coordinator.config import CoordinatorConfig
-from shoal.swarm.coordinator.run import run_coordinator
-from shoal.wire.run import RunSpec
+from shoal.swarm.coordinator.http.server import run_coordinator
+from shoal.wire.run_spec import RunSpec
 stop = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: stop.set())
 config, spec, dir, port = sys.argv[1:]
