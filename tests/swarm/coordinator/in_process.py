@@ -6,7 +6,7 @@ tests; tests of the server itself use a real socket (`SmallSwarm(..., on_socket=
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import cache
 from typing import Any
 
@@ -23,10 +23,10 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 class InProcessTransport(httpx2.BaseTransport):
-    """Passes requests for any host to `app`, as uvicorn would, with this client address."""
+    """Passes requests for any host to the app that `find_app` returns: a coordinator that is reopened has a new one."""
 
-    def __init__(self, app: Any, client: str = "127.0.0.1") -> None:
-        self._app, self._client = app, client
+    def __init__(self, find_app: Callable[[], Any]) -> None:
+        self._find_app = find_app
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         body = request.read()
@@ -44,7 +44,7 @@ class InProcessTransport(httpx2.BaseTransport):
             "query_string": request.url.query,
             "headers": [(name.lower(), value) for name, value in request.headers.raw],
             "server": (request.url.host, request.url.port),
-            "client": (self._client, 40000),
+            "client": ("127.0.0.1", 40000),
             "root_path": "",
             "state": {},
         }
@@ -68,7 +68,7 @@ class InProcessTransport(httpx2.BaseTransport):
                     answered.set()
 
         try:
-            await self._app(scope, receive, send)
+            await self._find_app()(scope, receive, send)
         except Exception:
             # A server logs the exception after the app has answered with a 500; any other exception fails the test.
             if status != 500:

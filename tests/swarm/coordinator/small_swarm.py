@@ -181,7 +181,7 @@ class SmallSwarm:
 
     def transport(self) -> httpx2.BaseTransport:
         """Returns the way to the coordinator for a client: the app itself, or a socket."""
-        return socket_transport() if self.on_socket else InProcessTransport(self.app)
+        return socket_transport() if self.on_socket else InProcessTransport(lambda: self.app)
 
     def close(self) -> None:
         for client in (self.trainer, self.validator, self.relay, *(node.client for node in self._nodes)):
