@@ -12,7 +12,7 @@ SRC = Path(__file__).parent.parent / "src" / "shoal"
 FLOOR = {
     "wire": 0,
     "telemetry": 0,
-    "files": 0,
+    "files": -1,  # below wire, which writes key files with it
     "background": 0,
     "child_process": 0,
     "net": 1,

@@ -1,8 +1,8 @@
-"""One log format, one metrics stream.
+"""The log format and the metrics stream of every role.
 
-Log lines go to stderr:  13:02:11 worker  lease done  rows=64 tokens_per_s=812
-Metrics go to a JSONL file, one object per event, flushed per line so that a reader can follow it live; and to whatever
-sinks a role adds.
+Log lines go to stderr:  13:02:11 I worker      lease done  rows=64 tokens_per_s=812
+Metrics go to a JSONL file, one object per event, flushed after each line so that a reader can follow the file, and to the
+sinks that a role adds.
 """
 
 import json
@@ -33,7 +33,7 @@ class Log:
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """To whatever stderr is now: a progress bar puts itself in its place, to have lines above it."""
+    """Writes to the current sys.stderr, which a progress bar replaces while it runs so that log lines appear above it."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -44,7 +44,7 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def start_logging() -> None:
-    """Send every role's lines to stderr. Called once, by the command line."""
+    """Sends the log lines of every role to stderr. The command line calls it once."""
     handler = _Stderr()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S"))
     root = logging.getLogger("shoal")
@@ -54,7 +54,7 @@ def start_logging() -> None:
 
 
 class Sink(Protocol):
-    """One more reader of the metrics stream."""
+    """An additional receiver of the metrics stream."""
 
     def write(self, event: str, values: Mapping[str, Any]) -> None: ...
 
@@ -62,17 +62,18 @@ class Sink(Protocol):
 
 
 class Metrics:
-    """Appends one JSON object per event to `path`, and tells every sink."""
+    """Appends one JSON object per event to `path`, and passes each event to every sink."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
-        if _cut_off(path):  # by a kill: what comes next must not be read as the rest of it
+        # After a kill the last line may be incomplete; without a newline the next event would become a part of it.
+        if _ends_within_a_line(path):
             self._file.write("\n")
         self._sinks: list[Sink] = []
 
     def add_sinks(self, sinks: Iterable[Sink]) -> None:
-        """They are closed with the stream."""
+        """Adds sinks. They are closed together with the stream."""
         self._sinks.extend(sinks)
 
     def write(self, event: str, **values: Any) -> None:
@@ -87,8 +88,8 @@ class Metrics:
             sink.close()
 
 
-def _cut_off(path: Path) -> bool:
-    """Whether the file's last line has no end."""
+def _ends_within_a_line(path: Path) -> bool:
+    """Returns whether the file's last line lacks its newline."""
     with path.open("rb") as file:
         if not file.seek(0, os.SEEK_END):
             return False
@@ -96,19 +97,19 @@ def _cut_off(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def plain(words: str) -> str:
-    """The words as they may stand in a log or on a terminal: control characters spelled out.
+def printable(text: str) -> str:
+    """Returns the text with control characters escaped, for a log or a terminal.
 
-    Strangers' words get there. A newline in one must not start a line of its own, an escape must not steer a terminal.
+    Logs contain text from untrusted nodes: a newline must not forge a log line, an escape sequence must not control a terminal.
     """
-    if words.isprintable():
-        return words
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _line(role: str, message: str, values: dict[str, object]) -> str:
     pairs = " ".join(f"{key}={_show(value)}" for key, value in values.items())
-    return plain(f"{role:<11} {message}  {pairs}".rstrip())
+    return printable(f"{role:<11} {message}  {pairs}".rstrip())
 
 
 def _show(value: object) -> str:

@@ -57,7 +57,9 @@ def test_a_calibration_of_another_dtype_or_none_at_all_is_refused(calibration: P
     beside.write_text(
         text.replace('compute_dtype = "float32"', 'calibration = "noise.json"\ncompute_dtype = "bfloat16"', 1)
     )
-    with pytest.raises(ValueError, match="the calibration is of float32, compute_dtype is bfloat16"):
+    with pytest.raises(
+        ValueError, match="the calibration was measured in float32, compute_dtype is bfloat16"
+    ):
         load_run_file(beside)
 
 
@@ -69,11 +71,11 @@ def test_a_calibration_is_of_one_temperature_and_one_size_of_proofs(
     text = (RUNS / "demo.toml").read_text().replace("[run]\n", '[run]\ncalibration = "noise.json"\n', 1)
     beside.write_text(text.replace("temperature = 1.0", "temperature = 0.6"))
     with pytest.raises(
-        ValueError, match=r"of temperature 1, sampling\.temperature is 0\.6; prove and calibrate"
+        ValueError, match=r"at temperature 1, sampling\.temperature is 0\.6; prove and calibrate"
     ):
         load_run_file(beside).spec()
     beside.write_text(text + "\n[proof]\ntopk = 64\n")
-    with pytest.raises(ValueError, match="the calibration is of proofs with topk = 128, segment_tokens = 32"):
+    with pytest.raises(ValueError, match="the calibration was measured with topk = 128, segment_tokens = 32"):
         load_run_file(beside).spec()
 
     rows, out = tmp_path / "cold.parquet", tmp_path / "cold.json"

@@ -178,7 +178,7 @@ def test_a_broken_file_is_named_with_what_to_do(tmp_path: Path, capsys: pytest.C
     (tmp_path / "node.json").unlink()
     (tmp_path / "delegation.json").write_text("x")
     assert shoal("whoami", "--dir", tmp_path) == 2
-    assert "is no delegation" in capsys.readouterr().err
+    assert "is not a delegation" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

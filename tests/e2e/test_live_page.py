@@ -32,7 +32,7 @@ def test_the_page_of_a_live_run(tmp_path: Path, page: Any) -> None:
         page.goto(swarm.url)
         wait_for_more(swarm, page, wait_for_more(swarm, page, 0))
 
-        reason = "the proofs do not fit the leased model on these tokens"
+        reason = "the proofs do not match the leased model on these tokens"
         page.wait_for_selector(f"#workers >> text={reason}")
         page.wait_for_selector(f"#verdicts >> text={reason}")
         page.click(f"#workers tr:has-text('{reason}') a")

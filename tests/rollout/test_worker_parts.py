@@ -92,8 +92,8 @@ def test_verdicts_are_said_in_words(caplog: pytest.LogCaptureFixture) -> None:
     accepted, refused, void = caplog.messages
     assert "accepted, credit +40" in accepted
     assert "refused: an answer ends where the model would not have ended it" in refused
-    assert "what_to_do=stop at an end token or at the cap" in refused
-    assert "does not count: the policy moved on before the work was used" in void
+    assert "what_to_do=stop at an end token or at max_new_tokens" in refused
+    assert "does not count: newer policy versions came before the work was used" in void
     assert verdicts.credit == 40
 
 

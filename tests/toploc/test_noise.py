@@ -270,5 +270,5 @@ def test_too_few_rows_are_refused() -> None:
 def test_a_noise_whose_parts_do_not_fit_is_refused(noise: Noise) -> None:
     with pytest.raises(ValidationError, match="2 moments for 1 sizes"):
         Noise(**(noise.model_dump() | {"sizes": (FULL,)}))
-    with pytest.raises(ValidationError, match="must rise"):
+    with pytest.raises(ValidationError, match="must increase"):
         Noise(**(noise.model_dump() | {"sizes": (FULL, SHORT)}))

@@ -1,4 +1,4 @@
-"""Decodes broken copies of a file, one per seed, and prints what came of each. Run by test_rollouts.py in a child.
+"""Decodes broken copies of a file, one per seed, and prints each result. test_rollouts.py runs it in a child process.
 
 python broken_rollouts.py FILE FIRST_SEED LAST_SEED
 """

@@ -1,10 +1,10 @@
-"""Refusal codes: stable, explained, and travelling with the right kind of HTTP status."""
+"""Refusal codes: each is explained and has an HTTP status of the right kind."""
 
 import re
 
 import pytest
 
-from shoal.wire.codes import ACCEPTED, CODES, CorruptData, Rejected, in_words
+from shoal.wire.codes import ACCEPTED, CODES, CorruptData, Rejected, explain_code
 
 
 @pytest.mark.parametrize("code", sorted(CODES))
@@ -43,6 +43,6 @@ def test_an_undefined_code_fails_an_assertion() -> None:
         Rejected("reject.looks_funny", "no")
 
 
-def test_in_words() -> None:
-    assert in_words("reject.early_stop") == "an answer ends where the model would not have ended it"
-    assert in_words("accepted") == "accepted"
+def test_explain_code() -> None:
+    assert explain_code("reject.early_stop") == "an answer ends where the model would not have ended it"
+    assert explain_code("accepted") == "accepted"

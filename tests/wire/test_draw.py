@@ -1,4 +1,4 @@
-"""The draw: docs/wire/draw.md is the standard, and its numbers are read from there."""
+"""The draw: docs/wire/draw.md is the standard, and the tests read its numbers from there."""
 
 import hashlib
 import hmac
@@ -25,7 +25,7 @@ def golden() -> dict[str, Any]:
 
 
 def splitmix64(seed: int, count: int) -> list[int]:
-    """The textbook generator, one output after another, in plain integers."""
+    """Yields the outputs of the textbook generator in plain integers."""
     state, outputs = seed, []
     for _ in range(count):
         state = (state + 0x9E3779B97F4A7C15) & MASK
@@ -37,7 +37,7 @@ def splitmix64(seed: int, count: int) -> list[int]:
 
 
 def token_of(weights: list[float], temperature: float, uniform: float) -> int:
-    """The page's last block, word for word."""
+    """Returns the last code block of the page."""
     powered = np.array([weight ** (1 / temperature) for weight in weights])
     cumulative = np.cumsum(powered / powered.sum())
     return int(np.flatnonzero(cumulative > uniform * cumulative[-1])[0])

@@ -1,4 +1,4 @@
-"""Keys: RFC 8032's own vectors, files that are private and complete, and signatures that fit one message only."""
+"""Keys: RFC 8032's vectors, private and complete key files, and signatures that are valid for one message only."""
 
 import stat
 from pathlib import Path
@@ -49,12 +49,12 @@ def test_any_changed_bit_of_message_or_signature_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("public", ["", "zz" * 32, "ab" * 31, "AB" * 32, "ab" * 32 + "\n"])
-def test_a_malformed_public_key_signs_nothing(public: str) -> None:
+def test_a_malformed_public_key_does_not_verify(public: str) -> None:
     assert not verify(public, b"", "00" * 64)
 
 
 @pytest.mark.parametrize("signature", ["", "xyz", "00" * 63, "00" * 65, "ö"])
-def test_a_malformed_signature_is_no_signature(signature: str) -> None:
+def test_a_malformed_signature_does_not_verify(signature: str) -> None:
     assert not verify(Key.from_seed(bytes(32)).public, b"", signature)
 
 

@@ -1,4 +1,4 @@
-"""The lease: opened only with the run's key, and refused if a single letter of it is another."""
+"""The lease: only the run's key opens it, and any change to a field is detected."""
 
 import json
 
@@ -48,7 +48,7 @@ def test_every_field_is_under_the_seal(field: str) -> None:
         Sealed[Lease].parse(json.dumps(sent)).open(KEY.public)
 
 
-def test_purposes_are_two() -> None:
+def test_there_are_two_purposes() -> None:
     with pytest.raises(Rejected, match="purpose"):
         Lease.parse(LEASE.model_dump_json().replace('"train"', '"trial"'))
 

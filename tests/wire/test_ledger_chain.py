@@ -1,4 +1,4 @@
-"""The ledger's chain: a golden hash, and no event can be changed, dropped, added or moved unseen."""
+"""The ledger's chain: a test vector, and the detection of changed, dropped, added and moved events."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def test_an_honest_chain_verifies() -> None:
     events = chain(5)
     assert verify_chain(events) == (5, events[-1].hash)
     assert verify_chain([]) == (0, GENESIS)
-    # From a head one kept, only what came after is needed.
+    # With a known earlier hash, only the later events are needed.
     assert verify_chain(events[3:], prev=events[2].hash, first_seq=4) == (2, events[-1].hash)
 
 

@@ -1,4 +1,4 @@
-"""Manifests: only plain names, only counts that fit, and shards that tile each file exactly."""
+"""Manifests: plain file names, consistent counts, and shards that cover each file exactly."""
 
 from typing import Any
 
@@ -81,8 +81,8 @@ def test_a_digest_is_64_hex_digits(digest: str) -> None:
         FileEntry(name="f", num_bytes=1, blake3=DIGEST, shard_bytes=4, shards=(digest,))
 
 
-def test_a_file_stands_once() -> None:
-    with pytest.raises(ValidationError, match="repeat"):
+def test_duplicate_file_names_are_refused() -> None:
+    with pytest.raises(ValidationError, match="duplicate"):
         manifest(entry("a"), entry("a"))
 
 
@@ -104,7 +104,7 @@ def test_a_relay_cannot_pass_one_version_off_as_another() -> None:
     key = Key.generate()
     sealed = seal(manifest(entry()), key).model_dump_json()
     assert Sealed[Manifest].parse(sealed).open(key.public).version == 3
-    with pytest.raises(Rejected, match="does not fit the body"):
+    with pytest.raises(Rejected, match="does not match the body"):
         Sealed[Manifest].parse(sealed.replace('"version":3', '"version":4')).open(key.public)
 
 
@@ -142,7 +142,7 @@ def test_what_each_codec_sends() -> None:
         ("delta", DELTA.model_copy(update={"shards": (DIGEST,) * 3}), 0),
     ],
 )
-def test_codec_delta_and_shards_must_fit(codec: str, delta: Delta | None, num_shards: int) -> None:
+def test_codec_delta_and_shards_must_be_consistent(codec: str, delta: Delta | None, num_shards: int) -> None:
     with pytest.raises(ValidationError, match=r"model\.safetensors"):
         changed(codec, delta, num_shards)
 
@@ -151,11 +151,11 @@ def test_a_delta_is_left_out_where_there_is_none() -> None:
     assert "delta" not in entry().model_dump()
     assert '"delta"' not in entry().model_dump_json()
     assert FileEntry.parse(changed().model_dump_json()) == changed()
-    with pytest.raises(Rejected, match="left out, not null"):
+    with pytest.raises(Rejected, match="instead of setting it to null"):
         FileEntry.parse(entry().model_dump_json().replace("}", ',"delta":null}'))
 
 
-def test_an_empty_delta_is_none() -> None:
+def test_an_empty_delta_is_refused() -> None:
     with pytest.raises(ValidationError):
         Delta(num_bytes=0, blake3=DIGEST, shards=())
 
@@ -166,24 +166,26 @@ def test_an_empty_delta_is_none() -> None:
         (None, (changed(),), "names no base"),
         (None, (changed("same", None),), "names no base"),
         (None, (changed("raw", num_shards=3),), "names no base"),
-        (2, (entry(),), "something must build on it"),
-        (3, (changed(),), "must be an earlier one"),
-        (4, (changed(),), "must be an earlier one"),
-        (-1, (changed(),), "must be an earlier one"),
-        (2, (changed(), entry("model.safetensors.delta")), "repeat"),
+        (2, (entry(),), "a file must use it"),
+        (3, (changed(),), "must be an earlier version"),
+        (4, (changed(),), "must be an earlier version"),
+        (-1, (changed(),), "must be an earlier version"),
+        (2, (changed(), entry("model.safetensors.delta")), "duplicate"),
     ],
 )
-def test_base_and_files_must_fit(base: int | None, files: tuple[FileEntry, ...], words: str) -> None:
+def test_base_and_files_must_be_consistent(
+    base: int | None, files: tuple[FileEntry, ...], words: str
+) -> None:
     with pytest.raises(ValidationError, match=words):
         Manifest(run="demo", version=3, base=base, files=files, created_at_s=1.0)
 
 
 def test_a_name_too_long_for_its_delta() -> None:
-    with pytest.raises(ValidationError, match="no room"):
+    with pytest.raises(ValidationError, match="is too long"):
         changed(name="x" * 125)
 
 
-def test_snapshots_and_what_is_yielded() -> None:
+def test_snapshots_and_equal_files() -> None:
     def of(*files: FileEntry) -> Manifest:
         return Manifest(run="demo", version=3, base=2, files=files, created_at_s=1.0)
 

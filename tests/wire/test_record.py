@@ -1,4 +1,4 @@
-"""Records: strict at the door, one canonical form, and seals that fit one body, one key and one kind."""
+"""Records: strict parsing, one canonical form, and seals that are valid for one body, one key and one kind."""
 
 import json
 
@@ -53,7 +53,7 @@ def test_a_bad_body_is_refused_with_a_code(body: bytes) -> None:
     assert refusal.value.detail.startswith("Heartbeat.")
 
 
-def test_numbers_that_strangers_send_fit_json_and_a_database() -> None:
+def test_numbers_outside_of_json_and_database_ranges_are_refused() -> None:
     for kind, body in [
         (AskLease, '{"epoch": 99999999999999999999}'),
         (Enrol, '{"protocol": 99999999999999999999, "software": "x"}'),
@@ -74,7 +74,7 @@ def test_a_record_cannot_be_changed() -> None:
 
 
 def test_canonical_form_follows_rfc_8785() -> None:
-    # RFC 8785, section 3.2.3: keys sorted as UTF-16, numbers in the shortest form that reads back.
+    # RFC 8785, section 3.2.3: keys sorted as UTF-16, numbers in the shortest form that parses to the same value.
     assert canonical_json({"b": 4.50, "a": 1e30, "\u20ac": "\u000f\n", "c": [True, None, 0.002]}) == (
         b'{"a":1e+30,"b":4.5,"c":[true,null,0.002],"\xe2\x82\xac":"\\u000f\\n"}'
     )
@@ -82,7 +82,7 @@ def test_canonical_form_follows_rfc_8785() -> None:
 
 
 @pytest.mark.parametrize("value", [2**53, -(2**53), float("inf"), float("nan")])
-def test_what_has_no_canonical_form_is_refused(value: float) -> None:
+def test_values_without_canonical_form_are_refused(value: float) -> None:
     with pytest.raises(Rejected, match=r"request\.malformed"):
         canonical_json({"value": value})
 
@@ -104,7 +104,7 @@ JSON = st.recursive(
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(JSON)
-def test_the_short_way_writes_what_the_reference_does(value: object) -> None:
+def test_the_fast_encoder_writes_the_same_bytes_as_the_reference(value: object) -> None:
     assert canonical_json(value) == rfc8785.dumps(value)  # type: ignore[arg-type]
 
 
@@ -142,13 +142,13 @@ def test_a_seal_by_another_key_is_refused() -> None:
     other = Key.generate()
     with pytest.raises(Rejected, match=r"request\.bad_signature.*expected"):
         seal(HEAD, other).open(KEY.public)
-    # ... also when it claims to be by the right one.
+    # It is refused also if it names the right key.
     forged = seal(HEAD, other).model_copy(update={"key": KEY.public})
-    with pytest.raises(Rejected, match="does not fit the body"):
+    with pytest.raises(Rejected, match="does not match the body"):
         forged.open(KEY.public)
 
 
-def test_a_seal_for_one_kind_is_none_for_another() -> None:
+def test_a_seal_of_one_kind_is_not_valid_for_another() -> None:
     class LedgerTail(LedgerHead):
         @classmethod
         def tag(cls) -> str:

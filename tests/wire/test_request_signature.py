@@ -1,4 +1,4 @@
-"""Signed requests: RFC 9421's Ed25519 vector, and every way a captured request could be turned to another use."""
+"""Signed requests: RFC 9421's Ed25519 vector, and every way to reuse a captured request for something else."""
 
 import base64
 from dataclasses import replace
@@ -61,7 +61,7 @@ def test_rfc_9421_ed25519_vector() -> None:
     assert not verify(key.public, RFC_BASE.replace(b"/foo", b"/fop"), base64.b64decode(RFC_SIGNATURE).hex())
 
 
-def test_our_lines_are_spelled_as_the_rfc_spells_them() -> None:
+def test_our_signature_base_follows_the_rfc() -> None:
     # The derived components of the RFC's example request (B.2): POST /foo?param=Value&Pet=dog, Host: example.com.
     base = signature_base(
         Target(method="post", authority="Example.COM", path="/foo", query="param=Value&Pet=dog"),
@@ -86,7 +86,7 @@ def test_a_signed_request_verifies_and_names_its_signer() -> None:
     assert (signer.key, signer.nonce, signer.expires_s) == (KEY.public, NONCE, int(NOW_S) + 60)
 
 
-def test_header_names_are_case_blind_and_other_headers_do_not_matter() -> None:
+def test_header_names_are_case_insensitive_and_other_headers_do_not_matter() -> None:
     headers = {name.upper(): value for name, value in signed().items()} | {"x-address": "somebody else"}
     assert verify_request(headers, TARGET, BODY, now_s=NOW_S).key == KEY.public
 
@@ -111,18 +111,18 @@ def test_every_request_has_a_fresh_nonce() -> None:
         replace(TARGET, query="wait=3&wait=3"),
     ],
 )
-def test_a_signature_counts_for_one_target_only(other: Target) -> None:
+def test_a_signature_is_valid_for_one_target_only(other: Target) -> None:
     assert refusal(signed(), target=other) == "request.bad_signature"
 
 
-def test_the_host_is_case_blind() -> None:
+def test_the_host_is_case_insensitive() -> None:
     upper = replace(TARGET, authority=TARGET.authority.upper())
     assert verify_request(signed(), upper, BODY, now_s=NOW_S).key == KEY.public
 
 
 def test_a_changed_body_is_refused() -> None:
     assert refusal(signed(), body=BODY + b" ") == "request.wrong_digest"
-    # With a digest to match, the signature no longer fits.
+    # With the digest corrected, the signature no longer matches.
     headers = signed() | {"Content-Digest": content_digest(BODY + b" ")}
     assert refusal(headers, body=BODY + b" ") == "request.bad_signature"
 
@@ -159,8 +159,8 @@ def test_any_flipped_bit_of_any_header_is_refused(name: str) -> None:
         (f'nonce="{NONCE}"', 'nonce="short"'),
     ],
 )
-def test_a_signature_that_promises_something_else_is_refused(old: str, new: str) -> None:
-    # Signed anew with the changed parameters, so that only the promise itself is wrong.
+def test_a_signature_with_other_parameters_is_refused(old: str, new: str) -> None:
+    # Signed again after the change, so that only the changed parameter is wrong.
     digest = content_digest(BODY)
     given_input = signed()["Signature-Input"].replace(old, new)
     assert given_input != signed()["Signature-Input"]
@@ -188,8 +188,8 @@ def test_the_time_window() -> None:
     assert refusal(signed(), now_s=edges[-1] + 1) == "request.expired"
 
 
-def test_a_signature_cannot_be_made_to_last() -> None:
+def test_the_lifetime_of_a_signature_is_limited() -> None:
     headers = sign_request(KEY, TARGET, BODY, now_s=NOW_S, lifetime_s=MAX_LIFETIME_S + 1)
     assert refusal(headers) == "request.expired"
-    # A nonce outlives every moment at which its signature could still be valid.
+    # A nonce is stored for longer than its signature can be valid.
     assert NONCE_KEPT_S > MAX_LIFETIME_S + 2 * CLOCK_SKEW_S

@@ -1,4 +1,4 @@
-"""The rollout table: the golden file, round trips, and files made to hurt the reader."""
+"""The rollout table: the golden file, round trips, and malicious files."""
 
 import hashlib
 import json
@@ -76,7 +76,7 @@ def write(
     metadata: dict[str, str] | None = None,
     **options: Any,
 ) -> bytes:
-    """A file that our own writer would not write."""
+    """Returns a file that our own writer would not write."""
     if columns is None:
         rows = golden_table().rows
         columns = {name: [getattr(row, name) for row in rows] for name in SCHEMA.names}
@@ -127,7 +127,7 @@ def test_rows_are_written_in_order() -> None:
 
 
 def test_rows_out_of_order_are_refused() -> None:
-    # Rewards go by the order of rows, so it is not the sender's to choose.
+    # Rewards follow the order of rows, so the sender must not choose the order.
     rows = tuple(reversed(golden_table().rows))
     columns = {name: [getattr(row, name) for row in rows] for name in SCHEMA.names}
     assert refusal(write(columns)) == "reject.malformed_file"
@@ -173,7 +173,7 @@ def test_every_table_survives(table: RolloutTable) -> None:
         (replace(LIMITS, max_rows=3), "reject.oversized_table"),
         (replace(LIMITS, max_prompt_tokens=2), "reject.oversized_table"),
         (replace(LIMITS, max_output_tokens=2), "reject.oversized_table"),
-        # In sum there is room for the elements, in one row there is not.
+        # All rows together stay within the limit, but one row does not.
         (replace(LIMITS, max_output_tokens=3), "reject.bad_values"),
         (replace(LIMITS, max_proof_bytes=4), "reject.malformed_proof"),
     ],
@@ -206,7 +206,7 @@ def test_a_dictionary_bomb_is_refused() -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"PAR1", b"PAR1PAR1", b"hello world", b"PAR1" + b"\xff" * 100 + b"PAR1"]
 )
-def test_what_is_not_parquet_is_refused(data: bytes) -> None:
+def test_data_that_is_not_parquet_is_refused(data: bytes) -> None:
     assert refusal(data) == "reject.malformed_file"
 
 
@@ -264,7 +264,7 @@ def test_a_footer_that_names_something_else_is_refused(change: dict[str, str]) -
     assert refusal(write(metadata=METADATA | change)) == "reject.malformed_file"
 
 
-def test_a_footer_without_names_is_refused() -> None:
+def test_a_footer_without_metadata_is_refused() -> None:
     assert refusal(write(metadata={})) == "reject.malformed_file"
 
 
@@ -277,11 +277,11 @@ def test_a_footer_without_names_is_refused() -> None:
         {"finish": -1},
     ],
 )
-def test_values_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
+def test_impossible_values_are_refused(change: dict[str, Any]) -> None:
     assert refusal(write(one_row(**change))) == "reject.bad_values"
 
 
-def test_a_file_by_another_writer_is_welcome() -> None:
+def test_a_file_by_another_writer_is_accepted() -> None:
     for options in ({"compression": "snappy"}, {"compression": "none"}, {"data_page_version": "2.0"}):
         assert decode(write(**options), LIMITS) == golden_table()
 
@@ -292,9 +292,9 @@ def test_truncated_files_are_refused() -> None:
         assert refusal(data[:length]) == "reject.malformed_file"
 
 
-def test_broken_files_are_refused_or_read_never_worse() -> None:
-    # Where a changed byte can still be read (a letter of the writer's name, say) the table is a table. pyarrow itself
-    # aborts on some (seed 4905, say), which is why strangers' files are read in a child: here, too.
+def test_broken_files_are_refused_or_read_but_never_crash() -> None:
+    # Some changed bytes do no harm (a letter of the name of the writer, for example). pyarrow itself
+    # aborts on others (seed 4905), which is why untrusted files are read in a child process, here too.
     outcomes: dict[int, str] = {}
     seed, last = 4900, 6100
     while seed <= last:

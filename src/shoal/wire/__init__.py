@@ -1,1 +1,1 @@
-"""What crosses a border. Every format is one frozen record, parsed once at the door. No torch here."""
+"""Formats that processes exchange. Each format is one frozen record that the receiver parses once. Imports no torch."""

@@ -1,8 +1,8 @@
-"""The lease: one unit of work for one node, and the only reason a submission is looked at.
+"""The lease: one unit of work for one node. A submission without a lease is refused.
 
-The seed is HMAC(epoch secret, lease id, node id), so neither side can shop for prompts: the coordinator has
-committed to the secret in the ledger before, and reveals it after. Prompts follow from the seed; they stand in
-the lease so that a worker needs no data set. See draw.py for how sampling follows from it.
+The seed is HMAC(epoch secret, lease id, node id). The coordinator commits to the secret in the ledger before it issues the
+first lease of the epoch and reveals it after the last one ended, so neither side can choose the prompts. Prompts follow
+from the seed; the lease contains them so that a worker needs no data set. seeded_draw.py shows how sampling follows from it.
 """
 
 from typing import Annotated, Literal
@@ -18,42 +18,44 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 LeaseId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Purpose = Literal["train", "eval"]
 Checks = Literal["full", "rewards"]
-"""How a submission is checked: in full, or by the cheap checks that end in its rewards."""
+"""How a submission is checked: by every check, or only by the cheap checks and the computation of rewards."""
 
 
 class PolicyRef(Record):
-    """A policy version by number and by the digest of its weights."""
+    """Names a policy version by number and by the digest of its weights."""
 
     version: int = Field(ge=0)
     weights_digest: Blake3
 
 
 class Lease(Sealable):
+    """One unit of work for one node, sealed by the run key: prompts, seed, allowed versions and deadline."""
+
     lease_id: LeaseId
     run: str
     node: str
     purpose: Purpose
-    """`train` feeds the trainer; `eval` poses held-out problems and only ever moves the held-out curve."""
+    """`train` is for training; `eval` poses held-out problems, whose results only go into the held-out curve."""
     epoch: int
-    """Which epoch secret the seed comes from."""
+    """Number of the epoch whose secret the seed comes from."""
     seed: Hex32
     chunk: int = Field(ge=0)
-    """Which part of the held-out set an `eval` lease poses; 0 for `train`."""
+    """Number of the part of the held-out set that an `eval` lease poses; 0 for `train`."""
     policies: tuple[PolicyRef, ...]
-    """Versions the work may be done with, newest last. All rows of a submission use the same one."""
+    """Versions that may generate the rollouts, newest last. All rows of a submission use the same one."""
     relays: tuple[str, ...]
     task: TaskSpec
     prompts: tuple[str, ...]
     chat: bool = False
-    """Whether a prompt is a user's turn, put in the model's chat template, or plain text to go on from. It stands here
-    so that a worker needs neither the task's code nor its data."""
+    """True: a prompt is a user's turn for the model's chat template. False: a prompt is plain text to continue. The lease
+    says it so that a worker needs neither the task's code nor its data."""
     sampling: Sampling
     proof: ProofSpec
     max_bytes: int
     issued_at_s: float
     deadline_s: float
     unit: LeaseId | None = None
-    """The lease whose work this is once more, because the node let it go; the seed is that one's. None: new work."""
+    """The earlier lease whose work this one repeats, with the same seed, because the node did not deliver it. None: new work."""
 
     @classmethod
     def tag(cls) -> str:
@@ -65,7 +67,7 @@ class Lease(Sealable):
 
 
 class Receipt(Sealable):
-    """The coordinator's word that it holds a submission; the ledger event `seq` says the same to everybody."""
+    """The coordinator's signed confirmation that it stores a submission; ledger event `seq` records the same."""
 
     lease_id: LeaseId
     node: str
@@ -81,14 +83,14 @@ class Receipt(Sealable):
 
 
 class Verdict(Record):
-    """What a validator found: `accepted`, or a code of wire/codes.py, with the numbers behind it."""
+    """A validator's result: `accepted` or a code of wire/codes.py, with the numbers behind it."""
 
     lease_id: LeaseId
     code: str
     detail: str
     rewards: tuple[float, ...] = ()
-    """One per row in file order, from the swarm's own task code; empty unless accepted."""
+    """One reward per row in file order, computed by the validator with the task's code; empty unless accepted."""
     output_tokens: int = 0
     checks: Checks = "full"
-    """Which checks it passed, if accepted."""
+    """The checks that an accepted submission passed."""
     evidence: dict[str, float | int | str] = Field(default_factory=dict)

@@ -1,8 +1,8 @@
-"""The ledger: every transition as an event, each holding the hash of the one before, heads signed by the run key.
+"""The ledger: every change of state is an event that contains the hash of the event before it. The run key signs heads.
 
     hash = SHA-256(canonical JSON of the event without its hash)
 
-An auditor who kept one signed head can tell whether anything before it was changed.
+An auditor who kept one signed head can detect any change to the events before it.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ class LedgerEvent(Record):
     type: str
     """`noun.verb`: node.enrolled, lease.issued, submission.received, verdict.given, batch.formed, ..."""
     actor: str
-    """Public key of whoever caused it."""
+    """Public key that caused the event."""
     body: dict[str, Any]
     prev: str
     hash: str
@@ -43,7 +43,7 @@ def event_hash(seq: int, time_s: float, type: str, actor: str, body: dict[str, A
 
 
 def hash_of_text(seq: int, time_s: float, type: str, actor: str, body: bytes, prev: str) -> str:
-    """The hash of an event whose body is in canonical JSON already: between `actor` and `prev` is its place."""
+    """Returns the hash of an event whose body is already canonical JSON. The body is inserted between `actor` and `prev`."""
     rest = canonical_json({"actor": actor, "prev": prev, "seq": seq, "time_s": time_s, "type": type})
     before, prev_key, after = rest.partition(b',"prev":')
     return hashlib.sha256(b'%b,"body":%b%b%b' % (before, body, prev_key, after)).hexdigest()

@@ -1,8 +1,8 @@
-"""The manifest of one policy version: which files it yields and the digest of every shard that is sent for them.
+"""The manifest of one policy version: its files, and the digest of every shard that is sent for them.
 
 A version is a folder in the Hugging Face layout (config.json, tokenizer files, model.safetensors). Shards are
-ranges of the files themselves, or of their deltas: nothing is cut up on disk, and a plain web server with range
-requests can serve the folder. Signed by the run key, so a relay can neither change nor roll back what it serves.
+byte ranges of the files or of their deltas: no shard is a file of its own, and any web server with range requests can
+serve the folder. The run key signs the manifest, so a relay can neither change nor roll back what it serves.
 """
 
 import re
@@ -19,9 +19,9 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class Delta(Record):
-    """A payload that makes a file of the one of the same name in the version's base (docs/wire/delta.md).
+    """A payload that turns the base version's file of the same name into this version's file (docs/wire/delta.md).
 
-    It is sent under the file's name with `.delta` behind, in shards of the file's `shard_bytes`.
+    It is sent under the file's name plus `.delta`, in shards of the file's `shard_bytes`.
     """
 
     num_bytes: int = Field(gt=0)
@@ -30,12 +30,12 @@ class Delta(Record):
 
 
 class FileEntry(Record):
-    """One file of the version, and how it is had.
+    """One file of the version, and how it is sent.
 
-    raw     it is sent as it is, in consecutive shards of `shard_bytes` (the last may be shorter). With `delta` besides,
-            whoever has the base may take that instead.
-    delta   only its delta is sent
-    same    it is the base's; nothing is sent
+    raw     the whole file is sent, in consecutive shards of `shard_bytes` (the last may be shorter). If the entry also has a
+            `delta`, a client that has the base may fetch the delta instead.
+    delta   only the delta is sent
+    same    the file equals the base's file; nothing is sent
     """
 
     name: str
@@ -50,19 +50,21 @@ class FileEntry(Record):
     def _consistent(self) -> "FileEntry":
         # The name becomes a path on the receiver's disk: no separators, no leading dot.
         if not _FILE_NAME.fullmatch(self.name):
-            raise ValueError(f"file name {self.name!r} is not a plain name")
+            raise ValueError(
+                f"file name {self.name!r} is not a plain name: use letters, digits, dots, dashes and underscores"
+            )
         _check_shards(
             self.name, self.num_bytes if self.codec == "raw" else 0, self.shard_bytes, len(self.shards)
         )
         if self.delta is not None:
             payload = self.name + DELTA_SUFFIX
             if not _FILE_NAME.fullmatch(payload):
-                raise ValueError(f"file name {self.name!r} leaves no room for that of its delta")
+                raise ValueError(f"file name {self.name!r} is too long: {DELTA_SUFFIX} must fit behind it")
             _check_shards(payload, self.delta.num_bytes, self.shard_bytes, len(self.delta.shards))
         if self.codec == ("delta" if self.delta is None else "same"):
             raise ValueError(f"{self.name}: codec {self.codec!r} with {'a' if self.delta else 'no'} delta")
         if self.delta is None and "delta" in self.model_fields_set:
-            raise ValueError(f"{self.name}: a delta that is not there is left out, not null")
+            raise ValueError(f"{self.name}: leave the field delta out instead of setting it to null")
         return self
 
     @model_serializer(mode="wrap")
@@ -73,13 +75,13 @@ class FileEntry(Record):
         return fields
 
     def shard_range(self, index: int) -> tuple[int, int]:
-        """First byte and length of shard `index` of a file that is sent as it is."""
+        """Returns the first byte and the length of shard `index` of a file that is sent whole."""
         start = index * self.shard_bytes
         return start, min(self.shard_bytes, self.num_bytes - start)
 
     @property
     def payloads(self) -> "tuple[FileEntry, ...]":
-        """What is sent for it, each as a file sent as it is: itself, its delta, both, or nothing."""
+        """The files that are sent for this entry: itself, its delta, both, or none. Each has codec `raw`."""
         if self.delta is None:
             return (self,) if self.codec == "raw" else ()
         delta = FileEntry(
@@ -98,14 +100,16 @@ class FileEntry(Record):
             shard_bytes=self.shard_bytes,
             shards=self.shards,
         )
-        return (delta, whole)  # the short way first: most of those who ask have the base
+        return (delta, whole)  # the delta first: most clients have the base
 
 
 class Manifest(Sealable):
+    """All files of one policy version of a run."""
+
     run: str
     version: int = Field(ge=0)
     base: int | None = None
-    """The version that deltas and `same` files build on; None where there are none of them."""
+    """The version that deltas and `same` files refer to; None if there are none."""
     files: tuple[FileEntry, ...]
     created_at_s: float
 
@@ -118,17 +122,17 @@ class Manifest(Sealable):
         names = [entry.name for entry in self.files]
         names += [entry.name + DELTA_SUFFIX for entry in self.files if entry.delta is not None]
         if len(set(names)) != len(names):
-            raise ValueError(f"file names repeat: {names}")
+            raise ValueError(f"duplicate file names: {names}")
         return self
 
     @model_validator(mode="after")
     def _base_fits(self) -> "Manifest":
         builds = any(entry.codec != "raw" or entry.delta is not None for entry in self.files)
         if builds and self.base is None:
-            raise ValueError(f"version {self.version} has deltas or same files, and names no base for them")
+            raise ValueError(f"version {self.version} has deltas or same files, but names no base")
         if self.base is not None and not (builds and 0 <= self.base < self.version):
             raise ValueError(
-                f"version {self.version} names base {self.base}: it must be an earlier one, and something must build on it"
+                f"version {self.version} names base {self.base}: the base must be an earlier version, and a file must use it"
             )
         return self
 
@@ -142,36 +146,36 @@ class Manifest(Sealable):
 
     @property
     def payloads(self) -> tuple[FileEntry, ...]:
-        """What is sent for the version: what a relay holds of it."""
+        """The files that are sent for the version: what a relay stores of it."""
         return tuple(payload for entry in self.files for payload in entry.payloads)
 
     @property
     def is_snapshot(self) -> bool:
-        """Whether it can be had without its base."""
+        """True if the version can be fetched without its base."""
         return all(entry.codec == "raw" for entry in self.files)
 
     def sends_the_same(self, other: "Manifest") -> bool:
         return (self.base, self.files) == (other.base, other.files)
 
     def yields_the_same(self, other: "Manifest") -> bool:
-        """Whether both end in the same folder, however it is had."""
+        """Returns whether both versions have the same files, however they are sent."""
         return {(entry.name, entry.num_bytes, entry.blake3) for entry in self.files} == {
             (entry.name, entry.num_bytes, entry.blake3) for entry in other.files
         }
 
     @property
     def num_bytes(self) -> int:
-        """Of the folder it yields."""
+        """Bytes of all files of the version."""
         return sum(entry.num_bytes for entry in self.files)
 
     @property
     def payload_bytes(self) -> int:
-        """Of all that is sent for it: what a relay fetches."""
+        """Bytes of all that is sent for the version: what a relay fetches."""
         return sum(payload.num_bytes for payload in self.payloads)
 
     @property
     def follow_bytes(self) -> int:
-        """What is fetched of it by whoever has its base; all of it where it has none."""
+        """Bytes that a client with the base fetches; all bytes if the version has no base."""
         return sum(entry.payloads[0].num_bytes for entry in self.files if entry.payloads)
 
     @property
@@ -183,5 +187,5 @@ def _check_shards(name: str, num_bytes: int, shard_bytes: int, num_shards: int) 
     expected = -(-num_bytes // shard_bytes)
     if num_shards != expected:
         raise ValueError(
-            f"{name}: {num_shards} shards for {num_bytes} bytes of {shard_bytes}, expected {expected}"
+            f"{name}: {num_shards} shards for {num_bytes} bytes in shards of {shard_bytes}, expected {expected}"
         )

@@ -1,6 +1,6 @@
-"""Bodies of the coordinator's routes. docs/wire/api.md lists the routes; every record here is one body.
+"""Bodies of the coordinator's routes; docs/wire/api.md lists the routes. Every record here is one body.
 
-Nothing here says who the sender is: that is the key that signed the request.
+No body names its sender: the sender is the key that signed the request.
 """
 
 from typing import Annotated, Literal
@@ -15,12 +15,12 @@ from shoal.wire.requirements import Capabilities, Offer
 from shoal.wire.run_spec import RunSpec
 
 Url = Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.\-\[\]:]{1,255}(/[A-Za-z0-9._~/-]{0,255})?$")]
-Words = Annotated[str, Field(max_length=300, pattern=r"^[^\x00]*$")]
-"""Without NUL, which PostgreSQL cannot hold."""
+ShortText = Annotated[str, Field(max_length=300, pattern=r"^[^\x00]*$")]
+"""A text of at most 300 characters without NUL, which PostgreSQL cannot store."""
 
 
 class Problem(Record):
-    """Every error of every route (RFC 9457, with our code and the remedy)."""
+    """The error response of every route (RFC 9457, with the refusal code and the remedy)."""
 
     code: str
     detail: str
@@ -30,7 +30,7 @@ class Problem(Record):
 
 
 class Info(Record):
-    """GET /v1/info: all a newcomer needs besides the URL."""
+    """GET /v1/info: everything a new node needs besides the URL."""
 
     protocol: int
     software: str
@@ -40,38 +40,38 @@ class Info(Record):
     finished: bool
     server_time_s: float
     admission: str = "open"
-    """What it takes to enrol: `open`, `invite`, `allow`, `work` or `stake`."""
+    """The condition for enrolling: `open`, `invite`, `allow`, `work` or `stake`."""
     work_bits: int = 0
-    """Of admission by proof of work: how many leading zero bits (shoal.wire.delegation.solve_work)."""
+    """Leading zero bits that admission by proof of work asks for (shoal.wire.delegation.solve_work)."""
     credit_factor: float = 1.0
     """Credit is verified output tokens times this."""
     hold_s: float = 0.0
-    """Credit is final after so long."""
+    """Seconds after which credit is final."""
     min_software: str = ""
     """Clients older than this are outdated."""
     entry_points: tuple[Url, ...] = ()
     """Other URLs of the same run."""
     features: tuple[str, ...] = ()
-    """What this coordinator can do beyond the first release of the protocol."""
+    """Names of what this coordinator supports beyond the first release of the protocol."""
 
 
 class RunView(Offer):
-    """A run as somebody who looks for one sees it."""
+    """A run as the list of runs shows it."""
 
     task: str
     newest_version: int | None
     last_version: int
     weights_bytes: int
-    """Of the newest version: what must be fetched, and fit."""
+    """Bytes of the newest version: a worker must fetch and store them."""
     admission: str
     live_workers: int
     entry_points: tuple[Url, ...]
     relays: tuple[Url, ...]
-    """Live ones."""
+    """URLs of the live relays."""
 
 
 class RunList(Record):
-    """GET /v1/runs: what can be joined from here, the run that needs workers most first."""
+    """GET /v1/runs: the runs of this coordinator. The run that needs workers most comes first."""
 
     runs: tuple[RunView, ...]
 
@@ -80,15 +80,17 @@ class Enrol(Record):
     """POST /v1/enrol"""
 
     protocol: Count
-    software: Words
+    software: ShortText
     delegation: Sealed[Delegation] | None = None
-    """An owner's word that this key works for it."""
+    """An owner's statement that this key works for it."""
     invite: Annotated[str, Field(max_length=100)] = ""
     work: Annotated[str, Field(pattern=r"^[0-9a-f]{0,32}$")] = ""
-    """The proof of work, where the run asks for one."""
+    """The nonce of the proof of work, if the run asks for one."""
 
 
 class Enrolled(Record):
+    """The answer to POST /v1/enrol."""
+
     node: str
     trust: str
     run_key: str
@@ -97,13 +99,13 @@ class Enrolled(Record):
 class OpenSession(Record):
     """POST /v1/session"""
 
-    software: Words
+    software: ShortText
     capabilities: Capabilities | None = None
-    """What the machine brings; only to a coordinator with the feature of that name."""
+    """What the machine has. Send it only to a coordinator that lists the feature `capabilities`."""
 
 
 class Session(Record):
-    """A higher epoch fences off every older session of the same key."""
+    """The answer to POST /v1/session. A higher epoch invalidates every older session of the same key."""
 
     epoch: int
     heartbeat_s: float
@@ -113,14 +115,16 @@ class Heartbeat(Record):
     """POST /v1/heartbeat"""
 
     epoch: Count
-    phase: Words
+    phase: ShortText
     policy_version: Count | None = None
     tokens_per_s: float = Field(default=0.0, ge=0, le=1e12)
 
 
 class HeartbeatReply(Record):
+    """The answer to a heartbeat."""
+
     finished: bool
-    """The run is over: finish and exit."""
+    """True: the run is over, and the client should exit."""
     next_in_s: float
 
 
@@ -139,17 +143,17 @@ class AskUpload(Record):
 
 
 class Upload(Record):
-    """Where to PUT exactly those bytes; the name is the coordinator's."""
+    """Where to PUT exactly the announced bytes. The coordinator chooses the name."""
 
     path: str
-    """At the coordinator; empty if they go to an object store."""
+    """Path at the coordinator; empty if the bytes go to an object store."""
     expires_at_s: float
     url: Annotated[str, Field(max_length=4096, pattern=r"^(https?://[^\s]+)?$")] = ""
-    """At the object store: size, digest and create-only are signed (docs/wire/api.md, "Object stores")."""
+    """URL at the object store. Size, digest and create-only are signed (docs/wire/api.md, "Object stores")."""
 
 
 class Submit(Record):
-    """POST /v1/leases/{id}/submit; asking again gives the same receipt."""
+    """POST /v1/leases/{id}/submit. A repeated request gets the same receipt."""
 
     epoch: Count
     num_bytes: Count = Field(gt=0)
@@ -161,34 +165,34 @@ class Abandon(Record):
     """POST /v1/leases/{id}/abandon"""
 
     epoch: Count
-    reason: Words
+    reason: ShortText
 
 
 class Appeal(Record):
-    """POST /v1/leases/{id}/appeal: the node says that a rejection was wrong."""
+    """POST /v1/leases/{id}/appeal: the node claims that a rejection was wrong."""
 
     text: Annotated[str, Field(min_length=1, max_length=2000, pattern=r"^[^\x00]*$")]
 
 
 class Leave(Record):
-    """POST /v1/leave: no more leases; what is open may still be delivered."""
+    """POST /v1/leave: the node wants no more leases. It may still deliver those it holds."""
 
     epoch: Count
 
 
 class RevokeKey(Record):
-    """POST /v1/keys/revoke, signed by the owner: the node's key counts no more."""
+    """POST /v1/keys/revoke, signed by the owner: the node's key is no longer valid."""
 
     node: Hex32
-    reason: Words
+    reason: ShortText
 
 
 class AdminOrder(Record):
-    """POST /v1/admin/{action}: an order of the operator, with its reason, for the ledger."""
+    """POST /v1/admin/{action}: an action of the operator. The ledger records it with its reason."""
 
     reason: Annotated[str, Field(min_length=3, max_length=300, pattern=r"^[^\x00]*$")]
     subject: Annotated[str, Field(max_length=100, pattern=r"^[^\x00]*$")] = ""
-    """A node, an owner, a lease or an invitation; docs/operating.md says which for each action."""
+    """The node, owner, lease or invitation that the action is about; docs/operating.md says which for each action."""
     amount: Annotated[int, Field(ge=-(2**53), le=2**53)] = 0
 
 
@@ -212,15 +216,15 @@ class Claim(Record):
     received_at_s: float
     deadline_s: float
     copy_of: str | None
-    """Node that submitted the same bytes before, if any."""
+    """The node that submitted the same bytes before, if any."""
     checks: Checks = "full"
-    """`rewards`: the cheap checks and the rewards suffice; the draw spared it the prefill."""
+    """`rewards`: the draw did not choose this submission, so the cheap checks and the rewards are enough; no prefill."""
     relays: tuple[str, ...] = ()
-    """Those that serve the version now; the lease's may be gone."""
+    """Relays that serve the version now; those of the lease may have gone offline."""
 
 
 class RelayReport(Record):
-    """POST /v1/relays (relay): where it serves, what it holds, what it sent."""
+    """POST /v1/relays (relay): its URL, the versions it stores, and the bytes it sent."""
 
     url: Url
     versions: tuple[Count, ...]
@@ -228,31 +232,31 @@ class RelayReport(Record):
 
 
 class Origin(Record):
-    """GET /v1/origin (relay): where the trainer serves the versions it publishes."""
+    """GET /v1/origin (relay): the URL where the trainer serves the versions that it publishes."""
 
     url: Url
 
 
 class StepReport(Record):
-    """What the trainer says of one step, with the version the step made."""
+    """The trainer's figures of one step; `version` is the version that the step produced."""
 
     version: int
     loss: float
     reward_mean: float
-    """Over every accepted group since the last batch, those without signal included."""
+    """Mean over every accepted group since the last batch, including those without signal."""
     groups: int
     dropped_groups: int
-    """Accepted groups whose rewards were all equal: no signal, not trained on."""
+    """Accepted groups whose rewards were all equal. They carry no signal and are not trained on."""
     dropped_share: float = 0.0
-    """Of the rollouts accepted since the last batch, those in dropped groups: inference that trained nothing."""
+    """Share of the rollouts accepted since the last batch that are in dropped groups: inference that trained nothing."""
     unparseable: float = 0.0
-    """Of the same rollouts, those that gave no answer at all, which is apart from a wrong one."""
+    """Share of the same rollouts that contain no answer at all. Wrong answers are not counted."""
     rollouts: int
     tokens: int
     lag_mean: float
     lag_max: int
     grad_norm: float
-    """Before clipping; the largest of the step's updates."""
+    """Norm before clipping; the largest of the step's updates."""
     clip_fraction: float
     logprob_gap: float
     """Mean |engine - trainer| log-prob on the batch, before the update."""
@@ -260,29 +264,29 @@ class StepReport(Record):
     wait_s: float
     train_s: float
     tokens_per_s: float
-    # With defaults: a ledger may hold reports from before these were there.
+    # The fields below have defaults because older ledgers contain reports without them.
     stale_groups: int = 0
-    """Accepted groups that went stale before they were used."""
+    """Accepted groups that became stale before they were used."""
     lags: tuple[int, ...] = ()
-    """Rollouts by lag: lags[2] were written by a version two behind."""
+    """Rollouts by lag: lags[2] is the number of rollouts by a version two behind."""
     logprob_gap_max: float = 0.0
     logprob_gap_kl: float = 0.0
     """Estimate of the KL divergence from engine to trainer, from the same tokens."""
     gap_fresh_tokens: int = 0
-    """Tokens of lag 0 that the gap was measured on; 0: it is over stale ones, and also how far the policy has moved."""
+    """Tokens of lag 0 that the gap was measured on. 0: it was measured on stale tokens, and includes how far the policy moved."""
     entropy: float = 0.0
-    """Mean entropy, in nats, of the distributions that the tokens trained on stand in."""
+    """Mean entropy, in nats, of the distributions at the trained tokens."""
     kl: float = 0.0
-    """Estimate of the KL divergence from version 0, per token; 0 where no reference is kept."""
+    """Estimate of the KL divergence from version 0, per token; 0 if the trainer keeps no reference."""
     corrected_fraction: float = 0.0
-    """Tokens whose weight the correction of the gap changed by bounding or leaving out."""
+    """Share of tokens whose weight the gap correction capped or set to 0."""
     optimizer_steps: int = 1
-    waited_on: Words = ""
-    """What the coordinator said the batch was waiting for."""
+    waited_on: ShortText = ""
+    """What the batch was waiting for, in the coordinator's words."""
 
 
 class Announce(Record):
-    """POST /v1/policies (trainer): a version is published; `report` is None for version 0."""
+    """POST /v1/policies (trainer): announces a published version. `report` is None for version 0."""
 
     manifest: Sealed[Manifest]
     origin_url: Url
@@ -290,13 +294,13 @@ class Announce(Record):
 
 
 class Recorded(Record):
-    """The answer to an announcement: it stands in the ledger as event `seq`."""
+    """The answer to a request that the ledger records: `seq` is the number of its event."""
 
     seq: int
 
 
 class Group(Record):
-    """All samples of one prompt, accepted: rows of one stored file, with the swarm's rewards."""
+    """All samples of one prompt of an accepted submission: rows of one stored file, with the rewards that a validator computed."""
 
     group_id: str
     lease_id: LeaseId
@@ -307,7 +311,7 @@ class Group(Record):
 
 
 class Batch(Record):
-    """GET /v1/batches/{version} (trainer): what the step from `version` trains on. The same answer for ever."""
+    """GET /v1/batches/{version} (trainer): the groups that the step from `version` trains on. The answer never changes."""
 
     version: int
     groups: tuple[Group, ...]
@@ -319,7 +323,7 @@ class Batch(Record):
 
 
 class Evaluation(Record):
-    """Held-out reward of one policy version."""
+    """The held-out reward of one policy version."""
 
     version: int
     reward_mean: float
@@ -328,6 +332,8 @@ class Evaluation(Record):
 
 
 class NodeView(Record):
+    """The public state of a node."""
+
     node: str
     trust: str
     liveness: str
@@ -338,7 +344,7 @@ class NodeView(Record):
     rejected: int
     void: int
     credit: int
-    """Held and final; what was revoked is not in it."""
+    """Held and final credit, without what was revoked."""
     credit_held: int = 0
     owner: str | None = None
     last_code: str | None
@@ -346,6 +352,8 @@ class NodeView(Record):
 
 
 class RelayView(Record):
+    """The public state of a relay."""
+
     url: str
     liveness: str
     versions: tuple[int, ...]
@@ -353,24 +361,24 @@ class RelayView(Record):
 
 
 class Stats(Record):
-    """GET /v1/stats: the run at a glance."""
+    """GET /v1/stats: the current state of the run."""
 
     run: str
     newest_version: int | None
     last_version: int
     finished: bool
     waiting_for: str
-    """One sentence: what the run waits for right now, and on whom."""
+    """One sentence that says what the run is waiting for now, and for which role."""
     ready_groups: int
     groups_needed: int
     open_leases: int
     queued_checks: int
     submissions: dict[str, int]
-    """Counts by verdict code."""
+    """Number of ended leases by code."""
     groups: dict[str, int] = Field(default_factory=dict)
-    """Accepted groups by what became of them: ready, batched, dropped (no signal), stale."""
+    """Number of accepted groups by state: ready, batched, dropped (no signal), stale, withdrawn."""
     unparseable: float = 0.0
-    """Share of the accepted rollouts that gave no answer at all."""
+    """Share of the accepted rollouts that contain no answer at all."""
     batches: int
     trained_groups: int
     generation_tokens_per_s: float
@@ -379,7 +387,7 @@ class Stats(Record):
     nodes: tuple[NodeView, ...]
     relays: tuple[RelayView, ...]
     bytes_published: int
-    """Of all versions, as they are sent: deltas count as what they are."""
+    """Bytes sent for all versions; of a delta, the bytes of the delta."""
     ledger_seq: int
     server_time_s: float
 

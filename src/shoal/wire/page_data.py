@@ -1,4 +1,4 @@
-"""What the page shows: a run at one moment, in the sections that the feed sends when they change. docs/page.md."""
+"""The data of the run's page: a snapshot in sections, which the page receives again when they change. docs/page.md."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ Stage = Literal["generate", "upload", "queue", "check", "train", "broadcast"]
 
 
 class RunTerms(Record):
-    """What stays the same for the whole run."""
+    """The settings that stay the same for the whole run."""
 
     run: str
     run_key: str
@@ -22,11 +22,11 @@ class RunTerms(Record):
     max_lag: int
     last_version: int
     started_at_s: float | None
-    """When version 0 was published."""
+    """Time when version 0 was published."""
 
 
 class Now(Record):
-    """Where the run stands."""
+    """The current state of the run."""
 
     newest_version: int | None
     finished: bool
@@ -37,7 +37,7 @@ class Now(Record):
     queued_checks: int
     live_workers: int
     generation_tokens_per_s: float
-    """Of work that was checked and accepted, over the last minute."""
+    """Tokens of accepted work per second, over the last minute."""
     trained_groups: int
     batches: int
     dropped_groups: int
@@ -48,7 +48,7 @@ class Now(Record):
 
 
 class Curve(Record):
-    """The steps as columns. Where there are more than fit, neighbours are averaged: `steps_per_point` of them."""
+    """The steps as columns. With too many steps for the plot, each point is the mean of `steps_per_point` neighbours."""
 
     steps_per_point: int
     version: tuple[int, ...]
@@ -58,53 +58,57 @@ class Curve(Record):
     wait_s: tuple[float, ...]
     train_s: tuple[float, ...]
     tokens_per_s: tuple[float, ...]
-    """Of the trainer."""
+    """The trainer's speed."""
 
 
 class CodeCount(Record):
+    """The number of leases that ended with a code."""
+
     code: str
     words: str
     count: int
 
 
 class WorkerView(NodeView):
-    """A node with what the page adds: the last verdict in words, and its speed by what was accepted of it."""
+    """A node with two values more: the last verdict as a sentence, and the speed computed from accepted work."""
 
     words: str
     verified_tokens_per_s: float
 
 
 class Span(Record):
-    """One bar of the timeline. Times are seconds before `Timeline.end_s`, as negative numbers."""
+    """One bar of the timeline. Times are relative to `Timeline.end_s`: negative numbers of seconds."""
 
     stage: Stage
     lane: str
-    """Whose doing: a node's id, or `trainer`, or `validator`."""
+    """The node's id, `trainer` or `validator`."""
     start_s: float
     end_s: float
     version: int | None
     code: str | None = None
-    """Of a check: the verdict."""
+    """The verdict, if the bar is a check."""
     purpose: str = "train"
 
 
 class Timeline(Record):
+    """What trainer, validators and workers did in the last `span_s` seconds before `end_s`."""
+
     end_s: float
     span_s: float
     spans: tuple[Span, ...]
 
 
 class Release(Record):
-    """What one version cost to broadcast."""
+    """The bytes that one version takes to send."""
 
     version: int
     num_bytes: int
-    """As it is sent: a delta counts as what it is."""
+    """Bytes as sent; of a delta, the bytes of the delta."""
     published_at_s: float
 
 
 class Sample(Record):
-    """One answer that a validator checked and graded, as its tokenizer spells it, cut where it is long."""
+    """One answer that a validator checked and graded, decoded to text and truncated if it is long."""
 
     lease_id: str
     node: str
@@ -116,6 +120,8 @@ class Sample(Record):
 
 
 class Head(Record):
+    """The last event of the ledger."""
+
     seq: int
     hash: str
     time_s: float
@@ -123,7 +129,7 @@ class Head(Record):
 
 
 class Snapshot(Record):
-    """GET /v1/page. Each field is one section; GET /v1/events sends an object with those that changed."""
+    """GET /v1/page. Each field is one section; GET /v1/events sends objects with the sections that changed."""
 
     terms: RunTerms
     now: Now
@@ -139,7 +145,7 @@ class Snapshot(Record):
 
 
 class WorkItem(Record):
-    """One lease of a node, and how it ended."""
+    """One lease of a node, with its result."""
 
     lease_id: str
     purpose: str
@@ -156,7 +162,7 @@ class WorkItem(Record):
 
 
 class NodePage(Record):
-    """GET /v1/nodes/{node}/page: a node, why it is trusted as it is, and its last leases, newest first."""
+    """GET /v1/nodes/{node}/page: a node, the reason for its trust, and its last leases, newest first."""
 
     node: WorkerView
     trust_reason: str

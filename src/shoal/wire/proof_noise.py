@@ -1,7 +1,7 @@
-"""Honest noise: how far apart two sound computations of the same proofs lie, as measured before a run.
+"""Honest noise: how far two correct computations of the same proofs differ, measured before a run.
 
-Part of a run's public terms, so that anybody can repeat a decision. `shoal toploc calibrate` writes it; docs/toploc.md says
-how it is used. A file of it is this record as JSON.
+It is part of a run's public terms, so that anybody can repeat a decision. `shoal toploc calibrate` writes it as a JSON file
+of this record; docs/toploc.md says how it is used.
 """
 
 from typing import Literal
@@ -12,7 +12,7 @@ from shoal.wire.record import Count, Record
 
 
 class Moments(Record):
-    """Of one statistic, over honest segments (or blocks of tokens) of one size class."""
+    """Moments of one statistic over honest segments (or blocks of tokens) of one size class."""
 
     segments: Count
     mean: float = Field(ge=0)
@@ -21,7 +21,7 @@ class Moments(Record):
 
 
 class Tail(Record):
-    """Of the z-score of honest submissions of this many rows: the values that 1 in 100 and 1 in 1,000 exceed."""
+    """Tail of the z-scores of honest submissions with this many rows: the values that 1 in 100 and 1 in 1,000 exceed."""
 
     rows: int = Field(ge=1)
     one_in_100: float
@@ -29,45 +29,46 @@ class Tail(Record):
 
 
 class Statistic(Record):
-    """Its units are the segments of proofs, or blocks of as many tokens."""
+    """The calibration of one statistic. Its units are segments of proofs, or blocks of as many tokens."""
 
     by_size: tuple[Moments, ...] = Field(min_length=1)
     inflation: float = Field(ge=1)
-    """How much more the sum over a row varies than independent segments would."""
+    """Variance of the sum over a row, divided by the variance that independent segments would have."""
     prompt_variance: float = Field(default=0.0, ge=0)
-    """Of what the segments of one prompt's samples have in common, beyond that."""
+    """Additional variance that all segments of one prompt's samples share."""
     tails: tuple[Tail, ...] = Field(min_length=1)
-    """By rising number of rows, the first of 1."""
+    """Tails by increasing number of rows, starting with 1 row."""
     alone: Tail | None = None
-    """Of single units. Without it, as in older files, the run's tolerances judge them."""
+    """Tail of single units. Older files lack it; then the run's tolerances judge single units."""
 
 
 class Noise(Record):
-    """What honest work of one model and dtype looks like to a validator."""
+    """The differences that a validator measures on honest work of one model and dtype."""
 
     format: Literal["shoal/noise/1"] = "shoal/noise/1"
     model: str
     compute_dtype: Literal["float32", "bfloat16"]
     temperature: float = Field(default=1.0, gt=0)
-    """At which rows were drawn: a colder run has larger log-prob errors. Older files, which do not say, were made at 1."""
+    """Sampling temperature of the measured rows: a lower temperature gives larger log-prob errors. Older files lack it and were made at 1."""
     topk: int = Field(default=128, ge=1)
     segment_tokens: int = Field(default=32, ge=1)
-    """Of the proofs."""
+    """Tokens per segment of the proofs."""
     measured: tuple[str, ...]
-    """Which machine proved and which checked, with how many rows: one line each."""
+    """One line per measurement: the machine that proved, the machine that checked, the number of rows."""
     sizes: tuple[int, ...] = Field(min_length=1)
-    """Values of the largest segment of each size class, rising. A class begins above the one before it, the first above half of its
-    own. Segments outside of all, or of a class with fewer than 30 measured, are not tested."""
+    """Upper bounds of the size classes, in values per segment, increasing. A class begins above the bound before it; the first
+    one begins above half of its own bound. Segments outside of all classes, or in a class with fewer than 30 measured
+    segments, are not tested."""
     mismatches: Statistic
-    """Exponents and signs that differ, of the top-k."""
+    """Number of top-k values whose exponents or signs differ."""
     mantissas: Statistic
-    """Mean mantissa error where they agree, no point counting for more than 8."""
+    """Mean mantissa error of the values whose exponents and signs agree; each error is capped at 8."""
     token_sizes: tuple[int, ...] = ()
-    """Classes as above, of blocks of tokens. Empty in older files: the run's tolerances judge log-probs and draws then."""
+    """Size classes of blocks of tokens, as in `sizes`. Empty in older files: then the run's tolerances judge log-probs and draws."""
     logprobs: Statistic | None = None
     """Mean |claimed - recomputed| log-prob of a block."""
     draws: Statistic | None = None
-    """Mean root of the distance of a block's uniforms from the intervals of its tokens."""
+    """Mean square root of the distance between a block's uniforms and the intervals of its tokens."""
 
     @model_validator(mode="after")
     def _classes_fit(self) -> "Noise":
@@ -83,6 +84,6 @@ def _check_statistic(statistic: Statistic, sizes: tuple[int, ...]) -> None:
         raise ValueError(f"{len(statistic.by_size)} moments for {len(sizes)} sizes; calibrate again")
     rows = [tail.rows for tail in statistic.tails]
     if rows[0] != 1 or rows != sorted(set(rows)):
-        raise ValueError(f"tails are for {rows} rows, must rise from 1; calibrate again")
+        raise ValueError(f"tails are for {rows} rows; they must increase from 1; calibrate again")
     if list(sizes) != sorted(set(sizes)):
-        raise ValueError(f"sizes {sizes} must rise; calibrate again")
+        raise ValueError(f"sizes {sizes} must increase; calibrate again")

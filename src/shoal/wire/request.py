@@ -1,8 +1,8 @@
-"""Request signatures after RFC 9421, with Ed25519. docs/wire/request.md has a golden vector.
+"""Request signatures as in RFC 9421, with Ed25519. docs/wire/request.md has a test vector.
 
-Signed: "@method" "@authority" "@path" "@query" "content-digest", and the parameters created, expires, nonce,
-keyid, alg and tag. So a signature counts for one method, one host, one path with its query, one body, one
-short time, once, and for nothing that is not a Shoal request.
+A signature covers "@method" "@authority" "@path" "@query" "content-digest" and the parameters created, expires, nonce,
+keyid, alg and tag. So it is valid once, for a short time, for one method, one host, one path with its query and one body,
+and only for Shoal requests.
 """
 
 import base64
@@ -20,7 +20,7 @@ COMPONENTS = ("@method", "@authority", "@path", "@query", "content-digest")
 MAX_LIFETIME_S = 120
 CLOCK_SKEW_S = 300
 NONCE_KEPT_S = 2 * (MAX_LIFETIME_S + CLOCK_SKEW_S)
-"""A nonce is remembered for longer than any signature that carries it can be valid."""
+"""Seconds for which a nonce is stored: longer than any signature with it can be valid."""
 
 _COVERED = " ".join(f'"{name}"' for name in COMPONENTS)
 _PARAMETERS = re.compile(
@@ -31,7 +31,7 @@ _PARAMETERS = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a request is aimed at, as both sides see it."""
+    """Method, host, path and query of a request, as client and server both see them."""
 
     method: str
     authority: str
@@ -41,7 +41,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signer:
-    """Who signed a request, and the nonce to remember."""
+    """The key that signed a request, and the nonce to store."""
 
     key: str
     nonce: str
@@ -55,7 +55,7 @@ def content_digest(body: bytes) -> str:
 def sign_request(
     key: Key, target: Target, body: bytes, *, now_s: float, nonce: str | None = None, lifetime_s: int = 60
 ) -> dict[str, str]:
-    """The headers that sign a request: Content-Digest, Signature-Input, Signature."""
+    """Returns the headers that sign a request: Content-Digest, Signature-Input, Signature."""
     digest = content_digest(body)
     created = int(now_s)
     parameters = (
@@ -71,7 +71,10 @@ def sign_request(
 
 
 def verify_request(headers: Mapping[str, str], target: Target, body: bytes, *, now_s: float) -> Signer:
-    """Who signed it, or Rejected. The caller must still refuse a nonce it has seen from this key."""
+    """Returns the signer of a request; raises Rejected if the signature is not valid.
+
+    The caller must still refuse a nonce that this key has used before.
+    """
     digest, given_input, given = (
         _header(headers, name) for name in ("content-digest", "signature-input", "signature")
     )
@@ -89,19 +92,19 @@ def verify_request(headers: Mapping[str, str], target: Target, body: bytes, *, n
     if digest != content_digest(body):
         raise Rejected(
             "request.wrong_digest",
-            f"content-digest is {digest[:80]!r}, the body's is {content_digest(body)!r}",
+            f"content-digest is {digest[:80]!r}, but the body has {content_digest(body)!r}",
         )
     if not verify(match["keyid"], signature_base(target, digest, parameters), _signature_hex(given)):
         raise Rejected(
             "request.bad_signature",
-            f"the signature by {match['keyid'][:16]} does not fit {target.method} {target.authority}{target.path}",
+            f"the signature by {match['keyid'][:16]} does not match {target.method} {target.authority}{target.path}",
         )
     _check_window(int(match["created"]), int(match["expires"]), now_s)
     return Signer(key=match["keyid"], nonce=match["nonce"], expires_s=int(match["expires"]))
 
 
 def _header(headers: Mapping[str, str], name: str) -> str:
-    """By its name in any case; servers' own mappings know it in lower case."""
+    """Returns a header's value, ignoring the case of its name; empty if it is missing. Tries the name in lower case first."""
     found = headers.get(name)
     if found is not None:
         return found
@@ -109,7 +112,7 @@ def _header(headers: Mapping[str, str], name: str) -> str:
 
 
 def signature_base(target: Target, digest: str, parameters: str) -> bytes:
-    """The bytes that are signed (RFC 9421, section 2.5)."""
+    """Returns the bytes that are signed (RFC 9421, section 2.5)."""
     values = {
         "@method": target.method.upper(),
         "@authority": target.authority.lower(),
@@ -125,7 +128,7 @@ def _check_window(created_s: int, expires_s: int, now_s: float) -> None:
     if expires_s - created_s > MAX_LIFETIME_S:
         raise Rejected(
             "request.expired",
-            f"a signature may live {MAX_LIFETIME_S} s, this one asks for {expires_s - created_s} s",
+            f"a signature may be valid for {MAX_LIFETIME_S} s, this one for {expires_s - created_s} s",
         )
     if created_s > now_s + CLOCK_SKEW_S:
         raise Rejected(
@@ -139,7 +142,7 @@ def _check_window(created_s: int, expires_s: int, now_s: float) -> None:
 
 
 def _signature_hex(header: str) -> str:
-    # The last letter carries four bits beside its own two: they must be 0, so that a signature has one spelling.
+    # The last letter has four unused bits. They must be 0, or one signature could be written in 16 ways.
     match = re.fullmatch(r"sig1=:([A-Za-z0-9+/]{85}[AQgw]==):", header)
     return base64.b64decode(match[1]).hex() if match else ""
 

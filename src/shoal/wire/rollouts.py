@@ -1,19 +1,19 @@
-"""The rollout table: every row of one lease in one Parquet file. One schema, versioned, nothing optional.
+"""The rollout table: all rows of one lease in one Parquet file. The schema is versioned and has no optional column.
 
     prompt_index   int32        which prompt of the lease
     sample_index   int32        which sample of that prompt
-    prompt_tokens  list<int32>  as the policy's tokenizer encodes the leased prompt
+    prompt_tokens  list<int32>  the leased prompt, encoded by the policy's tokenizer
     output_tokens  list<int32>  the answer, its end token included
-    logprobs       list<float>  of each output token under the sampling policy
+    logprobs       list<float>  log-prob of each output token under the sampling policy
     finish         int8         0: ended on an end token, 1: reached max_new_tokens
     proof          binary       TOPLOC proofs, one after another; empty for a one-token answer
 
-No rewards, no advantages, no identity: the swarm computes the first two and knows the third.
+There are no rewards, advantages or node ids: the swarm computes the first two and knows the third.
 Rows are sorted by (prompt_index, sample_index). The footer names the format, the lease and the policy version.
 
-Reading is for strangers' files: `decode` looks at the footer's counts and encodings before a single value is
-decoded, because a 647-byte file can ask for a gigabyte. It still belongs in a child with an address-space limit,
-and a child that dies has met a malformed file: pyarrow aborts on some single changed bytes of a footer.
+`decode` reads files from untrusted senders. It checks the footer's counts and encodings before it decodes a value,
+because a 647-byte file can ask for a gigabyte. Still run it in a child process with an address-space limit, and treat a
+crash of the child as a malformed file: pyarrow aborts on some single changed bytes of a footer.
 """
 
 import re
@@ -42,20 +42,22 @@ SCHEMA = pa.schema(
     ]
 )
 
-# DELTA_* decoders can be made to allocate without bound, and a dictionary lets a few bytes stand for any number
+# DELTA_* decoders can be made to allocate without bound, and with a dictionary a few bytes can expand to any number
 # of long values. Our writer uses neither.
 _ENCODINGS = {"PLAIN", "RLE", "BIT_PACKED"}
 _METADATA_KEYS = (b"shoal.format", b"shoal.lease_id", b"shoal.policy_version")
 
 
 class Finish(IntEnum):
+    """Why an answer ended: on an end token, or at max_new_tokens."""
+
     EOS = 0
     LENGTH = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One answer. output_tokens and logprobs have equal length T; proof covers decode states 0 .. T-2."""
+    """One answer. output_tokens and logprobs have the same length T; the proof covers decode states 0 .. T-2."""
 
     prompt_index: int
     sample_index: int
@@ -68,6 +70,8 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutTable:
+    """The content of one file."""
+
     lease_id: str
     policy_version: int
     rows: tuple[Rollout, ...]
@@ -75,7 +79,7 @@ class RolloutTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableLimits:
-    """What a lease allows a file to decode to."""
+    """The size that a lease allows a file to have after decoding."""
 
     max_rows: int
     max_prompt_tokens: int
@@ -83,22 +87,23 @@ class TableLimits:
     max_proof_bytes: int
 
     def max_values(self, column: str) -> int:
+        """Returns how many values a column may have."""
         per_row = {
             "prompt_tokens.list.element": self.max_prompt_tokens,
             "output_tokens.list.element": self.max_output_tokens,
             "logprobs.list.element": self.max_output_tokens,
         }
-        # An empty list still counts as one value in the footer.
+        # The footer counts an empty list as one value.
         return self.max_rows * max(1, per_row.get(column, 1))
 
     @property
     def max_proof_column_bytes(self) -> int:
-        """Uncompressed, with a length before each value; doubled for the statistics a writer may add per page."""
+        """Uncompressed bytes, with a length before each value; doubled because a writer may add statistics per page."""
         return 2 * self.max_rows * (self.max_proof_bytes + 4) + 4096
 
 
 def encode(table: RolloutTable) -> bytes:
-    """The file's bytes. The same table gives the same bytes with the same pyarrow."""
+    """Returns the file's bytes. The same version of pyarrow writes the same bytes for the same table."""
     rows = sorted(table.rows, key=lambda row: (row.prompt_index, row.sample_index))
     columns = {field.name: [getattr(row, field.name) for row in rows] for field in SCHEMA}
     columns["finish"] = [int(finish) for finish in columns["finish"]]
@@ -123,7 +128,7 @@ def encode(table: RolloutTable) -> bytes:
 
 
 def decode(data: bytes, limits: TableLimits) -> RolloutTable:
-    """The table, or Rejected(reject.malformed_file | reject.oversized_table)."""
+    """Returns the table. Raises Rejected (reject.malformed_file, oversized_table, bad_values or malformed_proof)."""
     try:
         file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
         _check_footer(file, limits)
@@ -132,7 +137,7 @@ def decode(data: bytes, limits: TableLimits) -> RolloutTable:
         arrow.validate(full=True)
     except Rejected:
         raise
-    except MemoryError:  # pyarrow's ArrowMemoryError is one: the child's address-space limit spoke
+    except MemoryError:  # includes pyarrow's ArrowMemoryError: the child's address-space limit was reached
         raise Rejected(
             "reject.oversized_table", "decoding needs more memory than a submission may take"
         ) from None
@@ -150,8 +155,8 @@ def _check_footer(file: Any, limits: TableLimits) -> None:
         raise Rejected("reject.oversized_table", f"{meta.num_rows} rows, the lease allows {limits.max_rows}")
     values: Counter[str] = Counter()
     num_bytes: Counter[str] = Counter()
-    # Do not ask a column for its codec here: pyarrow 26 aborts the process when the footer names an unknown one.
-    # Reading such a column raises as it should, and counts below bound what any codec can expand to.
+    # Do not read a column's codec here: pyarrow 26 aborts the process if the footer names an unknown one.
+    # Reading the values of such a column raises as it should, and the counts below bound what any codec can expand to.
     for column in _column_chunks(meta):
         if not set(column.encodings) <= _ENCODINGS:
             raise Rejected(
@@ -183,14 +188,14 @@ def _to_table(arrow: Any, metadata: dict[bytes, bytes], limits: TableLimits) -> 
     values = {key: metadata.get(key, b"").decode("ascii", "replace") for key in _METADATA_KEYS}
     if values[b"shoal.format"] != FORMAT:
         raise Rejected("reject.malformed_file", f"format is {values[b'shoal.format']!r}, expected {FORMAT!r}")
-    # At most 15 digits: int() itself refuses thousands, and nothing past 2**53 is a version.
+    # At most 15 digits: int() raises on thousands of digits, and no version is past 2**53.
     if not re.fullmatch(r"[0-9]{1,15}", values[b"shoal.policy_version"]):
         raise Rejected(
             "reject.malformed_file",
             f"policy version is {values[b'shoal.policy_version'][:32]!r}, expected a number",
         )
     rows = tuple(_to_rollout(row, limits) for row in arrow.to_pylist())
-    # Rewards travel without names, in the order of rows: whoever could choose it could swap the rewards of answers.
+    # Rewards have no row ids and follow the order of rows: a sender that chose the order could swap the rewards of answers.
     places = [(row.prompt_index, row.sample_index) for row in rows]
     if places != sorted(places):
         raise Rejected("reject.malformed_file", "rows are not sorted by prompt_index, sample_index")

@@ -1,11 +1,11 @@
-"""How randomness follows from a lease, so that a validator can draw again. docs/wire/draw.md is the standard.
+"""Derives all randomness of a lease from its seed, so that a validator can repeat every draw. docs/wire/draw.md is the standard.
 
     prompt seed i      = HMAC-SHA256(lease seed, "prompt/" i), first 8 bytes, big-endian
     sample seed (i, j) = HMAC-SHA256(lease seed, "sample/" i "/" j), first 8 bytes, big-endian
     uniform t          = (splitmix64 output t of the sample seed) >> 11, times 2^-53   (t = 0: the first new token)
     token t            = the first id whose cumulative probability exceeds uniform t
 
-The cumulative distribution runs over token ids in ascending order, of softmax(logits / temperature).
+The cumulative distribution is that of softmax(logits / temperature), over token ids in ascending order.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ def prompt_seed(seed: str, prompt_index: int) -> int:
 
 
 def problem_seeds(seed: str, *, run: str, purpose: str, chunk: int, num_prompts: int) -> list[int]:
-    """Seeds of a lease's problems. Held-out problems are the same for every policy version and every node."""
+    """Returns the seeds of a lease's problems. Held-out problems are the same for every policy version and every node."""
     source = seed if purpose == "train" else hashlib.sha256(f"eval/{run}/{chunk}".encode()).hexdigest()
     return [prompt_seed(source, index) for index in range(num_prompts)]
 
@@ -38,7 +38,7 @@ def sample_seed(seed: str, prompt_index: int, sample_index: int) -> int:
 def uniforms(
     sample_seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.float64]:
-    """Uniforms in [0, 1) for each (sample seed, position) pair; the two arrays broadcast."""
+    """Returns uniforms in [0, 1) for each (sample seed, position) pair; the two arrays broadcast."""
     with np.errstate(over="ignore"):
         z = sample_seeds + (positions + np.uint64(1)) * np.uint64(_GOLDEN)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,7 +1,7 @@
-"""The ticket: the coordinator's word, for a quarter of an hour, that a key belongs to the run.
+"""The ticket: the coordinator's statement, valid for 15 minutes, that a key belongs to the run.
 
-A relay that serves members only checks it with nothing but the run key and its clock. Whoever holds one can use it, so it
-lives short, and a node that was ejected gets no other. docs/wire/ticket.md has a golden vector.
+A relay that serves members only needs nothing but the run key and its clock to check a ticket. Any process that has a
+ticket can use it, so it expires soon, and an ejected node gets no new one. docs/wire/ticket.md has a test vector.
 """
 
 import base64
@@ -14,14 +14,16 @@ from shoal.wire.record import Sealable, Sealed
 
 TICKET_S = 900.0
 CLOCK_SKEW_S = 300.0
-"""A relay's clock may be so far off."""
+"""Seconds by which a relay's clock may be wrong."""
 SCHEME = "Shoal-Ticket "
 
 
 class Ticket(Sealable):
+    """A statement, sealed by the run key, that `holder` belongs to the run until `expires_at_s`."""
+
     run: str
     holder: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """The public key that asked for it; for the relay's log."""
+    """The public key that asked for the ticket; for the relay's log."""
     expires_at_s: float
 
     @classmethod
@@ -30,14 +32,14 @@ class Ticket(Sealable):
 
 
 def to_header(sealed: Sealed[Ticket]) -> str:
-    """The value of the Authorization header that shows it."""
+    """Returns the value of the Authorization header that carries the ticket."""
     return SCHEME + base64.urlsafe_b64encode(sealed.canonical()).decode()
 
 
 def check_ticket(header: str, *, run: str, run_key: str, now_s: float) -> Ticket:
-    """The ticket that a header shows, if it is good now; else Rejected."""
+    """Returns the ticket in a client's Authorization header. Raises Rejected if it is not valid now."""
     if not header.startswith(SCHEME):
-        raise Rejected("request.unsigned", "only members of the run are served here; show a ticket")
+        raise Rejected("request.unsigned", "this relay serves members of the run only; send a ticket")
     try:
         data = base64.b64decode(header.removeprefix(SCHEME), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError):
@@ -48,6 +50,6 @@ def check_ticket(header: str, *, run: str, run_key: str, now_s: float) -> Ticket
     if ticket.expires_at_s + CLOCK_SKEW_S < now_s:
         raise Rejected(
             "request.expired",
-            f"the ticket ended {now_s - ticket.expires_at_s:.0f} s ago by the relay's clock",
+            f"the ticket expired {now_s - ticket.expires_at_s:.0f} s ago by the relay's clock",
         )
     return ticket

@@ -63,7 +63,7 @@ def test_a_refusal_appears_with_its_reason(swarm: SmallSwarm, page: Any) -> None
     page.wait_for_selector(f'#workers a[href="#node/{liar.id}"]')
     swarm.work(liar, "reject.wrong_computation")
     swarm.work(liar, "reject.wrong_computation")
-    reason = "the proofs do not fit the leased model on these tokens"
+    reason = "the proofs do not match the leased model on these tokens"
     page.wait_for_selector(f"#workers >> text={reason}")
     page.wait_for_selector("#workers >> text=ejected")
     assert page.inner_text("#verdicts .refused .count") == "2"

@@ -10,8 +10,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from shoal.telemetry import plain
-from shoal.wire.codes import ACCEPTED, in_words
+from shoal.telemetry import printable
+from shoal.wire.codes import ACCEPTED, explain_code
 from shoal.wire.messages import NodeView, Stats
 
 LINE_EVERY_S = 3.0
@@ -46,7 +46,9 @@ class LineView:
             self.say(headline(stats) + worry(stats))
 
     def say(self, sentence: str) -> None:
-        self._console.print(f"{time.strftime('%H:%M:%S')} {plain(sentence)}", markup=False, soft_wrap=True)
+        self._console.print(
+            f"{time.strftime('%H:%M:%S')} {printable(sentence)}", markup=False, soft_wrap=True
+        )
 
     def close(self) -> None:
         pass
@@ -74,7 +76,7 @@ class LiveView:
         )
 
     def say(self, sentence: str) -> None:
-        self._live.console.print(Text(f"{time.strftime('%H:%M:%S')} {plain(sentence)}"))
+        self._live.console.print(Text(f"{time.strftime('%H:%M:%S')} {printable(sentence)}"))
 
     def close(self) -> None:
         self._live.stop()
@@ -99,7 +101,7 @@ class News:
                 and node.last_code.startswith("reject.")
             ):
                 sentences.append(
-                    f"{name} refused: {in_words(node.last_code)} [{node.last_code}: {node.last_detail}]"
+                    f"{name} refused: {explain_code(node.last_code)} [{node.last_code}: {node.last_detail}]"
                 )
             if node.trust == "banned" and self._trust.get(node.node) != "banned":
                 sentences.append(
@@ -154,7 +156,7 @@ def node_table(stats: Stats, names: Mapping[str, str], width: int) -> Table:
     for column in shown:
         table.add_column(column.title, justify=column.justify, no_wrap=width < WIDE)
     for node in stats.nodes:
-        table.add_row(*(Text(plain(column.cell(node, names))) for column in shown))
+        table.add_row(*(Text(printable(column.cell(node, names))) for column in shown))
     return table
 
 
@@ -192,7 +194,7 @@ COLUMNS = (
         "last verdict",
         "left",
         WIDE,
-        lambda node, names: "" if node.last_code is None else in_words(node.last_code),
+        lambda node, names: "" if node.last_code is None else explain_code(node.last_code),
     ),
 )
 

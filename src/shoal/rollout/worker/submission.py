@@ -7,7 +7,7 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.rollout.engine.api import Engine, Finished, Request
 from shoal.rollout.worker.session import Session
 from shoal.telemetry import Log
-from shoal.wire.codes import ACCEPTED, CODES, in_words
+from shoal.wire.codes import ACCEPTED, CODES, explain_code
 from shoal.wire.lease import Lease
 from shoal.wire.messages import LeaseStatus
 from shoal.wire.rollouts import Rollout, RolloutTable
@@ -97,9 +97,14 @@ class Verdicts:
         if code == ACCEPTED:
             self._log.info(f"accepted, credit +{status.credit}", lease=status.lease_id, total=self.credit)
         elif code.startswith("void."):
-            self._log.info(f"does not count: {in_words(code)}", lease=status.lease_id, detail=status.detail)
+            self._log.info(
+                f"does not count: {explain_code(code)}", lease=status.lease_id, detail=status.detail
+            )
         else:
             remedy = CODES[code].remedy if code in CODES else "see docs/threats.md"
             self._log.warning(
-                f"refused: {in_words(code)}", lease=status.lease_id, detail=status.detail, what_to_do=remedy
+                f"refused: {explain_code(code)}",
+                lease=status.lease_id,
+                detail=status.detail,
+                what_to_do=remedy,
             )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from shoal.telemetry import Log
-from shoal.wire.codes import ACCEPTED, in_words
+from shoal.wire.codes import ACCEPTED, explain_code
 from shoal.wire.ledger import LedgerEvent
 
 _PLAIN = {
@@ -28,7 +28,7 @@ def tell(log: Log, event: LedgerEvent) -> None:
     elif event.type == "node.banned":
         log.warning(f"node ejected: {body['reason']}", node=_short(body["node"]))
     elif event.type == "lease.void":
-        log.info(f"lease void: {in_words(body['code'])}", **_values(body, ("lease_id", "node", "detail")))
+        log.info(f"lease void: {explain_code(body['code'])}", **_values(body, ("lease_id", "node", "detail")))
     elif event.type == "batch.formed":
         log.info(
             "batch formed",
@@ -48,7 +48,7 @@ def _tell_verdict(log: Log, body: dict[str, Any]) -> None:
     else:
         word = "refused" if body["code"].startswith("reject.") else "void"
         log.warning(
-            f"{word}: {in_words(body['code'])}", **values, code=body["code"], detail=repr(body["detail"])
+            f"{word}: {explain_code(body['code'])}", **values, code=body["code"], detail=repr(body["detail"])
         )
 
 

@@ -91,7 +91,9 @@ def release_lapsed(tx: Transaction, coordinator: Coordinator) -> int:
 def give_verdict(tx: Transaction, coordinator: Coordinator, lease_id: str, verdict: Verdict) -> LeaseStatus:
     """Idempotent: the same finding again changes nothing, another one is refused. The first counts."""
     _check_code(lease_id, verdict)
-    verdict = verdict.model_copy(update={"detail": verdict.detail.replace("\0", "\\0")})  # see messages.Words
+    verdict = verdict.model_copy(
+        update={"detail": verdict.detail.replace("\0", "\\0")}
+    )  # see messages.ShortText
     lease = find_lease(tx.db, lease_id)
     # Every verdict ends its lease.
     earlier = _GIVEN.value(tx.db, id=lease_id) if lease.state in TERMINAL else None

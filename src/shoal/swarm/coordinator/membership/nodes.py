@@ -20,7 +20,7 @@ from shoal.swarm.coordinator.store.schema import leases as lease_table
 from shoal.swarm.coordinator.store.schema import nodes, submissions
 from shoal.swarm.coordinator.store.sheet import NODES
 from shoal.swarm.coordinator.store.turn import Turn
-from shoal.wire.codes import Rejected, in_words
+from shoal.wire.codes import Rejected, explain_code
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import (
     Enrol,
@@ -32,7 +32,7 @@ from shoal.wire.messages import (
     Recorded,
     Session,
 )
-from shoal.wire.requirements import misfits
+from shoal.wire.requirements import unmet_needs
 from shoal.wire.run_spec import PROTOCOL
 
 
@@ -128,7 +128,7 @@ def open_session(tx: Transaction, coordinator: Coordinator, ask: OpenSession) ->
 def _check_machine(coordinator: Coordinator, ask: OpenSession) -> None:
     """Who does not say what it brings may try."""
     spec = coordinator.spec
-    reasons = misfits(ask.capabilities, spec.needs, spec.compute_dtype) if ask.capabilities else []
+    reasons = unmet_needs(ask.capabilities, spec.needs, spec.compute_dtype) if ask.capabilities else []
     if reasons:
         raise Rejected("request.unfit", f"run {spec.run!r}: {'; '.join(reasons)}")
 
@@ -289,7 +289,7 @@ def count_void(tx: Transaction, node: str) -> None:
 
 
 def why_rejected(code: str, detail: str) -> str:
-    return f"because {in_words(code)} ({code}: {detail})"
+    return f"because {explain_code(code)} ({code}: {detail})"
 
 
 def _reason(after: Standing, reason: str) -> str:

@@ -12,7 +12,7 @@ from shoal.swarm.coordinator.store.schema import leases, ledger, policies, run, 
 from shoal.swarm.coordinator.views import node_views, stats
 from shoal.swarm.coordinator.views.terms import Terms
 from shoal.swarm.coordinator.views.timeline import read_timeline
-from shoal.wire.codes import ACCEPTED, in_words
+from shoal.wire.codes import ACCEPTED, explain_code
 from shoal.wire.lease import Lease
 from shoal.wire.messages import NodeView, Stats, StepReport
 from shoal.wire.page_data import (
@@ -128,7 +128,7 @@ def count_codes(counts: dict[str, int]) -> tuple[CodeCount, ...]:
 def words_for(code: str | None) -> str:
     if code is None:
         return ""
-    return "checked and accepted" if code == ACCEPTED else in_words(code)
+    return "checked and accepted" if code == ACCEPTED else explain_code(code)
 
 
 def _head(db: Connection) -> Head | None:
