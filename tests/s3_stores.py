@@ -1,4 +1,4 @@
-"""S3-compatible stores of the tests' own, as processes on loopback: one that keeps its promises, and one that only signs.
+"""S3-compatible stores as processes on loopback: one that compares what uploads declare, and one that only checks signatures.
 
 `make s3` installs both into .venv-s3. LocalStack checks signatures, sizes, SHA-256 and If-None-Match; rclone's checks
 signatures alone.
@@ -14,14 +14,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import httpx2
+import boto3
 import pytest
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
 
-from shoal.net.presign import Credentials, presign
+from shoal.net.s3_store import Credentials
 
 VENV = Path(os.environ.get("SHOAL_S3_VENV", Path(__file__).parents[1] / ".venv-s3"))
-# LocalStack knows one account, and this is its key.
+# The key of LocalStack's only account.
 CREDENTIALS = Credentials(access_key="test", secret_key="test")
 BUCKET = "rollouts"
 START_S = 90.0
@@ -33,15 +36,13 @@ class Store:
 
     @property
     def url(self) -> str:
-        """As a run file has it."""
+        """The address, in the form that a run file has."""
         return f"s3://{BUCKET}/runs?endpoint=http://127.0.0.1:{self.port}"
 
     def names(self) -> list[str]:
-        """What is in it, whosever it is."""
-        url = f"http://127.0.0.1:{self.port}/{BUCKET}?list-type=2"
-        signed = presign(CREDENTIALS, "GET", url, region="us-east-1", now_s=time.time(), expires_s=60)
-        text = httpx2.get(signed).raise_for_status().text
-        return [part.partition("</Key>")[0] for part in text.split("<Key>")[1:]]
+        """Returns the names of all objects, of every run."""
+        listed = _client(self.port).list_objects_v2(Bucket=BUCKET)
+        return [entry["Key"] for entry in listed.get("Contents", [])]
 
 
 @contextmanager
@@ -79,7 +80,7 @@ def careless_store() -> Iterator[Store]:
 @contextmanager
 def _running(command: list[str], environ: dict[str, str], port: int, home: Path) -> Iterator[None]:
     if not Path(command[0]).exists():
-        pytest.fail(f"no {command[0]}: make s3 installs it")
+        pytest.fail(f"{command[0]} is missing; `make s3` installs it")
     with (home / "log").open("wb") as log:
         process = subprocess.Popen(
             command, env=environ, cwd=home, stdout=log, stderr=log, start_new_session=True
@@ -95,16 +96,23 @@ def _running(command: list[str], environ: dict[str, str], port: int, home: Path)
 def _make_bucket(process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
     give_up_s = time.monotonic() + START_S
     while time.monotonic() < give_up_s and process.poll() is None:
-        url = f"http://127.0.0.1:{port}/{BUCKET}"
-        signed = presign(CREDENTIALS, "PUT", url, region="us-east-1", now_s=time.time(), expires_s=60)
         try:
-            answer = httpx2.put(signed, timeout=30)
-        except httpx2.HTTPError:
+            _client(port).create_bucket(Bucket=BUCKET)
+            return
+        except (BotoCoreError, ClientError):  # not started yet
             time.sleep(0.2)
-            continue
-        assert answer.is_success or answer.status_code == 409, answer.text
-        return
     raise AssertionError(f"the store did not start: {log.read_text()[-2000:]}")
+
+
+def _client(port: int) -> Any:
+    return boto3.client(
+        "s3",
+        region_name="us-east-1",
+        endpoint_url=f"http://127.0.0.1:{port}",
+        aws_access_key_id=CREDENTIALS.access_key,
+        aws_secret_access_key=CREDENTIALS.secret_key,
+        config=Config(s3={"addressing_style": "path"}, retries={"total_max_attempts": 1}),
+    )
 
 
 def _free_port() -> int:

@@ -1,1 +1,1 @@
-"""Shells around the network: deadlines, the signed client, the server loop, the object store. No torch here."""
+"""Network layer: the signed HTTP client, the servers, object stores, rate limits and waits with deadlines. No torch here."""

@@ -1,13 +1,14 @@
 """A small HTTP/1.1 server for files: the kernel sends them (sendfile), one event loop serves all connections.
 
-GET and HEAD only, no bodies in, keep-alive. What is answered is the owner's: `answer(request) -> Answer`. Against
-those who come only to occupy it: a cap on the head of a request, a deadline for each step, limits per address.
+GET and HEAD only, no request bodies, keep-alive. Our own server instead of a library's (aiohttp, granian, nginx), because
+it sends files that are still growing and limits bytes per client address; h11 parses the requests. The owner's
+`handle(request) -> FileResponse` decides what to send. Against clients that only occupy the server it has a limit for the size
+of a request's head, a timeout for each step, and limits per address.
 """
 
 import asyncio
 import contextlib
 import os
-import re
 import socket
 import threading
 import time
@@ -17,8 +18,9 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Protocol
 
-from shoal.net.bandwidth import LONGEST_DEBT_S, Account, Accounts, Limits
-from shoal.net.pacing import send_at_once, use_if_far
+import h11
+
+from shoal.net.rate_limit import MAX_DEBT_S, AddressUsage, ServerLimits, UsageByAddress, retry_after_header
 from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
 from shoal.wire.codes import CODES, Rejected
@@ -26,64 +28,76 @@ from shoal.wire.messages import Problem
 
 MAX_HEAD_BYTES = 16 << 10
 HEAD_S = 10.0
-"""For a request to arrive, from its first byte or from the connection's start."""
+"""Timeout for the head of a connection's first request."""
 KEEP_ALIVE_S = 30.0
+"""Timeout for the head of each further request."""
 SEND_S = 60.0
-"""How long a client may take over one piece before it is left."""
+"""Timeout for a client to take one piece."""
 PIECE_BYTES = 4 << 20
 LIMITED_PIECE_BYTES = 64 << 10
-"""Under a rate limit, so that connections of one address take turns."""
+"""Piece size under a rate limit: small, so that connections of one address take turns."""
 DRAIN_S = 3.0
-
-_REQUEST_LINE = re.compile(rb"(?P<method>[A-Z]{1,16}) (?P<target>/[!-~\x80-\xff]*) HTTP/1\.(?P<minor>[01])")
-_HEADER = re.compile(rb"(?P<name>[!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*(?P<value>[^\r\n\x00]*?)[ \t]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class FileRequest:
+    """A parsed request. Header names are in lower case; of duplicate headers the last one counts."""
+
     method: str
     path: str
     query: dict[str, str]
     headers: dict[str, str]
-    """Names in lower case."""
     keep_alive: bool
 
 
-class Body(Protocol):
+class FileBody(Protocol):
     """A range of a file that may still be growing."""
 
     start: int
     stop: int
 
     def open(self) -> int:
-        """A descriptor; Rejected if the file has just gone."""
+        """Returns a file descriptor; raises Rejected if the file was deleted."""
         ...
 
     async def ready(self, position: int) -> int | None:
-        """Up to where, after `position`, bytes may be sent; None if the rest does not come."""
+        """Waits for bytes after `position`; returns the position up to which they may be sent, None if no more come."""
         ...
 
-    def sent(self, num_bytes: int) -> None: ...
+    def sent(self, num_bytes: int) -> None:
+        """Called after bytes were sent."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class FileResponse:
+    """The status, headers and content of an answer. The server adds Content-Length."""
+
     status: int
-    content: bytes | Body = b""
+    content: bytes | FileBody = b""
     headers: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
+        """The size of the content."""
         if isinstance(self.content, bytes):
             return len(self.content)
         return self.content.stop - self.content.start
 
 
-Handler = Callable[[Request], Awaitable[Answer]]
+FileHandler = Callable[[FileRequest], Awaitable[FileResponse]]
 
 
-def problem(rejected: Rejected, *, status: int | None = None) -> Answer:
-    """The refusal as every client of ours can read it."""
+class NotHttp(Exception):
+    """The client sent bytes that are not a request this server accepts."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+def problem_response(rejected: Rejected, *, status: int | None = None) -> FileResponse:
+    """Returns a refusal as a Problem, which every client of ours can parse."""
     meaning = CODES[rejected.code]
     body = Problem(
         code=rejected.code,
@@ -94,40 +108,68 @@ def problem(rejected: Rejected, *, status: int | None = None) -> Answer:
     )
     headers = {"content-type": "application/problem+json"}
     if rejected.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, round(rejected.retry_after_s)))
-    return Answer(status or meaning.status, body.model_dump_json().encode(), headers)
+        headers["retry-after"] = retry_after_header(rejected.retry_after_s)
+    return FileResponse(status or meaning.status, body.model_dump_json().encode(), headers)
 
 
-def parse_head(head: bytes) -> Request:
-    """The head of a request up to its empty line; Rejected if it is not one we take."""
-    line, *rest = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
-    match = _REQUEST_LINE.fullmatch(line)
-    fields = [_HEADER.fullmatch(one) for one in rest]
-    if match is None or None in fields:
-        raise Rejected("request.malformed", f"not an HTTP/1.1 request: {line[:80]!r}")
-    headers = {one["name"].decode().lower(): one["value"].decode("latin-1") for one in fields if one}
-    path, _, query = match["target"].decode("latin-1").partition("?")
-    connection = headers.get("connection", "").lower()
-    bodied = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
-    return Request(
-        method=match["method"].decode(),
-        path=urllib.parse.unquote(path),
-        query=dict(urllib.parse.parse_qsl(query)),
-        headers=headers,
-        # A body that nobody reads would be taken for the next request.
-        keep_alive=match["minor"] == b"1" and "close" not in connection and not bodied,
+class RequestParser:
+    """Parses the requests of one connection, from bytes that arrive in any portions."""
+
+    def __init__(self) -> None:
+        self._unparsed = b""
+        self._begin_request()
+
+    def _begin_request(self) -> None:
+        self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
+        self._num_fed = 0
+
+    def feed(self, data: bytes) -> FileRequest | None:
+        """Takes more bytes; returns the next request if its head is complete. Raises NotHttp for anything else."""
+        try:
+            if pending := self._unparsed + data:  # h11 takes b"" for the end of the stream
+                self._h11.receive_data(pending)
+            self._num_fed, self._unparsed = self._num_fed + len(pending), b""
+            event = self._h11.next_event()
+            if not isinstance(event, h11.Request):
+                return None
+            # Bodies are not read: the connection is closed after a request that has one.
+            ended = isinstance(self._h11.next_event(), h11.EndOfMessage)
+            keep_alive = ended and self._h11.their_state is h11.DONE and not _has_body(event)
+        except h11.RemoteProtocolError as error:
+            status = 431 if error.error_status_hint == 431 else 400
+            raise NotHttp(status, f"not an HTTP/1.1 request: {error}"[:200]) from None
+        if event.http_version not in (b"1.0", b"1.1") or not event.target.startswith(b"/"):
+            raise NotHttp(400, f"expected HTTP/1.1 and a path, got {event.target[:80]!r}")
+        self._unparsed = self._h11.trailing_data[0]  # what the client sent of its next request
+        # h11 limits incomplete heads only; the last read may have completed one that is too large.
+        if self._num_fed - len(self._unparsed) > MAX_HEAD_BYTES:
+            raise NotHttp(431, f"the head of the request exceeds {MAX_HEAD_BYTES} bytes")
+        self._begin_request()
+        path, _, query = event.target.decode("ascii").partition("?")
+        return FileRequest(
+            method=event.method.decode("ascii"),
+            path=urllib.parse.unquote(path),
+            query=dict(urllib.parse.parse_qsl(query)),
+            headers={name.decode("ascii"): value.decode("latin-1") for name, value in event.headers},
+            keep_alive=keep_alive,
+        )
+
+
+def _has_body(request: h11.Request) -> bool:
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
+        for name, value in request.headers
     )
 
 
 class FileServer:
-    """`start` and `close` from any thread; `check` raises if it ended by itself."""
+    """Serves requests in a thread between `start` and `close`, which may be called from any thread."""
 
     def __init__(
-        self, answer: Handler, sock: socket.socket, *, log: Log, limits: Limits | None = None
+        self, handle: FileHandler, sock: socket.socket, *, log: Log, limits: ServerLimits | None = None
     ) -> None:
-        self._answer, self._sock, self._log = answer, sock, log
-        self._if_far = send_at_once(sock)
-        self._accounts = Accounts(limits or Limits())
+        self._handle, self._sock, self._log = handle, sock, log
+        self._usages = UsageByAddress(limits or ServerLimits())
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._closing = asyncio.Event()
@@ -137,23 +179,22 @@ class FileServer:
 
     @property
     def port(self) -> int:
+        """The port that the socket listens on."""
         return int(self._sock.getsockname()[1])
 
-    @property
-    def num_connections(self) -> int:
-        return self._accounts.connections
-
     def start(self, deadline_s: float = 20.0) -> None:
+        """Starts the thread and waits until the server accepts connections."""
         self._thread.start()
         if not self._started.wait(deadline_s):
             raise DeadlinePassed(f"the server on port {self.port} did not start within {deadline_s:.0f} s")
 
     def check(self) -> None:
+        """Raises RuntimeError if the server ended without `close`."""
         if not self._thread.is_alive():
-            raise RuntimeError(f"the server on port {self.port} ended by itself; its log says why")
+            raise RuntimeError(f"the server on port {self.port} stopped unexpectedly; its log says why")
 
     def close(self) -> None:
-        """Answers under way get DRAIN_S to end."""
+        """Stops the server. Responses in progress get DRAIN_S to finish."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(DRAIN_S + 2)
@@ -168,7 +209,7 @@ class FileServer:
             self._loop.close()
 
     async def _serve(self) -> None:
-        # A reader holds one head at most; the rest of what a client pushes stays in the kernel.
+        # The reader buffers at most one head; the rest of what a client sends stays in the kernel.
         server = await asyncio.start_server(
             self._connected, sock=self._sock, limit=MAX_HEAD_BYTES, backlog=1024
         )
@@ -184,151 +225,168 @@ class FileServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        account = self._accounts.enter(_peer(writer), time.monotonic())
-        if self._if_far is not None:
-            use_if_far(writer.get_extra_info("socket"), self._if_far)
-        # drain waits until all has gone: what follows may be a file.
+        usage = self._usages.connect(_peer_address(writer), time.monotonic())
+        # With a limit of 0, drain waits until the buffer is empty, as sendfile past that buffer requires.
         writer.transport.set_write_buffer_limits(0)
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         try:
-            if account is not None:
-                await self._converse(reader, writer, account)
+            if usage is not None:
+                await self._serve_connection(reader, writer, usage)
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
-            pass  # it went away, or is too slow to wait for
+            pass  # the client disconnected or timed out
         except asyncio.CancelledError:
             if not self._closing.is_set():
                 raise
         finally:
             self._tasks.discard(task)
-            if account is not None:
-                self._accounts.leave(account)
-            # What was written was awaited; anything that is left belongs to somebody who does not read.
+            if usage is not None:
+                self._usages.disconnect(usage)
+            # abort, not close: close would wait for a client that does not read.
             writer.transport.abort()
 
-    async def _converse(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, account: Account
+    async def _serve_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, usage: AddressUsage
     ) -> None:
-        crowded = self._accounts.crowded(account)
-        wait_s, keep_alive = HEAD_S, True
+        too_many = self._usages.has_too_many(usage)
+        parser = RequestParser()
+        timeout_s, keep_alive = HEAD_S, True
         while keep_alive and not self._closing.is_set():
             try:
-                request = await self._read(reader, writer, wait_s)
-                keep_alive = request.keep_alive and not crowded
-                answer = await self._decide(request, account, crowded=crowded)
+                request = await self._read_request(parser, reader, writer, timeout_s)
+                keep_alive = request.keep_alive and not too_many
+                response = await self._respond(request, usage, too_many=too_many)
                 head_only = request.method == "HEAD"
-            except asyncio.LimitOverrunError:
-                too_long = Rejected("request.too_large", f"a head of over {MAX_HEAD_BYTES} bytes")
-                answer, keep_alive, head_only = problem(too_long, status=431), False, False
-            except Rejected as rejected:  # not HTTP
-                answer, keep_alive, head_only = problem(rejected, status=400), False, False
-            await self._reply(writer, answer, account, head_only=head_only, keep_alive=keep_alive)
-            wait_s = KEEP_ALIVE_S
-        await _linger(reader, writer)
+            except NotHttp as error:
+                code = "request.too_large" if error.status == 431 else "request.malformed"
+                response = problem_response(Rejected(code, str(error)), status=error.status)
+                keep_alive = head_only = False
+            await self._write_response(writer, response, usage, head_only=head_only, keep_alive=keep_alive)
+            timeout_s = KEEP_ALIVE_S
+        await _read_until_closed(reader, writer)
 
-    async def _read(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, wait_s: float
-    ) -> Request:
+    async def _read_request(
+        self,
+        parser: RequestParser,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        timeout_s: float,
+    ) -> FileRequest:
         self._idle.add(writer)
         try:
-            async with asyncio.timeout(wait_s):
-                return parse_head(await reader.readuntil(b"\r\n\r\n"))
+            async with asyncio.timeout(timeout_s):
+                data = b""
+                while (request := parser.feed(data)) is None:
+                    data = await reader.read(MAX_HEAD_BYTES)
+                    if not data:
+                        raise ConnectionAbortedError("the client disconnected")
+                return request
         finally:
             self._idle.discard(writer)
 
-    async def _decide(self, request: Request, account: Account, *, crowded: bool) -> Answer:
+    async def _respond(self, request: FileRequest, usage: AddressUsage, *, too_many: bool) -> FileResponse:
         try:
             if request.method not in ("GET", "HEAD"):
                 wrong = Rejected(
-                    "request.malformed", f"{request.method} {request.path[:80]!r}: only GET and HEAD"
+                    "request.malformed",
+                    f"{request.method[:16]} {request.path[:80]!r}: only GET and HEAD are served here",
                 )
-                return problem(wrong, status=405)
-            if crowded:
+                return problem_response(wrong, status=405)
+            if too_many:
                 raise Rejected(
                     "request.too_many", "too many connections from this address", retry_after_s=1.0
                 )
-            debt_s = self._accounts.debt_s(account, time.monotonic())
-            if debt_s > LONGEST_DEBT_S:
-                raise Rejected("request.too_many", "this address is over its rate", retry_after_s=debt_s)
-            return await self._answer(request)
+            debt_s = self._usages.debt_s(usage, time.monotonic())
+            if debt_s > MAX_DEBT_S:
+                raise Rejected("request.too_many", "this address exceeds its byte rate", retry_after_s=debt_s)
+            return await self._handle(request)
         except Rejected as rejected:
-            return problem(rejected)
+            return problem_response(rejected)
         except OSError as error:
-            # The disk's, or too many open files: this request fails, the server does not.
+            # A disk error, or too many open files: only this request may fail.
             self._log.error(f"{request.path[:80]}: {error}")
-            return problem(Rejected("request.failed", "the server cannot read it now", retry_after_s=1.0))
+            return problem_response(
+                Rejected("request.failed", "the server cannot read the file now", retry_after_s=1.0)
+            )
 
-    async def _reply(
+    async def _write_response(
         self,
         writer: asyncio.StreamWriter,
-        answer: Answer,
-        account: Account,
+        response: FileResponse,
+        usage: AddressUsage,
         *,
         head_only: bool,
         keep_alive: bool,
     ) -> None:
         fd: int | None = None
         try:
-            if not isinstance(answer.content, bytes) and not head_only:
+            if not isinstance(response.content, bytes) and not head_only:
                 try:
-                    fd = answer.content.open()
+                    fd = response.content.open()
                 except Rejected as rejected:
-                    answer = problem(rejected)
-            writer.write(_head(answer, keep_alive))
-            if isinstance(answer.content, bytes):
-                writer.write(b"" if head_only else answer.content)
+                    response = problem_response(rejected)
+            writer.write(_format_head(response, keep_alive))
+            if isinstance(response.content, bytes):
+                writer.write(b"" if head_only else response.content)
             async with asyncio.timeout(SEND_S):
                 await writer.drain()
-            if fd is not None and not isinstance(answer.content, bytes):
-                await self._send(writer, fd, answer.content, account)
+            if fd is not None and not isinstance(response.content, bytes):
+                await self._send_file(writer, fd, response.content, usage)
         finally:
             if fd is not None:
                 os.close(fd)
 
-    async def _send(self, writer: asyncio.StreamWriter, fd: int, body: Body, account: Account) -> None:
-        """ConnectionError cuts the connection, which is all that can be said once the status is out."""
-        limited = self._accounts.limits.bytes_per_s is not None
-        most = LIMITED_PIECE_BYTES if limited else PIECE_BYTES
-        position = turn = body.start
-        with _Outlet(writer) as outlet:
+    async def _send_file(
+        self, writer: asyncio.StreamWriter, fd: int, body: FileBody, usage: AddressUsage
+    ) -> None:
+        """Sends a file range as it becomes ready; raises ConnectionError, which closes the connection, if it does not.
+
+        The status line was sent already, so closing is the only way to report an error.
+        """
+        limited = self._usages.limits.bytes_per_s is not None
+        max_bytes = LIMITED_PIECE_BYTES if limited else PIECE_BYTES
+        position = yielded_at = body.start
+        with _SocketSender(writer) as sender:
             while position < body.stop:
                 ready = await body.ready(position)
                 if ready is None:
-                    raise ConnectionAbortedError("the rest does not come")
-                count = min(ready, position + most) - position
+                    raise ConnectionAbortedError("no more bytes came")
+                count = min(ready, position + max_bytes) - position
                 if limited:
-                    await asyncio.sleep(self._accounts.take(account, count, time.monotonic()))
-                sent = await outlet.send(fd, position, count)
+                    await asyncio.sleep(self._usages.take_bytes(usage, count, time.monotonic()))
+                sent = await sender.send(fd, position, count)
                 if sent < count:
-                    self._log.error("a file of ours has lost its end")
+                    self._log.error("a served file is shorter than its manifest says")
                     raise ConnectionAbortedError("short file")
                 position += sent
                 body.sent(sent)
-                if position - turn >= most:
-                    # Others want to be served too, also when this client takes all at once.
+                if position - yielded_at >= max_bytes:
+                    # Without this, a client that reads fast enough would block all others.
                     await asyncio.sleep(0)
-                    turn = position
+                    yielded_at = position
 
 
-class _Outlet:
-    """A connection as the kernel's, past asyncio's own buffer, which is empty while a file is sent. The loop's sendfile makes a
-    dozen calls for each of ours, and in a relay shards come one by one."""
+class _SocketSender:
+    """Sends file ranges with os.sendfile, past asyncio's write buffer, which must be empty meanwhile.
+
+    The event loop's own sendfile makes a dozen calls for each of ours, and a relay sends shards one by one.
+    """
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
-        assert not writer.transport.get_write_buffer_size(), "drain has not waited for the head of the answer"
+        assert not writer.transport.get_write_buffer_size(), "the head of the response was not drained"
         self._loop = asyncio.get_running_loop()
-        # A descriptor of its own: asyncio lets nobody wait for one that belongs to a transport.
+        # A duplicated descriptor: asyncio refuses add_writer for one that belongs to a transport.
         self._fd = os.dup(writer.get_extra_info("socket").fileno())
 
-    def __enter__(self) -> "_Outlet":
+    def __enter__(self) -> "_SocketSender":
         return self
 
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
     async def send(self, fd: int, start: int, count: int) -> int:
-        """How much was sent, within SEND_S; less than `count` only where the file ends."""
+        """Sends within SEND_S and returns how much was sent; less than `count` only where the file ends."""
         sent = self._try(fd, start, count)
         if sent is None or 0 < sent < count:
             async with asyncio.timeout(SEND_S):
@@ -342,42 +400,42 @@ class _Outlet:
                 break
             sent += more or 0
             if more is None:
-                await self._writable()
+                await self._wait_until_writable()
         return sent
 
     def _try(self, fd: int, start: int, count: int) -> int | None:
-        """None while it takes nothing."""
+        """Returns how much was sent; None if the socket's buffer is full."""
         try:
             return os.sendfile(self._fd, fd, start, count)
         except BlockingIOError:
             return None
 
-    async def _writable(self) -> None:
-        turn: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_writer(self._fd, _finish, turn)
+    async def _wait_until_writable(self) -> None:
+        writable: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_writer(self._fd, _set_done, writable)
         try:
-            await turn
+            await writable
         finally:
             self._loop.remove_writer(self._fd)
 
 
-def _finish(turn: "asyncio.Future[None]") -> None:
-    if not turn.done():  # the loop may call twice before the one who waits runs
-        turn.set_result(None)
+def _set_done(future: "asyncio.Future[None]") -> None:
+    if not future.done():  # the loop may call this twice before the waiting task runs
+        future.set_result(None)
 
 
-def _head(answer: Answer, keep_alive: bool) -> bytes:
-    lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}"]
-    lines += [f"{name}: {value}" for name, value in answer.headers.items()]
-    if answer.status != HTTPStatus.NO_CONTENT:
-        lines.append(f"content-length: {answer.num_bytes}")
+def _format_head(response: FileResponse, keep_alive: bool) -> bytes:
+    lines = [f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}"]
+    lines += [f"{name}: {value}" for name, value in response.headers.items()]
+    if response.status != HTTPStatus.NO_CONTENT:
+        lines.append(f"content-length: {response.num_bytes}")
     if not keep_alive:
         lines.append("connection: close")
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
-async def _linger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Let the last answer arrive: closing over unread bytes would have the kernel throw it away."""
+async def _read_until_closed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Reads what the client still sends, for a second: closing a socket with unread bytes discards the response."""
     with contextlib.suppress(OSError, TimeoutError):
         writer.write_eof()
         async with asyncio.timeout(1.0):
@@ -386,6 +444,6 @@ async def _linger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
                     return
 
 
-def _peer(writer: asyncio.StreamWriter) -> str:
+def _peer_address(writer: asyncio.StreamWriter) -> str:
     peer = writer.get_extra_info("peername")
     return str(peer[0]) if peer else "?"

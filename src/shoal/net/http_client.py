@@ -1,15 +1,17 @@
-"""The client's side of the coordinator: signs each request, checks each answer, bounds each wait."""
+"""Client of the coordinator: signs each request, checks each answer, limits each wait."""
 
 import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import httpx2
 
-from shoal.net.presign import upload_headers
+from shoal.files import write_bytes_atomically
+from shoal.net.object_store import upload_headers
 from shoal.net.waiting import NotYet, wait_for
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
@@ -23,11 +25,11 @@ T = TypeVar("T")
 
 TIMEOUT = httpx2.Timeout(30.0, connect=5.0)
 
-_TRY_AGAIN = ("request.too_early", "request.paused", "request.too_many", "request.no_space", "request.failed")
+_RETRYABLE = ("request.too_early", "request.paused", "request.too_many", "request.no_space", "request.failed")
 
 
 class Refused(Exception):
-    """The server answered, and said no. `problem.code` says why."""
+    """The server answered with a Problem. `problem.code` says why."""
 
     def __init__(self, what: str, problem: Problem) -> None:
         super().__init__(f"{what}: {problem.code}: {problem.detail} ({problem.fix})")
@@ -35,33 +37,34 @@ class Refused(Exception):
 
     @property
     def code(self) -> str:
+        """The stable code of the problem, for example "request.too_early"."""
         return self.problem.code
 
 
 class Unreachable(Exception):
-    """No answer, or none that makes sense. Trying again may help."""
+    """The server did not answer, or its answer cannot be understood. A retry may help."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """One address of a coordinator."""
+class _CoordinatorUrl:
+    """One URL of a coordinator, with the parts that a signature covers."""
 
     url: str
     authority: str
-    """As httpx2 will write it into the Host header: lower case, and no port where it is the scheme's own."""
+    """The Host header as httpx2 writes it: lower case, without the scheme's default port."""
     prefix: str
 
     @classmethod
-    def to(cls, url: str) -> "_Way":
+    def parse(cls, url: str) -> "_CoordinatorUrl":
         parts = _parse_url(url)
         return cls(url.rstrip("/"), parts.netloc.decode("ascii"), parts.path.rstrip("/"))
 
 
 class SignedClient:
-    """Talks to one coordinator with one key. `log` and `stop` serve the waits of `call_until`.
+    """Talks to one coordinator with one key.
 
-    Each method makes exactly one attempt unless its name says otherwise, and a signature is made for each attempt:
-    a retry is a new request with a new nonce.
+    Each method makes one attempt unless its name ends in `_until`; those use `log` and `stop` while they wait. Every
+    attempt has its own signature and nonce.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class SignedClient:
         stop: threading.Event | None = None,
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
-        self._ways = [_Way.to(url)]
+        self._urls = [_CoordinatorUrl.parse(url)]
         self.key = key
         self.stop = stop or threading.Event()
         self._log = log
@@ -81,82 +84,86 @@ class SignedClient:
 
     @property
     def url(self) -> str:
-        """Where the next request goes."""
-        return self._ways[0].url
+        """The URL that the next request goes to."""
+        return self._urls[0].url
 
-    def also(self, urls: Iterable[str]) -> None:
-        """Other ways to the same coordinator: when one does not answer, the next attempt takes the next."""
+    def add_urls(self, urls: Iterable[str]) -> None:
+        """Adds further URLs of the same coordinator: when one does not answer, the next attempt uses the next."""
         for url in urls:
-            way = _Way.to(url)
-            if way not in self._ways:
-                self._ways.append(way)
+            parsed = _CoordinatorUrl.parse(url)
+            if parsed not in self._urls:
+                self._urls.append(parsed)
 
-    def _try_another_way(self) -> None:
-        self._ways = [*self._ways[1:], self._ways[0]]  # at once: other threads may be asking too
+    def _use_next_url(self) -> None:
+        self._urls = [*self._urls[1:], self._urls[0]]  # one assignment: other threads may be reading the list
 
     def close(self) -> None:
+        """Closes the connections."""
         self._http.close()
 
     def call(self, method: str, path: str, body: Record | None, reply: type[R]) -> R:
-        """One signed request; the parsed answer, or Refused, or Unreachable."""
+        """Sends one signed request and returns the parsed answer; raises Refused or Unreachable."""
         content = body.model_dump_json().encode() if body is not None else b""
         response = self.send(method, path, content)
         try:
             return reply.parse(response.content)
         except Rejected as rejected:
             raise Unreachable(
-                f"{method} {self.url}{path}: an answer we cannot read: {rejected.detail}"
+                f"{method} {self.url}{path}: cannot parse the answer: {rejected.detail}"
             ) from None
 
     def send(self, method: str, path: str, content: bytes = b"") -> httpx2.Response:
-        """One signed request; the raw answer if it is a success."""
-        return _checked(f"{method} {path}", self._send(method, path, content))
+        """Sends one signed request and returns the raw answer; raises Refused or Unreachable."""
+        return _check_success(f"{method} {path}", self._send(method, path, content))
 
     def _send(self, method: str, path: str, content: bytes = b"") -> httpx2.Response:
-        way = self._ways[0]
-        full_path, _, query = (way.prefix + path).partition("?")
-        target = Target(method=method, authority=way.authority, path=full_path, query=query)
+        to = self._urls[0]
+        full_path, _, query = (to.prefix + path).partition("?")
+        target = Target(method=method, authority=to.authority, path=full_path, query=query)
         headers = sign_request(self.key, target, content, now_s=time.time())
         if content:
             headers["Content-Type"] = "application/json"
         try:
-            return self._http.request(method, way.url + path, content=content, headers=headers)
+            return self._http.request(method, to.url + path, content=content, headers=headers)
         except httpx2.HTTPError as error:
-            self._try_another_way()
-            raise Unreachable(f"{method} {way.url}{path}: {type(error).__name__}: {error}") from None
+            self._use_next_url()
+            raise Unreachable(f"{method} {to.url}{path}: {type(error).__name__}: {error}") from None
 
     def fetch_object(self, sha256: str) -> bytes:
-        """The bytes of this digest, from the coordinator or from the store it names. ValueError if others come."""
+        """Returns the bytes of this digest, from the coordinator or the store it redirects to.
+
+        Raises ValueError if the bytes have another digest.
+        """
         what = f"GET /v1/objects/{sha256}"
         response = self._send("GET", f"/v1/objects/{sha256}")
         if response.status_code == 307:
-            # The URL is the permission: the store gets no signature of ours.
-            response = self._elsewhere("GET", response.headers.get("location", ""))
+            # The URL itself is the permission: the store must not get our signature.
+            response = self._send_to_store("GET", response.headers.get("location", ""))
             if not response.is_success:
-                raise Unreachable(f"{what}: the object store says HTTP {response.status_code}")
-        data = _checked(what, response).content
+                raise Unreachable(f"{what}: the object store answers HTTP {response.status_code}")
+        data = _check_success(what, response).content
         if (found := hashlib.sha256(data).hexdigest()) != sha256:
-            raise ValueError(f"object {sha256}: {len(data)} bytes of another digest came, {found}")
+            raise ValueError(f"object {sha256}: received {len(data)} bytes of another digest, {found}")
         return data
 
     def fetch_object_until(self, what: str, sha256: str, *, deadline_s: float) -> bytes:
-        """`fetch_object`, again and again in the same way as `call_until`."""
+        """Calls `fetch_object` with the retries of `call_until`."""
         return self._until(what, lambda: self.fetch_object(sha256), deadline_s)
 
     def put_upload(self, upload: Upload, data: bytes) -> None:
-        """Upload to the place the coordinator chose. The headers are ours: a URL cannot make us say anything else."""
+        """Uploads to the place that the coordinator chose. A URL cannot change the headers: they are computed here."""
         if not upload.url:
             self.put_bytes(upload.path, data)
             return
         headers = upload_headers(hashlib.sha256(data).hexdigest(), len(data))
-        response = self._elsewhere("PUT", upload.url, data, headers)
-        # 412: an earlier attempt arrived, and its answer was lost. The name is ours alone.
+        response = self._send_to_store("PUT", upload.url, data, headers)
+        # 412: an earlier attempt arrived and its answer was lost. Nobody else knows this object's name.
         if not response.is_success and response.status_code != 412:
             raise Unreachable(
                 f"PUT to the object store: HTTP {response.status_code}: {response.text[:200]!r}"
             )
 
-    def _elsewhere(
+    def _send_to_store(
         self, method: str, url: str, data: bytes = b"", headers: dict[str, str] | None = None
     ) -> httpx2.Response:
         try:
@@ -166,39 +173,36 @@ class SignedClient:
             raise Unreachable(f"{method} {place}: {type(error).__name__}: {error}") from None
 
     def put_bytes(self, path: str, data: bytes) -> None:
-        """Upload to a path the coordinator chose: the path itself is the permission."""
+        """Uploads to a path of the coordinator, unsigned: the path itself is the permission."""
 
         def pieces() -> Iterator[bytes]:
             for start in range(0, len(data), 1 << 20):
                 yield data[start : start + (1 << 20)]
 
-        way = self._ways[0]
+        to = self._urls[0]
         try:
             response = self._http.put(
-                way.url + path, content=pieces(), headers={"Content-Length": str(len(data))}
+                to.url + path, content=pieces(), headers={"Content-Length": str(len(data))}
             )
         except httpx2.HTTPError as error:
-            self._try_another_way()
-            raise Unreachable(f"PUT {way.url}{path}: {type(error).__name__}: {error}") from None
-        _checked("PUT object", response)
+            self._use_next_url()
+            raise Unreachable(f"PUT {to.url}{path}: {type(error).__name__}: {error}") from None
+        _check_success("PUT object", response)
 
     def call_until(
         self, what: str, method: str, path: str, body: Record | None, reply: type[R], *, deadline_s: float
     ) -> R:
-        """`call`, again and again while the server is away, failing, or says it is too early. Other refusals pass."""
+        """Calls `call` and retries while the server is unreachable, fails, or answers that it is too early.
+
+        Raises Refused for any other refusal.
+        """
         return self._until(what, lambda: self.call(method, path, body, reply), deadline_s)
 
     def get_until(
         self, what: str, path: str, reply: type[R], *, deadline_s: float, heard: Callable[[str], None]
     ) -> R:
-        """The same for a GET, and `heard` is told every reason why it was not there yet."""
+        """Calls GET with the retries of `call_until`, and `heard` with the reason of every failed attempt."""
         return self._until(what, lambda: self.call("GET", path, None, reply), deadline_s, heard)
-
-    def send_until(
-        self, what: str, method: str, path: str, content: bytes = b"", *, deadline_s: float
-    ) -> httpx2.Response:
-        """`send`, again and again in the same way."""
-        return self._until(what, lambda: self.send(method, path, content), deadline_s)
 
     def _until(
         self,
@@ -214,12 +218,25 @@ class SignedClient:
                 heard(str(error))
                 raise NotYet(str(error)) from None
             except Refused as refused:
-                if refused.code not in _TRY_AGAIN:
+                if refused.code not in _RETRYABLE:
                     raise
                 heard(refused.problem.detail)
                 raise NotYet(refused.problem.detail, refused.problem.retry_after_s) from None
 
         return wait_for(what, attempt, deadline_s=deadline_s, log=self._log, stop=self.stop)
+
+
+def fetch_files(client: SignedClient, digests: Iterable[str], folder: Path, *, deadline_s: float) -> None:
+    """Downloads a task's data files into `folder`, named by their SHA-256, unless they are there already.
+
+    Raises ValueError if a file has another digest.
+    """
+    for digest in digests:
+        if (folder / digest).exists():
+            continue
+        what = f"the data file {digest[:16]}"
+        data = client.fetch_object_until(what, digest, deadline_s=deadline_s)
+        write_bytes_atomically(folder / digest, data)
 
 
 def _parse_url(url: str) -> httpx2.URL:
@@ -232,7 +249,7 @@ def _parse_url(url: str) -> httpx2.URL:
     return parts
 
 
-def _checked(what: str, response: httpx2.Response) -> httpx2.Response:
+def _check_success(what: str, response: httpx2.Response) -> httpx2.Response:
     if response.is_success:
         return response
     try:
@@ -240,6 +257,6 @@ def _checked(what: str, response: httpx2.Response) -> httpx2.Response:
     except Rejected:
         raise Unreachable(
             f"{what} at {response.url.scheme}://{response.url.netloc.decode()}: HTTP {response.status_code} "
-            f"without a problem we know: {response.text[:200]!r}"
+            f"without a known problem: {response.text[:200]!r}"
         ) from None
     raise Refused(what, problem)

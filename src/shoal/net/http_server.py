@@ -1,4 +1,4 @@
-"""The server's side: run an ASGI app until told to stop, drain, and leave."""
+"""Runs an ASGI app on a socket, in a thread, until it is told to stop; then drains and ends."""
 
 import asyncio
 import contextlib
@@ -15,14 +15,14 @@ from shoal.net.waiting import DeadlinePassed
 
 DRAIN_S = 3
 HEADER_S = 10.0
-"""From the first byte of a request, or the opening of a connection, to the end of the request's headers."""
+"""Timeout from the opening of a connection, or the first byte of a request, to the end of the request's headers."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket, or an error that names the address and what to do."""
+    """Returns a listening socket; raises OSError that names the address and the remedy."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol by name: asyncio sends small writes at once only on sockets that say they are TCP. Without it a
-    # response of head and body costs 40 ms, the wait for the delayed acknowledgement.
+    # IPPROTO_TCP explicitly: asyncio sets TCP_NODELAY only on sockets that report this protocol. Without it a
+    # response of head and body takes 40 ms longer, the delay of the TCP acknowledgement.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -37,9 +37,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def close_on_unread_body(app: Any) -> Any:
-    """The ASGI app, but an answer to a request whose body was not read to its end closes the connection.
+    """Wraps an ASGI app: an answer to a request whose body was not read completely closes the connection.
 
-    Else the server would go on reading, to throw it away, for as long as somebody cares to send.
+    Without this, uvicorn reads and discards the rest of the body for as long as the client sends.
     """
 
     async def wrapped(scope: Any, receive: Any, send: Any) -> None:
@@ -71,92 +71,95 @@ def _announces_body(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     return False
 
 
-class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """HTTP as uvicorn speaks it, but a connection whose headers do not come to an end is closed.
+class HeaderTimeoutProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """uvicorn's HTTP protocol, with a timeout for the headers of a request.
 
-    Uvicorn bounds the pause between two requests, not a request that never begins: without this, half a line sent once
-    holds a connection for ever, and some hundreds of them every one there is.
+    uvicorn limits the pause between two requests, but not the time a request's headers may take: half a request line
+    would hold a connection open for ever. Relies on uvicorn's `cycle.response_complete`, `loop` and `transport`, which
+    tests/net/test_http_server.py checks.
     """
 
     header_s = HEADER_S
-    _headers_due: asyncio.TimerHandle | None = None
+    _header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._expect_headers()
+        self._start_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._between_requests():
-            self._expect_headers()
+            self._start_timer()
         else:
-            self._stop_expecting()
+            self._cancel_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_expecting()
+        self._cancel_timer()
         super().connection_lost(exc)
 
     def _between_requests(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
-    def _expect_headers(self) -> None:
-        # Not anew for each byte: a drip must not buy time.
-        if self._headers_due is None:
-            self._headers_due = self.loop.call_later(self.header_s, self._give_up)
+    def _start_timer(self) -> None:
+        # Not restarted by each byte: a client that sends one byte at a time must not get more time.
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(self.header_s, self._on_timeout)
 
-    def _stop_expecting(self) -> None:
-        if self._headers_due is not None:
-            self._headers_due.cancel()
-            self._headers_due = None
+    def _cancel_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
 
-    def _give_up(self) -> None:
-        self._headers_due = None
+    def _on_timeout(self) -> None:
+        self._header_timer = None
         if self._between_requests() and not self.transport.is_closing():
             self.transport.close()
 
 
 class Server:
-    """An ASGI app on a socket, served by a thread between `start` and `close`.
+    """Serves an ASGI app on a socket, in a thread, between `start` and `close`.
 
-    `on_close` ends what would go on for ever, such as streams of events: else stopping waits for them.
+    `on_close` must end responses that have no end, such as event streams; without it `close` would wait for them.
     """
 
     def __init__(self, app: Any, sock: socket.socket, *, on_close: Callable[[], None] | None = None) -> None:
         config = uvicorn.Config(
             close_on_unread_body(app),
-            http=PatientProtocol,
+            http=HeaderTimeoutProtocol,
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=DRAIN_S,
             timeout_keep_alive=30,
             lifespan="on",
             server_header=False,
-            # What a client says of its own address is not taken for it.
+            # X-Forwarded-For is ignored: any client can send it.
             proxy_headers=False,
         )
         self._uvicorn = uvicorn.Server(config)
         self._sock = sock
         self._on_close = on_close
         self._thread: threading.Thread | None = None
-        # Signals belong to the command line; a server only ever stops because its owner says so.
+        # The command line handles signals; without this, uvicorn would replace its handlers.
         self._uvicorn.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
 
     @property
     def port(self) -> int:
+        """The port that the socket listens on."""
         return int(self._sock.getsockname()[1])
 
     def check(self) -> None:
-        """Raise if the server has ended although nobody closed it."""
+        """Raises RuntimeError if the server ended without `close`."""
         if self._thread is not None and not self._thread.is_alive():
-            raise RuntimeError(f"the server on port {self.port} ended by itself; its log says why")
+            raise RuntimeError(f"the server on port {self.port} stopped unexpectedly; its log says why")
 
     def start(self, deadline_s: float = 20.0) -> None:
+        """Starts the thread and waits until the server accepts connections."""
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
         self._thread.start()
         give_up_s = time.monotonic() + deadline_s
         while not self._uvicorn.started:
             if not self._thread.is_alive():
-                raise RuntimeError(f"the server on port {self.port} ended while it started; its log says why")
+                raise RuntimeError(f"the server on port {self.port} failed to start; its log says why")
             if time.monotonic() > give_up_s:
                 raise DeadlinePassed(
                     f"the server on port {self.port} did not start within {deadline_s:.0f} s"
@@ -164,6 +167,7 @@ class Server:
             time.sleep(0.01)
 
     def close(self) -> None:
+        """Stops accepting connections, drains for at most DRAIN_S, and closes the socket."""
         if self._on_close is not None:
             self._on_close()
         self._uvicorn.should_exit = True
@@ -172,6 +176,6 @@ class Server:
         self._sock.close()
 
     def _run(self) -> None:
-        # Uvicorn leaves by sys.exit when the app fails to start, after it has logged why; here only a thread ends.
+        # uvicorn calls sys.exit when the app fails to start, after logging why; here that must end only the thread.
         with contextlib.suppress(SystemExit):
             self._uvicorn.run(sockets=[self._sock])

@@ -1,8 +1,9 @@
-"""Object stores: uploads under names of our own, written once, complete or absent. Clients never choose a name.
+"""Object stores: uploads under names that the coordinator chooses, written once, complete or absent.
 
-The folder's name for an object is the SHA-256 of its bytes; net.s3 has the other store there is.
+`LocalStore` names an object by the SHA-256 of its bytes, in a folder; s3_store.py has the store outside of this machine.
 """
 
+import base64
 import contextlib
 import hashlib
 import os
@@ -13,100 +14,119 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from shoal.files import flush_folder
 from shoal.wire.codes import Rejected
 
-LEFTOVER_S = 3600.0
+ABANDONED_S = 3600.0
+"""Age at which an unfinished upload in a LocalStore is deleted when the store is opened."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declared:
-    """An object as a node announced it: exactly these bytes, under a name that we gave it."""
+    """An object that a node announced: exactly these bytes, under a name that the coordinator chose."""
 
     token: str
     sha256: str
     num_bytes: int
     asked_at_s: float
     expires_at_s: float
-    """Nothing is taken under this name after that."""
+    """No bytes are accepted under this name after that time."""
 
 
 def check_digest(sha256: str) -> str:
-    """The same, if it can be a name; else Rejected."""
+    """Returns `sha256` if it has the form of a SHA-256 digest; raises Rejected otherwise."""
     if not _SHA256.fullmatch(sha256):
         raise Rejected("request.not_found", f"{sha256[:80]!r} is not a SHA-256 digest")
     return sha256
 
 
+def upload_headers(sha256: str, num_bytes: int) -> dict[str, str]:
+    """Returns the headers of an upload to an S3 store, which its URL is signed over: size, digest, and create only."""
+    digest = base64.b64encode(bytes.fromhex(sha256)).decode("ascii")
+    return {"content-length": str(num_bytes), "if-none-match": "*", "x-amz-checksum-sha256": digest}
+
+
 class ObjectStore(Protocol):
-    """What a coordinator needs of a store. An object is there when all of its declared bytes are, and never before."""
+    """What a coordinator needs of a store. A store has an object when it has all of its declared bytes, never before."""
 
     def upload_url(self, declared: Declared) -> str:
-        """Where to send the bytes; empty: to the coordinator."""
+        """Returns where to upload the bytes; "" means to the coordinator."""
         ...
 
-    def read_url(self, declared: Declared, now_s: float) -> str:
-        """Where to read them; empty: at the coordinator."""
+    def read_url(self, declared: Declared) -> str:
+        """Returns where to read the bytes; "" means from the coordinator."""
         ...
 
-    def holds(self, declared: Declared) -> bool: ...
+    def holds(self, declared: Declared) -> bool:
+        """Returns whether the store has the object, complete."""
+        ...
 
     def remove(self, declared: Declared) -> None:
-        """Nobody will submit it."""
+        """Deletes an object that will not be submitted."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Closes connections."""
+        ...
 
 
 class LocalStore:
-    """Objects as files in a folder, two hex digits of fan-out."""
+    """Objects as files in a folder, with subfolders named by the first two hex digits."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._incoming = folder / "incoming"
         self._incoming.mkdir(parents=True, exist_ok=True)
-        # Uploads that a crash cut off. Not the young ones: another coordinator may share the folder.
-        for leftover in self._incoming.iterdir():
+        # Delete uploads that a crash interrupted, except recent ones: another coordinator may share the folder.
+        for path in self._incoming.iterdir():
             with contextlib.suppress(FileNotFoundError):
-                if leftover.stat().st_mtime < time.time() - LEFTOVER_S:
-                    leftover.unlink()
+                if path.stat().st_mtime < time.time() - ABANDONED_S:
+                    path.unlink()
 
     def path(self, sha256: str) -> Path:
+        """Returns the path of an object; raises Rejected if `sha256` is not a digest."""
         return self._folder / check_digest(sha256)[:2] / sha256
 
     def has(self, sha256: str) -> bool:
+        """Returns whether the object is stored."""
         return self.path(sha256).exists()
 
     def read(self, sha256: str) -> bytes:
+        """Returns the bytes of an object; raises Rejected if it is not stored."""
         path = self.path(sha256)
         if not path.exists():
             raise Rejected("request.not_found", f"no object {sha256}")
         return path.read_bytes()
 
     def upload_url(self, declared: Declared) -> str:
+        """Returns "": nodes upload to the coordinator."""
         return ""
 
-    def read_url(self, declared: Declared, now_s: float) -> str:
+    def read_url(self, declared: Declared) -> str:
+        """Returns "": services read from the coordinator."""
         return ""
 
     def holds(self, declared: Declared) -> bool:
+        """Returns whether the object is stored."""
         return self.has(declared.sha256)
 
     def remove(self, declared: Declared) -> None:
+        """Deletes the object if it is stored."""
         self.path(declared.sha256).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: a folder needs no connection."""
 
     def receive(self, token: str, sha256: str, num_bytes: int) -> "Incoming":
-        """Begin an upload that must come to exactly these bytes."""
-        # A retry can overlap the attempt it replaces: each has a file of its own, so neither can tear the other's.
+        """Begins an upload that must have exactly these bytes."""
+        # A retry can overlap the attempt it replaces: with one file each, neither can damage the other's.
         partial = self._incoming / f"{token}.{secrets.token_hex(8)}"
         return Incoming(partial, self.path(sha256), sha256, num_bytes)
 
 
 class Incoming:
-    """One upload in flight: counted and hashed as it arrives, refused at the first surplus byte."""
+    """One upload in progress: counted and hashed as it arrives, rejected at the first surplus byte."""
 
     def __init__(self, partial: Path, final: Path, sha256: str, num_bytes: int) -> None:
         self._partial, self._final = partial, final
@@ -115,14 +135,16 @@ class Incoming:
         self._file = partial.open("wb")
 
     def write(self, piece: bytes) -> None:
+        """Appends bytes; raises Rejected if there are more than declared."""
         self._received += len(piece)
         if self._received > self._num_bytes:
             self.discard()
-            raise Rejected("request.too_large", f"upload passed its declared {self._num_bytes} bytes")
+            raise Rejected("request.too_large", f"upload exceeds its declared {self._num_bytes} bytes")
         self._hash.update(piece)
         self._file.write(piece)
 
     def finish(self) -> None:
+        """Checks size and digest and gives the object its name, durably; raises Rejected if they differ."""
         if self._received != self._num_bytes:
             self.discard()
             raise Rejected(
@@ -138,15 +160,12 @@ class Incoming:
         self._file.close()
         self._final.parent.mkdir(exist_ok=True)
         os.replace(self._partial, self._final)
-        # A receipt will promise that we hold it: the name must outlast a power cut, too.
-        folder = os.open(self._final.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        # The coordinator's receipt promises that the object is stored, so its name must survive a power cut too.
+        flush_folder(self._final.parent)
 
     def discard(self) -> None:
-        # Closing writes what is left; on a full disk that fails again, and must not keep the rest of it there.
+        """Deletes what has arrived."""
+        # Closing flushes the buffer, which fails again on a full disk; the file must be deleted all the same.
         with contextlib.suppress(OSError):
             self._file.close()
         self._partial.unlink(missing_ok=True)

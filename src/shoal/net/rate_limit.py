@@ -1,34 +1,141 @@
-"""How often somebody may ask: a token bucket per name. Pure: the clock is passed in."""
+"""Limits on what one client may take: requests per second, connections, bytes per second.
 
+Our own code instead of a library (limits, slowapi), because it must be pure: the clock is passed in, and a file server
+asks how long to sleep before the next bytes instead of whether a request is allowed.
+"""
+
+import ipaddress
+import math
 from dataclasses import dataclass, field
 
-MOST_NAMES = 65536
-"""Full buckets are forgotten first: they say nothing."""
+MAX_NAMES = 65536
+"""Number of names at which full token buckets are removed. A full bucket limits nothing."""
+MAX_DEBT_S = 2.0
+"""An address further ahead of its byte rate than this gets an error; the server sleeps off a smaller debt."""
+MAX_IDLE_ADDRESSES = 4096
+
+
+def retry_after_header(wait_s: float) -> str:
+    """Returns the value of a Retry-After header: whole seconds, rounded up, at least 1.
+
+    Rounding down would make clients return before the wait is over and be refused again.
+    """
+    return str(max(1, math.ceil(wait_s)))
 
 
 @dataclass(slots=True)
 class Buckets:
-    """`rate` tokens a second for each name, up to `burst` at once."""
+    """A token bucket for each name: `rate` tokens per second, at most `burst` at once."""
 
     rate: float
     burst: float
     _levels: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def wait_s(self, name: str, now_s: float) -> float:
-        """0 and a token is taken; or how long until there is one."""
+        """Takes a token and returns 0, or takes none and returns the seconds until there is one."""
         level, at_s = self._levels.get(name, (self.burst, now_s))
         level = min(self.burst, level + max(0.0, now_s - at_s) * self.rate)
         if level < 1.0:
             self._levels[name] = (level, now_s)
             return (1.0 - level) / self.rate
-        if len(self._levels) >= MOST_NAMES:
-            self._forget(now_s)
+        if len(self._levels) >= MAX_NAMES:
+            self._remove_full(now_s)
         self._levels[name] = (level - 1.0, now_s)
         return 0.0
 
-    def _forget(self, now_s: float) -> None:
+    def _remove_full(self, now_s: float) -> None:
         self._levels = {
             name: (level, at_s)
             for name, (level, at_s) in self._levels.items()
             if level + (now_s - at_s) * self.rate < self.burst
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """Limits of one file server. `bytes_per_s` is per client address; None means no limit."""
+
+    connections: int = 2048
+    connections_per_address: int = 512
+    bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.connections, self.connections_per_address) < 1:
+            raise ValueError(f"{self}: the connection limits must be at least 1")
+        if self.bytes_per_s is not None and self.bytes_per_s <= 0:
+            raise ValueError(f"bytes_per_s={self.bytes_per_s} must be positive; leave it out for no limit")
+
+
+@dataclass(slots=True)
+class AddressUsage:
+    """What one client address uses: its open connections and its byte rate as a token bucket that may go into debt."""
+
+    connections: int = 0
+    paid_until_s: float = 0.0
+    """Time at which the bytes sent so far are within the rate. In the past: no debt."""
+
+
+@dataclass(slots=True)
+class UsageByAddress:
+    """Counts connections and bytes of each client address of one server."""
+
+    limits: ServerLimits
+    connections: int = 0
+    _usages: dict[str, AddressUsage] = field(default_factory=dict)
+
+    def connect(self, address: str, now_s: float) -> AddressUsage | None:
+        """Counts a new connection and returns its address's usage; None if it must be closed without an answer.
+
+        An address with up to twice its number of connections still gets an error message; beyond that its connections
+        are closed, because otherwise the error messages themselves would occupy the server.
+        """
+        if len(self._usages) > MAX_IDLE_ADDRESSES:
+            self._usages = {
+                name: usage
+                for name, usage in self._usages.items()
+                if usage.connections or usage.paid_until_s > now_s
+            }
+        usage = self._usages.setdefault(_limited_network(address), AddressUsage())
+        if (
+            self.connections >= self.limits.connections
+            or usage.connections >= 2 * self.limits.connections_per_address
+        ):
+            return None
+        self.connections += 1
+        usage.connections += 1
+        return usage
+
+    def disconnect(self, usage: AddressUsage) -> None:
+        """Counts a connection as closed."""
+        self.connections -= 1
+        usage.connections -= 1
+
+    def has_too_many(self, usage: AddressUsage) -> bool:
+        """Returns whether the newest connection of this address exceeds its limit.
+
+        Call it once, for the connection just counted: earlier connections of the address continue to be served.
+        """
+        return usage.connections > self.limits.connections_per_address
+
+    def debt_s(self, usage: AddressUsage, now_s: float) -> float:
+        """Returns how many seconds the address is ahead of its byte rate."""
+        return max(0.0, usage.paid_until_s - now_s)
+
+    def take_bytes(self, usage: AddressUsage, num_bytes: int, now_s: float) -> float:
+        """Counts bytes that are about to be sent; returns how long to wait before sending them."""
+        if self.limits.bytes_per_s is None:
+            return 0.0
+        wait_s = self.debt_s(usage, now_s)
+        usage.paid_until_s = now_s + wait_s + num_bytes / self.limits.bytes_per_s
+        return wait_s
+
+
+def _limited_network(address: str) -> str:
+    """Returns the network that limits apply to: one IPv4 address, or 64 bits of IPv6, which one customer usually owns."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is None:
+        return str(ipaddress.ip_network((parsed, 64), strict=False))
+    return str(getattr(parsed, "ipv4_mapped", None) or parsed)

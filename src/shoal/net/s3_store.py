@@ -1,7 +1,8 @@
 """An S3-compatible object store: workers upload to it and services read from it, by URLs that the coordinator signs.
 
-An upload's URL is good for one name of ours, one size and one digest, once: the store compares. What it would not compare is
-tried out when it is opened. Every request of our own is made by such a URL too.
+The URL of an upload allows one name, one size and one digest, and only while the name is free: the store compares. A store
+that does not compare is found by `check` when the coordinator opens it, and refused. boto3 signs and talks to the store;
+it comes with the extra `s3` and is imported only here.
 """
 
 import hashlib
@@ -9,33 +10,44 @@ import re
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, field
+from typing import Any, Literal
 from urllib.parse import parse_qsl, urlsplit
-from xml.etree import ElementTree
 
 import httpx2
 
-from shoal.net.object_store import Declared
-from shoal.net.presign import Credentials, presign, upload_headers
+from shoal.net.object_store import Declared, upload_headers
+from shoal.wire.codes import Rejected
 
-TIMEOUT = httpx2.Timeout(20.0, connect=5.0)
-READ_S = 300
+CONNECT_S, READ_TIMEOUT_S = 5.0, 20.0
+READ_URL_S = 300
 """How long a reader may use its URL."""
-OWN_S = 60
-"""How long the URLs of our own requests count."""
+PROBE_URL_S = 60
+MAX_URL_S = 7 * 24 * 3600
+"""The longest lifetime of a signed URL that stores accept."""
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"([A-Za-z0-9._-]+/)*")
-_HINT = "s3://BUCKET/PREFIX?endpoint=https://HOST&region=NAME"
+_ADDRESS_FORM = "s3://BUCKET/PREFIX?endpoint=https://HOST&region=NAME"
 
 
 class StoreDown(Exception):
-    """The store does not answer, or not as a store does. Trying again may help."""
+    """The store did not answer, or answered with an error. A retry may help."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """An access key of the store. Without one, boto3 looks for credentials (environment, profile, instance role)."""
+
+    access_key: str
+    secret_key: str = field(repr=False)
+    session_token: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Address:
+    """Where a run's objects are: a prefix in a bucket of a store."""
+
     endpoint: str
     region: str
     bucket: str
@@ -44,185 +56,223 @@ class S3Address:
 
     @classmethod
     def parse(cls, url: str) -> "S3Address":
-        """Of s3://BUCKET/PREFIX?endpoint=https://HOST&region=NAME; endpoint and region are Amazon's unless they are given."""
+        """Parses s3://BUCKET/PREFIX?endpoint=https://HOST&region=NAME; endpoint and region default to Amazon's."""
         parts = urlsplit(url)
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         if parts.scheme != "s3" or options.keys() - {"endpoint", "region"}:
-            raise ValueError(f"coordinator.store = {url!r}: expected {_HINT}")
+            raise ValueError(f"coordinator.store = {url!r}: expected {_ADDRESS_FORM}")
         prefix = parts.path.strip("/")
         prefix = f"{prefix}/" if prefix else ""
         if not _BUCKET.fullmatch(parts.netloc) or not _PREFIX.fullmatch(prefix):
-            raise ValueError(f"coordinator.store = {url!r}: bucket and prefix are letters, digits and ._-")
+            raise ValueError(
+                f"coordinator.store = {url!r}: bucket and prefix may have letters, digits and ._- only"
+            )
         region = options.get("region") or "us-east-1"
         endpoint = (options.get("endpoint") or f"https://s3.{region}.amazonaws.com").rstrip("/")
         if not re.fullmatch(r"https?://[A-Za-z0-9.\-\[\]:]+", endpoint):
             raise ValueError(f"coordinator.store: endpoint={endpoint!r} must look like https://HOST:PORT")
         return cls(endpoint=endpoint, region=region, bucket=parts.netloc, prefix=prefix)
 
+    @property
+    def bucket_url(self) -> str:
+        """The bucket, for messages."""
+        return f"{self.endpoint}/{self.bucket}"
+
+    @property
+    def addressing_style(self) -> Literal["virtual", "path"]:
+        """Returns "virtual" (BUCKET.HOST) for Amazon's own endpoints, "path" (HOST/BUCKET) for all others."""
+        amazon = self.endpoint.endswith(".amazonaws.com") and "." not in self.bucket
+        return "virtual" if amazon else "path"
+
 
 class S3Store:
-    """Objects of one run under one prefix. Their names are the coordinator's random tokens: nobody else can know or choose one."""
+    """Objects of one run under one prefix. Their names are random tokens of the coordinator, which nobody can guess."""
 
-    def __init__(self, address: S3Address, credentials: Credentials, *, folder: str) -> None:
-        """`folder` keeps runs apart that share a prefix."""
-        self._address, self._credentials = address, credentials
+    def __init__(self, address: S3Address, credentials: Credentials | None, *, folder: str) -> None:
+        """`folder` separates runs that share a prefix. Raises ValueError without boto3 or without credentials."""
+        self._address = address
         self._prefix = f"{address.prefix}{folder}/"
-        self._http = httpx2.Client(timeout=TIMEOUT, follow_redirects=False)
+        self._s3 = _connect(address, credentials)
+        self._http = httpx2.Client(timeout=httpx2.Timeout(READ_TIMEOUT_S, connect=CONNECT_S))
 
     def close(self) -> None:
+        """Closes the connections to the store."""
         self._http.close()
+        self._s3.close()
 
     def upload_url(self, declared: Declared) -> str:
-        """The same for the same declaration."""
-        return self._sign(
-            "PUT",
-            self._object_url(declared.token),
-            declared.asked_at_s,
-            int(declared.expires_at_s - declared.asked_at_s),
-            upload_headers(declared.sha256, declared.num_bytes),
-        )
+        """Returns a URL for one upload of the declared bytes, valid until the declaration expires."""
+        headers = upload_headers(declared.sha256, declared.num_bytes)
+        conditions = {
+            "ContentLength": declared.num_bytes,
+            "ChecksumSHA256": headers["x-amz-checksum-sha256"],
+            "IfNoneMatch": headers["if-none-match"],
+        }
+        return self._sign("put_object", declared.token, declared.expires_at_s - time.time(), conditions)
 
-    def read_url(self, declared: Declared, now_s: float) -> str:
-        return self._sign("GET", self._object_url(declared.token), now_s, READ_S)
+    def read_url(self, declared: Declared) -> str:
+        """Returns a URL that reads the object, for READ_URL_S."""
+        return self._sign("get_object", declared.token, READ_URL_S, {})
 
     def holds(self, declared: Declared) -> bool:
-        """Whether the store has it, complete. StoreDown if it does not say."""
-        answer = self._ask("HEAD", token=declared.token, headers={"x-amz-checksum-mode": "ENABLED"})
-        if answer.status_code == 404:
+        """Returns whether the store has the object, complete; raises StoreDown if the store does not answer."""
+        found = self._call("head_object", Key=self._prefix + declared.token, ChecksumMode="ENABLED")
+        if found is None:
             return False
-        _check(answer, f"HEAD {declared.token[:16]}")
-        said = upload_headers(declared.sha256, declared.num_bytes)
-        digest: str = answer.headers.get("x-amz-checksum-sha256", said["x-amz-checksum-sha256"])
-        told = (answer.headers.get("content-length"), digest)
-        return told == (said["content-length"], said["x-amz-checksum-sha256"])
+        digest = upload_headers(declared.sha256, declared.num_bytes)["x-amz-checksum-sha256"]
+        # Some stores do not report the digest. They compared it when the object was uploaded, see `check`.
+        return bool(
+            found["ContentLength"] == declared.num_bytes and found.get("ChecksumSHA256", digest) == digest
+        )
 
     def remove(self, declared: Declared) -> None:
-        """Nothing: the URL of an upload counts until its lease ends, whatever is removed before. A sweep takes what is left."""
+        """Does nothing: the upload URL stays valid until its lease ends, so a cleanup deletes the object after that."""
 
     def delete(self, token: str) -> None:
-        answer = self._ask("DELETE", token=token)
-        if answer.status_code != 404:
-            _check(answer, f"DELETE {token[:16]}")
+        """Deletes an object; succeeds if there is none."""
+        self._call("delete_object", Key=self._prefix + token)
 
     def tokens(self, *, older_than_s: float) -> Iterator[list[str]]:
-        """Names of objects that were written before this time, by pages."""
-        after = ""
+        """Yields the names of objects that were written before this time, page by page."""
+        last: dict[str, str] = {}
         while True:
-            query = f"list-type=2&prefix={_encoded(self._prefix)}"
-            if after:
-                query += f"&start-after={_encoded(after)}"
-            answer = self._ask("GET", query=query)
-            _check(answer, "a list of objects")
-            keys, more = _parse_list(answer.content)
-            yield [key.removeprefix(self._prefix) for key, at_s in keys if at_s < older_than_s]
-            if not more or not keys:
+            page = self._call("list_objects_v2", Prefix=self._prefix, **last) or {}
+            objects = page.get("Contents", [])
+            yield [
+                found["Key"].removeprefix(self._prefix)
+                for found in objects
+                if found["LastModified"].timestamp() < older_than_s
+            ]
+            if not page.get("IsTruncated") or not objects:
                 return
-            after = keys[-1][0]
+            last = {"StartAfter": objects[-1]["Key"]}
 
     def check(self) -> list[str]:
-        """Try out what the store must do; what it does not do but we can live with, in words. ValueError if it will not serve."""
+        """Probes whether the store compares what uploads declare.
+
+        Returns warnings about deviations that do no harm; raises ValueError if the store cannot be used.
+        """
         data, other = b"Shoal asks whether this store compares", b"Shoal asks whether this store COMPARES"
         now_s = time.time()
-        sha256 = hashlib.sha256(data).hexdigest()
-        token = f"probe-{secrets.token_hex(16)}"
         probe = Declared(
-            token=token, sha256=sha256, num_bytes=len(data), asked_at_s=now_s, expires_at_s=now_s + OWN_S
+            token=f"probe-{secrets.token_hex(16)}",
+            sha256=hashlib.sha256(data).hexdigest(),
+            num_bytes=len(data),
+            asked_at_s=now_s,
+            expires_at_s=now_s + PROBE_URL_S,
         )
         try:
-            return self._try_out(probe, data, other)
-        except StoreDown as error:
+            return self._probe(probe, data, other)
+        except (StoreDown, Rejected) as error:
             raise ValueError(
-                f"the object store {self._bucket_url()} does not serve: {error}; check endpoint, bucket and credentials"
+                f"the object store {self._address.bucket_url} cannot be used: {error}; "
+                "check endpoint, bucket and credentials"
             ) from None
         finally:
-            self._clear(token)
+            self._delete_probe(probe.token)
 
-    def _try_out(self, probe: Declared, data: bytes, other: bytes) -> list[str]:
+    def _probe(self, probe: Declared, data: bytes, other: bytes) -> list[str]:
         if self._put(probe, other).is_success:
             raise ValueError(
-                f"the object store {self._bucket_url()} takes bytes that are not of the SHA-256 they are declared with "
-                "(x-amz-checksum-sha256); use one that compares, or leave coordinator.store out"
+                f"the object store {self._address.bucket_url} accepts bytes that do not match their declared SHA-256 "
+                "(x-amz-checksum-sha256); use a store that compares, or leave coordinator.store out"
             )
-        _check(self._put(probe, data), "an upload")
+        answer = self._put(probe, data)
+        if not answer.is_success:
+            raise StoreDown(f"an upload: HTTP {answer.status_code}: {_error_code(answer)}")
         if not self.holds(probe):
             raise ValueError(
-                f"the object store {self._bucket_url()} does not have what was just uploaded to it"
+                f"the object store {self._address.bucket_url} does not have what was just uploaded to it"
             )
         if self._put(probe, data).status_code in (409, 412):
             return []
-        return ["takes an upload twice (If-None-Match); with its digest compared, only the same bytes again"]
+        return [
+            "accepts an upload twice (If-None-Match is ignored); harmless, because it compares the digest and "
+            "so accepts the same bytes only"
+        ]
 
     def _put(self, declared: Declared, data: bytes) -> httpx2.Response:
-        headers = upload_headers(declared.sha256, declared.num_bytes)
-        return self._send("PUT", self.upload_url(declared), data, headers)
+        """Uploads as a worker does: by the signed URL, without credentials."""
+        url = self.upload_url(declared)
+        try:
+            return self._http.put(
+                url, content=data, headers=upload_headers(declared.sha256, declared.num_bytes)
+            )
+        except httpx2.HTTPError as error:
+            raise StoreDown(f"PUT {url.partition('?')[0]}: {type(error).__name__}: {error}") from None
 
-    def _clear(self, token: str) -> None:
+    def _delete_probe(self, token: str) -> None:
         try:
             self.delete(token)
         except StoreDown:
-            return  # a probe that stays is swept with all else that nobody submitted
+            return  # the cleanup of objects that were never submitted deletes it later
 
-    def _ask(
-        self, method: str, *, token: str | None = None, query: str = "", headers: dict[str, str] | None = None
-    ) -> httpx2.Response:
-        """One request of our own: about an object, or about the bucket."""
-        url = (
-            self._bucket_url() + (f"?{query}" if query else "") if token is None else self._object_url(token)
-        )
-        return self._send(method, self._sign(method, url, time.time(), OWN_S, headers), headers=headers)
+    def _sign(self, operation: str, token: str, lifetime_s: float, conditions: dict[str, Any]) -> str:
+        from botocore.exceptions import BotoCoreError
 
-    def _send(
-        self, method: str, url: str, data: bytes = b"", headers: dict[str, str] | None = None
-    ) -> httpx2.Response:
+        params = {"Bucket": self._address.bucket, "Key": self._prefix + token, **conditions}
+        expires_s = max(1, min(int(lifetime_s), MAX_URL_S))
         try:
-            return self._http.request(method, url, content=data or None, headers=headers)
-        except httpx2.HTTPError as error:
-            raise StoreDown(f"{method} {url.partition('?')[0]}: {type(error).__name__}: {error}") from None
+            url: str = self._s3.generate_presigned_url(operation, Params=params, ExpiresIn=expires_s)
+        except BotoCoreError as error:  # credentials of an instance role that cannot be renewed now
+            raise Rejected(
+                "request.failed", f"cannot sign for the object store: {error}", retry_after_s=2.0
+            ) from None
+        return url
 
-    def _sign(
-        self, method: str, url: str, now_s: float, expires_s: int, headers: dict[str, str] | None = None
-    ) -> str:
-        return presign(
-            self._credentials,
-            method,
-            url,
-            region=self._address.region,
-            now_s=now_s,
-            expires_s=expires_s,
-            headers=headers,
-        )
+    def _call(self, operation: str, **arguments: Any) -> dict[str, Any] | None:
+        """Makes one request with our own credentials; returns None for "no such object"."""
+        from botocore.exceptions import BotoCoreError, ClientError
 
-    def _object_url(self, token: str) -> str:
-        return f"{self._bucket_url()}/{self._prefix}{token}"
-
-    def _bucket_url(self) -> str:
-        return f"{self._address.endpoint}/{self._address.bucket}"
-
-
-def _check(answer: httpx2.Response, what: str) -> None:
-    if not answer.is_success:
-        raise StoreDown(f"{what}: HTTP {answer.status_code}: {_reason(answer)}")
+        try:
+            answer: dict[str, Any] = getattr(self._s3, operation)(Bucket=self._address.bucket, **arguments)
+        except ClientError as error:
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            code = error.response.get("Error", {}).get("Code")
+            if status == 404 and operation in ("head_object", "delete_object"):
+                return None
+            raise StoreDown(f"{operation}: HTTP {status}: {code}") from None
+        except BotoCoreError as error:
+            raise StoreDown(f"{operation}: {type(error).__name__}: {error}") from None
+        return answer
 
 
-def _parse_list(data: bytes) -> tuple[list[tuple[str, float]], bool]:
+def _connect(address: S3Address, credentials: Credentials | None) -> Any:
     try:
-        root = ElementTree.fromstring(data)
-        keys = [
-            (
-                entry.findtext("{*}Key") or "",
-                datetime.fromisoformat(entry.findtext("{*}LastModified") or "").timestamp(),
-            )
-            for entry in root.iterfind("{*}Contents")
-        ]
-        return keys, root.findtext("{*}IsTruncated") == "true"
-    except (ElementTree.ParseError, ValueError) as error:
-        raise StoreDown(f"a list of objects that cannot be read: {error}") from None
+        import boto3
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError
+    except ImportError:
+        raise ValueError(
+            "coordinator.store is an S3 store, which needs boto3: pip install 'shoal-rl[s3]'"
+        ) from None
+    config = Config(
+        signature_version="s3v4",
+        s3={"addressing_style": address.addressing_style},
+        connect_timeout=CONNECT_S,
+        read_timeout=READ_TIMEOUT_S,
+        retries={"total_max_attempts": 2, "mode": "standard"},
+        # Without these, boto3 signs a CRC32 of its own into uploads, which not every store knows.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+    )
+    try:
+        session = boto3.session.Session(
+            aws_access_key_id=credentials.access_key if credentials else None,
+            aws_secret_access_key=credentials.secret_key if credentials else None,
+            aws_session_token=(credentials.session_token or None) if credentials else None,
+        )
+        found = session.get_credentials()
+    except BotoCoreError as error:
+        raise ValueError(f"credentials of coordinator.store: {error}") from None
+    if found is None:
+        raise ValueError(
+            "coordinator.store needs credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
+            "or run on a machine with an instance role"
+        )
+    return session.client("s3", region_name=address.region, endpoint_url=address.endpoint, config=config)
 
 
-def _reason(answer: httpx2.Response) -> str:
+def _error_code(answer: httpx2.Response) -> str:
     code = re.search(r"<Code>([A-Za-z0-9]+)</Code>", answer.text)
     return code[1] if code else repr(answer.text[:120])
-
-
-def _encoded(text: str) -> str:
-    return text.replace("/", "%2F")

@@ -1,4 +1,4 @@
-"""The ticket that a member shows to relays: asked for from the coordinator, and again before it ends."""
+"""Tickets that a member of a run shows to private relays: requested from the coordinator and renewed before they expire."""
 
 import threading
 import time
@@ -10,13 +10,13 @@ from shoal.wire.record import Sealed
 from shoal.wire.ticket import TICKET_S, Ticket, to_header
 
 RENEW_S = TICKET_S / 2
-"""Before its end a new one is asked for; the old one does meanwhile."""
+"""A new ticket is requested this long before the old one expires; until then the old one is used."""
 PAUSE_S = 5.0
-"""After an answer that was no ticket."""
+"""Pause after a failed request for a ticket."""
 
 
 class Tickets:
-    """Call it for the Authorization header to show now. From any thread."""
+    """Returns the Authorization header for relays when called. Thread-safe."""
 
     def __init__(
         self, client: SignedClient, *, log: Log, clock: Callable[[], float] = time.monotonic
@@ -27,7 +27,7 @@ class Tickets:
         self._ask_at_s = float("-inf")
 
     def __call__(self) -> str:
-        """Empty where there is none: relays that are open to all serve without."""
+        """Returns the header, renewed if it is due; "" without a ticket, which is enough for public relays."""
         with self._lock:
             if self._clock() >= self._ask_at_s and not self._client.stop.is_set():
                 self._renew()
@@ -37,7 +37,7 @@ class Tickets:
         try:
             sealed = self._client.call("POST", "/v1/tickets", None, Sealed[Ticket])
         except (Unreachable, Refused) as reason:
-            self._log.warning(f"no new ticket for relays, will ask again: {reason}")
+            self._log.warning(f"cannot renew the ticket for relays, will retry: {reason}")
             self._ask_at_s = self._clock() + PAUSE_S
             return
         self._header, self._ask_at_s = to_header(sealed), self._clock() + TICKET_S - RENEW_S

@@ -1,4 +1,8 @@
-"""Every wait has a deadline and names what it waits for."""
+"""Waits with a deadline, a stop event and a reason: every retry of Shoal goes through `wait_for`.
+
+Our own code instead of a library (tenacity, stamina), because each wait must end when `stop` is set, name what it waits
+for in the log, and follow the server's Retry-After.
+"""
 
 import random
 import threading
@@ -10,17 +14,20 @@ from shoal.telemetry import Log
 
 T = TypeVar("T")
 
+MIN_PAUSE_S = 0.05
+MAX_DELAY_S = 2.0
+
 
 class DeadlinePassed(Exception):
-    """A wait ended without what it waited for. The message says what, how long, and the last reason."""
+    """A wait reached its deadline. The message says what was waited for, how long, and the last reason."""
 
 
 class Stopped(Exception):
-    """Somebody asked this process to stop while it waited."""
+    """The process was asked to stop during a wait."""
 
 
 class NotYet(Exception):
-    """Raised by a try inside `wait_for`: not there yet, for this reason; try again, not before `after_s`."""
+    """Raised by an attempt inside `wait_for`: it failed for this reason; retry, but not before `after_s`."""
 
     def __init__(self, reason: str, after_s: float | None = None) -> None:
         super().__init__(reason)
@@ -37,13 +44,13 @@ def wait_for(
     first_delay_s: float = 0.1,
     say_every_s: float = 5.0,
 ) -> T:
-    """Call `attempt` until it stops raising NotYet.
+    """Calls `attempt` until it stops raising NotYet, and returns its result.
 
-    Delays grow by half up to 2 s, jittered by a fifth; an `after_s` in NotYet is taken instead, but never less than
-    50 ms: a server that says 0 must not make us spin. While it waits it says so every `say_every_s`, with the last
-    reason, and after `deadline_s` it raises DeadlinePassed.
+    The delay between attempts grows by half up to 2 s, with 20 % jitter. `after_s` of NotYet replaces it, but at least
+    50 ms pass: a server that answers 0 must not cause a busy loop. Logs the last reason every `say_every_s`; raises
+    DeadlinePassed after `deadline_s`, and Stopped when `stop` is set.
     """
-    started_s = said_s = time.monotonic()
+    started_s = logged_s = time.monotonic()
     delay_s = first_delay_s
     while True:
         try:
@@ -53,10 +60,10 @@ def wait_for(
         waited_s = time.monotonic() - started_s
         if waited_s >= deadline_s:
             raise DeadlinePassed(f"waited {waited_s:.0f} s for {what}: {reason}")
-        if time.monotonic() - said_s >= say_every_s:
-            said_s = time.monotonic()
+        if time.monotonic() - logged_s >= say_every_s:
+            logged_s = time.monotonic()
             log.info(f"waiting for {what}: {reason}", waited_s=round(waited_s), deadline_s=round(deadline_s))
-        pause_s = max(after_s, 0.05) if after_s is not None else delay_s * random.uniform(0.8, 1.2)
+        pause_s = max(after_s, MIN_PAUSE_S) if after_s is not None else delay_s * random.uniform(0.8, 1.2)
         if stop.wait(min(pause_s, deadline_s - waited_s + 0.01)):
             raise Stopped(f"stopped while waiting for {what}")
-        delay_s = min(delay_s * 1.5, 2.0)
+        delay_s = min(delay_s * 1.5, MAX_DELAY_S)

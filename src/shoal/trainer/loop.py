@@ -23,8 +23,7 @@ import torch
 from shoal.diloco.transport.hivemind_mesh import Address as PeerAddress
 from shoal.model.builtin import create_model
 from shoal.model.tokenizer import load_tokenizer
-from shoal.net.data_files import fetch_files
-from shoal.net.http_client import SignedClient
+from shoal.net.http_client import SignedClient, fetch_files
 from shoal.net.waiting import NotYet, Stopped, wait_for
 from shoal.shardcast.publish import SHARD_BYTES
 from shoal.shardcast.store import VersionStore

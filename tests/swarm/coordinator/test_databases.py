@@ -202,7 +202,7 @@ def test_a_client_goes_on_with_another_entry_point(tmp_path: Path, postgres: Any
     assert info.entry_points == run.entry_points == (right.url,)
     assert (run.run, run.weights_bytes, run.relays) == ("small", 1000, (small_swarm.RELAY_URL,))
     node = Node(left.url, Key.generate()).join()
-    node.client.also(info.entry_points)
+    node.client.add_urls(info.entry_points)
     lease = node.lease()
     left.close()
     with pytest.raises(Unreachable):

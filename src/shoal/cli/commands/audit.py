@@ -19,8 +19,7 @@ from shoal.cli.commands.connectivity import ask_info, reaching
 from shoal.cli.commands.ledger import TIMEOUT_S, fetch_ledger
 from shoal.cli.run.supervise import EXIT_FAILED, EXIT_OK
 from shoal.model.load_model import DTYPES, load_decoder
-from shoal.net.data_files import fetch_files
-from shoal.net.http_client import SignedClient
+from shoal.net.http_client import SignedClient, fetch_files
 from shoal.net.waiting import Stopped
 from shoal.swarm.coordinator.ledger_replay import replay, seed_of
 from shoal.swarm.validator.judge import judge

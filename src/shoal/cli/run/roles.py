@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from shoal.cli.commands.diloco import check_peer_join
 from shoal.cli.run.runfile import load_run_file
 from shoal.cli.run.supervise import EXIT_EJECTED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from shoal.net.presign import Credentials
+from shoal.net.s3_store import Credentials
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 

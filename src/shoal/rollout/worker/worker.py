@@ -117,7 +117,7 @@ class Worker:
         if self._stop.is_set():  # torch takes its time to be imported
             raise Stopped("stopped before joining")
         self._log.info("node", id=self._state.key.public, coordinator=self._config.coordinator)
-        self._client.also(self._state.entry_points())
+        self._client.add_urls(self._state.entry_points())
         brings = capabilities(self._config.device)
         terms = join(
             self._client, self._state, brings=brings, deadline_s=self._config.deadline_s, log=self._log
@@ -245,7 +245,7 @@ class Worker:
         return SignedClient(self._config.coordinator, self._state.key, log=self._log, stop=stop)
 
     def _tell_ways(self, client: SignedClient) -> None:
-        client.also((self._config.coordinator, *self._terms.info.entry_points))
+        client.add_urls((self._config.coordinator, *self._terms.info.entry_points))
 
     def _new_session(self, client: SignedClient) -> Session:
         return Session(client, self._terms, deadline_s=self._config.deadline_s, log=self._log)

@@ -14,8 +14,8 @@ import json
 import os
 import socket
 
-from shoal.net.bandwidth import Limits
-from shoal.net.file_server import Answer, FileServer, Request
+from shoal.net.file_server import FileRequest, FileResponse, FileServer
+from shoal.net.rate_limit import ServerLimits
 from shoal.shardcast.relay.range_header import parse_range
 from shoal.shardcast.relay.relay_access import Gate
 from shoal.shardcast.store import Held, VersionStore
@@ -37,7 +37,7 @@ class RelayApp:
         self.bytes_sent = 0
         self._gate = Gate(run=store.run, run_key=store.run_key) if private else None
 
-    async def __call__(self, request: Request) -> Answer:
+    async def __call__(self, request: FileRequest) -> FileResponse:
         way = request.path.split("/")[1:]
         if way == ["healthz"]:
             return self._health()
@@ -45,7 +45,7 @@ class RelayApp:
             self._gate.check(request.headers)
         match way:
             case ["ticket"]:
-                return Answer(204)
+                return FileResponse(204)
             case ["manifests", "latest"]:
                 return await self._latest(request)
             case ["manifests", version]:
@@ -54,16 +54,16 @@ class RelayApp:
                 return await self._file(request, self._held(version), name)
         raise Rejected("request.not_found", f"no route {request.path[:80]!r} here")
 
-    def _health(self) -> Answer:
+    def _health(self) -> FileResponse:
         health = {
             "run": self.store.run,
             "newest": self.store.newest,
             "complete": self.store.complete(),
             "bytes_sent": self.bytes_sent,
         }
-        return Answer(200, json.dumps(health).encode(), {"content-type": "application/json"})
+        return FileResponse(200, json.dumps(health).encode(), {"content-type": "application/json"})
 
-    async def _latest(self, request: Request) -> Answer:
+    async def _latest(self, request: FileRequest) -> FileResponse:
         after = _number(request, "after", default=-1.0, lowest=-1.0, highest=2.0**53)
         wait_s = _number(request, "wait_s", default=0.0, lowest=0.0, highest=MAX_POLL_S)
         newer: list[Held] = []
@@ -76,9 +76,9 @@ class RelayApp:
 
         if await self.store.changed.wait_async(look, wait_s):
             return _manifest(newer[0])
-        return Answer(204)
+        return FileResponse(204)
 
-    async def _file(self, request: Request, held: Held, name: str) -> Answer:
+    async def _file(self, request: FileRequest, held: Held, name: str) -> FileResponse:
         version, entry = held.sealed.body.version, held.files.get(name)
         if entry is None:
             raise Rejected("request.not_found", f"version {version} has no file {name[:80]!r}")
@@ -97,9 +97,9 @@ class RelayApp:
             "etag": f'"{entry.blake3}"',
         }
         if wanted is None:
-            return Answer(200, part, headers)
+            return FileResponse(200, part, headers)
         headers["content-range"] = f"bytes {part.start}-{part.stop - 1}/{entry.num_bytes}"
-        return Answer(206, part, headers)
+        return FileResponse(206, part, headers)
 
     def _held(self, text: str) -> Held:
         held = self.store.get(int(text)) if text.isascii() and text.isdigit() and len(text) <= 18 else None
@@ -167,18 +167,18 @@ class RelayServer(FileServer):
         sock: socket.socket,
         *,
         log: Log | None = None,
-        limits: Limits | None = None,
+        limits: ServerLimits | None = None,
         private: bool = False,
     ) -> None:
         self.app = RelayApp(store, log=log, private=private)
         super().__init__(self.app, sock, log=self.app.log, limits=limits)
 
 
-def _manifest(held: Held) -> Answer:
-    return Answer(200, held.sealed.canonical(), {"content-type": "application/json"})
+def _manifest(held: Held) -> FileResponse:
+    return FileResponse(200, held.sealed.canonical(), {"content-type": "application/json"})
 
 
-def _number(request: Request, name: str, *, default: float, lowest: float, highest: float) -> float:
+def _number(request: FileRequest, name: str, *, default: float, lowest: float, highest: float) -> float:
     text = request.query.get(name)
     if text is None:
         return default

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
-from shoal.net.bandwidth import Limits
 from shoal.net.http_client import Refused, SignedClient, Unreachable
 from shoal.net.http_server import listen
+from shoal.net.rate_limit import ServerLimits
 from shoal.net.ticket_client import Tickets
 from shoal.net.waiting import NotYet
 from shoal.shardcast.relay.mirror import Mirror, Upstream
@@ -89,7 +89,7 @@ class Relay:
         except BaseException:
             sock.close()
             raise
-        limits = Limits(
+        limits = ServerLimits(
             connections=config.max_connections,
             connections_per_address=config.max_connections_per_address,
             bytes_per_s=config.bytes_per_s_per_address,

@@ -11,8 +11,7 @@ from typing import Any, get_args
 from sqlalchemy import Connection, Row, func, insert, select, update
 
 from shoal.net.object_store import LocalStore, ObjectStore
-from shoal.net.presign import Credentials
-from shoal.net.s3_store import S3Address, S3Store
+from shoal.net.s3_store import Credentials, S3Address, S3Store
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.event_log import tell
 from shoal.swarm.coordinator.leases.pending_upload import Expected
@@ -110,7 +109,7 @@ def open_coordinator(
     """The coordinator that lives in `dir`, made there first if need be. Refuses the folder of another run.
 
     With `config.database` the tables are in PostgreSQL. Several coordinators may share one, with the same keys and objects:
-    then `dir` is a folder they all see. With `config.store` uploads go to an object store, for which `credentials` are needed.
+    then `dir` is a folder they all see. With `config.store` uploads go to an object store; without `credentials`, boto3 looks for them.
     """
     dir.mkdir(parents=True, exist_ok=True)
     keys, data = dir / "keys", dir / "data"
@@ -138,10 +137,6 @@ def open_coordinator(
 
 def _open_s3(url: str, credentials: Credentials | None, *, folder: str, log: Log) -> S3Store:
     address = S3Address.parse(url)
-    if credentials is None:
-        raise ValueError(
-            "coordinator.store needs AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"
-        )
     store = S3Store(address, credentials, folder=folder)
     try:
         weaknesses = store.check()

@@ -21,8 +21,7 @@ from pathlib import Path
 import torch
 
 from shoal.model.load_model import DTYPES, load_decoder
-from shoal.net.data_files import fetch_files
-from shoal.net.http_client import Refused, SignedClient, Unreachable
+from shoal.net.http_client import Refused, SignedClient, Unreachable, fetch_files
 from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.swarm.validator.crash_guard import Poison
 from shoal.swarm.validator.judge import judge_claim, judge_many

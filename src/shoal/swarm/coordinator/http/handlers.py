@@ -164,7 +164,7 @@ def handle_get_object(call: Call) -> Response:
         stored = coordinator.store.path(sha256)
         path = stored if stored.exists() else path
     elif (submitted := uploads.find_submitted(call.tx.db, sha256)) is not None:
-        return RedirectResponse(coordinator.store.read_url(submitted, call.tx.now_s), status_code=307)
+        return RedirectResponse(coordinator.store.read_url(submitted), status_code=307)
     if not path.exists():
         raise Rejected("request.not_found", f"no object {sha256}")
     return FileResponse(path, media_type="application/octet-stream")

@@ -1,11 +1,11 @@
 """What goes back: records as JSON, refusals as problems (RFC 9457)."""
 
-import math
 from collections.abc import Sequence
 
 from starlette.responses import Response
 from starlette.types import Send
 
+from shoal.net.rate_limit import retry_after_header
 from shoal.wire.codes import CODES
 from shoal.wire.messages import Problem
 from shoal.wire.record import Record
@@ -34,7 +34,7 @@ def problem(code: str, detail: str, *, now_s: float, retry_after_s: float | None
         retry_after_s=retry_after_s,
         server_time_s=now_s,
     )
-    headers = {} if retry_after_s is None else {"Retry-After": str(math.ceil(retry_after_s))}
+    headers = {} if retry_after_s is None else {"Retry-After": retry_after_header(retry_after_s)}
     return Response(
         body.model_dump_json(),
         status_code=meaning.status,

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.net.http_server import Server, listen
-from shoal.net.presign import Credentials
-from shoal.net.s3_store import S3Store
+from shoal.net.s3_store import Credentials, S3Store
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.context import Coordinator, newest_version, open_coordinator
 from shoal.swarm.coordinator.housekeeping import keep_house, resume

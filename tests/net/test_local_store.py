@@ -1,4 +1,4 @@
-"""The object store: exact bytes or nothing, under names nobody outside chooses."""
+"""LocalStore: an object has exactly its declared bytes, or does not exist."""
 
 import hashlib
 import os
@@ -17,7 +17,7 @@ def incoming_files(folder: Path) -> list[Path]:
     return list((folder / "incoming").iterdir())
 
 
-def test_an_upload_is_there_when_it_is_complete(tmp_path: Path) -> None:
+def test_an_object_exists_when_its_upload_is_complete(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     upload = store.receive("token", SHA256, len(DATA))
     upload.write(DATA[:1000])
@@ -30,7 +30,7 @@ def test_an_upload_is_there_when_it_is_complete(tmp_path: Path) -> None:
     assert incoming_files(tmp_path) == []
 
 
-def test_surplus_bytes_are_refused_at_the_first(tmp_path: Path) -> None:
+def test_the_first_surplus_byte_is_refused(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     upload = store.receive("token", SHA256, len(DATA))
     upload.write(DATA)
@@ -51,8 +51,8 @@ def test_other_bytes_than_declared_are_refused(tmp_path: Path, sent: bytes) -> N
     assert incoming_files(tmp_path) == []
 
 
-def test_two_attempts_at_one_upload_cannot_tear_each_other(tmp_path: Path) -> None:
-    # A client that lost the answer tries again while the server still reads the first attempt.
+def test_overlapping_attempts_do_not_damage_each_other(tmp_path: Path) -> None:
+    # A client that lost the answer retries while the server still reads the first attempt.
     store = LocalStore(tmp_path)
     first = store.receive("token", SHA256, len(DATA))
     first.write(DATA[:1000])
@@ -68,16 +68,15 @@ def test_two_attempts_at_one_upload_cannot_tear_each_other(tmp_path: Path) -> No
     assert store.read(SHA256) == DATA
 
 
-def test_what_a_crash_cut_off_is_swept_away(tmp_path: Path) -> None:
+def test_interrupted_uploads_are_deleted_on_restart(tmp_path: Path) -> None:
     LocalStore(tmp_path)
     young, old = tmp_path / "incoming" / "token.0123", tmp_path / "incoming" / "token.4567"
     for path in (young, old):
         path.write_bytes(DATA[:10])
     os.utime(old, (1.0, 1.0))
     store = LocalStore(tmp_path)
-    assert incoming_files(tmp_path) == [
-        young
-    ]  # it may be on its way to another coordinator of the same folder
+    # The young one may be in progress at another coordinator that shares the folder.
+    assert incoming_files(tmp_path) == [young]
     assert not store.has(SHA256)
 
 

@@ -1,15 +1,17 @@
-"""The server: a port of its own, a clean start, a drained stop, and words when it cannot."""
+"""The ASGI server: start, drain, stop, and its timeouts."""
 
 import contextlib
+import inspect
 import socket
 import threading
 from collections.abc import AsyncIterator
 
 import httpx2
 import pytest
+import uvicorn
 from fastapi import FastAPI, Request
 
-from shoal.net.http_server import PatientProtocol, Server, listen
+from shoal.net.http_server import HeaderTimeoutProtocol, Server, listen
 
 
 def make_app() -> FastAPI:
@@ -22,7 +24,7 @@ def make_app() -> FastAPI:
     return app
 
 
-def test_it_serves_and_leaves() -> None:
+def test_it_serves_until_it_is_closed() -> None:
     server = Server(make_app(), listen("127.0.0.1", 0))
     server.start()
     url = f"http://127.0.0.1:{server.port}/hello"
@@ -32,7 +34,7 @@ def test_it_serves_and_leaves() -> None:
         httpx2.get(url)
 
 
-def test_a_request_under_way_is_finished_first() -> None:
+def test_close_waits_for_a_request_in_progress() -> None:
     entered, leave = threading.Event(), threading.Event()
     app = FastAPI()
 
@@ -57,7 +59,7 @@ def test_a_request_under_way_is_finished_first() -> None:
     assert answers == ["done"]
 
 
-def test_a_taken_port_is_named_with_a_way_out() -> None:
+def test_the_error_for_a_used_port_names_it_and_the_remedy() -> None:
     with contextlib.closing(listen("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*--port"):
@@ -71,12 +73,12 @@ def test_an_app_that_fails_to_start_is_reported() -> None:
         yield
 
     server = Server(FastAPI(lifespan=broken), listen("127.0.0.1", 0))
-    with pytest.raises(RuntimeError, match="ended while it started"):
+    with pytest.raises(RuntimeError, match="failed to start"):
         server.start()
     server.close()
 
 
-def test_a_body_that_nobody_reads_is_not_waited_for() -> None:
+def test_an_unread_body_closes_the_connection() -> None:
     server = Server(make_app(), listen("127.0.0.1", 0))
     server.start()
     chunk = b"10000\r\n" + bytes(1 << 16) + b"\r\n"
@@ -107,8 +109,8 @@ def test_a_connection_stays_open_after_a_body_that_was_read() -> None:
     server.close()
 
 
-def test_headers_that_never_end_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PatientProtocol, "header_s", 0.3)
+def test_headers_that_never_end_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeaderTimeoutProtocol, "header_s", 0.3)
     server = Server(make_app(), listen("127.0.0.1", 0))
     server.start()
     address = ("127.0.0.1", server.port)
@@ -122,7 +124,7 @@ def test_headers_that_never_end_are_given_up(monkeypatch: pytest.MonkeyPatch) ->
         assert b"200 OK" in second.recv(4096)
         second.sendall(b"GET /hel")
         assert b"HTTP/1.1" not in b"".join(iter(lambda: second.recv(4096), b""))
-    # Byte by byte is no way around it.
+    # Sending byte by byte does not extend the timeout.
     with socket.create_connection(address, timeout=20) as drip:
         drip.settimeout(0.05)
         for byte in b"GET /hello HTTP/1.1\r\nX-Long: " + b"a" * 1000:
@@ -135,10 +137,28 @@ def test_headers_that_never_end_are_given_up(monkeypatch: pytest.MonkeyPatch) ->
             except OSError:
                 break
         else:
-            pytest.fail("a drip of bytes held the connection")
-    # A slow answer to whole headers is another matter, and so is a pause between two requests.
+            pytest.fail("single bytes held the connection open")
+    # The timeout does not apply between two requests.
     with httpx2.Client() as client:
         for _ in range(2):
             assert client.get(f"http://127.0.0.1:{server.port}/hello").json() == "hello"
             threading.Event().wait(0.5)
     server.close()
+
+
+def test_what_the_header_timeout_relies_on() -> None:
+    """HeaderTimeoutProtocol reads attributes of uvicorn's protocols that uvicorn does not document."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+    implementations = [(H11Protocol, RequestResponseCycle)]
+    with contextlib.suppress(ImportError):
+        from uvicorn.protocols.http import httptools_impl
+
+        implementations.append((httptools_impl.HttpToolsProtocol, httptools_impl.RequestResponseCycle))
+    for protocol, cycle in implementations:
+        made = inspect.getsource(protocol.__init__)
+        assert all(f"self.{name}" in made for name in ("cycle", "loop", "transport"))
+        assert "self.response_complete = False" in inspect.getsource(cycle.__init__)
+        assert callable(protocol.connection_made) and callable(protocol.data_received)
+    assert issubclass(HeaderTimeoutProtocol, tuple(protocol for protocol, _ in implementations))
+    assert callable(uvicorn.Server.capture_signals)

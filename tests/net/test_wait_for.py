@@ -1,4 +1,4 @@
-"""Waiting: tries again, says so, gives up in time, and stops when told."""
+"""`wait_for`: retries, log lines, deadline and stop."""
 
 import logging
 import threading
@@ -11,13 +11,13 @@ from shoal.telemetry import Log
 LOG = Log("test")
 
 
-def test_it_tries_until_it_succeeds() -> None:
+def test_it_retries_until_it_succeeds() -> None:
     tries: list[int] = []
 
     def attempt() -> str:
         tries.append(1)
         if len(tries) < 4:
-            raise NotYet("the shop is closed")
+            raise NotYet("no baker")
         return "bread"
 
     got = wait_for("bread", attempt, deadline_s=60, log=LOG, stop=threading.Event(), first_delay_s=0.001)
@@ -25,25 +25,25 @@ def test_it_tries_until_it_succeeds() -> None:
     assert len(tries) == 4
 
 
-def test_the_deadline_names_what_was_waited_for_and_why_it_is_not_there() -> None:
+def test_the_deadline_error_names_what_and_the_last_reason() -> None:
     def attempt() -> str:
-        raise NotYet("the shop is closed")
+        raise NotYet("no baker")
 
-    with pytest.raises(DeadlinePassed, match=r"waited 0 s for bread: the shop is closed"):
+    with pytest.raises(DeadlinePassed, match=r"waited 0 s for bread: no baker"):
         wait_for("bread", attempt, deadline_s=0.01, log=LOG, stop=threading.Event())
 
 
-def test_one_try_is_made_even_with_no_time_at_all() -> None:
+def test_one_attempt_is_made_without_any_time() -> None:
     assert wait_for("bread", lambda: "bread", deadline_s=0, log=LOG, stop=threading.Event()) == "bread"
 
 
-def test_it_says_what_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_logs_what_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
     tries: list[int] = []
 
     def attempt() -> None:
         tries.append(1)
         if len(tries) < 3:
-            raise NotYet("the shop is closed")
+            raise NotYet("no baker")
 
     with caplog.at_level(logging.INFO, logger="shoal.test"):
         wait_for(
@@ -55,7 +55,7 @@ def test_it_says_what_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
             first_delay_s=0.001,
             say_every_s=0.0,
         )
-    assert "waiting for bread: the shop is closed" in caplog.messages[0]
+    assert "waiting for bread: no baker" in caplog.messages[0]
 
 
 def test_stop_ends_the_wait_at_once() -> None:
@@ -69,7 +69,7 @@ def test_stop_ends_the_wait_at_once() -> None:
         wait_for("bread", attempt, deadline_s=7200, log=LOG, stop=stop)
 
 
-def test_a_pause_of_zero_does_not_make_it_spin() -> None:
+def test_a_pause_of_zero_causes_no_busy_loop() -> None:
     tries: list[int] = []
 
     def attempt() -> None:
@@ -81,7 +81,7 @@ def test_a_pause_of_zero_does_not_make_it_spin() -> None:
     assert len(tries) <= 6
 
 
-def test_a_long_pause_does_not_outlast_the_deadline() -> None:
+def test_a_long_pause_ends_at_the_deadline() -> None:
     def attempt() -> None:
         raise NotYet("closed for an hour", after_s=3600)
 

@@ -1,4 +1,4 @@
-"""The signed client, against a real server that checks what arrives."""
+"""The signed client, against a real server that verifies each request."""
 
 import threading
 import time
@@ -30,7 +30,7 @@ class Echo(Record):
 
 @dataclass
 class Counting:
-    """What the server saw."""
+    """Requests that the server received."""
 
     nonces: list[str] = field(default_factory=list)
     uploads: list[bytes] = field(default_factory=list)
@@ -136,7 +136,7 @@ def test_the_server_can_check_what_the_client_signed(url: str, seen: Counting) -
     client.close()
 
 
-def test_a_refusal_says_what_and_what_to_do(client: SignedClient) -> None:
+def test_a_refusal_names_reason_and_remedy(client: SignedClient) -> None:
     with pytest.raises(
         Refused, match=r"POST /v1/banned: request\.banned: because of the test \(the ledger"
     ) as caught:
@@ -144,28 +144,22 @@ def test_a_refusal_says_what_and_what_to_do(client: SignedClient) -> None:
     assert caught.value.code == "request.banned"
 
 
-def test_call_until_outlasts_a_server_that_is_busy_or_broken(client: SignedClient, seen: Counting) -> None:
+def test_call_until_retries_while_the_server_is_busy_or_broken(client: SignedClient, seen: Counting) -> None:
     session = client.call_until("a session", "POST", "/v1/session", None, Session, deadline_s=30)
     assert session.epoch == 7
     assert seen.tries == 5
 
 
-def test_send_until_does_the_same_with_raw_bytes(client: SignedClient, seen: Counting) -> None:
-    response = client.send_until("a session", "POST", "/v1/session", deadline_s=30)
-    assert Session.parse(response.content).epoch == 7
-    assert seen.tries == 5
-
-
-def test_call_until_does_not_argue_with_other_refusals(client: SignedClient, seen: Counting) -> None:
+def test_call_until_does_not_retry_other_refusals(client: SignedClient, seen: Counting) -> None:
     with pytest.raises(Refused):
         client.call_until("a ban", "POST", "/v1/banned", None, Session, deadline_s=30)
     assert seen.tries == 1
 
 
-def test_an_answer_that_makes_no_sense_is_no_answer(client: SignedClient) -> None:
-    with pytest.raises(Unreachable, match=r"an answer we cannot read: Session\.epoch"):
+def test_an_answer_that_cannot_be_parsed_counts_as_unreachable(client: SignedClient) -> None:
+    with pytest.raises(Unreachable, match=r"cannot parse the answer: Session\.epoch"):
         client.call("POST", "/v1/garbage", None, Session)
-    with pytest.raises(Unreachable, match="HTTP 404 without a problem"):
+    with pytest.raises(Unreachable, match="HTTP 404 without a known problem"):
         client.call("POST", "/v1/nowhere", None, Session)
 
 
@@ -174,7 +168,7 @@ def test_redirects_are_not_followed(client: SignedClient) -> None:
         client.call("GET", "/v1/elsewhere", None, Session)
 
 
-def test_nobody_there() -> None:
+def test_an_unreachable_server() -> None:
     sock = listen("127.0.0.1", 0)
     port = sock.getsockname()[1]
     sock.close()
@@ -205,7 +199,7 @@ def test_an_upload_has_a_length_and_no_signature(client: SignedClient, seen: Cou
         client.put_bytes("/v1/objects/large", b"x")
 
 
-def test_one_client_may_serve_two_threads(url: str, seen: Counting) -> None:
+def test_two_threads_may_share_a_client(url: str, seen: Counting) -> None:
     client = SignedClient(f"{url}/deep", KEY, log=LOG)
     threads = [
         threading.Thread(target=lambda: [client.call("GET", "/v1/echo", None, Echo) for _ in range(10)])
@@ -222,12 +216,12 @@ def test_one_client_may_serve_two_threads(url: str, seen: Counting) -> None:
 @pytest.mark.parametrize(
     "url", ["", "swarm.example", "ftp://h:1", "http://", "http://u:p@h:1", "http://[::1"]
 )
-def test_a_url_that_cannot_be_one_is_refused(url: str) -> None:
+def test_a_malformed_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="coordinator URL"):
         SignedClient(url, KEY, log=LOG)
 
 
-def test_the_schemes_own_port_is_left_out_as_in_the_host_header() -> None:
+def test_the_default_port_is_left_out_as_in_the_host_header() -> None:
     for url, authority in [
         ("http://Swarm.Example:80/x", "swarm.example"),
         ("https://swarm.example:443", "swarm.example"),
@@ -235,5 +229,5 @@ def test_the_schemes_own_port_is_left_out_as_in_the_host_header() -> None:
         ("http://[::1]:8100", "[::1]:8100"),
     ]:
         client = SignedClient(url, KEY, log=LOG)
-        assert client._ways[0].authority == authority
+        assert client._urls[0].authority == authority
         client.close()
