@@ -11,7 +11,7 @@
    nothing to publish. So ours copies each byte once more for each level, and reads it once more at the origin and everywhere to
    hash it, and writes two files or more where curl writes one. Roles are processes and running before the clock does; all of
    them share this machine's cores and disk. Before each run everything is synced, the file read, and memory used once, by a process
-   that gives it back as the run takes it. TCP is as the system has it; ours does without BBR where a client is near (net/pacing.py).
+   that gives it back as the run takes it. TCP is as the system has it.
 2. Links of a given speed (bench/throttle.py): a chain of three; relays of 10:3:1; a relay that hangs, dies, corrupts.
 3. Two hundred clients at once against one relay.
 

@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from shoal import shardcast
-from shoal.net.file_server import FileServer, Request, problem
+from shoal.net.file_server import FileRequest, FileServer, problem_response
 from shoal.net.http_server import Server, listen
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
@@ -87,11 +87,11 @@ class Asgi:
         assert scope["type"] == "http"
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
         query = dict(parse_qsl(scope["query_string"].decode()))
-        request = Request(scope["method"], scope["path"], query, headers, True)
+        request = FileRequest(scope["method"], scope["path"], query, headers, True)
         try:
             answer = await self.relay(request)
         except Rejected as rejected:
-            answer = problem(rejected)
+            answer = problem_response(rejected)
         lines = [(name.encode(), value.encode()) for name, value in answer.headers.items()]
         lines.append((b"content-length", str(answer.num_bytes).encode()))
         await send({"type": "http.response.start", "status": answer.status, "headers": lines})

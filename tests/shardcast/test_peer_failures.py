@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shoal.net.bandwidth import Limits
 from shoal.net.http_server import listen
+from shoal.net.rate_limit import ServerLimits
 from shoal.net.waiting import DeadlinePassed
 from shoal.shardcast import RelayServer, VersionStore, fetch_manifest
 from shoal.shardcast.client import download as download_module
@@ -69,7 +69,7 @@ def test_a_crowd_beyond_an_address_s_share_comes_through(
 ) -> None:
     """Most connections are refused and closed again and again; every client gets its version."""
     sealed = origin.publish(7, kit.random_files())
-    server = RelayServer(origin.store, listen("127.0.0.1", 0), limits=Limits(connections_per_address=2))
+    server = RelayServer(origin.store, listen("127.0.0.1", 0), limits=ServerLimits(connections_per_address=2))
     server.start()
     try:
         with ThreadPoolExecutor(5) as pool:
