@@ -55,9 +55,8 @@ from shoal.shardcast.digest import hash_bytes
 from shoal.tasks import Problem, Task, make_task
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.data.advantage import group_advantages
-from shoal.trainer.data.batch import Sample, TrainBatch
-from shoal.trainer.io.publisher import Address, Publisher
+from shoal.trainer.data.batch import TrainBatch, TrainSample, group_advantages
+from shoal.trainer.io.publisher import OriginAddress, Publisher
 from shoal.trainer.optim.learner import Learner
 from shoal.trainer.optim.supervised import warm_up
 from shoal.wire.keys import Key
@@ -195,7 +194,7 @@ def run(model: Path, scratch: Path, rate: float, options: argparse.Namespace) ->
 
 def make_batch(engine: TorchEngine, task: Task, version: int, options: argparse.Namespace) -> TrainBatch:
     """As many groups with signal as are asked for, all by the version itself."""
-    samples: list[Sample] = []
+    samples: list[TrainSample] = []
     rewards_seen: list[float] = []
     num_groups = dropped = 0
     for attempt in range(MAX_TRIES):
@@ -264,9 +263,9 @@ def encoded(tokenizer: Tokenizer, task: Task, problem: Problem) -> tuple[int, ..
     return tuple(tokenizer.encode_prompt(problem.prompt, chat=task.chat))
 
 
-def to_samples(rows: list[Finished], advantages: list[float]) -> list[Sample]:
+def to_samples(rows: list[Finished], advantages: list[float]) -> list[TrainSample]:
     return [
-        Sample(
+        TrainSample(
             tokens=row.request.prompt_tokens + row.output_tokens,
             prompt_len=len(row.request.prompt_tokens),
             logprobs=row.logprobs,
@@ -412,7 +411,7 @@ def make_publisher(store: shardcast.VersionStore, model_folder: Path, key: Key) 
         model_folder=model_folder,
         run_key=key,
         client=client,
-        address=Address(),
+        address=OriginAddress(),
         deadline_s=60.0,
         log=log,
     )

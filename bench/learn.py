@@ -31,8 +31,7 @@ from shoal.tasks import Split, make_task
 from shoal.tasks.task import Outcome, Problem
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.data.advantage import group_advantages
-from shoal.trainer.data.batch import Sample, TrainBatch
+from shoal.trainer.data.batch import TrainBatch, TrainSample, group_advantages
 from shoal.trainer.optim.learner import Learner
 from shoal.trainer.optim.supervised import warm_up
 from shoal.wire.run_spec import ProofSpec, TaskSpec
@@ -147,7 +146,7 @@ class Loop:
         return found[: self.options.groups], generated
 
     def train(self, groups: list[Group]) -> None:
-        samples: list[Sample] = []
+        samples: list[TrainSample] = []
         for index, group in enumerate(groups):
             rewards = [answer.reward for answer in group]
             advantages = group_advantages(rewards, self.learner.config.recipe.advantage)
@@ -183,9 +182,9 @@ class Loop:
         )
 
 
-def to_sample(row: Finished, advantage: float, group: int) -> Sample:
+def to_sample(row: Finished, advantage: float, group: int) -> TrainSample:
     prompt = row.request.prompt_tokens
-    return Sample(
+    return TrainSample(
         tokens=(*prompt, *row.output_tokens),
         prompt_len=len(prompt),
         logprobs=tuple(row.logprobs),
@@ -208,7 +207,7 @@ def run_seed(options: argparse.Namespace, seed: int) -> list[Point]:
             over = time.monotonic() - started_s > options.minutes * 60
             if step % options.eval_every == 0 or step == options.steps or over:
                 points.append(loop.evaluate(step, time.monotonic() - started_s))
-                print(in_words(seed, points[-1], generating_s, training_s), flush=True)
+                print(as_lost_rank(seed, points[-1], generating_s, training_s), flush=True)
             if over or step == options.steps:
                 break
             began_s = time.monotonic()
@@ -224,7 +223,7 @@ def run_seed(options: argparse.Namespace, seed: int) -> list[Point]:
     return points
 
 
-def in_words(seed: int, point: Point, generating_s: float, training_s: float) -> str:
+def as_lost_rank(seed: int, point: Point, generating_s: float, training_s: float) -> str:
     length = f"{point.tokens:.1f} tokens" + (
         "" if point.off_target is None else f", off by {point.off_target:.1f}"
     )

@@ -24,8 +24,7 @@ from shoal.model.tokenizer import load_tokenizer
 from shoal.tasks import Split, make_task
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.data.advantage import group_advantages
-from shoal.trainer.data.batch import Sample, TrainBatch
+from shoal.trainer.data.batch import TrainBatch, TrainSample, group_advantages
 from shoal.trainer.optim.learner import Learner
 from shoal.trainer.optim.supervised import warm_up
 from shoal.trainer.reporting.step_figures import StepFigures
@@ -79,7 +78,7 @@ class OneLoop:
         curve.held_out = sum(reward for _, reward in held_out) / len(held_out)
         return curve
 
-    def batch(self, rows: list[tuple[Sample, float]], *, lag: int) -> tuple[TrainBatch, float]:
+    def batch(self, rows: list[tuple[TrainSample, float]], *, lag: int) -> tuple[TrainBatch, float]:
         """The groups that have signal. A swarm would go on until there are enough for every update; here others stand in."""
         groups = [rows[start : start + self.samples] for start in range(0, len(rows), self.samples)]
         useful = [group for group in groups if len({reward for _, reward in group}) > 1]
@@ -104,7 +103,7 @@ class OneLoop:
     @torch.no_grad()
     def generate(
         self, policy: Decoder, split: Split, first: int, num_prompts: int, num_samples: int
-    ) -> list[tuple[Sample, float]]:
+    ) -> list[tuple[TrainSample, float]]:
         """Answers with their rewards, the samples of a prompt next to each other. All prompts have one length."""
         problems = [self.task.problem(split, first + index) for index in range(num_prompts)]
         encoded = [self.tokenizer.encode_prompt(problem.prompt, chat=False) for problem in problems]
@@ -130,7 +129,7 @@ class OneLoop:
             outputs = tokens_BT[row, prompt_len:].tolist()
             ends = [place for place, token in enumerate(outputs) if token in self.tokenizer.end_tokens]
             length = ends[0] + 1 if ends else NEW_TOKENS
-            sample = Sample(
+            sample = TrainSample(
                 tokens=tuple(tokens_BT[row, : prompt_len + length].tolist()),
                 prompt_len=prompt_len,
                 logprobs=tuple(logprobs_BT[row, :length].tolist()),

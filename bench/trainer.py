@@ -37,7 +37,7 @@ from torch import Tensor
 from shoal.model.load_model import empty_decoder
 from shoal.model.shape import Shape
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.data.batch import Sample, TrainBatch
+from shoal.trainer.data.batch import TrainBatch, TrainSample
 from shoal.trainer.data.pack import pack
 from shoal.trainer.optim.learner import Learner, output_logprobs
 from shoal.trainer.optim.loss import grpo_loss
@@ -94,7 +94,7 @@ def make_batch(shape: Shape, layout: str, num_tokens: int) -> TrainBatch:
     for prompt, outputs in lengths:
         tokens = torch.randint(0, shape.vocab_size, (prompt + outputs,), generator=words).tolist()
         samples.append(
-            Sample(
+            TrainSample(
                 tokens=tuple(tokens),
                 prompt_len=prompt,
                 logprobs=(-math.log(shape.vocab_size),) * outputs,
@@ -171,7 +171,7 @@ def transformers_model(shape: Shape, device: str) -> Any:
     return model
 
 
-def padded(samples: list[Sample], device: str) -> dict[str, Tensor]:
+def padded(samples: list[TrainSample], device: str) -> dict[str, Tensor]:
     """Prompts padded on the left, outputs on the right, as TRL lays them out."""
     most_prompt = max(sample.prompt_len for sample in samples)
     most_output = max(sample.num_outputs for sample in samples)
@@ -190,7 +190,7 @@ def padded(samples: list[Sample], device: str) -> dict[str, Tensor]:
 
 def micro_batches(batch: TrainBatch, max_tokens: int, device: str) -> list[dict[str, Tensor]]:
     """Samples of like length together, as many as fit `max_tokens` with their padding."""
-    parts: list[list[Sample]] = [[]]
+    parts: list[list[TrainSample]] = [[]]
     for sample in sorted(batch.samples, key=lambda one: len(one.tokens)):
         if parts[-1] and (len(parts[-1]) + 1) * len(sample.tokens) > max_tokens:
             parts.append([])

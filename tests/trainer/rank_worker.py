@@ -1,4 +1,4 @@
-"""Run by torchrun in test_ranks.py: one learner on all ranks, three steps for each configuration, results of rank 0 kept."""
+"""Started by torchrun in test_ranks.py: one learner on all ranks, three steps per configuration; rank 0 saves the results."""
 
 import json
 import os
@@ -12,32 +12,41 @@ from tiny_learner import make_batch
 from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.distributed.lockstep import Crew, in_words
-from shoal.trainer.distributed.ranks import Ranks, join_ranks
-from shoal.trainer.io.checkpoint import Checkpoints
+from shoal.trainer.distributed.lockstep import Lockstep
+from shoal.trainer.distributed.ranks import Ranks, as_lost_rank, join_ranks
+from shoal.trainer.io.checkpoint import Checkpoint, Checkpoints
+from shoal.trainer.optim.learner import Learner
 
 NUM_STEPS = 3
 
 
-def train(crew: Crew, model: Path, folder: Path) -> dict[str, object]:
-    """Three steps with a checkpoint after the first, from which the same crew goes on once more."""
-    crew.begin(model, 0.8)
+def train(lockstep: Lockstep, model: Path, folder: Path) -> dict[str, object]:
+    """Makes three steps with a checkpoint after the first, then resumes from it and repeats the other two."""
+    lockstep.create_learner(model, 0.8)
     kept = Checkpoints(folder, keep=2, log=Log("trainer"))
-    figures = [crew.step(make_batch(0))]
-    kept.begin(crew.capture(), None)
+    figures = [lockstep.step(make_batch(0))]
+    kept.begin(lockstep.snapshot(kept.shard_folder(1)), None)
     kept.finish(60)
-    figures += [crew.step(make_batch(version)) for version in range(1, NUM_STEPS)]
-    last = crew.capture()
+    figures += [lockstep.step(make_batch(version)) for version in range(1, NUM_STEPS)]
+    last = lockstep.snapshot()
     checkpoint = kept.newest()
     assert checkpoint is not None
-    crew.resume(checkpoint)
-    again = [crew.step(make_batch(version)) for version in range(1, NUM_STEPS)]
+    lockstep.load_checkpoint(checkpoint)
+    again = [lockstep.step(make_batch(version)) for version in range(1, NUM_STEPS)]
     assert [one.loss for one in again] == [one.loss for one in figures[1:]]
-    assert all(torch.equal(one, last.weights[name]) for name, one in crew.capture().weights.items())
+    assert all(torch.equal(one, last.weights[name]) for name, one in lockstep.snapshot().weights.items())
     return {
         "figures": [(one.loss, one.grad_norm, one.clip_fraction, one.logprob_gap) for one in figures],
-        "weights": dict(crew.published(last)),
+        "weights": dict(lockstep.published_weights(last)),
     }
+
+
+def continue_from(checkpoint: Checkpoint, lockstep: Lockstep, model: Path, out: Path) -> None:
+    """Continues from the checkpoint of a single process and saves the losses."""
+    lockstep.create_learner(model, 0.8)
+    lockstep.load_checkpoint(checkpoint)
+    losses = [lockstep.step(make_batch(version)).loss for version in range(1, NUM_STEPS)]
+    out.write_text(json.dumps(losses))
 
 
 def main(model: str, out: str) -> None:
@@ -46,34 +55,39 @@ def main(model: str, out: str) -> None:
         rank=int(os.environ.get("RANK", "0")),
         size=int(os.environ.get("WORLD_SIZE", "1")),
         device="cpu",
-        speech_s=60,
+        command_timeout_s=60,
     )
     for name, keys in json.loads((Path(out) / "configs.json").read_text()).items():
-        crew = Crew(TrainerConfig(**keys), ranks, device="cpu", log=Log("trainer"), stop=threading.Event())
+        lockstep = Lockstep(
+            TrainerConfig(**keys), ranks, device="cpu", log=Log("trainer"), stop=threading.Event()
+        )
         if not ranks.leads:
-            crew.follow()
+            lockstep.follow()
             continue
         folder = Path(out) / f"{name}-{ranks.size}"
         own = Path(out) / f"{name}.model"
-        torch.save(train(crew, own if own.exists() else Path(model), folder), folder.with_suffix(".pt"))
-        crew.end("finished")
+        single = Checkpoints(Path(out) / "single", keep=2, log=Log("trainer")).newest()
+        if name == "plain" and single is not None:
+            continue_from(single, lockstep, Path(model), Path(out) / f"continued-{ranks.size}.json")
+        torch.save(train(lockstep, own if own.exists() else Path(model), folder), folder.with_suffix(".pt"))
+        lockstep.end("finished")
     if ranks.size > 1:
         lose_one(ranks, Path(model), Path(out))
 
 
 def lose_one(ranks: Ranks, model: Path, out: Path) -> None:
-    """The last rank dies in the middle of a step; the others must say so, and soon."""
-    crew = Crew(TrainerConfig(), ranks, device="cpu", log=Log("trainer"), stop=threading.Event())
+    """The last rank exits in the middle of a step; the others must raise RankLost."""
+    lockstep = Lockstep(TrainerConfig(), ranks, device="cpu", log=Log("trainer"), stop=threading.Event())
     if not ranks.leads:
-        crew._step = lambda batch: os._exit(0)  # type: ignore[method-assign]
-        crew.follow()
-    crew.begin(model, 0.8)
+        Learner.step = lambda *_: os._exit(0)  # type: ignore[assignment,method-assign]
+        lockstep.follow()
+    lockstep.create_learner(model, 0.8)
     try:
-        crew.step(make_batch(0))
+        lockstep.step(make_batch(0))
     except (RuntimeError, DeadlinePassed) as error:
-        said = in_words(error, ranks) if isinstance(error, RuntimeError) else error
-        (out / "lost.txt").write_text(f"{type(said).__name__}: {said}")
-    os._exit(0)  # what remains of the group is of no use to anybody
+        explained = as_lost_rank(error, ranks) if isinstance(error, RuntimeError) else error
+        (out / "lost.txt").write_text(f"{type(explained).__name__}: {explained}")
+    os._exit(0)  # the process group cannot be closed without the lost rank
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run by torchrun in test_recipe_on_ranks.py: a few steps with everything a recipe can ask for; rank 0 keeps the results."""
+"""Started by torchrun in test_recipe_on_ranks.py: a few steps with every part of the recipe; rank 0 saves the results."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from tiny_learner import make_batch
 
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.distributed.lockstep import Crew
+from shoal.trainer.distributed.lockstep import Lockstep
 from shoal.trainer.distributed.ranks import join_ranks
 
 NUM_STEPS = 3
@@ -21,18 +21,20 @@ NUM_STEPS = 3
 def main(model: str, out: str) -> None:
     torch.set_num_threads(1)
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    ranks = join_ranks(rank=int(os.environ.get("RANK", "0")), size=size, device="cpu", speech_s=60)
+    ranks = join_ranks(rank=int(os.environ.get("RANK", "0")), size=size, device="cpu", command_timeout_s=60)
     for name, keys in json.loads((Path(out) / "configs.json").read_text()).items():
         config = TrainerConfig.model_validate_json(json.dumps(keys))
-        crew = Crew(config, ranks, device="cpu", log=Log("trainer"), stop=threading.Event())
+        lockstep = Lockstep(config, ranks, device="cpu", log=Log("trainer"), stop=threading.Event())
         if not ranks.leads:
-            crew.follow()
+            lockstep.follow()
             continue
-        crew.begin(Path(model), 0.8, 12)
-        crew.keep_reference(Path(out) / f"{name}-{size}.safetensors", crew.capture())
-        figures = [asdict(crew.step(make_batch(version))) for version in range(NUM_STEPS)]
-        torch.save({"figures": figures, "weights": crew.capture().weights}, Path(out) / f"{name}-{size}.pt")
-        crew.end("finished")
+        lockstep.create_learner(Path(model), 0.8, 12)
+        lockstep.set_reference(Path(out) / f"{name}-{size}.safetensors", lockstep.snapshot())
+        figures = [asdict(lockstep.step(make_batch(version))) for version in range(NUM_STEPS)]
+        torch.save(
+            {"figures": figures, "weights": lockstep.snapshot().weights}, Path(out) / f"{name}-{size}.pt"
+        )
+        lockstep.end("finished")
     ranks.leave()
 
 

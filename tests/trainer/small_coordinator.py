@@ -1,7 +1,6 @@
-"""The coordinator as a trainer sees it, over real HTTP: terms, batches, objects, announcements.
+"""A coordinator for trainer tests over real HTTP: it serves the run's spec, batches and objects, and takes announcements.
 
-The swarm behind it is made up: as soon as a version is announced there are groups of random answers to learn from,
-a function of the version alone.
+There are no workers: the batch of a version has groups of random answers that depend only on the version.
 """
 
 import hashlib
@@ -63,7 +62,7 @@ class SmallCoordinator:
             server.close()
 
     def digests(self) -> dict[int, str]:
-        """Weights digest of every version announced; fails if a version was ever announced with two."""
+        """Returns the weights digest of every announced version; fails if one was announced with two digests."""
         found: dict[int, str] = {}
         for told in self.announced:
             digest = told.manifest.body.weights_digest
@@ -108,7 +107,7 @@ class SmallCoordinator:
     def make_batch(self, version: int) -> Batch:
         rng = random.Random(version)
         groups = []
-        # Two groups from one file, and one from the version before where there is one.
+        # Two groups come from one file, and one from the version before, if there is one.
         for policy_version, num_prompts in ((version, 2), (max(0, version - 1), 1)):
             lease_id = f"{rng.getrandbits(128):032x}"
             rows = tuple(
@@ -171,7 +170,7 @@ def _row(rng: random.Random, prompt_index: int, sample_index: int) -> Rollout:
 
 
 class Stopper:
-    """Sets `stop` when a version is announced, before it is taken: the trainer's process ends right there."""
+    """Sets `stop` when a version is announced and rejects it, so that the trainer ends before its announcement succeeds."""
 
     def __init__(self, stop: threading.Event, version: int) -> None:
         self._stop, self._version = stop, version

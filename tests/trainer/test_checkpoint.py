@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, whatever happens; and a resumed run is the uninterrupted one."""
+"""Checkpoints are complete or absent after any crash, and a resumed run equals an uninterrupted one."""
 
 import logging
 import os
@@ -13,10 +13,9 @@ from tiny_learner import make_batch, make_learner
 
 from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
-from shoal.trainer.io.checkpoint import Checkpoints, read_capture
-from shoal.trainer.io.weight_snapshot import put, take
+from shoal.trainer.io.checkpoint import Checkpoints, load_checkpoint, take_snapshot
 from shoal.trainer.optim.learner import Learner
-from shoal.trainer.reporting.step_report import step_report
+from shoal.trainer.reporting.step_figures import step_report
 from shoal.wire.messages import StepReport
 
 
@@ -44,7 +43,7 @@ def resumed(folder: Path, model: Path) -> tuple[Learner, StepReport | None]:
     checkpoint = checkpoints(folder).newest()
     assert checkpoint is not None
     learner = make_learner(model)
-    put(learner, read_capture(checkpoint, learner))
+    load_checkpoint(learner, checkpoint)
     return learner, checkpoint.state.report
 
 
@@ -85,7 +84,7 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
 @pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.pt", "state.json", "manifest.json"])
-def test_damaged_one_is_passed_over(
+def test_a_damaged_checkpoint_is_skipped(
     tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
 ) -> None:
     learner = make_learner(model)
@@ -100,7 +99,7 @@ def test_damaged_one_is_passed_over(
     assert "v000001" in caplog.messages[0]
 
 
-def test_damaged_one_is_replaced_and_never_counts_as_kept(tmp_path: Path, model: Path) -> None:
+def test_a_damaged_checkpoint_is_replaced_and_not_counted_as_kept(tmp_path: Path, model: Path) -> None:
     learner, kept = make_learner(model), checkpoints(tmp_path)
     for _ in range(4):
         kept.save(learner, advance(learner, 1))
@@ -116,15 +115,26 @@ def test_no_checkpoint_at_all(tmp_path: Path) -> None:
     assert checkpoints(tmp_path).newest() is None
 
 
-class PulledPlug(Exception):
-    """The process dies here."""
+def test_an_unknown_format_is_refused(tmp_path: Path, model: Path) -> None:
+    """It must not be skipped like a damaged one: the run would start again from an older version."""
+    checkpoints(tmp_path).save(make_learner(model), None)
+    manifest = tmp_path / "checkpoints" / "v000000" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("shoal/checkpoint/1", "shoal/checkpoint/9"))
+    with pytest.raises(
+        ValueError, match="has checkpoint format 'shoal/checkpoint/9', this release reads shoal/"
+    ):
+        checkpoints(tmp_path).newest()
+
+
+class Crash(Exception):
+    """Simulates the end of the process."""
 
 
 @pytest.mark.parametrize("survives", range(8))
 def test_crash_between_any_two_writes(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, survives: int
 ) -> None:
-    """`survives` syncs and renames succeed, the next does not happen."""
+    """`survives` flushes and renames succeed; the next one raises."""
     learner = make_learner(model)
     checkpoints(tmp_path).save(learner, None)
     report = advance(learner, 1)
@@ -134,7 +144,7 @@ def test_crash_between_any_two_writes(
         def call(*arguments: Any) -> Any:
             left[0] -= 1
             if left[0] < 0:
-                raise PulledPlug
+                raise Crash
             return real(*arguments)
 
         return call
@@ -145,9 +155,9 @@ def test_crash_between_any_two_writes(
         try:
             checkpoints(tmp_path).save(learner, report)
             crashed = False
-        except PulledPlug:
+        except Crash:
             crashed = True
-    # Five syncs (three files, manifest, folder), the rename, one more sync: only the last of the range goes through.
+    # Five flushes (three files, manifest, folder), the rename, one more flush: 7 calls in all.
     assert crashed == (survives < 7)
     found = checkpoints(tmp_path).newest()
     assert found is not None
@@ -157,7 +167,7 @@ def test_crash_between_any_two_writes(
     assert_same(learner, again)
 
 
-def test_other_model_is_refused(tmp_path: Path, model: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, model: Path) -> None:
     learner = make_learner(model)
     checkpoints(tmp_path).save(learner, None)
     checkpoint = checkpoints(tmp_path).newest()
@@ -165,10 +175,10 @@ def test_other_model_is_refused(tmp_path: Path, model: Path) -> None:
     other = make_learner(model)
     other.decoder.model.layers = other.decoder.model.layers[:1]
     with pytest.raises(ValueError, match="holds another model than the run file names"):
-        put(other, read_capture(checkpoint, other))
+        load_checkpoint(other, checkpoint)
 
 
-def test_writing_goes_on_beside_and_is_waited_for(
+def test_a_checkpoint_is_written_in_the_background(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner, kept = make_learner(model), checkpoints(tmp_path)
@@ -181,9 +191,9 @@ def test_writing_goes_on_beside_and_is_waited_for(
         rename(*arguments)
 
     monkeypatch.setattr(os, "rename", held)
-    kept.begin(take(learner), report)
+    kept.begin(take_snapshot(learner), report)
     expected = weights_of(learner)
-    advance(learner, 1)  # the next step may write over the weights meanwhile
+    advance(learner, 1)  # changes the weights while the checkpoint is written
     with pytest.raises(
         DeadlinePassed, match=r"waited 0 s for a checkpoint to be written to .*; is that disk"
     ):
@@ -198,14 +208,14 @@ def test_writing_goes_on_beside_and_is_waited_for(
     assert all(torch.equal(a, b) for a, b in zip(weights_of(again), expected, strict=True))
 
 
-def test_what_went_wrong_in_writing_is_said_when_it_is_finished(
+def test_finish_raises_the_error_of_the_writer(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = checkpoints(tmp_path)
-    kept.begin(take(make_learner(model)), None)
+    kept.begin(take_snapshot(make_learner(model)), None)
     kept.finish(30)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left")))
-        kept.begin(take(make_learner(model)), None)
+        kept.begin(take_snapshot(make_learner(model)), None)
         with pytest.raises(OSError, match="No space left"):
             kept.finish(30)

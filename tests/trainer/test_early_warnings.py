@@ -1,16 +1,16 @@
-"""Early warnings: each rule on a run that has the trouble, and silence on one that has none."""
+"""Early warnings: each rule on a run with the problem, and no warning on a healthy run."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from shoal.trainer.reporting.early_warnings import Watch, early_warnings
+from shoal.trainer.reporting.early_warnings import WarningTracker, early_warnings
 from shoal.wire.messages import StepReport
 
 
 def reports(num_steps: int, **series: Any) -> list[StepReport]:
-    """A healthy run; a function in `series` gives a figure by step."""
+    """Returns the reports of a healthy run; `series` replaces figures, by a value or a function of the step."""
     healthy: dict[str, Any] = {
         "loss": 0.0,
         "reward_mean": lambda step: min(0.8, 0.3 + 0.005 * step),
@@ -43,12 +43,12 @@ def reports(num_steps: int, **series: Any) -> list[StepReport]:
 
 def sentence(run: Sequence[StepReport], kind: str) -> str:
     (found,) = [warning for warning in early_warnings(run) if warning.kind == kind]
-    assert [warning.kind for warning in early_warnings(run)] == [kind], "and nothing else"
+    assert [warning.kind for warning in early_warnings(run)] == [kind], "only this kind is expected"
     return found.sentence
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 7, 40, 200])
-def test_a_healthy_run_is_left_alone(num_steps: int) -> None:
+def test_a_healthy_run_gives_no_warning(num_steps: int) -> None:
     run = reports(num_steps)
     for end in range(0, num_steps + 1, 13):
         assert early_warnings(run[:end]) == []
@@ -63,7 +63,7 @@ def test_no_signal(reward: float, advice: str) -> None:
     assert "90 % of the groups of the last 5 steps" in said
 
 
-def test_entropy_that_rises_after_its_fall() -> None:
+def test_entropy_that_rises_after_a_fall() -> None:
     def entropy(step: int) -> float:
         return 2.0 - 0.02 * step if step < 60 else 0.8 + 0.02 * (step - 60)
 
@@ -73,17 +73,17 @@ def test_entropy_that_rises_after_its_fall() -> None:
     assert "raise kl" in said
 
 
-def test_clipping_that_creeps_up() -> None:
+def test_steadily_rising_clip_fraction() -> None:
     said = sentence(reports(60, clip_fraction=lambda step: 0.01 * 1.03**step), "clip-creeping")
     assert "lower learning_rate, optimizer_steps or max_lag" in said
 
 
-def test_gradients_that_creep_up() -> None:
+def test_steadily_rising_gradient_norm() -> None:
     said = sentence(reports(60, grad_norm=lambda step: 0.2 * 1.03**step), "gradient-creeping")
     assert "lower clip_norm" in said
 
 
-def test_warm_up_is_no_creep() -> None:
+def test_a_rise_after_warm_up_is_not_a_trend() -> None:
     assert early_warnings(reports(40, grad_norm=lambda step: 0.1 if step < 10 else 0.5)) == []
 
 
@@ -92,7 +92,7 @@ def test_engine_gap_counts_on_fresh_rollouts_only() -> None:
     assert early_warnings(reports(3, logprob_gap=0.02, gap_fresh_tokens=0)) == []
 
 
-def test_starving_says_on_whom_it_waits() -> None:
+def test_starving_names_what_it_waits_for() -> None:
     said = sentence(reports(5, wait_s=9.0, waited_on="workers: none live (0 of 3 enrolled)"), "starving")
     assert said == (
         "a step waits 9 s for rollouts and trains 1 s (medians of the last 5); "
@@ -100,13 +100,13 @@ def test_starving_says_on_whom_it_waits() -> None:
     )
 
 
-def test_one_long_wait_is_no_starving() -> None:
+def test_one_long_wait_is_not_starving() -> None:
     assert early_warnings(reports(5, wait_s=lambda step: 600.0 if step == 0 else 0.5)) == []
 
 
-def test_each_is_said_once_until_it_has_been_quiet() -> None:
-    watch = Watch()
+def test_each_warning_is_given_once_until_it_stops() -> None:
+    tracker = WarningTracker()
     gaps = [0.002, 0.02, 0.02, 0.002, 0.02]
     run = [report for step, gap in enumerate(gaps) for report in reports(step + 1, logprob_gap=gap)[-1:]]
-    assert [len(watch.after(report)) for report in run] == [0, 1, 0, 0, 1]
-    assert watch.after(run[-1]) == [], "a step that is reported again after a crash"
+    assert [len(tracker.add(report)) for report in run] == [0, 1, 0, 0, 1]
+    assert tracker.add(run[-1]) == [], "a step that is reported again after a crash"

@@ -1,12 +1,12 @@
-"""On whom a batch was waited for."""
+"""The main reason of a wait for a batch."""
 
 import pytest
 
-from shoal.trainer.data.inbox import most_heard
+from shoal.trainer.data.inbox import main_reason
 
 
 @pytest.mark.parametrize(
-    ("reasons", "on"),
+    ("reasons", "expected"),
     [
         ([], ""),
         (["rollouts: 3 of 4 groups ready"], "rollouts: 3 of 4 groups ready"),
@@ -22,5 +22,5 @@ from shoal.trainer.data.inbox import most_heard
         (["x" * 500], "x" * 300),
     ],
 )
-def test_the_last_sentence_of_what_was_heard_most(reasons: list[str], on: str) -> None:
-    assert most_heard(reasons) == on
+def test_main_reason_is_the_newest_of_the_most_frequent_kind(reasons: list[str], expected: str) -> None:
+    assert main_reason(reasons) == expected

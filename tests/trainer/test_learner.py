@@ -1,4 +1,4 @@
-"""One step: the weights move as the formulas say, and the figures say what happened."""
+"""One step: how the weights change, and the figures of the step."""
 
 import threading
 from dataclasses import replace
@@ -10,16 +10,16 @@ from tiny_learner import CONFIG, make_batch, make_learner
 
 from shoal.net.waiting import Stopped
 from shoal.trainer.data.pack import pack
-from shoal.trainer.optim.learner import output_logprobs, warmed_up
+from shoal.trainer.optim.learner import output_logprobs, warmup_rate
 
 
-def test_rate_rises_then_stays() -> None:
-    rates = [warmed_up(1.0, step=step, warmup_steps=3) for step in range(6)]
+def test_learning_rate_rises_and_then_stays() -> None:
+    rates = [warmup_rate(1.0, step=step, warmup_steps=3) for step in range(6)]
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
-    assert warmed_up(1.0, step=0, warmup_steps=0) == 1.0
+    assert warmup_rate(1.0, step=0, warmup_steps=0) == 1.0
 
 
-def test_good_answers_become_likelier(model: Path) -> None:
+def test_good_answers_become_more_likely(model: Path) -> None:
     learner = make_learner(model)
     batch = make_batch(0)
     (micro,) = pack(batch.samples, row_tokens=500, rows_per_micro_batch=1)
@@ -32,7 +32,7 @@ def test_good_answers_become_likelier(model: Path) -> None:
     assert figures.grad_norm > 0
 
 
-def test_gap_is_of_the_fresh_tokens(model: Path) -> None:
+def test_gap_is_measured_on_fresh_tokens(model: Path) -> None:
     batch = make_batch(0)
     learner = make_learner(model)
     (micro,) = pack(batch.samples, row_tokens=500, rows_per_micro_batch=1)
@@ -42,7 +42,7 @@ def test_gap_is_of_the_fresh_tokens(model: Path) -> None:
     assert figures.logprob_gap == pytest.approx(float(gaps_N[micro.lags_N == 0].mean()), rel=1e-4)
 
 
-def test_gap_is_of_all_when_none_is_fresh(model: Path) -> None:
+def test_gap_is_measured_on_all_tokens_if_none_is_fresh(model: Path) -> None:
     batch = make_batch(0)
     batch = replace(batch, samples=tuple(replace(sample, lag=1) for sample in batch.samples))
     learner = make_learner(model)
@@ -51,7 +51,7 @@ def test_gap_is_of_all_when_none_is_fresh(model: Path) -> None:
     assert learner.step(batch, threading.Event()).logprob_gap == pytest.approx(float(gaps_N.mean()), rel=1e-4)
 
 
-def test_stop_leaves_the_weights(model: Path) -> None:
+def test_a_stop_before_the_first_update_leaves_the_weights(model: Path) -> None:
     learner = make_learner(model)
     before = [parameter.detach().clone() for parameter in learner.decoder.parameters()]
     stop = threading.Event()
@@ -62,7 +62,7 @@ def test_stop_leaves_the_weights(model: Path) -> None:
     assert all(torch.equal(old, new) for old, new in zip(before, learner.decoder.parameters(), strict=True))
 
 
-def test_gradient_without_a_number_stops_the_run(model: Path) -> None:
+def test_a_gradient_that_is_not_finite_stops_the_run(model: Path) -> None:
     learner = make_learner(model)
     batch = make_batch(0)
     broken = replace(batch.samples[0], advantage=float("nan"))

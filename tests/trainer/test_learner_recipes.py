@@ -1,4 +1,4 @@
-"""What a step does beyond the default recipe: several updates, its own behaviour log-probs, a reference, corrections."""
+"""Steps beyond the default recipe: several updates, recomputed behaviour log-probs, a reference, corrections."""
 
 import threading
 from dataclasses import replace
@@ -14,7 +14,7 @@ from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainBatch
 from shoal.trainer.data.pack import MicroBatch, pack
 from shoal.trainer.optim.learner import Learner, output_logprobs
-from shoal.trainer.optim.reference import Reference, kept_weights
+from shoal.trainer.optim.reference import Reference, load_reference
 from shoal.trainer.reporting.step_figures import StepFigures
 
 
@@ -50,17 +50,17 @@ def whole(batch: TrainBatch) -> MicroBatch:
 # -- several updates ------------------------------------------------------------------------------------------
 
 
-def test_a_batch_is_cut_between_groups() -> None:
+def test_a_batch_is_split_between_groups() -> None:
     batch = grouped(num_groups=6)
     parts = batch.split(4)
     assert [[sample.group for sample in part][::2] for part in parts] == [[0, 4], [1, 5], [2], [3]]
     assert {sample for part in parts for sample in part} == set(batch.samples)
-    with pytest.raises(ValueError, match="6 groups cannot be cut into optimizer_steps=7 parts; lower it"):
+    with pytest.raises(ValueError, match="6 groups cannot be split into optimizer_steps=7 parts; lower it"):
         batch.split(7)
 
 
-def test_several_updates_are_the_steps_they_stand_for(model: Path) -> None:
-    """Two updates from one batch are what two steps on its halves would be, with one version's rates."""
+def test_two_updates_equal_two_steps_on_half_the_batch(model: Path) -> None:
+    """Two updates from one batch give the same weights and learning rate as two steps on its halves."""
     batch = grouped()
     once = learner_with(model, optimizer_steps=2)
     figures = step(once, batch)
@@ -76,7 +76,7 @@ def test_several_updates_are_the_steps_they_stand_for(model: Path) -> None:
 
 
 def test_recomputed_ratio_is_one_at_the_first_update(model: Path) -> None:
-    """Whatever the worker said: no clip, and the gradient of REINFORCE."""
+    """Nothing is clipped, whatever the worker's log-probs are, and the gradient is that of REINFORCE."""
     batch = grouped()
     learner = learner_with(model, behaviour="recompute", clip_norm=1e9)
     figures = step(learner, batch)
@@ -96,12 +96,12 @@ def test_recomputing_measures_the_same_gap_over_the_whole_batch(model: Path) -> 
         assert getattr(computed, name) == pytest.approx(getattr(given, name), rel=1e-5)
 
 
-def test_later_updates_keep_the_start_as_behaviour(model: Path) -> None:
+def test_later_updates_keep_the_log_probs_from_before_the_first(model: Path) -> None:
     figures = step(
         learner_with(model, behaviour="recompute", optimizer_steps=4, learning_rate=0.02, warmup_steps=0),
         grouped(),
     )
-    assert figures.clip_fraction > 0, "after an update of that size some ratios lie outside the clip"
+    assert figures.clip_fraction > 0, "after an update of that size some ratios are outside the clip"
 
 
 def test_gap_figures(model: Path) -> None:
@@ -125,11 +125,11 @@ def test_gap_figures(model: Path) -> None:
 
 
 def test_tokens_outside_the_band_are_left_out(model: Path) -> None:
-    """One answer whose worker's log-probs are far off: with the mask it might as well not be there."""
+    """An answer whose worker log-probs are far off is masked: the gradient is the same as without it."""
     batch = grouped()
     off = replace(batch.samples[0], logprobs=tuple(value - 20 for value in batch.samples[0].logprobs))
     moved = replace(batch, samples=(off, *batch.samples[1:]))
-    # The made-up log-probs lie within a few units of the model's; 20 is far outside, everything else inside.
+    # The made-up log-probs are within a few units of the model's: only the answer moved by 20 is outside the band.
     settings = {"behaviour": "recompute", "clip_norm": 1e9, "correction_band": (1e-4, 1e4)}
     masked = learner_with(model, correction="mask", **settings)
     figures = step(masked, moved)
@@ -141,7 +141,7 @@ def test_tokens_outside_the_band_are_left_out(model: Path) -> None:
 
 
 def test_truncated_weights_scale_the_gradient(model: Path) -> None:
-    """Everybody's weight at the bound: the gradient is the uncorrected one times the bound."""
+    """If every weight is at the bound, the gradient is the uncorrected one times the bound."""
     batch = grouped()
     batch = replace(
         batch,
@@ -161,7 +161,7 @@ def test_truncated_weights_scale_the_gradient(model: Path) -> None:
 # -- reference and entropy ------------------------------------------------------------------------------------
 
 
-def test_kl_is_nothing_at_version_0_and_pulls_back_later(model: Path) -> None:
+def test_kl_is_zero_at_version_0_and_pulls_back_later(model: Path) -> None:
     batch = grouped()
     learner = learner_with(model, kl=0.5)
     learner.reference = Reference(learner.decoder)
@@ -169,41 +169,41 @@ def test_kl_is_nothing_at_version_0_and_pulls_back_later(model: Path) -> None:
     flat = replace(
         batch, version=1, samples=tuple(replace(sample, advantage=0.0) for sample in batch.samples)
     )
-    # With no advantage there is only the pull; small updates, so that it cannot overshoot.
+    # With no advantage only the KL term acts. Updates are small, so that it cannot overshoot.
     learner.config = learner.config.model_copy(update={"learning_rate": 1e-4})
     first = step(learner, flat).kl
     last = [step(learner, replace(flat, version=version)).kl for version in range(2, 8)][-1]
     assert 0 < last < first
 
 
-def test_reference_takes_the_place_and_gives_it_back(model: Path, tmp_path: Path) -> None:
+def test_reference_weights_are_swapped_in_and_out(model: Path, tmp_path: Path) -> None:
     learner = make_learner(model)
     path = tmp_path / "reference.safetensors"
     start, micro = weights_of(learner), whole(make_batch(0))
     before_N = output_logprobs(learner.decoder, micro, temperature=0.8).detach()
     weights = dict(learner.decoder.named_parameters())
-    assert kept_weights(path, weights, 0) is weights
+    assert load_reference(path, weights, 0) is weights
     reference = Reference(learner.decoder)
     step(learner, make_batch(0))
     moved = weights_of(learner)
-    again = kept_weights(path, weights, 1)
+    again = load_reference(path, weights, 1)
     assert all(torch.equal(again[name], value) for name, value in zip(weights, start, strict=True))
-    with pytest.raises(ZeroDivisionError), reference.in_place_of(learner.decoder, learner.policy.reread):
+    with pytest.raises(ZeroDivisionError), reference.in_place_of(learner.decoder, learner.policy.reshard):
         assert torch.equal(output_logprobs(learner.decoder, micro, temperature=0.8).detach(), before_N)
         assert all(torch.equal(a, b) for a, b in zip(weights_of(learner), start, strict=True))
         raise ZeroDivisionError
     assert all(torch.equal(a, b) for a, b in zip(weights_of(learner), moved, strict=True))
 
 
-def test_reference_of_a_later_version_cannot_be_made_up(tmp_path: Path) -> None:
+def test_a_missing_reference_at_a_later_version_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"the KL term needs the weights of version 0.*at version 3; set kl = 0"
     ):
-        kept_weights(tmp_path / "reference.safetensors", {}, 3)
+        load_reference(tmp_path / "reference.safetensors", {}, 3)
 
 
 def test_entropy_bonus_raises_entropy(model: Path) -> None:
-    """Answers drawn from the model itself, no advantage: only the bonus moves the weights."""
+    """With answers sampled from the model and no advantage, only the bonus changes the weights."""
     batch = grouped()
     flat = replace(batch, samples=tuple(replace(sample, advantage=0.0) for sample in batch.samples))
     entropies = []

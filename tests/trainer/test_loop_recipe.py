@@ -1,4 +1,4 @@
-"""The trainer's process with the whole recipe: a resumed run has the same reference, and metrics reach every reader."""
+"""The trainer's process with every part of the recipe: the reference survives a restart, and metrics have all figures."""
 
 import json
 import threading
@@ -48,18 +48,18 @@ def test_resumed_run_has_the_same_reference(tmp_path: Path, whole: tuple[SmallCo
     assert coordinator.digests() == whole[0].digests()
 
 
-def test_steps_say_what_the_recipe_did(whole: tuple[SmallCoordinator, Path]) -> None:
+def test_step_events_have_the_figures_of_the_recipe(whole: tuple[SmallCoordinator, Path]) -> None:
     steps = events(whole[1], "step")
     assert [step["version"] for step in steps] == [1, 2, 3, 4, 5, 6]
     assert {step["optimizer_steps"] for step in steps} == {3}
-    assert steps[0]["lags"] == [12], "version 0 has nobody before it"
+    assert steps[0]["lags"] == [12], "before version 0 there is no older version"
     assert steps[1]["lags"] == [8, 4]
     assert all(isinstance(step["entropy"], float) and step["entropy"] > 0 for step in steps)
     assert all(isinstance(step["kl"], float) and step["kl"] > 0 for step in steps)
 
 
-def test_made_up_logprobs_are_warned_of_once(whole: tuple[SmallCoordinator, Path]) -> None:
-    """This coordinator's workers draw log-probs out of a hat."""
+def test_random_logprobs_give_one_warning(whole: tuple[SmallCoordinator, Path]) -> None:
+    """The log-probs of this coordinator's workers are random numbers."""
     warned = [event for event in events(whole[1], "warning") if event["kind"] == "engine-gap"]
     assert len(warned) == 1
     assert warned[0]["version"] == 1

@@ -1,4 +1,4 @@
-"""Adapters: only they move, what is published is the sum, and a resumed run goes on as if nothing had been."""
+"""Adapters: only they are trained, the merged weights are published, and a resumed run equals an uninterrupted one."""
 
 import threading
 from pathlib import Path
@@ -11,19 +11,19 @@ from shoal.model.load_model import load_causal
 from shoal.model.weights import save_tensors
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.distributed.lockstep import Crew
-from shoal.trainer.distributed.ranks import ALONE
+from shoal.trainer.distributed.lockstep import Lockstep
+from shoal.trainer.distributed.ranks import SINGLE_PROCESS
 from shoal.trainer.io.checkpoint import Checkpoints
 
 TOKENS_BT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 POSITIONS_BT = torch.arange(8)[None]
 
 
-def crew_of(model: Path, **keys: object) -> Crew:
+def lockstep_of(model: Path, **keys: object) -> Lockstep:
     config = TrainerConfig(**(CONFIG.model_dump() | {"lora_rank": 4, "learning_rate": 1e-2} | keys))
-    crew = Crew(config, ALONE, device="cpu", log=Log("trainer"), stop=threading.Event())
-    crew.begin(model, 0.8)
-    return crew
+    lockstep = Lockstep(config, SINGLE_PROCESS, device="cpu", log=Log("trainer"), stop=threading.Event())
+    lockstep.create_learner(model, 0.8)
+    return lockstep
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -33,23 +33,23 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def test_published_weights_are_the_adapted_model(tmp_path: Path, model: Path) -> None:
-    crew = crew_of(model)
-    before = logits(crew.learner.decoder)
+    lockstep = lockstep_of(model)
+    before = logits(lockstep.learner.decoder)
     torch.testing.assert_close(before, logits(load_causal(model)))
     for version in range(3):
-        crew.step(make_batch(version))
-    adapted = logits(crew.learner.decoder)
+        lockstep.step(make_batch(version))
+    adapted = logits(lockstep.learner.decoder)
     assert (adapted - before).abs().max() > 0.1
 
     plain = load_causal(model)
-    published = dict(crew.published(crew.capture()))
+    published = dict(lockstep.published_weights(lockstep.snapshot()))
     assert published.keys() == dict(plain.named_parameters()).keys()
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             parameter.copy_(published[name])
     torch.testing.assert_close(logits(plain), adapted, rtol=1e-4, atol=1e-4)
 
-    # And as others get it: rounded to bfloat16, in a model folder like any other.
+    # Workers get the weights rounded to bfloat16, in an ordinary model folder.
     (tmp_path / "v3").mkdir()
     (tmp_path / "v3" / "config.json").write_bytes((model / "config.json").read_bytes())
     save_tensors(published.items(), tmp_path / "v3" / "model.safetensors")
@@ -57,45 +57,47 @@ def test_published_weights_are_the_adapted_model(tmp_path: Path, model: Path) ->
 
 
 def test_only_adapters_are_trained_and_kept(model: Path) -> None:
-    crew = crew_of(model)
+    lockstep = lockstep_of(model)
     frozen = {
-        n: p.detach().clone() for n, p in crew.learner.decoder.named_parameters() if not p.requires_grad
+        n: p.detach().clone() for n, p in lockstep.learner.decoder.named_parameters() if not p.requires_grad
     }
-    crew.step(make_batch(0))
-    assert all(torch.equal(p, frozen[n]) for n, p in crew.learner.decoder.named_parameters() if n in frozen)
-    weights = crew.capture().weights
+    lockstep.step(make_batch(0))
+    assert all(
+        torch.equal(p, frozen[n]) for n, p in lockstep.learner.decoder.named_parameters() if n in frozen
+    )
+    weights = lockstep.snapshot().weights
     assert all("lora_" in name for name in weights)
     assert sum(one.numel() for one in weights.values()) < sum(one.numel() for one in frozen.values()) / 10
 
 
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, model: Path) -> None:
-    straight = crew_of(model)
+    straight = lockstep_of(model)
     kept = Checkpoints(tmp_path, keep=2, log=Log("trainer"))
     straight.step(make_batch(0))
-    kept.begin(straight.capture(), None)
+    kept.begin(straight.snapshot(), None)
     kept.finish(30)
     expected = [straight.step(make_batch(version)).loss for version in (1, 2)]
-    again = crew_of(model, seed=9)  # draws other adapters, which the checkpoint overwrites
+    again = lockstep_of(model, seed=9)  # draws other adapters, which the checkpoint overwrites
     checkpoint = kept.newest()
     assert checkpoint is not None
-    again.resume(checkpoint)
+    again.load_checkpoint(checkpoint)
     assert [again.step(make_batch(version)).loss for version in (1, 2)] == expected
-    for name, weight in again.capture().weights.items():
-        assert torch.equal(weight, straight.capture().weights[name])
+    for name, weight in again.snapshot().weights.items():
+        assert torch.equal(weight, straight.snapshot().weights[name])
 
 
-def test_checkpoint_of_all_weights_is_not_one_of_adapters(tmp_path: Path, model: Path) -> None:
-    whole = crew_of(model, lora_rank=0)
+def test_a_checkpoint_of_all_weights_is_refused_for_adapters(tmp_path: Path, model: Path) -> None:
+    whole = lockstep_of(model, lora_rank=0)
     kept = Checkpoints(tmp_path, keep=2, log=Log("trainer"))
-    kept.begin(whole.capture(), None)
+    kept.begin(whole.snapshot(), None)
     kept.finish(30)
     checkpoint = kept.newest()
     assert checkpoint is not None
     with pytest.raises(ValueError, match="lora_rank"):
-        crew_of(model).resume(checkpoint)
+        lockstep_of(model).load_checkpoint(checkpoint)
 
 
 def test_bfloat16_and_adapters(model: Path) -> None:
-    crew = crew_of(model, compute_dtype="bfloat16")
-    figures = crew.step(make_batch(0))
-    assert figures.grad_norm == pytest.approx(crew_of(model).step(make_batch(0)).grad_norm, rel=0.05)
+    lockstep = lockstep_of(model, compute_dtype="bfloat16")
+    figures = lockstep.step(make_batch(0))
+    assert figures.grad_norm == pytest.approx(lockstep_of(model).step(make_batch(0)).grad_norm, rel=0.05)

@@ -1,4 +1,4 @@
-"""The objectives, against their formulas written out by hand: value, gradient, and which tokens the clip holds."""
+"""The objectives against their formulas: value, gradient, and which tokens are clipped."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.optim.loss import (
-    Answers,
+    AnswerTokens,
     TokenLoss,
     cispo_loss,
     gap_weights,
@@ -47,7 +47,7 @@ def two_sided(logprobs: Tensor, behaviour: Tensor, advantages: Tensor) -> TokenL
     ("ratio", "loss", "gradient"),
     [(0.1, -0.1, -0.1), (0.5, -0.5, -0.5), (1.0, -1.0, -1.0), (1.3, -1.2, 0), (3, -1.2, 0), (5, -1.2, 0), (100, -1.2, 0)],
 )  # fmt: skip
-def test_good_token_counts_until_it_is_one_fifth_likelier(ratio: float, loss: float, gradient: float) -> None:
+def test_good_tokens_are_clipped_above_the_upper_side(ratio: float, loss: float, gradient: float) -> None:
     assert value_and_gradient(two_sided, ratio, 1.0) == pytest.approx((loss, gradient, gradient == 0))
 
 
@@ -55,12 +55,12 @@ def test_good_token_counts_until_it_is_one_fifth_likelier(ratio: float, loss: fl
     ("ratio", "loss", "gradient"),
     [(0.1, 0.8, 0), (0.5, 0.8, 0), (1.0, 1.0, 1.0), (1.3, 1.3, 1.3), (3, 3.0, 3.0), (5, 4.0, 0), (100, 4.0, 0)],
 )  # fmt: skip
-def test_bad_token_counts_between_both_sides_of_the_clip(ratio: float, loss: float, gradient: float) -> None:
+def test_bad_tokens_are_clipped_on_both_sides(ratio: float, loss: float, gradient: float) -> None:
     assert value_and_gradient(two_sided, ratio, -1.0) == pytest.approx((loss, gradient, gradient == 0))
 
 
-def written_out(ratio: float, advantage: float, *, low: float, high: float, delta: float) -> float:
-    """The gradient of the clipped objective to the log-prob, as docs/losses.md has it."""
+def expected_gradient(ratio: float, advantage: float, *, low: float, high: float, delta: float) -> float:
+    """Returns the gradient of the clipped objective to the log-prob, as in docs/losses.md."""
     if advantage > 0:
         return -ratio * advantage if ratio <= high else 0.0
     return -ratio * advantage if low <= ratio <= delta else 0.0
@@ -74,10 +74,10 @@ def test_gradient_of_the_clipped_objectives(name: str, ratio: float, advantage: 
     high = 1.28 if name == "dapo" else 1.2
 
     def loss(logprobs: Tensor, behaviour: Tensor, advantages: Tensor) -> TokenLoss:
-        return policy_loss(logprobs, Answers(behaviour, advantages, torch.tensor([0])), config)
+        return policy_loss(logprobs, AnswerTokens(behaviour, advantages, torch.tensor([0])), config)
 
     _, gradient, clipped = value_and_gradient(loss, ratio, advantage)
-    expected = written_out(ratio, advantage, low=0.8, high=high, delta=4.0)
+    expected = expected_gradient(ratio, advantage, low=0.8, high=high, delta=4.0)
     assert gradient == pytest.approx(expected, abs=1e-12)
     assert clipped == (advantage != 0 and expected == 0)
 
@@ -101,9 +101,9 @@ def test_cispo_weighs_a_token_and_never_drops_it(ratio: float, advantage: float)
     [(0.0, 0.0, 0.0), (0.6, -0.6, 1e-4), (0.0012, 0.0006, 0.0), (0.5, 0.4, 0.3), (-0.5, 0.1, -0.3)],
 )
 def test_gspo_takes_and_clips_the_answers_ratio(log_ratios: tuple[float, ...], advantage: float) -> None:
-    """Three tokens of the answer in question between two of another one, which must not matter."""
+    """Tests three tokens of one answer between tokens of two others, which must not matter."""
     logprobs = column([-1.0, *(value - 2.0 for value in log_ratios), -1.5]).requires_grad_()
-    answers = Answers(
+    answers = AnswerTokens(
         behaviour_N=column([-1.3, -2.0, -2.0, -2.0, -1.1]),
         advantages_N=column([9.0, advantage, advantage, advantage, -9.0]),
         samples_N=torch.tensor([0, 1, 1, 1, 2]),
@@ -112,7 +112,7 @@ def test_gspo_takes_and_clips_the_answers_ratio(log_ratios: tuple[float, ...], a
     weights = token_weights("sequence", answers.samples_N, num_tokens=5, num_samples=1, constant=0)
     (result.loss_N * weights)[1:4].sum().backward()
     ratio = math.exp(sum(log_ratios) / 3)
-    expected = written_out(ratio, advantage, low=1 - 3e-4, high=1 + 4e-4, delta=math.inf)
+    expected = expected_gradient(ratio, advantage, low=1 - 3e-4, high=1 + 4e-4, delta=math.inf)
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([0, *[expected / 3] * 3, 0], abs=1e-7)
     assert result.clipped_N[1:4].tolist() == [advantage != 0 and expected == 0] * 3
@@ -120,9 +120,9 @@ def test_gspo_takes_and_clips_the_answers_ratio(log_ratios: tuple[float, ...], a
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_ratio_beyond_all_numbers_gives_no_nan(name: str, advantage: float) -> None:
+def test_an_overflowing_ratio_gives_no_nan(name: str, advantage: float) -> None:
     logprob = torch.tensor([0.0], requires_grad=True)
-    answers = Answers(torch.tensor([-1e5]), torch.tensor([advantage]), torch.tensor([0]))
+    answers = AnswerTokens(torch.tensor([-1e5]), torch.tensor([advantage]), torch.tensor([0]))
     result = policy_loss(logprob, answers, TrainerConfig(loss=name))  # type: ignore[arg-type]
     result.loss_N.sum().backward()
     assert logprob.grad is not None
@@ -136,7 +136,7 @@ def test_kl_has_a_gradient(difference: float) -> None:
     logprob = column([-1.0]).requires_grad_()
     kl = reference_kl(logprob, column([-1.0 - difference]))
     kl.sum().backward()
-    if difference == -30.0:  # beyond the bound the term is a constant: finite, without a pull
+    if difference == -30.0:  # beyond the bound the term is constant: finite, with no gradient
         assert math.isfinite(float(kl.detach()))
         return
     assert float(kl.detach()) == pytest.approx(math.exp(-difference) + difference - 1, abs=1e-12)

@@ -1,4 +1,4 @@
-"""Packing puts every token where it belongs, and changes nothing that is learnt."""
+"""Packing puts every token in its place and does not change log-probs or gradients."""
 
 import random
 import threading
@@ -8,13 +8,13 @@ import pytest
 import torch
 from tiny_learner import CONFIG, VOCAB, make_batch, make_learner, make_sample
 
-from shoal.trainer.data.batch import Sample, TrainBatch
+from shoal.trainer.data.batch import TrainBatch, TrainSample
 from shoal.trainer.data.pack import PAD_SEGMENT, fit_rows, pack
 from shoal.trainer.optim.learner import Learner, output_logprobs
 
 
-def sample_of(num_tokens: int, prompt_len: int = 1, fill: int = 5) -> Sample:
-    return Sample(
+def sample_of(num_tokens: int, prompt_len: int = 1, fill: int = 5) -> TrainSample:
+    return TrainSample(
         tokens=tuple((fill + place) % VOCAB for place in range(num_tokens)),
         prompt_len=prompt_len,
         logprobs=tuple(-0.1 * place for place in range(num_tokens - prompt_len)),
@@ -24,7 +24,7 @@ def sample_of(num_tokens: int, prompt_len: int = 1, fill: int = 5) -> Sample:
 
 
 def test_first_fit_decreasing() -> None:
-    # Widths are one less than lengths: the last token predicts nothing.
+    # A width is one less than the length: the last token predicts nothing.
     rows = fit_rows([sample_of(length) for length in (4, 9, 6, 3, 8)], row_tokens=10)
     assert [[len(sample.tokens) for sample in row] for row in rows] == [[9, 3], [8, 4], [6]]
 
@@ -67,8 +67,8 @@ def test_logprobs_do_not_depend_on_neighbours(model: Path) -> None:
     torch.testing.assert_close(together_N, alone_N, atol=2e-5, rtol=0)
 
 
-def plain_logprobs(learner: Learner, sample: Sample) -> torch.Tensor:
-    """The definition, with nothing shared with the packed path but the decoder."""
+def plain_logprobs(learner: Learner, sample: TrainSample) -> torch.Tensor:
+    """Computes log-probs from the definition; shares only the decoder with the packed path."""
     tokens_1T = torch.tensor([sample.tokens])
     states_1TH = learner.decoder(tokens_1T, torch.arange(tokens_1T.shape[1])[None])
     logp_TV = (learner.decoder.logits(states_1TH[0]) / 0.8).log_softmax(-1)
@@ -79,7 +79,7 @@ def plain_logprobs(learner: Learner, sample: Sample) -> torch.Tensor:
 
 def gradient(model: Path, batch: TrainBatch, *, row_tokens: int, rows_per_micro_batch: int) -> torch.Tensor:
     config = CONFIG.model_copy(
-        # A rate of almost nothing and a norm of almost anything: the gradient is left as it came.
+        # Disables clipping, so that the gradient is not scaled.
         update={"row_tokens": row_tokens, "rows_per_micro_batch": rows_per_micro_batch, "clip_norm": 1e9}
     )
     learner = make_learner(model, config)
@@ -94,7 +94,7 @@ def gradient(model: Path, batch: TrainBatch, *, row_tokens: int, rows_per_micro_
 )
 def test_gradient_does_not_depend_on_packing(model: Path, row_tokens: int, rows_per_micro_batch: int) -> None:
     batch = make_batch(0)
-    # A row each, one row at a time: no packing at all.
+    # One sample per row and one row at a time: no packing.
     alone = gradient(
         model,
         batch,

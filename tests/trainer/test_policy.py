@@ -1,4 +1,4 @@
-"""What computes with the master weights: exact, in a bfloat16 copy, computed again, compiled; ours and others' models."""
+"""Ways to compute with the master weights: exact, bfloat16 copy, recomputed, compiled; our decoder and transformers'."""
 
 import threading
 from pathlib import Path
@@ -13,8 +13,8 @@ from shoal.model.load_model import load_causal
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.pack import pack
-from shoal.trainer.distributed.lockstep import Crew
-from shoal.trainer.distributed.ranks import ALONE
+from shoal.trainer.distributed.lockstep import Lockstep
+from shoal.trainer.distributed.ranks import SINGLE_PROCESS
 from shoal.trainer.io.checkpoint import Checkpoints
 from shoal.trainer.optim.learner import Learner, output_logprobs
 
@@ -25,14 +25,14 @@ def learner_of(model: Path, **keys: Any) -> Learner:
 
 
 def gradients(learner: Learner) -> dict[str, torch.Tensor]:
-    """Of a batch's summed log-probs."""
+    """Returns the gradients of a batch's summed log-probs."""
     learner.decoder.zero_grad()
     for micro in pack(make_batch(0).samples, row_tokens=48, rows_per_micro_batch=2):
         output_logprobs(learner.policy, micro, temperature=0.8).sum().backward()  # type: ignore[no-untyped-call]
     return {name: one.grad for name, one in learner.decoder.named_parameters() if one.grad is not None}
 
 
-def test_layers_computed_again_give_the_same_gradient(model: Path) -> None:
+def test_recomputed_layers_give_the_same_gradient(model: Path) -> None:
     plain = gradients(learner_of(model))
     again = gradients(learner_of(model, activation_checkpointing=True))
     assert plain.keys() == again.keys()
@@ -47,14 +47,14 @@ def test_bfloat16_copy_follows_the_master_and_gives_float32_gradients(model: Pat
         for name, gradient in found.items():
             assert gradient.dtype == torch.float32
             assert (gradient - expected[name]).norm() < 0.05 * expected[name].norm(), name
-        # As anybody may write to them: a step, a checkpoint, a test. The copy must see it.
+        # The copy must notice any write to the master weights: by a step, a checkpoint or a test.
         with torch.no_grad():
             for learner in (exact, rounded):
                 for parameter in learner.decoder.parameters():
                     parameter.mul_(1.1)
 
 
-def test_a_copy_rounds_weights_and_not_tables(tmp_path: Path) -> None:
+def test_a_copy_rounds_weights_but_not_buffers(tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -70,7 +70,7 @@ def test_a_copy_rounds_weights_and_not_tables(tmp_path: Path) -> None:
 
 
 def test_gradients_of_micro_batches_add_up_in_float32(model: Path) -> None:
-    """What bfloat16 would lose: one large gradient, then a thousand small ones."""
+    """Adds one large gradient and then many small ones, which bfloat16 would lose."""
     learner = learner_of(model, compute_dtype="bfloat16")
     copy = learner.policy._copy
     assert copy is not None
@@ -82,8 +82,8 @@ def test_gradients_of_micro_batches_add_up_in_float32(model: Path) -> None:
     torch.testing.assert_close(master.grad, torch.full_like(master, 1.1), rtol=1e-3, atol=0)
 
 
-def test_the_copy_follows_a_fused_optimiser_too(model: Path) -> None:
-    """As on a GPU: the fused kernel leaves no trace on what it writes to, and a copy of old weights trains astray."""
+def test_the_copy_follows_a_fused_optimizer(model: Path) -> None:
+    """The fused kernel used on GPUs does not count its writes; without the hook the copy would keep old weights."""
     learner = learner_of(model, compute_dtype="bfloat16")
     for group in learner.optimizer.param_groups:
         group.update(fused=True, foreach=False)
@@ -111,7 +111,7 @@ def test_compiled_layers_give_the_same_gradient(model: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "gemma2"])
-def test_other_families_learn_whatever_the_packing(tmp_path: Path, family: str) -> None:
+def test_packing_does_not_change_the_steps_of_other_families(tmp_path: Path, family: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"vocab_size": 80, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -135,21 +135,21 @@ def test_other_families_learn_whatever_the_packing(tmp_path: Path, family: str) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("keys", [{}, {"activation_checkpointing": True}, {"lora_rank": 4}], ids=str)
-def test_a_run_goes_on_from_cpu_to_gpu_and_back(tmp_path: Path, model: Path, keys: dict[str, Any]) -> None:
+def test_a_run_continues_from_cpu_to_gpu_and_back(tmp_path: Path, model: Path, keys: dict[str, Any]) -> None:
     config = TrainerConfig(**(CONFIG.model_dump() | {"compute_dtype": "bfloat16"} | keys))
     norms = []
     for device in ("cpu", "cuda", "cuda", "cpu"):
-        crew = Crew(config, ALONE, device=device, log=Log("trainer"), stop=threading.Event())
-        crew.begin(model, 0.8)
+        lockstep = Lockstep(config, SINGLE_PROCESS, device=device, log=Log("trainer"), stop=threading.Event())
+        lockstep.create_learner(model, 0.8)
         kept = Checkpoints(tmp_path, keep=2, log=Log("trainer"))
         if (checkpoint := kept.newest()) is not None:
-            crew.resume(checkpoint)
-        norms.append(crew.step(make_batch(crew.learner.version)).grad_norm)
-        kept.begin(crew.capture(), None)
+            lockstep.load_checkpoint(checkpoint)
+        norms.append(lockstep.step(make_batch(lockstep.learner.version)).grad_norm)
+        kept.begin(lockstep.snapshot(), None)
         kept.finish(60)
     exact = config.model_copy(
         update={"compute_dtype": "float32"}
     )  # two bfloat16 runs differ by up to 15 % here
-    alone = Crew(exact, ALONE, device="cpu", log=Log("trainer"), stop=threading.Event())
-    alone.begin(model, 0.8)
+    alone = Lockstep(exact, SINGLE_PROCESS, device="cpu", log=Log("trainer"), stop=threading.Event())
+    alone.create_learner(model, 0.8)
     assert norms == pytest.approx([alone.step(make_batch(v)).grad_norm for v in range(4)], rel=0.1)

@@ -1,7 +1,8 @@
-"""Two processes are one: the same losses and weights, however rows are packed; and none is left waiting."""
+"""Two processes give the losses and weights of one, however rows are packed; a lost rank ends the others."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,26 +16,27 @@ import pytest
 import rank_worker
 import torch
 from small_coordinator import SmallCoordinator
-from tiny_learner import make_batch
+from tiny_learner import make_batch, make_learner
 
 from shoal.model.builtin import create_model
 from shoal.model.load_model import load_decoder
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.data.pack import pack
-from shoal.trainer.distributed.lockstep import Crew
-from shoal.trainer.distributed.ranks import ALONE, Ranks, _nothing
-from shoal.trainer.io.checkpoint import Checkpoints
+from shoal.trainer.data.pack import pack, pack_for_rank, without_outputs
+from shoal.trainer.distributed.lockstep import Lockstep
+from shoal.trainer.distributed.ranks import SINGLE_PROCESS, Ranks
+from shoal.trainer.io.checkpoint import Checkpoints, load_checkpoint
 from shoal.wire.keys import Key
 
-pytestmark = pytest.mark.timeout(600)  # three processes that import torch, on whatever machine
+# Three processes import torch, which takes long on a slow machine.
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
 PLAIN = {"learning_rate": 1e-3, "warmup_steps": 2, "row_tokens": 48, "rows_per_micro_batch": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
-    "one-row": PLAIN | {"row_tokens": 500, "rows_per_micro_batch": 1},  # the second rank has nothing to do
+    "one-row": PLAIN | {"row_tokens": 500, "rows_per_micro_batch": 1},  # the second rank gets no samples
     "narrow": PLAIN | {"row_tokens": 24, "rows_per_micro_batch": 1, "activation_checkpointing": True},
     "bfloat16": PLAIN | {"compute_dtype": "bfloat16"},
     "lora": PLAIN | {"lora_rank": 4, "learning_rate": 1e-2},
@@ -51,7 +53,7 @@ def torchrun(*arguments: str, size: int = 2) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str], within_s: float = 300) -> str:
-    """What it said, once it has ended by itself."""
+    """Waits until the process ends by itself and returns its log."""
     try:
         return process.communicate(timeout=within_s)[1]
     except subprocess.TimeoutExpired:
@@ -64,10 +66,13 @@ def results(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[Any, 
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "configs.json").write_text(json.dumps(CONFIGS))
     make_other_model(folder / "gpt_neox.model")
+    learner = make_learner(model, TrainerConfig(**PLAIN))
+    learner.step(make_batch(0), threading.Event())
+    Checkpoints(folder / "single", keep=2, log=Log("trainer")).save(learner, None)
     process = torchrun(str(HERE / "rank_worker.py"), str(model), str(folder))
-    rank_worker.main(str(model), str(folder))  # rank 0 of 1, meanwhile
-    said = ended(process)
-    assert process.returncode == 0, said
+    rank_worker.main(str(model), str(folder))  # a single process, in parallel
+    log = ended(process)
+    assert process.returncode == 0, log
     found: dict[Any, Any] = {
         (name, size): torch.load(folder / f"{name}-{size}.pt") for name in CONFIGS for size in (1, 2)
     }
@@ -75,7 +80,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[Any, 
 
 
 def make_other_model(folder: Path) -> None:
-    """Of a family that only transformers knows."""
+    """Creates a model of a family that only transformers implements."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"vocab_size": 80, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -87,7 +92,7 @@ def make_other_model(folder: Path) -> None:
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_two_ranks_make_the_losses_and_weights_of_one(name: str, results: dict[Any, Any]) -> None:
     one, two = results[name, 1], results[name, 2]
-    # bfloat16 rounds sums that are made in another order; float32 hardly does.
+    # The order of sums differs, which matters in bfloat16 and hardly in float32.
     loose = 5e-2 if name == "bfloat16" else 1e-4
     torch.testing.assert_close(
         torch.tensor(two["figures"]), torch.tensor(one["figures"]), rtol=loose, atol=loose / 10
@@ -95,14 +100,14 @@ def test_two_ranks_make_the_losses_and_weights_of_one(name: str, results: dict[A
     assert one["weights"].keys() == two["weights"].keys()
     for key, weight in two["weights"].items():
         if key.endswith("query_key_value.bias"):
-            continue  # a bias of keys has no gradient but rounding, of which Adam makes a whole step
+            continue  # the gradient of a key bias is only rounding noise, which Adam scales to a full step
         torch.testing.assert_close(
             weight, one["weights"][key], rtol=loose, atol=5e-3 if loose > 1e-3 else 2e-5
         )
 
 
 @pytest.mark.parametrize("name", ["one-row", "narrow"])
-def test_packing_changes_nothing_on_any_number_of_ranks(name: str, results: dict[Any, Any]) -> None:
+def test_packing_does_not_change_the_result_on_two_ranks(name: str, results: dict[Any, Any]) -> None:
     plain, other = results["plain", 1], results[name, 2]
     torch.testing.assert_close(
         torch.tensor(other["figures"]), torch.tensor(plain["figures"]), rtol=1e-4, atol=1e-5
@@ -111,42 +116,83 @@ def test_packing_changes_nothing_on_any_number_of_ranks(name: str, results: dict
         torch.testing.assert_close(weight, plain["weights"][key], rtol=1e-4, atol=2e-5)
 
 
-def test_one_process_goes_on_from_the_checkpoint_of_two(results: dict[Any, Any], model: Path) -> None:
+def test_one_process_continues_from_the_checkpoint_of_two(results: dict[Any, Any], model: Path) -> None:
     checkpoint = Checkpoints(results["folder"] / "plain-2", keep=2, log=Log("trainer")).newest()
     assert checkpoint is not None
-    crew = Crew(TrainerConfig(**PLAIN), ALONE, device="cpu", log=Log("trainer"), stop=threading.Event())
-    crew.begin(model, 0.8)
-    crew.resume(checkpoint)
-    found = [crew.step(make_batch(version)) for version in (1, 2)]
+    lockstep = Lockstep(
+        TrainerConfig(**PLAIN), SINGLE_PROCESS, device="cpu", log=Log("trainer"), stop=threading.Event()
+    )
+    lockstep.create_learner(model, 0.8)
+    lockstep.load_checkpoint(checkpoint)
+    found = [lockstep.step(make_batch(version)) for version in (1, 2)]
     expected = results["plain", 1]["figures"][1:]
     assert [one.loss for one in found] == pytest.approx([one[0] for one in expected], rel=1e-4, abs=1e-5)
     assert [one.grad_norm for one in found] == pytest.approx([one[1] for one in expected], rel=1e-4)
 
 
-def test_a_rank_that_dies_in_a_step_is_named_by_the_others(results: dict[Any, Any]) -> None:
+def test_two_processes_continue_from_the_checkpoint_of_one(results: dict[Any, Any]) -> None:
+    losses = json.loads((results["folder"] / "continued-2.json").read_text())
+    assert losses == pytest.approx([one[0] for one in results["plain", 1]["figures"][1:]], rel=1e-4, abs=1e-5)
+
+
+def sharded_checkpoints(results: dict[Any, Any], folder: Path) -> Checkpoints:
+    shutil.copytree(results["folder"] / "plain-2", folder)
+    return Checkpoints(folder, keep=2, log=Log("trainer"))
+
+
+def test_each_rank_writes_its_own_shards(results: dict[Any, Any], tmp_path: Path) -> None:
+    checkpoint = sharded_checkpoints(results, tmp_path / "copy").newest()
+    assert checkpoint is not None
+    assert checkpoint.format == "shoal/sharded-checkpoint/1"
+    files = {
+        str(path.relative_to(checkpoint.folder)) for path in checkpoint.folder.rglob("*") if path.is_file()
+    }
+    shards = {"shards/.metadata", "shards/__0_0.distcp", "shards/__1_0.distcp"}
+    assert files == shards | {"optimizer.pt", "state.json", "manifest.json"}
+
+
+def test_a_checkpoint_without_a_shard_is_skipped(
+    results: dict[Any, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = sharded_checkpoints(results, tmp_path / "copy")
+    (tmp_path / "copy" / "v000001" / "shards" / "__1_0.distcp").unlink()
+    assert kept.newest() is None
+    assert "shards/__1_0.distcp is missing" in caplog.text
+
+
+def test_shards_of_another_model_are_refused(results: dict[Any, Any], tmp_path: Path, model: Path) -> None:
+    checkpoint = sharded_checkpoints(results, tmp_path / "copy").newest()
+    assert checkpoint is not None
+    other = make_learner(model)
+    other.decoder.model.layers = other.decoder.model.layers[:1]
+    with pytest.raises(ValueError, match="holds another model than the run file names"):
+        load_checkpoint(other, checkpoint)
+
+
+def test_the_others_raise_rank_lost_if_a_rank_dies_in_a_step(results: dict[Any, Any]) -> None:
     assert results["lost"].startswith("RankLost: ")
-    assert "another rank has ended or did not come in time; its" in results["lost"]
+    assert "another rank has ended or did not answer in time; its" in results["lost"]
 
 
-def test_alone_all_micro_batches_are_ours() -> None:
+def test_a_single_process_gets_all_micro_batches() -> None:
     samples = make_batch(0).samples
-    ours = ALONE.share(samples, row_tokens=48, rows_per_micro_batch=2)
+    ours = pack_for_rank(samples, SINGLE_PROCESS, row_tokens=48, rows_per_micro_batch=2)
     assert len(ours) == len(pack(samples, row_tokens=48, rows_per_micro_batch=2))
     assert Ranks().leads
 
 
-def test_nothing_has_tokens_and_no_outputs() -> None:
+def test_an_empty_micro_batch_has_tokens_but_no_outputs() -> None:
     (micro,) = pack(make_batch(0).samples, row_tokens=500, rows_per_micro_batch=1)
-    nothing = _nothing(micro)
-    assert nothing.tokens_BT.shape == (1, 2)
-    assert nothing.targets_N.numel() == nothing.advantages_N.numel() == 0
+    empty = without_outputs(micro)
+    assert empty.tokens_BT.shape == (1, 2)
+    assert empty.targets_N.numel() == empty.advantages_N.numel() == 0
 
 
 # -- the whole trainer ------------------------------------------------------------------------------------
 
 
 class Folder:
-    """A run file and keys, as the command line wants them."""
+    """A run file and keys for the command line."""
 
     def __init__(self, folder: Path, coordinator: SmallCoordinator) -> None:
         (folder / "keys").mkdir()
@@ -195,17 +241,17 @@ def wait_until(condition: Any, process: subprocess.Popen[str]) -> None:
             return
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.1)
-    raise AssertionError("it never came to that")
+    raise AssertionError("the condition did not become true within 90 s")
 
 
 @pytest.mark.e2e
 def test_torchrun_trains_and_publishes_from_rank_0(tmp_path: Path, coordinator: SmallCoordinator) -> None:
     process = torchrun(*Folder(tmp_path, coordinator).arguments)
-    said = ended(process)
-    assert process.returncode == 0, said
+    log = ended(process)
+    assert process.returncode == 0, log
     assert [told.manifest.body.version for told in coordinator.announced] == [0, 1, 2]
-    assert said.count("version announced") == 3
-    assert "rank 0 is done  rank=1 reason=finished" in said
+    assert log.count("version announced") == 3
+    assert "rank 0 is done  rank=1 reason=finished" in log
     decoder = load_decoder(tmp_path / "trainer" / "versions" / "v2")
     assert all(parameter.isfinite().all() for parameter in decoder.parameters())
 
@@ -220,9 +266,9 @@ def test_a_stop_or_a_lost_rank_ends_all(tmp_path: Path, coordinator: SmallCoordi
         process.send_signal(signal.SIGTERM)
     else:
         os.kill(pid_of_rank(process.pid, victim), signal.SIGKILL)
-    said = ended(process)
+    log = ended(process)
     assert process.returncode != 0
-    assert "stopped" in said
+    assert "stopped" in log
 
 
 def pid_of_rank(parent: int, rank: str) -> int:

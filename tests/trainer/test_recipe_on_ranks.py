@@ -1,4 +1,4 @@
-"""Every part of the recipe on two processes is what it is on one: figures, reference, corrections, several updates."""
+"""Every part of the recipe gives the same result on two processes as on one."""
 
 import json
 import os
@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+
+pytestmark = pytest.mark.integration
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
@@ -42,7 +44,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[tuple
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_two_ranks_say_and_do_what_one_does(name: str, results: dict[Any, Any]) -> None:
+def test_two_ranks_give_the_figures_and_weights_of_one(name: str, results: dict[Any, Any]) -> None:
     one, two = results[name, 1], results[name, 2]
     for ours, theirs in zip(two["figures"], one["figures"], strict=True):
         for figure, value in theirs.items():
@@ -54,4 +56,4 @@ def test_two_ranks_say_and_do_what_one_does(name: str, results: dict[Any, Any]) 
 
 def test_the_reference_is_version_0(results: dict[Any, Any]) -> None:
     kls = [figures["kl"] for figures in results["report", 2]["figures"]]
-    assert 0 < kls[0] < kls[1] < kls[2], "only the first update is made at version 0"
+    assert 0 < kls[0] < kls[1] < kls[2], "only the first update starts at version 0"

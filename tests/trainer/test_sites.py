@@ -15,8 +15,7 @@ from shoal.diloco.transport.mesh import LocalHub
 from shoal.telemetry import Log, Metrics
 from shoal.trainer.config import DilocoConfig, TrainerConfig
 from shoal.trainer.distributed.sites import Sites, make_averager
-from shoal.trainer.io.checkpoint import Checkpoints, read_capture
-from shoal.trainer.io.weight_snapshot import put
+from shoal.trainer.io.checkpoint import Checkpoints, load_checkpoint
 from shoal.trainer.loop import TrainerSite, run_trainer
 from shoal.trainer.optim.learner import Learner
 
@@ -90,7 +89,7 @@ def test_a_merge_moves_by_the_mean_of_both(tmp_path: Path) -> None:
         learner.sites.close()
 
 
-def test_what_sites_share_is_in_the_checkpoint(tmp_path: Path) -> None:
+def test_the_state_shared_by_sites_is_in_the_checkpoint(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     learner, sites = make_site(LocalHub(), model)
     train_without_others = DILOCO.model_copy(update={"deadline_s": 0.05})
@@ -104,7 +103,7 @@ def test_what_sites_share_is_in_the_checkpoint(tmp_path: Path) -> None:
     again, its = make_site(LocalHub(), model)
     found = checkpoints.newest()
     assert found is not None
-    put(again, read_capture(found, again))
+    load_checkpoint(again, found)
     ours, theirs = sites.state(), its.state()
     assert ours["round"] == theirs["round"] == 1 and ours["phase"] == theirs["phase"] == 1
     assert torch.equal(ours["bases"][0], theirs["bases"][0])
@@ -134,5 +133,5 @@ def test_several_ranks_are_refused_before_anything_starts(tmp_path: Path) -> Non
         address=None,  # type: ignore[arg-type]
         num_ranks=2,
     )
-    with pytest.raises(ValueError, match="one process so far"):
+    with pytest.raises(ValueError, match="must be one process"):
         run_trainer(config, site, stop=threading.Event())

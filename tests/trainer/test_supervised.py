@@ -1,4 +1,4 @@
-"""Supervised warm-up: right answers of training problems become likely, the same way every time."""
+"""Supervised warm-up makes right answers likely, and is deterministic."""
 
 import threading
 from pathlib import Path
@@ -11,7 +11,7 @@ from shoal.tasks import make_task
 from shoal.telemetry import Log
 from shoal.trainer.data.pack import pack
 from shoal.trainer.optim.learner import Learner, output_logprobs
-from shoal.trainer.optim.supervised import answered, warm_up
+from shoal.trainer.optim.supervised import answered_problem, warm_up
 from shoal.wire.run_spec import TaskSpec
 
 TASK = make_task(TaskSpec(name="sort", options={"length": 3}))
@@ -26,29 +26,29 @@ def warmed(model: Path, num_steps: int) -> Learner:
 
 def held_out_loss(model: Path, learner: Learner) -> float:
     tokenizer = load_tokenizer(model)
-    samples = [answered(TASK, tokenizer, seed) for seed in range(1000, 1032)]
+    samples = [answered_problem(TASK, tokenizer, seed) for seed in range(1000, 1032)]
     (micro,) = pack(samples, row_tokens=1000, rows_per_micro_batch=1)
     with torch.no_grad():
         return -float(output_logprobs(learner.decoder, micro, temperature=1.0).mean())
 
 
-def test_it_teaches_the_form_of_an_answer(model: Path) -> None:
+def test_warm_up_lowers_the_held_out_loss(model: Path) -> None:
     before, after = held_out_loss(model, warmed(model, 0)), held_out_loss(model, warmed(model, 25))
     assert before > 4
     assert after < 2
 
 
-def test_it_is_the_same_every_time(model: Path) -> None:
+def test_warm_up_is_deterministic(model: Path) -> None:
     first, second = warmed(model, 4), warmed(model, 4)
     assert first.version == 0
-    assert not first.optimizer.state, "the learner's own optimiser starts fresh"
+    assert not first.optimizer.state, "the learner's own optimizer starts fresh"
     for left, right in zip(first.decoder.parameters(), second.decoder.parameters(), strict=True):
         assert torch.equal(left, right)
 
 
-def test_answer_carries_its_end_token(model: Path) -> None:
+def test_answers_end_with_the_end_token(model: Path) -> None:
     tokenizer = load_tokenizer(model)
-    sample = answered(TASK, tokenizer, 5)
+    sample = answered_problem(TASK, tokenizer, 5)
     problem = TASK.problem("train", 5)
     assert sample.tokens[: sample.prompt_len] == tuple(tokenizer.encode_prompt(problem.prompt, chat=False))
     assert tokenizer.decode(sample.tokens[sample.prompt_len :]) == problem.answer

@@ -1,8 +1,10 @@
-"""From groups and tables to samples: every mismatch between the two is named."""
+"""Groups and tables become samples with advantages; every mismatch between them is an error that names it."""
+
+import statistics
 
 import pytest
 
-from shoal.trainer.data.batch import build_batch
+from shoal.trainer.data.batch import build_batch, group_advantages
 from shoal.wire.messages import Batch, Group
 from shoal.wire.rollouts import Finish, Rollout, RolloutTable
 
@@ -41,7 +43,7 @@ def make_batch(*groups: Group, version: int = 5) -> Batch:
     return Batch(version=version, groups=groups, dropped_groups=3, stale_groups=0, reward_mean=0.4)
 
 
-def test_samples_follow_the_groups() -> None:
+def test_samples_are_in_the_order_of_the_groups() -> None:
     built = build_batch(
         make_batch(make_group(1, (0.0, 1.0)), make_group(0, (1.0, 0.5))),
         {SHA: make_table()},
@@ -74,3 +76,23 @@ def test_samples_follow_the_groups() -> None:
 def test_mismatch_is_named(batch: Batch, table: RolloutTable, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_batch(batch, {SHA: table}, max_lag=2, advantage="std")
+
+
+def test_mean_advantages() -> None:
+    assert group_advantages([0.0, 0.0, 0.5, 1.0], "mean") == pytest.approx([-0.375, -0.375, 0.125, 0.625])
+
+
+def test_std_advantages_divide_by_the_sample_deviation() -> None:
+    rewards = [0.0, 0.25, 1.0, 0.5]
+    std = statistics.stdev(rewards)
+    expected = [(reward - 0.4375) / (std + 1e-6) for reward in rewards]
+    assert group_advantages(rewards, "std") == pytest.approx(expected, abs=1e-12)
+
+
+def test_equal_rewards_give_zero_advantages() -> None:
+    assert group_advantages([0.1] * 7, "std") == pytest.approx([0.0] * 7, abs=1e-9)
+
+
+def test_a_group_of_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="samples_per_prompt"):
+        group_advantages([1.0], "std")

@@ -1,4 +1,4 @@
-"""The trainer's process against a coordinator over HTTP: in order, through crashes, and never waiting in silence."""
+"""The trainer's process against a coordinator over HTTP: order of versions, crashes, and errors of waits."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from shoal.model.load_model import load_decoder
 from shoal.net.waiting import DeadlinePassed
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainBatch
-from shoal.trainer.distributed.lockstep import Crew
-from shoal.trainer.io.publisher import Address, Publisher
+from shoal.trainer.distributed.lockstep import Lockstep
+from shoal.trainer.io.publisher import OriginAddress, Publisher
 from shoal.trainer.loop import TrainerSite, run_trainer
 from shoal.trainer.reporting.step_figures import StepFigures
 from shoal.wire.codes import Rejected
@@ -40,7 +40,7 @@ def site(folder: Path, coordinator: SmallCoordinator, *, deadline_s: float = 30.
         coordinator_url=coordinator.url,
         key=coordinator.trainer_key,
         run_key=coordinator.run_key,
-        address=Address(),
+        address=OriginAddress(),
         deadline_s=deadline_s,
     )
 
@@ -51,7 +51,7 @@ def events(folder: Path) -> list[dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[SmallCoordinator, Path]:
-    """A run of four steps that nothing disturbed."""
+    """An uninterrupted run of four steps."""
     folder = tmp_path_factory.mktemp("whole")
     with SmallCoordinator(last_version=4).serving() as coordinator:
         run_trainer(CONFIG, site(folder, coordinator), stop=threading.Event())
@@ -78,12 +78,12 @@ def test_each_object_is_fetched_once(whole: tuple[SmallCoordinator, Path]) -> No
     assert len(coordinator.downloads) == len(set(coordinator.downloads)) == 8
 
 
-def test_only_the_newest_are_kept_and_what_they_build_on(whole: tuple[SmallCoordinator, Path]) -> None:
+def test_the_newest_versions_are_kept_with_their_delta_bases(whole: tuple[SmallCoordinator, Path]) -> None:
     coordinator, folder = whole
     manifests = [told.manifest.body for told in coordinator.announced]
     assert [manifest.base for manifest in manifests] == [None, 0, 1, 2, 3]
     assert all(manifest.follow_bytes < manifest.num_bytes / 2 for manifest in manifests[1:])
-    # Version 2 is the oldest kept for itself; of the two before it there is what is sent, and no more.
+    # Version 2 is the oldest that is kept. Of the versions before it only the files remain that are still sent.
     with_weights = [path.parent.name for path in (folder / "versions").glob("*/model.safetensors")]
     assert sorted(with_weights) == ["v0", "v2", "v3", "v4"]
     assert sorted(os.listdir(folder / "versions" / "v1")) == ["manifest.json", "model.safetensors.delta"]
@@ -102,7 +102,7 @@ def test_version_is_a_complete_model_folder(whole: tuple[SmallCoordinator, Path]
 def test_crash_before_an_announcement(
     tmp_path: Path, whole: tuple[SmallCoordinator, Path], version: int
 ) -> None:
-    """The version was checkpointed and published, not announced. The next process says the same and goes on."""
+    """The version was checkpointed and published, but not announced. The next process announces it and continues."""
     stop = threading.Event()
     with SmallCoordinator(last_version=4).serving() as coordinator:
         coordinator.before_announce = Stopper(stop, version)
@@ -116,7 +116,7 @@ def test_crash_before_an_announcement(
 
 
 def test_crash_after_an_announcement(tmp_path: Path, whole: tuple[SmallCoordinator, Path]) -> None:
-    """The next process announces the last version again, the very same, and goes on."""
+    """The next process announces the same last version again and continues."""
     stop = threading.Event()
     with SmallCoordinator(last_version=4).serving() as coordinator:
         coordinator.before_announce = lambda told: stop.set() if told.manifest.body.version == 4 else None
@@ -131,28 +131,28 @@ def test_crash_after_an_announcement(tmp_path: Path, whole: tuple[SmallCoordinat
 def test_the_next_step_does_not_wait_for_a_publication(
     tmp_path: Path, whole: tuple[SmallCoordinator, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each version is held back, before it is written, until the step after it is done. Were one to wait for the other,
-    nothing would happen; and what comes of it is the same as ever."""
+    """Holds each publication back until the step after it is done. If the step waited for it, the run would deadlock.
+    The published weights are the same as without the delay."""
     stepped = {version: threading.Event() for version in range(2, 5)}
-    prepare, step = Publisher.prepare, Crew.step
+    prepare, step = Publisher.prepare, Lockstep.step
     overlapped = []
 
     def late(self: Publisher, named: Any, version: int, **terms: Any) -> Path:
         if version + 1 in stepped and version:
             assert stepped[version + 1].wait(60), (
-                f"the step to version {version + 1} waits for version {version}"
+                f"the step to version {version + 1} waited for the publication of version {version}"
             )
             overlapped.append(version)
         return prepare(self, named, version, **terms)
 
-    def noted(self: Crew, batch: TrainBatch) -> StepFigures:
+    def noted(self: Lockstep, batch: TrainBatch) -> StepFigures:
         figures = step(self, batch)
         if batch.version + 1 in stepped:
             stepped[batch.version + 1].set()
         return figures
 
     monkeypatch.setattr(Publisher, "prepare", late)
-    monkeypatch.setattr(Crew, "step", noted)
+    monkeypatch.setattr(Lockstep, "step", noted)
     with SmallCoordinator(last_version=4).serving() as coordinator:
         run_trainer(CONFIG, site(tmp_path, coordinator, deadline_s=90.0), stop=threading.Event())
     assert overlapped == [1, 2, 3]
@@ -161,7 +161,7 @@ def test_the_next_step_does_not_wait_for_a_publication(
 
 
 def test_a_publication_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while the trainer waits for rollouts that will never come, because nobody has the version they need."""
+    """The error also ends a wait for rollouts, which cannot arrive because no worker has the version they need."""
     prepare = Publisher.prepare
 
     def full(self: Publisher, named: Any, version: int, **terms: Any) -> Path:
@@ -192,10 +192,10 @@ def test_damaged_checkpoint_costs_steps_not_the_run(
     assert coordinator.digests() == whole[0].digests()
 
 
-def test_lost_versions_are_published_again_whole(
+def test_deleted_versions_are_published_again_whole(
     tmp_path: Path, whole: tuple[SmallCoordinator, Path]
 ) -> None:
-    """The checkpoints make them anew. What was sent as a difference is sent whole: its base is gone."""
+    """They are made again from the checkpoint. The newest is published whole, because the base of its delta is gone."""
     stop = threading.Event()
     with SmallCoordinator(last_version=4).serving() as coordinator:
         coordinator.before_announce = Stopper(stop, 3)
@@ -228,7 +228,7 @@ def test_origin_serves_while_the_trainer_waits(tmp_path: Path) -> None:
         assert not thread.is_alive()
 
 
-def test_wait_for_rollouts_has_a_deadline_and_a_name(tmp_path: Path) -> None:
+def test_a_wait_for_rollouts_times_out_with_its_reason(tmp_path: Path) -> None:
     waiting = r"rollouts for the step from version 0: .* no worker is enrolled"
     with (
         SmallCoordinator(last_version=4, has_rollouts=False).serving() as coordinator,
@@ -237,14 +237,14 @@ def test_wait_for_rollouts_has_a_deadline_and_a_name(tmp_path: Path) -> None:
         run_trainer(CONFIG, site(tmp_path, coordinator, deadline_s=0.2), stop=threading.Event())
 
 
-def test_no_coordinator(tmp_path: Path) -> None:
+def test_an_unreachable_coordinator_is_named(tmp_path: Path) -> None:
     coordinator = SmallCoordinator(last_version=1)
     coordinator.url = "http://127.0.0.1:9"
     with pytest.raises(DeadlinePassed, match=r"the coordinator at http://127\.0\.0\.1:9"):
         run_trainer(CONFIG, site(tmp_path, coordinator, deadline_s=0.2), stop=threading.Event())
 
 
-def test_conflict_says_what_to_do(tmp_path: Path) -> None:
+def test_a_version_conflict_names_the_remedy(tmp_path: Path) -> None:
     def refuse(told: Announce) -> None:
         raise Rejected("request.conflict", "version 0 is already published with weights 1234")
 

@@ -1,4 +1,4 @@
-"""A learner over the tiny model, and made-up samples for it."""
+"""Makes a learner of the tiny model, and random samples for it."""
 
 import random
 from dataclasses import replace
@@ -7,7 +7,7 @@ from pathlib import Path
 from shoal.model.builtin import create_model
 from shoal.model.load_model import load_decoder
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.data.batch import Sample, TrainBatch
+from shoal.trainer.data.batch import TrainBatch, TrainSample
 from shoal.trainer.optim.learner import Learner
 
 VOCAB = 80
@@ -24,9 +24,9 @@ def make_learner(model: Path, config: TrainerConfig = CONFIG) -> Learner:
     return Learner(load_decoder(model), config, temperature=0.8)
 
 
-def make_sample(rng: random.Random, *, lag: int = 0) -> Sample:
+def make_sample(rng: random.Random, *, lag: int = 0) -> TrainSample:
     prompt_len, num_outputs = rng.randint(1, 9), rng.randint(1, 12)
-    return Sample(
+    return TrainSample(
         tokens=tuple(rng.randrange(VOCAB) for _ in range(prompt_len + num_outputs)),
         prompt_len=prompt_len,
         logprobs=tuple(-rng.uniform(3.5, 5.5) for _ in range(num_outputs)),

@@ -1,4 +1,4 @@
-"""The trainer's part of a run file. What everybody must know (task, sampling, max_lag) is in wire.run.RunSpec."""
+"""The `[trainer]` table of a run file. Settings that every role needs (task, sampling, max_lag) are in wire.run_spec."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -15,7 +15,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a loss's paper sets with it. A run file may replace each; docs/losses.md has the formulas."""
+    """Defaults that belong to a loss, from its paper. A run file may replace each; docs/losses.md has the formulas."""
 
     eps: float
     eps_high: float
@@ -27,73 +27,73 @@ RECIPES: dict[Loss, Recipe] = {
     "grpo": Recipe(eps=0.2, eps_high=0.2, advantage="std", normalisation="token"),
     "dr_grpo": Recipe(eps=0.2, eps_high=0.2, advantage="mean", normalisation="constant"),
     "dapo": Recipe(eps=0.2, eps_high=0.28, advantage="std", normalisation="token"),
-    # The ratio of a whole answer is a geometric mean and hardly moves: the paper clips at a thousandth of the others.
+    # The ratio of a whole answer is a geometric mean and changes little: the paper clips it a thousand times tighter.
     "gspo": Recipe(eps=3e-4, eps_high=4e-4, advantage="std", normalisation="sequence"),
-    # No lower side; the weight of a token is at most 5.
+    # No lower bound; the weight of a token is at most 5.
     "cispo": Recipe(eps=1.0, eps_high=4.0, advantage="std", normalisation="token"),
 }
 
 
 class DilocoConfig(Record):
-    """Several trainer sites, each with its own coordinator and workers, that merge what they learnt now and then."""
+    """Settings of several trainer sites, each with its own coordinator and workers, that merge their updates."""
 
     inner_steps: int = Field(default=10, ge=1)
-    """Updates between two merges: H. Optimiser steps, of which a version takes `optimizer_steps`."""
+    """Optimizer steps between two merges (H). A version takes `optimizer_steps` of them."""
     engine: Literal["hivemind", "torchft"] = "hivemind"
     codec: Literal["fp32", "fp16", "int8", "int4"] = "fp16"
-    """How a merge travels (diloco.codec, which is not asked: a run file is read without torch)."""
+    """Encoding of a merge on the network, one of diloco.codec's. Repeated here, because run files are read without torch."""
     outer_lr: float = Field(default=1.0, gt=0)
     outer_momentum: float = Field(default=0.3, ge=0, lt=1)
-    """1 and 0 make a merge the mean of the sites. The papers' 0.7 and 0.9 go on in the direction of earlier merges further
-    than a policy stands that is trained on its own answers (docs/LOG.md)."""
+    """With outer_lr 1 and outer_momentum 0 a merge is the mean of the sites. The papers' 0.7 and 0.9 overshoot in
+    reinforcement learning, where the policy trains on its own answers (measured in bench/log)."""
     deadline_s: float = Field(default=600.0, gt=0)
-    """A merge without agreement by then is taken alone; sites that live but are not ready are waited for half as long."""
+    """Timeout of a merge; after it the site continues alone. It waits half as long for sites that are alive but not ready."""
 
 
 class TrainerConfig(Record):
-    """How accepted groups become the next policy version."""
+    """How the trainer makes the next policy version from accepted groups."""
 
     learning_rate: float = Field(default=3e-4, gt=0)
     warmup_steps: int = Field(default=5, ge=0)
-    """The rate rises linearly over this many optimiser steps, then stays."""
+    """The learning rate rises linearly over this many optimizer steps, then stays."""
     betas: tuple[Beta, Beta] = (0.9, 0.99)
     weight_decay: float = Field(default=0.0, ge=0)
     clip_norm: float = Field(default=1.0, gt=0)
     """Largest global norm of a step's gradient."""
     loss: Loss = "grpo"
     advantage: AdvantageKind | None = None
-    """Rewards minus the group's mean; "std" also divides by the group's standard deviation, as the report does."""
+    """"mean" subtracts the group's mean reward; "std" also divides by its standard deviation, as the report does."""
     eps: float | None = Field(default=None, gt=0, le=1)
-    """A bad answer's token stops counting below ratio 1 - eps, a good one's above 1 + eps_high."""
+    """Tokens of bad answers are clipped below ratio 1 - eps, tokens of good ones above 1 + eps_high."""
     eps_high: float | None = Field(default=None, gt=0)
     delta: float = Field(default=4.0, gt=1)
-    """A bad answer's token stops counting above this ratio too: the second side of the clip. Token ratios only."""
+    """Tokens of bad answers are also clipped above this ratio: the second side of the clip. Token ratios only."""
     normalisation: Normalisation | None = None
-    """What a token counts: the same in the whole batch, 1/|o| of its answer, or a constant fraction."""
+    """Weight of a token: equal in the batch ("token"), 1/|o| of its answer ("sequence"), or constant."""
     kl: float = Field(default=0.0, ge=0)
     """Weight of the KL term to version 0."""
     entropy_bonus: float = Field(default=0.0, ge=0)
     behaviour: Literal["worker", "recompute"] = "worker"
-    """Whose log-probs are the ratio's denominator: the worker's, or this trainer's at the start of the step."""
+    """The ratio's denominator: the worker's log-probs, or this trainer's at the start of the step."""
     correction: Literal["none", "truncate", "mask"] = "none"
-    """With `recompute`: weigh each token by min(trainer/worker, high), or leave out those outside the band."""
+    """With `recompute`: weight each token by min(trainer/worker, high), or drop tokens outside `correction_band`."""
     correction_band: tuple[float, float] = (0.5, 2.0)
     optimizer_steps: int = Field(default=1, ge=1)
-    """Updates a batch is good for: it is cut into this many parts of whole groups."""
+    """Updates per batch, which is split into this many minibatches of whole groups."""
     supervised_steps: int = Field(default=0, ge=0)
-    """Steps on the task's own answers before version 0; a model of random weights earns nothing without them."""
+    """Steps on the task's own answers before version 0. A model with random weights needs them to earn any reward."""
     supervised_learning_rate: float = Field(default=1e-3, gt=0)
-    """Problems in each of those steps."""
+    """Peak learning rate of the supervised steps; it rises linearly over the first tenth of them."""
     row_tokens: int = Field(default=512, ge=2)
     """Samples are packed into rows of this many tokens. At least prompt + max_new_tokens."""
     rows_per_micro_batch: int = Field(default=8, ge=1)
-    """Rows in memory at once. Changes speed and memory, never the gradient."""
+    """Rows per forward pass. Changes speed and memory, not the gradient."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What forward and backward compute in; master weights, their gradients and the optimiser stay float32."""
+    """Number format of forward and backward; master weights, their gradients and the optimizer stay float32."""
     activation_checkpointing: bool = False
-    """Keep only each layer's input and its attention, and compute the rest again: less memory, about a quarter slower."""
+    """Keep only each layer's input and attention, and recompute the rest: less memory, about a quarter slower."""
     compile: bool = False
-    """torch.compile each layer. Faster; the report saw runs collapse late with it, so it is off unless asked for."""
+    """torch.compile each layer. Faster; off by default, because the report saw runs collapse late with it."""
     lora_rank: int = Field(default=0, ge=0)
     """Train adapters of this rank beside every linear layer instead of all weights; 0 trains all weights."""
     lora_alpha: int = Field(default=32, ge=1)
@@ -102,14 +102,14 @@ class TrainerConfig(Record):
     diloco: DilocoConfig | None = None
     """With it, this trainer is one of several sites (docs/diloco.md)."""
     metrics: tuple[str, ...] = ()
-    """Where figures go besides metrics.jsonl: "tensorboard", "prometheus:PORT", "wandb"."""
+    """Sinks besides metrics.jsonl: "tensorboard", "prometheus:PORT", "wandb"."""
     seed: int = Field(default=0, ge=0)
 
     @property
     def recipe(self) -> Recipe:
-        """The loss's own settings, with what the file sets in their place."""
+        """Returns the loss's defaults with the run file's settings in their place."""
         own = RECIPES[self.loss]
-        # A file that sets only `eps` means both sides, where the loss's own sides are equal.
+        # A run file that sets only `eps` means both sides if the loss's defaults are symmetric.
         both = self.eps if self.eps is not None and own.eps == own.eps_high else own.eps_high
         return Recipe(
             eps=own.eps if self.eps is None else self.eps,
@@ -119,28 +119,28 @@ class TrainerConfig(Record):
         )
 
     @model_validator(mode="after")
-    def _clip_sides(self) -> "TrainerConfig":
+    def _check_delta(self) -> "TrainerConfig":
         bounds_delta = self.loss in ("grpo", "dr_grpo", "dapo")
         if bounds_delta and self.delta <= 1 + self.recipe.eps_high:
             raise ValueError(
-                f"delta={self.delta} must lie above 1 + eps = {1 + self.recipe.eps_high}; the report has 4 and 0.2"
+                f"delta={self.delta} must be above 1 + eps = {1 + self.recipe.eps_high}; the report uses 4 and 0.2"
             )
         return self
 
     @model_validator(mode="after")
-    def _correction_has_something_to_correct(self) -> "TrainerConfig":
+    def _correction_needs_recompute(self) -> "TrainerConfig":
         low, high = self.correction_band
         if not 0 <= low < 1 < high:
-            raise ValueError(f"correction_band={[low, high]} must lie around 1, such as [0.5, 2.0]")
+            raise ValueError(f"correction_band={[low, high]} must contain 1, such as [0.5, 2.0]")
         if self.correction != "none" and self.behaviour == "worker":
             raise ValueError(
                 f'correction="{self.correction}" needs behaviour="recompute": with the worker\'s log-probs the gap is '
-                "inside the ratio, and the clip bounds it"
+                "part of the ratio, and the clip bounds it"
             )
         return self
 
     @model_validator(mode="after")
-    def _metrics_are_known(self) -> "TrainerConfig":
+    def _check_metrics(self) -> "TrainerConfig":
         for name in self.metrics:
             kind, _, where = name.partition(":")
             port = where.rpartition(":")[2]
@@ -148,6 +148,6 @@ class TrainerConfig(Record):
                 continue
             if name not in ("tensorboard", "wandb"):
                 raise ValueError(
-                    f"metrics: {name!r} is none of tensorboard, wandb, prometheus:PORT, prometheus:HOST:PORT"
+                    f"metrics: unknown sink {name!r}; use tensorboard, wandb, prometheus:PORT or prometheus:HOST:PORT"
                 )
         return self

@@ -46,7 +46,7 @@ def _credentials(environ: Mapping[str, str]) -> Credentials | None:
 
 def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.diloco.transport.hivemind_mesh import Address as PeerAddress
-    from shoal.trainer.io.publisher import Address
+    from shoal.trainer.io.publisher import OriginAddress
     from shoal.trainer.loop import TrainerSite, run_trainer
 
     device = _own_device(options.device)
@@ -60,7 +60,7 @@ def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
         coordinator_url=options.coordinator,
         key=Key.load(options.keys / "trainer.key"),
         run_key=Key.load(options.keys / "run.key"),
-        address=Address(
+        address=OriginAddress(
             host=options.host, port=options.port, url=options.url, private=file.shardcast.private
         ),
         device=device,

@@ -1,28 +1,31 @@
-"""From the coordinator's batch and the stored rollout tables to samples with advantages."""
+"""Turns the coordinator's batch and the stored rollout tables into samples with advantages."""
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from shoal.trainer.config import AdvantageKind
-from shoal.trainer.data.advantage import group_advantages
 from shoal.wire.messages import Batch, Group
 from shoal.wire.rollouts import Rollout, RolloutTable
 
+STD_FLOOR = 1e-6
+"""Added to the standard deviation, as in the released code. It matters only for rewards that hardly differ."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One answer to learn from: tokens = prompt + output, logprobs = the worker's, one per output token."""
+class TrainSample:
+    """One answer to train on: tokens are prompt + output, logprobs the worker's, one per output token."""
 
     tokens: tuple[int, ...]
     prompt_len: int
     logprobs: tuple[float, ...]
     advantage: float
     lag: int
-    """Trainer's version minus the version that wrote the answer."""
+    """The trainer's version minus the version that generated the answer."""
     group: int = 0
-    """Which group of its batch it belongs to."""
+    """Index of its group in the batch."""
 
     @property
     def num_outputs(self) -> int:
@@ -31,16 +34,16 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """What the step from `version` trains on."""
+    """The samples that the step from `version` trains on."""
 
     version: int
-    samples: tuple[Sample, ...]
+    samples: tuple[TrainSample, ...]
     num_groups: int
     dropped_groups: int
     reward_mean: float
     stale_groups: int = 0
     waited_on: str = ""
-    """What the coordinator last said the batch was waiting for; empty if it was there at once."""
+    """What the coordinator said the batch was waiting for; empty if it was ready at once."""
     dropped_share: float = 0.0
     unparseable: float = 0.0
 
@@ -52,15 +55,15 @@ class TrainBatch:
     def num_tokens(self) -> int:
         return sum(len(sample.tokens) for sample in self.samples)
 
-    def split(self, num_parts: int) -> list[tuple[Sample, ...]]:
-        """Parts of whole groups, as equal in groups as they can be.
+    def split(self, num_parts: int) -> list[tuple[TrainSample, ...]]:
+        """Splits the samples into minibatches of whole groups, as equal in number of groups as possible.
 
-        Groups go round the parts: the coordinator hands out the oldest first, and no update shall have only those.
+        Groups are dealt round-robin: the coordinator lists the oldest first, and no update should get only old ones.
         """
         groups = [tuple(members) for _, members in groupby(self.samples, key=lambda sample: sample.group)]
         if len(groups) < num_parts:
             raise ValueError(
-                f"batch {self.version}: {len(groups)} groups cannot be cut into optimizer_steps={num_parts} parts; "
+                f"batch {self.version}: {len(groups)} groups cannot be split into optimizer_steps={num_parts} parts; "
                 "lower it or raise groups_per_step"
             )
         return [
@@ -77,9 +80,12 @@ def build_batch(
     advantage: AdvantageKind,
     waited_on: str = "",
 ) -> TrainBatch:
-    """Samples of every group, in the batch's order. `tables` is by SHA-256; ValueError names what does not fit."""
+    """Returns the samples of every group, in the batch's order. `tables` has the rollout tables by SHA-256.
+
+    Raises ValueError if a group and its table do not match.
+    """
     rows_by_group = _rows_by_group(tables)
-    samples: list[Sample] = []
+    samples: list[TrainSample] = []
     seen: set[str] = set()
     for index, group in enumerate(batch.groups):
         if group.group_id in seen:
@@ -91,7 +97,18 @@ def build_batch(
                 f"batch {batch.version}: group {group.group_id} is by version {group.policy_version}, lag {lag}; max_lag is {max_lag}"
             )
         rows = _rows_of(group, tables, rows_by_group)
-        samples.extend(_samples(rows, group_advantages(group.rewards, advantage), lag=lag, group=index))
+        advantages = group_advantages(group.rewards, advantage)
+        samples += [
+            TrainSample(
+                tokens=row.prompt_tokens + row.output_tokens,
+                prompt_len=len(row.prompt_tokens),
+                logprobs=row.logprobs,
+                advantage=value,
+                lag=lag,
+                group=index,
+            )
+            for row, value in zip(rows, advantages, strict=True)
+        ]
     if not samples:
         raise ValueError(
             f"batch {batch.version} holds no groups; the coordinator must not hand out an empty one"
@@ -109,6 +126,28 @@ def build_batch(
     )
 
 
+def group_advantages(rewards_G: Sequence[float], kind: AdvantageKind) -> list[float]:
+    """Returns how much better each sample of a prompt was than its group.
+
+        mean:  A_i = r_i - mean(r)
+        std:   A_i = (r_i - mean(r)) / (std(r) + 1e-6), std with G - 1 in the denominator
+
+    >>> group_advantages([0.0, 1.0], "mean")
+    [-0.5, 0.5]
+    """
+    num_samples = len(rewards_G)
+    if num_samples < 2:
+        raise ValueError(
+            f"a group of {num_samples} has nothing to compare with; set samples_per_prompt to 2 or more"
+        )
+    mean = math.fsum(rewards_G) / num_samples
+    centred_G = [reward - mean for reward in rewards_G]
+    if kind == "mean":
+        return centred_G
+    std = math.sqrt(math.fsum(value * value for value in centred_G) / (num_samples - 1))
+    return [value / (std + STD_FLOOR) for value in centred_G]
+
+
 def _rows_by_group(tables: Mapping[str, RolloutTable]) -> dict[tuple[str, int], list[Rollout]]:
     rows: dict[tuple[str, int], list[Rollout]] = defaultdict(list)
     for sha256, table in tables.items():
@@ -120,7 +159,7 @@ def _rows_by_group(tables: Mapping[str, RolloutTable]) -> dict[tuple[str, int], 
 def _rows_of(
     group: Group, tables: Mapping[str, RolloutTable], rows_by_group: Mapping[tuple[str, int], list[Rollout]]
 ) -> list[Rollout]:
-    """The group's rows in sample order, which is the order of its rewards."""
+    """Returns the group's rows in sample order, which is the order of its rewards."""
     table = tables[group.sha256]
     if (table.lease_id, table.policy_version) != (group.lease_id, group.policy_version):
         raise ValueError(
@@ -135,20 +174,6 @@ def _rows_of(
         )
     if len({row.prompt_tokens for row in rows}) != 1 or not rows[0].prompt_tokens:
         raise ValueError(
-            f"object {group.sha256}: the rows of prompt {group.prompt_index} have no common prompt"
+            f"object {group.sha256}: the rows of prompt {group.prompt_index} do not share one prompt"
         )
     return rows
-
-
-def _samples(rows: list[Rollout], advantages: list[float], *, lag: int, group: int) -> list[Sample]:
-    return [
-        Sample(
-            tokens=row.prompt_tokens + row.output_tokens,
-            prompt_len=len(row.prompt_tokens),
-            logprobs=row.logprobs,
-            advantage=advantage,
-            lag=lag,
-            group=group,
-        )
-        for row, advantage in zip(rows, advantages, strict=True)
-    ]

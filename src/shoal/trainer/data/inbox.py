@@ -1,6 +1,6 @@
-"""The inbox: asks the coordinator for the next batch and fetches the files its groups are in.
+"""Asks the coordinator for the next batch and fetches the rollout tables of its groups.
 
-The batch of a version is the same answer for ever, so asking again after a crash neither loses nor repeats a group.
+The coordinator always gives the same batch for a version, so asking again after a crash neither loses nor repeats a group.
 """
 
 from collections import Counter
@@ -14,27 +14,27 @@ from shoal.wire.messages import Batch
 from shoal.wire.rollouts import RolloutTable, TableLimits, decode
 
 OBJECT_DEADLINE_S = 120.0
-MAX_WORDS = 300
-"""Of a sentence in a step's report."""
-# The validator has held the file against its lease; here a limit only keeps a broken one from filling the memory.
+MAX_REASON_CHARS = 300
+"""Longest reason in a step's report."""
+# The validator has compared the file with its lease; these limits only keep a broken one from filling the memory.
 LIMITS = TableLimits(
     max_rows=1 << 16, max_prompt_tokens=1 << 17, max_output_tokens=1 << 17, max_proof_bytes=1 << 24
 )
 
 
-def most_heard(reasons: Sequence[str]) -> str:
-    """On whom a wait was spent: the last sentence of the kind heard most often, "" if there was no wait.
+def main_reason(reasons: Sequence[str]) -> str:
+    """Returns the newest reason of the most frequent kind, or "" if there was no wait.
 
-    The coordinator's sentences begin with whom it waits for ("workers: ", "a validator: ", "rollouts: ").
+    The coordinator's reasons begin with what it waits for ("workers: ", "a validator: ", "rollouts: ").
     """
     if not reasons:
         return ""
     ((kind, _),) = Counter(reason.partition(":")[0] for reason in reasons).most_common(1)
-    return next(reason for reason in reversed(reasons) if reason.partition(":")[0] == kind)[:MAX_WORDS]
+    return next(reason for reason in reversed(reasons) if reason.partition(":")[0] == kind)[:MAX_REASON_CHARS]
 
 
 class Inbox:
-    """Batches of one run. `deadline_s` bounds the wait for one batch; `meanwhile` is called while it lasts, and may raise."""
+    """Fetches the batches of one run. `while_waiting` is called during a wait for a batch, and may raise to end it."""
 
     def __init__(
         self,
@@ -43,32 +43,32 @@ class Inbox:
         *,
         max_lag: int,
         deadline_s: float,
-        meanwhile: Callable[[], None] = lambda: None,
+        while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self._client = client
         self._config = config
         self._max_lag = max_lag
         self._deadline_s = deadline_s
-        self._meanwhile = meanwhile
+        self._while_waiting = while_waiting
 
     def take(self, version: int) -> TrainBatch:
-        """What the step from `version` trains on; waits for it."""
+        """Waits for the batch of the step from `version`, for `deadline_s` at most, and returns its samples."""
         reasons: list[str] = []
 
-        def heard(reason: str) -> None:
+        def note_reason(reason: str) -> None:
             reasons.append(reason)
-            self._meanwhile()
+            self._while_waiting()
 
         batch = self._client.get_until(
             f"rollouts for the step from version {version}",
             f"/v1/batches/{version}",
             Batch,
             deadline_s=self._deadline_s,
-            heard=heard,
+            heard=note_reason,
         )
         if batch.version != version:
             raise ValueError(
-                f"asked for the batch of version {version}, the coordinator sent that of {batch.version}"
+                f"asked for the batch of version {version}, the coordinator sent the batch of version {batch.version}"
             )
         digests = dict.fromkeys(group.sha256 for group in batch.groups)
         tables = {sha256: self._fetch(sha256) for sha256 in digests}
@@ -77,7 +77,7 @@ class Inbox:
             tables,
             max_lag=self._max_lag,
             advantage=self._config.recipe.advantage,
-            waited_on=most_heard(reasons),
+            waited_on=main_reason(reasons),
         )
 
     def _fetch(self, sha256: str) -> RolloutTable:
@@ -86,5 +86,5 @@ class Inbox:
             return decode(data, LIMITS)
         except Rejected as rejected:
             raise ValueError(
-                f"object {sha256} was accepted, yet it is not a rollout table: {rejected}"
+                f"object {sha256} was accepted by the coordinator but is not a rollout table: {rejected}"
             ) from None

@@ -1,12 +1,12 @@
-"""Packing: samples of any length share rows, so that hardly a padded token is computed.
+"""Packs samples of any length into shared rows, so that few padding tokens are computed.
 
     row 0:  | sample 3 ............ | sample 0 ... | sample 7 . | pad |
     row 1:  | sample 5 .......... | sample 1 ..... | sample 2 ... |
 
-First-fit decreasing. Positions restart with every sample and tokens attend only inside their own, so a sample's
-log-probs do not depend on its neighbours. A sample's last token predicts nothing and takes no place.
+First-fit decreasing. Positions restart with every sample, and tokens attend only to their own sample, so a sample's
+log-probs do not depend on its neighbours. A sample's last token predicts nothing and is left out.
 
-B rows, T tokens a row, N output tokens in all of them.
+B rows, T tokens per row, N output tokens in all of them.
 """
 
 from collections.abc import Sequence
@@ -15,35 +15,38 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from shoal.trainer.data.batch import Sample
+from shoal.trainer.data.batch import TrainSample
+from shoal.trainer.distributed.ranks import Ranks
 
 PAD_SEGMENT = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
+    """Packed rows that are computed in one forward pass."""
+
     tokens_BT: Tensor
     positions_BT: Tensor
     segments_BT: Tensor
-    """Which sample of its row a token belongs to; PAD_SEGMENT where none."""
+    """Index in its row of the sample that a token belongs to; PAD_SEGMENT for padding."""
     predictors_N: Tensor
-    """Where in the flattened rows each output token is predicted: the place before it."""
+    """Position in the flattened rows that predicts each output token: the one before it."""
     targets_N: Tensor
     behaviour_N: Tensor
     advantages_N: Tensor
     lags_N: Tensor
     samples_N: Tensor
-    """Which sample of the micro-batch an output token stands in: 0, 1, ... in order. A sample is never split."""
+    """Index in the micro-batch of the sample that an output token belongs to: 0, 1, ... in order. Samples are not split."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         return MicroBatch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
 
-def fit_rows(samples: Sequence[Sample], row_tokens: int) -> list[list[Sample]]:
-    """Samples by row: the longest first, each into the first row that has room."""
-    rows: list[list[Sample]] = []
-    room: list[int] = []
-    # sorted() is stable, so the same samples always come to lie the same way: a resumed run adds up in the same order.
+def fit_rows(samples: Sequence[TrainSample], row_tokens: int) -> list[list[TrainSample]]:
+    """Assigns samples to rows: the longest first, each to the first row with enough free tokens."""
+    rows: list[list[TrainSample]] = []
+    free_tokens: list[int] = []
+    # sorted() is stable, so the same samples give the same rows, and a resumed run adds gradients in the same order.
     for sample in sorted(samples, key=_width, reverse=True):
         width = _width(sample)
         if width > row_tokens:
@@ -51,17 +54,17 @@ def fit_rows(samples: Sequence[Sample], row_tokens: int) -> list[list[Sample]]:
                 f"a sample of {sample.prompt_len} prompt + {sample.num_outputs} output tokens does not fit "
                 f"row_tokens={row_tokens}; raise it to at least {width} or lower max_new_tokens"
             )
-        index = next((index for index, free in enumerate(room) if width <= free), len(rows))
+        index = next((index for index, free in enumerate(free_tokens) if width <= free), len(rows))
         if index == len(rows):
             rows.append([])
-            room.append(row_tokens)
+            free_tokens.append(row_tokens)
         rows[index].append(sample)
-        room[index] -= width
+        free_tokens[index] -= width
     return rows
 
 
-def pack(samples: Sequence[Sample], *, row_tokens: int, rows_per_micro_batch: int) -> list[MicroBatch]:
-    """Micro-batches of `rows_per_micro_batch` rows, each as wide as its fullest row."""
+def pack(samples: Sequence[TrainSample], *, row_tokens: int, rows_per_micro_batch: int) -> list[MicroBatch]:
+    """Returns micro-batches of `rows_per_micro_batch` rows, each as wide as its fullest row."""
     rows = fit_rows(samples, row_tokens)
     return [
         _to_tensors(rows[start : start + rows_per_micro_batch])
@@ -69,11 +72,38 @@ def pack(samples: Sequence[Sample], *, row_tokens: int, rows_per_micro_batch: in
     ]
 
 
-def _width(sample: Sample) -> int:
+def pack_for_rank(
+    samples: Sequence[TrainSample], ranks: Ranks, *, row_tokens: int, rows_per_micro_batch: int
+) -> list[MicroBatch]:
+    """Returns this rank's micro-batches. Every rank gets the same number, because each one takes part in collectives.
+
+    Rows are dealt round-robin to the ranks, the fullest first. A rank with fewer rows gets micro-batches without output
+    tokens at the end, whose loss and gradient are zero.
+    """
+    if ranks.size == 1:
+        return pack(samples, row_tokens=row_tokens, rows_per_micro_batch=rows_per_micro_batch)
+    rows = fit_rows(samples, row_tokens)
+    mine = [sample for row in rows[ranks.rank :: ranks.size] for sample in row]
+    micros = pack(mine or samples[:1], row_tokens=row_tokens, rows_per_micro_batch=rows_per_micro_batch)
+    empty = without_outputs(micros[0])
+    micros = micros if mine else []
+    wanted = round(ranks.largest(len(micros)))
+    return micros + [empty] * (wanted - len(micros))
+
+
+def without_outputs(micro: MicroBatch) -> MicroBatch:
+    """Returns the first two tokens of a micro-batch, with no output token to train on."""
+    values = {field.name: getattr(micro, field.name) for field in fields(micro)}
+    return MicroBatch(
+        **{name: value[:1, :2] if name.endswith("_BT") else value[:0] for name, value in values.items()}
+    )
+
+
+def _width(sample: TrainSample) -> int:
     return len(sample.tokens) - 1
 
 
-def _to_tensors(rows: list[list[Sample]]) -> MicroBatch:
+def _to_tensors(rows: list[list[TrainSample]]) -> MicroBatch:
     num_rows, width = len(rows), max(sum(_width(sample) for sample in row) for row in rows)
     tokens_BT = torch.zeros(num_rows, width, dtype=torch.long)
     positions_BT = torch.zeros(num_rows, width, dtype=torch.long)
@@ -93,7 +123,7 @@ def _to_tensors(rows: list[list[Sample]]) -> MicroBatch:
             targets.append(tokens[sample.prompt_len :])
             start = end
     samples = [sample for row in rows for sample in row]
-    # One number a sample, told apart from one number a token: lists of the latter took a tenth of a small model's step.
+    # One number per sample, repeated per token: Python lists with one number per token took 10 % of a small model's step.
     outputs = torch.tensor([sample.num_outputs for sample in samples])
     return MicroBatch(
         tokens_BT=tokens_BT,

@@ -1,20 +1,24 @@
-"""The learner on every rank. What rank 0 does with it, it first tells the others, and all do it together.
+"""One learner on all ranks. Rank 0 broadcasts a command, then every rank executes it at the same time.
 
-    rank 0    loop.py:  crew.step(batch)  ──tells "step", batch──▶  the others, in crew.follow()
-                              │                                          │
-                              └────────── learner.step ◀─ collectives ─▶ learner.step
+    rank 0       loop.py: lockstep.step(batch) ──Ranks.broadcast(TrainStep(batch))──▶ other ranks: follow()
+                               │                                                           │
+                               └──────────── Learner.step ◀──── collectives ────▶ Learner.step
 
-With one process there is nobody to tell, and the lines are the same.
+A command is one of the dataclasses below, and `follow` has one case for each. Commands travel as pickled objects through
+Ranks.broadcast and Ranks.receive alone. With a single process nothing is sent, and the calls are the same.
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.background import BackgroundTask
 from shoal.model.decoder import Decoder
 from shoal.model.load_model import empty_decoder, load_causal
 from shoal.model.shape import Shape, read_json
@@ -26,114 +30,197 @@ from shoal.tasks import make_task
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainBatch
-from shoal.trainer.distributed.ranks import RankLost, Ranks
-from shoal.trainer.io.checkpoint import Checkpoint, read_capture
-from shoal.trainer.io.weight_snapshot import Capture, put, take, trained
+from shoal.trainer.distributed.ranks import Ranks
+from shoal.trainer.io.checkpoint import Checkpoint, LearnerSnapshot, load_checkpoint, take_snapshot
 from shoal.trainer.optim.learner import Learner
-from shoal.trainer.optim.lora import add_adapters, merged
-from shoal.trainer.optim.policy import Causal
-from shoal.trainer.optim.reference import Reference, Weights, kept_weights
+from shoal.trainer.optim.policy import Causal, add_adapters, merge_adapters
+from shoal.trainer.optim.reference import Reference, Weights, load_reference
 from shoal.trainer.optim.supervised import warm_up
 from shoal.trainer.reporting.step_figures import StepFigures
 from shoal.wire.run_spec import TaskSpec
 
-_END = "end"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreateLearner:
+    """Build the model without weights; rank 0 then scatters the weights."""
+
+    architecture: "Shape | dict[str, Any]"
+    """Our decoder's shape, or the config.json of a transformers model."""
+    packs: bool
+    """Whether the model can hold several samples in one row."""
+    temperature: float
+    max_new_tokens: int
 
 
-class Crew:
-    """Rank 0 calls the methods without an underscore; the others `follow`."""
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """Train on the task's own answers before version 0."""
+
+    task: TaskSpec
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TrainStep:
+    """Make the next version from a batch."""
+
+    batch: TrainBatch
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSnapshot:
+    """Gather the weights on rank 0 and, if a folder is given, start to write this rank's shards into it."""
+
+    shard_folder: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCheckpoint:
+    """Continue from a checkpoint. All ranks read the folder."""
+
+    checkpoint: Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class SetReference:
+    """Receive this rank's shards of version 0's weights, for the KL term."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndRun:
+    """Return from `follow`. The reason is written to the log."""
+
+    reason: str
+
+
+Command = CreateLearner | WarmUp | TrainStep | TakeSnapshot | LoadCheckpoint | SetReference | EndRun
+
+
+class Lockstep:
+    """The learner of this rank. Rank 0 calls the public methods; every other rank calls `follow` once."""
+
+    learner: Learner
 
     def __init__(
         self, config: TrainerConfig, ranks: Ranks, *, device: str, log: Log, stop: threading.Event
     ) -> None:
         self._config, self._ranks, self._device = config, ranks, device
-        self._log, self._stop = log, ranks.agreed(stop)
-        self._loaded: Causal | None = None
-        self._stored: Capture | None = None
-        self._reference: Weights = {}
-        self._base: Path | None = None
-        self._amid = False
+        self._log, self._stop = log, ranks.shared_stop(stop)
+        self._base_weights: Path | None = None
+        self._saving: BackgroundTask[None] | None = None
+        self._executing = False
 
-    # -- what rank 0 asks for -----------------------------------------------------------------------------
+    # -- rank 0 -------------------------------------------------------------------------------------------
 
-    def begin(self, folder: Path, temperature: float, max_new_tokens: int = 0) -> None:
-        """Load the model of a folder; the others get their parts of it from here."""
-        self._base = folder / WEIGHTS_FILE
-        self._loaded = load_causal(folder, torch.float32, self._device if self._ranks.size == 1 else "cpu")
-        if isinstance(self._loaded, Decoder):
-            self._together("_begin", self._loaded.shape, True, temperature, max_new_tokens)
-        else:
-            config = read_json(folder / "config.json")
-            self._together("_begin", config, self._loaded.packs, temperature, max_new_tokens)
+    def create_learner(self, folder: Path, temperature: float, max_new_tokens: int = 0) -> None:
+        """Loads the model of a folder; the other ranks receive their shards from here."""
+        self._base_weights = folder / WEIGHTS_FILE
+        model = load_causal(folder, torch.float32, self._device if self._ranks.size == 1 else "cpu")
+        command = CreateLearner(
+            architecture=model.shape if isinstance(model, Decoder) else read_json(folder / "config.json"),
+            packs=isinstance(model, Decoder) or model.packs,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+        )
+        with self._command(command):
+            self._create_learner(command, model)
 
-    def resume(self, checkpoint: Checkpoint) -> None:
-        self._stored = read_capture(checkpoint, self.learner)
-        self._together("_resume")
+    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Sets the learner of every rank to the state in a checkpoint."""
+        with self._command(LoadCheckpoint(checkpoint)):
+            load_checkpoint(self.learner, checkpoint)
 
-    def keep_reference(self, path: Path, capture: Capture) -> None:
-        """Where there is a KL term: have version 0's weights at hand, from `path` or, at version 0, the capture's own."""
+    def set_reference(self, path: Path, snapshot: LearnerSnapshot) -> None:
+        """Sets version 0's weights as the reference of the KL term, if there is one.
+
+        They are read from `path`; at version 0 they are the snapshot's, and are written there.
+        """
         if self._config.kl:
-            self._reference = kept_weights(path, capture.weights, capture.version)
-            self._together("_set_reference")
+            weights = load_reference(path, snapshot.weights, snapshot.version)
+            with self._command(SetReference()):
+                self._set_reference(weights)
 
     def warm_up(self, task: TaskSpec, tokenizer: Tokenizer) -> None:
-        self._together("_warm_up", task, tokenizer)
+        """Trains on the task's own answers before version 0."""
+        with self._command(WarmUp(task, tokenizer)):
+            warm_up(self.learner, make_task(task), tokenizer, log=self._log, stop=self._stop)
 
     def step(self, batch: TrainBatch) -> StepFigures:
-        figures: StepFigures = self._together("_step", batch)
-        return figures
+        """Trains on a batch: version v becomes v + 1."""
+        with self._command(TrainStep(batch)):
+            return self.learner.step(batch, self._stop)
 
-    def capture(self) -> Capture:
-        capture: Capture = self._together("_take")
-        return capture
+    def snapshot(self, shard_folder: Path | None = None) -> LearnerSnapshot:
+        """Copies the learner's state to host memory. With several ranks, each starts to write its shards to `shard_folder`."""
+        with self._command(TakeSnapshot(shard_folder)):
+            return self._take_snapshot(shard_folder)
 
-    def published(self, capture: Capture) -> Iterable[tuple[str, Tensor]]:
-        """The weights that others get: those trained, or the model's own with the adapters added."""
+    def published_weights(self, snapshot: LearnerSnapshot) -> Iterable[tuple[str, Tensor]]:
+        """Returns the weights that workers get: those trained, or the model's own with the adapters added."""
         if not self._config.lora_rank:
-            return capture.weights.items()
-        assert self._base is not None, "begin comes first"
-        return merged(self._base, capture.weights, self._config)
+            return snapshot.weights.items()
+        assert self._base_weights is not None, "create_learner comes first"
+        return merge_adapters(self._base_weights, snapshot.weights, self._config)
 
     def end(self, reason: str) -> None:
-        """Let the others go; the reason is for their logs.
+        """Ends `follow` on the other ranks.
 
-        If this rank failed amid something the others are still at, they would not hear it: they learn by its end.
+        If this rank failed in the middle of a command, the others are inside its collectives and would not receive
+        this one. They fail when this process ends.
         """
-        if not self._amid:
-            self._ranks.tell((_END, (reason,)))
+        if not self._executing:
+            self._ranks.broadcast(EndRun(reason))
 
-    # -- what all do --------------------------------------------------------------------------------------
+    @contextmanager
+    def _command(self, command: Command) -> Iterator[None]:
+        """Broadcasts a command; the block is rank 0's own execution of it."""
+        self._ranks.broadcast(command)
+        self._executing = True
+        try:
+            yield
+        except Stopped:
+            self._executing = False  # all ranks stopped at the same place and wait for the next command
+            raise
+        self._executing = False
+
+    # -- the other ranks ----------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Do what rank 0 says until it says that it is over."""
+        """Executes rank 0's commands until it ends the run."""
         while True:
-            act, given = self._ranks.listen()
-            if act == _END:
-                self._log.info("rank 0 is done", rank=self._ranks.rank, reason=given[0])
+            command: Command = self._ranks.receive()
+            if isinstance(command, EndRun):
+                self._wait_for_shards()  # the process group must outlive the thread that uses it
+                self._log.info("rank 0 is done", rank=self._ranks.rank, reason=command.reason)
                 return
             try:
-                getattr(self, act)(*given)
+                self._execute(command)
             except Stopped:
-                continue  # all ranks agreed on it; rank 0 says what comes next
+                continue  # all ranks stopped at the same place; rank 0 says what comes next
 
-    def _together(self, act: str, *given: object) -> Any:
-        self._ranks.tell((act, given))
-        self._amid = True
-        try:
-            result = getattr(self, act)(*given)
-        except Stopped:
-            self._amid = False  # all ranks agreed on it
-            raise
-        self._amid = False
-        return result
+    def _execute(self, command: Command) -> None:
+        match command:
+            case CreateLearner():
+                self._create_learner(command, None)
+            case LoadCheckpoint(checkpoint):
+                load_checkpoint(self.learner, checkpoint)
+            case SetReference():
+                self._set_reference(None)
+            case WarmUp(task, tokenizer):
+                warm_up(self.learner, make_task(task), tokenizer, log=self._log, stop=self._stop)
+            case TrainStep(batch):
+                self.learner.step(batch, self._stop)
+            case TakeSnapshot(shard_folder):
+                self._take_snapshot(shard_folder)
 
-    def _begin(
-        self, kind: "Shape | dict[str, Any]", packs: bool, temperature: float, max_new_tokens: int
-    ) -> None:
-        model = self._loaded if self._loaded is not None else _empty(kind, packs)
-        self._loaded = None
+    # -- all ranks ----------------------------------------------------------------------------------------
+
+    def _create_learner(self, command: CreateLearner, loaded: Causal | None) -> None:
+        """Builds the learner. `loaded` is the model with its weights, on rank 0 only."""
+        model = loaded if loaded is not None else _empty_model(command.architecture, command.packs)
         if self._config.lora_rank:
-            torch.manual_seed(self._config.seed)  # adapters are drawn
+            # The adapters' first values are random and must not depend on what ran before in this process.
+            torch.manual_seed(self._config.seed)
             add_adapters(model, self._config)
             if self._ranks.size == 1:
                 model.to(self._device)
@@ -141,51 +228,37 @@ class Crew:
         self.learner = Learner(
             model,
             self._config,
-            temperature=temperature,
-            max_new_tokens=max_new_tokens,
+            temperature=command.temperature,
+            max_new_tokens=command.max_new_tokens,
             ranks=self._ranks,
         )
         if self._ranks.size > 1:
             for name, parameter in model.named_parameters():
-                self._ranks.spread(values.pop(name) if self._ranks.leads else None, parameter)
+                self._ranks.scatter(values.pop(name) if self._ranks.leads else None, parameter)
 
-    def _resume(self) -> None:
-        put(self.learner, self._stored)
-        self._stored = None
-
-    def _set_reference(self) -> None:
-        """Every rank's part of version 0's weights, by way of the learner's, which get their own back."""
-        self.learner.policy.reread()
+    def _set_reference(self, weights: Weights | None) -> None:
+        """Scatters version 0's weights through the learner's parameters, then restores the learner's own."""
+        self.learner.policy.reshard()
         own = Reference(self.learner.decoder)
-        for name, parameter in trained(self.learner).items():
-            self._ranks.spread(self._reference[name].detach() if self._ranks.leads else None, parameter)
+        for name, parameter in self.learner.trained_parameters().items():
+            self._ranks.scatter(None if weights is None else weights[name].detach(), parameter)
         self.learner.reference = Reference(self.learner.decoder)
         own.copy_to(self.learner.decoder)
-        self._reference = {}
 
-    def _warm_up(self, task: TaskSpec, tokenizer: Tokenizer) -> None:
-        warm_up(self.learner, make_task(task), tokenizer, log=self._log, stop=self._stop)
+    def _take_snapshot(self, shard_folder: Path | None) -> LearnerSnapshot:
+        self._wait_for_shards()  # two checkpoints must not use the same process group at once
+        snapshot = take_snapshot(self.learner, shard_folder)
+        self._saving = snapshot.saving
+        return snapshot
 
-    def _step(self, batch: TrainBatch) -> StepFigures:
-        return self.learner.step(batch, self._stop)
-
-    def _take(self) -> Capture:
-        return take(self.learner)
-
-
-def in_words(error: RuntimeError, ranks: Ranks) -> Exception:
-    """A collective that failed inside a step speaks of sockets; say that it was another rank."""
-    said = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
-    if ranks.size > 1 and any(word in said.lower() for word in ("gloo", "nccl", "connection", "timed out")):
-        return RankLost(
-            f"rank {ranks.rank}: another rank has ended or did not come in time; its log says why ({said})"
-        )
-    return error
+    def _wait_for_shards(self) -> None:
+        if self._saving is not None:
+            self._saving.wait()
 
 
-def _empty(kind: "Shape | dict[str, Any]", packs: bool) -> Causal:
-    if isinstance(kind, Shape):
-        return empty_decoder(kind)
-    model = empty_foreign(kind, torch.float32, "cpu")
+def _empty_model(architecture: "Shape | dict[str, Any]", packs: bool) -> Causal:
+    if isinstance(architecture, Shape):
+        return empty_decoder(architecture)
+    model = empty_foreign(architecture, torch.float32, "cpu")
     model.packs = packs
     return model

@@ -1,13 +1,14 @@
-"""The processes that train one policy together, started by torchrun; or the one process, which is rank 0 of 1.
+"""The processes that train one policy together: started by torchrun, or a single process, which is rank 0 of 1.
 
-Rank 0 speaks: it takes batches, writes checkpoints and publishes. The others do what it says, in the same order, and
-every collective has a deadline: a rank that is gone ends the others, with words.
+Rank 0 decides: it fetches batches, writes checkpoints and publishes. It broadcasts commands (lockstep.py), and the other
+ranks execute them in the same order. Every collective has a timeout, so that a rank that died ends the others with an
+error instead of a hang.
 """
 
 import contextlib
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,153 +19,131 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shoal.net.waiting import DeadlinePassed
-from shoal.trainer.data.batch import Sample
-from shoal.trainer.data.pack import MicroBatch, fit_rows, pack
 
 T = TypeVar("T")
 
-COLLECTIVE_S = 600.0
-"""How long one rank may keep the others waiting inside a step."""
+COLLECTIVE_TIMEOUT_S = 600.0
+"""How long one rank may keep the others waiting inside a step or a checkpoint."""
 
 
 class RankLost(DeadlinePassed):
-    """Another rank has ended, or did not come to a collective in time."""
+    """Another rank has ended, or did not reach a collective before the timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process's place. `mesh` and `speech` are None where there is only one."""
+    """This process's rank and the groups it shares with the others. The groups are None in a single process."""
 
     rank: int = 0
     size: int = 1
     mesh: DeviceMesh | None = None
-    speech: "dist.ProcessGroup | None" = None
-    """A group of its own for rank 0's words, on the CPU, so that they never stand in line behind tensors."""
+    commands: "dist.ProcessGroup | None" = None
+    """Carries rank 0's commands and small numbers, on the CPU: they never queue behind tensors."""
+    checkpoints: "dist.ProcessGroup | None" = None
+    """Used by the thread that writes a checkpoint while the next step uses the other groups."""
 
     @property
     def leads(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
-    # -- words ------------------------------------------------------------------------------------------
+    # -- commands ---------------------------------------------------------------------------------------
 
-    def tell(self, words: object) -> None:
-        """From rank 0 to all others."""
+    def broadcast(self, command: object) -> None:
+        """Sends rank 0's command to all other ranks. Does nothing in a single process."""
         if self.size > 1:
-            with _named(f"telling the other {self.size - 1} ranks"):
-                dist.broadcast_object_list([words], src=0, group=self.speech)
+            with explain_lost_rank(f"sending a command to the other {self.size - 1} ranks"):
+                dist.broadcast_object_list([command], src=0, group=self.commands)
 
-    def listen(self) -> Any:
-        """What rank 0 tells."""
-        heard: list[Any] = [None]
-        with _named("waiting for rank 0"):
-            dist.broadcast_object_list(heard, src=0, group=self.speech)
-        return heard[0]
+    def receive(self) -> Any:
+        """Waits for rank 0's next command and returns it."""
+        received: list[Any] = [None]
+        with explain_lost_rank("waiting for a command of rank 0"):
+            dist.broadcast_object_list(received, src=0, group=self.commands)
+        return received[0]
 
-    def share_words(self, words: Any) -> Any:
-        """Rank 0's words, on every rank. All must call it."""
-        if self.leads:
-            self.tell(words)
-            return words
-        return self.listen()
-
-    def agreed(self, stop: threading.Event) -> threading.Event:
-        """A stop that is set on all ranks at the same moment, or on none: asked as often on each."""
-        return _Agreed(self, stop) if self.size > 1 else stop
+    def shared_stop(self, stop: threading.Event) -> threading.Event:
+        """Returns an event whose `is_set` gives the same answer on all ranks. Every rank must ask equally often."""
+        return _SharedStop(self, stop) if self.size > 1 else stop
 
     # -- numbers ----------------------------------------------------------------------------------------
 
     def largest(self, value: float) -> float:
-        """Over the ranks."""
+        """Returns the maximum over the ranks."""
         return float(self._reduce([value], dist.ReduceOp.MAX)[0])
 
     def total(self, value: float) -> float:
-        """Over the ranks."""
+        """Returns the sum over the ranks."""
         return float(self._reduce([value], dist.ReduceOp.SUM)[0])
 
-    def add_up(self, record: T) -> T:
-        """A record whose attributes are sums over micro-batches: on each rank the sums over all ranks, in place."""
-        if self.size > 1:
-            names = [name for name, value in sorted(vars(record).items()) if isinstance(value, int | float)]
-            totals = self._reduce([float(getattr(record, name)) for name in names], dist.ReduceOp.SUM)
-            for name, total in zip(names, totals.tolist(), strict=True):
-                setattr(record, name, type(getattr(record, name))(total))
-        return record
+    def totals(self, values: list[float]) -> list[float]:
+        """Returns the sum over the ranks of each value."""
+        return [float(total) for total in self._reduce(values, dist.ReduceOp.SUM)]
 
     def _reduce(self, values: list[float], op: Any) -> Tensor:
-        sent = torch.tensor(values, dtype=torch.float64)
+        reduced = torch.tensor(values, dtype=torch.float64)
         if self.size > 1:
-            with _named("adding up over the ranks"):
-                dist.all_reduce(sent, op=op, group=self.speech)
-        return sent
-
-    # -- work -------------------------------------------------------------------------------------------
-
-    def share(
-        self, samples: "tuple[Sample, ...] | list[Sample]", *, row_tokens: int, rows_per_micro_batch: int
-    ) -> list[MicroBatch]:
-        """This rank's micro-batches of a batch. As many on each rank: gathers and sums must meet their like.
-
-        Rows go round the ranks, the fullest first. A rank with less to do ends with rows that hold no output token,
-        whose loss and gradient are zero.
-        """
-        if self.size == 1:
-            return pack(samples, row_tokens=row_tokens, rows_per_micro_batch=rows_per_micro_batch)
-        rows = fit_rows(samples, row_tokens)
-        mine = [sample for row in rows[self.rank :: self.size] for sample in row]
-        micros = pack(mine or samples[:1], row_tokens=row_tokens, rows_per_micro_batch=rows_per_micro_batch)
-        empty = _nothing(micros[0])
-        micros = micros if mine else []
-        wanted = round(self.largest(len(micros)))
-        return micros + [empty] * (wanted - len(micros))
+            with explain_lost_rank("adding numbers over the ranks"):
+                dist.all_reduce(reduced, op=op, group=self.commands)
+        return reduced
 
     # -- tensors ----------------------------------------------------------------------------------------
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        """A sharded tensor's full value, on the CPU of rank 0; elsewhere what it returns says nothing. All must call it."""
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Returns a copy of a sharded tensor's full value on the CPU of rank 0, and an empty tensor on the other ranks.
+
+        All ranks must call it.
+        """
         if isinstance(tensor, DTensor):
-            with _named("gathering weights"):
+            with explain_lost_rank("gathering weights"):
                 full: Tensor = tensor.full_tensor()
             return full.cpu() if self.leads else full[:0]
         return tensor.detach().to("cpu", copy=True)
 
-    def spread(self, value: Tensor | None, into: Tensor) -> None:
-        """Write rank 0's full `value` into `into`, sharded or not. All must call it."""
+    def scatter(self, value: Tensor | None, into: Tensor) -> None:
+        """Writes rank 0's full `value` into `into`, sharded or not. All ranks must call it; the others may give None."""
         with torch.no_grad():
             if not isinstance(into, DTensor):
-                assert value is not None, "one rank has the value"
+                assert value is not None, "a tensor that is not sharded needs a value on every rank"
                 into.copy_(value)
                 return
             full = value if value is not None else torch.empty(into.shape)
-            with _named("spreading weights"):
+            with explain_lost_rank("scattering weights"):
                 full = full.to(device=into.device, dtype=into.dtype)
                 into.copy_(distribute_tensor(full, into.device_mesh, into.placements))
 
     def leave(self) -> None:
+        """Destroys the process groups."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = Ranks()
 
 
-def join_ranks(*, rank: int, size: int, device: str, speech_s: float) -> Ranks:
-    """Meet the other ranks where torchrun's environment says. `speech_s`: the longest silence of rank 0."""
+def join_ranks(*, rank: int, size: int, device: str, command_timeout_s: float) -> Ranks:
+    """Connects to the other ranks at the address in torchrun's environment.
+
+    `command_timeout_s` is the longest time between two commands of rank 0.
+    """
     if size == 1:
-        return ALONE
+        return SINGLE_PROCESS
     kind = torch.device(device).type
     if kind == "cuda":
         torch.cuda.set_device(torch.device(device))
+    collective_timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
-        timeout=timedelta(seconds=COLLECTIVE_S),
+        timeout=collective_timeout,
         device_id=torch.device(device) if kind == "cuda" else None,
     )
     assert (dist.get_rank(), dist.get_world_size()) == (rank, size), "torchrun numbers the ranks"
-    speech = dist.new_group(backend="gloo", timeout=timedelta(seconds=speech_s))
-    return Ranks(rank, size, init_device_mesh(kind, (size,)), speech)
+    commands = dist.new_group(backend="gloo", timeout=timedelta(seconds=command_timeout_s))
+    checkpoints = dist.new_group(backend="gloo", timeout=collective_timeout)
+    return Ranks(rank, size, init_device_mesh(kind, (size,)), commands, checkpoints)
 
 
-class _Agreed(threading.Event):
+class _SharedStop(threading.Event):
     def __init__(self, ranks: Ranks, stop: threading.Event) -> None:
         super().__init__()
         self._ranks, self._stop = ranks, stop
@@ -173,21 +152,25 @@ class _Agreed(threading.Event):
         return self._ranks.largest(float(self._stop.is_set())) > 0
 
 
-def _nothing(like: MicroBatch) -> MicroBatch:
-    """The first two tokens of a micro-batch, and none of them to be learnt from."""
-    parts = {field.name: getattr(like, field.name) for field in fields(like)}
-    return MicroBatch(
-        **{name: value[:1, :2] if name.endswith("_BT") else value[:0] for name, value in parts.items()}
-    )
-
-
 @contextlib.contextmanager
-def _named(doing: str) -> Iterator[None]:
-    """Torch raises RuntimeError for a lost peer and a passed deadline alike."""
+def explain_lost_rank(doing: str) -> Iterator[None]:
+    """Raises RankLost for torch's RuntimeError, which it raises for a lost peer and for a timeout alike."""
     try:
         yield
     except RuntimeError as error:
         raise RankLost(
-            f"{doing}: another rank has ended or did not come in time; its own log says why "
+            f"{doing}: another rank has ended or did not answer in time; its own log says why "
             f"({str(error).strip().splitlines()[0]})"
         ) from error
+
+
+def as_lost_rank(error: RuntimeError, ranks: Ranks) -> Exception:
+    """Returns RankLost for a collective that failed inside a step, where torch's message names only sockets."""
+    message = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+    if ranks.size > 1 and any(
+        word in message.lower() for word in ("gloo", "nccl", "connection", "timed out")
+    ):
+        return RankLost(
+            f"rank {ranks.rank}: another rank has ended or did not answer in time; its log says why ({message})"
+        )
+    return error

@@ -1,10 +1,10 @@
-"""Other trainer sites: updates are taken here, and every H of them merged with what the others' moved (DiLoCo).
+"""Merges this trainer's updates with those of other sites: every H updates one DiLoCo round.
 
-    site A   coordinator, workers ──▶ trainer ──┐   rounds between trainers alone: how far each moved, averaged,
-    site B   coordinator, workers ──▶ trainer ──┘   one outer step, the same weights at all
+    site A   coordinator, workers ──▶ trainer ──┐   a round: the trainers average how far each has moved,
+    site B   coordinator, workers ──▶ trainer ──┘   make one outer step, and all have the same weights
 
-A site's versions, leases and ledger are its own: a batch is trained on once, at the site that made it. The version after
-a merge carries the merged weights, and is published like any other.
+Each site has its own versions, leases and ledger: a batch is trained on once, at the site that made it. The version after
+a merge has the merged weights and is published like any other.
 """
 
 import threading
@@ -23,7 +23,7 @@ from shoal.trainer.optim.learner import Learner
 def make_averager(
     config: DilocoConfig, address: Address, run: str, *, log: Log, stop: threading.Event
 ) -> Averager:
-    """The engine that the run file names. `address`: how this site stands towards the others."""
+    """Creates the averaging engine that the run file names. `address` says where this site listens and whom it joins."""
     if config.engine == "hivemind":
         return PeerAverager(
             HivemindMesh(f"rl-{run}", address),
@@ -52,7 +52,7 @@ def make_averager(
 
 
 class Sites:
-    """This learner among its like. Set as `learner.sites`, it takes the learner's updates."""
+    """Makes the learner's updates and merges them with other sites'. Set it as `learner.sites`."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Sites:
         self._diloco.on_round = self._landed
 
     def join(self) -> None:
-        """Meet the others and, if their state is newer, go on from it."""
+        """Connects to the other sites and takes over their state if it is newer."""
         diloco = self._diloco
         adopted = diloco.join(deadline_s=self._config.deadline_s)
         self._log.info(
@@ -88,22 +88,23 @@ class Sites:
         )
 
     def update(self, num_samples: int) -> None:
-        """The optimiser's step on a gradient of so many samples; and a merge, when one is due."""
+        """Makes one optimizer step on a gradient of `num_samples` samples, and a merge if one is due."""
         self._diloco.saw(num_samples)
         self._diloco.step()
 
     def state(self) -> dict[str, Any]:
-        """All that the next process needs besides weights and AdamW's moments."""
+        """Returns what a resumed process needs besides weights and AdamW's moments."""
         state = self._diloco.state_dict()
         del state["inner"]
         return state
 
     def load(self, state: dict[str, Any]) -> None:
-        """Before `join`, with weights and moments of the same moment in place."""
+        """Restores `state`. Call it before `join`, with the weights and moments of the same checkpoint loaded."""
         self._diloco.load_state_dict({**state, "inner": self._learner.optimizer.state_dict()})
 
     def close(self) -> None:
-        self._diloco.stop = threading.Event()  # what ends here is our part in the swarm, not the process
+        """Leaves the other sites."""
+        self._diloco.stop = threading.Event()  # a set stop event would abort the goodbye to the other sites
         self._diloco.close()
 
     def _landed(self, landed: Landed) -> None:

@@ -1,217 +1,402 @@
-"""Checkpoints that survive a crash at any moment: a folder is complete, or it does not exist.
+"""Snapshots of a learner in host memory, and checkpoints that survive a crash at any moment.
 
-    checkpoints/v000007/weights.safetensors   fp32 master weights
-                        optimizer.pt          AdamW moments, the random state, what is shared with other sites
+    checkpoints/v000007/weights.safetensors   fp32 master weights            } written by a single process
+                        optimizer.pt          AdamW moments, random state    }
                         state.json            version, and the report of the step that made it
-                        manifest.json         BLAKE3 of each of the above; written last
+                        manifest.json         size and BLAKE3 of each of the above; written last
 
-All of it is written and synced in a hidden folder, which is then renamed. A folder whose digests do not fit its
-manifest is passed over with a warning, and the one before it is taken. docs/trainer.md has the format.
+With several ranks, each writes its own shards of weights and moments with torch.distributed.checkpoint: the folder
+`shards/` replaces weights.safetensors, and optimizer.pt has no moments. Both layouts can be loaded by any number of ranks.
 
-Writing goes on in a thread: `begin` returns at once, `finish` when the checkpoint is on the disk. Nothing that others can
-see of a version may happen before its `finish`.
+A checkpoint is written and flushed in a hidden folder, which is then renamed: it is complete or absent. On start, a folder
+whose files do not match its manifest is skipped with a warning, and the one before it is used. docs/trainer.md has the
+format.
+
+Writing happens in a thread: `Checkpoints.begin` returns at once, `finish` returns when the checkpoint is on disk. A version
+must not be served or announced before its `finish`: a crash would then leave others with a version that this trainer lost.
 """
 
 import os
 import re
 import shutil
-from concurrent.futures import Future, ThreadPoolExecutor
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 from blake3 import blake3
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
+from shoal.background import BackgroundTask
+from shoal.files import flush_folder, replace_folder
 from shoal.model.weights import disk_errors
 from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
-from shoal.trainer.io.weight_snapshot import Capture, take, trained
+from shoal.trainer.distributed.ranks import Ranks, explain_lost_rank
 from shoal.trainer.optim.learner import Learner
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import StepReport
 from shoal.wire.record import Record
 
-FileName = Literal["weights.safetensors", "optimizer.pt", "state.json"]
-WEIGHTS: FileName = "weights.safetensors"
-OPTIMIZER: FileName = "optimizer.pt"
-STATE: FileName = "state.json"
-FILES: tuple[FileName, ...] = (WEIGHTS, OPTIMIZER, STATE)
+WEIGHTS = "weights.safetensors"
+OPTIMIZER = "optimizer.pt"
+STATE = "state.json"
+SHARDS = "shards"
 MANIFEST = "manifest.json"
+Format = Literal["shoal/checkpoint/1", "shoal/sharded-checkpoint/1"]
+MOMENTS = ("exp_avg", "exp_avg_sq")
 _FOLDER = re.compile(r"v(\d{6,})")
+_DEVICE_SETTINGS = {"params", "fused", "foreach", "capturable"}
+"""Optimizer settings that say how this device computes. They are not restored: a run may continue on another device."""
 
 
-class State(Record):
+class CheckpointState(Record):
+    """The contents of state.json."""
+
     version: int
     report: StepReport | None
-    """Of the step that made this version; None for version 0. Kept so that an announcement can be repeated."""
+    """The report of the step that made this version; None for version 0. An announcement is repeated with it."""
 
 
 class FileDigest(Record):
-    name: FileName
+    """One line of a checkpoint's manifest."""
+
+    name: str
     num_bytes: int
     blake3: str
 
 
 class CheckpointManifest(Record):
-    format: Literal["shoal/checkpoint/1"]
+    """The contents of manifest.json."""
+
+    format: str
     files: tuple[FileDigest, ...]
 
 
-class Damaged(Exception):
-    """A checkpoint that cannot be used; the message says why."""
+class DamagedCheckpoint(Exception):
+    """A checkpoint that is incomplete or changed; the message says which file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint: every digest was checked."""
+    """A complete checkpoint whose digests were checked."""
 
     folder: Path
-    state: State
+    format: Format
+    state: CheckpointState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSnapshot:
+    """A learner's state at one version, in host memory."""
+
+    version: int
+    weights: dict[str, Tensor]
+    """Whole trained weights by name, float32; on rank 0 only."""
+    optimizer: dict[str, Any]
+    """torch's own state_dict. With several ranks without the moments, which are in the shards."""
+    random: dict[str, Tensor]
+    outer: dict[str, Any] | None = None
+    """The state that is shared with other sites, if there are any (sites.Sites)."""
+    saving: BackgroundTask[None] | None = None
+    """With several ranks: the thread that writes this rank's shards."""
+
+
+def take_snapshot(learner: Learner, shard_folder: Path | None = None) -> LearnerSnapshot:
+    """Copies what a later process needs to host memory. All ranks must call it.
+
+    With several ranks and a `shard_folder`, it also starts a thread that writes this rank's shards to that folder.
+    """
+    ranks = learner.ranks
+    optimizer = learner.optimizer.state_dict()
+    kept = ("step", *MOMENTS) if ranks.size == 1 else ("step",)
+    optimizer["state"] = {
+        index: {name: state[name].to("cpu", copy=True) for name in kept}
+        for index, state in optimizer["state"].items()
+    }
+    random = {"cpu": torch.get_rng_state()}
+    if learner.device.type == "cuda":
+        random["cuda"] = torch.cuda.get_rng_state(learner.device)
+    saving = None
+    if ranks.size > 1 and shard_folder is not None:
+        shards = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors(learner).items()}
+        saving = BackgroundTask("checkpoint-shards", partial(_write_shards, shards, shard_folder, ranks))
+    return LearnerSnapshot(
+        version=learner.version,
+        weights={name: ranks.gather(one) for name, one in learner.trained_parameters().items()},
+        optimizer=optimizer,
+        random=random,
+        outer=None if learner.sites is None else learner.sites.state(),
+        saving=saving,
+    )
 
 
 class Checkpoints:
-    """The newest `keep` checkpoints of one run."""
+    """Writes checkpoints of one run and keeps the newest `keep`. Used on rank 0 only."""
 
     def __init__(self, folder: Path, *, keep: int, log: Log) -> None:
         self._folder = folder
         self._keep = keep
         self._log = log
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[None] | None = None
+        self._writing: BackgroundTask[None] | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
-    def begin(self, capture: Capture, report: StepReport | None) -> None:
-        """Start to write a version; the one before must be finished. `finish` says how it went."""
-        assert self._writing is None, "finish the checkpoint before"
-        self._writing = self._writer.submit(
-            self._write, capture, State(version=capture.version, report=report)
-        )
+    def shard_folder(self, version: int) -> Path:
+        """Creates the hidden folder of a new checkpoint and returns where the ranks write their shards."""
+        partial_folder = self._partial(version)
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        partial_folder.mkdir()
+        return partial_folder / SHARDS
+
+    def begin(self, snapshot: LearnerSnapshot, report: StepReport | None) -> None:
+        """Starts to write a checkpoint. The one before must be finished."""
+        assert self._writing is None, "finish the previous checkpoint first"
+        state = CheckpointState(version=snapshot.version, report=report)
+        self._writing = BackgroundTask(f"checkpoint-{state.version}", partial(self._write, snapshot, state))
 
     def finish(self, deadline_s: float) -> None:
-        """Wait until what `begin` began is on the disk; older ones may be gone then."""
+        """Waits until the checkpoint is on disk; raises the error if writing failed."""
         if self._writing is None:
             return
-        writing, self._writing = self._writing, None
-        try:
-            writing.result(deadline_s)
-        except TimeoutError:
+        if not self._writing.wait(deadline_s):
             raise DeadlinePassed(
                 f"waited {deadline_s:.0f} s for a checkpoint to be written to {self._folder}; is that disk slow or full?"
-            ) from None
+            )
+        writing, self._writing = self._writing, None
+        writing.result()
 
     def save(self, learner: Learner, report: StepReport | None, deadline_s: float = 900.0) -> None:
-        """Write the learner's version and wait for it."""
-        self.begin(take(learner), report)
+        """Writes a checkpoint of a single process's learner and waits for it."""
+        self.begin(take_snapshot(learner), report)
         self.finish(deadline_s)
 
     def close(self) -> None:
-        """Let a checkpoint that is being written be finished."""
-        self._writer.shutdown()
-
-    def _write(self, capture: Capture, state: State) -> None:
-        partial = self._folder / f".v{state.version:06d}.partial"
-        final = self._folder / f"v{state.version:06d}"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        _write_files(partial, capture, state)
-        # Only a damaged checkpoint can stand here: a sound one would have been resumed from.
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(partial, final)
-        _sync(self._folder)
-        self._drop_others(state.version)
+        """Waits for a checkpoint that is being written."""
+        if self._writing is not None:
+            self._writing.wait()
 
     def newest(self) -> Checkpoint | None:
-        """The newest one whose digests fit. Each damaged one that is passed over is named in the log."""
+        """Returns the newest checkpoint whose digests match, or None. Each damaged one is named in the log and skipped.
+
+        Raises ValueError for a checkpoint in a format that this release does not read.
+        """
         for version in sorted(self._versions(), reverse=True):
             folder = self._folder / f"v{version:06d}"
             try:
-                return Checkpoint(folder, _verify(folder, version))
-            except Damaged as damaged:
-                self._log.warning("checkpoint passed over", checkpoint=folder, reason=damaged)
+                return _verify(folder, version)
+            except DamagedCheckpoint as damaged:
+                self._log.warning("damaged checkpoint skipped", checkpoint=folder, reason=damaged)
         return None
+
+    def _write(self, snapshot: LearnerSnapshot, state: CheckpointState) -> None:
+        partial_folder, final = self._partial(state.version), self._folder / f"v{state.version:06d}"
+        if snapshot.saving is None:
+            shutil.rmtree(partial_folder, ignore_errors=True)
+            partial_folder.mkdir()
+        else:
+            snapshot.saving.wait()
+            snapshot.saving.result()
+        _write_files(partial_folder, snapshot, state)
+        # A sound checkpoint of this version would have been resumed from, so what is here is damaged.
+        shutil.rmtree(final, ignore_errors=True)
+        replace_folder(partial_folder, final)
+        self._delete_others(state.version)
+
+    def _partial(self, version: int) -> Path:
+        return self._folder / f".v{version:06d}.partial"
 
     def _versions(self) -> list[int]:
         matches = (_FOLDER.fullmatch(path.name) for path in self._folder.iterdir())
         return [int(match[1]) for match in matches if match]
 
-    def _drop_others(self, saved: int) -> None:
-        # What is newer than a version just saved is damaged, else the run would have gone on from it.
+    def _delete_others(self, saved: int) -> None:
+        # Checkpoints newer than the one just saved are damaged, or the run would have continued from them.
         older = sorted((version for version in self._versions() if version <= saved), reverse=True)
         for version in set(self._versions()) - set(older[: self._keep]):
             shutil.rmtree(self._folder / f"v{version:06d}")
 
 
-def read_capture(checkpoint: Checkpoint, learner: Learner) -> Capture:
-    """What a checkpoint holds; ValueError if it is not for a learner of this shape."""
-    weights = load_file(checkpoint.folder / WEIGHTS)
-    own = trained(learner)
-    if weights.keys() != own.keys() or any(weights[name].shape != own[name].shape for name in own):
+def load_checkpoint(learner: Learner, checkpoint: Checkpoint) -> None:
+    """Sets the learner to the state in a checkpoint. All ranks must call it, and all read the folder.
+
+    Raises ValueError if the checkpoint belongs to another model; the learner is then unchanged.
+    """
+    stored = torch.load(checkpoint.folder / OPTIMIZER, map_location="cpu", weights_only=True)
+    tensors = _tensors(learner, empty=True)
+    if checkpoint.format == "shoal/checkpoint/1":
+        _read_whole(learner, checkpoint.folder, stored["optimizer"]["state"], tensors)
+    else:
+        _read_shards(learner.ranks, checkpoint.folder / SHARDS, tensors)
+    # Written only now: a checkpoint of another model must leave the learner as it was.
+    with torch.no_grad():
+        for name, parameter in learner.trained_parameters().items():
+            parameter.copy_(tensors[f"weights.{name}"])
+    _restore_optimizer(learner, stored["optimizer"], tensors)
+    torch.set_rng_state(stored["rng"])
+    if learner.device.type == "cuda" and "cuda_rng" in stored:
+        torch.cuda.set_rng_state(stored["cuda_rng"], learner.device)
+    learner.version = checkpoint.state.version
+    if learner.sites is not None and "outer" in stored:
+        learner.sites.load(stored["outer"])
+
+
+def _tensors(learner: Learner, *, empty: bool = False) -> dict[str, Tensor]:
+    """Returns this rank's shards of weights and moments, as KIND.PARAMETER. With `empty`, zeros of the same layout.
+
+    Before the first step AdamW has no moments; zeros are equal to that, and every checkpoint has the same names.
+    """
+    found: dict[str, Tensor] = {}
+    for name, parameter in learner.trained_parameters().items():
+        found[f"weights.{name}"] = torch.zeros_like(parameter) if empty else parameter
+        state = {} if empty else learner.optimizer.state.get(parameter, {})
+        for moment in MOMENTS:
+            found[f"{moment}.{name}"] = state[moment] if moment in state else torch.zeros_like(parameter)
+    return found
+
+
+def _restore_optimizer(learner: Learner, stored: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    names = learner.optimizer_names()
+    fused = [group["fused"] for group in learner.optimizer.param_groups for _ in group["params"]]
+    parameters = learner.trained_parameters()
+    learner.optimizer.state.clear()
+    for index, state in stored["state"].items():
+        name = names[index]
+        learner.optimizer.state[parameters[name]] = {
+            # A fused optimizer counts its steps on the device.
+            "step": state["step"].to(learner.device if fused[index] else "cpu"),
+            **{moment: tensors[f"{moment}.{name}"] for moment in MOMENTS},
+        }
+    for group, settings in zip(learner.optimizer.param_groups, stored["param_groups"], strict=True):
+        group.update({key: value for key, value in settings.items() if key not in _DEVICE_SETTINGS})
+
+
+def _read_whole(
+    learner: Learner, folder: Path, moments: dict[int, dict[str, Tensor]], tensors: dict[str, Tensor]
+) -> None:
+    """Fills `tensors` from the whole tensors that a single process wrote."""
+    with safe_open(folder / WEIGHTS, framework="pt", device="cpu") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        _check_shapes(folder, shapes, learner.trained_parameters())
+        indices = {name: index for index, name in enumerate(learner.optimizer_names())}
+        for key, into in tensors.items():
+            kind, name = key.split(".", 1)
+            if kind == "weights":
+                learner.ranks.scatter(file.get_tensor(name), into)
+            elif indices[name] in moments:
+                learner.ranks.scatter(moments[indices[name]][kind], into)
+
+
+def _read_shards(ranks: Ranks, folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Fills `tensors` from shards, however many ranks wrote them."""
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    shapes = {name: tuple(getattr(value, "size", ())) for name, value in stored.items()}
+    _check_shapes(folder.parent, shapes, tensors)
+    with explain_lost_rank("loading a checkpoint"), warnings.catch_warnings():
+        # torch warns that a single process loads alone, which is meant here.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        load_sharded(tensors, checkpoint_id=folder, process_group=ranks.checkpoints, no_dist=ranks.size == 1)
+
+
+def _check_shapes(folder: Path, stored: dict[str, tuple[int, ...]], own: Mapping[str, Tensor]) -> None:
+    if stored != {name: tuple(tensor.shape) for name, tensor in own.items()}:
         raise ValueError(
-            f"{checkpoint.folder} holds another model than the run file names; "
+            f"{folder} holds another model than the run file names; "
             "give the run another folder, or name the model (and lora_rank) it was started with"
         )
-    kept = torch.load(checkpoint.folder / OPTIMIZER, map_location="cpu", weights_only=True)
-    random = {"cpu": kept["rng"]} | ({"cuda": kept["cuda_rng"]} if "cuda_rng" in kept else {})
-    return Capture(
-        version=checkpoint.state.version,
-        weights=weights,
-        optimizer=kept["optimizer"],
-        random=random,
-        outer=kept.get("outer"),
-    )
 
 
-def _write_files(folder: Path, capture: Capture, state: State) -> None:
-    with disk_errors(folder / WEIGHTS):
-        save_file(capture.weights, folder / WEIGHTS)
-    random = {"rng": capture.random["cpu"]}
-    if "cuda" in capture.random:
-        random["cuda_rng"] = capture.random["cuda"]
-    outer = {} if capture.outer is None else {"outer": capture.outer}
+def _write_shards(shards: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
+    """Writes this rank's shards together with the other ranks. `folder` must be on a disk that all ranks share."""
+    try:
+        save_sharded(shards, checkpoint_id=folder, process_group=ranks.checkpoints)
+    except CheckpointException as error:  # a BaseException, which names the first error of each rank
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise OSError(
+            getattr(cause, "errno", None), f"rank {rank} cannot write its shards to {folder}: {cause}"
+        ) from error
+
+
+def _write_files(folder: Path, snapshot: LearnerSnapshot, state: CheckpointState) -> None:
+    """Writes the files of rank 0 and flushes them; the manifest is last."""
+    if snapshot.saving is None:
+        with disk_errors(folder / WEIGHTS):
+            save_file(snapshot.weights, folder / WEIGHTS)
+    stored: dict[str, Any] = {"optimizer": snapshot.optimizer, "rng": snapshot.random["cpu"]}
+    if "cuda" in snapshot.random:
+        stored["cuda_rng"] = snapshot.random["cuda"]
+    if snapshot.outer is not None:
+        stored["outer"] = snapshot.outer
     with disk_errors(folder / OPTIMIZER):
-        torch.save({"optimizer": capture.optimizer, **random, **outer}, folder / OPTIMIZER)
+        torch.save(stored, folder / OPTIMIZER)
     (folder / STATE).write_text(state.model_dump_json(indent=1))
-    for name in FILES:
-        _sync(folder / name)
-    manifest = CheckpointManifest(
-        format="shoal/checkpoint/1",
-        files=tuple(_digest(folder, name) for name in FILES),
-    )
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    if snapshot.saving is not None:
+        _check_all_shards(folder, names)
+    for name in names:
+        _flush_file(folder / name)
+    kind: Format = "shoal/checkpoint/1" if snapshot.saving is None else "shoal/sharded-checkpoint/1"
+    manifest = CheckpointManifest(format=kind, files=tuple(_digest(folder, name) for name in names))
     (folder / MANIFEST).write_text(manifest.model_dump_json(indent=1))
-    _sync(folder / MANIFEST)
-    _sync(folder)
+    _flush_file(folder / MANIFEST)
+    flush_folder(folder)
 
 
-def _verify(folder: Path, version: int) -> State:
-    if missing := [name for name in (*FILES, MANIFEST) if not (folder / name).is_file()]:
-        raise Damaged(f"{', '.join(missing)} is missing")
+def _check_all_shards(folder: Path, names: Iterable[str]) -> None:
+    """Raises ValueError if rank 0 does not see a file that another rank wrote."""
+    metadata = FileSystemReader(folder / SHARDS).read_metadata()
+    written = {f"{SHARDS}/{place.relative_path}" for place in metadata.storage_data.values()}
+    if missing := sorted(written - set(names)):
+        raise ValueError(
+            f"rank 0 does not see {missing[0]} in {folder}, which another rank wrote; "
+            "with ranks on several machines, --dir must be on a disk that all of them share"
+        )
+
+
+def _verify(folder: Path, version: int) -> Checkpoint:
+    """Compares every file with the manifest. Raises DamagedCheckpoint if one is missing or differs."""
     try:
         manifest = CheckpointManifest.parse((folder / MANIFEST).read_bytes())
-        if {entry.name for entry in manifest.files} != set(FILES):
-            raise Damaged(f"its manifest names {[entry.name for entry in manifest.files]}")
+        if manifest.format not in get_args(Format):
+            raise ValueError(
+                f"{folder} has checkpoint format {manifest.format!r}, this release reads {', '.join(get_args(Format))}; "
+                "continue with the release that wrote it, or start a new run in another folder"
+            )
+        weights = WEIGHTS if manifest.format == "shoal/checkpoint/1" else f"{SHARDS}/.metadata"
+        names = {entry.name for entry in manifest.files}
+        if missing := {weights, OPTIMIZER, STATE} - names:
+            raise DamagedCheckpoint(f"its manifest does not name {', '.join(sorted(missing))}")
         for entry in manifest.files:
+            if not (folder / entry.name).is_file():
+                raise DamagedCheckpoint(f"{entry.name} is missing")
             if _digest(folder, entry.name) != entry:
-                raise Damaged(f"{entry.name} is not what the manifest says")
-        state = State.parse((folder / STATE).read_bytes())
+                raise DamagedCheckpoint(f"{entry.name} does not match the manifest")
+        state = CheckpointState.parse((folder / STATE).read_bytes())
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{MANIFEST} is missing") from None
     except Rejected as error:
-        raise Damaged(error.detail) from None
+        raise DamagedCheckpoint(error.detail) from None
     if state.version != version:
-        raise Damaged(f"it holds version {state.version}")
-    return state
+        raise DamagedCheckpoint(f"it holds version {state.version}")
+    checked: Format = manifest.format  # type: ignore[assignment]  # checked above
+    return Checkpoint(folder, checked, state)
 
 
-def _digest(folder: Path, name: FileName) -> FileDigest:
+def _digest(folder: Path, name: str) -> FileDigest:
     path = folder / name
     digest = blake3()
     digest.update_mmap(path)
     return FileDigest(name=name, num_bytes=path.stat().st_size, blake3=digest.hexdigest())
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _flush_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

@@ -1,8 +1,8 @@
-"""The learner: fp32 master weights, their optimiser, and one step of each kind.
+"""The learner: fp32 master weights, their optimizer, and the training step.
 
-A step takes one batch and makes the next version of it, in as many updates as `optimizer_steps` says:
+A step turns one batch into the next version, in `optimizer_steps` updates:
 
-    batch ──▶ parts of whole groups ──▶ packed ──▶ scored before any update ──▶ for each part: gradient, clip, update
+    batch ──▶ minibatches of whole groups ──▶ packed ──▶ scored before any update ──▶ each: gradient, clip, update
 
 N counts the output tokens of a micro-batch.
 """
@@ -10,7 +10,7 @@ N counts the output tokens of a micro-batch.
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -22,38 +22,38 @@ from torch.distributed.tensor import DTensor
 from shoal.model.logprobs import TokenScores
 from shoal.net.waiting import Stopped
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.data.batch import Sample, TrainBatch
-from shoal.trainer.data.pack import MicroBatch
-from shoal.trainer.distributed.ranks import ALONE, Ranks
-from shoal.trainer.optim.loss import Answers, gap_weights, policy_loss, reference_kl, token_weights
-from shoal.trainer.optim.policy import Causal, Policy, score
+from shoal.trainer.data.batch import TrainBatch, TrainSample
+from shoal.trainer.data.pack import MicroBatch, pack_for_rank
+from shoal.trainer.distributed.ranks import SINGLE_PROCESS, Ranks
+from shoal.trainer.optim.loss import AnswerTokens, gap_weights, policy_loss, reference_kl, token_weights
+from shoal.trainer.optim.policy import Causal, TrainerPolicy, score
 from shoal.trainer.optim.reference import Reference
-from shoal.trainer.reporting.step_figures import StepFigures, Sums
+from shoal.trainer.reporting.step_figures import StepFigures, StepSums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    """A micro-batch with what was computed of it before the step's first update."""
+class ScoredMicroBatch:
+    """A micro-batch with the log-probs that are computed before the step's first update."""
 
     micro: MicroBatch
-    """Its behaviour log-probs are those the ratio is taken with."""
+    """Its behaviour log-probs are the denominator of the ratio."""
     correction_N: Tensor | None = None
-    """Weights for the gap between engine and trainer."""
+    """Weights that correct the gap between engine and trainer."""
     reference_N: Tensor | None = None
     """Log-probs under version 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What one update trains on. The counts are of the whole part, on however many processes it lies."""
+class Minibatch:
+    """What one update trains on. `micros` are this rank's share; the counts are over all ranks."""
 
     num_tokens: int
     num_samples: int
-    scored: list[Scored]
+    micros: list[ScoredMicroBatch]
 
 
-class Merging(Protocol):
-    """Updates that are merged with other sites' now and then (sites.Sites)."""
+class SiteMerger(Protocol):
+    """Makes updates and merges them with other sites' at intervals (sites.Sites)."""
 
     def update(self, num_samples: int) -> None: ...
 
@@ -63,7 +63,7 @@ class Merging(Protocol):
 
 
 class Learner:
-    """Master weights of policy version `version`. They stay in float32; what is published is a rounded copy."""
+    """The master weights of policy version `version`, in float32. Published versions are rounded copies."""
 
     def __init__(
         self,
@@ -73,55 +73,67 @@ class Learner:
         temperature: float,
         max_new_tokens: int = 0,
         version: int = 0,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
         if config.recipe.normalisation == "constant" and max_new_tokens < 1:
             raise ValueError('normalisation = "constant" divides by max_new_tokens; give it to the learner')
         self.decoder = decoder
-        """The master weights; of several ranks, each holds a part of every one."""
+        """The model with the master weights; with several ranks each holds a shard of every weight."""
         self.ranks = ranks
-        self.policy = Policy(decoder, config, ranks)
-        """What computes with them."""
+        self.policy = TrainerPolicy(decoder, config, ranks)
+        """Computes log-probs with the master weights."""
         self.config = config
         self.temperature = temperature
         self.max_new_tokens = max_new_tokens
-        """The constant of the "constant" normalisation; other kinds do not need it."""
+        """The divisor of the "constant" normalisation; other kinds do not use it."""
         self.version = version
         self.reference: Reference | None = None
-        """Set by whoever begins or resumes the run, where `kl` is above 0."""
+        """Version 0's weights; must be set before a step if `kl` is above 0."""
         self.optimizer = make_optimizer(decoder, config, learning_rate=config.learning_rate)
-        self.sites: Merging | None = None
-        """Set where this trainer is one of several sites: it then takes the updates."""
+        self.sites: SiteMerger | None = None
+        """Set if this trainer is one of several sites; it then makes the updates."""
 
     @property
     def device(self) -> torch.device:
         return next(self.decoder.parameters()).device
 
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters that train, by name: all of them, or the adapters."""
+        return {name: one for name, one in self.decoder.named_parameters() if one.requires_grad}
+
+    def optimizer_names(self) -> list[str]:
+        """Returns the parameters' names in the optimizer's order, by which its state_dict numbers them."""
+        names = {id(parameter): name for name, parameter in self.decoder.named_parameters()}
+        return [names[id(one)] for group in self.optimizer.param_groups for one in group["params"]]
+
     def step(self, batch: TrainBatch, stop: threading.Event) -> StepFigures:
-        """Version v becomes v + 1. Stopped leaves the version, and the weights where the last update left them."""
+        """Trains on a batch: version v becomes v + 1.
+
+        Raises Stopped if `stop` is set; the version then stays, and finished updates of this step remain in the weights.
+        """
         assert batch.version == self.version, f"batch for {batch.version}, learner at {self.version}"
         started_s = time.monotonic()
-        sums = Sums(self.device)
-        parts = self._prepare(batch, sums, stop)
-        grad_norms = [self._update(parts[index], index, sums, stop) for index in range(len(parts))]
+        sums = StepSums(self.device)
+        minibatches = self._prepare(batch, sums, stop)
+        grad_norms = [self._update(one, index, sums, stop) for index, one in enumerate(minibatches)]
         self.version += 1
         return sums.figures(
             self.ranks,
             grad_norm=max(grad_norms),
             learning_rate=self.optimizer.param_groups[0]["lr"],
-            optimizer_steps=len(parts),
+            optimizer_steps=len(minibatches),
             train_s=time.monotonic() - started_s,
         )
 
-    def _update(self, part: Part, index: int, sums: Sums, stop: threading.Event) -> float:
-        """One step of the optimiser; the gradient's norm before clipping."""
+    def _update(self, minibatch: Minibatch, index: int, sums: StepSums, stop: threading.Event) -> float:
+        """Makes one optimizer step and returns the gradient's norm before clipping."""
         config = self.config
         number = self.version * config.optimizer_steps + index
         for group in self.optimizer.param_groups:
-            group["lr"] = warmed_up(config.learning_rate, step=number, warmup_steps=config.warmup_steps)
+            group["lr"] = warmup_rate(config.learning_rate, step=number, warmup_steps=config.warmup_steps)
         self.optimizer.zero_grad(set_to_none=True)
-        # What a worker-scored batch says of the gap is true only until the first update.
-        self._accumulate(part, sums, stop, with_gap=config.behaviour == "worker" and index == 0)
+        # The gap to the worker's log-probs can be measured only until the first update changes the weights.
+        self._accumulate(minibatch, sums, stop, with_gap=config.behaviour == "worker" and index == 0)
         grad_norm = clip_gradient(self.decoder, config.clip_norm)
         if not math.isfinite(grad_norm):
             raise ArithmeticError(
@@ -131,43 +143,46 @@ class Learner:
         if self.sites is None:
             self.optimizer.step()
         else:
-            self.sites.update(part.num_samples)
+            self.sites.update(minibatch.num_samples)
         return grad_norm
 
-    def _prepare(self, batch: TrainBatch, sums: Sums, stop: threading.Event) -> list[Part]:
-        """The batch in parts, packed, and scored where the recipe asks for it."""
-        parts = [
-            Part(
+    def _prepare(self, batch: TrainBatch, sums: StepSums, stop: threading.Event) -> list[Minibatch]:
+        """Splits and packs the batch, and scores it if the recipe needs recomputed or reference log-probs."""
+        minibatches = [
+            Minibatch(
                 num_tokens=sum(sample.num_outputs for sample in samples),
                 num_samples=len(samples),
-                scored=[Scored(micro=micro) for micro in self._micro_batches(samples)],
+                micros=[ScoredMicroBatch(micro=micro) for micro in self.micro_batches(samples)],
             )
             for samples in batch.split(self.config.optimizer_steps)
         ]
         if self.config.behaviour == "recompute":
-            parts = self._each(parts, lambda scored: self._recomputed(scored, sums), stop)
+            minibatches = self._score(minibatches, lambda scored: self._recompute(scored, sums), stop)
         if self.config.kl:
-            assert self.reference is not None, "kl is above 0, and nobody set the reference"
-            with self.reference.in_place_of(self.decoder, self.policy.reread):
-                parts = self._each(parts, self._with_reference, stop)
-        return parts
+            assert self.reference is not None, "kl is above 0, but no reference is set"
+            with self.reference.in_place_of(self.decoder, self.policy.reshard):
+                minibatches = self._score(minibatches, self._with_reference, stop)
+        return minibatches
 
-    def _each(
-        self, parts: list[Part], change: Callable[[Scored], Scored], stop: threading.Event
-    ) -> list[Part]:
-        """Every micro-batch changed, without gradient."""
+    def _score(
+        self,
+        minibatches: list[Minibatch],
+        change: Callable[[ScoredMicroBatch], ScoredMicroBatch],
+        stop: threading.Event,
+    ) -> list[Minibatch]:
+        """Applies `change` to every micro-batch, without gradient."""
         changed = []
         with torch.no_grad():
-            for part in parts:
-                scored = []
-                for one in part.scored:
+            for minibatch in minibatches:
+                micros = []
+                for scored in minibatch.micros:
                     self._check(stop)
-                    scored.append(change(one))
-                changed.append(replace(part, scored=scored))
+                    micros.append(change(scored))
+                changed.append(replace(minibatch, micros=micros))
         return changed
 
-    def _recomputed(self, scored: Scored, sums: Sums) -> Scored:
-        """Behaviour log-probs of the policy as it is now; how far the worker's lie from them, and what to do about it."""
+    def _recompute(self, scored: ScoredMicroBatch, sums: StepSums) -> ScoredMicroBatch:
+        """Replaces the worker's log-probs by the current policy's, measures the gap, and computes its correction."""
         config, micro = self.config, scored.micro.to(self.device)
         logprobs_N = output_logprobs(self.policy, micro, temperature=self.temperature)
         sums.add_gap(logprobs_N, micro.behaviour_N, micro.lags_N)
@@ -189,35 +204,40 @@ class Learner:
             scored, micro=replace(scored.micro, behaviour_N=logprobs_N.cpu()), correction_N=correction_N
         )
 
-    def _with_reference(self, scored: Scored) -> Scored:
+    def _with_reference(self, scored: ScoredMicroBatch) -> ScoredMicroBatch:
         micro = scored.micro.to(self.device)
         return replace(scored, reference_N=output_logprobs(self.policy, micro, temperature=self.temperature))
 
-    def _micro_batches(self, samples: tuple[Sample, ...]) -> list[MicroBatch]:
-        """What this process computes of a part's samples."""
-        return self.ranks.share(
+    def micro_batches(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
+        """Returns this rank's packed share of the samples."""
+        return pack_for_rank(
             samples,
+            self.ranks,
             row_tokens=self.config.row_tokens,
             rows_per_micro_batch=self.config.rows_per_micro_batch,
         )
 
-    def _accumulate(self, part: Part, sums: Sums, stop: threading.Event, *, with_gap: bool) -> None:
-        """Gradients of a whole part, one micro-batch after another."""
-        for scored in part.scored:
+    def _accumulate(
+        self, minibatch: Minibatch, sums: StepSums, stop: threading.Event, *, with_gap: bool
+    ) -> None:
+        """Accumulates the gradient of a minibatch over its micro-batches."""
+        for scored in minibatch.micros:
             self._check(stop)
             micro = scored.micro.to(self.device)
             scores = output_scores(self.policy, micro, temperature=self.temperature)
             if with_gap:
                 sums.add_gap(scores.logprobs_N, micro.behaviour_N, micro.lags_N)
-            loss = self._loss(part, replace(scored, micro=micro), scores, sums)
+            loss = self._loss(minibatch, replace(scored, micro=micro), scores, sums)
             loss.backward()  # type: ignore[no-untyped-call]
 
-    def _loss(self, part: Part, scored: Scored, scores: TokenScores, sums: Sums) -> Tensor:
-        """A micro-batch's share of its part's loss, a number."""
+    def _loss(
+        self, minibatch: Minibatch, scored: ScoredMicroBatch, scores: TokenScores, sums: StepSums
+    ) -> Tensor:
+        """Returns a micro-batch's share of its minibatch's loss, as a scalar."""
         config, micro, logprobs_N = self.config, scored.micro, scores.logprobs_N
         policy = policy_loss(
             logprobs_N,
-            Answers(
+            AnswerTokens(
                 behaviour_N=micro.behaviour_N, advantages_N=micro.advantages_N, samples_N=micro.samples_N
             ),
             config,
@@ -232,8 +252,8 @@ class Learner:
         weights_N = token_weights(
             config.recipe.normalisation,
             micro.samples_N,
-            num_tokens=part.num_tokens,
-            num_samples=part.num_samples,
+            num_tokens=minibatch.num_tokens,
+            num_samples=minibatch.num_samples,
             constant=self.max_new_tokens,
         )
         loss = (loss_N * weights_N).sum()
@@ -250,38 +270,38 @@ class Learner:
             raise Stopped(f"stopped in the step from version {self.version}")
 
 
-def output_logprobs(model: Policy | Causal, micro: MicroBatch, *, temperature: float) -> Tensor:
-    """Log-prob of every output token of a micro-batch, with gradient."""
+def output_logprobs(model: TrainerPolicy | Causal, micro: MicroBatch, *, temperature: float) -> Tensor:
+    """Returns the log-prob of every output token of a micro-batch, with gradient."""
     return output_scores(model, micro, temperature=temperature).logprobs_N
 
 
-def output_scores(model: Policy | Causal, micro: MicroBatch, *, temperature: float) -> TokenScores:
-    """Log-prob and entropy of every output token of a micro-batch, with gradient."""
-    if isinstance(model, Policy):
+def output_scores(model: TrainerPolicy | Causal, micro: MicroBatch, *, temperature: float) -> TokenScores:
+    """Returns log-prob and entropy of every output token of a micro-batch, with gradient."""
+    if isinstance(model, TrainerPolicy):
         return model.scores(micro, temperature)
     return score(model, micro, temperature)
 
 
 def make_optimizer(model: nn.Module, config: TrainerConfig, *, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW; biases and norms are not decayed, as is the custom, and frozen weights are none of its business."""
+    """Returns AdamW over the trained parameters. Biases and norms are not decayed, as is usual."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [one for one in trained if one.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [one for one in trained if one.ndim < 2], "weight_decay": 0.0},
     ]
-    fused = all(one.is_cuda for one in trained) or None  # None: torch's own choice
+    fused = all(one.is_cuda for one in trained) or None  # None lets torch choose
     optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=config.betas, fused=fused)
-    # The fused kernel writes to weights without leaving a trace, and a working copy goes by the trace.
+    # The fused kernel does not count its writes in `_version`, by which WorkingCopy.refresh detects new weights.
     optimizer.register_step_post_hook(lambda *_: increment_version(trained))
     return optimizer
 
 
-def warmed_up(learning_rate: float, *, step: int, warmup_steps: int) -> float:
-    """The rate of step number `step`, counted from 0: linear up to `warmup_steps`, then constant."""
+def warmup_rate(learning_rate: float, *, step: int, warmup_steps: int) -> float:
+    """Returns the learning rate of step number `step`, counted from 0: linear up to `warmup_steps`, then constant."""
     return learning_rate * min(1.0, (step + 1) / (warmup_steps + 1))
 
 
 def clip_gradient(model: nn.Module, clip_norm: float) -> float:
-    """Scale the gradient down to `clip_norm` at most; its norm before, over all ranks."""
+    """Scales the gradient to a norm of at most `clip_norm`; returns its norm before, over all ranks."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

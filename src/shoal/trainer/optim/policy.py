@@ -1,19 +1,27 @@
-"""What scores packed rows: the model itself, a bfloat16 copy of it, or its shards on many ranks.
+"""Computes log-probs of packed rows with the master weights, in one of three ways; and low-rank adapters.
 
-    exact     float32 weights compute; what CPUs and tests use
-    copy      one device: a bfloat16 copy computes, its gradients are added up in float32 on the master weights
-    sharded   FSDP2: every rank holds a part of the master weights, layers are gathered in bfloat16 (or float32) as they
-              are needed, gradients are added up over the ranks in float32
+    exact     the float32 weights compute; used on CPUs and in tests
+    copy      one device: a bfloat16 copy computes, and its gradients are added in float32 to the master weights'
+    sharded   FSDP2: every rank holds a shard of the master weights; layers are gathered in `compute_dtype` when needed,
+              and gradients are summed over the ranks in float32
 
-The master weights are the given model's parameters in all three, under the same names.
+In all three the master weights are the given model's parameters, under the same names.
+
+Adapters (peft) train two thin matrices beside every linear layer. What is published has W's own name, so that workers,
+relays and validators need not know about adapters:
+
+    y = x W' + (alpha / rank) x A' B'         trained, with W frozen
+    W + (alpha / rank) B A                    published
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -27,23 +35,24 @@ from shoal.trainer.distributed.ranks import Ranks
 
 Causal = Decoder | Foreign
 
-# Attention is most of a long row's work and little of its memory: its results are kept, all else is computed again.
+# Attention takes most of a long row's time and little of its memory: its results are kept, the rest is recomputed.
 _KEPT = {
     torch.ops.aten._flash_attention_forward.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
+_A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 def score(model: Causal, micro: MicroBatch, temperature: float) -> TokenScores:
-    """Log-prob and entropy of every output token of a micro-batch, with gradient."""
+    """Returns log-prob and entropy of every output token of a micro-batch, with gradient."""
     hidden_BTH = model(micro.tokens_BT, micro.positions_BT, segments_BT=micro.segments_BT)
     hidden_NH = hidden_BTH.flatten(0, 1)[micro.predictors_N]
     return token_scores(model, hidden_NH, micro.targets_N, temperature=temperature)
 
 
 class Scorer(nn.Module):
-    """`score` as a module: what FSDP2 gathers before its forward is there for head and embedding alike."""
+    """`score` as a module, so that FSDP2 gathers head and embedding before its forward."""
 
     def __init__(self, model: Causal) -> None:
         super().__init__()
@@ -53,8 +62,8 @@ class Scorer(nn.Module):
         return score(self.model, micro, temperature)
 
 
-class Policy:
-    """Scores with the weights of `master` as they are now."""
+class TrainerPolicy:
+    """Computes log-probs with the current weights of `master`."""
 
     def __init__(self, master: Causal, config: TrainerConfig, ranks: Ranks) -> None:
         dtype = DTYPES[config.compute_dtype]
@@ -72,13 +81,14 @@ class Policy:
             shard(self._scorer, computing.blocks(), dtype, ranks)
 
     def scores(self, micro: MicroBatch, temperature: float) -> TokenScores:
+        """Returns log-prob and entropy of every output token, with gradient to the master weights."""
         if self._copy is not None:
             self._copy.refresh()
         result: TokenScores = self._scorer(micro, temperature)
         return result
 
-    def reread(self) -> None:
-        """Let go of what is gathered of the master weights on this device: somebody is about to write to them."""
+    def reshard(self) -> None:
+        """Frees gathered weights. Call it before writing to the master weights, or old gathered values would be used."""
         from torch.distributed.fsdp import FSDPModule
 
         for module in self._scorer.modules():
@@ -87,22 +97,22 @@ class Policy:
 
 
 class WorkingCopy:
-    """A copy in another dtype. Its gradients go to the master's as soon as each is complete."""
+    """A copy of the model in another dtype. Each of its gradients moves to the master weight as soon as it is complete."""
 
     def __init__(self, master: Causal, dtype: torch.dtype) -> None:
         self.model = copy.deepcopy(master)
         for parameter in self.model.parameters():
-            # Not model.to(dtype): that would round tables too, and a rotation by a rounded frequency is another rotation.
+            # Not model.to(dtype): that would also round the buffers, and rounded rotary frequencies change the model.
             parameter.data = parameter.data.to(dtype)
         self._masters = list(master.parameters())
         self._copies = list(self.model.parameters())
         self._seen = -1
         for one, of in zip(self._copies, self._masters, strict=True):
             if one.requires_grad:
-                one.register_post_accumulate_grad_hook(partial(_hand_over, of))  # type: ignore[no-untyped-call]
+                one.register_post_accumulate_grad_hook(partial(_move_gradient, of))  # type: ignore[no-untyped-call]
 
     def refresh(self) -> None:
-        """Take over the master's weights if anything has written to them since the last time."""
+        """Copies the master weights if anything has written to them since the last call."""
         seen = sum(parameter._version for parameter in self._masters)
         if seen != self._seen:
             with torch.no_grad():
@@ -110,9 +120,9 @@ class WorkingCopy:
             self._seen = seen
 
 
-def _hand_over(master: Tensor, one: Tensor) -> None:
+def _move_gradient(master: Tensor, one: Tensor) -> None:
     gradient, one.grad = one.grad, None
-    assert gradient is not None, "called when the gradient is complete"
+    assert gradient is not None, "the hook runs when the gradient is complete"
     if master.grad is None:
         master.grad = gradient.to(master.dtype)
     else:
@@ -120,29 +130,29 @@ def _hand_over(master: Tensor, one: Tensor) -> None:
 
 
 def shard(scorer: Scorer, blocks: list[nn.Module], dtype: torch.dtype, ranks: Ranks) -> None:
-    """Cut every parameter over the ranks, in place; each block is gathered and let go on its own."""
+    """Shards every parameter over the ranks, in place. Each block is gathered and freed on its own."""
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     assert ranks.mesh is not None, "more than one rank has a mesh"
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in blocks:
         fully_shard(block, mesh=ranks.mesh, mp_policy=precision)
-    # The root holds embedding, norm and head, which the backward pass needs at once: kept after the forward.
+    # The root holds embedding, norm and head, which the backward pass needs first: they stay gathered after the forward.
     fully_shard(scorer, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=False)
     for module in scorer.modules():
         if isinstance(module, FSDPModule):
-            # A micro-batch's loss is its share of the batch's, so gradients add up: no mean over ranks.
+            # Each rank's loss is its share of the whole loss, so gradients are summed, not averaged over ranks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
 def _adapt(block: nn.Module, config: TrainerConfig) -> None:
-    """Compile a block, and compute it again in the backward pass, as asked. Its parameters and names stay."""
+    """Replaces a block's forward by a compiled or recomputed one, as configured. Parameter names stay."""
     forward: Callable[..., Any] = block.forward
     if config.compile:
         forward = torch.compile(forward)
     if config.activation_checkpointing:
-        # A compiled block is one piece: there is nothing inside it to keep.
+        # A compiled block is a single operation, so there are no inner results to keep.
         keep = partial(create_selective_checkpoint_contexts, _keep)
         again = partial(checkpoint, forward, use_reentrant=False)
         forward = again if config.compile else partial(again, context_fn=keep)
@@ -151,3 +161,42 @@ def _adapt(block: nn.Module, config: TrainerConfig) -> None:
 
 def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def add_adapters(model: Causal, config: TrainerConfig) -> None:
+    """Adds adapters beside every linear layer of every block, in place, and freezes all other weights."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise ValueError(f"lora_rank={config.lora_rank} needs peft: pip install 'shoal-rl[lora]'") from None
+    inside = {id(module) for block in model.blocks() for module in block.modules()}
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and id(module) in inside
+    ]
+    if not names:
+        raise ValueError(
+            f"lora_rank={config.lora_rank}: this model's blocks hold no nn.Linear; train all weights (lora_rank=0)"
+        )
+    settings = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=names)
+    inject_adapter_in_model(settings, model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith((_A, _B)))
+
+
+def merge_adapters(
+    base: Path, adapters: Mapping[str, Tensor], config: TrainerConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields every tensor of the file `base`, with its adapter's product added if it has one."""
+    scale = config.lora_alpha / config.lora_rank
+    unused = set(adapters)
+    with safe_open(base, framework="pt", device="cpu") as file:
+        for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
+            stem = name.removesuffix(".weight")
+            weight: Tensor = file.get_tensor(name).float()
+            if stem + _A in unused:
+                weight += scale * (adapters[stem + _B].float() @ adapters[stem + _A].float())
+                unused -= {stem + _A, stem + _B}
+            yield name, weight
+    assert not unused, f"adapters of layers that the base does not have: {sorted(unused)[:2]}"

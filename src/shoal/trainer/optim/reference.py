@@ -1,8 +1,8 @@
 """The reference policy of the KL term: the weights of version 0, kept in host memory.
 
-They need no second model on the device. To score, they change places with the learner's for as long as it takes; the
-swap is exact. Of several ranks, each keeps its own part. On disk they are one safetensors file, so that a resumed run has
-the same reference.
+They need no second model on the device: while the reference scores a batch, its weights are swapped with the learner's;
+the swap is exact. With several ranks each keeps its own shards. On disk they are one safetensors file, so that a resumed
+run has the same reference.
 """
 
 import os
@@ -20,8 +20,8 @@ from shoal.model.weights import disk_errors
 Weights = dict[str, Tensor]
 
 
-def kept_weights(path: Path, weights: Weights, version: int) -> Weights:
-    """The weights in the file at `path`; at version 0, where there is none yet, `weights`, which are written there."""
+def load_reference(path: Path, weights: Weights, version: int) -> Weights:
+    """Returns the weights in the file at `path`. At version 0 there is no file yet: writes `weights` there."""
     if path.exists():
         return load_file(path)
     if version != 0:
@@ -29,6 +29,7 @@ def kept_weights(path: Path, weights: Weights, version: int) -> Weights:
             f"no {path}: the KL term needs the weights of version 0, and this trainer is at version {version}; "
             "set kl = 0, or start a new run"
         )
+    # Not shoal.files.write_atomically: safetensors writes to a path, and its bytes in memory would double the weights.
     partial = path.with_name(f".{path.name}.partial")
     with disk_errors(path):
         save_file(weights, partial)
@@ -37,33 +38,34 @@ def kept_weights(path: Path, weights: Weights, version: int) -> Weights:
 
 
 class Reference:
-    """What of a model's trained weights this process holds, as it was at some time."""
+    """A copy in host memory of this rank's shards of a model's trained weights."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._weights = {name: part.to("cpu", copy=True) for name, part in _parts(model).items()}
+        self._weights = {name: shard.to("cpu", copy=True) for name, shard in _shards(model).items()}
 
     @contextmanager
-    def in_place_of(self, model: nn.Module, reread: Callable[[], None]) -> Iterator[None]:
-        """Inside, `model` has these weights; afterwards, whatever happens, its own.
+    def in_place_of(self, model: nn.Module, reshard: Callable[[], None]) -> Iterator[None]:
+        """Gives `model` these weights inside the block, and its own again afterwards, also after an error.
 
-        `reread` lets go of what a device has gathered of the weights: it would hide the ranks' parts, and outlive them.
+        `reshard` frees gathered weights, which would otherwise be used instead of the swapped shards.
         """
-        reread()
+        reshard()
         own = Reference(model)
         try:
             self.copy_to(model)
             yield
         finally:
-            reread()
+            reshard()
             own.copy_to(model)
 
     def copy_to(self, model: nn.Module) -> None:
+        """Writes these weights into the model's parameters."""
         with torch.no_grad():
-            for name, part in _parts(model).items():
-                part.copy_(self._weights[name])
+            for name, shard in _shards(model).items():
+                shard.copy_(self._weights[name])
 
 
-def _parts(model: nn.Module) -> Weights:
+def _shards(model: nn.Module) -> Weights:
     with torch.no_grad():
         return {
             name: parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()

@@ -1,7 +1,7 @@
 """Supervised warm-up before version 0: cross-entropy on the task's own answers.
 
-A model of random weights never earns a reward, and a group without reward has no signal. A few dozen such steps
-teach it the form of an answer; reinforcement learning then has something to prefer.
+A model with random weights never earns a reward, and a group whose rewards are all equal teaches nothing. A few dozen
+supervised steps teach the form of an answer, so that some answers are right and reinforcement learning can begin.
 """
 
 import random
@@ -12,20 +12,19 @@ from shoal.net.waiting import Stopped
 from shoal.tasks import Task
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.data.batch import Sample
-from shoal.trainer.optim.learner import Learner, clip_gradient, make_optimizer, output_logprobs, warmed_up
+from shoal.trainer.data.batch import TrainSample
+from shoal.trainer.optim.learner import Learner, clip_gradient, make_optimizer, output_logprobs, warmup_rate
 
-BATCH = 64
-"""Problems a step."""
+PROBLEMS_PER_STEP = 64
 
 
 def warm_up(learner: Learner, task: Task, tokenizer: Tokenizer, *, log: Log, stop: threading.Event) -> None:
-    """`supervised_steps` steps with an optimiser of their own; the learner's starts fresh at version 0."""
+    """Makes `supervised_steps` steps with a separate optimizer; the learner's own starts fresh at version 0."""
     config = learner.config
     optimizer = make_optimizer(learner.decoder, config, learning_rate=config.supervised_learning_rate)
     for step in range(config.supervised_steps):
-        samples = [answered(task, tokenizer, seed) for seed in _problem_seeds(config, step)]
-        rate = warmed_up(
+        samples = [answered_problem(task, tokenizer, seed) for seed in _problem_seeds(config, step)]
+        rate = warmup_rate(
             config.supervised_learning_rate, step=step, warmup_steps=config.supervised_steps // 10
         )
         for group in optimizer.param_groups:
@@ -38,12 +37,12 @@ def warm_up(learner: Learner, task: Task, tokenizer: Tokenizer, *, log: Log, sto
             log.info("supervised warm-up", step=step + 1, of=config.supervised_steps, loss=loss)
 
 
-def answered(task: Task, tokenizer: Tokenizer, seed: int) -> Sample:
-    """A training problem with its right answer."""
+def answered_problem(task: Task, tokenizer: Tokenizer, seed: int) -> TrainSample:
+    """Returns a training problem with its right answer as a sample."""
     problem = task.problem("train", seed)
     prompt = tokenizer.encode_prompt(problem.prompt, chat=task.chat)
     answer = tokenizer.encode_answer(problem.answer)
-    return Sample(
+    return TrainSample(
         tokens=(*prompt, *answer),
         prompt_len=len(prompt),
         logprobs=(0.0,) * len(answer),
@@ -54,17 +53,13 @@ def answered(task: Task, tokenizer: Tokenizer, seed: int) -> Sample:
 
 def _problem_seeds(config: TrainerConfig, step: int) -> list[int]:
     rng = random.Random(f"supervised/{config.seed}/{step}")
-    return [rng.getrandbits(63) for _ in range(BATCH)]
+    return [rng.getrandbits(63) for _ in range(PROBLEMS_PER_STEP)]
 
 
-def _accumulate(learner: Learner, samples: list[Sample], stop: threading.Event) -> float:
+def _accumulate(learner: Learner, samples: list[TrainSample], stop: threading.Event) -> float:
     num_tokens = sum(sample.num_outputs for sample in samples)
     total = 0.0
-    for micro in learner.ranks.share(
-        samples,
-        row_tokens=learner.config.row_tokens,
-        rows_per_micro_batch=learner.config.rows_per_micro_batch,
-    ):
+    for micro in learner.micro_batches(samples):
         if stop.is_set():
             raise Stopped("stopped in the supervised warm-up")
         logprobs_N = output_logprobs(learner.policy, micro.to(learner.device), temperature=1.0)

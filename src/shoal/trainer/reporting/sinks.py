@@ -1,15 +1,15 @@
-"""Where a run's figures go besides metrics.jsonl: TensorBoard, a Prometheus endpoint, Weights & Biases.
+"""Sends a run's figures to TensorBoard, a Prometheus endpoint or Weights & Biases, besides metrics.jsonl.
 
-Each is named in the run file and takes the numbers of every event, under `shoal/` and by policy version. Packages that
-not everybody has are imported here, when they are asked for.
+The run file names the sinks. Each gets the numbers of every event, under `shoal/` and by policy version. Optional packages
+are imported only when a sink needs them.
 """
 
 import importlib
-import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,7 +22,7 @@ PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
 
 
 def open_sinks(names: Iterable[str], *, folder: Path, run: str) -> list[Sink]:
-    """The sinks a run file names; ValueError says what is missing for one."""
+    """Opens the sinks that a run file names. Raises ValueError if a package is missing."""
     sinks: list[Sink] = []
     for name in names:
         kind, _, where = name.partition(":")
@@ -38,14 +38,14 @@ def open_sinks(names: Iterable[str], *, folder: Path, run: str) -> list[Sink]:
 
 
 def check_packages(names: Iterable[str]) -> None:
-    """ValueError for a sink whose package is not installed; before anything is waited for."""
+    """Raises ValueError for a sink whose package is not installed, before the run waits for anything."""
     for name in names:
         if name in PACKAGES:
             _import(PACKAGES[name], asked_for=name)
 
 
 def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among the values; a list of numbers (rollouts by lag) becomes one each."""
+    """Returns the numbers among the values; each element of a list (rollouts by lag) gets its own name."""
     found: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -64,12 +64,14 @@ def _import(module: str, *, asked_for: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ValueError(
-            f'metrics = ["{asked_for}"] needs a package that is not here ({error}): '
+            f'metrics = ["{asked_for}"] needs a package that is not installed ({error}): '
             f"pip install 'shoal-rl[{asked_for}]'"
         ) from None
 
 
 class TensorBoardSink:
+    """Writes event files for TensorBoard."""
+
     def __init__(self, folder: Path) -> None:
         board = _import(PACKAGES["tensorboard"], asked_for="tensorboard")
         self._writer = board.SummaryWriter(str(folder))
@@ -88,15 +90,16 @@ class TensorBoardSink:
 
 
 class PrometheusSink:
-    """GET /metrics in Prometheus's text format: the newest number of each name, and how many warnings of each kind."""
+    """Serves GET /metrics for Prometheus: the newest value of each number, and the count of warnings by kind."""
 
     def __init__(self, host: str, port: int, *, run: str) -> None:
         self._run = run
-        self._lock = threading.Lock()
-        self._gauges: dict[str, float] = {}
-        self._warnings: dict[str, int] = {}
-        app = Starlette(routes=[Route("/metrics", self._answer)])
-        self._server = Server(app, listen(host, port))
+        self._registry = CollectorRegistry()
+        self._gauges: dict[str, Gauge] = {}
+        self._warnings = Counter(
+            "shoal_warnings", "Early warnings by kind.", ["run", "kind"], registry=self._registry
+        )
+        self._server = Server(Starlette(routes=[Route("/metrics", self._answer)]), listen(host, port))
         self._server.start()
 
     @property
@@ -104,36 +107,25 @@ class PrometheusSink:
         return self._server.port
 
     def write(self, event: str, values: Mapping[str, Any]) -> None:
-        with self._lock:
-            if event == "warning":
-                kind = str(values["kind"])
-                self._warnings[kind] = self._warnings.get(kind, 0) + 1
-            else:
-                self._gauges |= numbers_of(values)
+        if event == "warning":
+            self._warnings.labels(self._run, str(values["kind"])).inc()
+            return
+        for name, number in numbers_of(values).items():
+            if name not in self._gauges:
+                self._gauges[name] = Gauge(
+                    f"shoal_{name}", f"Newest {name}.", ["run"], registry=self._registry
+                )
+            self._gauges[name].labels(self._run).set(number)
 
     def close(self) -> None:
         self._server.close()
 
-    def text(self) -> str:
-        with self._lock:
-            gauges, warnings = dict(self._gauges), dict(self._warnings)
-        lines = []
-        for name, number in sorted(gauges.items()):
-            lines += [f"# TYPE shoal_{name} gauge", f'shoal_{name}{{run="{self._run}"}} {number!r}']
-        if warnings:
-            lines.append("# TYPE shoal_warnings_total counter")
-            lines += [
-                f'shoal_warnings_total{{run="{self._run}",kind="{kind}"}} {count}'
-                for kind, count in sorted(warnings.items())
-            ]
-        return "\n".join([*lines, ""])
-
     def _answer(self, request: Request) -> Response:
-        return Response(self.text(), media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 class WandbSink:
-    """Weights & Biases; its own environment variables say where and as whom. Only if the run file asks for it."""
+    """Logs to Weights & Biases, whose own environment variables set the server and the account."""
 
     def __init__(self, folder: Path, *, run: str) -> None:
         wandb = _import(PACKAGES["wandb"], asked_for="wandb")

@@ -1,19 +1,20 @@
-"""What a step says of itself: sums over its micro-batches, and the figures they come to.
+"""The figures of a step: sums over its micro-batches, the figures computed from them, and the report that is sent.
 
-Everything is added up in one tensor on the device, so that no micro-batch waits for a number to reach the host, and so
-that several ranks can add theirs together: `totals_F` by sum, `gap_max` by maximum.
+The sums are kept in one tensor on the device, so that no micro-batch waits for a number to reach the host.
 
 N counts the output tokens of one micro-batch, F the sums.
 """
 
-from dataclasses import dataclass
-from types import SimpleNamespace
+from collections import Counter
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
+from shoal.trainer.data.batch import TrainBatch
 from shoal.trainer.distributed.ranks import Ranks
 from shoal.trainer.optim.loss import MAX_LOG_RATIO
+from shoal.wire.messages import StepReport
 
 SUMS = (
     "loss",
@@ -33,7 +34,7 @@ SUMS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFigures:
-    """What one step can say of itself; StepReport in wire/messages.py has the same words."""
+    """What the learner measured in one step. StepReport in wire/messages has the same names."""
 
     loss: float
     grad_norm: float
@@ -43,32 +44,33 @@ class StepFigures:
     entropy: float
     kl: float
     logprob_gap: float
-    """Mean |worker's - trainer's| log-prob before the first update: over the tokens of lag 0, or over all if none is."""
+    """Mean |worker's - trainer's| log-prob before the first update, over the tokens of lag 0, or over all if there are none."""
     logprob_gap_max: float
     logprob_gap_kl: float
     gap_fresh_tokens: int
-    """Tokens of lag 0 that the gap was measured on; 0: it is over stale ones, and also how far the policy has moved."""
+    """Tokens of lag 0 in `logprob_gap`. If 0, the gap is over stale tokens and includes how far the policy has moved."""
     learning_rate: float
     optimizer_steps: int
     train_s: float
 
 
-class Sums:
-    """Figures of a batch, added up over its micro-batches."""
+class StepSums:
+    """Sums of one step over its micro-batches, on this rank."""
 
     def __init__(self, device: torch.device) -> None:
         self.totals_F = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         self.gap_max = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, **values: Tensor) -> None:
+        """Adds values to the sums of these names."""
         for name, value in values.items():
             self.totals_F[SUMS.index(name)] += value.detach().double()
 
     def add_gap(self, trainer_N: Tensor, worker_N: Tensor, lags_N: Tensor) -> None:
-        """How far the engine's log-probs lie from the trainer's, before it changed its weights."""
+        """Adds the gap between the engine's and the trainer's log-probs. Call it before the weights change."""
         difference_N = (trainer_N - worker_N).detach().double()
         gap_N = difference_N.abs()
-        # k3 once more: from the engine, which drew these tokens, to the trainer.
+        # The k3 estimate of the KL divergence from the engine, which sampled these tokens, to the trainer.
         kl_N = difference_N.clamp(max=MAX_LOG_RATIO).exp() - difference_N - 1
         fresh_N = (lags_N == 0).double()
         if gap_N.numel():
@@ -85,9 +87,8 @@ class Sums:
     def figures(
         self, ranks: Ranks, *, grad_norm: float, learning_rate: float, optimizer_steps: int, train_s: float
     ) -> StepFigures:
-        """Of the whole batch: what all ranks have added up, together."""
-        sums = SimpleNamespace(**dict(zip(SUMS, self.totals_F.tolist(), strict=True)))
-        total = vars(ranks.add_up(sums))
+        """Returns the figures of the whole step, from the sums of all ranks."""
+        total = dict(zip(SUMS, ranks.totals(self.totals_F.tolist()), strict=True))
         which = "fresh_" if total["fresh_tokens"] else ""
         gap_tokens = total["fresh_tokens"] or total["gap_tokens"] or 1.0
         tokens = total["tokens"] or 1.0
@@ -106,3 +107,27 @@ class Sums:
             optimizer_steps=optimizer_steps,
             train_s=train_s,
         )
+
+
+def step_report(batch: TrainBatch, figures: StepFigures, wait_s: float) -> StepReport:
+    """Returns the report for the coordinator and the metrics. Its tokens count prompts and outputs that were trained on."""
+    lags = [sample.lag for sample in batch.samples]
+    by_lag = Counter(lags)
+    return StepReport(
+        version=batch.version + 1,
+        reward_mean=batch.reward_mean,
+        groups=batch.num_groups,
+        dropped_groups=batch.dropped_groups,
+        dropped_share=batch.dropped_share,
+        unparseable=batch.unparseable,
+        stale_groups=batch.stale_groups,
+        rollouts=len(batch.samples),
+        tokens=batch.num_tokens,
+        lag_mean=sum(lags) / len(lags),
+        lag_max=max(lags),
+        lags=tuple(by_lag[lag] for lag in range(max(lags) + 1)),
+        wait_s=wait_s,
+        waited_on=batch.waited_on,
+        tokens_per_s=batch.num_tokens / max(figures.train_s, 1e-9),
+        **asdict(figures),
+    )
