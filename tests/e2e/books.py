@@ -27,7 +27,7 @@ from shoal.wire.ledger import LedgerEvent, LedgerHead, verify_chain
 from shoal.wire.manifest import WEIGHTS_FILE, Manifest
 from shoal.wire.messages import StepReport
 from shoal.wire.record import Sealed
-from swarm import Role, Swarm, shoal
+from swarm_processes import Role, Swarm, shoal
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 
 from shoal.wire.messages import Stats
-from swarm import RUN_FILE, SHOAL, change
+from swarm_processes import RUN_FILE, SHOAL, change
 
 
 def free_port() -> int:

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from roles import Roles, free_port, run_file
 
 from shoal.wire.ledger import verify_chain
-from swarm import read_ledger
+from swarm_processes import read_ledger
 
 ROOT = Path(__file__).parents[2]
 NGINX = shutil.which("nginx") or "/usr/sbin/nginx"

@@ -16,7 +16,7 @@ import pytest
 
 from docs_commands import ROOT, Command, commands_in_blocks
 from shoal.wire.keys import Key
-from swarm import SHOAL, Role, Swarm
+from swarm_processes import SHOAL, Role, Swarm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

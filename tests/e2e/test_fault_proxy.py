@@ -10,7 +10,7 @@ import pytest
 
 from fault_proxy import FAULTS, FaultProxy
 from shoal.wire.messages import Stats
-from swarm import RUN_FILE, Role, read_ledger, shoal
+from swarm_processes import RUN_FILE, Role, read_ledger, shoal
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 

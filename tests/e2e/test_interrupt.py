@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm import SHOAL, Swarm
+from swarm_processes import SHOAL, Swarm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200)]
 

@@ -17,7 +17,7 @@ import pytest
 from shoal.wire.codes import CODES
 from shoal.wire.keys import Key
 from shoal.wire.messages import NodeView
-from swarm import SHOAL, Swarm
+from swarm_processes import SHOAL, Swarm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

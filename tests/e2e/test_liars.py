@@ -36,7 +36,7 @@ from shoal.wire.messages import Abandon, Claim, Heartbeat, Info, LeaseStatus, No
 from shoal.wire.record import Record, Sealed
 from shoal.wire.request import Target, sign_request
 from shoal.wire.rollouts import RolloutTable, TableLimits, decode, encode
-from swarm import Swarm, read_ledger
+from swarm_processes import Swarm, read_ledger
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

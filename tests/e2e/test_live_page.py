@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.cli.commands.report import make_report, read_folder, read_url
-from swarm import Swarm
+from swarm_processes import Swarm
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 

@@ -6,7 +6,7 @@ import pytest
 from books import check_books, keep_head
 
 from s3_stores import CREDENTIALS, strict_store
-from swarm import Swarm
+from swarm_processes import Swarm
 
 pytestmark = [pytest.mark.s3, pytest.mark.timeout(300)]
 

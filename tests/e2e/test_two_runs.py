@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from shoal.model.builtin import create_model
 from shoal.wire.ledger import verify_chain
 from shoal.wire.messages import RunList
-from swarm import read_ledger
+from swarm_processes import read_ledger
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm import SHOAL, Swarm
+from swarm_processes import SHOAL, Swarm
 
 pytest.importorskip("hivemind", reason="the extra `hivemind` is not installed: make hivemind")
 pytestmark = [pytest.mark.e2e, pytest.mark.hivemind, pytest.mark.timeout(900)]

@@ -10,7 +10,7 @@ import pytest
 
 from shoal.wire.keys import Key
 from shoal.wire.messages import Stats
-from swarm import Role, Swarm
+from swarm_processes import Role, Swarm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
