@@ -14,6 +14,7 @@ from typing import Any
 import httpx2
 from blake3 import blake3
 from sqlalchemy import select
+from swarm_processes import Role, Swarm, shoal
 
 from shoal.cli.run.runfile import RunFile, load_run_file
 from shoal.swarm.coordinator.context import DATABASE_FILE
@@ -27,7 +28,6 @@ from shoal.wire.ledger import LedgerEvent, LedgerHead, verify_chain
 from shoal.wire.manifest import WEIGHTS_FILE, Manifest
 from shoal.wire.messages import StepReport
 from shoal.wire.record import Sealed
-from swarm_processes import Role, Swarm, shoal
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+from swarm_processes import RUN_FILE, SHOAL, change
 
 from shoal.wire.messages import Stats
-from swarm_processes import RUN_FILE, SHOAL, change
 
 
 def free_port() -> int:

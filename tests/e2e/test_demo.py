@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from books import check_books, read_steps
-
 from swarm_processes import Swarm, shoal
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

@@ -20,9 +20,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from roles import Roles, free_port, run_file
+from swarm_processes import read_ledger
 
 from shoal.wire.ledger import verify_chain
-from swarm_processes import read_ledger
 
 ROOT = Path(__file__).parents[2]
 NGINX = shutil.which("nginx") or "/usr/sbin/nginx"

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from swarm_processes import SHOAL, Role, Swarm
 
 from docs_commands import ROOT, Command, commands_in_blocks
 from shoal.wire.keys import Key
-from swarm_processes import SHOAL, Role, Swarm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from swarm_processes import RUN_FILE, Role, read_ledger, shoal
 
 from fault_proxy import FAULTS, FaultProxy
 from shoal.wire.messages import Stats
-from swarm_processes import RUN_FILE, Role, read_ledger, shoal
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from swarm_processes import SHOAL, Swarm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200)]

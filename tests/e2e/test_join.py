@@ -13,11 +13,11 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from swarm_processes import SHOAL, Swarm
 
 from shoal.wire.codes import CODES
 from shoal.wire.keys import Key
 from shoal.wire.messages import NodeView
-from swarm_processes import SHOAL, Swarm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

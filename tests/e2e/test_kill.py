@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from books import check_books, keep_head
-
 from swarm_processes import Swarm, is_alive
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

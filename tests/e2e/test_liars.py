@@ -27,6 +27,7 @@ from liar_client import (
     stream_forever,
     write_parquet,
 )
+from swarm_processes import Swarm, read_ledger
 
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.keys import Key
@@ -36,7 +37,6 @@ from shoal.wire.messages import Abandon, Claim, Heartbeat, Info, LeaseStatus, No
 from shoal.wire.record import Record, Sealed
 from shoal.wire.request import Target, sign_request
 from shoal.wire.rollouts import RolloutTable, TableLimits, decode, encode
-from swarm_processes import Swarm, read_ledger
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swarm_processes import Swarm
 
 from shoal.cli.commands.report import make_report, read_folder, read_url
-from swarm_processes import Swarm
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 from books import check_books, keep_head
+from swarm_processes import Swarm
 
 from s3_stores import CREDENTIALS, strict_store
-from swarm_processes import Swarm
 
 pytestmark = [pytest.mark.s3, pytest.mark.timeout(300)]
 

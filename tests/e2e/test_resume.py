@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from books import check_books, keep_head, open_books, read_steps
-
 from swarm_processes import Swarm, shoal
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

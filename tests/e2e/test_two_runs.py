@@ -7,11 +7,11 @@ import httpx2
 import pytest
 from roles import Roles, free_port, run_file
 from safetensors.torch import load_file, save_file
+from swarm_processes import read_ledger
 
 from shoal.model.builtin import create_model
 from shoal.wire.ledger import verify_chain
 from shoal.wire.messages import RunList
-from swarm_processes import read_ledger
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -6,7 +6,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
 from swarm_processes import SHOAL, Swarm
 
 pytest.importorskip("hivemind", reason="the extra `hivemind` is not installed: make hivemind")

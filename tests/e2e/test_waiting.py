@@ -7,10 +7,10 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from swarm_processes import Role, Swarm
 
 from shoal.wire.keys import Key
 from shoal.wire.messages import Stats
-from swarm_processes import Role, Swarm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
