@@ -1,19 +1,28 @@
-# make demo   a whole swarm on this machine, learning, with a liar in it (one to two minutes)
-# make test   the default tests
-# make check  format, lint, types
-# make postgres  the coordinator's tests on a real PostgreSQL (some minutes)
-# make e2e    real processes on loopback, killed and lied to (some minutes)
-# make s3     uploads to an S3-compatible store, with two such stores in an environment of their own
-# make browser   the page and the docs in a real Chromium (installed by apt-get where that is allowed)
-# make docs      the docs as a site in out/site; a broken link is an error
-# make hivemind  DiLoCo between real Hivemind peers on loopback, in an environment of its own
+# make demo         a whole swarm on this machine, learning, with a liar in it (one to two minutes)
+# make test         the default tests, on all cores (about three minutes on two)
+# make check        format, lint, types
+# make integration  tests that start other programs: torchrun, PostgreSQL, nginx, schemathesis, process trees
+# make postgres     the coordinator's tests on a real PostgreSQL (some minutes)
+# make e2e          a whole swarm of processes on loopback, with killed and lying peers (some minutes)
+# make s3           uploads to an S3-compatible store, with two such stores in an environment of their own
+# make browser      the page and the docs in a real Chromium (installed by apt-get where that is allowed)
+# make docs         the docs as a site in out/site; a broken link is an error
+# make hivemind     DiLoCo between real Hivemind peers on loopback, in an environment of its own
+# make gpu          tests that need a CUDA device
+# make test-lowest  the control plane's tests with the lowest versions that pyproject.toml allows
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 HAS_CHROMIUM := { command -v chromium || command -v google-chrome; } >/dev/null
 
-.PHONY: env demo test check postgres docs e2e slow smollm2 s3 browser hivemind clean
+# The number of test processes; 0 runs tests in one process, for a debugger.
+WORKERS ?= auto
+# DURATIONS=25 prints the 25 slowest tests.
+PYTEST = $(BIN)/pytest $(if $(DURATIONS),--durations=$(DURATIONS))
+PARALLEL := -n $(WORKERS) --dist loadfile
+
+.PHONY: env demo test integration check postgres docs e2e slow gpu smollm2 s3 browser hivemind test-lowest clean
 
 env: $(VENV)/.ready
 
@@ -30,7 +39,13 @@ demo: env
 	@$(BIN)/shoal run runs/demo.toml --fresh
 
 test: env
-	$(BIN)/pytest
+	$(PYTEST) $(PARALLEL)
+
+integration: env
+	$(PYTEST) $(PARALLEL) -m integration
+
+gpu: env
+	$(PYTEST) -m gpu
 
 check: env
 	$(BIN)/ruff format --check
@@ -39,13 +54,13 @@ check: env
 
 # The coordinator's own tests once more, on a PostgreSQL that they start.
 postgres: env
-	SHOAL_TEST_DATABASE=postgresql $(BIN)/pytest tests/swarm/coordinator
+	SHOAL_TEST_DATABASE=postgresql $(PYTEST) $(PARALLEL) -m 'not browser and not s3 and not e2e' tests/swarm/coordinator
 
 e2e: env
-	$(BIN)/pytest -m e2e
+	$(PYTEST) -m e2e
 
 slow: env smollm2
-	$(BIN)/pytest -m slow
+	$(PYTEST) -m slow
 
 # Debian's Chromium, because Playwright's own comes from a server that not every machine may ask. Without any browser the
 # tests are skipped, and that is said aloud: `make browser` then ends well but has shown nothing.
@@ -55,7 +70,7 @@ browser: env docs
 		echo "installing Chromium (a minute or two)"; \
 		(apt-get install -y -qq chromium || (apt-get update -qq && apt-get install -y -qq chromium)) >/dev/null 2>&1 || true; fi
 	@$(HAS_CHROMIUM) || echo "NOT TESTED: no Chromium here, so nobody looked at the page: apt-get install chromium"
-	$(BIN)/pytest -m browser -rs
+	$(PYTEST) -m browser -rs
 
 # Not --quiet: then --strict would not hear the warnings that it is to make errors of.
 docs: $(VENV)/.docs-ready
@@ -74,7 +89,7 @@ smollm2: env
 # LocalStack's S3 compares signatures, sizes and digests and keeps what is there; rclone's compares signatures only, and must be
 # refused. They only run there: the tests are the main environment's.
 s3: env $(VENV)-s3/.ready
-	$(BIN)/pytest -m s3
+	$(PYTEST) -m s3
 
 $(VENV)-s3/.ready: Makefile
 	@$(PYTHON) -m venv $(VENV)-s3
@@ -91,6 +106,18 @@ $(VENV)-hivemind/.ready: pyproject.toml constraints.txt
 	@echo 'numpy<2.4' >> $(VENV)-hivemind/constraints.txt
 	@$(VENV)-hivemind/bin/pip install --quiet --disable-pip-version-check --constraint $(VENV)-hivemind/constraints.txt torch
 	@$(VENV)-hivemind/bin/pip install --quiet --disable-pip-version-check --constraint $(VENV)-hivemind/constraints.txt --editable '.[torch,plot,hivemind,torchft,dev]'
+	@touch $@
+
+# The control plane alone: the lowest torch has no build for every machine.
+test-lowest: $(VENV)-lowest/.ready
+	$(VENV)-lowest/bin/pytest -m 'not gpu and not e2e and not slow and not s3 and not browser and not hivemind and not vllm and not integration' \
+		tests/wire tests/net tests/shardcast tests/swarm/coordinator
+
+$(VENV)-lowest/.ready: pyproject.toml .ci/lowest_versions.py
+	@$(PYTHON) -m venv $(VENV)-lowest
+	@$(PYTHON) .ci/lowest_versions.py > $(VENV)-lowest/constraints.txt
+	@$(VENV)-lowest/bin/pip install --quiet --disable-pip-version-check --constraint $(VENV)-lowest/constraints.txt --editable '.[s3]' \
+		pytest pytest-timeout hypothesis 'psycopg[binary]' 
 	@touch $@
 
 clean:

@@ -8,6 +8,15 @@ from typing import Any
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks tests that use a PostgreSQL server as `integration`, before markers select tests."""
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if "postgres" in getattr(item, "fixturenames", ()) or "postgresql" in parameters.values():
+            item.add_marker(pytest.mark.integration)
+
+
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Any]:
     api = pytest.importorskip(

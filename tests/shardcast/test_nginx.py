@@ -21,7 +21,10 @@ from shoal.wire.keys import Key
 CONF = Path(__file__).parents[2] / "docs" / "nginx" / "shoal-relay.conf"
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 
-pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed: apt-get install nginx-light")
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(NGINX is None, reason="nginx is not installed: apt-get install nginx-light"),
+]
 
 
 @pytest.fixture

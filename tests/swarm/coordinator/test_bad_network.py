@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pytest
 from small_swarm import CONFIG, LOG, Node, SmallSwarm, manifest, report, signed_client, with_signal
 
 from fault_proxy import FAULTS, FaultProxy
@@ -19,6 +20,8 @@ from shoal.wire.lease import Verdict
 from shoal.wire.ledger import verify_chain
 from shoal.wire.messages import Announce, Batch, Claim, LeaseStatus, Recorded
 from shoal.wire.record import seal
+
+pytestmark = pytest.mark.integration
 
 STEPS = 3
 

@@ -39,6 +39,8 @@ from shoal.wire.messages import (
 )
 from shoal.wire.record import Sealed, seal
 
+pytestmark = pytest.mark.integration
+
 T = TypeVar("T")
 
 CHILD = """

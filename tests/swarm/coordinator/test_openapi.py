@@ -25,6 +25,8 @@ from shoal.wire.messages import Enrol
 from shoal.wire.request import Target, sign_request
 from shoal.wire.run_spec import PROTOCOL
 
+pytestmark = pytest.mark.integration
+
 FOR_PEOPLE = {"/metrics", "/v1/events", "/openapi.json", *PAGE_FILES}
 EXAMPLES = int(os.environ.get("SHOAL_OPENAPI_EXAMPLES", "3"))
 """Of each operation."""

@@ -22,6 +22,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "page.md"
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 
 pytestmark = [
+    pytest.mark.integration,
     pytest.mark.on_socket,
     pytest.mark.skipif(NGINX is None, reason="nginx is not installed: apt-get install nginx-light"),
     pytest.mark.timeout(400),
