@@ -505,7 +505,7 @@ def judge_again(paths: Sequence[Path], noise: Noise) -> None:
 
 
 def without_packing() -> contextlib.AbstractContextManager[object]:
-    return mock.patch("shoal.swarm.validator.recompute.runs_kernel", lambda device, dtype: False)
+    return mock.patch("shoal.swarm.validator.recompute.supports_flash_attention", lambda device, dtype: False)
 
 
 @contextlib.contextmanager

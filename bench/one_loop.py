@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 
 from shoal.model.builtin import create_model
-from shoal.model.decoder import Decoder
-from shoal.model.kv_cache import KVCache
+from shoal.model.decoder import Decoder, KVCache
 from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.tasks import Split, make_task

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from shoal import toploc
 from shoal.model.builtin import create_model
-from shoal.model.decoder import Decoder
-from shoal.model.kv_cache import KVCache
+from shoal.model.decoder import Decoder, KVCache
 from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.tasks import Problem, Task, make_task

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal import files
 from shoal.files import (
     AlreadyLocked,
     DiskFull,
@@ -14,6 +15,7 @@ from shoal.files import (
     hold_lock,
     is_locked,
     replace_folder,
+    restore_disk_error,
     write_atomically,
     write_bytes_atomically,
 )
@@ -78,3 +80,27 @@ def test_a_full_disk_is_explained_and_other_errors_are_not(tmp_path: Path) -> No
         raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(PermissionError), explain_full_disk(tmp_path):
         raise PermissionError(errno.EACCES, "no")
+
+
+def test_a_library_can_write_to_the_temporary_path(tmp_path: Path) -> None:
+    with write_atomically(tmp_path / "weights") as file:
+        Path(file.name).write_bytes(b"values")
+    assert (tmp_path / "weights").read_bytes() == b"values"
+
+
+def test_an_error_number_in_a_message_is_raised_as_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as full, restore_disk_error(tmp_path / "w", ValueError):
+        raise ValueError("I/O error: No space left on device (os error 28)")
+    assert (full.value.errno, full.value.filename) == (errno.ENOSPC, str(tmp_path / "w"))
+
+
+def test_free_space_decides_where_an_error_gives_no_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "optimizer.pt"
+    with pytest.raises(RuntimeError, match="unexpected pos"), restore_disk_error(path, RuntimeError):
+        raise RuntimeError("unexpected pos 400704 vs 598")
+    monkeypatch.setattr(files, "FULL_BYTES", 1 << 62)
+    with pytest.raises(OSError, match="No space left") as full, restore_disk_error(path, RuntimeError):
+        raise RuntimeError("unexpected pos 400704 vs 598")
+    assert full.value.filename == str(path)

@@ -4,11 +4,13 @@ write_atomically(path)     a file that is either complete or absent
 replace_folder(...)        the same for a folder that was filled under another name
 hold_lock(path)            one process at a time in a folder
 explain_full_disk(folder)  turns "No space left on device" into an error that names the folder and the remedy
+restore_disk_error(path)   turns a library's own error about a full disk back into OSError
 """
 
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -18,6 +20,9 @@ from typing import IO
 
 DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers that mean that a write did not fit: disk full, quota exceeded, file too large."""
+
+FULL_BYTES = 1 << 20
+"""A disk with less free space than this is full: torch.save fails without saying why."""
 
 DISK_FULL_REMEDY = "free some space there or use a larger disk; the work then continues by itself"
 
@@ -37,13 +42,15 @@ class AlreadyLocked(RuntimeError):
 def write_atomically(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterator[IO[bytes]]:
     """Opens a temporary file beside `path` and renames it to `path` when the block ends without an error.
 
+    A library that opens files itself can write to `file.name`, the temporary file's path.
+
     Readers see the old file or the complete new one. With `durable`, file and folder are flushed to disk before this
     returns, so that the new file survives a power cut. If the block raises, the temporary file is removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
             file.flush()
             if durable:
@@ -123,6 +130,25 @@ def explain_full_disk(folder: Path, *, remedy: str = DISK_FULL_REMEDY) -> Iterat
         raise DiskFull(
             error.errno, f"no space left in {folder} ({error.strerror}, {free_space(folder)}); {remedy}"
         ) from None
+
+
+@contextmanager
+def restore_disk_error(path: Path, *kinds: type[Exception]) -> Iterator[None]:
+    """Raises OSError with the file's name where a library that writes `path` raised one of `kinds` because of the disk.
+
+    safetensors hides the error number in its message; torch.save loses it, so the free space decides.
+    """
+    try:
+        yield
+    except kinds as error:
+        named = re.search(r"\(os error (\d+)\)", str(error))
+        if named is not None:
+            number = int(named.group(1))
+        elif shutil.disk_usage(path.parent).free < FULL_BYTES:
+            number = errno.ENOSPC
+        else:
+            raise
+        raise OSError(number, os.strerror(number), str(path)) from None
 
 
 def free_space(folder: Path) -> str:

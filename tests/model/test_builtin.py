@@ -1,14 +1,14 @@
-"""The built-in models are the same bytes every time, and transformers can load what we write."""
+"""Built-in models have the same bytes every time, and transformers can load what is written."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from shoal.model.builtin import create_model
+from shoal.model.builtin import _GGUF_LAYER_NAMES, _GGUF_NAMES, create_model, write_smollm2
 from shoal.model.load_model import load_decoder
 from shoal.model.shape import read_shape
-from shoal.model.smollm2 import write_smollm2
 from shoal.model.tokenizer import load_tokenizer
 
 
@@ -33,7 +33,7 @@ def test_transformers_loads_tiny_to_the_same_logits(tmp_path: Path) -> None:
         torch.testing.assert_close(ours, reference(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_a_folder_of_ones_own_is_copied_as_one_bfloat16_file(tmp_path: Path) -> None:
+def test_a_model_folder_is_copied_as_one_bfloat16_file(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     create_model("tiny", tmp_path / "tiny", seed=7)
@@ -51,8 +51,8 @@ def test_a_folder_of_ones_own_is_copied_as_one_bfloat16_file(tmp_path: Path) -> 
     assert load_tokenizer(tmp_path / "v0").vocab_size == load_tokenizer(tmp_path / "tiny").vocab_size
 
 
-def test_refusals_say_what_is_known_and_leave_nothing_behind(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="unknown model 'huge'; known: tiny, smollm2-135m, or the path"):
+def test_errors_name_the_known_models_and_leave_no_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown model 'huge'; known: tiny, smollm2-135m, or the path of"):
         create_model("huge", tmp_path / "m", seed=0)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "m").mkdir()
@@ -69,7 +69,7 @@ def test_smollm2_without_its_package_names_the_extra(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_smollm2_equals_transformers_and_talks(tmp_path: Path) -> None:
+def test_smollm2_equals_transformers_and_answers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path / "m"
@@ -95,6 +95,90 @@ def test_smollm2_equals_transformers_and_talks(tmp_path: Path) -> None:
             decoder.logits(hidden), reference(torch.tensor([tokens])).logits, rtol=1e-4, atol=1e-3
         )
     assert tokenizer.decode(tokens[start:]) == "The capital of France is Paris."
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_gguf_file_gives_the_model_that_it_was_made_of(
+    family: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 96, "hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    torch.manual_seed(1)
+    reference = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **sizes, **heads, tie_word_embeddings=tied, eos_token_id=2)
+    )
+    for parameter in reference.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    _write_as_gguf(reference, tmp_path / "model.gguf")
+    monkeypatch.setattr("shoal.model.builtin._write_gguf_tokenizer", lambda source, folder: None)
+
+    create_model(str(tmp_path / "model.gguf"), tmp_path / "m", seed=0)
+
+    decoder = load_decoder(tmp_path / "m")
+    assert decoder.shape.tied_embeddings == tied
+    assert decoder.shape.eos_token_ids == (2,)
+    tokens = torch.tensor([[5, 3, 8, 13]])
+    with torch.no_grad():
+        ours = decoder.logits(decoder(tokens, torch.arange(4)[None]))
+        torch.testing.assert_close(ours, reference(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def _write_as_gguf(model: Any, path: Path) -> None:
+    """Writes a model of transformers as llama.cpp's converter does; a tied matrix a second time, with more bits."""
+    from gguf import GGUFWriter
+
+    config, family = model.config, model.config.model_type
+    writer = GGUFWriter(path, family)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_context_length(64)
+    writer.add_eos_token_id(2)
+    state = model.state_dict()
+    for name, values in state.items():
+        if config.tie_word_embeddings and name == "model.embed_tokens.weight":
+            writer.add_tensor("token_embd.weight", (values + 0.01 * torch.randn_like(values)).numpy())
+            continue
+        if family == "llama" and (".q_proj." in name or ".k_proj." in name):
+            heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
+            values = values.view(heads, 2, -1, values.shape[1]).transpose(1, 2).reshape(values.shape)
+        writer.add_tensor(_gguf_name(name), values.contiguous().numpy())
+    if config.tie_word_embeddings and "lm_head.weight" not in state:
+        writer.add_tensor("output.weight", state["model.embed_tokens.weight"].numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _gguf_name(name: str) -> str:
+    for theirs, ours in (*_GGUF_NAMES.items(), *_GGUF_LAYER_NAMES.items()):
+        if name == ours:
+            return theirs
+        if f".{ours}." in name:
+            layer, kind = name.split(".")[2], name.rpartition(".")[2]
+            return f"blk.{layer}.{theirs}.{kind}"
+    raise AssertionError(name)
+
+
+def test_other_gguf_families_are_refused(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma3")
+    writer.add_tensor("token_embd.weight", torch.zeros(4, 4).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match="GGUF architecture 'gemma3' is not supported; known: llama, qwen2"):
+        create_model(str(tmp_path / "m.gguf"), tmp_path / "m", seed=0)
 
 
 def _files(folder: Path) -> dict[str, bytes]:

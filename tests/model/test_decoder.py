@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.model.decoder import Decoder
-from shoal.model.kv_cache import KVCache
+from shoal.model.decoder import Decoder, KVCache
 from shoal.model.load_model import empty_decoder, load_decoder
 from shoal.model.shape import read_shape
 from shoal.model.weights import load_weights
@@ -125,7 +124,7 @@ def test_bfloat16_stays_bfloat16(decoder: Decoder) -> None:
         ({"model_type": "gpt2"}, "model_type='gpt2' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope type 'llama3'"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads=3"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
     ],
 )
 def test_what_the_decoder_cannot_do_is_refused(

@@ -11,32 +11,32 @@ from shoal.model.builtin import create_model
 from shoal.model.decoder import Decoder
 from shoal.model.load_model import load_causal
 from shoal.model.logprobs import token_logprobs
-from shoal.model.transformers_model import Foreign
+from shoal.model.transformers_model import TransformersModel
 from shoal.model.weights import save_weights
 
 PARTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1], [8, 2, 8, 1, 8, 4]]
 
 
 @pytest.fixture(params=sorted(FAMILIES))
-def model(request: pytest.FixtureRequest, tmp_path: Path) -> Foreign:
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> TransformersModel:
     create_model(str(folder_of(request.param, tmp_path / "theirs")), tmp_path / "ours", seed=0)
     loaded = load_causal(tmp_path / "ours")
-    assert isinstance(loaded, Foreign)
+    assert isinstance(loaded, TransformersModel)
     return loaded
 
 
-def gradients(model: Foreign, loss: Tensor) -> dict[str, Tensor]:
+def gradients(model: TransformersModel, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def logprobs(model: Foreign, tokens: Tensor, positions: Tensor, segments: Tensor | None) -> Tensor:
+def logprobs(model: TransformersModel, tokens: Tensor, positions: Tensor, segments: Tensor | None) -> Tensor:
     hidden = model(tokens, positions, segments_BT=segments)
     return token_logprobs(model, hidden.flatten(0, 1), tokens.flatten(), temperature=0.8, chunk=5)
 
 
-def test_packed_samples_give_the_loss_and_gradients_of_each_alone(model: Foreign) -> None:
+def test_packed_samples_give_the_loss_and_gradients_of_each_alone(model: TransformersModel) -> None:
     alone = torch.cat([logprobs(model, torch.tensor([p]), torch.arange(len(p))[None], None) for p in PARTS])
     weights = torch.linspace(-1, 1, len(alone))
     expected = gradients(model, (alone * weights).sum())
@@ -60,7 +60,7 @@ def test_packed_samples_give_the_loss_and_gradients_of_each_alone(model: Foreign
 
 
 def test_logits_and_names_are_those_of_transformers_and_survive_a_write(
-    model: Foreign, tmp_path: Path
+    model: TransformersModel, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -78,7 +78,7 @@ def test_only_a_family_that_cannot_be_packed_is_unpacked(tmp_path: Path) -> None
     for family in FAMILIES:
         create_model(str(folder_of(family, tmp_path / family)), tmp_path / f"{family}-0", seed=0)
         loaded = load_causal(tmp_path / f"{family}-0")
-        assert isinstance(loaded, Foreign)
+        assert isinstance(loaded, TransformersModel)
         assert len(loaded.blocks()) == 2
         packs[family] = loaded.packs
     assert packs == {family: family != "bloom" for family in FAMILIES}  # ALiBi counts from the row's start

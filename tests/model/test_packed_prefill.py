@@ -38,7 +38,7 @@ def test_kernels_round_where_the_decoder_does(
     on_cpu = kernel_device == "cpu"
     decoder = load_decoder(tmp_path / "tiny", torch.float16 if on_cpu else torch.bfloat16, kernel_device)
     if on_cpu:
-        monkeypatch.setattr(packed_prefill, "runs_kernel", lambda *_: True)
+        monkeypatch.setattr(packed_prefill, "supports_flash_attention", lambda *_: True)
     for _ in range(2):
         for found, expected in zip(packed_states(decoder, ROWS), alone(decoder), strict=True):
             torch.testing.assert_close(found, expected, atol=0.06, rtol=0.03)

@@ -8,7 +8,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from shoal.model.packed_segments import attend_spans
+from shoal.model.decoder import attend_spans
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 def test_runs_look_at_their_rows_alone(
     heads: int, kv_heads: int, head_dim: int, lengths: list[int], follows: dict[int, int], kernel_device: str
 ) -> None:
-    from shoal.model.kernels.segment_attention import attend_runs  # needs Triton
+    from shoal.model.kernels.prompt_attention import attend_runs  # needs Triton
 
     dtype = torch.float16 if kernel_device == "cpu" else torch.bfloat16
     generator = torch.Generator().manual_seed(head_dim)

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from shoal.model.decoder import Decoder
+from shoal.model.decoder import LONG, Decoder, find_segments
 from shoal.model.logprobs import _gradient, _reduced, token_scores
-from shoal.model.packed_segments import LONG, find_segments
 from shoal.model.shape import Shape
 
 SHAPE = Shape(

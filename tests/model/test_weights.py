@@ -67,7 +67,7 @@ def test_a_wrong_file_is_refused_by_name_and_changes_nothing(
         save_file(tensors, wrong)
     expected = {
         "missing": "1 parameters are missing, first 'model.norm.weight'",
-        "surplus": "'model.extra.weight' is no parameter",
+        "surplus": "'model.extra.weight' is not a parameter",
         "shape": r"model.norm.weight has shape \(7,\), config.json asks for \(128,\)",
         "garbage": "not a readable safetensors file",
         "absent": "no weights at",

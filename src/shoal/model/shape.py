@@ -1,4 +1,4 @@
-"""The numbers that make a model of the Llama/Qwen2/Qwen3 family, read from a Hugging Face config.json."""
+"""Reads the sizes and settings of a Llama, Qwen2 or Qwen3 model from its Hugging Face config.json."""
 
 import json
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 
-# What a config may say that would change the numbers and that Decoder does not do. Refused rather than ignored.
+# Settings that would change the results and that Decoder supports with these values only.
 _MUST_BE: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
     "mlp_bias": (False,),
@@ -18,6 +18,8 @@ _MUST_BE: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
+    """Sizes and settings of a decoder."""
+
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -36,12 +38,12 @@ class Shape:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_attention_heads={self.num_heads} is no multiple of num_key_value_heads={self.num_kv_heads}"
+                f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
             )
 
 
 def read_shape(folder: Path) -> Shape:
-    """The shape in `folder`/config.json, or a ValueError that names what this decoder cannot do."""
+    """Reads `folder`/config.json. Raises ValueError that names the setting if Decoder does not support it."""
     config = read_json(folder / "config.json")
     family = config.get("model_type")
     if family not in FAMILIES:
@@ -76,7 +78,7 @@ def read_shape(folder: Path) -> Shape:
 
 
 def _rope_theta(folder: Path, config: dict[str, Any]) -> float:
-    # transformers 4 writes rope_theta and rope_scaling, transformers 5 one dict for both.
+    # transformers 4 writes rope_theta and rope_scaling, transformers 5 writes one dict for both.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
@@ -85,7 +87,7 @@ def _rope_theta(folder: Path, config: dict[str, Any]) -> float:
 
 
 def read_end_tokens(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """End tokens of both config files: chat models often name their turn's end only in generation_config.json."""
+    """Returns the end tokens of config.json and generation_config.json; chat models often name the end of a turn only there."""
     found: list[int] = []
     generation = folder / "generation_config.json"
     for source in (config, read_json(generation) if generation.exists() else {}):
@@ -95,7 +97,7 @@ def read_end_tokens(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`."""
+    """Reads a JSON object from a file of a model folder."""
     if not path.exists():
         raise FileNotFoundError(
             f"no {path}; a model folder holds config.json, model.safetensors and a tokenizer"

@@ -1,6 +1,6 @@
-"""Text to tokens and back.
+"""Turns text into tokens and back.
 
-CharTokenizer serves the built-in `tiny`; any other model brings a Hugging Face tokenizer in its folder.
+CharTokenizer is for the built-in model `tiny`; other models have a Hugging Face tokenizer in their folder.
 """
 
 import json
@@ -14,36 +14,38 @@ CHAR_FILE = "char_tokenizer.json"
 
 
 class Tokenizer(Protocol):
+    """What the engine, the trainer and the validator need of a tokenizer."""
+
     end_tokens: frozenset[int]
-    """A row that draws one of these is finished; the token belongs to the answer."""
+    """Tokens that end an answer. The end token is part of the answer."""
     vocab_size: int
-    """Tokens a model may draw are 0 .. vocab_size-1."""
+    """A model draws tokens 0 .. vocab_size-1."""
 
     def encode_prompt(self, text: str, *, chat: bool) -> list[int]:
-        """What the model sees before it answers: with `chat` the user's turn in its chat template, if it has one."""
+        """Returns the tokens of a prompt: with `chat` as a user's turn in the chat template, if there is one."""
 
     def encode_answer(self, text: str) -> list[int]:
-        """An answer as the model should have drawn it, end token included."""
+        """Returns the tokens of an answer, with an end token."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of an answer, special tokens left out."""
+        """Returns the text of an answer without special tokens."""
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer in a model folder. Never asks the network."""
+    """Loads the tokenizer of a model folder, without network access."""
     if (folder / CHAR_FILE).exists():
         return CharTokenizer.load(folder)
     return HfTokenizer(folder)
 
 
 class CharTokenizer:
-    """One token per character of a fixed alphabet, after <pad>, <bos> and <eos>."""
+    """Has one token per character of a fixed alphabet, after <pad>, <bos> and <eos>."""
 
     PAD, BOS, EOS = 0, 1, 2
 
     def __init__(self, alphabet: str) -> None:
         if len(set(alphabet)) != len(alphabet):
-            raise ValueError(f"alphabet {alphabet!r} names a character twice")
+            raise ValueError(f"alphabet {alphabet!r} contains a character twice")
         self.alphabet = alphabet
         self.end_tokens = frozenset({self.EOS})
         self.vocab_size = 3 + len(alphabet)
@@ -51,9 +53,11 @@ class CharTokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "CharTokenizer":
+        """Reads the alphabet from a model folder."""
         return cls(json.loads((folder / CHAR_FILE).read_text(encoding="utf-8"))["alphabet"])
 
     def save(self, folder: Path) -> None:
+        """Writes the alphabet to a model folder."""
         (folder / CHAR_FILE).write_text(json.dumps({"alphabet": self.alphabet}) + "\n", encoding="utf-8")
 
     def encode_prompt(self, text: str, *, chat: bool) -> list[int]:
@@ -75,10 +79,10 @@ class CharTokenizer:
 
 
 class HfTokenizer:
-    """A Hugging Face tokenizer from a folder."""
+    """Wraps the Hugging Face tokenizer of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer  # takes seconds; the built-in tiny model does without
+        from transformers import AutoTokenizer  # takes seconds, and the model tiny does not need it
 
         config = read_json(folder / "config.json")
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)

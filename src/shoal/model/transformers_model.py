@@ -1,8 +1,8 @@
-"""Any causal language model that transformers knows, with the same face as our Decoder. For training only.
+"""Any causal language model of transformers, with the interface of Decoder. For training only.
 
-Rows are packed by restarting position ids, which transformers turns into a block mask for the architectures that know
-how. Whether this one does is tried when it is loaded, on its own weights; where packed samples feel their neighbours
-(recurrent states, ALiBi), samples are laid out one a row instead. The states are the same, the padding is not.
+Samples are packed by restarting position ids, which transformers turns into a block mask for most architectures. A test with the
+loaded weights shows whether this one does. Where packed samples influence each other (recurrent states, ALiBi), each sample gets
+a row of its own: the states are the same, with more padding.
 """
 
 from pathlib import Path
@@ -12,46 +12,49 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.model.head import Head
+from shoal.model.logprobs import LogitHead
 
 _PROBE_TOKENS = 7
 _TOLERANCE = 1e-3
 
 
-class Foreign(nn.Module):
-    """`forward` gives the states that the head takes; names of parameters are transformers' own."""
+class TransformersModel(nn.Module):
+    """A model of transformers. `forward` returns the states before the head; parameters keep their names."""
 
     def __init__(self, lm: Any) -> None:
         super().__init__()
-        # Registered part by part under its own names, so that a parameter's name has no prefix of ours.
+        # Registered part by part, so that parameter names get no prefix.
         for name, module in lm.named_children():
             self.add_module(name, module)
-        self._lm = (lm,)  # in a tuple: a module attribute would register it, and every name, once more
+        self._lm = (lm,)  # in a tuple: as an attribute it would be registered a second time
         self.config = lm.config
         self.packs = True
+        """Whether packed samples do not influence each other; set by check_head_and_packing."""
 
     @property
     def trunk(self) -> Any:
+        """The model without its head."""
         return self._lm[0].base_model
 
     def forward(
         self, tokens_BT: Tensor, positions_BT: Tensor, *, segments_BT: Tensor | None = None
     ) -> Tensor:
-        """States before the head, [B, T, H]; as Decoder.forward, without a cache."""
+        """Returns the states before the head, [B, T, H]. Like Decoder.forward, without a cache."""
         if segments_BT is None:
             return self._states(tokens_BT, None)
         if self.packs:
-            return self._states(tokens_BT, _restarting(positions_BT, segments_BT))
-        return self._one_a_row(tokens_BT, segments_BT)
+            return self._states(tokens_BT, _restarting_positions(positions_BT, segments_BT))
+        return self._states_by_sample(tokens_BT, segments_BT)
 
-    def head(self) -> Head:
+    def head(self) -> LogitHead:
+        """Returns what turns states into logits, with the scale and soft cap that this family uses."""
         last = self._lm[0].get_output_embeddings()
         scale = 1.0
         if (divisor := getattr(self.config, "logits_scaling", None)) is not None:  # Granite
             scale = 1.0 / float(divisor)
         elif (factor := getattr(self.config, "logit_scale", None)) is not None:  # Cohere
             scale = float(factor)
-        return Head(
+        return LogitHead(
             weight_VH=last.weight,
             bias_V=getattr(last, "bias", None),
             scale=scale,
@@ -59,10 +62,11 @@ class Foreign(nn.Module):
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits, [..., V], of states [..., H]."""
         return self.head().logits(hidden)
 
     def blocks(self) -> list[nn.Module]:
-        """The modules of the longest list: the layers of every architecture so far."""
+        """Returns the modules of the longest ModuleList, which are the layers in all architectures seen so far."""
         lists = [list(module) for module in self.trunk.modules() if isinstance(module, nn.ModuleList)]
         return max(lists, key=len, default=[])
 
@@ -71,9 +75,13 @@ class Foreign(nn.Module):
         states: Tensor = answer.last_hidden_state
         return states
 
-    def _one_a_row(self, tokens_BT: Tensor, segments_BT: Tensor) -> Tensor:
-        """Each sample in a row of its own, padded on the right, where a causal model cannot look."""
-        spans = [(row, a, b) for row in range(len(segments_BT)) for a, b in _runs(segments_BT[row].tolist())]
+    def _states_by_sample(self, tokens_BT: Tensor, segments_BT: Tensor) -> Tensor:
+        """Computes each sample in a row of its own, padded on the right, which a causal model does not attend to."""
+        spans = [
+            (row, a, b)
+            for row in range(len(segments_BT))
+            for a, b in _segment_spans(segments_BT[row].tolist())
+        ]
         width = max(b - a for _, a, b in spans)
         alone = torch.stack([F.pad(tokens_BT[row, a:b], (0, width - (b - a))) for row, a, b in spans])
         states = self._states(alone, None)
@@ -81,8 +89,10 @@ class Foreign(nn.Module):
         return flat.view(*tokens_BT.shape, -1)
 
 
-def empty_foreign(config: dict[str, Any], dtype: torch.dtype, device: torch.device | str) -> Foreign:
-    """A model of this config.json. Its parameters are drawn at random, its tables (of rotations, say) are right."""
+def empty_transformers_model(
+    config: dict[str, Any], dtype: torch.dtype, device: torch.device | str
+) -> TransformersModel:
+    """Returns a model of this config.json with random parameters; its buffers, such as rotation tables, are complete."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind = dict(config)
@@ -93,11 +103,11 @@ def empty_foreign(config: dict[str, Any], dtype: torch.dtype, device: torch.devi
         raise ValueError(
             f"config.json: transformers has no causal language model of model_type={config.get('model_type')!r}: {error}"
         ) from None
-    return Foreign(lm.to(device).eval())  # eval: dropout would make two passes over one sample disagree
+    return TransformersModel(lm.to(device).eval())  # dropout would make two passes over a sample differ
 
 
-def probe(model: Foreign, folder: Path) -> None:
-    """Try the head and the packing on a few tokens: refuse a head that is not a Head, unpack where packing leaks."""
+def check_head_and_packing(model: TransformersModel, folder: Path) -> None:
+    """Runs a few tokens: raises ValueError if LogitHead gives other logits, and sets `packs` to whether packing works."""
     weight = model.head().weight_VH
     tokens_BT = (torch.arange(2 * _PROBE_TOKENS, device=weight.device) * 7 + 3)[None] % weight.shape[0]
     half = torch.arange(_PROBE_TOKENS, device=weight.device)
@@ -111,18 +121,18 @@ def probe(model: Foreign, folder: Path) -> None:
         ours = model.logits(alone[:, :_PROBE_TOKENS])
         if not _close(ours, whole):
             raise ValueError(
-                f"{folder}: {model.config.model_type!r} turns states into logits in a way that is not known here; "
-                "what is known: a matrix, a bias, a scale, a soft cap (model/head.py)"
+                f"{folder}: {model.config.model_type!r} computes logits from states in an unsupported way; "
+                "supported: a matrix, a bias, a scale and a soft cap (LogitHead in model/logprobs.py)"
             )
         model.packs = _packs(model, tokens_BT, positions_BT, segments_BT, alone)
 
 
 def _packs(
-    model: Foreign, tokens_BT: Tensor, positions_BT: Tensor, segments_BT: Tensor, alone: Tensor
+    model: TransformersModel, tokens_BT: Tensor, positions_BT: Tensor, segments_BT: Tensor, alone: Tensor
 ) -> bool:
     try:
         return _close(model(tokens_BT, positions_BT, segments_BT=segments_BT), alone)
-    except TypeError:  # this architecture takes no position ids
+    except TypeError:  # the architecture takes no position ids
         return False
 
 
@@ -131,13 +141,13 @@ def _close(left: Tensor, right: Tensor) -> bool:
     return bool((left - right).norm() <= _TOLERANCE * right.norm())
 
 
-def _restarting(positions_BT: Tensor, segments_BT: Tensor) -> Tensor:
-    """Position ids whose every break is the start of a sample. Padding counts on for itself."""
+def _restarting_positions(positions_BT: Tensor, segments_BT: Tensor) -> Tensor:
+    """Returns position ids that restart only at the start of a sample. Padding is counted separately."""
     padding_BT = segments_BT < 0
     count_BT = padding_BT.cumsum(1) - 1
     return torch.where(padding_BT, count_BT, positions_BT)
 
 
-def _runs(ids: list[int]) -> list[tuple[int, int]]:
+def _segment_spans(ids: list[int]) -> list[tuple[int, int]]:
     starts = [index for index, one in enumerate(ids) if index == 0 or ids[index - 1] != one]
     return list(zip(starts, [*starts[1:], len(ids)], strict=True))

@@ -1,11 +1,6 @@
-"""Weights to and from a safetensors file: bfloat16, Hugging Face names, the same bytes for the same weights."""
+"""Saves and loads weights as safetensors: bfloat16, Hugging Face names, the same bytes for the same weights."""
 
-import contextlib
-import errno
-import os
-import re
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -13,93 +8,70 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from shoal.files import restore_disk_error, write_atomically
+
 WEIGHTS_FILE = "model.safetensors"
 
 
-FULL_BYTES = 1 << 20
-"""A disk with less than this left is full."""
-
-
-@contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """What safetensors and torch.save say about a full disk, as the OSError it was, with the file's name."""
-    try:
-        yield
-    except (SafetensorError, RuntimeError) as error:
-        said = re.search(r"\(os error (\d+)\)", str(error))
-        if said is not None:
-            number = int(said.group(1))
-        elif shutil.disk_usage(path.parent).free < FULL_BYTES:
-            number = errno.ENOSPC
-        else:
-            raise
-        raise OSError(number, os.strerror(number), str(path)) from None
-
-
 def save_weights(model: nn.Module, path: Path) -> None:
-    """Write all parameters as bfloat16; `path` is complete or absent."""
+    """Writes all parameters as bfloat16. The file is either complete or absent."""
     save_tensors(model.named_parameters(), path)
 
 
 def save_tensors(named: Iterable[tuple[str, Tensor]], path: Path, *, sync: bool = True) -> None:
-    """As `save_weights`, of tensors that come one after another: none is held in another form than the file's.
+    """Writes named tensors as `save_weights` does. They are converted one after another, so only the bfloat16 copies are held.
 
-    Without `sync` nobody waits for the disk: for files that are hashed before they are believed after a power cut.
+    `sync=False` does not wait for the disk; for files whose digest is checked before they are used after a power cut.
     """
     rounded = {
         name: tensor.detach().to(device="cpu", dtype=torch.bfloat16).contiguous() for name, tensor in named
     }
     tensors = dict(sorted(rounded.items()))
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with disk_errors(path):
-        save_file(tensors, partial, metadata={"format": "pt"})
-    if sync:
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-    os.replace(partial, path)
+    with restore_disk_error(path, SafetensorError), write_atomically(path, durable=sync) as file:
+        save_file(tensors, file.name, metadata={"format": "pt"})
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Copy a file's values into the model's parameters, where they are: nothing is allocated or renamed.
+    """Copies a file's values into the model's parameters in place.
 
-    Names and shapes are compared before the first value is copied, so a wrong file changes nothing.
+    Names and shapes are checked before the first value is copied, so a wrong file changes nothing.
     """
     load_weight_files(model, [path])
 
 
 def load_weight_files(model: nn.Module, paths: Iterable[Path]) -> None:
-    """`load_weights` of a checkpoint that was cut into several files."""
+    """Copies the values of a checkpoint in several files into the model's parameters in place."""
     parameters = dict(model.named_parameters())
-    # Some writers store a shared matrix twice, some store tables that a model computes for itself.
-    passed_over = {"lm_head.weight", *(name for name, _ in model.named_buffers())} - parameters.keys()
-    homes: dict[str, Path] = {}
+    # Some writers store a tied matrix twice, or tables that the model computes itself.
+    ignored = {"lm_head.weight", *(name for name, _ in model.named_buffers())} - parameters.keys()
+    file_of: dict[str, Path] = {}
     for path in paths:
-        homes |= _check_file(path, parameters, passed_over)
-    if missing := sorted(parameters.keys() - homes.keys()):
+        file_of |= _check_file(path, parameters, ignored)
+    if missing := sorted(parameters.keys() - file_of.keys()):
         raise ValueError(
-            f"{sorted(set(homes.values()))[0] if homes else 'no file'}: {len(missing)} parameters are missing, "
+            f"{sorted(set(file_of.values()))[0] if file_of else 'no file'}: {len(missing)} parameters are missing, "
             f"first {missing[0]!r}; does config.json belong to these weights?"
         )
     with torch.no_grad():
-        for path in sorted(set(homes.values())):
+        for path in sorted(set(file_of.values())):
             with safe_open(path, framework="pt", device="cpu") as file:
-                for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                    if homes.get(name) == path:
+                for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                    if file_of.get(name) == path:
                         parameters[name].copy_(file.get_tensor(name))
 
 
-def _check_file(path: Path, parameters: Mapping[str, Tensor], passed_over: set[str]) -> dict[str, Path]:
+def _check_file(path: Path, parameters: Mapping[str, Tensor], ignored: set[str]) -> dict[str, Path]:
     if not path.exists():
         raise FileNotFoundError(f"no weights at {path}; a model folder holds {WEIGHTS_FILE}")
     found: dict[str, Path] = {}
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             for name in file.keys():  # noqa: SIM118
-                if name in passed_over:
+                if name in ignored:
                     continue
                 if name not in parameters:
                     raise ValueError(
-                        f"{path}: {name!r} is no parameter of this model; does config.json belong to it?"
+                        f"{path}: {name!r} is not a parameter of this model; does config.json belong to it?"
                     )
                 stored, wanted = tuple(file.get_slice(name).get_shape()), tuple(parameters[name].shape)
                 if stored != wanted:

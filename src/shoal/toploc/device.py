@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.model.host_to_device import upload
+from shoal.model.packed_prefill import upload
 from shoal.toploc.field import BLOCK, PRIME
 from shoal.toploc.search import Indices
 from shoal.toploc.segment_check import (

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.model.host_to_device import upload
+from shoal.model.packed_prefill import upload
 from shoal.toploc.proof import ProofError
 from shoal.toploc.search import Contenders, Indices, TopSearch
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from shoal.model.builtin import create_model
-from shoal.model.kv_cache import KVCache
+from shoal.model.decoder import KVCache
 from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.swarm.validator.recompute import Policy

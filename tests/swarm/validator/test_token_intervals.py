@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 def test_kernel_equals_the_plain_lines(
     vocab_size: int, sharpness: float, kernel_device: str, tmp_path: Path
 ) -> None:
-    from shoal.model.kernels.draw_interval import token_intervals  # needs Triton
+    from shoal.model.kernels.logits import token_intervals  # needs Triton
 
     torch.manual_seed(vocab_size)
     decoder = make_policy(tmp_path).decoder

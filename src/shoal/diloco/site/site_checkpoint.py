@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from blake3 import blake3
 
-from shoal.model.weights import disk_errors
+from shoal.files import restore_disk_error
 from shoal.telemetry import Log
 
 _NAME = re.compile(r"step-(\d{8})-([0-9a-f]{16})\.pt")
@@ -25,7 +25,7 @@ class SiteCheckpoints:
     def save(self, step: int, content: dict[str, Any]) -> Path:
         partial = self._folder / "partial.tmp"  # torch refuses a name that begins with a dot
         try:
-            with disk_errors(partial):
+            with restore_disk_error(partial, RuntimeError):
                 torch.save(content, partial)
             with partial.open("rb") as file:
                 os.fsync(file.fileno())

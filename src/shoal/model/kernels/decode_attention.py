@@ -1,11 +1,12 @@
 # mypy: disable-error-code="untyped-decorator,misc,no-untyped-def,no-untyped-call,import-not-found,import-untyped,index,unused-ignore"
 """Triton kernels of a decode step's attention over cached keys and values. Imported on CUDA machines only.
 
-    attend        q/k norm, rotation, write to the cache and attention over it, each row exactly as far as it is long: in one
-                  launch rows of one prompt over parts of it together, and each row over its own new tokens, a few programs
-                  sharing them; in a second one the parts are put together
+    attend        q/k norm, rotation, write to the cache and attention over it, each row only up to its own length
 
-Values are rounded where the decoder rounds them (kernels.py).
+A first launch computes partial results: rows of one prompt attend together to parts of it, and each row attends to its own new
+tokens, split among a few programs. A second launch merges the partial results.
+
+Values are rounded where the decoder rounds them (elementwise.py).
 """
 
 from typing import NamedTuple
@@ -20,41 +21,41 @@ from shoal.model.kernels.elementwise import normed, rotated
 from shoal.model.shape import Shape
 
 PIECE_ROWS = 10
-"""Rows of one prompt whose queries look at it together. Of a prompt's samples most have ended when the last ones run."""
+"""Rows of one prompt whose queries attend to it together. Most samples of a prompt have ended when the last ones still run."""
 PROMPT_SPLIT, PROMPT_BLOCK = 128, 64
-"""Positions of a prompt that one program looks at, and those it looks at together. The sums' order rests on these alone."""
+"""Positions of a prompt per program, and positions it loads together. The order of sums depends on these only."""
 PROMPT_PROGRAMS, PROMPT_STAGES = 528, 2
-"""Programs for all kv heads, four for each of the chip's processors; each takes one item after another."""
-LOOK_WARPS, LOOK_REGISTERS = 4, 128
-"""Registers of a thread at most: four programs then fit on a processor, and nothing is spilled."""
+"""Programs for all kv heads, four per multiprocessor; each takes one item after another."""
+ATTEND_WARPS, ATTEND_REGISTERS = 4, 128
+"""Maximum registers per thread: four programs then fit on a multiprocessor, and nothing is spilled."""
 OWN_SHARES, OWN_BLOCK = 2, 64
-"""Programs that share a row's new tokens, and those that one looks at together: in turns, so that the order of sums does not
-depend on how many there are. The longest row is what all the others wait for."""
+"""Programs that share a row's new tokens, and tokens that one loads together. They alternate, so that the order of sums does not
+depend on the number of tokens. The step lasts as long as its longest row."""
 OWN_STAGES = 3
 MERGE_PARTS, MERGE_WARPS = 8, 2
-"""Parts put together in one go."""
+"""Partial results that are merged at once."""
 FLOAT32_DOT = "tf32x3"
-"""float32 products as three of the matrix units' short ones: float32's accuracy but for its last bits, at several times
-the speed. Without effect on bfloat16."""
+"""Computes float32 products as three tf32 products: nearly float32's accuracy at several times the speed. No effect on
+bfloat16."""
 
 
 class RowTables(NamedTuple):
-    """What the kernels know of the rows."""
+    """Tables about the rows that the kernels read."""
 
     table_6S: Tensor
-    """Lines: position of the newest token, tokens drawn, the most it may draw, ended, the prompt's place, its length."""
+    """Rows of the table: position of the newest token, tokens drawn, maximum tokens, ended, the prompt's slot, its length."""
     order_S: Tensor
-    """The rows by prompt."""
+    """The rows, sorted by prompt."""
     items_5W: Tensor
-    """Up to PIECE_ROWS rows of one prompt looking at up to PROMPT_SPLIT positions of it. Lines: where in `order_S` the rows
-    begin, how many they are, the prompt's place, the first position, how many positions."""
+    """Items of work: up to PIECE_ROWS rows of one prompt attend to up to PROMPT_SPLIT positions of it. Rows of the table: index
+    of the first row in `order_S`, number of rows, the prompt's slot, first position, number of positions."""
     num_items_1: Tensor
     homes_S: Tensor
-    """Slot of each row's new tokens."""
+    """Cache slot of each row's new tokens."""
 
 
 @triton.jit
-def _look_at(
+def _attend_blocks(
     q,
     top,
     total,
@@ -72,8 +73,7 @@ def _look_at(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attention of q over blocks of cached positions, one every STRIDE, added to what was seen before: highest score, weights,
-    mixed values."""
+    """Attends to blocks of cached positions, one every STRIDE, and updates the highest score, sum of weights and mixed values."""
     d = tl.arange(0, BLOCK_D)
     in_d = d < D
     for start in tl.range(begin, end, STRIDE, num_stages=STAGES):
@@ -96,7 +96,7 @@ def _look_at(
 
 
 @triton.jit
-def _turned(
+def _load_rotated(
     heads,
     turn,
     norm,
@@ -106,7 +106,7 @@ def _turned(
     BLOCK_D: tl.constexpr,
     QK_NORM: tl.constexpr,
 ):
-    """Heads, a line each, after norm and rotation. `turn`: where each one's cosines begin."""
+    """Loads heads, one per row, and applies norm and rotation. `turn`: where the cosines of each begin."""
     dtype = heads.dtype.element_ty
     d = tl.arange(0, BLOCK_D)
     in_d = d < D
@@ -125,7 +125,7 @@ def _turned(
 
 
 @triton.jit
-def _look(
+def _attend_parts(
     qkv,
     rope,
     table,
@@ -165,9 +165,10 @@ def _look(
     QK_NORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The first `num_own` programs: attention of one row over its share of its new tokens. They come first, because the longest
-    rows take longest. The others: of a few rows of one prompt over a part of it, the queries of all of them in one product."""
-    # Heads change fastest: those of a row lie side by side in memory, and new tokens come first for all heads.
+    """Computes partial attention. The first `num_own` programs attend from one row to their share of its new tokens; they come
+    first because the longest rows take longest. The others attend from a few rows of one prompt to a part of it, with the queries
+    of all these rows in one product."""
+    # Heads vary fastest: those of a row are adjacent in memory, and new tokens come first for all heads.
     program = tl.program_id(0) // NUM_KV
     head = tl.program_id(0) % NUM_KV
     num_others = tl.num_programs(0) // NUM_KV - num_own
@@ -181,19 +182,21 @@ def _look(
         for item in range(program - num_own, tl.load(num_items), num_others):
             first = tl.load(items + item)
             in_q = i < tl.load(items + max_items + item) * group
-            place = tl.load(items + 2 * max_items + item)
+            prompt_slot = tl.load(items + 2 * max_items + item)
             begin = tl.load(items + 3 * max_items + item)
             num = tl.load(items + 4 * max_items + item)
             rows = tl.load(order + first + i // group, mask=in_q, other=0)
             positions = tl.load(table + rows, mask=in_q, other=0)
             in_qd = in_q[:, None] & in_d[None, :]
             heads = qkv + rows[:, None] * line + (head * group + i % group)[:, None] * D
-            q = _turned(heads, rope + positions[:, None] * 2 * D, q_norm, in_qd, eps, D, BLOCK_D, QK_NORM)
-            at = place * prompt_stride + head * D + begin * step
+            q = _load_rotated(
+                heads, rope + positions[:, None] * 2 * D, q_norm, in_qd, eps, D, BLOCK_D, QK_NORM
+            )
+            at = prompt_slot * prompt_stride + head * D + begin * step
             top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_Q], tl.float32)
             mixed = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-            top, total, mixed = _look_at(
+            top, total, mixed = _attend_blocks(
                 q, top, total, mixed, prompt_keys + at, prompt_values + at, 0, num, scale,
                 step, D, BLOCK_D, PROMPT_N, PROMPT_N, PROMPT_S, PRECISION,
             )  # fmt: skip
@@ -205,24 +208,24 @@ def _look(
         row = (program // SHARES).to(tl.int64)
         share = program % SHARES
         position = tl.load(table + row)
-        # An ended row stands at 0 and looks at nothing.
+        # An ended row has position 0 and attends to nothing.
         own = position - tl.minimum(tl.load(table + 5 * num_slots + row), position)
         if (share == 0) | (share * OWN_N < own):
             g = tl.arange(0, BLOCK_G)
             in_gd = (g < group)[:, None] & in_d[None, :]
             heads = qkv + row * line + (head * group + g)[:, None] * D
             turn = rope + position * 2 * D + tl.zeros([BLOCK_G, 1], tl.int32)
-            q = _turned(heads, turn, q_norm, in_gd, eps, D, BLOCK_D, QK_NORM)
+            q = _load_rotated(heads, turn, q_norm, in_gd, eps, D, BLOCK_D, QK_NORM)
             slot = tl.load(homes + row) * slot_stride + head * D
             top = tl.full([BLOCK_G], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_G], tl.float32)
             mixed = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
             if share == 0:
-                # The new token is attended to from registers; what is read from memory was written by earlier steps.
+                # The new token's key and value are still in registers; memory holds those of earlier steps.
                 mine = tl.zeros([1, 1], tl.int32)
                 k_at = qkv + row * line + (NUM_HEADS + head) * D
                 in_1d = in_d[None, :]
-                k = _turned(
+                k = _load_rotated(
                     k_at + mine, rope + position * 2 * D + mine, k_norm, in_1d, eps, D, BLOCK_D, QK_NORM
                 )
                 v = tl.load(k_at + NUM_KV * D + d[None, :], mask=in_1d, other=0.0)
@@ -231,7 +234,7 @@ def _look(
                 top = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale
                 total = tl.full([BLOCK_G], 1.0, tl.float32)
                 mixed = mixed + v.to(tl.float32)
-            top, total, mixed = _look_at(
+            top, total, mixed = _attend_blocks(
                 q, top, total, mixed, keys + slot, values + slot, share * OWN_N, own, scale,
                 step, D, BLOCK_D, OWN_N, OWN_N * SHARES, OWN_S, PRECISION,
             )  # fmt: skip
@@ -260,7 +263,7 @@ def _merge(
     BLOCK_D: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """What was seen in parts, put together: shares of new tokens first, then the prompt's parts in their order."""
+    """Merges the partial results: the shares of new tokens first, then the prompt's parts in order."""
     row = (tl.program_id(0) // NUM_KV).to(tl.int64)
     head = tl.program_id(0) % NUM_KV
     group: tl.constexpr = NUM_HEADS // NUM_KV
@@ -274,7 +277,7 @@ def _merge(
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     mixed = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    # Several in one go: loads that wait for one another are what this kernel waits for.
+    # Several at once: the kernel's time is spent waiting for loads.
     for start in range(0, num_parts, AT_ONCE):
         p = start + tl.arange(0, AT_ONCE)
         there = (p < num_parts) & ((p == 0) | (p >= SHARES) | (p * OWN_N < own))
@@ -285,7 +288,7 @@ def _merge(
         in_hpd = in_hp[:, :, None] & (d < D)[None, None, :]
         parts = tl.load(mixes + at[:, :, None] * D + d[None, None, :], mask=in_hpd, other=0.0)
         higher = tl.maximum(top, tl.max(part_tops, axis=1))
-        higher = tl.where(in_h, higher, 0.0)  # lines beyond the heads saw nothing: -inf - -inf would be NaN
+        higher = tl.where(in_h, higher, 0.0)  # unused rows have no scores: -inf - -inf would be NaN
         shrink, grow = tl.exp(top - higher), tl.exp(part_tops - higher[:, None])
         total = total * shrink + tl.sum(part_totals * grow, axis=1)
         mixed = mixed * shrink[:, None] + tl.sum(parts * grow[:, :, None], axis=1)
@@ -305,8 +308,11 @@ def attend(
     own: tuple[Tensor, Tensor],
     shared: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Attention of one new token a row. `own` and `shared` are keys and values of the rows' new tokens, [S, C, K, D], where
-    this token's go too, and those of the prompts, [P, C, K, D]."""
+    """Returns the attention of one new token per row.
+
+    `own`: keys and values of the rows' new tokens, [S, C, K, D]; those of this token are stored there too. `shared`: keys and
+    values of the prompts, [P, C, K, D].
+    """
     num_rows, heads, kv_heads = qkv_BQ.shape[0], shape.num_heads, shape.num_kv_heads
     group = heads // kv_heads
     parts = OWN_SHARES + triton.cdiv(shared[0].shape[1], PROMPT_SPLIT)
@@ -324,7 +330,7 @@ def attend(
     }
     programs = max(16, PROMPT_PROGRAMS // kv_heads)
     num_own = num_rows * OWN_SHARES
-    _look[((num_own + programs) * kv_heads,)](
+    _attend_parts[((num_own + programs) * kv_heads,)](
         qkv_BQ,
         rope_PE,
         rows.table_6S,
@@ -347,15 +353,15 @@ def attend(
         shape.head_dim**-0.5,
         shape.norm_eps,
         BLOCK_Q=max(16, triton.next_power_of_2(PIECE_ROWS * group)),
-        BLOCK_G=max(16, triton.next_power_of_2(group)),  # fewer queries the matrix units do not take
+        BLOCK_G=max(16, triton.next_power_of_2(group)),  # tl.dot needs at least 16 rows
         BLOCK_D=max(16, triton.next_power_of_2(shape.head_dim)),
         PROMPT_N=PROMPT_BLOCK,
         PROMPT_S=PROMPT_STAGES,
         OWN_S=OWN_STAGES,
         QK_NORM=shape.qk_norm,
         PRECISION=FLOAT32_DOT,
-        num_warps=LOOK_WARPS,
-        maxnreg=LOOK_REGISTERS,
+        num_warps=ATTEND_WARPS,
+        maxnreg=ATTEND_REGISTERS,
         **sizes,
     )
     _merge[(num_rows * kv_heads,)](

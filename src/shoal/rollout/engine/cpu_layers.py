@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.model.fused import FusedLayer
-from shoal.model.packed_linear import linear
+from shoal.model.fused import FusedLayer, linear
 
 
 class Prompts(NamedTuple):

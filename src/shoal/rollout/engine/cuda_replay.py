@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shoal.model.decoder import KVCache
 from shoal.model.fused import FusedWeights
-from shoal.model.host_to_device import upload
 from shoal.model.kernels import decode_attention, elementwise, prompt_attention
-from shoal.model.kv_cache import KVCache
+from shoal.model.packed_prefill import upload
 from shoal.rollout.engine.attention_plan import Pieces
 from shoal.rollout.engine.prefill_cuda import prefill
 from shoal.rollout.engine.rows import Prompt
@@ -56,7 +56,7 @@ def replay(weights: FusedWeights, rows: Sequence[tuple[Prompt, Sequence[int]]]) 
         qkv_TQ = F.linear(
             elementwise.add_norm(x_TH, delta_TH, layer.input_norm_H, eps), layer.qkv_QH, layer.qkv_bias_Q
         )
-        prompt_attention.spread(
+        prompt_attention.norm_and_rotate(
             qkv_TQ,
             layer,
             shape=shape,

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.model.decoder import KVCache
 from shoal.model.fused import FusedWeights
-from shoal.model.host_to_device import upload
-from shoal.model.kv_cache import KVCache
+from shoal.model.packed_prefill import upload
 from shoal.rollout.engine.api import Request
 from shoal.rollout.engine.scheduler import Room
 from shoal.wire.seeded_draw import uniforms

@@ -6,11 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.model.decoder import KVCache
 from shoal.model.fused import FusedWeights
-from shoal.model.host_to_device import upload
 from shoal.model.kernels import elementwise
-from shoal.model.kv_cache import KVCache
-from shoal.model.packed_prefill import Run, fused_layers
+from shoal.model.packed_prefill import TokenRun, fused_layers, upload
 from shoal.rollout.engine.rows import Prompt
 
 
@@ -32,7 +31,7 @@ def prefill_by_layer(
     device, lengths = weights.embed_VH.device, [len(prompt) for prompt in prompts]
     table_3T = upload(_table(prompts, places), device)
     by_layer = list(zip(kept.keys_LSCKD, kept.values_LSCKD, strict=True))
-    for x_TH, delta_TH in fused_layers(weights, table_3T, [*map(Run, lengths)], kept=by_layer):
+    for x_TH, delta_TH in fused_layers(weights, table_3T, [*map(TokenRun, lengths)], kept=by_layer):
         last = x_TH, delta_TH
         yield None
     last_P = upload(np.cumsum(lengths) - 1, device)

@@ -7,9 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.model.decoder import Decoder
-from shoal.model.host_to_device import upload
-from shoal.model.kv_cache import KVCache
+from shoal.model.decoder import Decoder, KVCache
+from shoal.model.packed_prefill import upload
 from shoal.rollout.engine.rows import Prompt
 
 

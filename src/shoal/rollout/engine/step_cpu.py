@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.model.decoder import Decoder
-from shoal.model.fused import FusedWeights
-from shoal.model.packed_linear import linear
+from shoal.model.fused import FusedWeights, linear
 from shoal.rollout.engine.api import Request
 from shoal.rollout.engine.cpu_layers import Glance, Heads, Prompts, norm, without_python
 from shoal.rollout.engine.cpu_threads import Lanes

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shoal.model.decoder import KVCache
 from shoal.model.fused import FusedWeights
-from shoal.model.host_to_device import upload
-from shoal.model.kernels import decode_attention, elementwise, token_draw
-from shoal.model.kv_cache import KVCache
+from shoal.model.kernels import decode_attention, elementwise, logits
+from shoal.model.packed_prefill import upload
 from shoal.rollout.engine.api import Request
 from shoal.rollout.engine.attention_plan import Pieces, PieceSize
 from shoal.rollout.engine.kv_slots import Slots
@@ -137,7 +137,7 @@ class CudaStep:
 
     def _draw(self, logits_BV: Tensor, sources_R: Tensor, slots_R: Tensor) -> None:
         slots = self._slots
-        token_draw.draw(
+        logits.draw(
             logits_BV,
             sources_R=sources_R,
             slots_R=slots_R,

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from shoal.model.fused import fuse
-from shoal.model.host_to_device import upload
+from shoal.model.fused import fuse, pack, repack_jobs
 from shoal.model.load_model import DTYPES, load_decoder
-from shoal.model.packed_linear import pack, repacking
+from shoal.model.packed_prefill import upload
 from shoal.model.shape import read_shape
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, load_weights
@@ -222,7 +221,7 @@ class _Loaded:
     def swap(self, folder: Path) -> None:
         load_weights(self.decoder, folder / WEIGHTS_FILE)
         if self.lanes is not None:
-            self.lanes.run(repacking(self.packed, self.weights))
+            self.lanes.run(repack_jobs(self.packed, self.weights))
 
 
 class _Running:

@@ -19,11 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.model.decoder import Decoder
-from shoal.model.host_to_device import flat, upload
-from shoal.model.kv_cache import KVCache
-from shoal.model.packed_prefill import packed_states
-from shoal.model.packed_segments import runs_kernel
+from shoal.model.decoder import Decoder, KVCache, supports_flash_attention
+from shoal.model.packed_prefill import flat, packed_states, upload
 from shoal.model.tokenizer import Tokenizer
 from shoal.net.waiting import Stopped
 from shoal.swarm.validator.fact_checks import RowFacts
@@ -175,7 +172,7 @@ def _prefill(decoder: Decoder, rows: Sequence[Rollout]) -> list[Tensor]:
     end = max(_length(row) for row in rows)
     if end >= decoder.shape.max_positions:
         raise CannotCheck(f"{end + 1} tokens pass the model's {decoder.shape.max_positions} positions")
-    if runs_kernel(device, decoder.model.norm.weight.dtype):
+    if supports_flash_attention(device, decoder.model.norm.weight.dtype):
         return packed_states(decoder, [(row.prompt_tokens, row.output_tokens[:-1]) for row in rows])
     return _prefill_cached(decoder, rows, end, device)
 
@@ -352,7 +349,7 @@ def _per_token(batch: Sequence[_Entry], columns_4N: Floats) -> list[Floats]:
 
 
 def _device_distribution(decoder: Decoder, hidden_NH: Tensor, tokens_N: Tensor, temperature: float) -> Tensor:
-    from shoal.model.kernels.draw_interval import token_intervals
+    from shoal.model.kernels.logits import token_intervals
 
     return token_intervals(decoder.logits(hidden_NH), tokens_N, temperature)
 

@@ -23,7 +23,7 @@ from shoal.model.decoder import Decoder
 from shoal.model.load_model import empty_decoder, load_causal
 from shoal.model.shape import Shape, read_json
 from shoal.model.tokenizer import Tokenizer
-from shoal.model.transformers_model import empty_foreign
+from shoal.model.transformers_model import empty_transformers_model
 from shoal.model.weights import WEIGHTS_FILE
 from shoal.net.waiting import Stopped
 from shoal.tasks import make_task
@@ -259,6 +259,6 @@ class Lockstep:
 def _empty_model(architecture: "Shape | dict[str, Any]", packs: bool) -> Causal:
     if isinstance(architecture, Shape):
         return empty_decoder(architecture)
-    model = empty_foreign(architecture, torch.float32, "cpu")
+    model = empty_transformers_model(architecture, torch.float32, "cpu")
     model.packs = packs
     return model

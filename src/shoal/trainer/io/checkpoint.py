@@ -28,7 +28,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from blake3 import blake3
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -37,8 +37,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from shoal.background import BackgroundTask
-from shoal.files import flush_folder, replace_folder
-from shoal.model.weights import disk_errors
+from shoal.files import flush_folder, replace_folder, restore_disk_error
 from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
 from shoal.trainer.distributed.ranks import Ranks, explain_lost_rank
@@ -328,14 +327,14 @@ def _write_shards(shards: dict[str, Tensor], folder: Path, ranks: Ranks) -> None
 def _write_files(folder: Path, snapshot: LearnerSnapshot, state: CheckpointState) -> None:
     """Writes the files of rank 0 and flushes them; the manifest is last."""
     if snapshot.saving is None:
-        with disk_errors(folder / WEIGHTS):
+        with restore_disk_error(folder / WEIGHTS, SafetensorError):
             save_file(snapshot.weights, folder / WEIGHTS)
     stored: dict[str, Any] = {"optimizer": snapshot.optimizer, "rng": snapshot.random["cpu"]}
     if "cuda" in snapshot.random:
         stored["cuda_rng"] = snapshot.random["cuda"]
     if snapshot.outer is not None:
         stored["outer"] = snapshot.outer
-    with disk_errors(folder / OPTIMIZER):
+    with restore_disk_error(folder / OPTIMIZER, RuntimeError):
         torch.save(stored, folder / OPTIMIZER)
     (folder / STATE).write_text(state.model_dump_json(indent=1))
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())

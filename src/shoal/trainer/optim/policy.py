@@ -28,12 +28,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shoal.model.decoder import Decoder, RMSNorm
 from shoal.model.load_model import DTYPES
 from shoal.model.logprobs import TokenScores, token_scores
-from shoal.model.transformers_model import Foreign
+from shoal.model.transformers_model import TransformersModel
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.pack import MicroBatch
 from shoal.trainer.distributed.ranks import Ranks
 
-Causal = Decoder | Foreign
+Causal = Decoder | TransformersModel
 
 # Attention takes most of a long row's time and little of its memory: its results are kept, the rest is recomputed.
 _KEPT = {

@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.model.weights import disk_errors
+from shoal.files import restore_disk_error
 
 Weights = dict[str, Tensor]
 
@@ -31,7 +32,7 @@ def load_reference(path: Path, weights: Weights, version: int) -> Weights:
         )
     # Not shoal.files.write_atomically: safetensors writes to a path, and its bytes in memory would double the weights.
     partial = path.with_name(f".{path.name}.partial")
-    with disk_errors(path):
+    with restore_disk_error(path, SafetensorError):
         save_file(weights, partial)
     os.replace(partial, path)
     return weights
