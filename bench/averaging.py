@@ -1,11 +1,11 @@
-"""Averaging between processes on loopback: our engines (Hivemind's streams, torchft), Hivemind's own averager, plain gloo.
+"""Compares averaging between processes on loopback: Shoal's two engines, Hivemind's own averager, and plain gloo.
 
     python bench/averaging.py --mb 50 500 --peers 2 4 --repeats 3
 
-Needs the extras `hivemind` and `torchft`. Every engine runs as real processes, one engine after the other in one run; ours includes
-the digests' comparison and the commit. Seconds are the slowest peer's, the median over the repeats after one round to
-warm up; every result is checked against the mean that it should be. CPU seconds are those of all peers with their daemons, a
-round, and of the peers' own processes alone: on a busy machine they are the figure to go by.
+Needs the extras `hivemind` and `torchft`. Every engine runs in its own processes, one engine after another; Shoal's
+engines include comparing digests and the commit. Seconds are those of the slowest peer, the median over the repeats after
+one warm-up round; every result is checked against the exact mean. CPU seconds per round are given for all peers with
+their daemons, and for the peers' own processes alone: on a busy machine they are more reliable than wall time.
 """
 
 import argparse
@@ -36,9 +36,9 @@ def main() -> None:
     parser.add_argument("--mb", type=int, nargs="+", default=[50])
     parser.add_argument("--peers", type=int, nargs="+", default=[2])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--turns", type=int, default=1, help="all engines in turn so many times")
+    parser.add_argument("--turns", type=int, default=1, help="repeat the sequence of all engines")
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
-    parser.add_argument("--timeout-s", type=float, default=300.0, help="for one engine at one size")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="timeout for one engine at one size")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peer:
@@ -66,26 +66,26 @@ def show(mb: int, num: int, engine: str, options: argparse.Namespace) -> None:
     assert first.stdout is not None
     address = json.loads(first.stdout.readline())["addresses"]
     others = [start({**task, "rank": rank, "join": address}) for rank in range(1, num)]
-    said = []
+    reports = []
     for process in (first, *others):
         try:
             out, _ = process.communicate(timeout=options.timeout_s)
-            said.append([json.loads(line) for line in out.splitlines() if "took_s" in line])
+            reports.append([json.loads(line) for line in out.splitlines() if "took_s" in line])
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    if len(said) < num or any(len(lines) != options.repeats + 1 for lines in said):
+    if len(reports) < num or any(len(lines) != options.repeats + 1 for lines in reports):
         print(f"{mb:>5}{num:>6}  {engine:<15}{'failed':>9}", flush=True)
         return
-    took = [max(lines[at]["took_s"] for lines in said) for at in range(1, options.repeats + 1)]
-    wrong = sum(not line["right"] for lines in said for line in lines)
+    took = [max(lines[at]["took_s"] for lines in reports) for at in range(1, options.repeats + 1)]
+    wrong = sum(not line["right"] for lines in reports for line in lines)
     cpu_s = statistics.median(
-        sum(lines[at]["cpu_s"] for lines in said) for at in range(1, options.repeats + 1)
+        sum(lines[at]["cpu_s"] for lines in reports) for at in range(1, options.repeats + 1)
     )
     own_s = statistics.median(
-        sum(lines[at]["own_cpu_s"] for lines in said) for at in range(1, options.repeats + 1)
+        sum(lines[at]["own_cpu_s"] for lines in reports) for at in range(1, options.repeats + 1)
     )
-    same = all(len({lines[at]["digest"] for lines in said}) == 1 for at in range(options.repeats + 1))
+    same = all(len({lines[at]["digest"] for lines in reports}) == 1 for at in range(options.repeats + 1))
     print(
         f"{mb:>5}{num:>6}  {engine:<15}{statistics.median(took):>9.3f}{cpu_s:>8.2f}{own_s:>12.2f}{wrong:>7}{'yes' if same else 'no':>11}",
         flush=True,
@@ -100,7 +100,7 @@ def start(task: dict[str, Any]) -> "subprocess.Popen[str]":
 
 def run_peer(task: dict[str, Any]) -> None:
     values = np.random.default_rng(task["rank"]).standard_normal(task["mb"] * 250_000, np.float32)
-    # Every 997th value is checked against the mean of what all contributed.
+    # Every 997th value is checked against the exact mean.
     exact = np.mean(
         [
             np.random.default_rng(rank).standard_normal(len(values), np.float32)[::997]
@@ -115,24 +115,24 @@ def run_peer(task: dict[str, Any]) -> None:
 
 
 class Clock:
-    """Wall and CPU seconds of a round, from here to `say`."""
+    """Measures wall and CPU seconds from its creation to `report`."""
 
     def __init__(self) -> None:
         self.cpu_s = tree_cpu_s()
         self.own_s, self.started_s = time.process_time(), time.monotonic()
 
-    def say(self, result: Any, exact: Any) -> None:
+    def report(self, result: Any, exact: Any) -> None:
         own_s = time.process_time() - self.own_s
         took_s, cpu_s = time.monotonic() - self.started_s, tree_cpu_s() - self.cpu_s
         result = np.ascontiguousarray(result)
         right = bool(np.abs(result[::997] - exact).max() < 0.1)
         digest = blake3(result.view(np.uint8).data).hexdigest()
-        said = {"took_s": took_s, "cpu_s": cpu_s, "own_cpu_s": own_s, "right": right, "digest": digest}
-        print(json.dumps(said), flush=True)
+        figures = {"took_s": took_s, "cpu_s": cpu_s, "own_cpu_s": own_s, "right": right, "digest": digest}
+        print(json.dumps(figures), flush=True)
 
 
 def tree_cpu_s() -> float:
-    """Of this process and all below it."""
+    """Returns the CPU seconds of this process and its descendants."""
     parents, ticks = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -162,18 +162,18 @@ def run_gloo(task: dict[str, Any], values: Any, exact: Any) -> None:
         clock = Clock()
         dist.all_reduce(tensor)
         tensor /= task["num"]
-        clock.say(tensor.numpy(), exact)
+        clock.report(tensor.numpy(), exact)
     dist.destroy_process_group()
 
 
 def run_ours(task: dict[str, Any], values: Any, exact: Any) -> None:
-    from shoal.diloco.averaging.peers import PeerAverager, Terms
-    from shoal.diloco.transport.hivemind_mesh import Address, HivemindMesh
+    from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
+    from shoal.diloco.transport.hivemind_mesh import HivemindMesh, PeerAddress
     from shoal.telemetry import Log
 
-    mesh = HivemindMesh("bench", Address(join=task["join"], host="127.0.0.1"))
-    terms = Terms(min_peers=task["num"], announce_s=1.0, stall_s=120.0)
-    averager = PeerAverager(mesh, log=Log("bench"), codec=task["engine"].split()[1], terms=terms)
+    mesh = HivemindMesh("bench", PeerAddress(join=task["join"], host="127.0.0.1"))
+    terms = AveragerSettings(min_peers=task["num"], announce_s=1.0, stall_s=120.0)
+    averager = PeerAverager(mesh, log=Log("bench"), codec=task["engine"].split()[1], settings=terms)
     averager.join(deadline_s=60)
     if task["rank"] == 0:
         print(json.dumps({"addresses": mesh.addresses}), flush=True)
@@ -196,13 +196,13 @@ def run_torchft(task: dict[str, Any], values: Any, exact: Any) -> None:
     averager = TorchftAverager(task["join"][0], log=Log("bench"), codec=codec, min_peers=task["num"])
     averager.join(deadline_s=60)
     take_rounds(averager, task, values, exact)
-    time.sleep(2)  # rank 0 holds the lighthouse
+    time.sleep(2)  # rank 0 runs the lighthouse, which the others still need
 
 
 def take_rounds(averager: Any, task: dict[str, Any], values: Any, exact: Any) -> None:
     from shoal.diloco.averaging.averager import Ready
     from shoal.diloco.outer import Outer, first_state, outer_step
-    from shoal.diloco.rounds import Outcome, take_round
+    from shoal.diloco.rounds import RoundOutcome, take_round
     from shoal.telemetry import Log
 
     nothing = np.zeros(8, np.float32)
@@ -210,19 +210,19 @@ def take_rounds(averager: Any, task: dict[str, Any], values: Any, exact: Any) ->
     digest = averager.serve(state, step=0)
     for _ in range(task["repeats"]):
         ready = Ready(round=state.round, work=state.work, digest=digest, weight=1.0)
-        # An empty round first, so that all start the clock together.
+        # A small round first, so that all peers start the clock together.
         take_round(averager, ready, nothing, deadline_s=60, log=Log("bench"), stop=threading.Event())
         clock = Clock()
         result = take_round(averager, ready, values, deadline_s=300, log=Log("bench"), stop=threading.Event())
-        assert result.outcome is Outcome.COMMITTED, result.reasons
-        clock.say(result.average_N, exact)
+        assert result.outcome is RoundOutcome.COMMITTED, result.reasons
+        clock.report(result.average_N, exact)
         state = outer_step(state, nothing, Outer(), work=1.0)
         digest = averager.serve(state, step=0)
     averager.leave()
 
 
 def run_hivemind(task: dict[str, Any], values: Any, exact: Any) -> None:
-    multiprocessing.set_start_method("fork")  # its averager starts under no other
+    multiprocessing.set_start_method("fork")  # its averager needs this start method
     import hivemind
     import torch
     from hivemind.compression import Float16Compression, NoCompression, Uniform8BitQuantization
@@ -247,13 +247,13 @@ def run_hivemind(task: dict[str, Any], values: Any, exact: Any) -> None:
         with averager.get_tensors() as tensors:
             tensors[0][:] = torch.from_numpy(values)
         control = averager.step(wait=False, timeout=240, scheduled_time=get_dht_time() + 4)
-        # Matchmaking is left out: the clock runs from the moment the group is known.
+        # Matchmaking is not measured: the clock starts when the group is known.
         while control.stage.name in ("IDLE", "LOOKING_FOR_GROUP", "AWAITING_TRIGGER") and not control.done():
             time.sleep(0.001)
         clock = Clock()
         control.result()
         with averager.get_tensors() as tensors:
-            clock.say(tensors[0].numpy(), exact)
+            clock.report(tensors[0].numpy(), exact)
     time.sleep(2)
     averager.shutdown()
     dht.shutdown()

@@ -1,7 +1,7 @@
-"""A thousand nodes in virtual time: honest, slow, vanishing, cloned and lying ones, under the coordinator's own rules.
+"""Simulates a thousand nodes in virtual time (honest, slow, crashing, cloned, lying) under the coordinator's own rules.
 
-Trust, checks, lease sizes, speed, back-off and credit are the functions the coordinator uses (shoal.swarm.coordinator.rules.trust, credit,
-drawing, speed); time, machines and lies are made up, from one seed. See `python bench/swarm.py churn`.
+Trust, checks, lease sizes, speed, back-off and credit are the coordinator's own functions (shoal.swarm.coordinator.rules);
+time, machines and lies are simulated from one seed. See `python bench/swarm.py churn`.
 """
 
 import heapq
@@ -27,7 +27,7 @@ PROMPTS, SAMPLES, TOKENS = 8, 16, 2500.0
 TRUSTED_AFTER = 3
 CHECK_S = 60.0
 DETECTION = 0.999
-"""A full check of a lie convicts it this often; a cheap one never does."""
+"""Probability that a full check detects a lie; a cheap check never does."""
 
 
 @dataclass
@@ -36,9 +36,9 @@ class Machine:
     tokens_per_s: float
     crash_every_s: float
     lie_share: float = 0.0
-    """Of its submissions once it is trusted and has been patient."""
+    """Share of its submissions that are lies, once it is trusted and has made `patience` submissions."""
     patience: int = 0
-    """Submissions it makes honestly first."""
+    """Honest submissions before its first lie."""
     standing: Standing = field(default_factory=lambda: Standing(trust=Trust.PROBATION))
     rows_per_s: float = 0.0
     earnings: list[Earning] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Machine:
 
 
 @dataclass
-class Outcome:
+class ChurnResult:
     accepted_rows: int = 0
     wasted_rows: float = 0.0
     full_checks: int = 0
@@ -63,7 +63,7 @@ class Outcome:
 
 
 def population(rng: random.Random, size: int) -> list[Machine]:
-    """Of a thousand: 700 honest, 100 slow, 100 that vanish often, 50 clones, 50 that lie once they are trusted."""
+    """Returns, per thousand: 700 honest, 100 slow, 100 that crash often, 50 clones, 50 that lie once they are trusted."""
     machines = []
     for index in range(size):
         place = index * 1000 // size
@@ -89,8 +89,8 @@ def population(rng: random.Random, size: int) -> list[Machine]:
     return machines
 
 
-def simulate(*, nodes: int, hours: float, floor: float, seed: int) -> Outcome:
-    rng, outcome = random.Random(seed), Outcome()
+def simulate(*, nodes: int, hours: float, floor: float, seed: int) -> ChurnResult:
+    rng, outcome = random.Random(seed), ChurnResult()
     machines = population(rng, nodes)
     queue = [(rng.uniform(0, 600), index) for index in range(nodes)]
     heapq.heapify(queue)
@@ -108,21 +108,23 @@ def simulate(*, nodes: int, hours: float, floor: float, seed: int) -> Outcome:
     return _sum_up(machines, outcome, end_s)
 
 
-def _one_lease(machine: Machine, now_s: float, rng: random.Random, floor: float, outcome: Outcome) -> float:
-    """What comes of one lease; when the machine asks for the next."""
+def _one_lease(
+    machine: Machine, now_s: float, rng: random.Random, floor: float, outcome: ChurnResult
+) -> float:
+    """Simulates one lease and returns when the machine asks for the next."""
     prompts = PROMPTS
     if machine.rows_per_s:
         prompts = max(1, min(PROMPTS, int(machine.rows_per_s * LEASE_S * LEASE_SHARE / SAMPLES)))
     rows = lease_prompts(machine.standing, most=prompts) * SAMPLES
     work_s = rows * TOKENS / machine.tokens_per_s
     crash_s = rng.expovariate(1 / machine.crash_every_s)
-    # A clone's session fences the other off: one of two leases is lost half-way.
+    # Each clone's session ends the other's: half of the leases are lost half-way.
     fenced = machine.kind == "cloned" and rng.random() < 0.5
     if min(crash_s, LEASE_S) < work_s or fenced:
         lost_s = min(crash_s, LEASE_S, work_s * (0.5 if fenced else 1.0))
         outcome.wasted_rows += rows * lost_s / work_s
         if crash_s < work_s and not fenced:
-            # It is given back by the crash of the process only when it comes again: after a while, or not in time.
+            # The lease is returned only when the machine restarts, which may be too late.
             back_s = now_s + lost_s + rng.expovariate(1 / 600.0)
             if back_s < now_s + LEASE_S:
                 return back_s
@@ -136,7 +138,7 @@ def _one_lease(machine: Machine, now_s: float, rng: random.Random, floor: float,
 
 
 def _deliver(
-    machine: Machine, at_s: float, rows: int, rng: random.Random, floor: float, outcome: Outcome
+    machine: Machine, at_s: float, rows: int, rng: random.Random, floor: float, outcome: ChurnResult
 ) -> None:
     lies = (
         machine.kind == "lying"
@@ -166,7 +168,7 @@ def _deliver(
     machine.standing = judge(machine.standing, happening, verdict_s, trusted_after=TRUSTED_AFTER)
 
 
-def _catch(machine: Machine, now_s: float, outcome: Outcome) -> None:
+def _catch(machine: Machine, now_s: float, outcome: ChurnResult) -> None:
     if machine.caught_s is None and machine.first_lie_s is not None:
         machine.caught_s = now_s
         outcome.catch_s.append(now_s - machine.first_lie_s)
@@ -177,7 +179,7 @@ def _catch(machine: Machine, now_s: float, outcome: Outcome) -> None:
     machine.banned = machine.standing.trust is Trust.BANNED
 
 
-def _sum_up(machines: list[Machine], outcome: Outcome, end_s: float) -> Outcome:
+def _sum_up(machines: list[Machine], outcome: ChurnResult, end_s: float) -> ChurnResult:
     liars = [machine for machine in machines if machine.kind == "lying"]
     outcome.liars_free = sum(not machine.banned and machine.first_lie_s is not None for machine in liars)
     outcome.honest_banned = sum(machine.banned for machine in machines if machine.kind != "lying")

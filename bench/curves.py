@@ -1,8 +1,8 @@
-"""Loss curves of DiLoCo next to data parallel and one worker, all in one stack of workers. See `bench/diloco.py curves`.
+"""Compares loss curves of DiLoCo, data parallel and one worker, in one batched model. See `bench/diloco.py curves`.
 
 A run is `dp` (synchronous data parallel, the same tokens), `one` (one worker, its share of the tokens) or
-`H:codec[:fragments:overlap][@outer_lr,momentum[,inner_lr_scale]]`. Codes, sums and outer steps are those of shoal.diloco, value for
-value (a test compares them), on whichever device the workers are.
+`H:codec[:fragments:overlap][@outer_lr,momentum[,inner_lr_scale]]`. Codecs, sums and outer steps give the same
+values as shoal.diloco (a test compares them), on the device of the workers.
 """
 
 import argparse
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from shoal.diloco.codec import BLOCK, LARGEST, CodecName, coded_bytes
 from shoal.diloco.outer import Outer
+from shoal.diloco.site.language import Samples
 from shoal.diloco.site.site import learning_rate
-from shoal.diloco.site.text_data import Samples
 
-# hidden, layers, heads, ffn: about 0.12M, 1M, 10M and 135M parameters with 256 tokens.
+# hidden, layers, heads, ffn: about 0.12M, 1M, 10M and 135M parameters with a vocabulary of 256.
 PRESETS = {
     "0.1m": (64, 2, 2, 192),
     "1m": (160, 4, 5, 384),
@@ -32,16 +32,16 @@ PRESETS = {
     "135m": (768, 18, 12, 2304),
 }
 TIMED = 20
-"""Steps that are timed to see how many fit a budget."""
+"""Steps that are timed to compute how many fit a budget."""
 MIX = 0.5
-"""Of a fragment's own value that stays when the round that overlapped it lands."""
+"""Share of a fragment's own values that is kept when an overlapped round completes."""
 
 
 # -- text -------------------------------------------------------------------------------------------------
 
 
 def collect_text(max_bytes: int) -> bytes:
-    """Python's own sources and documentation, then what the system's packages document; in a fixed order."""
+    """Returns Python's standard library, then the documentation of the system's packages, in a fixed order."""
     library = Path(sysconfig.get_paths()["stdlib"])
     roots = [library, Path("/usr/share/doc"), Path("/usr/share/perl"), Path("/usr/share/common-licenses")]
     parts, total = [], 0
@@ -65,7 +65,7 @@ def write_text(options: argparse.Namespace) -> None:
     text = collect_text(options.max_text)
     options.out.write_bytes(lzma.compress(text, preset=9))
     print(
-        f"{len(text) / 1e6:.1f} MB of text, {options.out.stat().st_size / 1e6:.1f} MB packed, at {options.out}"
+        f"{len(text) / 1e6:.1f} MB of text, {options.out.stat().st_size / 1e6:.1f} MB compressed, at {options.out}"
     )
 
 
@@ -79,7 +79,7 @@ def read_text(options: argparse.Namespace) -> bytes:
 
 
 def as_received(codec: CodecName, values_KN: Tensor) -> Tensor:
-    """The values after coding and decoding, row by row (shoal.diloco.codec)."""
+    """Returns the values after encoding and decoding, row by row, as shoal.diloco.codec does."""
     if codec == "fp32":
         return values_KN
     if codec == "fp16":
@@ -92,7 +92,7 @@ def as_received(codec: CodecName, values_KN: Tensor) -> Tensor:
 
 
 def mean_received(codec: CodecName, deltas_KN: Tensor) -> Tensor:
-    """What every peer holds after an exchange: coded by each, summed in order, coded once."""
+    """Returns what every peer has after an exchange: each row encoded, summed in order, the sum encoded once."""
     share = torch.tensor(1 / len(deltas_KN), dtype=torch.float32)
     received = as_received(codec, deltas_KN)
     total_N = received[0] * share
@@ -103,7 +103,7 @@ def mean_received(codec: CodecName, deltas_KN: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A run's name, read."""
+    """A run, parsed from its name."""
 
     name: str
     every: int = 0
@@ -138,7 +138,7 @@ class Plan:
 
 @dataclass
 class Run:
-    """One run's rows of the stack, and its outer state."""
+    """The rows of the stack that belong to one run, and its outer state."""
 
     plan: Plan
     rows: slice
@@ -151,38 +151,38 @@ class Run:
         self.columns = self.stack.llama.fragments(self.plan.fragments)
         self.base = self.stack.weights[self.rows.start].clone()
         self.momentum = torch.zeros_like(self.base)
-        self._flight: tuple[int, Tensor] | None = None
+        self._in_flight: tuple[int, Tensor] | None = None
 
     @property
     def published(self) -> Tensor:
-        """The weights a run would publish."""
+        """The weights that the run would publish."""
         return self.base if self.plan.every else self.stack.weights[self.rows.start]
 
     @torch.no_grad()
     def after_step(self, step: int) -> bool:
-        """Whether weights were written."""
+        """Starts or completes a round if one is due; returns whether it wrote weights."""
         plan, wrote = self.plan, False
         if not plan.every:
             self.sent_bytes += 1.5 * 4 * len(self.base) if plan.rows > 1 else 0
             return False
-        if self._flight is not None and step - self._flight[0] >= plan.overlap:
-            self._land(self._flight[1])
+        if self._in_flight is not None and step - self._in_flight[0] >= plan.overlap:
+            self._complete_round(self._in_flight[1])
             wrote = True
         if step % (plan.every // plan.fragments) == 0:
             columns = self.columns[self.rounds % plan.fragments]
             own = self._read(self.stack.weights[self.rows], columns)
             mean = mean_received(plan.codec, self._read(self.base[None], columns) - own)
             self.sent_bytes += 2 * (plan.rows - 1) / plan.rows * coded_bytes(plan.codec, len(mean))
-            self._flight = step, mean
+            self._in_flight = step, mean
             if not plan.overlap:
-                self._land(mean)
+                self._complete_round(mean)
                 wrote = True
         return wrote
 
     def _read(self, rows_KN: Tensor, columns: list[slice]) -> Tensor:
         return rows_KN if self.plan.fragments == 1 else torch.cat([rows_KN[:, part] for part in columns], 1)
 
-    def _land(self, mean_N: Tensor) -> None:
+    def _complete_round(self, mean_N: Tensor) -> None:
         rate, mu = np.float32(self.plan.outer.lr).item(), np.float32(self.plan.outer.momentum).item()
         at = 0
         for part in self.columns[self.rounds % self.plan.fragments]:
@@ -197,13 +197,15 @@ class Run:
                 else self.base[part].expand_as(own)
             )
         self.rounds += 1
-        self._flight = None
+        self._in_flight = None
 
 
 # -- all of them --------------------------------------------------------------------------------------------
 
 
 class Comparison:
+    """Trains all runs of a comparison together, on the same text and from the same weights."""
+
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.plans = [Plan.read(name) for name in options.runs]
@@ -219,15 +221,17 @@ class Comparison:
         self.text = torch.from_numpy(text[:cut].copy()).to(options.device)
 
     def _num_rows(self) -> int:
-        """Of the tables that a step looks things up in: also as many as are timed before the run."""
+        """Returns the length of the tables that a step reads from, which must also cover the timed steps."""
         return max(TIMED + 2, self.options.steps + self.options.warm_steps)
 
     def _starts(self) -> Tensor:
-        """Where each worker's samples begin at each step."""
+        """Returns where each worker's samples begin at each step."""
         options = self.options
         count, starts = self._num_rows(), []
         for worker in range(4):
-            nothing = np.broadcast_to(np.uint32(0), self._cut)  # only where samples begin is asked for
+            nothing = np.broadcast_to(
+                np.uint32(0), self._cut
+            )  # only the samples' positions are used, not their tokens
             samples = Samples(nothing, sequence=options.sequence, peer=f"worker-{worker}", seed=options.seed)
             starts.append(np.asarray(samples.starts(count * options.batch)).reshape(count, options.batch))
         return torch.from_numpy(np.stack(starts, 1)).to(options.device)
@@ -260,7 +264,7 @@ class Comparison:
         )
 
     def prepare(self) -> tuple[Stack, int]:
-        """The stack of all rows, warm, and how many steps it takes: as many as fit the budget."""
+        """Returns the stack of all rows after the warm-up steps, and the number of steps that fit the budget."""
         options, steps = self.options, self.options.steps
         self.starts = self._starts()
         self.rates = torch.zeros(self._num_rows(), device=options.device)
@@ -272,7 +276,7 @@ class Comparison:
             steps = max(options.round_to, min(steps, fit) // options.round_to * options.round_to)
             print(f"{1000 * seconds:.1f} ms a step, {steps} steps", flush=True)
         self._write_rates(steps)
-        # One worker, no bytes: where all runs start from.
+        # One worker takes the warm-up steps; all runs start from its weights.
         warm = self._stack(first_N, [Plan(name="one")], compiled=False)
         self.alone_s = _time_steps(warm)
         warm.restart(first_N[None])
@@ -309,8 +313,8 @@ class Comparison:
             runs, validation_losses(self.llama, rows, self.held_out, batch, self.dtype), strict=True
         ):
             run.points.append((step, loss))
-        said = " ".join(f"{run.plan.name} {run.points[-1][1]:.4f}" for run in runs)
-        print(f"step {step} ({time.monotonic() - started_s:.0f} s): {said}", flush=True)
+        summary = " ".join(f"{run.plan.name} {run.points[-1][1]:.4f}" for run in runs)
+        print(f"step {step} ({time.monotonic() - started_s:.0f} s): {summary}", flush=True)
         if self.options.json:
             self.options.json.write_text(json.dumps([record(self.options, run) for run in runs]))
 
@@ -358,7 +362,7 @@ def curves(options: argparse.Namespace) -> None:
 
 
 def table(runs: list[Run], steps: int, alone_s: float) -> None:
-    """Wall time is computed: steps of one worker alone on this device, and its bytes over the link, one after the other."""
+    """Prints the results. Wall time is computed: one worker's steps alone on this device, plus its bytes over the link."""
     parallel = next((run for run in runs if run.plan.name == "dp"), None)
     print(
         f"\n{'run':<24}{'rounds':>7}{'validation':>11}{'against dp':>12}{'MB sent':>12}{'fewer bytes':>13}"
@@ -376,7 +380,7 @@ def table(runs: list[Run], steps: int, alone_s: float) -> None:
 
 
 def draw(options: argparse.Namespace) -> None:
-    """Curves of one preset out of files of `--json`."""
+    """Plots the curves of one preset from files written with `--json`."""
     records = [each for path in options.files for each in json.loads(path.read_text())]
     wanted = [each for each in records if each["preset"] == options.preset and each["seed"] == options.seed]
     plot(wanted, options.out, f"{options.preset[:-1]}M parameters, 4 workers")

@@ -1,16 +1,16 @@
-"""DiLoCo: what it costs in loss and saves in bytes, how links fill, how it takes churn. Seeded; CPU or CUDA.
+"""Measures DiLoCo: loss against bytes sent, utilisation of slow links, churn. Seeded; CPU or CUDA.
 
     python bench/diloco.py curves --preset 0.1m --steps 2000 --runs dp one 20:fp32 100:int8      (minutes, CPU)
-    python bench/diloco.py text --out text.xz             the text, packed, for a machine that has none
+    python bench/diloco.py text --out text.xz             the text, compressed, for a machine without it
     python bench/diloco.py curves --preset 10m --steps 13000 --warm-steps 500 --lr 1e-3 --device cuda --bf16 --compile \\
         --runs dp one 20:fp32 100:fp32 100:fp16 100:int8 127:int8 67:int4 500:fp32 --plot docs/img/diloco-10m.png
     python bench/diloco.py links                          utilisation against H at 10, 100, 1000 Mbit/s
-    python bench/diloco.py rounds --num 2000 --peers 3    fault-free rounds of real Hivemind peers: wrong ones
-    python bench/diloco.py churn --peers 6 [--engine torchft]   kill -9 two in mid-round, two join
+    python bench/diloco.py rounds --num 2000 --peers 3    counts wrong averages in fault-free rounds of real Hivemind peers
+    python bench/diloco.py churn --peers 6 [--engine torchft]   kill -9 two peers in a round, two join
 
 A run is `dp` (synchronous data parallel, the same tokens), `one` (one worker, a share of the tokens) or
-`H:codec[:fragments:overlap][@outer_lr,momentum]`. All workers are one batched model, with the real outer step, codes and sums. The text is that of the running
-Python's own library and of the documentation on the machine, as bytes: 256 tokens, no tokenizer.
+`H:codec[:fragments:overlap][@outer_lr,momentum]`. All workers are one batched model, with the real outer step, codecs and
+sums. The text is the running Python's standard library and the machine's documentation, as bytes: 256 tokens, no tokenizer.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import numpy as np
 from curves import PRESETS, curves, draw, write_text
 
 from shoal.diloco.averaging.averager import Ready
-from shoal.diloco.averaging.peers import PeerAverager, Terms
+from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
 from shoal.diloco.codec import coded_bytes
 from shoal.diloco.outer import Outer, OuterState, first_state, outer_step
 from shoal.diloco.rounds import take_round
@@ -43,10 +43,10 @@ PEER = Path(__file__).parents[1] / "tests" / "diloco" / "hivemind_peer.py"
 
 
 class ShapedStream(Stream):
-    """Sends no faster than its peer's uplink, which all its streams share."""
+    """A stream that is limited to its peer's uplink, which all of the peer's streams share."""
 
     def __init__(self, stream: Stream, uplink: "Uplink") -> None:
-        # The connection is taken over already: the same frames, sent through here.
+        # `stream` has already taken over the connection: share its protocol, and only delay sending.
         self._writer, self._frames, self.num_sent = stream._writer, stream._frames, 0
         self.peer = stream.peer
         self._uplink = uplink
@@ -57,38 +57,43 @@ class ShapedStream(Stream):
 
 
 class Uplink:
+    """A link of limited bandwidth."""
+
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s, self._free_at_s = bytes_per_s, 0.0
 
     def reserve(self, num_bytes: int) -> float:
+        """Returns the seconds to wait before these bytes have been sent."""
         now_s = time.monotonic()
         self._free_at_s = max(self._free_at_s, now_s) + num_bytes / self._bytes_per_s
         return self._free_at_s - now_s
 
 
 class ShapedMesh(LocalMesh):
+    """A local mesh whose streams are limited to one uplink."""
+
     def __init__(self, hub: LocalHub, peer: str, bytes_per_s: float) -> None:
         super().__init__(hub, peer, reachable=True)
         self._uplink = Uplink(bytes_per_s)
 
-    def _keep(self, stream: Stream) -> Stream:
-        return super()._keep(ShapedStream(stream, self._uplink))
+    def _register(self, stream: Stream) -> Stream:
+        return super()._register(ShapedStream(stream, self._uplink))
 
 
 def one_site(
     averager: PeerAverager, options: argparse.Namespace, every: int, overlap: int
 ) -> tuple[float, float]:
-    """Compute (slept) and wall seconds of a site over `options.rounds` rounds of `every` steps of `options.step_ms`."""
+    """Returns compute (slept) and wall seconds of a site over `options.rounds` rounds of `every` steps of `options.step_ms`."""
     delta = np.random.default_rng(1).standard_normal(options.values).astype(np.float32)
     state = first_state((delta[:8],))
     digest = averager.serve(state, step=0)
-    compute_s, started_s, flight = 0.0, time.monotonic(), None
+    compute_s, started_s, pending = 0.0, time.monotonic(), None
     with ThreadPoolExecutor(1) as pool:
         for _ in range(options.rounds):
             for step in range(every):
-                if flight is not None and step == overlap:
-                    flight.result()
-                    flight = None
+                if pending is not None and step == overlap:
+                    pending.result()
+                    pending = None
                 time.sleep(options.step_ms / 1000)
                 compute_s += options.step_ms / 1000
             ready = Ready(round=state.round, work=state.work, digest=digest, weight=1.0)
@@ -101,21 +106,24 @@ def one_site(
                 return averager.serve(state, step=0)
 
             digest = state.digest()
-            flight = pool.submit(exchange)
+            pending = pool.submit(exchange)
             if not overlap:
-                flight.result()
-                flight = None
-        if flight is not None:
-            flight.result()
+                pending.result()
+                pending = None
+        if pending is not None:
+            pending.result()
     return compute_s, time.monotonic() - started_s
 
 
 def shaped_peers(options: argparse.Namespace, mbit: int) -> list[PeerAverager]:
     hub = LocalHub()
-    terms = Terms(min_peers=options.peers, gather_s=600, stall_s=300)
+    terms = AveragerSettings(min_peers=options.peers, gather_s=600, stall_s=300)
     peers = [
         PeerAverager(
-            ShapedMesh(hub, f"peer-{at}", mbit * 125_000), log=Log("bench"), codec=options.codec, terms=terms
+            ShapedMesh(hub, f"peer-{at}", mbit * 125_000),
+            log=Log("bench"),
+            codec=options.codec,
+            settings=terms,
         )
         for at in range(options.peers)
     ]
@@ -125,7 +133,7 @@ def shaped_peers(options: argparse.Namespace, mbit: int) -> list[PeerAverager]:
 
 
 def links(options: argparse.Namespace) -> None:
-    """Measured: rounds and whole sites on shaped links. Computed from them: what the papers' models would get."""
+    """Measures rounds and whole sites on shaped links, and computes from them what the papers' models would get."""
     sent = 2 * (options.peers - 1) / options.peers * coded_bytes(options.codec, options.values)
     print(
         f"{options.values / 1e6:.1f}M values as {options.codec}, {sent / 1e6:.2f} MB sent by each of {options.peers} peers,"
@@ -139,7 +147,7 @@ def links(options: argparse.Namespace) -> None:
     shares = {}
     for mbit in options.mbit:
         took_s = time_rounds(options, mbit, options.values)
-        # A vector that takes the link a while: the time to meet and to agree is a round's, not a byte's.
+        # A large vector, so that the fixed time of a round (forming the group, voting) does not count.
         large = int(125_000 * mbit * (1.0 if mbit <= 100 else 0.25))
         ideal_s = 2 * (options.peers - 1) / options.peers * coded_bytes(options.codec, large) / 125_000 / mbit
         shares[mbit] = min(1.0, ideal_s / time_rounds(options, mbit, large))
@@ -155,7 +163,7 @@ def links(options: argparse.Namespace) -> None:
 
 
 def time_rounds(options: argparse.Namespace, mbit: int, num_values: int) -> float:
-    """The median round, alone on the link."""
+    """Returns the median seconds of a round without other traffic."""
     peers = shaped_peers(options, mbit)
     delta = np.random.default_rng(1).standard_normal(num_values, np.float32)
     state = first_state((delta[:8],))
@@ -197,7 +205,7 @@ FRAGMENTS, OVERLAP = 4, 5
 
 
 def compute_links(options: argparse.Namespace, shares: dict[int, float]) -> None:
-    """A round's bytes over the link at the share of it that was measured; T_compute / (T_compute + T_wait)."""
+    """Computes T_compute / (T_compute + T_wait) from a round's bytes and the measured share of the link's bandwidth."""
     print(
         f"\ncomputed, with {options.codec} and the share of the link measured above; blocking / streaming "
         f"({FRAGMENTS} fragments, tau {OVERLAP})"
@@ -248,8 +256,8 @@ def rounds(options: argparse.Namespace) -> None:
     address = next(lines_of(first))["addresses"]
     others = [start_peer(join=address, seed=at, **task) for at in range(1, options.peers)]
     with ThreadPoolExecutor(options.peers) as pool:
-        said = list(pool.map(lambda process: list(lines_of(process)), [first, *others]))
-    ended = [[line for line in each if line["event"] == "round"] for each in said]
+        outputs = list(pool.map(lambda process: list(lines_of(process)), [first, *others]))
+    ended = [[line for line in each if line["event"] == "round"] for each in outputs]
     wrong = sum(not line["right"] for each in ended for line in each)
     retried = sum(line["attempts"] > 1 for line in ended[0])
     alone = sum(line["outcome"] != "COMMITTED" for each in ended for line in each)
@@ -262,7 +270,7 @@ def rounds(options: argparse.Namespace) -> None:
 
 
 class Lighthouse:
-    """torchft's rendezvous, as a process of its own."""
+    """torchft's rendezvous server in its own process."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         words = ["diloco", "swarm", "--engine", "torchft", "--port", "0", "--dir", tempfile.mkdtemp()]
@@ -314,7 +322,7 @@ def churn(options: argparse.Namespace) -> None:
         lighthouse.process.wait(60)
     took = [line for each in ended for line in each if line["event"] == "round"]
     print(
-        f"{options.engine}: {options.peers} peers, two killed in round 4, two joined; {len(took)} rounds seen by those that lived"
+        f"{options.engine}: {options.peers} peers, two killed in round 4, two joined; {len(took)} rounds reported by the survivors"
     )
     print(
         f"  wrong averages {sum(not line['right'] for line in took)}, longest round {max(line['took_s'] for line in took):.1f} s"
@@ -339,24 +347,31 @@ def main() -> None:
     one = actions.add_parser("curves")
     one.add_argument("--preset", choices=PRESETS, default="0.1m")
     one.add_argument("--steps", type=int, default=2000)
-    one.add_argument("--budget-s", type=float, default=0.0, help="fewer steps if they would take longer")
-    one.add_argument("--round-to", type=int, default=500, help="with a budget: a multiple of so many steps")
+    one.add_argument("--budget-s", type=float, default=0.0, help="lower --steps to fit this time")
+    one.add_argument(
+        "--round-to",
+        type=int,
+        default=500,
+        help="with a budget: round the number of steps down to a multiple of this",
+    )
     one.add_argument("--warm-steps", type=int, default=100, help="by one worker, before all runs")
     one.add_argument("--warmup-steps", type=int, default=50)
     one.add_argument("--batch", type=int, default=8, help="samples per worker and step")
     one.add_argument("--sequence", type=int, default=128)
     one.add_argument("--lr", type=float, default=2e-3)
     one.add_argument("--runs", nargs="+", default=["dp", "one", "20:fp32", "100:fp32", "100:int8"])
-    one.add_argument("--points", type=int, default=20, help="validation losses on the way")
+    one.add_argument("--points", type=int, default=20, help="validation losses during training")
     one.add_argument("--eval-samples", type=int, default=256)
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--device", default="cpu")
-    one.add_argument("--bf16", action="store_true", help="products in bfloat16; weights stay float32")
+    one.add_argument("--bf16", action="store_true", help="matrix products in bfloat16; weights stay float32")
     one.add_argument("--compile", action="store_true")
     one.add_argument("--no-graph", action="store_true", help="CUDA without graphs")
-    one.add_argument("--text", type=Path, help="a file of `text`; without it the text is collected anew")
+    one.add_argument(
+        "--text", type=Path, help="a file of `text`; without it the text is collected from this machine"
+    )
     one.add_argument("--max-text", type=int, default=64 << 20)
-    one.add_argument("--json", type=Path, help="the curves as numbers, kept up to date")
+    one.add_argument("--json", type=Path, help="file for the curves as numbers, updated during training")
     one.add_argument("--plot", type=Path)
     one.set_defaults(action=curves)
     drawn = actions.add_parser("plot")
@@ -390,7 +405,7 @@ def main() -> None:
     four.add_argument("--deadline-s", type=float, default=30.0)
     four.add_argument("--engine", choices=["hivemind", "torchft"], default="hivemind")
     four.add_argument(
-        "--gather-s", type=float, default=5.0, help="torchft: the lighthouse waits so long for all"
+        "--gather-s", type=float, default=5.0, help="torchft: seconds that the lighthouse waits for all peers"
     )
     three.set_defaults(action=rounds)
     four.set_defaults(action=churn)

@@ -1,10 +1,10 @@
-"""Reinforcement learning across sites: two whole swarms whose trainers merge every H updates, against one with as many rollouts.
+"""Compares two whole swarms whose trainers merge every H updates with one swarm that has as many rollouts.
 
     python bench/sites.py --versions 60 --inner-steps 5 --dir /tmp/sites
 
 Needs the extra `hivemind`. Each site is one `shoal run` (coordinator, trainer, relay, validator, worker) with half the groups
-a step; the trainers find each other by `shoal diloco swarm`. The one site has all the groups. Prints held-out rewards, what the merges cost,
-and whether both sites held the same state after each.
+a step; the trainers find each other through `shoal diloco swarm`. The single site has all the groups. Prints held-out
+rewards, the cost of the merges, and whether both sites had the same state after each.
 """
 
 import argparse
@@ -63,11 +63,11 @@ def main() -> None:
     )
     parser.add_argument("--versions", type=int, default=60)
     parser.add_argument("--inner-steps", type=int, default=5)
-    parser.add_argument("--groups", type=int, default=16, help="a step, over all sites")
+    parser.add_argument("--groups", type=int, default=16, help="groups a step, over all sites")
     parser.add_argument("--codec", default="fp16")
     parser.add_argument("--outer-lr", type=float, default=1.0)
     parser.add_argument("--outer-momentum", type=float, default=0.3)
-    parser.add_argument("--sites", type=int, choices=[1, 2], help="only this half of the comparison")
+    parser.add_argument("--sites", type=int, choices=[1, 2], help="run only this half of the comparison")
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--timeout-s", type=float, default=1800.0)
     options = parser.parse_args()
@@ -133,7 +133,7 @@ def two_sites(options: argparse.Namespace) -> None:
     sent = sum(line["sent_bytes"] for line in merges[0])
     print(
         f"  {len(merges[0])} and {len(merges[1])} merges, {outcomes.count('committed')} committed, "
-        f"{outcomes.count('local')} alone, {outcomes.count('adopted')} taken over; "
+        f"{outcomes.count('local')} alone, {outcomes.count('adopted')} adopted; "
         f"{equal} of {len(shared)} equal on both; {sent / 1e6:.1f} MB sent by a site",
         flush=True,
     )
@@ -155,7 +155,7 @@ def wait_for_address(path: Path) -> str:
             if line.startswith("join: "):
                 return line.removeprefix("join: ")
         time.sleep(0.2)
-    raise TimeoutError(f"waited 120 s for the rendezvous; {path} says why")
+    raise TimeoutError(f"no rendezvous address after 120 s; see {path}")
 
 
 def lines_of(folder: Path, kind: str) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
-"""Many workers of a small Llama as one batched model: all workers of all runs of a comparison take a step together.
+"""Trains many workers of a small Llama as one batched model: all workers of a comparison take a step together.
 
-Weights, gradients and AdamW's moments are one row per worker, [K, N]; a matrix of a layer is a view of all K rows, and one
-batched product serves them all. Data-parallel workers are rows whose gradients are averaged. On CUDA a step is one
-graph: data, learning rates and step counts are looked up on the device. For comparisons of methods, not for training.
+Weights, gradients and AdamW's moments have one row per worker, [K, N]; a layer's matrix is a view of all K rows, and one
+batched product computes all of them. Data-parallel workers are rows whose gradients are averaged. On CUDA a step is one
+graph: data, learning rates and step counts are read on the device. Meant for comparing methods, not for training.
 """
 
 import math
@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 BETAS, EPS, DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
-AT_ONCE = 1 << 29
-"""Values of the rows that AdamW takes at once."""
+VALUES_AT_ONCE = 1 << 29
+"""Values that AdamW updates at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama:
-    """Byte-level, tied embeddings, SwiGLU, RoPE, RMS norms."""
+    """The shape of a byte-level Llama with tied embeddings, SwiGLU, RoPE and RMS norms."""
 
     hidden: int
     layers: int
@@ -31,7 +31,7 @@ class Llama:
     vocab: int = 256
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the parameters, in their order in a row."""
+        """Returns names and shapes of the parameters, in their order in a row."""
         hidden, ffn = self.hidden, self.ffn
         found: list[tuple[str, tuple[int, ...]]] = [("embed", (self.vocab, hidden))]
         for at in range(self.layers):
@@ -50,7 +50,7 @@ class Llama:
         return sum(math.prod(shape) for _, shape in self.shapes())
 
     def first_weights(self, seed: int) -> Tensor:
-        """Normal values of standard deviation 1/sqrt(inputs), smaller where they end in the residual stream."""
+        """Returns normal values with standard deviation 1/sqrt(inputs), smaller for outputs into the residual stream."""
         draw = torch.Generator().manual_seed(seed)
         parts = []
         for name, shape in self.shapes():
@@ -72,7 +72,7 @@ class Llama:
         return found
 
     def fragments(self, num: int) -> list[list[slice]]:
-        """Columns of each fragment: layers k, k + num, ...; what is in no layer goes last (shoal.diloco.fragments)."""
+        """Returns the columns of each fragment: layers k, k + num, ...; other parameters go last (shoal.diloco.fragments)."""
         groups: list[list[slice]] = [[] for _ in range(num)]
         at = 0
         for name, shape in self.shapes():
@@ -88,10 +88,10 @@ def rope(sequence: int, head_dim: int, device: str) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def turn(x: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+def rotate(x: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), -1)
-    return x * cos_TD + turned * sin_TD
+    rotated = torch.cat((-x[..., half:], x[..., :half]), -1)
+    return x * cos_TD + rotated * sin_TD
 
 
 def norm(x_KMH: Tensor, weight_KH: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def layer(x_KMH: Tensor, w: Sequence[Tensor], heads: int, cos_TD: Tensor, sin_TD
     mixed = torch.bmm(norm(x_KMH, norm1), qkv.mT).view(-1, length, 3, heads, hidden // heads)
     q, k, v = (mixed[:, :, at].transpose(1, 2) for at in range(3))
     seen = F.scaled_dot_product_attention(
-        turn(q, cos_TD, sin_TD).to(v.dtype), turn(k, cos_TD, sin_TD).to(v.dtype), v, is_causal=True
+        rotate(q, cos_TD, sin_TD).to(v.dtype), rotate(k, cos_TD, sin_TD).to(v.dtype), v, is_causal=True
     )
     x_KMH = x_KMH + torch.bmm(seen.transpose(1, 2).reshape(num, rows, hidden), out.mT)
     gate, up = torch.bmm(norm(x_KMH, norm2), gate_up.mT).chunk(2, -1)
@@ -113,12 +113,12 @@ def layer(x_KMH: Tensor, w: Sequence[Tensor], heads: int, cos_TD: Tensor, sin_TD
 
 
 def losses(llama: Llama, w: dict[str, Tensor], tokens_KBT: Tensor, run_layer: Any = layer) -> Tensor:
-    """Mean next-token cross-entropy of each row of weights on its own samples, [K]."""
+    """Returns the mean next-token cross-entropy of each row of weights on its own samples, [K]."""
     num = len(tokens_KBT)
     inputs, targets = tokens_KBT[..., :-1].reshape(num, -1), tokens_KBT[..., 1:].reshape(num, -1)
     cos_TD, sin_TD = rope(llama.sequence, llama.hidden // llama.heads, tokens_KBT.device)
     embed = w["embed"]
-    # 256 tokens: a product with ones and zeros is as fast as a look-up, and its backward pass has a fixed order.
+    # With 256 tokens a one-hot product is as fast as a lookup, and its backward pass is deterministic.
     chosen_KMV = inputs[..., None] == torch.arange(llama.vocab, device=inputs.device)
     x_KMH = torch.bmm(chosen_KMV.to(embed.dtype), embed)
     names = ("norm1", "qkv", "out", "norm2", "gate_up", "down")
@@ -132,7 +132,7 @@ def losses(llama: Llama, w: dict[str, Tensor], tokens_KBT: Tensor, run_layer: An
 def adamw(
     rows: tuple[Tensor, Tensor, Tensor], grad_KN: Tensor, rate_K1: Tensor, step: Tensor, half_KN: Tensor
 ) -> None:
-    """One step of AdamW after clipping, in place; `half_KN` gets the new weights in the dtype of the products."""
+    """Clips and takes one AdamW step in place; `half_KN` receives the new weights in the dtype of the products."""
     weights_KN, first_KN, second_KN = rows
     grad_KN = grad_KN.float()
     grad_KN = grad_KN * (CLIP / (grad_KN.norm(dim=1, keepdim=True) + 1e-6)).clamp(max=1.0)
@@ -145,7 +145,7 @@ def adamw(
 
 
 class Stack:
-    """K workers. `mean_of`: groups of rows whose gradients are averaged (data parallel)."""
+    """K workers that step together. `mean_of`: groups of rows whose gradients are averaged (data parallel)."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class Stack:
         self._scale = torch.tensor(list(scale_K or [1.0] * len(rows_KN)), device=device)[:, None]
         self._reach = torch.arange(llama.sequence + 1, device=device)
         self.at = torch.zeros(1, dtype=torch.long, device=device)
-        """The step to come. On the device, like all that a step looks up by it: a graph replays without the host."""
+        """The number of the next step. It is on the device, because a graph replays without the host."""
         self.loss = torch.zeros(len(rows_KN), device=device)
         self._layer = torch.compile(layer, dynamic=False) if compiled else layer
         self._adamw = torch.compile(adamw, dynamic=False) if compiled else adamw
@@ -184,14 +184,14 @@ class Stack:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def restart(self, rows_KN: Tensor) -> None:
-        """From these weights, at step 0, with nothing remembered."""
+        """Restarts from these weights at step 0 with empty moments."""
         self.weights.copy_(rows_KN.expand_as(self.weights))
         for tensor in (self.first, self.second, self.at):
             tensor.zero_()
         self.refresh()
 
     def refresh(self) -> None:
-        """After weights were written from outside."""
+        """Copies weights that were written from outside into the dtype of the products."""
         self.half.copy_(self.weights)
 
     def step(self) -> None:
@@ -217,8 +217,8 @@ class Stack:
             step = (at + 1).float()
             rows = self.weights, self.first, self.second
             rates = self._rates.index_select(0, at) * self._scale
-            # Some rows at a time: AdamW's intermediate values of all rows of a large model at once do not fit beside them.
-            take = max(1, AT_ONCE // self.weights.shape[1])
+            # A few rows at a time: AdamW's intermediate values for all rows of a large model would not fit in memory.
+            take = max(1, VALUES_AT_ONCE // self.weights.shape[1])
             for start in range(0, len(self.weights), take):
                 some = slice(start, start + take)
                 self._adamw(
@@ -227,7 +227,7 @@ class Stack:
             at += 1
 
     def _capture(self) -> None:
-        """Warmed up on a side stream, with everything put back afterwards: the graph alone takes steps that count."""
+        """Captures the graph. The warm-up steps on a side stream are undone, so that only replays count."""
         kept = [tensor.clone() for tensor in (self.weights, self.first, self.second, self.half, self.at)]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -235,7 +235,7 @@ class Stack:
             for _ in range(3):
                 self._step()
         torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.empty_cache()  # the graph has memory of its own
+        torch.cuda.empty_cache()  # the graph allocates its own memory
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._step()

@@ -1,4 +1,4 @@
-"""One rank of one site: FSDP2 inside the site, Hivemind between equal shards of two sites.
+"""Runs one rank of one site: FSDP2 inside the site, Hivemind between equal shards of two sites.
 
 python fsdp_rank.py '{"rank": 0, "site": 0, "store": "/path", "join": [...], "steps": 6}'
 """
@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from shoal.diloco import DiLoCo, PeerAverager, Schedule, Terms
-from shoal.diloco.transport.hivemind_mesh import Address, HivemindMesh
+from shoal.diloco import AveragerSettings, DiLoCo, PeerAverager, Schedule
+from shoal.diloco.transport.hivemind_mesh import HivemindMesh, PeerAddress
 from shoal.telemetry import Log
 
 
@@ -33,10 +33,12 @@ def main() -> None:
     rank, site = task["rank"], task["site"]
     dist.init_process_group("gloo", init_method=f"file://{task['store']}", rank=rank, world_size=2)
     model = make_model()
-    mesh_of_site = dist.device_mesh.init_device_mesh("cpu", (2,))
-    fully_shard(model, mesh=mesh_of_site)
-    mesh = HivemindMesh(f"fsdp/shard-{rank}-of-2", Address(join=tuple(task["join"]), host="127.0.0.1"))
-    averager = PeerAverager(mesh, log=Log("rank"), codec="fp32", terms=Terms(min_peers=2, announce_s=1.0))
+    site_mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    fully_shard(model, mesh=site_mesh)
+    mesh = HivemindMesh(f"fsdp/shard-{rank}-of-2", PeerAddress(join=tuple(task["join"]), host="127.0.0.1"))
+    averager = PeerAverager(
+        mesh, log=Log("rank"), codec="fp32", settings=AveragerSettings(min_peers=2, announce_s=1.0)
+    )
     optimizer = DiLoCo(
         model,
         inner=torch.optim.AdamW(model.parameters(), lr=1e-2),
@@ -50,14 +52,14 @@ def main() -> None:
     while not averager.peers():
         time.sleep(0.1)
     for step in range(task["steps"]):
-        # Both ranks see the whole batch, so the mean of their gradients is the gradient.
+        # Both ranks compute on the whole batch, so the mean of their gradients is the batch's gradient.
         x, y = batch(site, step)
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
     full = torch.cat([parameter.full_tensor().flatten() for parameter in model.parameters()]).tolist()
-    members = optimizer.outer_state
-    sys.stdout.write(json.dumps({"weights": full, "round": members.round, "work": members.work}) + "\n")
+    state = optimizer.outer_state
+    sys.stdout.write(json.dumps({"weights": full, "round": state.round, "work": state.work}) + "\n")
     sys.stdout.flush()
     dist.barrier()
     optimizer.close()

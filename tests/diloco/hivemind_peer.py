@@ -1,4 +1,4 @@
-"""One peer as a process, of Hivemind or torchft: takes rounds on vectors that everybody can compute, and says how each ended.
+"""Runs one Hivemind or torchft peer as a process: takes rounds on known vectors and prints how each ended.
 
 python hivemind_peer.py '{"join": [...], "rounds": 10, "seed": 1, "peers": 3, "engine": "hivemind", ...}'
 """
@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from shoal.diloco.averaging.averager import Averager, Ready
-from shoal.diloco.averaging.peers import PeerAverager, Terms
+from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
 from shoal.diloco.outer import Outer, OuterState, Vector, first_state, outer_step
-from shoal.diloco.rounds import Outcome, take_round
-from shoal.diloco.transport.hivemind_mesh import Address, HivemindMesh
+from shoal.diloco.rounds import RoundOutcome, take_round
+from shoal.diloco.transport.hivemind_mesh import HivemindMesh, PeerAddress
 from shoal.telemetry import Log
 
 
@@ -25,7 +25,7 @@ def contribution(round: int, seed: int, num_values: int) -> Vector:
     return np.random.default_rng((round, seed)).standard_normal(num_values, np.float32)
 
 
-def say(**values: object) -> None:
+def report(**values: object) -> None:
     sys.stdout.write(json.dumps(values) + "\n")
     sys.stdout.flush()
 
@@ -37,16 +37,16 @@ def main() -> None:
     fetched = averager.join(deadline_s=60)
     state = fetched.state if fetched else first_state((np.zeros(num_values, np.float32),))
     digest = averager.serve(state, step=0)
-    say(event="joined", peer=averager.peer, addresses=averager.addresses, round=state.round)
+    report(event="joined", peer=averager.peer, addresses=averager.addresses, round=state.round)
     while isinstance(averager, PeerAverager) and len(averager.peers()) < task["peers"] - 1:
         time.sleep(0.1)
     if task.get("break_links"):
-        mesh._links.close()  # it goes on offering a port where nobody listens any more
+        mesh._links.close()  # it still offers links to a port that is closed
     while state.round < last_round(task):
         if task.get("kill_daemon_in_round") == state.round:
             os.kill(mesh._p2p._child.pid, 9)
         state, digest = one_round(averager, task, state, digest, num_values)
-    say(event="done", state=digest, direct=0 if mesh is None else mesh.num_direct)
+    report(event="done", state=digest, direct=0 if mesh is None else mesh.num_direct)
     averager.leave()
 
 
@@ -56,19 +56,21 @@ def make_averager(task: dict[str, Any]) -> tuple[Averager, Any]:
         from shoal.diloco.averaging.torchft_averager import TorchftAverager
 
         return TorchftAverager(task["join"][0], log=Log("peer"), codec=codec, min_peers=min_peers), None
-    address = Address(
+    address = PeerAddress(
         join=tuple(task["join"]),
         host="127.0.0.1",
         reachable=task.get("reachable", True),
         identity=Path(task["identity"]) if "identity" in task else None,
     )
     mesh = HivemindMesh("test", address)
-    terms = Terms(gather_s=task.get("gather_s", 60.0), min_peers=min_peers, stall_s=10.0, announce_s=1.0)
-    return PeerAverager(mesh, log=Log("peer"), codec=codec, terms=terms), mesh
+    terms = AveragerSettings(
+        gather_s=task.get("gather_s", 60.0), min_peers=min_peers, stall_s=10.0, announce_s=1.0
+    )
+    return PeerAverager(mesh, log=Log("peer"), codec=codec, settings=terms), mesh
 
 
 def last_round(task: dict[str, object]) -> int:
-    """`rounds`, or once the file `end` is there, the number in it: a test may not know how long it needs."""
+    """Returns the number in the file `end` if it exists, else `rounds`: a test may not know beforehand how many it needs."""
     end = Path(str(task.get("end", "")))
     return int(end.read_text()) if end.is_file() else int(str(task["rounds"]))
 
@@ -79,23 +81,23 @@ def one_round(
     seed = int(str(task["seed"]))
     delta_N = contribution(state.round, seed, num_values)
     if task.get("die_in_round") == state.round:
-        # In mid-reduce: half a second after the exchange has begun.
+        # Kills the process 0.05 s after the round began, in its exchange.
         threading.Timer(0.05, lambda: os.kill(os.getpid(), 9)).start()
     result = take_round(
         averager,
-        # The weight says who it was: 2 ** seed.
+        # The weight 2 ** seed identifies the peer in the group's total work.
         Ready(round=state.round, work=state.work, digest=digest, weight=float(2**seed)),
         delta_N,
         deadline_s=float(str(task.get("deadline_s", 60.0))),
         log=Log("peer"),
         stop=threading.Event(),
     )
-    if result.outcome is Outcome.ADOPTED:
+    if result.outcome is RoundOutcome.ADOPTED:
         assert result.fetched is not None
         state = result.fetched.state
     else:
         before, state = state, outer_step(state, result.average_N, Outer(), work=result.work)
-        say(
+        report(
             event="round",
             round=before.round,
             outcome=result.outcome.name,
@@ -111,7 +113,7 @@ def one_round(
 
 
 def is_right(round: int, work: float, average_N: Vector) -> bool:
-    """The sum of the weights names the members, and so the average that all should have."""
+    """Returns whether the average is that of the members, which the sum of their weights identifies."""
     seeds = [seed for seed in range(20) if int(work) >> seed & 1]
     weights = [2.0**seed for seed in seeds]
     exact = np.average([contribution(round, seed, len(average_N)) for seed in seeds], axis=0, weights=weights)

@@ -1,4 +1,4 @@
-"""Peers of one process, each with a thread of its own, over socket pairs."""
+"""Helpers that start peers in one process, each with its own thread, connected by socket pairs."""
 
 import threading
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from shoal.diloco.averaging.averager import Ready
-from shoal.diloco.averaging.peers import PeerAverager, Terms
+from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
 from shoal.diloco.codec import CodecName
 from shoal.diloco.outer import OuterState, Vector, first_state
 from shoal.diloco.rounds import RoundResult, take_round
@@ -27,7 +27,9 @@ def make_peer(
     hub: LocalHub, *, codec: CodecName = "fp32", reachable: bool = True, **more: Any
 ) -> PeerAverager:
     settings: dict[str, Any] = {"gather_s": 30.0, "announce_s": 0.2, "stall_s": 5.0, **more}
-    return PeerAverager(hub.mesh(reachable=reachable), log=LOG, codec=codec, terms=Terms(**settings))
+    return PeerAverager(
+        hub.mesh(reachable=reachable), log=LOG, codec=codec, settings=AveragerSettings(**settings)
+    )
 
 
 def in_threads(calls: list[Callable[[], T]]) -> list[T]:
@@ -36,7 +38,7 @@ def in_threads(calls: list[Callable[[], T]]) -> list[T]:
 
 
 def start_swarm(hub: LocalHub, num: int, **more: Any) -> tuple[list[PeerAverager], OuterState]:
-    """Peers that know each other and hold the same state."""
+    """Returns peers that know each other and hold the same state."""
     peers = [make_peer(hub, **more) for _ in range(num)]
     for peer in peers:
         assert peer.join(deadline_s=10) is None

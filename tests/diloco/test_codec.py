@@ -1,4 +1,4 @@
-"""What travels, against the values it stands for."""
+"""Tests of the codecs: encoded values against the originals."""
 
 import itertools
 
@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.diloco.averaging.part import CHUNK, chunk_bounds, part_bounds
+from shoal.diloco.averaging.reducer import CHUNK, chunk_bounds, part_bounds
 from shoal.diloco.codec import CODECS, CodecName, coded_bytes, decode, encode, reduce_chunk
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 700), st.integers(0, 2**32), st.sampled_from(CODECS))
-def test_a_value_comes_back_within_the_codec_s_step(num: int, seed: int, codec: CodecName) -> None:
+def test_decoded_values_are_within_one_quantisation_step(num: int, seed: int, codec: CodecName) -> None:
     values = (np.random.default_rng(seed).standard_normal(num) * 1e-3).astype(np.float32)
     coded = encode(codec, values)
     assert len(coded) == coded_bytes(codec, num)
@@ -25,26 +25,26 @@ def test_a_value_comes_back_within_the_codec_s_step(num: int, seed: int, codec: 
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_zeros_and_large_values_survive(codec: CodecName) -> None:
+def test_zeros_and_large_values_stay_finite(codec: CodecName) -> None:
     values = np.array([0.0, 0.0, 1e6, -1e6] * 100, np.float32)
     back = decode(codec, encode(codec, values), len(values))
     assert np.isfinite(back).all() and not back[:2].any()
     assert not decode(codec, encode(codec, np.zeros(300, np.float32)), 300).any()
 
 
-def test_bytes_that_do_not_fit_are_refused() -> None:
+def test_wrong_number_of_bytes_is_refused() -> None:
     for codec in CODECS:
         with pytest.raises(ValueError, match="values take"):
             decode(codec, encode(codec, np.zeros(10, np.float32))[:-1], 10)
 
 
-def test_int8_is_written_out_as_documented() -> None:
+def test_int8_layout_is_as_documented() -> None:
     coded = encode("int8", np.array([1.27, -0.635, 0.0], np.float32))
     assert np.frombuffer(coded[:4], "<f4")[0] == pytest.approx(0.01)
     assert list(np.frombuffer(coded[4:], np.int8)) == [127, -64, 0]
 
 
-def test_int4_is_written_out_as_documented() -> None:
+def test_int4_layout_is_as_documented() -> None:
     coded = encode("int4", np.array([0.7, -0.34, 0.0, -0.7, 0.1], np.float32))
     assert np.frombuffer(coded[:4], "<f4")[0] == pytest.approx(0.1)
     # Two values a byte, the first in the low half, as two's complement: 7, -3, 0, -7, 1.
@@ -52,7 +52,7 @@ def test_int4_is_written_out_as_documented() -> None:
     assert decode("int4", coded, 5) == pytest.approx([0.7, -0.3, 0.0, -0.7, 0.1])
 
 
-def test_the_mean_is_weighted_and_equal_where_nobody_saw_anything() -> None:
+def test_mean_is_weighted_and_equal_for_zero_weights() -> None:
     rows = [np.full(5, value, np.float32) for value in (1.0, 5.0)]
     coded = [encode("fp32", row) for row in rows]
     assert decode("fp32", reduce_chunk("fp32", coded, [3.0, 1.0], 5), 5)[0] == 2.0
@@ -60,15 +60,15 @@ def test_the_mean_is_weighted_and_equal_where_nobody_saw_anything() -> None:
 
 
 @given(st.integers(1, 5 * CHUNK), st.integers(1, 9))
-def test_parts_cover_everything_once(num_values: int, num_owners: int) -> None:
+def test_parts_cover_every_value_once(num_values: int, num_owners: int) -> None:
     bounds = part_bounds(num_values, num_owners)
     assert len(bounds) == num_owners and bounds[0][0] == 0 and bounds[-1][1] == num_values
     assert all(left[1] == right[0] for left, right in itertools.pairwise(bounds))
     assert sum(end - start for part in bounds for start, end in chunk_bounds(*part)) == num_values
 
 
-def test_halves_are_numpy_s_own_bit_for_bit() -> None:
-    """Subnormals, ties and the ends of the range among them."""
+def test_fp16_equals_numpy_bit_for_bit() -> None:
+    """Covers subnormals, ties and the ends of the range."""
     every = np.arange(2**16, dtype=np.uint16).view(np.float16)
     finite = every[np.isfinite(every)].astype(np.float32)
     between = np.concatenate([finite, np.nextafter(finite, np.float32(9e4)), finite * np.float32(1.0002441)])

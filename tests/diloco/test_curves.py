@@ -1,4 +1,4 @@
-"""The bench's stacked workers against what they stand for: workers by themselves, and the peers' own exchange."""
+"""Tests of the benchmark's stacked workers against single workers and the peers' own exchange."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.diloco.averaging.part import chunk_bounds
+from shoal.diloco.averaging.reducer import chunk_bounds
 from shoal.diloco.codec import CODECS, CodecName, decode, encode, reduce_chunk
 from shoal.diloco.outer import Outer, first_state, outer_step
 from shoal.diloco.site.language import next_token_loss
@@ -31,7 +31,7 @@ NAMES = {
     "gate_up": lambda name: _of_layer(name, "mlp.gate_proj", "mlp.up_proj"),
     "down": lambda name: _of_layer(name, "mlp.down_proj"),
 }
-"""Which of the decoder's parameters a stacked one holds."""
+"""The decoder's parameters that each stacked parameter contains."""
 STARTS_SWB = torch.from_numpy(np.random.default_rng(1).integers(0, 3900, (12, 4, 3)))
 
 
@@ -49,7 +49,7 @@ def stack(workers: list[int], **options: object) -> Stack:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_the_exchange_is_the_peers_own_bit_for_bit(codec: CodecName) -> None:
+def test_exchange_equals_the_peers_own_bit_for_bit(codec: CodecName) -> None:
     deltas = np.random.default_rng(2).standard_normal((4, 300_001), np.float32)
     expected = np.empty_like(deltas[0])
     for start, end in chunk_bounds(0, len(expected)):
@@ -58,7 +58,7 @@ def test_the_exchange_is_the_peers_own_bit_for_bit(codec: CodecName) -> None:
     assert np.array_equal(mean_received(codec, torch.from_numpy(deltas)).numpy(), expected)
 
 
-def test_the_stacked_model_is_the_decoder() -> None:
+def test_stacked_model_equals_the_decoder() -> None:
     shape = Shape(
         vocab_size=256,
         hidden_size=16,
@@ -87,7 +87,7 @@ def test_the_stacked_model_is_the_decoder() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey")
-def test_a_worker_in_a_stack_learns_as_it_would_alone() -> None:
+def test_worker_in_a_stack_learns_as_if_alone() -> None:
     together, alone = stack([0, 1, 2, 3]), stack([2])
     for _ in range(5):
         together.step()
@@ -106,7 +106,7 @@ def test_data_parallel_rows_stay_equal() -> None:
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey")
 @pytest.mark.parametrize("name", ["2:int8", "4:fp32:2:1", "2:fp32@0.5,0.8"])
-def test_a_run_s_outer_steps_are_the_optimiser_s(name: str) -> None:
+def test_outer_steps_of_a_run_equal_the_optimizers(name: str) -> None:
     workers = stack([0, 1, 2, 3])
     run = Run(Plan.read(name), slice(0, 4), workers)
     columns = run.columns
@@ -122,7 +122,7 @@ def test_a_run_s_outer_steps_are_the_optimiser_s(name: str) -> None:
         if run.after_step(step):
             workers.refresh()
     if run.plan.overlap:
-        assert run.rounds == 3  # of the fourth, begun at step 8, the step it overlaps is still to come
+        assert run.rounds == 3  # the fourth, started at step 8, completes one step later
     else:
         assert run.rounds == 4
         assert np.allclose(run.base.numpy(), state.bases[0], atol=1e-7)

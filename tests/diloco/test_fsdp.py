@@ -1,4 +1,4 @@
-"""FSDP2 inside two sites of two ranks, only equal shards talking across: the same weights as without sharding."""
+"""Tests FSDP2 inside two sites of two ranks: equal shards average with each other, with the result of no sharding."""
 
 import functools
 import json
@@ -64,7 +64,7 @@ def unsharded() -> list[float]:
     return torch.cat([p.detach().flatten() for p in models[0].parameters()]).tolist()
 
 
-def test_shards_of_two_sites_train_as_one_model(tmp_path: Path) -> None:
+def test_sharded_sites_train_like_an_unsharded_model(tmp_path: Path) -> None:
     ranks = [start(tmp_path, rank=rank, site=0, join=[]) for rank in range(2)]
     try:
         addresses = [json.loads(read(process))["addresses"] for process in ranks]
@@ -86,5 +86,5 @@ def test_shards_of_two_sites_train_as_one_model(tmp_path: Path) -> None:
 def read(process: "subprocess.Popen[str]") -> str:
     assert process.stdout is not None
     line = process.stdout.readline()
-    assert line, "a rank died; its log is in the test's folder"
+    assert line, "a rank died; see its log in the test's folder"
     return line

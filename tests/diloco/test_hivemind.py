@@ -1,4 +1,4 @@
-"""Real Hivemind peers as processes on loopback: `make hivemind` installs what they need and runs these."""
+"""Tests with real Hivemind peers as processes on loopback; `make hivemind` installs what they need and runs them."""
 
 import json
 import os
@@ -30,7 +30,7 @@ class Peer:
         )
 
     def next(self) -> dict[str, Any]:
-        """What it says next; its death is an answer too."""
+        """Returns its next message, or {"event": "gone"} when the process has ended."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         return dict(json.loads(line)) if line else {"event": "gone"}
@@ -68,22 +68,22 @@ def start(tmp_path: Path) -> Iterator[Any]:
         peer.end()
 
 
-def of_rounds(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def round_events(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [what for what in said if what["event"] == "round"]
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
-def test_no_wrong_average_is_ever_committed(start: Any, codec: str) -> None:
+def test_wrong_average_is_never_committed_over_hivemind(start: Any, codec: str) -> None:
     peers = start(3, rounds=ROUNDS, codec=codec, num_values=30_000)
     said = [peer.rest() for peer in peers]
-    rounds = [of_rounds(each) for each in said]
+    rounds = [round_events(each) for each in said]
     assert all(what["right"] and what["outcome"] == "COMMITTED" for each in rounds for what in each)
     assert [len(each) for each in rounds] == [ROUNDS] * 3
     assert len({each[-1]["state"] for each in said}) == 1
 
 
-def test_killed_in_mid_round_and_joined_again(start: Any) -> None:
-    """Two of five are killed in a round, one newcomer joins: nobody waits past the deadline, all end with one state."""
+def test_peers_killed_in_a_round_and_a_new_peer(start: Any) -> None:
+    """Two of five are killed in a round and one joins: no round passes the deadline, and all end with one state."""
     end = start.folder / "end"
     task = {
         "rounds": 10_000,
@@ -107,46 +107,50 @@ def test_killed_in_mid_round_and_joined_again(start: Any) -> None:
     (start.folder / "end.new").rename(end)
     survivors = [*peers[:3], newcomer]
     rest = [peer.rest() for peer in survivors]
-    rounds = [of_rounds(each) for each in rest]
+    rounds = [round_events(each) for each in rest]
     assert all(what["right"] for each in rounds for what in each)
     assert max(what["took_s"] for each in rounds for what in each) < 60
     assert len({each[-1]["state"] for each in rest}) == 1 and rest[3][-1]["event"] == "done"
-    assert {what["peers"] for what in rounds[3]} == {4}, "the newcomer takes part with all who live"
+    assert {what["peers"] for what in rounds[3]} == {4}, "the new peer takes part with all live peers"
 
 
-def test_a_peer_that_listens_nowhere_takes_part(start: Any) -> None:
+def test_outbound_only_peer_takes_part_over_hivemind(start: Any) -> None:
     (host,) = start(1, rounds=3, min_peers=2)
-    shy = Peer(start.folder, join=start.address, seed=5, peers=2, rounds=3, reachable=False)
-    start.peers.append(shy)
-    said = shy.rest()
+    outbound = Peer(start.folder, join=start.address, seed=5, peers=2, rounds=3, reachable=False)
+    start.peers.append(outbound)
+    said = outbound.rest()
     assert said[-1]["event"] == "done" and said[-1]["state"] == host.rest()[-1]["state"]
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_vectors_go_around_the_daemon_and_through_it_where_they_must(start: Any, broken: bool) -> None:
-    """One of three listens nowhere and dials out; or nobody answers where links are offered, and all is as without them."""
+def test_vectors_take_direct_links_or_fall_back_to_the_daemon(start: Any, broken: bool) -> None:
+    """One of three is outbound only. With `broken`, the offered port is closed and the daemon carries everything."""
     peers = start(2, rounds=3, num_values=2_000_000, min_peers=3, break_links=broken)[:]
-    shy = Peer(
+    outbound = Peer(
         start.folder, join=start.address, seed=5, peers=3, rounds=3, num_values=2_000_000, reachable=False
     )
-    start.peers.append(shy)
-    said = [peer.rest() for peer in (*peers, shy)]
-    assert all(what["right"] and what["outcome"] == "COMMITTED" for each in said for what in of_rounds(each))
+    start.peers.append(outbound)
+    said = [peer.rest() for peer in (*peers, outbound)]
+    assert all(
+        what["right"] and what["outcome"] == "COMMITTED" for each in said for what in round_events(each)
+    )
     assert len({each[-1]["state"] for each in said}) == 1
-    # Each round: a stream to the one other owner, and from the one who only reaches out to both; a newcomer's state besides.
+    # Each round: a link to the other owner; from the outbound-only peer to both; and one for a new peer's state.
     assert all((each[-1]["direct"] >= 3) is not broken for each in said), said
 
 
-def test_a_daemon_that_dies_is_replaced_and_its_peer_is_back_in_the_same_round(start: Any) -> None:
+def test_dead_daemon_is_replaced_and_its_peer_stays_in_the_run(start: Any) -> None:
     (host,) = start(1, rounds=6, min_peers=2)
     task = {"rounds": 6, "kill_daemon_in_round": 2, "identity": str(start.folder / "peer.key")}
     start.peers.append(Peer(start.folder, join=start.address, seed=5, peers=2, **task))
     said = [host.rest(), start.peers[1].rest()]
-    assert all(what["right"] and what["outcome"] == "COMMITTED" for each in said for what in of_rounds(each))
+    assert all(
+        what["right"] and what["outcome"] == "COMMITTED" for each in said for what in round_events(each)
+    )
     assert len({each[-1]["state"] for each in said}) == 1 and said[0][-1]["event"] == "done"
 
 
-def test_the_daemon_ends_with_its_owner(start: Any) -> None:
+def test_daemon_is_killed_with_its_process(start: Any) -> None:
     (peer,) = start(1, rounds=10_000, pause_s=1.0)
     port = start.address[0].split("/")[4]
     os.kill(peer.process.pid, 9)

@@ -1,4 +1,4 @@
-"""Models that our decoder does not compute, by transformers: loaded, trained in rounds, and cut into fragments."""
+"""Tests of model families that only transformers knows: loaded, divided into fragments, trained in rounds."""
 
 import threading
 from pathlib import Path
@@ -22,7 +22,7 @@ TEXT = "the sea is wide and the fish are many " * 60
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GPT-2 with four layers: learnt positions, layer norms and biases, none of which our decoder has."""
+    """Returns a GPT-2 with four layers: learnt positions, layer norms and biases, which the decoder does not have."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder = tmp_path_factory.mktemp("gpt2")
@@ -39,18 +39,18 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_foreign_model_is_loaded_as_transformers_has_it(gpt2: Path) -> None:
+def test_unknown_model_family_is_loaded_by_transformers(gpt2: Path) -> None:
     model = load_language_model(gpt2, "cpu")
     assert not isinstance(model, Decoder)
     tokens = torch.tensor([text_encoder(gpt2)("the sea is wide")])
-    assert tokens[0, -1] == 1, "the end token stands after a text"
+    assert tokens[0, -1] == 1, "the end token follows a text"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(gpt2)(tokens, labels=tokens).loss
     assert next_token_loss(model, tokens).item() == pytest.approx(theirs.item(), abs=1e-5)
     parts = fragments_of(model, 2)
     assert sum(part.num_values for part in parts) == sum(one.numel() for one in model.parameters())
 
 
-def test_two_sites_train_a_foreign_model_to_one_state(gpt2: Path, tmp_path: Path) -> None:
+def test_two_sites_train_a_transformers_model_to_one_state(gpt2: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     path = tmp_path / "run.toml"
     path.write_text(

@@ -1,4 +1,4 @@
-"""DiLoCo against the algorithm written out, with whole peers of one process."""
+"""Tests of DiLoCo against a reference implementation, with whole peers in one process."""
 
 import copy
 import functools
@@ -15,17 +15,17 @@ from torch.nn import functional as F
 
 from shoal.diloco import DiLoCo, LocalHub, Outer, PeerAverager, Schedule
 from shoal.diloco.outer import first_state, outer_step
-from shoal.diloco.rounds import Outcome
+from shoal.diloco.rounds import RoundOutcome
 
 
-def test_the_example_of_the_docs_runs() -> None:
+def test_example_in_the_docs_runs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "diloco.md").read_text()
     names: dict[str, Any] = {}
     exec(page.split("```python\n")[1].split("```")[0], names)
     assert names["optimizer"].outer_state.round == 3
 
 
-def test_another_optimiser_is_no_outer_one() -> None:
+def test_torch_optimizer_is_refused_as_outer() -> None:
     model = small_model()
     sgd: Any = torch.optim.SGD(model.parameters(), lr=0.7)
     averager = make_peer(LocalHub())
@@ -69,7 +69,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def reference(num_sites: int, rounds: int, inner_steps: int) -> list[torch.Tensor]:
-    """The paper's algorithm, with torch's own SGD as outer optimiser and nothing of ours."""
+    """Runs the paper's algorithm with torch's own SGD as outer optimizer and none of Shoal's code."""
     shared = small_model()
     outer = torch.optim.SGD(shared.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     sites = [copy.deepcopy(shared) for _ in range(num_sites)]
@@ -108,7 +108,7 @@ def train_sites(
     return models, optimizers
 
 
-def test_the_outer_step_is_torch_sgd() -> None:
+def test_outer_step_equals_torch_sgd() -> None:
     for nesterov in (True, False):
         parameter = nn.Parameter(torch.randn(50, generator=torch.Generator().manual_seed(1)))
         sgd = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=nesterov)
@@ -122,7 +122,7 @@ def test_the_outer_step_is_torch_sgd() -> None:
         assert state.round == 5 and state.work == 10.0
 
 
-def test_sites_train_as_the_algorithm_written_out() -> None:
+def test_sites_match_a_reference_implementation() -> None:
     models, _ = train_sites(3, 15, Schedule(inner_steps=5, deadline_s=30))
     expected = reference(3, rounds=3, inner_steps=5)
     for model in models:
@@ -132,7 +132,7 @@ def test_sites_train_as_the_algorithm_written_out() -> None:
     assert torch.equal(flat[0], flat[1]) and torch.equal(flat[0], flat[2])
 
 
-def test_one_site_with_plain_sgd_of_rate_one_is_the_inner_optimiser() -> None:
+def test_one_site_with_outer_rate_one_equals_the_inner_optimizer() -> None:
     model = small_model()
     optimizer = DiLoCo(
         model,
@@ -151,14 +151,14 @@ def test_one_site_with_plain_sgd_of_rate_one_is_the_inner_optimiser() -> None:
         assert torch.allclose(ours, theirs, atol=1e-6)
 
 
-def test_streaming_moves_a_fragment_at_a_time_and_all_sites_keep_one_outer_state() -> None:
+def test_streaming_sites_keep_one_outer_state() -> None:
     schedule = Schedule(inner_steps=8, fragments=2, overlap_steps=2, mix=0.5, deadline_s=30)
     _, optimizers = train_sites(2, 26, schedule, Deep)
     assert [optimizer.outer_state.round for optimizer in optimizers] == [6, 6]
     assert optimizers[0].outer_state.digest() == optimizers[1].outer_state.digest()
 
 
-def test_a_round_that_overlaps_mixes_what_came_meanwhile() -> None:
+def test_overlapped_round_mixes_in_the_steps_taken_meanwhile() -> None:
     model = small_model()
     schedule = Schedule(inner_steps=3, overlap_steps=2, mix=0.25, deadline_s=10)
     optimizer = DiLoCo(model, inner=adamw(model), averager=make_peer(LocalHub()), schedule=schedule)
@@ -180,7 +180,7 @@ def test_a_round_that_overlaps_mixes_what_came_meanwhile() -> None:
     assert np.allclose(torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy(), expected)
 
 
-def test_a_newcomer_falls_in_step_with_the_swarm() -> None:
+def test_new_site_joins_in_step_with_the_swarm() -> None:
     hub = LocalHub()
     schedule = Schedule(inner_steps=4, deadline_s=30)
     model = small_model()
@@ -203,7 +203,7 @@ def test_a_newcomer_falls_in_step_with_the_swarm() -> None:
     in_threads([first.close, second.close])
 
 
-def test_a_site_resumes_where_it_was() -> None:
+def test_optimizer_resumes_from_its_state_dict() -> None:
     schedule = Schedule(inner_steps=4, deadline_s=10)
 
     def fresh() -> tuple[nn.Module, DiLoCo]:
@@ -227,7 +227,7 @@ def test_a_site_resumes_where_it_was() -> None:
     resumed.close()
 
 
-def test_half_precision_weights_have_no_pseudo_gradient_before_they_move() -> None:
+def test_bfloat16_rounding_gives_no_pseudo_gradient() -> None:
     model = small_model().to(torch.bfloat16)
     optimizer = DiLoCo(
         model, inner=adamw(model), averager=make_peer(LocalHub()), schedule=Schedule(inner_steps=2)
@@ -239,7 +239,7 @@ def test_half_precision_weights_have_no_pseudo_gradient_before_they_move() -> No
     optimizer.close()
 
 
-def test_a_gradient_scaler_and_a_schedule_take_it_for_the_inner_optimiser() -> None:
+def test_gradient_scaler_and_lr_scheduler_work_with_it() -> None:
     model = small_model()
     optimizer = DiLoCo(
         model,
@@ -264,21 +264,21 @@ def test_a_gradient_scaler_and_a_schedule_take_it_for_the_inner_optimiser() -> N
     optimizer.close()
 
 
-def test_a_site_that_lost_the_others_goes_on_alone() -> None:
-    ended: list[Outcome] = []
+def test_site_without_others_continues_alone() -> None:
+    ended: list[RoundOutcome] = []
     model = small_model()
     averager: PeerAverager = make_peer(LocalHub(), min_peers=2)
     optimizer = DiLoCo(
         model, inner=adamw(model), averager=averager, schedule=Schedule(inner_steps=2, deadline_s=0.5)
     )
-    optimizer.on_round = lambda landed: ended.append(landed.result.outcome)
+    optimizer.on_round = lambda report: ended.append(report.result.outcome)
     for step in range(2):
         inner_step(model, optimizer, 0, step)
     optimizer.close()
-    assert ended == [Outcome.LOCAL] and optimizer.outer_state.round == 1
+    assert ended == [RoundOutcome.LOCAL] and optimizer.outer_state.round == 1
 
 
-def test_a_schedule_that_cannot_be_is_refused() -> None:
+def test_invalid_schedule_is_refused() -> None:
     for wrong in ({"inner_steps": 5, "fragments": 2}, {"inner_steps": 4, "overlap_steps": 4}, {"mix": 1.0}):
         with pytest.raises(ValueError):
             Schedule(**wrong)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Rounds between peers of one process: the same protocol as over the internet, on socket pairs."""
+"""Tests of rounds between peers of one process: the protocol used over the internet, on socket pairs."""
 
 import functools
 import time
@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from local_swarm import in_threads, make_peer, one_round, start_swarm, vector
 
-from shoal.diloco.averaging.averager import Group, Reduced, RoundFailed
-from shoal.diloco.averaging.part import CHUNK
+from shoal.diloco.averaging.averager import AveragingGroup, Reduced, RoundFailed
 from shoal.diloco.averaging.peers import PeerAverager
+from shoal.diloco.averaging.reducer import CHUNK
 from shoal.diloco.codec import CODECS, CodecName, decode, encode, reduce_chunk
 from shoal.diloco.outer import Outer, OuterState, Vector, outer_step
-from shoal.diloco.rounds import Outcome, RoundResult
+from shoal.diloco.rounds import RoundOutcome, RoundResult
 from shoal.diloco.transport.mesh import LocalHub
 
 
@@ -47,12 +47,12 @@ def rounds(
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_every_peer_has_the_same_bits_and_they_are_the_weighted_mean(swarm: Any, codec: CodecName) -> None:
+def test_all_peers_get_the_same_bits_of_the_weighted_mean(swarm: Any, codec: CodecName) -> None:
     _, peers, state = swarm(3, codec=codec)
     num = 2 * CHUNK + 777
     deltas, weights = [vector(seed, num) for seed in (1, 2, 3)], [1.0, 2.0, 5.0]
     results = rounds(peers, state, deltas, weights)
-    assert [result.outcome for result in results] == [Outcome.COMMITTED] * 3
+    assert [result.outcome for result in results] == [RoundOutcome.COMMITTED] * 3
     assert all(np.array_equal(result.average_N, results[0].average_N) for result in results)
     assert all(result.work == 8.0 for result in results)
     exact = np.average(np.stack(deltas), axis=0, weights=weights)
@@ -60,7 +60,7 @@ def test_every_peer_has_the_same_bits_and_they_are_the_weighted_mean(swarm: Any,
     assert np.abs(results[0].average_N - exact).max() < tolerance
 
 
-def test_a_reference_written_out_gives_the_same_bits(swarm: Any) -> None:
+def test_average_equals_a_reference_computation_bit_for_bit(swarm: Any) -> None:
     _, peers, state = swarm(2, codec="int8")
     deltas = [vector(seed, 999) for seed in (1, 2)]
     results = rounds(peers, state, deltas, [1.0, 3.0])
@@ -78,20 +78,20 @@ def test_a_reference_written_out_gives_the_same_bits(swarm: Any) -> None:
     assert np.array_equal(results[0].average_N, expected)
 
 
-def test_a_peer_that_can_only_reach_out_takes_part(swarm: Any) -> None:
+def test_outbound_only_peer_takes_part(swarm: Any) -> None:
     hub, peers, state = swarm(2)
-    shy = make_peer(hub, reachable=False)
-    swarm.made.append(shy)
-    fetched = shy.join(deadline_s=10)
+    outbound = make_peer(hub, reachable=False)
+    swarm.made.append(outbound)
+    fetched = outbound.join(deadline_s=10)
     assert fetched is not None
-    shy.serve(fetched.state, step=0)
+    outbound.serve(fetched.state, step=0)
     deltas = [vector(seed) for seed in (1, 2, 3)]
-    results = rounds([*peers, shy], state, deltas)
-    assert [result.outcome for result in results] == [Outcome.COMMITTED] * 3
+    results = rounds([*peers, outbound], state, deltas)
+    assert [result.outcome for result in results] == [RoundOutcome.COMMITTED] * 3
     assert np.allclose(results[2].average_N, np.mean(deltas, axis=0), atol=1e-6)
 
 
-def test_a_newcomer_gets_the_state_and_takes_part_in_the_next_round(swarm: Any) -> None:
+def test_new_peer_fetches_the_state_and_joins_the_next_round(swarm: Any) -> None:
     hub, peers, state = swarm(2)
     result = rounds(peers, state, [vector(1), vector(2)])[0]
     state = outer_step(state, result.average_N, Outer(), work=result.work)
@@ -104,10 +104,10 @@ def test_a_newcomer_gets_the_state_and_takes_part_in_the_next_round(swarm: Any) 
     assert fetched is not None and fetched.phase == 7 and fetched.step == 107
     assert newcomer.serve(fetched.state, step=107) == state.digest()
     results = rounds([*peers, newcomer], fetched.state, [vector(3), vector(4), vector(5)])
-    assert all(result.outcome is Outcome.COMMITTED and len(result.members) == 3 for result in results)
+    assert all(result.outcome is RoundOutcome.COMMITTED and len(result.members) == 3 for result in results)
 
 
-def test_one_who_left_is_not_waited_for(swarm: Any) -> None:
+def test_round_does_not_wait_for_a_peer_that_left(swarm: Any) -> None:
     _, peers, state = swarm(3)
     peers[0].leave()
     started_s = time.monotonic()
@@ -116,7 +116,7 @@ def test_one_who_left_is_not_waited_for(swarm: Any) -> None:
     assert time.monotonic() - started_s < 10
 
 
-def test_a_peer_with_an_older_state_is_told_and_adopts(swarm: Any) -> None:
+def test_peer_with_an_older_state_adopts_the_newer_one(swarm: Any) -> None:
     _, peers, state = swarm(3)
     alone = outer_step(state, vector(9), Outer(), work=1.0)
     group = outer_step(state, vector(8), Outer(), work=2.0)
@@ -133,23 +133,27 @@ def test_a_peer_with_an_older_state_is_told_and_adopts(swarm: Any) -> None:
         return result
 
     results = in_threads([behind, functools.partial(member, 1), functools.partial(member, 2)])
-    assert [result.outcome for result in results] == [Outcome.ADOPTED, Outcome.COMMITTED, Outcome.COMMITTED]
+    assert [result.outcome for result in results] == [
+        RoundOutcome.ADOPTED,
+        RoundOutcome.COMMITTED,
+        RoundOutcome.COMMITTED,
+    ]
     assert results[1].members == (peers[1].peer, peers[2].peer)
     fetched = results[0].fetched
     assert fetched is not None
     assert fetched.state.digest() == outer_step(group, results[1].average_N, Outer(), work=2.0).digest()
 
 
-class Lying:
-    """An engine whose word is wrong the first time: it reports an average that nobody else has."""
+class WrongAverager:
+    """An engine that reports a wrong average the first `num_wrong` times."""
 
-    def __init__(self, inner: PeerAverager, num_lies: int = 1) -> None:
-        self._inner, self.left = inner, num_lies
+    def __init__(self, inner: PeerAverager, num_wrong: int = 1) -> None:
+        self._inner, self.left = inner, num_wrong
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def reduce(self, group: Group, delta_N: Vector, *, deadline_s: float) -> Reduced:
+    def reduce(self, group: AveragingGroup, delta_N: Vector, *, deadline_s: float) -> Reduced:
         reduced = self._inner.reduce(group, delta_N, deadline_s=deadline_s)
         if not self.left:
             return reduced
@@ -157,97 +161,97 @@ class Lying:
         return Reduced(average_N=reduced.average_N + 1, digest="0" * 64, num_bytes=reduced.num_bytes)
 
 
-def test_a_wrong_average_is_never_committed(swarm: Any) -> None:
+def test_wrong_average_is_never_committed(swarm: Any) -> None:
     _, peers, state = swarm(3)
-    liar: Any = Lying(peers[1])
-    results = rounds([peers[0], liar, peers[2]], state, [vector(1), vector(2), vector(3)])
-    assert [result.outcome for result in results] == [Outcome.COMMITTED] * 3
+    wrong: Any = WrongAverager(peers[1])
+    results = rounds([peers[0], wrong, peers[2]], state, [vector(1), vector(2), vector(3)])
+    assert [result.outcome for result in results] == [RoundOutcome.COMMITTED] * 3
     assert all(result.attempts == 2 for result in results)
     assert all(np.array_equal(result.average_N, results[0].average_N) for result in results)
 
 
-@pytest.mark.parametrize("liar_at", [0, 2])
-def test_one_that_is_always_wrong_costs_retries_and_not_the_round(swarm: Any, liar_at: int) -> None:
-    """The first id leads: it may be the one that is wrong. Left out, it takes the others' result over."""
+@pytest.mark.parametrize("wrong_at", [0, 2])
+def test_peer_that_is_always_wrong_costs_retries_but_not_the_round(swarm: Any, wrong_at: int) -> None:
+    """Also if the wrong peer is the leader. It is left out and adopts the others' result."""
     _, peers, state = swarm(4)
     members: list[Any] = list(peers)
-    members[liar_at] = Lying(peers[liar_at], num_lies=1000)
+    members[wrong_at] = WrongAverager(peers[wrong_at], num_wrong=1000)
 
     def take(at: int) -> RoundResult:
         result = one_round(members[at], state, vector(at))
-        if result.outcome is Outcome.COMMITTED:
+        if result.outcome is RoundOutcome.COMMITTED:
             members[at].serve(outer_step(state, result.average_N, Outer(), work=result.work), step=0)
         return result
 
     results = in_threads([functools.partial(take, at) for at in range(4)])
-    sound = [result for at, result in enumerate(results) if at != liar_at]
-    assert [result.outcome for result in sound] == [Outcome.COMMITTED] * 3
-    assert all(len(result.members) == 3 and result.attempts == 3 for result in sound)
-    assert all(np.array_equal(result.average_N, sound[0].average_N) for result in sound)
-    assert results[liar_at].outcome is Outcome.ADOPTED
+    correct = [result for at, result in enumerate(results) if at != wrong_at]
+    assert [result.outcome for result in correct] == [RoundOutcome.COMMITTED] * 3
+    assert all(len(result.members) == 3 and result.attempts == 3 for result in correct)
+    assert all(np.array_equal(result.average_N, correct[0].average_N) for result in correct)
+    assert results[wrong_at].outcome is RoundOutcome.ADOPTED
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_share_that_is_not_finite_is_in_nobody_s_average(swarm: Any, codec: CodecName) -> None:
-    """A peer that does not look at its own weights is refused by all; without it they go on."""
+def test_values_that_are_not_finite_are_never_committed(swarm: Any, codec: CodecName) -> None:
+    """The others reject the average and continue without that peer."""
     _, peers, state = swarm(2, codec=codec)
-    spoilt = vector(2)
-    spoilt[7], spoilt[500] = np.nan, np.inf
+    not_finite = vector(2)
+    not_finite[7], not_finite[500] = np.nan, np.inf
     results = in_threads(
         [
             functools.partial(one_round, peer, state, delta, deadline_s=1.5)
-            for peer, delta in zip(peers, (vector(1), spoilt), strict=True)
+            for peer, delta in zip(peers, (vector(1), not_finite), strict=True)
         ]
     )
-    assert results[0].outcome is Outcome.LOCAL and np.array_equal(results[0].average_N, vector(1))
+    assert results[0].outcome is RoundOutcome.LOCAL and np.array_equal(results[0].average_N, vector(1))
     assert any("not finite" in reason for reason in results[0].reasons)
 
 
-def test_the_bytes_of_a_round_are_those_to_the_owners_and_those_of_an_owner(swarm: Any) -> None:
+def test_bytes_of_a_round_are_chunks_sent_to_owners_plus_sums_sent_as_owner(swarm: Any) -> None:
     _, peers, state = swarm(4)
     num = 4 * CHUNK
     results = rounds(peers, state, [vector(seed, num) for seed in range(4)])
     for result in results:
-        # Three quarters of a vector to the other owners, and the own quarter's sums to three members; plus heads of frames.
+        # Three quarters of a vector to the other owners, the own quarter's sums to three members, and frame headers.
         assert 2 * 3 * num <= result.num_bytes < 2 * 3 * num + 2000
 
 
-def test_a_state_that_does_not_fit_its_digest_is_taken_from_nobody(swarm: Any) -> None:
-    """A newcomer goes on to the next holder; if none is sound it has no state."""
+def test_state_that_does_not_match_its_digest_is_refused(swarm: Any) -> None:
+    """A new peer tries the next holder; it gets no state if all are damaged."""
     hub, peers, state = swarm(2)
     damaged = replace(state, momenta=(state.momenta[0] + np.float32(1e-3),))
 
     def damage(peer: PeerAverager) -> None:
-        while (held := peer._holding._held) is None:  # `serve` is done on the peer's own thread
+        while (held := peer._served._held) is None:  # `serve` takes effect on the peer's own thread
             time.sleep(0.01)
-        peer._holding._held = damaged, held[1]
+        peer._served._held = damaged, held[1]
 
     damage(peers[0])
-    for _ in range(3):  # holders are asked in any order
+    for _ in range(3):  # holders are asked in random order
         newcomer = make_peer(hub)
         swarm.made.append(newcomer)
         fetched = newcomer.join(deadline_s=10)
         assert fetched is not None and fetched.state.digest() == state.digest()
     damage(peers[1])
-    with pytest.raises(RoundFailed, match="does not fit its digest"):
+    with pytest.raises(RoundFailed, match="does not match its digest"):
         swarm.made[-1].fetch(deadline_s=1.0)
 
 
-def test_one_with_other_terms_does_not_join(swarm: Any) -> None:
-    """Every round with it would come to nothing, for all."""
+def test_peer_with_other_shared_settings_does_not_join(swarm: Any) -> None:
+    """No round with it could be committed."""
     hub, peers, state = swarm(2, shared="codec = int8")
-    stranger = make_peer(hub, shared="codec = fp16")
+    other = make_peer(hub, shared="codec = fp16")
     with pytest.raises(ValueError, match="has codec = int8, this one codec = fp16"):
-        stranger.join(deadline_s=10)
-    stranger.leave()
+        other.join(deadline_s=10)
+    other.leave()
     assert [result.outcome for result in rounds(peers, state, [vector(1), vector(2)])] == [
-        Outcome.COMMITTED
+        RoundOutcome.COMMITTED
     ] * 2
 
 
-def test_alone_after_the_deadline(swarm: Any) -> None:
+def test_round_is_taken_alone_after_the_deadline(swarm: Any) -> None:
     _, peers, state = swarm(1, min_peers=2)
     delta = vector(1)
     result = one_round(peers[0], state, delta, deadline_s=1.0)
-    assert result.outcome is Outcome.LOCAL and np.array_equal(result.average_N, delta)
+    assert result.outcome is RoundOutcome.LOCAL and np.array_equal(result.average_N, delta)
     assert result.took_s < 10

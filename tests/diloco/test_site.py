@@ -1,4 +1,4 @@
-"""A site end to end on the tiny model: data in its own order, rounds, checkpoints, resume."""
+"""Tests of a whole site on the tiny model: order of the data, rounds, checkpoints, resuming."""
 
 import importlib.util
 import threading
@@ -16,9 +16,8 @@ from shoal.cli.run.supervise import alone_in
 from shoal.cli.ui.diloco_view import describe_peers, events_of, plot_losses
 from shoal.diloco import LocalHub
 from shoal.diloco.site.diloco_file import DilocoFile, load_diloco_file
-from shoal.diloco.site.site import Site, learning_rate
-from shoal.diloco.site.site_checkpoint import SiteCheckpoints
-from shoal.diloco.site.text_data import Samples, read_corpus
+from shoal.diloco.site.language import Samples, read_corpus
+from shoal.diloco.site.site import Site, SiteCheckpoints, learning_rate
 from shoal.model.load_model import load_decoder
 from shoal.net.waiting import Stopped
 from shoal.telemetry import Log, Metrics
@@ -75,7 +74,7 @@ def test_two_sites_train_to_one_state(tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").stat().st_size > 1000
 
 
-def test_a_site_goes_on_where_its_checkpoint_stands(tmp_path: Path) -> None:
+def test_site_continues_from_its_checkpoint(tmp_path: Path) -> None:
     whole = make_site(small_file(tmp_path), tmp_path, LocalHub(), "whole")
     whole.train(join_s=10)
     half = make_site(small_file(tmp_path, steps=4), tmp_path, LocalHub(), "half")
@@ -91,13 +90,13 @@ class Crash(Exception):
     pass
 
 
-def _crash(landed: object) -> None:
+def _crash(report: object) -> None:
     raise Crash
 
 
 @pytest.mark.parametrize("merged", [True, False])
-def test_a_share_counts_once_however_the_site_ends(tmp_path: Path, merged: bool) -> None:
-    """Stopped in mid-round, started again; then killed after the merge and before its checkpoint, or never offered its share."""
+def test_work_counts_once_however_the_site_ends(tmp_path: Path, merged: bool) -> None:
+    """A site is stopped and restarted. If `merged`, it is also killed between a round and its next checkpoint."""
     file = small_file(tmp_path, steps=8)
     file = file.model_copy(update={"rounds": file.rounds.model_copy(update={"min_peers": 1 + merged})})
     hub = LocalHub()
@@ -111,8 +110,8 @@ def test_a_share_counts_once_however_the_site_ends(tmp_path: Path, merged: bool)
     if merged:
         again = make_site(file, tmp_path, hub, "one")
         again._resume()
-        assert again.optimizer.carries, "nobody was offered it yet"
-        again._landed = _crash  # type: ignore[method-assign]
+        assert again.optimizer.keep_local_work, "no peer was offered it yet"
+        again._report_round = _crash  # type: ignore[method-assign]
         crashed, _ = in_threads([lambda: _train_until_crash(again), lambda: _steps(other, 4)])
         assert crashed
         again.close()
@@ -120,10 +119,10 @@ def test_a_share_counts_once_however_the_site_ends(tmp_path: Path, merged: bool)
         _steps(other, 4)
     last = make_site(file, tmp_path, hub, "one")
     last._resume()
-    assert last.optimizer.phase == 2 and last.optimizer.carries is not merged
-    assert last.optimizer.join(deadline_s=10), "the swarm has gone on"
+    assert last.optimizer.phase == 2 and last.optimizer.keep_local_work is not merged
+    assert last.optimizer.join(deadline_s=10), "the swarm has taken a round meanwhile"
     moved = bool(np.any(last.optimizer.pseudo_gradient()))
-    assert moved is not merged, "merged: nothing is left to bring; not merged: it is carried over"
+    assert moved is not merged, "merged: no work is left to contribute; not merged: it is kept"
     in_threads([site.close for site in (other, last)])
 
 
@@ -142,10 +141,8 @@ def _steps(site: Site, num: int) -> bool:
 
 
 @pytest.mark.parametrize("overlap_steps", [0, 2])
-def test_stopped_while_it_waits_for_a_round_a_site_saves_what_it_trained(
-    tmp_path: Path, overlap_steps: int
-) -> None:
-    """Ctrl-C while a group is awaited: nobody was offered anything, so all of it is kept, and carried over."""
+def test_site_stopped_while_waiting_for_a_round_saves_its_work(tmp_path: Path, overlap_steps: int) -> None:
+    """Ctrl-C before there is a group: no peer was offered anything, so all work is kept."""
     file = small_file(tmp_path, steps=8)
     rounds = {"min_peers": 2, "overlap_steps": overlap_steps}
     file = file.model_copy(update={"rounds": file.rounds.model_copy(update=rounds)})
@@ -165,13 +162,13 @@ def test_stopped_while_it_waits_for_a_round_a_site_saves_what_it_trained(
     again = make_site(file, tmp_path, hub, "one")
     again._resume()
     taken = again.optimizer.steps
-    assert 4 <= taken <= 4 + overlap_steps, "one round's steps, and those beside it"
+    assert 4 <= taken <= 4 + overlap_steps, "one round's steps, and those that overlap it"
     assert again.optimizer.phase == taken and again.optimizer._samples == 4 * taken, "the round is still due"
-    assert again.optimizer.carries and np.any(again.optimizer.pseudo_gradient())
+    assert again.optimizer.keep_local_work and np.any(again.optimizer.pseudo_gradient())
     again.close()
 
 
-def test_weights_that_are_not_finite_are_kept_from_the_swarm(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_not_sent(tmp_path: Path) -> None:
     file = small_file(tmp_path)
     site = make_site(file, tmp_path, LocalHub(), "one")
     site.on_progress = lambda progress: next(site.model.parameters()).data[0].fill_(float("nan"))
@@ -185,10 +182,10 @@ def test_weights_that_are_not_finite_are_kept_from_the_swarm(tmp_path: Path) -> 
     ("section", "other", "reason"),
     [
         ("rounds", {"fragments": 2}, "another number of fragments"),
-        ("run", {"name": "other"}, "is of the run 'small', the file is of 'other'"),
+        ("run", {"name": "other"}, "belongs to the run 'small', the file to 'other'"),
     ],
 )
-def test_a_checkpoint_of_something_else_is_refused(
+def test_checkpoint_of_another_run_is_refused(
     tmp_path: Path, section: str, other: dict[str, Any], reason: str
 ) -> None:
     file = small_file(tmp_path, steps=4)
@@ -202,7 +199,7 @@ def test_a_checkpoint_of_something_else_is_refused(
     again.close()
 
 
-def test_one_folder_has_one_site(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_second_process_waits_for_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_file(tmp_path)
     folder, stop = tmp_path / "site", threading.Event()
     folder.mkdir()
@@ -213,7 +210,7 @@ def test_one_folder_has_one_site(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "waiting for another `shoal`" in capsys.readouterr().err and not any(folder.iterdir())
 
 
-def test_a_line_that_a_kill_cut_off_spoils_no_picture(tmp_path: Path) -> None:
+def test_truncated_metrics_line_is_skipped_in_the_plot(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"event": "step", "step": 10, "loss": 2.0}\n{"event": "st')
     metrics = Metrics(path)
@@ -223,7 +220,7 @@ def test_a_line_that_a_kill_cut_off_spoils_no_picture(tmp_path: Path) -> None:
     assert plot_losses(path, tmp_path / "loss.png", "loss")
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
     kept = SiteCheckpoints(tmp_path, log=Log("test"))
     kept.save(1, {"at": 1})
     newest = kept.save(2, {"at": 2})
@@ -231,7 +228,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     assert kept.newest() == {"at": 1}
 
 
-def test_samples_are_each_seen_once_an_epoch_in_a_peer_s_own_order_and_resumable() -> None:
+def test_samples_are_seen_once_per_epoch_in_the_peers_own_order_and_resumable() -> None:
     tokens = np.arange(1 + 50 * 8, dtype=np.uint32)
     samples = Samples(tokens, sequence=8, peer="a", seed=0)
     epoch = samples.take(50)
@@ -242,13 +239,13 @@ def test_samples_are_each_seen_once_an_epoch_in_a_peer_s_own_order_and_resumable
     assert np.array_equal(again.take(30), epoch[20:])
 
 
-def test_token_ids_that_the_model_does_not_have_are_refused() -> None:
-    samples = Samples(np.arange(1 + 50 * 8, dtype=np.uint32), sequence=8, peer="a", seed=0, num_words=300)
-    with pytest.raises(ValueError, match=r"the token id \d+, and the model has 300 words"):
+def test_token_ids_outside_the_vocabulary_are_refused() -> None:
+    samples = Samples(np.arange(1 + 50 * 8, dtype=np.uint32), sequence=8, peer="a", seed=0, vocab_size=300)
+    with pytest.raises(ValueError, match=r"the token id \d+, but the model's vocabulary has 300 entries"):
         samples.take(50)
 
 
-def test_token_files_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_token_files_are_read_unchanged(tmp_path: Path) -> None:
     np.save(tmp_path / "one.npy", np.arange(10, dtype=np.uint16))
     (tmp_path / "two.txt").write_text("ab")
 
@@ -258,11 +255,11 @@ def test_token_files_are_taken_as_they_are(tmp_path: Path) -> None:
     assert list(read_corpus([str(tmp_path / "one.npy")], encode, tmp_path / "c")) == list(range(10))
     both = read_corpus([str(tmp_path / "*")], encode, tmp_path / "c")
     assert list(both) == [*range(10), 97, 98]
-    with pytest.raises(ValueError, match="no file fits"):
+    with pytest.raises(ValueError, match="no file matches"):
         read_corpus([str(tmp_path / "none")], encode, tmp_path / "c")
 
 
-def test_a_file_with_a_wrong_key_is_refused(tmp_path: Path) -> None:
+def test_file_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "wrong.toml"
     path.write_text(
         '[run]\nname = "x"\nmodel = "tiny"\nsteps = 1\n[data]\nfiles = ["a"]\n[rounds]\ninner = 3\n'
@@ -276,18 +273,18 @@ def test_a_file_with_a_wrong_key_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "path", sorted(Path(__file__).parents[2].glob("runs/diloco/*.toml")), ids=lambda p: p.name
 )
-def test_the_files_that_ship_are_good(path: Path) -> None:
+def test_shipped_run_files_are_valid(path: Path) -> None:
     load_diloco_file(path)
 
 
-def test_every_key_is_documented() -> None:
+def test_every_key_of_the_file_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "diloco.md").read_text()
     for section in DilocoFile.model_fields.values():
         for key in section.annotation.model_fields:  # type: ignore[union-attr]
             assert f"`{key}`" in page, f"docs/diloco.md does not name {key}"
 
 
-def test_the_command_trains_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_trains_with_the_local_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_file(tmp_path)
     where = ["diloco", "train", str(tmp_path / "small.toml"), "--dir", str(tmp_path / "site")]
     assert act(parse(where), threading.Event()) == 0
@@ -306,9 +303,7 @@ def test_the_command_trains_alone(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert act(parse(again), stopped) == 130
 
 
-def test_a_missing_package_is_named_with_its_extra(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_package_error_names_its_extra(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if importlib.util.find_spec("hivemind"):
         pytest.skip("it is installed")
     small_file(tmp_path, engine="hivemind")
@@ -317,13 +312,13 @@ def test_a_missing_package_is_named_with_its_extra(
     assert "shoal-rl[hivemind]" in capsys.readouterr().err
 
 
-def test_the_learning_rate_rises_and_falls() -> None:
+def test_learning_rate_rises_and_falls() -> None:
     assert learning_rate(1.0, 0, 10, 100) == pytest.approx(0.1)
     assert learning_rate(1.0, 10, 10, 100) == pytest.approx(1.0)
     assert learning_rate(1.0, 100, 10, 100) == pytest.approx(0.1)
 
 
-def test_a_directory_with_noise_in_it_is_still_shown() -> None:
+def test_malformed_card_in_the_directory_is_skipped() -> None:
     assert describe_peers({"a": b"noise"}) == []
 
 
@@ -334,9 +329,7 @@ def test_a_directory_with_noise_in_it_is_still_shown() -> None:
         ("http://10.0.0.1:8710", DilocoConfig(), "no address of a peer"),
     ],
 )
-def test_an_address_of_a_trainer_s_peers_that_leads_nowhere_is_refused(
-    address: str, config: DilocoConfig | None, words: str
-) -> None:
+def test_invalid_peer_join_address_is_refused(address: str, config: DilocoConfig | None, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check_peer_join([address], config)
     check_peer_join([], config)

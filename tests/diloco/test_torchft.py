@@ -1,4 +1,4 @@
-"""The torchft engine: a real lighthouse, peers in threads of one process."""
+"""Tests of the torchft engine: a real lighthouse, peers in threads of one process."""
 
 import functools
 import threading
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.hivemind, pytest.mark.timeout(120)]
 
 from shoal.diloco.averaging.torchft_averager import TorchftAverager  # noqa: E402
 from shoal.diloco.outer import Outer, first_state, outer_step  # noqa: E402
-from shoal.diloco.rounds import Outcome, RoundResult  # noqa: E402
+from shoal.diloco.rounds import RoundOutcome, RoundResult  # noqa: E402
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def make(lighthouse: str, **more: Any) -> TorchftAverager:
     return TorchftAverager(lighthouse, log=LOG, codec=more.pop("codec", "fp32"), **more)
 
 
-def test_peers_agree_bit_for_bit_and_a_newcomer_takes_part(lighthouse: str) -> None:
+def test_peers_agree_bit_for_bit_and_a_new_peer_joins(lighthouse: str) -> None:
     peers = [make(lighthouse, codec="int8") for _ in range(2)]
     assert in_threads([functools.partial(peer.join, deadline_s=20) for peer in peers]) == [None, None]
     state = first_state((vector(0),))
@@ -40,7 +40,7 @@ def test_peers_agree_bit_for_bit_and_a_newcomer_takes_part(lighthouse: str) -> N
     newcomer = make(lighthouse, codec="int8")
 
     def member(at: int) -> RoundResult:
-        # The lighthouse answers at once when all of its last list ask again; the newcomer has to have asked before.
+        # The lighthouse answers at once when all of its last list ask again, so the new peer must have asked before.
         time.sleep(3)
         result = one_round(peers[at], state, vector(at + 1), weight=at + 1.0)  # type: ignore[arg-type]
         peers[at].serve(outer_step(state, result.average_N, Outer(), work=result.work), step=0)
@@ -53,7 +53,7 @@ def test_peers_agree_bit_for_bit_and_a_newcomer_takes_part(lighthouse: str) -> N
             functools.partial(newcomer.join, deadline_s=20),
         ]
     )
-    assert first.outcome is second.outcome is Outcome.COMMITTED
+    assert first.outcome is second.outcome is RoundOutcome.COMMITTED
     assert np.array_equal(first.average_N, second.average_N)
     exact = (vector(1) + 2 * vector(2)) / 3
     assert np.abs(first.average_N - exact).max() < 0.05
@@ -75,20 +75,20 @@ def test_peers_agree_bit_for_bit_and_a_newcomer_takes_part(lighthouse: str) -> N
     [
         ("http://10.0.0.1:8710", "127.0.0.1", "this machine's own address"),
         ("http://127.0.0.1:8710", "0.0.0.0", "this machine's own address"),
-        ("/ip4/127.0.0.1/tcp/1/p2p/Qm", "127.0.0.1", "no lighthouse's address"),
+        ("/ip4/127.0.0.1/tcp/1/p2p/Qm", "127.0.0.1", "not the address of a lighthouse"),
     ],
 )
-def test_an_address_that_nobody_can_connect_to_is_refused(lighthouse: str, host: str, words: str) -> None:
+def test_address_that_peers_cannot_connect_to_is_refused(lighthouse: str, host: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make(lighthouse, host=host)
 
 
-def test_alone_when_the_others_are_gone(lighthouse: str) -> None:
+def test_round_is_taken_alone_when_the_others_are_gone(lighthouse: str) -> None:
     peer, other = (make(lighthouse, min_peers=2, stop=threading.Event()) for _ in range(2))
     in_threads([functools.partial(each.join, deadline_s=20) for each in (peer, other)])
     other.leave()
     state = first_state((vector(0),))
     peer.serve(state, step=0)
     result = one_round(peer, state, vector(1), deadline_s=2.0)  # type: ignore[arg-type]
-    assert result.outcome is Outcome.LOCAL
+    assert result.outcome is RoundOutcome.LOCAL
     peer.leave()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from tiny_learner import CONFIG, make_batch, make_learner, make_model
 
-from shoal.diloco.averaging.peers import PeerAverager, Terms
-from shoal.diloco.transport.hivemind_mesh import Address
+from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
+from shoal.diloco.transport.hivemind_mesh import PeerAddress
 from shoal.diloco.transport.mesh import LocalHub
 from shoal.telemetry import Log, Metrics
 from shoal.trainer.config import DilocoConfig, TrainerConfig
@@ -25,7 +25,10 @@ DILOCO = DilocoConfig(inner_steps=2, codec="fp32", deadline_s=120.0)
 def make_site(hub: LocalHub, model: Path, metrics: Metrics | None = None) -> tuple[Learner, Sites]:
     learner = make_learner(model, CONFIG.model_copy(update={"diloco": DILOCO}))
     averager = PeerAverager(
-        hub.mesh(), log=Log("test"), codec="fp32", terms=Terms(gather_s=60.0, min_peers=2, announce_s=0.2)
+        hub.mesh(),
+        log=Log("test"),
+        codec="fp32",
+        settings=AveragerSettings(gather_s=60.0, min_peers=2, announce_s=0.2),
     )
     learner.sites = sites = Sites(learner, DILOCO, averager, metrics=metrics, stop=threading.Event())
     return learner, sites
@@ -74,7 +77,7 @@ def test_a_merge_moves_by_the_mean_of_both(tmp_path: Path) -> None:
         train(alone, seed=seed, steps=1)
         learner = make_learner(model)
         averager = PeerAverager(
-            hub.mesh(), log=Log("test"), codec="fp32", terms=Terms(min_peers=2, announce_s=0.2)
+            hub.mesh(), log=Log("test"), codec="fp32", settings=AveragerSettings(min_peers=2, announce_s=0.2)
         )
         learner.sites = Sites(learner, plain, averager, metrics=None, stop=threading.Event())
         learner.sites.join()
@@ -118,7 +121,7 @@ def test_torchft_needs_its_lighthouse() -> None:
     pytest.importorskip("torchft")
     with pytest.raises(ValueError, match="lighthouse"):
         make_averager(
-            DilocoConfig(engine="torchft"), Address(), "run", log=Log("test"), stop=threading.Event()
+            DilocoConfig(engine="torchft"), PeerAddress(), "run", log=Log("test"), stop=threading.Event()
         )
 
 

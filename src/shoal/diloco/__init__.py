@@ -1,23 +1,23 @@
-"""Low-communication training: inner steps at every site, one outer step on the average of what they moved."""
+"""Low-communication training: every site takes inner steps, then all take one outer step on the average change."""
 
 from shoal.diloco.averaging.averager import Averager, Behind, RoundFailed
-from shoal.diloco.averaging.peers import PeerAverager, Terms
-from shoal.diloco.optimizer import DiLoCo, Landed, Schedule
+from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
+from shoal.diloco.optimizer import DiLoCo, RoundReport, Schedule
 from shoal.diloco.outer import Outer, OuterState
-from shoal.diloco.rounds import Outcome
+from shoal.diloco.rounds import RoundOutcome
 from shoal.diloco.transport.mesh import LocalHub
 
 __all__ = [
     "Averager",
+    "AveragerSettings",
     "Behind",
     "DiLoCo",
-    "Landed",
     "LocalHub",
-    "Outcome",
     "Outer",
     "OuterState",
     "PeerAverager",
     "RoundFailed",
+    "RoundOutcome",
+    "RoundReport",
     "Schedule",
-    "Terms",
 ]

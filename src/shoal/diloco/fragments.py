@@ -1,6 +1,6 @@
 """A model's parameters as flat float32 vectors in main memory, one per fragment.
 
-Under FSDP2 a parameter is a DTensor and only this rank's shard of it is taken: equal shards of other sites meet it.
+Under FSDP2 a parameter is a DTensor, and only this rank's shard is read: it is averaged with the equal shards of other sites.
 """
 
 import re
@@ -16,7 +16,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 
 class Fragment:
-    """Some of the parameters, in a fixed order."""
+    """A subset of the parameters, in a fixed order."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
@@ -24,7 +24,7 @@ class Fragment:
 
     @torch.no_grad()
     def read(self) -> Vector:
-        """The values as they are now."""
+        """Returns the present values."""
         values_N = np.empty(self.num_values, np.float32)
         into = torch.from_numpy(values_N)
         at = 0
@@ -36,14 +36,15 @@ class Fragment:
 
     @torch.no_grad()
     def write(self, values_N: Vector) -> None:
+        """Copies values into the parameters."""
         at = 0
         for parameter in self._parameters:
             part = local(parameter)
             part.copy_(torch.from_numpy(values_N[at : at + part.numel()]).view(part.shape))
             at += part.numel()
 
-    def as_held(self, values_N: Vector) -> Vector:
-        """The values after a stay in the parameters' own dtypes: with bfloat16 weights, what they were rounded to."""
+    def as_stored(self, values_N: Vector) -> Vector:
+        """Returns the values rounded to the parameters' dtypes, as `write` followed by `read` would return them."""
         if all(parameter.dtype == torch.float32 for parameter in self._parameters):
             return values_N
         held_N = np.empty_like(values_N)
@@ -56,9 +57,9 @@ class Fragment:
 
 
 def fragments_of(model: nn.Module, num_fragments: int) -> list[Fragment]:
-    """Trained parameters by layer, strided: fragment k has the layers k, k + K, ...; what is in no layer goes last.
+    """Divides the trained parameters: fragment k gets the layers k, k + K, ...; parameters outside layers go last.
 
-    Strided rather than in runs: the paper found it better, and every fragment then spans the depth of the model.
+    Strided rather than contiguous: the Streaming DiLoCo paper found it better, and every fragment spans the whole depth.
     """
     groups: list[list[nn.Parameter]] = [[] for _ in range(num_fragments)]
     for name, parameter in model.named_parameters():
@@ -67,11 +68,11 @@ def fragments_of(model: nn.Module, num_fragments: int) -> list[Fragment]:
         layer = _LAYER.search(name)
         groups[int(layer[1]) % num_fragments if layer else -1].append(parameter)
     if any(not group for group in groups):
-        raise ValueError(f"{num_fragments} fragments, but the model has too few layers for so many")
+        raise ValueError(f"fragments = {num_fragments} is more than the model has layers; lower it")
     return [Fragment(group) for group in groups]
 
 
 def local(parameter: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, or the tensor itself."""
+    """Returns this rank's shard of a DTensor, or the tensor itself."""
     to_local = getattr(parameter, "to_local", None)
     return parameter.detach() if to_local is None else to_local().detach()

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.diloco.transport.hivemind_mesh import Address as PeerAddress
+from shoal.diloco.transport.hivemind_mesh import PeerAddress
 from shoal.model.builtin import create_model
 from shoal.model.tokenizer import load_tokenizer
 from shoal.net.http_client import SignedClient, fetch_files

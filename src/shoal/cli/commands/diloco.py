@@ -17,7 +17,7 @@ from shoal.telemetry import Log
 
 if TYPE_CHECKING:
     from shoal.diloco.site.diloco_file import DilocoFile
-    from shoal.diloco.transport.hivemind_mesh import Address
+    from shoal.diloco.transport.hivemind_mesh import PeerAddress
     from shoal.trainer.config import DilocoConfig
 
 
@@ -96,11 +96,11 @@ def add_peer_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _address(options: argparse.Namespace) -> "Address":
-    from shoal.diloco.transport.hivemind_mesh import Address
+def _address(options: argparse.Namespace) -> "PeerAddress":
+    from shoal.diloco.transport.hivemind_mesh import PeerAddress
 
     _check_addresses("--join", options.join)
-    return Address(
+    return PeerAddress(
         join=tuple(options.join),
         host=options.host,
         port=options.port,
@@ -153,7 +153,7 @@ def _train_alone_there(file: "DilocoFile", options: argparse.Namespace, stop: th
     from shoal.cli.ui.diloco_view import LiveView, show_site
     from shoal.diloco.averaging.averager import RoundFailed
     from shoal.diloco.site.site import Site
-    from shoal.diloco.transport.mesh import Broken
+    from shoal.diloco.transport.stream import StreamBroken
 
     averager = _engine(file, options, stop)
     site = Site(
@@ -168,7 +168,7 @@ def _train_alone_there(file: "DilocoFile", options: argparse.Namespace, stop: th
     try:
         with LiveView(console, lambda: show_site(file, site.progress, averager)):
             progress = site.train(join_s=options.join_s)
-    except (RoundFailed, Broken) as error:
+    except (RoundFailed, StreamBroken) as error:
         raise DeadlinePassed(f"the swarm: {error}") from None
     finally:
         site.close()
@@ -190,7 +190,7 @@ def _draw(dir: Path, title: str) -> None:
 
 
 def _engine(file: "DilocoFile", options: argparse.Namespace, stop: threading.Event) -> Any:
-    from shoal.diloco.averaging.peers import PeerAverager, Terms
+    from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
     from shoal.diloco.transport.mesh import LocalHub, Mesh
 
     rounds = file.rounds
@@ -211,7 +211,7 @@ def _engine(file: "DilocoFile", options: argparse.Namespace, stop: threading.Eve
         mesh,
         log=Log("averager"),
         codec=rounds.codec,
-        terms=Terms(gather_s=rounds.gather_s, min_peers=rounds.min_peers, shared=file.shared()),
+        settings=AveragerSettings(gather_s=rounds.gather_s, min_peers=rounds.min_peers, shared=file.shared()),
         stop=stop,
     )
 
@@ -273,7 +273,7 @@ async def _rendezvous(options: argparse.Namespace, stop: threading.Event) -> int
 
     from shoal.cli.ui.diloco_view import describe_peers
     from shoal.diloco.transport.hivemind_mesh import HivemindMesh
-    from shoal.diloco.transport.mesh import Broken, Stream
+    from shoal.diloco.transport.stream import Stream, StreamBroken
 
     async def refuse(stream: Stream) -> None:
         """A rendezvous takes part in nothing."""
@@ -281,7 +281,7 @@ async def _rendezvous(options: argparse.Namespace, stop: threading.Event) -> int
     mesh = HivemindMesh(options.run or "rendezvous", replace(_address(options), direct_port=None))
     try:
         await mesh.start(refuse)
-    except Broken as broken:
+    except StreamBroken as broken:
         raise DeadlinePassed(str(broken)) from None
     for address in mesh.addresses:
         print(f"join: {address}", flush=True)

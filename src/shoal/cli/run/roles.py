@@ -45,7 +45,7 @@ def _credentials(environ: Mapping[str, str]) -> Credentials | None:
 
 
 def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.diloco.transport.hivemind_mesh import Address as PeerAddress
+    from shoal.diloco.transport.hivemind_mesh import PeerAddress
     from shoal.trainer.io.publisher import OriginAddress
     from shoal.trainer.loop import TrainerSite, run_trainer
 

@@ -18,7 +18,7 @@ from shoal.wire.codes import Rejected
 
 if TYPE_CHECKING:
     from shoal.diloco.site.diloco_file import DilocoFile
-    from shoal.diloco.site.site import Progress
+    from shoal.diloco.site.site import SiteProgress
 
 
 def describe_peers(cards: dict[str, bytes]) -> list[str]:
@@ -51,10 +51,10 @@ class LiveView:
             self._live.stop()
 
 
-def show_site(file: "DilocoFile", progress: "Progress", averager: Any) -> Group:
+def show_site(file: "DilocoFile", progress: "SiteProgress", averager: Any) -> Group:
     """What a site's owner sees: where it stands, how the rounds go, who else is there."""
     own = Table(title=f"{file.run.name} at this site", show_header=False)
-    landed = progress.landed
+    report = progress.last_round
     rows = {
         "step": f"{progress.steps} of {progress.last_step}",
         "loss": "" if math.isnan(progress.loss) else f"{progress.loss:.4f}",
@@ -62,12 +62,12 @@ def show_site(file: "DilocoFile", progress: "Progress", averager: Any) -> Group:
         "utilisation": "" if math.isnan(progress.utilisation) else f"{100 * progress.utilisation:.1f} %",
         "sent": f"{progress.sent_bytes / 1e6:.1f} MB",
     }
-    if landed is not None:
-        result = landed.result
+    if report is not None:
+        result = report.result
         speed = 8e-6 * result.num_bytes / result.took_s if result.took_s else 0.0
         rows["last round"] = (
-            f"{landed.round}: {result.outcome.name.lower()}, {len(result.members)} peers, "
-            f"{result.took_s:.2f} s, {speed:.0f} Mbit/s, waited {landed.waited_s:.2f} s"
+            f"{report.round}: {result.outcome.name.lower()}, {len(result.members)} peers, "
+            f"{result.took_s:.2f} s, {speed:.0f} Mbit/s, waited {report.waited_s:.2f} s"
         )
     for name, value in rows.items():
         own.add_row(name, value)

@@ -1,8 +1,8 @@
-"""The averager: how a peer meets others. One interface, three engines.
+"""The averager interface: how a peer finds the others and averages with them. Three engines implement it.
 
-An engine joins a swarm, begins a round (who takes part, from which state), reduces, commits, and moves states. It is
-never believed: `reduce` gives an average with a digest, and the average counts only after `commit` has found the same
-digest at every member of the group (rounds.py).
+An engine joins a swarm, begins a round (who takes part, from which state), reduces, commits, and transfers states. Its
+result is never trusted as it is: `reduce` returns an average with a digest, and the average is used only after `commit`
+has found the same digest at every member of the group (rounds.py).
 """
 
 from dataclasses import dataclass
@@ -12,89 +12,96 @@ from shoal.diloco.outer import OuterState, Vector
 
 
 class RoundFailed(Exception):
-    """A round, or one attempt at it, came to nothing. The message says why and who; nothing has changed."""
+    """A round, or one attempt at it, failed. The message names the reason and the peer; no state has changed."""
 
 
 class Behind(Exception):
-    """The swarm has moved on from, or never had, the state this peer started from: fetch the newest, go on from it."""
+    """The swarm does not hold the state that this peer started from: fetch the newest state and continue from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """A peer's word that it has a pseudo-gradient for a round."""
+    """A peer's statement that it has a pseudo-gradient for a round."""
 
     round: int
     work: float
     digest: str
-    """Of the state the pseudo-gradient was taken from."""
+    """Digest of the state that the pseudo-gradient starts from."""
     weight: float
     """Samples behind the pseudo-gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Who takes part in one attempt at a round, in the order in which they are summed."""
+class AveragingGroup:
+    """The peers that take part in one attempt at a round, in the order in which they are summed."""
 
     id: str
     round: int
     members: tuple[str, ...]
     weights: tuple[float, ...]
     owners: tuple[str, ...]
-    """Those of the members that others can reach; each sums a part."""
+    """The members that others can reach; each sums one part of the vector."""
     leader: str
 
     @property
     def work(self) -> float:
+        """The samples behind the group's average."""
         return float(sum(self.weights))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduced:
+    """The result of one exchange."""
+
     average_N: Vector
     digest: str
-    """Of the coded average, every byte of it."""
+    """Digest over every byte of the coded average."""
     num_bytes: int
-    """Sent by this peer."""
+    """Bytes that this peer sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fetched:
+class FetchedState:
+    """A state that was downloaded from another peer and verified."""
+
     state: OuterState
     phase: int
-    """Inner steps the sender had taken since its last round, so that a newcomer falls in step."""
+    """Inner steps the sender had taken since its last round, so that a new peer joins in step."""
     step: int
-    """Inner steps behind the run, for the learning rate's schedule."""
+    """Inner steps of the run so far, for the learning-rate schedule."""
 
 
 class Averager(Protocol):
+    """What the optimizer needs from an engine."""
+
     @property
     def peer(self) -> str:
         """This peer's id."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """What others may join by, once this peer has joined."""
+        """Addresses that other peers can join by, once this peer has joined."""
 
-    def join(self, *, deadline_s: float) -> Fetched | None:
-        """Find the swarm and download its newest state, verified; None if nobody has one yet."""
+    def join(self, *, deadline_s: float) -> FetchedState | None:
+        """Finds the swarm and downloads its newest state; returns None if no peer has one yet."""
 
-    def begin(self, ready: Ready, *, deadline_s: float) -> Group:
-        """Wait for the others and agree on a group. Raises Behind or RoundFailed."""
+    def begin(self, ready: Ready, *, deadline_s: float) -> AveragingGroup:
+        """Waits for the other peers and agrees on a group with them. Raises Behind or RoundFailed."""
 
-    def reduce(self, group: Group, delta_N: Vector, *, deadline_s: float) -> Reduced:
-        """The group's weighted mean. Raises RoundFailed."""
+    def reduce(self, group: AveragingGroup, delta_N: Vector, *, deadline_s: float) -> Reduced:
+        """Returns the group's weighted mean. Raises RoundFailed."""
 
-    def commit(self, group: Group, digest: str, *, deadline_s: float) -> bool:
-        """Whether every member has this digest. An empty digest votes against."""
+    def commit(self, group: AveragingGroup, digest: str, *, deadline_s: float) -> bool:
+        """Returns whether every member has this digest. An empty digest votes against the round."""
 
-    def fetch(self, *, deadline_s: float) -> Fetched:
-        """The newest state of the swarm, verified by its digest. Raises RoundFailed."""
+    def fetch(self, *, deadline_s: float) -> FetchedState:
+        """Returns the newest state of the swarm, verified by its digest. Raises RoundFailed."""
 
     def serve(self, state: OuterState, *, step: int) -> str:
-        """Offer `state` as this peer's own from now on; its digest."""
+        """Offers `state` to other peers from now on and returns its digest."""
 
     def progress(self, *, phase: int, step: int) -> None:
-        """Where this peer stands between two rounds."""
+        """Records how many inner steps this peer has taken since its last round and in all."""
 
     def leave(self) -> None:
-        """Say goodbye and stop."""
+        """Tells the other peers that this one leaves, and stops."""

@@ -1,193 +1,301 @@
-"""What a peer does for others when it leads: hold their readiness until a group can be made, count their votes."""
+"""The leader's part in a round: it forms a group of the peers that are ready, and counts their votes.
+
+The reachable peer with the first id leads; it need not take part itself. The leader keeps nothing beyond a round: a new
+leader starts from what the peers tell it.
+"""
 
 import asyncio
+import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from shoal.diloco.averaging.gather import Ballot, Choice, choose
-from shoal.diloco.averaging.peer_messages import GroupAnswer, ReadyAsk, Standing, VoteAnswer, VoteAsk
-from shoal.diloco.averaging.roster import Roster
+from shoal.diloco.averaging.membership import Membership, Ping
+from shoal.diloco.averaging.peer_messages import (
+    GroupReply,
+    ReadyRequest,
+    StateVersion,
+    VoteReply,
+    VoteRequest,
+)
 
-LOOK_S = 0.5
-"""How often those who are missing are asked whether they live."""
+PING_EVERY_S = 0.5
+"""Seconds between two checks that the missing peers are alive."""
 
-Ping = Callable[[str], Awaitable[bool]]
-"""Whether a peer may be taken to live."""
+CLOSED_VOTE_S = 60.0
+"""Seconds for which a decided vote is kept, so that a late vote still gets its result."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupChoice:
+    """The peers that form the group, and those that must fetch its resulting state first."""
+
+    members: tuple[ReadyRequest, ...]
+    behind: tuple[str, ...]
+
+    def reply(self) -> GroupReply:
+        """Returns the reply for every member, with a new group id."""
+        return GroupReply(
+            outcome="group",
+            id=secrets.token_hex(16),
+            members=tuple(request.peer for request in self.members),
+            weights=tuple(request.weight for request in self.members),
+            owners=tuple(request.peer for request in self.members if request.reachable)
+            or (self.members[0].peer,),
+        )
+
+
+def choose_group(requests: Iterable[ReadyRequest], absent: Iterable[StateVersion]) -> GroupChoice:
+    """Chooses the peers whose state has the most work behind it. `absent`: states of peers that are not ready.
+
+    If an absent peer holds a newer state, all ready peers are behind. A peer that a member could not reach is left out,
+    unless no member has to reach it; of two peers that cannot reach each other, the one with the later id is left out.
+    """
+    ready = sorted(requests, key=lambda request: request.peer)
+    newest = max(version.order() for version in (*(request.standing for request in ready), *absent))
+    out: set[str] = set()
+    reachable = {request.peer for request in ready if request.reachable}
+    for request in ready:
+        if request.peer not in out and request.standing.order() == newest:
+            out |= set(request.suspects) & reachable - {request.peer}
+    members = tuple(
+        request for request in ready if request.standing.order() == newest and request.peer not in out
+    )
+    kept = {request.peer for request in members}
+    return GroupChoice(members, tuple(request.peer for request in ready if request.peer not in kept))
 
 
 @dataclass(slots=True)
-class _Open:
+class Ballot:
+    """The votes of one group: commit when every member has the same digest, fail at the first that differs."""
+
+    members: tuple[str, ...]
+    votes: dict[str, str] = field(default_factory=dict)
+    failure: str = ""
+    """Why the round cannot be committed any more; empty while it can."""
+
+    def vote(self, peer: str, digest: str) -> None:
+        """Counts a member's digest. Votes of other peers are ignored."""
+        if peer not in self.members:
+            return
+        self.votes[peer] = digest
+        if not digest:
+            self.failure = self.failure or f"{peer} has no average"
+        elif len(set(filter(None, self.votes.values()))) > 1:
+            self.failure = self.failure or f"{peer} has another average than {next(iter(self.votes))}"
+
+    def dissenters(self) -> set[str]:
+        """Returns the members whose digest differs from that of more than half: their average is the wrong one."""
+        cast = {peer: digest for peer, digest in self.votes.items() if digest}
+        for digest, num in Counter(cast.values()).most_common(1):
+            if 2 * num > len(self.members):
+                return {peer for peer, other in cast.items() if other != digest}
+        return set()
+
+    @property
+    def decided(self) -> bool:
+        """Whether the result is known."""
+        return bool(self.failure) or len(self.votes) == len(self.members)
+
+    @property
+    def commit(self) -> bool:
+        """Whether the round is committed."""
+        return self.decided and not self.failure
+
+
+@dataclass(slots=True)
+class _OpenVote:
     ballot: Ballot
     decided: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Leader:
-    """Lives on the peer's event loop. `ping` asks a peer for its card and keeps the roster up to date.
+    """Forms groups and counts votes, on the peer's event loop. `ping` asks a peer for its card.
 
-    Peers that waited for a core take different ones for gone, and so different ones for the leader. Whoever is asked but knows of
-    an earlier id that lives sends all who wait here on to it: everybody ends up with the first id that anybody can reach.
+    On busy machines peers may believe different peers to be dead, and so choose different leaders. A peer that is asked to
+    lead but knows a live peer with an earlier id redirects everybody to it, so all end at the first reachable id.
     """
 
-    def __init__(self, roster: Roster, ping: Ping, *, gather_s: float, min_peers: int) -> None:
-        self._roster, self._ping = roster, ping
+    def __init__(self, membership: Membership, ping: Ping, *, gather_s: float, min_peers: int) -> None:
+        self._membership, self._ping = membership, ping
         self._gather_s, self._min_peers = gather_s, min_peers
-        self._asks: dict[str, tuple[ReadyAsk, asyncio.Future[GroupAnswer]]] = {}
-        self._news = asyncio.Event()
-        self._gathering: asyncio.Task[None] | None = None
-        self._open: dict[str, _Open] = {}
-        self._odd: dict[str, set[str]] = {}
-        """Whose average was another than most peers', and in which groups, since a round was last committed."""
+        self._waiting: dict[str, tuple[ReadyRequest, asyncio.Future[GroupReply]]] = {}
+        self._changed = asyncio.Event()
+        self._forming: asyncio.Task[None] | None = None
+        self._votes: dict[str, _OpenVote] = {}
+        self._dissents: dict[str, set[str]] = {}
+        """Peers whose average differed from the majority's, and in which groups, since the last commit."""
         self._watching: set[asyncio.Task[None]] = set()
-        self.standing: Standing | None = None
-        """Of the leader itself."""
+        self.version: StateVersion | None = None
+        """The state that the leader itself holds."""
 
-    async def ready(self, ask: ReadyAsk) -> GroupAnswer:
-        answer: asyncio.Future[GroupAnswer] = asyncio.get_running_loop().create_future()
-        if ask.peer in self._asks:
-            _answer(self._asks[ask.peer][1], GroupAnswer(outcome="retry", reason="asked again"))
-        self._asks[ask.peer] = ask, answer
-        self._news.set()
-        if self._gathering is None or self._gathering.done():
-            self._gathering = asyncio.create_task(self._gather())
+    async def ready(self, request: ReadyRequest) -> GroupReply:
+        """Waits until the group is formed, at most `request.wait_s`, and returns the decision."""
+        reply: asyncio.Future[GroupReply] = asyncio.get_running_loop().create_future()
+        if request.peer in self._waiting:
+            _set_reply(
+                self._waiting[request.peer][1],
+                GroupReply(outcome="retry", reason="replaced by a new request"),
+            )
+        self._waiting[request.peer] = request, reply
+        self._changed.set()
+        if self._forming is None or self._forming.done():
+            self._forming = asyncio.create_task(self._form_group())
         try:
-            async with asyncio.timeout(ask.wait_s):
-                return await answer
+            async with asyncio.timeout(request.wait_s):
+                return await reply
         except TimeoutError:
             missing = ", ".join(sorted(self._missing())) or "more peers"
-            return GroupAnswer(outcome="retry", reason=f"waited {ask.wait_s:.0f} s for {missing}")
+            return GroupReply(outcome="retry", reason=f"waited {request.wait_s:.0f} s for {missing}")
         finally:
-            if self._asks.get(ask.peer, (None, None))[1] is answer:
-                self._asks.pop(ask.peer)
+            if self._waiting.get(request.peer, (None, None))[1] is reply:
+                self._waiting.pop(request.peer)
 
-    async def vote(self, ask: VoteAsk) -> VoteAnswer:
-        held = self._open.get(ask.group)
-        if held is None:
-            return VoteAnswer(commit=False, reason="nobody votes on that group here")
-        held.ballot.vote(ask.peer, ask.average_digest)
-        for peer in held.ballot.odd():
-            self._odd.setdefault(peer, set()).add(ask.group)
-        if held.ballot.decided:
-            held.decided.set()
+    async def vote(self, request: VoteRequest) -> VoteReply:
+        """Counts a vote and waits for the result, at most `request.wait_s`."""
+        vote = self._votes.get(request.group)
+        if vote is None:
+            return VoteReply(commit=False, reason=f"this peer does not lead group {request.group[:8]}")
+        vote.ballot.vote(request.peer, request.average_digest)
+        for peer in vote.ballot.dissenters():
+            self._dissents.setdefault(peer, set()).add(request.group)
+        if vote.ballot.decided:
+            vote.decided.set()
         try:
-            async with asyncio.timeout(ask.wait_s):
-                await held.decided.wait()
+            async with asyncio.timeout(request.wait_s):
+                await vote.decided.wait()
         except TimeoutError:
-            # From here on nobody may be told to commit: this one was not.
-            held.ballot.lost = held.ballot.lost or f"{ask.peer} waited too long for the others' votes"
-            held.decided.set()
-        return VoteAnswer(commit=held.ballot.commit, reason=held.ballot.lost)
+            # This member is told that the round failed, so no other member may be told to commit it.
+            vote.ballot.failure = (
+                vote.ballot.failure or f"{request.peer} timed out waiting for the others' votes"
+            )
+            vote.decided.set()
+        return VoteReply(commit=vote.ballot.commit, reason=vote.ballot.failure)
 
     def stop(self) -> None:
-        for task in (*self._watching, *([self._gathering] if self._gathering else [])):
+        """Cancels the leader's tasks."""
+        for task in (*self._watching, *([self._forming] if self._forming else [])):
             task.cancel()
 
     def _missing(self) -> set[str]:
-        return self._roster.alive(time.monotonic()).keys() - self._asks.keys() - {self._roster.me}
+        alive = self._membership.alive(time.monotonic())
+        return alive.keys() - self._waiting.keys() - {self._membership.own_id}
 
-    async def _gather(self) -> None:
+    async def _form_group(self) -> None:
+        own_id = self._membership.own_id
         started_s = time.monotonic()
-        while self._asks:
-            self._news.clear()
+        while self._waiting:
+            self._changed.clear()
             missing = self._missing()
-            # The leader's own readiness comes like everybody's; until then it is missing too.
-            everybody = not missing and (self._roster.me in self._asks or self.standing is None)
-            if (first := self._roster.leader(time.monotonic(), me_reachable=True)) != self._roster.me:
-                self._send_off(f"{first} leads, not this peer", first or "")
+            # The leader's own request arrives like every other; until then the leader is missing too.
+            complete = not missing and (own_id in self._waiting or self.version is None)
+            first = self._membership.leader(time.monotonic(), self_reachable=True)
+            if first != own_id:
+                self._reply_retry(f"{first} leads, not this peer", first or "")
                 return
-            # Whoever is ready takes its round alone when its wait ends: half of it goes to waiting for others, no more.
-            half_s = min(ask.wait_s / 2 for ask, _ in self._asks.values())
+            # A peer takes its round alone when its wait ends, so at most half of the wait goes to waiting for others.
+            half_s = min(request.wait_s / 2 for request, _ in self._waiting.values())
             waited_s = time.monotonic() - started_s
             late = waited_s > min(self._gather_s, half_s)
             choice = self._choose()
             enough = len(choice.members) >= self._min_peers
-            if not choice.members or ((everybody or late) and enough):
-                self._close(choice)
+            if not choice.members or ((complete or late) and enough):
+                self._close_group(choice)
                 return
             if waited_s > half_s:
-                # They come again at once, and with a fresh mind: a peer they could not reach may have been left out.
-                self._send_off(
+                # They ask again at once with their suspicions updated: a peer may have been left out as unreachable.
+                self._reply_retry(
                     f"{len(choice.members)} of at least {self._min_peers} peers after {waited_s:.0f} s"
                 )
                 return
             try:
-                async with asyncio.timeout(LOOK_S):
-                    await self._news.wait()
+                async with asyncio.timeout(PING_EVERY_S):
+                    await self._changed.wait()
             except TimeoutError:
                 await asyncio.gather(*(self._ping(peer) for peer in missing))
 
-    def _send_off(self, reason: str, leader: str = "") -> None:
-        asks, self._asks = self._asks, {}
-        told = GroupAnswer(outcome="retry", reason=reason, leader=leader)
-        for _, answer in asks.values():
-            _answer(answer, told)
+    def _reply_retry(self, reason: str, leader: str = "") -> None:
+        waiting, self._waiting = self._waiting, {}
+        retry = GroupReply(outcome="retry", reason=reason, leader=leader)
+        for _, reply in waiting.values():
+            _set_reply(reply, retry)
 
-    def _choose(self) -> Choice:
-        out = self._wrong_again() & self._asks.keys()
-        if out == self._asks.keys():
-            out = set()  # nobody else is here; if nobody comes they are on their own
-        choice = choose([ask for ask, _ in self._asks.values() if ask.peer not in out], self._elsewhere())
+    def _choose(self) -> GroupChoice:
+        out = self._repeat_dissenters() & self._waiting.keys()
+        if out == self._waiting.keys():
+            out = set()  # no other peer is ready; leaving all out would form no group at all
+        ready = [request for request, _ in self._waiting.values() if request.peer not in out]
+        choice = choose_group(ready, self._absent_versions())
         return replace(choice, behind=(*choice.behind, *sorted(out)))
 
-    def _wrong_again(self) -> set[str]:
-        """Once is a fault that a retry mends. Whoever is wrong twice in a round is left out of it, and takes its result over."""
-        return {peer for peer, groups in self._odd.items() if len(groups) > 1}
+    def _repeat_dissenters(self) -> set[str]:
+        """Returns the peers that were wrong twice in this round. They are left out and fetch the round's result.
 
-    def _elsewhere(self) -> list[Standing]:
-        """States of those who are not ready: if one is newer, nobody here needs to wait."""
-        cards, wrong = self._roster.alive(time.monotonic()), self._wrong_again()
-        held = [card.standing for peer, card in cards.items() if peer not in self._asks and peer not in wrong]
-        own = [] if self._roster.me in self._asks else [self.standing]
-        return [standing for standing in (*held, *own) if standing is not None]
+        A single wrong average is repaired by the retry.
+        """
+        return {peer for peer, groups in self._dissents.items() if len(groups) > 1}
 
-    def _close(self, choice: Choice) -> None:
-        asks, self._asks = self._asks, {}
+    def _absent_versions(self) -> list[StateVersion]:
+        """Returns the states of live peers that are not ready. If one is newer, the ready peers need not wait."""
+        cards, wrong = self._membership.alive(time.monotonic()), self._repeat_dissenters()
+        held = [
+            card.standing for peer, card in cards.items() if peer not in self._waiting and peer not in wrong
+        ]
+        own = [] if self._membership.own_id in self._waiting else [self.version]
+        return [version for version in (*held, *own) if version is not None]
+
+    def _close_group(self, choice: GroupChoice) -> None:
+        waiting, self._waiting = self._waiting, {}
         if not choice.members:
-            newest = max(self._elsewhere(), key=Standing.order)
-            told = GroupAnswer(
+            newest = max(self._absent_versions(), key=StateVersion.order)
+            behind_reply = GroupReply(
                 outcome="behind", reason="another peer's state is newer", at_least=newest.round
             )
-            for _, answer in asks.values():
-                _answer(answer, told)
+            for _, reply in waiting.values():
+                _set_reply(reply, behind_reply)
             return
-        group = choice.answer()
-        self._open[group.id] = held = _Open(Ballot(group.members))
-        for ask in choice.members:
-            _answer(asks[ask.peer][1], group)
-        behind = [asks[peer][1] for peer in choice.behind]
-        task = asyncio.create_task(self._watch(group.id, held, behind, choice.members[0].standing.round + 1))
+        group = choice.reply()
+        self._votes[group.id] = vote = _OpenVote(Ballot(group.members))
+        for request in choice.members:
+            _set_reply(waiting[request.peer][1], group)
+        behind = [waiting[peer][1] for peer in choice.behind]
+        next_round = choice.members[0].standing.round + 1
+        task = asyncio.create_task(self._watch_vote(group.id, vote, behind, next_round))
         self._watching.add(task)
         task.add_done_callback(self._watching.discard)
 
-    async def _watch(
-        self, group: str, held: _Open, behind: list[asyncio.Future[GroupAnswer]], reached: int
+    async def _watch_vote(
+        self, group: str, vote: _OpenVote, behind: list[asyncio.Future[GroupReply]], next_round: int
     ) -> None:
-        """Ask those who have not voted whether they live; tell those left behind how it ended."""
-        while not held.decided.is_set():
+        """Pings the members that have not voted; tells the peers that were left behind how the vote ended."""
+        while not vote.decided.is_set():
             try:
-                async with asyncio.timeout(2 * LOOK_S):
-                    await held.decided.wait()
+                async with asyncio.timeout(2 * PING_EVERY_S):
+                    await vote.decided.wait()
             except TimeoutError:
-                await self._look_after(held)
-        if held.ballot.commit:
-            self._odd.clear()
-        told = (
-            GroupAnswer(outcome="behind", reason="the group went on", at_least=reached)
-            if held.ballot.commit
-            else GroupAnswer(outcome="retry", reason=held.ballot.lost)
+                await self._ping_voters(vote)
+        if vote.ballot.commit:
+            self._dissents.clear()
+        result = (
+            GroupReply(outcome="behind", reason="the group committed its round", at_least=next_round)
+            if vote.ballot.commit
+            else GroupReply(outcome="retry", reason=vote.ballot.failure)
         )
-        for answer in behind:
-            _answer(answer, told)
-        await asyncio.sleep(60)  # a vote that comes late finds how it ended
-        self._open.pop(group, None)
+        for reply in behind:
+            _set_reply(reply, result)
+        await asyncio.sleep(CLOSED_VOTE_S)
+        self._votes.pop(group, None)
 
-    async def _look_after(self, held: _Open) -> None:
-        for peer in held.ballot.members:
-            if peer not in held.ballot.votes and peer != self._roster.me and not await self._ping(peer):
-                held.ballot.lost = held.ballot.lost or f"{peer} is gone"
-                held.decided.set()
+    async def _ping_voters(self, vote: _OpenVote) -> None:
+        for peer in vote.ballot.members:
+            if peer in vote.ballot.votes or peer == self._membership.own_id:
+                continue
+            if not await self._ping(peer):
+                vote.ballot.failure = vote.ballot.failure or f"{peer} is gone"
+                vote.decided.set()
 
 
-def _answer(future: "asyncio.Future[GroupAnswer]", answer: GroupAnswer) -> None:
+def _set_reply(future: "asyncio.Future[GroupReply]", reply: GroupReply) -> None:
     if not future.done():
-        future.set_result(answer)
+        future.set_result(reply)

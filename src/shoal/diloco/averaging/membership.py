@@ -1,52 +1,129 @@
-"""What a peer holds and shows: its outer state, for others to fetch, and the card that says which it is."""
+"""Which peers are believed to be alive, and how one peer is asked a question."""
 
-from shoal.diloco.averaging.peer_messages import Card, Standing, StateHead
-from shoal.diloco.averaging.state_transfer import send_state
-from shoal.diloco.outer import OuterState
-from shoal.diloco.transport.mesh import Stream
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from shoal.diloco.averaging.averager import RoundFailed
+from shoal.diloco.averaging.peer_messages import Card, PeerRequest
+from shoal.diloco.transport.mesh import Mesh
+from shoal.diloco.transport.stream import Stream, StreamBroken
+from shoal.wire.codes import Rejected
+from shoal.wire.record import Record
+
+R = TypeVar("R", bound=Record)
+Ping = Callable[[str], Awaitable[bool]]
+"""Returns whether a peer counts as alive."""
+
+SUSPECT_S = 10.0
+"""Seconds for which an unreachable peer is left out of rounds, unless it says hello before."""
+
+TIMEOUT_MEMORY_S = 60.0
+"""Two timeouts further apart than this are not counted together."""
 
 
-class Holding:
-    """Written by the training thread in single assignments, read on the peer's event loop."""
+class PeerTimeout(RoundFailed):
+    """No reply in time. The peer may have died, or may be alive on an overloaded machine."""
 
-    def __init__(self, shared: str = "") -> None:
-        self._shared = shared
-        self._held: tuple[OuterState, Standing] | None = None
-        self.step = self.phase = 0
-        self.in_round = False
 
-    @property
-    def standing(self) -> Standing | None:
-        return None if self._held is None else self._held[1]
+async def ask_peer(mesh: Mesh, peer: str, request: Record, reply: type[R], deadline_s: float) -> R:
+    """Sends one request and returns the reply.
 
-    @property
-    def lengths(self) -> tuple[int, ...] | None:
-        """Values per fragment, once there is a model."""
-        return None if self._held is None else tuple(len(base) for base in self._held[0].bases)
+    Raises PeerTimeout after `deadline_s`, and RoundFailed at once if the peer cannot be reached or disconnects.
+    """
+    stream: Stream | None = None
+    try:
+        async with asyncio.timeout(deadline_s):
+            stream = await mesh.open(peer)
+            await stream.send(PeerRequest.model_validate({"ask": request}).canonical())
+            return reply.parse(bytes(await stream.receive()))
+    except TimeoutError:
+        raise PeerTimeout(f"no reply from {peer} within {deadline_s:.0f} s") from None
+    except (StreamBroken, Rejected) as error:
+        raise RoundFailed(f"request to {peer} failed: {error}") from None
+    finally:
+        if stream is not None:
+            stream.close()
 
-    def show(self, state: OuterState, standing: Standing) -> None:
-        self._held = state, standing
 
-    def card(self, peer: str, *, reachable: bool) -> Card:
-        return Card(
-            peer=peer,
-            reachable=reachable,
-            standing=self.standing,
-            phase=self.phase,
-            in_round=self.in_round,
-            shared=self._shared,
-        )
+@dataclass(slots=True)
+class Membership:
+    """The known peers of a run, updated by the directory, by hellos and goodbyes, and by broken streams."""
 
-    async def send(self, stream: Stream) -> None:
-        """The state, to whoever asked for it."""
-        if self._held is None:
-            await stream.send(StateHead(standing=None).canonical())
-            return
-        state, standing = self._held
-        head = StateHead(
-            standing=standing,
-            lengths=tuple(len(base) for base in state.bases),
-            phase=self.phase,
-            step=self.step,
-        )
-        await send_state(stream, head, state)
+    own_id: str
+    _cards: dict[str, Card] = field(default_factory=dict)
+    """Each peer's own last card; the directory's card for peers that have not answered yet."""
+    _listed: dict[str, Card] = field(default_factory=dict)
+    """The directory's cards. A listed peer may be gone, so rounds do not depend on these."""
+    _suspect_until_s: dict[str, float] = field(default_factory=dict)
+    _timed_out_s: dict[str, float] = field(default_factory=dict)
+    _gone: set[str] = field(default_factory=set)
+
+    def record_card(self, card: Card) -> None:
+        """Records a card that came from the peer itself, which proves that it is alive."""
+        self._gone.discard(card.peer)
+        self._suspect_until_s.pop(card.peer, None)
+        self._timed_out_s.pop(card.peer, None)
+        if card.peer != self.own_id:
+            self._cards[card.peer] = card
+
+    def update_from_directory(self, cards: dict[str, Card]) -> None:
+        """Adds peers from the directory and drops those whose entry expired. It lags, so it overwrites no card."""
+        self._listed = cards
+        for peer in self._cards.keys() - cards.keys():
+            self._cards.pop(peer)
+        for peer, card in cards.items():
+            if peer != self.own_id and peer not in self._gone:
+                self._cards.setdefault(peer, card)
+
+    def remove(self, peer: str) -> None:
+        """Removes a peer that said goodbye. Its entry in the directory may stay longer."""
+        self._cards.pop(peer, None)
+        self._gone.add(peer)
+
+    def suspect(self, peer: str, now_s: float) -> None:
+        """Leaves a peer out of rounds for SUSPECT_S."""
+        if peer != self.own_id:
+            self._suspect_until_s[peer] = now_s + SUSPECT_S
+
+    def record_timeout(self, peer: str, now_s: float) -> None:
+        """Suspects a peer after its second timeout in a row; one may only mean that its machine is busy."""
+        before_s = self._timed_out_s.get(peer)
+        self._timed_out_s[peer] = now_s
+        if before_s is not None and now_s - before_s < TIMEOUT_MEMORY_S:
+            self.suspect(peer, now_s)
+
+    def reachable(self, peer: str) -> bool:
+        """Returns whether streams can be opened to a peer. Unknown peers count as reachable."""
+        return peer not in self._cards or self._cards[peer].reachable
+
+    def suspected(self, peer: str, now_s: float) -> bool:
+        """Returns whether a peer is left out of rounds at the moment."""
+        return self._suspect_until_s.get(peer, now_s) > now_s
+
+    def suspects(self, now_s: float) -> tuple[str, ...]:
+        """Returns the ids of all suspected peers, sorted."""
+        # Copied, here and in `alive`: the live view reads from another thread while the event loop writes.
+        return tuple(sorted(peer for peer, until_s in list(self._suspect_until_s.items()) if until_s > now_s))
+
+    def alive(self, now_s: float) -> dict[str, Card]:
+        """Returns the cards of all other peers that are not suspected."""
+        out = set(self.suspects(now_s))
+        return {peer: card for peer, card in list(self._cards.items()) if peer not in out}
+
+    def latest_cards(self, now_s: float) -> dict[str, Card]:
+        """Returns `alive` with the newest known card of each peer, for display.
+
+        Between two rounds peers exchange no messages, so the directory's card may be newer than the peer's own.
+        """
+        listed = self._listed
+        return {
+            peer: max(card, listed.get(peer, card), key=Card.age_order)
+            for peer, card in self.alive(now_s).items()
+        }
+
+    def leader(self, now_s: float, *, self_reachable: bool) -> str | None:
+        """Returns the first reachable id. Peers with the same membership choose the same leader without asking."""
+        able = [peer for peer, card in self.alive(now_s).items() if card.reachable]
+        return min([*able, self.own_id] if self_reachable else able, default=None)

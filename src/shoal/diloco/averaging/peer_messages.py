@@ -1,86 +1,86 @@
-"""What peers say to each other, as JSON in one frame; chunks and states follow as frames of bytes."""
+"""The messages between peers: JSON in one frame; chunks and states follow as frames of bytes (docs/wire/diloco.md)."""
 
-import re
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from shoal.wire.record import Count, Record
 
-_KEY = re.compile(r"[0-9a-f]{64}")
 
-
-class Standing(Record):
-    """Which state a peer holds. More work is newer; equal work goes by round, then by digest."""
+class StateVersion(Record):
+    """Identifies the state that a peer holds. More work is newer; ties are decided by round, then by digest."""
 
     work: float = Field(ge=0)
     round: Count
     state_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
 
     def order(self) -> tuple[float, int, str]:
+        """Returns a sort key that is larger for the newer state."""
         return self.work, self.round, self.state_digest
 
 
 class Card(Record):
-    """A peer's entry in the directory, and its answer to a hello."""
+    """A peer's entry in the directory, and its reply to a hello."""
 
     peer: str = Field(max_length=128)
     reachable: bool
-    standing: Standing | None
-    """None until it holds a state."""
+    standing: StateVersion | None
+    """The state that the peer holds; None until it has one."""
     phase: Count
     """Inner steps since its last round."""
     in_round: bool
     shared: str = Field(default="", max_length=256)
-    """What all peers of the run have to have alike, in words; empty: not said."""
+    """Settings that must be equal at all peers of the run, as text; empty if the peer does not tell."""
 
     def age_order(self) -> tuple[int, int]:
-        """Of two cards of one peer the newer has the larger."""
+        """Returns a sort key that is larger for the newer of two cards of one peer."""
         return -1 if self.standing is None else self.standing.round, self.phase
 
 
 class Hello(Record):
-    """I am here. Answered with a Card; also how a peer is asked whether it lives."""
+    """Announces a peer, and checks that the other is alive. The reply is a Card."""
 
     kind: Literal["hello"] = "hello"
     card: Card
 
 
 class Bye(Record):
-    """I leave; do not wait for me."""
+    """Announces that a peer leaves, so that no round waits for it."""
 
     kind: Literal["bye"] = "bye"
     peer: str = Field(max_length=128)
 
 
-class ReadyAsk(Record):
-    """To the leader: I have a pseudo-gradient. Answered with a GroupAnswer, when the group is known."""
+class ReadyRequest(Record):
+    """Tells the leader that a peer has a pseudo-gradient. The GroupReply comes when the group is known."""
 
     kind: Literal["ready"] = "ready"
     peer: str = Field(max_length=128)
     reachable: bool
-    standing: Standing
+    standing: StateVersion
     weight: float = Field(ge=0)
     suspects: tuple[str, ...] = Field(max_length=1024)
-    """Whom this peer could not reach in the attempt before."""
+    """Peers that this one could not reach in the previous attempt."""
     wait_s: float = Field(gt=0)
 
 
-class GroupAnswer(Record):
+class GroupReply(Record):
+    """The leader's decision about a peer that is ready."""
+
     outcome: Literal["group", "behind", "retry"]
     reason: str = ""
     at_least: Count = 0
-    """With `behind`: the round that the state to fetch has reached."""
+    """With `behind`: the lowest round of the state to fetch."""
     leader: str = Field(default="", max_length=128)
-    """With `retry`: who leads instead, of whom the one who asked may not know."""
+    """With `retry`: the peer that leads instead, which the asking peer may not know."""
     id: str = ""
     members: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
     owners: tuple[str, ...] = ()
 
 
-class VoteAsk(Record):
-    """To the leader: the digest of my average, or nothing if I have none. Answered when all have voted."""
+class VoteRequest(Record):
+    """Sends the leader the digest of a peer's average, or "" if it has none. The reply comes when all have voted."""
 
     kind: Literal["vote"] = "vote"
     peer: str = Field(max_length=128)
@@ -89,13 +89,15 @@ class VoteAsk(Record):
     wait_s: float = Field(gt=0)
 
 
-class VoteAnswer(Record):
+class VoteReply(Record):
+    """Tells a member whether the round is committed."""
+
     commit: bool
     reason: str = ""
 
 
-class PartAsk(Record):
-    """To an owner: my chunks of your part follow. Answered with the summed chunks, each as soon as it is complete."""
+class PartRequest(Record):
+    """Tells an owner that a member's chunks of its part follow. The reply is each summed chunk, as it is complete."""
 
     kind: Literal["part"] = "part"
     peer: str = Field(max_length=128)
@@ -103,39 +105,24 @@ class PartAsk(Record):
     wait_s: float = Field(gt=0)
 
 
-class StateAsk(Record):
-    """Send me your state. Answered with a StateHead and its vectors in frames."""
+class StateRequest(Record):
+    """Asks for a peer's state. The reply is a StateHeader and the state's vectors in frames."""
 
     kind: Literal["state"] = "state"
     peer: str = Field(max_length=128)
 
 
-class StateHead(Record):
-    standing: Standing | None
+class StateHeader(Record):
+    """Precedes the vectors of a state."""
+
+    standing: StateVersion | None
     lengths: tuple[int, ...] = ()
-    """Values per fragment; bases in this order, then momenta."""
+    """Values per fragment. The bases follow in this order, then the momenta."""
     phase: Count = 0
     step: Count = 0
 
 
-class LinkOffer(Record):
-    """Over the daemon's stream: dial this port where you reach me, with this token; what you send is sealed with the first key."""
+class PeerRequest(Record):
+    """The first frame of every stream: one of the requests above, told apart by its kind."""
 
-    port: int = Field(ge=0, le=65535)
-    """0: no direct link."""
-    token: str = Field(pattern=r"^([0-9a-f]{32})?$")
-    keys: tuple[str, ...] = Field(max_length=2)
-
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
-        if self.port and (
-            len(self.token) != 32 or any(not _KEY.fullmatch(key) for key in self.keys) or len(self.keys) != 2
-        ):
-            raise ValueError("an offer has a token of 16 bytes and two keys of 32")
-        return self
-
-
-class Asked(Record):
-    """Any of the above, by its kind."""
-
-    ask: Hello | Bye | ReadyAsk | VoteAsk | PartAsk | StateAsk = Field(discriminator="kind")
+    ask: Hello | Bye | ReadyRequest | VoteRequest | PartRequest | StateRequest = Field(discriminator="kind")

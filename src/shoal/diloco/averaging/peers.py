@@ -1,7 +1,7 @@
 """The peer-to-peer engine: the averager over any mesh. One thread with an event loop does everything that waits.
 
-No server knows the swarm. Peers find each other by the mesh's directory, the first reachable id leads, each owner sums
-its part, and every stream is opened by the one who wants something.
+There is no server. Peers find each other through the mesh's directory, the reachable peer with the first id leads, each
+owner sums its part, and every stream is opened by the peer that has a request.
 """
 
 import asyncio
@@ -12,68 +12,149 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from shoal.diloco.averaging.answering import Answers
-from shoal.diloco.averaging.asking import Silent, ask_peer
-from shoal.diloco.averaging.averager import Behind, Fetched, Group, Ready, Reduced, RoundFailed
-from shoal.diloco.averaging.fetching import fetch_from, newest_holders
+from shoal.background import BackgroundTask
+from shoal.diloco.averaging.averager import (
+    AveragingGroup,
+    Behind,
+    FetchedState,
+    Ready,
+    Reduced,
+    RoundFailed,
+)
 from shoal.diloco.averaging.leader import Leader
-from shoal.diloco.averaging.membership import Holding
+from shoal.diloco.averaging.membership import Membership, PeerTimeout, ask_peer
 from shoal.diloco.averaging.peer_messages import (
     Bye,
     Card,
-    GroupAnswer,
+    GroupReply,
     Hello,
-    ReadyAsk,
-    Standing,
-    VoteAnswer,
-    VoteAsk,
+    PartRequest,
+    PeerRequest,
+    ReadyRequest,
+    StateRequest,
+    StateVersion,
+    VoteReply,
+    VoteRequest,
 )
 from shoal.diloco.averaging.reducer import Reducer
-from shoal.diloco.averaging.roster import Roster
+from shoal.diloco.averaging.state_transfer import ServedState, fetch_state, newest_cards
 from shoal.diloco.codec import CodecName
 from shoal.diloco.outer import OuterState, Vector
-from shoal.diloco.transport.mesh import Broken, Mesh, Stream
+from shoal.diloco.transport.mesh import Mesh
+from shoal.diloco.transport.stream import Stream, StreamBroken
 from shoal.net.waiting import NotYet, Stopped, wait_for
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
+from shoal.wire.record import Record
 
 T = TypeVar("T")
 
 HELLO_S = 5.0
-"""How long a peer may take to say it lives."""
+"""Timeout of a hello."""
 START_S = 120.0
-"""How long one attempt to come up may take: the daemon has 60 s, the directory the rest."""
+"""Timeout of one attempt to start the mesh: the daemon has 60 s, the directory the rest."""
 DIRECTORY_S = 30.0
-"""How long the directory may take to answer."""
+"""Timeout of one directory update."""
+REQUEST_S = 30.0
+"""Seconds that a peer may take between opening a stream and sending its request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """How long whom is waited for."""
+class AveragerSettings:
+    """Timeouts of the peer-to-peer engine, and what its peers must have in common."""
 
     gather_s: float = 60.0
-    """A round waits this long for those who are alive but not ready."""
+    """Seconds that a round waits for peers that are alive but not ready."""
     min_peers: int = 1
-    """A smaller group is no group."""
+    """The smallest group that may take a round."""
     stall_s: float = 20.0
-    """An exchange that stands still so long leaves out whoever holds it up."""
+    """An exchange without progress for this long fails, and the peers it waits for are suspected."""
     announce_s: float = 3.0
-    """Between two entries in the directory; four of these without one, and a peer is forgotten."""
+    """Seconds between two directory entries; a peer without a new entry for four of these is dropped."""
     shared: str = ""
-    """What all peers have to have alike beside the model, in words: two that differ would never agree on a round."""
+    """Settings that all peers must have in common, as text: peers that differ could never commit a round."""
 
 
-def _check_alike(shared: str, cards: Sequence[Card]) -> None:
+def _check_shared_settings(shared: str, cards: Sequence[Card]) -> None:
     for card in cards:
         if shared and card.shared and card.shared != shared:
             raise ValueError(
-                f"peer {card.peer} has {card.shared}, this one {shared}: no round would ever be agreed on; "
+                f"peer {card.peer} has {card.shared}, this one {shared}: they could never commit a round; "
                 "give every site the same file"
             )
 
 
+class RequestHandler:
+    """Answers the requests of other peers, on this peer's event loop."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        membership: Membership,
+        leader: Leader,
+        reducer: Reducer,
+        served: ServedState,
+        *,
+        log: Log,
+    ) -> None:
+        self._mesh, self._membership, self._log = mesh, membership, log
+        self._leader, self._reducer, self._served = leader, reducer, served
+
+    async def handle(self, stream: Stream) -> None:
+        """Answers one request. A malformed request ends the stream without a reply."""
+        try:
+            async with asyncio.timeout(REQUEST_S):
+                payload = await stream.receive()
+            request = PeerRequest.parse(bytes(payload)).ask
+            claimed = request.card.peer if isinstance(request, Hello) else request.peer
+            if stream.peer not in ("", claimed):
+                raise Rejected("request.malformed", f"peer {stream.peer} claims to be {claimed}")
+            await self._reply(request, stream)
+        except (StreamBroken, Rejected, TimeoutError) as error:
+            self._log.warning("request failed", reason=str(error) or f"no request within {REQUEST_S:.0f} s")
+            return
+        # The requester closes first: a libp2p daemon may drop bytes in flight if this side closes.
+        await stream.wait_closed_by_peer(30.0)
+
+    async def _reply(self, request: Record, stream: Stream) -> None:
+        match request:
+            case Hello():
+                self._membership.record_card(request.card)
+                await self._send_card(stream)
+            case Bye():
+                self._membership.remove(request.peer)
+                await self._send_card(stream)
+            case ReadyRequest():
+                await self._reply_ready(request, stream)
+            case VoteRequest():
+                await stream.send((await self._leader.vote(request)).canonical())
+            case PartRequest():
+                await self._reducer.handle(request, stream)
+            case StateRequest():
+                await self._served.send(stream)
+
+    async def _send_card(self, stream: Stream) -> None:
+        await stream.send(self._served.card(self._mesh.peer, reachable=self._mesh.reachable).canonical())
+
+    async def _reply_ready(self, request: ReadyRequest, stream: Stream) -> None:
+        """Waits for the group and sends the decision. A peer that disconnects meanwhile loses its place in the group."""
+        waiting = asyncio.create_task(self._leader.ready(request))
+        closed = asyncio.create_task(stream.wait_closed_by_peer(request.wait_s + 5))
+        try:
+            await asyncio.wait({waiting, closed}, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                self._membership.suspect(request.peer, time.monotonic())
+                return
+        finally:
+            for task in (waiting, closed):
+                if not task.done():
+                    task.cancel()
+            await asyncio.gather(waiting, closed, return_exceptions=True)
+        await stream.send(waiting.result().canonical())
+
+
 class PeerAverager:
-    """See averager.Averager."""
+    """The engine without a server (see averager.Averager)."""
 
     def __init__(
         self,
@@ -81,20 +162,19 @@ class PeerAverager:
         *,
         log: Log,
         codec: CodecName = "fp16",
-        terms: Terms | None = None,
+        settings: AveragerSettings | None = None,
         stop: threading.Event | None = None,
     ) -> None:
         self._mesh, self._log = mesh, log
         self._stop = stop or threading.Event()
         self._codec: CodecName = codec
-        self._terms = terms or Terms()
-        self._holding = Holding(self._terms.shared)
+        self._settings = settings or AveragerSettings()
+        self._served = ServedState(self._settings.shared)
         self._at_least = 0
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="averager", daemon=True)
-        self._thread.start()
-        self._chores: asyncio.Task[None] | None = None
-        self._stopped = False
+        self._thread = BackgroundTask("averager", self._loop.run_forever)
+        self._announcer: asyncio.Task[None] | None = None
+        self._left = False
 
     @property
     def peer(self) -> str:
@@ -105,12 +185,12 @@ class PeerAverager:
         return self._mesh.addresses
 
     def peers(self) -> dict[str, Card]:
-        """Everybody else that is thought to be alive, for whoever wants to show it."""
-        return {} if self._chores is None else self._roster.shown(time.monotonic())
+        """Returns the newest card of every other live peer, for display."""
+        return {} if self._announcer is None else self._membership.latest_cards(time.monotonic())
 
-    # -- what the training thread calls -------------------------------------------------------------------
+    # -- called by the training thread ----------------------------------------------------------------------
 
-    def join(self, *, deadline_s: float) -> Fetched | None:
+    def join(self, *, deadline_s: float) -> FetchedState | None:
         once_s = min(START_S, deadline_s)
         wait_for(
             "the swarm",
@@ -119,235 +199,240 @@ class PeerAverager:
             log=self._log,
             stop=self._stop,
         )
-        cards = self._call(self._meet(), deadline_s, "the other peers' hellos")
-        _check_alike(self._terms.shared, cards)
-        if not newest_holders(cards, self._holding.standing, at_least=self._at_least):
+        cards = self._call(self._greet_all(), deadline_s, "the other peers' cards")
+        _check_shared_settings(self._settings.shared, cards)
+        if not newest_cards(cards, self._served.version, at_least=self._at_least):
             return None
         return self.fetch(deadline_s=deadline_s)
 
-    def begin(self, ready: Ready, *, deadline_s: float) -> Group:
-        self._holding.in_round = True
+    def begin(self, ready: Ready, *, deadline_s: float) -> AveragingGroup:
+        self._served.in_round = True
         return self._call(self._begin(ready, deadline_s), deadline_s + 5, f"a group for round {ready.round}")
 
-    def reduce(self, group: Group, delta_N: Vector, *, deadline_s: float) -> Reduced:
+    def reduce(self, group: AveragingGroup, delta_N: Vector, *, deadline_s: float) -> Reduced:
         work = self._reducer.reduce(group, delta_N, deadline_s=deadline_s)
         return self._call(work, deadline_s + 5, f"the exchange of round {group.round}")
 
-    def commit(self, group: Group, digest: str, *, deadline_s: float) -> bool:
+    def commit(self, group: AveragingGroup, digest: str, *, deadline_s: float) -> bool:
         try:
             return self._call(
                 self._vote(group, digest, deadline_s), deadline_s + 5, f"the votes on round {group.round}"
             )
         except RoundFailed as failed:
-            self._log.warning("no word on the vote", leader=group.leader, reason=failed)
+            self._log.warning("no result of the vote", leader=group.leader, reason=failed)
             return False
 
-    def fetch(self, *, deadline_s: float) -> Fetched:
+    def fetch(self, *, deadline_s: float) -> FetchedState:
         return self._call(self._fetch(deadline_s), deadline_s + 5, "another peer's state")
 
     def serve(self, state: OuterState, *, step: int) -> str:
         digest = state.digest()
-        standing = Standing(work=state.work, round=state.round, state_digest=digest)
+        version = StateVersion(work=state.work, round=state.round, state_digest=digest)
 
-        def show() -> None:
-            self._holding.show(state, standing)
-            self._leader.standing = standing
+        def replace() -> None:
+            self._served.replace(state, version)
+            self._leader.version = version
 
-        held = self._holding
-        held.step, held.phase, held.in_round = step, 0, False
-        self._loop.call_soon_threadsafe(show)
+        served = self._served
+        served.step, served.phase, served.in_round = step, 0, False
+        self._loop.call_soon_threadsafe(replace)
         return digest
 
     def progress(self, *, phase: int, step: int) -> None:
-        self._holding.phase, self._holding.step = phase, step
+        self._served.phase, self._served.step = phase, step
 
     def leave(self) -> None:
-        if self._stopped:
+        if self._left:
             return
-        self._stopped = True
+        self._left = True
         with contextlib.suppress(RoundFailed):
-            self._call(self._end(), 10.0, "the other peers to hear our goodbye")
+            self._call(self._shut_down(), 10.0, "the shutdown of the mesh")
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        if not self._thread.is_alive():
+        if self._thread.wait(10):
             self._loop.close()
 
     def _call(self, work: Coroutine[Any, Any, T], deadline_s: float, what: str) -> T:
+        """Runs `work` on the event loop and waits for it. Raises Stopped, or RoundFailed after the deadline."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         until_s = time.monotonic() + deadline_s
         while True:
             try:
                 return future.result(min(0.2, deadline_s))
             except TimeoutError:
-                # A future's own TimeoutError would look the same; ours never end with one.
-                if self._stop.is_set() and not self._stopped:
+                # A TimeoutError raised by `work` itself would look the same; no coroutine here raises one.
+                if self._stop.is_set() and not self._left:
                     future.cancel()
                     raise Stopped(f"stopped while waiting for {what}") from None
                 if time.monotonic() > until_s:
                     future.cancel()
-                    raise RoundFailed(f"waited {deadline_s:.0f} s for {what}") from None
+                    raise RoundFailed(f"timed out after {deadline_s:.0f} s waiting for {what}") from None
 
     def _try_to_start(self, deadline_s: float) -> None:
         try:
             self._call(self._start(), deadline_s, "the swarm's directory")
-        except Broken as broken:
-            raise NotYet(f"{broken}; check --join, and that somebody is there") from None
+        except StreamBroken as broken:
+            raise NotYet(f"{broken}; check --join, and that a peer is running there") from None
 
-    # -- coming and going -----------------------------------------------------------------------------------
+    # -- joining and leaving --------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        if self._chores is not None:
+        if self._announcer is not None:
             return
-        terms = self._terms
-        answers: asyncio.Future[Answers] = self._loop.create_future()
+        settings = self._settings
+        handler: asyncio.Future[RequestHandler] = self._loop.create_future()
 
         async def handle(stream: Stream) -> None:
-            await (await answers).handle(stream)
+            await (await handler).handle(stream)
 
-        await self._mesh.start(handle)  # which tells us who we are
-        self._roster = Roster(self._mesh.peer)
-        self._leader = Leader(self._roster, self._ping, gather_s=terms.gather_s, min_peers=terms.min_peers)
+        await self._mesh.start(handle)  # sets `self._mesh.peer`, which the rest needs
+        self._membership = Membership(self._mesh.peer)
+        self._leader = Leader(
+            self._membership, self._ping, gather_s=settings.gather_s, min_peers=settings.min_peers
+        )
         self._reducer = Reducer(
-            self._mesh, self._roster, self._ping, codec=self._codec, stall_s=terms.stall_s
+            self._mesh, self._membership, self._ping, codec=self._codec, stall_s=settings.stall_s
         )
-        answers.set_result(
-            Answers(self._mesh, self._roster, self._leader, self._reducer, self._holding, log=self._log)
+        handler.set_result(
+            RequestHandler(
+                self._mesh, self._membership, self._leader, self._reducer, self._served, log=self._log
+            )
         )
-        await self._refresh()
-        self._chores = asyncio.create_task(self._announce())
+        await self._update_directory()
+        self._announcer = asyncio.create_task(self._announce_loop())
 
-    async def _end(self) -> None:
-        if self._chores is not None:
-            self._chores.cancel()
+    async def _shut_down(self) -> None:
+        if self._announcer is not None:
+            self._announcer.cancel()
             self._leader.stop()
-            goodbyes = (ask_peer(self._mesh, peer, Bye(peer=self.peer), Card, 2.0) for peer in self._others())
-            await asyncio.gather(*goodbyes, return_exceptions=True)
-        # Stopped while it came up, it has nobody to say goodbye to, and still a daemon and tasks to end.
+            byes = (ask_peer(self._mesh, peer, Bye(peer=self.peer), Card, 2.0) for peer in self._live_peers())
+            await asyncio.gather(*byes, return_exceptions=True)
+        # Also after an interrupted start, which may have left a daemon and tasks behind.
         await self._mesh.stop()
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
-        await asyncio.sleep(0.01)  # transports close on the loop's next turns
+        await asyncio.sleep(0.01)  # transports close in the next iterations of the loop
 
-    def _others(self) -> list[str]:
-        return list(self._roster.alive(time.monotonic()))
+    def _live_peers(self) -> list[str]:
+        return list(self._membership.alive(time.monotonic()))
 
-    async def _announce(self) -> None:
+    async def _announce_loop(self) -> None:
         while True:
-            await asyncio.sleep(self._terms.announce_s)
+            await asyncio.sleep(self._settings.announce_s)
             try:
                 async with asyncio.timeout(DIRECTORY_S):
-                    await self._refresh()
-            except (Broken, TimeoutError) as error:
-                self._log.warning(
-                    "the directory does not answer", reason=str(error) or f"{DIRECTORY_S:.0f} s"
-                )
+                    await self._update_directory()
+            except (StreamBroken, TimeoutError) as error:
+                reason = str(error) or f"no answer within {DIRECTORY_S:.0f} s"
+                self._log.warning("directory update failed", reason=reason)
 
-    async def _refresh(self) -> None:
-        await self._mesh.announce(self._card().canonical(), for_s=4 * self._terms.announce_s)
+    async def _update_directory(self) -> None:
+        """Announces this peer's card and reads those of the others."""
+        await self._mesh.announce(self._card().canonical(), for_s=4 * self._settings.announce_s)
         cards: dict[str, Card] = {}
         for peer, payload in (await self._mesh.cards()).items():
             with contextlib.suppress(Rejected):
                 card = Card.parse(bytes(payload))
                 if card.peer == peer:
                     cards[peer] = card
-        self._roster.read(cards, time.monotonic())
+        self._membership.update_from_directory(cards)
 
     def _card(self) -> Card:
-        return self._holding.card(self.peer, reachable=self._mesh.reachable)
+        return self._served.card(self.peer, reachable=self._mesh.reachable)
 
-    async def _meet(self) -> list[Card]:
-        """Say hello to everybody: they know of us before the directory does, and we of their states."""
-        cards = await asyncio.gather(*(self._hello(peer) for peer in self._others()))
+    async def _greet_all(self) -> list[Card]:
+        """Says hello to every live peer: they learn of this one before the directory tells them. Returns their cards."""
+        cards = await asyncio.gather(*(self._hello(peer) for peer in self._live_peers()))
         return [card for card in cards if card is not None]
 
     async def _hello(self, peer: str) -> Card | None:
-        if not self._roster.reachable(peer):
-            return None  # and no proof of anything: who only reaches out need not be connected to us
+        if not self._membership.reachable(peer):
+            return None  # an outbound-only peer cannot be called, which does not mean that it is gone
         try:
             card = await ask_peer(self._mesh, peer, Hello(card=self._card()), Card, HELLO_S)
-        except Silent:
-            self._roster.missed(peer, time.monotonic())
+        except PeerTimeout:
+            self._membership.record_timeout(peer, time.monotonic())
             return None
         except RoundFailed:
-            self._roster.suspect(peer, time.monotonic())
+            self._membership.suspect(peer, time.monotonic())
             return None
-        self._roster.heard(card)
+        self._membership.record_card(card)
         return card
 
     async def _ping(self, peer: str) -> bool:
-        """Whether it answers, or may yet: one hello that found it busy is no proof."""
-        return await self._hello(peer) is not None or not self._roster.suspected(peer, time.monotonic())
+        """Returns whether a peer counts as alive. After a single timeout it still does: it may be busy."""
+        return await self._hello(peer) is not None or not self._membership.suspected(peer, time.monotonic())
 
     # -- rounds -------------------------------------------------------------------------------------------
 
-    async def _begin(self, ready: Ready, deadline_s: float) -> Group:
+    async def _begin(self, ready: Ready, deadline_s: float) -> AveragingGroup:
         now_s = time.monotonic()
-        leader = self._roster.leader(now_s, me_reachable=self._mesh.reachable)
+        leader = self._membership.leader(now_s, self_reachable=self._mesh.reachable)
         if leader is None:
             raise RoundFailed("no reachable peer to lead a round")
-        ask = ReadyAsk(
+        request = ReadyRequest(
             peer=self.peer,
             reachable=self._mesh.reachable,
-            standing=Standing(work=ready.work, round=ready.round, state_digest=ready.digest),
+            standing=StateVersion(work=ready.work, round=ready.round, state_digest=ready.digest),
             weight=ready.weight,
-            suspects=self._roster.suspects(now_s),
+            suspects=self._membership.suspects(now_s),
             wait_s=deadline_s,
         )
-        answer = await self._ready(leader, ask, deadline_s)
-        if answer.outcome == "behind":
-            self._at_least = answer.at_least
-            raise Behind(answer.reason)
-        if answer.outcome == "retry":
-            if answer.leader:
-                await self._hello(answer.leader)  # whom we took for gone; if it answers, it is asked next
-            raise RoundFailed(answer.reason)
-        return Group(
-            id=answer.id,
+        reply = await self._ask_leader(leader, request, deadline_s)
+        if reply.outcome == "behind":
+            self._at_least = reply.at_least
+            raise Behind(reply.reason)
+        if reply.outcome == "retry":
+            if reply.leader:
+                # This peer did not know the named leader or suspected it; if it answers, the next attempt asks it.
+                await self._hello(reply.leader)
+            raise RoundFailed(reply.reason)
+        return AveragingGroup(
+            id=reply.id,
             round=ready.round,
-            members=answer.members,
-            weights=answer.weights,
-            owners=answer.owners,
+            members=reply.members,
+            weights=reply.weights,
+            owners=reply.owners,
             leader=leader,
         )
 
-    async def _ready(self, leader: str, ask: ReadyAsk, deadline_s: float) -> GroupAnswer:
+    async def _ask_leader(self, leader: str, request: ReadyRequest, deadline_s: float) -> GroupReply:
         if leader == self.peer:
-            return await self._leader.ready(ask)
+            return await self._leader.ready(request)
         try:
-            return await ask_peer(self._mesh, leader, ask, GroupAnswer, deadline_s + 2)
+            return await ask_peer(self._mesh, leader, request, GroupReply, deadline_s + 2)
         except RoundFailed:
-            self._roster.suspect(leader, time.monotonic())
+            self._membership.suspect(leader, time.monotonic())
             raise
 
-    async def _vote(self, group: Group, digest: str, deadline_s: float) -> bool:
-        ask = VoteAsk(peer=self.peer, group=group.id, average_digest=digest, wait_s=deadline_s)
+    async def _vote(self, group: AveragingGroup, digest: str, deadline_s: float) -> bool:
+        request = VoteRequest(peer=self.peer, group=group.id, average_digest=digest, wait_s=deadline_s)
         try:
             if group.leader == self.peer:
-                answer = await self._leader.vote(ask)
+                reply = await self._leader.vote(request)
             else:
-                answer = await ask_peer(self._mesh, group.leader, ask, VoteAnswer, deadline_s + 2)
+                reply = await ask_peer(self._mesh, group.leader, request, VoteReply, deadline_s + 2)
         finally:
             self._loop.call_later(60, self._reducer.forget, group.id)
-        if not answer.commit:
-            self._log.warning("round not committed", round=group.round, reason=answer.reason)
-        return answer.commit
+        if not reply.commit:
+            self._log.warning("round not committed", round=group.round, reason=reply.reason)
+        return reply.commit
 
     # -- states -------------------------------------------------------------------------------------------
 
-    async def _fetch(self, deadline_s: float) -> Fetched:
+    async def _fetch(self, deadline_s: float) -> FetchedState:
         until_s = time.monotonic() + deadline_s
-        reason = "nobody is there"
+        reason = "no peer offers one"
         while time.monotonic() < until_s:
-            cards = await self._meet()
-            for card in newest_holders(cards, self._holding.standing, at_least=self._at_least):
+            cards = await self._greet_all()
+            for card in newest_cards(cards, self._served.version, at_least=self._at_least):
                 try:
                     async with asyncio.timeout(max(1.0, until_s - time.monotonic())):
-                        fetched = await fetch_from(self._mesh, card.peer, self._holding.lengths)
+                        fetched = await fetch_state(self._mesh, card.peer, self._served.lengths)
                 except (RoundFailed, TimeoutError) as error:
-                    reason = f"{card.peer}: {str(error) or 'took too long'}"
-                    self._log.warning("no state from that peer", peer=card.peer, reason=reason)
+                    reason = f"{card.peer}: {str(error) or 'timed out'}"
+                    self._log.warning("state download failed", peer=card.peer, reason=reason)
                 else:
                     self._at_least = 0
                     return fetched

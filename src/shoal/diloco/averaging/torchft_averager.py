@@ -1,8 +1,9 @@
-"""The engine for clusters and fast links: torchft's lighthouse says who takes part, gloo moves the bytes.
+"""The engine for clusters and fast links: torchft's lighthouse decides who takes part, gloo moves the bytes.
 
-The lighthouse answers all who are ready with one list; each peer applies the same rule to it (gather.choose), so no
-leader is needed. The exchange is ours: parts to their owners, sums coded once and given to all, digests compared by
-all. A peer that dies breaks gloo's connections, the round fails at once, and the next list does not name it.
+The lighthouse gives all ready peers the same list, and each applies the same rule to it (leader.choose_group), so no
+leader is needed. The exchange is the same as in the peer-to-peer engine: parts go to their owners, sums are coded once and
+sent to all, digests are compared by all. A peer that dies breaks gloo's connections: the round fails at once, and the next
+list does not contain it.
 """
 
 import asyncio
@@ -18,32 +19,33 @@ from urllib.parse import urlsplit
 import numpy as np
 import torch
 from blake3 import blake3
-from torch._C._distributed_c10d import (
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
     AllToAllOptions,
-    PrefixStore,
     ProcessGroupGloo,
-    TCPStore,
 )
 
-from shoal.diloco.averaging.averager import Behind, Fetched, Group, Ready, Reduced, RoundFailed
-from shoal.diloco.averaging.gather import choose
-from shoal.diloco.averaging.peer_messages import Asked, Card, ReadyAsk, Standing, StateAsk, StateHead
+from shoal.background import BackgroundTask
+from shoal.diloco.averaging.averager import AveragingGroup, Behind, FetchedState, Ready, Reduced, RoundFailed
+from shoal.diloco.averaging.leader import choose_group
+from shoal.diloco.averaging.peer_messages import Card, PeerRequest, ReadyRequest, StateRequest, StateVersion
 from shoal.diloco.averaging.state_transfer import receive_state, send_state
 from shoal.diloco.codec import CodecName, Coded, coded_bytes, decode, encode, reduce_chunk
 from shoal.diloco.outer import OuterState, Vector
-from shoal.diloco.transport.mesh import Broken, Stream
+from shoal.diloco.transport.stream import Stream, StreamBroken
 from shoal.net.waiting import Stopped
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 
 HEARTBEAT_S = 0.5
+"""Seconds between two heartbeats to the lighthouse."""
 CONNECT_S = 5.0
-"""How long a group may take to connect: one of its members may have died since it was named, and with it the store."""
+"""Timeout of connecting a group: a member, and with it the store, may have died since the list was made."""
 
 
 class TorchftAverager:
-    """See averager.Averager. `host`: the address under which other peers reach this one."""
+    """The engine for clusters (see averager.Averager). `host`: the address at which other peers reach this one."""
 
     def __init__(
         self,
@@ -66,9 +68,9 @@ class TorchftAverager:
         self._client: Any = None
         self._store: Any = None
         self._gloo: Any = None
-        self._state: tuple[OuterState, Standing] | None = None
+        self._state: tuple[OuterState, StateVersion] | None = None
         self._step = self._phase = 0
-        self._members: list[tuple[ReadyAsk | None, str]] = []
+        self._members: list[tuple[ReadyRequest | None, str]] = []
         self._holders: tuple[str, ...] = ()
         self._at_least = 0
         self._loop = asyncio.new_event_loop()
@@ -76,25 +78,25 @@ class TorchftAverager:
         self._address = ""
 
     def peers(self) -> dict[str, Card]:
-        """The others of the last round, as they were when it began, for whoever wants to show it."""
+        """Returns the other peers of the last round, as of its start, for display."""
         return {
-            ask.peer: Card(peer=ask.peer, reachable=True, standing=ask.standing, phase=0, in_round=False)
-            for ask, _ in self._members
-            if ask is not None and ask.peer != self.peer
+            each.peer: Card(peer=each.peer, reachable=True, standing=each.standing, phase=0, in_round=False)
+            for each, _ in self._members
+            if each is not None and each.peer != self.peer
         }
 
-    # -- coming and going -----------------------------------------------------------------------------------
+    # -- joining and leaving --------------------------------------------------------------------------------
 
-    def join(self, *, deadline_s: float) -> Fetched | None:
+    def join(self, *, deadline_s: float) -> FetchedState | None:
         if self._client is None:
             self._start(deadline_s)
         members = self._quorum(None, 0.0, deadline_s)[1]
-        held = [(ask, address) for ask, address in members if ask is not None]
+        held = [(request, address) for request, address in members if request is not None]
         if not held:
             return None
-        newest = max(ask.standing.order() for ask, _ in held)
-        self._holders = tuple(address for ask, address in held if ask.standing.order() == newest)
-        # They are in a round, or this list would not have been made: what comes out of it is what to take.
+        newest = max(request.standing.order() for request, _ in held)
+        self._holders = tuple(address for request, address in held if request.standing.order() == newest)
+        # The list shows that they are in a round, so wait for the state after it.
         self._at_least = newest[1] + 1
         return self.fetch(deadline_s=deadline_s)
 
@@ -113,43 +115,43 @@ class TorchftAverager:
             raise RoundFailed(f"no lighthouse at {self._lighthouse}: {error}") from None
         self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
         started = threading.Event()
-        threading.Thread(target=self._serve_states, args=(started,), daemon=True).start()
+        BackgroundTask("states", lambda: self._serve_states(started))
         if not started.wait(10):
-            raise RoundFailed("the server for states does not start")
-        threading.Thread(target=self._beat, daemon=True).start()
+            raise RoundFailed("the state server did not start within 10 s")
+        BackgroundTask("heartbeat", self._heartbeat_loop)
 
-    def _beat(self) -> None:
-        """Who beats is waited for, as long as the lighthouse's join timeout."""
+    def _heartbeat_loop(self) -> None:
+        """Sends heartbeats. The lighthouse waits for peers that send them, up to its join timeout."""
         while not self._left.wait(HEARTBEAT_S) and not self._stop.is_set():
             with contextlib.suppress(RuntimeError, OSError, TimeoutError):
                 self._client.heartbeat(self.peer)
 
     # -- rounds ---------------------------------------------------------------------------------------------
 
-    def begin(self, ready: Ready, *, deadline_s: float) -> Group:
-        standing = Standing(work=ready.work, round=ready.round, state_digest=ready.digest)
-        name, members = self._quorum(standing, ready.weight, deadline_s)
-        asks = [(ask, address) for ask, address in members if ask is not None]
-        choice = choose([ask for ask, _ in asks], [])
-        chosen = tuple(ask.peer for ask in choice.members)
+    def begin(self, ready: Ready, *, deadline_s: float) -> AveragingGroup:
+        version = StateVersion(work=ready.work, round=ready.round, state_digest=ready.digest)
+        name, members = self._quorum(version, ready.weight, deadline_s)
+        ready_peers = [(request, address) for request, address in members if request is not None]
+        choice = choose_group([request for request, _ in ready_peers], [])
+        chosen = tuple(request.peer for request in choice.members)
         if self.peer not in chosen:
-            self._holders = tuple(address for ask, address in asks if ask.peer in chosen)
+            self._holders = tuple(address for request, address in ready_peers if request.peer in chosen)
             self._at_least = choice.members[0].standing.round + 1
             raise Behind("the group holds a newer state")
         if len(chosen) < self._min_peers:
             raise RoundFailed(f"{len(chosen)} peers are ready, {self._min_peers} are needed")
         self._gloo = None
         self._store_of = dict(self._stores)[chosen[0]]
-        return Group(
+        return AveragingGroup(
             id=name,
             round=ready.round,
             members=chosen,
-            weights=tuple(ask.weight for ask in choice.members),
+            weights=tuple(request.weight for request in choice.members),
             owners=chosen,
             leader=chosen[0],
         )
 
-    def reduce(self, group: Group, delta_N: Vector, *, deadline_s: float) -> Reduced:
+    def reduce(self, group: AveragingGroup, delta_N: Vector, *, deadline_s: float) -> Reduced:
         num = len(group.members)
         length = -(-len(delta_N) // num)
         padded = np.zeros(num * length, np.float32)
@@ -163,9 +165,9 @@ class TorchftAverager:
         digest = blake3(b"".join(totals)).hexdigest()
         return Reduced(average_N=average_N, digest=digest, num_bytes=2 * (num - 1) * size)
 
-    def commit(self, group: Group, digest: str, *, deadline_s: float) -> bool:
+    def commit(self, group: AveragingGroup, digest: str, *, deadline_s: float) -> bool:
         if not digest:
-            self._gloo = None  # the others see the connections break, which is the same as a vote against
+            self._gloo = None  # closes the connections, which the others count as a vote against the round
             return False
         own = bytes.fromhex(digest)
         try:
@@ -173,14 +175,14 @@ class TorchftAverager:
                 group, deadline_s, lambda pg, wait: _all_gather(pg, own, len(group.members), wait)
             )
         except RoundFailed as failed:
-            self._log.warning("no word on the vote", reason=failed)
+            self._log.warning("no result of the vote", reason=failed)
             return False
         finally:
             self._gloo = None
         return all(vote == own for vote in votes)
 
     def _collective(
-        self, group: Group, deadline_s: float, work: Callable[[Any, timedelta], list[bytes]]
+        self, group: AveragingGroup, deadline_s: float, work: Callable[[Any, timedelta], list[bytes]]
     ) -> list[bytes]:
         try:
             if self._gloo is None:
@@ -197,19 +199,19 @@ class TorchftAverager:
             raise RoundFailed(f"gloo: {str(error).splitlines()[0][:200]}") from None
 
     def _quorum(
-        self, standing: Standing | None, weight: float, deadline_s: float
-    ) -> tuple[str, list[tuple[ReadyAsk | None, str]]]:
-        """One list for all who are ready: a name for it, and each peer's readiness and address for states."""
+        self, version: StateVersion | None, weight: float, deadline_s: float
+    ) -> tuple[str, list[tuple[ReadyRequest | None, str]]]:
+        """Waits for the lighthouse's list of ready peers; returns its name, and each peer's request and state address."""
         if self._stop.is_set():
             raise Stopped("stopped before a round")
-        data = {"weight": weight, "standing": standing.canonical().decode() if standing else ""}
+        data = {"weight": weight, "standing": version.canonical().decode() if version else ""}
         try:
             quorum = self._client.quorum(
                 replica_id=self.peer,
                 timeout=timedelta(seconds=deadline_s),
                 address=self._address,
                 store_address=f"{self._host}:{self._store.port}",
-                step=0 if standing is None else standing.round,
+                step=0 if version is None else version.round,
                 world_size=1,
                 shrink_only=False,
                 data=data,
@@ -218,27 +220,27 @@ class TorchftAverager:
             raise RoundFailed(f"no quorum: {error}") from None
         self._stores = [(each.replica_id, each.store_address) for each in quorum.participants]
         name = f"{quorum.quorum_id}-{quorum.created.seconds}-{quorum.created.nanos}"
-        self._members = [(_ask_of(each, deadline_s), each.address) for each in quorum.participants]
+        self._members = [(_request_of(each, deadline_s), each.address) for each in quorum.participants]
         return name, self._members
 
     # -- states -----------------------------------------------------------------------------------------------
 
     def serve(self, state: OuterState, *, step: int) -> str:
         digest = state.digest()
-        self._state = state, Standing(work=state.work, round=state.round, state_digest=digest)
+        self._state = state, StateVersion(work=state.work, round=state.round, state_digest=digest)
         self._step, self._phase = step, 0
         return digest
 
     def progress(self, *, phase: int, step: int) -> None:
         self._phase, self._step = phase, step
 
-    def fetch(self, *, deadline_s: float) -> Fetched:
-        until_s, reason = time.monotonic() + deadline_s, "nobody holds a state"
+    def fetch(self, *, deadline_s: float) -> FetchedState:
+        until_s, reason = time.monotonic() + deadline_s, "no peer offers one"
         while time.monotonic() < until_s:
             for address in self._holders:
                 try:
                     fetched = asyncio.run(_fetch(address, self.peer, until_s - time.monotonic()))
-                except (Broken, RoundFailed, Rejected, OSError, TimeoutError) as error:
+                except (StreamBroken, RoundFailed, Rejected, OSError, TimeoutError) as error:
                     reason = f"{address}: {error}"
                     continue
                 if fetched.state.round >= self._at_least:
@@ -253,11 +255,11 @@ class TorchftAverager:
             stream = Stream(reader, writer)
             try:
                 payload = await stream.receive()
-                Asked.parse(bytes(payload))
-                await self._send_state(stream)
-                await stream.closed_by_peer(30.0)
-            except (Broken, Rejected) as error:
-                self._log.warning("a stream came to nothing", reason=error)
+                PeerRequest.parse(bytes(payload))
+                await send_state(stream, self._state, phase=self._phase, step=self._step)
+                await stream.wait_closed_by_peer(30.0)
+            except (StreamBroken, Rejected) as error:
+                self._log.warning("request failed", reason=error)
             finally:
                 stream.close()
 
@@ -269,49 +271,42 @@ class TorchftAverager:
         self._server.close()
         self._loop.close()
 
-    async def _send_state(self, stream: Stream) -> None:
-        if self._state is None:
-            await stream.send(StateHead(standing=None).canonical())
-            return
-        state, standing = self._state
-        lengths = tuple(len(base) for base in state.bases)
-        head = StateHead(standing=standing, lengths=lengths, phase=self._phase, step=self._step)
-        await send_state(stream, head, state)
-
 
 def _check_host(host: str, lighthouse: str) -> None:
     there = urlsplit(lighthouse).hostname
     if there is None:
-        raise ValueError(f"{lighthouse!r} is no lighthouse's address; one looks like http://10.0.0.1:8710")
-    near = there == "localhost" or there.startswith("127.")
-    if host in ("0.0.0.0", "::") or (host.startswith("127.") and not near):
         raise ValueError(
-            f"host {host}: with torchft the other peers connect to it, and cannot; give this machine's own address"
+            f"{lighthouse!r} is not the address of a lighthouse, which looks like http://10.0.0.1:8710"
+        )
+    on_this_machine = there == "localhost" or there.startswith("127.")
+    if host in ("0.0.0.0", "::") or (host.startswith("127.") and not on_this_machine):
+        raise ValueError(
+            f"host {host}: with torchft the other peers must be able to connect to it; give this machine's own address"
         )
 
 
-def _ask_of(member: Any, wait_s: float) -> ReadyAsk | None:
-    """A participant's readiness; None for one that came for a state."""
+def _request_of(member: Any, wait_s: float) -> ReadyRequest | None:
+    """Returns a participant's request; None for a new peer that only asks for a state."""
     data = member.data or {}
     if not data.get("standing"):
         return None
-    return ReadyAsk(
+    return ReadyRequest(
         peer=member.replica_id,
         reachable=True,
-        standing=Standing.parse(data["standing"]),
+        standing=StateVersion.parse(data["standing"]),
         weight=float(data["weight"]),
         suspects=(),
         wait_s=wait_s,
     )
 
 
-async def _fetch(address: str, peer: str, deadline_s: float) -> Fetched:
+async def _fetch(address: str, peer: str, deadline_s: float) -> FetchedState:
     host, port = address.rsplit(":", 1)
     async with asyncio.timeout(max(1.0, deadline_s)):
         reader, writer = await asyncio.open_connection(host, int(port))
         stream = Stream(reader, writer)
         try:
-            await stream.send(Asked(ask=StateAsk(peer=peer)).canonical())
+            await stream.send(PeerRequest(ask=StateRequest(peer=peer)).canonical())
             return await receive_state(stream, None)
         finally:
             stream.close()

@@ -1,4 +1,4 @@
-"""The file of a DiLoCo run: what all sites share. docs/diloco.md has every key."""
+"""The file of a DiLoCo run, which all sites share. docs/diloco.md describes every key."""
 
 import json
 import tomllib
@@ -11,55 +11,65 @@ from shoal.diloco.codec import CodecName
 from shoal.wire.record import Record
 
 
-class RunSection(Record):
+class DilocoRunSection(Record):
+    """The section [run]."""
+
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
     model: str
-    """`tiny`, `smollm2-135m`, or the path of a folder that transformers can load."""
+    """`tiny`, `smollm2-135m`, or the path of a model folder that transformers can load."""
     seed: int = Field(default=0, ge=0)
     steps: int = Field(ge=1)
-    """Inner steps of the whole run; the learning rate falls to a tenth by then."""
+    """Inner steps of the whole run. The learning rate falls to a tenth by the last one."""
     engine: Literal["hivemind", "torchft", "local"] = "hivemind"
 
 
 class DataSection(Record):
+    """The section [data]."""
+
     files: tuple[str, ...] = Field(min_length=1)
     """Text files, or .npy files of token ids; patterns such as data/*.txt are allowed."""
     validation: tuple[str, ...] = ()
-    """Like `files`; without it the last hundredth of `files` is held out."""
+    """Held-out files, like `files`; without it the last hundredth of `files` is held out."""
     sequence: int = Field(default=256, ge=2)
     """Tokens per sample."""
 
 
 class InnerSection(Record):
+    """The section [inner]: the inner optimizer."""
+
     lr: float = Field(default=4e-4, gt=0)
     warmup_steps: int = Field(default=100, ge=0)
     weight_decay: float = Field(default=0.1, ge=0)
     batch: int = Field(default=32, ge=1)
     """Samples per inner step and site."""
     micro_batch: int = Field(default=32, ge=1)
-    """Samples per forward pass; gradients of a batch are summed over as many as it takes."""
+    """Samples per forward pass; the gradients of a batch are accumulated over several."""
     clip_norm: float = Field(default=1.0, gt=0)
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: weights stay float32, matrices multiply in bfloat16 (autocast)."""
+    """bfloat16: weights stay float32, matrix products are bfloat16 (autocast)."""
 
 
 class OuterSection(Record):
+    """The section [outer]: the outer optimizer."""
+
     lr: float = Field(default=0.7, gt=0)
     momentum: float = Field(default=0.9, ge=0, lt=1)
 
 
 class RoundsSection(Record):
+    """The section [rounds]."""
+
     inner_steps: int = Field(default=500, ge=1)
     codec: CodecName = "fp16"
     fragments: int = Field(default=1, ge=1)
     overlap_steps: int = Field(default=0, ge=0)
     mix: float = Field(default=0.5, ge=0, lt=1)
     gather_s: float = Field(default=120.0, gt=0)
-    """How long a round waits for sites that live but are not ready."""
+    """Seconds that a round waits for sites that are alive but not ready."""
     deadline_s: float = Field(default=600.0, gt=0)
-    """A round without agreement by then is taken alone."""
+    """Seconds after which a round without agreement is taken alone."""
     min_peers: int = Field(default=1, ge=1)
-    """No round with fewer sites; below it a site goes on alone after the deadline."""
+    """Smallest group of a round; with fewer sites each continues alone after the deadline."""
     eval_every: int = Field(default=1, ge=1)
     """Rounds between two validation losses."""
     checkpoint_every: int = Field(default=1, ge=1)
@@ -67,14 +77,16 @@ class RoundsSection(Record):
 
 
 class DilocoFile(Record):
-    run: RunSection
+    """A DiLoCo run file."""
+
+    run: DilocoRunSection
     data: DataSection
     inner: InnerSection = InnerSection()
     outer: OuterSection = OuterSection()
     rounds: RoundsSection = RoundsSection()
 
     def shared(self) -> str:
-        """What two sites may not have differently, if they are ever to agree on a round."""
+        """Returns, as text, the settings that must be equal at all sites for them to commit a round."""
         return (
             f"inner_steps = {self.rounds.inner_steps}, fragments = {self.rounds.fragments}, codec = {self.rounds.codec}, "
             f"outer lr = {self.outer.lr}, momentum = {self.outer.momentum}"
@@ -84,7 +96,7 @@ class DilocoFile(Record):
     def _fits_together(self) -> "DilocoFile":
         if self.rounds.inner_steps % self.rounds.fragments:
             raise ValueError(
-                f"rounds.inner_steps = {self.rounds.inner_steps} is no multiple of rounds.fragments = "
+                f"rounds.inner_steps = {self.rounds.inner_steps} must be a multiple of rounds.fragments = "
                 f"{self.rounds.fragments}"
             )
         if self.rounds.overlap_steps >= self.rounds.inner_steps // self.rounds.fragments:
@@ -96,7 +108,7 @@ class DilocoFile(Record):
 
 
 def load_diloco_file(path: Path) -> DilocoFile:
-    """The file at `path`, or a ValueError that names the key, the value and the file."""
+    """Reads the file at `path`. Raises ValueError that names the file and the key."""
     try:
         with path.open("rb") as file:
             table = tomllib.load(file)

@@ -1,45 +1,59 @@
-"""One site: a model, its data and its optimiser, trained until the run's last step.
+"""One site: a model, its data and its optimizer, trained until the run's last step, with checkpoints.
 
 while steps < last:   batch ─▶ inner step ─▶ (round) ─▶ report, validation loss, checkpoint
+
+checkpoints/step-00000120-<first 16 hex digits of its BLAKE3>.pt     weights, inner and outer state, data position
 """
 
 import contextlib
 import math
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from blake3 import blake3
 from torch import Tensor, nn
 
 from shoal.diloco.averaging.averager import Averager
-from shoal.diloco.optimizer import DiLoCo, Landed, Schedule
+from shoal.diloco.optimizer import DiLoCo, RoundReport, Schedule
 from shoal.diloco.outer import Outer
 from shoal.diloco.site.diloco_file import DilocoFile
 from shoal.diloco.site.language import (
+    Samples,
+    Tokens,
     load_language_model,
+    max_positions,
     model_folder,
     next_token_loss,
-    num_positions,
-    num_words,
+    read_corpus,
     save_language_model,
     text_encoder,
     validation_loss,
+    vocab_size,
 )
-from shoal.diloco.site.site_checkpoint import OfferedRound, SiteCheckpoints
-from shoal.diloco.site.text_data import Samples, Tokens, read_corpus
+from shoal.files import (
+    explain_full_disk,
+    flush_folder,
+    restore_disk_error,
+    write_atomically,
+    write_bytes_atomically,
+)
 from shoal.net.waiting import Stopped
 from shoal.telemetry import Log, Metrics
 
 MAX_VALIDATION = 256
-"""Samples a validation loss is taken over, at most."""
+"""Largest number of samples in a validation loss."""
 
 
 @dataclass(slots=True)
-class Progress:
-    """Where a site stands, for whoever shows it."""
+class SiteProgress:
+    """A site's progress, for display."""
 
     steps: int = 0
     last_step: int = 0
@@ -47,19 +61,21 @@ class Progress:
     validation: float = math.nan
     compute_s: float = 0.0
     waited_s: float = 0.0
-    aside_s: float = 0.0
-    """In validation and checkpoints, which are nobody's waiting."""
+    overhead_s: float = 0.0
+    """Seconds in validation and checkpoints; not counted as waiting for peers."""
     sent_bytes: int = 0
-    landed: Landed | None = None
+    last_round: RoundReport | None = None
 
     @property
     def utilisation(self) -> float:
-        """Time in inner steps, over that and the time spent waiting for rounds."""
+        """Time in inner steps divided by that time plus the time spent waiting for rounds."""
         total_s = self.compute_s + self.waited_s
         return self.compute_s / total_s if total_s else math.nan
 
 
 class Site:
+    """Trains one site's model in a folder of its own."""
+
     def __init__(
         self,
         file: DilocoFile,
@@ -72,11 +88,11 @@ class Site:
     ) -> None:
         self.file, self._device, self._stop = file, device, stop
         self.log = Log("site")
-        self.progress = Progress(last_step=file.run.steps)
-        self.on_progress: Callable[[Progress], None] = lambda progress: None
+        self.progress = SiteProgress(last_step=file.run.steps)
+        self.on_progress: Callable[[SiteProgress], None] = lambda progress: None
         self.metrics = Metrics(folder / "metrics.jsonl")
         self.model_folder = folder / "model"
-        """Where the trained model is, once the run is over."""
+        """Where the trained model is written at the end of the run."""
         self._source = model_folder(file.run.model, folder / "models", file.run.seed)
         torch.manual_seed(file.run.seed)
         self.model: nn.Module = load_language_model(self._source, device)
@@ -85,16 +101,17 @@ class Site:
         self._checkpoints = SiteCheckpoints(folder / "checkpoints", log=self.log)
         self._offered = OfferedRound(folder / "offered")
 
-    def train(self, *, join_s: float) -> Progress:
+    def train(self, *, join_s: float) -> SiteProgress:
+        """Resumes from the newest checkpoint, joins the swarm and trains to the end. Raises Stopped after saving."""
         self._resume()
         self.optimizer.stop = self._stop
-        self.optimizer.on_round = self._landed
+        self.optimizer.on_round = self._report_round
         self.optimizer.on_offer = self._offered.write
         adopted = self.optimizer.join(deadline_s=join_s)
         averager = self.optimizer.averager
         self.log.info("joined", peer=averager.peer, round=self.optimizer.outer_state.round)
         for address in averager.addresses:
-            self.log.info("others may join by this site", address=address)
+            self.log.info("other sites can join by this address", address=address)
         if adopted:
             self.metrics.write("adopted", step=self.optimizer.steps)
         try:
@@ -104,7 +121,7 @@ class Site:
                 self._step()
         except Stopped:
             self._save()
-            self.log.info("stopped and saved; the same command goes on from here", step=self.optimizer.steps)
+            self.log.info("stopped and saved; run the same command to continue", step=self.optimizer.steps)
             raise
         self.progress.validation = self._validate()
         self._save()
@@ -117,7 +134,7 @@ class Site:
 
     def _step(self) -> None:
         inner, started_s = self.file.inner, time.monotonic()
-        elsewhere_s = self.progress.waited_s + self.progress.aside_s
+        other_s = self.progress.waited_s + self.progress.overhead_s
         batch = self._samples.take(inner.batch)
         loss = 0.0
         for at in range(0, inner.batch, inner.micro_batch):
@@ -128,12 +145,12 @@ class Site:
             group["lr"] = learning_rate(
                 inner.lr, self.optimizer.steps, inner.warmup_steps, self.file.run.steps
             )
-        self.optimizer.saw(inner.batch)
+        self.optimizer.count_samples(inner.batch)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.progress.steps, self.progress.loss = self.optimizer.steps, loss
-        elsewhere_s = self.progress.waited_s + self.progress.aside_s - elsewhere_s
-        self.progress.compute_s += time.monotonic() - started_s - elsewhere_s
+        other_s = self.progress.waited_s + self.progress.overhead_s - other_s
+        self.progress.compute_s += time.monotonic() - started_s - other_s
         if self.optimizer.steps % 10 == 0:
             self.metrics.write("step", step=self.optimizer.steps, loss=round(loss, 5))
         self.on_progress(self.progress)
@@ -147,40 +164,40 @@ class Site:
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
 
-    def _landed(self, landed: Landed) -> None:
-        result, progress, rounds = landed.result, self.progress, self.file.rounds
-        progress.waited_s += landed.waited_s
+    def _report_round(self, report: RoundReport) -> None:
+        result, progress, rounds = report.result, self.progress, self.file.rounds
+        progress.waited_s += report.waited_s
         progress.sent_bytes += result.num_bytes
-        progress.landed = landed
+        progress.last_round = report
         started_s = time.monotonic()
-        evaluated = landed.round % rounds.eval_every == 0
+        evaluated = report.round % rounds.eval_every == 0
         if evaluated:
             progress.validation = self._validate()
         self.metrics.write(
             "round",
-            round=landed.round,
-            step=landed.step,
+            round=report.round,
+            step=report.step,
             outcome=result.outcome.name.lower(),
             peers=len(result.members),
             attempts=result.attempts,
             took_s=round(result.took_s, 3),
-            waited_s=round(landed.waited_s, 3),
+            waited_s=round(report.waited_s, 3),
             sent_bytes=result.num_bytes,
             validation=round(progress.validation, 5) if evaluated else None,
             utilisation=round(progress.utilisation, 4) if progress.compute_s else None,
-            state=landed.state_digest,
+            state=report.state_digest,
         )
         self.log.info(
             "round",
-            round=landed.round,
+            round=report.round,
             outcome=result.outcome.name.lower(),
             peers=len(result.members),
             took_s=result.took_s,
             validation=progress.validation,
         )
-        if landed.round % rounds.checkpoint_every == 0 and not self.optimizer.in_flight:
+        if report.round % rounds.checkpoint_every == 0 and not self.optimizer.in_flight:
             self._save()
-        progress.aside_s += time.monotonic() - started_s
+        progress.overhead_s += time.monotonic() - started_s
 
     def _validate(self) -> float:
         return validation_loss(
@@ -196,13 +213,13 @@ class Site:
         else:
             cut = max(len(tokens_N) - max(len(tokens_N) // 100, 2 * data.sequence + 1), 0)
             tokens_N, held_N = tokens_N[:cut], tokens_N[cut:]
-        words, positions = num_words(self.model), num_positions(self.model)
+        vocabulary, positions = vocab_size(self.model), max_positions(self.model)
         if data.sequence > positions:
             raise ValueError(
-                f"data.sequence = {data.sequence}, and the model has {positions} positions; lower the first"
+                f"data.sequence = {data.sequence} exceeds the model's {positions} positions; lower data.sequence"
             )
-        self._samples = Samples(tokens_N, sequence=data.sequence, peer=peer, seed=seed, num_words=words)
-        held = Samples(held_N, sequence=data.sequence, peer="validation", seed=0, num_words=words)
+        self._samples = Samples(tokens_N, sequence=data.sequence, peer=peer, seed=seed, vocab_size=vocabulary)
+        held = Samples(held_N, sequence=data.sequence, peer="validation", seed=0, vocab_size=vocabulary)
         self._held_out: Tokens = held.take(min(held.num_samples, MAX_VALIDATION))
 
     def _make_optimizer(self, averager: Averager) -> DiLoCo:
@@ -244,35 +261,100 @@ class Site:
         kept = self._checkpoints.newest()
         if kept is None:
             return
-        name = kept.get("run", self.file.run.name)  # one of before has none
+        name = kept["run"]
         if name != self.file.run.name:
-            # Its work would count for more than that of sites that have just begun, and they would all take it over.
+            # Its state has more work behind it than that of sites that have just started, so all would adopt it.
             raise ValueError(
-                f"the checkpoint there is of the run {name!r}, the file is of {self.file.run.name!r}; "
+                f"the checkpoint belongs to the run {name!r}, the file to {self.file.run.name!r}; "
                 "give the site another --dir"
             )
         own = dict(self.model.named_parameters())
         if shapes(kept["model"]) != shapes(own):
             raise ValueError(
-                "the checkpoint holds another model than the file names; give the site another --dir"
+                "the checkpoint contains another model than the file names; give the site another --dir"
             )
         with torch.no_grad():
             for name, value in kept["model"].items():
                 own[name].copy_(value)
         self.optimizer.load_state_dict(kept["optimizer"])
         self._samples.position = kept["position"]
-        # A share that was offered after this checkpoint may have been merged: it must not count again.
-        self.optimizer.carries = self._offered.read() < self.optimizer.outer_state.round
+        # A pseudo-gradient offered after this checkpoint may be in the swarm's state: it must not count twice.
+        self.optimizer.keep_local_work = self._offered.read() < self.optimizer.outer_state.round
         self.log.info("resumed", step=self.optimizer.steps, round=self.optimizer.outer_state.round)
 
 
 def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each tensor."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def learning_rate(top: float, step: int, warmup_steps: int, last_step: int) -> float:
-    """Linear up, then a cosine down to a tenth."""
+    """Returns a learning rate that rises linearly, then falls along a cosine to a tenth."""
     if step < warmup_steps:
         return top * (step + 1) / warmup_steps
     done = min(1.0, (step - warmup_steps) / max(1, last_step - warmup_steps))
     return top * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+
+
+_NAME = re.compile(r"step-(\d{8})-([0-9a-f]{16})\.pt")
+
+
+class SiteCheckpoints:
+    """Checkpoint files with their BLAKE3 in the name. Each is complete or absent; the newest intact one is loaded."""
+
+    def __init__(self, folder: Path, *, log: Log, keep: int = 2) -> None:
+        self._folder, self._log, self._keep = folder, log, keep
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def save(self, step: int, content: dict[str, Any]) -> Path:
+        """Writes a checkpoint, removes old ones and returns its path. Raises DiskFull."""
+        complete = self._folder / "complete.tmp"
+        with explain_full_disk(self._folder), write_atomically(complete) as file, restore_disk_error(complete, RuntimeError):
+            torch.save(content, file)
+        path = self._folder / f"step-{step:08d}-{_digest(complete)}.pt"
+        os.replace(complete, path)
+        flush_folder(self._folder)
+        for old in self._newest_first()[self._keep :]:
+            old.unlink(missing_ok=True)
+        return path
+
+    def newest(self) -> dict[str, Any] | None:
+        """Returns the newest checkpoint that matches its digest, or None."""
+        for path in self._newest_first():
+            match = _NAME.fullmatch(path.name)
+            assert match is not None
+            if _digest(path) == match[2]:
+                content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+                return content
+            self._log.warning(
+                "damaged checkpoint skipped", checkpoint=path, reason="it does not match its digest"
+            )
+        return None
+
+    def _newest_first(self) -> list[Path]:
+        found = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
+        return sorted(found, key=lambda path: path.name, reverse=True)
+
+
+class OfferedRound:
+    """The last round for which this site's pseudo-gradient was offered, on disk before it is sent to any peer.
+
+    Without it, a site that is killed between a round and its next checkpoint would contribute the same work twice.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, round: int) -> None:
+        """Records a round number durably."""
+        write_bytes_atomically(self._path, f"{round}\n".encode())
+
+    def read(self) -> int:
+        """Returns the recorded round number, or -1 if there is none."""
+        return int(self._path.read_text()) if self._path.exists() else -1
+
+
+def _digest(path: Path) -> str:
+    hasher = blake3()
+    hasher.update_mmap(path)
+    return hasher.hexdigest()[:16]

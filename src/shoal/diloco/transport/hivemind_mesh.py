@@ -1,8 +1,9 @@
-"""The open internet by Hivemind: its DHT as directory, its libp2p daemon for streams (NAT traversal, relays, TLS).
+"""The mesh over the internet: Hivemind's DHT as directory, its libp2p daemon for streams (NAT traversal, relays, TLS).
 
-Only these two are used, and vectors go around the daemon where they can (direct.py). Hivemind's own averager is not used: it
-reports success with wrong averages (docs/diloco.md), and its processes start under fork alone. The daemon's quirk stays: closing a socket right after writing may lose what was
-written, so whoever sent last waits for the other side to close (mesh.Stream.closed_by_peer).
+Only these two parts of Hivemind are used, and vectors take direct links where possible (mesh.DirectLinks). Hivemind's own
+averager is not used: it reports success with wrong averages (docs/diloco.md), and its processes need the start method
+fork. The daemon may lose what was written to a socket that is closed at once, so the last sender waits for the other
+side to close (Stream.wait_closed_by_peer).
 """
 
 import asyncio
@@ -16,43 +17,45 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.diloco.transport.direct_mesh import DIAL_S, DirectLinks, dial, parse_offer
-from shoal.diloco.transport.mesh import Broken, Handler, Stream
+from shoal.diloco.transport.mesh import CONNECT_S, DirectLinks, Handler, connect_direct, parse_offer
+from shoal.diloco.transport.stream import Stream, StreamBroken
 from shoal.telemetry import Log
 
 OPEN_S = 10.0
+"""Timeout of opening a stream."""
 STOP_S = 5.0
-AGAIN_S = 300.0
-"""How long a peer is left to the daemon whose direct link could not be made or broke off."""
+"""Timeout of stopping the daemon."""
+DIRECT_RETRY_S = 300.0
+"""Seconds for which the daemon's streams are used after a direct link to a peer failed or broke."""
 PROTOCOL = "/shoal/diloco/1"
 LINK_PROTOCOL = "/shoal/diloco/link/1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
-    """How a peer stands in the network."""
+class PeerAddress:
+    """How a peer joins the network and is reached in it."""
 
     join: Sequence[str] = ()
-    """Multiaddresses of peers, or of a rendezvous, any one of which is enough."""
+    """Multiaddresses of peers or of a rendezvous; one that answers is enough."""
     host: str = "0.0.0.0"
     port: int = 0
-    """0 takes any free one."""
+    """0 takes any free port."""
     announce: Sequence[str] = ()
-    """Multiaddresses that others should use, where they differ from what this machine sees of itself."""
+    """Multiaddresses that others should use, if they differ from this machine's own addresses."""
     reachable: bool = True
-    """False: this machine only reaches out, and listens nowhere."""
+    """False: this machine only opens connections and listens on no port."""
     relay: bool = False
-    """Ask other peers to relay, for a machine behind NAT; hole punching is tried first."""
+    """Use other peers as relays, for a machine behind NAT; hole punching is tried first."""
     direct_port: int | None = 0
-    """Where others dial this machine for vectors; 0 takes any free one, None lets everything pass the daemon."""
+    """Port for direct links; 0 takes any free port, None sends everything through the daemon."""
     identity: Path | None = None
-    """File with the key behind this peer's id; made at the first start."""
+    """File with the key behind this peer's id; created at the first start."""
 
 
 class HivemindMesh:
-    """One peer of the run called `run`. Everything happens on the event loop that calls `start`."""
+    """A peer of the run `run`. All methods run on the event loop that calls `start`."""
 
-    def __init__(self, run: str, address: Address) -> None:
+    def __init__(self, run: str, address: PeerAddress) -> None:
         self._key = f"shoal/diloco/{run}"
         self._protocol, self._link_protocol = f"{PROTOCOL}/{run}", f"{LINK_PROTOCOL}/{run}"
         self._address = address
@@ -61,14 +64,14 @@ class HivemindMesh:
         self._handler: Handler | None = None
         self._p2p: Any = None
         self._node: Any = None
-        self._watch: Any = None
+        self._watchdog: Any = None
         self._log = Log("mesh")
         self._links: DirectLinks | None = None
-        self._indirect_until_s: dict[str, float] = {}
+        self._no_direct_until_s: dict[str, float] = {}
         self.num_direct = 0
-        """Streams that went around the daemon."""
+        """Direct links opened so far."""
         self.addresses: tuple[str, ...] = ()
-        """What others may pass to join."""
+        """Addresses that others can join by."""
 
     async def start(self, handler: Handler) -> None:
         from hivemind.dht.node import DHTNode
@@ -79,13 +82,13 @@ class HivemindMesh:
         self._handler = handler
         try:
             self._p2p = await P2P.create(**self._options())
-            self._watch = _tie_to_this_process(self._p2p._child.pid)
+            self._watchdog = _kill_with_this_process(self._p2p._child.pid)
             self._node = await DHTNode.create(
                 p2p=self._p2p, initial_peers=list(self._address.join), client_mode=not self.reachable
             )
         except (P2PDaemonError, RuntimeError, OSError) as error:
-            await self._give_up()
-            raise _reason(error, self._address) from None
+            await self._clean_up()
+            raise _start_error(error, self._address) from None
         self.peer = self._p2p.peer_id.to_base58()
         if self.reachable:
             self.addresses = tuple(str(address) for address in await self._node.get_visible_maddrs())
@@ -104,68 +107,70 @@ class HivemindMesh:
             await self._p2p.add_binary_stream_handler(self._link_protocol, self._offer)
 
     async def _start_again(self) -> None:
-        """Out of memory, say, and somebody killed the daemon: without one this site would go on alone and never be told."""
+        """Replaces a daemon that died (killed for memory, for example). Without one this site would train alone unnoticed."""
         if self._address.identity is None:
-            raise Broken("the network daemon has ended, and without a key nobody would know this peer again")
-        self._log.warning("the network daemon has ended; starting another")
-        await self._give_up()
+            raise StreamBroken(
+                "the network daemon has died, and without an identity file this peer's id is lost"
+            )
+        self._log.warning("the network daemon has died; starting another")
+        await self._clean_up()
         assert self._handler is not None
         await self.start(self._handler)
 
-    async def _give_up(self) -> None:
-        """Whatever came up goes down again: `start` may be called once more."""
-        if self._watch is not None:
+    async def _clean_up(self) -> None:
+        """Stops what `start` has started, so that it can be called again."""
+        if self._watchdog is not None:
             await self.stop()
-            self._p2p = self._node = self._watch = None
-        # A daemon that has just died is heard of on the loop's next turns; a closed loop would complain.
+            self._p2p = self._node = self._watchdog = None
+        # asyncio notices a dead daemon in its next iterations; a loop that is closed before warns about it.
         await asyncio.sleep(0.1)
 
     async def open(self, peer: str, *, bulk: bool = False) -> Stream:
-        if bulk and self._address.direct_port is not None and self._may_dial(peer):
+        if bulk and self._address.direct_port is not None and self._may_link(peer):
             try:
                 stream = await self._open_direct(peer)
-            except Broken as broken:
-                self.broke(peer)
-                self._log.warning("vectors go through the daemon", peer=peer, reason=broken)
+            except StreamBroken as broken:
+                self.mark_broken(peer)
+                self._log.warning("no direct link; vectors go through the daemon", peer=peer, reason=broken)
             else:
                 self.num_direct += 1
                 return stream
         return (await self._open(peer, self._protocol))[0]
 
-    def broke(self, peer: str) -> None:
-        self._indirect_until_s[peer] = time.monotonic() + AGAIN_S
+    def mark_broken(self, peer: str) -> None:
+        self._no_direct_until_s[peer] = time.monotonic() + DIRECT_RETRY_S
 
-    def _may_dial(self, peer: str) -> bool:
-        return time.monotonic() >= self._indirect_until_s.get(peer, 0.0)
+    def _may_link(self, peer: str) -> bool:
+        return time.monotonic() >= self._no_direct_until_s.get(peer, 0.0)
 
     async def _open_direct(self, peer: str) -> Stream:
-        asked, host = await self._open(peer, self._link_protocol)
+        stream, host = await self._open(peer, self._link_protocol)
         try:
-            async with asyncio.timeout(DIAL_S):
-                offer = parse_offer(await asked.receive())
+            async with asyncio.timeout(CONNECT_S):
+                offer = parse_offer(await stream.receive())
         except TimeoutError:
-            raise Broken(f"no offer of a direct link in {DIAL_S:.0f} s") from None
+            raise StreamBroken(f"no offer of a direct link within {CONNECT_S:.0f} s") from None
         finally:
-            asked.close()
+            stream.close()
         if not host:
-            raise Broken("reached by a relay only")
-        return await dial(host, offer, peer=peer)
+            raise StreamBroken("the peer is reached through a relay")
+        return await connect_direct(host, offer, peer=peer)
 
     async def _offer(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """To whoever opened the daemon's stream, whom the daemon has made sure of."""
+        """Sends an offer to the peer that opened the daemon's stream. The daemon has authenticated it."""
         assert self._links is not None
         peer = info.peer_id.to_base58()
         stream = Stream(reader, writer, peer=peer)
         try:
             await stream.send(self._links.offer(peer).canonical())
-            await stream.closed_by_peer(DIAL_S)
-        except Broken as broken:
-            self._log.warning("an offer of a direct link was not taken", peer=peer, reason=broken)
+            await stream.wait_closed_by_peer(CONNECT_S)
+        except StreamBroken as broken:
+            self._log.warning("offer of a direct link not delivered", peer=peer, reason=broken)
         finally:
             stream.close()
 
     async def _open(self, peer: str, protocol: str) -> tuple[Stream, str]:
-        """The daemon's stream, and the host it goes to, if it goes there straight."""
+        """Opens the daemon's stream; returns it with the peer's host, or "" if it goes through a relay."""
         from hivemind.p2p import PeerID
         from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
@@ -175,7 +180,9 @@ class HivemindMesh:
                     PeerID.from_base58(peer), protocol
                 )
         except (P2PDaemonError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-            raise Broken(f"no stream to {peer}: {str(error) or f'{OPEN_S:.0f} s'}") from None
+            raise StreamBroken(
+                f"no stream to {peer}: {str(error) or f'timed out after {OPEN_S:.0f} s'}"
+            ) from None
         return Stream(reader, writer, peer=peer), _host(str(info.addr))
 
     async def announce(self, card: bytes, *, for_s: float) -> None:
@@ -206,10 +213,10 @@ class HivemindMesh:
                     await self._node.shutdown()
                 await self._p2p.shutdown()
         except TimeoutError:
-            pass  # the daemon drains streams of peers that are gone; the watch ends it
-        if self._watch is not None:
-            self._watch.stdin.close()
-            self._watch.wait(STOP_S)
+            pass  # the daemon waits for streams of dead peers; the watchdog kills it
+        if self._watchdog is not None:
+            self._watchdog.stdin.close()
+            self._watchdog.wait(STOP_S)
         self._links = None
 
     def _options(self) -> dict[str, Any]:
@@ -221,7 +228,7 @@ class HivemindMesh:
             "use_relay": True,
             "use_auto_relay": address.relay,
             "startup_timeout": 60.0,
-            # A second daemon, only to see whether this identity is in use, would double the time to start.
+            # The check starts a second daemon, which doubles the time to start.
             "check_if_identity_free": False,
         }
         if address.reachable:
@@ -236,36 +243,36 @@ class HivemindMesh:
         return options
 
 
-def _reason(error: Exception, address: Address) -> Exception:
-    """Nobody there, which may change, or something that its owner has to see to."""
+def _start_error(error: Exception, address: PeerAddress) -> Exception:
+    """Returns StreamBroken if no peer answered, which may change, or ValueError if an option is wrong."""
     from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
     said = re.sub(r"^Daemon failed to start: ([0-9/]+ [0-9:]+ )?", "", str(error))
     slow_or_alone = "bootstrap peers" in said or "failed to start in" in said
     if slow_or_alone or not isinstance(error, P2PDaemonError):
-        return Broken(f"nobody answers at {', '.join(address.join) or 'any address'}: {said}")
+        return StreamBroken(f"no peer answers at {', '.join(address.join) or 'any address'}: {said}")
     key = f", {address.identity}" if address.identity is not None else ""
     return ValueError(
-        f"the network daemon does not start: {said}; check --host, --port, --join, --announce{key}"
+        f"the network daemon failed to start: {said}; check --host, --port, --join, --announce{key}"
     )
 
 
 def _host(address: str) -> str:
-    """Of a multiaddress such as /ip4/203.0.113.5/tcp/8710; empty if it leads through a relay."""
+    """Returns the host of a multiaddress such as /ip4/203.0.113.5/tcp/8710, or "" if it goes through a relay."""
     words = address.split("/")
-    straight = len(words) > 2 and words[1] in ("ip4", "ip6") and "p2p-circuit" not in words
-    return words[2] if straight else ""
+    direct = len(words) > 2 and words[1] in ("ip4", "ip6") and "p2p-circuit" not in words
+    return words[2] if direct else ""
 
 
-def _tie_to_this_process(daemon: int) -> Any:
-    """A daemon whose owner was killed must not live on and keep its port: see to it that somebody ends it."""
-    # Nothing can be run in the child any more; a process of two lines waits for our end instead.
-    watch = (
+def _kill_with_this_process(daemon: int) -> Any:
+    """Starts a process that kills the daemon when this one ends, however it ends; otherwise it would keep its port."""
+    # Hivemind starts the daemon itself, so the usual parent-death signal cannot be set in the child.
+    script = (
         "import os,signal,sys\nsys.stdin.buffer.read()\n"
         "try: os.kill(int(sys.argv[1]), signal.SIGKILL)\nexcept ProcessLookupError: pass"
     )
     return subprocess.Popen(
-        [sys.executable, "-S", "-E", "-c", watch, str(daemon)],
+        [sys.executable, "-S", "-E", "-c", script, str(daemon)],
         stdin=subprocess.PIPE,
         start_new_session=True,
     )

@@ -11,17 +11,17 @@ import threading
 from typing import Any
 
 from shoal.diloco.averaging.averager import Averager
-from shoal.diloco.averaging.peers import PeerAverager, Terms
-from shoal.diloco.optimizer import DiLoCo, Landed, Schedule
+from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
+from shoal.diloco.optimizer import DiLoCo, RoundReport, Schedule
 from shoal.diloco.outer import Outer
-from shoal.diloco.transport.hivemind_mesh import Address, HivemindMesh
+from shoal.diloco.transport.hivemind_mesh import HivemindMesh, PeerAddress
 from shoal.telemetry import Log, Metrics
 from shoal.trainer.config import DilocoConfig
 from shoal.trainer.optim.learner import Learner
 
 
 def make_averager(
-    config: DilocoConfig, address: Address, run: str, *, log: Log, stop: threading.Event
+    config: DilocoConfig, address: PeerAddress, run: str, *, log: Log, stop: threading.Event
 ) -> Averager:
     """Creates the averaging engine that the run file names. `address` says where this site listens and whom it joins."""
     if config.engine == "hivemind":
@@ -29,7 +29,7 @@ def make_averager(
             HivemindMesh(f"rl-{run}", address),
             log=log,
             codec=config.codec,
-            terms=Terms(
+            settings=AveragerSettings(
                 gather_s=config.deadline_s / 2,
                 shared=f"inner_steps = {config.inner_steps}, codec = {config.codec}, "
                 f"outer_lr = {config.outer_lr}, outer_momentum = {config.outer_momentum}",
@@ -73,7 +73,7 @@ class Sites:
             schedule=Schedule(inner_steps=config.inner_steps, deadline_s=config.deadline_s),
         )
         self._diloco.stop = stop
-        self._diloco.on_round = self._landed
+        self._diloco.on_round = self._report_round
 
     def join(self) -> None:
         """Connects to the other sites and takes over their state if it is newer."""
@@ -89,7 +89,7 @@ class Sites:
 
     def update(self, num_samples: int) -> None:
         """Makes one optimizer step on a gradient of `num_samples` samples, and a merge if one is due."""
-        self._diloco.saw(num_samples)
+        self._diloco.count_samples(num_samples)
         self._diloco.step()
 
     def state(self) -> dict[str, Any]:
@@ -107,16 +107,16 @@ class Sites:
         self._diloco.stop = threading.Event()  # a set stop event would abort the goodbye to the other sites
         self._diloco.close()
 
-    def _landed(self, landed: Landed) -> None:
-        result = landed.result
+    def _report_round(self, report: RoundReport) -> None:
+        result = report.result
         figures = {
-            "round": landed.round,
+            "round": report.round,
             "outcome": result.outcome.name.lower(),
             "sites": len(result.members),
             "attempts": result.attempts,
             "took_s": round(result.took_s, 3),
             "sent_bytes": result.num_bytes,
-            "state": landed.state_digest,
+            "state": report.state_digest,
         }
         self._log.info("merged", **figures)
         if self._metrics is not None:

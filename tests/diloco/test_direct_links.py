@@ -1,4 +1,4 @@
-"""Links around the daemon, on loopback: sealed both ways, for one peer, once; whatever else calls is turned away."""
+"""Tests of direct links on loopback: encrypted both ways, one use per offer; other connections are refused."""
 
 import asyncio
 import socket
@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.diloco.averaging.peer_messages import LinkOffer
-from shoal.diloco.transport import direct_mesh
-from shoal.diloco.transport.direct_mesh import DirectLinks, dial, parse_offer
-from shoal.diloco.transport.encrypted_stream import SealedStream
-from shoal.diloco.transport.stream import Broken, Stream
+from shoal.diloco.transport import mesh
+from shoal.diloco.transport.mesh import DirectLinks, LinkOffer, connect_direct, parse_offer
+from shoal.diloco.transport.stream import EncryptedStream, Stream, StreamBroken
 from shoal.telemetry import Log
 
 HOST = "127.0.0.1"
@@ -19,12 +17,12 @@ LARGE = bytes(range(256)) * 8192
 
 
 async def echo(stream: Stream) -> None:
-    """Says who calls, then every frame again."""
+    """Sends the caller's id, then every received frame."""
     await stream.send(stream.peer.encode())
     try:
         while True:
             await stream.send(await stream.receive())
-    except Broken:
+    except StreamBroken:
         pass
 
 
@@ -37,14 +35,14 @@ def with_links(test: Callable[[DirectLinks], Awaitable[None]]) -> None:
                 await test(links)
         finally:
             links.close()
-            await asyncio.sleep(0.05)  # transports close on the loop's next turns
+            await asyncio.sleep(0.05)  # transports close in the next iterations of the loop
 
     asyncio.run(run())
 
 
-def test_frames_go_both_ways_and_the_peer_is_the_one_that_was_offered_it() -> None:
+def test_frames_go_both_ways_and_the_link_belongs_to_the_offered_peer() -> None:
     async def test(links: DirectLinks) -> None:
-        stream = await dial(HOST, parse_offer(links.offer("anna").canonical()), peer="bert")
+        stream = await connect_direct(HOST, parse_offer(links.offer("anna").canonical()), peer="bert")
         assert await stream.receive() == b"anna" and stream.peer == "bert"
         for payload in (b"", b"x", LARGE):
             await stream.send(payload)
@@ -54,70 +52,70 @@ def test_frames_go_both_ways_and_the_peer_is_the_one_that_was_offered_it() -> No
     with_links(test)
 
 
-def test_an_offer_is_good_once_and_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offer_is_valid_once_and_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(links: DirectLinks) -> None:
         offer = links.offer("anna")
-        (await dial(HOST, offer, peer="x")).close()
-        with pytest.raises(Broken, match="no direct link to 127"):
-            await dial(HOST, offer, peer="x")
-        monkeypatch.setattr(direct_mesh, "OFFER_S", -1.0)
-        with pytest.raises(Broken):
-            await dial(HOST, links.offer("anna"), peer="x")
+        (await connect_direct(HOST, offer, peer="x")).close()
+        with pytest.raises(StreamBroken, match="no direct link to 127"):
+            await connect_direct(HOST, offer, peer="x")
+        monkeypatch.setattr(mesh, "OFFER_S", -1.0)
+        with pytest.raises(StreamBroken):
+            await connect_direct(HOST, links.offer("anna"), peer="x")
 
     with_links(test)
 
 
-def test_noise_and_silence_are_turned_away_and_others_still_get_through(
+def test_connections_without_a_valid_token_are_closed_and_others_still_connect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(direct_mesh, "DIAL_S", 0.5)
+    monkeypatch.setattr(mesh, "CONNECT_S", 0.5)
 
     async def test(links: DirectLinks) -> None:
         port = links.offer("anna").port
         for noise in (b"GET / HTTP/1.1\r\n\r\n", b"", b"short"):
             reader, writer = await asyncio.open_connection(HOST, port)
             writer.write(noise)
-            assert await reader.read() == b"", "hung up on without a word"
+            assert await reader.read() == b"", "closed without a reply"
             writer.close()
-        monkeypatch.setattr(direct_mesh, "DIAL_S", 10.0)
-        stream = await dial(HOST, links.offer("anna"), peer="x")
+        monkeypatch.setattr(mesh, "CONNECT_S", 10.0)
+        stream = await connect_direct(HOST, links.offer("anna"), peer="x")
         assert await stream.receive() == b"anna"
         stream.close()
 
     with_links(test)
 
 
-def test_another_key_opens_nothing() -> None:
+def test_frames_with_another_key_are_rejected() -> None:
     async def test(links: DirectLinks) -> None:
         offer = links.offer("anna")
         wrong = offer.model_copy(update={"keys": (offer.keys[0], "00" * 32)})
-        with pytest.raises(Broken, match="did not seal"):
-            await dial(HOST, wrong, peer="x")
+        with pytest.raises(StreamBroken, match="fails authentication"):
+            await connect_direct(HOST, wrong, peer="x")
 
     with_links(test)
 
 
-def test_a_port_where_nobody_or_somebody_else_listens_is_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_mesh, "DIAL_S", 1.0)
+def test_connecting_fails_if_no_peer_listens_at_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh, "CONNECT_S", 1.0)
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
 
         async def mute() -> None:
-            with pytest.raises(Broken, match="1 s"):
-                await dial(HOST, offer(port), peer="x")
+            with pytest.raises(StreamBroken, match="timed out after 1 s"):
+                await connect_direct(HOST, offer(port), peer="x")
 
         asyncio.run(mute())
 
     async def nobody() -> None:
-        with pytest.raises(Broken, match="no direct link"):
-            await dial(HOST, offer(port), peer="x")
-        with pytest.raises(Broken, match="offers no direct link"):
-            await dial(HOST, LinkOffer(port=0, token="", keys=()), peer="x")
+        with pytest.raises(StreamBroken, match="no direct link"):
+            await connect_direct(HOST, offer(port), peer="x")
+        with pytest.raises(StreamBroken, match="offers no direct link"):
+            await connect_direct(HOST, LinkOffer(port=0, token="", keys=()), peer="x")
 
     asyncio.run(nobody())
 
 
-def test_a_taken_port_means_no_offers() -> None:
+def test_no_offers_if_the_port_is_taken() -> None:
     async def test() -> None:
         with socket.create_server((HOST, 0)) as listener:
             links = DirectLinks(echo, Log("test"))
@@ -128,7 +126,7 @@ def test_a_taken_port_means_no_offers() -> None:
     asyncio.run(test())
 
 
-def test_the_golden_vector() -> None:
+def test_golden_vector_of_the_docs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "wire" / "diloco.md").read_text()
     frames = bytes.fromhex(page.split("```")[1].replace("\n", ""))
 
@@ -136,7 +134,7 @@ def test_the_golden_vector() -> None:
         ours, theirs = socket.socketpair()
         key = bytes(range(32))
         streams = [
-            SealedStream(*await asyncio.open_connection(sock=end), peer="", seals=key, opens=key)
+            EncryptedStream(*await asyncio.open_connection(sock=end), peer="", send_key=key, receive_key=key)
             for end in (ours, theirs)
         ]
         for payload in (b"shoal link", b"one"):
@@ -146,7 +144,9 @@ def test_the_golden_vector() -> None:
             stream.close()
         first, second = socket.socketpair()
         _, writer = await asyncio.open_connection(sock=first)
-        reader = SealedStream(*await asyncio.open_connection(sock=second), peer="", seals=key, opens=key)
+        reader = EncryptedStream(
+            *await asyncio.open_connection(sock=second), peer="", send_key=key, receive_key=key
+        )
         writer.write(frames)
         assert [await reader.receive() for _ in range(2)] == [b"shoal link", b"one"]
         writer.close()
@@ -157,11 +157,11 @@ def test_the_golden_vector() -> None:
 
 
 @pytest.mark.parametrize("order", [(1, 0), (0, 0), (1,)])
-def test_a_frame_moved_repeated_or_left_out_does_not_open(order: tuple[int, ...]) -> None:
+def test_reordered_repeated_or_missing_frame_is_rejected(order: tuple[int, ...]) -> None:
     async def test() -> None:
         ours, theirs = socket.socketpair()
-        sender = SealedStream(
-            *await asyncio.open_connection(sock=ours), peer="", seals=bytes(32), opens=bytes(32)
+        sender = EncryptedStream(
+            *await asyncio.open_connection(sock=ours), peer="", send_key=bytes(32), receive_key=bytes(32)
         )
         reader, raw = await asyncio.open_connection(sock=theirs)
         frames = []
@@ -170,12 +170,12 @@ def test_a_frame_moved_repeated_or_left_out_does_not_open(order: tuple[int, ...]
             frames.append(await reader.readexactly(36 + len(payload) + 16))
         first, second = socket.socketpair()
         _, writer = await asyncio.open_connection(sock=first)
-        receiver = SealedStream(
-            *await asyncio.open_connection(sock=second), peer="", seals=bytes(32), opens=bytes(32)
+        receiver = EncryptedStream(
+            *await asyncio.open_connection(sock=second), peer="", send_key=bytes(32), receive_key=bytes(32)
         )
         for at in order:
             writer.write(frames[at])
-        with pytest.raises(Broken, match="did not seal"):
+        with pytest.raises(StreamBroken, match="fails authentication"):
             for _ in order:
                 await receiver.receive()
         for each in (sender, receiver, raw, writer):
@@ -189,8 +189,8 @@ def test_a_frame_moved_repeated_or_left_out_does_not_open(order: tuple[int, ...]
     "payload",
     [b"noise", b"{}", b'{"port":1,"token":"","keys":[]}', b'{"port":70000,"token":"","keys":[]}'],
 )
-def test_an_offer_that_is_none_is_refused(payload: bytes) -> None:
-    with pytest.raises(Broken, match="an offer that is none"):
+def test_malformed_offer_is_refused(payload: bytes) -> None:
+    with pytest.raises(StreamBroken, match="malformed link offer"):
         parse_offer(payload)
 
 
