@@ -397,7 +397,7 @@ def main() -> None:
     four = actions.add_parser("churn")
     for action, values, num in ((three, 10_000, 2000), (four, 2_000_000, 12)):
         action.add_argument(
-            "--num", type=int, default=num, help="rounds; for churn, after the newcomers' first"
+            "--num", type=int, default=num, help="rounds; for churn, after the new peers' first"
         )
         action.add_argument("--values", type=int, default=values)
         action.add_argument("--codec", default="fp32")

@@ -106,13 +106,13 @@ def test_connecting_fails_if_no_peer_listens_at_the_port(monkeypatch: pytest.Mon
 
         asyncio.run(mute())
 
-    async def nobody() -> None:
+    async def no_listener() -> None:
         with pytest.raises(StreamBroken, match="no direct link"):
             await connect_direct(HOST, offer(port), peer="x")
         with pytest.raises(StreamBroken, match="offers no direct link"):
             await connect_direct(HOST, LinkOffer(port=0, token="", keys=()), peer="x")
 
-    asyncio.run(nobody())
+    asyncio.run(no_listener())
 
 
 def test_no_offers_if_the_port_is_taken() -> None:

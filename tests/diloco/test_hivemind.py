@@ -99,13 +99,13 @@ def test_peers_killed_in_a_round_and_a_new_peer(start: Any) -> None:
         assert said["event"] in ("round", "joined"), said
     for victim in peers[3:]:
         victim.process.kill()
-    newcomer = Peer(start.folder, join=start.address, seed=7, peers=3, **task)
-    start.peers.append(newcomer)
-    while (said := newcomer.next())["event"] != "round":
+    new_peer = Peer(start.folder, join=start.address, seed=7, peers=3, **task)
+    start.peers.append(new_peer)
+    while (said := new_peer.next())["event"] != "round":
         assert said["event"] == "joined", said
     (start.folder / "end.new").write_text(str(said["round"] + 8))
     (start.folder / "end.new").rename(end)
-    survivors = [*peers[:3], newcomer]
+    survivors = [*peers[:3], new_peer]
     rest = [peer.rest() for peer in survivors]
     rounds = [round_events(each) for each in rest]
     assert all(what["right"] for each in rounds for what in each)

@@ -98,12 +98,12 @@ def test_new_peer_fetches_the_state_and_joins_the_next_round(swarm: Any) -> None
     for peer in peers:
         peer.serve(state, step=100)
         peer.progress(phase=7, step=107)
-    newcomer = make_peer(hub)
-    swarm.made.append(newcomer)
-    fetched = newcomer.join(deadline_s=10)
+    new_peer = make_peer(hub)
+    swarm.made.append(new_peer)
+    fetched = new_peer.join(deadline_s=10)
     assert fetched is not None and fetched.phase == 7 and fetched.step == 107
-    assert newcomer.serve(fetched.state, step=107) == state.digest()
-    results = rounds([*peers, newcomer], fetched.state, [vector(3), vector(4), vector(5)])
+    assert new_peer.serve(fetched.state, step=107) == state.digest()
+    results = rounds([*peers, new_peer], fetched.state, [vector(3), vector(4), vector(5)])
     assert all(result.outcome is RoundOutcome.COMMITTED and len(result.members) == 3 for result in results)
 
 
@@ -228,9 +228,9 @@ def test_state_that_does_not_match_its_digest_is_refused(swarm: Any) -> None:
 
     damage(peers[0])
     for _ in range(3):  # holders are asked in random order
-        newcomer = make_peer(hub)
-        swarm.made.append(newcomer)
-        fetched = newcomer.join(deadline_s=10)
+        new_peer = make_peer(hub)
+        swarm.made.append(new_peer)
+        fetched = new_peer.join(deadline_s=10)
         assert fetched is not None and fetched.state.digest() == state.digest()
     damage(peers[1])
     with pytest.raises(RoundFailed, match="does not match its digest"):

@@ -37,7 +37,7 @@ def test_peers_agree_bit_for_bit_and_a_new_peer_joins(lighthouse: str) -> None:
     state = first_state((vector(0),))
     for peer in peers:
         peer.serve(state, step=0)
-    newcomer = make(lighthouse, codec="int8")
+    new_peer = make(lighthouse, codec="int8")
 
     def member(at: int) -> RoundResult:
         # The lighthouse answers at once when all of its last list ask again, so the new peer must have asked before.
@@ -50,7 +50,7 @@ def test_peers_agree_bit_for_bit_and_a_new_peer_joins(lighthouse: str) -> None:
         [
             functools.partial(member, 0),
             functools.partial(member, 1),
-            functools.partial(newcomer.join, deadline_s=20),
+            functools.partial(new_peer.join, deadline_s=20),
         ]
     )
     assert first.outcome is second.outcome is RoundOutcome.COMMITTED
@@ -58,15 +58,15 @@ def test_peers_agree_bit_for_bit_and_a_new_peer_joins(lighthouse: str) -> None:
     exact = (vector(1) + 2 * vector(2)) / 3
     assert np.abs(first.average_N - exact).max() < 0.05
     assert fetched is not None and fetched.state.round == 1
-    newcomer.serve(fetched.state, step=0)
+    new_peer.serve(fetched.state, step=0)
     results = in_threads(
         [
             functools.partial(one_round, peer, fetched.state, vector(at))
-            for at, peer in enumerate([*peers, newcomer])
+            for at, peer in enumerate([*peers, new_peer])
         ]
     )
     assert all(len(result.members) == 3 for result in results)
-    for peer in [*peers, newcomer]:
+    for peer in [*peers, new_peer]:
         peer.leave()
 
 
