@@ -309,7 +309,11 @@ class SiteCheckpoints:
     def save(self, step: int, content: dict[str, Any]) -> Path:
         """Writes a checkpoint, removes old ones and returns its path. Raises DiskFull."""
         complete = self._folder / "complete.tmp"
-        with explain_full_disk(self._folder), write_atomically(complete) as file, restore_disk_error(complete, RuntimeError):
+        with (
+            explain_full_disk(self._folder),
+            write_atomically(complete) as file,
+            restore_disk_error(complete, RuntimeError),
+        ):
             torch.save(content, file)
         path = self._folder / f"step-{step:08d}-{_digest(complete)}.pt"
         os.replace(complete, path)
