@@ -41,7 +41,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shoal import toploc
 from shoal.cli.commands.sample_answers import model_folder
 from shoal.cli.commands.toploc import TERMS, read_rows
-from shoal.cli.ui.intervals import wilson
+from shoal.cli.ui.values import wilson
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.rollout.adversary.behaviour import Conduct

@@ -276,7 +276,7 @@ class Lighthouse:
         words = ["diloco", "swarm", "--engine", "torchft", "--port", "0", "--dir", tempfile.mkdtemp()]
         words += ["--min-peers", "2", "--gather-s", str(options.gather_s)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "shoal.cli", *words], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "shoal", *words], stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
         self.addresses = [self.process.stdout.readline().removeprefix("join: ").strip()]

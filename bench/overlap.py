@@ -112,7 +112,7 @@ def run(options: argparse.Namespace, lag: int, groups: int, folder: Path) -> Pac
         RUN_FILE.format(last=last, lag=lag, keep=max(5, lag + 2), groups=groups, prompts=options.prompts)
     )
     out = folder / f"lag-{lag}"
-    command = [sys.executable, "-m", "shoal.cli", "run", str(file), "--dir", str(out)]
+    command = [sys.executable, "-m", "shoal", "run", str(file), "--dir", str(out)]
     with (folder / f"lag-{lag}.log").open("w") as log:
         swarm = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         deadline_s = time.monotonic() + options.minutes * 60

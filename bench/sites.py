@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-SHOAL = [sys.executable, "-m", "shoal.cli"]
+SHOAL = [sys.executable, "-m", "shoal"]
 
 RUN_FILE = """
 [run]

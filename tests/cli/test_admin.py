@@ -8,7 +8,7 @@ import pytest
 from test_ledger_verify import coordinator
 
 from shoal.cli.commands.admin import ACTIONS
-from shoal.cli.main import act, parse
+from shoal.cli.main import parse, run_command
 from shoal.net.http_client import SignedClient
 from shoal.swarm.coordinator.membership.admin_actions import ACTIONS as KNOWN
 from shoal.telemetry import Log
@@ -19,7 +19,7 @@ from shoal.wire.run_spec import PROTOCOL
 
 def admin(folder: Path, url: str, *words: str) -> int:
     arguments = ["admin", *words, "--coordinator", url, "--key", str(folder / "keys" / "admin.key")]
-    return act(parse(arguments), threading.Event())
+    return run_command(parse(arguments), threading.Event())
 
 
 def test_orders_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +34,7 @@ def test_orders_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
         assert admin(tmp_path, url, "ban", "ab" * 32, "--reason", "who is it") == 1
         assert "no node" in capsys.readouterr().err
         assert admin(tmp_path, url, "pause", "--reason", "x") == 2
-        assert "say in words why" in capsys.readouterr().err
+        assert "is too short; say why" in capsys.readouterr().err
 
 
 def test_every_order_has_its_words() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.commands.sample_answers import pose
-from shoal.cli.main import act, main, parse
+from shoal.cli.main import main, parse, run_command
 from shoal.tasks import Finite, make_task
 from shoal.wire.run_spec import TaskSpec
 
@@ -52,17 +52,17 @@ def test_figures_in_words(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["eval", "tiny"], "--task says what to evaluate on"),
+        (["eval", "tiny"], "--task is missing"),
         (["eval", "tiny", *COUNT, "--k", "4", "--samples", "2"], "raise it"),
-        (["eval", "tiny", *COUNT, "--version", "3"], "--version goes with a coordinator's URL"),
+        (["eval", "tiny", *COUNT, "--version", "3"], "--version needs a coordinator's URL"),
         (["eval", "nowhere", *COUNT], "unknown model 'nowhere'"),
         (["data", "filter", "--model", "tiny", *COUNT, "--out", "x", "--budgets", "9"], "in the run file"),
         (["eval", "tiny", "--task", "gsm8k", "--option", "path=nowhere"], "no data file at nowhere"),
         (["eval", "http://127.0.0.1:9", *COUNT], "check the URL"),
-        (["data", "filter", "--model", "tiny", *COUNT, "--out", "x"], "say how many are wanted"),
+        (["data", "filter", "--model", "tiny", *COUNT, "--out", "x"], "give --problems, how many are wanted"),
         (
             ["data", "filter", "--model", "tiny", *COUNT, "--out", "x", "--band", "0.5", "0.1"],
-            "the lower end comes first",
+            "give the lower end first",
         ),
     ],
 )
@@ -129,8 +129,8 @@ def test_a_stopped_filter_says_how_to_go_on(tmp_path: Path, capsys: pytest.Captu
     ]
     stop = threading.Event()
     stop.set()
-    assert act(parse(ask), stop) == 130
-    assert "stopped with 0 of 5 problems done; the same command goes on" in capsys.readouterr().err
+    assert run_command(parse(ask), stop) == 130
+    assert "stopped with 0 of 5 problems done; the same command continues" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 

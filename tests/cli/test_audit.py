@@ -25,7 +25,7 @@ def test_accepted_work_is_checked_again(tmp_path: Path, capsys: pytest.CaptureFi
         words = ("audit", run.url, "--key", key, "--dir", tmp_path / "audit", "--sample", "3", "--seed", "1")
         assert shoal(*words) == 0
         said = capsys.readouterr().out
-        assert "3 of 3 as the ledger says" in said and said.count("its seed") == 3
+        assert "verdicts that agree with the ledger: 3 of 3" in said and said.count("its seed") == 3
         # Somebody changed the files after they were accepted.
         objects = [
             path for path in (tmp_path / "run" / "coordinator" / "objects").rglob("*") if path.is_file()
@@ -57,13 +57,16 @@ def test_refusals_are_checked_again_too(tmp_path: Path, capsys: pytest.CaptureFi
         words = ("audit", run.url, "--key", run.keys / "validator.key", "--dir", tmp_path / "audit")
         assert shoal(*words, "--sample", "3", "--seed", "1") == 0
         said = capsys.readouterr().out
-        assert "3 of 3 as the ledger says" in said and "3 submissions again, 1 of them" in said
+        assert (
+            "verdicts that agree with the ledger: 3 of 3" in said
+            and "repeat: 3, refusals among them: 1" in said
+        )
         refused = next(
             event.body["lease_id"]
             for event in run.events("verdict.given")
             if event.body["code"] == "reject.forged_proof"
         )
         assert shoal(*words, "--lease", refused) == 0
-        assert f"{refused}: as the ledger says" in capsys.readouterr().out
+        assert f"{refused}: agrees with the ledger" in capsys.readouterr().out
         assert shoal(*words, "--lease", "0" * 32) == 2
-        assert "no verdict on lease" in capsys.readouterr().err
+        assert "cannot be repeated" in capsys.readouterr().err

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.main import act, parse
+from shoal.cli.main import parse, run_command
 from shoal.cli.run.supervise import RunFailed
-from shoal.cli.ui.errors import in_words
+from shoal.cli.ui.errors import error_message
 from shoal.net.http_client import Refused, Unreachable
 from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.wire.codes import CODES, CorruptData, Rejected
@@ -29,7 +29,7 @@ ROLES = {
 
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
-    """`act` sends the log to standard error, which a test must not do to the others."""
+    """`run_command` sends the log to standard error, which a test must not do to the others."""
     root = logging.getLogger("shoal")
     before = (root.handlers[:], root.level, root.propagate)
     yield
@@ -37,7 +37,7 @@ def logging_as_it_was() -> Iterator[None]:
 
 
 def do(*arguments: str) -> int:
-    return act(parse(arguments), threading.Event())
+    return run_command(parse(arguments), threading.Event())
 
 
 def end_with(error: Exception, *, role: bool = True) -> int:
@@ -45,7 +45,7 @@ def end_with(error: Exception, *, role: bool = True) -> int:
         raise error
 
     options = argparse.Namespace(action=action, **({"deadline_s": 1.0} if role else {}))
-    return act(options, threading.Event())
+    return run_command(options, threading.Event())
 
 
 def refused(code: str) -> Refused:
@@ -67,6 +67,8 @@ def refused(code: str) -> Refused:
         (refused("request.not_allowed"), 2),
         (refused("request.banned"), 2),
         (refused("request.outdated"), 2),
+        (refused("request.wrong_digest"), 1),  # an upload that was cut off; trying again may help
+        (refused("request.replayed"), 1),
         (refused("request.conflict"), 1),
         (RunFailed("trainer died"), 1),
         (Stopped("enough"), 130),
@@ -89,26 +91,32 @@ def test_a_bug_shows_its_traceback() -> None:
 
 def test_sentences() -> None:
     passed = DeadlinePassed("waited 3 s for rain")
-    assert in_words(passed, waits=True).startswith(
-        "waited 3 s for rain. See to that and start this role again"
+    assert error_message(passed, has_deadline=True).startswith(
+        "waited 3 s for rain. Correct that and start this role again"
     )
-    assert in_words(passed, waits=False) == "waited 3 s for rain"
-    assert in_words(ModuleNotFoundError("x", name="torch"), waits=True).endswith(
+    assert error_message(passed, has_deadline=False) == "waited 3 s for rain"
+    assert error_message(ModuleNotFoundError("x", name="torch"), has_deadline=True).endswith(
         "pip install 'shoal-rl[torch]'"
     )
     system = PermissionError(13, "Permission denied", "/somewhere/x")
-    assert in_words(system, waits=False).startswith("/somewhere/x: permission denied; check the path")
-    full = OSError(28, "No space left on device", "/somewhere/x")
-    assert in_words(full, waits=False).startswith("/somewhere/x: no space left on device; make room")
-    unnamed = OSError(28, "No space left on device")
-    assert in_words(unnamed, waits=True, dir=Path("node")).startswith(
-        "node: no space left on device; make room"
+    assert error_message(system, has_deadline=False).startswith(
+        "/somewhere/x: permission denied; check the path"
     )
-    assert in_words(unnamed, waits=False).startswith("no space left on device;")
+    full = OSError(28, "No space left on device", "/somewhere/x")
+    assert error_message(full, has_deadline=False).startswith(
+        "/somewhere/x: no space left on device; free some disk space"
+    )
+    unnamed = OSError(28, "No space left on device")
+    assert error_message(unnamed, has_deadline=True, folder=Path("node")).startswith(
+        "node: no space left on device; free some disk space"
+    )
+    assert error_message(unnamed, has_deadline=False).startswith("no space left on device;")
     nobody = Unreachable("POST http://x/v1/admin/ban: ReadTimeout: timed out")
-    assert in_words(nobody, waits=False).endswith("; check the URL, and that the coordinator runs there")
+    assert error_message(nobody, has_deadline=False).endswith(
+        "; check the URL, and that the coordinator runs there"
+    )
     assert (
-        in_words(OSError("cannot listen on X; choose another"), waits=False)
+        error_message(OSError("cannot listen on X; choose another"), has_deadline=False)
         == "cannot listen on X; choose another"
     )
 
@@ -158,7 +166,7 @@ def test_roles_refuse_before_they_wait(tmp_path: Path, capsys: pytest.CaptureFix
     Key.load_or_create(tmp_path / "good.key")
     everywhere = ["--key", str(tmp_path / "good.key"), "--host", "0.0.0.0"]
     assert do("relay", *there, *everywhere) == 2
-    assert "--host 0.0.0.0 is every address of this machine; say with --url" in capsys.readouterr().err
+    assert "--host 0.0.0.0 listens on every address of this machine; give --url" in capsys.readouterr().err
     assert do("trainer", str(file), *there, "--keys", str(tmp_path / "nowhere")) == 2
     assert f"no key at {tmp_path}/nowhere/trainer.key" in capsys.readouterr().err
     assert do("trainer", str(tmp_path / "no.toml"), *there, "--keys", str(tmp_path)) == 2
@@ -196,10 +204,28 @@ def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rum"], "'rum' is not a command; did you mean `shoal run`? shoal --help lists"),
+        (["ledger", "verfy"], "'verfy' is not a known action; did you mean `shoal ledger verify`?"),
+        (["xyzzy"], "'xyzzy' is not a command; shoal --help lists what it takes"),
+    ],
+)
+def test_an_unknown_command_gets_a_suggestion(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        parse(words)
+    assert exit.value.code == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
 def test_help_names_the_first_things_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--help"])
-    said = capsys.readouterr().out.split("five things people do first:\n")[1].splitlines()
+    said = capsys.readouterr().out.split("five commands to start with:\n")[1].splitlines()
     assert [line.startswith("  shoal ") for line in said[:6]] == [True] * 5 + [False]
 
 

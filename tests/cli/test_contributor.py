@@ -15,12 +15,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "rollout"))
 from small_run import CONFIG, SmallRun, eventually, small_run
 
-from shoal.cli.main import act, parse
+from shoal.cli.main import parse, run_command
 from shoal.wire.keys import Key
 
 
 def shoal(*words: object, stop: threading.Event | None = None) -> int:
-    return act(parse([str(word) for word in words]), stop or threading.Event())
+    return run_command(parse([str(word) for word in words]), stop or threading.Event())
 
 
 class Joined:
@@ -144,7 +144,7 @@ def test_identity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_threads_sleep_while_they_wait_unless_the_owner_says_otherwise(tmp_path: Path) -> None:
     """A setting that counts only before torch is there: nothing that a worker's command imports first may bring torch."""
     code = (
-        "import os, sys, threading; from shoal.cli.main import parse; import shoal.cli.commands.contributor\n"
+        "import os, sys, threading; from shoal.cli.main import parse; import shoal.cli.commands.join\n"
         "assert 'torch' not in sys.modules\n"
         "words = ['worker', '--coordinator', 'http://127.0.0.1:1', '--dir', sys.argv[1], '--device', 'none']\n"
         "options = parse(words)\n"

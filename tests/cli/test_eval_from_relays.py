@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx2
 import pytest
 from small_stats import stats
 from starlette.applications import Starlette
@@ -18,6 +17,7 @@ from starlette.routing import Route
 from shoal import shardcast
 from shoal.cli.commands.doctor import _relay
 from shoal.cli.commands.evaluate import fetch_published
+from shoal.cli.public_api import PublicApi
 from shoal.net.http_server import Server, listen
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
@@ -103,8 +103,8 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 def fetch(run: Run, into: Path, key: Path | None) -> tuple[Info, Path, int]:
     options = argparse.Namespace(model=run.url, version=None, key=key)
-    with httpx2.Client(base_url=run.url, timeout=20.0) as http:
-        return fetch_published(http, options, into, threading.Event())
+    with PublicApi(run.url) as api:
+        return fetch_published(api, options, into, threading.Event())
 
 
 def test_a_member_gets_a_version_from_a_private_relay(run: Run, tmp_path: Path) -> None:
@@ -122,4 +122,4 @@ def test_whoever_is_no_member_is_told_at_once_what_to_give(run: Run, tmp_path: P
 
 def test_the_doctor_does_not_take_a_private_relay_for_a_broken_one(run: Run) -> None:
     finding = _relay(run.relay_url, run.manifest.body)
-    assert finding.state == "good" and "for members" in finding.words
+    assert finding.state == "good" and "serves members only" in finding.words

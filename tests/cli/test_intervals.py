@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from shoal.cli.ui.intervals import pass_at, wilson
+from shoal.cli.ui.values import pass_at, wilson
 
 
 def test_wilson_against_known_values() -> None:

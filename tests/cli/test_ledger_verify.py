@@ -1,5 +1,6 @@
-"""`shoal ledger verify` against real coordinators: an honest one, ones whose books were changed, and servers that are none."""
+"""`shoal ledger verify` against real coordinators: an honest one, ones whose ledger was changed, and other servers."""
 
+import argparse
 import json
 import sqlite3
 import threading
@@ -14,8 +15,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from shoal.cli.commands import ledger
-from shoal.cli.commands.ledger import audit_ledger
+from shoal.cli.commands import audit
 from shoal.net.http_client import SignedClient, Unreachable
 from shoal.net.http_server import Server, listen
 from shoal.net.waiting import Stopped
@@ -38,7 +38,7 @@ SPEC = RunSpec(
 
 @contextmanager
 def coordinator(folder: Path) -> Iterator[str]:
-    """A coordinator in `folder`; its URL."""
+    """Runs a coordinator in `folder`; yields its URL."""
     stop, ready, urls = threading.Event(), threading.Event(), []
 
     def on_ready(url: str) -> None:
@@ -57,8 +57,8 @@ def coordinator(folder: Path) -> Iterator[str]:
 
 
 @pytest.fixture
-def books(tmp_path: Path) -> Path:
-    """The folder of a run with a handful of events."""
+def run_folder(tmp_path: Path) -> Path:
+    """Returns the folder of a run with seven events."""
     folder = tmp_path / "coordinator"
     with coordinator(folder) as url:
         for _ in range(6):
@@ -69,7 +69,7 @@ def books(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def several_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "PAGE", 3)
+    monkeypatch.setattr(audit, "PAGE_EVENTS", 3)
 
 
 def change(folder: Path, *statements: str) -> None:
@@ -78,19 +78,26 @@ def change(folder: Path, *statements: str) -> None:
             assert db.execute(statement).rowcount > 0
 
 
-def audit(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+def verify_ledger(url: str, stop: threading.Event | None = None) -> int:
+    options = argparse.Namespace(url=url, json=False)
+    return audit.verify(options, stop or threading.Event())
+
+
+def verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     with coordinator(folder) as url:
-        code = audit_ledger(url, threading.Event())
+        code = verify_ledger(url)
     return code, capsys.readouterr().out
 
 
-def test_honest_books(books: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = audit(books, capsys)
+def test_an_honest_ledger_is_good(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = verify(run_folder, capsys)
     assert code == 0
-    key = Key.load(books / "keys" / "run.key").public
+    key = Key.load(run_folder / "keys" / "run.key").public
     assert said.startswith("good: 7 events, head ")
     assert f"signed by run key {key[:16]}\n" in said
-    assert said.endswith("added up: 6 nodes and 0 leases; trust and credit are as shown for 6 nodes\n")
+    assert said.endswith(
+        "recomputed 6 nodes and 0 leases from the events; trust and credit of all 6 nodes shown by the coordinator agree\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,25 +113,25 @@ def test_honest_books(books: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("UPDATE ledger SET hash = prev WHERE seq = 5", "NOT GOOD: ledger event 5 (node.enrolled)"),
     ],
 )
-def test_books_that_were_changed(
-    books: Path, statement: str, words: str, capsys: pytest.CaptureFixture[str]
+def test_a_changed_ledger_is_reported(
+    run_folder: Path, statement: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    change(books, statement)
-    code, said = audit(books, capsys)
+    change(run_folder, statement)
+    code, said = verify(run_folder, capsys)
     assert code == 1
     assert said.startswith(words)
     assert said.count("\n") == 1
 
 
-# -- servers that say something else ----------------------------------------------------------------------
+# -- servers that change the answers ----------------------------------------------------------------------
 
 
-Answer = Callable[[str, bytes], bytes | None]
+ChangeAnswer = Callable[[str, bytes], bytes | None]
 
 
 @contextmanager
-def in_front_of(url: str, answer: Answer) -> Iterator[str]:
-    """A server that passes on what the coordinator says, as `answer` changes it; None is a 404."""
+def in_front_of(url: str, answer: ChangeAnswer) -> Iterator[str]:
+    """Runs a proxy that changes the coordinator's answers with `answer`; None gives 404."""
 
     def pass_on(request: Request) -> Response:
         path = request.url.path
@@ -142,41 +149,45 @@ def in_front_of(url: str, answer: Answer) -> Iterator[str]:
         server.close()
 
 
-def audit_through(folder: Path, answer: Answer) -> int:
+def verify_through(folder: Path, answer: ChangeAnswer) -> int:
     with coordinator(folder) as url, in_front_of(url, answer) as front:
-        return audit_ledger(front, threading.Event())
+        return verify_ledger(front)
 
 
-def only(path: str, change: Callable[[Any], Any]) -> Answer:
+def only(path: str, change: Callable[[Any], Any]) -> ChangeAnswer:
     return lambda asked, body: json.dumps(change(json.loads(body))).encode() if asked == path else body
 
 
-def test_events_kept_back(books: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_events_are_reported(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     early = only("/v1/ledger", lambda page: [event for event in page if event["seq"] < 6])
-    assert audit_through(books, early) == 1
+    assert verify_through(run_folder, early) == 1
     assert capsys.readouterr().out == "NOT GOOD: the ledger ends before event 6; its head says 7\n"
 
 
-def test_a_head_that_nobody_signed(books: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_head_without_the_runs_signature_is_reported(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def shortened(head: Any) -> Any:
         return head | {"body": head["body"] | {"seq": 3}}
 
-    assert audit_through(books, only("/v1/ledger/head", shortened)) == 1
+    assert verify_through(run_folder, only("/v1/ledger/head", shortened)) == 1
     assert "the signature by" in capsys.readouterr().out
 
     other = Key.generate().public
-    assert audit_through(books, only("/v1/ledger/head", lambda head: head | {"key": other})) == 1
+    assert verify_through(run_folder, only("/v1/ledger/head", lambda head: head | {"key": other})) == 1
     assert f"is signed by {other[:16]}, expected" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", [["text"], [{"seq": 1}], {"events": []}, 7])
-def test_pages_that_are_none(books: Path, page: object, capsys: pytest.CaptureFixture[str]) -> None:
-    assert audit_through(books, only("/v1/ledger", lambda _: page)) == 1
+def test_pages_without_events_are_reported(
+    run_folder: Path, page: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verify_through(run_folder, only("/v1/ledger", lambda _: page)) == 1
     assert capsys.readouterr().out.startswith("NOT GOOD: ")
 
 
-def test_a_page_that_never_gets_on(books: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same events again and again are the wrong ones the second time."""
+def test_a_repeated_page_is_reported(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server that always sends the first page would otherwise never end."""
     first: list[bytes] = []
 
     def stuck(path: str, body: bytes) -> bytes:
@@ -185,28 +196,28 @@ def test_a_page_that_never_gets_on(books: Path, capsys: pytest.CaptureFixture[st
         first.append(body)
         return first[0]
 
-    assert audit_through(books, stuck) == 1
-    assert "where 4 was expected" in capsys.readouterr().out
+    assert verify_through(run_folder, stuck) == 1
+    assert "stands where 4 belongs" in capsys.readouterr().out
 
 
-def test_a_server_that_is_no_coordinator(books: Path) -> None:
+def test_another_web_server_is_named(run_folder: Path) -> None:
     with pytest.raises(
-        Unreachable, match=r"does not answer as a coordinator does \(HTTP 404\); check the URL"
+        Unreachable, match=r"does not answer like a coordinator \(/v1/info gives HTTP 404\); check the URL"
     ):
-        audit_through(books, lambda path, body: None)
-    with pytest.raises(Unreachable, match="does not answer as a coordinator does"):
-        audit_through(books, lambda path, body: b"<html>welcome</html>")
+        verify_through(run_folder, lambda path, body: None)
+    with pytest.raises(Unreachable, match="does not answer like a coordinator"):
+        verify_through(run_folder, lambda path, body: b"<html>welcome</html>")
 
 
-def test_nobody_there() -> None:
+def test_a_refused_connection_is_named() -> None:
     with pytest.raises(
         Unreachable, match=r"127\.0\.0\.1:1: ConnectError: .*check the URL, and that the coordinator"
     ):
-        audit_ledger("http://127.0.0.1:1", threading.Event())
+        verify_ledger("http://127.0.0.1:1")
 
 
-def test_an_audit_can_be_stopped(books: Path) -> None:
+def test_verifying_can_be_stopped(run_folder: Path) -> None:
     stop = threading.Event()
     stop.set()
-    with coordinator(books) as url, pytest.raises(Stopped):
-        audit_ledger(url, stop)
+    with coordinator(run_folder) as url, pytest.raises(Stopped):
+        verify_ledger(url, stop)

@@ -17,15 +17,16 @@ from shoal.cli.run.local import (
     check_folder,
     check_workers,
     choose_ports,
+    commands_of_roles,
     free_ports,
     live_guests,
+    local_workers,
     prepare_folder,
     resume_command,
-    role_commands,
-    worker_names,
-    worker_roles,
+    workers_by_node,
 )
 from shoal.cli.run.runfile import LocalSection, load_run_file
+from shoal.cli.run.summary import LocalWorker
 from shoal.cli.run.supervise import Child, RunFailed, Supervisor
 from shoal.wire.keys import Key
 
@@ -109,7 +110,7 @@ def test_files_that_are_no_runs_are_left_alone(run: LocalRun) -> None:
     (run.folder / "thesis.tex").write_text("years")
     for asked in (run, fresh(run)):
         with pytest.raises(
-            ValueError, match="holds files, but not a run's, so they are left alone; choose another"
+            ValueError, match="holds files that are not a run's, so they are not deleted; choose another"
         ):
             check_folder(asked)
 
@@ -147,7 +148,7 @@ def test_a_resumed_run_has_its_ports_again(tmp_path: Path) -> None:
 
 
 def test_every_role_is_what_an_operator_could_type(run: LocalRun) -> None:
-    commands = dict(role_commands(run, "http://127.0.0.1:20001", [20001, 20002, 20003, 20004]))
+    commands = dict(commands_of_roles(run, "http://127.0.0.1:20001", [20001, 20002, 20003, 20004]))
     assert list(commands) == [
         "coordinator",
         "trainer",
@@ -169,15 +170,18 @@ def test_relays_are_private_where_the_file_says_so(run: LocalRun) -> None:
     shardcast = run.file.shardcast.model_copy(update={"private": True})
     private = dataclasses.replace(run, file=run.file.model_copy(update={"shardcast": shardcast}))
     for one, expected in ((run, False), (private, True)):
-        commands = dict(role_commands(one, "http://127.0.0.1:20001", [20001, 20002, 20003, 20004]))
+        commands = dict(commands_of_roles(one, "http://127.0.0.1:20001", [20001, 20002, 20003, 20004]))
         assert parse(commands["relay-1"]).private is expected
 
 
 def test_workers_are_known_by_the_keys_they_made(run: LocalRun) -> None:
-    assert worker_roles(run.file) == [("worker-1", None), ("worker-2", None), ("worker-3", "wrong-weights")]
-    assert worker_names(run) == {}
+    assert local_workers(run.file) == [("worker-1", None), ("worker-2", None), ("worker-3", "wrong-weights")]
+    assert workers_by_node(run) == {}
     keys = [Key.load_or_create(run.folder / f"worker-{number}" / "node.key").public for number in (1, 3)]
-    assert worker_names(run) == {keys[0]: "worker-1", keys[1]: "worker-3, lies: wrong-weights"}
+    assert workers_by_node(run) == {
+        keys[0]: LocalWorker("worker-1", None),
+        keys[1]: LocalWorker("worker-3", "wrong-weights"),
+    }
 
 
 def test_a_run_without_workers_ends(tmp_path: Path) -> None:
@@ -197,5 +201,7 @@ def test_a_run_without_workers_ends(tmp_path: Path) -> None:
 
 def test_guests_are_those_it_did_not_start() -> None:
     seen = stats(nodes=(node(HONEST), node(LIAR), node("ab" * 32, liveness="offline")))
-    assert live_guests(seen, {HONEST: "worker-1"}) == 1
-    assert live_guests(seen, {HONEST: "worker-1", LIAR: "worker-2"}) == 0
+    assert live_guests(seen, {HONEST: LocalWorker("worker-1", None)}) == 1
+    assert (
+        live_guests(seen, {HONEST: LocalWorker("worker-1", None), LIAR: LocalWorker("worker-2", None)}) == 0
+    )

@@ -75,7 +75,7 @@ def test_files_that_ship_are_good(path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("eval_every = 10", "keep_versions = 9", "coordinator.keep_versions is not a key"),
         ("last_version = 25", "last_version = 25\nmax_lag = 5", "keep_versions = 5 must exceed max_lag = 5"),
         ("row_tokens = 64", "row_tokens = 64\ndelta = 1.1", "trainer: delta=1.1 must lie above 1 + eps = 1.2"),
-        ("row_tokens = 64", "row_tokens = 64\noptimizer_steps = 7", "trainer.optimizer_steps = 7 parts cannot be made of"),
+        ("row_tokens = 64", "row_tokens = 64\noptimizer_steps = 7", "trainer.optimizer_steps = 7 is more than coordinator.groups_per_step = 6"),
         ("row_tokens = 64", "row_tokens = 64\nlearning_rate = inf", "trainer.learning_rate = "),
         ("row_tokens = 64", "row_tokens = 1979-05-27", "trainer.row_tokens = '1979-05-27': "),
         ("[sampling]", "[tolerances]\ndraw = -1\n[sampling]", "tolerances.draw = -1: "),
@@ -95,7 +95,7 @@ def test_every_mistake_is_named_at_once(tmp_path: Path) -> None:
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no run file at .*nothing\.toml; the ones that ship are in runs/"):
+    with pytest.raises(ValueError, match=r"no run file at .*nothing\.toml; the examples are in runs/"):
         load_run_file(tmp_path / "nothing.toml")
     with pytest.raises(ValueError, match="is a folder, not a run file"):
         load_run_file(tmp_path)
@@ -112,7 +112,7 @@ def test_names_that_only_the_rooms_know(tmp_path: Path) -> None:
     ):
         check_names(load(tmp_path, GOOD.replace('"tiny"', '"tinny"')), path)
     with pytest.raises(
-        ValueError, match=r"test\.toml: local.lies: no lie is called 'white'; known: wrong-weights"
+        ValueError, match=r"test\.toml: local.lies: unknown lie 'white'; known: wrong-weights"
     ):
         check_names(load(tmp_path, GOOD + '[local]\nlies = ["white"]\n'), path)
     check_names(load(tmp_path, GOOD.replace('"tiny"', f'"{tmp_path}"')), path)

@@ -16,7 +16,7 @@ def coordinator(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """One that serves, with a pipe to its standard input."""
     arguments = ["coordinator", str(DEMO), "--dir", str(tmp_path / "c"), "--port", "0", "--stop-with-stdin"]
     with subprocess.Popen(
-        [sys.executable, "-m", "shoal.cli", *arguments], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "shoal", *arguments], stdin=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stderr is not None
         for line in process.stderr:

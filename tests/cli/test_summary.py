@@ -1,4 +1,4 @@
-"""How a run ended: the verdict on it, and the summary."""
+"""The verdict on a finished run, its summary and its plot."""
 
 import io
 from pathlib import Path
@@ -9,18 +9,19 @@ from rich.console import Console
 from small_stats import HONEST, LIAR, evaluation, node, stats, step
 
 from shoal.cli.run.runfile import LocalSection, RunFile, load_run_file
-from shoal.cli.run.summary import Outcome, judge_run, print_summary
+from shoal.cli.run.summary import LocalWorker, RunVerdict, judge_run, print_summary
 from shoal.cli.ui.plot import plot_rewards
 from shoal.wire.messages import History, RelayView
 
-NAMES = {LIAR: "worker-2, lies: truncated", HONEST: "worker-1"}
+WORKERS = {LIAR: LocalWorker("worker-2", "truncated"), HONEST: LocalWorker("worker-1", None)}
+NAMES = {node: worker.display_name for node, worker in WORKERS.items()}
 RISEN = (evaluation(0, 0.2), evaluation(5, 0.1), evaluation(10, 0.5))
 CAUGHT = (node(HONEST), node(LIAR, trust="banned", rejected=2))
 
 
 @pytest.fixture
 def file() -> RunFile:
-    """One liar, and a gain of 0.2 expected."""
+    """Returns a run file with one lying worker and an expected gain of 0.2."""
     file = load_run_file(Path(__file__).parent.parent.parent / "runs" / "demo.toml")
     return file.model_copy(update={"local": LocalSection(lies=("truncated",), expect_gain=0.2)})
 
@@ -32,42 +33,58 @@ def expecting(file: RunFile, gain: float | None) -> RunFile:
 @pytest.mark.parametrize(
     ("values", "outcome"),
     [
-        ({"evaluations": RISEN, "nodes": CAUGHT}, Outcome.GOOD),
-        ({"evaluations": RISEN[:2], "nodes": CAUGHT}, Outcome.NO_GAIN),
-        ({"evaluations": RISEN[:1], "nodes": CAUGHT}, Outcome.NO_GAIN),
+        ({"evaluations": RISEN, "nodes": CAUGHT}, RunVerdict.GOOD),
+        ({"evaluations": RISEN[:2], "nodes": CAUGHT}, RunVerdict.NO_GAIN),
+        ({"evaluations": RISEN[:1], "nodes": CAUGHT}, RunVerdict.NO_GAIN),
         (
             {"evaluations": (RISEN[0], evaluation(10, 0.9, complete=False)), "nodes": CAUGHT},
-            Outcome.NO_GAIN,
+            RunVerdict.NO_GAIN,
         ),
-        ({"evaluations": RISEN, "nodes": (node(HONEST), node(LIAR, rejected=1))}, Outcome.LIAR_AT_LARGE),
+        (
+            {"evaluations": RISEN, "nodes": (node(HONEST), node(LIAR, rejected=1))},
+            RunVerdict.LIAR_NOT_EJECTED,
+        ),
         (
             {"evaluations": RISEN, "nodes": (node(HONEST, trust="banned"), CAUGHT[1])},
-            Outcome.HONEST_EJECTED,
+            RunVerdict.HONEST_EJECTED,
         ),
     ],
 )
-def test_what_a_run_is_judged_by(file: RunFile, values: dict[str, Any], outcome: Outcome) -> None:
-    assert judge_run(file, stats(**values), NAMES) is outcome
+def test_verdict_of_a_run(file: RunFile, values: dict[str, Any], outcome: RunVerdict) -> None:
+    assert judge_run(file, stats(**values), WORKERS) is outcome
 
 
-def test_a_liar_that_never_came_was_not_caught(file: RunFile) -> None:
+def test_the_verdict_does_not_depend_on_the_wording_of_display_names(
+    file: RunFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalWorker, "display_name", property(lambda self: "somebody"))
+    seen = stats(evaluations=RISEN, nodes=CAUGHT)
+    assert judge_run(file, seen, WORKERS) is RunVerdict.GOOD
+    named_like_a_liar = {LIAR: WORKERS[LIAR], HONEST: LocalWorker("worker-1, lies: never", None)}
+    assert judge_run(file, seen, named_like_a_liar) is RunVerdict.GOOD
+
+
+def test_a_liar_that_never_enrolled_was_not_ejected(file: RunFile) -> None:
     seen = stats(evaluations=RISEN, nodes=(node(HONEST),))
-    assert judge_run(file, seen, {HONEST: "worker-1"}) is Outcome.LIAR_AT_LARGE
+    assert judge_run(file, seen, {HONEST: WORKERS[HONEST]}) is RunVerdict.LIAR_NOT_EJECTED
 
 
-def test_without_an_expectation_any_end_is_a_good_one(file: RunFile) -> None:
+def test_without_an_expectation_no_gain_is_required(file: RunFile) -> None:
     fallen = (evaluation(0, 0.5), evaluation(10, 0.4))
     for evaluations in ((), fallen):
         seen = stats(evaluations=evaluations, nodes=CAUGHT)
-        assert judge_run(expecting(file, None), seen, NAMES) is Outcome.GOOD
-    assert judge_run(expecting(file, 0.0), stats(evaluations=fallen, nodes=CAUGHT), NAMES) is Outcome.NO_GAIN
+        assert judge_run(expecting(file, None), seen, WORKERS) is RunVerdict.GOOD
+    assert (
+        judge_run(expecting(file, 0.0), stats(evaluations=fallen, nodes=CAUGHT), WORKERS)
+        is RunVerdict.NO_GAIN
+    )
 
 
 def summary(file: RunFile, folder: Path, *, plotted: bool = True, **values: Any) -> list[str]:
     out = io.StringIO()
     seen = stats(nodes=CAUGHT, **values)
     print_summary(
-        file, seen, Outcome.GOOD, folder, plotted=plotted, names=NAMES, console=Console(file=out, width=20)
+        file, seen, RunVerdict.GOOD, folder, plotted=plotted, names=NAMES, console=Console(file=out, width=20)
     )
     return out.getvalue().splitlines()
 
@@ -99,7 +116,7 @@ def test_the_summary(file: RunFile) -> None:
     ]
 
 
-def test_a_summary_of_little(file: RunFile) -> None:
+def test_summary_without_evaluations_or_plot(file: RunFile) -> None:
     lines = summary(expecting(file, None), Path("x"), plotted=False, newest_version=None)
     assert "  held-out reward   fewer than two evaluations were completed" in lines
     assert lines[-1] == "  plot              none: pip install 'shoal-rl[plot]'"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.run import supervise
-from shoal.cli.run.supervise import MAX_DEADLINES, MAX_RESTARTS, RunFailed, Supervisor, alone_in, last_words
+from shoal.cli.run.supervise import MAX_DEADLINES, MAX_RESTARTS, RunFailed, Supervisor, last_line, lock_folder
 from shoal.net.waiting import Stopped
 
 CHILD = """
@@ -70,7 +70,7 @@ def test_a_child_that_was_killed_is_started_again(supervisor: Supervisor) -> Non
     os.kill(before["it"], signal.SIGKILL)
     over(supervisor)
     supervisor.check()
-    assert supervisor.events == [f"it ended with signal SIGKILL; started again (1 of {MAX_RESTARTS})"]
+    assert supervisor.events == [f"it ended with signal SIGKILL; restarted (1 of {MAX_RESTARTS})"]
     after = json.loads((supervisor.folder / "pids.json").read_text())
     assert after["it"] != before["it"] and after["other"] == before["other"]
     assert is_running(after["it"])
@@ -94,7 +94,7 @@ def test_a_child_that_failed_or_was_stopped_by_others_is_started_again(
     supervisor.start("it", [str(code)])
     over(supervisor)
     supervisor.check()
-    assert supervisor.events == [f"it ended with exit code {code}; started again (1 of {MAX_RESTARTS})"]
+    assert supervisor.events == [f"it ended with exit code {code}; restarted (1 of {MAX_RESTARTS})"]
 
 
 def test_a_child_that_refuses_ends_the_run_with_its_words(supervisor: Supervisor) -> None:
@@ -102,7 +102,7 @@ def test_a_child_that_refuses_ends_the_run_with_its_words(supervisor: Supervisor
     over(supervisor)
     log = supervisor.folder / "logs" / "it.log"
     log.write_text("09:00:00 I it  starting\nshoal: no key at K; copy it\n\n")
-    with pytest.raises(ValueError, match=r"^it refused to go on: no key at K; copy it \(log: .*/it\.log\)$"):
+    with pytest.raises(ValueError, match=r"^it stopped: no key at K; copy it \(log: .*/it\.log\)$"):
         supervisor.check()
 
 
@@ -116,7 +116,7 @@ def test_a_child_that_waits_in_vain_again_and_again_ends_the_run(
         over(supervisor)
         supervisor.check()
     over(supervisor)
-    with pytest.raises(RunFailed, match=r"^it waited in vain 3 times: pid "):
+    with pytest.raises(RunFailed, match=r"^it gave up waiting 3 times: pid "):
         supervisor.check()
 
 
@@ -127,7 +127,7 @@ def test_a_child_that_keeps_dying_ends_the_run(supervisor: Supervisor) -> None:
         supervisor.check()
     over(supervisor)
     with pytest.raises(
-        RunFailed, match=r"it died 6 times in a row, at last with exit code 1: because of hunger"
+        RunFailed, match=r"it died 6 times in a row, the last time with exit code 1: because of hunger"
     ):
         supervisor.check()
 
@@ -140,7 +140,7 @@ def test_a_child_that_ran_well_for_a_while_has_a_fresh_count(
     for _ in range(MAX_RESTARTS + 2):
         over(supervisor)
         supervisor.check()
-    assert set(supervisor.events) == {f"it ended with exit code 1; started again (1 of {MAX_RESTARTS})"}
+    assert set(supervisor.events) == {f"it ended with exit code 1; restarted (1 of {MAX_RESTARTS})"}
 
 
 def test_stopping_is_asked_for_first(supervisor: Supervisor) -> None:
@@ -169,9 +169,9 @@ def test_children_learn_that_the_supervisor_was_killed(supervisor: Supervisor) -
     """And hold its folder until they are gone."""
     folder = supervisor.folder
     script = (
-        "import os, sys, threading; from pathlib import Path; from shoal.cli.run.supervise import Supervisor, alone_in\n"
+        "import os, sys, threading; from pathlib import Path; from shoal.cli.run.supervise import Supervisor, lock_folder\n"
         f"folder = Path({str(folder)!r})\n"
-        "with alone_in(folder, threading.Event()) as held:\n"
+        "with lock_folder(folder, threading.Event()) as held:\n"
         f"    Supervisor(folder, held, ({sys.executable!r}, {str(folder / 'child.py')!r})).start('it', ['waits'])\n"
         "    print('up', flush=True); sys.stdin.read()\n"
     )
@@ -182,36 +182,34 @@ def test_children_learn_that_the_supervisor_was_killed(supervisor: Supervisor) -
         assert run.stdout.readline() == b"up\n"
         pid = json.loads((folder / "pids.json").read_text())["it"]
         run.kill()
-    with alone_in(folder, threading.Event()):
+    with lock_folder(folder, threading.Event()):
         assert not is_running(pid)
 
 
 def test_a_folder_has_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "FORMER_S", 0.3)
+    monkeypatch.setattr(supervise, "LOCK_WAIT_S", 0.3)
     never = threading.Event()
     with (
-        alone_in(tmp_path, never),
-        pytest.raises(
-            ValueError, match="is in use: another `shoal` is at work there; stop that one, or choose"
-        ),
-        alone_in(tmp_path, never),
+        lock_folder(tmp_path, never),
+        pytest.raises(ValueError, match="is in use by another `shoal`; stop that one, or choose"),
+        lock_folder(tmp_path, never),
     ):
         pass
-    with alone_in(tmp_path, never):
+    with lock_folder(tmp_path, never):
         assert list(tmp_path.iterdir()) == [], "holding it leaves nothing in it"
 
 
 def test_waiting_for_a_folder_can_be_stopped(tmp_path: Path) -> None:
     stop = threading.Event()
-    with alone_in(tmp_path, stop):
+    with lock_folder(tmp_path, stop):
         stop.set()
-        with pytest.raises(Stopped), alone_in(tmp_path, stop):
+        with pytest.raises(Stopped), lock_folder(tmp_path, stop):
             pass
 
 
-def test_last_words(tmp_path: Path) -> None:
+def test_last_line(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"first\nshoal: the reason \xff\n \n")
-    assert last_words(log) == "the reason \ufffd"
+    assert last_line(log) == "the reason \ufffd"
     log.write_text("\n")
-    assert last_words(log) == "it said nothing"
+    assert last_line(log) == "the log is empty"

@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[2]
 
 SLOW = """
 import time
-from shoal.cli import progress
-progress.SAY_AFTER_S = progress.LOOK_EVERY_S = progress.SAY_EVERY_S = 0.05
-with progress.progress("things", 4) as advance:
+from shoal.cli.ui import progress_bar
+progress_bar.SHOW_AFTER_S = progress_bar.BAR_EVERY_S = progress_bar.LINE_EVERY_S = 0.05
+with progress_bar.progress("things", 4) as advance:
     for _ in range(4):
         time.sleep(0.3)
         advance(1)

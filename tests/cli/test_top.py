@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.commands.top import sparkline
-from shoal.cli.main import act, parse
+from shoal.cli.commands.watch import sparkline
+from shoal.cli.main import parse, run_command
 from shoal.cli.run.supervise import EXIT_DEADLINE, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.http.server import run_coordinator
@@ -50,7 +50,7 @@ class StopAfterOneLook(threading.Event):
 
 
 def shoal(*words: str, stop: threading.Event | None = None) -> int:
-    return act(parse(words), stop or threading.Event())
+    return run_command(parse(words), stop or threading.Event())
 
 
 def test_one_snapshot_for_a_program(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +76,9 @@ def test_wrong_places_are_told_in_words(tmp_path: Path, capsys: pytest.CaptureFi
     nobody = "http://127.0.0.1:9"
     assert shoal("top", nobody) == EXIT_DEADLINE
     assert shoal("report", nobody, "--out", str(tmp_path / "x.html")) == EXIT_DEADLINE
-    assert shoal("top", "nonsense") == EXIT_USAGE
+    with pytest.raises(SystemExit) as exit:
+        shoal("top", "nonsense")
+    assert exit.value.code == EXIT_USAGE
     assert shoal("report", str(tmp_path), "--out", str(tmp_path / "x.html")) == EXIT_USAGE
     assert "check the URL" in capsys.readouterr().err
 

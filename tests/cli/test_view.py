@@ -6,7 +6,16 @@ import pytest
 from rich.console import Console
 from small_stats import HONEST, LIAR, evaluation, node, stats
 
-from shoal.cli.ui.view import LineView, LiveView, News, headline, make_view, node_table, tally, worry
+from shoal.cli.ui.view import (
+    ChangeLog,
+    LineView,
+    LiveView,
+    count_submissions,
+    headline,
+    make_view,
+    node_table,
+    waiting_note,
+)
 
 NAMES = {LIAR: "worker-2, lies: truncated", HONEST: "worker-1"}
 
@@ -40,43 +49,43 @@ def test_waiting_is_told_before_the_first_step_and_when_somebody_is_missing(
     latest: bool, waiting_for: str, said: bool
 ) -> None:
     seen = stats(waiting_for=waiting_for) if latest else stats(waiting_for=waiting_for, latest=None)
-    assert worry(seen) == (f"  (waiting for {waiting_for})" if said else "")
+    assert waiting_note(seen) == (f"  (waiting for {waiting_for})" if said else "")
 
 
 def test_submissions_by_what_became_of_them() -> None:
-    assert tally(stats()) == {"accepted": 5, "refused": 2, "void": 3}
-    assert tally(stats(submissions={})) == {"accepted": 0, "refused": 0, "void": 0}
+    assert count_submissions(stats()) == {"accepted": 5, "refused": 2, "void": 3}
+    assert count_submissions(stats(submissions={})) == {"accepted": 0, "refused": 0, "void": 0}
 
 
 def test_news_are_told_once_and_in_words() -> None:
-    news = News(NAMES)
-    assert news.of(stats(nodes=(node(HONEST), node(LIAR)))) == []
-    assert news.of(stats(nodes=(node(HONEST), refused(1)))) == [
+    news = ChangeLog(NAMES)
+    assert news.since_last(stats(nodes=(node(HONEST), node(LIAR)))) == []
+    assert news.since_last(stats(nodes=(node(HONEST), refused(1)))) == [
         "worker-2, lies: truncated (11111111) refused: an answer ends where the model would not have ended it "
         "[reject.early_stop: row (0, 1)]"
     ]
-    assert news.of(stats(nodes=(node(HONEST), refused(1)))) == []
-    told = news.of(stats(nodes=(node(HONEST), refused(2, "banned"))))
+    assert news.since_last(stats(nodes=(node(HONEST), refused(1)))) == []
+    told = news.since_last(stats(nodes=(node(HONEST), refused(2, "banned"))))
     assert len(told) == 2
     assert told[1] == (
-        "worker-2, lies: truncated (11111111) ejected after 2 refusals; nothing of the refused work is trained on"
+        "worker-2, lies: truncated (11111111) ejected after 2 refusals; the refused work is not trained on"
     )
-    assert news.of(stats(nodes=(node(HONEST), refused(2, "banned")))) == []
+    assert news.since_last(stats(nodes=(node(HONEST), refused(2, "banned")))) == []
 
 
 def test_news_of_held_out_results() -> None:
-    news = News({})
-    assert news.of(stats(evaluations=(evaluation(0, 0.125, complete=False),))) == []
-    assert news.of(stats(evaluations=(evaluation(0, 0.125),))) == [
+    news = ChangeLog({})
+    assert news.since_last(stats(evaluations=(evaluation(0, 0.125, complete=False),))) == []
+    assert news.since_last(stats(evaluations=(evaluation(0, 0.125),))) == [
         "held-out reward of version 0: 0.125 over 128 rollouts"
     ]
-    assert news.of(stats(evaluations=(evaluation(0, 0.125), evaluation(10, 0.5)))) == [
+    assert news.since_last(stats(evaluations=(evaluation(0, 0.125), evaluation(10, 0.5)))) == [
         "held-out reward of version 10: 0.500 over 128 rollouts"
     ]
 
 
 def test_a_node_nobody_named_is_called_by_its_key() -> None:
-    (told, _) = News({}).of(stats(nodes=(refused(2, "banned"),)))
+    (told, _) = ChangeLog({}).since_last(stats(nodes=(refused(2, "banned"),)))
     assert told.startswith("11111111 refused: ")
 
 

@@ -11,9 +11,10 @@ import torch
 from local_swarm import in_threads, make_peer
 
 from shoal.cli.commands.diloco import check_peer_join
-from shoal.cli.main import act, parse
-from shoal.cli.run.supervise import alone_in
-from shoal.cli.ui.diloco_view import describe_peers, events_of, plot_losses
+from shoal.cli.main import parse, run_command
+from shoal.cli.run.supervise import lock_folder
+from shoal.cli.ui.diloco_view import describe_peers
+from shoal.cli.ui.plot import plot_losses, read_events
 from shoal.diloco import LocalHub
 from shoal.diloco.site.diloco_file import DilocoFile, load_diloco_file
 from shoal.diloco.site.language import Samples, read_corpus
@@ -204,9 +205,9 @@ def test_second_process_waits_for_the_folder(tmp_path: Path, capsys: pytest.Capt
     folder, stop = tmp_path / "site", threading.Event()
     folder.mkdir()
     where = ["diloco", "train", str(tmp_path / "small.toml"), "--dir", str(folder)]
-    with alone_in(folder, stop):
+    with lock_folder(folder, stop):
         threading.Timer(0.5, stop.set).start()
-        assert act(parse(where), stop) == 130
+        assert run_command(parse(where), stop) == 130
     assert "waiting for another `shoal`" in capsys.readouterr().err and not any(folder.iterdir())
 
 
@@ -216,7 +217,7 @@ def test_truncated_metrics_line_is_skipped_in_the_plot(tmp_path: Path) -> None:
     metrics = Metrics(path)
     metrics.write("step", step=20, loss=1.0)
     metrics.close()
-    assert [event["step"] for event in events_of(path)] == [10, 20]
+    assert [event["step"] for event in read_events(path)] == [10, 20]
     assert plot_losses(path, tmp_path / "loss.png", "loss")
 
 
@@ -287,7 +288,7 @@ def test_every_key_of_the_file_is_documented() -> None:
 def test_command_trains_with_the_local_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_file(tmp_path)
     where = ["diloco", "train", str(tmp_path / "small.toml"), "--dir", str(tmp_path / "site")]
-    assert act(parse(where), threading.Event()) == 0
+    assert run_command(parse(where), threading.Event()) == 0
     assert "run small: 8 steps, validation loss" in capsys.readouterr().out
     assert (tmp_path / "site" / "loss.png").exists()
     made, kept = (
@@ -300,7 +301,7 @@ def test_command_trains_with_the_local_engine(tmp_path: Path, capsys: pytest.Cap
     stopped = threading.Event()
     stopped.set()
     again = where[:-1] + [str(tmp_path / "other")]
-    assert act(parse(again), stopped) == 130
+    assert run_command(parse(again), stopped) == 130
 
 
 def test_missing_package_error_names_its_extra(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -308,7 +309,7 @@ def test_missing_package_error_names_its_extra(tmp_path: Path, capsys: pytest.Ca
         pytest.skip("it is installed")
     small_file(tmp_path, engine="hivemind")
     where = ["diloco", "train", str(tmp_path / "small.toml"), "--dir", str(tmp_path / "site")]
-    assert act(parse(where), threading.Event()) == 2
+    assert run_command(parse(where), threading.Event()) == 2
     assert "shoal-rl[hivemind]" in capsys.readouterr().err
 
 

@@ -51,7 +51,7 @@ deadline_s = {deadline_s}
 """
 
 
-SHOAL = [sys.executable, "-m", "shoal.cli"]
+SHOAL = [sys.executable, "-m", "shoal"]
 
 
 class Swarm:

@@ -59,7 +59,7 @@ def test_each_role_killed_in_the_middle_of_its_work(tmp_path: Path) -> None:
             swarm.wait_until_back(role, before)
         assert swarm.wait_until_over() == 0, swarm.output
         for role in moments:
-            assert f"{role} ended with signal SIGKILL; started again (1 of 5)" in swarm.output
+            assert f"{role} ended with signal SIGKILL; restarted (1 of 5)" in swarm.output
         assert_nothing_is_left(swarm)
         check_books(swarm, heads)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from swarm_processes import Swarm
 
-from shoal.cli.commands.report import make_report, read_folder, read_url
+from shoal.cli.commands.watch import make_report, read_folder, read_url
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 

@@ -1,20 +1,186 @@
-"""What several commands are typed with, and all of `shoal eval`, `data filter` and `toploc`. Light: every command of `shoal` imports this before it starts."""
+"""Arguments of the commands whose modules are slow to import.
+
+Every command of `shoal` imports this file first, so it imports nothing but options and their types. The functions at the end
+import a command's module when the command is called.
+"""
 
 import argparse
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-from shoal.cli.ui.values import above_zero, at_least_one, count, option, share
-
-MAX_NEW_TOKENS = 256
-
-Commands: TypeAlias = (
-    "argparse._SubParsersAction[argparse.ArgumentParser]"  # argparse has no public name for it
+from shoal.cli.ui.values import (
+    Commands,
+    above_zero,
+    add_compute_options,
+    add_device,
+    add_engine_choice,
+    add_json,
+    add_sampling_options,
+    add_task_options,
+    add_threads,
+    at_least_one,
+    count,
+    seconds,
+    share,
+    url,
 )
 
+NODE_FOLDER = Path("shoal-node")
 
-def add_eval(commands: Commands) -> None:
+Action: TypeAlias = Callable[[argparse.Namespace, threading.Event], int]
+
+
+# -- shoal run --------------------------------------------------------------------------------------------
+
+
+def add_run(commands: Commands) -> None:
+    parser = commands.add_parser("run", help="start every role of a run file on this machine")
+    parser.add_argument("file", type=Path, metavar="FILE.toml")
+    parser.add_argument("--dir", type=Path, help="folder for the run's files (default: out/NAME)")
+    add_device(parser, "where trainer, workers and validators compute")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check the file and print the numbers that follow from it"
+    )
+    parser.add_argument("--json", action="store_true", help="with --dry-run: print the numbers as JSON")
+    parser.add_argument(
+        "--peer-join",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="with [trainer.diloco]: address of another site or of a rendezvous",
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--resume", action="store_true", help="continue a run that was stopped or killed")
+    how.add_argument("--fresh", action="store_true", help="delete an earlier run in that folder first")
+    parser.set_defaults(action=_run)
+
+
+# -- commands of a contributor ------------------------------------------------------------------------------
+
+
+def add_contributor_commands(commands: Commands) -> None:
+    """Adds join, status, whoami, pause, leave, check-local, identity and doctor."""
+    _add_join(commands)
+    for name, words, action in (
+        ("status", "what this node earned, and why a submission was refused", _status),
+        ("whoami", "this node's id, owner and run", _whoami),
+    ):
+        parser = commands.add_parser(name, help=words)
+        add_json(parser)
+        _add_node_folder(parser, action)
+    pause = commands.add_parser(
+        "pause", help="finish the current lease and wait; `shoal pause --off` continues"
+    )
+    pause.add_argument("--off", action="store_true", help="continue")
+    _add_node_folder(pause, _pause)
+    leave = commands.add_parser("leave", help="finish the current lease and leave the run")
+    _add_node_folder(leave, _leave)
+    check = commands.add_parser(
+        "check-local", help="run a validator's checks on the last file this node made, or on FILE"
+    )
+    check.add_argument("file", type=Path, nargs="?", help="default: the last file this node made")
+    check.add_argument("--lease", type=Path, help="the file's lease (default: lease.json beside the file)")
+    add_json(check)
+    _add_node_folder(check, _check_local)
+    _add_identity(commands)
+    doctor = commands.add_parser("doctor", help="check whether this machine can work for a run")
+    doctor.add_argument("url", type=url, help="the coordinator's URL")
+    add_json(doctor)
+    _add_node_folder(doctor, _doctor)
+
+
+def _add_join(commands: Commands) -> None:
+    join = commands.add_parser("join", help="check this machine, ask for consent, and work for a run")
+    join.add_argument("url", type=url, help="the coordinator's URL")
+    join.add_argument(
+        "--run", metavar="NAME", help="which of the coordinator's runs (default: the first suitable one)"
+    )
+    join.add_argument("--yes", action="store_true", help="agree to the summary without being asked")
+    join.add_argument("--invite", default="", metavar="CODE", help="invitation from the run's operator")
+    join.add_argument("--max-rows", type=at_least_one, default=64, help="rows decoded at once (default: 64)")
+    add_engine_choice(join)
+    add_device(join)
+    add_threads(join)
+    join.add_argument(
+        "--deadline-s",
+        type=seconds,
+        default=900.0,
+        help="seconds to wait for the coordinator before giving up (default: 900)",
+    )
+    _add_node_folder(join, _join)
+
+
+def _add_identity(commands: Commands) -> None:
+    parser = commands.add_parser("identity", help="back up, restore and delegate keys")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    for name, words, action in (
+        ("backup", "write this node's key to FILE", _backup),
+        ("restore", "restore a key from a backup into the folder", _restore),
+    ):
+        one = actions.add_parser(name, help=words)
+        one.add_argument("file", type=Path)
+        _add_node_folder(one, action)
+    delegate = actions.add_parser("delegate", help="sign, as an owner, for a node for up to 30 days")
+    delegate.add_argument("node", help="the node's id, as `shoal whoami` prints it")
+    delegate.add_argument(
+        "--owner", type=Path, required=True, help="the owner's key file; it is created if it does not exist"
+    )
+    delegate.add_argument("--days", type=above_zero, default=30.0, help="(default: 30)")
+    delegate.add_argument(
+        "--out", type=Path, default=Path("delegation.json"), help="(default: delegation.json)"
+    )
+    delegate.set_defaults(action=_delegate)
+
+
+def _add_node_folder(parser: argparse.ArgumentParser, action: Action) -> None:
+    parser.add_argument(
+        "--dir", type=Path, default=NODE_FOLDER, help=f"the node's folder (default: {NODE_FOLDER})"
+    )
+    parser.set_defaults(action=action)
+
+
+# -- commands that measure and check ------------------------------------------------------------------------
+
+
+def add_analysis_commands(commands: Commands) -> None:
+    """Adds ledger, audit, explain, eval, data and toploc."""
+    _add_ledger(commands)
+    _add_audit(commands)
+    explain = commands.add_parser("explain", help="what a refusal code means")
+    explain.add_argument("code", nargs="?", help="such as reject.early_stop; without one, all are listed")
+    add_json(explain)
+    explain.set_defaults(action=_explain)
+    _add_eval(commands)
+    _add_data(commands)
+    _add_toploc(commands)
+
+
+def _add_ledger(commands: Commands) -> None:
+    parser = commands.add_parser("ledger", help="check a run's ledger")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    verify = actions.add_parser("verify", help="recompute every hash, the signed head and every balance")
+    verify.add_argument("url", type=url, help="the coordinator's URL")
+    add_json(verify)
+    verify.set_defaults(action=_verify_ledger)
+
+
+def _add_audit(commands: Commands) -> None:
+    parser = commands.add_parser("audit", help="repeat a sample of a run's verdicts, accepted and refused")
+    parser.add_argument("url", type=url, help="the coordinator's URL")
+    parser.add_argument("--key", type=Path, required=True, help="validator.key, from the coordinator")
+    parser.add_argument("--dir", type=Path, required=True, help="folder for the versions that are fetched")
+    parser.add_argument(
+        "--sample", type=at_least_one, default=16, help="number of verdicts, chosen at random (default: 16)"
+    )
+    parser.add_argument("--lease", metavar="ID", help="repeat only the verdict on this lease")
+    parser.add_argument("--seed", type=int, default=None, help="the same seed chooses the same sample")
+    add_json(parser)
+    parser.set_defaults(action=_audit)
+
+
+def _add_eval(commands: Commands) -> None:
     parser = commands.add_parser(
         "eval", help="pass@1 and pass@k of a model folder or a published version on held-out problems"
     )
@@ -23,18 +189,20 @@ def add_eval(commands: Commands) -> None:
     parser.add_argument(
         "--key",
         type=Path,
-        help="with a URL: a member's key (node.key of a worker's folder), where relays are private",
+        help="with a URL whose relays are private: a member's key, such as node.key in a worker's folder",
     )
     add_task_options(parser, required=False)
-    parser.add_argument("--prompts", type=at_least_one, default=200, help="held-out problems (default: 200)")
-    parser.add_argument("--k", type=at_least_one, default=1, help="of pass@k")
+    parser.add_argument(
+        "--prompts", type=at_least_one, default=200, help="number of held-out problems (default: 200)"
+    )
+    parser.add_argument("--k", type=at_least_one, default=1, help="the k of pass@k (default: 1)")
     parser.add_argument("--samples", type=at_least_one, help="answers to each problem (default: k)")
-    add_draw_options(parser)
-    parser.add_argument("--json", action="store_true", help="print figures and settings as JSON")
+    add_sampling_options(parser)
+    add_json(parser)
     parser.set_defaults(action=_evaluate)
 
 
-def add_data(commands: Commands) -> None:
+def _add_data(commands: Commands) -> None:
     parser = commands.add_parser("data", help="prepare problems for a run")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     filter_ = actions.add_parser("filter", help="keep the problems that a model solves sometimes")
@@ -47,38 +215,133 @@ def add_data(commands: Commands) -> None:
         nargs=2,
         default=(0.125, 0.5),
         metavar=("LOW", "HIGH"),
-        help="share of right answers of the problems that are kept, both ends included (default: 0.125 0.5)",
+        help="keep problems whose share of right answers is from LOW to HIGH (default: 0.125 0.5)",
     )
     filter_.add_argument(
-        "--problems", type=at_least_one, help="how many to look at (default: all, if the task reads a file)"
+        "--problems",
+        type=at_least_one,
+        help="number of problems to try (default: all, if the task reads a file)",
     )
     filter_.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
-    add_draw_options(filter_)
+    add_sampling_options(filter_)
     filter_.set_defaults(action=_filter)
 
 
-def add_toploc(commands: Commands) -> None:
-    parser = commands.add_parser("toploc", help="measure what honest proofs look like")
+def _add_toploc(commands: Commands) -> None:
+    parser = commands.add_parser("toploc", help="measure the noise of honest proofs")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    prove = actions.add_parser("prove", help="generate honest rows on this machine")
-    prove.add_argument("--rows", type=at_least_one, default=512)
-    prove.add_argument("--max-new-tokens", type=at_least_one, default=96)
-    prove.add_argument("--task", default="add", help="whose prompts to answer")
-    prove.add_argument("--max-rows", type=at_least_one, default=64, help="rows decoded at once")
+    prove = actions.add_parser("prove", help="generate honest rows with proofs on this machine")
+    prove.add_argument("--rows", type=at_least_one, default=512, help="(default: 512)")
+    prove.add_argument("--max-new-tokens", type=at_least_one, default=96, help="(default: 96)")
+    prove.add_argument("--task", default="add", help="the task whose prompts are answered (default: add)")
+    prove.add_argument("--max-rows", type=at_least_one, default=64, help="rows decoded at once (default: 64)")
     add_engine_choice(prove)
     prove.set_defaults(action=_prove)
-    calibrate = actions.add_parser("calibrate", help="check honest rows on this machine; write the noise")
+    calibrate = actions.add_parser(
+        "calibrate", help="check honest rows on this machine and write the noise file"
+    )
     calibrate.add_argument(
-        "files", type=Path, nargs="+", metavar="ROWS", help="files of `prove`; a name says whose"
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="ROWS",
+        help="files that `prove` wrote; each name should say on which machine",
     )
     calibrate.set_defaults(action=_calibrate)
     for action in (prove, calibrate):
         action.add_argument("--model", required=True, help="a folder, or a built-in model")
         action.add_argument(
-            "--temperature", type=above_zero, default=1.0, help="at which the run samples (default: 1)"
+            "--temperature", type=above_zero, default=1.0, help="the run's sampling temperature (default: 1)"
         )
-        add_engine_options(action)
+        add_compute_options(action)
         action.add_argument("--out", type=Path, required=True, metavar="FILE")
+
+
+# -- the commands' functions, imported when called ----------------------------------------------------------
+
+
+def _run(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.run.local import run
+
+    return run(options, stop)
+
+
+def _join(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.join import join
+
+    return join(options, stop)
+
+
+def _status(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.join import status
+
+    return status(options, stop)
+
+
+def _whoami(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.join import whoami
+
+    return whoami(options, stop)
+
+
+def _pause(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.join import pause
+
+    return pause(options, stop)
+
+
+def _leave(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.join import leave
+
+    return leave(options, stop)
+
+
+def _check_local(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.join import check_local
+
+    return check_local(options, stop)
+
+
+def _backup(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.join import backup
+
+    return backup(options, stop)
+
+
+def _restore(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.join import restore
+
+    return restore(options, stop)
+
+
+def _delegate(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.join import delegate
+
+    return delegate(options, stop)
+
+
+def _doctor(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.doctor import doctor
+
+    return doctor(options, stop)
+
+
+def _explain(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.doctor import explain
+
+    return explain(options, stop)
+
+
+def _verify_ledger(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.audit import verify
+
+    return verify(options, stop)
+
+
+def _audit(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.audit import audit
+
+    return audit(options, stop)
 
 
 def _evaluate(options: argparse.Namespace, stop: threading.Event) -> int:
@@ -91,65 +354,6 @@ def _filter(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.cli.commands.data import filter_problems
 
     return filter_problems(options, stop)
-
-
-def add_task_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    parser.add_argument("--task", metavar="NAME", required=required, help="docs/tasks.md lists them")
-    parser.add_argument(
-        "--option",
-        type=option,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="of the task, as often as needed: digits=2, path=gsm8k_train.jsonl",
-    )
-    parser.add_argument(
-        "--budgets",
-        type=at_least_one,
-        nargs="+",
-        default=[],
-        metavar="TOKENS",
-        help="lengths, one of which each prompt asks for",
-    )
-    parser.add_argument("--budget-alpha", type=above_zero, default=0.0003, help="cost of a token off")
-
-
-def add_draw_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-new-tokens",
-        type=at_least_one,
-        help=f"(default: {MAX_NEW_TOKENS}; of a run's version, the run's)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=above_zero,
-        help="0.0001 is as good as greedy (default: 1; of a run's version, the run's)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of problems and draws")
-    parser.add_argument("--max-rows", type=at_least_one, default=64, help="rows decoded at once")
-    add_engine_choice(parser)
-    add_engine_options(parser)
-
-
-def add_engine_choice(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--engine", choices=("torch", "vllm"), default="torch", help="what generates; vllm is an extra"
-    )
-    parser.add_argument(
-        "--tensor-parallel",
-        type=at_least_one,
-        default=1,
-        metavar="GPUS",
-        help="that share the model; vllm only",
-    )
-
-
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda")
-    parser.add_argument(
-        "--threads", type=count, default=0, help="torch threads (default: torch's own choice)"
-    )
 
 
 def _prove(options: argparse.Namespace, stop: threading.Event) -> int:

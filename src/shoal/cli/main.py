@@ -1,12 +1,11 @@
-"""`shoal`: reads the command line and starts one thing.
+"""`shoal`: reads the command line and runs one command.
 
-Rooms are imported only when their command is called, and nothing slow before signals are in hand: Ctrl-C is clean from
-the first moment.
+The parts of Shoal are imported only when their command is called. Nothing slow is imported before the signal handlers are
+installed, so that Ctrl-C ends every command without a traceback.
 """
 
 import argparse
 import atexit
-import json
 import os
 import select
 import signal
@@ -14,54 +13,50 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from shoal import __version__
-from shoal.cli.arguments import Commands, add_data, add_eval, add_toploc
+from shoal.cli.arguments import add_analysis_commands, add_contributor_commands, add_run
 from shoal.cli.commands.admin import add_admin
 from shoal.cli.commands.diloco import add_diloco
-from shoal.cli.commands.join import add_contributor, add_doctor
-from shoal.cli.commands.report import add_report
-from shoal.cli.commands.role_commands import add_roles, add_run
-from shoal.cli.commands.top import add_top
+from shoal.cli.commands.watch import add_report, add_top
+from shoal.cli.run.roles import add_roles
 from shoal.cli.run.supervise import (
     EXIT_DEADLINE,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
-    EXIT_OK,
     EXIT_USAGE,
     GRACE_S,
     RunFailed,
 )
-from shoal.cli.ui.errors import Parser, in_lines, refused_for_good
-from shoal.cli.ui.values import at_least_one, url
+from shoal.cli.ui.errors import Parser, describe_error, is_permanent_refusal
 from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.telemetry import start_logging
-from shoal.wire.codes import CODES, CorruptData, Rejected
+from shoal.wire.codes import CorruptData, Rejected
 
-EXIT_UNREAD = 141
-"""As a shell has it of a program that nobody listens to any more."""
-FIRST_THINGS = """five things people do first:
-  shoal run runs/demo.toml          a whole swarm on this machine, learning, with a liar in it
-  shoal run FILE.toml --dry-run     check a run file and see the numbers it implies
-  shoal join URL                    give this machine's time to somebody's run
+EXIT_BROKEN_PIPE = 141
+"""What a shell reports for a program that SIGPIPE ended: its reader, such as `head`, has exited."""
+FIRST_COMMANDS = """five commands to start with:
+  shoal run runs/demo.toml          a whole swarm on this machine, learning, with one lying worker
+  shoal run FILE.toml --dry-run     check a run file and print the numbers that follow from it
+  shoal join URL                    work for somebody's run with this machine
   shoal top URL                     watch somebody's run in the terminal
   shoal ledger verify URL           check that a run's ledger was not rewritten
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; docs/cli.md lists them."""
     stop = threading.Event()
     _stop_on_signals(stop)
-    _open_what_is_closed()
+    _reopen_closed_streams()
     options = parse(arguments)
     if getattr(options, "stop_with_stdin", False):
         _stop_on_end_of_input(stop)
-    return act(options, stop)
+    return run_command(options, stop)
 
 
-def act(options: argparse.Namespace, stop: threading.Event) -> int:
-    """Do what was asked for; the exit code, with the reason on standard error if it is not 0. docs/cli.md lists them."""
+def run_command(options: argparse.Namespace, stop: threading.Event) -> int:
+    """Calls the command's function. Turns an expected error into a message on standard error and an exit code."""
     from shoal.net.http_client import Refused, Unreachable
 
     codes: dict[type[Exception], int] = {
@@ -78,114 +73,41 @@ def act(options: argparse.Namespace, stop: threading.Event) -> int:
     start_logging()
     try:
         code = int(options.action(options, stop))
-        sys.stdout.flush()  # here, where a full disk or a reader that has gone still finds words
+        sys.stdout.flush()  # a full disk or a closed pipe must be reported here, not during interpreter exit
         return code
     except Stopped:
         return EXIT_INTERRUPTED
     except tuple(codes) as error:
-        if isinstance(error, BrokenPipeError) and _nobody_reads():
-            # `shoal ... | head` has seen enough. What is left in the buffer must not be tried again at exit.
+        if isinstance(error, BrokenPipeError) and _stdout_has_no_reader():
+            # `shoal ... | head`: the rest of the buffer must not be written again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            return EXIT_UNREAD
+            return EXIT_BROKEN_PIPE
         code = next(code for kind, code in codes.items() if isinstance(error, kind))
-        if isinstance(error, Refused) and refused_for_good(error.code):
+        if isinstance(error, Refused) and is_permanent_refusal(error.code):
             code = EXIT_USAGE
-        print(in_lines(error, options), file=sys.stderr)
+        print(describe_error(error, options), file=sys.stderr)
         return code
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the options of one command, with its function as `action`. Exits with code 2 on a usage error."""
     parser: argparse.ArgumentParser = Parser(
         prog="shoal",
-        description=f"Reinforcement learning of reasoning models across computers that nobody has to trust.\n\n{FIRST_THINGS}",
-        epilog="shoal COMMAND --help lists the options of each; docs/cli.md has the exit codes.",
+        description=f"Reinforcement learning of reasoning models across computers that nobody has to trust.\n\n{FIRST_COMMANDS}",
+        epilog="shoal COMMAND --help lists the options of a command; docs/cli.md has the exit codes.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_run(commands)
     add_roles(commands)
-    _add_ledger(commands)
-    _add_audit(commands)
+    add_contributor_commands(commands)
+    add_analysis_commands(commands)
     add_admin(commands)
-    add_contributor(commands)
-    add_doctor(commands)
-    add_toploc(commands)
-    _add_explain(commands)
-    add_eval(commands)
-    add_data(commands)
     add_diloco(commands)
     add_report(commands)
     add_top(commands)
     return parser.parse_args(arguments)
-
-
-def _add_ledger(commands: Commands) -> None:
-    parser = commands.add_parser("ledger", help="audit a run's ledger")
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
-    verify = actions.add_parser("verify", help="recompute every hash and the signed head")
-    verify.add_argument("url", type=url, help="the coordinator's URL")
-    verify.add_argument("--json", action="store_true", help="what was found, for a program")
-    verify.set_defaults(action=_verify_ledger)
-
-
-def _add_audit(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "audit", help="check a run's verdicts again, on accepted and on refused work"
-    )
-    parser.add_argument("url", type=url, help="the coordinator's URL")
-    parser.add_argument("--key", type=Path, required=True, help="validator.key, from the coordinator")
-    parser.add_argument("--dir", type=Path, required=True, help="for the versions that are fetched")
-    parser.add_argument("--sample", type=at_least_one, default=16, help="how many, at random")
-    parser.add_argument("--lease", metavar="ID", help="the verdict on this one instead, say of an appeal")
-    parser.add_argument("--seed", type=int, default=None, help="which: the same seed chooses the same")
-    parser.add_argument("--json", action="store_true", help="what was found, for a program")
-    parser.set_defaults(action=_audit)
-
-
-def _add_explain(commands: Commands) -> None:
-    parser = commands.add_parser("explain", help="what a refusal code means")
-    parser.add_argument("code", nargs="?", help="such as reject.early_stop; none lists them all")
-    parser.add_argument("--json", action="store_true", help="for a program")
-    parser.set_defaults(action=_explain)
-
-
-# -- what the commands do ---------------------------------------------------------------------------------
-
-
-def _verify_ledger(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.ledger import audit_ledger
-
-    return audit_ledger(options.url, stop, as_json=options.json)
-
-
-def _audit(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.audit import audit
-
-    return audit(options, stop)
-
-
-def _explain(options: argparse.Namespace, stop: threading.Event) -> int:
-    if options.code is not None and options.code not in CODES:
-        raise ValueError(f"no refusal code {options.code!r}; `shoal explain` lists them all")
-    if options.json:
-        chosen = [options.code] if options.code else list(CODES)
-        print(
-            json.dumps(
-                {code: {"meaning": CODES[code].meaning, "remedy": CODES[code].remedy} for code in chosen}
-            )
-        )
-        return EXIT_OK
-    if options.code is None:
-        for code, meaning in CODES.items():
-            print(f"{code:<26} {meaning.meaning}")
-        return EXIT_OK
-    meaning = CODES[options.code]
-    print(f"{options.code}: {meaning.meaning}\nwhat to do: {meaning.remedy}")
-    return EXIT_OK
-
-
-# -- how it stops -----------------------------------------------------------------------------------------
 
 
 def _stop_on_signals(stop: threading.Event) -> None:
@@ -194,24 +116,28 @@ def _stop_on_signals(stop: threading.Event) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handle)
-        # At exit Python puts back what ends a process at once, but not in the place of this: one key press more keeps the exit code.
+        # During exit Python restores the default handler, which would end the process with another exit code if Ctrl-C is
+        # pressed once more.
         atexit.register(signal.signal, number, signal.SIG_IGN)
 
 
-def _nobody_reads() -> bool:
+def _stdout_has_no_reader() -> bool:
     output = select.poll()
     output.register(1, 0)
     return any(events & select.POLLERR for _, events in output.poll(0))
 
 
-def _open_what_is_closed() -> None:
-    """A standard descriptor that was closed would be given to the next file that is opened, and hear what is printed."""
+def _reopen_closed_streams() -> None:
+    """Opens /dev/null for every standard stream that is closed.
+
+    Otherwise the next opened file would get its descriptor, and would receive what is printed.
+    """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest that is free: this one
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - for the life of the process
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor, which is this one
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - stays open until the process ends
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
@@ -221,7 +147,7 @@ def _stop_on_end_of_input(stop: threading.Event) -> None:
         while os.read(0, 1024):
             pass
         stop.set()
-        # Whoever held the other end is gone and cannot make us end. Every role survives an end like this one.
+        # The supervisor is gone and cannot kill this process if it hangs. Every role survives being ended like this.
         time.sleep(GRACE_S)
         os._exit(EXIT_INTERRUPTED)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from small_swarm import Node, SmallSwarm
 
-from shoal.cli.commands.report import make_report, read_folder
+from shoal.cli.commands.watch import make_report, read_folder
 from shoal.net.http_server import Server, listen
 from shoal.swarm.coordinator.http.app import make_app
 from shoal.swarm.coordinator.http.run_pool import Hosted, Pool

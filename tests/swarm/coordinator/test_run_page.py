@@ -12,7 +12,7 @@ import httpx2
 import pytest
 from small_swarm import LOG, Node, SmallSwarm, report
 
-from shoal.cli.commands.report import make_report, read_folder, read_url
+from shoal.cli.commands.watch import make_report, read_folder, read_url
 from shoal.net.waiting import NotYet, wait_for
 from shoal.swarm.coordinator.http import live_page as feed_module
 from shoal.swarm.coordinator.http.live_page import PAGE_FILES, Feed, page_file

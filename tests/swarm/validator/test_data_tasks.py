@@ -10,7 +10,7 @@ import pytest
 from honest_work import make_spec, make_table
 from loopback import DEADLINE_S, Swarm, in_thread, origin_of
 
-from shoal.cli.commands.check_local import check_file
+from shoal.cli.commands.join import check_file
 from shoal.cli.main import main
 from shoal.net.http_client import Refused
 from shoal.swarm.coordinator.config import CoordinatorConfig

@@ -1,4 +1,4 @@
-"""`shoal admin`: the operator's orders, each signed by admin.key and with a reason."""
+"""`shoal admin`: the operator's actions, each signed by admin.key and recorded in the ledger with its reason."""
 
 import argparse
 import secrets
@@ -6,21 +6,21 @@ import threading
 from contextlib import closing
 from pathlib import Path
 
-from shoal.cli.arguments import Commands
 from shoal.cli.run.supervise import EXIT_OK
+from shoal.cli.ui.values import Commands, url
 
 ACTIONS = {
-    "quarantine": "node: check everything it sends",
+    "quarantine": "node: check every submission of it",
     "ban": "node: eject it",
     "restore": "node: forget its rejections, back to probation",
     "pause": "issue no leases",
     "resume": "issue leases again",
-    "void": "lease: end it without blame",
+    "void": "lease: end it without counting it against the node",
     "uphold": "lease: the appeal against its rejection is right",
     "dismiss": "lease: the appeal against its rejection is wrong",
     "invite": "make an invitation; --amount says for how many nodes",
     "allow": "key: let this node, or all nodes of this owner, enrol",
-    "disallow": "key: no more of that",
+    "disallow": "key: take that permission back",
     "stake": "key: add --amount to its balance",
 }
 
@@ -28,20 +28,20 @@ ACTIONS = {
 def add_admin(commands: Commands) -> None:
     parser = commands.add_parser(
         "admin",
-        help="orders of the operator: ban, pause, invite, ...",
+        help="actions of the operator: ban, pause, invite, ...",
         epilog="\n".join(f"  {name:<11} {words}" for name, words in ACTIONS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("order", choices=ACTIONS, metavar="ACTION")
     parser.add_argument("subject", nargs="?", default="", help="a node, an owner's key or a lease")
-    parser.add_argument("--reason", required=True, help="stands in the ledger with the order")
-    parser.add_argument("--amount", type=int, default=0)
-    parser.add_argument("--coordinator", required=True, metavar="URL")
+    parser.add_argument("--reason", required=True, help="recorded in the ledger")
+    parser.add_argument("--amount", type=int, default=0, help="for invite and stake")
+    parser.add_argument("--coordinator", type=url, required=True, metavar="URL")
     parser.add_argument("--key", type=Path, required=True, help="admin.key, from the coordinator")
-    parser.set_defaults(action=_order)
+    parser.set_defaults(action=admin)
 
 
-def _order(options: argparse.Namespace, stop: threading.Event) -> int:
+def admin(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.net.http_client import SignedClient
     from shoal.swarm.coordinator.membership.admission import invite_digest
     from shoal.telemetry import Log
@@ -53,7 +53,7 @@ def _order(options: argparse.Namespace, stop: threading.Event) -> int:
         code = secrets.token_urlsafe(18)
         subject = invite_digest(code)
     if len(options.reason) < 3:
-        raise ValueError(f"--reason {options.reason!r}: say in words why, the ledger keeps it")
+        raise ValueError(f"--reason {options.reason!r} is too short; say why, the ledger keeps it")
     order = AdminOrder(reason=options.reason[:300], subject=subject, amount=options.amount)
     with closing(
         SignedClient(options.coordinator, Key.load(options.key), log=Log("admin"), stop=stop)
@@ -62,6 +62,6 @@ def _order(options: argparse.Namespace, stop: threading.Event) -> int:
     print(f"{options.order}: done, ledger event {recorded.seq}")
     if code:
         print(
-            f"invitation: {code}\nWhoever has it joins with: shoal join {options.coordinator} --invite {code}"
+            f"invitation: {code}\nA contributor joins with: shoal join {options.coordinator} --invite {code}"
         )
     return EXIT_OK

@@ -1,7 +1,6 @@
-"""`shoal audit`: check a sample of a run's verdicts again, on work that was accepted and on work that was refused, by a validator's own code,
-against the published weights.
+"""`shoal ledger verify` recomputes a run's ledger; `shoal audit` repeats a sample of its verdicts with the validator's own code.
 
-Needs validator.key, because files are not public. What can be checked again is what was made by versions that relays still hold.
+The audit needs validator.key, because submitted files are not public. It can only check work whose version a relay still holds.
 """
 
 import argparse
@@ -9,62 +8,152 @@ import json
 import random
 import secrets
 import threading
+from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import httpx2
+from pydantic import ValidationError
 
-from shoal.cli.commands.connectivity import ask_info, reaching
-from shoal.cli.commands.ledger import TIMEOUT_S, fetch_ledger
+from shoal.cli.public_api import PublicApi
 from shoal.cli.run.supervise import EXIT_FAILED, EXIT_OK
-from shoal.model.load_model import DTYPES, load_decoder
+from shoal.cli.ui.progress_bar import progress
 from shoal.net.http_client import SignedClient, fetch_files
 from shoal.net.waiting import Stopped
-from shoal.swarm.coordinator.ledger_replay import replay, seed_of
-from shoal.swarm.validator.judge import judge
-from shoal.swarm.validator.loaded_versions import PolicyShelf
-from shoal.swarm.validator.recompute import CannotCheck
-from shoal.swarm.validator.table_reader import Reader
+from shoal.swarm.coordinator.ledger_replay import Books, replay, seed_of
 from shoal.tasks.datasets.file_options import file_digests, with_files_from
 from shoal.telemetry import Log
-from shoal.wire.codes import ACCEPTED
+from shoal.wire.codes import ACCEPTED, CorruptData, Rejected
 from shoal.wire.keys import Key
 from shoal.wire.lease import Verdict
-from shoal.wire.ledger import LedgerEvent
-from shoal.wire.messages import Claim, Stats
+from shoal.wire.ledger import LedgerEvent, LedgerHead, verify_ledger
+from shoal.wire.messages import Claim, Info, Stats
+from shoal.wire.record import Sealed
 from shoal.wire.run_spec import RunSpec
 
+if TYPE_CHECKING:  # the validator needs torch, which `shoal ledger verify` must do without
+    from shoal.swarm.validator.loaded_versions import PolicyShelf
+    from shoal.swarm.validator.table_reader import Reader
+
+PAGE_EVENTS = 500
 FETCH_S = 120.0
+"""Seconds to try for a version's weights or a task's files."""
 GONE = "no relay holds its version any more"
 
 
+# -- shoal ledger verify ------------------------------------------------------------------------------------
+
+
+def verify(options: argparse.Namespace, stop: threading.Event) -> int:
+    """Recomputes the ledger's hashes and balances, and compares them with the signed head and the public tables."""
+    with PublicApi(options.url) as api:
+        run_key = api.read("/v1/info", Info).run_key
+        try:
+            # Before the head, so that the head covers every event that the tables follow from.
+            shown = Stats.parse(api.get("/v1/stats"))
+            head = Sealed[LedgerHead].parse(api.get("/v1/ledger/head"))
+            events = list(_events(api, head.body.seq, stop))
+            with progress(f"verifying {len(events):,} events"):
+                count = verify_ledger(events, head, run_key)
+                books = replay(events[: shown.ledger_seq])
+                compare(books, shown)
+        except (CorruptData, Rejected) as error:
+            reason = {"good": False, "reason": error.detail}
+            print(json.dumps(reason) if options.json else f"NOT GOOD: {error.detail}")
+            return EXIT_FAILED
+    if options.json:
+        found = {"events": count, "head": head.body.hash, "run_key": run_key, "nodes": len(books.nodes)}
+        print(json.dumps({"good": True, **found, "leases": len(books.leases)}))
+        return EXIT_OK
+    print(f"good: {count} events, head {head.body.hash[:16]}, signed by run key {run_key[:16]}")
+    print(
+        f"recomputed {len(books.nodes)} nodes and {len(books.leases)} leases from the events; trust and credit of all "
+        f"{len(shown.nodes)} nodes shown by the coordinator agree"
+    )
+    return EXIT_OK
+
+
+def fetch_ledger(api: PublicApi, run_key: str, stop: threading.Event) -> list[LedgerEvent]:
+    """Returns every event up to the signed head. Raises CorruptData if they do not verify."""
+    head = Sealed[LedgerHead].parse(api.get("/v1/ledger/head"))
+    events = list(_events(api, head.body.seq, stop))
+    verify_ledger(events, head, run_key)
+    return events
+
+
+def compare(books: Books, shown: Stats) -> None:
+    """Raises CorruptData with the first node whose public figures differ from the ledger's."""
+    for view in shown.nodes:
+        if view.node not in books.nodes:
+            raise CorruptData(f"node {view.node[:16]} is shown, but never enrolled")
+        node, balance = books.nodes[view.node], books.balance(view.node, shown.server_time_s)
+        recomputed = {
+            "trust": node.standing.trust.value,
+            "accepted": node.accepted,
+            "rejected": node.standing.rejected,
+            "void": node.void,
+            "credit": balance.final + balance.held,
+            "credit_held": balance.held,
+        }
+        for name, expected in recomputed.items():
+            if getattr(view, name) != expected:
+                raise CorruptData(
+                    f"node {view.node[:16]}: {name} is shown as {getattr(view, name)}, the ledger gives {expected}",
+                )
+
+
+def _events(api: PublicApi, last_seq: int, stop: threading.Event) -> Iterator[LedgerEvent]:
+    seq = 1
+    with progress("events fetched", last_seq) as advance:
+        while seq <= last_seq:
+            if stop.is_set():
+                raise Stopped(f"stopped at event {seq} of {last_seq}")
+            events = _parse_page(api.get(f"/v1/ledger?from_seq={seq}&limit={PAGE_EVENTS}"), seq)
+            if not events:
+                raise CorruptData(f"the ledger ends before event {seq}; its head says {last_seq}")
+            yield from events[: last_seq - seq + 1]
+            seq += len(events)
+            advance(len(events))
+
+
+def _parse_page(data: bytes, seq: int) -> list[LedgerEvent]:
+    try:
+        return [LedgerEvent.model_validate(event) for event in json.loads(data)]
+    except (ValidationError, ValueError, TypeError):
+        raise CorruptData(f"the page from event {seq} on holds no ledger events") from None
+
+
+# -- shoal audit --------------------------------------------------------------------------------------------
+
+
 def audit(options: argparse.Namespace, stop: threading.Event) -> int:
+    """Repeats verdicts and compares each with the one in the ledger."""
+    from shoal.model.load_model import DTYPES, load_decoder
+    from shoal.swarm.validator.loaded_versions import PolicyShelf
+    from shoal.swarm.validator.table_reader import Reader
+
     log = Log("audit")
     key = Key.load(options.key)
-    with httpx2.Client(base_url=options.url, timeout=TIMEOUT_S) as http, reaching(options.url):
-        info = ask_info(http)
-        stats = Stats.parse(http.get("/v1/stats").raise_for_status().content)
-        events = fetch_ledger(http, info.run_key, stop)
+    with PublicApi(options.url) as api:
+        info, stats = api.read("/v1/info", Info), api.read("/v1/stats", Stats)
+        events = fetch_ledger(api, info.run_key, stop)
     books = replay(events)
     held = {version for relay in stats.relays for version in relay.versions}
-    given = verdicts_of(events, held)
+    given = repeatable_verdicts(events, held)
     chosen = (
-        [only(given, options.lease)]
+        [verdict_on(given, options.lease)]
         if options.lease
         else choose(given, options.sample, random.Random(options.seed))
     )
     refused = sum(verdict.body["code"] != ACCEPTED for verdict in chosen)
-    say = (lambda words: None) if options.json else print
-    say(
-        f"the ledger is good: {len(events)} events; checking {len(chosen)} submissions again, {refused} of them refused ones"
-    )
+    if not options.json:
+        print(
+            f"the ledger is good: {len(events)} events; verdicts to repeat: {len(chosen)}, refusals among them: {refused}"
+        )
     found: dict[str, str | None] = {}
-    with (
-        closing(SignedClient(options.url, key, log=log, stop=stop)) as client,
-        Reader() as reader,
-    ):
-        shelf = PolicyShelf(
+    with closing(SignedClient(options.url, key, log=log, stop=stop)) as client, Reader() as reader:
+        versions = PolicyShelf(
             options.dir / "policies",
             client,
             run_key=info.run_key,
@@ -73,42 +162,43 @@ def audit(options: argparse.Namespace, stop: threading.Event) -> int:
             fetch_s=FETCH_S,
             log=log,
         )
-        spec = spec_at_hand(client, info.spec, options.dir / "data")
+        spec = with_fetched_files(client, info.spec, options.dir / "data")
         issued = {event.body["lease_id"]: event for event in events if event.type == "lease.issued"}
         for verdict in chosen:
             if stop.is_set():
-                raise Stopped("stopped between two submissions")
+                raise Stopped("stopped between two verdicts")
             lease_id = verdict.body["lease_id"]
-            words = check_again(client, shelf, reader, spec, verdict, issued[lease_id])
-            found[lease_id] = words
-            say(f"  {lease_id}: {in_words(words, seed_of(books, lease_id))}")
-    good = sum(words is None for words in found.values())
-    gone = sum(words == GONE for words in found.values())
-    say(
-        f"{good} of {len(chosen)} as the ledger says"
-        + (f", {gone} of versions that are gone" if gone else "")
-    )
+            found[lease_id] = repeat_verdict(client, versions, reader, spec, verdict, issued[lease_id])
+            if not options.json:
+                print(f"  {lease_id}: {describe(found[lease_id], seed_of(books, lease_id))}")
+    return _print_result(options, len(events), found)
+
+
+def _print_result(options: argparse.Namespace, num_events: int, found: dict[str, str | None]) -> int:
+    good = sum(difference is None for difference in found.values())
+    gone = sum(difference == GONE for difference in found.values())
     if options.json:
-        print(
-            json.dumps(
-                {"events": len(events), "checked": len(chosen), "good": good, "gone": gone, "found": found}
-            )
-        )
-    return EXIT_OK if good + gone == len(chosen) else EXIT_FAILED
+        counts = {"events": num_events, "checked": len(found), "good": good, "gone": gone}
+        print(json.dumps({**counts, "found": found}))
+    else:
+        missing = f"; {gone} could not be repeated because {GONE}" if gone else ""
+        print(f"verdicts that agree with the ledger: {good} of {len(found)}{missing}")
+    return EXIT_OK if good + gone == len(found) else EXIT_FAILED
 
 
-def in_words(words: str | None, seed: str | None) -> str:
-    if words == GONE:
-        return f"cannot be checked: {words}"
-    if words is not None:
-        return f"NOT GOOD: {words}"
-    return "as the ledger says; " + (
-        "its seed is not out yet" if seed is None else "its seed is the one committed to"
-    )
+def describe(difference: str | None, seed: str | None) -> str:
+    """Returns the result of one repeated verdict in words. `seed` is the lease's revealed seed, if it is revealed."""
+    if difference == GONE:
+        return f"cannot be checked: {difference}"
+    if difference is not None:
+        return f"NOT GOOD: {difference}"
+    if seed is None:
+        return "agrees with the ledger; its seed is not revealed yet"
+    return "agrees with the ledger; its seed matches the commitment"
 
 
-def verdicts_of(events: list[LedgerEvent], held: set[int]) -> list[LedgerEvent]:
-    """Those that can be checked again: on work whose version can still be had. Void says nothing about the work."""
+def repeatable_verdicts(events: list[LedgerEvent], held: set[int]) -> list[LedgerEvent]:
+    """Returns the verdicts on work of the versions in `held`, without void ones, which say nothing about the work."""
     versions = {
         event.body["lease_id"]: event.body["policy_version"]
         for event in events
@@ -124,7 +214,7 @@ def verdicts_of(events: list[LedgerEvent], held: set[int]) -> list[LedgerEvent]:
 
 
 def choose(given: list[LedgerEvent], sample: int, rng: random.Random) -> list[LedgerEvent]:
-    """At random: refusals are few and weigh more, so up to half are of those."""
+    """Returns a random sample, up to half of it refusals: they are rare, and a wrong one harms a node."""
     accepted = [event for event in given if event.body["code"] == ACCEPTED]
     refused = [event for event in given if event.body["code"] != ACCEPTED]
     chosen = rng.sample(refused, min(len(refused), max(sample // 2, sample - len(accepted))))
@@ -132,33 +222,36 @@ def choose(given: list[LedgerEvent], sample: int, rng: random.Random) -> list[Le
     return sorted(chosen, key=lambda event: event.seq)
 
 
-def only(given: list[LedgerEvent], lease_id: str) -> LedgerEvent:
+def verdict_on(given: list[LedgerEvent], lease_id: str) -> LedgerEvent:
     for event in given:
         if event.body["lease_id"] == lease_id:
             return event
     raise ValueError(
-        f"no verdict on lease {lease_id} can be checked again: it has none, is void, or no relay holds its version any more"
+        f"the verdict on lease {lease_id} cannot be repeated: there is none, it is void, or no relay holds its version any more"
     )
 
 
-def spec_at_hand(client: SignedClient, spec: RunSpec, folder: Path) -> RunSpec:
-    """The run's terms, its task reading the files that were fetched."""
+def with_fetched_files(client: SignedClient, spec: RunSpec, folder: Path) -> RunSpec:
+    """Fetches the task's files and returns the run's terms with a task that reads them."""
     fetch_files(client, file_digests(spec.task), folder, deadline_s=FETCH_S)
     return spec.model_copy(update={"task": with_files_from(spec.task, folder)})
 
 
-def check_again(
+def repeat_verdict(
     client: SignedClient,
-    shelf: PolicyShelf,
-    reader: Reader,
+    versions: "PolicyShelf",
+    reader: "Reader",
     spec: RunSpec,
     verdict: LedgerEvent,
     issued: LedgerEvent,
 ) -> str | None:
-    """What is wrong with a verdict; None if nothing is."""
+    """Judges a submission again; returns how the result differs from the ledger, or None if it agrees."""
+    from shoal.swarm.validator.judge import judge
+    from shoal.swarm.validator.recompute import CannotCheck
+
     claim = client.call("GET", f"/v1/checks/{verdict.body['lease_id']}", None, Claim)
     if claim.lease.digest() != issued.body["lease_digest"]:
-        return "the lease is not the one whose digest the ledger has"
+        return "the lease does not have the digest that the ledger has"
     if not claim.relays:
         return GONE
     try:
@@ -166,14 +259,14 @@ def check_again(
     except ValueError:
         return f"the stored file is not {claim.sha256}"
     try:
-        policy = shelf.get(claim.policy_version, claim.lease, claim.relays)
+        policy = versions.get(claim.policy_version, claim.lease, claim.relays)
         again = judge(data, claim, spec, policy, reader=reader, control_seed=secrets.randbits(64))
     except CannotCheck as error:
         return f"cannot be checked: {error}"
-    return difference(again, verdict)
+    return difference_between(again, verdict)
 
 
-def difference(again: Verdict, verdict: LedgerEvent) -> str | None:
+def difference_between(again: Verdict, verdict: LedgerEvent) -> str | None:
     given = verdict.body["code"]
     if again.code != given:
         return f"{again.code}, the ledger has {given}: {again.detail}"

@@ -1,17 +1,16 @@
-"""`shoal data filter`: keep the problems that a model solves sometimes. What it always or never solves teaches nothing.
+"""`shoal data filter`: keeps the problems that a model solves sometimes. Problems that it always or never solves teach nothing.
 
 OUT                  the rows whose share of right answers is within the band, and the held-out rows of a data set
-                     without a test file; written last, whole or not at all
-OUT.progress.jsonl   a line for each problem as it is done: the same command goes on where it was stopped, and another
+                     without a test file; written last
+OUT.progress.jsonl   a line for each finished problem: the same command continues where it was stopped, and another
                      band needs no new answers
-OUT.report.json      the settings, the histogram, what was kept
+OUT.report.json      the settings, the histogram, the counts
 """
 
 import argparse
 import contextlib
 import hashlib
 import json
-import os
 import sys
 import threading
 from collections import Counter
@@ -20,20 +19,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.arguments import MAX_NEW_TOKENS
 from shoal.cli.commands.sample_answers import (
-    Draw,
-    Posed,
+    DrawSettings,
+    PosedProblem,
     answer,
     load_engine,
+    load_task,
     make_draw,
     model_folder,
     pose,
-    progress_bar,
-    read_task,
     task_spec,
 )
 from shoal.cli.run.supervise import EXIT_OK
+from shoal.cli.ui.progress_bar import progress
+from shoal.cli.ui.values import MAX_NEW_TOKENS
+from shoal.files import write_bytes_atomically
 from shoal.net.waiting import Stopped
 from shoal.tasks import Outcome, Task
 from shoal.tasks.datasets.data_set import DataSet
@@ -45,8 +45,8 @@ BAR = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """How one problem went."""
+class ProblemResult:
+    """The answers to one problem, counted."""
 
     place: int
     right: int
@@ -57,48 +57,48 @@ class Done:
 def filter_problems(options: argparse.Namespace, stop: threading.Event) -> int:
     low, high = options.band
     if low > high:
-        raise ValueError(f"--band {low} {high}: the lower end comes first")
+        raise ValueError(f"--band {low} {high}: give the lower end first")
     if options.budgets:
         raise ValueError(
-            "--budgets: filter by what the task itself is worth, and set budgets in the run file"
+            "--budgets is not for filtering, which counts right answers only; set budgets in the run file"
         )
     spec = task_spec(options)
-    task = read_task(spec)
+    task = load_task(spec)
     posed = pose(task, "train", options.problems, options.seed)
     draw = make_draw(options, options.k, Sampling(max_new_tokens=MAX_NEW_TOKENS))
     with model_folder(options.model) as folder:
         settings = _settings(spec, folder, draw, options)
-        with Progress(_beside(options.out, "progress.jsonl"), settings) as progress:
-            left = [one for one in posed if one.place not in progress.done]
+        with FilterProgress(_beside(options.out, "progress.jsonl"), settings) as finished:
+            left = [one for one in posed if one.place not in finished.done]
             if left:
-                _answer(folder, task, left, draw, progress, options=options, stop=stop)
-            done = progress.done
+                _answer(folder, task, left, draw, finished, options=options, stop=stop)
+            done = finished.done
     kept = [one for one in posed if low <= done[one.place].right / draw.samples <= high]
     rows = [_row(task, one, spec) for one in kept] + _held_out_rows(task)
     _write(options.out, "".join(f"{json.dumps(row)}\n" for row in rows))
     report = _report([done[one.place] for one in posed], len(kept), draw.samples, (low, high))
     report["held_out"] = len(rows) - len(kept)
     _write(_beside(options.out, "report.json"), json.dumps(settings | report, indent=2) + "\n")
-    print(in_words(report, options.out))
+    print(format_report(report, options.out))
     return EXIT_OK
 
 
 def _answer(
     folder: Path,
     task: Task,
-    left: list[Posed],
-    draw: Draw,
-    progress: "Progress",
+    left: list[PosedProblem],
+    draw: DrawSettings,
+    finished: "FilterProgress",
     *,
     options: argparse.Namespace,
     stop: threading.Event,
 ) -> None:
     engine = load_engine(folder, options)
-    with progress_bar("answers", len(left) * draw.samples) as on_row, _saying_how_to_go_on(progress, left):
-        for one, answers in answer(engine, task, left, draw, stop=stop, on_row=on_row):
+    with progress("answers", len(left) * draw.samples) as advance, _print_how_to_continue(finished, left):
+        for one, answers in answer(engine, task, left, draw, stop=stop, advance=advance):
             outcomes = Counter(given.outcome for given in answers)
-            progress.add(
-                Done(
+            finished.add(
+                ProblemResult(
                     one.place,
                     outcomes[Outcome.RIGHT],
                     outcomes[Outcome.UNPARSEABLE],
@@ -108,38 +108,37 @@ def _answer(
 
 
 @contextlib.contextmanager
-def _saying_how_to_go_on(progress: "Progress", left: list[Posed]) -> Iterator[None]:
-    before = len(progress.done)
+def _print_how_to_continue(finished: "FilterProgress", left: list[PosedProblem]) -> Iterator[None]:
+    before = len(finished.done)
     try:
         yield
     except Stopped:
         print(
-            f"stopped with {len(progress.done)} of {before + len(left)} problems done; the same command goes on",
+            f"stopped with {len(finished.done)} of {before + len(left)} problems done; the same command continues",
             file=sys.stderr,
         )
         raise
 
 
-class Progress:
-    """The problems done so far, on disk. Refuses the file of another filter."""
+class FilterProgress:
+    """The problems that are done, in a file that survives a stop. Raises ValueError for a file with other settings."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self.done: dict[int, Done] = {}
+        self.done: dict[int, ProblemResult] = {}
         self._path, head = path, json.dumps({"settings": settings})
         if path.exists():
             self._read(head)
         else:
-            path.parent.mkdir(parents=True, exist_ok=True)
             _write(path, f"{head}\n")
         self._file = path.open("a", encoding="utf-8")
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "FilterProgress":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def add(self, done: Done) -> None:
+    def add(self, done: ProblemResult) -> None:
         self.done[done.place] = done
         self._file.write(f"{json.dumps(asdict(done))}\n")
         self._file.flush()
@@ -150,15 +149,17 @@ class Progress:
         first, *lines = complete.splitlines() or [""]
         if first != head:
             raise ValueError(
-                f"{self._path} is of a filter with other settings; remove it, or choose another --out"
+                f"{self._path} belongs to a filter with other settings; remove it, or choose another --out"
             )
         if complete != text:
             _write(self._path, complete)
-        self.done = {done.place: done for done in (Done(**json.loads(line)) for line in lines)}
+        self.done = {done.place: done for done in (ProblemResult(**json.loads(line)) for line in lines)}
 
 
-def _settings(spec: TaskSpec, folder: Path, draw: Draw, options: argparse.Namespace) -> dict[str, Any]:
-    """All that the answers depend on. Files count by what is in them."""
+def _settings(
+    spec: TaskSpec, folder: Path, draw: DrawSettings, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Returns everything that the answers depend on. Files are represented by their digests."""
     files = {
         name: digest_of(Path(str(value)))
         for name, value in spec.options.items()
@@ -177,19 +178,21 @@ def _settings(spec: TaskSpec, folder: Path, draw: Draw, options: argparse.Namesp
     }
 
 
-def _row(task: Task, one: Posed, spec: TaskSpec) -> dict[str, Any]:
-    """A row of a data set as it was; a made-up problem as the task `listed` reads it."""
+def _row(task: Task, one: PosedProblem, spec: TaskSpec) -> dict[str, Any]:
+    """Returns a data set's row unchanged, or a generated problem as a row for the task `listed`."""
     return task.entry("train", one.seed).row if isinstance(task, DataSet) else listed_row(one.problem, spec)
 
 
 def _held_out_rows(task: Task) -> list[dict[str, Any]]:
-    """Rows that are held out by their hash stay in the file, all of them: what is written is evaluated on the same ones."""
+    """Returns all rows that the data set holds out by their hash, so that a run on the new file evaluates on the same ones."""
     if not isinstance(task, DataSet) or task.eval_path:
         return []
     return [task.entry("eval", seed).row for seed in range(task.size("eval"))]
 
 
-def _report(done: list[Done], num_kept: int, samples: int, band: tuple[float, float]) -> dict[str, Any]:
+def _report(
+    done: list[ProblemResult], num_kept: int, samples: int, band: tuple[float, float]
+) -> dict[str, Any]:
     rights = Counter(one.right for one in done)
     answers = max(1, len(done) * samples)
     return {
@@ -204,7 +207,7 @@ def _report(done: list[Done], num_kept: int, samples: int, band: tuple[float, fl
     }
 
 
-def in_words(report: dict[str, Any], out: Path) -> str:
+def format_report(report: dict[str, Any], out: Path) -> str:
     histogram, (low, high) = report["histogram"], report["band"]
     samples, most = len(histogram) - 1, max(1, *histogram)
     lines = [f"{report['looked_at']} problems, {samples} answers each: how many were right"]
@@ -216,7 +219,7 @@ def in_words(report: dict[str, Any], out: Path) -> str:
         f"kept {report['kept']} with {low:.1%} to {high:.1%} right: {out}",
     ]
     if report["held_out"]:
-        lines.append(f"the file also has the {report['held_out']} rows that are held out, as they were")
+        lines.append(f"the file also has all {report['held_out']} held-out rows")
     return "\n".join(lines)
 
 
@@ -225,10 +228,4 @@ def _beside(out: Path, suffix: str) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
+    write_bytes_atomically(path, text.encode())

@@ -1,4 +1,4 @@
-"""`shoal diloco`: train with others over slow links, and the rendezvous where they find each other."""
+"""`shoal diloco train` trains at one site together with others over slow links; `shoal diloco swarm` is their rendezvous."""
 
 import argparse
 import secrets
@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.arguments import Commands
-from shoal.cli.run.supervise import EXIT_OK, alone_in
-from shoal.cli.ui.values import at_least_one, count, port_number, seconds
+from shoal.cli.run.supervise import EXIT_OK, lock_folder
+from shoal.cli.ui.values import Commands, add_device, add_threads, at_least_one, port_number, seconds
+from shoal.files import write_bytes_atomically
 from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
 
@@ -22,28 +22,37 @@ if TYPE_CHECKING:
 
 
 _ANY = ("0.0.0.0", "::")
-"""To listen at, not to be reached by."""
+"""Addresses to listen on, at which nobody can be reached."""
 
 
 def add_diloco(commands: Commands) -> None:
     parser = commands.add_parser("diloco", help="pre-train or fine-tune over slow links")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    train = actions.add_parser("train", help="train at this site, with whoever else joins the run")
+    train = actions.add_parser("train", help="train at this site, together with the other sites of the run")
     train.add_argument("file", type=Path, metavar="FILE.toml")
-    train.add_argument("--dir", type=Path, required=True, help="this site's folder; start again to resume")
-    train.add_argument("--device", default="cpu", help="cpu, or cuda")
     train.add_argument(
-        "--threads", type=count, default=0, help="torch threads (default: 0, torch's own choice)"
+        "--dir", type=Path, required=True, help="this site's folder; the same command resumes after a stop"
     )
-    train.add_argument("--join-s", type=seconds, default=600.0, help="how long to look for the swarm")
+    add_device(train)
+    add_threads(train)
+    train.add_argument(
+        "--join-s", type=seconds, default=600.0, help="seconds to look for other peers (default: 600)"
+    )
     _add_address_options(train, port=0)
     train.set_defaults(action=_train)
-    swarm = actions.add_parser("swarm", help="a rendezvous: an address that peers can join by")
-    swarm.add_argument("--run", default="", help="name of a run whose peers to show")
-    swarm.add_argument("--dir", type=Path, required=True, help="keeps the key behind the address")
+    swarm = actions.add_parser("swarm", help="serve a rendezvous: an address at which peers find each other")
+    swarm.add_argument("--run", default="", help="name of a run whose peers are listed")
+    swarm.add_argument("--dir", type=Path, required=True, help="folder for the key that the address contains")
     swarm.add_argument("--engine", choices=["hivemind", "torchft"], default="hivemind")
-    swarm.add_argument("--min-peers", type=at_least_one, default=1, help="torchft: no round with fewer")
-    swarm.add_argument("--gather-s", type=seconds, default=60.0, help="torchft: wait so long for the others")
+    swarm.add_argument(
+        "--min-peers", type=at_least_one, default=1, help="torchft: fewest peers of a round (default: 1)"
+    )
+    swarm.add_argument(
+        "--gather-s",
+        type=seconds,
+        default=60.0,
+        help="torchft: seconds to wait for the other peers (default: 60)",
+    )
     _add_address_options(swarm, port=8710)
     swarm.set_defaults(action=_swarm)
 
@@ -56,43 +65,62 @@ def _add_address_options(parser: argparse.ArgumentParser, *, port: int) -> None:
         metavar="ADDRESS",
         help="a peer or rendezvous of the run, such as /ip4/203.0.113.5/tcp/8710/p2p/Qm...; one is enough",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 to be reached from elsewhere")
-    parser.add_argument("--port", type=port_number, default=port, help="0 takes any free one")
     parser.add_argument(
-        "--announce", action="append", default=[], help="the address that others should use, if it is another"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; 0.0.0.0 for other machines (default: 127.0.0.1)",
+    )
+    parser.add_argument(
+        "--port", type=port_number, default=port, help=f"0 takes any free port (default: {port})"
+    )
+    parser.add_argument(
+        "--announce",
+        action="append",
+        default=[],
+        help="the address that others should use, if it is a different one",
     )
     parser.add_argument(
         "--direct-port",
         type=port_number,
         default=0,
-        help="for vectors, around the daemon; 0 takes any free one",
+        help="port for vectors, which do not pass the daemon; 0 takes any free port (default: 0)",
     )
-    parser.add_argument("--outbound-only", action="store_true", help="listen nowhere; only reach out")
-    parser.add_argument("--relay", action="store_true", help="behind NAT: be reached through other peers")
+    parser.add_argument(
+        "--outbound-only", action="store_true", help="listen nowhere; only make outgoing connections"
+    )
+    parser.add_argument(
+        "--relay", action="store_true", help="behind NAT: let other peers forward connections"
+    )
     parser.add_argument("--stop-with-stdin", action="store_true", help="stop when standard input ends")
 
 
 def add_peer_options(parser: argparse.ArgumentParser) -> None:
-    """Of a trainer that is one of several sites: beside its own --host and --port, those that the other sites see."""
+    """Adds the options of a trainer that is one of several sites: the addresses that the other sites use."""
     group = parser.add_argument_group("with [trainer.diloco]")
     group.add_argument(
         "--peer-join",
         action="append",
         default=[],
         metavar="ADDRESS",
-        help="another site, or a rendezvous (shoal diloco swarm); none: the first",
+        help="address of another site or of a rendezvous (shoal diloco swarm); the first site needs none",
     )
-    group.add_argument("--peer-host", default="127.0.0.1", help="0.0.0.0 to be reached from elsewhere")
-    group.add_argument("--peer-port", type=port_number, default=0, help="0 takes any free one")
+    group.add_argument(
+        "--peer-host",
+        default="127.0.0.1",
+        help="address to listen on; 0.0.0.0 for other machines (default: 127.0.0.1)",
+    )
+    group.add_argument("--peer-port", type=port_number, default=0, help="0 takes any free port (default: 0)")
     group.add_argument(
         "--peer-direct-port",
         type=port_number,
         default=0,
-        help="for vectors, around the daemon; 0 takes any free one",
+        help="port for vectors, which do not pass the daemon; 0 takes any free port (default: 0)",
     )
     group.add_argument("--peer-announce", action="append", default=[], metavar="ADDRESS")
     group.add_argument(
-        "--outbound-only", action="store_true", help="listen nowhere for other sites; only reach out"
+        "--outbound-only",
+        action="store_true",
+        help="listen nowhere for other sites; only make outgoing connections",
     )
 
 
@@ -113,10 +141,10 @@ def _address(options: argparse.Namespace) -> "PeerAddress":
 
 
 def check_peer_join(addresses: Sequence[str], config: "DilocoConfig | None") -> None:
-    """`config`: the run file's [trainer.diloco], if it has one."""
+    """Raises ValueError for addresses that do not fit `config`, the run file's [trainer.diloco] or None."""
     if addresses and config is None:
         raise ValueError(
-            f"--peer-join {addresses[0]}: the run file has no [trainer.diloco], so its trainer merges with nobody; "
+            f"--peer-join {addresses[0]}: the run file has no [trainer.diloco], so its trainer is the only site; "
             "add that section, or leave the option out"
         )
     if config is not None and config.engine == "hivemind":
@@ -127,7 +155,7 @@ def _check_addresses(option: str, addresses: Sequence[str]) -> None:
     for address in addresses:
         if not address.startswith("/") or "/p2p/" not in address:
             raise ValueError(
-                f"{option} {address!r} is no address of a peer; one looks like /ip4/203.0.113.5/tcp/8710/p2p/Qm..., as "
+                f"{option} {address!r} is not the address of a peer; one looks like /ip4/203.0.113.5/tcp/8710/p2p/Qm..., as "
                 "`shoal diloco swarm` and every site print it"
             )
 
@@ -143,14 +171,14 @@ def _train(options: argparse.Namespace, stop: threading.Event) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     options.dir.mkdir(parents=True, exist_ok=True)
-    with alone_in(options.dir, stop):
-        return _train_alone_there(file, options, stop)
+    with lock_folder(options.dir, stop):
+        return _train_in_locked_folder(file, options, stop)
 
 
-def _train_alone_there(file: "DilocoFile", options: argparse.Namespace, stop: threading.Event) -> int:
+def _train_in_locked_folder(file: "DilocoFile", options: argparse.Namespace, stop: threading.Event) -> int:
     from rich.console import Console
 
-    from shoal.cli.ui.diloco_view import LiveView, show_site
+    from shoal.cli.ui.diloco_view import SiteView, show_site
     from shoal.diloco.averaging.averager import RoundFailed
     from shoal.diloco.site.site import Site
     from shoal.diloco.transport.stream import StreamBroken
@@ -166,13 +194,13 @@ def _train_alone_there(file: "DilocoFile", options: argparse.Namespace, stop: th
     )
     console = Console(stderr=True, highlight=False)
     try:
-        with LiveView(console, lambda: show_site(file, site.progress, averager)):
+        with SiteView(console, lambda: show_site(file, site.progress, averager)):
             progress = site.train(join_s=options.join_s)
     except (RoundFailed, StreamBroken) as error:
         raise DeadlinePassed(f"the swarm: {error}") from None
     finally:
         site.close()
-        _draw(options.dir, f"{file.run.name}: loss")
+        _plot(options.dir, f"{file.run.name}: loss")
     print(
         f"run {file.run.name}: {progress.steps} steps, validation loss {progress.validation:.4f}, "
         f"{progress.sent_bytes / 1e6:.1f} MB sent, utilisation {progress.utilisation:.3f}; model in {site.model_folder}"
@@ -180,13 +208,13 @@ def _train_alone_there(file: "DilocoFile", options: argparse.Namespace, stop: th
     return EXIT_OK
 
 
-def _draw(dir: Path, title: str) -> None:
-    from shoal.cli.ui.diloco_view import plot_losses
+def _plot(dir: Path, title: str) -> None:
+    from shoal.cli.ui.plot import plot_losses
 
     try:
         plot_losses(dir / "metrics.jsonl", dir / "loss.png", title)
-    except OSError as error:  # whatever else went wrong is the news
-        Log("site").warning("no picture of the losses", reason=error)
+    except OSError as error:  # must not hide an error of the training itself
+        Log("site").warning("could not plot the losses", reason=error)
 
 
 def _engine(file: "DilocoFile", options: argparse.Namespace, stop: threading.Event) -> Any:
@@ -200,7 +228,7 @@ def _engine(file: "DilocoFile", options: argparse.Namespace, stop: threading.Eve
     if file.run.engine == "local":
         if options.join:
             raise ValueError(
-                f'--join {options.join[0]}: run.engine = "local" trains alone; take hivemind or torchft'
+                f'--join {options.join[0]}: run.engine = "local" trains alone; set hivemind or torchft'
             )
         mesh = LocalHub().mesh()
     else:
@@ -234,10 +262,10 @@ def _torchft(file: "DilocoFile", options: argparse.Namespace, stop: threading.Ev
 
 
 def _site_id(folder: Path) -> str:
-    """What this site's order of the data is drawn from; the same after a restart."""
+    """Returns the random id that decides this site's order of the data. It stays the same after a restart."""
     path = folder / "site.id"
     if not path.exists():
-        path.write_text(secrets.token_hex(16) + "\n")
+        write_bytes_atomically(path, f"{secrets.token_hex(16)}\n".encode())
     return path.read_text().strip()
 
 
@@ -245,7 +273,7 @@ def _swarm(options: argparse.Namespace, stop: threading.Event) -> int:
     import asyncio
 
     options.dir.mkdir(parents=True, exist_ok=True)
-    with alone_in(options.dir, stop):
+    with lock_folder(options.dir, stop):
         if options.engine == "torchft":
             return _lighthouse(options, stop)
         return asyncio.run(_rendezvous(options, stop))
@@ -259,7 +287,7 @@ def _lighthouse(options: argparse.Namespace, stop: threading.Event) -> int:
         min_replicas=options.min_peers,
         join_timeout_ms=int(1000 * options.gather_s),
     )
-    # It names the machine, which others may not resolve; the address it was given is better, if it is one.
+    # The server reports the machine's name, which others may not resolve; use the given address instead, if it is one.
     named, port = server.address().rsplit(":", 1)
     host = named.removeprefix("http://") if options.host in _ANY else options.host
     print(f"join: http://{host}:{port}", flush=True)
@@ -276,7 +304,7 @@ async def _rendezvous(options: argparse.Namespace, stop: threading.Event) -> int
     from shoal.diloco.transport.stream import Stream, StreamBroken
 
     async def refuse(stream: Stream) -> None:
-        """A rendezvous takes part in nothing."""
+        """Ignores streams: a rendezvous takes no part in rounds."""
 
     mesh = HivemindMesh(options.run or "rendezvous", replace(_address(options), direct_port=None))
     try:

@@ -14,21 +14,20 @@ from typing import Any
 
 import httpx2
 
-from shoal.cli.arguments import MAX_NEW_TOKENS
-from shoal.cli.commands.connectivity import ask_info, reaching
 from shoal.cli.commands.sample_answers import (
-    Answer,
+    GradedAnswer,
     answer,
     load_engine,
+    load_task,
     make_draw,
     model_folder,
     pose,
-    progress_bar,
-    read_task,
     task_spec,
 )
+from shoal.cli.public_api import TIMEOUT_S, PublicApi
 from shoal.cli.run.supervise import EXIT_OK
-from shoal.cli.ui.intervals import pass_at, wilson
+from shoal.cli.ui.progress_bar import progress
+from shoal.cli.ui.values import MAX_NEW_TOKENS, pass_at, wilson
 from shoal.net.http_client import SignedClient
 from shoal.net.ticket_client import Tickets
 from shoal.tasks import Outcome
@@ -40,20 +39,20 @@ from shoal.wire.messages import Info, Origin, Stats
 from shoal.wire.record import Sealed
 from shoal.wire.run_spec import Sampling, TaskSpec
 
-TIMEOUT_S = 20.0
 FETCH_S = 1800.0
+"""Seconds to try for a published version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What came of an evaluation. Intervals are at 95 %."""
+    """The results of an evaluation. Intervals are at 95 %."""
 
     prompts: int
     samples: int
     pass_at_1: float
     pass_at_1_interval: tuple[float, float]
-    """Wilson's, of as many trials as there are prompts: samples of one prompt are not independent, so more of them do not
-    count as more. For shares that lie between 0 and 1 at each prompt the true interval is narrower."""
+    """Wilson's interval with one trial per prompt, because samples of one prompt are not independent. The true interval is
+    narrower where a prompt is sometimes answered right and sometimes wrong."""
     k: int
     pass_at_k: float
     pass_at_k_interval: tuple[float, float]
@@ -64,12 +63,12 @@ class Figures:
     """Share of answers that reached max_new_tokens."""
     tokens_mean: float
     off_budget_mean: float | None
-    """Tokens too few or too many, if prompts asked for a length."""
+    """Mean number of tokens above or below the budget, if prompts asked for a length."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Which version of a run, if it is one, and how the run samples."""
+class ModelSource:
+    """Where a model comes from: the version, if it is a run's, and the default sampling."""
 
     version: int | None
     sampling: Sampling
@@ -80,21 +79,21 @@ def evaluate(options: argparse.Namespace, stop: threading.Event) -> int:
     if samples < options.k:
         raise ValueError(f"--samples {samples} is fewer than --k {options.k}; raise it")
     with _source(options, stop) as (folder, spec, source):
-        task = read_task(spec)
+        task = load_task(spec)
         draw = make_draw(options, samples, source.sampling)
         posed = pose(task, "eval", options.prompts, options.seed)
         engine = load_engine(folder, options)
-        with progress_bar("answers", len(posed) * samples) as on_row:
-            groups = [group for _, group in answer(engine, task, posed, draw, stop=stop, on_row=on_row)]
-    figures = sum_up(groups, k=options.k)
+        with progress("answers", len(posed) * samples) as advance:
+            groups = [group for _, group in answer(engine, task, posed, draw, stop=stop, advance=advance)]
+    figures = compute_figures(groups, k=options.k)
     settings = {"model": options.model, "version": source.version, "task": spec.model_dump(), **asdict(draw)}
-    print(json.dumps(settings | asdict(figures)) if options.json else in_words(figures, settings))
+    print(json.dumps(settings | asdict(figures)) if options.json else format_figures(figures, settings))
     if len(posed) < options.prompts:
-        print(f"shoal: the task has only {len(posed)} held-out problems", file=sys.stderr)
+        print(f"shoal: the task has only {len(posed)} held-out problems; all were used", file=sys.stderr)
     return EXIT_OK
 
 
-def sum_up(groups: list[tuple[Answer, ...]], *, k: int) -> Figures:
+def compute_figures(groups: list[tuple[GradedAnswer, ...]], *, k: int) -> Figures:
     answers = [one for group in groups for one in group]
     rights = [sum(one.outcome is Outcome.RIGHT for one in group) for group in groups]
     share = sum(rights) / len(answers)
@@ -116,12 +115,12 @@ def sum_up(groups: list[tuple[Answer, ...]], *, k: int) -> Figures:
     )
 
 
-def _mean_off_budget(answers: list[Answer]) -> float | None:
+def _mean_off_budget(answers: list[GradedAnswer]) -> float | None:
     off = [one.off_budget for one in answers if one.off_budget is not None]
     return sum(off) / len(off) if off else None
 
 
-def in_words(figures: Figures, settings: dict[str, Any]) -> str:
+def format_figures(figures: Figures, settings: dict[str, Any]) -> str:
     version = "" if settings["version"] is None else f", version {settings['version']}"
     low, high = figures.pass_at_1_interval
     lines = [
@@ -150,89 +149,90 @@ def in_words(figures: Figures, settings: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _source(options: argparse.Namespace, stop: threading.Event) -> Iterator[tuple[Path, TaskSpec, Source]]:
-    """The model's folder, the task, and where they come from."""
+def _source(
+    options: argparse.Namespace, stop: threading.Event
+) -> Iterator[tuple[Path, TaskSpec, ModelSource]]:
+    """Yields the model's folder, the task, and the model's source. A published version is fetched into a temporary folder."""
     if not options.model.startswith(("http://", "https://")):
         if options.task is None:
-            raise ValueError("--task says what to evaluate on; docs/tasks.md lists them")
+            raise ValueError(
+                "--task is missing; it names the task to evaluate on, and docs/tasks.md lists them"
+            )
         if options.version is not None:
-            raise ValueError("--version goes with a coordinator's URL; a folder is one version")
+            raise ValueError("--version needs a coordinator's URL as MODEL; leave it out for a folder")
         with model_folder(options.model) as folder:
-            yield folder, task_spec(options), Source(None, Sampling(max_new_tokens=MAX_NEW_TOKENS))
+            yield folder, task_spec(options), ModelSource(None, Sampling(max_new_tokens=MAX_NEW_TOKENS))
         return
     with tempfile.TemporaryDirectory() as into:
-        with httpx2.Client(base_url=options.model, timeout=TIMEOUT_S) as http, reaching(options.model):
-            info, folder, version = fetch_published(http, options, Path(into), stop)
+        with PublicApi(options.model) as api:
+            info, folder, version = fetch_published(api, options, Path(into), stop)
         spec = task_spec(options) if options.task is not None else _with_own_files(info.spec.task, options)
-        yield folder, spec, Source(version, info.spec.sampling)
+        yield folder, spec, ModelSource(version, info.spec.sampling)
 
 
 def fetch_published(
-    http: httpx2.Client, options: argparse.Namespace, into: Path, stop: threading.Event
+    api: PublicApi, options: argparse.Namespace, into: Path, stop: threading.Event
 ) -> tuple[Info, Path, int]:
-    """A published version through SHARDCAST, verified under the run's key; with `--key`, also from private relays."""
+    """Fetches a published version and verifies it with the run's key; with `--key`, also from private relays."""
     from shoal.shardcast import RelayChoice, fetch_version
 
     version, log = options.version, Log("eval")
-    info = ask_info(http)
-    sealed = Sealed[Manifest].parse(_get(http, f"/v1/policies/{'latest' if version is None else version}"))
-    stats = Stats.parse(_get(http, "/v1/stats"))
-    places = [relay.url for relay in stats.relays if relay.liveness != "offline"]
-    places = places or [Origin.parse(_get(http, "/v1/origin")).url]
+    info = api.read("/v1/info", Info)
+    found = api.find(f"/v1/policies/{'latest' if version is None else version}")
+    if found is None:
+        which = "a version" if version is None else f"version {version}"
+        raise ValueError(f"{api.url} has not published {which}; the newest is {info.newest_version}")
+    sealed = Sealed[Manifest].parse(found)
+    relays = api.read("/v1/stats", Stats).relays
+    sources = [relay.url for relay in relays if relay.liveness != "offline"]
+    sources = sources or [api.read("/v1/origin", Origin).url]
     with contextlib.ExitStack() as stack:
         ticket = None
         if options.key is not None:
             client = SignedClient(options.model, Key.load(options.key), log=log, stop=stop)
             stack.callback(client.close)
             ticket = Tickets(client, log=log)
-        choice = RelayChoice(_open_to_us(places, ticket), ticket=ticket)
+        choice = RelayChoice(_willing(sources, ticket), ticket=ticket)
         folder = fetch_version(
             sealed, choice, into, run_key=info.run_key, log=log, stop=stop, deadline_s=FETCH_S
         )
     return info, folder, sealed.body.version
 
 
-def _open_to_us(places: list[str], ticket: Tickets | None) -> list[str]:
-    """Those that would serve us. A fetch would go on asking the others for as long as it has time."""
+def _willing(sources: list[str], ticket: Tickets | None) -> list[str]:
+    """Returns the sources that do not refuse us. A fetch would keep asking the others until its deadline."""
     header = ticket() if ticket is not None else ""
     headers = {"Authorization": header} if header else {}
-    refused = [place for place in places if _refuses(place, headers)]
-    if refused == places:
+    refused = [source for source in sources if _refuses(source, headers)]
+    if refused == sources:
         what = "accept no ticket that --key gets" if ticket is not None else "serve members of the run only"
         raise ValueError(
-            f"{', '.join(places)} {what}; give --key FILE: node.key of a worker that joined, or a role's key of the run"
+            f"{', '.join(sources)} {what}; give --key FILE: node.key of a worker that joined, or a role's key of the run"
         )
-    return [place for place in places if place not in refused]
+    return [source for source in sources if source not in refused]
 
 
-def _refuses(place: str, headers: dict[str, str]) -> bool:
+def _refuses(source: str, headers: dict[str, str]) -> bool:
     try:
-        answer = httpx2.get(f"{place}/ticket", headers=headers, timeout=TIMEOUT_S)
+        answer = httpx2.get(f"{source}/ticket", headers=headers, timeout=TIMEOUT_S)
     except httpx2.HTTPError:
-        return False  # it may come back while others serve
+        return False  # it may be reachable again later, while others serve
     return answer.status_code in (401, 403)
 
 
 def _with_own_files(spec: TaskSpec, options: argparse.Namespace) -> TaskSpec:
-    """A run's task. Its terms name files by digest; one's own copies are given as options."""
+    """Returns a run's task with the user's copies of its files. The run's terms name files by their digests only."""
     given = dict(options.option)
     for name, value in given.items():
         if is_file_option(name) and spec.options.get(name) != f"sha256:{digest_of(Path(str(value)))}":
             raise ValueError(
-                f"--option {name}={value} is not the run's file, which is {spec.options.get(name)}"
+                f"--option {name}={value} is not the file of the run, which has {spec.options.get(name)}; give that file"
             )
     spec = spec.model_copy(update={"options": dict(spec.options) | given})
     if file_digests(spec):
         missing = [name for name in spec.options if is_file_option(name) and name not in given]
         raise ValueError(
-            f"the run's task {spec.name!r} reads files that are not sent to strangers; give your own copies: "
+            f"the run's task {spec.name!r} reads files that are not public; give your own copies: "
             + " ".join(f"--option {name}=FILE" for name in missing)
         )
     return spec
-
-
-def _get(http: httpx2.Client, path: str) -> bytes:
-    response = http.get(path)
-    if response.status_code == 404:
-        raise ValueError(f"{http.base_url} has no {path}; GET /v1/policies/latest names the newest version")
-    return response.raise_for_status().content

@@ -1,6 +1,7 @@
-"""Let a model answer problems, each several times, and grade the answers: what `shoal eval` and `shoal data filter` share.
+"""Samples and grades a model's answers to problems, for `shoal eval` and `shoal data filter`.
 
-Deterministic: problems follow from the task and the seed, draws from the seed, the problem's place and the sample's number.
+The results are deterministic: the task and the seed choose the problems; the seed, the problem's place and the sample's number
+choose the random numbers.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.run.roles import check_device
 from shoal.cli.ui.progress_bar import progress
 from shoal.net.waiting import Stopped
 from shoal.tasks import CannotGrade, Finite, Outcome, Problem, Split, Task, make_task
@@ -25,12 +27,12 @@ if TYPE_CHECKING:
     from shoal.rollout.engine.api import Engine, Finished
 
 TRIES = 1000
-"""A task that makes problems up may have few different ones: after so many seeds without a new one, that was all."""
+"""Seeds tried without a new problem before a task that generates its problems counts as exhausted."""
 
 
 @dataclass(frozen=True, slots=True)
-class Posed:
-    """A problem, and its place among those posed, which its draws follow from."""
+class PosedProblem:
+    """A problem, and its place in the list, which its random numbers depend on."""
 
     place: int
     seed: int
@@ -38,19 +40,21 @@ class Posed:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GradedAnswer:
+    """One answer and its reward."""
+
     outcome: Outcome
     value: float
     num_tokens: int
     cut: bool
-    """It reached the cap instead of an end."""
+    """Whether it reached max_new_tokens before an end token."""
     off_budget: int | None
-    """Tokens too few or too many, if the prompt asked for a length."""
+    """Number of tokens above or below the budget, if the prompt asked for a length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
-    """How answers are drawn."""
+class DrawSettings:
+    """How answers are sampled."""
 
     samples: int
     temperature: float
@@ -67,9 +71,9 @@ def task_spec(options: argparse.Namespace) -> TaskSpec:
     )
 
 
-def make_draw(options: argparse.Namespace, samples: int, sampling: Sampling) -> Draw:
-    """What is not said on the command line is as `sampling` has it."""
-    return Draw(
+def make_draw(options: argparse.Namespace, samples: int, sampling: Sampling) -> DrawSettings:
+    """Returns the settings of the command line, with defaults from `sampling`."""
+    return DrawSettings(
         samples=samples,
         temperature=options.temperature or sampling.temperature,
         max_new_tokens=options.max_new_tokens or sampling.max_new_tokens,
@@ -77,39 +81,39 @@ def make_draw(options: argparse.Namespace, samples: int, sampling: Sampling) -> 
     )
 
 
-def pose(task: Task, split: Split, count: int | None, seed: int) -> list[Posed]:
-    """`count` different problems, fewer if there are not so many; None takes all of a task that has a number of them."""
+def pose(task: Task, split: Split, count: int | None, seed: int) -> list[PosedProblem]:
+    """Returns `count` different problems, or fewer if the task has fewer. None takes all problems of a task that reads a file."""
     if isinstance(task, Finite):
         size = task.size(split)
         if not size:
-            task.problem(split, 0)  # says why there are none
+            task.problem(split, 0)  # raises an error that says why there are none
         chosen: Sequence[int] = range(size)
         if count is not None and count < size:
             chosen = sorted(random.Random(f"pose/{seed}").sample(chosen, count))
-        return [Posed(place, index, task.problem(split, index)) for place, index in enumerate(chosen)]
+        return [PosedProblem(place, index, task.problem(split, index)) for place, index in enumerate(chosen)]
     if count is None:
-        raise ValueError("this task makes its problems up, without end; say how many are wanted")
-    found: dict[str, Posed] = {}
+        raise ValueError("this task generates problems without end; give --problems, how many are wanted")
+    found: dict[str, PosedProblem] = {}
     rng = random.Random(f"pose/{seed}")
     misses = 0
     while len(found) < count and misses < TRIES:
         number = rng.getrandbits(63)
         problem = task.problem(split, number)
         misses = misses + 1 if problem.prompt in found else 0
-        found.setdefault(problem.prompt, Posed(len(found), number, problem))
+        found.setdefault(problem.prompt, PosedProblem(len(found), number, problem))
     return list(found.values())
 
 
 @contextlib.contextmanager
 def model_folder(name: str) -> Iterator[Path]:
-    """The folder called `name`, or the built-in model of that name, written to a folder for the while."""
+    """Yields the folder called `name`, or a temporary folder with the built-in model of that name."""
     if Path(name).is_dir():
         yield Path(name)
         return
     from shoal.model.builtin import create_model
 
     with tempfile.TemporaryDirectory() as folder:
-        with progress(f"writing {name} as a folder"):
+        with progress(f"writing {name} to a temporary folder"):
             create_model(name, Path(folder) / "model", 0)
         yield Path(folder) / "model"
 
@@ -119,8 +123,7 @@ def load_engine(folder: Path, options: argparse.Namespace) -> "Engine":
 
     from shoal.rollout.engine.factory import make_engine
 
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device {options.device}: torch finds no CUDA device here; use --device cpu")
+    check_device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
     engine = make_engine(
@@ -139,16 +142,16 @@ def load_engine(folder: Path, options: argparse.Namespace) -> "Engine":
 def answer(
     engine: "Engine",
     task: Task,
-    posed: Sequence[Posed],
-    draw: Draw,
+    posed: Sequence[PosedProblem],
+    draw: DrawSettings,
     *,
     stop: threading.Event,
-    on_row: Callable[[], None],
-) -> Iterator[tuple[Posed, tuple[Answer, ...]]]:
-    """Each problem with its answers, as soon as it has all of them. Stopped if `stop` is set."""
+    advance: Callable[[int], None],
+) -> Iterator[tuple[PosedProblem, tuple[GradedAnswer, ...]]]:
+    """Yields each problem with its answers as soon as all are generated. Raises Stopped if `stop` is set."""
     by_place = {one.place: one for one in posed}
     engine.submit([request for one in posed for request in _requests(engine, task, one, draw)])
-    open_groups: dict[int, list[Answer | None]] = defaultdict(lambda: [None] * draw.samples)
+    open_groups: dict[int, list[GradedAnswer | None]] = defaultdict(lambda: [None] * draw.samples)
     while engine.has_work:
         if stop.is_set():
             raise Stopped("stopped while generating")
@@ -156,14 +159,14 @@ def answer(
             place = row.request.prompt_index
             group = open_groups[place]
             group[row.request.sample_index] = _graded(engine, task, by_place[place].problem, row)
-            on_row()
+            advance(1)
             complete = tuple(one for one in group if one is not None)
             if len(complete) == draw.samples:
                 del open_groups[place]
                 yield by_place[place], complete
 
 
-def _requests(engine: "Engine", task: Task, one: Posed, draw: Draw) -> list[Any]:
+def _requests(engine: "Engine", task: Task, one: PosedProblem, draw: DrawSettings) -> list[Any]:
     from shoal.rollout.engine.api import Request
 
     prompt = tuple(engine.tokenizer.encode_prompt(one.problem.prompt, chat=task.chat))
@@ -181,7 +184,7 @@ def _requests(engine: "Engine", task: Task, one: Posed, draw: Draw) -> list[Any]
     ]
 
 
-def _graded(engine: "Engine", task: Task, problem: Problem, row: "Finished") -> Answer:
+def _graded(engine: "Engine", task: Task, problem: Problem, row: "Finished") -> GradedAnswer:
     from shoal.wire.rollouts import Finish
 
     text = engine.tokenizer.decode(row.output_tokens)
@@ -191,17 +194,10 @@ def _graded(engine: "Engine", task: Task, problem: Problem, row: "Finished") -> 
         raise ValueError(f"an answer could not be graded: {error}") from None
     num_tokens = len(row.output_tokens)
     off = None if problem.budget is None else abs(problem.budget - num_tokens)
-    return Answer(reward.outcome, reward.value, num_tokens, row.finish is Finish.LENGTH, off)
+    return GradedAnswer(reward.outcome, reward.value, num_tokens, row.finish is Finish.LENGTH, off)
 
 
-@contextlib.contextmanager
-def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """How far it is, on standard error; gives what moves it on by one."""
-    with progress(what, total) as advance:
-        yield lambda: advance(1)
-
-
-def read_task(spec: TaskSpec) -> Task:
-    """A data set's answers may take a while to parse."""
+def load_task(spec: TaskSpec) -> Task:
+    """Returns the task. Shows progress, because reading a large data set takes a while."""
     with progress(f"reading the problems of {spec.name}"):
         return make_task(spec)

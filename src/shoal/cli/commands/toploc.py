@@ -1,6 +1,6 @@
-"""`shoal toploc prove` and `calibrate`: honest rows by this machine's engine, and how far off this machine's validator finds them.
+"""`shoal toploc prove` generates honest rows on this machine; `calibrate` measures how far a validator's numbers differ from them.
 
-Prove on one machine and calibrate on another to know what honest work across the two looks like.
+Prove on one machine and calibrate on another to measure the noise between the two.
 """
 
 import argparse
@@ -32,19 +32,19 @@ from shoal.wire.run_spec import ProofSpec, Sampling, TaskSpec, default_tolerance
 from shoal.wire.seeded_draw import sample_seed
 
 SAMPLES = 4
-"""Of each prompt."""
+"""Rows generated for each prompt."""
 MAX_FILE_ROWS = 1 << 20
 MAX_MISSES = 0.02
-"""Share of draws past a run's tolerance in rows that can be called honest."""
+"""Largest share of draws beyond a run's tolerance in rows that count as honest."""
 CHECK_ROWS = 64
-"""Checked between two words on how far it is."""
+"""Rows checked between two updates of the progress."""
 
 
 def prove(options: argparse.Namespace, stop: threading.Event) -> int:
-    """Generate honest rows and write them, with their proofs, as a rollout table."""
+    """Generates honest rows and writes them, with their proofs, as a rollout table."""
     if options.rows < SAMPLES or options.max_new_tokens < 2:
         raise ValueError(
-            f"--rows {options.rows} and --max-new-tokens {options.max_new_tokens}: need at least {SAMPLES} and 2"
+            f"--rows {options.rows} --max-new-tokens {options.max_new_tokens}: at least {SAMPLES} rows of 2 tokens are needed; raise them"
         )
     with model_folder(options.model) as folder:
         engine = load_engine(folder, options)
@@ -60,13 +60,13 @@ def prove(options: argparse.Namespace, stop: threading.Event) -> int:
     rows = sorted(map(to_rollout, finished), key=lambda row: (row.prompt_index, row.sample_index))
     options.out.write_bytes(encode(RolloutTable(lease_id=_LEASE_ID, policy_version=0, rows=tuple(rows))))
     print(
-        f"{options.out}: {len(rows)} rows, {sum(len(row.output_tokens) for row in rows):,} tokens, {_here(options)}"
+        f"{options.out}: {len(rows)} rows, {sum(len(row.output_tokens) for row in rows):,} tokens, {_machine(options)}"
     )
     return 0
 
 
 def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
-    """Check proven rows as a validator would, and write what honest noise looks like."""
+    """Checks honest rows like a validator and writes a noise file."""
     pairs: dict[str, list[list[toploc.SegmentCheck | toploc.TokenBlock]]] = {}
     prompts: dict[str, list[int]] = {}
     with model_folder(options.model) as folder:
@@ -77,7 +77,7 @@ def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
             table = read_rows(path)
             facts = _check(table, policy, options.temperature, stop)
             _check_same_model(path, facts, options.dtype)
-            pair = f"{path.stem} to {_here(options)}"
+            pair = f"{path.stem} to {_machine(options)}"
             pairs[pair] = [units_of(row, fact) for row, fact in zip(table.rows, facts, strict=True)]
             prompts[pair] = [row.prompt_index for row in table.rows]
             _print_tokens(path, table, facts)
@@ -87,7 +87,7 @@ def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
     noise = noise.model_copy(update={"temperature": options.temperature})
     options.out.write_text(noise.model_dump_json(indent=1) + "\n")
     _print_noise(noise)
-    print(f"{options.out}: name it in a run file as run.calibration")
+    print(f"{options.out}: set run.calibration in a run file to this file")
     return 0
 
 
@@ -118,7 +118,7 @@ def _requests(engine: Engine, options: argparse.Namespace) -> list[Request]:
 
 
 def read_rows(path: Path) -> RolloutTable:
-    # One's own file: the limits only keep a wrong one from filling memory.
+    # The user's own file; the limits only keep a wrong one from filling the memory.
     limits = TableLimits(
         max_rows=MAX_FILE_ROWS, max_prompt_tokens=1 << 20, max_output_tokens=1 << 20, max_proof_bytes=1 << 26
     )
@@ -126,7 +126,7 @@ def read_rows(path: Path) -> RolloutTable:
         return decode(path.read_bytes(), limits)
     except Rejected as rejected:
         raise ValueError(
-            f"{path} is no file of `shoal toploc prove` ({rejected.detail}); make one with it"
+            f"{path} was not written by `shoal toploc prove` ({rejected.detail}); make a file with it"
         ) from None
 
 
@@ -142,7 +142,7 @@ def _check(table: RolloutTable, policy: Policy, temperature: float, stop: thread
 
 
 def _check_same_model(path: Path, facts: Sequence[RowFacts], dtype: Dtype) -> None:
-    """Whatever is calibrated by is honest from then on: rows of other weights or another dtype must not be."""
+    """Raises ValueError for rows of other weights or another dtype: the calibration would accept such work as honest."""
     tolerances = default_tolerances(dtype)
     segments = [segment for fact in facts for segment in fact.segments]
     distances = np.concatenate([fact.draw_distance_T for fact in facts])
@@ -166,11 +166,11 @@ def _check_same_model(path: Path, facts: Sequence[RowFacts], dtype: Dtype) -> No
 
 
 def _model_name(model: str) -> str:
-    """A built-in model's name, or the folder's own: the file is published, and whole paths are nobody's business."""
+    """Returns the last part of the path: the noise file is published and should not show the user's folders."""
     return Path(model).name
 
 
-def _here(options: argparse.Namespace) -> str:
+def _machine(options: argparse.Namespace) -> str:
     if torch.device(options.device).type == "cuda":
         name = torch.cuda.get_device_name(options.device)
     else:

@@ -1,6 +1,6 @@
-"""What a run asks of its machines: memory, arithmetic and bytes, from the model's shape and the run file. For `--dry-run`.
+"""Estimates for `--dry-run` what a run needs: memory, arithmetic and bytes, from the model's shape and the run file.
 
-Orders of magnitude for planning, not measurements: every formula is written out here.
+These are orders of magnitude for planning, not measurements.
 """
 
 from pathlib import Path
@@ -10,13 +10,13 @@ from shoal.model.shape import Shape, read_shape
 
 RANKS = (8, 16, 32, 64)
 LOGITS_CHUNK = 4096
-"""Tokens whose logits exist at once."""
+"""Number of tokens whose logits are in memory at once."""
 LINK_BITS_PER_S = 590e6
-"""What the report measured from relays to a worker."""
+"""Bandwidth from relays to a worker that the INTELLECT-2 report measured."""
 H100_FLOPS = 989e12
 MFU = 0.4
 
-# What the report states of its own run (arXiv 2505.07291); shown beside the estimates of its run file.
+# Figures of the INTELLECT-2 report (arXiv 2505.07291), shown beside the estimates for its run file.
 REPORT = {
     "weights": "62 GB",
     "broadcast": "14 minutes",
@@ -26,7 +26,7 @@ REPORT = {
 
 
 def estimates(file: RunFile) -> dict[str, str]:
-    """By name, as `derived_numbers`; empty where the model is no folder with a config.json."""
+    """Returns estimates by name, like `derived_numbers`; none if the model is not a folder with a config.json."""
     folder = Path(file.run.model)
     if not (folder / "config.json").is_file():
         return {}
@@ -70,36 +70,36 @@ def num_parameters(shape: Shape) -> int:
 
 
 def forward_flops(shape: Shape, *, context: int) -> float:
-    """Of one token that sees `context` before it: two for each weight it meets, four for each value it attends to."""
+    """Returns the FLOPs of one token after `context` tokens: two per weight, four per value that attention reads."""
     met = shape.num_layers * _layer_parameters(shape) + shape.vocab_size * shape.hidden_size
     return 2.0 * met + 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * context
 
 
 def train_passes(file: RunFile) -> int:
-    """Forward passes' worth of arithmetic: one forward, two backward, what is computed again, and the scoring ones."""
+    """Returns the arithmetic of training on a token, in forward passes: 1 forward, 2 backward, recomputation and scoring."""
     again = file.trainer.activation_checkpointing + (file.trainer.behaviour == "recompute")
     return 3 + again + (file.trainer.kl > 0)
 
 
 def answer_tokens(file: RunFile) -> int:
-    """Of an answer: the mean of the budgets, if it keeps to them; without budgets, the longest that is allowed."""
+    """Returns the expected tokens of an answer: the mean of the budgets, or without budgets the longest allowed answer."""
     budgets = file.task.budgets
     return round(sum(budgets) / len(budgets)) if budgets else file.sampling.max_new_tokens
 
 
 def gpu_bytes(shape: Shape, file: RunFile, ranks: int) -> float:
-    """Of each of `ranks` GPUs under FSDP2: bfloat16 compute, float32 master weights."""
+    """Returns the memory of each of `ranks` GPUs under FSDP2, with bfloat16 compute and float32 master weights."""
     tokens = file.trainer.row_tokens * file.trainer.rows_per_micro_batch
-    # Weights, gradients and both moments of AdamW in float32, a share each.
+    # Weights, gradients and both moments of AdamW in float32, divided among the ranks.
     state = 16 * num_parameters(shape) / ranks
-    # Two layers at a time, and the head, are whole and in bfloat16.
+    # Two layers at a time and the head are gathered in bfloat16.
     gathered = 2 * (2 * _layer_parameters(shape) + shape.vocab_size * shape.hidden_size)
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    # A layer's activations are kept, or only its input and what its attention gave.
-    of_layer = 2 * tokens * (4 * shape.hidden_size + 2 * queries + 4 * keys + 3 * shape.ffn_size)
-    kept = shape.num_layers * of_layer
+    # Every layer keeps its activations, or with checkpointing only its input and its attention output.
+    layer_bytes = 2 * tokens * (4 * shape.hidden_size + 2 * queries + 4 * keys + 3 * shape.ffn_size)
+    kept = shape.num_layers * layer_bytes
     if file.trainer.activation_checkpointing:
-        kept = 2 * tokens * shape.num_layers * (shape.hidden_size + queries) + of_layer
+        kept = 2 * tokens * shape.num_layers * (shape.hidden_size + queries) + layer_bytes
     logits = 10 * min(LOGITS_CHUNK, tokens) * shape.vocab_size
     return state + gathered + kept + logits
 

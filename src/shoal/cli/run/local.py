@@ -1,5 +1,6 @@
-"""`shoal run`: every role of a run file on this machine, as processes that talk over loopback HTTP."""
+"""`shoal run`: starts every role of a run file on this machine, as processes that talk over loopback HTTP."""
 
+import argparse
 import contextlib
 import itertools
 import json
@@ -9,48 +10,56 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx2
 from rich.console import Console
 
-from shoal.cli.commands.report import write_report
-from shoal.cli.run.runfile import RunFile
-from shoal.cli.run.summary import Outcome, judge_run, print_plainly, print_summary
+from shoal.cli.commands.diloco import check_peer_join
+from shoal.cli.commands.watch import write_report
+from shoal.cli.public_api import PublicApi
+from shoal.cli.run.estimate import estimates
+from shoal.cli.run.roles import check_device
+from shoal.cli.run.runfile import RunFile, check_names, derived_numbers, load_run_file
+from shoal.cli.run.summary import LocalWorker, RunVerdict, judge_run, print_plainly, print_summary
 from shoal.cli.run.supervise import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
     RunFailed,
     Supervisor,
-    alone_in,
-    last_words,
+    last_line,
+    lock_folder,
 )
 from shoal.cli.ui.plot import plot_rewards
+from shoal.cli.ui.progress_bar import progress
 from shoal.cli.ui.view import View, make_view
+from shoal.files import write_bytes_atomically
+from shoal.net.http_client import Unreachable
 from shoal.net.waiting import Stopped
 from shoal.wire.keys import Key
 from shoal.wire.messages import History, Stats
 
 HOST = "127.0.0.1"
 MARKER = "run.toml"
-"""A folder that holds this file is a run's folder."""
+"""Copy of the run file. A folder that has it is a run's folder."""
 PORTS = range(20_000, 30_000)
-"""Below those that systems give to outgoing connections: a role that is started again must find its port free."""
+"""Below the ports that systems give to outgoing connections, so that a restarted role finds its port free."""
 START_S = 60.0
+"""Seconds the coordinator may take to start."""
 GUESTS_S = 20.0
-"""How long a finished run stays for others, at most."""
+"""Most seconds that a finished run keeps its coordinator up for workers from other machines."""
 POLL_S = 0.5
 ANSWER_S = 2.0
-"""Short, so that Ctrl-C does not wait for a coordinator that hangs."""
+"""Timeout of a request. Short, so that Ctrl-C does not wait for a coordinator that hangs."""
 SILENCE_S = 60.0
+"""Seconds without an answer from the coordinator after which the run fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalRun:
-    """Where a run lives and how it was asked for."""
+    """A run on this machine: its file, its folder, and the options it was started with."""
 
     file: RunFile
     source: Path
@@ -59,90 +68,91 @@ class LocalRun:
     fresh: bool
     device: str
     peer_join: tuple[str, ...] = ()
-    """Other sites of a run with [trainer.diloco]."""
+    """Addresses of other sites, for a run with [trainer.diloco]."""
 
 
-def check_folder(run: LocalRun) -> None:
-    """Refuse, in words, what would lose or mix up somebody's files. Changes nothing."""
-    held = run.folder / MARKER
-    if run.resume:
-        if not held.exists():
-            raise ValueError(f"nothing to resume: {run.folder} holds no run; start it without --resume")
-        if held.read_bytes() != run.source.read_bytes():
-            raise ValueError(
-                f"{run.source} differs from {held}, the file this run began with; put it back, or start anew with --fresh"
-            )
-    elif run.folder.exists() and any(run.folder.iterdir()):
-        if not held.exists():
-            raise ValueError(
-                f"{run.folder} holds files, but not a run's, so they are left alone; choose another --dir"
-            )
-        if not run.fresh:
-            raise ValueError(
-                f"{run.folder} holds an earlier run; continue it with --resume, or delete it and start anew with --fresh"
-            )
+# -- the command --------------------------------------------------------------------------------------------
 
 
-def prepare_folder(run: LocalRun) -> None:
-    """Empty the folder of a fresh run, and note down which file the run began with."""
-    if run.resume:
-        return
-    # The folder itself stays: we hold it.
-    for path in run.folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    shutil.copyfile(run.source, run.folder / MARKER)
+def run(options: argparse.Namespace, stop: threading.Event) -> int:
+    """Runs `shoal run`, or only checks the file for --dry-run."""
+    if options.json and not options.dry_run:
+        raise ValueError(
+            "--json is for --dry-run; a run writes metrics.jsonl, and `shoal top URL --json` prints its state"
+        )
+    file = load_run_file(options.file)
+    check_peer_join(options.peer_join, file.trainer.diloco)
+    if options.dry_run or options.fresh:  # with --fresh, before anything is deleted
+        with progress("reading the model and the task's problems"):
+            check_names(file, options.file)
+    if options.dry_run:
+        return _print_numbers(options, file)
+    if options.device != "cpu":
+        check_device(options.device)
+    local_run = LocalRun(
+        file=file,
+        source=options.file,
+        folder=options.dir or default_folder(file),
+        resume=options.resume,
+        fresh=options.fresh,
+        device=options.device,
+        peer_join=tuple(options.peer_join),
+    )
+    return run_local(local_run, stop, Console(highlight=False))
+
+
+def _print_numbers(options: argparse.Namespace, file: RunFile) -> int:
+    numbers = derived_numbers(file) | estimates(file)
+    if options.json:
+        print(json.dumps(numbers, default=str))
+        return EXIT_OK
+    print(f"{options.file}: good")
+    for name, value in numbers.items():
+        print(f"  {name:<38} {value}")
+    return EXIT_OK
 
 
 def run_local(run: LocalRun, stop: threading.Event, console: Console) -> int:
-    """Start everything, watch it to its end, stop everything, sum up."""
+    """Locks the run's folder, runs all roles until the run is finished, and prints the summary."""
     check_folder(run)
     run.folder.mkdir(parents=True, exist_ok=True)
-    with alone_in(run.folder, stop) as held:
-        check_folder(run)  # again: it may have been another run's until now
+    with lock_folder(run.folder, stop) as lock:
+        check_folder(run)  # again: another run may have used the folder until now
         prepare_folder(run)
-        return run_held(run, held, stop, console)
+        supervisor = Supervisor(run.folder, lock)
+        watched = Watched()
+        try:
+            url = start_roles(run, supervisor, stop)
+            watch(run, url, supervisor, watched, stop, console)
+        except Stopped:
+            pass
+        finally:
+            supervisor.stop()
+        if watched.stats is None or watched.history is None:
+            print_plainly(console, f"stopped; continue with: {resume_command(run)}")
+            return EXIT_INTERRUPTED
+        return finish(run, watched.stats, watched.history, watched.workers, console)
 
 
-def run_held(run: LocalRun, held: int, stop: threading.Event, console: Console) -> int:
-    supervisor = Supervisor(run.folder, held)
-    view: View | None = None
-    names: dict[str, str] = {}
-    try:
-        url = start_roles(run, supervisor, stop)
-        view = make_view(names, console)
-        view.say(f"run {run.file.run.name}: coordinator {url}, files in {run.folder}")
-        view.say(f"watch it in a browser: {url}/")
-        stats, history = watch(url, supervisor, view, stop, on_poll=lambda: names.update(worker_names(run)))
-        if stats is not None and (guests := live_guests(stats, names)):
-            # Else they would wait for a coordinator that is gone, and not know that they are done.
-            view.say(f"finished; {guests} that joined from elsewhere hear of it by their next heartbeat")
-            stop.wait(min(GUESTS_S, run.file.coordinator.heartbeat_s + 1.0))
-    except Stopped:
-        stats = history = None
-    finally:
-        if view is not None:
-            view.close()
-        supervisor.stop()
-    if stats is None or history is None:
-        print_plainly(console, f"stopped; continue with: {resume_command(run)}")
-        return EXIT_INTERRUPTED
-    outcome = judge_run(run.file, stats, names)
+def finish(
+    run: LocalRun, stats: Stats, history: History, workers: Mapping[str, LocalWorker], console: Console
+) -> int:
+    """Prints the summary of a finished run, writes plot and report, and returns the exit code."""
+    verdict = judge_run(run.file, stats, workers)
     plotted = plot_rewards(
         history,
         run.folder / "reward.png",
         f"{run.file.run.name}: {run.file.run.model} on {run.file.task.name}",
     )
-    print_summary(run.file, stats, outcome, run.folder, plotted=plotted, names=names, console=console)
+    names = {node: worker.display_name for node, worker in workers.items()}
+    print_summary(run.file, stats, verdict, run.folder, plotted=plotted, names=names, console=console)
     if written := write_report(run.folder, run.folder / "report.html"):
-        print_plainly(console, f"  report            {written}: this run's page in one file, to share")
-    return EXIT_OK if outcome is Outcome.GOOD else EXIT_FAILED
+        print_plainly(console, f"  report            {written}: this run's page as one file, to share")
+    return EXIT_OK if verdict is RunVerdict.GOOD else EXIT_FAILED
 
 
 def resume_command(run: LocalRun) -> str:
-    """What to type to go on, in full."""
+    """Returns the command that continues the run."""
     words = ["shoal", "run", str(run.source)]
     if run.folder != default_folder(run.file):
         words += ["--dir", str(run.folder)]
@@ -153,15 +163,56 @@ def resume_command(run: LocalRun) -> str:
     return shlex.join([*words, "--resume"])
 
 
+# -- the folder ---------------------------------------------------------------------------------------------
+
+
 def default_folder(file: RunFile) -> Path:
     return Path("out") / file.run.name
 
 
+def check_folder(run: LocalRun) -> None:
+    """Raises ValueError if starting would delete or mix up files of another run. Changes nothing."""
+    marker = run.folder / MARKER
+    if run.resume:
+        if not marker.exists():
+            raise ValueError(f"nothing to resume: {run.folder} holds no run; start it without --resume")
+        if marker.read_bytes() != run.source.read_bytes():
+            raise ValueError(
+                f"{run.source} differs from {marker}, the file this run began with; "
+                "restore it, or delete the run and start again with --fresh"
+            )
+    elif run.folder.exists() and any(run.folder.iterdir()):
+        if not marker.exists():
+            raise ValueError(
+                f"{run.folder} holds files that are not a run's, so they are not deleted; choose another --dir"
+            )
+        if not run.fresh:
+            raise ValueError(
+                f"{run.folder} holds an earlier run; continue it with --resume, or delete it and start again with --fresh"
+            )
+
+
+def prepare_folder(run: LocalRun) -> None:
+    """Empties the folder of a new run and copies the run file into it."""
+    if run.resume:
+        return
+    # The folder itself stays, because its descriptor holds the lock.
+    for path in run.folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    shutil.copyfile(run.source, run.folder / MARKER)
+
+
+# -- the roles ----------------------------------------------------------------------------------------------
+
+
 def start_roles(run: LocalRun, supervisor: Supervisor, stop: threading.Event) -> str:
-    """All roles, the coordinator first because its folder holds the keys; returns its URL."""
+    """Starts the coordinator, which writes the keys, then all other roles; returns the coordinator's URL."""
     ports = choose_ports(run.folder, 2 + run.file.local.relays)
     url = f"http://{HOST}:{ports[0]}"
-    coordinator, *others = role_commands(run, url, ports)
+    coordinator, *others = commands_of_roles(run, url, ports)
     supervisor.start(*coordinator)
     wait_until_up(url, supervisor, run.folder / "coordinator" / "keys", stop)
     for name, arguments in others:
@@ -169,8 +220,8 @@ def start_roles(run: LocalRun, supervisor: Supervisor, stop: threading.Event) ->
     return url
 
 
-def role_commands(run: LocalRun, url: str, ports: Sequence[int]) -> list[tuple[str, list[str]]]:
-    """Name and arguments of every role: what an operator would type, one host each."""
+def commands_of_roles(run: LocalRun, url: str, ports: Sequence[int]) -> list[tuple[str, list[str]]]:
+    """Returns name and arguments of every role, as an operator would type them."""
     file, keys, local = run.file, run.folder / "coordinator" / "keys", run.file.local
     client = ["--coordinator", url, "--deadline-s", str(local.deadline_s)]
     device = ["--device", run.device]
@@ -191,130 +242,165 @@ def role_commands(run: LocalRun, url: str, ports: Sequence[int]) -> list[tuple[s
     for index in range(local.validators):
         validator = ["validator", *client, "--key", str(keys / "validator.key"), *threads]
         commands.append((f"validator-{index + 1}", validator))
-    for name, lie in worker_roles(file):
-        worker = [
-            "worker",
-            *client,
-            "--max-rows",
-            str(local.max_rows),
-            "--engine",
-            local.engine,
-            *threads,
-            *(["--lie", lie] if lie else []),
-        ]
-        commands.append((name, worker))
+    for name, lie in local_workers(file):
+        worker = ["worker", *client, "--max-rows", str(local.max_rows), "--engine", local.engine, *threads]
+        commands.append((name, worker + (["--lie", lie] if lie else [])))
     return [(name, [*arguments, "--dir", str(run.folder / name)]) for name, arguments in commands]
 
 
-def worker_roles(file: RunFile) -> list[tuple[str, str | None]]:
-    """Name and lie of every worker, the liars last."""
+def local_workers(file: RunFile) -> list[LocalWorker]:
+    """Returns every worker that the run starts, the lying ones last."""
     lies: list[str | None] = [None] * file.local.workers + list(file.local.lies)
-    return [(f"worker-{index + 1}", lie) for index, lie in enumerate(lies)]
+    return [LocalWorker(f"worker-{index + 1}", lie) for index, lie in enumerate(lies)]
 
 
-def worker_names(run: LocalRun) -> dict[str, str]:
-    """What this run calls each node whose key it has made."""
-    names = {}
-    for name, lie in worker_roles(run.file):
-        path = run.folder / name / "node.key"
+def workers_by_node(run: LocalRun) -> dict[str, LocalWorker]:
+    """Returns the workers that have made their key so far, by node id."""
+    found = {}
+    for worker in local_workers(run.file):
+        path = run.folder / worker.name / "node.key"
         if path.exists():
-            names[Key.load(path).public] = f"{name}, lies: {lie}" if lie else name
-    return names
-
-
-def live_guests(stats: Stats, names: Mapping[str, str]) -> int:
-    """Workers that this run did not start."""
-    return sum(node.liveness == "live" and node.node not in names for node in stats.nodes)
-
-
-def watch(
-    url: str, supervisor: Supervisor, view: View, stop: threading.Event, *, on_poll: Callable[[], None]
-) -> tuple[Stats | None, History | None]:
-    """Show the run until it is finished; (None, None) if somebody stopped it."""
-    said = 0
-    heard_s = time.monotonic()
-    with httpx2.Client(base_url=url, timeout=ANSWER_S) as http:
-        while not stop.wait(POLL_S):
-            supervisor.check()
-            on_poll()
-            for event in supervisor.events[said:]:
-                view.say(event)
-            said = len(supervisor.events)
-            try:
-                stats = Stats.parse(_get(http, "/v1/stats"))
-                history = History.parse(_get(http, "/v1/history")) if stats.finished else None
-            except httpx2.HTTPError as error:
-                if time.monotonic() - heard_s > SILENCE_S:
-                    raise RunFailed(
-                        f"the coordinator at {url} has not answered for {SILENCE_S:.0f} s: {error}; "
-                        f"its log is {supervisor.children['coordinator'].log_path}"
-                    ) from None
-                continue
-            heard_s = time.monotonic()
-            view.show(stats)
-            if history is not None:
-                return stats, history
-            check_workers(supervisor)
-    return None, None
-
-
-def _get(http: httpx2.Client, path: str) -> bytes:
-    return http.get(path).raise_for_status().content
-
-
-def check_workers(supervisor: Supervisor) -> None:
-    """A run that nobody works for any more would wait until somebody's deadline."""
-    workers = [child for name, child in supervisor.children.items() if name.startswith("worker-")]
-    if all(child.ended is not None for child in workers):
-        words = "; ".join(f"{child.name}: {last_words(child.log_path)}" for child in workers)
-        raise RunFailed(f"every worker has left before the run was finished: {words}")
+            found[Key.load(path).public] = worker
+    return found
 
 
 def wait_until_up(url: str, supervisor: Supervisor, keys: Path, stop: threading.Event) -> None:
-    """Until the coordinator answers and its keys are written."""
+    """Waits until the coordinator answers and has written its keys. Raises RunFailed after START_S."""
     give_up_s = time.monotonic() + START_S
-    while True:
+    with PublicApi(url, timeout_s=ANSWER_S) as api:
+        while True:
+            supervisor.check()
+            with contextlib.suppress(Unreachable):
+                api.get("/healthz")
+                if (keys / "relay.key").exists():
+                    return
+            if time.monotonic() > give_up_s:
+                log_path = supervisor.children["coordinator"].log_path
+                raise RunFailed(
+                    f"the coordinator at {url} did not start within {START_S:.0f} s; the last line of its log, {log_path}: "
+                    f"{last_line(log_path)}"
+                )
+            if stop.wait(0.1):
+                raise Stopped("stopped while waiting for the coordinator")
+
+
+# -- watching -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Watched:
+    """What is known of a run while it is watched. `stats` and `history` are set when it is finished."""
+
+    stats: Stats | None = None
+    history: History | None = None
+    workers: dict[str, LocalWorker] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    """Display names by node id."""
+
+
+def watch(
+    run: LocalRun,
+    url: str,
+    supervisor: Supervisor,
+    watched: Watched,
+    stop: threading.Event,
+    console: Console,
+) -> None:
+    """Shows the run until it is finished or stopped."""
+    view = make_view(watched.names, console)
+    try:
+        view.say(f"run {run.file.run.name}: coordinator {url}, files in {run.folder}")
+        view.say(f"watch it in a browser: {url}/")
+        with PublicApi(url, timeout_s=ANSWER_S) as api:
+            poll_until_finished(run, api, supervisor, watched, view, stop)
+        if watched.stats is not None and (guests := live_guests(watched.stats, watched.workers)):
+            # Otherwise they would wait for a coordinator that is gone, without knowing that the run is finished.
+            view.say(f"finished; waiting for the next heartbeat of {guests} workers from other machines")
+            stop.wait(min(GUESTS_S, run.file.coordinator.heartbeat_s + 1.0))
+    finally:
+        view.close()
+
+
+def poll_until_finished(
+    run: LocalRun,
+    api: PublicApi,
+    supervisor: Supervisor,
+    watched: Watched,
+    view: View,
+    stop: threading.Event,
+) -> None:
+    """Polls the coordinator, restarts roles that died, and sets `watched.stats` and `history` when the run is finished."""
+    said = 0
+    heard_s = time.monotonic()
+    while not stop.wait(POLL_S):
         supervisor.check()
+        watched.workers = workers_by_node(run)
+        watched.names.update({node: worker.display_name for node, worker in watched.workers.items()})
+        for event in supervisor.events[said:]:
+            view.say(event)
+        said = len(supervisor.events)
         try:
-            if httpx2.get(f"{url}/healthz", timeout=ANSWER_S).is_success and (keys / "relay.key").exists():
-                return
-        except httpx2.HTTPError:
-            pass
-        if time.monotonic() > give_up_s:
-            log_path = supervisor.children["coordinator"].log_path
-            raise RunFailed(
-                f"waited {START_S:.0f} s for the coordinator at {url}; its log, {log_path}, ends: {last_words(log_path)}"
-            )
-        if stop.wait(0.1):
-            raise Stopped("stopped while waiting for the coordinator")
+            stats = api.read("/v1/stats", Stats)
+            history = api.read("/v1/history", History) if stats.finished else None
+        except Unreachable as error:
+            if time.monotonic() - heard_s > SILENCE_S:
+                raise RunFailed(
+                    f"the coordinator has not answered for {SILENCE_S:.0f} s: {error}; "
+                    f"read its log, {supervisor.children['coordinator'].log_path}"
+                ) from None
+            continue
+        heard_s = time.monotonic()
+        view.show(stats)
+        if history is not None:
+            watched.stats, watched.history = stats, history
+            return
+        check_workers(supervisor)
+
+
+def live_guests(stats: Stats, workers: Mapping[str, LocalWorker]) -> int:
+    """Returns the number of live workers that this run did not start."""
+    return sum(node.liveness == "live" and node.node not in workers for node in stats.nodes)
+
+
+def check_workers(supervisor: Supervisor) -> None:
+    """Raises RunFailed if every worker has ended: the run would otherwise wait until a role's deadline."""
+    workers = [child for name, child in supervisor.children.items() if name.startswith("worker-")]
+    if all(child.ended is not None for child in workers):
+        words = "; ".join(f"{child.name}: {last_line(child.log_path)}" for child in workers)
+        raise RunFailed(f"every worker has left before the run was finished: {words}")
+
+
+# -- ports --------------------------------------------------------------------------------------------------
 
 
 def choose_ports(folder: Path, count: int) -> list[int]:
-    """The ports of the last start where they are still free: leases issued then name the relays by them."""
+    """Returns free ports, the ones of the last start where possible: leases issued then name the relays by them."""
     path = folder / "ports.json"
     before = json.loads(path.read_text()) if path.exists() else []
     ports = free_ports(count, before)
-    path.write_text(json.dumps(ports))
+    write_bytes_atomically(path, json.dumps(ports).encode())
     return ports
 
 
 def free_ports(count: int, wanted: Sequence[int] = ()) -> list[int]:
-    """Ports that are free now, `wanted` ones if they are. Held together while choosing, so that they differ."""
+    """Returns different ports that are free now, `wanted` ones first. All are bound while choosing, so that they differ."""
     others = iter(random.sample(PORTS, 500))
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as bound:
         found = []
         for first in [*wanted, *[None] * count][:count]:
             candidates = itertools.chain(() if first is None else (first,), others)
-            port = next((port for port in candidates if _take(port, held)), None)
+            port = next((port for port in candidates if _try_bind(port, bound)), None)
             if port is None:
-                raise RunFailed(f"{HOST} has no free port among 500 of {PORTS}; stop what uses them")
+                raise RunFailed(
+                    f"{HOST}: none of 500 ports in {PORTS} is free; stop the programs that use them"
+                )
             found.append(port)
     return found
 
 
-def _take(port: int, held: contextlib.ExitStack) -> bool:
-    sock = held.enter_context(socket.socket())
-    # As the roles do: connections of a run just ended do not count.
+def _try_bind(port: int, bound: contextlib.ExitStack) -> bool:
+    sock = bound.enter_context(socket.socket())
+    # As the roles do, so that closed connections of an earlier run do not count.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((HOST, port))

@@ -1,19 +1,170 @@
-"""One role each: what the command line says becomes the role's own configuration."""
+"""`shoal coordinator`, `trainer`, `relay`, `worker` and `validator`: the arguments of each role, and how they become its config.
+
+Imported before every command, so the roles themselves are imported inside the functions that start them.
+"""
 
 import argparse
 import os
 import threading
 from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from shoal.cli.commands.diloco import check_peer_join
-from shoal.cli.run.runfile import load_run_file
+from shoal.cli.commands.diloco import add_peer_options, check_peer_join
 from shoal.cli.run.supervise import EXIT_EJECTED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from shoal.net.s3_store import Credentials
-from shoal.telemetry import Log
-from shoal.wire.keys import Key
+from shoal.cli.ui.values import (
+    Commands,
+    above_zero,
+    add_device,
+    add_engine_choice,
+    add_threads,
+    at_least_one,
+    port_number,
+    seconds,
+    url,
+)
+
+if TYPE_CHECKING:
+    from shoal.net.s3_store import Credentials
+
+
+# -- arguments ----------------------------------------------------------------------------------------------
+
+
+def add_roles(commands: Commands) -> None:
+    _add_coordinator(commands)
+    _add_trainer(commands)
+    _add_relay(commands)
+    _add_worker(commands)
+    _add_validator(commands)
+
+
+def _add_coordinator(commands: Commands) -> None:
+    parser = commands.add_parser("coordinator", help="issue leases, take submissions, keep the ledger")
+    parser.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE.toml",
+        help="one run file, or several: each run then has a folder with its name under --dir",
+    )
+    parser.add_argument(
+        "--database",
+        metavar="URL",
+        help="postgresql://..., instead of the run file's; several coordinators may share it",
+    )
+    _add_role_options(parser, port=8700)
+    parser.set_defaults(action=coordinator)
+
+
+def _add_trainer(commands: Commands) -> None:
+    parser = commands.add_parser("trainer", help="train on accepted groups and publish new versions")
+    parser.add_argument("file", type=Path, metavar="FILE.toml")
+    parser.add_argument(
+        "--keys", type=Path, required=True, help="folder with run.key and trainer.key, from the coordinator"
+    )
+    parser.add_argument(
+        "--url", type=url, help="the URL at which relays reach this origin (default: http://HOST:PORT)"
+    )
+    add_peer_options(parser)
+    _add_torch_options(parser)
+    _add_client_options(parser)
+    _add_role_options(parser, port=8701)
+    parser.set_defaults(action=trainer)
+
+
+def _add_relay(commands: Commands) -> None:
+    parser = commands.add_parser("relay", help="mirror new versions and serve them")
+    parser.add_argument("--key", type=Path, required=True, help="relay.key, from the coordinator")
+    parser.add_argument(
+        "--upstream",
+        type=url,
+        action="append",
+        default=[],
+        help="origin or relay to mirror (default: the origin the coordinator names)",
+    )
+    parser.add_argument(
+        "--url", type=url, help="the URL at which workers reach this relay (default: http://HOST:PORT)"
+    )
+    parser.add_argument(
+        "--max-gb",
+        type=above_zero,
+        help="disk space for versions; a relay that needs more keeps fewer versions (default: no limit)",
+    )
+    parser.add_argument(
+        "--mb-per-s", type=above_zero, help="most that is sent to one address (default: no limit)"
+    )
+    parser.add_argument(
+        "--private", action="store_true", help="serve only members of the run, who present a ticket"
+    )
+    parser.add_argument("--max-connections", type=at_least_one, default=2048, help="(default: 2048)")
+    parser.add_argument(
+        "--max-connections-per-address", type=at_least_one, default=512, help="(default: 512)"
+    )
+    _add_client_options(parser)
+    _add_role_options(parser, port=8702)
+    parser.set_defaults(action=relay)
+
+
+def _add_worker(commands: Commands) -> None:
+    parser = commands.add_parser("worker", help="generate rollouts for a run")
+    parser.add_argument(
+        "--max-rows", type=at_least_one, default=64, help="rows decoded at once (default: 64)"
+    )
+    add_engine_choice(parser)
+    _add_torch_options(parser)
+    parser.add_argument(
+        "--no-prefetch", action="store_true", help="work on one lease at a time and fetch nothing ahead"
+    )
+    parser.add_argument(
+        "--lie",
+        metavar="KIND",
+        help="cheat in a named way, to see it caught; only against a coordinator on this machine",
+    )
+    _add_client_options(parser)
+    _add_role_options(parser, port=None)
+    parser.set_defaults(action=worker)
+
+
+def _add_validator(commands: Commands) -> None:
+    parser = commands.add_parser("validator", help="check submissions and give verdicts")
+    parser.add_argument("--key", type=Path, required=True, help="validator.key, from the coordinator")
+    _add_torch_options(parser)
+    _add_client_options(parser)
+    _add_role_options(parser, port=None)
+    parser.set_defaults(action=validator)
+
+
+def _add_role_options(parser: argparse.ArgumentParser, *, port: int | None) -> None:
+    parser.add_argument("--dir", type=Path, required=True, help="this role's folder")
+    parser.add_argument("--stop-with-stdin", action="store_true", help="stop when standard input ends")
+    if port is not None:
+        parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+        parser.add_argument(
+            "--port", type=port_number, default=port, help=f"0 takes any free port (default: {port})"
+        )
+
+
+def _add_torch_options(parser: argparse.ArgumentParser) -> None:
+    add_threads(parser)
+    add_device(parser)
+
+
+def _add_client_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--coordinator", type=url, required=True, metavar="URL", help="the coordinator's URL")
+    parser.add_argument(
+        "--deadline-s",
+        type=seconds,
+        default=900.0,
+        help="seconds to wait for another role before giving up (default: 900)",
+    )
+
+
+# -- roles --------------------------------------------------------------------------------------------------
 
 
 def coordinator(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.run.runfile import load_run_file
     from shoal.swarm.coordinator.http.server import Hosting, run_pool
 
     files = [load_run_file(path) for path in options.files]
@@ -32,11 +183,13 @@ def coordinator(options: argparse.Namespace, stop: threading.Event) -> int:
         for file in files
     ]
     run_pool(runs, options.host, options.port, stop)
-    return _left(stop)
+    return _exit_code(stop)
 
 
-def _credentials(environ: Mapping[str, str]) -> Credentials | None:
-    """Of an object store, by the names that every tool for such stores uses."""
+def _credentials(environ: Mapping[str, str]) -> "Credentials | None":
+    """Returns the object store's credentials from the environment variables that S3 tools use."""
+    from shoal.net.s3_store import Credentials
+
     access, secret = environ.get("AWS_ACCESS_KEY_ID"), environ.get("AWS_SECRET_ACCESS_KEY")
     if not access or not secret:
         return None
@@ -45,13 +198,15 @@ def _credentials(environ: Mapping[str, str]) -> Credentials | None:
 
 
 def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.run.runfile import load_run_file
     from shoal.diloco.transport.hivemind_mesh import PeerAddress
     from shoal.trainer.io.publisher import OriginAddress
     from shoal.trainer.loop import TrainerSite, run_trainer
+    from shoal.wire.keys import Key
 
-    device = _own_device(options.device)
+    device = _device_of_rank(options.device)
     check_device(device)
-    _check_reachable(options)
+    _check_public_url(options)
     file = load_run_file(options.file)
     check_peer_join(options.peer_join, file.trainer.diloco)
     site = TrainerSite(
@@ -77,17 +232,19 @@ def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
             reachable=not options.outbound_only,
             identity=options.dir / "peer.key",
         ),
-        rank=int(os.environ.get("RANK", "0")),  # these two are torchrun's
+        rank=int(os.environ.get("RANK", "0")),  # torchrun sets RANK and WORLD_SIZE
         num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
     )
     run_trainer(file.trainer, site, stop=stop)
-    return _left(stop)
+    return _exit_code(stop)
 
 
 def relay(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.shardcast import RelayConfig, run_relay
+    from shoal.telemetry import Log
+    from shoal.wire.keys import Key
 
-    _check_reachable(options)
+    _check_public_url(options)
     key = Key.load(options.key)
     config = RelayConfig(
         folder=options.dir,
@@ -104,19 +261,11 @@ def relay(options: argparse.Namespace, stop: threading.Event) -> int:
         private=options.private,
     )
     run_relay(config, key=key, log=Log("relay"), stop=stop)
-    return _left(stop)
-
-
-def wait_quietly() -> None:
-    """Before torch is imported. Its threads wait for each other in a loop; where other programs want the same cores, each waits
-    for one that is not running, and a lease takes many times as long. With this they soon sleep; at once, as OMP_WAIT_POLICY=PASSIVE
-    has it, would cost 40 % on a machine that has nothing else to do. An owner's own setting stands."""
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    return _exit_code(stop)
 
 
 def worker(options: argparse.Namespace, stop: threading.Event) -> int:
-    wait_quietly()
+    limit_thread_spinning()
     from shoal.rollout.engine.factory import check_engine
     from shoal.rollout.worker.session import Exit
     from shoal.rollout.worker.worker import WorkerConfig, run_worker
@@ -145,7 +294,7 @@ def worker(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def validator(options: argparse.Namespace, stop: threading.Event) -> int:
-    wait_quietly()
+    limit_thread_spinning()
     from shoal.swarm.validator.claim_loop import ValidatorConfig, run_validator
 
     check_device(options.device)
@@ -158,23 +307,24 @@ def validator(options: argparse.Namespace, stop: threading.Event) -> int:
         deadline_s=options.deadline_s,
     )
     run_validator(config, stop=stop)
-    return _left(stop)
+    return _exit_code(stop)
 
 
-def _left(stop: threading.Event) -> int:
-    """A role that was told to stop has not finished: whoever supervises it may want it back."""
-    return EXIT_INTERRUPTED if stop.is_set() else EXIT_OK
+# -- what roles share ---------------------------------------------------------------------------------------
 
 
-def _own_device(name: str) -> str:
-    """Of several processes on a host, started by torchrun, each takes the GPU of its number."""
-    if name != "cuda" or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return name
-    return f"cuda:{os.environ['LOCAL_RANK']}"
+def limit_thread_spinning() -> None:
+    """Makes OpenMP threads sleep soon while they wait for each other. Call it before torch is imported.
+
+    Threads that spin take the cores from other programs, and a lease then takes many times as long. To sleep at once
+    (OMP_WAIT_POLICY=PASSIVE) would cost 40 % on an idle machine. A setting by the owner is kept.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def check_device(name: str) -> None:
-    """Now, and not after minutes of waiting for others."""
+    """Raises ValueError if torch cannot use the device, before the role waits minutes for others."""
     import torch
 
     try:
@@ -187,8 +337,20 @@ def check_device(name: str) -> None:
         )
 
 
-def _check_reachable(options: argparse.Namespace) -> None:
+def _exit_code(stop: threading.Event) -> int:
+    """Returns EXIT_INTERRUPTED for a role that was told to stop: it has not finished, and a supervisor may restart it."""
+    return EXIT_INTERRUPTED if stop.is_set() else EXIT_OK
+
+
+def _device_of_rank(name: str) -> str:
+    """Returns the GPU of this process's local rank where torchrun started several processes on a host."""
+    if name != "cuda" or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return name
+    return f"cuda:{os.environ['LOCAL_RANK']}"
+
+
+def _check_public_url(options: argparse.Namespace) -> None:
     if options.url is None and options.host in ("0.0.0.0", "::"):
         raise ValueError(
-            f"--host {options.host} is every address of this machine; say with --url by which one others reach it"
+            f"--host {options.host} listens on every address of this machine; give --url, the one that others should use"
         )

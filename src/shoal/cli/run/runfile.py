@@ -1,4 +1,4 @@
-"""The run file: one TOML file is one run. Unknown keys are refused, nothing is repaired, the numbers it implies are shown."""
+"""The run file: one TOML file describes one run. Unknown keys and wrong values are refused, each with the key and the value."""
 
 import json
 import tomllib
@@ -18,63 +18,69 @@ from shoal.wire.requirements import Needs
 from shoal.wire.run_spec import ProofSpec, RunSpec, Sampling, TaskSpec, Tolerances, default_tolerances
 
 
-class RunSection(Record):
+class RunSettings(Record):
+    """The section [run]."""
+
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
     model: str
     """`tiny`, `smollm2-135m`, or the path of a folder in the Hugging Face layout."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     calibration: str | None = None
-    """A file of `shoal toploc calibrate`, beside the run file or by its full path: proofs are then judged over a submission."""
+    """A file that `shoal toploc calibrate` wrote, relative to the run file. Proofs are then judged over a whole submission."""
     last_version: int = Field(ge=1)
     max_lag: int = Field(default=2, ge=0)
     keep_versions: int = Field(default=5, ge=1)
-    """How many versions origin and relays keep."""
+    """Number of versions that origin and relays keep."""
 
 
 class ShardcastSection(Record):
+    """The section [shardcast]: how weights are sent."""
+
     shard_bytes: int = Field(default=2 << 20, ge=4096)
     snapshot_every: int = Field(default=8, ge=1)
     private: bool = False
-    """The origin, and relays that `shoal run` starts, serve members of the run only."""
+    """Whether the origin, and the relays that `shoal run` starts, serve only members of the run."""
 
 
 class LocalSection(Record):
-    """What `shoal run` starts on this machine."""
+    """The section [local]: what `shoal run` starts on this machine."""
 
     relays: int = Field(default=2, ge=1, le=16)
     workers: int = Field(default=2, ge=1, le=64)
-    """Honest ones; each name in `lies` adds one that lies."""
+    """Number of honest workers; each name in `lies` adds a lying one."""
     lies: tuple[str, ...] = ()
     validators: int = Field(default=1, ge=1, le=16)
     max_rows: int = Field(default=64, ge=1)
     engine: Literal["torch", "vllm"] = "torch"
-    """What the workers generate with."""
+    """The engine of the workers."""
     trainer_threads: int = Field(default=1, ge=1)
     worker_threads: int = Field(default=1, ge=1)
     deadline_s: float = Field(default=900.0, gt=0)
-    """How long a role waits for another before it gives up and says for whom."""
+    """Seconds that a role waits for another before it gives up."""
     expect_gain: float | None = Field(default=None, ge=0)
-    """`shoal run` fails unless held-out reward rises by this much; without it, any end is a good one."""
+    """`shoal run` fails unless held-out reward rises by this much. Without it, no gain is required."""
 
 
 class RunFile(Record):
-    run: RunSection
+    """A whole run file."""
+
+    run: RunSettings
     task: TaskSpec
     sampling: Sampling
     trainer: TrainerConfig
     coordinator: CoordinatorConfig
     proof: ProofSpec = ProofSpec()
     tolerances: Tolerances | None = None
-    """What is not set here is as wire.run.default_tolerances has it for the run's compute_dtype."""
+    """Tolerances that are not set here come from `default_tolerances` for the run's compute_dtype."""
     shardcast: ShardcastSection = ShardcastSection()
     needs: Needs = Needs()
-    """What the run asks of a worker's machine."""
+    """What a worker's machine must have."""
     local: LocalSection = LocalSection()
 
     @field_validator("task")
     @classmethod
     def _task_exists(cls, task: TaskSpec) -> TaskSpec:
-        make_task(without_digests(task))  # its files may be on the coordinator's machine only
+        make_task(without_digests(task))  # without its files, which may be on the coordinator's machine only
         return task
 
     @model_validator(mode="after")
@@ -87,13 +93,13 @@ class RunFile(Record):
             )
         if self.trainer.optimizer_steps > self.coordinator.groups_per_step:
             raise ValueError(
-                f"trainer.optimizer_steps = {self.trainer.optimizer_steps} parts cannot be made of "
-                f"coordinator.groups_per_step = {self.coordinator.groups_per_step} groups; lower the one or raise the other"
+                f"trainer.optimizer_steps = {self.trainer.optimizer_steps} is more than coordinator.groups_per_step = "
+                f"{self.coordinator.groups_per_step}, so some updates would have no group; lower the one or raise the other"
             )
         return self
 
     def spec(self) -> RunSpec:
-        """The public terms of the run."""
+        """Returns the public terms of the run."""
         return RunSpec(
             run=self.run.name,
             task=self.task,
@@ -124,18 +130,20 @@ def _read_noise(path: Path) -> Noise:
             f"run.calibration: {path}: {str(error.strerror).lower()}; make it with shoal toploc calibrate"
         ) from None
     except Rejected as rejected:
-        raise ValueError(f"run.calibration: {path} is no calibration: {rejected.detail}") from None
+        raise ValueError(
+            f"run.calibration: {path} is not a calibration file: {rejected.detail}; make it with shoal toploc calibrate"
+        ) from None
 
 
 def load_run_file(path: Path) -> RunFile:
-    """The run file at `path`, or a ValueError that names the key, the value and the file."""
+    """Returns the run file at `path`. Raises ValueError that names the file, the key and the value."""
     try:
         with path.open("rb") as file:
             table = tomllib.load(file)
     except FileNotFoundError:
-        raise ValueError(f"no run file at {path}; the ones that ship are in runs/") from None
+        raise ValueError(f"no run file at {path}; the examples are in runs/") from None
     except IsADirectoryError:
-        raise ValueError(f"{path} is a folder, not a run file; the ones that ship are in runs/") from None
+        raise ValueError(f"{path} is a folder, not a run file; the examples are in runs/") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}; runs/demo.toml is an example") from None
     run = table.get("run")
@@ -144,21 +152,21 @@ def load_run_file(path: Path) -> RunFile:
             path.parent / run["calibration"]
         )  # beside the run file, unless it is absolute
     try:
-        # TOML has no tuples, and JSON's rules are the ones we want: lists stand for them, and "20" is not 20.
+        # Parsed as JSON, because its rules take a list for a tuple and refuse "20" for 20.
         return RunFile.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
         raise ValueError(
-            "\n".join(f"{path}: {_complaint(problem)}" for problem in error.errors(include_url=False))
+            "\n".join(f"{path}: {_describe(problem)}" for problem in error.errors(include_url=False))
         ) from None
 
 
-def _complaint(problem: Any) -> str:
+def _describe(problem: Any) -> str:
     where = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         return f"{where} is not a key of a run file; docs/run-file.md lists them"
     if problem["type"] == "missing":
         return f"{where} is missing; docs/run-file.md says what it is"
-    # Ours name the values themselves, and would otherwise be followed by the whole table.
+    # Shoal's own errors name the value; `input` would be the whole table.
     if problem["type"] == "value_error":
         reason = str(problem["ctx"]["error"])
         return f"{where}: {reason}" if where else reason
@@ -166,9 +174,9 @@ def _complaint(problem: Any) -> str:
 
 
 def check_names(file: RunFile, path: Path) -> None:
-    """What only torch-laden rooms know, the names of models and lies, and whether the task's data is good.
+    """Checks the task's data, the model's name and the names of the lies; raises ValueError.
 
-    For `--dry-run`, and before an earlier run is deleted; roles check their own.
+    Apart from `load_run_file` because it imports torch. Used by `--dry-run`, and before `--fresh` deletes an earlier run.
     """
     from shoal.model.builtin import BUILTIN
     from shoal.rollout.adversary.lies import LIES
@@ -179,11 +187,11 @@ def check_names(file: RunFile, path: Path) -> None:
         raise ValueError(f"{path}: run.model = {model!r} is neither a folder nor one of {', '.join(BUILTIN)}")
     for lie in file.local.lies:
         if lie not in LIES:
-            raise ValueError(f"{path}: local.lies: no lie is called {lie!r}; known: {', '.join(LIES)}")
+            raise ValueError(f"{path}: local.lies: unknown lie {lie!r}; known: {', '.join(LIES)}")
 
 
 def derived_numbers(file: RunFile) -> dict[str, str]:
-    """What the file implies, for `--dry-run`."""
+    """Returns the numbers that follow from the file, by name, for `--dry-run`."""
     sampling, coordinator = file.sampling, file.coordinator
     rollouts = coordinator.groups_per_step * sampling.samples_per_prompt
     evaluations = 1 + -(-file.run.last_version // coordinator.eval_every)

@@ -3,62 +3,81 @@
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
 from shoal.cli.run.runfile import RunFile
-from shoal.cli.ui.view import name_of, tally
+from shoal.cli.ui.view import count_submissions, name_of
 from shoal.wire.messages import Evaluation, Stats
 
 
-class Outcome(Enum):
+class RunVerdict(Enum):
+    """Whether a run ended as its file expects. The value is printed in the first line of the summary."""
+
     GOOD = "as expected"
     NO_GAIN = "held-out reward did not rise by the expected margin"
-    LIAR_AT_LARGE = "a liar was not ejected"
+    LIAR_NOT_EJECTED = "a lying worker was not ejected"
     HONEST_EJECTED = "an honest worker was ejected"
 
 
-def held_out(stats: Stats) -> tuple[Evaluation, Evaluation] | None:
-    """First and last complete evaluation."""
-    done = [evaluation for evaluation in stats.evaluations if evaluation.complete]
-    return (done[0], done[-1]) if len(done) >= 2 else None
+class LocalWorker(NamedTuple):
+    """A worker that `shoal run` started."""
+
+    name: str
+    lie: str | None
+    """How it cheats, or None for an honest one."""
+
+    @property
+    def display_name(self) -> str:
+        return f"{self.name}, lies: {self.lie}" if self.lie else self.name
 
 
-def judge_run(file: RunFile, stats: Stats, names: Mapping[str, str]) -> Outcome:
+def judge_run(file: RunFile, stats: Stats, workers: Mapping[str, LocalWorker]) -> RunVerdict:
+    """Returns the verdict on a finished run. `workers` maps node ids to the workers that the run started."""
+    liars = {node for node, worker in workers.items() if worker.lie is not None}
     for node in stats.nodes:
-        lies = ", lies: " in names.get(node.node, "")
-        if lies and node.trust != "banned":
-            return Outcome.LIAR_AT_LARGE
-        if not lies and node.trust == "banned":
-            return Outcome.HONEST_EJECTED
-    if sum(", lies: " in name for name in names.values()) < len(file.local.lies):
-        return Outcome.LIAR_AT_LARGE
+        if node.node in liars and node.trust != "banned":
+            return RunVerdict.LIAR_NOT_EJECTED
+        if node.node not in liars and node.trust == "banned":
+            return RunVerdict.HONEST_EJECTED
+    if len(liars) < len(file.local.lies):  # one never made its key, so it was never caught
+        return RunVerdict.LIAR_NOT_EJECTED
     ends, expected = held_out(stats), file.local.expect_gain
     if expected is not None and (ends is None or ends[1].reward_mean - ends[0].reward_mean < expected):
-        return Outcome.NO_GAIN
-    return Outcome.GOOD
+        return RunVerdict.NO_GAIN
+    return RunVerdict.GOOD
+
+
+def held_out(stats: Stats) -> tuple[Evaluation, Evaluation] | None:
+    """Returns the first and the last complete evaluation, or None if there are fewer than two."""
+    done = [evaluation for evaluation in stats.evaluations if evaluation.complete]
+    return (done[0], done[-1]) if len(done) >= 2 else None
 
 
 def print_summary(
     file: RunFile,
     stats: Stats,
-    outcome: Outcome,
+    verdict: RunVerdict,
     folder: Path,
     *,
     plotted: bool,
     names: Mapping[str, str],
     console: Console,
 ) -> None:
-    counts = tally(stats)
+    """Prints verdict, held-out reward, counts and files of a finished run. `names` maps node ids to display names."""
+    counts = count_submissions(stats)
     ends = held_out(stats)
-    lines = [f"run {file.run.name}: {outcome.value}"]
+    expected = file.local.expect_gain
+    expectation = "" if expected is None else f", expected a gain of {expected:.2f}"
+    lines = [f"run {file.run.name}: {verdict.value}"]
     if ends:
         lines.append(
             f"  held-out reward   {ends[0].reward_mean:.3f} (version {ends[0].version}) -> {ends[1].reward_mean:.3f} (version {ends[1].version})"
-            + _expectation(file)
+            + expectation
         )
     else:
-        lines.append(f"  held-out reward   fewer than two evaluations were completed{_expectation(file)}")
+        lines.append(f"  held-out reward   fewer than two evaluations were completed{expectation}")
     sent = sum(relay.bytes_sent for relay in stats.relays)
     lines += [
         f"  versions          {(stats.newest_version or 0) + 1} published, {stats.trained_groups} groups trained on in {stats.batches} batches",
@@ -81,8 +100,13 @@ def print_summary(
     print_plainly(console, "\n".join(lines))
 
 
+def print_plainly(console: Console, text: str) -> None:
+    """Prints text without markup: a path may contain brackets."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def _filtering(stats: Stats) -> str:
-    """What online filtering cost: inference whose groups taught nothing."""
+    """Returns how much generated work online filtering dropped."""
     count, dropped = sum(stats.groups.values()), stats.groups.get("dropped", 0)
     stale = stats.groups.get("stale", 0)
     share = dropped / max(1, count)
@@ -90,13 +114,3 @@ def _filtering(stats: Stats) -> str:
         f"{share:.0%} of rollouts in groups without signal ({dropped} of {count} groups), {stale} groups stale; "
         f"{stats.unparseable:.0%} of answers unparseable"
     )
-
-
-def print_plainly(console: Console, text: str) -> None:
-    """As it is: paths may hold anything, brackets included."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _expectation(file: RunFile) -> str:
-    expected = file.local.expect_gain
-    return "" if expected is None else f", expected a gain of {expected:.2f}"

@@ -1,7 +1,7 @@
-"""One process per role, watched: started, logged, restarted when it dies, stopped when we stop.
+"""Supervises one process per role: starts it, logs its output, restarts it when it dies, and stops it at the end.
 
-A child's standard input is a pipe that we hold. When we end, however we end, the pipe closes and the child takes
-that as the word to stop: nothing is left behind, even after kill -9.
+A child's standard input is a pipe whose other end the supervisor holds. When the supervisor ends, however it ends, the pipe
+closes and the child stops: no process is left behind, even after kill -9.
 """
 
 import contextlib
@@ -17,25 +17,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shoal.files import write_bytes_atomically
 from shoal.net.waiting import Stopped
 
 GRACE_S = 5.0
-"""Between asking a child to stop and making it. With local.ANSWER_S it must stay well below ten seconds."""
-FORMER_S = 15.0
-"""How long to wait for what an earlier run left behind: such processes end by themselves within GRACE_S."""
+"""Seconds between asking a child to stop and killing it. Together with local.ANSWER_S well below ten, so that Ctrl-C is quick."""
+LOCK_WAIT_S = 15.0
+"""Seconds to wait for processes of an earlier run, which end by themselves within GRACE_S."""
 MAX_RESTARTS = 5
 MAX_DEADLINES = 2
-"""A role whose deadline passed has waited long already. It is given another chance or two, never one more for ever."""
+"""Restarts of a role that gave up waiting. It has waited for minutes each time, so it is not restarted for ever."""
 STABLE_AFTER_S = 30.0
-"""A child that ran this long has earned a fresh count of restarts."""
+"""Seconds after which a running child counts as healthy and its count of restarts is reset."""
 
-# Exit codes of a role that mean: do not start me again. docs/cli.md has the list.
+# docs/cli.md lists the exit codes.
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_DEADLINE, EXIT_EJECTED, EXIT_INTERRUPTED = 0, 1, 2, 3, 4, 130
 FINAL_CODES = {EXIT_OK, EXIT_USAGE, EXIT_EJECTED}
+"""A role that ends with one of these is not restarted."""
 
 
 class RunFailed(Exception):
-    """The run cannot go on. The message says because of what, and where to look."""
+    """The run cannot continue. The message says why, and which log to read."""
 
 
 @dataclass
@@ -47,24 +49,25 @@ class Child:
     started_s: float
     restarts: int = 0
     deadlines: int = 0
-    """How often it ended because what it waited for did not come."""
+    """How often it ended because it had waited too long for another role."""
     ended: int | None = None
-    """Exit code, once it has ended for good."""
+    """Exit code, once it has ended and will not be restarted."""
 
 
 @dataclass
 class Supervisor:
-    """Children by name, and what happened to them in words."""
+    """The child processes of a run, and a list of what happened to them."""
 
     folder: Path
-    held: int | None = None
-    """What `alone_in` gave. Children inherit it: the folder is free again when the last of them is gone."""
-    program: Sequence[str] = (sys.executable, "-m", "shoal.cli")
+    lock: int | None = None
+    """Descriptor from `lock_folder`. Children inherit it, so the folder stays locked until the last of them has ended."""
+    program: Sequence[str] = (sys.executable, "-m", "shoal")
     children: dict[str, Child] = field(default_factory=dict)
     events: list[str] = field(default_factory=list)
+    """Restarts and kills, as sentences for the user."""
 
     def start(self, name: str, arguments: Sequence[str]) -> None:
-        """Start `shoal ARGUMENTS` as a child called `name`."""
+        """Starts `shoal ARGUMENTS` as a child called `name`."""
         command = [*self.program, *arguments, "--stop-with-stdin"]
         log_path = self.folder / "logs" / f"{name}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +75,7 @@ class Supervisor:
         self._write_pids()
 
     def check(self) -> None:
-        """Restart children that died. RunFailed if one keeps dying, ValueError if one says that its owner must act."""
+        """Restarts children that died. Raises RunFailed if one keeps dying, ValueError if one reports an error of its owner."""
         for child in self.children.values():
             code = child.process.poll()
             if code is None or child.ended is not None:
@@ -81,7 +84,7 @@ class Supervisor:
                 child.ended = code
                 if code == EXIT_USAGE:
                     raise ValueError(
-                        f"{child.name} refused to go on: {last_words(child.log_path)} (log: {child.log_path})"
+                        f"{child.name} stopped: {last_line(child.log_path)} (log: {child.log_path})"
                     )
                 continue
             if code == EXIT_DEADLINE:
@@ -90,12 +93,12 @@ class Supervisor:
                 child.restarts = 0
             if child.restarts >= MAX_RESTARTS:
                 raise RunFailed(
-                    f"{child.name} died {child.restarts + 1} times in a row, at last with {_how(code)}: "
-                    f"{last_words(child.log_path)} (log: {child.log_path})"
+                    f"{child.name} died {child.restarts + 1} times in a row, the last time with {_describe_exit(code)}: "
+                    f"{last_line(child.log_path)} (log: {child.log_path})"
                 )
             child.restarts += 1
             self.events.append(
-                f"{child.name} ended with {_how(code)}; started again ({child.restarts} of {MAX_RESTARTS})"
+                f"{child.name} ended with {_describe_exit(code)}; restarted ({child.restarts} of {MAX_RESTARTS})"
             )
             _close_stdin(child.process)
             child.process = self._spawn(child.command, child.log_path)
@@ -106,11 +109,11 @@ class Supervisor:
         child.deadlines += 1
         if child.deadlines > MAX_DEADLINES:
             raise RunFailed(
-                f"{child.name} waited in vain {child.deadlines} times: {last_words(child.log_path)} (log: {child.log_path})"
+                f"{child.name} gave up waiting {child.deadlines} times: {last_line(child.log_path)} (log: {child.log_path})"
             )
 
     def stop(self) -> None:
-        """Ask every child to stop, wait GRACE_S in all, then make it."""
+        """Asks every child to stop, waits for GRACE_S in all, then kills the ones that still run."""
         running = [child for child in self.children.values() if child.process.poll() is None]
         for child in running:
             _close_stdin(child.process)
@@ -129,7 +132,7 @@ class Supervisor:
         (self.folder / "pids.json").unlink(missing_ok=True)
 
     def _spawn(self, command: Sequence[str], log_path: Path) -> subprocess.Popen[bytes]:
-        # A session of its own: Ctrl-C in the terminal reaches us alone, and we stop the children in order.
+        # A new session: otherwise Ctrl-C in the terminal would reach the children too, and they would not end in order.
         with log_path.open("ab") as log:
             return subprocess.Popen(
                 command,
@@ -137,27 +140,29 @@ class Supervisor:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                pass_fds=() if self.held is None else (self.held,),
+                pass_fds=() if self.lock is None else (self.lock,),
             )
 
     def _write_pids(self) -> None:
         pids = {child.name: child.process.pid for child in self.children.values()}
-        partial = self.folder / "pids.json.partial"
-        partial.write_text(json.dumps(pids))
-        os.replace(partial, self.folder / "pids.json")
+        write_bytes_atomically(self.folder / "pids.json", json.dumps(pids).encode(), durable=False)
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path, stop: threading.Event) -> Iterator[int]:
-    """Hold a run's folder; the descriptor to hold it by. Waits for what a killed run left behind, then refuses."""
+def lock_folder(folder: Path, stop: threading.Event) -> Iterator[int]:
+    """Locks a run's folder for the block and yields the descriptor that holds the lock.
+
+    Waits for the last processes of a killed run to end. Raises ValueError if the folder is still locked then. The lock is on
+    the folder itself and its descriptor can be inherited, which `shoal.files.hold_lock` does not offer.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        give_up_s = time.monotonic() + FORMER_S
+        give_up_s = time.monotonic() + LOCK_WAIT_S
         said = False
-        while not _locks(descriptor):
+        while not _try_lock(descriptor):
             if time.monotonic() > give_up_s:
                 raise ValueError(
-                    f"{folder} is in use: another `shoal` is at work there; stop that one, or choose another --dir"
+                    f"{folder} is in use by another `shoal`; stop that one, or choose another --dir"
                 )
             if not said:
                 print(f"shoal: waiting for another `shoal` in {folder} to end", file=sys.stderr)
@@ -169,7 +174,7 @@ def alone_in(folder: Path, stop: threading.Event) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _locks(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -177,10 +182,10 @@ def _locks(descriptor: int) -> bool:
     return True
 
 
-def last_words(log_path: Path) -> str:
-    """The last line of a log that says something."""
+def last_line(log_path: Path) -> str:
+    """Returns the last line of a log that is not empty."""
     lines = [line for line in log_path.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip().removeprefix("shoal: ") if lines else "it said nothing"
+    return lines[-1].strip().removeprefix("shoal: ") if lines else "the log is empty"
 
 
 def _close_stdin(process: subprocess.Popen[bytes]) -> None:
@@ -189,5 +194,5 @@ def _close_stdin(process: subprocess.Popen[bytes]) -> None:
             process.stdin.close()
 
 
-def _how(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

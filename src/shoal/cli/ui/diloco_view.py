@@ -1,12 +1,7 @@
-"""What `shoal diloco` shows: the peers of a run, a site's live view, its loss curve as a picture."""
+"""What `shoal diloco` shows: the peers of a run, and a site's live view."""
 
-import contextlib
-import io
-import json
 import math
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -22,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def describe_peers(cards: dict[str, bytes]) -> list[str]:
-    """One line per peer of a directory."""
+    """Returns one line per peer of a directory."""
     lines = []
     for peer, payload in sorted(cards.items()):
         try:
@@ -35,9 +30,11 @@ def describe_peers(cards: dict[str, bytes]) -> list[str]:
     return lines
 
 
-class LiveView:
-    """The view on a terminal, four times a second, by a thread of its own: a round may take minutes. On anything else the log
-    is enough."""
+class SiteView:
+    """Redraws a site's state four times a second at a terminal, in a thread, because a round may take minutes.
+
+    Shows nothing elsewhere, where the log is enough.
+    """
 
     def __init__(self, console: Console, show: Callable[[], RenderableType]) -> None:
         self._live = Live(console=console, get_renderable=show) if console.is_terminal else None
@@ -52,7 +49,7 @@ class LiveView:
 
 
 def show_site(file: "DilocoFile", progress: "SiteProgress", averager: Any) -> Group:
-    """What a site's owner sees: where it stands, how the rounds go, who else is there."""
+    """Returns the site's progress, its last round, and the other peers."""
     own = Table(title=f"{file.run.name} at this site", show_header=False)
     report = progress.last_round
     rows = {
@@ -81,61 +78,3 @@ def show_site(file: "DilocoFile", progress: "SiteProgress", averager: Any) -> Gr
             "" if held is None else held.state_digest[:8],
         )
     return Group(own, others)
-
-
-def events_of(metrics: Path) -> list[dict[str, Any]]:
-    """What a site wrote, without lines that a kill cut off."""
-    events = []
-    for line in metrics.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            events.append(json.loads(line))
-    return events
-
-
-def plot_losses(metrics: Path, picture: Path, title: str) -> bool:
-    """Training and validation loss against inner steps, as a PNG; False if there is nothing to plot, or to plot it with."""
-    # A step that was taken again after a kill counts as it was the last time.
-    steps: dict[int, float] = {}
-    rounds: dict[int, float] = {}
-    for event in events_of(metrics):
-        if event["event"] == "step":
-            steps[event["step"]] = event["loss"]
-        elif event["event"] == "round" and event["validation"] is not None:
-            rounds[event["step"]] = event["validation"]
-    if not steps and not rounds:
-        return False
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
-    for points, look in (
-        (steps, {"color": "#9bb7d4", "label": "training"}),
-        (rounds, {"color": "#1f4e79", "label": "validation", "marker": "o", "markersize": 3}),
-    ):
-        if points:
-            axes.plot(*zip(*sorted(points.items()), strict=True), **look)
-    axes.set_xlabel("inner step")
-    axes.set_ylabel("loss (nats per token)")
-    axes.set_title(title)
-    axes.legend()
-    figure.tight_layout()
-    drawn = io.BytesIO()
-    figure.savefig(drawn)
-    pyplot.close(figure)
-    _put(drawn.getvalue(), picture)
-    return True
-
-
-def _put(content: bytes, path: Path) -> None:
-    """Whole or not at all: a full disk leaves the picture that was there."""
-    partial = path.with_suffix(".partial")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise

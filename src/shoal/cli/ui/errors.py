@@ -1,95 +1,112 @@
-"""How a command says that it could not: three lines for a person (what, which value, what next), one for a log."""
+"""How a command reports an error: three lines at a terminal (what failed, the value, what to do), one line in a log."""
 
 import argparse
-import errno
+import difflib
+import re
 import sys
 from pathlib import Path
 from typing import NoReturn
 
+from shoal.cli.run.supervise import EXIT_USAGE, RunFailed
+from shoal.files import DiskFull, is_disk_full
 from shoal.net.waiting import DeadlinePassed
-from shoal.wire.codes import CODES
+from shoal.wire.codes import CODES, CorruptData, Rejected
 
-EXIT_USAGE = 2
+TRANSIENT_REFUSALS = frozenset({"request.replayed", "request.wrong_digest"})
+"""Refusals with status 401 that a new request can pass: a used nonce, and a body that was cut off on its way."""
 
-# By name: the client's own errors are not worth an import before a command begins.
-WHAT = {
-    "CorruptData": "data does not verify",
-    "DeadlinePassed": "waited too long",
-    "ModuleNotFoundError": "a package is missing",
-    "OSError": "a file or an address is not as it should be",
-    "Refused": "the coordinator refused",
-    "Rejected": "not what was expected",
-    "RunFailed": "the run failed",
-    "Unreachable": "no answer",
-    "ValueError": "cannot be done like this",
-}
-
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_EXTRAS = {"hivemind", "torchft"}
+"""Packages whose extra has their name; the other missing packages are in the extra `torch`."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what was wrong with the words it was given, not the whole grammar."""
+    """An argument parser whose errors name the wrong word instead of printing the whole usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(
-            EXIT_USAGE,
-            f"{complaint(self.prog, 'not understood', message, f'{self.prog} --help lists what it takes')}\n",
+        remedy = f"{self.prog} --help lists what it takes"
+        wrong = re.match(
+            r"argument (COMMAND|ACTION): invalid choice: '([^']*)' \(choose from (.*)\)", message
         )
+        if wrong is not None:
+            kind, given, choices = wrong.groups()
+            message = f"{given!r} is not a {kind.lower() if kind == 'COMMAND' else 'known action'}"
+            if close := difflib.get_close_matches(given, re.findall(r"[\w-]+", choices), n=1):
+                remedy = f"did you mean `{self.prog} {close[0]}`? {remedy}"
+        self.exit(EXIT_USAGE, f"{_report(self.prog, 'not understood', message, remedy)}\n")
 
 
-def complaint(command: str, what: str, words: str, remedy: str) -> str:
-    """At a terminal three lines; anywhere else one, so that a log has a line for each thing that happened."""
-    if sys.stderr.isatty():
-        return f"{command}: {what}\n  {words}\n  what to do: {remedy}"
-    return f"{command}: {words}; {remedy}"
+def describe_error(error: Exception, options: argparse.Namespace) -> str:
+    """Returns the report of an error: three lines if standard error is a terminal, else one."""
+    message = error_message(error, has_deadline="deadline_s" in options, folder=getattr(options, "dir", None))
+    if not sys.stderr.isatty():
+        return f"shoal: {message}"
+    value, remedy = split_remedy(message)
+    return _report("shoal", _kind_of(error), value, remedy or "shoal COMMAND --help, or docs/cli.md")
 
 
-def parts(message: str) -> tuple[str, str | None]:
-    """A message of ours is "which value: what is wrong; what to do"."""
+def error_message(error: Exception, *, has_deadline: bool, folder: Path | None = None) -> str:
+    """Returns what went wrong and what to do.
+
+    `has_deadline` says that the command has --deadline-s; `folder` is where it writes its files.
+    """
+    from shoal.net.http_client import Unreachable
+
+    if isinstance(error, DeadlinePassed) and has_deadline:
+        return (
+            f"{error}. Correct that and start this role again; it continues where it stopped. "
+            "--deadline-s sets how long it waits"
+        )
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").split(".")[0]
+        extra = package if package in _EXTRAS else "torch"
+        return f"this needs the package {package}: pip install 'shoal-rl[{extra}]'"
+    if isinstance(error, OSError) and is_disk_full(error) and not isinstance(error, DiskFull):
+        place = error.filename or folder  # a write to an open file does not name it
+        where = f"{place}: " if place is not None else ""
+        return (
+            f"{where}{(error.strerror or '').lower()}; free some disk space and start again "
+            "(a run with --resume): files that were complete are kept"
+        )
+    # Shoal's own errors are whole sentences; the system's have a file name and a reason.
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{error.filename}: {error.strerror.lower()}; check the path and its permissions"
+    if isinstance(error, Unreachable) and "check " not in str(error):
+        return f"{error}; check the URL, and that the coordinator runs there"
+    return str(error)
+
+
+def split_remedy(message: str) -> tuple[str, str | None]:
+    """Splits "which value: what is wrong; what to do" at its last semicolon. The remedy is None if there is none."""
     words, separator, remedy = message.rpartition("; ")
     if not separator or "\n" in remedy:
         return message, None
     return words, remedy
 
 
-def in_lines(error: Exception, options: argparse.Namespace) -> str:
-    """The message as a person reads it at a terminal, or as one sentence for a log."""
-    words = in_words(error, waits="deadline_s" in options, dir=getattr(options, "dir", None))
-    if not sys.stderr.isatty():
-        return f"shoal: {words}"
-    what = next(WHAT[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in WHAT)
-    value, remedy = parts(words)
-    return complaint("shoal", what, value, remedy or "shoal COMMAND --help, or docs/cli.md")
+def is_permanent_refusal(code: str) -> bool:
+    """Returns whether a retry cannot help: the key or the protocol version is wrong, so the owner must act."""
+    return code in CODES and CODES[code].status in (401, 403, 426) and code not in TRANSIENT_REFUSALS
 
 
-def refused_for_good(code: str) -> bool:
-    """Who one is, and which protocol one speaks, does not change by trying again."""
-    return code in CODES and CODES[code].status in (401, 403, 426)
+def _report(command: str, kind: str, message: str, remedy: str) -> str:
+    if sys.stderr.isatty():
+        return f"{command}: {kind}\n  {message}\n  what to do: {remedy}"
+    return f"{command}: {message}; {remedy}"
 
 
-def in_words(error: Exception, *, waits: bool, dir: Path | None = None) -> str:
-    """What went wrong and what to do, for a person. `waits`: it is a role, and has a deadline to set. `dir`: its folder."""
-    if isinstance(error, DeadlinePassed) and waits:
-        return (
-            f"{error}. See to that and start this role again: it goes on where it was. "
-            "--deadline-s sets how long it waits"
-        )
-    if isinstance(error, ModuleNotFoundError):
-        package = (error.name or "").split(".")[0]
-        extra = package if package in ("hivemind", "torchft") else "torch"
-        return f"this needs the package {package}: pip install 'shoal-rl[{extra}]'"
-    if isinstance(error, OSError) and error.errno in _FULL:
-        place = error.filename or dir  # a write to an open file does not say which
-        where = f"{place}: " if place is not None else ""
-        return (
-            f"{where}{(error.strerror or '').lower()}; make room where the files go and start again "
-            "(a run with --resume): what was complete is kept"
-        )
-    # Our own come with a sentence; the system's have a file and a reason.
-    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
-        return f"{error.filename}: {error.strerror.lower()}; check the path and who may read and write it"
-    # By name, as above.
-    if type(error).__name__ == "Unreachable" and "check " not in str(error):
-        return f"{error}; check the URL, and that the coordinator runs there"
-    return str(error)
+def _kind_of(error: Exception) -> str:
+    """Returns the kind of an error in a few words, for the first of three lines."""
+    from shoal.net.http_client import Refused, Unreachable
+
+    kinds: dict[type[Exception], str] = {
+        DeadlinePassed: "waited too long",
+        Unreachable: "no answer",
+        Refused: "the coordinator refused",
+        RunFailed: "the run failed",
+        ModuleNotFoundError: "a package is missing",
+        Rejected: "unexpected data",
+        CorruptData: "data does not verify",
+        OSError: "a file or an address cannot be used",
+        ValueError: "cannot be done like this",
+    }
+    return next(words for kind, words in kinds.items() if isinstance(error, kind))

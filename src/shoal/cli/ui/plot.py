@@ -1,12 +1,17 @@
-"""The reward plot of a run, as a PNG."""
+"""Plots as PNG files: the rewards of a run, and the losses of a DiLoCo site. Both need matplotlib."""
 
+import contextlib
+import io
+import json
 from pathlib import Path
+from typing import Any
 
+from shoal.files import write_bytes_atomically
 from shoal.wire.messages import History
 
 
 def plot_rewards(history: History, path: Path, title: str) -> bool:
-    """Write the plot; False if matplotlib is not installed."""
+    """Writes training and held-out reward by version; returns False if matplotlib is not installed."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -35,7 +40,59 @@ def plot_rewards(history: History, path: Path, title: str) -> bool:
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+    _save(figure, path)
     return True
+
+
+def read_events(metrics: Path) -> list[dict[str, Any]]:
+    """Returns the events of a site's metrics.jsonl, without a line that a kill cut off."""
+    events = []
+    for line in metrics.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            events.append(json.loads(line))
+    return events
+
+
+def plot_losses(metrics: Path, path: Path, title: str) -> bool:
+    """Writes training and validation loss by inner step; returns False without data or without matplotlib."""
+    # A step that was repeated after a kill counts with its last loss.
+    steps: dict[int, float] = {}
+    rounds: dict[int, float] = {}
+    for event in read_events(metrics):
+        if event["event"] == "step":
+            steps[event["step"]] = event["loss"]
+        elif event["event"] == "round" and event["validation"] is not None:
+            rounds[event["step"]] = event["validation"]
+    if not steps and not rounds:
+        return False
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
+    for points, look in (
+        (steps, {"color": "#9bb7d4", "label": "training"}),
+        (rounds, {"color": "#1f4e79", "label": "validation", "marker": "o", "markersize": 3}),
+    ):
+        if points:
+            axes.plot(*zip(*sorted(points.items()), strict=True), **look)
+    axes.set_xlabel("inner step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(title)
+    axes.legend()
+    _save(figure, path)
+    return True
+
+
+def _save(figure: Any, path: Path) -> None:
+    """Writes a figure as PNG. A full disk leaves the earlier picture as it was."""
+    from matplotlib import pyplot
+
+    figure.tight_layout()
+    picture = io.BytesIO()
+    figure.savefig(picture)
+    pyplot.close(figure)
+    write_bytes_atomically(path, picture.getvalue(), durable=False)

@@ -1,4 +1,4 @@
-"""How far a command is: nothing if it is soon over, then a bar for a person at a terminal, a line now and then for a log."""
+"""Progress of a long command on standard error: a bar at a terminal, a line every ten seconds in a log, nothing if it is quick."""
 
 import contextlib
 import sys
@@ -6,43 +6,46 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-SAY_AFTER_S, SAY_EVERY_S, LOOK_EVERY_S = 2.0, 10.0, 0.2
+from shoal.background import BackgroundTask
+
+SHOW_AFTER_S = 2.0
+"""Commands that take less show nothing."""
+LINE_EVERY_S, BAR_EVERY_S = 10.0, 0.2
 
 
 @contextlib.contextmanager
 def progress(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Says on standard error how far `what` is, once it has taken two seconds; gives what moves it on by so many.
+    """Shows the progress of `what` while the block runs; yields the function that counts steps of `total`.
 
-    Not around a fetch of weights, which has a bar of its own: two would write over each other.
+    Do not use it around a fetch of weights, which shows its own bar: the two would overwrite each other.
     """
-    counted = _Counted(what, total)
+    counter = _Counter(what, total)
     done = threading.Event()
-    looking = threading.Thread(target=counted.look, args=(done,), name="progress", daemon=True)
-    looking.start()
+    display = BackgroundTask("progress", lambda: counter.show_until(done))
     try:
-        yield counted.advance
+        yield counter.advance
     finally:
         done.set()
-        looking.join()
+        display.wait()
 
 
-class _Counted:
+class _Counter:
     def __init__(self, what: str, total: int | None) -> None:
         self.what, self.total, self.count = what, total, 0
 
     def advance(self, by: int = 1) -> None:
         self.count += by
 
-    def look(self, done: threading.Event) -> None:
-        if done.wait(SAY_AFTER_S):
+    def show_until(self, done: threading.Event) -> None:
+        if done.wait(SHOW_AFTER_S):
             return
         if sys.stderr.isatty():
-            self._draw(done)
+            self._show_bar(done)
         else:
-            self._say(done)
+            self._print_lines(done)
 
-    def _draw(self, done: threading.Event) -> None:
-        # Only those who are looked at pay for this import.
+    def _show_bar(self, done: threading.Event) -> None:
+        # Imported here because quick commands do not need it.
         from rich import progress as bars
         from rich.console import Console
 
@@ -52,13 +55,13 @@ class _Counted:
         columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), *counts)
         with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(self.what, total=self.total)
-            while not done.wait(LOOK_EVERY_S):
+            while not done.wait(BAR_EVERY_S):
                 bar.update(task, completed=self.count)
 
-    def _say(self, done: threading.Event) -> None:
-        began_s = time.monotonic() - SAY_AFTER_S
+    def _print_lines(self, done: threading.Event) -> None:
+        began_s = time.monotonic() - SHOW_AFTER_S
         while True:
             far = f"{self.count:,} of {self.total:,}, " if self.total is not None else ""
             print(f"{self.what}: {far}{time.monotonic() - began_s:.0f} s", file=sys.stderr, flush=True)
-            if done.wait(SAY_EVERY_S):
+            if done.wait(LINE_EVERY_S):
                 return

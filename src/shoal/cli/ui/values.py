@@ -1,8 +1,22 @@
-"""Values on the command line, as argparse's `type`: what is wrong is said with the text that was given."""
+"""Types of command-line values, options that several commands share, and confidence intervals of what commands measure."""
 
 import argparse
 import contextlib
+import math
 import re
+from typing import TypeAlias
+
+MAX_NEW_TOKENS = 256
+"""Longest answer of `shoal eval` and `shoal data filter`, unless a run or an option says otherwise."""
+Z_95 = 1.959964
+"""Standard deviations on each side of a 95 % interval."""
+
+Commands: TypeAlias = (
+    "argparse._SubParsersAction[argparse.ArgumentParser]"  # argparse has no public name for it
+)
+
+
+# -- types of values: each raises ArgumentTypeError with the text that was given ------------------------------
 
 
 def url(text: str) -> str:
@@ -58,8 +72,119 @@ def _whole(text: str, least: int, most: int) -> int:
 
 
 def _number(text: str) -> float:
-    """What is none is below all that is asked for."""
+    """Returns -1 for text that is not a number, which fails every range check."""
     try:
         return float(text)
     except ValueError:
         return -1.0
+
+
+# -- options that several commands share --------------------------------------------------------------------
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def add_device(parser: argparse.ArgumentParser, what: str = "where the model runs") -> None:
+    parser.add_argument("--device", default="cpu", help=f"{what}: cpu or cuda (default: cpu)")
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=count, default=0, help="torch threads (default: 0, torch chooses)")
+
+
+def add_engine_choice(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engine",
+        choices=("torch", "vllm"),
+        default="torch",
+        help="what generates (default: torch); vllm is an extra package",
+    )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=at_least_one,
+        default=1,
+        metavar="GPUS",
+        help="GPUs that share one model; with vllm only (default: 1)",
+    )
+
+
+def add_compute_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="(default: float32)"
+    )
+    add_device(parser)
+    add_threads(parser)
+
+
+def add_task_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    parser.add_argument(
+        "--task", metavar="NAME", required=required, help="the task; docs/tasks.md lists them"
+    )
+    parser.add_argument(
+        "--option",
+        type=option,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of the task; may be repeated: digits=2, path=gsm8k_train.jsonl",
+    )
+    parser.add_argument(
+        "--budgets",
+        type=at_least_one,
+        nargs="+",
+        default=[],
+        metavar="TOKENS",
+        help="answer lengths; each prompt asks for one of them",
+    )
+    parser.add_argument(
+        "--budget-alpha",
+        type=above_zero,
+        default=0.0003,
+        help="reward lost for each token above or below the budget (default: 0.0003)",
+    )
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-new-tokens",
+        type=at_least_one,
+        help=f"(default: {MAX_NEW_TOKENS}; for a run's version, as the run file says)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=above_zero,
+        help="0.0001 is nearly greedy (default: 1; for a run's version, as the run file says)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="chooses the problems and the samples (default: 0)"
+    )
+    parser.add_argument(
+        "--max-rows", type=at_least_one, default=64, help="rows decoded at once (default: 64)"
+    )
+    add_engine_choice(parser)
+    add_compute_options(parser)
+
+
+# -- intervals ----------------------------------------------------------------------------------------------
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Returns Wilson's 95 % interval of a share that was seen in `count` independent trials."""
+    if count < 1:
+        raise ValueError("an interval needs at least one trial")
+    z2 = Z_95 * Z_95
+    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
+    spread = Z_95 * math.sqrt(share * (1 - share) / count + z2 / (4 * count * count)) / (1 + z2 / count)
+    return max(0.0, middle - spread), min(1.0, middle + spread)
+
+
+def pass_at(k: int, *, samples: int, right: int) -> float:
+    """Returns the probability that k of the `samples` answers, drawn without replacement, include a right one.
+
+    This estimate of pass@k has no bias, unlike 1 - (1 - p)^k.
+    """
+    if not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} needs at least {k} samples, there are {samples}")
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live table on a terminal, one line every few seconds elsewhere."""
+"""The display of a running run: a live table at a terminal, a line every few seconds in a log."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +18,8 @@ LINE_EVERY_S = 3.0
 
 
 class View(Protocol):
+    """Shows a run's state as it changes, and sentences about events."""
+
     def show(self, stats: Stats) -> None: ...
 
     def say(self, sentence: str) -> None: ...
@@ -26,24 +28,24 @@ class View(Protocol):
 
 
 def make_view(names: Mapping[str, str], console: Console) -> View:
-    """`names` maps node ids to what this run calls them, and may grow while the view is open."""
+    """Returns a view for the console. `names` maps node ids to display names and may grow while the view is open."""
     return LiveView(names, console) if console.is_terminal else LineView(names, console)
 
 
 class LineView:
-    """Plain lines: for logs and pipes."""
+    """Prints plain lines, for logs and pipes."""
 
     def __init__(self, names: Mapping[str, str], console: Console) -> None:
         self._console = console
         self._last_s = float("-inf")
-        self._news = News(names)
+        self._changes = ChangeLog(names)
 
     def show(self, stats: Stats) -> None:
-        for sentence in self._news.of(stats):
+        for sentence in self._changes.since_last(stats):
             self.say(sentence)
         if time.monotonic() - self._last_s >= LINE_EVERY_S:
             self._last_s = time.monotonic()
-            self.say(headline(stats) + worry(stats))
+            self.say(headline(stats) + waiting_note(stats))
 
     def say(self, sentence: str) -> None:
         self._console.print(
@@ -55,18 +57,18 @@ class LineView:
 
 
 class LiveView:
-    """The same in place, with a table of nodes."""
+    """Redraws the headline and a table of nodes in place."""
 
     def __init__(self, names: Mapping[str, str], console: Console) -> None:
         self._names = names
-        self._news = News(names)
+        self._changes = ChangeLog(names)
         self._live = Live(console=console, refresh_per_second=4, transient=True)
         self._live.start()
 
     def show(self, stats: Stats) -> None:
-        for sentence in self._news.of(stats):
+        for sentence in self._changes.since_last(stats):
             self.say(sentence)
-        # Text, never markup, and no control characters: a node's words are words.
+        # Text without markup or control characters: a node chooses some of these words and could garble the terminal.
         self._live.update(
             Group(
                 Text(headline(stats), style="bold"),
@@ -82,8 +84,8 @@ class LiveView:
         self._live.stop()
 
 
-class News:
-    """Sentences about what changed since the last look: refusals, ejections, held-out results."""
+class ChangeLog:
+    """Finds what changed since the last call: refusals, ejections, held-out results."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names
@@ -91,7 +93,8 @@ class News:
         self._trust: dict[str, str] = {}
         self._evaluated: set[int] = set()
 
-    def of(self, stats: Stats) -> list[str]:
+    def since_last(self, stats: Stats) -> list[str]:
+        """Returns one sentence for each change."""
         sentences = []
         for node in stats.nodes:
             name = name_of(node, self._names)
@@ -105,7 +108,7 @@ class News:
                 )
             if node.trust == "banned" and self._trust.get(node.node) != "banned":
                 sentences.append(
-                    f"{name} ejected after {node.rejected} refusals; nothing of the refused work is trained on"
+                    f"{name} ejected after {node.rejected} refusals; the refused work is not trained on"
                 )
             self._rejected[node.node] = node.rejected
             self._trust[node.node] = node.trust
@@ -119,7 +122,7 @@ class News:
 
 
 def headline(stats: Stats) -> str:
-    """The run in one line."""
+    """Returns the state of the run in one line."""
     version = "-" if stats.newest_version is None else str(stats.newest_version)
     step = stats.latest
     learned = (
@@ -127,21 +130,21 @@ def headline(stats: Stats) -> str:
         if step
         else "no step yet"
     )
-    counts = tally(stats)
+    counts = count_submissions(stats)
     return (
         f"version {version}/{stats.last_version}  {learned}  generate {stats.generation_tokens_per_s:,.0f} tok/s"
         f"  accepted {counts['accepted']}  refused {counts['refused']}  void {counts['void']}"
     )
 
 
-def worry(stats: Stats) -> str:
-    """What it waits for, where that is worth a word: before the first step, and when somebody is missing."""
+def waiting_note(stats: Stats) -> str:
+    """Returns what the run waits for, before the first step and when a role is missing; else nothing."""
     missing = stats.waiting_for.startswith(("workers", "relays", "a validator"))
     return f"  (waiting for {stats.waiting_for})" if stats.latest is None or missing else ""
 
 
-def tally(stats: Stats) -> dict[str, int]:
-    """Submissions by what became of them."""
+def count_submissions(stats: Stats) -> dict[str, int]:
+    """Returns the number of accepted, refused and void submissions."""
     counts = {"accepted": 0, "refused": 0, "void": 0}
     for code, number in stats.submissions.items():
         kind = "accepted" if code == ACCEPTED else "refused" if code.startswith("reject.") else "void"
@@ -150,7 +153,7 @@ def tally(stats: Stats) -> dict[str, int]:
 
 
 def node_table(stats: Stats, names: Mapping[str, str], width: int) -> Table:
-    """As many columns as the terminal has room for: those that say least go first, none is cut to a letter."""
+    """Returns a table of nodes with the columns that fit into `width`; less important columns are left out."""
     table = Table(box=None, pad_edge=False)
     shown = [column for column in COLUMNS if width >= column.from_width]
     for column in shown:
@@ -162,10 +165,12 @@ def node_table(stats: Stats, names: Mapping[str, str], width: int) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class Column:
+    """One column of the node table."""
+
     title: str
     justify: Literal["left", "right"]
     from_width: int
-    """Of the terminal."""
+    """Least width of the terminal, in characters, at which the column is shown."""
     cell: Callable[[NodeView, Mapping[str, str]], str]
 
 
@@ -200,5 +205,6 @@ COLUMNS = (
 
 
 def name_of(node: NodeView, names: Mapping[str, str]) -> str:
+    """Returns the display name and short id of a node, or only the short id of a node without a name."""
     short = node.node[:8]
     return f"{names[node.node]} ({short})" if node.node in names else short

@@ -1,0 +1,264 @@
+"""`shoal top` shows a running run in this terminal; `shoal report` writes a run's page into one HTML file."""
+
+import argparse
+import base64
+import hashlib
+import json
+import threading
+import time
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli.run.supervise import EXIT_INTERRUPTED, EXIT_OK
+from shoal.cli.ui.values import Commands, url
+from shoal.net.waiting import DeadlinePassed, Stopped
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shoal.cli.public_api import PublicApi
+    from shoal.swarm.coordinator.config import CoordinatorConfig
+    from shoal.wire.page_data import NodePage, Snapshot
+    from shoal.wire.run_spec import RunSpec
+
+POLL_S = 1.0
+ANSWER_S = 5.0
+SILENCE_S = 60.0
+"""Seconds without an answer from the coordinator after which `shoal top` gives up."""
+BLOCKS = "▁▂▃▄▅▆▇█"
+MAX_NODES = 100
+"""Most nodes whose own pages go into a report."""
+
+
+# -- shoal top ----------------------------------------------------------------------------------------------
+
+
+def add_top(commands: Commands) -> None:
+    parser = commands.add_parser("top", help="watch a run in the terminal")
+    parser.add_argument("url", type=url, metavar="URL", help="the coordinator's URL")
+    parser.add_argument("--json", action="store_true", help="print one snapshot as JSON and exit")
+    parser.set_defaults(action=top)
+
+
+def top(options: argparse.Namespace, stop: threading.Event) -> int:
+    from rich.console import Console
+
+    from shoal.cli.public_api import PublicApi
+    from shoal.wire.page_data import Snapshot
+
+    with PublicApi(options.url, timeout_s=ANSWER_S) as api:
+        snapshot = api.read("/v1/page", Snapshot)
+        if not options.json:
+            return watch_until_finished(api, stop, Console(highlight=False))
+        print(snapshot.model_dump_json())
+    return EXIT_OK
+
+
+def watch_until_finished(api: "PublicApi", stop: threading.Event, console: "Console") -> int:
+    """Shows the run until it is finished or stopped. Raises DeadlinePassed after SILENCE_S without an answer."""
+    from shoal.cli.ui.view import make_view
+    from shoal.net.http_client import Unreachable
+    from shoal.wire.messages import Stats
+    from shoal.wire.page_data import Snapshot
+
+    view = make_view({}, console)
+    heard_s, lost = time.monotonic(), False
+    try:
+        while not stop.is_set():
+            try:
+                stats = api.read("/v1/stats", Stats)
+                if lost:
+                    view.say("the coordinator answers again")
+                heard_s, lost = time.monotonic(), False
+                view.show(stats)
+                if stats.finished:
+                    view.say(final_summary(api.read("/v1/page", Snapshot)))
+                    return EXIT_OK
+            except Unreachable as error:
+                if time.monotonic() - heard_s > SILENCE_S:
+                    raise DeadlinePassed(f"no answer for {SILENCE_S:.0f} s: {error}") from None
+                if not lost:
+                    view.say(f"lost the coordinator ({error}); trying again")
+                lost = True
+            stop.wait(POLL_S)
+    finally:
+        view.close()
+    return EXIT_INTERRUPTED
+
+
+def final_summary(snapshot: "Snapshot") -> str:
+    """Returns the reward curve as one line, with the first and the last held-out reward."""
+    held = [one for one in snapshot.evaluations if one.complete]
+    ends = (
+        f"; held-out reward {held[0].reward_mean:.3f} -> {held[-1].reward_mean:.3f}" if len(held) > 1 else ""
+    )
+    return f"finished at version {snapshot.now.newest_version}: {sparkline(snapshot.curve.reward)}{ends}"
+
+
+def sparkline(values: tuple[float, ...], width: int = 40) -> str:
+    """Returns the values as a row of at most `width` blocks, scaled from the lowest to the highest value."""
+    size = -(-len(values) // width) or 1
+    means = [sum(values[at : at + size]) / len(values[at : at + size]) for at in range(0, len(values), size)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((value - low) * scale)] for value in means)
+
+
+# -- shoal report -------------------------------------------------------------------------------------------
+
+
+def add_report(commands: Commands) -> None:
+    parser = commands.add_parser("report", help="write a run's page into one HTML file, to keep and to share")
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or a coordinator's URL")
+    parser.add_argument(
+        "--database",
+        metavar="URL",
+        default="",
+        help="postgresql://..., for a folder whose run keeps its tables there",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.html")
+    parser.set_defaults(action=report)
+
+
+def report(options: argparse.Namespace, stop: threading.Event) -> int:
+    is_url = options.run.startswith(("http://", "https://"))
+    data = read_url(options.run, stop) if is_url else read_folder(Path(options.run), options.database)
+    text = make_report(data)
+    _write(options.out, text)
+    print(
+        f"{options.out}: run {data['snapshot']['terms']['run']}, {len(text.encode()) / 1000:.0f} kB, opens in any browser"
+    )
+    return EXIT_OK
+
+
+def write_report(folder: Path, out: Path) -> Path | None:
+    """Writes the report of a run that has just ended; returns None if its folder holds no tables."""
+    from shoal.swarm.coordinator.context import DATABASE_FILE
+
+    if not config_of(folder).database and not (folder / "coordinator" / DATABASE_FILE).exists():
+        return None
+    _write(out, make_report(read_folder(folder)))
+    return out
+
+
+def read_url(url: str, stop: threading.Event) -> dict[str, Any]:
+    """Returns the data of a report from a running coordinator."""
+    from shoal.cli.public_api import PublicApi
+    from shoal.cli.ui.progress_bar import progress
+    from shoal.wire.page_data import NodePage, Snapshot
+
+    with PublicApi(url) as api:
+        snapshot = api.read("/v1/page", Snapshot)
+        workers, pages = snapshot.workers[:MAX_NODES], []
+        with progress("pages of nodes", len(workers)) as advance:
+            for worker in workers:
+                if stop.is_set():
+                    raise Stopped("stopped while the run was read")
+                pages.append(api.read(f"/v1/nodes/{worker.node}/page", NodePage))
+                advance(1)
+    return to_data(snapshot, pages)
+
+
+@dataclass(frozen=True)
+class FolderTerms:
+    """What `take_snapshot` needs of a coordinator, read from a run's folder."""
+
+    config: "CoordinatorConfig"
+    spec: "RunSpec"
+    clock: Callable[[], float]
+
+
+def read_folder(folder: Path, database: str = "") -> dict[str, Any]:
+    """Returns the data of a report from a run's tables, read-only. The run may still be running."""
+    from sqlalchemy import func, select
+
+    from shoal.swarm.coordinator.context import DATABASE_FILE
+    from shoal.swarm.coordinator.store.database import read_only
+    from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, ledger, run
+    from shoal.swarm.coordinator.views.page_snapshot import node_page, take_snapshot
+    from shoal.wire.run_spec import RunSpec
+
+    config = config_of(folder)
+    where = database or config.database or find_database(folder, DATABASE_FILE)
+    with read_only(where) as db:
+        # The layout first: in another layout the other columns may be missing.
+        layout = db.execute(select(run.c.schema_version)).scalar_one_or_none()
+        held = db.execute(select(run)).one() if layout == SCHEMA_VERSION else None
+        if held is None:
+            raise ValueError(
+                f"{folder} holds no run of layout {SCHEMA_VERSION}; make the report with the version that ran it"
+            )
+        # The report shows the run at the time of its last event.
+        last_s = float(db.execute(select(func.coalesce(func.max(ledger.c.time_s), 0.0))).scalar_one())
+        terms = FolderTerms(config=config, spec=RunSpec.parse(held.spec), clock=lambda: last_s)
+        snapshot = take_snapshot(db, terms)
+        pages = [node_page(db, terms, worker.node) for worker in snapshot.workers[:MAX_NODES]]
+    return to_data(snapshot, pages)
+
+
+def config_of(folder: Path) -> "CoordinatorConfig":
+    """Returns the section [coordinator] of the run's file. Other sections may name files of another machine."""
+    from shoal.swarm.coordinator.config import CoordinatorConfig
+
+    file = folder / "run.toml"
+    table = tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return CoordinatorConfig.parse(json.dumps(table.get("coordinator", {})))
+
+
+def find_database(folder: Path, name: str) -> Path:
+    for path in (folder / "coordinator" / name, folder / name):
+        if path.exists():
+            return path
+    raise ValueError(
+        f"{folder} holds no run: neither {name} nor coordinator/{name}; give a run's folder, its --database, or a URL"
+    )
+
+
+def to_data(snapshot: "Snapshot", pages: "list[NodePage]") -> dict[str, Any]:
+    return {
+        "snapshot": snapshot.model_dump(mode="json"),
+        "nodes": {page.node.node: page.model_dump(mode="json") for page in pages},
+    }
+
+
+def make_report(data: dict[str, Any]) -> str:
+    """Returns the page with style, script and data in one file.
+
+    Its content security policy allows only this style and this script, by their hashes, and no request.
+    """
+    from shoal.swarm.coordinator.http.live_page import page_file
+
+    page, style, script = (page_file(name).decode() for name in ("page.html", "page.css", "page.js"))
+    policy = (
+        f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
+    body = f'<script type="application/json" id="data">{_to_safe_json(data)}</script>\n<script>{script}</script>\n</body>'
+    page = _replace(page, '<link rel="stylesheet" href="page.css">', head)
+    page = _replace(page, '<script src="page.js" defer></script>\n', "")
+    return _replace(page, "</body>", body)
+
+
+def _replace(page: str, old: str, new: str) -> str:
+    assert page.count(old) == 1, f"page.html must have {old!r} once"
+    return page.replace(old, new)
+
+
+def _to_safe_json(data: dict[str, Any]) -> str:
+    """Returns JSON without <, > and &: text of a node in it cannot end the script element or start another."""
+    text = json.dumps(data, ensure_ascii=True, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _write(path: Path, text: str) -> None:
+    from shoal.files import write_bytes_atomically
+
+    write_bytes_atomically(path, text.encode(), durable=False)

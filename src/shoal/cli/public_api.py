@@ -1,0 +1,62 @@
+"""Reads a coordinator's public routes, with errors that name the URL and what to check."""
+
+from types import TracebackType
+from typing import Self, TypeVar
+
+import httpx2
+
+from shoal.net.http_client import Unreachable
+from shoal.wire.codes import Rejected
+from shoal.wire.record import Record
+
+TIMEOUT_S = 20.0
+
+R = TypeVar("R", bound=Record)
+
+
+class PublicApi:
+    """A client for the routes that need no signature. Use it as a context manager, or call `close`."""
+
+    def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        self.url = url.rstrip("/")
+        self._http = httpx2.Client(base_url=self.url + "/", timeout=timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def get(self, path: str) -> bytes:
+        """Returns the body of a successful answer. Raises Unreachable otherwise."""
+        body = self.find(path)
+        if body is None:
+            raise self._not_a_coordinator(f"{path} gives HTTP 404")
+        return body
+
+    def find(self, path: str) -> bytes | None:
+        """Like `get`, but returns None where the coordinator answers 404."""
+        try:
+            answer = self._http.get(path.removeprefix("/"))
+        except httpx2.HTTPError as error:
+            raise Unreachable(
+                f"{self.url}: {type(error).__name__}: {error}; check the URL, and that the coordinator runs there"
+            ) from None
+        if answer.status_code == 404:
+            return None
+        if not answer.is_success:
+            raise self._not_a_coordinator(f"{path} gives HTTP {answer.status_code}")
+        return answer.content
+
+    def read(self, path: str, kind: type[R]) -> R:
+        """Returns the record at `path`. Raises Unreachable if the answer is something else."""
+        try:
+            return kind.parse(self.get(path))
+        except Rejected as rejected:
+            raise self._not_a_coordinator(rejected.detail) from None
+
+    def _not_a_coordinator(self, answer: str) -> Unreachable:
+        return Unreachable(f"{self.url} does not answer like a coordinator ({answer}); check the URL")
