@@ -197,7 +197,7 @@ def test_a_repeated_page_is_reported(run_folder: Path, capsys: pytest.CaptureFix
         return first[0]
 
     assert verify_through(run_folder, stuck) == 1
-    assert "stands where 4 belongs" in capsys.readouterr().out
+    assert "where 4 was expected" in capsys.readouterr().out
 
 
 def test_another_web_server_is_named(run_folder: Path) -> None:

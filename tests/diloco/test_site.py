@@ -327,7 +327,7 @@ def test_malformed_card_in_the_directory_is_skipped() -> None:
     ("address", "config", "words"),
     [
         ("/ip4/1.2.3.4/tcp/5/p2p/Qm", None, r"no \[trainer\.diloco\]"),
-        ("http://10.0.0.1:8710", DilocoConfig(), "no address of a peer"),
+        ("http://10.0.0.1:8710", DilocoConfig(), "is not the address of a peer"),
     ],
 )
 def test_invalid_peer_join_address_is_refused(address: str, config: DilocoConfig | None, words: str) -> None:
