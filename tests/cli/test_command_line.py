@@ -159,7 +159,9 @@ def test_roles_refuse_before_they_wait(tmp_path: Path, capsys: pytest.CaptureFix
     there = ["--dir", str(tmp_path / "role"), "--coordinator", URL]
     key, file = tmp_path / "relay.key", Path(__file__).parent.parent.parent / "runs" / "demo.toml"
     assert do("relay", *there, "--key", str(key)) == 2
-    assert f"no key at {key}; copy this role's key from the coordinator's keys folder" in capsys.readouterr().err
+    assert (
+        f"no key at {key}; copy this role's key from the coordinator's keys folder" in capsys.readouterr().err
+    )
     key.write_text("not a key")
     assert do("relay", *there, "--key", str(key)) == 2
     assert f"{key}: not an Ed25519 private key" in capsys.readouterr().err
