@@ -21,7 +21,7 @@ from shoal.cli.run.supervise import EXIT_FAILED, EXIT_OK
 from shoal.cli.ui.progress_bar import progress
 from shoal.net.http_client import SignedClient, fetch_files
 from shoal.net.waiting import Stopped
-from shoal.swarm.coordinator.ledger_replay import Books, replay, seed_of
+from shoal.swarm.coordinator.ledger_replay import ReplayedLedger, replay, seed_of
 from shoal.tasks.datasets.file_options import file_digests, with_files_from
 from shoal.telemetry import Log
 from shoal.wire.codes import ACCEPTED, CorruptData, Rejected
@@ -82,7 +82,7 @@ def fetch_ledger(api: PublicApi, run_key: str, stop: threading.Event) -> list[Le
     return events
 
 
-def compare(books: Books, shown: Stats) -> None:
+def compare(books: ReplayedLedger, shown: Stats) -> None:
     """Raises CorruptData with the first node whose public figures differ from the ledger's."""
     for view in shown.nodes:
         if view.node not in books.nodes:

@@ -1,4 +1,4 @@
-"""What the coordinator's log says of a ledger event: one line each, refusals and ejections in words."""
+"""Writes ledger events to the coordinator's log: one line each, with the meaning of refusal codes."""
 
 from typing import Any
 
@@ -20,9 +20,10 @@ _PLAIN = {
 
 
 def tell(log: Log, event: LedgerEvent) -> None:
+    """Writes one event to the log. Types that are not listed here are not logged."""
     body = event.body
     if event.type == "verdict.given":
-        _tell_verdict(log, body)
+        _log_verdict(log, body)
     elif event.type == "node.quarantined":
         log.warning(f"node quarantined: {body['reason']}", node=_short(body["node"]))
     elif event.type == "node.banned":
@@ -41,7 +42,7 @@ def tell(log: Log, event: LedgerEvent) -> None:
         log.info(message, **_values(body, names))
 
 
-def _tell_verdict(log: Log, body: dict[str, Any]) -> None:
+def _log_verdict(log: Log, body: dict[str, Any]) -> None:
     values = _values(body, ("node", "lease_id"))
     if body["code"] == ACCEPTED:
         log.info("accepted", **values, output_tokens=body["output_tokens"])

@@ -1,14 +1,14 @@
-"""The ledger added up again: what every node's trust and credit must be, from the events alone.
+"""Replays a ledger: computes every node's trust and credit from the events alone. Pure functions.
 
-A pure fold. Events that no honest coordinator could have written, in that order, are refused with their number: a change of
-trust that nothing led to, a second end of a lease, a group trained on twice, a secret other than the one committed to, a
-check that the draw asked for and that was not made.
+Raises CorruptData with the event's number if no honest coordinator could have written the events in that order: a change of
+trust without a reason, a second end of a lease, a group trained on twice, a secret other than the committed one, or a check
+that the draw required but that was not made.
 """
 
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.swarm.coordinator.rules.check_sampling import checks_all
 from shoal.swarm.coordinator.rules.credit import Balance, Earning, amount, balance, held_since_s, to_revoke
@@ -17,17 +17,19 @@ from shoal.wire.codes import UNCERTAIN, CorruptData
 from shoal.wire.ledger import LedgerEvent
 from shoal.wire.seeded_draw import lease_seed
 
-_MOVES = {f"node.{trust.value}": trust for trust in Trust}
-_ORDERS = {
-    f"admin.{order.value}": order for order in (Happening.QUARANTINE, Happening.BAN, Happening.RESTORE)
+_TRUST_EVENTS = {f"node.{trust.value}": trust for trust in Trust}
+_ADMIN_EVENTS = {
+    f"admin.{action.value}": action for action in (Happening.QUARANTINE, Happening.BAN, Happening.RESTORE)
 }
 
 
 @dataclass
-class NodeBook:
+class ReplayedNode:
+    """A node's standing and credit, as computed from the events."""
+
     standing: Standing
-    shown: Trust = Trust.PROBATION
-    """As the last event about it says."""
+    recorded_trust: Trust = Trust.PROBATION
+    """The trust that the last event about the node names."""
     accepted: int = 0
     void: int = 0
     returned: int = 0
@@ -40,64 +42,77 @@ class NodeBook:
 
 
 @dataclass
-class LeaseBook:
+class ReplayedLease:
+    """A lease, as computed from the events."""
+
     node: str
     epoch: int
     unit: str
     end: str | None = None
+    """`accepted`, `rejected`, `void` or `revoked`; None while it is open."""
     sha256: str | None = None
 
 
+class RecordedDraw(NamedTuple):
+    """The draw that a verdict claims. It can be checked once the epoch's secret is revealed."""
+
+    lease_id: str
+    epoch: int
+    rate: float
+    checks: str
+
+
 @dataclass
-class Books:
-    """What the ledger adds up to, event by event."""
+class ReplayedLedger:
+    """The state of a run after the events that were added so far."""
 
     terms: dict[str, Any] = field(default_factory=dict)
-    nodes: dict[str, NodeBook] = field(default_factory=dict)
-    leases: dict[str, LeaseBook] = field(default_factory=dict)
+    nodes: dict[str, ReplayedNode] = field(default_factory=dict)
+    leases: dict[str, ReplayedLease] = field(default_factory=dict)
     commitments: dict[int, str] = field(default_factory=dict)
     secrets: dict[int, bytes] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
-    draws: list[tuple[str, int, float, str]] = field(default_factory=list)
-    """Lease, epoch, rate and what was drawn: checked when the secret is out."""
+    """Groups that were trained on or withdrawn: they must not be trained on again."""
+    unchecked_draws: list[RecordedDraw] = field(default_factory=list)
     seq: int = 0
     time_s: float = 0.0
     last_standing: tuple[str, Standing] | None = None
-    """Of the node that something happened to last, before it happened."""
+    """The node whose standing changed last, with its standing before that change."""
 
     def add(self, event: LedgerEvent) -> None:
         """Adds one event. Raises CorruptData if it contradicts the events before it."""
         self.seq, self.time_s = event.seq, event.time_s
-        if event.type in _MOVES:
-            self._move(event.body["node"], _MOVES[event.type])
-        elif event.type in _ORDERS:
-            self._happen(event.body["node"], _ORDERS[event.type])
-        elif event.type in _ADD:
-            _ADD[event.type](self, event.body)
+        if event.type in _TRUST_EVENTS:
+            self._check_trust(event.body["node"], _TRUST_EVENTS[event.type])
+        elif event.type in _ADMIN_EVENTS:
+            self._happen(event.body["node"], _ADMIN_EVENTS[event.type])
+        elif event.type in _HANDLERS:
+            _HANDLERS[event.type](self, event.body)
 
     def close(self) -> None:
-        """After the last event: what every event led to must have been said."""
+        """Checks, after the last event, that the ledger records every change of trust that the events led to."""
         for key, node in self.nodes.items():
-            if node.standing.trust is not node.shown:
-                raise self._wrong(
-                    f"node {key[:16]} must be {node.standing.trust.value}, the ledger says {node.shown.value}"
+            if node.standing.trust is not node.recorded_trust:
+                raise self._corrupt(
+                    f"node {key[:16]} must be {node.standing.trust.value}, the ledger says {node.recorded_trust.value}"
                 )
 
     def balance(self, key: str, now_s: float) -> Balance:
+        """Returns the final and the held credit of a node at a time."""
         node = self.nodes[key]
         since_s = held_since_s(node.standing.trust, node.standing.since_s, now_s, self.terms["hold_s"])
         sums = balance(node.earnings, since_s)
         return Balance(sums.final + node.returned, sums.held)
 
-    # -- one per type of event --------------------------------------------------------------------------
+    # -- one method per type of event -------------------------------------------------------------------
 
     def _opened(self, body: dict[str, Any]) -> None:
         self.terms = body.get("terms", {})
 
     def _enrolled(self, body: dict[str, Any]) -> None:
         if body["node"] in self.nodes:
-            raise self._wrong(f"node {body['node'][:16]} is enrolled a second time")
-        self.nodes[body["node"]] = NodeBook(Standing(trust=Trust.PROBATION, since_s=self.time_s))
+            raise self._corrupt(f"node {body['node'][:16]} is enrolled a second time")
+        self.nodes[body["node"]] = ReplayedNode(Standing(trust=Trust.PROBATION, since_s=self.time_s))
 
     def _session(self, body: dict[str, Any]) -> None:
         self._happen(body["node"], Happening.RETURN)
@@ -108,18 +123,20 @@ class Books:
     def _revealed(self, body: dict[str, Any]) -> None:
         secret = bytes.fromhex(body["secret"])
         if hashlib.sha256(secret).hexdigest() != self.commitments.get(body["epoch"]):
-            raise self._wrong(f"the secret of epoch {body['epoch']} is not the one that was committed to")
+            raise self._corrupt(f"the secret of epoch {body['epoch']} does not match its commitment")
         self.secrets[body["epoch"]] = secret
         self._check_draws()
 
     def _issued(self, body: dict[str, Any]) -> None:
         node = self._node(body["node"])
         if node.standing.trust in (Trust.BANNED, Trust.RETIRED):
-            raise self._wrong(f"a lease for node {body['node'][:16]}, which is {node.standing.trust.value}")
+            raise self._corrupt(
+                f"a lease is issued to node {body['node'][:16]}, which is {node.standing.trust.value}"
+            )
         unit = body.get("unit", body["lease_id"])
         if unit != body["lease_id"] and self._lease(unit).node != body["node"]:
-            raise self._wrong(f"lease {body['lease_id']} repeats the work of another node")
-        self.leases[body["lease_id"]] = LeaseBook(body["node"], body["epoch"], unit)
+            raise self._corrupt(f"lease {body['lease_id']} repeats the work of another node")
+        self.leases[body["lease_id"]] = ReplayedLease(body["node"], body["epoch"], unit)
 
     def _received(self, body: dict[str, Any]) -> None:
         self._lease(body["lease_id"]).sha256 = body["sha256"]
@@ -135,7 +152,9 @@ class Books:
         self._end(body["lease_id"], finding.value)
         node, drawn = self._node(body["node"]), body["drawn"]
         full = body["checks"] == "full"
-        self.draws.append((body["lease_id"], drawn["epoch"], drawn["rate"], drawn["checks"]))
+        self.unchecked_draws.append(
+            RecordedDraw(body["lease_id"], drawn["epoch"], drawn["rate"], drawn["checks"])
+        )
         self._check_draws()
         if finding is Finding.VOID:
             node.void += 1
@@ -146,17 +165,19 @@ class Books:
         else:
             self._accepted(node, body, full)
 
-    def _accepted(self, node: NodeBook, body: dict[str, Any], full: bool) -> None:
+    def _accepted(self, node: ReplayedNode, body: dict[str, Any], full: bool) -> None:
         expected = amount(body["output_tokens"], self.terms["credit_factor"])
         if body["credit"] != expected:
-            raise self._wrong(
-                f"lease {body['lease_id']} is credited {body['credit']}, its tokens are {expected}"
+            raise self._corrupt(
+                f"lease {body['lease_id']} has credit {body['credit']}, its tokens give {expected}"
             )
         if not full and body["drawn"]["checks"] == "full":
-            raise self._wrong(f"lease {body['lease_id']} was drawn for every check and got the cheap ones")
+            raise self._corrupt(
+                f"lease {body['lease_id']} was drawn for every check but got only the cheap ones"
+            )
         if not full and node.standing.trust is not Trust.TRUSTED:
-            raise self._wrong(
-                f"lease {body['lease_id']} was taken on trust from a {node.standing.trust.value} node"
+            raise self._corrupt(
+                f"lease {body['lease_id']} was accepted without every check from a {node.standing.trust.value} node"
             )
         node.accepted += 1
         node.earnings.append(
@@ -169,7 +190,7 @@ class Books:
         since_s = held_since_s(standing.trust, standing.since_s, self.time_s, self.terms["hold_s"])
         taken = {earning.lease_id for earning in to_revoke(node.earnings, since_s)}
         if taken != set(body["lease_ids"]):
-            raise self._wrong(f"{len(body['lease_ids'])} leases are revoked, {len(taken)} can be")
+            raise self._corrupt(f"{len(body['lease_ids'])} leases are revoked, expected {len(taken)}")
         node.earnings = [
             Earning(
                 lease_id=earning.lease_id,
@@ -182,7 +203,7 @@ class Books:
         ]
         for lease_id in body["lease_ids"]:
             self._lease(lease_id).end = "revoked"
-        self.trained.update(body["group_ids"])  # withdrawn: never to be trained on
+        self.trained.update(body["group_ids"])  # withdrawn groups must not be trained on later
 
     def _decided(self, body: dict[str, Any]) -> None:
         if body["upheld"]:
@@ -193,10 +214,10 @@ class Books:
         for group in body["group_ids"]:
             lease_id = group.rpartition("-")[0]
             if group in self.trained or self._lease(lease_id).end != "accepted":
-                raise self._wrong(f"group {group} is trained on twice, or was not accepted")
+                raise self._corrupt(f"group {group} is trained on twice, or was not accepted")
             self.trained.add(group)
 
-    # -- what they share --------------------------------------------------------------------------------
+    # -- shared by those methods ------------------------------------------------------------------------
 
     def _happen(self, key: str, happening: Happening) -> None:
         node = self._node(key)
@@ -206,85 +227,90 @@ class Books:
         )
 
     def _before_rejection(self, key: str) -> Standing:
-        """The verdict that led to a revocation stands right before it, and has moved the standing."""
+        """Returns the node's standing before the rejection that caused a revocation. The rejection must be the event before it."""
         if self.last_standing is None or self.last_standing[0] != key:
-            raise self._wrong(f"credit of node {key[:16]} is revoked without a rejection before it")
+            raise self._corrupt(f"credit of node {key[:16]} is revoked without a rejection before it")
         return self.last_standing[1]
 
-    def _move(self, key: str, trust: Trust) -> None:
-        """A change of trust must be what the events before it led to; only leaving is its own reason."""
+    def _check_trust(self, key: str, trust: Trust) -> None:
+        """Checks that a recorded change of trust follows from the events before it. Leaving needs no other event."""
         if trust is Trust.RETIRED:
             self._happen(key, Happening.LEAVE)
         node = self._node(key)
         if node.standing.trust is not trust:
-            raise self._wrong(
-                f"node {key[:16]} is said to be {trust.value}, but its deeds make it {node.standing.trust.value}"
+            raise self._corrupt(
+                f"node {key[:16]} is recorded as {trust.value}, but the events make it {node.standing.trust.value}"
             )
-        node.shown = trust
+        node.recorded_trust = trust
 
     def _end(self, lease_id: str, how: str) -> None:
         lease = self._lease(lease_id)
         if lease.end is not None:
-            raise self._wrong(f"lease {lease_id} ends as {how}, but it ended before: {lease.end}")
+            raise self._corrupt(f"lease {lease_id} ends as {how}, but it ended before as {lease.end}")
         lease.end = how
 
     def _check_draws(self) -> None:
-        waiting = []
-        for lease_id, epoch, rate, drawn in self.draws:
-            sha256 = self._lease(lease_id).sha256
-            if epoch not in self.secrets or sha256 is None:
-                waiting.append((lease_id, epoch, rate, drawn))
-            # The other way round is no fault: its node may have fallen out of trust meanwhile.
-            elif drawn != "full" and checks_all(self.secrets[epoch], lease_id, sha256, rate):
-                raise self._wrong(f"the draw gave lease {lease_id} every check, the ledger says {drawn}")
-        self.draws = waiting
+        """Checks the draws whose secrets are revealed, and keeps the others."""
+        unchecked = []
+        for draw in self.unchecked_draws:
+            sha256 = self._lease(draw.lease_id).sha256
+            if draw.epoch not in self.secrets or sha256 is None:
+                unchecked.append(draw)
+            # The opposite is allowed: a node that lost its trust after the draw gets every check.
+            elif draw.checks != "full" and checks_all(
+                self.secrets[draw.epoch], draw.lease_id, sha256, draw.rate
+            ):
+                raise self._corrupt(
+                    f"the draw gave lease {draw.lease_id} every check, the ledger says {draw.checks}"
+                )
+        self.unchecked_draws = unchecked
 
-    def _node(self, key: str) -> NodeBook:
+    def _node(self, key: str) -> ReplayedNode:
         if key not in self.nodes:
-            raise self._wrong(f"node {key[:16]} is not enrolled")
+            raise self._corrupt(f"node {key[:16]} is not enrolled")
         return self.nodes[key]
 
-    def _lease(self, lease_id: str) -> LeaseBook:
+    def _lease(self, lease_id: str) -> ReplayedLease:
         if lease_id not in self.leases:
-            raise self._wrong(f"lease {lease_id[:32]} was never issued")
+            raise self._corrupt(f"lease {lease_id[:32]} was never issued")
         return self.leases[lease_id]
 
-    def _wrong(self, words: str) -> CorruptData:
-        return CorruptData(f"ledger event {self.seq}: {words}")
+    def _corrupt(self, reason: str) -> CorruptData:
+        return CorruptData(f"ledger event {self.seq}: {reason}")
 
 
-_ADD: dict[str, Callable[[Books, dict[str, Any]], None]] = {
-    "run.opened": Books._opened,
-    "node.enrolled": Books._enrolled,
-    "session.opened": Books._session,
-    "epoch.committed": Books._committed,
-    "epoch.revealed": Books._revealed,
-    "lease.issued": Books._issued,
-    "submission.received": Books._received,
-    "lease.void": Books._voided,
-    "verdict.given": Books._judged,
-    "credit.revoked": Books._revoked,
-    "appeal.decided": Books._decided,
-    "batch.formed": Books._formed,
+_HANDLERS: dict[str, Callable[[ReplayedLedger, dict[str, Any]], None]] = {
+    "run.opened": ReplayedLedger._opened,
+    "node.enrolled": ReplayedLedger._enrolled,
+    "session.opened": ReplayedLedger._session,
+    "epoch.committed": ReplayedLedger._committed,
+    "epoch.revealed": ReplayedLedger._revealed,
+    "lease.issued": ReplayedLedger._issued,
+    "submission.received": ReplayedLedger._received,
+    "lease.void": ReplayedLedger._voided,
+    "verdict.given": ReplayedLedger._judged,
+    "credit.revoked": ReplayedLedger._revoked,
+    "appeal.decided": ReplayedLedger._decided,
+    "batch.formed": ReplayedLedger._formed,
 }
 
 
-def replay(events: Iterable[LedgerEvent]) -> Books:
-    """Returns the totals of a whole ledger. Raises CorruptData at the first event that contradicts the ones before it."""
-    books = Books()
+def replay(events: Iterable[LedgerEvent]) -> ReplayedLedger:
+    """Returns the state after a whole ledger. Raises CorruptData at the first event that contradicts the ones before it."""
+    replayed = ReplayedLedger()
     for event in events:
         try:
-            books.add(event)
+            replayed.add(event)
         except (KeyError, TypeError, ValueError, AttributeError):
             raise CorruptData(
                 f"ledger event {event.seq} ({event.type}) lacks a field or has one of the wrong type"
             ) from None
-    books.close()
-    return books
+    replayed.close()
+    return replayed
 
 
-def seed_of(books: Books, lease_id: str) -> str | None:
-    """The seed that a lease must have had; None while its epoch's secret is not out."""
-    lease = books.leases[lease_id]
-    secret = books.secrets.get(lease.epoch)
+def seed_of(replayed: ReplayedLedger, lease_id: str) -> str | None:
+    """Returns the seed that a lease must have had; None while its epoch's secret is not revealed."""
+    lease = replayed.leases[lease_id]
+    secret = replayed.secrets.get(lease.epoch)
     return None if secret is None else lease_seed(secret, lease.unit, lease.node)

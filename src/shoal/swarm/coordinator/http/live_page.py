@@ -1,8 +1,9 @@
-"""The page, live: one snapshot at a time however many look, and to each viewer only the sections that changed.
+"""The live page of a run. All viewers share one snapshot, and each viewer receives only the sections that changed.
 
     tables --(at most once a second)--> sections --(server-sent events)--> viewers
 
-With nobody looking nothing is computed. A snapshot that has become dear is taken less often: it gets SHARE of a core.
+Without viewers nothing is computed. If a snapshot takes long, snapshots are taken less often, so that they use at most SHARE
+of a core.
 """
 
 import asyncio
@@ -28,10 +29,11 @@ MAX_VIEWERS = 256
 PERIOD_S = 1.0
 LONGEST_PERIOD_S = 30.0
 SHARE = 0.006
-"""Of a core, for snapshots. Sending them to ten viewers takes far less than what is left of a hundredth."""
+"""Share of a core that snapshots may use. Together with sending them to ten viewers it stays below 1%."""
 QUIET_S = 10.0
-"""A word at least so often, so that proxies keep the connection and a viewer can tell silence from loss."""
+"""Longest time without an event. Without keep-alives proxies close the connection, and a viewer cannot detect a lost one."""
 RETRY_MS = 2000
+"""Time after which a browser reconnects."""
 
 PAGE_FILES = {
     "/": ("page.html", "text/html"),
@@ -45,7 +47,7 @@ POLICY = (
 
 
 class Feed:
-    """Sections by name, each with the number of the snapshot that last changed it."""
+    """The sections of the page by name, each with the number of the snapshot that last changed it."""
 
     def __init__(self, coordinator: Coordinator, *, period_s: float = PERIOD_S) -> None:
         self._coordinator, self._period_s = coordinator, period_s
@@ -62,7 +64,7 @@ class Feed:
     # -- one snapshot -----------------------------------------------------------------------------------
 
     async def fresh(self) -> str:
-        """The whole snapshot as JSON, at most a period old."""
+        """Returns the whole snapshot as JSON, at most one period old."""
         await self._refresh()
         return self._object(since=0)
 
@@ -73,7 +75,7 @@ class Feed:
                 return
             sections, cost_s = await run_in_threadpool(self._take)
             pause_s = min(LONGEST_PERIOD_S, max(self._period_s, cost_s / SHARE))
-            # A tick early is no harm; a viewer who wakes a moment too soon would wait a whole period more.
+            # Slightly early, because a viewer that wakes just before the next snapshot is due would wait a whole period more.
             self._next_s = time.monotonic() + pause_s * 0.98
             self._serial += 1
             for name, text in sections.items():
@@ -81,27 +83,30 @@ class Feed:
                     self._sections[name] = (self._serial, text)
 
     def _take(self) -> tuple[dict[str, str], float]:
-        """Every section as JSON, and the processor time it took."""
+        """Returns every section as JSON, and the CPU time that it took."""
         began_s = time.thread_time()
         with self._coordinator.database.read() as db:
-            # Steps never change: only the new ones are read.
+            # Reports of steps never change, so only new ones are read.
             self._steps += read_reports(db, self._steps[-1].version if self._steps else 0)
             snapshot = take_snapshot(db, self._coordinator, make_curve(self._steps))
         self.snapshots += 1
         return sections_of(snapshot), time.thread_time() - began_s
 
     def _object(self, since: int) -> str:
+        """Returns a JSON object with the sections that changed after snapshot `since`."""
         changed = (f'"{name}":{text}' for name, (serial, text) in self._sections.items() if serial > since)
         return "{" + ",".join(changed) + "}"
 
     # -- viewers ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def seat(self) -> Iterator[None]:
-        """One of so many; Rejected if all are taken."""
+    def count_viewer(self) -> Iterator[None]:
+        """Counts a viewer for the duration of the block. Raises Rejected if there are MAX_VIEWERS already."""
         if self.viewers >= MAX_VIEWERS:
             raise Rejected(
-                "request.too_many", f"{MAX_VIEWERS} viewers look on already", retry_after_s=RETRY_MS / 1000
+                "request.too_many",
+                f"the page has {MAX_VIEWERS} viewers already, which is the limit",
+                retry_after_s=RETRY_MS / 1000,
             )
         self.viewers += 1
         try:
@@ -110,18 +115,18 @@ class Feed:
             self.viewers -= 1
 
     async def events(self) -> AsyncIterator[str]:
-        """For one viewer: everything first, then what changes."""
-        sent, spoke_s = 0, time.monotonic()
+        """Yields the events for one viewer: first all sections, then those that change."""
+        sent, sent_at_s = 0, time.monotonic()
         yield f"retry: {RETRY_MS}\n\n"
         while not self._closed.is_set():
             await self._refresh()
             if self._serial > sent and (text := self._object(since=sent)) != "{}":
-                # JSON has no bare newlines, so an event is one line.
+                # JSON contains no raw newlines, so one data line is enough.
                 yield f"id: {self._serial}\ndata: {text}\n\n"
-                spoke_s = time.monotonic()
-            elif time.monotonic() - spoke_s > QUIET_S:
-                yield ": still here\n\n"
-                spoke_s = time.monotonic()
+                sent_at_s = time.monotonic()
+            elif time.monotonic() - sent_at_s > QUIET_S:
+                yield ": keep-alive\n\n"
+                sent_at_s = time.monotonic()
             sent = self._serial
             await self._pause()
 
@@ -133,26 +138,27 @@ class Feed:
             return
 
     def close(self) -> None:
-        """From any thread: viewers are let go, so that a server which stops need not wait for them."""
+        """Ends all event streams, so that a stopping server need not wait for viewers. May be called from any thread."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._closed.set)
 
 
 class EventStream(StreamingResponse):
-    """A viewer holds a seat for as long as the answer lasts, however it ends."""
+    """The response with a viewer's events. The viewer is counted until the response ends, by disconnect or error too."""
 
-    def __init__(self, feed: Feed, seat: ExitStack) -> None:
-        # nginx would hold events back until a buffer is full.
+    def __init__(self, feed: Feed, counted: ExitStack) -> None:
+        # Without X-Accel-Buffering nginx would buffer events until its buffer is full.
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(feed.events(), media_type="text/event-stream", headers=headers)
-        self._seat = seat
+        self._counted = counted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._seat:
+        with self._counted:
             await super().__call__(scope, receive, send)
 
 
 def sections_of(snapshot: Snapshot) -> dict[str, str]:
+    """Returns each section of a snapshot as JSON."""
     return {name: _section(snapshot, name) for name in Snapshot.model_fields}
 
 
@@ -165,23 +171,27 @@ def _section(snapshot: Snapshot, name: str) -> str:
 
 
 def page_routes(feed: Feed) -> list[Route]:
-    """The page's files, its data as JSON, and the same as events."""
+    """Returns the routes of the page: its files, its data as JSON, and its data as events."""
 
-    async def look(request: Request) -> Response:
+    async def get_page(request: Request) -> Response:
         headers = {"Cache-Control": "no-store"}
         return Response(await feed.fresh(), media_type="application/json", headers=headers)
 
-    async def follow(request: Request) -> Response:
-        seat = ExitStack()
-        seat.enter_context(feed.seat())
-        return EventStream(feed, seat)
+    async def get_events(request: Request) -> Response:
+        counted = ExitStack()
+        counted.enter_context(feed.count_viewer())
+        return EventStream(feed, counted)
 
-    routes: dict[str, Callable[[Request], Awaitable[Response]]] = {"/v1/page": look, "/v1/events": follow}
+    routes: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        "/v1/page": get_page,
+        "/v1/events": get_events,
+    }
     routes |= {path: _file(page_file(name), kind) for path, (name, kind) in PAGE_FILES.items()}
     return [Route(path, endpoint, methods=["GET"]) for path, endpoint in routes.items()]
 
 
 def page_file(name: str) -> bytes:
+    """Returns the content of one of the page's files."""
     return (files("shoal.swarm.coordinator.http") / "page" / name).read_bytes()
 
 

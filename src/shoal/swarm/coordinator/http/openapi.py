@@ -1,4 +1,4 @@
-"""The routes as an OpenAPI document, made from the tables that the routes themselves are made from. Served at /openapi.json."""
+"""Builds the OpenAPI document that /openapi.json serves, from the same tables that define the routes."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ Schemas = Mapping[type[Record], dict[str, Any]]
 
 
 def document(signed: Iterable["SignedRoute"], public: Mapping[str, "PublicRoute"]) -> str:
-    """As JSON."""
+    """Returns the document as JSON."""
     signed = tuple(signed)
     used = {kind for route in signed for kind in (route.takes, route.gives) if kind is not None}
     used |= {route.gives for route in public.values()} | {Problem, Snapshot}
@@ -42,7 +42,7 @@ def document(signed: Iterable["SignedRoute"], public: Mapping[str, "PublicRoute"
         paths.setdefault(route.path, {})[route.method.lower()] = _signed(route, schemas)
     for path, view in public.items():
         paths.setdefault(path, {})["get"] = _public(path, view, schemas)
-    paths["/v1/page"] = {"get": _operation("/v1/page", "all that the page shows", _json(schemas[Snapshot]))}
+    paths["/v1/page"] = {"get": _operation("/v1/page", "all data of the page", _json(schemas[Snapshot]))}
     paths["/v1/objects/{name}"]["put"] = _upload()
     return json.dumps(
         {
@@ -50,7 +50,7 @@ def document(signed: Iterable["SignedRoute"], public: Mapping[str, "PublicRoute"
             "info": {
                 "title": "Shoal coordinator",
                 "version": shoal.__version__,
-                "description": "Routes that are for people and monitors only (/, /metrics, /v1/events) are left out.",
+                "description": "Routes for people and monitoring (/, /metrics, /v1/events) are not described here.",
             },
             "paths": paths,
             "components": {
@@ -60,7 +60,7 @@ def document(signed: Iterable["SignedRoute"], public: Mapping[str, "PublicRoute"
                     "signature": {
                         "type": "http",
                         "scheme": "signature",
-                        "description": "RFC 9421 with Ed25519, one set of components: docs/wire/request.md",
+                        "description": "RFC 9421 with Ed25519 and a fixed set of components: docs/wire/request.md",
                     }
                 },
             },
@@ -69,7 +69,7 @@ def document(signed: Iterable["SignedRoute"], public: Mapping[str, "PublicRoute"
 
 
 def _schemas(kinds: Iterable[type[Record]]) -> tuple[Schemas, dict[str, Any]]:
-    """A reference to each, and what they refer to."""
+    """Returns a reference to the schema of each record, and the schemas themselves."""
     wanted = [(kind, "validation") for kind in sorted(kinds, key=lambda kind: kind.__name__)]
     references, whole = models_json_schema(wanted, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     return {kind: reference for (kind, _), reference in references.items()}, whole["$defs"]  # type: ignore[misc]
@@ -78,29 +78,31 @@ def _schemas(kinds: Iterable[type[Record]]) -> tuple[Schemas, dict[str, Any]]:
 def _signed(route: "SignedRoute", schemas: Schemas) -> dict[str, Any]:
     callers = " or ".join(sorted(route.callers))
     content = BYTES if route.gives is None else _json(schemas[route.gives])
-    told = _operation(route.path, f"{callers}: {route.handle.__name__.removeprefix('handle_')}", content)
-    told |= {"security": [{"signature": []}], "x-callers": sorted(route.callers)}
+    operation = _operation(route.path, f"{callers}: {route.handle.__name__.removeprefix('handle_')}", content)
+    operation |= {"security": [{"signature": []}], "x-callers": sorted(route.callers)}
     if route.gives is None:
-        told["responses"]["307"] = {"description": "read it there"}
+        operation["responses"]["307"] = {"description": "the object is at the URL in Location"}
     if route.takes is not None:
-        told["requestBody"] = {"required": True, "content": _json(schemas[route.takes])}
-    return told
+        operation["requestBody"] = {"required": True, "content": _json(schemas[route.takes])}
+    return operation
 
 
 def _public(path: str, view: "PublicRoute", schemas: Schemas) -> dict[str, Any]:
     schema = schemas[view.gives]
-    told = _operation(
+    operation = _operation(
         path, view.gives.__name__, _json({"type": "array", "items": schema} if view.many else schema)
     )
-    told["parameters"] += [{"name": name, "in": "query", "schema": NUMBER} for name in view.query]
-    return told
+    operation["parameters"] += [{"name": name, "in": "query", "schema": NUMBER} for name in view.query]
+    return operation
 
 
 def _upload() -> dict[str, Any]:
-    told = _operation("/v1/objects/{name}", "whoever has the name: the bytes of an upload", {})
-    told["requestBody"] = {"required": True, "content": BYTES}
-    told["responses"] = {"204": {"description": "stored"}, "default": told["responses"]["default"]}
-    return told
+    operation = _operation(
+        "/v1/objects/{name}", "unsigned: uploads the bytes under a name from POST .../upload", {}
+    )
+    operation["requestBody"] = {"required": True, "content": BYTES}
+    operation["responses"] = {"204": {"description": "stored"}, "default": operation["responses"]["default"]}
+    return operation
 
 
 def _operation(path: str, summary: str, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,7 +123,7 @@ def _operation(path: str, summary: str, content: Mapping[str, Any]) -> dict[str,
 def _problem(schema: Mapping[str, Any]) -> dict[str, Any]:
     codes = ", ".join(code for code in CODES if code.startswith("request."))
     return {
-        "description": f"refused, and nothing changed; code is one of {codes}",
+        "description": f"the request was refused and nothing changed; code is one of {codes}",
         "content": {"application/problem+json": {"schema": schema}},
     }
 

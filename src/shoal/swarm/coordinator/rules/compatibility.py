@@ -1,5 +1,4 @@
-"""Compatibility: ok, outdated (until a grace ends), incompatible; a pure function of what is known, what a client says
-of itself, and the time."""
+"""Compatibility of clients: ok, outdated (until a grace period ends) or incompatible. Pure functions; callers pass the time."""
 
 import re
 from dataclasses import dataclass
@@ -9,6 +8,8 @@ _SOFTWARE = re.compile(r"shoal ([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?.*")
 
 
 class Compatibility(StrEnum):
+    """Whether a client may work: OUTDATED ones may until their grace period ends."""
+
     OK = "ok"
     OUTDATED = "outdated"
     INCOMPATIBLE = "incompatible"
@@ -16,7 +17,7 @@ class Compatibility(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demands:
-    """What a coordinator asks of clients. `min_software` is "shoal X.Y.Z", or empty."""
+    """What a coordinator requires of clients. `min_software` is "shoal X.Y.Z", or empty."""
 
     protocol: int
     min_software: str = ""
@@ -25,14 +26,14 @@ class Demands:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What is known of a client. `outdated_at_s` is when it was first seen with software that is too old."""
+    """What is known about a client. `outdated_at_s` is the time when it was first seen with software that is too old."""
 
     speaks_protocol: bool = True
     outdated_at_s: float | None = None
 
 
 def meet(fit: Fit, *, protocol: int, software: str, demands: Demands, now_s: float) -> Fit:
-    """A client says what it is. The grace runs from the first time: saying it again does not lengthen it."""
+    """Returns what is known after a client named its protocol and software. The grace period starts the first time only."""
     if protocol != demands.protocol:
         return Fit(speaks_protocol=False, outdated_at_s=fit.outdated_at_s)
     if not is_older(software, demands.min_software):
@@ -41,6 +42,7 @@ def meet(fit: Fit, *, protocol: int, software: str, demands: Demands, now_s: flo
 
 
 def compatibility(fit: Fit, demands: Demands, now_s: float) -> Compatibility:
+    """Returns whether the client is compatible at `now_s`."""
     if not fit.speaks_protocol:
         return Compatibility.INCOMPATIBLE
     if fit.outdated_at_s is None:
@@ -50,11 +52,12 @@ def compatibility(fit: Fit, demands: Demands, now_s: float) -> Compatibility:
 
 
 def is_older(software: str, wanted: str) -> bool:
-    """Only Shoal's own numbers can be compared; other software that speaks the protocol is taken at its word."""
+    """Returns whether Shoal's version in `software` is below that in `wanted`. False for other software, whose versions cannot be compared."""
     has, wants = parse_software(software), parse_software(wanted)
     return has is not None and wants is not None and has < wants
 
 
 def parse_software(text: str) -> tuple[int, int, int] | None:
+    """Returns the version numbers in "shoal X.Y.Z"; None for other software."""
     match = _SOFTWARE.fullmatch(text)
     return None if match is None else (int(match[1]), int(match[2]), int(match[3] or 0))

@@ -1,7 +1,7 @@
-"""Credit: verified output tokens times the model's factor, held for a day, then final. Pure.
+"""Credit: verified output tokens times the model's factor. It is held for a day, then final. Pure functions.
 
-What was accepted on trust, without the dear checks, is revoked when the node is caught while it is held. So a lie that
-the draw spared gains nothing until a day of honest-looking draws has passed, and costs all that the day earned unchecked.
+While credit is held, credit that was given without every check is revoked if the node is caught. So a false submission that
+the draw did not choose gains nothing for a day, and being caught costs everything that was earned unchecked that day.
 """
 
 from collections.abc import Iterable
@@ -20,26 +20,30 @@ class Earning:
     amount: int
     given_at_s: float
     checked: bool
-    """By every check; False: taken on trust."""
+    """True if every check was run; False if only the cheap ones were."""
     revoked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
+    """The credit of a node."""
+
     final: int
     held: int
 
 
 def amount(output_tokens: int, factor: float) -> int:
+    """Returns the credit for a number of verified output tokens."""
     return int(output_tokens * factor)
 
 
 def held_since_s(trust: Trust, trust_since_s: float, now_s: float, hold_s: float) -> float:
-    """Credit given after this is held. In quarantine nothing becomes final: the clock stands still."""
+    """Returns the time after which given credit is still held. In quarantine no credit becomes final: its start counts as now."""
     return (min(now_s, trust_since_s) if trust in _SUSPENDED else now_s) - hold_s
 
 
 def balance(earnings: Iterable[Earning], since_s: float) -> Balance:
+    """Returns the sums of final and held credit, without what was revoked."""
     final = held = 0
     for earning in earnings:
         if earning.revoked:
@@ -52,7 +56,7 @@ def balance(earnings: Iterable[Earning], since_s: float) -> Balance:
 
 
 def to_revoke(earnings: Iterable[Earning], since_s: float) -> list[Earning]:
-    """What a rejection takes with it."""
+    """Returns the earnings that a rejection revokes: those that are held and were not checked fully."""
     return [
         earning
         for earning in earnings

@@ -1,11 +1,12 @@
-"""Trust: a pure function of a node's standing, an event and the time. Also what a standing earns: checks and leases.
+"""Trust: a pure function of a node's standing, an event and the time; and how many checks and leases a standing gives.
 
     probation ──N checked and accepted in a row──▶ trusted
         ▲                │                            │ a rejection, from anywhere
         │                ▼                            ▼
     a day and 10 N good ones ◀──────────────────── quarantined ──a second rejection──▶ banned
 
-Void is nobody's doing and changes nothing, but for void.uncertain: the streak begins anew, so the next work is checked. What was accepted on trust, without the dear checks, builds no trust.
+A void submission changes nothing, except void.uncertain: it resets the streak, so that the next submissions are checked.
+A submission that was accepted without every check builds no trust.
 """
 
 from dataclasses import dataclass, replace
@@ -15,19 +16,21 @@ from shoal.wire.codes import ACCEPTED
 
 REDEEM_S = 24 * 3600.0
 REDEEM_TIMES = 10
-"""A quarantine ends after a day at least, and this many times the accepted submissions that end a probation."""
+"""A quarantine ends after REDEEM_S and this many times the accepted submissions that end a probation, whichever is later."""
 LAPSES_END_TRUST = 5
-"""Leases in a row that ran out in a trusted node's hands."""
+"""A trusted node that lets this many leases in a row expire is back on probation."""
 LONGEST_BACKOFF_S = 3600.0
 
 
 class Trust(StrEnum):
+    """How far the swarm trusts a node."""
+
     PROBATION = "probation"
     TRUSTED = "trusted"
     QUARANTINED = "quarantined"
     BANNED = "banned"
     RETIRED = "retired"
-    """It left by its own wish."""
+    """The node left the run itself."""
 
 
 class Finding(StrEnum):
@@ -39,40 +42,41 @@ class Finding(StrEnum):
 
 
 class Happening(StrEnum):
-    """What can move a standing."""
+    """An event that can change a standing."""
 
     ACCEPTED = "accepted"
-    """By every check there is."""
+    """A submission passed every check."""
     TAKEN_ON_TRUST = "taken on trust"
-    """By the cheap checks; the draw spared it the dear ones."""
+    """A submission passed the cheap checks; the draw did not choose it for the others."""
     REJECTED = "rejected"
     UNCERTAIN = "uncertain"
-    """Void, because it was suspicious but not certain to be false."""
+    """A submission was void because it was suspicious but not certainly false."""
     LAPSED = "lapsed"
-    """A lease ran out in its hands."""
+    """A lease expired before the node delivered."""
     QUARANTINE = "quarantine"
     BAN = "ban"
     RESTORE = "restore"
-    """The last three are the operator's orders."""
+    """The last three are actions of the operator."""
     UPHELD = "upheld"
-    """An appeal: one rejection was wrong."""
+    """The operator agreed with an appeal: one rejection was wrong."""
     LEAVE = "leave"
     RETURN = "return"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What a node's deeds so far add up to."""
+    """A node's trust, and the counts that decide how it changes."""
 
     trust: Trust
     since_s: float = 0.0
-    """When it came to this trust."""
+    """Time of the last change of trust."""
     streak: int = 0
     """Submissions in a row that passed every check."""
     rejected: int = 0
     lapses: int = 0
-    """Leases in a row that ran out in its hands."""
+    """Leases in a row that expired before the node delivered."""
     lapsed_s: float = 0.0
+    """Time of the last one."""
 
 
 def finding_of(code: str) -> Finding:
@@ -82,7 +86,7 @@ def finding_of(code: str) -> Finding:
 
 
 def judge(standing: Standing, happening: Happening, now_s: float, *, trusted_after: int) -> Standing:
-    """The standing after one more happening."""
+    """Returns the standing after one more event."""
     if standing.trust is Trust.BANNED and happening not in (Happening.RESTORE, Happening.UPHELD):
         return standing
     if happening in _WORK:
@@ -132,7 +136,7 @@ def _after_order(standing: Standing, happening: Happening, now_s: float) -> Stan
     if happening is Happening.LEAVE:
         return _move(standing, Trust.RETIRED, now_s)
     if happening is Happening.RETURN:
-        # Leaving is no way out of a quarantine.
+        # Otherwise a node could end its quarantine by leaving and coming back.
         back = Trust.QUARANTINED if standing.rejected else Trust.PROBATION
         left = standing.trust is Trust.RETIRED
         return _move(replace(standing, streak=0), back, now_s) if left else standing
@@ -160,18 +164,18 @@ def _move(standing: Standing, trust: Trust, now_s: float) -> Standing:
     return standing if trust is standing.trust else replace(standing, trust=trust, since_s=now_s)
 
 
-# -- what a standing earns --------------------------------------------------------------------------------
+# -- checks and leases ------------------------------------------------------------------------------------
 
 
 def check_rate(standing: Standing, *, floor: float) -> float:
-    """The share of a node's submissions that every check is run on."""
+    """Returns the share of a node's submissions that get every check."""
     if standing.trust is not Trust.TRUSTED:
         return 1.0
     return max(floor, 1.0 / max(1, standing.streak))
 
 
 def open_leases(standing: Standing, *, most: int, trusted_after: int) -> int:
-    """How many leases it may hold: one; once trusted two, doubled with each further streak, halved by each lapse."""
+    """Returns how many leases a node may hold: one; a trusted node two, doubled by each further streak, halved by each lapse."""
     if standing.trust is not Trust.TRUSTED:
         return 1
     earned = 1 << min(16, max(1, standing.streak // trusted_after))
@@ -179,12 +183,12 @@ def open_leases(standing: Standing, *, most: int, trusted_after: int) -> int:
 
 
 def lease_prompts(standing: Standing, *, most: int) -> int:
-    """How many prompts its next lease has, as far as lapses go: each halves it."""
+    """Returns how many prompts the node's next lease may have: `most`, halved by each lapse."""
     return max(1, most >> min(16, standing.lapses))
 
 
 def next_lease_s(standing: Standing, *, lease_s: float) -> float:
-    """When it may have a lease again. One lapse is an accident; from the second on each doubles the wait."""
+    """Returns the time from which the node may get a lease. The first lapse costs nothing; each one after the second doubles the wait."""
     if standing.lapses < 2:
         return 0.0
     wait_s = min(LONGEST_BACKOFF_S, lease_s * 2.0 ** min(20, standing.lapses - 2))

@@ -1,16 +1,30 @@
-"""Nodes as the world sees them, with what of their credit is still held."""
+"""The public view of nodes, with the part of their credit that is still held."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from sqlalchemy import Connection, Row, func, select
 
+from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.rules.credit import held_since_s
 from shoal.swarm.coordinator.rules.liveness import liveness
 from shoal.swarm.coordinator.rules.trust import Trust
 from shoal.swarm.coordinator.store.schema import verdicts
-from shoal.swarm.coordinator.views.terms import Terms
 from shoal.wire.messages import NodeView
+from shoal.wire.run_spec import RunSpec
+
+
+class ViewContext(Protocol):
+    """What a view needs besides the tables. A coordinator has it, and so has `shoal report` for a finished run's folder."""
+
+    @property
+    def config(self) -> CoordinatorConfig: ...
+
+    @property
+    def spec(self) -> RunSpec: ...
+
+    @property
+    def clock(self) -> Callable[[], float]: ...
 
 
 def view(node: Row[Any], held: int, now_s: float, heartbeat_s: float) -> NodeView:
@@ -32,9 +46,10 @@ def view(node: Row[Any], held: int, now_s: float, heartbeat_s: float) -> NodeVie
     )
 
 
-def views(db: Connection, rows: Sequence[Row[Any]], coordinator: Terms) -> tuple[NodeView, ...]:
-    now_s, config = coordinator.clock(), coordinator.config
-    # One sum over what can be held at all, then exactly for the few whose clock stands still.
+def views(db: Connection, rows: Sequence[Row[Any]], context: ViewContext) -> tuple[NodeView, ...]:
+    """Returns the views of nodes, given as rows of the table."""
+    now_s, config = context.clock(), context.config
+    # One query for all nodes; then one for each quarantined or banned node, whose hold period is suspended.
     held: dict[str, int] = {
         row[0]: int(row[1])
         for row in db.execute(
@@ -50,6 +65,7 @@ def views(db: Connection, rows: Sequence[Row[Any]], coordinator: Terms) -> tuple
 
 
 def _held(db: Connection, node: Row[Any], now_s: float, hold_s: float) -> int:
+    """Returns the held credit of one node, by the rule for its trust."""
     since_s = held_since_s(Trust(node.trust), node.trust_since_s, now_s, hold_s)
     query = select(func.coalesce(func.sum(verdicts.c.credit), 0)).where(
         verdicts.c.node == node.node, verdicts.c.given_at_s > since_s, verdicts.c.revoked_for.is_(None)

@@ -1,4 +1,4 @@
-"""A run as the page shows it, read in one consistent view. The bounds here bound what a viewer is sent."""
+"""The data of the run's page, read through one connection. The limits here bound how much a viewer receives."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from shoal import __version__
 from shoal.swarm.coordinator.membership import nodes as node_rows
 from shoal.swarm.coordinator.store.schema import leases, ledger, policies, run, submissions, verdicts
 from shoal.swarm.coordinator.views import node_views, stats
-from shoal.swarm.coordinator.views.terms import Terms
+from shoal.swarm.coordinator.views.node_views import ViewContext
 from shoal.swarm.coordinator.views.timeline import read_timeline
 from shoal.wire.codes import ACCEPTED, explain_code
 from shoal.wire.lease import Lease
@@ -37,34 +37,35 @@ MAX_SAMPLES = 6
 SAMPLES_OF_NODE = 3
 MAX_WORK = 40
 MAX_TEXT = 1200
-"""Characters of a prompt or an answer."""
+"""Most characters of a prompt or an answer."""
 
 
-def take_snapshot(db: Connection, terms: Terms, curve: Curve | None = None) -> Snapshot:
-    """`curve`, if the caller keeps one, saves reading every step again."""
-    seen = stats.stats(db, terms)
+def take_snapshot(db: Connection, context: ViewContext, curve: Curve | None = None) -> Snapshot:
+    """Returns all sections of the page. A caller that caches the curve passes it, so that not every step is read again."""
+    current = stats.stats(db, context)
     return Snapshot(
-        terms=_terms(db, terms),
-        now=_now(seen),
+        terms=_terms(db, context),
+        now=_now(current),
         curve=read_curve(db) if curve is None else curve,
-        evaluations=seen.evaluations,
-        workers=_workers(db, seen),
-        verdicts=count_codes(seen.submissions),
-        timeline=read_timeline(db, end_s=_end_of(db, seen)),
-        relays=seen.relays,
+        evaluations=current.evaluations,
+        workers=_workers(db, current),
+        verdicts=count_codes(current.submissions),
+        timeline=read_timeline(db, end_s=_end_of(db, current)),
+        relays=current.relays,
         releases=_releases(db),
         samples=read_samples(db, limit=MAX_SAMPLES),
         head=_head(db),
     )
 
 
-def node_page(db: Connection, terms: Terms, node: str) -> NodePage:
+def node_page(db: Connection, context: ViewContext, node: str) -> NodePage:
+    """Returns the data of a node's own page. Raises Rejected if the node is not enrolled."""
     row = node_rows.get_node(db, node)
-    now_s = terms.clock()
-    (seen,) = node_views.views(db, [row], terms)
+    now_s = context.clock()
+    (view,) = node_views.views(db, [row], context)
     work = _work(db, node)
     return NodePage(
-        node=_worker(seen, _verified_speeds(db, now_s).get(node, 0.0)),
+        node=_worker(view, _verified_speeds(db, now_s).get(node, 0.0)),
         trust_reason=row.trust_reason,
         software=row.software,
         enrolled_at_s=row.enrolled_at_s,
@@ -74,11 +75,11 @@ def node_page(db: Connection, terms: Terms, node: str) -> NodePage:
     )
 
 
-# -- where it stands --------------------------------------------------------------------------------------
+# -- the current state ------------------------------------------------------------------------------------
 
 
-def _terms(db: Connection, terms: Terms) -> RunTerms:
-    spec = terms.spec
+def _terms(db: Connection, context: ViewContext) -> RunTerms:
+    spec = context.spec
     return RunTerms(
         run=spec.run,
         run_key=db.execute(select(run.c.run_key)).scalar_one(),
@@ -92,40 +93,42 @@ def _terms(db: Connection, terms: Terms) -> RunTerms:
     )
 
 
-def _now(seen: Stats) -> Now:
+def _now(current: Stats) -> Now:
     return Now(
-        newest_version=seen.newest_version,
-        finished=seen.finished,
-        waiting_for=seen.waiting_for,
-        ready_groups=seen.ready_groups,
-        groups_needed=seen.groups_needed,
-        open_leases=seen.open_leases,
-        queued_checks=seen.queued_checks,
-        live_workers=sum(node.liveness == "live" and node.trust != "banned" for node in seen.nodes),
-        generation_tokens_per_s=round(seen.generation_tokens_per_s, 1),
-        trained_groups=seen.trained_groups,
-        batches=seen.batches,
-        dropped_groups=seen.groups.get("dropped", 0),
-        stale_groups=seen.groups.get("stale", 0),
-        unparseable=round(seen.unparseable, 4),
-        bytes_published=seen.bytes_published,
-        server_time_s=round(seen.server_time_s, 1),
+        newest_version=current.newest_version,
+        finished=current.finished,
+        waiting_for=current.waiting_for,
+        ready_groups=current.ready_groups,
+        groups_needed=current.groups_needed,
+        open_leases=current.open_leases,
+        queued_checks=current.queued_checks,
+        live_workers=sum(node.liveness == "live" and node.trust != "banned" for node in current.nodes),
+        generation_tokens_per_s=round(current.generation_tokens_per_s, 1),
+        trained_groups=current.trained_groups,
+        batches=current.batches,
+        dropped_groups=current.groups.get("dropped", 0),
+        stale_groups=current.groups.get("stale", 0),
+        unparseable=round(current.unparseable, 4),
+        bytes_published=current.bytes_published,
+        server_time_s=round(current.server_time_s, 1),
     )
 
 
 def count_codes(counts: dict[str, int]) -> tuple[CodeCount, ...]:
-    """Accepted first, then refusals and voids, each from many to few."""
+    """Returns the counts with explanations: accepted first, then rejections, then voids, each by decreasing count."""
 
     def order(code: str) -> tuple[int, int, str]:
         family = 0 if code == ACCEPTED else 1 if code.startswith("reject.") else 2
         return family, -counts[code], code
 
     return tuple(
-        CodeCount(code=code, words=words_for(code), count=counts[code]) for code in sorted(counts, key=order)
+        CodeCount(code=code, words=sentence_for(code), count=counts[code])
+        for code in sorted(counts, key=order)
     )
 
 
-def words_for(code: str | None) -> str:
+def sentence_for(code: str | None) -> str:
+    """Returns the meaning of a verdict's code; an empty text if there is no verdict yet."""
     if code is None:
         return ""
     return "checked and accepted" if code == ACCEPTED else explain_code(code)
@@ -136,18 +139,19 @@ def _head(db: Connection) -> Head | None:
     return None if row is None else Head(seq=row.seq, hash=row.hash, time_s=row.time_s, type=row.type)
 
 
-def _end_of(db: Connection, seen: Stats) -> float:
-    """The right edge of the timeline: now, or when the run was over."""
-    if not seen.finished:
-        return seen.server_time_s
+def _end_of(db: Connection, current: Stats) -> float:
+    """Returns the right edge of the timeline: now, or the last verdict of a finished run."""
+    if not current.finished:
+        return current.server_time_s
     last_s: float | None = db.execute(select(func.max(verdicts.c.given_at_s))).scalar_one()
-    return seen.server_time_s if last_s is None else last_s
+    return current.server_time_s if last_s is None else last_s
 
 
 # -- the curve --------------------------------------------------------------------------------------------
 
 
 def read_reports(db: Connection, after_version: int = 0) -> list[StepReport]:
+    """Returns the trainer's reports on all steps that produced a version after `after_version`."""
     query = (
         select(policies.c.report)
         .where(policies.c.report.is_not(None), policies.c.version > after_version)
@@ -161,19 +165,21 @@ def read_curve(db: Connection) -> Curve:
 
 
 def make_curve(steps: Sequence[StepReport]) -> Curve:
-    """At most MAX_POINTS points, each the mean of as many neighbours; the last may stand for fewer."""
+    """Returns a curve of at most MAX_POINTS points. Each is the mean of the same number of steps; the last may have fewer."""
     size = -(-len(steps) // MAX_POINTS) or 1
-    bins = [steps[start : start + size] for start in range(0, len(steps), size)]
+    points = [steps[start : start + size] for start in range(0, len(steps), size)]
 
     def means(name: str, digits: int) -> tuple[float, ...]:
-        return tuple(round(sum(getattr(step, name) for step in one) / len(one), digits) for one in bins)
+        return tuple(
+            round(sum(getattr(step, name) for step in point) / len(point), digits) for point in points
+        )
 
     return Curve(
         steps_per_point=size,
-        version=tuple(one[-1].version for one in bins),
+        version=tuple(point[-1].version for point in points),
         reward=means("reward_mean", 4),
         lag=means("lag_mean", 2),
-        lag_max=tuple(max(step.lag_max for step in one) for one in bins),
+        lag_max=tuple(max(step.lag_max for step in point) for point in points),
         wait_s=means("wait_s", 2),
         train_s=means("train_s", 2),
         tokens_per_s=means("tokens_per_s", 0),
@@ -183,17 +189,17 @@ def make_curve(steps: Sequence[StepReport]) -> Curve:
 # -- workers ----------------------------------------------------------------------------------------------
 
 
-def _workers(db: Connection, seen: Stats) -> tuple[WorkerView, ...]:
-    """Those who did most first; of very many, the rest is left to GET /v1/stats."""
-    speeds = _verified_speeds(db, seen.server_time_s)
-    shown = sorted(seen.nodes, key=lambda node: (node.trust == "banned", -node.credit, node.node))
+def _workers(db: Connection, current: Stats) -> tuple[WorkerView, ...]:
+    """Returns the MAX_WORKERS nodes with the most credit, banned ones last. GET /v1/stats lists more."""
+    speeds = _verified_speeds(db, current.server_time_s)
+    shown = sorted(current.nodes, key=lambda node: (node.trust == "banned", -node.credit, node.node))
     return tuple(_worker(node, speeds.get(node.node, 0.0)) for node in shown[:MAX_WORKERS])
 
 
 def _worker(node: NodeView, verified_tokens_per_s: float) -> WorkerView:
     values = node.model_dump() | {"tokens_per_s": round(node.tokens_per_s, 1)}
     return WorkerView(
-        **values, words=words_for(node.last_code), verified_tokens_per_s=round(verified_tokens_per_s, 1)
+        **values, words=sentence_for(node.last_code), verified_tokens_per_s=round(verified_tokens_per_s, 1)
     )
 
 
@@ -207,6 +213,7 @@ def _verified_speeds(db: Connection, now_s: float) -> dict[str, float]:
 
 
 def _work(db: Connection, node: str) -> tuple[WorkItem, ...]:
+    """Returns the last leases of a node, newest first."""
     query = (
         select(leases, submissions.c.policy_version, submissions.c.num_bytes, submissions.c.received_at_s)
         .outerjoin(submissions, submissions.c.lease_id == leases.c.lease_id)
@@ -220,7 +227,7 @@ def _work(db: Connection, node: str) -> tuple[WorkItem, ...]:
             purpose=row.purpose,
             state=row.state,
             code=row.code,
-            words=words_for(row.code),
+            words=sentence_for(row.code),
             detail=row.detail or "",
             credit=row.credit,
             policy_version=row.policy_version,
@@ -250,8 +257,7 @@ def _releases(db: Connection) -> tuple[Release, ...]:
 
 
 def read_samples(db: Connection, *, limit: int, lease_ids: Sequence[str] | None = None) -> tuple[Sample, ...]:
-    """The newest answers that validators showed, of `lease_ids` only if given. Prompt from the lease, the rest from the
-    verdict."""
+    """Returns the newest sample answers that validators put into verdicts; with `lease_ids`, only those of these leases."""
     query = (
         select(
             verdicts.c.body,
@@ -272,12 +278,13 @@ def read_samples(db: Connection, *, limit: int, lease_ids: Sequence[str] | None 
 
 
 def _sample(row: Any) -> Sample | None:
+    """Returns the sample in a verdict's evidence, with the prompt from the lease; None if the evidence has no valid sample."""
     evidence = json.loads(row.body)["evidence"]
     index, answer = evidence.get("sample_prompt"), evidence.get("sample_answer")
     reward = evidence.get("sample_reward")
     lease = Sealed[Lease].parse(row.sealed).body
-    known = isinstance(index, int) and isinstance(answer, str) and isinstance(reward, int | float)
-    if not known or not 0 <= index < len(lease.prompts):
+    complete = isinstance(index, int) and isinstance(answer, str) and isinstance(reward, int | float)
+    if not complete or not 0 <= index < len(lease.prompts):
         return None
     return Sample(
         lease_id=lease.lease_id,

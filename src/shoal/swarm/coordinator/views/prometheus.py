@@ -22,7 +22,7 @@ def check_ready(coordinator: Coordinator) -> None:
 
 def exposition(db: Connection, coordinator: Coordinator) -> str:
     """The text format of Prometheus."""
-    situation = stats.look(db, coordinator)
+    situation = stats.read_situation(db, coordinator)
     trusts = Counter(
         {row[0]: row[1] for row in db.execute(select(nodes.c.trust, func.count()).group_by(nodes.c.trust))}
     )

@@ -1,4 +1,4 @@
-"""The run at a glance: what the public pages show, read in one consistent view."""
+"""The public statistics of a run. Each function reads through one connection, so its figures are consistent."""
 
 from typing import Any
 
@@ -23,22 +23,24 @@ from shoal.swarm.coordinator.store.schema import batches as batch_table
 from shoal.swarm.coordinator.store.schema import leases, policies, submissions, verdicts
 from shoal.swarm.coordinator.store.schema import nodes as node_table
 from shoal.swarm.coordinator.views import node_views
+from shoal.swarm.coordinator.views.node_views import ViewContext
 from shoal.swarm.coordinator.views.status_sentence import Situation, waiting_for
-from shoal.swarm.coordinator.views.terms import Terms
 from shoal.wire.manifest import Manifest
 from shoal.wire.messages import History, Info, RunList, RunView, Stats, StepReport
 from shoal.wire.record import Sealed
 from shoal.wire.run_spec import PROTOCOL
 
 SPEED_WINDOW_S = 60.0
+"""Speeds are averages over this time."""
 NODES_SHOWN = 500
 
 
 FEATURES = ("delegation", "appeal", "leave", "admission", "capabilities")
-"""What a client may use without trying: routes and fields that the first release did not have."""
+"""Routes and fields that the first release did not have. A client uses them only if the coordinator lists them."""
 
 
 def info(db: Connection, coordinator: Coordinator) -> Info:
+    """Returns what GET /v1/info answers."""
     config = coordinator.config
     return Info(
         protocol=PROTOCOL,
@@ -59,7 +61,8 @@ def info(db: Connection, coordinator: Coordinator) -> Info:
 
 
 def runs(db: Connection, coordinator: Coordinator) -> RunList:
-    config, spec, situation = coordinator.config, coordinator.spec, look(db, coordinator)
+    """Returns what GET /v1/runs answers for one run."""
+    config, spec, situation = coordinator.config, coordinator.spec, read_situation(db, coordinator)
     newest = db.execute(
         select(policies.c.manifest).order_by(policies.c.version.desc()).limit(1)
     ).scalar_one_or_none()
@@ -81,14 +84,15 @@ def runs(db: Connection, coordinator: Coordinator) -> RunList:
     return RunList(runs=(view,))
 
 
-def stats(db: Connection, coordinator: Terms) -> Stats:
-    now_s, heartbeat_s = coordinator.clock(), coordinator.config.heartbeat_s
-    situation = look(db, coordinator)
+def stats(db: Connection, context: ViewContext) -> Stats:
+    """Returns what GET /v1/stats answers."""
+    now_s, heartbeat_s = context.clock(), context.config.heartbeat_s
+    situation = read_situation(db, context)
     trained = db.execute(
         select(func.count(), func.coalesce(func.sum(batch_table.c.num_groups), 0)).select_from(batch_table)
     ).one()
     return Stats(
-        run=coordinator.spec.run,
+        run=context.spec.run,
         newest_version=situation.newest_version,
         last_version=situation.last_version,
         finished=situation.finished,
@@ -105,7 +109,7 @@ def stats(db: Connection, coordinator: Terms) -> Stats:
         generation_tokens_per_s=verified_tokens_per_s(db, now_s),
         latest=_latest_report(db),
         evaluations=evaluations.views(db),
-        nodes=node_views.views(db, _nodes(db), coordinator),
+        nodes=node_views.views(db, _nodes(db), context),
         relays=relays.views(relays.reports(db), now_s, heartbeat_s),
         bytes_published=int(
             db.execute(select(func.coalesce(func.sum(policies.c.num_bytes), 0))).scalar_one()
@@ -116,6 +120,7 @@ def stats(db: Connection, coordinator: Terms) -> Stats:
 
 
 def history(db: Connection) -> History:
+    """Returns what GET /v1/history answers."""
     reports = db.execute(
         select(policies.c.report).where(policies.c.report.is_not(None)).order_by(policies.c.version)
     ).scalars()
@@ -125,28 +130,30 @@ def history(db: Connection) -> History:
 
 
 def waiting_sentence(db: Connection, coordinator: Coordinator) -> str:
-    return waiting_for(look(db, coordinator))
+    """Returns what the run is waiting for, as a sentence."""
+    return waiting_for(read_situation(db, coordinator))
 
 
-def look(db: Connection, coordinator: Terms) -> Situation:
-    now_s, heartbeat_s = coordinator.clock(), coordinator.config.heartbeat_s
+def read_situation(db: Connection, context: ViewContext) -> Situation:
+    """Reads the counts that decide what the run is waiting for."""
+    now_s, heartbeat_s = context.clock(), context.config.heartbeat_s
     newest = newest_version(db)
-    seen = relays.views(relays.reports(db), now_s, heartbeat_s)
+    known_relays = relays.views(relays.reports(db), now_s, heartbeat_s)
     enrolled, live, quarantined = _count_workers(db, now_s - LATE_AFTER * heartbeat_s)
     by_state = dict(_open_by_state(db))
     return Situation(
         newest_version=newest,
-        last_version=coordinator.spec.last_version,
-        finished=is_finished(db, coordinator.spec),
-        known_relays=len(seen),
-        live_relays=sum(relay.liveness != Liveness.OFFLINE.value for relay in seen),
+        last_version=context.spec.last_version,
+        finished=is_finished(db, context.spec),
+        known_relays=len(known_relays),
+        live_relays=sum(relay.liveness != Liveness.OFFLINE.value for relay in known_relays),
         enrolled=enrolled,
         live_workers=live,
         eval_workers=live - quarantined,
         queued_checks=by_state.get(State.SUBMITTED.value, 0),
         queue_untouched_s=_queue_untouched_s(db, now_s),
         ready_groups=count_ready(db, 0),
-        groups_needed=coordinator.config.groups_per_step,
+        groups_needed=context.config.groups_per_step,
         open_leases=by_state.get(State.ISSUED.value, 0) + by_state.get(State.UPLOADING.value, 0),
         batch_formed=newest is not None and is_formed(db, newest),
         dropped_groups=count_dropped(db),
@@ -155,7 +162,10 @@ def look(db: Connection, coordinator: Terms) -> Situation:
 
 
 def _count_workers(db: Connection, live_since_s: float) -> tuple[int, int, int]:
-    """Nodes that are not banned; of those the live ones; of those the quarantined. Anybody can enrol any number."""
+    """Returns the number of nodes that are not banned, of live ones among them, and of quarantined ones among those.
+
+    The database counts: enrolling is free, so there may be very many nodes.
+    """
     live = node_table.c.last_seen_s > live_since_s
     query = select(
         func.count(),
@@ -172,6 +182,7 @@ def _open_by_state(db: Connection) -> list[tuple[str, int]]:
 
 
 def ended_by_code(db: Connection) -> dict[str, int]:
+    """Returns the number of ended leases for each code."""
     query = select(leases.c.code, func.count()).where(leases.c.code.is_not(None)).group_by(leases.c.code)
     return {row[0]: row[1] for row in db.execute(query)}
 
@@ -189,7 +200,7 @@ def _queue_untouched_s(db: Connection, now_s: float) -> float:
 
 
 def verified_tokens_per_s(db: Connection, now_s: float) -> float:
-    """Tokens of accepted submissions lately. What nodes say of their own speed is not counted."""
+    """Returns tokens per second of recently accepted submissions. The speeds that nodes report themselves are not used."""
     first_s = db.execute(select(func.min(policies.c.published_at_s))).scalar_one()
     if first_s is None or first_s >= now_s:
         return 0.0
@@ -213,6 +224,6 @@ def _latest_report(db: Connection) -> StepReport | None:
 
 
 def _nodes(db: Connection) -> list[Row[Any]]:
-    """In the order they came; of very many, those heard of last."""
+    """Returns nodes in the order of enrolment; with more than NODES_SHOWN, those that were seen last."""
     rows = db.execute(select(node_table).order_by(node_table.c.last_seen_s.desc()).limit(NODES_SHOWN)).all()
     return sorted(rows, key=lambda row: (row.enrolled_at_s, row.node))

@@ -1,13 +1,15 @@
-"""What the run waits for right now, in one sentence: a pure function of the situation."""
+"""One sentence that says what the run is waiting for now: a pure function of the run's situation."""
 
 from dataclasses import dataclass
 
 VALIDATOR_PATIENCE_S = 5.0
-"""A queue that nobody has touched for this long waits for a validator, not for its turn."""
+"""If no submission was claimed for this long, the queue waits for a validator to appear."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
+    """The counts that decide what the run is waiting for."""
+
     newest_version: int | None
     last_version: int
     finished: bool
@@ -16,27 +18,27 @@ class Situation:
     enrolled: int
     live_workers: int
     eval_workers: int
-    """Live and not in quarantine."""
+    """Workers that are live and not in quarantine."""
     queued_checks: int
     queue_untouched_s: float
-    """Since the queue last moved: a claim was made or its oldest submission came."""
+    """Seconds since the last claim, or since the oldest queued submission arrived, whichever is later."""
     ready_groups: int
     groups_needed: int
     open_leases: int
     batch_formed: bool
-    """The trainer has its batch for the newest version."""
+    """True if the batch of the newest version is formed."""
     dropped_groups: int = 0
-    """Since the last batch, accepted and without signal."""
+    """Groups without signal that were accepted since the last batch."""
     eval_chunks: tuple[int, int] | None
-    """Accepted and all, of the newest version's evaluation."""
+    """Accepted chunks and all chunks of the newest version's evaluation."""
 
 
 def waiting_for(now: Situation) -> str:
-    """From what stops everything to what is merely not done yet."""
-    return _on_trainer(now) or _on_somebody_missing(now) or _on_work(now)
+    """Returns what the run is waiting for. What blocks everything is named before work that is merely not done yet."""
+    return _trainer_reason(now) or _missing_role_reason(now) or _work_reason(now)
 
 
-def _on_trainer(now: Situation) -> str | None:
+def _trainer_reason(now: Situation) -> str | None:
     newest = now.newest_version
     if now.finished:
         return "nothing: the run is finished"
@@ -51,7 +53,7 @@ def _on_trainer(now: Situation) -> str | None:
     return None
 
 
-def _on_somebody_missing(now: Situation) -> str | None:
+def _missing_role_reason(now: Situation) -> str | None:
     if not now.live_relays:
         return f"relays: none live (0 of {now.known_relays} known)"
     if now.queued_checks and now.queue_untouched_s > VALIDATOR_PATIENCE_S:
@@ -62,7 +64,7 @@ def _on_somebody_missing(now: Situation) -> str | None:
     return None
 
 
-def _on_work(now: Situation) -> str:
+def _work_reason(now: Situation) -> str:
     open_leases = f"{_count(now.open_leases, 'lease')} open on {_count(now.live_workers, 'live worker')}"
     if now.newest_version != now.last_version:
         dropped = (

@@ -1,7 +1,7 @@
-"""Where the time of the last steps went, as bars: generate, upload, wait, check, train, broadcast."""
+"""The timeline of the last steps, as bars: generate, upload, queue, check, train, broadcast."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Row, Select, func, select
 
@@ -12,12 +12,12 @@ from shoal.wire.page_data import Span, Stage, Timeline
 MAX_LANES = 8
 MAX_SPANS = 160
 STEPS_SHOWN, MAX_STEPS = 5, 30
-"""The timeline is as long as so many steps; where it is longer than they took, it has more of them."""
+"""The timeline starts at the batch of the STEPS_SHOWN-th last step. If that is less than SHORTEST_S ago, it shows up to MAX_STEPS."""
 SHORTEST_S, LONGEST_S = 5.0, 900.0
 
 
 def read_timeline(db: Connection, *, end_s: float) -> Timeline:
-    """The last steps: what the trainer, the validators and the busiest workers did when."""
+    """Returns what the trainer, the validators and the busiest workers did during the last steps before `end_s`."""
     formed = db.execute(
         select(batches.c.version, batches.c.formed_at_s, policies.c.published_at_s, policies.c.report)
         .outerjoin(policies, policies.c.version == batches.c.version + 1)
@@ -26,52 +26,62 @@ def read_timeline(db: Connection, *, end_s: float) -> Timeline:
     ).all()
     since_s = min((row.formed_at_s for row in formed[:STEPS_SHOWN]), default=end_s)
     start_s = max(end_s - LONGEST_S, min(since_s, end_s - SHORTEST_S))
-    spans = [*_trainer_spans(formed, end_s), *_work_spans(db, start_s, end_s)]
-    kept = sorted((span for span in spans if span[3] > start_s), key=lambda span: span[3])[-MAX_SPANS:]
+    bars = [*_trainer_bars(formed, end_s), *_work_bars(db, start_s, end_s)]
+    kept = sorted((bar for bar in bars if bar.ended_s > start_s), key=lambda bar: bar.ended_s)[-MAX_SPANS:]
     return Timeline(
         end_s=round(end_s, 2),
         span_s=round(end_s - start_s, 2),
-        spans=tuple(_span(span, start_s, end_s) for span in kept),
+        spans=tuple(_span(bar, start_s, end_s) for bar in kept),
     )
 
 
-_Bar = tuple[Stage, str, float, float, int | None, str | None, str]
-"""Stage, lane, start, end, version, code, purpose."""
+class _Bar(NamedTuple):
+    """One bar, with absolute times."""
+
+    stage: Stage
+    lane: str
+    began_s: float
+    ended_s: float
+    version: int | None
+    code: str | None = None
+    purpose: str = "train"
 
 
 def _span(bar: _Bar, start_s: float, end_s: float) -> Span:
-    stage, lane, began_s, ended_s, version, code, purpose = bar
+    """Returns the bar with times relative to `end_s`, clipped to the timeline."""
     return Span(
-        stage=stage,
-        lane=lane,
-        start_s=round(max(began_s, start_s) - end_s, 2),
-        end_s=round(min(ended_s, end_s) - end_s, 2),
-        version=version,
-        code=code,
-        purpose=purpose,
+        stage=bar.stage,
+        lane=bar.lane,
+        start_s=round(max(bar.began_s, start_s) - end_s, 2),
+        end_s=round(min(bar.ended_s, end_s) - end_s, 2),
+        version=bar.version,
+        code=bar.code,
+        purpose=bar.purpose,
     )
 
 
-def _trainer_spans(formed: Iterable[Any], end_s: float) -> Iterable[_Bar]:
-    """From batch to announcement: `train_s` of it trained, the rest wrote, cut and published the version."""
+def _trainer_bars(formed: Iterable[Any], end_s: float) -> Iterable[_Bar]:
+    """Yields two bars per step: `train_s` seconds from the batch on are training, the rest until the announcement is publishing."""
     for row in formed:
+        version = row.version + 1
         if row.published_at_s is None:
-            yield "train", "trainer", row.formed_at_s, end_s, row.version + 1, None, "train"
+            yield _Bar("train", "trainer", row.formed_at_s, end_s, version)
             continue
         trained_s = row.formed_at_s + StepReport.parse(row.report).train_s if row.report else row.formed_at_s
         trained_s = min(trained_s, row.published_at_s)
-        yield "train", "trainer", row.formed_at_s, trained_s, row.version + 1, None, "train"
-        yield "broadcast", "trainer", trained_s, row.published_at_s, row.version + 1, None, "train"
+        yield _Bar("train", "trainer", row.formed_at_s, trained_s, version)
+        yield _Bar("broadcast", "trainer", trained_s, row.published_at_s, version)
 
 
-def _work_spans(db: Connection, start_s: float, end_s: float) -> Iterable[_Bar]:
+def _work_bars(db: Connection, start_s: float, end_s: float) -> Iterable[_Bar]:
+    """Yields the bars of recent leases. Only the MAX_LANES nodes with most leases get bars of their own."""
     rows = db.execute(_recent_work(start_s)).all()
-    busiest: dict[str, int] = {}
+    num_leases: dict[str, int] = {}
     for row in rows:
-        busiest[row.node] = busiest.get(row.node, 0) + 1
-    shown = set(sorted(busiest, key=lambda node: -busiest[node])[:MAX_LANES])
+        num_leases[row.node] = num_leases.get(row.node, 0) + 1
+    shown = set(sorted(num_leases, key=lambda node: -num_leases[node])[:MAX_LANES])
     for row in rows:
-        yield from _lease_spans(row, end_s, shown=row.node in shown)
+        yield from _lease_bars(row, end_s, shown=row.node in shown)
 
 
 def _recent_work(start_s: float) -> Select[Any]:
@@ -97,20 +107,24 @@ def _recent_work(start_s: float) -> Select[Any]:
     )
 
 
-def _lease_spans(row: Row[Any], end_s: float, *, shown: bool) -> Iterable[_Bar]:
-    def first(*moments: float | None) -> float:
+def _lease_bars(row: Row[Any], end_s: float, *, shown: bool) -> Iterable[_Bar]:
+    """Yields the bars of one lease: those of its node if it is `shown`, and those of the validator."""
+
+    def first_known(*moments: float | None) -> float:
+        """Returns the first moment that has happened; else the end of the lease; else the end of the timeline."""
         known = (moment for moment in (*moments, row.ended_at_s, end_s) if moment is not None)
         return float(next(known))
 
-    version, purpose = row.policy_version, row.purpose
+    def bar(stage: Stage, lane: str, began_s: float, ended_s: float, code: str | None = None) -> _Bar:
+        return _Bar(stage, lane, began_s, ended_s, row.policy_version, code, row.purpose)
+
     if shown:
-        generated_s = first(row.asked_at_s, row.received_at_s)
-        yield "generate", row.node, row.issued_at_s, generated_s, version, None, purpose
+        yield bar("generate", row.node, row.issued_at_s, first_known(row.asked_at_s, row.received_at_s))
         if row.asked_at_s is not None:
-            yield "upload", row.node, row.asked_at_s, first(row.received_at_s), version, None, purpose
+            yield bar("upload", row.node, row.asked_at_s, first_known(row.received_at_s))
     if row.received_at_s is None:
         return
     if row.claimed_at_s is None:
-        yield "queue", "validator", row.received_at_s, first(), version, None, purpose
+        yield bar("queue", "validator", row.received_at_s, first_known())
     else:
-        yield "check", "validator", row.claimed_at_s, first(row.given_at_s), version, row.code, purpose
+        yield bar("check", "validator", row.claimed_at_s, first_known(row.given_at_s), row.code)

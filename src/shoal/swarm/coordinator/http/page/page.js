@@ -1,11 +1,11 @@
-// Draws a run from sections of JSON: live from v1/events, or from data written into the file (`shoal report`).
-// Whatever the sections hold is put on the page as text, never as markup.
+// Draws a run from sections of JSON: live from v1/events, or from data that `shoal report` wrote into the file.
+// All content of the sections is inserted as text, never as markup: it may come from untrusted nodes.
 "use strict";
 
 const byId = (id) => document.getElementById(id);
 const state = {};
 const inlined = byId("data") && JSON.parse(byId("data").textContent);
-const SILENT_MS = 45000; // the longest period of the feed is 30 s
+const SILENT_MS = 45000; // longer than the longest period between snapshots, 30 s
 
 // -- elements -------------------------------------------------------------------------------------------------
 
@@ -21,7 +21,7 @@ function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-// Children of `parent`, one for each item, kept by key: what has the focus keeps it.
+// Makes one child of `parent` for each item. Children are reused by key, so that an element with the focus keeps it.
 function keep(parent, items, key, make, update) {
   const old = new Map([...parent.children].map((child) => [child.dataset.key, child]));
   items.forEach((item, index) => {
@@ -113,12 +113,12 @@ const draw = {
     const last = curve.version.length - 1;
     const held = evaluations.filter((one) => one.complete);
     const version = now.newest_version === null ? "–" : String(now.newest_version);
-    const first = held.length > 1 ? `from ${held[0].reward_mean.toFixed(3)} at version ${held[0].version}` : "of problems it never trains on";
+    const first = held.length > 1 ? `from ${held[0].reward_mean.toFixed(3)} at version ${held[0].version}` : "on problems that are never trained on";
     figures(byId("figures"), [
       ["Policy version", `${version} / ${terms.last_version}`, "", (now.newest_version || 0) / terms.last_version],
       ["Reward", last < 0 ? "–" : curve.reward[last].toFixed(3), last < 0 ? "no step yet" : "mean of the last step"],
       ["Held-out reward", held.length ? held[held.length - 1].reward_mean.toFixed(3) : "–", first],
-      ["Tokens a second", whole(now.generation_tokens_per_s), "verified, the whole swarm"],
+      ["Tokens per second", whole(now.generation_tokens_per_s), "accepted work of all workers"],
       ["Lag", last < 0 ? "–" : curve.lag[last].toFixed(1), last < 0 ? "versions behind" : `versions behind, at most ${curve.lag_max[last]}`],
       ["Workers", String(now.live_workers), `live of ${plural(workers.length, "enrolled", "enrolled")}`],
     ]);
@@ -140,7 +140,7 @@ const draw = {
       ["Credit", "num", (row) => whole(row.credit)],
       ["Last verdict", "wide", (row) => ({ text: row.words, look: family(row.last_code) })],
     ], workers, (row) => row.node);
-    say(byId("workers-words"), workers.length ? "speed is of verified work, over the last minute" : "nobody has joined yet");
+    say(byId("workers-words"), workers.length ? "tokens/s: accepted work of the last minute" : "no worker has joined yet");
     if (location.hash.startsWith("#node/")) openNode();
   },
 
@@ -177,7 +177,7 @@ const draw = {
       ["Events", `${whole(head.seq)}, the last ${head.type} at ${when(head.time_s)} UTC`],
       ["Head", head.hash, "mono"],
       ["Run key", terms.run_key, "mono"],
-      ["Check it", inlined ? "shoal ledger verify URL, at a coordinator of this run" : `shoal ledger verify ${location.href.split("#")[0].replace(/\/$/, "")}`, "mono"],
+      ["Verify it", inlined ? "shoal ledger verify URL, with the URL of this run's coordinator" : `shoal ledger verify ${location.href.split("#")[0].replace(/\/$/, "")}`, "mono"],
     ]);
   },
 };
@@ -230,7 +230,7 @@ function ticks(low, high) {
   return found;
 }
 
-let cursor = null; // the version that the reader points at
+let cursor = null; // the version under the pointer
 
 function drawCurve({ curve, evaluations, terms }) {
   const [svg, width] = canvas("curve", innerWidth < 520 ? 220 : 300);
@@ -266,7 +266,7 @@ function drawCurve({ curve, evaluations, terms }) {
 }
 
 function curveWords({ curve, evaluations }) {
-  if (!curve.version.length) return "The first step has not been made yet.";
+  if (!curve.version.length) return "No step has been trained yet.";
   if (cursor === null) return "Point at the curve, or use the arrow keys, to read a step.";
   const at = curve.version.indexOf(cursor);
   if (at < 0) return "";
@@ -325,7 +325,7 @@ function timelineLanes({ spans }, workers) {
   const rank = (name) => (name === "trainer" ? -2 : name === "validator" ? -1 : workers.findIndex((one) => one.node === name));
   return names.sort((a, b) => rank(a) - rank(b)).map((name) => {
     const rows = [];
-    // Bars that overlap go under each other, up to four deep; then they overlap.
+    // Overlapping bars go into up to four rows below each other; further bars are drawn over the fourth row.
     for (const span of spans.filter((one) => one.lane === name).sort((a, b) => a.start_s - b.start_s)) {
       const row = rows.find((one) => one[one.length - 1].end_s <= span.start_s + 0.011) || (rows.length < 4 ? null : rows[3]);
       if (row) row.push(span);
@@ -341,7 +341,7 @@ function spanBar(span, x, y, height) {
   const what = span.version === null ? span.stage : `${span.stage}, version ${span.version}`;
   const verdict = span.code ? `, ${span.code}` : "";
   return el("rect", { class: `bar ${span.stage}${span.purpose === "eval" ? " eval" : ""}${refused}`, x: begins, y, height, width: Math.max(1.5, x(span.end_s) - begins - 0.5) },
-    el("title", {}, `${what}${span.purpose === "eval" ? ", held out" : ""}${verdict}: ${seconds(span.end_s - span.start_s)}`));
+    el("title", {}, `${what}${span.purpose === "eval" ? ", held-out" : ""}${verdict}: ${seconds(span.end_s - span.start_s)}`));
 }
 
 function timelineWords({ spans, span_s }) {
@@ -349,7 +349,7 @@ function timelineWords({ spans, span_s }) {
   const total = {};
   for (const span of spans) total[span.stage] = (total[span.stage] || 0) + span.end_s - span.start_s;
   const words = ["generate", "upload", "check", "train", "broadcast"].filter((stage) => total[stage]).map((stage) => `${stage} ${seconds(total[stage])}`);
-  return `The last ${seconds(span_s)}, all bars added up: ${words.join(", ")}. Pale bars are held-out work.`;
+  return `Sum of all bars in the last ${seconds(span_s)}: ${words.join(", ")}. Pale bars are held-out work.`;
 }
 
 function drawReleases({ releases, now }) {
@@ -366,7 +366,7 @@ function drawReleases({ releases, now }) {
     if (releases.length * step > 160) svg.append(el("text", { x: releases.length * step - 2, y: 68, "text-anchor": "end" }, releases[releases.length - 1].version));
   }
   const newest = releases[releases.length - 1];
-  const text = newest ? `Version ${newest.version} cost ${bytes(newest.num_bytes)}, the dearest shown ${bytes(most)}; all ${plural((now.newest_version || 0) + 1, "version")} ${bytes(now.bytes_published)}.` : "No version has been published yet.";
+  const text = newest ? `Version ${newest.version} has ${bytes(newest.num_bytes)}, the largest one shown ${bytes(most)}; all ${plural((now.newest_version || 0) + 1, "version")} together ${bytes(now.bytes_published)}.` : "No version has been published yet.";
   svg.setAttribute("aria-label", text);
   say(byId("cast-words"), text);
 }
@@ -388,7 +388,7 @@ async function openNode() {
       const answer = await fetch(`v1/nodes/${id}/page`);
       page = answer.ok ? await answer.json() : null;
     } catch {
-      shownNode = null; // asked again when the coordinator is back
+      shownNode = null; // retry when the coordinator answers again
       return;
     }
   }
@@ -398,21 +398,21 @@ async function openNode() {
 function drawNode(id, page) {
   say(byId("node-title"), page ? page.node.node : id);
   if (!page) {
-    say(byId("node-words"), "No node of this name is known here.");
+    say(byId("node-words"), "This run has no node with this id.");
     figures(byId("node-figures"), []);
     return;
   }
   const node = page.node;
   const trust = node.trust === "banned" ? "ejected" : node.trust;
-  say(byId("node-words"), `${trust}: ${page.trust_reason}. ${page.software}, enrolled ${when(page.enrolled_at_s)} UTC, last heard of ${when(page.last_seen_s) || "never"}.`);
+  say(byId("node-words"), `${trust}: ${page.trust_reason}. ${page.software}, enrolled ${when(page.enrolled_at_s)} UTC, last seen ${when(page.last_seen_s) || "never"}.`);
   figures(byId("node-figures"), [
     ["State", node.liveness, node.phase || " "], ["Credit", whole(node.credit), "verified tokens"],
-    ["Speed", whole(node.verified_tokens_per_s), "verified tokens a second"], ["Accepted", whole(node.accepted), "submissions"],
-    ["Refused", whole(node.rejected), "submissions"], ["Void", whole(node.void), "nobody's doing"],
+    ["Speed", whole(node.verified_tokens_per_s), "verified tokens per second"], ["Accepted", whole(node.accepted), "submissions"],
+    ["Refused", whole(node.rejected), "submissions"], ["Void", whole(node.void), "leases, without blame"],
   ]);
   table(byId("work"), [
     ["Lease", "id", (row) => short(row.lease_id)], ["Issued (UTC)", "", (row) => when(row.issued_at_s)],
-    ["For", "", (row) => (row.purpose === "eval" ? "held out" : "training")],
+    ["For", "", (row) => (row.purpose === "eval" ? "held-out" : "training")],
     ["Version", "num", (row) => (row.policy_version === null ? "–" : String(row.policy_version))],
     ["Took", "num", (row) => (row.received_at_s === null ? "–" : seconds(row.received_at_s - row.issued_at_s))],
     ["Size", "num", (row) => (row.num_bytes === null ? "–" : bytes(row.num_bytes))],
@@ -443,7 +443,7 @@ function route() {
 
 function link(kind) {
   byId("link").dataset.state = kind;
-  say(byId("link"), inlined ? (state.now && state.now.finished ? "finished run" : "as it was") : { wait: "connecting", live: "live", done: "finished", lost: "not connected" }[kind]);
+  say(byId("link"), inlined ? (state.now && state.now.finished ? "finished run" : "saved state") : { wait: "connecting", live: "live", done: "finished", lost: "not connected" }[kind]);
 }
 
 function take(sections) {
@@ -475,20 +475,20 @@ function connect() {
   source.onerror = lost;
 }
 
-// A browser retries by itself only where the server went away; one that answers with an error ends it. So we do both.
+// An EventSource reconnects by itself only after a lost connection, not after an HTTP error. So we close it and reconnect.
 function lost() {
   source.close();
   lostAt = lostAt || Date.now();
   link("lost");
   byId("lost").hidden = false;
-  say(byId("lost"), `The coordinator has not answered since ${new Date(lostAt).toLocaleTimeString()}. ${state.now ? "What is shown is from before. " : ""}Trying again by itself.`);
+  say(byId("lost"), `The coordinator has not answered since ${new Date(lostAt).toLocaleTimeString()}. ${state.now ? "The page shows older data. " : ""}Reconnecting automatically.`);
   setTimeout(connect, wait);
   wait = Math.min(10000, wait * 1.5);
 }
 
 addEventListener("hashchange", route);
 document.querySelector(".skip").addEventListener("click", (event) => {
-  event.preventDefault(); // the address names what is shown
+  event.preventDefault(); // the hash selects the page, so it must not change
   byId("main").focus();
 });
 let resized = 0;
