@@ -34,12 +34,11 @@ import torch
 from shoal.cli.commands.sample_answers import model_folder
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
-from shoal.rollout.engine.api import Finished, Request
+from shoal.rollout.engine.api import FinishedRow, GenerationRequest
 from shoal.rollout.engine.kv_slots import cache_dtype
-from shoal.rollout.engine.prompt_cache import SHELF_SIZES
-from shoal.rollout.engine.scheduler import fit, free_memory_bytes, room_for
+from shoal.rollout.engine.prompt_cache import PREFILL_SIZES
+from shoal.rollout.engine.scheduler import cache_size_for, fit_rows, free_memory_bytes
 from shoal.rollout.engine.torch_engine import TorchEngine
-from shoal.rollout.worker.submission import to_rollout
 from shoal.swarm.validator import recompute as recomputing
 from shoal.swarm.validator.recompute import Checked, Policy, Unleased, recompute_many
 from shoal.wire.codes import Rejected
@@ -58,13 +57,13 @@ def terms(submission: int) -> Unleased:
 
 def requests(
     num_rows: int, new_tokens: int, vocab_size: int, samples: int, submission: int = 0
-) -> list[Request]:
+) -> list[GenerationRequest]:
     rng = random.Random(submission)
     seed = terms(submission).seed
     num_prompts = -(-num_rows // samples)
     prompts = [tuple(rng.randrange(vocab_size) for _ in range(PROMPT_TOKENS)) for _ in range(num_prompts)]
     return [
-        Request(
+        GenerationRequest(
             prompt_index=row // samples,
             sample_index=row % samples,
             prompt_tokens=prompts[row // samples],
@@ -83,8 +82,8 @@ def now_s(options: argparse.Namespace) -> float:
 
 
 def generate(
-    options: argparse.Namespace, engine: TorchEngine, work: list[Request]
-) -> tuple[float, list[Finished]]:
+    options: argparse.Namespace, engine: TorchEngine, work: list[GenerationRequest]
+) -> tuple[float, list[FinishedRow]]:
     started_s = now_s(options)
     engine.submit(work)
     finished = []
@@ -93,10 +92,10 @@ def generate(
     return now_s(options) - started_s, finished
 
 
-def check(options: argparse.Namespace, policy: Policy, submissions: list[list[Finished]]) -> float:
+def check(options: argparse.Namespace, policy: Policy, submissions: list[list[FinishedRow]]) -> float:
     """Seconds for one of them."""
     given = [
-        Checked([to_rollout(row) for row in finished], terms(number))
+        Checked([row.to_rollout() for row in finished], terms(number))
         for number, finished in enumerate(submissions)
     ]
     started_s = now_s(options)
@@ -105,7 +104,7 @@ def check(options: argparse.Namespace, policy: Policy, submissions: list[list[Fi
     return (now_s(options) - started_s) / len(submissions)
 
 
-def parts(options: argparse.Namespace, policy: Policy, submissions: list[list[Finished]]) -> Counter[str]:
+def parts(options: argparse.Namespace, policy: Policy, submissions: list[list[FinishedRow]]) -> Counter[str]:
     """Seconds of each step of a check."""
     found: Counter[str] = Counter()
 
@@ -131,7 +130,7 @@ def parts(options: argparse.Namespace, policy: Policy, submissions: list[list[Fi
     return Counter({name: spent_s / len(submissions) for name, spent_s in found.items()})
 
 
-def flops(policy: Policy, finished: list[Finished]) -> float:
+def flops(policy: Policy, finished: list[FinishedRow]) -> float:
     """Of one check: every matrix once a token, prompts once each, and each token's look at those before it."""
     shape = policy.decoder.shape
     matrices = sum(parameter.numel() for parameter in policy.decoder.parameters() if parameter.dim() == 2)
@@ -151,13 +150,13 @@ def fits(options: argparse.Namespace, policy: Policy, rows: int, tokens: int) ->
     device, shape = torch.device(options.device), policy.decoder.shape
     is_cuda = device.type == "cuda"
     memory_bytes = torch.cuda.mem_get_info(device)[1] if is_cuda else free_memory_bytes()
-    size = SHELF_SIZES[device.type]
+    size = PREFILL_SIZES[device.type]
     work = requests(rows, tokens, shape.vocab_size, options.samples)
-    room = room_for(work, rows, shelf_prompts=size.shelves * size.prompts)
+    cache = cache_size_for(work, rows, computed_prompts=size.batches * size.prompts)
     value_bytes = cache_dtype(DTYPES[options.dtype], device).itemsize
     budget_bytes = int(MEMORY_SHARE * memory_bytes / (1 if options.proofs_only else 2))
     try:
-        return fit(shape, room, value_bytes=value_bytes, budget_bytes=budget_bytes).rows == rows
+        return fit_rows(shape, cache, value_bytes=value_bytes, budget_bytes=budget_bytes).rows == rows
     except ValueError:  # not even one row
         return False
 
@@ -179,7 +178,7 @@ def measure(
     vocab_size, count = policy.decoder.shape.vocab_size, options.submissions
     work = [requests(rows, tokens, vocab_size, options.samples, number) for number in range(count)]
     best = [float("inf"), float("nan") if len(engines) == 1 else float("inf"), float("inf")]
-    submissions: list[list[Finished]] = []
+    submissions: list[list[FinishedRow]] = []
     for _ in range(options.repeats):
         for place, engine in enumerate(engines):
             made = [generate(options, engine, one) for one in work]

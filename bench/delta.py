@@ -46,7 +46,7 @@ from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights
 from shoal.net.http_client import SignedClient
-from shoal.rollout.engine.api import Finished, Request
+from shoal.rollout.engine.api import FinishedRow, GenerationRequest
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.shardcast import delta
 from shoal.shardcast.boot import mark_boot
@@ -237,10 +237,10 @@ def answer(
     *,
     seed: int,
     max_new_tokens: int = MAX_NEW_TOKENS,
-) -> Iterator[tuple[Problem, list[Finished]]]:
+) -> Iterator[tuple[Problem, list[FinishedRow]]]:
     engine.submit(
         [
-            Request(
+            GenerationRequest(
                 prompt_index=index,
                 sample_index=sample,
                 prompt_tokens=encoded(engine.tokenizer, task, problem),
@@ -252,7 +252,7 @@ def answer(
             for sample in range(num_samples)
         ]
     )
-    done: list[Finished] = []
+    done: list[FinishedRow] = []
     while engine.has_work:
         done += engine.step()
     for index, problem in enumerate(problems):
@@ -263,7 +263,7 @@ def encoded(tokenizer: Tokenizer, task: Task, problem: Problem) -> tuple[int, ..
     return tuple(tokenizer.encode_prompt(problem.prompt, chat=task.chat))
 
 
-def to_samples(rows: list[Finished], advantages: list[float]) -> list[TrainSample]:
+def to_samples(rows: list[FinishedRow], advantages: list[float]) -> list[TrainSample]:
     return [
         TrainSample(
             tokens=row.request.prompt_tokens + row.output_tokens,

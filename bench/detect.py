@@ -44,12 +44,10 @@ from shoal.cli.commands.toploc import TERMS, read_rows
 from shoal.cli.ui.values import wilson
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
-from shoal.rollout.adversary.behaviour import Conduct
-from shoal.rollout.adversary.lies import LIES, OtherWeights, make_conduct
+from shoal.rollout.adversary.lies import LIES, OtherWeights, make_behaviour
 from shoal.rollout.adversary.lying_engines import AlteredEngine, quantised_by_channel
-from shoal.rollout.engine.api import Engine, Finished
+from shoal.rollout.engine.api import Behaviour, Engine, FinishedRow, make_requests, make_table
 from shoal.rollout.engine.torch_engine import TorchEngine
-from shoal.rollout.worker.submission import make_requests, make_table, to_rollout
 from shoal.swarm.validator import fact_checks, format_checks
 from shoal.swarm.validator import recompute as recomputing
 from shoal.swarm.validator.judge import open_submission
@@ -113,7 +111,7 @@ class Tally:
 @dataclass(frozen=True)
 class Kind:
     name: str
-    make: Callable[[], Conduct] = Conduct
+    make: Callable[[], Behaviour] = Behaviour
     graphs: bool = True
     max_rows: int | None = None
     check: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
@@ -126,10 +124,10 @@ class SmallerModel(AlteredEngine):
 
     def __init__(self, inner: Engine, policy: Policy) -> None:
         super().__init__(inner, partial(quantised_by_channel, bits=4))
-        self.policy, self.waiting = policy, list[Finished]()
+        self.policy, self.waiting = policy, list[FinishedRow]()
 
     @torch.inference_mode()
-    def step(self) -> list[Finished]:
+    def step(self) -> list[FinishedRow]:
         self.waiting += self.inner.step()
         if self.inner.has_work:
             return []
@@ -137,7 +135,7 @@ class SmallerModel(AlteredEngine):
         made = []
         for start in range(0, len(rows), 1024):
             some = rows[start : start + 1024]
-            rollouts = [to_rollout(row) for row in some]
+            rollouts = [row.to_rollout() for row in some]
             states = recomputing._prefill(self.policy.decoder, rollouts)
             entries = [recomputing._Entry(0, place, one, TERMS) for place, one in enumerate(rollouts)]
             columns = recomputing._token_columns(self.policy.decoder, entries, torch.cat(states))
@@ -150,7 +148,7 @@ class SmallerModel(AlteredEngine):
         return made
 
 
-class Smaller(Conduct):
+class Smaller(Behaviour):
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
 
@@ -177,9 +175,9 @@ class Bench:
         """What was measured of the rows of each kind's submissions, with the numbers of their prompts."""
         self.engines: dict[tuple[str, int, bool], TorchEngine] = {}
 
-    def engine(self, conduct: Conduct, kind: Kind) -> Engine:
+    def engine(self, behaviour: Behaviour, kind: Kind) -> Engine:
         """Kinds share engines, whose weights are swapped: to build one takes longer than its work here."""
-        dtype = conduct.compute_dtype(self.options.dtype)
+        dtype = behaviour.compute_dtype(self.options.dtype)
         settings = (dtype, kind.max_rows or self.options.engine_rows, kind.graphs)
         if settings not in self.engines:
             self.engines[settings] = TorchEngine(
@@ -189,7 +187,7 @@ class Bench:
                 device=self.options.device,
                 graphs=kind.graphs,
             )
-        engine = conduct.engine(self.engines[settings])
+        engine = behaviour.engine(self.engines[settings])
         engine.load(self.folder, 0)
         return engine
 
@@ -220,31 +218,31 @@ class Bench:
             deadline_s=1e12,
         )
 
-    def work(self, conduct: Conduct, engine: Engine, leases: Sequence[Lease]) -> list[RolloutTable]:
-        """The tables of several leases, generated together; a copy of the conduct for each keeps them apart."""
-        conducts = [copy.copy(conduct) for _ in leases]
+    def work(self, behaviour: Behaviour, engine: Engine, leases: Sequence[Lease]) -> list[RolloutTable]:
+        """The tables of several leases, generated together; a copy of the behaviour for each keeps them apart."""
+        behaviours = [copy.copy(behaviour) for _ in leases]
         requests, places = [], []
-        for number, (lease, its_own) in enumerate(zip(leases, conducts, strict=True)):
+        for number, (lease, its_own) in enumerate(zip(leases, behaviours, strict=True)):
             for request in its_own.requests(make_requests(lease, engine.tokenizer), lease):
                 requests.append(replace(request, prompt_index=len(places)))
                 places.append((number, request.prompt_index))
         engine.submit(requests)
-        finished: list[list[Finished]] = [[] for _ in leases]
+        finished: list[list[FinishedRow]] = [[] for _ in leases]
         while engine.has_work:
             for row in engine.step():
                 number, prompt_index = places[row.request.prompt_index]
                 finished[number].append(replace(row, request=replace(row.request, prompt_index=prompt_index)))
         tables = []
-        for lease, its_own, rows in zip(leases, conducts, finished, strict=True):
+        for lease, its_own, rows in zip(leases, behaviours, finished, strict=True):
             rows.sort(key=lambda row: (row.request.prompt_index, row.request.sample_index))
             tables.append(its_own.table(make_table(lease, 0, rows), lease))
         return tables
 
     def measure_noise(self, num_rows: int) -> Noise:
-        conduct = Conduct()
-        engine = self.engine(conduct, Kind("honest"))
+        behaviour = Behaviour()
+        engine = self.engine(behaviour, Kind("honest"))
         leases = [self.lease(self.options.rows) for _ in range(-(-num_rows // self.options.rows))]
-        tables = self.work(conduct, engine, leases)
+        tables = self.work(behaviour, engine, leases)
         rows, prompts = [], []
         for number, (table, facts) in enumerate(
             zip(tables, self.facts([t.rows for t in tables], leases), strict=True)
@@ -264,8 +262,8 @@ class Bench:
         return [None if isinstance(one, Rejected) else one for one in found]
 
     def tally(self, kind: Kind, noise: Noise, count: int) -> Tally:
-        tally, conduct = Tally(), kind.make()
-        engine = self.engine(conduct, kind)
+        tally, behaviour = Tally(), kind.make()
+        engine = self.engine(behaviour, kind)
         past = kind.name == "replay"  # its first file is honest
         count = min(count, SLOW.get(kind.name, count)) + past
         started_s = time.monotonic()
@@ -273,8 +271,8 @@ class Bench:
             if start and time.monotonic() - started_s > self.options.kind_seconds:
                 break
             leases = [self.lease(self.options.rows) for _ in range(min(AT_ONCE, count - start))]
-            tables = self.work(conduct, engine, leases)
-            files = [conduct.data(encode(table)) for table in tables]
+            tables = self.work(behaviour, engine, leases)
+            files = [behaviour.data(encode(table)) for table in tables]
             opened = []
             for place, (data, lease) in enumerate(zip(files, leases, strict=True)):
                 try:
@@ -351,13 +349,13 @@ class Bench:
     def many_honest(self, noise: Noise) -> Tally:
         """Fresh rows, AT_ONCE submissions and more at a time, until there are enough or the time is up."""
         options, tally, started_s = self.options, Tally(), time.monotonic()
-        conduct = Conduct()
-        engine = self.engine(conduct, Kind("honest"))
+        behaviour = Behaviour()
+        engine = self.engine(behaviour, Kind("honest"))
         at_once = max(AT_ONCE, 4096 // options.honest_rows)
         with contextlib.suppress(KeyboardInterrupt):  # what there is counts
             while tally.codes.total() < options.honest and time.monotonic() - started_s < options.seconds:
                 leases = [self.lease(options.honest_rows) for _ in range(at_once)]
-                tables = self.work(conduct, engine, leases)
+                tables = self.work(behaviour, engine, leases)
                 for table, facts in zip(tables, self.facts([t.rows for t in tables], leases), strict=True):
                     self.judge(table.rows, facts, noise, tally, "honest, many")
         return tally
@@ -528,7 +526,7 @@ def lying_kinds(policy: Policy) -> Iterator[Kind]:
         if lie == "smaller-model":
             yield Kind(lie, partial(Smaller, policy))
         elif lie != "stale-weights":  # the old policies below stand for it
-            yield Kind(lie, partial(make_conduct, lie, "http://127.0.0.1:1"))
+            yield Kind(lie, partial(make_behaviour, lie, "http://127.0.0.1:1"))
     for rate in (1e-6, 1e-5):
         for versions in (1, 2, 8):
             alter = partial(older, rate=rate, versions=versions)

@@ -38,7 +38,7 @@ from shoal.model.load_model import DTYPES, empty_decoder, load_decoder
 from shoal.model.shape import Shape, read_shape
 from shoal.model.tokenizer import CharTokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights
-from shoal.rollout.engine.api import Finished, Request
+from shoal.rollout.engine.api import FinishedRow, GenerationRequest
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.shardcast.delta import apply_deltas, write_delta
 from shoal.wire.run_spec import ProofSpec
@@ -95,7 +95,7 @@ def write_model(folder: Path, name: str, seed: int, device: str) -> None:
     save_weights(decoder, folder / WEIGHTS_FILE)
 
 
-def make_requests(options: argparse.Namespace, vocab: int, seed: int = 0) -> list[Request]:
+def make_requests(options: argparse.Namespace, vocab: int, seed: int = 0) -> list[GenerationRequest]:
     rng = np.random.default_rng(seed)
     lengths = np.clip(
         rng.lognormal(np.log(options.cap / 6), 0.8, (options.prompts, options.samples)), 1, options.cap
@@ -105,7 +105,7 @@ def make_requests(options: argparse.Namespace, vocab: int, seed: int = 0) -> lis
         for _ in range(options.prompts)
     ]
     return [
-        Request(
+        GenerationRequest(
             prompt_index=index,
             sample_index=sample,
             prompt_tokens=prompt,
@@ -132,9 +132,9 @@ def make_engine(
     return engine
 
 
-def drain(engine: TorchEngine, requests: Sequence[Request]) -> tuple[list[Finished], int]:
+def drain(engine: TorchEngine, requests: Sequence[GenerationRequest]) -> tuple[list[FinishedRow], int]:
     engine.submit(requests)
-    finished: list[Finished] = []
+    finished: list[FinishedRow] = []
     steps = 0
     while engine.has_work:
         finished += engine.step()
@@ -155,7 +155,7 @@ def timed(device: str, work: Callable[[], object]) -> tuple[float, object]:
     return time.perf_counter() - started_s, result
 
 
-def bytes_moved(shape: Shape, finished: Sequence[Finished], steps: int, value_bytes: int) -> float:
+def bytes_moved(shape: Shape, finished: Sequence[FinishedRow], steps: int, value_bytes: int) -> float:
     """The fewest bytes that decoding these rows must read: the weights once a step, each row's keys and values once a token."""
     head_and_layers = shape.vocab_size * shape.hidden_size + shape.num_layers * (
         shape.hidden_size * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
@@ -207,7 +207,7 @@ class Table:
 
 
 def one_pass(
-    options: argparse.Namespace, engine: TorchEngine, requests: Sequence[Request], shape: Shape
+    options: argparse.Namespace, engine: TorchEngine, requests: Sequence[GenerationRequest], shape: Shape
 ) -> Pass:
     cpu_s = time.process_time()
     seconds, result = timed(options.device, lambda: drain(engine, requests))
@@ -351,14 +351,14 @@ def allocated_bytes(device: str) -> int:
 
 
 @torch.inference_mode()
-def prefill_states(decoder: Decoder, row: Finished) -> torch.Tensor:
+def prefill_states(decoder: Decoder, row: FinishedRow) -> torch.Tensor:
     prompt = row.request.prompt_tokens
     tokens = torch.tensor([[*prompt, *row.output_tokens]], device=decoder.model.norm.weight.device)
     hidden = decoder(tokens, torch.arange(tokens.shape[1], device=tokens.device)[None])
     return hidden[0, len(prompt) : -1]
 
 
-def agreement(ours: Sequence[Finished], theirs: Sequence[Finished]) -> str:
+def agreement(ours: Sequence[FinishedRow], theirs: Sequence[FinishedRow]) -> str:
     """Tokens of the same rows, up to the first that differs, and log-probs up to there."""
     others = {row.request: row for row in theirs}
     same = total = proofs = 0
@@ -373,7 +373,7 @@ def agreement(ours: Sequence[Finished], theirs: Sequence[Finished]) -> str:
     return f"{same / total:.2%} of tokens before the first difference; {gap}; proofs equal {proofs} of {len(ours)}"
 
 
-def against(rows: Sequence[Finished], states: Sequence[torch.Tensor]) -> str:
+def against(rows: Sequence[FinishedRow], states: Sequence[torch.Tensor]) -> str:
     """The rows' proofs against states that were computed in another way."""
     checks = toploc.verify_proofs([row.proof for row in rows], states, control_seed=1)
     segments = [check for row in checks for check in row]
@@ -385,7 +385,7 @@ def against(rows: Sequence[Finished], states: Sequence[torch.Tensor]) -> str:
     )
 
 
-def prefilled(folder: Path, rows: Sequence[Finished], options: argparse.Namespace) -> list[torch.Tensor]:
+def prefilled(folder: Path, rows: Sequence[FinishedRow], options: argparse.Namespace) -> list[torch.Tensor]:
     decoder = load_decoder(folder, DTYPES[options.dtype], options.device)
     return [prefill_states(decoder, row) for row in rows]
 
@@ -411,11 +411,11 @@ def apart_on_cuda(
     options: argparse.Namespace,
     folder: Path,
     table: Table,
-    requests: Sequence[Request],
-    together: Sequence[Finished],
-    some: Sequence[Finished],
+    requests: Sequence[GenerationRequest],
+    together: Sequence[FinishedRow],
+    some: Sequence[FinishedRow],
 ) -> None:
-    from shoal.rollout.engine.cuda_replay import replay
+    from cuda_replay import replay  # needs Triton
 
     eager, _ = drain(make_engine(options, folder, graphs=False), requests)
     table.line("apart: eager and graph", None, agreement(eager, together))

@@ -19,10 +19,9 @@ import torch
 from shoal.model.builtin import create_model
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
-from shoal.rollout.engine.api import Engine, Finished, Request
+from shoal.rollout.engine.api import Engine, FinishedRow, GenerationRequest
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.rollout.engine.vllm_engine import VllmEngine
-from shoal.rollout.worker.submission import to_rollout
 from shoal.swarm.validator import fact_checks
 from shoal.swarm.validator.recompute import Policy, Unleased, recompute
 from shoal.wire.codes import Rejected
@@ -75,7 +74,7 @@ def compare(folder: Path, options: argparse.Namespace) -> None:
         started_s = time.monotonic()
         engine.load(folder, 0)
         print(f"{name}: start {time.monotonic() - started_s:.1f} s", flush=True)
-    done: dict[str, list[Finished]] = {}
+    done: dict[str, list[FinishedRow]] = {}
     for turn in range(1 + options.turns):
         for name, engine in engines.items():
             done[name] = take_turn(name, engine, rows, counted=turn > 0)
@@ -89,14 +88,14 @@ def compare(folder: Path, options: argparse.Namespace) -> None:
         check(name, finished, policy, options)
 
 
-def make_requests(tokenizer: Tokenizer, options: argparse.Namespace) -> list[Request]:
+def make_requests(tokenizer: Tokenizer, options: argparse.Namespace) -> list[GenerationRequest]:
     chat = options.model != "tiny"
     prompts = [
         tuple(tokenizer.encode_prompt(text if chat else text[:20], chat=chat))
         for text in (QUESTIONS[index % 4] for index in range(max(1, options.rows // options.samples)))
     ]
     return [
-        Request(
+        GenerationRequest(
             prompt_index=index,
             sample_index=sample,
             prompt_tokens=prompt,
@@ -109,10 +108,12 @@ def make_requests(tokenizer: Tokenizer, options: argparse.Namespace) -> list[Req
     ]
 
 
-def take_turn(name: str, engine: Engine, rows: list[Request], *, counted: bool) -> list[Finished]:
+def take_turn(
+    name: str, engine: Engine, rows: list[GenerationRequest], *, counted: bool
+) -> list[FinishedRow]:
     began_s, cpu_s = time.monotonic(), time.process_time()
     engine.submit(rows)
-    done: list[Finished] = []
+    done: list[FinishedRow] = []
     while engine.has_work:
         done += engine.step()
     took_s, cpu_s = time.monotonic() - began_s, time.process_time() - cpu_s
@@ -126,7 +127,7 @@ def take_turn(name: str, engine: Engine, rows: list[Request], *, counted: bool) 
     return done
 
 
-def agreement(one: list[Finished], other: list[Finished]) -> float:
+def agreement(one: list[FinishedRow], other: list[FinishedRow]) -> float:
     theirs = {(row.request.prompt_index, row.request.sample_index): row.output_tokens for row in other}
     same = total = 0
     for row in one:
@@ -140,11 +141,11 @@ def agreement(one: list[Finished], other: list[Finished]) -> float:
     return same / total
 
 
-def check(name: str, finished: list[Finished], policy: Policy, options: argparse.Namespace) -> None:
+def check(name: str, finished: list[FinishedRow], policy: Policy, options: argparse.Namespace) -> None:
     sampling = Sampling(
         temperature=1.0, max_new_tokens=options.new_tokens, samples_per_prompt=options.samples
     )
-    rows, tolerances = [to_rollout(row) for row in finished], default_tolerances(options.dtype)
+    rows, tolerances = [row.to_rollout() for row in finished], default_tolerances(options.dtype)
     facts = recompute(rows, Unleased(SEED, sampling, ProofSpec()), policy, control_seed=5)
     try:
         fact_checks.check_facts(rows, facts, tolerances)

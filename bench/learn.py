@@ -25,7 +25,7 @@ from shoal.model.builtin import copy_all_but_weights, create_model
 from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights
-from shoal.rollout.engine.api import Finished, Request
+from shoal.rollout.engine.api import FinishedRow, GenerationRequest
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.tasks import Split, make_task
 from shoal.tasks.task import Outcome, Problem
@@ -40,7 +40,7 @@ from shoal.wire.seeded_draw import sample_seed
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    row: Finished
+    row: FinishedRow
     problem: Problem
     reward: float
     right: bool
@@ -109,7 +109,7 @@ class Loop:
         prompts = [tuple(encode(problem.prompt, chat=self.task.chat)) for problem in problems]
         self.engine.submit(
             [
-                Request(
+                GenerationRequest(
                     prompt_index=prompt,
                     sample_index=sample,
                     prompt_tokens=prompts[prompt],
@@ -127,7 +127,7 @@ class Loop:
                 groups[row.request.prompt_index].append(self._graded(row, problems[row.request.prompt_index]))
         return groups
 
-    def _graded(self, row: Finished, problem: Problem) -> Answer:
+    def _graded(self, row: FinishedRow, problem: Problem) -> Answer:
         text = self.engine.tokenizer.decode(row.output_tokens)
         reward = self.task.reward(problem, text, len(row.output_tokens))
         return Answer(row, problem, reward.value, reward.outcome is Outcome.RIGHT)
@@ -182,7 +182,7 @@ class Loop:
         )
 
 
-def to_sample(row: Finished, advantage: float, group: int) -> TrainSample:
+def to_sample(row: FinishedRow, advantage: float, group: int) -> TrainSample:
     prompt = row.request.prompt_tokens
     return TrainSample(
         tokens=(*prompt, *row.output_tokens),

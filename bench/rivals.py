@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from shoal.model.load_model import DTYPES
 from shoal.model.shape import read_shape
 from shoal.model.weights import WEIGHTS_FILE
-from shoal.rollout.engine.api import Request
+from shoal.rollout.engine.api import GenerationRequest
 from shoal.wire.run_spec import ProofSpec
 
 
@@ -49,7 +49,7 @@ def load_reference(options: argparse.Namespace, folder: Path, **more: str) -> to
 
 
 def bench_generate(
-    options: argparse.Namespace, folder: Path, requests: Sequence[Request], table: Lines
+    options: argparse.Namespace, folder: Path, requests: Sequence[GenerationRequest], table: Lines
 ) -> None:
     model = load_reference(options, folder)
     width = max(len(request.prompt_tokens) for request in requests)
@@ -82,7 +82,7 @@ def bench_generate(
 
 
 def bench_continuous(
-    options: argparse.Namespace, folder: Path, requests: Sequence[Request], table: Lines
+    options: argparse.Namespace, folder: Path, requests: Sequence[GenerationRequest], table: Lines
 ) -> None:
     from transformers import GenerationConfig
 
@@ -104,7 +104,9 @@ def bench_continuous(
     )
 
 
-def bench_llama(options: argparse.Namespace, folder: Path, requests: Sequence[Request], table: Lines) -> None:
+def bench_llama(
+    options: argparse.Namespace, folder: Path, requests: Sequence[GenerationRequest], table: Lines
+) -> None:
     """llama.cpp through llama-cpp-python's C interface: each prompt computed once for all its rows, as here. Tokens are the
     likeliest ones, so it is spared the drawing."""
     import llama_cpp
@@ -171,7 +173,9 @@ def bench_llama(options: argparse.Namespace, folder: Path, requests: Sequence[Re
     )
 
 
-def bench_vllm(options: argparse.Namespace, folder: Path, requests: Sequence[Request], table: Lines) -> None:
+def bench_vllm(
+    options: argparse.Namespace, folder: Path, requests: Sequence[GenerationRequest], table: Lines
+) -> None:
     """vLLM behind our interface: it draws as we do, and proves what it has drawn."""
     from shoal.rollout.engine.vllm_engine import VllmEngine
 

@@ -1,13 +1,14 @@
-"""How busy a worker keeps its device, over a run with real leases, uploads and downloads.
+"""Measures how busy a worker keeps its device, over a run with real leases, uploads and downloads.
 
-    python bench/worker.py                                     fetching ahead off, then on; about two and a half minutes
-    python bench/worker.py --mbit 100 --every 8 --seconds 120  a slower link, versions that come faster
+    python bench/worker.py                                     without and with prefetch; about two and a half minutes
+    python bench/worker.py --mbit 100 --every 8 --seconds 120  a slower link, more frequent versions
     python bench/worker.py --model FOLDER --device cuda        another model on another device
 
-A whole run on loopback: coordinator, origin, relay, validator and a publisher that makes a new version every `--every` seconds, sent
-whole, all in a process of their own; and one worker here. The relay answers through a link of `--mbit`. The clock runs from the
-worker's first row; what came before (joining, the first download, building the model) is start-up, and printed apart. A node holds
-one lease at a time until it is trusted (three accepted submissions), so that the first leases cannot be fetched ahead; they count.
+Runs a whole swarm on loopback: coordinator, origin, relay, validator and a publisher of a new version every `--every`
+seconds (sent whole) in a second process, and one worker here. The relay answers through a link of `--mbit`. Time counts
+from the worker's first row; what came before (joining, the first download, building the model) is printed as start-up.
+A node holds one lease at a time until it is trusted (three accepted submissions), so the first leases cannot be fetched
+ahead; they count.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx2
@@ -32,10 +34,10 @@ from shoal.model.weights import WEIGHTS_FILE, save_weights
 from shoal.net.http_client import SignedClient
 from shoal.net.http_server import listen
 from shoal.net.waiting import Stopped
-from shoal.rollout.adversary.behaviour import Conduct
-from shoal.rollout.worker.utilisation import Doing, TimeUse
-from shoal.rollout.worker.worker import Worker, WorkerConfig
-from shoal.rollout.worker.worker_folder import open_state
+from shoal.rollout.engine.api import Behaviour
+from shoal.rollout.worker.heartbeat import Activity, Utilisation
+from shoal.rollout.worker.worker import WorkerConfig, start_worker
+from shoal.rollout.worker.worker_folder import open_worker_folder
 from shoal.shardcast import RelayConfig, RelayServer, VersionStore, publish, run_relay
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.http.server import run_coordinator
@@ -93,14 +95,14 @@ def measure(scratch: Path, ahead: bool, options: argparse.Namespace) -> None:
         url = servers.stdout.readline().strip()
         if not url:
             raise SystemExit((scratch / "servers.log").read_text()[-2000:])
-        time_use = work(url, scratch / "worker", ahead, options)
-        report(url, time_use, ahead)
+        utilisation = work(url, scratch / "worker", ahead, options)
+        report(url, utilisation, ahead)
     finally:
-        servers.stdin.close()  # which ends it
+        servers.stdin.close()  # ends the process
         servers.wait(60)
 
 
-def work(url: str, folder: Path, ahead: bool, options: argparse.Namespace) -> TimeUse:
+def work(url: str, folder: Path, ahead: bool, options: argparse.Namespace) -> Utilisation:
     stop = threading.Event()
     config = WorkerConfig(
         coordinator=url,
@@ -111,29 +113,26 @@ def work(url: str, folder: Path, ahead: bool, options: argparse.Namespace) -> Ti
         prefetch=ahead,
     )
     torch.set_num_threads(options.threads)
-    with open_state(folder) as state:
-        worker = Worker(config, state, Conduct(), stop=stop, log=Log("worker"))
-        clock = threading.Thread(target=ring, args=(worker.time_use, options.seconds, stop), daemon=True)
-        try:
-            worker.startup()
-            clock.start()
+    with open_worker_folder(folder) as worker_folder:
+        worker = start_worker(config, worker_folder, Behaviour(), stop=stop, log=Log("worker"))
+        utilisation = worker.status.utilisation
+        timer = threading.Thread(target=stop_later, args=(utilisation, options.seconds, stop), daemon=True)
+        timer.start()
+        with suppress(Stopped):
             worker.main_loop()
-        except Stopped:
-            pass
-        spent_s = worker.time_use
         worker.shutdown()
-        return spent_s
+        return utilisation
 
 
-def ring(time_use: TimeUse, seconds: float, stop: threading.Event) -> None:
-    """Stop it so many seconds after its first row."""
-    while time_use.spent_s()[Doing.GENERATING] == 0:
+def stop_later(utilisation: Utilisation, seconds: float, stop: threading.Event) -> None:
+    """Sets `stop` this many seconds after the first row."""
+    while utilisation.spent_s()[Activity.GENERATING] == 0:
         time.sleep(0.05)
     time.sleep(seconds)
     stop.set()
 
 
-def report(url: str, time_use: TimeUse, ahead: bool) -> None:
+def report(url: str, utilisation: Utilisation, ahead: bool) -> None:
     stats = Stats.parse(httpx2.get(f"{url}/v1/stats").content)
     events = ledger(url)
     used = [event["body"]["policy_version"] for event in events if event["type"] == "submission.received"]
@@ -144,8 +143,8 @@ def report(url: str, time_use: TimeUse, ahead: bool) -> None:
         elif event["type"] == "submission.received":
             lags.append(newest - event["body"]["policy_version"])
     print(
-        f"fetching ahead {'on ' if ahead else 'off'}: busy {time_use.busy_share:.1%}  ({time_use.in_words()}; "
-        f"start-up {time_use.spent_s()[Doing.STARTING]:.1f} s)"
+        f"fetching ahead {'on ' if ahead else 'off'}: busy {utilisation.busy_share:.1%}  ({utilisation.describe()}; "
+        f"start-up {utilisation.spent_s()[Activity.STARTING]:.1f} s)"
     )
     print(
         f"  {len(used)} submissions with {len(set(used))} versions of {newest + 1}, lag on arrival mean "
@@ -161,11 +160,11 @@ def ledger(url: str) -> list[dict]:  # type: ignore[type-arg]
     return events
 
 
-# -- everybody else -----------------------------------------------------------------------------------------
+# -- the other roles ----------------------------------------------------------------------------------------
 
 
 def serve(scratch: Path, options: argparse.Namespace) -> None:
-    """Until somebody closes our standard input."""
+    """Runs all other roles until standard input is closed."""
     torch.set_num_threads(1)
     stop, ready, urls = threading.Event(), threading.Event(), []
     spec = RunSpec(
@@ -175,7 +174,7 @@ def serve(scratch: Path, options: argparse.Namespace) -> None:
         sampling=Sampling(max_new_tokens=options.new_tokens, samples_per_prompt=options.samples),
         last_version=10**6,
     )
-    # Random weights earn nothing, so no batch is ever formed: there is always work, and the publisher does not wait.
+    # Random weights earn no reward, so no batch is ever formed: there is always work, and the publisher does not wait.
     config = CoordinatorConfig(
         groups_per_step=10**6, prompts_per_lease=options.prompts, eval_prompts=0, heartbeat_s=5.0
     )
@@ -200,7 +199,7 @@ def serve(scratch: Path, options: argparse.Namespace) -> None:
         coordinator=url, key=keys / "validator.key", dir=scratch / "validator", num_threads=1
     )
     begin(lambda: run_validator(check, stop=stop))
-    begin(publisher.go_on, stop)
+    begin(publisher.run, stop)
     print(url, flush=True)
     sys.stdin.read()
     stop.set()
@@ -211,7 +210,7 @@ def begin(work, *arguments) -> None:  # type: ignore[no-untyped-def]
 
 
 class Publisher:
-    """A trainer that trains nothing: every version is the last one with a little noise on one tensor."""
+    """Publishes versions without training: each is the last one with a little noise on one tensor."""
 
     def __init__(self, scratch: Path, url: str, keys: Path, options: argparse.Namespace) -> None:
         self._every_s, self._version = options.every, -1
@@ -239,7 +238,7 @@ class Publisher:
         body = Announce(manifest=sealed, origin_url=self._url, report=report)
         self._client.call("POST", "/v1/policies", body, Recorded)
 
-    def go_on(self, stop: threading.Event) -> None:
+    def run(self, stop: threading.Event) -> None:
         while not stop.wait(self._every_s):
             self.publish()
 

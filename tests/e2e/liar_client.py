@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shoal.net.http_client import Refused, SignedClient
+from shoal.rollout.engine.api import make_requests, make_table
 from shoal.rollout.engine.torch_engine import TorchEngine
-from shoal.rollout.worker.session import Session, join
-from shoal.rollout.worker.submission import generate, make_requests, make_table
-from shoal.rollout.worker.version_cache import PolicyShelf
-from shoal.rollout.worker.worker_folder import State
+from shoal.rollout.worker.session import CoordinatorSession, join
+from shoal.rollout.worker.version_cache import VersionCache
+from shoal.rollout.worker.worker_folder import WorkerFolder
 from shoal.telemetry import Log
 from shoal.wire.lease import Lease, Receipt
 from shoal.wire.ledger import LedgerEvent
@@ -47,26 +47,29 @@ class Liar:
     def __init__(self, url: str, folder: Path) -> None:
         folder.mkdir(parents=True)
         log = Log("liar")
-        state = State(folder)
-        self.client = SignedClient(url, state.key, log=log, stop=threading.Event())
-        self.node = state.key.public
+        worker_folder = WorkerFolder(folder)
+        self.client = SignedClient(url, worker_folder.key, log=log, stop=threading.Event())
+        self.node = worker_folder.key.public
         self._since_seq = self._ledger_seq()
-        terms = join(self.client, state, deadline_s=WAIT_S, log=log)
-        self.epoch, self.authority = terms.epoch, url.removeprefix("http://")
-        self.session = Session(self.client, terms, deadline_s=WAIT_S, log=log)
-        self._shelf = PolicyShelf(state, self.session, max_lag=terms.info.spec.max_lag, log=log)
+        joined = join(self.client, worker_folder, deadline_s=WAIT_S, log=log)
+        self.epoch, self.authority = joined.epoch, url.removeprefix("http://")
+        self.session = CoordinatorSession(self.client, joined, deadline_s=WAIT_S, log=log)
+        self._versions = VersionCache(worker_folder, self.session, log=log)
         self._engine = TorchEngine(
-            compute_dtype=terms.info.spec.compute_dtype, proof=terms.info.spec.proof, max_rows=64
+            compute_dtype=joined.info.spec.compute_dtype, proof=joined.info.spec.proof, max_rows=64
         )
 
     # -- as an honest worker would ----------------------------------------------------------------------------
 
     def work(self, lease: Lease) -> RolloutTable:
-        self._shelf.have(lease, stop=self.client.stop, patient=True)
-        policy = self._shelf.best(lease)
-        self._shelf.load(policy, self._engine)
-        requests = make_requests(lease, self._engine.tokenizer)
-        return make_table(lease, policy.version, generate(self._engine, requests, lambda done, rows: None))
+        self._versions.ensure(lease, stop=self.client.stop, wait_for_newest=True)
+        policy = self._versions.choose(lease)
+        self._versions.load(policy, self._engine)
+        self._engine.submit(make_requests(lease, self._engine.tokenizer))
+        finished = []
+        while self._engine.has_work:
+            finished += self._engine.step()
+        return make_table(lease, policy.version, finished)
 
     def deliver(self, make: Callable[[Lease], Made]) -> LeaseStatus:
         """Lease, make, upload, submit, and what the validator says; again if the run went on too fast for it."""

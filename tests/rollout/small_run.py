@@ -1,6 +1,6 @@
-"""A run small enough for a test: a real coordinator, a real origin and relay, and, where asked for, a real validator.
+"""A run small enough for a test: a real coordinator and origin and, where asked for, a real relay and validator.
 
-All in threads of this process, over HTTP on loopback. The trainer is the test itself: `publish` is what it does.
+All of them run in threads of this process, over HTTP on loopback. The test is the trainer: it calls `publish`.
 """
 
 import shutil
@@ -15,7 +15,8 @@ import httpx2
 from shoal.model.builtin import create_model
 from shoal.net.http_client import SignedClient
 from shoal.net.http_server import listen
-from shoal.rollout.worker.session import Exit
+from shoal.rollout.adversary.lies import make_behaviour
+from shoal.rollout.worker.session import WorkerExit
 from shoal.rollout.worker.worker import WorkerConfig, run_worker
 from shoal.shardcast import RelayConfig, RelayServer, VersionStore, publish, run_relay
 from shoal.swarm.coordinator.config import CoordinatorConfig
@@ -28,7 +29,7 @@ from shoal.wire.messages import Announce, Recorded, RelayReport, Stats, StepRepo
 from shoal.wire.run_spec import RunSpec, Sampling, TaskSpec
 
 WAIT_S = 60.0
-"""Far more than anything here takes: only a hang reaches it."""
+"""Much longer than anything here takes: only a hang reaches it."""
 
 SPEC = RunSpec(
     run="small",
@@ -47,9 +48,10 @@ CONFIG = CoordinatorConfig(
 
 
 def eventually(what: str, look: Callable[[], bool]) -> None:
+    """Waits until `look` returns true."""
     end_s = time.monotonic() + WAIT_S
     while not look():
-        assert time.monotonic() < end_s, f"it never came to this: {what}"
+        assert time.monotonic() < end_s, f"this did not happen within {WAIT_S:.0f} s: {what}"
         time.sleep(0.02)
 
 
@@ -68,7 +70,7 @@ def step_report(version: int) -> StepReport:
 
 
 class SmallRun:
-    """Talks to the run as its operator does. Made by `small_run`."""
+    """The coordinator, origin and other roles of one run. `small_run` makes it."""
 
     def __init__(self, folder: Path, url: str, log: Log) -> None:
         self.folder, self.url, self.keys = folder, url, folder / "coordinator" / "keys"
@@ -85,7 +87,7 @@ class SmallRun:
     # -- what the trainer does ------------------------------------------------------------------------------
 
     def publish(self, version: int, *, served: bool = True) -> None:
-        """A new random model as `version`; if not `served`, its bytes are nowhere to be had."""
+        """Publishes a new random model as `version`; if not `served`, its bytes cannot be fetched anywhere."""
         folder = self._store.path(version)
         create_model("tiny", folder, seed=version)
         sealed = publish(folder, run=SPEC.run, version=version, key=self.run_key)
@@ -97,7 +99,7 @@ class SmallRun:
         body = Announce(manifest=sealed, origin_url=self.origin_url, report=report)
         self._trainer.call("POST", "/v1/policies", body, Recorded)
 
-    # -- who else there is ----------------------------------------------------------------------------------
+    # -- other roles ----------------------------------------------------------------------------------------
 
     def start_relay(self) -> None:
         config = RelayConfig(folder=self.folder / "relay", coordinator=self.url)
@@ -105,7 +107,7 @@ class SmallRun:
         self._start(lambda: run_relay(config, key=key, log=Log("relay"), stop=self.stop))
 
     def serve_from_origin(self, claims: tuple[int, ...] = ()) -> None:
-        """Let workers fetch from the origin itself, as if it were a relay. It may claim versions that it does not have."""
+        """Lets workers fetch from the origin itself, as if it were a relay. `claims` may name versions that it does not have."""
 
         def report() -> None:
             body = RelayReport(url=self.origin_url, versions=claims or self._store.complete())
@@ -126,7 +128,7 @@ class SmallRun:
         )
         self._start(lambda: run_validator(config, stop=self.stop))
 
-    # -- what can be seen -----------------------------------------------------------------------------------
+    # -- public state ---------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
         return Stats.parse(httpx2.get(f"{self.url}/v1/stats").content)
@@ -179,13 +181,14 @@ def small_run(folder: Path, config: CoordinatorConfig = CONFIG, *, port: int = 0
 
 
 class RunningWorker:
-    """`run_worker` in a thread, with what it returned or raised."""
+    """`run_worker` in a thread, with its result or its error."""
 
-    def __init__(self, run: SmallRun, name: str = "worker", **options: object) -> None:
+    def __init__(self, run: SmallRun, name: str = "worker", *, lie: str = "", **options: object) -> None:
         fields: dict[str, object] = {"coordinator": run.url, "dir": run.folder / name, "num_threads": 1}
         self.config = WorkerConfig(**(fields | options))  # type: ignore[arg-type]
+        self._behaviour = make_behaviour(lie, run.url) if lie else None
         self.stop = threading.Event()
-        self.exit: Exit | None = None
+        self.exit: WorkerExit | None = None
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -194,13 +197,13 @@ class RunningWorker:
     def node(self) -> str:
         return Key.load(self.config.dir / "node.key").public
 
-    def join(self) -> Exit | None:
+    def join(self) -> WorkerExit | None:
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive(), "the worker did not end"
         return self.exit
 
     def _run(self) -> None:
         try:
-            self.exit = run_worker(self.config, stop=self.stop)
-        except Exception as error:  # noqa: BLE001 - handed to the test, which looks at it
+            self.exit = run_worker(self.config, stop=self.stop, behaviour=self._behaviour)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
             self.error = error

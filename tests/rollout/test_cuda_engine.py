@@ -1,4 +1,4 @@
-"""The CUDA step: graph against single launches, and both against the CPU. Needs a GPU."""
+"""The CUDA step: graphs against single launches, and both against the CPU. Needs a GPU."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +11,8 @@ from shoal import toploc
 from shoal.model.builtin import create_model
 from shoal.model.fused import fuse
 from shoal.model.load_model import DTYPES, load_decoder
-from shoal.rollout.engine.api import Finished, Request
-from shoal.rollout.engine.prompt_cache import SHELF_SIZES, ShelfSize
+from shoal.rollout.engine.api import FinishedRow, GenerationRequest
+from shoal.rollout.engine.prompt_cache import PREFILL_SIZES, PrefillSize
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.toploc import build
 from shoal.wire.run_spec import ProofSpec
@@ -28,11 +28,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def requests() -> list[Request]:
+def requests() -> list[GenerationRequest]:
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(3, 80, length).tolist()) for length in (3, 40, 65, 150, 7, 90)]
     return [
-        Request(
+        GenerationRequest(
             prompt_index=index,
             sample_index=sample,
             prompt_tokens=prompt,
@@ -45,7 +45,9 @@ def requests() -> list[Request]:
     ]
 
 
-def run(folder: Path, dtype: str, *, device: str = "cuda", graphs: bool = True) -> dict[Request, Finished]:
+def run(
+    folder: Path, dtype: str, *, device: str = "cuda", graphs: bool = True
+) -> dict[GenerationRequest, FinishedRow]:
     engine = TorchEngine(
         compute_dtype=dtype,  # type: ignore[arg-type]
         proof=ProofSpec(),
@@ -56,19 +58,19 @@ def run(folder: Path, dtype: str, *, device: str = "cuda", graphs: bool = True) 
     engine.load(folder, 0)
     engine.submit(requests())
     engine.step()
-    engine.submit([replace(requests()[0], prompt_index=9, max_new_tokens=300)])  # needs more room
-    finished: list[Finished] = []
+    engine.submit([replace(requests()[0], prompt_index=9, max_new_tokens=300)])  # needs larger slots
+    finished: list[FinishedRow] = []
     while engine.has_work:
         finished += engine.step()
     return {row.request: row for row in finished}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_graph_does_what_its_launches_do(folder: Path, dtype: str) -> None:
+def test_a_graph_equals_its_single_launches(folder: Path, dtype: str) -> None:
     assert run(folder, dtype) == run(folder, dtype, graphs=False)
 
 
-def test_tokens_are_those_of_the_cpu(folder: Path) -> None:
+def test_tokens_equal_those_of_the_cpu(folder: Path) -> None:
     on_gpu, on_cpu = run(folder, "float32"), run(folder, "float32", device="cpu")
     assert len(on_gpu) == 49
     for request, row in on_gpu.items():
@@ -78,7 +80,7 @@ def test_tokens_are_those_of_the_cpu(folder: Path) -> None:
 
 def test_prompts_computed_ahead_change_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     together = run(folder, "float32")
-    monkeypatch.setitem(SHELF_SIZES, "cuda", ShelfSize(100, 2, shelves=2))
+    monkeypatch.setitem(PREFILL_SIZES, "cuda", PrefillSize(100, 2, batches=2))
     ahead = run(folder, "float32")
     assert {request: row.output_tokens for request, row in ahead.items()} == {
         request: row.output_tokens for request, row in together.items()
@@ -99,14 +101,17 @@ def test_proofs_verify_against_prefills(folder: Path, dtype: str, limit: int) ->
     assert max(check.exponent_mismatches for row in checks for check in row) <= limit
 
 
-def test_a_replay_has_the_states_of_decoding_bit_for_bit(
+def test_a_replay_equals_the_states_of_decoding_bit_for_bit(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shoal.rollout.engine.cuda_replay import replay  # needs Triton
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    from cuda_replay import replay  # needs Triton
 
     rows = [row for row in run(folder, "bfloat16").values() if row.proof]
     weights = fuse(load_decoder(folder, torch.bfloat16, "cuda"))
     states = replay(weights, [(row.request.prompt_tokens, row.output_tokens) for row in rows])
     assert toploc.build_proofs(states) == [row.proof for row in rows]
-    monkeypatch.setattr(build, "has_kernels", lambda _: False)  # polynomials by the host, of the same points
+    monkeypatch.setattr(
+        build, "has_kernels", lambda _: False
+    )  # the host computes the polynomials, from the same points
     assert toploc.build_proofs(states) == [row.proof for row in rows]

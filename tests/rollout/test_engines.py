@@ -1,16 +1,16 @@
-"""Choosing an engine."""
+"""make_engine: choosing between the engines."""
 
 import importlib.util
 
 import pytest
 
 from shoal.cli.main import main
-from shoal.rollout.engine.factory import make_engine
+from shoal.rollout.engine.api import make_engine
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.wire.run_spec import ProofSpec
 
 
-def test_torch_is_the_usual_one_and_takes_one_device() -> None:
+def test_the_torch_engine_uses_one_device() -> None:
     engine = make_engine("torch", compute_dtype="float32", proof=ProofSpec(), max_rows=4, device="cpu")
     assert isinstance(engine, TorchEngine)
     with pytest.raises(ValueError, match="--tensor-parallel 2 needs --engine vllm"):

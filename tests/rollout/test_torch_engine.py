@@ -1,4 +1,4 @@
-"""The engine against a loop that recomputes everything for every token, and its swaps, caps and proofs."""
+"""The engine against a loop that recomputes everything for every token; weight swaps, limits and proofs."""
 
 import shutil
 from dataclasses import replace
@@ -18,8 +18,8 @@ from shoal.model.fused import fuse
 from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import CharTokenizer, load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE
-from shoal.rollout.engine.api import Finished, Request
-from shoal.rollout.engine.prompt_cache import SHELF_SIZES, ShelfSize
+from shoal.rollout.engine.api import FinishedRow, GenerationRequest
+from shoal.rollout.engine.prompt_cache import PREFILL_SIZES, PrefillSize
 from shoal.rollout.engine.sampling import draw_tokens
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.shardcast.delta import apply_deltas, write_delta
@@ -67,7 +67,7 @@ def test_a_row_does_not_depend_on_its_neighbours(folder: Path, max_rows: int) ->
         np.testing.assert_allclose(few[request].logprobs, together[request].logprobs, atol=1e-5)
 
 
-def test_longer_rows_that_arrive_later_disturb_nobody(folder: Path) -> None:
+def test_longer_rows_submitted_later_change_no_other_row(folder: Path) -> None:
     short = _requests(folder, num_samples=2, max_new_tokens=9)
     long = [
         replace(request, max_new_tokens=60)
@@ -145,7 +145,7 @@ def test_a_swap_by_delta_equals_a_fresh_load_and_moves_no_tensor(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_logprobs_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_logprobs_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
     reference = _write_reference(family, tmp_path)
     requests = _requests(tmp_path, num_samples=3, max_new_tokens=10)
     for row in _run(_engine(tmp_path, max_rows=5), requests).values():
@@ -159,7 +159,7 @@ def test_logprobs_are_those_of_transformers(family: str, tmp_path: Path) -> None
 def test_long_prompts_are_computed_in_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = _requests(folder, num_samples=2, max_new_tokens=8)
     whole = _run(_engine(folder, max_rows=16), requests)
-    monkeypatch.setitem(SHELF_SIZES, "cpu", ShelfSize(4, 16))
+    monkeypatch.setitem(PREFILL_SIZES, "cpu", PrefillSize(4, 16))
     pieces = _run(_engine(folder, max_rows=16), requests)
     for request in requests:
         assert pieces[request].output_tokens == whole[request].output_tokens
@@ -173,13 +173,13 @@ def test_prompts_computed_ahead_change_nothing(
     requests = _requests(folder, num_samples=3, max_new_tokens=8)
     again = [replace(request, sample_seed=request.sample_seed + 1) for request in requests[:4]]
     plain = _run(_engine(folder, max_rows=16), [*requests, *again])
-    monkeypatch.setitem(SHELF_SIZES, "cpu", ShelfSize(2048, 2, shelves=2))
+    monkeypatch.setitem(PREFILL_SIZES, "cpu", PrefillSize(2048, 2, batches=2))
     engine = _engine(folder, max_rows=max_rows)
     finished = []
     for request in [
         *requests,
         *again,
-    ]:  # one by one, so that prompts of rows before are running, ready or being computed
+    ]:  # one by one, so that prompts of earlier rows are running, ready or being computed
         engine.submit([request])
         finished += engine.step()
     engine.submit([])
@@ -190,7 +190,7 @@ def test_prompts_computed_ahead_change_nothing(
     }
 
 
-def test_rows_that_memory_has_no_room_for_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_do_not_fit_into_memory_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = _requests(folder, num_samples=4, max_new_tokens=9)
     together = _run(_engine(folder, max_rows=64), requests)
     monkeypatch.setattr(
@@ -206,7 +206,7 @@ def test_rows_that_memory_has_no_room_for_wait(folder: Path, monkeypatch: pytest
         _run(_engine(folder, max_rows=64), requests)
 
 
-def test_the_weights_exist_once(folder: Path) -> None:
+def test_fused_weights_share_memory_with_the_decoder(folder: Path) -> None:
     decoder = load_decoder(folder)
     before = {name: parameter.clone() for name, parameter in decoder.named_parameters()}
     weights = fuse(decoder)
@@ -219,17 +219,19 @@ def test_the_weights_exist_once(folder: Path) -> None:
     assert (weights.layers[1].gate_up_FH[256:] == 5.0).all()
 
 
-def test_what_cannot_be_done_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_invalid_requests_and_loads_are_refused(folder: Path, tmp_path: Path) -> None:
     request = _requests(folder, num_samples=1, max_new_tokens=4)[0]
     with pytest.raises(ValueError, match="load a version first"):
         TorchEngine(compute_dtype="float32", proof=PROOF, max_rows=2).submit([request])
     engine = _engine(folder, max_rows=2)
-    with pytest.raises(ValueError, match="pass the model's 2048 positions; lower max_new_tokens"):
+    with pytest.raises(ValueError, match="exceed the model's 2048 positions; lower max_new_tokens"):
         engine.submit([replace(request, max_new_tokens=2048)])
     for temperature in (0, float("nan")):
         with pytest.raises(ValueError, match=f"temperature={temperature}"):
             engine.submit([replace(request, temperature=temperature)])
-    with pytest.raises(ValueError, match="prompt tokens from 3 to 99999, and the model has 88 words"):
+    with pytest.raises(
+        ValueError, match="prompt tokens from 3 to 99999, but the model's vocabulary has 88 entries"
+    ):
         engine.submit([request, replace(request, prompt_tokens=(3, 99999))])
     assert not engine.has_work
     engine.submit([request])
@@ -243,10 +245,10 @@ def test_what_cannot_be_done_is_refused(folder: Path, tmp_path: Path) -> None:
     assert engine.policy_version is None
     with pytest.raises(ValueError, match="no complete weights"):
         engine.submit([request])
-    engine.load(folder, 2)  # nothing was taken that would keep it from these
+    engine.load(folder, 2)  # the refused rows do not block the engine
 
 
-def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_in_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
@@ -254,7 +256,7 @@ def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(names["finished"]) == 8 and all(row.proof for row in names["finished"])
 
 
-def test_draws_follow_the_distribution_and_never_hit_the_impossible() -> None:
+def test_draws_follow_the_distribution_and_never_return_a_token_of_probability_0() -> None:
     probabilities = torch.tensor([0.0, 0.5, 0.25, 0.25, 0.0], dtype=torch.float64)
     points = torch.tensor([0.0, 0.4999, 0.5, 0.7499, 0.75, 1 - 2**-53], dtype=torch.float64)
     logits = probabilities.log().expand(6, 5).float()
@@ -263,16 +265,26 @@ def test_draws_follow_the_distribution_and_never_hit_the_impossible() -> None:
     torch.testing.assert_close(logprobs, probabilities[tokens].log().float())
 
 
+def test_the_softmax_is_float32_whatever_dtype_the_temperatures_have() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits, points = torch.randn(64, 700, generator=generator), torch.rand(64, generator=generator).double()
+    temperatures = torch.full((64,), 0.7)
+    expected = draw_tokens(logits, temperatures, points)
+    found = draw_tokens(logits, temperatures.double(), points)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
 def _engine(folder: Path, *, max_rows: int, compute_dtype: str = "float32") -> TorchEngine:
     engine = TorchEngine(compute_dtype=compute_dtype, proof=PROOF, max_rows=max_rows)  # type: ignore[arg-type]
     engine.load(folder, 0)
     return engine
 
 
-def _requests(folder: Path, *, num_samples: int, max_new_tokens: int) -> list[Request]:
+def _requests(folder: Path, *, num_samples: int, max_new_tokens: int) -> list[GenerationRequest]:
     tokenizer = load_tokenizer(folder)
     return [
-        Request(
+        GenerationRequest(
             prompt_index=index,
             sample_index=sample,
             prompt_tokens=tuple(tokenizer.encode_prompt(prompt, chat=False)),
@@ -285,14 +297,14 @@ def _requests(folder: Path, *, num_samples: int, max_new_tokens: int) -> list[Re
     ]
 
 
-def _run(engine: TorchEngine, requests: list[Request]) -> dict[Request, Finished]:
+def _run(engine: TorchEngine, requests: list[GenerationRequest]) -> dict[GenerationRequest, FinishedRow]:
     engine.submit(requests)
     finished = {row.request: row for row in _drain(engine)}
     assert finished.keys() == set(requests)
     return finished
 
 
-def _drain(engine: TorchEngine) -> list[Finished]:
+def _drain(engine: TorchEngine) -> list[FinishedRow]:
     finished = []
     while engine.has_work:
         finished += engine.step()
@@ -300,15 +312,17 @@ def _drain(engine: TorchEngine) -> list[Finished]:
 
 
 def _weight_places(engine: TorchEngine) -> list[int]:
-    """Where in memory the weights are, also those packed for products (whose own place torch does not tell)."""
+    """Returns the addresses of the weights; packed matrices have no address in torch, so their ids stand for it."""
     loaded = engine._loaded()
     packed = [id(matrix) for layer in loaded.packed.layers for matrix in layer if matrix is not None]
     return [parameter.data_ptr() for parameter in loaded.decoder.parameters()] + packed
 
 
 @torch.no_grad()
-def _naive(decoder: Decoder, request: Request, end_tokens: frozenset[int]) -> tuple[list[int], list[float]]:
-    """One row alone, the whole sequence computed again for every token."""
+def _naive(
+    decoder: Decoder, request: GenerationRequest, end_tokens: frozenset[int]
+) -> tuple[list[int], list[float]]:
+    """Generates one row alone, computing the whole sequence again for every token."""
     tokens: list[int] = []
     logprobs: list[float] = []
     while len(tokens) < request.max_new_tokens and not (tokens and tokens[-1] in end_tokens):
@@ -323,14 +337,14 @@ def _naive(decoder: Decoder, request: Request, end_tokens: frozenset[int]) -> tu
 
 
 @torch.no_grad()
-def _states(decoder: Decoder, row: Finished) -> torch.Tensor:
+def _states(decoder: Decoder, row: FinishedRow) -> torch.Tensor:
     prompt = row.request.prompt_tokens
     tokens = torch.tensor([[*prompt, *row.output_tokens]])
     return decoder(tokens, torch.arange(tokens.shape[1])[None])[0, len(prompt) : -1]
 
 
 def _write_reference(family: str, folder: Path) -> torch.nn.Module:
-    """A random model by transformers, and its folder with our tokenizer."""
+    """Writes a random model of transformers with our tokenizer, and returns the model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     extra = {"num_key_value_heads": 1, "head_dim": 24} if family == "qwen3" else {"num_key_value_heads": 2}
@@ -357,7 +371,7 @@ def _write_reference(family: str, folder: Path) -> torch.nn.Module:
 
 
 def _make_ends_likely(folder: Path) -> None:
-    """Random weights hardly ever end a row; with a long embedding for the end token they do, here and there."""
+    """Enlarges the end token's embedding: with random weights alone hardly any row would end."""
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(folder / "model.safetensors")

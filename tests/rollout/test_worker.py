@@ -1,4 +1,4 @@
-"""The worker against a real coordinator, relay and validator: what it delivers, and how it ends."""
+"""The worker against a real coordinator, relay and validator: what it delivers and how it ends."""
 
 import logging
 import threading
@@ -11,14 +11,14 @@ import pytest
 from fastapi import FastAPI, Response
 from small_run import CONFIG, SPEC, RunningWorker, SmallRun, eventually, free_port, small_run
 
+from shoal.cli.main import main
 from shoal.net.http_client import SignedClient
 from shoal.net.http_server import Server, listen
 from shoal.net.waiting import DeadlinePassed, Stopped
-from shoal.rollout.adversary.behaviour import Conduct
-from shoal.rollout.engine.api import Request
-from shoal.rollout.worker.session import Exit
-from shoal.rollout.worker.worker import Worker, WorkerConfig, run_worker
-from shoal.rollout.worker.worker_folder import PinnedRun, open_state
+from shoal.rollout.engine.api import Behaviour, GenerationRequest
+from shoal.rollout.worker.session import WorkerExit
+from shoal.rollout.worker.worker import WorkerConfig, run_worker, start_worker
+from shoal.rollout.worker.worker_folder import PinnedRun, open_worker_folder
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.lease import Lease
@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Iterator[SmallRun]:
 
 @pytest.fixture
 def ready(run: SmallRun) -> SmallRun:
-    """A run with a policy and somebody to fetch it from."""
+    """A run with a policy and a relay to fetch it from."""
     run.publish(0)
     run.serve_from_origin()
     return run
@@ -62,7 +62,7 @@ def test_work_is_accepted_across_a_swap_until_the_run_is_finished(
         so_far = run.accepted()
         eventually("work is accepted after the swap", lambda: run.accepted() >= so_far + 3)
         run.publish(2)  # the last version: without held-out problems the run is over
-        assert worker.join() is Exit.FINISHED
+        assert worker.join() is WorkerExit.FINISHED
     stats = run.stats()
     assert set(stats.submissions) == {"accepted"}
     node = stats.nodes[0]
@@ -80,11 +80,11 @@ def test_work_is_accepted_across_a_swap_until_the_run_is_finished(
         assert words in said
 
 
-def test_the_file_holds_every_row_of_the_lease_and_nothing_else(ready: SmallRun) -> None:
+def test_the_file_has_exactly_the_rows_of_the_lease(ready: SmallRun) -> None:
     worker = RunningWorker(ready)
     eventually("a submission", lambda: bool(ready.events("submission.received")))
     worker.stop.set()
-    assert worker.join() is Exit.STOPPED
+    assert worker.join() is WorkerExit.STOPPED
     received = ready.events("submission.received")[0].body
     validator = SignedClient(ready.url, Key.load(ready.keys / "validator.key"), log=LOG)
     data = validator.send("GET", f"/v1/objects/{received['sha256']}").content
@@ -102,15 +102,16 @@ def test_the_file_holds_every_row_of_the_lease_and_nothing_else(ready: SmallRun)
 def test_stop_gives_the_open_lease_back(ready: SmallRun, tmp_path: Path) -> None:
     stop = threading.Event()
 
-    class StoppedMidway(Conduct):
-        def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
+    class StopsMidway(Behaviour):
+        def requests(
+            self, requests: Sequence[GenerationRequest], lease: Lease
+        ) -> Sequence[GenerationRequest]:
             stop.set()
             return requests
 
     config = WorkerConfig(coordinator=ready.url, dir=tmp_path / "worker", num_threads=1)
-    with open_state(config.dir) as state:
-        worker = Worker(config, state, StoppedMidway(), stop=stop, log=LOG)
-        worker.startup()
+    with open_worker_folder(config.dir) as folder:
+        worker = start_worker(config, folder, StopsMidway(), stop=stop, log=LOG)
         with pytest.raises(Stopped, match="while generating"):
             worker.main_loop()
         assert ready.stats().open_leases == 1
@@ -121,35 +122,38 @@ def test_stop_gives_the_open_lease_back(ready: SmallRun, tmp_path: Path) -> None
     assert ready.events("submission.received") == []
 
 
-def test_after_a_crash_the_same_lease_is_taken_up_again(ready: SmallRun, tmp_path: Path) -> None:
+def test_after_a_crash_the_same_lease_is_worked_on_again(ready: SmallRun, tmp_path: Path) -> None:
     class PowerCut(Exception):
         pass
 
-    class CrashesMidway(Conduct):
-        def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
+    class CrashesMidway(Behaviour):
+        def requests(
+            self, requests: Sequence[GenerationRequest], lease: Lease
+        ) -> Sequence[GenerationRequest]:
             raise PowerCut
 
     config = WorkerConfig(coordinator=ready.url, dir=tmp_path / "worker", num_threads=1)
-    with open_state(config.dir) as state:
-        worker = Worker(config, state, CrashesMidway(), stop=threading.Event(), log=LOG)
-        worker.startup()
+    with open_worker_folder(config.dir) as folder:
+        worker = start_worker(config, folder, CrashesMidway(), stop=threading.Event(), log=LOG)
         with pytest.raises(PowerCut):
             worker.main_loop()
-        worker._open = None  # a power cut gives nothing back
+        worker._lease = None  # a power cut gives nothing back
         worker.shutdown()
     (issued,) = ready.events("lease.issued")
     again = RunningWorker(ready)
     eventually("a submission", lambda: bool(ready.events("submission.received")))
     again.stop.set()
-    assert again.join() is Exit.STOPPED
+    assert again.join() is WorkerExit.STOPPED
     assert ready.events("submission.received")[0].body["lease_id"] == issued.body["lease_id"]
 
 
 def test_a_lease_past_its_deadline_is_lost_and_the_next_one_is_not(tmp_path: Path) -> None:
-    class LateOnce(Conduct):
+    class LateOnce(Behaviour):
         late = True
 
-        def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
+        def requests(
+            self, requests: Sequence[GenerationRequest], lease: Lease
+        ) -> Sequence[GenerationRequest]:
             while self.late and time.time() <= lease.deadline_s:
                 time.sleep(0.05)
             self.late = False
@@ -164,9 +168,8 @@ def test_a_lease_past_its_deadline_is_lost_and_the_next_one_is_not(tmp_path: Pat
         run.serve_from_origin()
         stop = threading.Event()
         config = WorkerConfig(coordinator=run.url, dir=tmp_path / "worker", num_threads=1)
-        with open_state(config.dir) as state:
-            worker = Worker(config, state, LateOnce(), stop=stop, log=LOG)
-            worker.startup()
+        with open_worker_folder(config.dir) as folder:
+            worker = start_worker(config, folder, LateOnce(), stop=stop, log=LOG)
             loop = threading.Thread(target=work)
             loop.start()
             eventually("a submission", lambda: bool(run.events("submission.received")))
@@ -181,7 +184,7 @@ def test_a_liar_is_ejected_and_told_why(run: SmallRun, caplog: pytest.LogCapture
     run.start_relay()
     run.start_validator()
     liar = RunningWorker(run, "liar", lie="wrong-logprobs")
-    assert liar.join() is Exit.EJECTED
+    assert liar.join() is WorkerExit.EJECTED
     stats = run.stats()
     assert set(stats.submissions) <= {"reject.wrong_logprobs", "void.abandoned"}
     assert stats.submissions["reject.wrong_logprobs"] == 2
@@ -189,10 +192,10 @@ def test_a_liar_is_ejected_and_told_why(run: SmallRun, caplog: pytest.LogCapture
     said = [message for message in caplog.messages if "ejected from the run" in message]
     assert any("the log-probs are not the model's" in message for message in said)
     # An ejected node cannot come back.
-    assert RunningWorker(run, "liar").join() is Exit.EJECTED
+    assert RunningWorker(run, "liar").join() is WorkerExit.EJECTED
 
 
-def test_a_second_process_with_the_same_key_fences_off_the_first(
+def test_a_second_process_with_the_same_key_replaces_the_first(
     ready: SmallRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = RunningWorker(ready)
@@ -200,11 +203,11 @@ def test_a_second_process_with_the_same_key_fences_off_the_first(
     clone = SignedClient(ready.url, Key.load(worker.config.dir / "node.key"), log=LOG)
     clone.call("POST", "/v1/session", OpenSession(software="a clone"), Session)
     clone.close()
-    assert worker.join() is Exit.REPLACED
+    assert worker.join() is WorkerExit.REPLACED
     assert any("stop the other process that uses this key" in message for message in caplog.messages)
 
 
-def test_the_coordinator_may_go_away_and_come_back(tmp_path: Path) -> None:
+def test_a_worker_survives_a_restart_of_the_coordinator(tmp_path: Path) -> None:
     port = free_port()
     with small_run(tmp_path, port=port) as run:
         run.publish(0)
@@ -216,30 +219,30 @@ def test_the_coordinator_may_go_away_and_come_back(tmp_path: Path) -> None:
         before = len(run.events("submission.received"))
         eventually("another submission", lambda: len(run.events("submission.received")) > before)
         worker.stop.set()
-        assert worker.join() is Exit.STOPPED
+        assert worker.join() is WorkerExit.STOPPED
         assert worker.error is None
 
 
-# -- what it waits for --------------------------------------------------------------------------------------
+# -- waits --------------------------------------------------------------------------------------------------
 
 
-def test_no_coordinator(tmp_path: Path) -> None:
+def test_a_missing_coordinator_ends_the_worker_with_an_error(tmp_path: Path) -> None:
     config = WorkerConfig(coordinator=f"http://127.0.0.1:{free_port()}", dir=tmp_path, deadline_s=0.3)
     with pytest.raises(DeadlinePassed, match=r"for the coordinator at http://127.*Check the URL, and that"):
         run_worker(config, stop=threading.Event())
     stop = threading.Event()
     stop.set()
-    assert run_worker(config, stop=stop) is Exit.STOPPED
+    assert run_worker(config, stop=stop) is WorkerExit.STOPPED
 
 
-def test_no_policy(run: SmallRun) -> None:
+def test_a_run_without_a_policy_ends_the_worker_with_an_error(run: SmallRun) -> None:
     worker = RunningWorker(run, deadline_s=0.5)
     worker.join()
     assert isinstance(worker.error, DeadlinePassed)
     assert "for a lease: no policy yet: the trainer has not published version 0" in str(worker.error)
 
 
-def test_no_relay(run: SmallRun) -> None:
+def test_a_run_without_a_relay_ends_the_worker_with_an_error(run: SmallRun) -> None:
     run.publish(0)
     worker = RunningWorker(run, deadline_s=0.5)
     worker.join()
@@ -247,7 +250,7 @@ def test_no_relay(run: SmallRun) -> None:
     assert "for a lease: no relay is live" in str(worker.error)
 
 
-def test_an_older_version_serves_where_the_newest_cannot_be_had(tmp_path: Path) -> None:
+def test_an_older_version_is_used_where_the_newest_cannot_be_fetched(tmp_path: Path) -> None:
     config = CONFIG.model_copy(update={"lease_s": 5.0, "heartbeat_s": 5.0})
     with small_run(tmp_path, config) as run:
         run.publish(0)
@@ -256,11 +259,11 @@ def test_an_older_version_serves_where_the_newest_cannot_be_had(tmp_path: Path) 
         worker = RunningWorker(run)
         eventually("a submission", lambda: bool(run.events("submission.received")))
         worker.stop.set()
-        assert worker.join() is Exit.STOPPED
+        assert worker.join() is WorkerExit.STOPPED
         assert run.events("submission.received")[0].body["policy_version"] == 0
 
 
-def test_where_no_version_can_be_had_the_lease_is_given_back_with_the_reason(tmp_path: Path) -> None:
+def test_a_lease_is_given_back_with_the_reason_if_no_version_can_be_fetched(tmp_path: Path) -> None:
     config = CONFIG.model_copy(update={"lease_s": 2.0, "heartbeat_s": 5.0})
     with small_run(tmp_path, config) as run:
         run.publish(0, served=False)
@@ -268,10 +271,10 @@ def test_where_no_version_can_be_had_the_lease_is_given_back_with_the_reason(tmp
         worker = RunningWorker(run, deadline_s=0.5)
         worker.join()
         assert isinstance(worker.error, DeadlinePassed)
-        assert "See that the relays can be reached" in str(worker.error)
+        assert "Check that the relays can be reached" in str(worker.error)
         (void,) = run.events("lease.void")
         assert void.body["code"] == "void.abandoned"
-        assert "no policy version can be had: version 0" in void.body["detail"]
+        assert "no policy version can be fetched: version 0" in void.body["detail"]
 
 
 # -- its folder ---------------------------------------------------------------------------------------------
@@ -283,15 +286,15 @@ def test_a_second_worker_in_the_same_folder_is_refused(ready: SmallRun) -> None:
     with pytest.raises(ValueError, match=r"is in use by another worker \(process \d+\); stop that one or"):
         run_worker(worker.config, stop=threading.Event())
     worker.stop.set()
-    assert worker.join() is Exit.STOPPED
-    with open_state(worker.config.dir) as state:  # free again
-        assert state.key.public == worker.node
+    assert worker.join() is WorkerExit.STOPPED
+    with open_worker_folder(worker.config.dir) as folder:  # the lock is free again
+        assert folder.key.public == worker.node
 
 
 def test_another_run_under_the_same_address_is_refused(ready: SmallRun, tmp_path: Path) -> None:
     folder = tmp_path / "worker"
-    with open_state(folder) as state:
-        state.pin(PinnedRun(run=SPEC.run, run_key="ab" * 32), ready.url)
+    with open_worker_folder(folder) as worker_folder:
+        worker_folder.pin(PinnedRun(run=SPEC.run, run_key="ab" * 32), ready.url)
     worker = RunningWorker(ready)
     worker.join()
     assert isinstance(worker.error, ValueError)
@@ -300,7 +303,7 @@ def test_another_run_under_the_same_address_is_refused(ready: SmallRun, tmp_path
     (folder / "run.json").write_text("not json")
     worker = RunningWorker(ready)
     worker.join()
-    assert "delete it to join anew" in str(worker.error)
+    assert "delete it to join again" in str(worker.error)
 
 
 def test_a_coordinator_of_another_protocol_is_refused(tmp_path: Path) -> None:
@@ -316,8 +319,17 @@ def test_a_coordinator_of_another_protocol_is_refused(tmp_path: Path) -> None:
     server.close()
 
 
-def test_a_lie_against_somebody_elses_run_is_refused_before_anything_happens(tmp_path: Path) -> None:
-    config = WorkerConfig(coordinator="https://swarm.example", dir=tmp_path / "worker", lie="replay")
-    with pytest.raises(ValueError, match="on this machine"):
-        run_worker(config, stop=threading.Event())
+def test_a_lie_against_a_remote_coordinator_is_refused_before_anything_happens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "--coordinator",
+        "https://swarm.example",
+        "--dir",
+        str(tmp_path / "worker"),
+        "--lie",
+        "replay",
+    ]
+    assert main(["worker", *arguments]) != 0
+    assert "allowed only with a coordinator on this machine" in capsys.readouterr().err
     assert not (tmp_path / "worker").exists()

@@ -1,4 +1,4 @@
-"""What a lying worker changes, and to whom it may lie. That each lie is found: tests/swarm/validator/test_lies.py."""
+"""What a lying worker changes, and where lies are allowed. tests/swarm/validator/test_lies.py checks that each is found."""
 
 import hashlib
 from dataclasses import replace
@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from shoal.model.builtin import create_model
-from shoal.rollout.adversary.behaviour import Conduct
-from shoal.rollout.adversary.lies import is_loopback, make_conduct
+from shoal.rollout.adversary.lies import is_loopback, make_behaviour
+from shoal.rollout.engine.api import Behaviour, make_requests, make_table
 from shoal.rollout.engine.torch_engine import TorchEngine
-from shoal.rollout.worker.submission import generate, make_requests, make_table
 from shoal.tasks import make_task
 from shoal.wire.lease import Lease, PolicyRef
 from shoal.wire.rollouts import Rollout
@@ -59,31 +58,33 @@ def make_lease() -> Lease:
     )
 
 
-def work(conduct: Conduct, lease: Lease, model: Path) -> dict[tuple[int, int], Rollout]:
-    """What a worker would send, by prompt and sample: an engine and a conduct, without the network."""
-    engine = conduct.engine(
-        TorchEngine(compute_dtype=conduct.compute_dtype(SPEC.compute_dtype), proof=SPEC.proof, max_rows=8)
+def work(behaviour: Behaviour, lease: Lease, model: Path) -> dict[tuple[int, int], Rollout]:
+    """Returns what a worker would send, by prompt and sample, without the network."""
+    engine = behaviour.engine(
+        TorchEngine(compute_dtype=behaviour.compute_dtype(SPEC.compute_dtype), proof=SPEC.proof, max_rows=8)
     )
     engine.load(model, 0)
-    requests = conduct.requests(make_requests(lease, engine.tokenizer), lease)
-    finished = generate(engine, requests, lambda done, rows: None)
-    table = conduct.table(make_table(lease, 0, finished), lease)
+    engine.submit(behaviour.requests(make_requests(lease, engine.tokenizer), lease))
+    finished = []
+    while engine.has_work:
+        finished += engine.step()
+    table = behaviour.table(make_table(lease, 0, finished), lease)
     return {(row.prompt_index, row.sample_index): row for row in table.rows}
 
 
-def test_a_forger_changes_nothing_but_proofs(model: Path) -> None:
+def test_forged_proof_changes_proofs_only(model: Path) -> None:
     lease = make_lease()
-    honest = work(Conduct(), lease, model)
-    forged = work(make_conduct("forged-proof", URL), lease, model)
+    honest = work(Behaviour(), lease, model)
+    forged = work(make_behaviour("forged-proof", URL), lease, model)
     for place, row in forged.items():
         assert replace(row, proof=honest[place].proof) == honest[place]
         assert len(row.proof) == len(honest[place].proof)
 
 
-def test_an_editor_changes_one_prompt(model: Path) -> None:
+def test_edited_prompt_changes_one_prompt(model: Path) -> None:
     lease = make_lease()
-    honest = work(Conduct(), lease, model)
-    edited = work(make_conduct("edited-prompt", URL), lease, model)
+    honest = work(Behaviour(), lease, model)
+    edited = work(make_behaviour("edited-prompt", URL), lease, model)
     changed = {place[0] for place, row in edited.items() if row.prompt_tokens != honest[place].prompt_tokens}
     assert changed == {0}
 
@@ -98,9 +99,9 @@ def test_an_editor_changes_one_prompt(model: Path) -> None:
         "http://LOCALHOST",
     ],
 )
-def test_this_machine(url: str) -> None:
+def test_lies_are_allowed_with_a_coordinator_on_this_machine(url: str) -> None:
     assert is_loopback(url)
-    assert isinstance(make_conduct("replay", url), Conduct)
+    assert isinstance(make_behaviour("replay", url), Behaviour)
 
 
 @pytest.mark.parametrize(
@@ -114,11 +115,11 @@ def test_this_machine(url: str) -> None:
         "http://[::2]:1",
     ],
 )
-def test_lies_are_not_for_other_people(url: str) -> None:
+def test_lies_are_refused_with_a_remote_coordinator(url: str) -> None:
     with pytest.raises(ValueError, match="on this machine"):
-        make_conduct("wrong-weights", url)
+        make_behaviour("wrong-weights", url)
 
 
-def test_an_unknown_lie_is_refused_with_the_known_ones_named() -> None:
+def test_an_unknown_lie_is_refused_with_the_list_of_known_ones() -> None:
     with pytest.raises(ValueError, match="unknown lie 'fibbing'; known: wrong-weights, "):
-        make_conduct("fibbing", URL)
+        make_behaviour("fibbing", URL)

@@ -1,20 +1,23 @@
-"""The worker's smaller parts, each by itself."""
+"""Parts of the worker, each by itself."""
 
 import logging
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from shoal.model.tokenizer import CharTokenizer
-from shoal.rollout.worker.heartbeat import Halt
-from shoal.rollout.worker.session import ServerClock
-from shoal.rollout.worker.submission import FOLLOWED, Verdicts, make_requests
-from shoal.rollout.worker.worker_folder import PinnedRun, open_state
+from shoal.net.http_client import Unreachable
+from shoal.net.waiting import DeadlinePassed
+from shoal.rollout.engine.api import make_requests
+from shoal.rollout.worker.session import CoordinatorSession, JoinedRun, LeaseLost, LinkedEvent, ServerClock
+from shoal.rollout.worker.uploader import MAX_FOLLOWED, VerdictLog
+from shoal.rollout.worker.worker_folder import PinnedRun, open_worker_folder
 from shoal.telemetry import Log
 from shoal.wire.lease import Lease, PolicyRef
-from shoal.wire.messages import LeaseStatus
+from shoal.wire.messages import LeaseStatus, Upload
 from shoal.wire.run_spec import ProofSpec, Sampling, TaskSpec
 from shoal.wire.seeded_draw import sample_seed
 
@@ -41,7 +44,7 @@ LEASE = Lease(
 # -- requests -----------------------------------------------------------------------------------------------
 
 
-def test_a_lease_becomes_one_request_per_sample_with_the_seed_of_its_place() -> None:
+def test_a_lease_becomes_one_request_per_sample_with_its_own_seed() -> None:
     tokenizer = CharTokenizer("0123456789=")
     requests = make_requests(LEASE, tokenizer)
     assert [(r.prompt_index, r.sample_index) for r in requests] == [
@@ -63,8 +66,8 @@ def test_a_lease_becomes_one_request_per_sample_with_the_seed_of_its_place() -> 
 # -- verdicts -----------------------------------------------------------------------------------------------
 
 
-class Answers:
-    """What the coordinator would say of each lease, by its id; None: nothing right now."""
+class FakeSession:
+    """Answers with the code of each lease, by its id; None means that there is no verdict yet."""
 
     def __init__(self, codes: dict[str, str | None]) -> None:
         self.codes, self.asked = codes, 0
@@ -77,15 +80,15 @@ class Answers:
         return LeaseStatus(lease_id=lease_id, state=state, code=code, detail="row (0, 1)", credit=credit)
 
 
-def follow(codes: dict[str, str | None]) -> tuple[Verdicts, Answers]:
-    answers = Answers(codes)
-    verdicts = Verdicts(answers, Log("worker"))  # type: ignore[arg-type]
+def follow(codes: dict[str, str | None]) -> tuple[VerdictLog, FakeSession]:
+    answers = FakeSession(codes)
+    verdicts = VerdictLog(answers, Log("worker"))  # type: ignore[arg-type]
     for lease_id in codes:
         verdicts.follow(lease_id)
     return verdicts, answers
 
 
-def test_verdicts_are_said_in_words(caplog: pytest.LogCaptureFixture) -> None:
+def test_verdicts_are_logged_in_words(caplog: pytest.LogCaptureFixture) -> None:
     verdicts, _ = follow({"0" * 32: "accepted", "1" * 32: "reject.early_stop", "2" * 32: "void.stale"})
     with caplog.at_level(logging.INFO, logger="shoal.worker"):
         verdicts.ask_all()
@@ -97,7 +100,7 @@ def test_verdicts_are_said_in_words(caplog: pytest.LogCaptureFixture) -> None:
     assert verdicts.credit == 40
 
 
-def test_a_round_asks_at_most_once_and_waiting_ones_stay_in_line() -> None:
+def test_ask_one_makes_one_request_and_keeps_waiting_submissions_in_the_queue() -> None:
     verdicts, answers = follow({"0" * 32: None, "1" * 32: "accepted"})
     verdicts.ask_one()
     assert (answers.asked, verdicts.credit) == (1, 0)
@@ -105,84 +108,88 @@ def test_a_round_asks_at_most_once_and_waiting_ones_stay_in_line() -> None:
     assert (answers.asked, verdicts.credit) == (2, 40)
     answers.codes["0" * 32] = "accepted"
     verdicts.ask_one()
-    verdicts.ask_one()  # nobody left to ask about
+    verdicts.ask_one()  # the queue is empty
     assert (answers.asked, verdicts.credit) == (3, 80)
 
 
-def test_what_never_gets_a_verdict_is_forgotten_in_the_end() -> None:
-    verdicts, answers = follow({f"{number:032x}": None for number in range(FOLLOWED + 10)})
+def test_the_oldest_submissions_without_a_verdict_are_dropped() -> None:
+    verdicts, answers = follow({f"{number:032x}": None for number in range(MAX_FOLLOWED + 10)})
     verdicts.ask_all()
-    assert answers.asked == FOLLOWED
+    assert answers.asked == MAX_FOLLOWED
 
 
-# -- halt ---------------------------------------------------------------------------------------------------
+# -- linked events -------------------------------------------------------------------------------------------
 
 
-def test_halt_is_set_by_itself_or_by_the_stop_it_follows() -> None:
+def test_a_linked_event_is_set_by_itself_or_by_its_parent() -> None:
     for who in range(2):
         stop = threading.Event()
-        halt = Halt(stop)
-        assert not halt.is_set()
-        assert not halt.wait(0)
-        assert not halt.wait(0.01)
-        (halt if who else stop).set()
-        assert halt.is_set()
-        assert halt.wait()
-        assert halt.wait(3600)
-        assert stop.is_set() == (not who)  # the process's stop is not ours to set
+        event = LinkedEvent(stop)
+        assert not event.is_set()
+        assert not event.wait(0)
+        assert not event.wait(0.01)
+        (event if who else stop).set()
+        assert event.is_set()
+        assert event.wait()
+        assert event.wait(3600)
+        assert stop.is_set() == (not who)  # the parent is never set by its child
 
 
 def test_a_wait_under_way_ends_when_either_is_set() -> None:
     for who in range(2):
         stop = threading.Event()
-        halt = Halt(stop)
-        waiting = threading.Thread(target=halt.wait, args=(3600,))
+        event = LinkedEvent(stop)
+        waiting = threading.Thread(target=event.wait, args=(3600,))
         waiting.start()
-        (halt if who else stop).set()
+        (event if who else stop).set()
         waiting.join(30)
         assert not waiting.is_alive()
 
 
 def test_a_wait_lasts_as_long_as_it_was_asked_to() -> None:
     started_s = time.monotonic()
-    assert not Halt(threading.Event()).wait(0.25)
+    assert not LinkedEvent(threading.Event()).wait(0.25)
     assert time.monotonic() - started_s >= 0.25
 
 
-# -- state --------------------------------------------------------------------------------------------------
+# -- folder -------------------------------------------------------------------------------------------------
 
 
-def test_the_folder_remembers_key_and_run(tmp_path: Path) -> None:
+def test_the_folder_keeps_key_and_run(tmp_path: Path) -> None:
     shown = PinnedRun(run="demo", run_key="ab" * 32)
-    with open_state(tmp_path / "w") as state:
-        key = state.key.public
-        state.pin(shown, "http://h")
-        state.pin(shown, "http://elsewhere")  # the run is its key, not its address
-    with open_state(tmp_path / "w") as state:
-        assert state.key.public == key
+    with open_worker_folder(tmp_path / "w") as folder:
+        key = folder.key.public
+        folder.pin(shown, "http://h")
+        folder.pin(shown, "http://elsewhere")  # the run key counts, not the address
+    with open_worker_folder(tmp_path / "w") as folder:
+        assert folder.key.public == key
         for other in (PinnedRun(run="demo", run_key="cd" * 32), PinnedRun(run="other", run_key="ab" * 32)):
             with pytest.raises(ValueError, match=r"choose another --dir or delete .*run\.json"):
-                state.pin(other, "http://h")
+                folder.pin(other, "http://h")
 
 
 def test_the_lock_is_free_again_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), open_state(tmp_path):
+    with pytest.raises(RuntimeError), open_worker_folder(tmp_path):
         raise RuntimeError
-    with open_state(tmp_path), pytest.raises(ValueError, match="in use"), open_state(tmp_path):
+    with (
+        open_worker_folder(tmp_path),
+        pytest.raises(ValueError, match="in use"),
+        open_worker_folder(tmp_path),
+    ):
         pass
 
 
-def test_what_a_crash_cut_off_is_made_again(tmp_path: Path) -> None:
-    with open_state(tmp_path / "node") as state:
+def test_files_cut_off_by_a_crash_are_written_again(tmp_path: Path) -> None:
+    with open_worker_folder(tmp_path / "node") as folder:
         for name in ("entry_points.json", "work.json", "last/lease.json"):
             (tmp_path / "node" / name).parent.mkdir(exist_ok=True)
             (tmp_path / "node" / name).write_text('{"policy_ver')
-        assert (state.entry_points(), state.kept_versions()) == ([], set())
-        state.remember_entry_points(("http://127.0.0.1:1",))
-        assert state.entry_points() == ["http://127.0.0.1:1"]
+        assert (folder.entry_points(), folder.last_submission_versions()) == ([], set())
+        folder.store_entry_points(("http://127.0.0.1:1",))
+        assert folder.entry_points() == ["http://127.0.0.1:1"]
 
 
-def test_the_servers_time_is_told_by_the_server_and_not_by_a_clock_that_is_set(
+def test_the_server_clock_does_not_depend_on_the_local_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = 50.0
@@ -191,6 +198,56 @@ def test_the_servers_time_is_told_by_the_server_and_not_by_a_clock_that_is_set(
     clock = ServerClock(1000.0)
     now_s = 53.0
     assert clock.now_s() == 1003
-    clock.heard(4600.0)  # this machine slept for an hour
+    clock.update(4600.0)  # this machine slept for an hour
     now_s = 54.0
     assert clock.now_s() == 4601
+
+
+# -- deadline of a delivery ---------------------------------------------------------------------------------
+
+
+class FakeTime(threading.Event):
+    """A clock that moves only when a wait passes: the stop event of the client under test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.now_s = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.now_s += timeout or 0.0
+        return False
+
+
+@pytest.mark.parametrize("failing", ["/upload", "PUT", "/submit"])
+def test_a_delivery_ends_at_the_deadline_of_the_lease(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    """Each failing step would use all of the lease's time, whatever the steps before it have used."""
+    clock = FakeTime(monkeypatch)
+    started_s, left_s = clock.now_s, 60.0
+    info = SimpleNamespace(run_key="ab" * 32, spec=SimpleNamespace(run="demo"))
+
+    class SlowClient:
+        """Every step takes 40 of the lease's 60 seconds; `failing` never succeeds."""
+
+        stop = clock
+
+        def call_until(
+            self, what: str, method: str, path: str, body: object, reply: object, *, deadline_s: float
+        ) -> Upload:
+            if path.endswith(failing) or deadline_s < 40.0:
+                clock.wait(deadline_s)
+                raise DeadlinePassed(f"waited {deadline_s:.0f} s for {what}")
+            clock.wait(40.0)
+            return Upload(path="/v1/objects/1", expires_at_s=0.0)
+
+        def put_upload(self, upload: Upload, data: bytes) -> None:
+            if failing == "PUT":
+                raise Unreachable("the connection was reset")
+
+    joined = JoinedRun(info=info, epoch=1, heartbeat_s=5.0, clock=ServerClock(10.0))  # type: ignore[arg-type]
+    session = CoordinatorSession(SlowClient(), joined, deadline_s=900.0, log=Log("worker"))  # type: ignore[arg-type]
+    lease = LEASE.model_copy(update={"deadline_s": 10.0 + left_s})
+    with pytest.raises(LeaseLost) as lost:
+        session.deliver(lease, b"rows", policy_version=2)
+    assert lost.value.still_open
+    assert clock.now_s - started_s == pytest.approx(left_s, abs=1.0)

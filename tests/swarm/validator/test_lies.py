@@ -11,11 +11,9 @@ from shoal.model.builtin import copy_all_but_weights, create_model
 from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights
-from shoal.rollout.adversary.behaviour import Conduct
-from shoal.rollout.adversary.lies import LIES, make_conduct
-from shoal.rollout.engine.api import Engine
+from shoal.rollout.adversary.lies import LIES, make_behaviour
+from shoal.rollout.engine.api import Behaviour, Engine, make_requests, make_table
 from shoal.rollout.engine.torch_engine import TorchEngine
-from shoal.rollout.worker.submission import generate, make_requests, make_table
 from shoal.swarm.validator.judge import judge
 from shoal.swarm.validator.recompute import Policy
 from shoal.swarm.validator.table_reader import Reader
@@ -79,27 +77,29 @@ def reader() -> Iterator[Reader]:
         yield reader
 
 
-def work(conduct: Conduct, engine: Engine, lease: Lease, folder: Path, version: int) -> bytes:
+def work(behaviour: Behaviour, engine: Engine, lease: Lease, folder: Path, version: int) -> bytes:
     """One lease, as the worker's loop has it."""
     if engine.policy_version != version:
         engine.load(folder, version)
-    requests = conduct.requests(make_requests(lease, engine.tokenizer), lease)
-    finished = generate(engine, requests, lambda done, rows: None)
-    return conduct.data(encode(conduct.table(make_table(lease, version, finished), lease)))
+    engine.submit(behaviour.requests(make_requests(lease, engine.tokenizer), lease))
+    finished = []
+    while engine.has_work:
+        finished += engine.step()
+    return behaviour.data(encode(behaviour.table(make_table(lease, version, finished), lease)))
 
 
 def two_verdicts(
     lie: str | None, versions: list[Path], reader: Reader, spec: RunSpec = SPEC
 ) -> list[Verdict]:
     """On a lease with each version, one after the other."""
-    conduct = make_conduct(lie, "http://127.0.0.1:1")
-    engine = conduct.engine(
-        TorchEngine(compute_dtype=conduct.compute_dtype("float32"), proof=spec.proof, max_rows=32)
+    behaviour = make_behaviour(lie, "http://127.0.0.1:1") if lie else Behaviour()
+    engine = behaviour.engine(
+        TorchEngine(compute_dtype=behaviour.compute_dtype("float32"), proof=spec.proof, max_rows=32)
     )
     tokenizer, seen, found = load_tokenizer(versions[0]), set(), []
     for version, folder in enumerate(versions):
         lease = make_lease(spec, number=version + 1, versions=(version,))
-        data = work(conduct, engine, lease, folder, version)
+        data = work(behaviour, engine, lease, folder, version)
         claim = make_claim(lease, data, version=version, copy_of=NODE if data in seen else None)
         seen.add(data)
         policy = Policy(version, load_decoder(folder), tokenizer)

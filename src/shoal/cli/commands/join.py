@@ -47,10 +47,10 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
     """Checks the machine and the run, asks for consent, then works until the run is finished."""
     limit_thread_spinning()
     from shoal.cli.commands.doctor import examine, print_findings
-    from shoal.rollout.engine.factory import check_engine
-    from shoal.rollout.worker.worker_folder import is_held
+    from shoal.rollout.engine.api import check_engine
+    from shoal.rollout.worker.worker_folder import is_in_use
 
-    if is_held(options.dir):
+    if is_in_use(options.dir):
         raise ValueError(f"{options.dir} is in use by another worker; stop that one or choose another --dir")
     check_device(options.device)
     check_engine(options.engine, device=options.device, tensor_parallel=options.tensor_parallel)
@@ -86,7 +86,7 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def _choose_run(options: argparse.Namespace) -> str:
     """Returns the URL of the run to join: the coordinator's only run, or one that this machine is suitable for."""
-    from shoal.rollout.worker.capabilities import capabilities
+    from shoal.rollout.engine.api import machine_capabilities
 
     try:
         with PublicApi(options.url, timeout_s=TIMEOUT_S) as api:
@@ -95,7 +95,7 @@ def _choose_run(options: argparse.Namespace) -> str:
         return str(options.url)  # the checks that follow report what is wrong there
     if len(runs) == 1 and options.run in (None, runs[0].run):
         return str(options.url)
-    chosen = pick(runs, capabilities(options.device), options.run)
+    chosen = pick(runs, machine_capabilities(options.device), options.run)
     print(f"This machine joins {chosen.run!r}, one of {len(runs)} runs at {options.url}.")
     return f"{options.url}{chosen.path}"
 
@@ -209,10 +209,10 @@ def pause(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def leave(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.rollout.worker.worker_folder import is_held
+    from shoal.rollout.worker.worker_folder import is_in_use
 
     key, url = _joined(options.dir)
-    if is_held(options.dir):
+    if is_in_use(options.dir):
         (options.dir / "leaving").touch()
         print("the worker leaves the run after it has delivered the current lease")
         return EXIT_OK

@@ -24,7 +24,7 @@ from shoal.wire.run_spec import ProofSpec, Sampling, TaskSpec
 from shoal.wire.seeded_draw import sample_seed
 
 if TYPE_CHECKING:
-    from shoal.rollout.engine.api import Engine, Finished
+    from shoal.rollout.engine.api import Engine, FinishedRow
 
 TRIES = 1000
 """Seeds tried without a new problem before a task that generates its problems counts as exhausted."""
@@ -121,7 +121,7 @@ def model_folder(name: str) -> Iterator[Path]:
 def load_engine(folder: Path, options: argparse.Namespace) -> "Engine":
     import torch
 
-    from shoal.rollout.engine.factory import make_engine
+    from shoal.rollout.engine.api import make_engine
 
     check_device(options.device)
     if options.threads:
@@ -167,12 +167,12 @@ def answer(
 
 
 def _requests(engine: "Engine", task: Task, one: PosedProblem, draw: DrawSettings) -> list[Any]:
-    from shoal.rollout.engine.api import Request
+    from shoal.rollout.engine.api import GenerationRequest
 
     prompt = tuple(engine.tokenizer.encode_prompt(one.problem.prompt, chat=task.chat))
     source = hashlib.sha256(f"draw/{draw.seed}".encode()).hexdigest()
     return [
-        Request(
+        GenerationRequest(
             prompt_index=one.place,
             sample_index=sample,
             prompt_tokens=prompt,
@@ -184,7 +184,7 @@ def _requests(engine: "Engine", task: Task, one: PosedProblem, draw: DrawSetting
     ]
 
 
-def _graded(engine: "Engine", task: Task, problem: Problem, row: "Finished") -> GradedAnswer:
+def _graded(engine: "Engine", task: Task, problem: Problem, row: "FinishedRow") -> GradedAnswer:
     from shoal.wire.rollouts import Finish
 
     text = engine.tokenizer.decode(row.output_tokens)

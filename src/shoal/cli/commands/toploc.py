@@ -19,9 +19,7 @@ from shoal.cli.ui.progress_bar import progress
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.net.waiting import Stopped
-from shoal.rollout.adversary.behaviour import Dtype
-from shoal.rollout.engine.api import Engine, Finished, Request
-from shoal.rollout.worker.submission import to_rollout
+from shoal.rollout.engine.api import ComputeDtype, Engine, FinishedRow, GenerationRequest
 from shoal.swarm.validator.fact_checks import RowFacts, logprob_gap, units_of
 from shoal.swarm.validator.recompute import Policy, Unleased, recompute
 from shoal.tasks import make_task
@@ -50,14 +48,16 @@ def prove(options: argparse.Namespace, stop: threading.Event) -> int:
         engine = load_engine(folder, options)
         engine.submit(_requests(engine, options))
         with progress("rows generated", options.rows) as advance:
-            finished: list[Finished] = []
+            finished: list[FinishedRow] = []
             while engine.has_work:
                 if stop.is_set():
                     raise Stopped(f"stopped after {len(finished)} of {options.rows} rows")
                 new = engine.step()
                 finished += new
                 advance(len(new))
-    rows = sorted(map(to_rollout, finished), key=lambda row: (row.prompt_index, row.sample_index))
+    rows = sorted(
+        (row.to_rollout() for row in finished), key=lambda row: (row.prompt_index, row.sample_index)
+    )
     options.out.write_bytes(encode(RolloutTable(lease_id=_LEASE_ID, policy_version=0, rows=tuple(rows))))
     print(
         f"{options.out}: {len(rows)} rows, {sum(len(row.output_tokens) for row in rows):,} tokens, {_machine(options)}"
@@ -99,13 +99,13 @@ _SEED = hashlib.sha256(b"shoal toploc prove").hexdigest()
 TERMS = Unleased(_SEED, Sampling(), ProofSpec())
 
 
-def _requests(engine: Engine, options: argparse.Namespace) -> list[Request]:
+def _requests(engine: Engine, options: argparse.Namespace) -> list[GenerationRequest]:
     task = make_task(TaskSpec(name=options.task))
     problems = [task.problem("train", seed) for seed in range(-(-options.rows // SAMPLES))]
     places = [(prompt, sample) for prompt in range(len(problems)) for sample in range(SAMPLES)]
     tokens = [tuple(engine.tokenizer.encode_prompt(problem.prompt, chat=task.chat)) for problem in problems]
     return [
-        Request(
+        GenerationRequest(
             prompt_index=prompt,
             sample_index=sample,
             prompt_tokens=tokens[prompt],
@@ -141,7 +141,7 @@ def _check(table: RolloutTable, policy: Policy, temperature: float, stop: thread
     return facts
 
 
-def _check_same_model(path: Path, facts: Sequence[RowFacts], dtype: Dtype) -> None:
+def _check_same_model(path: Path, facts: Sequence[RowFacts], dtype: ComputeDtype) -> None:
     """Raises ValueError for rows of other weights or another dtype: the calibration would accept such work as honest."""
     tolerances = default_tolerances(dtype)
     segments = [segment for fact in facts for segment in fact.segments]

@@ -266,12 +266,17 @@ def relay(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def worker(options: argparse.Namespace, stop: threading.Event) -> int:
     limit_thread_spinning()
-    from shoal.rollout.engine.factory import check_engine
-    from shoal.rollout.worker.session import Exit
+    from shoal.rollout.engine.api import check_engine
+    from shoal.rollout.worker.session import WorkerExit
     from shoal.rollout.worker.worker import WorkerConfig, run_worker
 
     check_device(options.device)
     check_engine(options.engine, device=options.device, tensor_parallel=options.tensor_parallel)
+    behaviour = None
+    if options.lie:
+        from shoal.rollout.adversary.lies import make_behaviour
+
+        behaviour = make_behaviour(options.lie, options.coordinator)
     config = WorkerConfig(
         coordinator=options.coordinator,
         dir=options.dir,
@@ -282,15 +287,14 @@ def worker(options: argparse.Namespace, stop: threading.Event) -> int:
         num_threads=options.threads,
         deadline_s=options.deadline_s,
         prefetch=not options.no_prefetch,
-        lie=options.lie,
     )
     codes = {
-        Exit.FINISHED: EXIT_OK,
-        Exit.LEFT: EXIT_OK,
-        Exit.STOPPED: EXIT_INTERRUPTED,
-        Exit.EJECTED: EXIT_EJECTED,
+        WorkerExit.FINISHED: EXIT_OK,
+        WorkerExit.LEFT: EXIT_OK,
+        WorkerExit.STOPPED: EXIT_INTERRUPTED,
+        WorkerExit.EJECTED: EXIT_EJECTED,
     }
-    return codes.get(run_worker(config, stop=stop), EXIT_FAILED)
+    return codes.get(run_worker(config, stop=stop, behaviour=behaviour), EXIT_FAILED)
 
 
 def validator(options: argparse.Namespace, stop: threading.Event) -> int:

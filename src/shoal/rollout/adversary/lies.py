@@ -1,7 +1,8 @@
-"""Workers that cheat, each in one way, so that anybody can watch them being caught: `shoal worker --lie KIND`.
+"""Behaviours of dishonest workers, each cheating in one way, to see them caught: `shoal worker --lie KIND`.
 
-Only against a coordinator on this machine. Each lie is made as well as it can be without doing the work, so that the
-check it is meant for is the one that has to find it.
+Allowed only against a coordinator on this machine. Each lie is made as well as it can be without doing the work, so that
+the check it is meant for is the one that has to find it. Honest code does not import this package: the command line
+passes one of these behaviours to `run_worker`.
 """
 
 import ipaddress
@@ -12,7 +13,6 @@ from functools import partial
 import httpx2
 
 from shoal.model.load_model import DTYPES
-from shoal.rollout.adversary.behaviour import Conduct, Dtype
 from shoal.rollout.adversary.lying_engines import (
     Alter,
     AlteredEngine,
@@ -20,32 +20,31 @@ from shoal.rollout.adversary.lying_engines import (
     FrozenEngine,
     PrefilledEngine,
     TypicalEngine,
-    Wrapped,
+    WrappedEngine,
     quantised_by_channel,
     quantised_in_blocks,
     with_noise,
 )
-from shoal.rollout.engine.api import Engine, Request
+from shoal.rollout.engine.api import Behaviour, ComputeDtype, Engine, GenerationRequest
 from shoal.tasks import make_task
 from shoal.toploc.proof import PRIME, num_segments
 from shoal.wire.lease import Lease
 from shoal.wire.rollouts import Finish, RolloutTable
 
 FORGED_VALUE = 0x4010
-"""2.25 as bfloat16: about what the largest of normed states come to, so that exponents fit as often as they can."""
+"""2.25 as bfloat16: about the size of the largest normed states, so that exponents match as often as possible."""
 OTHER_SEED = 0x5EED
+"""Changes a leased sample seed into another one, by exclusive or."""
 
 
-def make_conduct(lie: str | None, coordinator: str) -> Conduct:
-    """The honest conduct for None, else the lie of that name; ValueError if it is unknown or aimed at other people."""
-    if lie is None:
-        return Conduct()
+def make_behaviour(lie: str, coordinator: str) -> Behaviour:
+    """Returns the behaviour of that name. Raises ValueError if it is unknown or the coordinator is not on this machine."""
     if lie not in LIES:
         raise ValueError(f"unknown lie {lie!r}; known: {', '.join(LIES)}")
     if not is_loopback(coordinator):
         raise ValueError(
-            f"--lie {lie} is for a coordinator on this machine, and {coordinator} is not; "
-            "other people's runs would eject this node for it"
+            f"--lie {lie} is allowed only with a coordinator on this machine, and {coordinator} is not; "
+            "another operator's run would eject this node"
         )
     return LIES[lie]()
 
@@ -60,8 +59,8 @@ def is_loopback(url: str) -> bool:
         return False
 
 
-class OtherWeights(Conduct):
-    """Generates with weights that were never published: what `alter` makes of the leased ones."""
+class OtherWeights(Behaviour):
+    """Generates with weights that were never published: the leased ones, changed by `alter`."""
 
     def __init__(self, alter: Alter) -> None:
         self._alter = alter
@@ -70,56 +69,58 @@ class OtherWeights(Conduct):
         return AlteredEngine(engine, self._alter)
 
 
-class OtherDtype(Conduct):
-    """Computes in the dtype that was not leased: bfloat16 is faster than float32, and float32 may be what hardware has."""
+class OtherDtype(Behaviour):
+    """Computes in the dtype that was not leased: bfloat16 is faster, and some hardware has float32 only."""
 
-    def compute_dtype(self, leased: Dtype) -> Dtype:
+    def compute_dtype(self, leased: ComputeDtype) -> ComputeDtype:
         return "bfloat16" if leased == "float32" else "float32"
 
 
-class BestOfN(Conduct):
-    """Draws each answer several times and sends the one it likes best."""
+class BestOfN(Behaviour):
+    """Draws each answer several times and sends the likeliest."""
 
     def engine(self, engine: Engine) -> Engine:
         return BestEngine(engine, OTHER_SEED)
 
 
-class StaleWeights(Conduct):
+class StaleWeights(Behaviour):
+    """Keeps the first version it loaded and claims to use every later one."""
+
     def engine(self, engine: Engine) -> Engine:
         return FrozenEngine(engine)
 
 
-class OwnProofs(Conduct):
-    """Makes its proofs itself, as the lease asks for them. With TypicalEngine, of the values a channel typically has."""
+class OwnProofs(Behaviour):
+    """Builds proofs itself, with the lease's settings, in the engine that `make` returns."""
 
-    def __init__(self, make: Callable[[Engine], Wrapped]) -> None:
+    def __init__(self, make: Callable[[Engine], WrappedEngine]) -> None:
         self._make = make
-        self._engine: Wrapped | None = None
+        self._engine: WrappedEngine | None = None
 
     def engine(self, engine: Engine) -> Engine:
         self._engine = self._make(engine)
         return self._engine
 
-    def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
-        assert self._engine is not None, "the engine comes before its requests"
+    def requests(self, requests: Sequence[GenerationRequest], lease: Lease) -> Sequence[GenerationRequest]:
+        assert self._engine is not None, "engine() must be called before requests()"
         self._engine.proof = lease.proof
         return requests
 
 
 class Prefilled(OwnProofs):
-    """Tokens of a cheaper model, sent once through the leased one: proofs and log-probs are the leased model's own."""
+    """Takes a cheaper model's tokens and runs them once through the leased one, which gives real proofs and log-probs."""
 
     def __init__(self) -> None:
         super().__init__(lambda engine: PrefilledEngine(engine, DTYPES[self._dtype]))
-        self._dtype: Dtype = "float32"
+        self._dtype: ComputeDtype = "float32"
 
-    def compute_dtype(self, leased: Dtype) -> Dtype:
+    def compute_dtype(self, leased: ComputeDtype) -> ComputeDtype:
         self._dtype = leased
         return leased
 
 
-class ForgedProof(Conduct):
-    """Proofs that need no states: a constant polynomial claims the same likely value at every index."""
+class ForgedProof(Behaviour):
+    """Sends proofs that need no states: a constant polynomial claims the same likely value at every index."""
 
     def table(self, table: RolloutTable, lease: Lease) -> RolloutTable:
         words = (PRIME, FORGED_VALUE, *[0] * (lease.proof.topk - 1))
@@ -131,10 +132,10 @@ class ForgedProof(Conduct):
         return replace(table, rows=rows)
 
 
-class EditedPrompt(Conduct):
-    """Two tokens of one prompt change places, in what is run and in what is sent."""
+class EditedPrompt(Behaviour):
+    """Exchanges two tokens of one prompt, in what is run and in what is sent."""
 
-    def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
+    def requests(self, requests: Sequence[GenerationRequest], lease: Lease) -> Sequence[GenerationRequest]:
         return [
             replace(request, prompt_tokens=_swapped(request.prompt_tokens))
             if request.prompt_index == 0
@@ -143,14 +144,14 @@ class EditedPrompt(Conduct):
         ]
 
 
-class HiddenEdit(Conduct):
-    """Runs other prompts than it reports. `edit` changes what is run; what is sent is what was leased."""
+class HiddenEdit(Behaviour):
+    """Runs prompts changed by `edit` and reports the leased ones."""
 
     def __init__(self, edit: Callable[[tuple[int, ...]], tuple[int, ...]]) -> None:
         self._edit = edit
         self._leased: dict[int, tuple[int, ...]] = {}
 
-    def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
+    def requests(self, requests: Sequence[GenerationRequest], lease: Lease) -> Sequence[GenerationRequest]:
         self._leased = {request.prompt_index: request.prompt_tokens for request in requests}
         return [replace(request, prompt_tokens=self._edit(request.prompt_tokens)) for request in requests]
 
@@ -159,8 +160,8 @@ class HiddenEdit(Conduct):
         return replace(table, rows=rows)
 
 
-class ReplacedTokens(Conduct):
-    """One token in eight is exchanged for the one before it, after the proofs were made."""
+class ReplacedTokens(Behaviour):
+    """Replaces one token in eight by the one before it, after the proofs were made."""
 
     def table(self, table: RolloutTable, lease: Lease) -> RolloutTable:
         rows = tuple(
@@ -169,8 +170,8 @@ class ReplacedTokens(Conduct):
         return replace(table, rows=rows)
 
 
-class OtherPrompts(Conduct):
-    """Problems of its own choosing, which could be the easy ones."""
+class OtherPrompts(Behaviour):
+    """Answers problems of its own choice, which could be the easy ones."""
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
@@ -179,8 +180,8 @@ class OtherPrompts(Conduct):
         self._engine = engine
         return engine
 
-    def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
-        assert self._engine is not None, "the engine comes before its requests"
+    def requests(self, requests: Sequence[GenerationRequest], lease: Lease) -> Sequence[GenerationRequest]:
+        assert self._engine is not None, "engine() must be called before requests()"
         task = make_task(lease.task)
         candidates = (task.problem("train", seed).prompt for seed in range(1000))
         chosen = [prompt for prompt in candidates if prompt not in lease.prompts][: len(lease.prompts)]
@@ -188,8 +189,8 @@ class OtherPrompts(Conduct):
         return [replace(request, prompt_tokens=encoded[request.prompt_index]) for request in requests]
 
 
-class Truncated(Conduct):
-    """Stops early and says that the model did. Every state and proof is real: the last token is never fed."""
+class Truncated(Behaviour):
+    """Stops early and claims that the model ended there. Every state and proof is real: the last token is never fed."""
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
@@ -198,12 +199,12 @@ class Truncated(Conduct):
         self._engine = engine
         return engine
 
-    def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
+    def requests(self, requests: Sequence[GenerationRequest], lease: Lease) -> Sequence[GenerationRequest]:
         cap = max(1, lease.sampling.max_new_tokens // 4)
         return [replace(request, max_new_tokens=cap) for request in requests]
 
     def table(self, table: RolloutTable, lease: Lease) -> RolloutTable:
-        assert self._engine is not None, "the engine comes before its tables"
+        assert self._engine is not None, "engine() must be called before table()"
         end = min(self._engine.tokenizer.end_tokens)
         rows = tuple(
             replace(
@@ -219,16 +220,16 @@ class Truncated(Conduct):
         return replace(table, rows=rows)
 
 
-class CutShort(Conduct):
-    """Stops at half the cap and says that this was the cap."""
+class CutShort(Behaviour):
+    """Stops at half the allowed length and claims that it was reached."""
 
-    def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
+    def requests(self, requests: Sequence[GenerationRequest], lease: Lease) -> Sequence[GenerationRequest]:
         cap = max(1, lease.sampling.max_new_tokens // 2)
         return [replace(request, max_new_tokens=cap) for request in requests]
 
 
-class CopiedRows(Conduct):
-    """Answers each prompt once and sends that for all of its samples."""
+class CopiedRows(Behaviour):
+    """Answers each prompt once and sends that answer for all of its samples."""
 
     def table(self, table: RolloutTable, lease: Lease) -> RolloutTable:
         first = {row.prompt_index: row for row in reversed(table.rows)}
@@ -236,8 +237,8 @@ class CopiedRows(Conduct):
         return replace(table, rows=rows)
 
 
-class WrongLogprobs(Conduct):
-    """Claims that every token was less likely than it was, which would double its weight in the loss."""
+class WrongLogprobs(Behaviour):
+    """Reports every token as less likely than it was, which would double its weight in the loss."""
 
     def table(self, table: RolloutTable, lease: Lease) -> RolloutTable:
         rows = tuple(
@@ -246,25 +247,25 @@ class WrongLogprobs(Conduct):
         return replace(table, rows=rows)
 
 
-class OtherTemperature(Conduct):
-    """Samples hotter or colder than leased."""
+class OtherTemperature(Behaviour):
+    """Samples at `factor` times the leased temperature."""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
 
-    def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
+    def requests(self, requests: Sequence[GenerationRequest], lease: Lease) -> Sequence[GenerationRequest]:
         return [replace(request, temperature=self._factor * request.temperature) for request in requests]
 
 
-class OtherSeeds(Conduct):
-    """Samples honestly, but not the leased draw: the door to sending only the best of many."""
+class OtherSeeds(Behaviour):
+    """Samples honestly but with other seeds, which would allow to send only the best of many draws."""
 
-    def requests(self, requests: Sequence[Request], lease: Lease) -> Sequence[Request]:
+    def requests(self, requests: Sequence[GenerationRequest], lease: Lease) -> Sequence[GenerationRequest]:
         return [replace(request, sample_seed=request.sample_seed ^ OTHER_SEED) for request in requests]
 
 
-class Replay(Conduct):
-    """Works once, and sends the same file ever after."""
+class Replay(Behaviour):
+    """Works once and sends the same file for every later lease."""
 
     def __init__(self) -> None:
         self._first: bytes | None = None
@@ -274,7 +275,7 @@ class Replay(Conduct):
         return self._first
 
 
-LIES: dict[str, Callable[[], Conduct]] = {
+LIES: dict[str, Callable[[], Behaviour]] = {
     "wrong-weights": partial(OtherWeights, partial(with_noise, relative=0.3)),
     "q8-weights": partial(OtherWeights, quantised_in_blocks),
     "int8-weights": partial(OtherWeights, partial(quantised_by_channel, bits=8)),
@@ -302,7 +303,7 @@ LIES: dict[str, Callable[[], Conduct]] = {
 
 
 def _with_repeats(tokens: tuple[int, ...], *, every: int) -> tuple[int, ...]:
-    """Not the last token: how an answer ends is another check's business."""
+    """Replaces every `every`-th token by the one before it. Keeps the last: other checks look at how an answer ends."""
     return tuple(
         tokens[index - 1] if index % every == every - 1 and index < len(tokens) - 1 else token
         for index, token in enumerate(tokens)
@@ -310,7 +311,7 @@ def _with_repeats(tokens: tuple[int, ...], *, every: int) -> tuple[int, ...]:
 
 
 def _one_changed(tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """The last token that differs from the one before it, exchanged for that one."""
+    """Replaces the last token that differs from the one before it by that one."""
     for index in range(len(tokens) - 1, 0, -1):
         if tokens[index] != tokens[index - 1]:
             return (*tokens[:index], tokens[index - 1], *tokens[index + 1 :])
@@ -318,7 +319,7 @@ def _one_changed(tokens: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _swapped(tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """The last two neighbours that differ, exchanged: still tokens of a prompt, but of another one."""
+    """Exchanges the last two neighbours that differ."""
     for index in range(len(tokens) - 1, 0, -1):
         if tokens[index] != tokens[index - 1]:
             return (*tokens[: index - 1], tokens[index], tokens[index - 1], *tokens[index + 1 :])

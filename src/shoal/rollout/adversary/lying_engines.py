@@ -1,4 +1,4 @@
-"""Engines that do not do what was leased, for the lies in lies.py. Each wraps a real one.
+"""Engines that do not compute what was leased, for the behaviours in lies.py. Each wraps an honest engine.
 
 B rows, T tokens, H hidden size, V vocabulary.
 """
@@ -17,14 +17,14 @@ from shoal.model.decoder import Decoder
 from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights
-from shoal.rollout.engine.api import Engine, Finished, Request
+from shoal.rollout.engine.api import Engine, FinishedRow, GenerationRequest
 from shoal.wire.run_spec import ProofSpec
 
 Alter = Callable[[Tensor], Tensor]
-"""From a weight matrix to the one that is used instead."""
+"""Returns the matrix that is used instead of a weight matrix."""
 
 Q8_BLOCK = 32
-"""Weights that share a scale in llama.cpp's Q8_0."""
+"""Weights that share one scale in llama.cpp's Q8_0."""
 
 
 def with_noise(weight: Tensor, *, relative: float) -> Tensor:
@@ -34,12 +34,12 @@ def with_noise(weight: Tensor, *, relative: float) -> Tensor:
 
 
 def quantised_by_channel(weight: Tensor, *, bits: int) -> Tensor:
-    """Rounded to `bits` bits, one scale a row."""
+    """Rounds weights to `bits` bits with one scale per row."""
     return _rounded(weight, levels=2 ** (bits - 1) - 1)
 
 
 def quantised_in_blocks(weight: Tensor) -> Tensor:
-    """As Q8_0 has it: 8 bits, one scale for every 32 weights. Rows that do not divide so are left alone."""
+    """Rounds weights as Q8_0 does: 8 bits, one scale for every 32 weights. Leaves rows of other lengths unchanged."""
     if weight.shape[-1] % Q8_BLOCK:
         return weight
     return _rounded(weight.reshape(-1, Q8_BLOCK), levels=127).reshape(weight.shape)
@@ -50,13 +50,14 @@ def _rounded(weight: Tensor, *, levels: int) -> Tensor:
     return (weight / scale).round() * scale
 
 
-class Wrapped:
-    """An engine inside another: what a lie does not touch goes straight through."""
+class WrappedEngine:
+    """Passes every call on to `inner`; subclasses change what they lie about."""
 
     def __init__(self, inner: Engine) -> None:
         self.inner = inner
         self.policy_version = inner.policy_version
-        self.proof = ProofSpec()  # of the lease at hand, for those that make proofs of their own
+        self.proof = ProofSpec()
+        """Of the current lease, for engines that build their own proofs."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -70,17 +71,17 @@ class Wrapped:
         self.inner.load(folder, version)
         self.policy_version = version
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self.inner.submit(requests)
 
-    def step(self) -> list[Finished]:
+    def step(self) -> list[FinishedRow]:
         return self.inner.step()
 
     def _prove(self, states: Sequence[Tensor]) -> list[bytes]:
         return toploc.build_proofs(states, topk=self.proof.topk, segment_tokens=self.proof.segment_tokens)
 
 
-class AlteredEngine(Wrapped):
+class AlteredEngine(WrappedEngine):
     """Generates with weights that were never published."""
 
     def __init__(self, inner: Engine, alter: Alter) -> None:
@@ -100,8 +101,8 @@ class AlteredEngine(Wrapped):
             super().load(altered, version)
 
 
-class FrozenEngine(Wrapped):
-    """Keeps the first version it ever loaded and claims to have every later one."""
+class FrozenEngine(WrappedEngine):
+    """Keeps the first version it loaded and claims to have every later one."""
 
     def load(self, folder: Path, version: int) -> None:
         if self.inner.policy_version is None:
@@ -110,7 +111,7 @@ class FrozenEngine(Wrapped):
 
 
 class PrefilledEngine(AlteredEngine):
-    """Tokens by a cheaper model (here: one of coarser weights), states and log-probs by the leased one."""
+    """Takes tokens from a cheaper model (here: coarser weights), states and log-probs from the leased one."""
 
     def __init__(self, inner: Engine, dtype: torch.dtype) -> None:
         super().__init__(inner, lambda weight: quantised_by_channel(weight, bits=4))
@@ -122,11 +123,11 @@ class PrefilledEngine(AlteredEngine):
         super().load(folder, version)
 
     @torch.inference_mode()
-    def step(self) -> list[Finished]:
+    def step(self) -> list[FinishedRow]:
         return [self._through_leased(row) for row in self.inner.step()]
 
-    def _through_leased(self, row: Finished) -> Finished:
-        assert self._leased is not None, "rows come after a load"
+    def _through_leased(self, row: FinishedRow) -> FinishedRow:
+        assert self._leased is not None, "load() must be called before step()"
         prompt, output = row.request.prompt_tokens, row.output_tokens
         tokens_1T = torch.tensor([prompt + output[:-1]])
         states_TH = self._leased(tokens_1T, torch.arange(tokens_1T.shape[1])[None])[0, len(prompt) - 1 :]
@@ -138,32 +139,32 @@ class PrefilledEngine(AlteredEngine):
         return replace(row, logprobs=tuple(logprobs_T.tolist()), proof=proof)
 
 
-class TypicalEngine(Wrapped):
-    """Real tokens, but proofs of a table: each channel's usual size, which is what its norm weight says."""
+class TypicalEngine(WrappedEngine):
+    """Generates real tokens but builds proofs from each channel's usual size, which is its norm weight."""
 
     def load(self, folder: Path, version: int) -> None:
         super().load(folder, version)
         self._typical_H = load_decoder(folder).model.norm.weight.detach()
 
-    def step(self) -> list[Finished]:
+    def step(self) -> list[FinishedRow]:
         rows = self.inner.step()
         states = [self._typical_H.expand(len(row.output_tokens) - 1, -1) for row in rows]
         proofs = self._prove(states)
         return [replace(row, proof=proof) for row, proof in zip(rows, proofs, strict=True)]
 
 
-class BestEngine(Wrapped):
-    """Draws each row several times, once as leased, and keeps the draw that is likeliest by the token."""
+class BestEngine(WrappedEngine):
+    """Draws each row several times, once as leased, and keeps the draw with the highest mean log-prob."""
 
     NUM_DRAWS = 4
 
     def __init__(self, inner: Engine, other_seed: int) -> None:
         super().__init__(inner)
         self._other_seed = other_seed
-        self._draws: dict[tuple[int, int], list[Finished]] = {}
-        self._leased: dict[tuple[int, int], Request] = {}
+        self._draws: dict[tuple[int, int], list[FinishedRow]] = {}
+        self._leased: dict[tuple[int, int], GenerationRequest] = {}
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
             self._leased[request.prompt_index, request.sample_index] = request
         self.inner.submit(
@@ -174,7 +175,7 @@ class BestEngine(Wrapped):
             ]
         )
 
-    def step(self) -> list[Finished]:
+    def step(self) -> list[FinishedRow]:
         best = []
         for row in self.inner.step():
             place = (row.request.prompt_index, row.request.sample_index)

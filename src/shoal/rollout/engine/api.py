@@ -1,17 +1,34 @@
-"""What a worker asks of an engine: rows in, finished rows with log-probs and proofs out. No torch here."""
+"""What a worker asks of an engine: requests in, finished rows with log-probs and proofs out.
 
-from collections.abc import Sequence
+make_requests, make_table   from a lease to requests, and from finished rows to the table that is submitted
+Engine                      the interface that TorchEngine and VllmEngine have
+Behaviour                   hooks between lease, engine and submission; adversary/ overrides them
+make_engine                 chooses between the two; they are imported only when asked for
+machine_capabilities        what this machine offers to a run
+
+Importing this module does not import torch.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from shoal.model.tokenizer import Tokenizer
-from shoal.wire.rollouts import Finish
+from shoal.wire.lease import Lease
+from shoal.wire.requirements import Capabilities
+from shoal.wire.rollouts import Finish, Rollout, RolloutTable
+from shoal.wire.run_spec import ProofSpec
+from shoal.wire.seeded_draw import sample_seed
+
+EngineName = Literal["torch", "vllm"]
+ComputeDtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One row to generate. Its tokens follow from the prompt, the weights and `sample_seed` (wire/seeded_draw.py) alone."""
+class GenerationRequest:
+    """One row to generate. Its tokens depend on prompt, weights and `sample_seed` (wire/seeded_draw.py) alone."""
 
     prompt_index: int
     sample_index: int
@@ -22,19 +39,56 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """One row generated. N tokens, N log-probs, and the proofs of the N-1 states that decoding went through."""
+class FinishedRow:
+    """One generated row: N tokens, N log-probs, and proofs of the N-1 states that decoding passed through."""
 
-    request: Request
+    request: GenerationRequest
     output_tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish: Finish
     proof: bytes
 
+    def to_rollout(self) -> Rollout:
+        return Rollout(
+            prompt_index=self.request.prompt_index,
+            sample_index=self.request.sample_index,
+            prompt_tokens=tuple(self.request.prompt_tokens),
+            output_tokens=tuple(self.output_tokens),
+            logprobs=tuple(self.logprobs),
+            finish=self.finish,
+            proof=self.proof,
+        )
+
+
+def make_requests(lease: Lease, tokenizer: Tokenizer) -> list[GenerationRequest]:
+    """Returns a request for every sample of every prompt, with the seed from which a validator repeats the draw."""
+    return [
+        GenerationRequest(
+            prompt_index=prompt_index,
+            sample_index=sample_index,
+            prompt_tokens=prompt_tokens,
+            sample_seed=sample_seed(lease.seed, prompt_index, sample_index),
+            max_new_tokens=lease.sampling.max_new_tokens,
+            temperature=lease.sampling.temperature,
+        )
+        for prompt_index, prompt_tokens in enumerate(
+            tuple(tokenizer.encode_prompt(text, chat=lease.chat)) for text in lease.prompts
+        )
+        for sample_index in range(lease.sampling.samples_per_prompt)
+    ]
+
+
+def make_table(lease: Lease, policy_version: int, finished: Iterable[FinishedRow]) -> RolloutTable:
+    """Returns the table that answers a lease."""
+    rows = tuple(row.to_rollout() for row in finished)
+    return RolloutTable(lease_id=lease.lease_id, policy_version=policy_version, rows=rows)
+
 
 class Engine(Protocol):
+    """Generates rows with the weights it holds."""
+
     policy_version: int | None
-    """The weights it holds; None before the first load, and while or after one failed."""
+    """Version of the weights; None before the first load, and during and after a load that failed."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -44,18 +98,48 @@ class Engine(Protocol):
         """Whether `step` has anything left to do."""
 
     def load(self, folder: Path, version: int) -> None:
-        """Take the weights in `folder`: the first call builds the model, later ones swap in place."""
+        """Loads the weights in `folder`. The first call builds the model, later calls swap weights in place."""
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Queue rows. They start as room comes free, in this order."""
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queues rows. They start in this order, as memory allows."""
 
-    def step(self) -> list[Finished]:
-        """One new token for every running row. Returns rows that are complete, proofs included, in no promised order;
-        a row's proofs may come some steps after its last token, but never while nothing else is left to do."""
+    def step(self) -> list[FinishedRow]:
+        """Generates one token for every running row. Returns completed rows with their proofs, in any order.
+
+        A row may be returned some steps after its last token, but not later than when nothing else is left to do.
+        """
 
 
-class Limits(Protocol):
-    """Of a model: model.shape.Shape."""
+class Behaviour:
+    """What a worker does with a lease, at each point where a dishonest worker would interfere.
+
+    This class changes nothing: it is the honest behaviour. `shoal worker --lie` passes one of adversary/lies.py instead,
+    so that the honest code needs no branches for lies.
+    """
+
+    def compute_dtype(self, leased: ComputeDtype) -> ComputeDtype:
+        """Returns the dtype that the engine computes in."""
+        return leased
+
+    def engine(self, engine: Engine) -> Engine:
+        """Returns the engine to use. Called for each new engine, before it loads anything."""
+        return engine
+
+    def requests(self, requests: Sequence[GenerationRequest], lease: Lease) -> Sequence[GenerationRequest]:
+        """Returns the requests that are generated for a lease."""
+        return requests
+
+    def table(self, table: RolloutTable, lease: Lease) -> RolloutTable:
+        """Returns the table that is reported for a lease."""
+        return table
+
+    def data(self, data: bytes) -> bytes:
+        """Returns the bytes that are sent."""
+        return data
+
+
+class EngineLimits(Protocol):
+    """Limits of the model in an engine; model.shape.Shape has them."""
 
     @property
     def max_positions(self) -> int: ...
@@ -64,40 +148,103 @@ class Limits(Protocol):
     def vocab_size(self) -> int: ...
 
 
-def check_requests(requests: Sequence[Request], version: int | None, limits: Limits) -> None:
-    """ValueError for rows that an engine with weights of `version` cannot make: taken, they would keep it from any other."""
+def check_requests(requests: Sequence[GenerationRequest], version: int | None, limits: EngineLimits) -> None:
+    """Raises ValueError for rows that an engine with weights of `version` cannot generate.
+
+    Accepting one would block every later row.
+    """
     if version is None:
         raise ValueError("the engine holds no complete weights; load a version first")
     prompt: tuple[int, ...] = ()
     for request in requests:
-        _check_row(request, limits)
-        if request.prompt_tokens is not prompt:  # samples of a prompt follow each other, and share it
+        _check_lengths(request, limits)
+        if request.prompt_tokens is not prompt:  # consecutive samples share their prompt: check it once
             prompt = request.prompt_tokens
-            _check_words(request, limits)
+            _check_tokens(request, limits)
 
 
-def _check_row(request: Request, limits: Limits) -> None:
+def _check_lengths(request: GenerationRequest, limits: EngineLimits) -> None:
     num_prompt, num_new = len(request.prompt_tokens), request.max_new_tokens
     if not num_prompt or num_new < 1 or not request.temperature > 0:
         raise ValueError(
-            f"{_where(request)}: {num_prompt} prompt tokens, max_new_tokens={num_new}, "
+            f"{_name(request)}: {num_prompt} prompt tokens, max_new_tokens={num_new}, "
             f"temperature={request.temperature}; all must be above 0"
         )
     if num_prompt + num_new > limits.max_positions:
         raise ValueError(
-            f"{_where(request)}: {num_prompt} prompt + {num_new} new tokens pass the model's "
+            f"{_name(request)}: {num_prompt} prompt + {num_new} new tokens exceed the model's "
             f"{limits.max_positions} positions; lower max_new_tokens"
         )
 
 
-def _check_words(request: Request, limits: Limits) -> None:
+def _check_tokens(request: GenerationRequest, limits: EngineLimits) -> None:
     least, most = min(request.prompt_tokens), max(request.prompt_tokens)
     if least < 0 or most >= limits.vocab_size:
         raise ValueError(
-            f"{_where(request)}: prompt tokens from {least} to {most}, and the model has {limits.vocab_size} words; "
-            "use its own tokenizer"
+            f"{_name(request)}: prompt tokens from {least} to {most}, but the model's vocabulary has "
+            f"{limits.vocab_size} entries; use the model's own tokenizer"
         )
 
 
-def _where(request: Request) -> str:
+def _name(request: GenerationRequest) -> str:
     return f"row ({request.prompt_index}, {request.sample_index})"
+
+
+# -- choosing an engine ------------------------------------------------------------------------------------
+
+
+def check_engine(name: EngineName, *, device: str, tensor_parallel: int) -> None:
+    """Raises ValueError, with what to do, if this machine cannot run the engine. Call it before joining a run."""
+    if name == "vllm":
+        from shoal.rollout.engine.vllm_engine import check_installed
+
+        check_installed(device)
+    elif tensor_parallel > 1:
+        raise ValueError(
+            f"--tensor-parallel {tensor_parallel} needs --engine vllm; the torch engine uses one GPU, start one worker per GPU"
+        )
+
+
+def make_engine(
+    name: EngineName,
+    *,
+    compute_dtype: ComputeDtype,
+    proof: ProofSpec,
+    max_rows: int,
+    device: str,
+    tensor_parallel: int = 1,
+) -> Engine:
+    """Returns an engine that holds no weights yet. Raises ValueError as `check_engine` does."""
+    check_engine(name, device=device, tensor_parallel=tensor_parallel)
+    if name == "vllm":
+        from shoal.rollout.engine.vllm_engine import VllmEngine
+
+        return VllmEngine(
+            compute_dtype=compute_dtype,
+            proof=proof,
+            max_rows=max_rows,
+            device=device,
+            tensor_parallel=tensor_parallel,
+        )
+    from shoal.rollout.engine.torch_engine import TorchEngine
+
+    return TorchEngine(compute_dtype=compute_dtype, proof=proof, max_rows=max_rows, device=device)
+
+
+def machine_capabilities(device: str) -> Capabilities:
+    """Returns what this machine offers to a run with `device`: cpu, or cuda with or without a number."""
+    import torch
+
+    from shoal.model.shape import FAMILIES
+
+    kind: Literal["cpu", "cuda"] = "cuda" if torch.device(device).type == "cuda" else "cpu"
+    if kind == "cuda":
+        num_bytes = torch.cuda.get_device_properties(torch.device(device)).total_memory
+    else:
+        num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Capabilities(
+        device=kind,
+        memory_gb=num_bytes / 1e9,
+        dtypes=("float32", "bfloat16"),
+        families=FAMILIES,
+    )

@@ -1,78 +1,100 @@
-"""Which running rows look at which part of a prompt together, as a list of work for the kernel that does it. No torch."""
+"""Plans which running rows attend to which part of a prompt together: the work list of the attention kernel. No torch."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-Table = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.int64]
+
+NUM_ITEM_FIELDS = 5
+"""Lines of `PlanViews.items_5W`."""
 
 
-class PieceSize(NamedTuple):
+class TileSize(NamedTuple):
+    """The work of one kernel program."""
+
     rows: int
-    """Rows of one prompt that look at it together."""
+    """Rows of one prompt that attend to it together."""
     positions: int
-    """Of the prompt, looked at by one program."""
+    """Positions of the prompt."""
 
 
-class Pieces:
-    def __init__(self, num_slots: int, max_prompt: int, size: PieceSize) -> None:
+class PlanViews(NamedTuple):
+    """The parts of a plan's table. Arrays of NumPy or tensors of torch, whichever the table is."""
+
+    num_items_1: Any
+    order_S: Any
+    """Slots of running rows, sorted by prompt."""
+    items_5W: Any
+    """A column for each item. Lines: first row (an index into `order_S`), number of rows, place of their prompt,
+    first position, number of positions."""
+
+
+def split_table(table: Any, num_slots: int) -> PlanViews:
+    """Returns views of the parts of a table that `AttentionPlan.table_if_changed` made."""
+    first_item = 1 + num_slots
+    return PlanViews(table[:1], table[1:first_item], table[first_item:].reshape(NUM_ITEM_FIELDS, -1))
+
+
+class AttentionPlan:
+    """Knows which prompt the row in each slot has, and divides their attention into items of `size`."""
+
+    def __init__(self, num_slots: int, max_prompt: int, size: TileSize) -> None:
         self._size = size
         self._max_splits = max(1, -(-max_prompt // size.positions))
-        self._places_S, self._lengths_S = np.full(num_slots, -1), np.zeros(num_slots, dtype=np.int64)
-        """Of the prompt of the row in each slot; place -1 where none runs."""
-        self._is_new = False
+        self._places_S = np.full(num_slots, -1)
+        """Place of the prompt of the row in each slot; -1 where no row runs."""
+        self._lengths_S = np.zeros(num_slots, dtype=np.int64)
+        self._changed = False
 
     @property
-    def max_items(self) -> int:
-        return len(self._places_S) * self._max_splits
+    def table_size(self) -> int:
+        num_slots = len(self._places_S)
+        return 1 + num_slots + NUM_ITEM_FIELDS * num_slots * self._max_splits
 
-    @property
-    def width(self) -> int:
-        """Of the table."""
-        return 1 + len(self._places_S) + 5 * self.max_items
-
-    def enter(self, slots: Iterable[int], places: Sequence[int], lengths: Sequence[int]) -> None:
+    def add_rows(self, slots: Iterable[int], places: Sequence[int], lengths: Sequence[int]) -> None:
+        """Adds rows with the places and lengths of their prompts."""
         index = list(slots)
         self._places_S[index], self._lengths_S[index] = places, lengths
-        self._is_new = True
+        self._changed = True
 
-    def leave(self, slots: Sequence[int]) -> None:
+    def remove_rows(self, slots: Sequence[int]) -> None:
         self._places_S[slots] = -1
-        self._is_new = True
+        self._changed = True
 
-    def take_over(self, old: "Pieces") -> None:
+    def copy_from(self, old: "AttentionPlan") -> None:
+        """Takes over the rows of a plan with fewer slots."""
         num_slots = len(old._places_S)
         self._places_S[:num_slots], self._lengths_S[:num_slots] = old._places_S, old._lengths_S
-        self._is_new = True
+        self._changed = True
 
-    def changed(self) -> Table | None:
-        """The table, if rows came or went since it was last asked for: how many items there are; the slots by prompt; and
-        for each item, a line each: where among those slots its rows begin, how many they are, their prompt's place, the
-        first position to look at, how many positions."""
-        if not self._is_new:
+    def table_if_changed(self) -> IntArray | None:
+        """Returns the work list if rows were added or removed since the last call; `split_table` names its parts."""
+        if not self._changed:
             return None
-        self._is_new = False
-        table = np.zeros(self.width, dtype=np.int64)
+        self._changed = False
+        table = np.zeros(self.table_size, dtype=np.int64)
+        views = split_table(table, len(self._places_S))
         slots = np.flatnonzero(self._places_S >= 0)
         if len(slots) > 0:
             slots = slots[np.argsort(self._places_S[slots], kind="stable")]
             items = self._items(slots)
-            table[0] = items.shape[1]
-            table[1 : 1 + len(slots)] = slots
-            table[1 + len(self._places_S) :].reshape(5, -1)[:, : items.shape[1]] = items
+            views.num_items_1[0] = items.shape[1]
+            views.order_S[: len(slots)] = slots
+            views.items_5W[:, : items.shape[1]] = items
         return table
 
-    def _items(self, slots: Table) -> Table:
+    def _items(self, slots: IntArray) -> IntArray:
         places, index = self._places_S[slots], np.arange(len(slots))
-        family_starts = np.maximum.accumulate(np.where(np.diff(places, prepend=-1) != 0, index, 0))
-        starts = np.flatnonzero((index - family_starts) % self._size.rows == 0)
+        prompt_starts = np.maximum.accumulate(np.where(np.diff(places, prepend=-1) != 0, index, 0))
+        starts = np.flatnonzero((index - prompt_starts) % self._size.rows == 0)
         counts = np.diff(starts, append=len(slots))
         lengths = self._lengths_S[slots[starts]]
         num_splits = -(-lengths // self._size.positions)
-        piece = np.repeat(np.arange(len(starts)), num_splits)
-        split = np.arange(len(piece)) - np.repeat(np.cumsum(num_splits) - num_splits, num_splits)
-        begin = split * self._size.positions
-        num = np.minimum(lengths[piece] - begin, self._size.positions)
-        return np.stack((starts[piece], counts[piece], places[starts[piece]], begin, num))
+        tile = np.repeat(np.arange(len(starts)), num_splits)
+        split = np.arange(len(tile)) - np.repeat(np.cumsum(num_splits) - num_splits, num_splits)
+        first = split * self._size.positions
+        num = np.minimum(lengths[tile] - first, self._size.positions)
+        return np.stack((starts[tile], counts[tile], places[starts[tile]], first, num))

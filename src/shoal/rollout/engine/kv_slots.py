@@ -1,109 +1,125 @@
-"""Tensors of the running rows, one slot each: where each row stands, what it has drawn, and its keys and values."""
+"""Tensors of the running rows, one slot each: position, drawn tokens, states, keys and values.
 
-from collections.abc import Mapping, Sequence
+S slots, R some of them, N new tokens, H hidden size. Other letters: model/decoder.py.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from shoal.model.decoder import KVCache
 from shoal.model.fused import FusedWeights
 from shoal.model.packed_prefill import upload
-from shoal.rollout.engine.api import Request
-from shoal.rollout.engine.scheduler import Room
+from shoal.rollout.engine.scheduler import Admission, CacheSize
 from shoal.wire.seeded_draw import uniforms
 
 
-class Taken(NamedTuple):
-    """What is left of rows once their slots are free: [rows, longest of them]."""
+class SlotField(IntEnum):
+    """Lines of `KVSlots.fields_6S`. The CUDA kernels read them by these numbers."""
+
+    POSITION = 0
+    """Position of the newest token."""
+    NUM_DRAWN = 1
+    """Tokens drawn so far."""
+    MAX_DRAWN = 2
+    """Tokens that the row may draw at most."""
+    ENDED = 3
+    """0 while the row runs, the number of tokens drawn once it has ended."""
+    PROMPT_PLACE = 4
+    """Where the keys and values of the row's prompt are stored."""
+    PROMPT_LENGTH = 5
+
+
+class RowOutputs(NamedTuple):
+    """Copies of what rows produced, taken before their slots are used again: [rows, longest of them]."""
 
     tokens_RN: Tensor
     logprobs_RN: Tensor
     states_RNH: Tensor
 
 
-class Slots:
-    def __init__(self, weights: FusedWeights, room: Room) -> None:
+class KVSlots:
+    """The tensors of `size.rows` slots on the device of `weights`."""
+
+    def __init__(self, weights: FusedWeights, size: CacheSize) -> None:
         shape, dtype, device = weights.shape, weights.embed_VH.dtype, weights.embed_VH.device
-        rows, context, new_tokens, *_ = self.room = room
-        self.device = device
+        self.size, self.device = size, device
+        rows, new_tokens = size.rows, size.new_tokens
         self.cache = KVCache(
             shape,
             num_slots=rows,
-            max_context=context,
+            max_context=size.row_positions,
             dtype=cache_dtype(dtype, device),
             device=device,
             heads_apart=device.type == "cpu",
         )
         self.index_S = torch.arange(rows, device=device)
-        self.index_C = torch.arange(context, device=device)
-        self.table_6S = torch.zeros(6, rows, dtype=torch.int64, device=device)
-        # Position of the newest token; tokens drawn; the most it may draw; 0 while it runs, tokens drawn once it ended;
-        # where its prompt stands and how long it is.
-        self.positions_S, self.counts_S, self.caps_S, self.ended_S, *_ = self.table_6S
-        self.places_S, self.prompt_lens_S = self.table_6S[4:]
+        self.index_C = torch.arange(size.row_positions, device=device)
+        self.fields_6S = torch.zeros(len(SlotField), rows, dtype=torch.int64, device=device)
+        self.positions_S = self.fields_6S[SlotField.POSITION]
+        self.num_drawn_S = self.fields_6S[SlotField.NUM_DRAWN]
+        self.max_drawn_S = self.fields_6S[SlotField.MAX_DRAWN]
+        self.ended_S = self.fields_6S[SlotField.ENDED]
+        self.prompt_places_S = self.fields_6S[SlotField.PROMPT_PLACE]
+        self.prompt_lengths_S = self.fields_6S[SlotField.PROMPT_LENGTH]
         self.ended_S.fill_(1)
         self.newest_S = torch.zeros(rows, dtype=torch.int64, device=device)
-        # A row's temperature, then its uniforms: one tensor, so that they arrive in one copy.
-        self.terms_SE = torch.ones(rows, 1 + new_tokens, dtype=torch.float64, device=device)
-        self.temperatures_S, self.uniforms_SN = self.terms_SE[:, 0], self.terms_SE[:, 1:]
+        # One tensor behind both: the draw kernel reads them with one stride, and a new row's values are one write.
+        self._sampling_SE = torch.ones(rows, 1 + new_tokens, dtype=torch.float64, device=device)
+        self.temperatures_S = self._sampling_SE[:, 0]
+        self.uniforms_SN = self._sampling_SE[:, 1:]
         self.tokens_SN = torch.zeros(rows, new_tokens, dtype=torch.int64, device=device)
         self.logprobs_SN = torch.zeros(rows, new_tokens, device=device)
-        # Proofs are of bfloat16 states whatever the compute dtype; kept so from the start, they take half the memory.
+        # Proofs are of bfloat16 states whatever the compute dtype; storing them as bfloat16 halves their memory.
         self.states_SNH = torch.zeros(
             rows, new_tokens, shape.hidden_size, dtype=torch.bfloat16, device=device
         )
 
-    def enter(self, admitted: Mapping[int, Request], places: Sequence[int]) -> None:
-        """Put rows at the end of their prompts, with all their uniforms. `places`: where their prompts are kept."""
-        requests = list(admitted.values())
-        starts = [
-            (
-                slot,
-                len(request.prompt_tokens) - 1,
-                0,
-                request.max_new_tokens,
-                0,
-                place,
-                len(request.prompt_tokens),
-            )
-            for (slot, request), place in zip(admitted.items(), places, strict=True)
-        ]
-        num_new = max(request.max_new_tokens for request in requests)
-        seeds = np.array([request.sample_seed for request in requests], dtype=np.uint64)
-        # All in one copy, integers and floats side by side: on a GPU each copy costs more than what is in it.
-        sent_RX = np.empty((len(requests), 7 + 1 + num_new), dtype=np.int64)
-        sent_RX[:, :7] = starts
-        terms_RE = sent_RX[:, 7:].view(np.float64)
-        terms_RE[:, 0] = [request.temperature for request in requests]
-        terms_RE[:, 1:] = uniforms(seeds[:, None], np.arange(num_new, dtype=np.uint64)[None])
-        here_RX = upload(sent_RX, self.device)
-        slots_R = here_RX[:, 0]
-        self.table_6S[:, slots_R] = here_RX[:, 1:7].T
-        self.terms_SE[slots_R, : 1 + num_new] = here_RX[:, 7:].view(torch.float64)
+    def start_rows(self, admitted: Sequence[Admission]) -> None:
+        """Sets rows to the end of their prompts and writes the uniforms of all their draws."""
+        num_fields = len(SlotField)
+        num_new = max(row.request.max_new_tokens for row in admitted)
+        seeds = np.array([row.request.sample_seed for row in admitted], dtype=np.uint64)
+        # Slot, fields, temperature and uniforms in one array: on a GPU each copy costs more than the bytes in it.
+        host_RX = np.empty((len(admitted), 1 + num_fields + 1 + num_new), dtype=np.int64)
+        host_RX[:, 0] = [row.slot for row in admitted]
+        host_RX[:, 1 : 1 + num_fields] = [_first_fields(row) for row in admitted]
+        sampling_RE = host_RX[:, 1 + num_fields :].view(np.float64)
+        sampling_RE[:, 0] = [row.request.temperature for row in admitted]
+        sampling_RE[:, 1:] = uniforms(seeds[:, None], np.arange(num_new, dtype=np.uint64)[None])
+        device_RX = upload(host_RX, self.device)
+        slots_R = device_RX[:, 0]
+        self.fields_6S[:, slots_R] = device_RX[:, 1 : 1 + num_fields].T
+        self._sampling_SE[slots_R, : 1 + num_new] = device_RX[:, 1 + num_fields :].view(torch.float64)
 
-    def take(self, slots: Sequence[int], num_tokens: int) -> Taken:
-        """Copies of what these rows made; at most `num_tokens` of each."""
+    def read_rows(self, slots: Sequence[int], num_tokens: int) -> RowOutputs:
+        """Returns copies of what these rows produced, at most `num_tokens` tokens of each."""
         slots_R = upload(np.array(slots), self.device)
-        return Taken(
+        return RowOutputs(
             self.tokens_SN[slots_R, :num_tokens],
             self.logprobs_SN[slots_R, :num_tokens],
             self.states_SNH[slots_R, : max(num_tokens - 1, 0)],
         )
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copies rows from slot to slot."""
         sources, targets = (upload(np.array(side), self.device) for side in zip(*moves, strict=True))
-        context = int(self.counts_S[sources].max())
+        context = int(self.num_drawn_S[sources].max())
         for tensor in self._per_row():
             tensor[targets] = tensor[sources]
-        self.table_6S[:, targets] = self.table_6S[:, sources]
+        self.fields_6S[:, targets] = self.fields_6S[:, sources]
         self.cache.copy_from(self.cache, source_slots=sources, slots=targets, context=context)
 
-    def take_over(self, old: "Slots") -> None:
-        """Copy all rows of smaller slots."""
-        rows = old.room.rows
-        self.table_6S[:, :rows] = old.table_6S
+    def copy_from(self, old: "KVSlots") -> None:
+        """Copies all rows of smaller slots into these."""
+        rows = old.size.rows
+        self.fields_6S[:, :rows] = old.fields_6S
         for mine, theirs in zip(self._per_row(), old._per_row(), strict=True):
             if mine.dim() == 1:
                 mine[:rows] = theirs
@@ -114,15 +130,72 @@ class Slots:
         )
 
     def _per_row(self) -> tuple[Tensor, ...]:
-        return (
-            self.newest_S,
-            self.terms_SE,
-            self.tokens_SN,
-            self.logprobs_SN,
-            self.states_SNH,
-        )
+        return (self.newest_S, self._sampling_SE, self.tokens_SN, self.logprobs_SN, self.states_SNH)
+
+
+def _first_fields(row: Admission) -> list[int]:
+    num_prompt = len(row.request.prompt_tokens)
+    fields = {
+        SlotField.POSITION: num_prompt - 1,
+        SlotField.NUM_DRAWN: 0,
+        SlotField.MAX_DRAWN: row.request.max_new_tokens,
+        SlotField.ENDED: 0,
+        SlotField.PROMPT_PLACE: row.prompt_place,
+        SlotField.PROMPT_LENGTH: num_prompt,
+    }
+    return [fields[field] for field in SlotField]
 
 
 def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What keys and values are kept in. A CPU's short products are float32's."""
+    """Returns the dtype of cached keys and values: float32 on CPUs, whose short products are faster in it."""
     return torch.float32 if device.type == "cpu" else dtype
+
+
+class _EndedCopy(NamedTuple):
+    step: int
+    ended_S: Tensor
+    """On the host; complete once `copied` has happened."""
+    copied: torch.cuda.Event | None
+
+
+class EndedRowsReader:
+    """Learns which rows have ended without making the device wait.
+
+    After each step a copy of `ended_S` to the host is started. It is read after `lookahead` more steps were launched.
+    """
+
+    def __init__(self, lookahead: int) -> None:
+        self._lookahead = lookahead
+        self._copies: deque[_EndedCopy] = deque()
+        self._spare: list[_EndedCopy] = []
+        """Copies already read. Their pinned memory and event are reused: allocating both is slower than the copy."""
+
+    def start_copy(self, step: int, ended_S: Tensor) -> None:
+        if ended_S.device.type == "cpu":
+            self._copies.append(_EndedCopy(step, ended_S.clone(), None))
+            return
+        host_S, copied = self._pinned(ended_S)
+        host_S.copy_(ended_S, non_blocking=True)
+        copied.record()
+        self._copies.append(_EndedCopy(step, host_S, copied))
+
+    def read(self) -> list[tuple[int, npt.NDArray[np.int64]]]:
+        """Returns (step, ended_S) of every step that is old enough."""
+        found: list[tuple[int, npt.NDArray[np.int64]]] = []
+        while len(self._copies) > self._lookahead:
+            copy = self._copies.popleft()
+            if copy.copied is None:
+                found.append((copy.step, copy.ended_S.numpy()))
+                continue
+            copy.copied.synchronize()
+            found.append((copy.step, copy.ended_S.numpy().copy()))
+            self._spare.append(copy)
+        return found
+
+    def _pinned(self, ended_S: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+        while self._spare:
+            _, host_S, copied = self._spare.pop()
+            if host_S.shape == ended_S.shape and copied is not None:
+                return host_S, copied
+        host_S = torch.empty(ended_S.shape, dtype=ended_S.dtype, pin_memory=True)
+        return host_S, torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Prompts that have been computed once, for all rows that start from them."""
+"""Prompts that were computed once, for all rows that start from them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -9,90 +9,115 @@ from torch import Tensor
 
 from shoal.model.decoder import Decoder, KVCache
 from shoal.model.packed_prefill import upload
-from shoal.rollout.engine.rows import Prompt
+from shoal.rollout.engine.scheduler import Admission, Prompt
 
 
-class ShelfSize(NamedTuple):
+class PrefillSize(NamedTuple):
+    """How many prompts are computed together."""
+
     tokens: int
     """Prompt tokens computed at once: enough to fill the device, few enough that activations stay small."""
     prompts: int
     """Prompts computed at once, however short."""
-    shelves: int = 1
-    """Two: while rows start from the prompts of one, those of the next are computed."""
+    batches: int = 1
+    """2: while rows start from the prompts of one batch, those of the next are computed."""
 
 
-SHELF_SIZES = {"cpu": ShelfSize(2048, 16), "cuda": ShelfSize(8192, 32, shelves=2)}
+PREFILL_SIZES = {"cpu": PrefillSize(2048, 16), "cuda": PrefillSize(8192, 32, batches=2)}
 
 
-class Batch(NamedTuple):
+class PromptBatch(NamedTuple):
+    """Prompts that were computed together."""
+
     prompts: list[Prompt]
     cache: KVCache | None
-    """None if rows find the prompts elsewhere."""
+    """Their keys and values; None if the step has stored them already."""
     logits_PV: Tensor
     """After each prompt's last token."""
 
 
-class Ahead(Protocol):
+class PendingPrefill(Protocol):
     """Prompts that are being computed."""
 
     @property
     def prompts(self) -> Sequence[Prompt]: ...
 
-    def go_on(self) -> None:
-        """Do a small part of the work, if any is left."""
+    def advance(self) -> None:
+        """Does a small part of the work, if any is left."""
 
-    def finish(self) -> list[Batch]:
-        """Do the rest of it."""
+    def finish(self) -> list[PromptBatch]:
+        """Does the rest of the work and returns the computed prompts."""
 
 
-class Computed(NamedTuple):
-    """Prompts that were computed at once."""
+class FinishedPrefill(NamedTuple):
+    """A PendingPrefill with nothing left to do, for steps that compute prompts at once."""
 
     prompts: Sequence[Prompt]
-    batches: list[Batch]
+    batches: list[PromptBatch]
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         pass
 
-    def finish(self) -> list[Batch]:
+    def finish(self) -> list[PromptBatch]:
         return self.batches
 
 
-class Shelf:
-    """The prompts of the next rows. `homes` says where each stands: (batch, place in the batch)."""
+class FirstDraws(NamedTuple):
+    """Rows that start from prompts of one batch: the row in `slots[i]` from line `lines[i]` of its logits."""
+
+    batch: PromptBatch
+    lines: list[int]
+    slots: list[int]
+
+
+class PromptCache:
+    """The computed prompts that the next rows start from, and the prefill for the rows after those."""
 
     def __init__(self) -> None:
-        self.homes: dict[Prompt, tuple[int, int]] = {}
-        self.batches: list[Batch] = []
-        self.ahead: Ahead | None = None
-        """For when these are used up."""
+        self._lines: dict[Prompt, tuple[int, int]] = {}
+        """Number of the batch and line in it, of each prompt."""
+        self._batches: list[PromptBatch] = []
+        self.pending: PendingPrefill | None = None
 
-    def stock(self, batches: Sequence[Batch]) -> None:
-        """Hold these prompts; what stood here before goes."""
+    def __contains__(self, prompt: object) -> bool:
+        return prompt in self._lines
+
+    def replace(self, batches: Sequence[PromptBatch]) -> None:
+        """Holds these prompts instead of the previous ones."""
         self.clear()
-        self.batches = list(batches)
+        self._batches = list(batches)
         for number, batch in enumerate(batches):
-            self.homes |= {prompt: (number, place) for place, prompt in enumerate(batch.prompts)}
+            self._lines |= {prompt: (number, line) for line, prompt in enumerate(batch.prompts)}
 
     def clear(self) -> None:
-        self.homes, self.batches, self.ahead = {}, [], None
+        self._lines, self._batches, self.pending = {}, [], None
+
+    def first_draws(self, admitted: Sequence[Admission]) -> list[FirstDraws]:
+        """Returns, for each batch, the rows that start from it."""
+        draws: dict[int, FirstDraws] = {}
+        for row in admitted:
+            number, line = self._lines[row.request.prompt_tokens]
+            draw = draws.setdefault(number, FirstDraws(self._batches[number], [], []))
+            draw.lines.append(line)
+            draw.slots.append(row.slot)
+        return list(draws.values())
 
 
-def prefill(decoder: Decoder, prompts: Sequence[Prompt]) -> Batch:
-    """Keys and values of whole prompts, and their last logits; at most a shelf of tokens, padding included, at a time."""
+def prefill(decoder: Decoder, prompts: Sequence[Prompt]) -> PromptBatch:
+    """Computes keys, values and last logits of whole prompts, at most PrefillSize.tokens with padding at a time."""
     norm = decoder.model.norm.weight
     lengths = np.array([len(prompt) for prompt in prompts])
     width = int(lengths.max())
-    # Padding stands behind the tokens, where nothing looks at it before it is overwritten.
+    # Padding comes after the tokens: no token attends to it before it is overwritten.
     padded = np.zeros((len(prompts), width), dtype=np.int64)
-    for place, prompt in enumerate(prompts):
-        padded[place, : len(prompt)] = prompt
+    for line, prompt in enumerate(prompts):
+        padded[line, : len(prompt)] = prompt
     tokens_PT, last_P = upload(padded, norm.device), upload(lengths - 1, norm.device)
     cache = KVCache(
         decoder.shape, num_slots=len(prompts), max_context=width, dtype=norm.dtype, device=norm.device
     )
     last_PH = norm.new_empty(len(prompts), decoder.shape.hidden_size)
-    chunk = max(1, SHELF_SIZES[norm.device.type].tokens // len(prompts))
+    chunk = max(1, PREFILL_SIZES[norm.device.type].tokens // len(prompts))
     for start in range(0, width, chunk):
         cache.context = min(start + chunk, width)
         positions_PT = torch.arange(start, cache.context, device=norm.device).expand(len(prompts), -1)
@@ -102,4 +127,4 @@ def prefill(decoder: Decoder, prompts: Sequence[Prompt]) -> Batch:
         last_PH = torch.where(
             here_P1, hidden_PTH[torch.arange(len(prompts), device=norm.device), at_P], last_PH
         )
-    return Batch(list(prompts), cache, decoder.logits(last_PH))
+    return PromptBatch(list(prompts), cache, decoder.logits(last_PH))

@@ -1,4 +1,4 @@
-"""Proofs of finished rows, built beside the decoding: in a thread of its own, on a stream of its own."""
+"""Proofs of finished rows, built beside the decoding: in a thread and, on CUDA, on a stream of their own."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -9,80 +9,83 @@ import torch
 from torch import Tensor
 
 from shoal import toploc
-from shoal.rollout.engine.api import Finished, Request
-from shoal.rollout.engine.cpu_threads import one_core_threads
-from shoal.rollout.engine.kv_slots import Taken
+from shoal.rollout.engine.api import FinishedRow, GenerationRequest
+from shoal.rollout.engine.kv_slots import RowOutputs
+from shoal.rollout.engine.step_cpu import single_core_pool
 from shoal.wire.rollouts import Finish
 from shoal.wire.run_spec import ProofSpec
 
 PROVE_ROWS = 64
-"""Finished rows wait until this many can be proven together. On a CPU a call costs 2 ms however few they are, a row 0.1 ms; on a
-device it is some 30 launches however many they are."""
+"""Finished rows wait until this many can be proven together. On a CPU a call costs 2 ms and each row 0.1 ms; on a
+device a call is about 30 launches for any number of rows."""
 MAX_JOBS = 16
-"""Jobs under way at once. Should proving ever be the slower part, decoding waits for it rather than fill the memory."""
+"""Jobs under way at once. If proving is slower than decoding, decoding waits for it instead of filling the memory."""
 
 
-class _Batch(NamedTuple):
-    requests: Sequence[Request]
+class _EndedRows(NamedTuple):
+    """Rows that left their slots together and have no proofs yet."""
+
+    requests: Sequence[GenerationRequest]
     counts: Sequence[int]
     tokens_RN: Tensor
     logprobs_RN: Tensor
     states_RNH: Tensor
-    """On the device; the rest is on the host once `written` has happened."""
-    written: torch.cuda.Event | None
+    """On the device. Tokens and log-probs are on the host once `copied` has happened."""
+    copied: torch.cuda.Event | None
 
 
 class Prover:
-    """`proof` None: rows are finished without proofs, to measure what proofs cost."""
+    """Turns ended rows into finished rows. With `proof=None` rows get empty proofs, to measure what proofs cost."""
 
     def __init__(self, proof: ProofSpec | None, end_tokens: frozenset[int], device: torch.device) -> None:
         self._proof, self._end_tokens = proof, end_tokens
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._thread = one_core_threads(1, "prover")
-        self._waiting: list[_Batch] = []
-        self._jobs: deque[Future[list[Finished]]] = deque()
+        self._thread = single_core_pool(1, "prover")
+        self._waiting: list[_EndedRows] = []
+        self._jobs: deque[Future[list[FinishedRow]]] = deque()
 
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._jobs)
 
-    def add(self, requests: Sequence[Request], counts: Sequence[int], taken: Taken) -> None:
-        """Rows whose slots are given up. Nothing here waits for the device."""
-        tokens_RN, logprobs_RN, written = taken.tokens_RN, taken.logprobs_RN, None
+    def add(self, requests: Sequence[GenerationRequest], counts: Sequence[int], outputs: RowOutputs) -> None:
+        """Takes rows that have ended after `counts` tokens. Does not wait for the device."""
+        tokens_RN, logprobs_RN, copied = outputs.tokens_RN, outputs.logprobs_RN, None
         if self._stream is not None:
             tokens_RN, logprobs_RN = _to_host(tokens_RN), _to_host(logprobs_RN)
-            written = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            written.record()
-        self._waiting.append(_Batch(requests, counts, tokens_RN, logprobs_RN, taken.states_RNH, written))
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        rows = _EndedRows(requests, counts, tokens_RN, logprobs_RN, outputs.states_RNH, copied)
+        self._waiting.append(rows)
 
-    def collect(self, *, wait: bool) -> list[Finished]:
-        """Rows that are complete; all of them if `wait`."""
-        num_waiting = sum(len(batch.requests) for batch in self._waiting)
+    def collect(self, *, wait: bool) -> list[FinishedRow]:
+        """Returns the rows whose proofs are ready; with `wait`, waits for all of them."""
+        num_waiting = sum(len(rows.requests) for rows in self._waiting)
         if num_waiting >= PROVE_ROWS or (wait and num_waiting):
             self._jobs.append(self._thread.submit(self._finish, self._waiting))
             self._waiting = []
-        found: list[Finished] = []
+        found: list[FinishedRow] = []
         while self._jobs and (wait or len(self._jobs) > MAX_JOBS or self._jobs[0].done()):
             found += self._jobs.popleft().result()
         return found
 
     @torch.inference_mode()
-    def _finish(self, batches: Sequence[_Batch]) -> list[Finished]:
+    def _finish(self, batches: Sequence[_EndedRows]) -> list[FinishedRow]:
         if self._stream is None:
             proofs = self._prove(batches)
         else:
             with torch.cuda.stream(self._stream):
                 for batch in batches:
-                    assert batch.written is not None
-                    self._stream.wait_event(batch.written)
+                    assert batch.copied is not None
+                    self._stream.wait_event(batch.copied)
                 proofs = self._prove(batches)
                 self._stream.synchronize()
         ready = iter(proofs)
-        return [row for batch in batches for row in self._rows(batch, ready)]
+        return [row for batch in batches for row in self._finished_rows(batch, ready)]
 
-    def _prove(self, batches: Sequence[_Batch]) -> list[bytes]:
+    def _prove(self, batches: Sequence[_EndedRows]) -> list[bytes]:
         if self._proof is None:
             return [b""] * sum(len(batch.counts) for batch in batches)
         states = [
@@ -90,18 +93,20 @@ class Prover:
         ]
         return toploc.build_proofs(states, topk=self._proof.topk, segment_tokens=self._proof.segment_tokens)
 
-    def _rows(self, batch: _Batch, proofs: Iterator[bytes]) -> list[Finished]:
-        # As arrays: slices and lists of tensors keep the interpreter, which decoding wants too, twice as long.
+    def _finished_rows(self, batch: _EndedRows, proofs: Iterator[bytes]) -> list[FinishedRow]:
+        # NumPy arrays: slicing tensors holds the interpreter lock, which decoding needs too, twice as long.
         columns = batch.tokens_RN.numpy(), batch.logprobs_RN.numpy()
         return [
-            self._row(request, tokens_N[:count].tolist(), logprobs_N[:count].tolist(), next(proofs))
+            self._finished_row(request, tokens_N[:count].tolist(), logprobs_N[:count].tolist(), next(proofs))
             for request, count, tokens_N, logprobs_N in zip(
                 batch.requests, batch.counts, *columns, strict=True
             )
         ]
 
-    def _row(self, request: Request, tokens: list[int], logprobs: list[float], proof: bytes) -> Finished:
-        return Finished(
+    def _finished_row(
+        self, request: GenerationRequest, tokens: list[int], logprobs: list[float], proof: bytes
+    ) -> FinishedRow:
+        return FinishedRow(
             request=request,
             output_tokens=tuple(tokens),
             logprobs=tuple(logprobs),

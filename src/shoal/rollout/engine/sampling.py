@@ -1,26 +1,30 @@
-"""Drawing tokens as wire/seeded_draw.py says: the inverse of the cumulative distribution, at a given uniform."""
+"""Draws tokens as docs/wire/draw.md says: the inverse of the cumulative distribution, at a given uniform.
+
+B rows, V vocabulary, K blocks of N entries.
+"""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 BLOCK = 256
-"""Weights added up together; only one block of each row is looked into."""
+"""Vocabulary entries summed together; the draw then looks into one block of each row."""
 
 
-def draw_tokens(logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
-    """A token for each row, and its log-prob under softmax(logits / temperature), float32.
+def draw_tokens(logits_BV: Tensor, temperatures_B: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a token for each row and its log-prob under softmax(logits / temperature), float32.
 
-    The token is the first id whose cumulative probability exceeds the row's uniform (float64). Sums are taken of blocks,
-    then inside one: a float64 sum over the whole vocabulary takes longer than all the rest.
+    The token is the first id whose cumulative probability exceeds the row's uniform (float64). The softmax is float32
+    whatever dtype the temperatures have: validators recompute it in float32. Sums are taken over blocks and then
+    inside one block, because a float64 sum over the whole vocabulary takes longer than everything else.
     """
     num_rows, vocab = logits_BV.shape
-    probs_BV = (logits_BV / temperature_B[:, None]).softmax(-1)  # float32, as the temperatures are
+    probs_BV = (logits_BV / temperatures_B.float()[:, None]).softmax(-1)
     if vocab % BLOCK:
         probs_BV = F.pad(probs_BV, (0, -vocab % BLOCK))
     blocks_BKN = probs_BV.view(num_rows, -1, BLOCK)
-    # float64: 49,152 float32 probabilities add up to as far as 1e-4 from 1, and the rounding would depend on the device.
-    # A block's own sum, taken pairwise, is as exact as its probabilities.
+    # float64: 49,152 float32 probabilities can add up to 1 +- 1e-4, and the rounding would depend on the device.
+    # The sum of one block, taken pairwise, is as exact as its probabilities.
     reached_BK = blocks_BKN.sum(-1).cumsum(-1, dtype=torch.float64)
     total_B1 = reached_BK[:, -1:]
     points_B1 = uniforms_B[:, None] * total_B1
@@ -33,7 +37,10 @@ def draw_tokens(logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor) ->
 
 
 def _first_above(reached_BN: Tensor, points_B1: Tensor) -> Tensor:
-    """Where the rising sums first exceed the point. If rounding lets none, where they stop rising: no weight of 0 is drawn."""
+    """Returns where the rising sums first exceed the point.
+
+    If rounding leaves none above it, returns where the sums stop rising, so that no entry of probability 0 is drawn.
+    """
     found_B1 = torch.searchsorted(reached_BN, points_B1, right=True)
     last_B1 = torch.searchsorted(reached_BN, reached_BN[:, -1:].contiguous())
     return torch.minimum(found_B1, last_B1)

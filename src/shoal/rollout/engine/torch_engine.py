@@ -1,10 +1,10 @@
-"""TorchEngine: our own small continuous-batching decoder.
+"""TorchEngine: a small continuous-batching decoder for CPUs and CUDA devices.
 
-    submit ──▶ waiting ──▶ shelf: each prompt computed once ──▶ slots ──decode, a token a step──▶ prover ──▶ finished
-                           └ first token of each row            └ state of each fed token         └ beside the decoding
+    submit ──▶ waiting ──▶ prompts: each computed once ──▶ slots ──decode, a token a step──▶ prover ──▶ finished
+                           └ first token of each row       └ state of each fed token         └ beside the decoding
 
-A row of N tokens is fed N-1 of them: the first is drawn from the prompt's last state, the last is never fed.
-rows.py and room.py keep the books, slots.py has the tensors, cpu_step.py and cuda_step.py take a step.
+A row of N tokens is fed N-1 of them: the first is drawn from the prompt's last state, and the last is never fed.
+The scheduler decides which rows run; CpuStep or CudaStep holds the tensors and computes a step.
 """
 
 from collections.abc import Sequence
@@ -20,27 +20,32 @@ from shoal.model.packed_prefill import upload
 from shoal.model.shape import read_shape
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, load_weights
-from shoal.rollout.engine.api import Finished, Request, check_requests
-from shoal.rollout.engine.cpu_threads import Lanes
-from shoal.rollout.engine.kv_slots import Slots, cache_dtype
-from shoal.rollout.engine.prompt_cache import SHELF_SIZES, Ahead, Shelf
+from shoal.rollout.engine.api import FinishedRow, GenerationRequest, check_requests
+from shoal.rollout.engine.kv_slots import EndedRowsReader, KVSlots, cache_dtype
+from shoal.rollout.engine.prompt_cache import PREFILL_SIZES, PendingPrefill, PromptCache
 from shoal.rollout.engine.proofs import Prover
-from shoal.rollout.engine.rows import Rows, by_batch, next_prompts, prompts_at_hand
-from shoal.rollout.engine.scheduler import Room, fit, free_memory_bytes, room_for
-from shoal.rollout.engine.step_cpu import CpuStep
-from shoal.rollout.engine.step_watchdog import Watch
+from shoal.rollout.engine.scheduler import (
+    CacheSize,
+    Scheduler,
+    cache_size_for,
+    fit_rows,
+    free_memory_bytes,
+)
+from shoal.rollout.engine.step_cpu import CoreThreads, CpuStep
 from shoal.wire.run_spec import ProofSpec
 
 if TYPE_CHECKING:
     from shoal.rollout.engine.step_cuda import CudaStep
 
 MEMORY_SHARE = 0.7
-"""Of the memory that is free, for slots. Prefills, logits and other processes need some too."""
-FEW_SHARE = 64
-"""On a GPU rows come and go when one slot in this many has ended: that takes as many launches for one as for several."""
+"""Share of the free memory that slots may use. Prefills, logits and other processes need the rest."""
+EXCHANGE_SHARE = 64
+"""On a GPU rows are exchanged when one slot in this many has ended: one exchange needs as many launches as several."""
 
 
 class TorchEngine:
+    """The Engine (api.py) that computes with torch."""
+
     def __init__(
         self,
         *,
@@ -50,7 +55,7 @@ class TorchEngine:
         device: str = "cpu",
         graphs: bool = True,
     ) -> None:
-        """`proof` None and `graphs` False are for measuring what proofs and CUDA graphs cost and bring."""
+        """`proof=None` and `graphs=False` are for measuring what proofs and CUDA graphs cost and gain."""
         if compute_dtype not in DTYPES:
             raise ValueError(f"compute_dtype={compute_dtype!r} must be one of {sorted(DTYPES)}")
         self.policy_version: int | None = None
@@ -58,12 +63,13 @@ class TorchEngine:
         self._proof = proof
         self._device = torch.device(device)
         self._graphs = graphs
-        self._rows = Rows(max_rows)
-        self._shelf = Shelf()
-        self._model: _Loaded | None = None
-        self._need: Room | None = None
-        self._running: _Running | None = None
-        self._watch = Watch(lookahead=0)
+        self._scheduler = Scheduler(max_rows)
+        self._prompts = PromptCache()
+        self._model: LoadedModel | None = None
+        self._cache_size: CacheSize | None = None
+        """What the submitted rows need; lowered to what fits when a step is built."""
+        self._step: CpuStep | CudaStep | None = None
+        self._ended_rows = EndedRowsReader(lookahead=0)
         self._num_steps = 0
 
     @property
@@ -72,8 +78,8 @@ class TorchEngine:
 
     @property
     def has_work(self) -> bool:
-        rows = self._rows
-        return bool(rows.waiting or rows.running or (self._model and self._model.prover.has_work))
+        scheduler = self._scheduler
+        return bool(scheduler.waiting or scheduler.running or (self._model and self._model.prover.has_work))
 
     def load(self, folder: Path, version: int) -> None:
         if self.has_work:
@@ -81,130 +87,132 @@ class TorchEngine:
                 f"version {version} came while rows of version {self.policy_version} are unfinished; finish them first"
             )
         self.policy_version = None  # until the copy is complete the weights are neither version
-        self._shelf.clear()
+        self._prompts.clear()
         if self._model is None:
-            self._model = _Loaded(folder, self._dtype, self._device, self._proof)
+            self._model = LoadedModel(folder, self._dtype, self._device, self._proof)
         elif (shape := read_shape(folder)) != self._model.decoder.shape:
             raise ValueError(f"{folder}: {shape} is not what this engine was built for; start a new engine")
         else:
             self._model.swap(folder)
         self.policy_version = version
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
         check_requests(requests, self.policy_version, self._loaded().decoder.shape)
-        rows, size = self._rows, SHELF_SIZES[self._device.type]
-        rows.submit(requests)
+        scheduler, prefill = self._scheduler, PREFILL_SIZES[self._device.type]
+        scheduler.submit(requests)
         if requests:
-            known = [*rows.running.values(), *rows.waiting]  # prompts of earlier rows need their places too
-            num_rows = min(rows.max_rows, len(known))
-            need = room_for(known, num_rows, shelf_prompts=size.shelves * size.prompts)
-            self._need = need if self._need is None else need.union(self._need)
+            rows = [*scheduler.running.values(), *scheduler.waiting]
+            num_rows = min(scheduler.max_rows, len(rows))
+            size = cache_size_for(rows, num_rows, computed_prompts=prefill.batches * prefill.prompts)
+            self._cache_size = size if self._cache_size is None else size.union(self._cache_size)
 
     @torch.inference_mode()
-    def step(self) -> list[Finished]:
+    def step(self) -> list[FinishedRow]:
         if self.policy_version is None:
             raise ValueError("the engine holds no complete weights; load a version first")
-        if self._rows.waiting:
-            self._admit()
-        if self._rows.running:
+        if self._scheduler.waiting:
+            self._admit_rows()
+        if self._scheduler.running:
             self._decode()
-        idle = not (self._rows.running or self._rows.waiting)
+        idle = not (self._scheduler.running or self._scheduler.waiting)
         return self._loaded().prover.collect(wait=idle)
 
-    def _loaded(self) -> "_Loaded":
+    def _loaded(self) -> "LoadedModel":
         if self._model is None:
             raise ValueError("the engine holds no model; load a version first")
         return self._model
 
-    def _admit(self) -> None:
-        """Start waiting rows and draw their first tokens."""
-        rows, running = self._rows, self._make_room()
-        if rows.num_free < min(self._few(running), len(rows.waiting)):
+    def _admit_rows(self) -> None:
+        """Starts waiting rows and draws their first tokens."""
+        scheduler, step = self._scheduler, self._step_that_fits()
+        if scheduler.num_free < min(self._exchange_rows(step), len(scheduler.waiting)):
             return
-        if rows.waiting[0].prompt_tokens not in self._shelf.homes:
-            self._stock(running)
-        admitted = rows.admit(self._shelf.homes, step=self._num_steps)
-        running.step.enter(admitted)
-        for number, pairs in by_batch(admitted, self._shelf.homes).items():
-            places_R, slots_R = upload(np.array(pairs).T, self._device)
-            running.step.start(self._shelf.batches[number], places_R, slots_R)
-        if SHELF_SIZES[self._device.type].shelves > 1 and self._shelf.ahead is None:
-            self._shelf.ahead = self._compute(running)
-        if running.step.lookahead == 0:
-            self._look(running)
+        if scheduler.waiting[0].prompt_tokens not in self._prompts:
+            self._compute_next_prompts(step)
+        admitted = scheduler.admit(self._prompts, step=self._num_steps)
+        step.start_rows(admitted)
+        for draw in self._prompts.first_draws(admitted):
+            lines_R, slots_R = upload(np.array([draw.lines, draw.slots]), self._device)
+            step.draw_first_tokens(draw.batch, lines_R, slots_R)
+        if PREFILL_SIZES[self._device.type].batches > 1 and self._prompts.pending is None:
+            self._prompts.pending = self._start_prefill(step)
+        if step.lookahead == 0:
+            self._remove_ended_rows(step)
 
-    def _stock(self, running: "_Running") -> None:
-        """Have the prompts that come next at hand."""
-        ahead = self._shelf.ahead
-        if ahead is None or self._rows.waiting[0].prompt_tokens not in ahead.prompts:
-            self._shelf.clear()
-            ahead = self._compute(running)
-        assert ahead is not None
-        self._shelf.stock(ahead.finish())
+    def _compute_next_prompts(self, step: "CpuStep | CudaStep") -> None:
+        """Replaces the cached prompts by those of the next rows."""
+        pending = self._prompts.pending
+        if pending is None or self._scheduler.waiting[0].prompt_tokens not in pending.prompts:
+            self._prompts.clear()
+            pending = self._start_prefill(step)
+        assert pending is not None
+        self._prompts.replace(pending.finish())
 
-    def _compute(self, running: "_Running") -> Ahead | None:
-        """Begin with the next prompts that are not at hand; None if there are none."""
-        waiting, size = self._rows.waiting, SHELF_SIZES[self._device.type]
-        kept = prompts_at_hand(waiting, self._shelf.homes)
-        prompts = next_prompts(waiting, max_tokens=size.tokens, max_prompts=size.prompts, but=kept)
-        return running.step.compute(prompts, keep=kept) if prompts else None
+    def _start_prefill(self, step: "CpuStep | CudaStep") -> PendingPrefill | None:
+        """Starts to compute the next prompts that are not cached; returns None if there are none."""
+        scheduler, size = self._scheduler, PREFILL_SIZES[self._device.type]
+        cached = scheduler.startable_prompts(self._prompts)
+        prompts = scheduler.next_prompts(max_tokens=size.tokens, max_prompts=size.prompts, exclude=cached)
+        if not prompts:
+            return None
+        return step.prefill(prompts, scheduler.places.place(prompts, keep=cached))
 
     def _decode(self) -> None:
-        """Feed every running row its newest token and draw the next."""
-        running = self._make_room()
-        if running.step.gapless and (moves := self._rows.compact()):
-            running.slots.move(moves)
-        running.step.decode(self._rows.end)
-        if self._shelf.ahead is not None:
-            self._shelf.ahead.go_on()
-        self._look(running)
+        """Feeds every running row its newest token and draws the next."""
+        step = self._step_that_fits()
+        if step.gapless and (moves := self._scheduler.compact()):
+            step.slots.move(moves)
+        step.decode(self._scheduler.end)
+        if self._prompts.pending is not None:
+            self._prompts.pending.advance()
+        self._remove_ended_rows(step)
         self._num_steps += 1
 
-    def _few(self, running: "_Running") -> int:
-        """How many rows are worth taking out, and as many in, at a time."""
-        return 1 if running.step.gapless else max(1, running.slots.room.rows // FEW_SHARE)
+    def _exchange_rows(self, step: "CpuStep | CudaStep") -> int:
+        """Returns how many ended rows are worth an exchange for waiting ones."""
+        return 1 if step.gapless else max(1, step.slots.size.rows // EXCHANGE_SHARE)
 
-    def _look(self, running: "_Running") -> None:
-        """See which rows have ended, and take them out."""
-        self._watch.note(self._num_steps, running.slots.ended_S)
-        for step, ended in self._watch.read():
-            done = self._rows.finished(np.flatnonzero(ended).tolist(), step=step)
-            if len(done) >= min(self._few(running), max(1, self._rows.num_running)):
-                counts = ended[done].tolist()
-                taken = running.slots.take(done, max(counts))
-                requests = self._rows.remove(done)
-                running.step.leave(done, requests)
-                self._loaded().prover.add(requests, counts, taken)
+    def _remove_ended_rows(self, step: "CpuStep | CudaStep") -> None:
+        """Hands rows that have ended to the prover and frees their slots."""
+        self._ended_rows.start_copy(self._num_steps, step.slots.ended_S)
+        for number, ended_S in self._ended_rows.read():
+            slots = self._scheduler.finished(np.flatnonzero(ended_S).tolist(), step=number)
+            if len(slots) >= min(self._exchange_rows(step), max(1, self._scheduler.num_running)):
+                counts = ended_S[slots].tolist()
+                outputs = step.slots.read_rows(slots, max(counts))
+                requests = self._scheduler.remove(slots)
+                step.remove_rows(slots)
+                self._loaded().prover.add(requests, counts, outputs)
 
-    def _make_room(self) -> "_Running":
-        """Slots enough and long enough for all that was submitted; what the running rows hold is kept."""
-        assert self._need is not None
-        old = self._running
-        if old is not None and old.slots.room == self._need:
+    def _step_that_fits(self) -> "CpuStep | CudaStep":
+        """Returns a step whose slots are enough for all submitted rows; running rows are copied into new slots."""
+        assert self._cache_size is not None
+        old = self._step
+        if old is not None and old.slots.size == self._cache_size:
             return old
-        self._need = need = self._fit(self._need, old)
-        if old is not None and old.slots.room == need:
+        self._cache_size = size = self._fit(self._cache_size, old)
+        if old is not None and old.slots.size == size:
             return old
-        self._running = new = _Running(self._loaded(), need, graphs=self._graphs)
+        self._step = new = _make_step(self._loaded(), size, graphs=self._graphs)
         if old is not None:
-            if self._shelf.ahead is not None:
-                self._shelf.ahead.finish()  # it writes to where the old step keeps prompts
-            new.take_over(old)
+            if self._prompts.pending is not None:
+                self._prompts.pending.finish()  # it writes to the old step's prompts
+            new.copy_from(old)  # type: ignore[arg-type] # both were made for the same device
         else:
-            self._watch = Watch(new.step.lookahead)
-        self._rows.open_slots(need.rows)
+            self._ended_rows = EndedRowsReader(new.lookahead)
+        self._scheduler.resize(size)
         return new
 
-    def _fit(self, need: Room, old: "_Running | None") -> Room:
-        """What memory allows of it; never fewer rows than there are slots already."""
+    def _fit(self, size: CacheSize, old: "CpuStep | CudaStep | None") -> CacheSize:
+        """Returns what memory allows of `size`, and never fewer rows than there are slots already."""
         shape, value_bytes = self._loaded().decoder.shape, cache_dtype(self._dtype, self._device).itemsize
         budget = int(MEMORY_SHARE * _free_bytes(self._device))
-        fitting = fit(shape, need, value_bytes=value_bytes, budget_bytes=budget)
-        return fitting if old is None else fitting._replace(rows=max(fitting.rows, old.slots.room.rows))
+        fitting = fit_rows(shape, size, value_bytes=value_bytes, budget_bytes=budget)
+        return fitting if old is None else fitting._replace(rows=max(fitting.rows, old.slots.size.rows))
 
 
-class _Loaded:
-    """A model and what the engine needs to know of it."""
+class LoadedModel:
+    """A model on its device, with tokenizer, threads and prover."""
 
     def __init__(
         self, folder: Path, dtype: torch.dtype, device: torch.device, proof: ProofSpec | None
@@ -215,33 +223,23 @@ class _Loaded:
         self.tokenizer = load_tokenizer(folder)
         self.is_end_V = torch.zeros(self.decoder.shape.vocab_size, dtype=torch.bool, device=device)
         self.is_end_V[sorted(self.tokenizer.end_tokens)] = True
-        self.lanes = Lanes() if device.type == "cpu" else None
+        self.threads = CoreThreads() if device.type == "cpu" else None
         self.prover = Prover(proof, self.tokenizer.end_tokens, device)
 
     def swap(self, folder: Path) -> None:
+        """Copies new weights over the old ones, in place."""
         load_weights(self.decoder, folder / WEIGHTS_FILE)
-        if self.lanes is not None:
-            self.lanes.run(repack_jobs(self.packed, self.weights))
+        if self.threads is not None:
+            self.threads.run(repack_jobs(self.packed, self.weights))
 
 
-class _Running:
-    """The slots and what steps them: made anew when rows come that need more room."""
-
-    def __init__(self, loaded: _Loaded, room: Room, *, graphs: bool) -> None:
-        self.slots = Slots(loaded.weights, room)
-        self.step = _make_step(loaded, self.slots, graphs=graphs)
-
-    def take_over(self, old: "_Running") -> None:
-        self.slots.take_over(old.slots)
-        self.step.take_over(old.step)  # type: ignore[arg-type] # both were made for the same device
-
-
-def _make_step(loaded: _Loaded, slots: Slots, *, graphs: bool) -> "CpuStep | CudaStep":
-    if loaded.lanes is not None:
-        return CpuStep(loaded.decoder, loaded.packed, slots, loaded.is_end_V, loaded.lanes)
+def _make_step(model: LoadedModel, size: CacheSize, *, graphs: bool) -> "CpuStep | CudaStep":
+    slots = KVSlots(model.weights, size)
+    if model.threads is not None:
+        return CpuStep(model.decoder, model.packed, slots, model.is_end_V, model.threads)
     from shoal.rollout.engine.step_cuda import CudaStep  # needs Triton, which machines without a GPU lack
 
-    return CudaStep(loaded.weights, slots, loaded.is_end_V, graphs=graphs)
+    return CudaStep(model.weights, slots, model.is_end_V, graphs=graphs)
 
 
 def _free_bytes(device: torch.device) -> int:

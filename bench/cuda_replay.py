@@ -1,8 +1,10 @@
-"""The states of finished rows once more, all tokens at once, with every sum in the order in which decoding took it.
+"""Recomputes the states of finished rows, all tokens at once, with every sum in the order in which decoding took it.
 
-An ordinary prefill looks at a row's tokens in another order than decoding did, so its states differ in their last bits. Here
-each token is a row of its own for the decode step's kernels: it looks at the prompt by the same splits and at the new
-tokens by the same blocks. Norms are per token, and the matrix products sum each row alike however many there are.
+A prefill sums over a row's tokens in another order than decoding does, so its states differ in the last bits. Here each
+token is a row of its own for the decode step's kernels: it attends to the prompt by the same splits and to the new
+tokens by the same blocks. Norms are per token, and the matrix products sum each row alike for any number of rows.
+
+Used by bench/engine.py and by the GPU tests. Needs Triton.
 """
 
 from collections.abc import Sequence
@@ -17,28 +19,29 @@ from shoal.model.decoder import KVCache
 from shoal.model.fused import FusedWeights
 from shoal.model.kernels import decode_attention, elementwise, prompt_attention
 from shoal.model.packed_prefill import upload
-from shoal.rollout.engine.attention_plan import Pieces
-from shoal.rollout.engine.prefill_cuda import prefill
-from shoal.rollout.engine.rows import Prompt
-from shoal.rollout.engine.step_cuda import PIECE, row_tables
+from shoal.rollout.engine.attention_plan import AttentionPlan
+from shoal.rollout.engine.kv_slots import SlotField
+from shoal.rollout.engine.scheduler import Prompt
+from shoal.rollout.engine.step_cuda import TILE, prefill_by_layer, row_tables
 
 
-class _Fed(NamedTuple):
+class FedTokens(NamedTuple):
     """The new tokens that rows were fed, laid end to end."""
 
     counts: list[int]
     table_3T: Tensor
-    """As `prompt_kernels.spread` reads it: places are such that a token's key goes behind its row's earlier ones."""
+    """Token, position and place, as `prompt_attention.norm_and_rotate` reads them. The places put a token's key after those of
+    its row's earlier tokens."""
     rows: decode_attention.RowTables
     keys_TKD: Tensor
     values_TKD: Tensor
     pad: int
-    """Lines of the two that come before the first token."""
+    """Unused lines of keys and values before the first token."""
 
 
 @torch.inference_mode()
 def replay(weights: FusedWeights, rows: Sequence[tuple[Prompt, Sequence[int]]]) -> list[Tensor]:
-    """States of (prompt, new tokens) rows, [N-1, H] each: of every new token but the last, which decoding never fed."""
+    """Returns the states of (prompt, new tokens) rows, [N-1, H] each: every new token but the last, which is never fed."""
     shape, eps = weights.shape, weights.shape.norm_eps
     prompts = list(dict.fromkeys(prompt for prompt, _ in rows))
     kept = KVCache(
@@ -48,7 +51,7 @@ def replay(weights: FusedWeights, rows: Sequence[tuple[Prompt, Sequence[int]]]) 
         dtype=weights.embed_VH.dtype,
         device=weights.embed_VH.device,
     )
-    prefill(weights, prompts, range(len(prompts)), kept)
+    list(prefill_by_layer(weights, prompts, range(len(prompts)), kept))
     fed = _lay_out(weights, rows, {prompt: place for place, prompt in enumerate(prompts)})
     x_TH = F.embedding(fed.table_3T[0], weights.embed_VH)
     delta_TH: Tensor | None = None
@@ -81,26 +84,29 @@ def replay(weights: FusedWeights, rows: Sequence[tuple[Prompt, Sequence[int]]]) 
 
 def _lay_out(
     weights: FusedWeights, rows: Sequence[tuple[Prompt, Sequence[int]]], places: dict[Prompt, int]
-) -> _Fed:
+) -> FedTokens:
     shape, device = weights.shape, weights.embed_VH.device
     counts = [len(tokens) - 1 for _, tokens in rows]
     total, pad = sum(counts), max(len(prompt) for prompt, _ in rows)
-    table_6T, table_3T = np.zeros((6, total), dtype=np.int64), np.zeros((3, total), dtype=np.int64)
+    fields_6T = np.zeros((len(SlotField), total), dtype=np.int64)
+    table_3T = np.zeros((3, total), dtype=np.int64)
     homes_T = np.zeros(total, dtype=np.int64)
     start = 0
     for (prompt, tokens), count in zip(rows, counts, strict=True):
         here = slice(start, start + count)
         table_3T[0, here] = tokens[:-1]
-        table_6T[0, here] = table_3T[1, here] = len(prompt) + np.arange(count)
+        fields_6T[SlotField.POSITION, here] = table_3T[1, here] = len(prompt) + np.arange(count)
         table_3T[2, here] = pad + start - len(prompt)
-        table_6T[4, here], table_6T[5, here] = places[prompt], len(prompt)
+        fields_6T[SlotField.PROMPT_PLACE, here] = places[prompt]
+        fields_6T[SlotField.PROMPT_LENGTH, here] = len(prompt)
         homes_T[here] = start
         start += count
-    pieces = Pieces(total, pad, PIECE)
-    pieces.enter(range(total), table_6T[4].tolist(), table_6T[5].tolist())
-    work = pieces.changed()
-    assert work is not None
-    tables = row_tables(upload(table_6T, device), upload(work, device), upload(homes_T, device))
+    plan = AttentionPlan(total, pad, TILE)
+    prompt_places, prompt_lengths = fields_6T[SlotField.PROMPT_PLACE], fields_6T[SlotField.PROMPT_LENGTH]
+    plan.add_rows(range(total), prompt_places.tolist(), prompt_lengths.tolist())
+    plan_table = plan.table_if_changed()
+    assert plan_table is not None
+    tables = row_tables(upload(fields_6T, device), upload(plan_table, device), upload(homes_T, device))
     size = (pad + total, shape.num_kv_heads, shape.head_dim)
     keys_TKD, values_TKD = (torch.zeros(size, dtype=weights.embed_VH.dtype, device=device) for _ in range(2))
-    return _Fed(counts, upload(table_3T, device), tables, keys_TKD, values_TKD, pad)
+    return FedTokens(counts, upload(table_3T, device), tables, keys_TKD, values_TKD, pad)
