@@ -1,4 +1,4 @@
-"""Small random models of families that are not ours, in folders as transformers writes them."""
+"""Small random models of families that Decoder does not support, in folders as transformers writes them."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def folder_of(family: str, folder: Path, **other: Any) -> Path:
-    """A random model of this family as transformers writes it."""
+    """Writes a random model of this family with transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(3)

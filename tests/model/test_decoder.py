@@ -98,7 +98,7 @@ def test_cached_decoding_of_unequal_rows_equals_the_full_forward(decoder: Decode
                 torch.testing.assert_close(state[row, 0], full[row, length + step], rtol=1e-5, atol=1e-5)
 
 
-def test_copied_slots_go_on_like_their_source(decoder: Decoder) -> None:
+def test_copied_slots_continue_like_their_source(decoder: Decoder) -> None:
     with torch.no_grad():
         prompt = KVCache(decoder.shape, num_slots=2, max_context=4, dtype=torch.float32, device="cpu")
         decoder(TOKENS_BT[:, :4], _positions(TOKENS_BT[:, :4]), cache=prompt)
@@ -127,7 +127,7 @@ def test_bfloat16_stays_bfloat16(decoder: Decoder) -> None:
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
     ],
 )
-def test_what_the_decoder_cannot_do_is_refused(
+def test_unsupported_settings_are_errors(
     change: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     _, folder = _reference("llama", tmp_path)
@@ -145,7 +145,7 @@ def test_end_tokens_come_from_both_config_files(tmp_path: Path) -> None:
 
 
 def _reference(family: str, folder: Path):  # type: ignore[no-untyped-def]
-    """A transformers model with random weights (float32), and the folder it was saved to."""
+    """Returns a transformers model with random float32 weights, saved to the folder."""
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,
@@ -176,7 +176,7 @@ def _reference(family: str, folder: Path):  # type: ignore[no-untyped-def]
     model = make_model(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or "bias" in name:  # these start as constants, which would hide a wrong use
+            if "norm" in name or "bias" in name:  # they start as constants, which would hide wrong use
                 parameter.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
     return model, folder

@@ -1,4 +1,4 @@
-"""Rows laid end to end, prompts that they share among them, have the states that each has alone.
+"""Rows laid end to end with shared prompts have the states of separate rows.
 
 Needs a GPU, or Triton's interpreter on a CPU: TRITON_INTERPRET=1 pytest -m gpu tests/model/test_packed_prefill.py
 """
@@ -33,7 +33,7 @@ def alone(decoder: Decoder) -> list[torch.Tensor]:
 def test_kernels_round_where_the_decoder_does(
     tmp_path: Path, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And follow other weights that are loaded into the decoder: its matrices were joined in place."""
+    """Checks it again after the decoder's weights changed: its matrices were fused in place."""
     create_model("tiny", tmp_path / "tiny", 0)
     on_cpu = kernel_device == "cpu"
     decoder = load_decoder(tmp_path / "tiny", torch.float16 if on_cpu else torch.bfloat16, kernel_device)

@@ -1,4 +1,4 @@
-"""Tokenizers: prompts and answers round-trip, end tokens are the model's."""
+"""Tokenizers: prompts and answers round-trip, end tokens are those of the model."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from shoal.tasks import make_task
 from shoal.wire.run_spec import TaskSpec
 
 
-def test_characters_round_trip_and_specials_do_not_show(tmp_path: Path) -> None:
+def test_characters_round_trip_without_special_tokens(tmp_path: Path) -> None:
     create_model("tiny", tmp_path / "m", seed=0)
     tokenizer = load_tokenizer(tmp_path / "m")
     prompt, answer = tokenizer.encode_prompt("47+38=", chat=True), tokenizer.encode_answer("85")

@@ -1,4 +1,4 @@
-"""Weights survive a file bit for bit, land where the parameters already are, and a wrong file changes nothing."""
+"""Weights are saved and loaded bit for bit and in place, and a wrong file changes nothing."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_swap_in_place_equals_a_fresh_load_bit_for_bit(
+def test_loading_in_place_equals_a_fresh_load_bit_for_bit(
     dtype: torch.dtype, folder: Path, tmp_path: Path
 ) -> None:
     create_model("tiny", tmp_path / "v1", seed=2)
@@ -46,9 +46,7 @@ def test_saving_is_deterministic_and_rounds_once(folder: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("fault", ["missing", "surplus", "shape", "garbage", "absent"])
-def test_a_wrong_file_is_refused_by_name_and_changes_nothing(
-    fault: str, folder: Path, tmp_path: Path
-) -> None:
+def test_a_wrong_file_is_an_error_and_changes_nothing(fault: str, folder: Path, tmp_path: Path) -> None:
     decoder = load_decoder(folder)
     before = {name: parameter.clone() for name, parameter in decoder.named_parameters()}
     tensors = {name: tensor + 1 for name, tensor in load_file(folder / "model.safetensors").items()}
@@ -78,7 +76,7 @@ def test_a_wrong_file_is_refused_by_name_and_changes_nothing(
     assert all(torch.equal(before[name], parameter) for name, parameter in decoder.named_parameters())
 
 
-def test_a_shared_matrix_stored_twice_is_taken_once(folder: Path, tmp_path: Path) -> None:
+def test_a_tied_matrix_stored_twice_is_loaded_once(folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "twice.safetensors")

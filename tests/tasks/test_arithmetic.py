@@ -1,9 +1,9 @@
-"""Sums: which replies are right, and which sums are posed."""
+"""The task `add`: rewards, prompts and the split."""
 
 import pytest
 
 from shoal.tasks import Outcome, Problem, Split, make_task
-from shoal.tasks.procedural.arithmetic import Add
+from shoal.tasks.procedural import Add
 from shoal.tasks.task import is_held_out
 from shoal.wire.run_spec import TaskSpec
 
@@ -36,7 +36,7 @@ def test_rewards(answer: str, text: str, outcome: Outcome) -> None:
     assert reward.value == (1.0 if outcome is Outcome.RIGHT else 0.0)
 
 
-def test_worked_lines_ask_for_one_line() -> None:
+def test_style_shots_grades_only_the_first_line() -> None:
     problem = Problem(prompt="47 + 38 =", answer="85")
     task = Add(style="shots")
     assert task.reward(problem, " 85\n12 + 7 = 19", 1).outcome is Outcome.RIGHT
@@ -46,7 +46,7 @@ def test_worked_lines_ask_for_one_line() -> None:
     assert Add(style="chat").reward(problem, " 85\n12 + 7 = 19", 1).outcome is Outcome.WRONG
 
 
-def test_only_a_question_in_words_is_a_users_turn() -> None:
+def test_only_style_chat_is_a_users_turn() -> None:
     assert Add(style="chat").chat
     assert not Add(style="shots").chat and not Add(style="bare").chat
 
@@ -54,7 +54,7 @@ def test_only_a_question_in_words_is_a_users_turn() -> None:
 @pytest.mark.parametrize("style", ["bare", "chat", "shots"])
 @pytest.mark.parametrize("digits", [1, 2, 9])
 @pytest.mark.parametrize("split", ["train", "eval"])
-def test_every_problem_is_answered_by_its_own_answer(style: str, digits: int, split: Split) -> None:
+def test_every_problems_own_answer_is_right(style: str, digits: int, split: Split) -> None:
     task = make_task(TaskSpec(name="add", options={"digits": digits, "style": style}))
     for seed in range(30):
         problem = task.problem(split, seed)
@@ -78,8 +78,8 @@ def test_about_a_fifth_is_held_out() -> None:
     assert 0.18 < share < 0.22
 
 
-def test_a_seed_poses_the_same_problem_for_ever() -> None:
-    # Golden: a validator of a later release must pose what this one posed.
+def test_a_seed_gives_the_same_problem_in_every_release() -> None:
+    # Golden values: a validator of a later release must derive the same problems.
     bare = Add(digits=2, style="bare")
     assert [bare.problem("train", seed) for seed in (0, 1, 2**64 - 1)] == [
         Problem(prompt="2+19=", answer="21"),
@@ -93,6 +93,6 @@ def test_a_seed_poses_the_same_problem_for_ever() -> None:
     "options",
     [{"digits": 0}, {"digits": 10}, {"digits": 2.5}, {"digits": "2"}, {"style": "prose"}, {"base": 10}],
 )
-def test_impossible_options_are_refused_with_the_task_named(options: dict[str, int | float | str]) -> None:
+def test_invalid_options_are_errors_that_name_the_task(options: dict[str, int | float | str]) -> None:
     with pytest.raises(ValueError, match="add"):
         make_task(TaskSpec(name="add", options=options))

@@ -1,4 +1,4 @@
-"""Length budgets: stated in the prompt, held against the number of tokens."""
+"""Length budgets: in the prompt and in the reward."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from shoal.wire.run_spec import TaskSpec
 SPEC = TaskSpec(name="add", budgets=(2000, 4000, 6000))
 
 
-def test_the_reward_is_the_reports() -> None:
+def test_the_reward_is_that_of_the_intellect_2_report() -> None:
     task = make_task(SPEC)
     problem = task.problem("train", 0)
     assert problem.budget in SPEC.budgets
@@ -19,7 +19,7 @@ def test_the_reward_is_the_reports() -> None:
     assert task.reward(problem, "", problem.budget).outcome is Outcome.UNPARSEABLE
 
 
-def test_the_prompt_states_the_budget_and_every_budget_comes_up() -> None:
+def test_the_prompt_states_the_budget_and_every_budget_is_drawn() -> None:
     task, plain = make_task(SPEC), make_task(SPEC.model_copy(update={"budgets": ()}))
     seen = set()
     for seed in range(60):
@@ -30,6 +30,6 @@ def test_the_prompt_states_the_budget_and_every_budget_comes_up() -> None:
     assert seen == set(SPEC.budgets)
 
 
-def test_a_budget_needs_words() -> None:
-    with pytest.raises(ValueError, match="style chat"):
+def test_a_budget_needs_a_task_that_asks_in_words() -> None:
+    with pytest.raises(ValueError, match="style to chat"):
         make_task(TaskSpec(name="add", options={"style": "bare"}, budgets=(10,)))

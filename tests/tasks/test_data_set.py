@@ -1,4 +1,4 @@
-"""Data sets from files in their authors' own layouts: what is asked, what is right, what is refused and where."""
+"""Data sets from files in their authors' layouts: prompts, grades, and errors that name the row."""
 
 import json
 from pathlib import Path
@@ -105,7 +105,7 @@ def make(name: str, **options: str) -> Task:
         ),
     ],
 )
-def test_what_is_asked_and_what_is_right(
+def test_prompts_and_grades(
     tmp_path: Path, name: str, row: dict[str, Any], asks: str, graded: list[tuple[str, Outcome]]
 ) -> None:
     options = {"path": write(tmp_path / "rows.jsonl", [row])}
@@ -121,7 +121,7 @@ def test_what_is_asked_and_what_is_right(
         assert (reward.outcome, reward.value) == (outcome, float(outcome is R)), text
 
 
-def test_json_json_lines_and_parquet_are_one(tmp_path: Path) -> None:
+def test_json_json_lines_and_parquet_give_the_same_problems(tmp_path: Path) -> None:
     rows = rows_like(GSM8K, "question", 20)
     lines, array, parquet = tmp_path / "a.jsonl", tmp_path / "a.json", tmp_path / "a.parquet"
     write(lines, rows)
@@ -134,7 +134,7 @@ def test_json_json_lines_and_parquet_are_one(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_held_out_by_hash_or_by_file(tmp_path: Path) -> None:
+def test_rows_are_held_out_by_hash_or_by_file(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", rows_like(GSM8K, "question", 100))
     task = make("gsm8k", path=path)
     assert isinstance(task, Finite)
@@ -145,7 +145,7 @@ def test_held_out_by_hash_or_by_file(tmp_path: Path) -> None:
         for split, size in zip(("train", "eval"), sizes, strict=True)
     }
     assert not asked["train"] & asked["eval"] and len(asked["train"]) == sizes[0]
-    # Two questions of the test file also stand in the training file: they are not trained on.
+    # Two questions of the test file are also in the training file: they are not trained on.
     test = write(
         tmp_path / "test.jsonl", rows_like(GSM8K, "question", 2) + rows_like(SVAMP_AS_GSM8K, "question", 3)
     )
@@ -166,7 +166,7 @@ def test_long_prompts_may_be_left_out(tmp_path: Path) -> None:
         assert isinstance(task, Finite) and task.size("train") == left
 
 
-def test_bare_asks_without_instructions(tmp_path: Path) -> None:
+def test_styles_bare_and_direct(tmp_path: Path) -> None:
     task = make(
         "gsm8k",
         path=write(tmp_path / "a.jsonl", [GSM8K] * 3),
@@ -184,44 +184,44 @@ def test_bare_asks_without_instructions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "row", "said"),
+    ("name", "row", "message"),
     [
         ("gsm8k", {"question": "?", "answer": "12"}, "no ####"),
         ("gsm8k", {"question": "?", "answer": "#### twelve"}, "'twelve' is not a number"),
         ("gsm8k", {"problem": "?", "answer": "#### 1"}, "no field 'question'"),
         ("svamp", SVAMP | {"Answer": "x"}, "could not convert"),
-        ("math", MATH | {"answer": ""}, "expected a text"),
-        ("math", MATH | {"answer": None}, "expected a text"),
+        ("math", MATH | {"answer": ""}, "expected a string"),
+        ("math", MATH | {"answer": None}, "expected a string"),
         ("math", MATH | {"answer": "\\left( \\right."}, "math-verify cannot parse"),
         ("mbpp", MBPP | {"test_list": []}, "any program would pass"),
         ("humaneval", HUMANEVAL | {"entry_point": "nothing"}, "substring not found"),
     ],
 )
 def test_a_bad_row_is_an_error_that_names_it(
-    tmp_path: Path, name: str, row: dict[str, Any], said: str
+    tmp_path: Path, name: str, row: dict[str, Any], message: str
 ) -> None:
     good = {"gsm8k": GSM8K, "svamp": SVAMP, "math": MATH, "mbpp": MBPP, "humaneval": HUMANEVAL}[name]
     path = write(tmp_path / "rows.jsonl", [good, good, row])
     task = make(name, path=path)
     with pytest.raises(ValueError) as caught:
         task.problem("eval", 0)
-    message = str(caught.value)
-    assert f"{path}, row 3: " in message and said in message and 'skip_rows = "3"' in message
+    text = str(caught.value)
+    assert f"{path}, row 3: " in text and message in text and 'skip_rows = "3"' in text
     if name != "humaneval":
         assert make(name, path=path, skip_rows="3", eval_path=write(tmp_path / "t.jsonl", [good])).problem(
             "eval", 0
         )
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
-    for content, said in (
+def test_unusable_files_and_options(tmp_path: Path) -> None:
+    for content, message in (
         ("{", "line 1: not JSON"),
         ("[1]", "row 1: int, expected an object"),
         ("[", "not JSON"),
     ):
         path = tmp_path / f"{len(content)}{content[0] == '['}.json"
         path.write_text(content)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             make("gsm8k", path=str(path)).problem("train", 0)
     with pytest.raises(ValueError, match="no data file at nowhere"):
         make("gsm8k", path="nowhere").problem("train", 0)
@@ -231,7 +231,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         make("gsm8k", path=write(tmp_path / "few.jsonl", [GSM8K])).problem("eval", 0)
     with pytest.raises(ValueError, match="evaluation only"):
         make("humaneval", path=write(tmp_path / "h.jsonl", [HUMANEVAL])).problem("train", 0)
-    with pytest.raises(ValueError, match="must be numbers"):
+    with pytest.raises(ValueError, match="must be row numbers"):
         make("gsm8k", path="x", skip_rows="3-4")
 
 
@@ -293,12 +293,12 @@ def test_genesys_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"task_type": "llm_judgeable_groundtruth_similarity"}, "cannot be verified"),
         ({"verification_info": "{}"}, "no field 'ground_truth'"),
         ({"verification_info": "no"}, "Expecting value"),
-        ({"verification_info": json.dumps({"ground_truth": ""})}, "expected a text"),
+        ({"verification_info": json.dumps({"ground_truth": ""})}, "expected a string"),
         ({"verification_info": json.dumps({"ground_truth": "\\left( \\right."})}, "math-verify cannot parse"),
         ({"task_type": "verifiable_code", "verification_info": {"test_cases": []}}, "any program would pass"),
         (
@@ -307,8 +307,8 @@ def test_genesys_rows(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_genesys_rows_that_are_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+def test_unusable_genesys_rows_are_errors(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = write(tmp_path / "rows.jsonl", [GENESYS[1], GENESYS[0] | change])
-    with pytest.raises(ValueError, match=said) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         make("genesys", path=path).problem("train", 0)
     assert f"{path}, row 2: " in str(caught.value)

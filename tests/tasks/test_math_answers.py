@@ -1,4 +1,4 @@
-"""What a mathematical answer is worth: known right and wrong pairs, and answers made to hang or crash a grader."""
+"""Grades of mathematical answers: right and wrong pairs, and answers made to hang or crash a grader."""
 
 import os
 import signal
@@ -9,14 +9,15 @@ from collections.abc import Iterator
 import pytest
 
 from shoal.tasks import Outcome, Problem
-from shoal.tasks.datasets.math_problems import (
+from shoal.tasks.grading.math_grader import (
+    MathGrader,
     compare,
     find_bad_expression,
     grade_expression,
     grade_plain_number,
     last_boxed,
+    math_grader,
 )
-from shoal.tasks.grading.math_grader import MathGrader, math_grader
 
 R, W, U = Outcome.RIGHT, Outcome.WRONG, Outcome.UNPARSEABLE
 
@@ -85,7 +86,7 @@ def test_braces_in_a_box_are_matched() -> None:
     assert last_boxed("nothing") is None
 
 
-def test_gold_answers_that_mean_nothing_are_found_at_once() -> None:
+def test_gold_answers_that_cannot_be_parsed_are_found() -> None:
     golds = ["\\frac{1}{2}", "7", "", "x^2", "\\left( \\right."]
     bad = find_bad_expression([Problem("", "", check=gold) for gold in golds])
     assert 2 in bad and not {0, 1, 3} & bad.keys()
@@ -116,7 +117,7 @@ def strict() -> Iterator[MathGrader]:
 
 
 SLOW = (1, 2, 3, 4, 5, 6)
-"""Those that take seconds each, because they take all they are given."""
+"""Indices of those that use up their processor time, which takes seconds."""
 
 
 @pytest.mark.parametrize(
@@ -126,11 +127,11 @@ SLOW = (1, 2, 3, 4, 5, 6)
         for index, answer in enumerate(HOSTILE)
     ],
 )
-def test_hostile_answers_end_soon_and_earn_nothing(strict: MathGrader, answer: str) -> None:
+def test_hostile_answers_end_soon_and_earn_no_reward(strict: MathGrader, answer: str) -> None:
     started_s = time.monotonic()
     assert strict.compare("\\frac{14}{3}", answer).value == 0.0
     assert time.monotonic() - started_s < 60
-    assert strict.compare("\\frac{14}{3}", "14/3").value == 1.0  # and the next answer is graded as ever
+    assert strict.compare("\\frac{14}{3}", "14/3").value == 1.0  # the next answer is graded as usual
 
 
 def test_answers_may_be_graded_in_any_thread() -> None:

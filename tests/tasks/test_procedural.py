@@ -1,12 +1,10 @@
-"""Tasks that make their problems up: right and wrong answers, held-out problems apart, prompts every model can read."""
+"""Generated tasks: rewards, disjoint splits, prompts in the alphabet of every model."""
 
 import pytest
 
 from shoal.model.builtin import ALPHABET
 from shoal.tasks import Finite, Outcome, Problem, Split, make_task
-from shoal.tasks.procedural.counting import Count
-from shoal.tasks.procedural.largest import Largest
-from shoal.tasks.procedural.sorting import Sort
+from shoal.tasks.procedural import Count, Largest, Sort
 from shoal.wire.run_spec import TaskSpec
 
 SPLITS: tuple[Split, Split] = ("train", "eval")
@@ -25,7 +23,7 @@ SPECS = [
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.name} {dict(spec.options)}")
-def test_problems_are_fixed_by_the_seed_apart_by_split_and_written_in_the_tiny_alphabet(
+def test_problems_depend_on_the_seed_only_and_use_the_alphabet_of_tiny(
     spec: TaskSpec,
 ) -> None:
     task = make_task(spec)
@@ -49,8 +47,8 @@ PINNED = {
 }
 
 
-def test_problems_stay_what_they_are() -> None:
-    """Everybody in a run derives the same ones, whatever version of the software they have."""
+def test_problems_are_the_same_in_every_release() -> None:
+    """All machines of a run must derive the same problems, whatever release they run."""
     for name, problem in PINNED.items():
         assert make_task(TaskSpec(name=name, options={"style": "bare"})).problem("train", 0) == problem
 
@@ -74,7 +72,7 @@ def test_largest(text: str, outcome: Outcome) -> None:
     assert (reward.outcome, reward.value) == (outcome, 1.0 if outcome is Outcome.RIGHT else 0.0)
 
 
-def test_largest_asks_both_ways() -> None:
+def test_largest_prompts_of_both_styles() -> None:
     chat, bare = Largest().problem("train", 5), Largest(style="bare").problem("train", 5)
     numbers = [int(word) for word in bare.prompt.removesuffix(">").split(",")]
     assert len(set(numbers)) == 4 and max(numbers) == int(bare.answer) < 1000
@@ -97,7 +95,7 @@ def test_count(text: str, outcome: Outcome) -> None:
     assert Count().reward(Problem("abcabbd b=", "3"), text, 1).outcome is outcome
 
 
-def test_count_asks_both_ways() -> None:
+def test_count_prompts_of_both_styles() -> None:
     chat, bare = Count().problem("eval", 1), Count(style="bare").problem("eval", 1)
     word, letter = bare.prompt.removesuffix("=").split(" ")
     assert bare.answer == str(word.count(letter)) == chat.answer
@@ -116,7 +114,7 @@ def test_a_word_is_held_out_with_all_its_letters() -> None:
     ("text", "value"),
     [("1259", 1.0), ("1, 2, 5, 9", 1.0), ("Sorted: 1 2 9 5.", 0.25), ("125", 0.0), ("1, 2, 5, 9, 9", 0.0)],
 )
-def test_sorting_in_words(text: str, value: float) -> None:
+def test_sort_in_style_chat(text: str, value: float) -> None:
     task = Sort(style="chat")
     assert task.chat
     assert task.reward(Problem("", "1259"), text, 1).value == value
@@ -136,6 +134,6 @@ def test_sorting_in_words(text: str, value: float) -> None:
         ("sort", {"style": "loud"}),
     ],
 )
-def test_impossible_options_are_refused(name: str, options: dict[str, int | float | str]) -> None:
+def test_invalid_options_are_errors(name: str, options: dict[str, int | float | str]) -> None:
     with pytest.raises(ValueError, match=name):
         make_task(TaskSpec(name=name, options=options))

@@ -1,4 +1,4 @@
-"""Hostile programs, for real: each is contained, none passes, and nothing of any is left behind."""
+"""Runs hostile programs: each is contained, none passes, and none leaves a process or file."""
 
 import json
 import os
@@ -12,10 +12,18 @@ from pathlib import Path
 import pytest
 
 from shoal.tasks.grading import sandbox
-from shoal.tasks.grading.sandbox import LEVELS, Ended, Level, Limits, best_level, passes, run_script
-from shoal.tasks.grading.sandbox_child import CANNOT
+from shoal.tasks.grading.sandbox import (
+    LEVELS,
+    Level,
+    SandboxLimits,
+    ScriptResult,
+    best_level,
+    passes,
+    run_script,
+)
+from shoal.tasks.grading.sandbox_child import NOT_BUILT
 
-LIMITS = Limits(cpu_s=1, wall_s=6.0, memory_bytes=200 << 20)
+LIMITS = SandboxLimits(cpu_s=1, wall_s=6.0, memory_bytes=200 << 20)
 TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 GOOD = "def add(a, b):\n    return a + b\n"
 
@@ -25,7 +33,7 @@ def allowed(level: Level) -> bool:
 
 
 def levels() -> list[Level]:
-    """Those that this machine allows; the others are tried where they are."""
+    """Returns the levels that this machine allows."""
     return [level for level in LEVELS if allowed(level) and (level != "user" or os.getuid() == 0)]
 
 
@@ -50,8 +58,8 @@ FORGERIES = {
     "patches what tests use": "import operator, builtins\nbuiltins.isinstance = lambda *a: True\nbuiltins.abs = lambda x: 0\ndef add(a, b): return 0",
     "looks for the tests in its frames": "import sys\nframe = sys._getframe()\nfound = ''\nwhile frame:\n    found += str(frame.f_locals)\n    frame = frame.f_back\nimport re\nwanted = re.findall('== (-?[0-9]+)', found)\ndef add(a, b): return int(wanted.pop(0))",
     "looks for the tests in its memory": "import gc\nfound = [x for x in gc.get_objects() if 'assert add' in str(x)[:2000]]\ndef add(a, b): return 3 if found else 0",
-    "sends an answer that is no answer": "import os\nfor fd in range(3, 256):\n    try: os.write(fd, b'\\xff\\xff\\xff\\xff')\n    except OSError: pass\ndef add(a, b): return 0",
-    "returns no end": "def add(a, b):\n    while True: yield 3",
+    "sends an invalid frame": "import os\nfor fd in range(3, 256):\n    try: os.write(fd, b'\\xff\\xff\\xff\\xff')\n    except OSError: pass\ndef add(a, b): return 0",
+    "returns an infinite iterator": "def add(a, b):\n    while True: yield 3",
     "returns itself": "x = []\nx.append(x)\ndef add(a, b): return x",
     "raises": "def add(a, b): raise BaseException('no')",
 }
@@ -79,20 +87,20 @@ EXHAUSTING = {
 @pytest.mark.parametrize("source", EXHAUSTING.values(), ids=EXHAUSTING.keys())
 def test_no_program_takes_more_than_its_limits(source: str) -> None:
     started_s = time.monotonic()
-    ended = run_script(source, b"", limits=Limits(cpu_s=1, wall_s=2.0, memory_bytes=200 << 20))
+    ended = run_script(source, b"", limits=SandboxLimits(cpu_s=1, wall_s=2.0, memory_bytes=200 << 20))
     assert ended.status != 0 and b"got it" not in ended.output
     assert time.monotonic() - started_s < 60
-    assert not leftovers(), "nothing is left running"
+    assert not remaining_processes(), "nothing is left running"
 
 
 @pytest.fixture(autouse=True)
-def folder_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every sandbox of a test has this path in its arguments: so its processes are told from anybody else's."""
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts the test's folder in the arguments of its sandboxes, to tell their processes from others."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-def leftovers() -> list[str]:
-    """Processes of this test's sandboxes, given a moment to be reaped."""
+def remaining_processes() -> list[str]:
+    """Returns the processes of this test's sandboxes, after waiting a moment for them to be reaped."""
     for _ in range(100):
         listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
         found = [
@@ -104,11 +112,11 @@ def leftovers() -> list[str]:
     return found
 
 
-PRYING = {
+ESCAPES = {
     "opens a socket": "import socket\nsocket.socket()",
     "asks a name server": "import socket\nsocket.getaddrinfo('localhost', 80)[0]\nsocket.create_connection(('127.0.0.1', 22), 1)",
     "kills its parent": "import os\nos.kill(os.getppid(), 9)",
-    "kills everybody": "import os\nos.kill(-1, 9)",
+    "kills all processes": "import os\nos.kill(-1, 9)",
     "runs a program": "import subprocess\nsubprocess.run(['/bin/sh', '-c', 'true'], check=True)",
     "becomes root": "import os\nos.setuid(0)",
     "mounts": "import ctypes\nassert ctypes.CDLL(None).mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0",
@@ -117,8 +125,8 @@ PRYING = {
 }
 
 
-@pytest.mark.parametrize("source", PRYING.values(), ids=PRYING.keys())
-def test_no_program_reaches_out(source: str) -> None:
+@pytest.mark.parametrize("source", ESCAPES.values(), ids=ESCAPES.keys())
+def test_no_program_escapes(source: str) -> None:
     ended = run_script(f"{source}\nprint('got it')", b"", limits=LIMITS)
     assert ended.status != 0 and b"got it" not in ended.output
 
@@ -135,23 +143,23 @@ def test_no_program_sees_the_environment_or_opens_a_socket(
 
 
 @pytest.mark.skipif(best_level() != "namespace", reason="this system allows no namespaces")
-def test_nothing_of_the_machine_is_in_sight(tmp_path: Path) -> None:
+def test_no_file_of_the_machine_is_visible(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("hunter2")
     source = (
         f"import os\nprint(os.path.exists({str(secret)!r}), os.path.exists('/etc/passwd'), os.path.exists('/proc/1'))\n"
         "print(os.getuid() != 0, os.listdir('/tmp'))"
     )
-    assert run_script(source, b"", limits=LIMITS) == Ended(0, b"False False False\nTrue []\n")
+    assert run_script(source, b"", limits=LIMITS) == ScriptResult(0, b"False False False\nTrue []\n")
 
 
 @pytest.mark.parametrize("level", levels())
-def test_files_stay_inside_and_are_gone(level: Level, tmp_path: Path) -> None:
+def test_files_stay_in_the_sandbox_and_are_removed(level: Level, tmp_path: Path) -> None:
     source = "open('mine', 'w').write('x')\nprint(open('mine').read())"
-    assert run_script(source, b"", limits=LIMITS, level=level) == Ended(0, b"x\n")
+    assert run_script(source, b"", limits=LIMITS, level=level) == ScriptResult(0, b"x\n")
     outside = tmp_path / "outside"
     outside.touch()
-    # Without namespaces, what keeps a program out is that it is somebody else.
+    # Without namespaces, a program is kept out by having another user.
     if level != "limits" or os.getuid() == 0:
         assert (
             run_script(f"open({str(outside)!r}, 'w').write('x')", b"", limits=LIMITS, level=level).status != 0
@@ -166,15 +174,15 @@ def test_a_daemon_does_not_outlive_its_sandbox(level: Level) -> None:
         "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        os.close(1)\n        time.sleep(1000)\n    os._exit(0)\n"
         "time.sleep(0.2)\nprint('left')"
     )
-    assert run_script(source, b"", limits=LIMITS, level=level) == Ended(0, b"left\n")
-    assert not leftovers()
+    assert run_script(source, b"", limits=LIMITS, level=level) == ScriptResult(0, b"left\n")
+    assert not remaining_processes()
 
 
 def test_a_program_may_print_while_it_is_called() -> None:
     assert passes("def add(a, b):\n    print('x' * 200_000)\n    return a + b", TESTS, limits=LIMITS)
 
 
-def test_values_of_many_kinds_cross_as_they_are() -> None:
+def test_values_of_many_types_reach_the_tests_unchanged() -> None:
     program = """
 import collections, decimal, fractions, math
 def echo(x): return x
@@ -200,21 +208,21 @@ LIMIT = (1, 2)
         "try: echo()\nexcept TypeError as error: assert 'missing' in str(error)\nelse: raise AssertionError",
     ]
     for number in range(2, len(tests) + 1):
-        assert passes(program, tests[:number], limits=Limits()), tests[number - 1]
+        assert passes(program, tests[:number], limits=SandboxLimits()), tests[number - 1]
 
 
 PYTHON = Path("/usr/bin/python3")
 
 
 @pytest.mark.skipif(os.getuid() != 0 or not PYTHON.exists(), reason="needs root to become nobody")
-def test_without_root_a_user_namespace_does() -> None:
-    """The same sandbox, built by nobody, with an interpreter within nobody's reach."""
+def test_without_root_a_user_namespace_is_enough() -> None:
+    """Builds the sandbox as user nobody, with an interpreter that nobody may run."""
     source = (
         "import os\nprint(os.getuid(), os.listdir('/tmp'), os.path.exists('/etc/passwd'), os.path.exists('/proc/1'))\n"
         "for path in ('/x', '/usr/lib/x', '/usr/x'):\n    try: open(path, 'w')\n    except OSError: print('no')\n"
         "open('mine', 'w')\nprint('yes')"
     )
-    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # nobody may enter it
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # a folder that user nobody may enter
         folder = Path(name)
         folder.chmod(0o755)
         for part in ("sandbox_child.py", "sandbox_modes.py"):
@@ -246,6 +254,6 @@ def test_without_root_a_user_namespace_does() -> None:
                 cwd="/",
                 check=False,
             )
-    if ran.returncode == CANNOT:
-        pytest.skip("this system allows nobody no namespaces")
+    if ran.returncode == NOT_BUILT:
+        pytest.skip("this system allows no namespaces to user nobody")
     assert (ran.returncode, ran.stdout) == (0, "65534 [] False False\nno\nno\nno\nyes\n"), ran.stderr

@@ -1,9 +1,9 @@
-"""Sorting digits: partial credit, and a split that holds."""
+"""The task `sort`: partial credit and the split."""
 
 import pytest
 
 from shoal.tasks import Outcome, Problem, Split, make_task
-from shoal.tasks.procedural.sorting import Sort
+from shoal.tasks.procedural import Sort
 from shoal.wire.run_spec import TaskSpec
 
 
@@ -27,7 +27,7 @@ def test_rewards(text: str, value: float, outcome: Outcome) -> None:
     assert (reward.value, reward.outcome) == (value, outcome)
 
 
-def test_a_wrong_answer_never_earns_what_a_right_one_does() -> None:
+def test_a_wrong_answer_earns_less_than_a_right_one() -> None:
     task = Sort(length=4, partial=0.99)
     problem = Problem(prompt="5291=", answer="1259")
     assert (
@@ -37,7 +37,7 @@ def test_a_wrong_answer_never_earns_what_a_right_one_does() -> None:
 
 @pytest.mark.parametrize("length", [2, 4, 12])
 @pytest.mark.parametrize("split", ["train", "eval"])
-def test_every_problem_is_answered_by_its_own_answer(length: int, split: Split) -> None:
+def test_every_problems_own_answer_is_right(length: int, split: Split) -> None:
     task = make_task(TaskSpec(name="sort", options={"length": length}))
     for seed in range(30):
         problem = task.problem(split, seed)
@@ -56,7 +56,7 @@ def test_held_out_problems_are_never_trained_on() -> None:
         assert not train & held_out
 
 
-def test_a_seed_poses_the_same_problem_for_ever() -> None:
+def test_a_seed_gives_the_same_problem_in_every_release() -> None:
     task = Sort(length=4)
     assert [task.problem("train", seed) for seed in (0, 1, 2**64 - 1)] == [
         Problem(prompt="0210=", answer="0012"),
@@ -70,11 +70,11 @@ def test_a_seed_poses_the_same_problem_for_ever() -> None:
     "options",
     [{"length": 1}, {"length": 13}, {"length": 4.0}, {"partial": 1}, {"partial": -0.1}, {"digits": 4}],
 )
-def test_impossible_options_are_refused_with_the_task_named(options: dict[str, int | float | str]) -> None:
+def test_invalid_options_are_errors_that_name_the_task(options: dict[str, int | float | str]) -> None:
     with pytest.raises(ValueError, match="sort"):
         make_task(TaskSpec(name="sort", options=options))
 
 
-def test_an_unknown_task_is_refused_with_the_known_ones_named() -> None:
+def test_an_unknown_task_is_an_error_that_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown task 'chess'; known: \['add', 'count', "):
         make_task(TaskSpec(name="chess"))

@@ -1,6 +1,6 @@
-"""Prompts and rewards as pure functions. No torch, no downloads. docs/tasks.md has each of them.
+"""Tasks: prompts and rewards as pure functions, without torch and without downloads. docs/tasks.md describes each.
 
-`make_task(TaskSpec(name="add", options={"digits": 2}))` gives a Task; a seed gives a Problem; a text gives a Reward.
+`make_task(TaskSpec(name="add", options={"digits": 2}))` returns a Task, which makes a Problem of a seed and a Reward of a text.
 """
 
 from shoal.tasks.registry import make_task

@@ -1,20 +1,14 @@
-"""Tasks by name: those that ship, and those that installed packages add under the entry point group `shoal.tasks`."""
+"""Finds tasks by name: built-in ones, and those of installed packages in the entry point group `shoal.tasks`."""
 
 import functools
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
-from shoal.tasks.datasets.data_set import DataSet, Format
+from shoal.tasks.datasets.data_set import DataSet, Format, Listed
 from shoal.tasks.datasets.file_options import checked_options
-from shoal.tasks.datasets.genesys import GENESYS
-from shoal.tasks.datasets.listed import Listed
-from shoal.tasks.datasets.programs import HUMANEVAL, MBPP
-from shoal.tasks.datasets.word_problems import GSM8K, MATH, SVAMP
-from shoal.tasks.grading.length_budget import with_budgets
-from shoal.tasks.procedural.arithmetic import Add
-from shoal.tasks.procedural.counting import Count
-from shoal.tasks.procedural.largest import Largest
-from shoal.tasks.procedural.sorting import Sort
+from shoal.tasks.datasets.formats import GENESYS, GSM8K, HUMANEVAL, MATH, MBPP, SVAMP
+from shoal.tasks.length_budget import with_budgets
+from shoal.tasks.procedural import Add, Count, Largest, Sort
 from shoal.tasks.task import Task
 from shoal.wire.run_spec import TaskSpec
 
@@ -38,9 +32,9 @@ TASKS: dict[str, Factory] = {
 
 
 def make_task(spec: TaskSpec) -> Task:
-    """The task a spec names, or a ValueError that names the known ones. The same spec gives the same object.
+    """Returns the task of a spec, the same object for the same spec. Raises ValueError with the known names if unknown.
 
-    Files are read at the first problem, not here: a run file is good on a machine that lacks its data.
+    Files are read at the first problem, not here: a run file can be checked on a machine without the data.
     """
     return _make(spec.model_dump_json())
 

@@ -1,4 +1,4 @@
-"""What a task is: problems by seed, rewards by text. Training and held-out problems never meet."""
+"""The interface of a task: problems by seed, rewards by text. No problem is both trained on and held out."""
 
 import hashlib
 import random
@@ -11,13 +11,15 @@ from typing import Literal, Protocol, runtime_checkable
 Split = Literal["train", "eval"]
 
 HELD_OUT_IN = 5
-"""One problem in this many is held out, by the hash of what it asks."""
+"""One problem in this many is held out, by the hash of its question."""
 
 _NUMBER = re.compile(r"-?\d+")
 _THOUGHT_ENDS = "</think>"
 
 
 class Outcome(Enum):
+    """How an answer was graded."""
+
     RIGHT = "right"
     WRONG = "wrong"
     UNPARSEABLE = "unparseable"
@@ -25,25 +27,26 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is asked, and the text of one right answer."""
+    """A prompt and the text of one right answer."""
 
     prompt: str
     answer: str
     check: str = ""
-    """What a reward goes by where an answer's text is not enough: the tests of a program as JSON, or an
-    expression's value."""
+    """What the reward depends on if the answer's text is not enough: a program's tests as JSON, or an expression's value."""
     budget: int | None = None
-    """Tokens that the prompt asks for."""
+    """Number of tokens that the prompt asks for, with a length budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
+    """The value of an answer and how it was graded."""
+
     value: float
     outcome: Outcome
 
 
 class CannotGrade(RuntimeError):
-    """Our own side failed to grade an answer: not the answer's doing, and no reward."""
+    """Grading failed on our own side, not because of the answer. The answer gets no reward."""
 
 
 RIGHT, WRONG, UNPARSEABLE = (
@@ -54,32 +57,38 @@ RIGHT, WRONG, UNPARSEABLE = (
 
 
 class Task(Protocol):
+    """Makes problems of seeds and grades answers."""
+
     @property
     def chat(self) -> bool:
-        """Whether a prompt is a user's turn, put in the model's chat template, or plain text to go on from."""
+        """Whether prompts are a user's turn, to be put in the model's chat template; else plain text to continue."""
 
     def problem(self, split: Split, seed: int) -> Problem:
-        """The problem of this seed; the same for everybody, for ever."""
+        """Returns the problem of this seed. It must be the same on every machine and in every release."""
 
     def reward(self, problem: Problem, text: str, num_tokens: int) -> Reward:
-        """What an answer of so many tokens is worth: 0 to 1, unless a length budget takes something off."""
+        """Returns the reward of an answer of `num_tokens` tokens: 0 to 1, less what a length budget subtracts."""
 
 
 @runtime_checkable
 class Finite(Protocol):
-    """A task of so many problems: seeds 0 .. size-1 give each once."""
+    """A task with a known number of problems: seeds 0 .. size-1 give each once."""
 
     def size(self, split: Split) -> int: ...
 
 
 def problem_rng(seed: int, attempt: int) -> random.Random:
+    """Returns the random numbers of one attempt to draw the problem of a seed."""
     return random.Random(
         int.from_bytes(hashlib.sha256(f"problem/{seed}/{attempt}".encode()).digest()[:8], "big")
     )
 
 
 def draw_problem(split: Split, seed: int, draw: Callable[[random.Random], tuple[str, Problem]]) -> Problem:
-    """The first problem drawn from this seed that is on this side of the split. `draw` also says by which words it is split."""
+    """Returns the first problem drawn from this seed that belongs to the split.
+
+    `draw` returns the question by which problems are split, and the problem.
+    """
     attempt = 0
     while True:
         question, problem = draw(problem_rng(seed, attempt))
@@ -89,16 +98,17 @@ def draw_problem(split: Split, seed: int, draw: Callable[[random.Random], tuple[
 
 
 def is_held_out(question: str) -> bool:
+    """Returns whether the problem with this question is held out, by its hash."""
     return hashlib.sha256(f"split/{question}".encode()).digest()[0] % HELD_OUT_IN == 0
 
 
 def reply_of(text: str) -> str:
-    """What a model says once it has thought: the text after the last `</think>`, all of it if there is none."""
+    """Returns the text after the last `</think>`, or all of it if there is none."""
     return text.rpartition(_THOUGHT_ENDS)[2]
 
 
 def grade_number(answer: str, text: str) -> Reward:
-    """By the last whole number in the reply."""
+    """Grades a reply by its last whole number."""
     numbers = _NUMBER.findall(text)
     if not numbers:
         return UNPARSEABLE
@@ -108,11 +118,12 @@ def grade_number(answer: str, text: str) -> Reward:
 
 
 def check_whole(name: str, value: object, *, least: int, most: int) -> None:
-    """Options come from files that people write; `name` is `task: option`."""
+    """Raises ValueError if an option is not a whole number in this range. `name` is `task: option`."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(f"{name}={value!r} must be a whole number from {least} to {most}")
 
 
 def check_style(name: str, style: object, known: tuple[str, ...]) -> None:
+    """Raises ValueError if a task's style is unknown."""
     if style not in known:
         raise ValueError(f"{name}: style={style!r} must be one of {', '.join(known)}")

@@ -36,9 +36,8 @@ from shoal.cli.ui.values import MAX_NEW_TOKENS
 from shoal.files import write_bytes_atomically
 from shoal.net.waiting import Stopped
 from shoal.tasks import Outcome, Task
-from shoal.tasks.datasets.data_set import DataSet
+from shoal.tasks.datasets.data_set import DataSet, listed_row
 from shoal.tasks.datasets.file_options import digest_of, is_file_option
-from shoal.tasks.datasets.listed import listed_row
 from shoal.wire.run_spec import Sampling, TaskSpec
 
 BAR = 40

@@ -1,17 +1,17 @@
-"""The files a task reads, by path on one machine and by digest between machines.
+"""The options of a task that name files: by path on one machine, by SHA-256 digest between machines.
 
-Whoever opens the run keeps the files under their digests (`keep_files`), and the public terms name them so. Whoever needs
-their rows, which no worker does, gets the bytes, compares the digest, and builds the task from its own copy
-(`with_files_from`).
+The coordinator copies the files to names that are their digests (`keep_files`), and the public terms of the run contain the
+digests. A trainer, validator or auditor downloads the bytes, checks the digest, and builds the task from its own copy
+(`with_files_from`). Workers do not need the files.
 """
 
 import hashlib
-import os
 import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from shoal.files import write_atomically
 from shoal.wire.run_spec import TaskSpec
 
 _ADDRESS = re.compile(r"sha256:([0-9a-f]{64})")
@@ -21,26 +21,27 @@ Options = Mapping[str, int | float | str]
 
 
 def is_file_option(name: str) -> bool:
+    """Returns whether a task's option of this name is the path of a file."""
     return name == "path" or name.endswith("_path")
 
 
 def file_digests(spec: TaskSpec) -> list[str]:
-    """SHA-256 of the files that the terms name by digest."""
+    """Returns the SHA-256 digests of the files that the spec names by digest."""
     found = (_ADDRESS.fullmatch(str(value)) for name, value in spec.options.items() if is_file_option(name))
     return [match[1] for match in found if match]
 
 
 def keep_files(spec: TaskSpec, folder: Path) -> TaskSpec:
-    """Copy the files a spec names by path into `folder`, under their digests; the spec that names them by digest."""
+    """Copies the files that a spec names by path into `folder`; returns the spec that names them by digest."""
     options = dict(checked_options(spec))
     for name, value in options.items():
         if is_file_option(name) and value != "" and not _ADDRESS.fullmatch(str(value)):
-            options[name] = f"sha256:{_keep(Path(str(value)), folder)}"
+            options[name] = f"sha256:{_copy_to_digest(Path(str(value)), folder)}"
     return spec.model_copy(update={"options": options})
 
 
 def with_files_from(spec: TaskSpec, folder: Path) -> TaskSpec:
-    """The spec with the files it names by digest found in `folder`."""
+    """Returns the spec with the files in `folder` instead of digests."""
     options = dict(spec.options)
     for name, value in options.items():
         if is_file_option(name) and (match := _ADDRESS.fullmatch(str(value))):
@@ -49,45 +50,45 @@ def with_files_from(spec: TaskSpec, folder: Path) -> TaskSpec:
 
 
 def checked_options(spec: TaskSpec) -> Options:
-    """The options without `path_sha256` and its like, which say what digest a file must have."""
+    """Returns the options without digests such as `path_sha256`. Raises ValueError if a file has another digest."""
     wanted = {name: value for name, value in spec.options.items() if is_digest_of_file(name)}
     for name, value in wanted.items():
         path = spec.options.get(name.removesuffix(_DIGEST))
         if path is None:
             raise ValueError(
-                f"task {spec.name!r}: {name} is given, but not {name.removesuffix(_DIGEST)}; name the file"
+                f"task {spec.name!r}: {name} is set, but {name.removesuffix(_DIGEST)} is not; set it to the file's path"
             )
         found = digest_of(Path(str(path)))
         if found != value:
             raise ValueError(
-                f"task {spec.name!r}: {path} has SHA-256 {found}, {name} says {value}; get that file"
+                f"task {spec.name!r}: {path} has SHA-256 {found}, but {name} is {value}; use the file with that digest"
             )
     return {name: value for name, value in spec.options.items() if name not in wanted}
 
 
 def without_digests(spec: TaskSpec) -> TaskSpec:
-    """The same without looking at any file."""
+    """Returns the spec without digests such as `path_sha256`, and reads no file."""
     options = {name: value for name, value in spec.options.items() if not is_digest_of_file(name)}
     return spec.model_copy(update={"options": options})
 
 
 def is_digest_of_file(name: str) -> bool:
+    """Returns whether a task's option of this name is the digest of another option's file."""
     return name.endswith(_DIGEST) and is_file_option(name.removesuffix(_DIGEST))
 
 
 def digest_of(path: Path) -> str:
+    """Returns the SHA-256 digest of a file in hexadecimal."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
-        raise ValueError(f"no data file at {path}; the task's options name it") from None
+        raise ValueError(f"no data file at {path}; check the path in the task's options") from None
 
 
-def _keep(path: Path, folder: Path) -> str:
+def _copy_to_digest(path: Path, folder: Path) -> str:
     digest = digest_of(path)
-    folder.mkdir(parents=True, exist_ok=True)
     if not (folder / digest).exists():
-        partial = folder / f"{digest}.{os.getpid()}.partial"
-        shutil.copyfile(path, partial)
-        partial.rename(folder / digest)
+        with path.open("rb") as source, write_atomically(folder / digest) as copy:
+            shutil.copyfileobj(source, copy)
     return digest

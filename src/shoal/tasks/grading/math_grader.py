@@ -1,8 +1,11 @@
-"""Compares mathematical answers with math-verify, in a child process: its parsers and sympy can hang or crash.
+"""Grades mathematical answers: plain numbers here, everything else with math-verify in a child process.
 
-An answer that takes more processor time or memory than it may, or that ends the child twice, is unparseable. A failure on our
-own side (the child does not start, or does not answer in time although it has processor time left) raises CannotGrade and
-gives no reward.
+The answer is the last \\boxed{...} of the reply, which is the text after `</think>` if there is one. Tasks whose answers are plain
+numbers also accept the number after the last `####`, or else the last number of the reply.
+
+math-verify runs in a child process because its parsers and sympy can hang or crash. An answer that takes more processor time or
+memory than it may, or that ends the child twice, is unparseable. A failure on our own side (the child does not start, or does not
+answer in time although it has processor time left) raises CannotGrade and gives no reward.
 
     request  {"golds": [...]}               reply  {"parsed": [true, ...]}
     request  {"gold": ..., "answer": ...}   reply  {"outcome": "right" | "wrong" | "unparseable"}
@@ -12,13 +15,17 @@ import atexit
 import functools
 import importlib.util
 import json
+import re
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from functools import partial
 from typing import Any, TypeVar
 
 from shoal.child_process import ChildDied, ChildError, ChildLimits, ChildProcess, serve
-from shoal.tasks.task import RIGHT, UNPARSEABLE, WRONG, CannotGrade, Reward
+from shoal.tasks.task import RIGHT, UNPARSEABLE, WRONG, CannotGrade, Problem, Reward, reply_of
 
+MAX_ANSWER_CHARS = 2000
+"""Longer answers are unparseable: parsers take too long over long texts."""
 CPU_S = 5
 WALL_S = 60.0
 """Seconds of wall-clock time for one answer. Much longer than CPU_S, since an answer must not fail because the machine is
@@ -27,8 +34,102 @@ MEMORY_BYTES = 1_000_000_000
 BATCH = 200
 """Gold answers in one request to the child, which has the processor time of one answer for all of them."""
 
+_PLAIN = re.compile(r"([-+]?)\s?\\?\$?\s?((?:\d{1,3}(?:,\d{3})+|\d{1,30})(?:\.\d{1,30})?|\.\d{1,30})")
+_MARK = "####"
 _REWARDS = {"right": RIGHT, "wrong": WRONG, "unparseable": UNPARSEABLE}
 T = TypeVar("T")
+
+
+def plain_number(text: str) -> Decimal | None:
+    """Returns the value of a text such as `$1,234.50`, or None if it is not one decimal number."""
+    match = _PLAIN.fullmatch(text.strip().rstrip("."))
+    return None if match is None or not text.isascii() else _value(match)
+
+
+def last_number(text: str) -> Decimal | None:
+    """Returns the last decimal number in the text, or None."""
+    found = None
+    for found in _PLAIN.finditer(text):  # noqa: B007  # leaves the last match in `found`
+        pass
+    return None if found is None or not found[0].isascii() else _value(found)
+
+
+def last_boxed(text: str) -> str | None:
+    """Returns the content of the last \\boxed{...}, with balanced braces; None without one, or if it is never closed."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth, begin = 0, start + len("\\boxed")
+    for place in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[begin + 1 : place].strip()
+    return None
+
+
+def grade_expression(problem: Problem, text: str) -> Reward:
+    """Grades the boxed answer of a reply by `problem.check`."""
+    boxed = last_boxed(reply_of(text))
+    return UNPARSEABLE if not boxed else compare(problem.check, boxed)
+
+
+def grade_plain_number(problem: Problem, text: str) -> Reward:
+    """Grades the boxed answer, else the number after the last ####, else the last number of a reply."""
+    reply = reply_of(text)
+    boxed = last_boxed(reply)
+    if boxed:
+        return compare(problem.answer, boxed)
+    given = last_number(reply) if _MARK not in reply else _first_number(reply.rpartition(_MARK)[2])
+    if given is None:
+        return UNPARSEABLE
+    return RIGHT if given == plain_number(problem.answer) else WRONG
+
+
+def compare(gold: str, answer: str) -> Reward:
+    """Returns RIGHT for equal numbers, equal texts, or answers that math-verify finds equal."""
+    if len(answer) > MAX_ANSWER_CHARS:
+        return UNPARSEABLE
+    numbers = plain_number(gold), plain_number(answer)
+    if None not in numbers:
+        return RIGHT if numbers[0] == numbers[1] else WRONG
+    if gold.strip() == answer.strip():
+        return RIGHT
+    return math_grader().compare(gold, answer)
+
+
+def find_bad_number(problems: Sequence[Problem]) -> dict[int, str]:
+    """Returns the problems whose gold answer is not a number, and why."""
+    math_grader().check_installed()
+    return {
+        index: f"the answer {problem.answer[:80]!r} is not a number"
+        for index, problem in enumerate(problems)
+        if plain_number(problem.answer) is None
+    }
+
+
+def find_bad_expression(problems: Sequence[Problem]) -> dict[int, str]:
+    """Returns the problems whose gold answer math-verify cannot parse, and why: no answer to them could be right."""
+    math_grader().check_installed()
+    unclear = [index for index, problem in enumerate(problems) if plain_number(problem.check) is None]
+    parsed = math_grader().can_parse([problems[index].check for index in unclear])
+    return {
+        index: f"math-verify cannot parse the answer {problems[index].check[:80]!r}"
+        for index, good in zip(unclear, parsed, strict=True)
+        if not good
+    }
+
+
+def _first_number(text: str) -> Decimal | None:
+    match = _PLAIN.search(text)
+    return None if match is None or not match[0].isascii() else _value(match)
+
+
+def _value(match: re.Match[str]) -> Decimal:
+    number = Decimal(match[2].replace(",", ""))
+    return -number if match[1] == "-" else number
+
+
+# -- math-verify --------------------------------------------------------------------------------------------
 
 
 class MathGrader:

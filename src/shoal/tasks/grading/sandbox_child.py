@@ -1,11 +1,11 @@
-"""Inside the sandbox: `python -I -S sandbox_child.py JSON`. Started by sandbox.py; imports nothing of ours.
+"""Builds the sandbox and runs the program in it: `python -I -S sandbox_child.py JSON`, started by sandbox.py.
 
-Three processes, each the parent of the next:
-    warden   enters new namespaces, waits, and ends everything when its time is up
-    init     process 1 of the new process namespace: when it ends, the kernel ends all that the program left behind
-    program  the stranger's code, under limits, as nobody, in an empty file system with Python's library and nothing else
+Imports no other module of shoal, since it runs without packages. Three processes, each the parent of the next:
+    monitor  enters new namespaces, waits, and ends everything after the time limit
+    init     process 1 of the new process namespace: when it ends, the kernel kills all other processes in it
+    program  the untrusted code, under limits, as user nobody, in a file system with only Python's library
 
-What the program process then does is in sandbox_modes.py.
+sandbox_modes.py has what the program process then does.
 """
 
 import ctypes
@@ -24,29 +24,30 @@ from typing import Any, NoReturn
 Job = dict[str, Any]
 
 NOBODY = 65534
-CANNOT = 125
-"""Exit status of a warden that could not build the sandbox: our own failure."""
-TIME_IS_UP = 124
-OWN_DOING = 123
-"""Highest status that the program itself can bring about."""
+NOT_BUILT = 125
+"""Exit status of a monitor that could not build the sandbox: a failure on our side."""
+TIMED_OUT = 124
+MAX_PROGRAM_STATUS = 123
+"""Highest exit status that a program can cause."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEWUSER = 0x10000000
 _NEW_OTHERS = 0x20000 | 0x4000000 | 0x8000000 | 0x20000000 | 0x40000000
-"""Mounts, host name, IPC, processes, network."""
+"""New namespaces for mounts, host name, IPC, processes and network."""
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT = 1, 2, 4, 32
 _MS_BIND, _MS_REC, _MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_SUBREAPER, _PR_NO_NEW_PRIVS = 1, 22, 36, 38
 
 
 def main(job: Job) -> NoReturn:
+    """Runs as the monitor process."""
     with os.fdopen(job["source_fd"], "rb") as file:
         source = file.read().decode()
     run = _load_modes().MODES[job["mode"]]
     job["mapped_bytes"], job["processes"] = _mapped_bytes(), job["processes"] + _own_processes(job["level"])
-    uid = _lonely_uid()
+    uid = _unused_uid()
     if not _build(job, uid):
-        os._exit(CANNOT)
+        os._exit(NOT_BUILT)
     init = os.fork()
     if init == 0:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -56,7 +57,7 @@ def main(job: Job) -> NoReturn:
 
 
 def _load_modes() -> Any:
-    """By path: without site-packages nothing else of ours could be imported, and nothing else is wanted."""
+    """Loads sandbox_modes.py by path: without site-packages it could not be imported."""
     spec = importlib.util.spec_from_file_location(
         "sandbox_modes", Path(__file__).with_name("sandbox_modes.py")
     )
@@ -66,14 +67,14 @@ def _load_modes() -> Any:
     return modes
 
 
-# -- warden -----------------------------------------------------------------------------------------------
+# -- monitor ----------------------------------------------------------------------------------------------
 
 
 def _build(job: Job, uid: int | None) -> bool:
-    """Build the sandbox of the level that was asked for; False where the system does not allow it."""
+    """Builds the sandbox of the requested level; returns False where the system does not allow it."""
     if job["level"] == "namespace":
         for flags in (_NEW_OTHERS, _NEW_OTHERS | _NEWUSER):
-            # In a process of its own first: half a sandbox could not be left again.
+            # Tried in a child process first: a sandbox that is built halfway could not be left again.
             if _works(lambda flags=flags: _enter(job, flags)):  # type: ignore[misc]
                 _enter(job, flags)
                 return True
@@ -109,7 +110,7 @@ def _works(act: Callable[[], object]) -> bool:
 
 
 def _build_root(folder: str, disk_bytes: int, *, strict: bool) -> None:
-    """A root with Python's library, read-only, and a small /tmp; everything else is out of sight."""
+    """Makes a root folder with Python's library, read-only, and a small /tmp; nothing else is visible."""
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
     for path in _needed_folders():
@@ -132,13 +133,13 @@ def _make_read_only(target: str, *, strict: bool) -> None:
     try:
         _mount(None, target, None, _MS_BIND | _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
     except OSError:
-        # Without being root, a mount's other flags may be locked; then its own permissions keep a stranger from writing.
+        # Without root, a mount's other flags may be locked; then file permissions prevent writing.
         if strict:
             raise
 
 
 def _needed_folders() -> list[str]:
-    """The standard library and the shared ones it loads. Outer folders first, and none inside another."""
+    """Returns the folders of the standard library and its shared libraries, without folders inside others."""
     wanted = {
         os.path.dirname(os.__file__),
         f"{sys.base_prefix}/lib",
@@ -152,17 +153,17 @@ def _needed_folders() -> list[str]:
     return [path for path in found if not any(path.startswith(f"{other}/") for other in outer)]
 
 
-def _lonely_uid() -> int | None:
-    """A user that nobody else is, so that the limit on processes counts the program's, and all of them can be ended."""
+def _unused_uid() -> int | None:
+    """Returns a user id that no other process has, so that limits count and signals reach only the program's processes."""
     return None if os.getuid() != 0 else (1 << 30) + int.from_bytes(os.urandom(3), "big")
 
 
 def _watch(init: int, job: Job, uid: int | None) -> int:
     give_up_s = time.monotonic() + job["wall_s"]
-    told: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     status = None
-    while status is None and time.monotonic() < give_up_s and not told:
+    while status is None and time.monotonic() < give_up_s and not signals:
         pid, found = os.waitpid(init, os.WNOHANG)
         status = found if pid else None
         time.sleep(0 if pid else 0.002)
@@ -170,12 +171,12 @@ def _watch(init: int, job: Job, uid: int | None) -> int:
         os.kill(init, signal.SIGKILL)
         os.waitpid(init, 0)
     if job["level"] != "namespace":
-        _end_leftovers(uid)
-    return TIME_IS_UP if status is None else os.waitstatus_to_exitcode(status) & 0xFF
+        _kill_remaining(uid)
+    return TIMED_OUT if status is None else os.waitstatus_to_exitcode(status) & 0xFF
 
 
-def _end_leftovers(uid: int | None) -> None:
-    """What the program left behind: all of its own user, or all that became our children when their parents ended."""
+def _kill_remaining(uid: int | None) -> None:
+    """Kills the program's remaining processes: all of its user, or all that became our children when their parents ended."""
     if uid is not None:
         _works(lambda: _kill_all_of(uid))
     for _ in range(100):
@@ -215,7 +216,7 @@ def _be_init(job: Job, uid: int | None, run: Callable[[], None]) -> NoReturn:
     while True:
         pid, status = os.wait()
         if pid == program:
-            os._exit(min(os.waitstatus_to_exitcode(status) & 0xFF, OWN_DOING))
+            os._exit(min(os.waitstatus_to_exitcode(status) & 0xFF, MAX_PROGRAM_STATUS))
 
 
 # -- program ----------------------------------------------------------------------------------------------
@@ -256,7 +257,7 @@ def _mapped_bytes() -> int:
 
 
 def _own_processes(level: str) -> int:
-    """Without a user of its own, the program's limit on processes counts all that this user runs."""
+    """Returns how many threads this user runs, which count towards the program's limit if it has no user of its own."""
     if level != "limits":
         return 0
     count = 0
@@ -265,7 +266,7 @@ def _own_processes(level: str) -> int:
             if os.stat(f"/proc/{pid}").st_uid == os.getuid():
                 count += len(os.listdir(f"/proc/{pid}/task"))
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
     return count
 
 
@@ -283,7 +284,7 @@ _DENIED = {
 
 
 def _forbid_calls() -> None:
-    """Refuse system calls that a program has no business with. Namespaces hold without it; the other levels need it."""
+    """Refuses system calls that programs do not need. Namespaces are safe without it; the other levels need it."""
     known = _DENIED.get(os.uname().machine)
     if known is None:
         return
@@ -291,7 +292,7 @@ def _forbid_calls() -> None:
     load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
     allow, deny, kill = 0x7FFF0000, 0x00050000 | 1, 0x80000000
     steps = [(load, 0, 0, 4), (equal, 1, 0, arch), (give, 0, 0, kill), (load, 0, 0, 0)]
-    steps += [(at_least, 0, 1, 0x40000000), (give, 0, 0, kill)]  # x32 names of the same calls
+    steps += [(at_least, 0, 1, 0x40000000), (give, 0, 0, kill)]  # x32 numbers of the same calls
     for number in numbers:
         steps += [(equal, 0, 1, number), (give, 0, 0, deny)]
     steps.append((give, 0, 0, allow))
@@ -324,7 +325,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _close_all_but(keep: Collection[int]) -> None:
-    highest = 256  # this process opens few, and the limit on open files may be a million
+    highest = 256  # this process opens few files, and the limit on open files may be a million
     for fd in range(highest):
         if fd not in keep:
             try:

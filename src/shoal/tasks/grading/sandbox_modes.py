@@ -1,11 +1,11 @@
-"""What the program process of a sandbox does. Loaded by sandbox_child.py; imports nothing of ours.
+"""What the program process of a sandbox does. Loaded by sandbox_child.py; imports no other module of shoal.
 
-    script   run as a script: standard input in, standard output out
-    serve    load a program once, then call its functions as asked over a pipe
-    test     not a stranger's: the tests, which call the functions of a `serve` in another sandbox over that pipe
+    script   runs the program as a script, with standard input and output
+    serve    loads the program once, then calls its functions on request over a pipe
+    test     runs the tests, which call the functions of a `serve` in another sandbox over that pipe
 
-Program and tests never share a process. What comes back from the program is rebuilt from plain values, so that a program can
-neither see the tests, nor pretend to equal what they expect, nor end before them and look as if it had passed.
+Program and tests never share a process. Results of the program are rebuilt from plain values, so that a program cannot see the
+tests, cannot return objects that claim to equal what they expect, and cannot end early and look as if it had passed.
 """
 
 import builtins
@@ -24,22 +24,23 @@ from typing import Any
 PASSED = b"passed"
 MAX_FRAME = 4 << 20
 MAX_ITEMS = 100_000
-"""Of an iterator that a program returns; it may have no end."""
+"""Maximum items taken from an iterator that a program returns; it may be infinite."""
 
 Pipe = Sequence[int]
-"""Descriptors to read from and to write to."""
+"""File descriptors to read from and to write to."""
 Kept = list[Any] | None
-"""What the program returned that is no plain value. None on the side of the tests."""
+"""Values the program returned that are not plain. None in the process of the tests."""
 
 
 def run_script(source: str, pipe: Pipe) -> None:
+    """Runs the program as a script."""
     exec(compile(source, "program.py", "exec"), {"__name__": "__main__", "__builtins__": builtins})
     sys.stdout.flush()
     os._exit(0)
 
 
 def serve(source: str, pipe: Pipe) -> None:
-    """Load the program, say which names it has, then answer calls until the pipe ends."""
+    """Loads the program, sends the names it defines, then answers calls until the pipe ends."""
     scope: dict[str, Any] = {"__name__": "program", "__builtins__": builtins}
     kept: list[Any] = []
     if not _attempt(pipe, lambda: _load(source, scope, kept)):
@@ -69,23 +70,23 @@ def _do(call: dict[str, Any], scope: dict[str, Any], kept: list[Any]) -> Any:
 
 
 def _attempt(pipe: Pipe, act: Callable[[], dict[str, Any]]) -> bool:
-    """Send what `act` gives, or what it raises: sys.exit() in a program is an answer like any other."""
+    """Sends what `act` returns or raises; returns whether it returned. sys.exit() in a program is an answer too."""
     try:
         _send(pipe, act())
-    except BaseException as error:  # noqa: BLE001  # it is the program's, whatever it is
+    except BaseException as error:  # noqa: BLE001  # raised by the program
         _send(pipe, {"error": [type(error).__name__, str(error)[:200]]})
         return False
     return True
 
 
 def test(source: str, pipe: Pipe) -> None:
-    """Run the tests, a JSON list of sources; PASSED on standard output if none of them raised."""
+    """Runs the tests, a JSON list of sources; writes PASSED to standard output if none of them raised."""
     sys.stdout = io.StringIO()
     names = _answer(_receive(pipe))
     scope: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
     scope.update((name, _unpack(value, None)) for name, value in names["constants"].items())
-    scope.update((name, Remote(name, pipe)) for name in names["functions"])
-    # Tests may lean on what the program imported; they get modules of their own.
+    scope.update((name, RemoteFunction(name, pipe)) for name in names["functions"])
+    # Tests may use modules that the program imported; they import their own copies.
     scope.update(
         (name, importlib.import_module(module))
         for name, module in names["modules"].items()
@@ -100,8 +101,8 @@ def test(source: str, pipe: Pipe) -> None:
 MODES = {"script": run_script, "serve": serve, "test": test}
 
 
-class Remote:
-    """A function of the program, in its other sandbox."""
+class RemoteFunction:
+    """Calls a function of the program in the other sandbox."""
 
     def __init__(self, name: str, pipe: Pipe) -> None:
         self.__name__, self._pipe = name, pipe
@@ -114,15 +115,15 @@ class Remote:
 
 
 class Opaque:
-    """Something of the program's that is no plain value: it can be handed back, and equals nothing but itself."""
+    """Refers to a value of the program that is not plain: tests can pass it back, and it equals only itself."""
 
-    def __init__(self, place: int) -> None:
-        self.place = place
+    def __init__(self, index: int) -> None:
+        self.index = index
 
 
 def _answer(reply: dict[str, Any] | None) -> dict[str, Any]:
     if reply is None:
-        raise RuntimeError("the program has ended")
+        raise RuntimeError("the program ended")
     if "error" in reply:
         kind = getattr(builtins, str(reply["error"][0]), None)
         plain = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError)
@@ -177,7 +178,7 @@ def _pack_rare(value: Any, kept: Kept) -> Any:
 
 
 def _pack_scalar(value: Any) -> Any:
-    """Exactly None, bool, int, float or str: a subclass may say of itself what it likes."""
+    """Converts to exactly None, bool, int, float or str: a subclass could override comparison."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -190,9 +191,9 @@ def _pack_scalar(value: Any) -> Any:
 
 def _pack_opaque(value: Any, kept: Kept) -> Any:
     if isinstance(value, Opaque):
-        return {"opaque": value.place}
+        return {"opaque": value.index}
     if kept is None:
-        raise TypeError(f"a test hands over a {type(value).__name__}")
+        raise TypeError(f"a test passes a {type(value).__name__}, which is not a plain value")
     kept.append(value)
     return {"opaque": len(kept) - 1}
 
@@ -225,7 +226,7 @@ def _send(pipe: Pipe, message: dict[str, Any]) -> None:
 
 
 def _receive(pipe: Pipe) -> dict[str, Any] | None:
-    """The next message; None when the other side has ended."""
+    """Returns the next message, or None if the other side has ended."""
     length = _read(pipe[0], 4)
     if length is None:
         return None

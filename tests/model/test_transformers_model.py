@@ -1,4 +1,4 @@
-"""Models of other families, through transformers: packed as alone, in value and gradient; written and read again."""
+"""Models of other families, through transformers: packing, gradients, saving and loading."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def logprobs(model: TransformersModel, tokens: Tensor, positions: Tensor, segmen
     return token_logprobs(model, hidden.flatten(0, 1), tokens.flatten(), temperature=0.8, chunk=5)
 
 
-def test_packed_samples_give_the_loss_and_gradients_of_each_alone(model: TransformersModel) -> None:
+def test_packed_samples_have_the_loss_and_gradients_of_separate_ones(model: TransformersModel) -> None:
     alone = torch.cat([logprobs(model, torch.tensor([p]), torch.arange(len(p))[None], None) for p in PARTS])
     weights = torch.linspace(-1, 1, len(alone))
     expected = gradients(model, (alone * weights).sum())
@@ -59,7 +59,7 @@ def test_packed_samples_give_the_loss_and_gradients_of_each_alone(model: Transfo
         assert (gradient - expected[name]).norm() <= 1e-4 * expected[name].norm() + 1e-6, name
 
 
-def test_logits_and_names_are_those_of_transformers_and_survive_a_write(
+def test_logits_and_names_equal_those_of_transformers_after_saving(
     model: TransformersModel, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -73,7 +73,7 @@ def test_logits_and_names_are_those_of_transformers_and_survive_a_write(
         torch.testing.assert_close(ours, theirs(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_only_a_family_that_cannot_be_packed_is_unpacked(tmp_path: Path) -> None:
+def test_only_a_family_that_cannot_be_packed_gets_one_sample_per_row(tmp_path: Path) -> None:
     packs = {}
     for family in FAMILIES:
         create_model(str(folder_of(family, tmp_path / family)), tmp_path / f"{family}-0", seed=0)
@@ -81,15 +81,17 @@ def test_only_a_family_that_cannot_be_packed_is_unpacked(tmp_path: Path) -> None
         assert isinstance(loaded, TransformersModel)
         assert len(loaded.blocks()) == 2
         packs[family] = loaded.packs
-    assert packs == {family: family != "bloom" for family in FAMILIES}  # ALiBi counts from the row's start
+    assert packs == {
+        family: family != "bloom" for family in FAMILIES
+    }  # ALiBi counts positions from the row's start
 
 
-def test_our_families_stay_ours(tmp_path: Path) -> None:
+def test_supported_families_are_loaded_as_decoder(tmp_path: Path) -> None:
     create_model("tiny", tmp_path / "m", seed=0)
     assert isinstance(load_causal(tmp_path / "m"), Decoder)
 
 
-def test_a_folder_that_nobody_can_read_says_both_reasons(tmp_path: Path) -> None:
+def test_an_unreadable_folder_gives_both_reasons(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text('{"model_type": "nonesuch"}')
     with pytest.raises(ValueError, match=r"model_type='nonesuch' is not supported.*transformers says"):

@@ -1,4 +1,4 @@
-"""A task of somebody's own: docs/own-task.md's example, as a package that is really installed."""
+"""A task of another package: the example of docs/own-task.md, installed."""
 
 import re
 import subprocess
@@ -16,7 +16,7 @@ def example() -> str:
 
 
 def install(folder: Path, source: str) -> None:
-    """As pip leaves a package behind: the module, and what it declares."""
+    """Writes the files that pip would install: the module and its metadata."""
     (folder / "reverse_words.py").write_text(source)
     info = folder / "reverse_words-1.0.dist-info"
     info.mkdir()

@@ -1,6 +1,6 @@
-"""silu(gate) * up in one kernel is what a product and silu_mul give.
+"""The gated product in one kernel equals a matrix product followed by silu_mul.
 
-Needs a GPU, or Triton's interpreter on a CPU: TRITON_INTERPRET=1 pytest -m gpu tests/model/test_gate_kernels.py
+Needs a GPU, or Triton's interpreter on a CPU: TRITON_INTERPRET=1 pytest -m gpu tests/model/test_gated_product.py
 """
 
 import pytest
@@ -11,7 +11,9 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(("num_rows", "hidden", "half"), [(1, 64, 64), (130, 72, 96), (300, 576, 1536)])
-def test_equals_product_and_gate(num_rows: int, hidden: int, half: int, kernel_device: str) -> None:
+def test_the_kernel_equals_product_and_gate(
+    num_rows: int, hidden: int, half: int, kernel_device: str
+) -> None:
     from shoal.model.kernels import elementwise  # needs Triton
 
     dtype = torch.float16 if kernel_device == "cpu" else torch.bfloat16
@@ -26,7 +28,7 @@ def test_equals_product_and_gate(num_rows: int, hidden: int, half: int, kernel_d
     torch.testing.assert_close(found_TF.float(), F.silu(gate_TF) * up_TF, atol=0.02, rtol=0.02)
 
 
-def test_what_the_kernel_cannot_take_is_left_to_torch(kernel_device: str) -> None:
+def test_unsupported_sizes_and_dtypes_are_left_to_torch(kernel_device: str) -> None:
     from shoal.model.kernels import elementwise
 
     x_TH = torch.zeros(3, 20, device=kernel_device, dtype=torch.float16)

@@ -1,4 +1,4 @@
-"""Files by path here and by digest between machines."""
+"""Files by path on one machine, by digest between machines; problems listed in a file."""
 
 import hashlib
 import json
@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from shoal.tasks import make_task
+from shoal.tasks.datasets.data_set import listed_row
 from shoal.tasks.datasets.file_options import file_digests, keep_files, with_files_from, without_digests
-from shoal.tasks.datasets.listed import listed_row
 from shoal.wire.run_spec import TaskSpec
 
 ROW = {"question": "1 + 1?", "answer": "#### 2"}
 
 
-def test_the_public_terms_name_files_by_digest_and_say_nothing_of_paths(tmp_path: Path) -> None:
+def test_public_terms_contain_digests_and_no_paths(tmp_path: Path) -> None:
     path, kept, fetched = tmp_path / "rows.jsonl", tmp_path / "kept", tmp_path / "fetched"
     path.write_text(json.dumps(ROW))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -33,7 +33,7 @@ def test_the_public_terms_name_files_by_digest_and_say_nothing_of_paths(tmp_path
         make_task(with_files_from(public, tmp_path / "elsewhere")).problem("eval", 0)
 
 
-def test_a_file_may_be_pinned(tmp_path: Path) -> None:
+def test_a_file_can_be_pinned_by_its_digest(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(ROW))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -41,10 +41,10 @@ def test_a_file_may_be_pinned(tmp_path: Path) -> None:
     assert make_task(TaskSpec(name="gsm8k", options=options)).problem("eval", 0).answer == "2"
     assert "path_sha256" not in keep_files(TaskSpec(name="gsm8k", options=options), tmp_path / "kept").options
     other = TaskSpec(name="gsm8k", options=options | {"path_sha256": "0" * 64})
-    with pytest.raises(ValueError, match=f"has SHA-256 {digest}, path_sha256 says 000"):
+    with pytest.raises(ValueError, match=f"has SHA-256 {digest}, but path_sha256 is 000"):
         make_task(other)
     make_task(without_digests(other))
-    with pytest.raises(ValueError, match="path_sha256 is given, but not path"):
+    with pytest.raises(ValueError, match="path_sha256 is set, but path is not"):
         make_task(TaskSpec(name="gsm8k", options={"path_sha256": digest}))
 
 
@@ -58,13 +58,13 @@ def test_listed_problems_are_graded_by_their_task(tmp_path: Path) -> None:
     assert listed.problem("eval", 3) == task.problem("eval", 3), "held out by the task, so never trained on"
     problem = listed.problem("train", 9)
     assert listed.chat == task.chat and listed.reward(problem, problem.answer, 1).value == 1.0
-    for line, said in (
+    for line, message in (
         (json.dumps({"prompt": "1", "answer": "1", "task": {"name": "listed"}}), "by another list"),
         (json.dumps({"prompt": "1", "answer": "1"}), "row 1: expected prompt, answer and the same task"),
-        (json.dumps({"prompt": "1", "answer": "1", "task": {"nam": "add"}}), "row 1: no task"),
+        (json.dumps({"prompt": "1", "answer": "1", "task": {"nam": "add"}}), "row 1: the task is invalid"),
         ("", "has no rows"),
     ):
-        path = tmp_path / f"{len(said)}.jsonl"
+        path = tmp_path / f"{len(message)}.jsonl"
         path.write_text(line)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             make_task(TaskSpec(name="listed", options={"path": str(path)})).problem("eval", 0)

@@ -1,6 +1,6 @@
-"""Attention inside runs laid end to end, by one kernel, against torch's, row by row.
+"""Attention inside runs laid end to end, by one kernel, compared with torch's, row by row.
 
-Needs a GPU, or Triton's interpreter on a CPU: TRITON_INTERPRET=1 pytest -m gpu tests/model/test_segment_kernels.py
+Needs a GPU, or Triton's interpreter on a CPU: TRITON_INTERPRET=1 pytest -m gpu tests/model/test_prompt_attention.py
 """
 
 from itertools import accumulate
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.gpu
         (9, 3, 64, [64, 3, 100, 70, 128, 0, 1], {1: 0, 3: 2, 4: 2, 5: 2, 6: 4}),
         (4, 4, 128, [200], {}),
         (4, 2, 16, [70, 3], {1: 0}),
-        (2, 2, 80, [66, 64], {1: 0}),  # as wide as no power of two
+        (2, 2, 80, [66, 64], {1: 0}),  # not a power of two
         (4, 1, 8, [10, 128], {1: 0}),
     ],
 )
-def test_runs_look_at_their_rows_alone(
+def test_runs_attend_only_to_their_rows(
     heads: int, kv_heads: int, head_dim: int, lengths: list[int], follows: dict[int, int], kernel_device: str
 ) -> None:
     from shoal.model.kernels.prompt_attention import attend_runs  # needs Triton

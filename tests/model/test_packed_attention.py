@@ -1,4 +1,4 @@
-"""Bounds of packed samples, and on CUDA: attention by bounds against the dense mask, kernels against plain torch."""
+"""Segments of packed samples; on CUDA, attention by segments and kernels compared with plain torch."""
 
 import pytest
 import torch
@@ -25,14 +25,14 @@ SHAPE = Shape(
 )
 
 
-def test_bounds_end_with_ids_and_with_rows() -> None:
+def test_segments_end_with_ids_and_with_rows() -> None:
     found = find_segments(torch.tensor([[0, 0, 0, 1, 1, -1], [1, 1, 1, 1, 1, 1]]))
     assert found.starts_S.tolist() == [0, 3, 5, 6, 12, 12, 12, 12]
     assert found.longest == 8
     assert found.spans == ()
 
 
-def test_few_long_samples_are_taken_one_by_one() -> None:
+def test_few_long_samples_are_computed_one_by_one() -> None:
     found = find_segments(torch.zeros(2, LONG, dtype=torch.long))
     assert found.spans == ((0, LONG), (LONG, 2 * LONG))
 
@@ -61,7 +61,7 @@ def test_entropy_and_its_gradient_equal_the_plain_formula(chunk: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [[300, 17, 1, 700], [LONG + 5, LONG]])
-def test_attention_by_bounds_equals_the_dense_mask(lengths: list[int]) -> None:
+def test_attention_by_segments_equals_the_dense_mask(lengths: list[int]) -> None:
     torch.manual_seed(0)
     exact = Decoder(SHAPE).cuda()
     fast = Decoder(SHAPE).cuda()

@@ -1,0 +1,56 @@
+"""Grades programs by tests, in a sandbox.
+
+The program is the last ```python block of the reply. All tests must pass: partial credit would teach to write for the tests.
+"""
+
+import json
+import re
+from typing import Any
+
+from shoal.tasks.grading.sandbox import SandboxLimits, passes, run_script
+from shoal.tasks.task import RIGHT, UNPARSEABLE, WRONG, Problem, Reward, reply_of
+
+LIMITS = SandboxLimits()
+"""Limits of all calls of a program together."""
+SCRIPT_LIMITS = SandboxLimits(cpu_s=5, wall_s=30.0)
+"""Limits of one run of a script, as in the INTELLECT-2 report."""
+MAX_PROGRAM_CHARS = 100_000
+
+_BLOCK = re.compile(r"```(?:python|py)\s*\n(.*?)```", re.DOTALL)
+
+
+def in_block(program: str) -> str:
+    """Returns the program in a ```python block, as an answer has it."""
+    return f"```python\n{program.rstrip()}\n```"
+
+
+def program_in(text: str) -> str | None:
+    """Returns the last ```python block of the reply, or None."""
+    blocks: list[str] = _BLOCK.findall(reply_of(text))
+    return blocks[-1] if blocks and len(blocks[-1]) <= MAX_PROGRAM_CHARS else None
+
+
+def grade_program(problem: Problem, text: str) -> Reward:
+    """Runs the program in the reply against the tests of `problem.check`.
+
+    `check` is JSON: `tests` call the program's functions, `scripts` are pairs of standard input and expected output.
+    """
+    program = program_in(text)
+    if program is None:
+        return UNPARSEABLE
+    check: dict[str, Any] = json.loads(problem.check)
+    program = check.get("before", "") + program
+    tests, scripts = check.get("tests", []), check.get("scripts", [])
+    good = not tests or passes(program, tests, limits=LIMITS)
+    good = good and all(_prints(program, stdin, wanted) for stdin, wanted in scripts)
+    return RIGHT if good else WRONG
+
+
+def _prints(program: str, stdin: str, wanted: str) -> bool:
+    """Returns whether the script prints what is wanted, compared line by line without leading and trailing spaces."""
+    ended = run_script(program, stdin.encode(), limits=SCRIPT_LIMITS)
+    return ended.status == 0 and _lines(ended.output.decode(errors="replace")) == _lines(wanted)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().splitlines()]
