@@ -127,9 +127,7 @@ def test_bfloat16_stays_bfloat16(decoder: Decoder) -> None:
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
     ],
 )
-def test_unsupported_settings_are_errors(
-    change: dict[str, object], message: str, tmp_path: Path
-) -> None:
+def test_unsupported_settings_are_errors(change: dict[str, object], message: str, tmp_path: Path) -> None:
     _, folder = _reference("llama", tmp_path)
     config = json.loads((folder / "config.json").read_text())
     config.pop("rope_parameters", None)
