@@ -54,7 +54,15 @@ from shoal.swarm.validator.judge import open_submission
 from shoal.swarm.validator.recompute import Checked, Policy, recompute_many
 from shoal.swarm.validator.table_reader import Reader
 from shoal.tasks import make_task
-from shoal.toploc.decision import CERTAIN, OUTLIER, STATISTICS, Unit, bound_for, outlier_bound, terms_of
+from shoal.toploc.decision import (
+    CERTAIN,
+    OUTLIER,
+    STATISTICS,
+    Unit,
+    bound_for,
+    calibrated_statistic,
+    outlier_bound,
+)
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.lease import Lease, PolicyRef
 from shoal.wire.messages import Claim
@@ -364,9 +372,11 @@ class Bench:
 def segment_score(segment: toploc.SegmentCheck, noise: Noise) -> float:
     score = 0.0
     for name, measure in STATISTICS.items():
-        terms = terms_of(noise, name)
-        for unit in measure([segment]) if terms else ():
-            score += (unit.value - terms.moments(unit.size).mean) / math.sqrt(terms.variance(unit.size))
+        calibrated = calibrated_statistic(noise, name)
+        for unit in measure([segment]) if calibrated else ():
+            score += (unit.value - calibrated.moments(unit.size).mean) / math.sqrt(
+                calibrated.variance(unit.size)
+            )
     return score
 
 
@@ -377,15 +387,15 @@ def redraw(submissions: Sequence[tuple[list[Units], list[int]]], noise: Noise) -
     sums = {name: prompt_sums(submissions, noise, name) for name in STATISTICS}
     refused = np.zeros(REDRAWN, dtype=bool)
     for name, table_P4 in sums.items():
-        terms = terms_of(noise, name)
-        if terms is None or not len(table_P4):
+        calibrated = calibrated_statistic(noise, name)
+        if calibrated is None or not len(table_P4):
             continue
         per_submission = max(1, len(table_P4) // len(submissions))
         drawn = table_P4[rng.integers(0, len(table_P4), size=(REDRAWN, per_submission))]
         excess, variance, count, rows = (drawn[:, :, column] for column in range(4))
-        spread = terms.honest.inflation * variance.sum(1)
-        spread += terms.honest.prompt_variance * np.square(count).sum(1)
-        bounds = {n: certain_bound(terms.honest.tails, int(n)) for n in np.unique(rows.sum(1)) if n}
+        spread = calibrated.honest.inflation * variance.sum(1)
+        spread += calibrated.honest.prompt_variance * np.square(count).sum(1)
+        bounds = {n: certain_bound(calibrated.honest.tails, int(n)) for n in np.unique(rows.sum(1)) if n}
         certain = np.array([bounds.get(n, math.inf) for n in rows.sum(1)])
         refused |= excess.sum(1) / np.sqrt(np.maximum(spread, 1e-30)) > certain
     return int(refused.sum())
@@ -399,15 +409,15 @@ def prompt_sums(
     submissions: Sequence[tuple[list[Units], list[int]]], noise: Noise, name: str
 ) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]]":
     """[P, 4] excess, variance, units and rows of every prompt of every submission."""
-    terms, found = terms_of(noise, name), {}
+    calibrated, found = calibrated_statistic(noise, name), {}
     for number, (rows, prompts) in enumerate(submissions):
         for row, prompt in zip(rows, prompts, strict=True):
-            units = [unit for unit in STATISTICS[name](row) if terms and terms.tests(unit.size)]
+            units = [unit for unit in STATISTICS[name](row) if calibrated and calibrated.tests(unit.size)]
             of = found.setdefault((number, prompt), np.zeros(4))
-            if units and terms:
+            if units and calibrated:
                 of += (
-                    sum(unit.value - terms.moments(unit.size).mean for unit in units),
-                    sum(terms.variance(unit.size) for unit in units),
+                    sum(unit.value - calibrated.moments(unit.size).mean for unit in units),
+                    sum(calibrated.variance(unit.size) for unit in units),
                     len(units),
                     1,
                 )

@@ -1,4 +1,4 @@
-"""The kernel that makes proofs on a device makes those of the host, byte for byte.
+"""The kernel that builds proofs on a device gives the bytes of the host.
 
 Needs a GPU, or Triton's interpreter on a CPU: TRITON_INTERPRET=1 pytest -m gpu tests/toploc/test_build_kernels.py
 """
@@ -52,8 +52,8 @@ def test_points_give_the_proofs_of_the_host(size: int, topk: int, kernel_device:
     assert by_kernel(indices_SK, bits_SK, kernel_device) == proofs_of_points(indices_SK, bits_SK)
 
 
-def test_the_modulus_is_the_one_that_the_host_finds(kernel_device: str) -> None:
-    """One line needs none but the largest, one the next, one the third."""
+def test_the_kernel_finds_the_modulus_of_the_host(kernel_device: str) -> None:
+    """The rows need the largest modulus, the second or the third."""
     indices_SK = np.array(
         [[0, 5, 9, 70000], [0, PRIME, 3, 7], [0, PRIME, PRIME - 1 + 4, 4], [1, 2, 3, PRIME]]
     )
@@ -69,7 +69,7 @@ def states(lengths: list[int], hidden: int, device: str) -> list[torch.Tensor]:
 
 
 def by_host(rows: list[torch.Tensor], topk: int) -> list[bytes]:
-    """From the points that the device chooses."""
+    """Builds proofs on the host from the points that the device chooses."""
     proofs = [b""] * len(rows)
     for batch in padded_batches(rows, segment_tokens=32):
         for (row, _), proof in zip(batch.places, proofs_of_points(*top_points(batch, topk)), strict=True):
@@ -88,12 +88,12 @@ def test_rows_of_all_lengths(kernel_device: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("hidden", "topk"), [(576, 128), (2560, 128), (5120, 128), (64, 500)])
 def test_many_rows(hidden: int, topk: int, kernel_device: str) -> None:
-    """More segments than are worked on together."""
+    """Builds more proofs than fit in one batch."""
     if kernel_device == "cpu":
         pytest.skip("too much for the interpreter")
     rows = states(
         [*range(8, 200, 8), *([64] * 450)], hidden, kernel_device
-    )  # of 8 tokens and more, so that 500 of 64 wide fit
+    )  # at least 8 tokens, so that every segment has 500 values
     assert toploc.build_proofs(rows, topk=topk) == by_host(rows, topk)
 
 

@@ -1,4 +1,4 @@
-"""The checks as a device does them give the numbers of the checks as a CPU does them, for all kinds of proofs and sizes."""
+"""Checks on a device give the same numbers as checks on a CPU, for all kinds of proofs and sizes."""
 
 from itertools import chain
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shoal import toploc
-from shoal.toploc import device, host, verify
+from shoal.toploc import device, verify
 from shoal.toploc.device import evaluate
 from shoal.toploc.field import PRIME
 from shoal.toploc.field import evaluate as evaluate_on_host
@@ -24,12 +24,12 @@ def on_device(
 ) -> list[list[toploc.SegmentCheck]]:
     with monkeypatch.context() as patch:
         patch.setattr(verify, "batches", padded_batches)
-        patch.setattr(host, "find", lambda *given: device.start(*given)())
+        patch.setattr(verify, "_check_on_host", lambda *given: device.start(*given)())
         return toploc.verify_proofs(proofs, rows, control_seed=7)
 
 
 @pytest.mark.parametrize("hidden", [192, 576, 2560])
-def test_the_same_numbers(hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_and_host_give_the_same_numbers(hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = states([32, 70, 1, 5, 0, 33], hidden, seed=1)
     honest = toploc.build_proofs(rows)
     moved = [(row.float() * (1 + 0.01 * torch.randn(row.shape))).to(torch.bfloat16) for row in rows]
@@ -70,7 +70,7 @@ def test_proofs_made_and_checked_on_a_gpu(hidden: int) -> None:
     assert {check.exponent_mismatches for row in checks for check in row} == {0}
 
 
-def test_polynomials_on_a_device() -> None:
+def test_tensor_operations_evaluate_polynomials() -> None:
     rng = np.random.default_rng(0)
     coefficients = rng.integers(0, PRIME, size=(5, 128)).astype(np.uint16)
     x = rng.integers(0, PRIME, size=(5, 200))
@@ -80,9 +80,9 @@ def test_polynomials_on_a_device() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("topk", "num_points"), [(128, 192), (8, 1), (128, 300)])
-def test_polynomials_by_a_kernel(topk: int, num_points: int, kernel_device: str) -> None:
-    """TRITON_INTERPRET=1 pytest -m gpu runs it without a GPU. All residues there are, and coefficients that are none."""
-    from shoal.toploc.value_kernels import values  # needs Triton
+def test_the_kernel_evaluates_polynomials(topk: int, num_points: int, kernel_device: str) -> None:
+    """Covers the largest residue, and coefficients above the prime. TRITON_INTERPRET=1 pytest -m gpu runs it without a GPU."""
+    from shoal.toploc.proof_kernels import values  # needs Triton
 
     rng = np.random.default_rng(0)
     coefficients = rng.integers(0, 1 << 16, size=(3, topk)).astype(np.uint16)
@@ -105,7 +105,7 @@ def test_states_that_cannot_be_proven(value: float, word: str, monkeypatch: pyte
 
 
 def test_a_modulus_that_merges_indices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At hidden 2,560 a segment passes the prime, and a forger may choose."""
+    """At hidden 2,560 a segment has more values than the prime, so a forger may choose the modulus."""
     rows = states([32], 2560, seed=4)
     (proof,) = toploc.build_proofs(rows)
     rows[0].zero_()

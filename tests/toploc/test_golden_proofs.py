@@ -1,4 +1,4 @@
-"""Our proofs are those of the published package, byte for byte (golden.json holds proofs by toploc 0.1.6)."""
+"""Our proofs have the bytes of the published package (golden.json holds proofs made by toploc 0.1.6)."""
 
 import base64
 import hashlib
@@ -25,7 +25,7 @@ def named(kind: str) -> list[Any]:
 
 
 def generated_bits(seed: int, count: int) -> np.ndarray:
-    """The golden file's generator: splitmix64 counters made into bfloat16 bit patterns with geometric exponents."""
+    """Repeats the golden file's generator: splitmix64 counters as bfloat16 bit patterns with geometric exponents."""
     with np.errstate(over="ignore"):
         z = np.uint64(seed) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
@@ -75,7 +75,7 @@ def test_states_give_the_published_proofs(entry: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "entry", [e for e in GOLDEN["activations"] if any(e["tied"])], ids=lambda e: e["name"]
 )
-def test_ties_at_the_last_place_fall_as_published(entry: dict[str, Any]) -> None:
+def test_ties_at_the_last_place_are_resolved_as_published(entry: dict[str, Any]) -> None:
     states = states_of(generated_bits(entry["seed"], entry["tokens"] * entry["hidden"]), entry["hidden"])
     (batch,) = batches([states], segment_tokens=entry["decode_batching_size"])
     chosen, _ = top_points(batch, entry["topk"])
@@ -103,8 +103,8 @@ def test_the_readme_example_gives_the_published_proofs() -> None:
     assert (first[0] + rest[0]).hex() == "".join(GOLDEN["readme"]["proofs"])
 
 
-def test_where_the_package_is_silent_we_raise_or_do_better() -> None:
-    """The package's edge cases (golden.json, `edge`): null proofs for float32 and for topk > numel; NaN accepted."""
+def test_edge_cases_that_the_package_accepts_silently() -> None:
+    """The package returns null proofs for float32 and for topk > numel, and accepts NaN (golden.json, `edge`)."""
     states = torch.randn(4, 16)
     assert toploc.build_proofs([states], topk=5) == toploc.build_proofs([states.bfloat16()], topk=5)
     with pytest.raises(toploc.ProofError, match="32 values, fewer than topk=33"):
@@ -117,7 +117,7 @@ def test_where_the_package_is_silent_we_raise_or_do_better() -> None:
         toploc.verify_proofs([bytes.fromhex(null[0])], [states], topk=5, control_seed=1)
 
 
-def test_the_documented_vectors_are_what_the_code_makes() -> None:
+def test_the_documented_vectors_match_the_code() -> None:
     page = (Path(__file__).parents[2] / "docs" / "wire" / "proof.md").read_text(encoding="utf-8")
     table, row, coinciding = [block.split("```")[0].strip() for block in page.split("```\n")[3::2]]
     states = torch.tensor([[float(word) for word in line.split()] for line in table.splitlines()])

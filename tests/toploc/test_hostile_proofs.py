@@ -1,4 +1,4 @@
-"""Strangers' bytes: a reason, never a crash."""
+"""Hostile bytes give a ProofError with a reason, never another exception."""
 
 import random
 
@@ -32,19 +32,19 @@ def with_word(proof: bytes, index: int, value: int) -> bytes:
         (with_word(PROOFS[0], 257, 0xFFFF), "coefficient is 65535"),
     ],
 )
-def test_bytes_that_are_no_proof_are_refused_with_the_row(proof: bytes, reason: str) -> None:
+def test_malformed_proofs_are_refused_with_the_row(proof: bytes, reason: str) -> None:
     with pytest.raises(toploc.ProofError, match=reason) as refused:
         toploc.verify_proofs([PROOFS[1], proof], [STATES[1], STATES[0]], control_seed=1)
     assert refused.value.row == 1
 
 
 @pytest.mark.parametrize("modulus", [0, 1, 5120, 12 * 5120, MODULUS_FLOOR - 1, PRIME + 1])
-def test_wide_segments_take_only_moduli_near_the_prime(modulus: int) -> None:
+def test_wide_segments_accept_only_moduli_near_the_prime(modulus: int) -> None:
     with pytest.raises(toploc.ProofError, match="modulus"):
         toploc.verify_proofs([with_word(WIDE_PROOF, 0, modulus)], [WIDE], control_seed=1)
 
 
-def test_a_modulus_that_merges_our_own_indices_is_refused() -> None:
+def test_a_modulus_that_merges_the_verifiers_indices_is_refused() -> None:
     modulus = PRIME - 200
     states = torch.full((32, 5120), 0.01)
     states.view(-1)[:64] = 1.0 + torch.arange(64) / 64
@@ -54,7 +54,7 @@ def test_a_modulus_that_merges_our_own_indices_is_refused() -> None:
         toploc.verify_proofs([with_word(proof, 0, modulus)], [states], control_seed=1)
 
 
-def test_counts_of_rows_must_agree() -> None:
+def test_the_number_of_rows_must_match() -> None:
     with pytest.raises(ValueError, match="2 rows of proofs for 1 rows of states"):
         toploc.verify_proofs(PROOFS, STATES[:1], control_seed=1)
 
@@ -62,7 +62,7 @@ def test_counts_of_rows_must_agree() -> None:
 @pytest.mark.parametrize(
     "count", [3_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
 )
-def test_mutations_give_a_reason_or_numbers(count: int) -> None:
+def test_mutated_proofs_give_a_proof_error_or_statistics(count: int) -> None:
     rng = random.Random(count)
     refused = numbered = 0
     for _ in range(count):
@@ -74,7 +74,7 @@ def test_mutations_give_a_reason_or_numbers(count: int) -> None:
             continue
         numbered += 1
         assert all(0 <= c.exponent_mismatches <= 128 and c.control_hits <= c.num_controls for c in checks)
-    assert refused > count // 6 and numbered > count // 6, "the mutations should reach both sides"
+    assert refused > count // 6 and numbered > count // 6, "mutations should give both outcomes"
 
 
 def mutate(proof: bytes, rng: random.Random) -> bytes:

@@ -1,4 +1,4 @@
-"""Honest noise, measured and used: honest submissions pass at the stated rate, small lies add up until they are certain."""
+"""Calibration and decision: honest submissions pass at the stated rate, and small lies in many rows become certain."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from shoal import toploc
 from shoal.toploc.decision import CERTAIN, NORMAL_TAIL, bound, bound_for, outlier_bound, size_class
-from shoal.toploc.segment_check import NO_MATCH, SegmentCheck
+from shoal.toploc.segments import NO_MATCH, SegmentCheck
 from shoal.wire.proof_noise import Noise, Tail
 
 Row = list[SegmentCheck]
@@ -34,12 +34,12 @@ def segment(mismatches: float, mantissa: float, *, size: int = FULL, signs: int 
 def draw_rows(
     rng: np.random.Generator, count: int, *, mismatches: float = 2.5, mantissa: float = 1.45
 ) -> list[Row]:
-    """Rows as SmolLM2-135M's look in bfloat16: three full segments and a short one, with a share of luck per row."""
+    """Returns rows like SmolLM2-135M's in bfloat16: three full segments and a short one, with noise shared by each row."""
     rows = []
     for _ in range(count):
-        luck = rng.normal(0, 0.05)
-        full = [segment(rng.poisson(mismatches), max(0, rng.normal(mantissa + luck, 0.2))) for _ in range(3)]
-        short = segment(rng.poisson(mismatches / 2), max(0, rng.normal(mantissa + luck, 0.6)), size=SHORT)
+        shift = rng.normal(0, 0.05)
+        full = [segment(rng.poisson(mismatches), max(0, rng.normal(mantissa + shift, 0.2))) for _ in range(3)]
+        short = segment(rng.poisson(mismatches / 2), max(0, rng.normal(mantissa + shift, 0.6)), size=SHORT)
         rows.append([*full, short])
     return rows
 
@@ -55,14 +55,14 @@ def worst(rows: Sequence[Row], noise: Noise) -> tuple[bool, bool]:
     return any(score.is_certain for score in scores), any(score.is_suspicious for score in scores)
 
 
-def test_the_measured_noise_is_that_of_the_rows(noise: Noise) -> None:
+def test_measured_noise_matches_the_rows(noise: Noise) -> None:
     assert noise.sizes == (SHORT, FULL)
     short, full = noise.mismatches.by_size
     assert (short.segments, full.segments) == (600, 1800)
     assert full.mean == pytest.approx(2.5, abs=0.15) and full.variance == pytest.approx(2.5, abs=0.3)
     assert short.mean == pytest.approx(1.25, abs=0.15)
     assert noise.mantissas.by_size[1].mean == pytest.approx(1.45, abs=0.02)
-    assert noise.mantissas.inflation > 1.05, "a row's luck is common to its segments"
+    assert noise.mantissas.inflation > 1.05, "the segments of a row share its shift"
     assert noise.measured == ("here to there: 600 rows",)
     assert Noise.parse(noise.model_dump_json()) == noise
 
@@ -94,7 +94,7 @@ def test_one_false_row_among_honest_ones_is_certain(noise: Noise) -> None:
     assert "standard deviations" in str(certain[0])
 
 
-def test_between_honest_and_certain_is_suspicious(noise: Noise) -> None:
+def test_scores_between_honest_and_certain_are_suspicious(noise: Noise) -> None:
     rng = np.random.default_rng(5)
     found = [worst(draw_rows(rng, 64, mantissa=1.55, mismatches=2.7), noise) for _ in range(40)]
     assert any(suspicious and not certain for certain, suspicious in found)
@@ -103,27 +103,27 @@ def test_between_honest_and_certain_is_suspicious(noise: Noise) -> None:
 def test_flipped_signs_and_segments_without_any_match_count(noise: Noise) -> None:
     flipped = [[segment(2, 1.45, signs=30)] * 3 for _ in range(4)]
     assert worst(flipped, noise)[0]
-    nothing = [[segment(128, NO_MATCH)] * 3 for _ in range(4)]
-    assert worst(nothing, noise)[0]
+    unmatched = [[segment(128, NO_MATCH)] * 3 for _ in range(4)]
+    assert worst(unmatched, noise)[0]
 
 
-def test_rows_without_proofs_decide_nothing(noise: Noise) -> None:
+def test_rows_without_proofs_have_no_scores(noise: Noise) -> None:
     assert toploc.noise_scores([[], []], noise) == []
     assert len(toploc.noise_scores([[], *draw_rows(np.random.default_rng(0), 1)], noise)) == 6
 
 
-def test_a_pair_of_machines_that_lies_higher_widens_the_bounds() -> None:
+def test_a_noisier_pair_of_machines_widens_the_bounds() -> None:
     rng = np.random.default_rng(6)
     near, far = draw_rows(rng, 400), draw_rows(rng, 400, mantissa=1.60)
     both = toploc.measure_noise({"near": near, "far": far}, model="m", compute_dtype="bfloat16")
     certain = [worst(draw_rows(rng, 64, mantissa=1.60), both)[0] for _ in range(50)]
-    assert not any(certain), "honest work of the pair that lies higher"
+    assert not any(certain), "honest work of the noisier pair"
 
 
-def test_a_bound_promises_no_less_than_a_normal_tail() -> None:
+def test_a_bound_is_at_least_that_of_a_normal_tail() -> None:
     flat = Tail(rows=64, one_in_100=0.0, one_in_1000=0.0)
     assert bound(flat, 1e-3) == pytest.approx(NORMAL_TAIL[1])
-    assert bound(flat, CERTAIN) > 4.75, "what 1 in a million exceed of a normal z"
+    assert bound(flat, CERTAIN) > 4.75, "1 in a million of a normal distribution exceed 4.75"
     wide = Tail(rows=1, one_in_100=3.0, one_in_1000=5.0)
     assert bound(wide, 1e-4) == pytest.approx(7.0)
     one_row = Tail(rows=1, one_in_100=0.0, one_in_1000=0.0)
@@ -135,7 +135,7 @@ def test_single_rows_have_a_longer_tail() -> None:
     assert outlier_bound(tail, 1e-2) == 3.0
     assert outlier_bound(tail, 1e-4) == pytest.approx(3.0 * 1.6**2), "at least a factor of 1.6"
     assert outlier_bound(tail, 1e-4, num_rows=4) == pytest.approx(3.0 * 1.6 ** (2 + math.log10(4)) / 2)
-    assert outlier_bound(tail, 1e-6, num_rows=256) < 5, "no one row moves a sum of many"
+    assert outlier_bound(tail, 1e-6, num_rows=256) < 5, "one row hardly changes a sum of many"
 
 
 def test_bounds_between_and_beyond_the_measured_numbers_of_rows() -> None:
@@ -148,7 +148,7 @@ def test_bounds_between_and_beyond_the_measured_numbers_of_rows() -> None:
 
 
 def with_prompts(rng: np.random.Generator, num_prompts: int, samples: int) -> tuple[list[Row], list[int]]:
-    """Rows whose noise depends on the prompt."""
+    """Returns rows whose noise depends on the prompt."""
     rows, prompts = [], []
     for prompt in range(num_prompts):
         rows += draw_rows(rng, samples, mantissa=1.45 + rng.normal(0, 0.1))
@@ -156,8 +156,8 @@ def with_prompts(rng: np.random.Generator, num_prompts: int, samples: int) -> tu
     return rows, prompts
 
 
-def test_samples_of_one_prompt_count_for_less_than_as_many_prompts() -> None:
-    """Calibrated with 4 samples a prompt, used with 16: honest submissions stay unsuspicious."""
+def test_samples_of_one_prompt_count_less_than_separate_prompts() -> None:
+    """A calibration with 4 samples per prompt does not suspect honest submissions with 32 samples per prompt."""
     rng = np.random.default_rng(8)
     rows, prompts = with_prompts(rng, 150, 4)
     shared = toploc.measure_noise({"a": rows}, model="m", compute_dtype="bfloat16", prompts={"a": prompts})
@@ -192,7 +192,7 @@ def block(gap: float, root: float, *, tokens: int = 32) -> toploc.TokenBlock:
 def with_tokens(
     rng: np.random.Generator, count: int, *, gap: float = 0.037, root: float = 0.011
 ) -> list[list[SegmentCheck | toploc.TokenBlock]]:
-    """Rows with two blocks of tokens each, as SmolLM2-135M's are: the short one is noisier."""
+    """Returns rows with two blocks of tokens each, like SmolLM2-135M's; the short block is noisier."""
     return [
         [
             *row,
@@ -234,8 +234,8 @@ def test_one_false_block_among_honest_ones_is_certain(of_tokens: Noise) -> None:
     assert (score.statistic, score.where) == ("logprobs", "of row 5, part 0")
 
 
-def test_what_a_calibration_judges(noise: Noise, of_tokens: Noise) -> None:
-    """Older files have neither tokens nor single segments; unknown sizes are nobody's."""
+def test_judges_alone_needs_a_measured_statistic_and_size(noise: Noise, of_tokens: Noise) -> None:
+    """A calibration may lack token statistics or single units, and sizes that were not measured are not judged."""
     assert toploc.judges_alone(of_tokens, "logprobs", 32) and not toploc.judges_alone(
         of_tokens, "logprobs", 1
     )
@@ -247,8 +247,8 @@ def test_what_a_calibration_judges(noise: Noise, of_tokens: Noise) -> None:
     assert certain_of(with_tokens(np.random.default_rng(13), 64, gap=0.5), noise) == set()
 
 
-def test_noise_in_float32_allows_a_hair() -> None:
-    """On one machine float32 noise is zero; z must stay finite, and a hair must not convict."""
+def test_zero_noise_in_float32_still_allows_a_small_difference() -> None:
+    """On one machine float32 noise is zero: z must stay finite, and a tiny difference must not be certain."""
     rows = [[segment(0, 0.0)] * 3 for _ in range(300)]
     still = toploc.measure_noise({"one machine": rows}, model="m", compute_dtype="float32")
     assert not worst([[segment(0, 0.002)] * 3 for _ in range(64)], still)[0]
@@ -257,7 +257,7 @@ def test_noise_in_float32_allows_a_hair() -> None:
     )
 
 
-def test_classes_of_sizes() -> None:
+def test_size_classes() -> None:
     assert [size_class((10, 20), values) for values in (1, 10, 11, 20, 99)] == [0, 0, 1, 1, 1]
 
 
@@ -267,7 +267,7 @@ def test_too_few_rows_are_refused() -> None:
         toploc.measure_noise({"near": rows}, model="m", compute_dtype="float32")
 
 
-def test_a_noise_whose_parts_do_not_fit_is_refused(noise: Noise) -> None:
+def test_a_calibration_with_contradicting_parts_is_refused(noise: Noise) -> None:
     with pytest.raises(ValidationError, match="2 moments for 1 sizes"):
         Noise(**(noise.model_dump() | {"sizes": (FULL,)}))
     with pytest.raises(ValidationError, match="must increase"):

@@ -1,4 +1,4 @@
-"""Building and verifying: batching changes nothing, honest passes, and what is said about those who are not."""
+"""Building and verifying: batching, honest states, and the statistics of wrong states and forged proofs."""
 
 import re
 from pathlib import Path
@@ -94,12 +94,12 @@ def test_flipped_signs_are_counted() -> None:
 
 
 def test_a_constant_polynomial_hits_every_control_point() -> None:
-    """The forgery that the published rule accepts: made without any model, right about most exponents."""
+    """The published rule accepts this forgery, which needs no model and is right about most exponents."""
     states = random_states(32, hidden=5120)
     typical = int(torch.tensor([3.4], dtype=torch.bfloat16).view(torch.int16))
     forged = b"".join(value.to_bytes(2, "big") for value in [PRIME, typical, *[0] * 127])
     ((check,),) = toploc.verify_proofs([forged], states, control_seed=7)
-    assert check.exponent_mismatches <= 38, "the published exponent threshold lets it pass"
+    assert check.exponent_mismatches <= 38, "the published exponent threshold accepts it"
     assert check.control_hits == check.num_controls == 128 and check.constant
 
 
@@ -115,7 +115,7 @@ def test_no_match_at_all_has_the_published_mantissa_error() -> None:
     )
 
 
-def test_the_control_seed_moves_the_control_points_only() -> None:
+def test_the_same_control_seed_gives_the_same_checks() -> None:
     states = random_states(32, 16)
     proofs = toploc.build_proofs(states)
     first, again = (toploc.verify_proofs(proofs, states, control_seed=5) for _ in range(2))
@@ -141,20 +141,20 @@ def test_states_that_cannot_be_proven_are_refused_with_the_row(states: torch.Ten
 
 
 @pytest.mark.parametrize(("topk", "segment_tokens"), [(0, 32), (-1, 32), (128, 0), (128, -3)])
-def test_terms_that_make_no_sense_are_the_callers_mistake(topk: int, segment_tokens: int) -> None:
+def test_invalid_parameters_raise_value_error(topk: int, segment_tokens: int) -> None:
     states = random_states(40)
-    terms = {"topk": topk, "segment_tokens": segment_tokens}
+    parameters = {"topk": topk, "segment_tokens": segment_tokens}
     for call in (
-        lambda: toploc.build_proofs(states, **terms),
-        lambda: toploc.verify_proofs([b""], states, **terms, control_seed=1),
-        lambda: toploc.check_format([b""], [40], hidden_size=128, **terms),
+        lambda: toploc.build_proofs(states, **parameters),
+        lambda: toploc.verify_proofs([b""], states, **parameters, control_seed=1),
+        lambda: toploc.check_format([b""], [40], hidden_size=128, **parameters),
     ):
         with pytest.raises(ValueError, match=f"topk={topk} and segment_tokens={segment_tokens} must be"):
             call()
 
 
 @pytest.mark.parametrize("states", [torch.tensor(1.0), torch.ones(128), torch.ones(2, 2, 128)])
-def test_a_verifiers_own_states_have_two_dimensions(states: torch.Tensor) -> None:
+def test_states_to_verify_must_have_two_dimensions(states: torch.Tensor) -> None:
     with pytest.raises(toploc.ProofError, match=r"expected \[tokens, hidden\] floats"):
         toploc.verify_proofs([b"\xff\xd9" * 129], [states], control_seed=1)
 
@@ -163,4 +163,4 @@ def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> Non
     page = (Path(__file__).parents[2] / "docs" / "toploc.md").read_text(encoding="utf-8")
     torch.manual_seed(0)
     exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), {})
-    assert len(capsys.readouterr().out.splitlines()) == 3, "one line a segment"
+    assert len(capsys.readouterr().out.splitlines()) == 3, "one line per segment"

@@ -1,4 +1,4 @@
-"""The search for the largest magnitudes: the very choice of torch.topk, ties included, and all that could be chosen."""
+"""The search for the largest magnitudes makes torch.topk's choice, ties included, and finds all candidates."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ KINDS = ("gaussian", "few values", "rising", "falling", "a few channels", "spars
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_choice_is_torch_topks_in_thousands_of_tie_heavy_segments(kind: str) -> None:
+def test_indices_are_those_of_torch_topk_with_many_ties(kind: str) -> None:
     generator = torch.Generator().manual_seed(len(kind))
     for _ in range(100):
         topk = int(torch.randint(1, 24, (1,), generator=generator))
@@ -56,24 +56,24 @@ def test_wide_proofs_are_those_of_plain_topk(kind: str, hidden: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_contenders_are_all_that_reach_the_last_place(kind: str) -> None:
+def test_candidates_are_all_values_that_reach_the_last_place(kind: str) -> None:
     generator = torch.Generator().manual_seed(7)
     for width in (40, 512, 2047, 2048, 5000, 40_000):
         topk = 32
         values = tie_heavy(kind, 4, width, generator)
-        found = TopSearch(topk).contenders(values)
+        found = TopSearch(topk).candidates(values)
         magnitudes = values.abs().float().numpy()
         for line, magnitude in enumerate(magnitudes):
             wanted = np.flatnonzero(magnitude >= np.sort(magnitude)[-topk])
             mine = found.indices_SW[line, : found.num_S[line]]
-            if found.num_S.max() == topk < len(wanted):  # too many ties to look at all of them
+            if found.num_S.max() == topk < len(wanted):  # too many ties to compare all of them
                 assert set(mine) <= set(wanted)
             else:
                 assert sorted(mine) == wanted.tolist()
 
 
-def test_a_prover_that_broke_ties_otherwise_matches_all_the_same() -> None:
-    """Another device's top-k takes other ones of several equal values."""
+def test_a_proof_with_other_ties_still_matches() -> None:
+    """Another device's top-k chooses other ones of several equal values."""
     values = torch.randint(1, 40, (1, 32 * 128), generator=torch.Generator().manual_seed(0)).bfloat16()
     magnitudes = values[0].float().numpy()
     order = np.lexsort((-np.arange(values.shape[1]), -magnitudes))[:128]  # the last of equal ones
@@ -85,7 +85,7 @@ def test_a_prover_that_broke_ties_otherwise_matches_all_the_same() -> None:
     assert (check.exponent_mismatches, check.mantissa_mean) == (0, 0.0)
 
 
-def test_segments_padded_for_a_device_are_judged_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padded_segments_give_the_same_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(3)
     states = [torch.randn(length, 576, generator=generator) for length in (1, 33, 70, 0, 32)]
     proofs = toploc.build_proofs(states)

@@ -1,17 +1,17 @@
-"""TOPLOC: 258 bytes that tie 32 hidden states to the model, prompt and tokens that gave them.
+"""TOPLOC: 258 bytes that tie 32 hidden states to the model, prompt and tokens that produced them.
 
     from shoal import toploc
-    proofs = toploc.build_proofs([states_TH])                                   # the worker, from its decode states
+    proofs = toploc.build_proofs([states_TH])                                   # a worker, from its decode states
     checks = toploc.verify_proofs(proofs, [states_TH], control_seed=secret)     # a validator, from one prefill
 
-Takes tensors, not models. Byte-compatible with toploc 0.1.6; docs/toploc.md has the rest.
+The library takes tensors, not models, and is byte-compatible with toploc 0.1.6. docs/toploc.md is its guide.
 """
 
 from shoal.toploc.build import build_proofs
 from shoal.toploc.calibrate import measure_noise
 from shoal.toploc.decision import Score, TokenBlock, judges_alone, noise_scores
 from shoal.toploc.proof import ProofError, check_format, expected_bytes
-from shoal.toploc.segment_check import NO_MATCH, SegmentCheck
+from shoal.toploc.segments import NO_MATCH, SegmentCheck
 from shoal.toploc.verify import start_verifying, verify_proofs
 
 __all__ = [

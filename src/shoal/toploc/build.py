@@ -1,10 +1,10 @@
-"""Proofs from states.
+"""Builds proofs from states.
 
     on a CPU            segments of one size ─▶ top-k ─▶ modulus and polynomial in NumPy ─▶ bytes
-    on a CUDA device    all segments, padded ─▶ top-k ─▶ the same in one kernel ─▶ bytes ─▶ host
+    on a CUDA device    all segments, padded ─▶ top-k ─▶ modulus and polynomial in one kernel ─▶ bytes ─▶ host
 
-What a host does for states on a device is a few launches and one copy, however many proofs there are: a worker decodes meanwhile,
-and both want the interpreter.
+For states on a device the host makes a few launches and one copy for any number of proofs: a worker decodes at the same
+time, and both need the interpreter's lock.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.toploc.device import Fetched, has_kernels
+from shoal.toploc.device import HostCopy, has_kernels
 from shoal.toploc.proof import (
     ProofError,
-    check_terms,
+    check_parameters,
     no_modulus,
     num_segments,
     proof_bytes,
@@ -37,20 +37,20 @@ from shoal.toploc.segments import (
 )
 
 _Points = tuple[list[Place], npt.NDArray[np.int64], Bits]
-"""Where segments belong, and the indices and bit patterns of their points."""
+"""Places of some segments, and the indices and bit patterns of their points."""
 
 
 def build_proofs(states_list: Sequence[Tensor], *, topk: int = 128, segment_tokens: int = 32) -> list[bytes]:
-    """One bytes per row: the proofs of its segments, end to end; empty for a row without states.
+    """Returns the proofs of each row: those of its segments, concatenated; empty for a row without states.
 
-    `states_list` holds [tokens, hidden] floats per row, in any float dtype; they are proven as bfloat16. All segments of
-    all rows are worked on together, so hand over many rows at once. ProofError if a row cannot be proven.
+    `states_list` has [tokens, hidden] floats per row, in any float dtype; they are rounded to bfloat16. Segments of all rows
+    are processed together, so pass many rows at once. Raises ProofError if a row cannot be proven.
     """
-    check_terms(topk, segment_tokens)
+    check_parameters(topk, segment_tokens)
     if states_list and has_kernels(states_list[0].device):
         return _build_on_device(states_list, topk, segment_tokens)
     proofs = [[b""] * num_segments(len(states), segment_tokens) for states in states_list]
-    for places, indices_SK, bits_SK in _together(states_list, topk, segment_tokens):
+    for places, indices_SK, bits_SK in _grouped_points(states_list, topk, segment_tokens):
         try:
             made = proofs_of_points(indices_SK, bits_SK)
         except ValueError as error:
@@ -67,31 +67,31 @@ def _build_on_device(states_list: Sequence[Tensor], topk: int, segment_tokens: i
     tables: list[Tensor] = []
     for batch in padded_batches(states_list, segment_tokens=segment_tokens):
         check_size(batch, topk)
-        (values_SN,) = batch.sheets
+        (values_SN,) = batch.tensors
         indices_SK = device_indices(values_SN, topk, batch.sizes_S)
         tables.append(proof_lines(indices_SK, torch.gather(values_SN.view(torch.int16), 1, indices_SK)))
         places += batch.places
     if not tables:
         return [b""] * len(states_list)
-    lines_SX: npt.NDArray[np.int16] = Fetched(torch.cat(tables)).wait().numpy()
+    lines_SX: npt.NDArray[np.int16] = HostCopy(torch.cat(tables)).wait().numpy()
     for s in np.flatnonzero(lines_SX[:, 0]):
-        raise _refusal(places[s], int(lines_SX[s, 0]), topk)
+        raise _error(places[s], int(lines_SX[s, 0]), topk)
     together = lines_SX[:, 1:].tobytes()
     counts = [num_segments(len(states), segment_tokens) for states in states_list]
     ends = (np.cumsum([0, *counts]) * proof_bytes(topk)).tolist()
     return [together[start:end] for start, end in pairwise(ends)]
 
 
-def _refusal(place: Place, said: int, topk: int) -> ProofError:
+def _error(place: Place, status: int, topk: int) -> ProofError:
     from shoal.toploc.proof_kernels import ALL_ZERO, NO_MODULUS
 
-    if said == NO_MODULUS:
+    if status == NO_MODULUS:
         return ProofError(no_modulus(topk), place[0])
-    return unprovable(place, all_zero=said == ALL_ZERO)
+    return unprovable(place, all_zero=status == ALL_ZERO)
 
 
-def _together(states_list: Sequence[Tensor], topk: int, segment_tokens: int) -> Iterator[_Points]:
-    """Points of segments of all sizes, BATCH segments at a time: interpolation, the dear part, asks for no equal sizes."""
+def _grouped_points(states_list: Sequence[Tensor], topk: int, segment_tokens: int) -> Iterator[_Points]:
+    """Yields the points of segments of all sizes, BATCH at a time: interpolation, the slowest part, needs no equal sizes."""
     on_device = bool(states_list) and states_list[0].device.type != "cpu"
     cut = padded_batches if on_device else batches
     places: list[Place] = []

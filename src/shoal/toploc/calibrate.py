@@ -1,8 +1,8 @@
-"""Honest noise from honest proofs.
+"""Measures honest noise from checks of honest proofs.
 
-A row's segments share its prompt and its length, and the samples of a prompt share that. What varies independently are prompts, so
-submissions of several rows are drawn from the measured prompts, with replacement, and only from those of one pair of
-machines: a pair's noise may lie a little higher than another's in all rows at once. The widest pair's tail counts.
+A row's segments share its prompt and its length, and the samples of a prompt share the prompt. Only prompts vary
+independently, so submissions of several rows are resampled from the measured prompts, with replacement, and from one pair of
+machines at a time: one pair's noise may be slightly higher than another's in every row. The widest tail of all pairs is used.
 """
 
 import math
@@ -21,18 +21,18 @@ from shoal.toploc.decision import (
     Row,
     size_class,
 )
-from shoal.toploc.segment_check import SegmentCheck
+from shoal.toploc.segments import SegmentCheck
 from shoal.wire.proof_noise import Moments, Noise, Statistic, Tail
 
 MIN_ROWS = 200
-"""Fewer say nothing about 1 in 100."""
+"""Rows needed to estimate what 1 in 100 exceeds."""
 TAIL_ROWS = (1, 4, 16, 64, 256)
 NUM_DRAWS = 20_000
-"""Submissions drawn for each tail."""
+"""Submissions resampled for each tail."""
 
 Floats = npt.NDArray[np.float64]
 Units = Sequence[Measured]
-"""Of one row, one statistic."""
+"""One statistic of the units of one row."""
 
 
 def measure_noise(
@@ -43,10 +43,10 @@ def measure_noise(
     prompts: Mapping[str, Sequence[int]] | None = None,
     seed: int = 0,
 ) -> Noise:
-    """What honest rows say about honest rows: segments of their proofs and, for log-probs and draws, blocks of their tokens. `pairs` has them by which machine proved and which checked, in words, and `prompts` the
-    number of each row's prompt (without it every row is taken to have its own).
+    """Measures the noise of honest rows: of proof segments and, for log-probs and draws, of blocks of tokens.
 
-    ValueError if one pair has too few.
+    `pairs` has the rows by a name for the pair of proving and checking machine. `prompts` has each row's prompt number;
+    without it every row has its own. Raises ValueError if a pair has too few rows.
     """
     grouped: dict[str, list[list[Row]]] = {}
     for name, rows in pairs.items():
@@ -86,7 +86,7 @@ def _by_prompt(rows: Sequence[Row], numbers: Sequence[int]) -> list[list[Row]]:
 
 
 def _size_classes(num_values: Sequence[int]) -> tuple[int, ...]:
-    """Upper ends of classes that double in size, as far as there are segments in them."""
+    """Returns the upper ends of size classes that double, without empty classes."""
     ordered = np.sort(np.asarray(num_values))
     ends: list[int] = []
     end, largest = int(ordered[0]), int(ordered[-1])
@@ -111,7 +111,7 @@ def _measure(
     moments = [_moments(values) for values in by_class]
 
     def of_units(row: Units) -> list[tuple[float, float]]:
-        """Excess and variance of those that are tested."""
+        """Returns excess and variance of the units that are tested."""
         of = [moments[size_class(sizes, unit.size)] for unit in row]
         return [
             (unit.value - moment.mean, max(moment.variance, floor**2))
@@ -120,7 +120,7 @@ def _measure(
         ]
 
     def sums(row: Units) -> tuple[float, float, float]:
-        """Excess, variance and number of the units that are tested."""
+        """Returns the summed excess, summed variance and number of the units that are tested."""
         tested = of_units(row)
         return (
             sum(excess for excess, _ in tested),
@@ -153,10 +153,10 @@ def _measure(
 
 
 def _spreads(groups: Sequence[Floats]) -> tuple[float, float]:
-    """How rows vary, beyond independent segments, and what a prompt's rows have in common.
+    """Returns the inflation of a row's variance over independent segments, and the variance shared by a prompt's rows.
 
-    Squares of a row's excess add up to inflation * variance + common * count^2, and so do those of whole prompts. Their difference
-    gives the one, the rest the other.
+    Squared excesses of rows sum to inflation * variance + common * count^2, and so do those of whole prompts. The difference of
+    both sums gives `common`, and then the first gives the inflation.
     """
     rows_R3 = np.concatenate(groups)
     prompts_P3 = np.array([group.sum(axis=0) for group in groups])

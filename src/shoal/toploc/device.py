@@ -1,9 +1,9 @@
-"""The checks of host.py as tensor operations: for states on a device, where nothing but the results should leave it.
+"""Checks states on a device with tensor operations, so that only the results are copied to the host.
 
-The same numbers, segment by segment (a test compares). Residues are int64, products of blocks float64: whole
-numbers below 2^53.
+The numbers are those of verify.py on a CPU (a test compares them). Residues are int64; products of blocks are float64, which
+is exact for whole numbers below 2^53.
 
-S segments, K top-k, W values that could be among them, C control points, N values of a segment, L coefficients of a block.
+S segments, K top-k, W candidates for the top-k, C control points, N values per segment, L coefficients per block.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,48 +18,48 @@ from torch import Tensor
 from shoal.model.packed_prefill import upload
 from shoal.toploc.field import BLOCK, PRIME
 from shoal.toploc.search import Indices
-from shoal.toploc.segment_check import (
+from shoal.toploc.segments import (
     AT_LAST_PLACE,
+    DEVICE_SURPLUS,
     MANTISSA_BOUND,
     MAX_CONTROLS,
     NO_MATCH,
     NO_POINT,
     WRONG_EXPONENT,
     WRONG_SIGN,
-    Mask,
-    SegmentCheck,
-    check_collisions,
-    control_points,
-    segment_checks,
-)
-from shoal.toploc.segments import (
-    DEVICE_SURPLUS,
     Bits,
+    Mask,
     Place,
     SegmentBatch,
+    SegmentCheck,
+    check_collisions,
     check_size,
+    control_points,
     magnitudes,
+    segment_checks,
     unprovable,
 )
 
 
-class Fetched:
-    """A tensor on its way to the host, behind what was queued before it and before what is queued after it."""
+class HostCopy:
+    """An asynchronous copy of a tensor to the host, in the order of the device's queue."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.to("cpu", non_blocking=True)
-        self._there: torch.cuda.Event | None = None
+        self._copied: torch.cuda.Event | None = None
         if tensor.is_cuda:
-            self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._there.record()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
 
     def wait(self) -> Tensor:
-        if self._there is not None:
-            self._there.synchronize()
+        """Waits for the copy and returns the tensor on the host."""
+        if self._copied is not None:
+            self._copied.synchronize()
         return self._tensor
 
 
 def has_kernels(device: torch.device) -> bool:
+    """Returns whether the Triton kernels can run on a device."""
     return device.type == "cuda" and _has_triton()
 
 
@@ -69,25 +69,25 @@ def _has_triton() -> bool:
 
 
 Finder = Callable[[], dict[Place, SegmentCheck]]
-"""Waits for what was queued."""
+"""Waits for the queued work and returns the checks."""
 
 
 def start(chosen: Iterable[tuple[SegmentBatch, Bits]], topk: int, rng: np.random.Generator) -> Finder:
-    """Queue the checks of segments and their lines."""
+    """Queues the checks of segments with their proofs (modulus and coefficients)."""
     places: list[Place] = []
     tables: list[Tensor] = []
     for batch, lines_SK in chosen:
         check_size(batch, topk)
         tables.append(_check(batch, lines_SK, control_points(batch.host_sizes, topk, rng), topk=topk))
         places += batch.places
-    fetched = Fetched(torch.cat(tables, dim=1)) if tables else None
-    return partial(_find, places, fetched, topk)
+    copied = HostCopy(torch.cat(tables, dim=1)) if tables else None
+    return partial(_find, places, copied, topk)
 
 
-def _find(places: list[Place], fetched: Fetched | None, topk: int) -> dict[Place, SegmentCheck]:
-    if fetched is None:
+def _find(places: list[Place], copied: HostCopy | None, topk: int) -> dict[Place, SegmentCheck]:
+    if copied is None:
         return {}
-    table: npt.NDArray[np.float64] = fetched.wait().numpy()
+    table: npt.NDArray[np.float64] = copied.wait().numpy()
     largest_S, collisions_S, moduli_S = table[9:]
     for s in np.flatnonzero(~np.isfinite(largest_S) | (largest_S == 0)):
         raise unprovable(places[s], all_zero=largest_S[s] == 0)
@@ -106,12 +106,12 @@ def _check(
     *,
     topk: int,
 ) -> Tensor:
-    """[12, S] float64, still on the device: what SegmentCheck has but num_points, in its order; then the largest magnitude, colliding
-    indices, and the modulus."""
-    values_SN, device = batch.sheets[0], batch.sheets[0].device
+    """Returns [12, S] float64 on the device: SegmentCheck's fields except num_points, in order; then the largest magnitude,
+    the number of colliding indices, and the modulus."""
+    values_SN, device = batch.tensors[0], batch.tensors[0].device
     bits_SN = values_SN.view(torch.int16)
     lines = upload(lines_SK.astype(np.int32), device).long()
-    columns, there = (upload(array, device) for array in controls)
+    columns, valid = (upload(array, device) for array in controls)
     moduli_S1, coefficients_SK = lines[:, :1], lines[:, 1:]
     top = torch.topk(
         magnitudes(values_SN, batch.sizes_S), min(topk + DEVICE_SURPLUS, values_SN.shape[1]), dim=1
@@ -122,7 +122,7 @@ def _check(
     x_SW = top.indices % moduli_S1
     rank_SK = _best(evaluate(coefficients_SK, x_SW), true_SW, is_point_SW, last_S1)[:, :topk]
     control_SC = torch.gather(bits_SN, 1, columns).int() & 0xFFFF
-    usable_SC = there & ((control_SC & 0x7FFF) <= last_S1.clamp(min=0x80) - 0x80)
+    usable_SC = valid & ((control_SC & 0x7FFF) <= last_S1.clamp(min=0x80) - 0x80)
     usable_SC &= usable_SC.cumsum(1) <= MAX_CONTROLS
     hits_S = _hits(evaluate(coefficients_SK, columns), control_SC, usable_SC, true_SW, is_point_SW)
     x_SK = x_SW[:, :topk].sort(dim=1).values
@@ -142,10 +142,12 @@ def _check(
 
 
 def evaluate(coefficients_SK: Tensor, x_SN: Tensor) -> Tensor:
-    """The polynomial of segment s at each x of line s, which are below PRIME; int32. On a CUDA device by a kernel, elsewhere by blocks,
-    as field.py does."""
+    """Evaluates the polynomial of each segment at its own points, which are below PRIME; returns int32.
+
+    Uses a kernel on a CUDA device and blocks of coefficients elsewhere, as field.py does.
+    """
     if has_kernels(x_SN.device):
-        from shoal.toploc.value_kernels import values
+        from shoal.toploc.proof_kernels import values
 
         return values(coefficients_SK, x_SN)
     num_segments, num_coefficients = coefficients_SK.shape
@@ -165,7 +167,7 @@ def evaluate(coefficients_SK: Tensor, x_SN: Tensor) -> Tensor:
 
 
 def _best(claimed_SW: Tensor, true_SW: Tensor, is_point_SW: Tensor, last_S1: Tensor) -> Tensor:
-    """What is wrong with each point as one number, the best first."""
+    """Ranks each point by one number made of exponent, sign and mantissa error; the best come first."""
     differ_SW = claimed_SW ^ true_SW
     rank_SW = ((claimed_SW & 0x7F) - (true_SW & 0x7F)).abs()
     rank_SW += WRONG_SIGN * (differ_SW >= 0x8000)
@@ -175,7 +177,7 @@ def _best(claimed_SW: Tensor, true_SW: Tensor, is_point_SW: Tensor, last_S1: Ten
 
 
 def _compare(rank_SK: Tensor) -> Iterator[Tensor]:
-    """Mismatches; mean, upper median and bounded mean of the mantissa error; signs."""
+    """Yields exponent mismatches; mean, upper median and bounded mean of the mantissa error; sign mismatches."""
     agree_SK = (rank_SK & WRONG_EXPONENT) == 0
     num_S = agree_SK.sum(1)
     error_SK = rank_SK & 0x7F
@@ -183,10 +185,10 @@ def _compare(rank_SK: Tensor) -> Iterator[Tensor]:
     divisor_S, some_S = num_S.clamp(min=1).double(), num_S > 0
     sorted_SK = error_SK.masked_fill(~agree_SK, 0xFFFF).sort(dim=1).values
     middle_S1 = (num_S // 2).clamp(max=rank_SK.shape[1] - 1)[:, None]
-    nothing_S = torch.full_like(divisor_S, NO_MATCH)
+    no_match_S = torch.full_like(divisor_S, NO_MATCH)
     yield (rank_SK.shape[1] - num_S).double()
-    yield torch.where(some_S, agreeing_SK.sum(1) / divisor_S, nothing_S)
-    yield torch.where(some_S, sorted_SK.gather(1, middle_S1)[:, 0].double(), nothing_S)
+    yield torch.where(some_S, agreeing_SK.sum(1) / divisor_S, no_match_S)
+    yield torch.where(some_S, sorted_SK.gather(1, middle_S1)[:, 0].double(), no_match_S)
     bounded_S = agreeing_SK.clamp(max=MANTISSA_BOUND).sum(1) / divisor_S
     yield torch.where(some_S, bounded_S, torch.full_like(divisor_S, float(MANTISSA_BOUND)))
     yield (agree_SK & ((rank_SK & WRONG_SIGN) != 0)).sum(1).double()
@@ -195,7 +197,7 @@ def _compare(rank_SK: Tensor) -> Iterator[Tensor]:
 def _hits(
     claimed_SC: Tensor, control_SC: Tensor, usable_SC: Tensor, true_SW: Tensor, is_point_SW: Tensor
 ) -> Tensor:
-    """Usable control points that claim the true exponent, or one found among the top-k."""
+    """Counts usable control points that claim the true exponent, or one found among the top-k."""
     top_SW = torch.where(is_point_SW, true_SW, true_SW[:, :1])
     among_top_SE = torch.zeros(len(true_SW), 256, dtype=torch.bool, device=true_SW.device)
     among_top_SE.scatter_(1, _exponents(top_SW), True)

@@ -1,17 +1,18 @@
-"""Cutting rows of states into segments, and batching segments of one size: what build and verify share.
+"""Segments: splitting rows of states into them, their largest values, and the record of a segment's check.
 
-    row 0   | 32 states | 32 states | 32 states | 7 |      blocks: one of 3 segments, one of 1
-    row 1   | 32 states | 20 |                             blocks: two of 1
+    row 0   | 32 states | 32 states | 32 states | 7 |      runs: one of 3 segments, one of 1
+    row 1   | 32 states | 20 |                             runs: two of 1
 
-A sheet is some segments of one size in one tensor, small enough to stay in cache: a slice of a long row as it lies in memory,
-or several short rows side by side. A batch is the sheets of up to BATCH segments.
+Segments of one size are stacked in tensors that fit in cache: a slice of a long row without copying, or several short rows.
+A batch holds the tensors of up to BATCH segments.
 
-S segments, N values of each, K of them committed to, C columns.
+S segments, N values per segment, K of them in the proof, W candidates for the top-k, C control points.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import repeat
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,44 +20,83 @@ import torch
 from torch import Tensor
 
 from shoal.model.packed_prefill import upload
-from shoal.toploc.proof import ProofError
-from shoal.toploc.search import Contenders, Indices, TopSearch
+from shoal.toploc.proof import ProofError, modulus_floor
+from shoal.toploc.search import Candidates, Indices, TopSearch
 
 Bits = npt.NDArray[np.uint16]
+Mask = npt.NDArray[np.bool_]
+Column = npt.NDArray[Any]
 Place = tuple[int, int]
-"""Where a segment belongs: row, segment of the row."""
+"""Row, and index of the segment in the row."""
 
 _Number = TypeVar("_Number", np.int64, np.uint16)
 
 BATCH = 256
-"""Segments worked on together. Per-call costs are spread thin by then, and the tables still fit in cache."""
-SHEET_VALUES = 1 << 20
-"""Of one sheet at most, unless one segment has more. A larger one leaves the cache, and if it has to be put together its
-fresh memory costs as much in page faults as the search in it."""
-
-
+"""Segments that are processed together. The cost per call is small by then, and the tables still fit in cache."""
+TENSOR_VALUES = 1 << 20
+"""Most values in one tensor of segments, unless one segment has more. A larger tensor leaves the cache, and if it must be
+copied together, page faults cost as much time as the search in it."""
 DEVICE_VALUES = 1 << 27
-"""Of one batch on a device, which holds them three times over: 800 MB."""
+"""Most values in one batch on a device, which holds them three times: 800 MB."""
 DEVICE_SURPLUS = 64
-"""Values beyond the top-k that are looked at for ties on a device."""
+"""Values after the top-k that are examined for ties on a device."""
+NO_MATCH = 2.0**64
+"""Mantissa error of a segment in which no exponent matches; the published value."""
+MANTISSA_BOUND = 8
+MAX_CONTROLS = 128
+_NUM_DRAWN, _NUM_DRAWN_SHORT = 192, 512
+"""Random indices drawn to find MAX_CONTROLS small values. Nearly all values of a full segment are small enough, and less
+than half of a short segment's."""
+
+AT_LAST_PLACE, NO_POINT = 1 << 16, 1 << 17
+WRONG_EXPONENT, WRONG_SIGN = 1 << 8, 1 << 7
+"""Flags that rank points: the best come first, and points above the K-th largest magnitude before points equal to it."""
+
+
+class SegmentCheck(NamedTuple):
+    """The statistics of one segment. A tuple, because a check of 64 rows creates 2,048 of them while a device waits.
+
+    The published statistics are the exponents that differ among the top-k and, over those that agree, the mean and (upper)
+    median of |mantissa - mantissa|, in units of 2^-7.
+    """
+
+    num_values: int
+    """Size of the segment: states times hidden size."""
+    num_points: int
+    """Points compared: the top-k."""
+    exponent_mismatches: int
+    mantissa_mean: float
+    mantissa_median: float
+    mantissa_bounded: float
+    """The mean with every error limited to MANTISSA_BOUND. An index that only one side has in its top-k gives a random
+    value, whose exponent may agree by chance while its mantissa is far off."""
+    sign_mismatches: int
+    """Points whose exponent agrees but whose sign differs."""
+    control_hits: int
+    """Control points where the proof claims the true exponent, or one found among the top-k. Noise hits (e + 1) / 256
+    of them for e exponents among the top-k."""
+    num_controls: int
+    """Control points available, at most 128. A segment of one or two states may have few or none."""
+    constant: bool
+    """Whether the polynomial is a constant, which can be made without any states."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentBatch:
-    """Segments of equal size."""
+    """Segments of equal size, or padded to equal size."""
 
     places: list[Place]
-    sheets: list[Tensor]
+    tensors: list[Tensor]
     """[S, N] bfloat16 each, flattened state after state, in the order of `places`."""
     sizes_S: Tensor | None = None
-    """How many values of each are real, where they were padded to one size; there is one sheet then."""
+    """Number of real values per segment, if they were padded. A padded batch has one tensor."""
     padded_sizes: Indices | None = None
-    """The same on the host."""
+    """`sizes_S` on the host."""
 
     @property
     def num_values(self) -> int:
-        """Of one segment, the smallest if they differ."""
-        return self.sheets[0].shape[1] if self.padded_sizes is None else int(self.padded_sizes.min())
+        """Values of one segment; of the smallest if they differ."""
+        return self.tensors[0].shape[1] if self.padded_sizes is None else int(self.padded_sizes.min())
 
     @property
     def host_sizes(self) -> Indices:
@@ -65,8 +105,8 @@ class SegmentBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """Neighbouring segments of one row and one size."""
+class _SegmentRun:
+    """Consecutive segments of one row that have one size."""
 
     row: int
     first: int
@@ -74,39 +114,38 @@ class _Block:
 
 
 def batches(states_list: Sequence[Tensor], *, segment_tokens: int) -> Iterator[SegmentBatch]:
-    """Every segment of every row, in batches of one size."""
-    by_size: dict[int, list[_Block]] = {}
+    """Yields every segment of every row, in batches of one size."""
+    by_size: dict[int, list[_SegmentRun]] = {}
     for row, states in enumerate(states_list):
-        for block in _blocks(states, row, segment_tokens):
-            by_size.setdefault(block.values_SN.shape[1], []).append(block)
-    for size, blocks in by_size.items():
+        for run in _segment_runs(states, row, segment_tokens):
+            by_size.setdefault(run.values_SN.shape[1], []).append(run)
+    for size, runs in by_size.items():
         batch = SegmentBatch([], [])
-        for places, sheet in _sheets(blocks, max(1, min(BATCH, SHEET_VALUES // size))):
+        for places, tensor in _stack(runs, max(1, min(BATCH, TENSOR_VALUES // size))):
             if len(batch.places) + len(places) > BATCH:
                 yield batch
                 batch = SegmentBatch([], [])
             batch.places.extend(places)
-            batch.sheets.append(sheet)
+            batch.tensors.append(tensor)
         yield batch
 
 
 def padded_batches(states_list: Sequence[Tensor], *, segment_tokens: int) -> Iterator[SegmentBatch]:
-    """The same, padded to one size: a handful of launches on a device, however many rows and sizes there are. Rows and their
-    segments come in their order."""
+    """Yields every segment in order, padded to one size, so that a device needs few launches for any number of rows."""
     for row, states in enumerate(states_list):
         check_states(states, row)
     length_R = np.array([len(states) for states in states_list], dtype=np.int64)
     num_R = -(-length_R // segment_tokens)
     if not num_R.sum():
         return
-    # No Python a segment: this runs beside the decoding, which wants the interpreter too.
+    # No Python loop over segments: this runs while a worker decodes, and both need the interpreter's lock.
     row_S = np.repeat(np.arange(len(length_R)), num_R)
     segment_S = np.arange(len(row_S)) - np.repeat(np.cumsum(num_R) - num_R, num_R)
-    behind_S = segment_S * segment_tokens
+    offset_S = segment_S * segment_tokens
     host_2S = np.stack(
         [
-            (np.cumsum(length_R) - length_R)[row_S] + behind_S,
-            np.minimum(length_R[row_S] - behind_S, segment_tokens),
+            (np.cumsum(length_R) - length_R)[row_S] + offset_S,
+            np.minimum(length_R[row_S] - offset_S, segment_tokens),
         ]
     )
     places = list(zip(row_S.tolist(), segment_S.tolist(), strict=True))
@@ -123,55 +162,55 @@ def padded_batches(states_list: Sequence[Tensor], *, segment_tokens: int) -> Ite
 
 
 def top_points(batch: SegmentBatch, topk: int) -> tuple[Indices, Bits]:
-    """[S, K] flat indices of the largest magnitudes, and the bit patterns there.
+    """Returns [S, K] flat indices of the largest magnitudes, and the bit patterns there.
 
-    Ties fall as torch.topk has them: that is part of the format.
+    Ties are resolved as torch.topk resolves them: that is part of the format.
     """
     check_size(batch, topk)
     search = TopSearch(topk)
     indices: list[Indices] = []
     bits: list[Bits] = []
-    for sheet in batch.sheets:
-        if sheet.device.type == "cpu" and batch.sizes_S is None:
-            indices_SK = search.indices(sheet)
+    for tensor in batch.tensors:
+        if tensor.device.type == "cpu" and batch.sizes_S is None:
+            indices_SK = search.indices(tensor)
         else:
-            indices_SK = device_indices(sheet, topk, batch.sizes_S)
-        bits.append(_to_bits(torch.gather(sheet, 1, indices_SK)))
+            indices_SK = device_indices(tensor, topk, batch.sizes_S)
+        bits.append(_to_bits(torch.gather(tensor, 1, indices_SK)))
         indices.append(indices_SK.cpu().numpy())
     bits_SK = np.concatenate(bits)
     _check_bits(bits_SK, batch.places)
     return np.concatenate(indices), bits_SK
 
 
-def contender_points(batch: SegmentBatch, topk: int, columns_SC: Indices) -> tuple[Contenders, Bits, Bits]:
-    """All that could be among the top-k, [S, W] bit patterns there, and [S, C] those at the given columns."""
+def candidate_points(batch: SegmentBatch, topk: int, columns_SC: Indices) -> tuple[Candidates, Bits, Bits]:
+    """Returns all values that could be in the top-k, their [S, W] bit patterns, and the [S, C] ones at the given columns."""
     check_size(batch, topk)
     search = TopSearch(topk)
-    found: list[Contenders] = []
+    found: list[Candidates] = []
     bits: list[Bits] = []
     at_columns: list[Bits] = []
     start = 0
-    for sheet in batch.sheets:  # all that is wanted of a sheet while it is in cache
-        if sheet.device.type == "cpu" and batch.sizes_S is None:
-            contenders = search.contenders(sheet)
+    for tensor in batch.tensors:  # gather everything from a tensor while it is in cache
+        if tensor.device.type == "cpu" and batch.sizes_S is None:
+            candidates = search.candidates(tensor)
         else:
-            contenders = _device_contenders(sheet, topk, batch.sizes_S)
-        indices_SW = torch.from_numpy(contenders.indices_SW).to(sheet.device)
-        columns = torch.from_numpy(columns_SC[start : start + len(sheet)]).to(sheet.device)
-        bits.append(_to_bits(torch.gather(sheet, 1, indices_SW)))
-        at_columns.append(_to_bits(torch.gather(sheet, 1, columns)))
-        found.append(contenders)
-        start += len(sheet)
-    contenders = Contenders(
-        side_by_side([part.indices_SW for part in found]), np.concatenate([part.num_S for part in found])
+            candidates = _device_candidates(tensor, topk, batch.sizes_S)
+        indices_SW = torch.from_numpy(candidates.indices_SW).to(tensor.device)
+        columns = torch.from_numpy(columns_SC[start : start + len(tensor)]).to(tensor.device)
+        bits.append(_to_bits(torch.gather(tensor, 1, indices_SW)))
+        at_columns.append(_to_bits(torch.gather(tensor, 1, columns)))
+        found.append(candidates)
+        start += len(tensor)
+    candidates = Candidates(
+        stack_padded([part.indices_SW for part in found]), np.concatenate([part.num_S for part in found])
     )
-    bits_SW = side_by_side(bits)
+    bits_SW = stack_padded(bits)
     _check_bits(bits_SW, batch.places)
-    return contenders, bits_SW, np.concatenate(at_columns)
+    return candidates, bits_SW, np.concatenate(at_columns)
 
 
-def side_by_side(parts: Sequence[npt.NDArray[_Number]]) -> npt.NDArray[_Number]:
-    """Lines of several tables in one, with zeros behind the shorter ones."""
+def stack_padded(parts: Sequence[npt.NDArray[_Number]]) -> npt.NDArray[_Number]:
+    """Stacks tables of different widths; shorter rows are filled with zeros at the end."""
     joined = np.zeros((sum(map(len, parts)), max(part.shape[1] for part in parts)), dtype=parts[0].dtype)
     start = 0
     for part in parts:
@@ -180,26 +219,26 @@ def side_by_side(parts: Sequence[npt.NDArray[_Number]]) -> npt.NDArray[_Number]:
     return joined
 
 
-def _blocks(states: Tensor, row: int, segment_tokens: int) -> Iterator[_Block]:
+def _segment_runs(states: Tensor, row: int, segment_tokens: int) -> Iterator[_SegmentRun]:
     check_states(states, row)
     num_full, rest = divmod(len(states), segment_tokens)
     if num_full:
-        yield _Block(row, 0, states[: num_full * segment_tokens].detach().reshape(num_full, -1))
+        yield _SegmentRun(row, 0, states[: num_full * segment_tokens].detach().reshape(num_full, -1))
     if rest:
-        yield _Block(row, num_full, states[-rest:].detach().reshape(1, -1))
+        yield _SegmentRun(row, num_full, states[-rest:].detach().reshape(1, -1))
 
 
-def _sheets(blocks: Iterable[_Block], at_once: int) -> Iterator[tuple[list[Place], Tensor]]:
-    """The segments of all blocks, up to `at_once` together."""
+def _stack(runs: Iterable[_SegmentRun], at_once: int) -> Iterator[tuple[list[Place], Tensor]]:
+    """Yields the segments of all runs in tensors of up to `at_once` segments."""
     places: list[Place] = []
     parts: list[Tensor] = []
-    for block in blocks:
-        for start in range(0, len(block.values_SN), at_once):
-            part = block.values_SN[start : start + at_once]
+    for run in runs:
+        for start in range(0, len(run.values_SN), at_once):
+            part = run.values_SN[start : start + at_once]
             if len(places) + len(part) > at_once:
                 yield places, _joined(parts)
                 places, parts = [], []
-            places.extend((block.row, block.first + start + index) for index in range(len(part)))
+            places.extend((run.row, run.first + start + index) for index in range(len(part)))
             parts.append(part.to(torch.bfloat16))
     yield places, _joined(parts)
 
@@ -209,27 +248,29 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def device_indices(values_SN: Tensor, topk: int, sizes_S: Tensor | None) -> Tensor:
-    """[S, K] where the largest magnitudes are, with whatever ties the device's torch.topk chooses."""
+    """Returns [S, K] indices of the largest magnitudes; ties are resolved by the device's torch.topk."""
     return torch.topk(magnitudes(values_SN, sizes_S), topk, dim=1, sorted=False).indices
 
 
-def _device_contenders(values_SN: Tensor, topk: int, sizes_S: Tensor | None) -> Contenders:
-    """The same on a device: of values equal to the K-th largest, as many as stand among the next DEVICE_SURPLUS."""
+def _device_candidates(values_SN: Tensor, topk: int, sizes_S: Tensor | None) -> Candidates:
+    """Finds the candidates on a device. Ties beyond the next DEVICE_SURPLUS values are left out."""
     magnitudes_SN = magnitudes(values_SN, sizes_S)
     top = torch.topk(magnitudes_SN, min(topk + DEVICE_SURPLUS, values_SN.shape[1]), dim=1)
     num_S = (top.values >= top.values[:, topk - 1 : topk]).sum(dim=1)
-    return Contenders(top.indices.cpu().numpy(), num_S.cpu().numpy())
+    return Candidates(top.indices.cpu().numpy(), num_S.cpu().numpy())
 
 
 def magnitudes(values_SN: Tensor, sizes_S: Tensor | None) -> Tensor:
+    """Returns absolute values, with -1 at padding so that it never enters the top-k."""
     absolute_SN = values_SN.abs()
-    if sizes_S is not None:  # padding is below every magnitude
+    if sizes_S is not None:
         columns_N = torch.arange(absolute_SN.shape[1], device=absolute_SN.device)
         absolute_SN.masked_fill_(columns_N >= sizes_S[:, None], -1.0)
     return absolute_SN
 
 
 def check_size(batch: SegmentBatch, topk: int) -> None:
+    """Raises ProofError if a segment has fewer than `topk` values."""
     if topk > (size := batch.num_values):
         row, segment = batch.places[int(batch.host_sizes.argmin())]
         raise ProofError(f"segment {segment} has {size} values, fewer than topk={topk}", row)
@@ -241,6 +282,7 @@ def _to_bits(values: Tensor) -> Bits:
 
 
 def check_states(states: Tensor, row: int) -> None:
+    """Raises ProofError if `states` are not [tokens, hidden] floats."""
     if states.dim() != 2 or not states.is_floating_point():
         raise ProofError(
             f"states are {tuple(states.shape)} {states.dtype}, expected [tokens, hidden] floats", row
@@ -248,7 +290,7 @@ def check_states(states: Tensor, row: int) -> None:
 
 
 def _check_bits(bits_SK: Bits, places: list[Place]) -> None:
-    """The top values tell of all: to torch.topk infinity is large and NaN larger still."""
+    """Raises ProofError for NaN, infinity and all-zero segments. torch.topk puts NaN and infinity first, so the top values suffice."""
     magnitudes_SK = bits_SK & 0x7FFF
     largest_S = magnitudes_SK.max(axis=1)
     for s in np.flatnonzero((largest_S >= 0x7F80) | (largest_S == 0)):
@@ -256,6 +298,50 @@ def _check_bits(bits_SK: Bits, places: list[Place]) -> None:
 
 
 def unprovable(place: Place, *, all_zero: bool) -> ProofError:
+    """Returns the error for a segment whose values cannot be proven."""
     row, segment = place
     what = "is all zero" if all_zero else "holds NaN or infinity"
     return ProofError(f"segment {segment} {what} as bfloat16; no proof can be made of it", row)
+
+
+def segment_checks(columns: Sequence[Column], topk: int) -> list[SegmentCheck]:
+    """Returns one SegmentCheck per segment. `columns` are its fields except num_points, in order, one value per segment."""
+    sizes, *others, constants = columns
+    constants = constants & (topk > 1)
+    numbers = (column.tolist() for column in (*others, constants))
+    return list(map(SegmentCheck._make, zip(sizes.tolist(), repeat(topk), *numbers, strict=False)))
+
+
+def control_points(sizes_S: Indices, topk: int, rng: np.random.Generator) -> tuple[Indices, Mask]:
+    """Returns [S, C] random control points per segment, and a mask, because some sizes have fewer."""
+    columns_of = {int(size): _control_columns(size, topk, rng) for size in np.unique(sizes_S)}
+    columns_SC = np.zeros((len(sizes_S), max(map(len, columns_of.values()))), dtype=np.int64)
+    valid_SC = np.zeros(columns_SC.shape, dtype=np.bool_)
+    for size, columns_C in columns_of.items():
+        of_size = sizes_S == size
+        columns_SC[of_size, : len(columns_C)] = columns_C
+        valid_SC[of_size, : len(columns_C)] = True
+    return columns_SC, valid_SC
+
+
+def _control_columns(size: int, topk: int, rng: np.random.Generator) -> Indices:
+    """Draws random indices for all segments of a size, below every modulus, so that each is its own residue.
+
+    A polynomial has the same value at an index and at its residue, so no others are needed.
+    """
+    limit = min(size, modulus_floor(topk))
+    wanted = _NUM_DRAWN_SHORT if size < 64 * topk else _NUM_DRAWN
+    return rng.choice(limit, min(limit, wanted), replace=False)
+
+
+def check_collisions(count_S: Column, moduli_S: Column, places: Sequence[Place], topk: int) -> None:
+    """Raises ProofError if a modulus merges more than an eighth of the verifier's indices.
+
+    The prover's own indices are distinct under its modulus. The verifier's differ from them in a few places, so an honest
+    proof may merge a few of those.
+    """
+    for s in np.flatnonzero(count_S > max(1, topk // 8)).tolist():
+        row, segment = places[s]
+        raise ProofError(
+            f"segment {segment}: modulus {int(moduli_S[s])} merges {int(count_S[s])} of {topk} indices", row
+        )

@@ -26,7 +26,7 @@ from shoal.net.waiting import Stopped
 from shoal.swarm.validator.fact_checks import RowFacts
 from shoal.swarm.validator.format_checks import where
 from shoal.toploc import ProofError, SegmentCheck, start_verifying
-from shoal.toploc.device import Fetched
+from shoal.toploc.device import HostCopy
 from shoal.toploc.verify import Verification
 from shoal.wire.codes import Rejected
 from shoal.wire.rollouts import Rollout
@@ -236,22 +236,22 @@ class _Begun(NamedTuple):
     batch: list[_Entry]
     states: tuple[Tensor, ...]
     """Kept until all is done: a device's memory must not be given to others while one of two queues still reads it."""
-    finite: Fetched
+    finite: HostCopy
     proofs: Verification | None
     """None if some row's proof is malformed at first sight."""
-    per_token_4N: Fetched
+    per_token_4N: HostCopy
 
 
 def _begin(decoder: Decoder, batch: list[_Entry], control_seed: int) -> _Begun:
     states_NH = torch.cat(_prefill(decoder, [entry.row for entry in batch]))
     states = torch.split(states_NH, [len(entry.row.output_tokens) for entry in batch])
     with _beside(states_NH.device):
-        finite = Fetched(torch.isfinite(states_NH).all())
+        finite = HostCopy(torch.isfinite(states_NH).all())
         try:
             proofs = _start_proofs(batch, states, control_seed)
         except ProofError:
             proofs = None
-    return _Begun(batch, states, finite, proofs, Fetched(_token_columns(decoder, batch, states_NH)))
+    return _Begun(batch, states, finite, proofs, HostCopy(_token_columns(decoder, batch, states_NH)))
 
 
 @contextlib.contextmanager
