@@ -1,4 +1,4 @@
-"""Who gets in, who vouches for whom, and what the operator may order: each refusal by its code, each order in the ledger."""
+"""Admission, delegations and admin actions: each refusal has its code, each action is in the ledger."""
 
 import time
 from pathlib import Path
@@ -64,13 +64,13 @@ def count_nodes(swarm: SmallSwarm) -> int:
 # -- policies ---------------------------------------------------------------------------------------------
 
 
-def test_by_invitation(tmp_path: Path) -> None:
+def test_admission_by_invitation(tmp_path: Path) -> None:
     swarm = open_swarm(tmp_path, admission="invite")
     first, second, third = (swarm.stranger() for _ in range(3))
     for invite in ("", "guess"):
         assert refusal(enrol, first, invite=invite).code == "request.not_admitted"
     order(swarm, "invite", invite_digest("welcome"), amount=2)
-    # The code itself is written nowhere.
+    # The code itself is not stored.
     assert not any(b"welcome" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     enrol(first, invite="welcome")
     enrol(first, invite="")  # it is in
@@ -81,7 +81,7 @@ def test_by_invitation(tmp_path: Path) -> None:
     swarm.close()
 
 
-def test_an_invitation_ends(tmp_path: Path) -> None:
+def test_an_invitation_expires(tmp_path: Path) -> None:
     swarm = open_swarm(tmp_path, admission="invite")
     order(swarm, "invite", invite_digest("late"))
     with swarm.coordinator.transaction() as tx:
@@ -90,13 +90,13 @@ def test_an_invitation_ends(tmp_path: Path) -> None:
     swarm.close()
 
 
-def test_by_name(tmp_path: Path) -> None:
+def test_admission_by_listed_keys(tmp_path: Path) -> None:
     swarm = open_swarm(tmp_path, admission="allow")
     node, owned, owner = swarm.stranger(), swarm.stranger(), Key.generate()
     assert refusal(enrol, node).code == "request.not_admitted"
     order(swarm, "allow", node.id)
     enrol(node)
-    # An owner is named once, for all its nodes.
+    # An owner is listed once for all its nodes.
     word = delegate(owner, owned.id, now_s=time.time())
     assert refusal(enrol, owned, delegation=word).code == "request.not_admitted"
     order(swarm, "allow", owner.public)
@@ -108,7 +108,7 @@ def test_by_name(tmp_path: Path) -> None:
     swarm.close()
 
 
-def test_by_work(tmp_path: Path) -> None:
+def test_admission_by_proof_of_work(tmp_path: Path) -> None:
     swarm = open_swarm(tmp_path, admission="work", work_bits=10)
     info = Info.parse(swarm.public.get("/v1/info").content)
     assert (info.admission, info.work_bits) == ("work", 10)
@@ -117,13 +117,13 @@ def test_by_work(tmp_path: Path) -> None:
     assert work_bits(info.run_key, node.id, work) >= 10
     assert "this one has" in refusal(enrol, node, work="").problem.detail
     enrol(node, work=work)
-    # Another node's work is nobody else's (but for one case in a thousand).
+    # The work of one node is not valid for another (except by chance, 1 in 1,000).
     if work_bits(info.run_key, thief.id, work) < 10:
         assert refusal(enrol, thief, work=work).code == "request.not_admitted"
     swarm.close()
 
 
-def test_by_stake(tmp_path: Path) -> None:
+def test_admission_by_stake(tmp_path: Path) -> None:
     swarm = open_swarm(tmp_path, admission="stake", stake_per_lease=5)
     owner, node = Key.generate(), swarm.stranger()
     word = delegate(owner, node.id, now_s=time.time())
@@ -143,19 +143,19 @@ def test_by_stake(tmp_path: Path) -> None:
 # -- owners -----------------------------------------------------------------------------------------------
 
 
-def test_an_owner_vouches_for_a_while(tmp_path: Path) -> None:
+def test_a_delegation_expires(tmp_path: Path) -> None:
     swarm = open_swarm(tmp_path)
     owner, node, now_s = Key.generate(), swarm.stranger(), time.time()
     enter(node, delegation=delegate(owner, node.id, now_s=now_s - 86000, days=1))
     assert swarm.stats().nodes[0].owner == owner.public
     node.beat()
-    # Past its end every request is refused, until the owner vouches anew.
+    # After it expires every request is refused until the owner delegates again.
     with swarm.coordinator.transaction() as tx:
         tx.db.exec_driver_sql("UPDATE nodes SET delegated_until_s = 5")
     assert refusal(node.beat).code == "request.revoked"
     enter(node, delegation=delegate(owner, node.id, now_s=now_s))
     node.beat()
-    # Nobody else can take the node over.
+    # Another owner cannot take the node over.
     stolen = delegate(Key.generate(), node.id, now_s=now_s)
     assert refusal(enrol, node, delegation=stolen).code == "request.conflict"
     swarm.close()
@@ -189,7 +189,7 @@ def test_an_owner_revokes_a_key(tmp_path: Path) -> None:
         (600.0, "ab" * 32, "counts from"),
     ],
 )
-def test_delegations_that_do_not_count(now_s: float, node: str, words: str) -> None:
+def test_invalid_delegations_are_refused(now_s: float, node: str, words: str) -> None:
     word = delegate(Key.generate(), "ab" * 32, now_s=1000.0, days=1000 / 86400)
     with pytest.raises(Rejected, match=words):
         check_delegation(word, node, now_s=now_s)
@@ -206,10 +206,10 @@ def test_a_delegation_is_short_and_signed() -> None:
         check_delegation(longer, "ab" * 32, now_s=5)
 
 
-# -- orders -----------------------------------------------------------------------------------------------
+# -- admin actions ----------------------------------------------------------------------------------------
 
 
-def test_only_the_admin_key_orders_and_only_with_a_reason(swarm: SmallSwarm) -> None:
+def test_admin_actions_need_the_admin_key_and_a_reason(swarm: SmallSwarm) -> None:
     swarm.start()
     node = swarm.node()
     before = len(swarm.ledger())
@@ -227,7 +227,7 @@ def test_only_the_admin_key_orders_and_only_with_a_reason(swarm: SmallSwarm) -> 
     admin.close()
 
 
-def test_orders_on_nodes(swarm: SmallSwarm) -> None:
+def test_admin_actions_on_nodes(swarm: SmallSwarm) -> None:
     swarm.start()
     node = swarm.node()
     lease = node.lease()
@@ -300,7 +300,7 @@ def test_leaving_and_coming_back(swarm: SmallSwarm) -> None:
     replay(swarm.ledger())
 
 
-def test_old_software_has_a_grace(tmp_path: Path) -> None:
+def test_old_software_has_a_grace_period(tmp_path: Path) -> None:
     swarm = open_swarm(tmp_path, min_software="shoal 0.9.0", grace_s=60.0)
     node = swarm.stranger()
     enrol(node)
@@ -324,7 +324,7 @@ def test_old_software_has_a_grace(tmp_path: Path) -> None:
     swarm.close()
 
 
-def test_every_order_is_on_the_page() -> None:
+def test_every_admin_action_is_documented() -> None:
     page = (Path(__file__).parents[3] / "docs" / "operating.md").read_text()
     for action in ACTIONS:
         assert f"`{action}`" in page

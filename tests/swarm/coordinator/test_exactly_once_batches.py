@@ -1,4 +1,4 @@
-"""Accepted groups reach the trainer exactly once, whatever crashes; groups that cannot be used are counted."""
+"""Accepted groups reach the trainer exactly once, also after crashes; groups that cannot be used are counted."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def test_inference_that_trained_nothing_is_reported(swarm: SmallSwarm) -> None:
     assert stats.groups == {"batched": 4, "dropped": 2} and stats.unparseable == batch.unparseable
 
 
-def test_the_same_answer_for_ever(swarm: SmallSwarm) -> None:
+def test_a_batch_never_changes(swarm: SmallSwarm) -> None:
     swarm.start()
     node = swarm.node()
     swarm.fill(node)
@@ -86,7 +86,7 @@ def test_no_group_is_in_two_batches_across_crashes(swarm: SmallSwarm) -> None:
     verify_chain(swarm.ledger())
 
 
-def test_many_at_once_get_the_same_batch(swarm: SmallSwarm) -> None:
+def test_concurrent_requests_get_the_same_batch(swarm: SmallSwarm) -> None:
     swarm.start()
     swarm.fill(swarm.node())
     batches = at_once(lambda: swarm.batch(0), 6)
@@ -112,7 +112,7 @@ def test_groups_without_signal_are_dropped_and_counted(swarm: SmallSwarm) -> Non
     assert (len(batch.groups), batch.dropped_groups) == (4, 3)
     # Over every accepted group since the last batch: two of 1, one of 0, five of a half.
     assert batch.reward_mean == pytest.approx((2 * 1 + 0 + 5 * 0.5) / 8)
-    # What was left over was already counted, so the next batch speaks for what came after.
+    # The remaining groups were already counted, so the next batch reports only later ones.
     swarm.announce(1)
     swarm.work(node)
     swarm.work(node)
@@ -134,12 +134,12 @@ def test_stale_groups_are_void_and_counted(swarm: SmallSwarm) -> None:
     stats = swarm.stats()
     assert stats.ready_groups == 0
     assert [event.body["num_groups"] for event in swarm.events("group.stale")] == [2]
-    # Nobody had begun to check this one: it need not be checked.
+    # This one was not claimed for checking, so it need not be checked.
     assert node.status(waiting).code == "void.stale"
-    # This one was being checked: it earns its credit, and its groups are stale.
+    # This one was being checked: it gets its credit, and its groups are stale.
     assert swarm.verdict(checking).state == "accepted"
     assert [event.body["num_groups"] for event in swarm.events("group.stale")] == [2, 2]
-    # And this one comes in when it is already too old: a receipt, and void at once.
+    # This one arrives when it is already too old: it gets a receipt and is void immediately.
     slow.deliver(late)
     assert slow.status(late).code == "void.stale"
     swarm.fill(node)
@@ -171,8 +171,8 @@ def test_only_the_newest_version_gets_a_new_batch(swarm: SmallSwarm) -> None:
     assert swarm.events("batch.formed") == []
 
 
-def test_the_next_step_may_begin_while_its_version_is_on_its_way_out(swarm: SmallSwarm) -> None:
-    """The step from version 1 takes what version 0 answered, before version 1 is announced; never what is too old for it."""
+def test_the_next_batch_may_be_formed_before_its_version_is_announced(swarm: SmallSwarm) -> None:
+    """The batch of version 1 takes groups by version 0 before version 1 is announced, but never groups that are too old."""
     swarm.start()
     node = swarm.node()
     swarm.fill(node)
@@ -192,7 +192,7 @@ def test_the_next_step_may_begin_while_its_version_is_on_its_way_out(swarm: Smal
 
 
 def test_work_in_flight_is_bounded(tmp_path: Path) -> None:
-    # Two steps' worth (max_lag 1): 8 groups, 4 leases, and as much again for nodes that have shown nothing yet.
+    # Two steps (max_lag 1) need 8 groups, 4 leases; newcomers may hold as many again.
     swarm = SmallSwarm(tmp_path, CONFIG)
     swarm.start()
     nodes = [swarm.node() for _ in range(9)]
@@ -202,12 +202,12 @@ def test_work_in_flight_is_bounded(tmp_path: Path) -> None:
     assert refused.code == "request.too_early"
     assert "enough work in flight: 0 groups ready and 16 leased, of 8" in refused.problem.detail
     assert refused.problem.retry_after_s
-    # The last step needs one step's worth only, the last version none.
+    # The last step needs groups for one step only, the last version none.
     for version in (1, 2, 3):
         swarm.announce(version)
     swarm.clock.ahead_s += swarm.config.lease_s + 1
     swarm.relay_up()
-    # One prompt each now: all of them let a lease lapse.
+    # One prompt each now, because all of them let a lease expire.
     for node in nodes[:8]:
         assert len(node.lease().prompts) == 1
     assert "of 4 that" in refusal(nodes[8].lease).problem.detail

@@ -1,4 +1,4 @@
-"""Held-out evaluations: which versions, which chunks, what they come to; and the end of the run."""
+"""Held-out evaluations: their versions, their chunks, their results, and the end of the run."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +33,7 @@ def evaluate(swarm: SmallSwarm, version: int, reward: float = 1.0) -> None:
 @pytest.mark.parametrize(
     ("version", "due"), [(0, True), (1, False), (5, True), (10, True), (11, False), (12, True)]
 )
-def test_which_versions(version: int, due: bool) -> None:
+def test_versions_that_are_evaluated(version: int, due: bool) -> None:
     assert is_due(version, eval_every=5, last_version=12) is due
 
 
@@ -88,7 +88,7 @@ def test_a_chunk_is_leased_until_one_is_accepted(evaluated: SmallSwarm) -> None:
     ]
 
 
-def test_a_node_in_quarantine_gets_none(evaluated: SmallSwarm) -> None:
+def test_a_node_in_quarantine_gets_no_held_out_work(evaluated: SmallSwarm) -> None:
     evaluated.start()
     liar = evaluated.node()
     evaluated.work(liar, "reject.copied")
@@ -106,7 +106,7 @@ def test_the_mean_is_over_rollouts(evaluated: SmallSwarm) -> None:
     assert (view.reward_mean, view.rollouts, view.complete) == (9 / 15, 15, True)
     (event,) = evaluated.events("evaluation.completed")
     assert event.body == {"version": 0, "reward_mean": 9 / 15, "rollouts": 15}
-    # It only ever moves the curve.
+    # It changes only the held-out curve.
     assert evaluated.stats().ready_groups == 0
     assert evaluated.stats().nodes[0].credit > 0
 
@@ -147,7 +147,7 @@ def test_the_run_ends_with_the_evaluation_of_its_last_version(evaluated: SmallSw
     assert node.beat().finished
     assert "finished" in refusal(node.lease).problem.detail
     assert [event.body["version"] for event in evaluated.events("run.finished")] == [4]
-    # Every secret is out: the run can be audited to the last lease.
+    # Every secret is revealed, so every lease can be audited.
     committed = {event.body["epoch"] for event in evaluated.events("epoch.committed")}
     assert {event.body["epoch"] for event in evaluated.events("epoch.revealed")} == committed
 
@@ -177,7 +177,7 @@ def test_a_run_resumed_with_more_versions_is_not_over(tmp_path: Path) -> None:
     swarm.close()
 
 
-def test_a_lowered_last_version_is_settled_at_the_start(tmp_path: Path) -> None:
+def test_a_lowered_last_version_is_handled_at_the_start(tmp_path: Path) -> None:
     swarm = SmallSwarm(tmp_path, EVALUATED)
     swarm.start()
     swarm.announce(1)  # not to be evaluated, as things stand

@@ -1,4 +1,4 @@
-"""Clients that try what the threat table once listed as open: hoarding, walking away, dead relays, trust abused."""
+"""Attacks by clients: hoarding leases, abandoning seeds, dead relays and abused trust."""
 
 from pathlib import Path
 
@@ -28,11 +28,11 @@ def view_of(swarm: SmallSwarm, node: Node) -> NodeView:
 # -- hoarding ---------------------------------------------------------------------------------------------
 
 
-def test_idle_keys_cannot_keep_work_from_those_who_deliver(swarm: SmallSwarm) -> None:
+def test_idle_keys_cannot_take_work_away_from_proven_nodes(swarm: SmallSwarm) -> None:
     swarm.start()
     worker = swarm.node()
     swarm.work(worker)
-    # As many fake nodes as it takes until there is nothing left for one more of them.
+    # Add fake nodes until there is no work for one more of them.
     fakes = [swarm.node() for _ in range(20)]
     taken = 0
     for fake in fakes:
@@ -48,7 +48,7 @@ def test_idle_keys_cannot_keep_work_from_those_who_deliver(swarm: SmallSwarm) ->
     assert swarm.stats().ready_groups == 6
 
 
-def test_who_lets_leases_lapse_gets_less_and_later(swarm: SmallSwarm) -> None:
+def test_a_node_that_lets_leases_expire_gets_smaller_leases_later(swarm: SmallSwarm) -> None:
     swarm.start()
     idle = swarm.node()
     sizes = []
@@ -68,10 +68,10 @@ def test_who_lets_leases_lapse_gets_less_and_later(swarm: SmallSwarm) -> None:
     assert len(idle.lease().prompts) == 2
 
 
-# -- walking away -----------------------------------------------------------------------------------------
+# -- abandoned seeds --------------------------------------------------------------------------------------
 
 
-def test_walking_away_from_a_seed_gains_nothing(swarm: SmallSwarm) -> None:
+def test_an_abandoned_seed_is_leased_again(swarm: SmallSwarm) -> None:
     swarm.start()
     node = swarm.node()
     held = first = node.lease()
@@ -80,12 +80,12 @@ def test_walking_away_from_a_seed_gains_nothing(swarm: SmallSwarm) -> None:
         held = node.lease()
         assert held.lease_id != first.lease_id
         assert (held.seed, held.prompts, held.unit) == (first.seed, first.prompts, first.lease_id)
-    # Letting it run out is no other way; only the number of prompts shrinks.
+    # Letting the lease expire has the same effect; only the number of prompts shrinks.
     swarm.clock.ahead_s += swarm.config.lease_s + 1
     swarm.relay_up()
     shrunk = node.lease()
     assert (shrunk.unit, shrunk.seed, shrunk.prompts) == (first.lease_id, first.seed, first.prompts[:1])
-    # Answered, it is done with: the next is new.
+    # After it is delivered the next lease is new work.
     node.deliver(shrunk)
     swarm.claim()
     swarm.verdict(shrunk)
@@ -108,7 +108,7 @@ def test_a_node_with_two_leases_owes_both(tmp_path: Path) -> None:
     swarm.close()
 
 
-def test_another_nodes_debt_is_not_ones_own(swarm: SmallSwarm) -> None:
+def test_owed_work_belongs_to_one_node(swarm: SmallSwarm) -> None:
     swarm.start()
     walker, other = swarm.node(), swarm.node()
     lease = walker.lease()
@@ -133,10 +133,10 @@ def test_leases_and_claims_name_relays_that_have_the_version(swarm: SmallSwarm) 
     assert lease.relays == ("http://127.0.0.1:2",)
     node.deliver(lease)
     swarm.announce(1)
-    # The new version is nowhere yet: work goes on with the one that is.
+    # No relay has the new version yet, so work continues with the old one.
     second = node.lease()
     assert ([policy.version for policy in second.policies], second.relays) == ([0], ("http://127.0.0.1:2",))
-    # The relay of the lease dies; a validator is sent to one that lives.
+    # The relay of the lease goes offline; the claim names a live one.
     report(swarm, "http://127.0.0.1:3", 0, 1)
     swarm.clock.ahead_s += 121
     report(swarm, "http://127.0.0.1:3", 0, 1)
@@ -149,7 +149,7 @@ def test_leases_and_claims_name_relays_that_have_the_version(swarm: SmallSwarm) 
 
 @pytest.fixture
 def trusting(tmp_path: Path) -> SmallSwarm:
-    """A coordinator that checks a trusted node as rarely as it may."""
+    """Returns a swarm that checks a trusted node as rarely as possible."""
     swarm = SmallSwarm(tmp_path, CONFIG.model_copy(update={"check_rate": 0.0, "groups_per_step": 40}))
     swarm.start()
     return swarm
@@ -168,7 +168,7 @@ def verdict(swarm: SmallSwarm, lease: Lease, code: str, checks: str) -> LeaseSta
 
 
 def drawn(swarm: SmallSwarm, node: Node, checks: str) -> Lease:
-    """Work until the draw gives a submission these checks; it is claimed and not judged."""
+    """Submits until the draw gives a submission these checks, and claims it without a verdict."""
     for _ in range(60):
         lease = node.deliver()
         claim = swarm.claim()
@@ -178,7 +178,7 @@ def drawn(swarm: SmallSwarm, node: Node, checks: str) -> Lease:
     raise AssertionError(f"60 draws and none gave {checks}")
 
 
-def test_a_liar_that_earned_trust_loses_what_it_was_trusted_with(trusting: SmallSwarm) -> None:
+def test_a_trusted_liar_loses_its_unchecked_credit(trusting: SmallSwarm) -> None:
     swarm, node = trusting, trusting.node()
     for _ in range(4):
         lease = node.deliver()
@@ -200,7 +200,7 @@ def test_a_liar_that_earned_trust_loses_what_it_was_trusted_with(trusting: Small
     assert after.trust == "quarantined" and after.credit < before.credit + 100
     assert swarm.stats().ready_groups == ready - len(revoked.body["group_ids"]) < ready
     assert node.status(spared).state == "revoked"
-    # From now on everything is checked.
+    # From now on every submission gets every check.
     node.deliver()
     assert swarm.claim().checks == "full"
     books = replay(swarm.ledger())
@@ -208,7 +208,7 @@ def test_a_liar_that_earned_trust_loses_what_it_was_trusted_with(trusting: Small
     swarm.close()
 
 
-def test_suspicious_work_is_no_ones_fault_and_the_next_is_checked(trusting: SmallSwarm) -> None:
+def test_suspicious_work_is_void_and_the_next_is_checked(trusting: SmallSwarm) -> None:
     swarm, node = trusting, trusting.node()
     for _ in range(6):
         lease = node.deliver()
@@ -226,7 +226,7 @@ def test_suspicious_work_is_no_ones_fault_and_the_next_is_checked(trusting: Smal
     swarm.close()
 
 
-def test_what_waits_on_trust_is_checked_when_its_node_falls(trusting: SmallSwarm) -> None:
+def test_queued_work_gets_every_check_when_its_node_loses_trust(trusting: SmallSwarm) -> None:
     swarm, node = trusting, trusting.node()
     for _ in range(3):
         lease = node.deliver()
@@ -238,7 +238,7 @@ def test_what_waits_on_trust_is_checked_when_its_node_falls(trusting: SmallSwarm
         tx.db.execute(update(submissions).where(submissions.c.lease_id == lie.lease_id).values(checks="full"))
     swarm.claim()
     verdict(swarm, lie, "reject.forged_proof", "full")
-    # The cheap verdict comes in now, and does not count: it goes back into the queue, for every check.
+    # The verdict of the cheap checks arrives now and does not count: the submission is queued again for every check.
     assert verdict(swarm, spared, "accepted", "rewards").state == "submitted"
     claim = swarm.claim()
     assert (claim.lease, claim.checks) == (spared, "full")
@@ -246,12 +246,12 @@ def test_what_waits_on_trust_is_checked_when_its_node_falls(trusting: SmallSwarm
     swarm.close()
 
 
-def test_a_worker_cannot_tell_before_and_anybody_can_after(trusting: SmallSwarm) -> None:
+def test_draws_are_secret_before_and_verifiable_after(trusting: SmallSwarm) -> None:
     swarm, node = trusting, trusting.node()
     for _ in range(12):
         lease = node.deliver()
         verdict(swarm, lease, "accepted", swarm.claim().checks)
-    # Nothing that a node or the public sees of an open submission says which checks it got.
+    # Nothing that a node or the public can see reveals the checks of an open submission.
     lease = node.deliver()
     assert "checks" not in node.status(lease).model_dump()
     [event] = [
@@ -271,7 +271,7 @@ def test_a_worker_cannot_tell_before_and_anybody_can_after(trusting: SmallSwarm)
         == lease.seed
         == lease_seed(bytes.fromhex(secret), lease.lease_id, node.id)
     )
-    # An operator that spared a submission the draw had chosen is found out.
+    # An operator that skips checks which the draw required is detected.
     full = next(e for e in events if e.type == "verdict.given" and e.body["drawn"]["checks"] == "full")
     drawn_body = full.body["drawn"] | {"checks": "rewards"}
     forged = full.model_copy(update={"body": full.body | {"drawn": drawn_body}})
@@ -318,7 +318,7 @@ def test_lease_size_follows_the_measured_speed(swarm: SmallSwarm) -> None:
     assert len(slow.lease().prompts) == 1
 
 
-def test_a_key_that_floods_is_held_back_and_nobody_else(tmp_path: Path) -> None:
+def test_a_key_that_sends_too_many_requests_is_limited_alone(tmp_path: Path) -> None:
     swarm = SmallSwarm(tmp_path, CONFIG.model_copy(update={"requests_per_s": 2.0}))
     swarm.start()
     loud, quiet = swarm.node(), swarm.node()

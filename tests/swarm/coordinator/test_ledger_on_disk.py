@@ -1,4 +1,4 @@
-"""The ledger as the coordinator keeps it: complete, verifiable, and a changed row is found."""
+"""The ledger that the coordinator stores: it is complete, it verifies, and changed rows are detected."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from shoal.wire.seeded_draw import lease_seed
 
 
 def lived(swarm: SmallSwarm) -> SmallSwarm:
-    """A run in which nearly everything has happened."""
+    """Makes a run with nearly every type of event."""
     swarm.start()
     node, liar = swarm.node(), swarm.node()
     swarm.work(liar, "reject.copied")
@@ -36,7 +36,7 @@ def head(swarm: SmallSwarm) -> Sealed[LedgerHead]:
     return Sealed[LedgerHead].parse(swarm.public.get("/v1/ledger/head").content)
 
 
-def test_every_transition_is_there_and_the_chain_holds(swarm: SmallSwarm) -> None:
+def test_every_transition_is_recorded_and_the_chain_verifies(swarm: SmallSwarm) -> None:
     lived(swarm)
     events = swarm.ledger()
     assert verify_ledger(events, head(swarm), swarm.run_key.public) == len(events)
@@ -88,7 +88,7 @@ def test_a_changed_row_is_found(swarm: SmallSwarm, change: str) -> None:
         verify_ledger(swarm.ledger(), kept, swarm.run_key.public)
 
 
-def test_a_head_of_another_key_proves_nothing(swarm: SmallSwarm) -> None:
+def test_a_head_signed_by_another_key_is_refused(swarm: SmallSwarm) -> None:
     with pytest.raises(CorruptData):
         verify_ledger(swarm.ledger(), head(swarm), "0" * 64)
 
@@ -127,7 +127,7 @@ def test_secrets_are_committed_before_and_revealed_after(tmp_path: Path) -> None
     assert hashlib.sha256(secret).hexdigest() == commitments[1]
     for lease in leases[:2]:
         assert lease.seed == lease_seed(secret, lease.lease_id, node.id)
-    # The second epoch's last lease is still open; when it ends, however it ends, the secret is out.
+    # The last lease of the second epoch is still open; its end, of any kind, reveals the secret.
     swarm.clock.ahead_s += swarm.config.lease_s + 1
     swarm.tick()
     assert [event.body["epoch"] for event in swarm.events("epoch.revealed")] == [1, 2]

@@ -1,4 +1,4 @@
-"""The pure machines under a virtual clock: whatever happens in whatever order, what must hold holds."""
+"""Properties of the pure rules under a virtual clock, for any order of events."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ steps = st.lists(st.tuples(st.sampled_from(list(Happening)), st.floats(0, 2 * RE
 
 
 def live(happenings: list[tuple[Happening, float]]) -> list[tuple[Happening, Standing, Standing, float]]:
-    """Each step: what happened, the standing before and after, and when."""
+    """Yields each event with the standing before and after it, and its time."""
     now_s, standing, story = 1e9, Standing(trust=Trust.PROBATION, since_s=1e9), []
     for happening, wait_s in happenings:
         now_s += wait_s
@@ -49,7 +49,7 @@ def live(happenings: list[tuple[Happening, float]]) -> list[tuple[Happening, Sta
 
 
 @given(steps)
-def test_trust_moves_only_as_drawn(happenings: list[tuple[Happening, float]]) -> None:
+def test_trust_moves_only_along_the_documented_arrows(happenings: list[tuple[Happening, float]]) -> None:
     for happening, before, after, now_s in live(happenings):
         assert min(after.streak, after.rejected, after.lapses) >= 0
         if after.trust is not before.trust:
@@ -80,8 +80,8 @@ def test_trust_moves_only_as_drawn(happenings: list[tuple[Happening, float]]) ->
 
 
 @given(steps)
-def test_only_full_checks_make_trust(happenings: list[tuple[Happening, float]]) -> None:
-    """Leave out every full check: nobody is ever trusted, and everything is checked."""
+def test_only_full_checks_build_trust(happenings: list[tuple[Happening, float]]) -> None:
+    """Without a full check no node becomes trusted, and every submission is checked."""
     for _, _, after, _ in live([step for step in happenings if step[0] is not Happening.ACCEPTED]):
         assert after.trust is not Trust.TRUSTED
         assert check_rate(after, floor=0.05) == 1.0
@@ -89,7 +89,9 @@ def test_only_full_checks_make_trust(happenings: list[tuple[Happening, float]]) 
 
 
 @given(steps, st.floats(0, 1))
-def test_what_a_standing_earns(happenings: list[tuple[Happening, float]], floor: float) -> None:
+def test_checks_and_leases_of_a_standing_are_within_bounds(
+    happenings: list[tuple[Happening, float]], floor: float
+) -> None:
     for _, before, after, now_s in live(happenings):
         rate = check_rate(after, floor=floor)
         assert floor <= rate <= 1
@@ -102,7 +104,7 @@ def test_what_a_standing_earns(happenings: list[tuple[Happening, float]], floor:
             assert next_lease_s(after, lease_s=120) > now_s
 
 
-def test_a_node_that_lets_leases_lapse_loses_trust_and_patience() -> None:
+def test_a_node_that_lets_leases_expire_loses_trust_and_waits_longer() -> None:
     standing = Standing(trust=Trust.TRUSTED, streak=40)
     waits = []
     for count in range(1, LAPSES_END_TRUST + 1):
@@ -113,7 +115,7 @@ def test_a_node_that_lets_leases_lapse_loses_trust_and_patience() -> None:
     assert judge(standing, Happening.ACCEPTED, 0.0, trusted_after=N).lapses == 0
 
 
-def test_leaving_is_no_way_out_of_a_quarantine() -> None:
+def test_leaving_does_not_end_a_quarantine() -> None:
     standing = Standing(trust=Trust.PROBATION)
     for happening in (Happening.REJECTED, Happening.LEAVE, Happening.RETURN):
         standing = judge(standing, happening, 0.0, trusted_after=N)
@@ -148,7 +150,7 @@ def test_liveness_only_ages_in_order(waits: list[float], heartbeat_s: float) -> 
         )
     )
 )
-def test_a_grace_never_grows_by_saying_it_again(meetings: list[tuple[str, float]]) -> None:
+def test_a_grace_period_does_not_start_again(meetings: list[tuple[str, float]]) -> None:
     demands, now_s, fit, first = (
         Demands(protocol=1, min_software="shoal 0.3.0", grace_s=50.0),
         0.0,
@@ -187,7 +189,7 @@ earnings_given = st.lists(st.tuples(st.integers(0, 1000), st.floats(0, 3e5), st.
 
 
 @given(earnings_given, st.floats(0, 3e5), st.sampled_from(list(Trust)), st.floats(0, 3e5))
-def test_credit_adds_up_and_only_ever_becomes_final(
+def test_credit_adds_up_and_never_goes_back_from_final_to_held(
     given_earnings: list[tuple[int, float, bool, bool]], now_s: float, trust: Trust, since_s: float
 ) -> None:
     earnings = [
@@ -208,7 +210,7 @@ def test_credit_adds_up_and_only_ever_becomes_final(
     assert sum(earning.amount for earning in taken) <= sums.held
 
 
-def test_credit_is_whole() -> None:
+def test_credit_is_a_whole_number() -> None:
     assert [credit.amount(tokens, factor) for tokens, factor in ((10, 1.0), (3, 0.5), (7, 2.5))] == [
         10,
         1,
@@ -222,7 +224,7 @@ def test_draws_are_uniform_secret_and_repeatable() -> None:
     assert draws == [draw(secret, f"{index:032x}", "ab" * 32) for index in range(2000)]
     for tenth in range(10):
         assert 140 < sum(tenth / 10 <= value < (tenth + 1) / 10 for value in draws) < 260
-    # Another secret, another lease or other bytes: another draw.
+    # The draw depends on the secret, the lease and the bytes.
     assert len({draws[0], draw(other, "0" * 32, "ab" * 32), draw(secret, "0" * 32, "cd" * 32)}) == 3
     assert all(checks_all(secret, "0" * 32, "ab" * 32, 1.0) for _ in range(3))
     assert not checks_all(secret, "0" * 32, "ab" * 32, 0.0)

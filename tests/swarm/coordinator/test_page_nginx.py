@@ -1,4 +1,4 @@
-"""The page behind a real nginx, configured as docs/page.md says: under a prefix, with events that nobody holds back."""
+"""The page behind a real nginx, configured as docs/page.md says: under a prefix, and events are not buffered."""
 
 import json
 import os
@@ -31,7 +31,7 @@ pytestmark = [
 
 @pytest.fixture
 def behind(swarm: SmallSwarm, tmp_path: Path) -> Iterator[str]:
-    """The URL of a started swarm's page, as nginx serves it."""
+    """Returns the URL under which nginx serves the page of a started swarm."""
     swarm.start()
     found = re.search(r"^```nginx\n(location .*?)^```$", DOCS.read_text(), re.MULTILINE | re.DOTALL)
     assert found is not None and found[1].count("http://127.0.0.1:8700/") == 1
@@ -68,12 +68,12 @@ def look(url: str) -> None:
         raise NotYet(str(error)) from None
 
 
-def test_events_come_through_one_by_one(swarm: SmallSwarm, behind: str) -> None:
+def test_nginx_does_not_buffer_events(swarm: SmallSwarm, behind: str) -> None:
     with httpx2.stream("GET", f"{behind}v1/events", timeout=60.0) as answer:
         events = (json.loads(line[5:]) for line in answer.iter_lines() if line.startswith("data:"))
         first = next(events)
         assert first["now"]["newest_version"] == 0
-        # Nothing has filled a buffer, and the connection goes on: it can only have been passed on at once.
+        # The data fills no buffer and the connection stays open, so nginx must have forwarded the event immediately.
         node = swarm.node()
         for event in events:
             if node.id in json.dumps(event.get("workers", [])):

@@ -1,4 +1,4 @@
-"""Policy versions: in order, under the run's key, each for ever with the weights it was announced with."""
+"""Policy versions: announced in order, signed by the run key, with weights that never change."""
 
 import httpx2
 from small_swarm import SmallSwarm, manifest, refusal, report
@@ -44,14 +44,14 @@ def test_versions_come_in_order_and_end_with_the_last(swarm: SmallSwarm) -> None
     assert "4 is the last" in refusal(swarm.announce, 5).problem.detail
 
 
-def test_a_trainer_that_came_back_elsewhere_is_found_there(swarm: SmallSwarm) -> None:
+def test_a_trainer_may_serve_from_a_new_address(swarm: SmallSwarm) -> None:
     swarm.announce(0)
     body = announcement(seal(manifest(0), swarm.run_key), origin="http://10.0.0.7:1234")
     swarm.trainer.call("POST", "/v1/policies", body, Recorded)
     assert Origin.parse(swarm.public.get("/v1/origin").content).url == "http://10.0.0.7:1234"
 
 
-def test_only_manifests_of_this_run_under_its_key(swarm: SmallSwarm) -> None:
+def test_manifests_of_other_runs_and_keys_are_refused(swarm: SmallSwarm) -> None:
     forged = announcement(seal(manifest(0), Key.generate()))
     other_run = announcement(seal(manifest(0, run="other"), swarm.run_key))
     good = seal(manifest(0), swarm.run_key)
@@ -71,7 +71,7 @@ def test_only_manifests_of_this_run_under_its_key(swarm: SmallSwarm) -> None:
     assert swarm.stats().newest_version is None
 
 
-def test_leases_allow_what_is_fresh_enough(swarm: SmallSwarm) -> None:
+def test_leases_allow_the_versions_that_are_fresh_enough(swarm: SmallSwarm) -> None:
     swarm.start()
     swarm.announce(1)
     swarm.announce(2)

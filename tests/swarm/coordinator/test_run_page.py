@@ -1,4 +1,4 @@
-"""The page's data and its feed: what a snapshot holds, how little is computed, and who may look."""
+"""The page's data and its events: content of a snapshot, when snapshots are taken, and the limit of viewers."""
 
 import json
 import threading
@@ -24,7 +24,7 @@ from shoal.wire.page_data import NodePage, Snapshot
 
 
 def take(swarm: SmallSwarm) -> Snapshot:
-    """A new one: of the same moment as what the test has just done."""
+    """Takes a new snapshot, so that it includes what the test has just done."""
     swarm_feed(swarm)._next_s = float("-inf")
     return Snapshot.parse(swarm.public.get("/v1/page").raise_for_status().content)
 
@@ -45,7 +45,7 @@ def test_a_run_that_has_not_begun(swarm: SmallSwarm) -> None:
     assert seen.terms.run == "small" and seen.head is not None and seen.head.type == "run.opened"
 
 
-def test_a_snapshot_tells_the_run(swarm: SmallSwarm) -> None:
+def test_a_snapshot_has_all_sections(swarm: SmallSwarm) -> None:
     swarm.start()
     honest, liar = swarm.node(), swarm.node()
     step(swarm, honest, 1)
@@ -116,7 +116,7 @@ def test_samples_have_the_prompt_of_the_lease(swarm: SmallSwarm) -> None:
         {"sample_prompt": 0, "sample_answer": 3, "sample_reward": 1.0},
     ],
 )
-def test_evidence_that_shows_nothing_is_passed_over(swarm: SmallSwarm, evidence: dict[str, Any]) -> None:
+def test_evidence_without_a_valid_sample_is_skipped(swarm: SmallSwarm, evidence: dict[str, Any]) -> None:
     swarm.start()
     give_sample(swarm, swarm.node(), **evidence)
     assert take(swarm).samples == ()
@@ -165,7 +165,9 @@ def viewers(swarm: SmallSwarm) -> Iterator[list[Viewer]]:
 
 
 @pytest.mark.on_socket
-def test_events_are_everything_first_and_then_what_changed(swarm: SmallSwarm, viewers: list[Viewer]) -> None:
+def test_the_first_event_has_all_sections_and_later_ones_the_changed_ones(
+    swarm: SmallSwarm, viewers: list[Viewer]
+) -> None:
     swarm.start()
     node = swarm.node()
     viewers.append(Viewer(swarm.url))
@@ -195,12 +197,12 @@ def test_ten_viewers_cost_one_snapshot(swarm: SmallSwarm, viewers: list[Viewer])
     feed = swarm_feed(swarm)
     taken, periods = feed.snapshots, (time.monotonic() - began_s) / feed_module.PERIOD_S
     assert feed.viewers == 10
-    # One a period, a tick early each; on an idle machine 3 for the 30 events that were read.
+    # About one per period; on an idle machine 3 for the 30 events that were read.
     assert taken <= 2 + periods * 1.05
 
 
 @pytest.mark.on_socket
-def test_nobody_looks_and_nothing_is_computed(swarm: SmallSwarm) -> None:
+def test_without_viewers_no_snapshot_is_taken(swarm: SmallSwarm) -> None:
     viewer = Viewer(swarm.url)
     viewer.next()
     viewer.close()
@@ -212,7 +214,7 @@ def test_nobody_looks_and_nothing_is_computed(swarm: SmallSwarm) -> None:
 
 
 @pytest.mark.on_socket
-def test_viewers_are_bounded(
+def test_the_number_of_viewers_is_limited(
     swarm: SmallSwarm, viewers: list[Viewer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feed_module, "MAX_VIEWERS", 2)
@@ -225,7 +227,7 @@ def test_viewers_are_bounded(
     assert viewers[-1].next()["now"]
 
 
-def test_a_dear_snapshot_is_taken_less_often(swarm: SmallSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_snapshot_is_taken_less_often(swarm: SmallSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "SHARE", 1e-9)
     swarm.public.get("/v1/page").raise_for_status()
     swarm.public.get("/v1/page").raise_for_status()
@@ -235,11 +237,11 @@ def test_a_dear_snapshot_is_taken_less_often(swarm: SmallSwarm, monkeypatch: pyt
 
 
 @pytest.mark.on_socket
-def test_a_server_that_stops_lets_viewers_go(swarm: SmallSwarm, viewers: list[Viewer]) -> None:
+def test_a_stopping_server_ends_the_event_streams(swarm: SmallSwarm, viewers: list[Viewer]) -> None:
     viewers.append(Viewer(swarm.url))
     viewers[0].next()
     swarm._server.close()
-    # The stream ended as a stream ends: it was not cut.
+    # The stream ended properly: the connection was not cut.
     for _ in viewers[0].events():
         pass
 
@@ -255,7 +257,7 @@ def wait_until(look: Callable[[], bool]) -> None:
 # -- the files --------------------------------------------------------------------------------------------
 
 
-def test_the_page_is_small_and_runs_nothing_but_its_own(swarm: SmallSwarm) -> None:
+def test_the_page_is_small_and_loads_only_its_own_files(swarm: SmallSwarm) -> None:
     swarm.start()
     step(swarm, swarm.node(), 1)
     total = len(swarm.public.get("/v1/page").content)
@@ -278,7 +280,7 @@ def test_the_page_is_small_and_runs_nothing_but_its_own(swarm: SmallSwarm) -> No
 
 
 @pytest.mark.on_socket
-def test_a_report_is_one_file_whatever_the_run_holds(swarm: SmallSwarm, tmp_path: Path) -> None:
+def test_a_report_is_one_file(swarm: SmallSwarm, tmp_path: Path) -> None:
     swarm.start()
     node = swarm.node()
     injected = "</script><script>alert(1)</script><!--"
@@ -293,6 +295,6 @@ def test_a_report_is_one_file_whatever_the_run_holds(swarm: SmallSwarm, tmp_path
     assert read_url(swarm.url, threading.Event())["nodes"].keys() == data["nodes"].keys()
 
 
-def test_a_report_of_no_run_says_so(tmp_path: Path) -> None:
+def test_a_report_of_a_folder_without_a_run_fails(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no run"):
         read_folder(tmp_path)

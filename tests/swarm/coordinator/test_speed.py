@@ -1,4 +1,4 @@
-"""How fast a node is: waiting its turn is not being slow, and two leases at once are not twice as fast."""
+"""The measured speed of a node, with leases that wait and with two leases at once."""
 
 import pytest
 from small_swarm import CONFIG, SmallSwarm
@@ -15,14 +15,14 @@ def measured(swarm: SmallSwarm) -> float:
 
 
 def times(swarm: SmallSwarm, lease: Lease) -> tuple[float, float]:
-    """Of issue and of receipt."""
+    """Times of issue and of receipt."""
     joined = select(leases.c.issued_at_s, submissions.c.received_at_s).join_from(leases, submissions)
     with swarm.coordinator.database.read() as db:
         issued_at_s, received_at_s = db.execute(joined.where(leases.c.lease_id == lease.lease_id)).one()
     return issued_at_s, received_at_s
 
 
-def test_from_the_lease_or_from_the_receipt_before() -> None:
+def test_time_is_measured_from_the_lease_or_the_previous_receipt() -> None:
     def measure(issued_at_s: float, previous_receipt_s: float | None) -> float:
         return rows_per_s(
             12, issued_at_s=issued_at_s, previous_receipt_s=previous_receipt_s, received_at_s=20.0

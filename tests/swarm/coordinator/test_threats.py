@@ -65,11 +65,11 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "swarm/validator/test_parquet_corpus.py::",
     ),
     # 7, 16: seeds and hoarding over time.
-    "walking away": ("swarm/coordinator/test_holes.py::test_walking_away_from_a_seed_gains_nothing",),
-    "hoarding": ("swarm/coordinator/test_holes.py::test_idle_keys_cannot_keep_work_from_those_who_deliver",),
+    "walking away": ("swarm/coordinator/test_holes.py::test_an_abandoned_seed_is_leased_again",),
+    "hoarding": ("swarm/coordinator/test_holes.py::test_idle_keys_cannot_take_work_away_from_proven_nodes",),
     # 19: of the validator's own lot, the draw can be repeated by anybody.
     "an operator that spares a liar": (
-        "swarm/coordinator/test_holes.py::test_a_worker_cannot_tell_before_and_anybody_can_after",
+        "swarm/coordinator/test_holes.py::test_draws_are_secret_before_and_verifiable_after",
     ),
     # 21: connections.
     "slow headers": ("net/test_server.py::test_headers_that_never_end_are_given_up",),

@@ -1,4 +1,4 @@
-"""Tickets for relays: for members of the run, not for strangers, not for those who were ejected."""
+"""Tickets for relays: members of the run get them, unknown and ejected keys do not."""
 
 import threading
 from pathlib import Path
@@ -29,14 +29,14 @@ def ban(swarm: SmallSwarm, node: Node) -> None:
         tx.db.execute(update(nodes).where(nodes.c.node == node.id).values(trust="banned"))
 
 
-def test_a_member_gets_one_that_its_run_key_signed(swarm: SmallSwarm) -> None:
+def test_a_member_gets_a_ticket_signed_by_the_run_key(swarm: SmallSwarm) -> None:
     node = swarm.node()
     ticket = ask(node).open(swarm.coordinator.run_key.public)
     assert (ticket.run, ticket.holder) == (swarm.spec.run, node.id)
     assert abs(ticket.expires_at_s - swarm.clock() - TICKET_S) < 10
 
 
-def test_roles_get_one_strangers_and_ejected_nodes_do_not(swarm: SmallSwarm) -> None:
+def test_roles_get_tickets_and_unknown_and_ejected_keys_do_not(swarm: SmallSwarm) -> None:
     for client in (swarm.relay, swarm.validator, swarm.trainer):
         assert client.call("POST", "/v1/tickets", None, Sealed[Ticket]).body.holder == client.key.public
     assert refusal(ask, swarm.stranger()).code == "request.unknown_key"
@@ -46,7 +46,7 @@ def test_roles_get_one_strangers_and_ejected_nodes_do_not(swarm: SmallSwarm) -> 
     assert refusal(ask, node).code == "request.banned"
 
 
-def test_a_ticket_is_kept_until_half_of_it_is_over_and_longer_if_there_is_no_other(
+def test_a_ticket_is_cached_until_half_of_its_time_and_longer_if_no_new_one_can_be_had(
     swarm: SmallSwarm,
 ) -> None:
     now_s = [0.0]
@@ -71,7 +71,7 @@ def test_a_ticket_is_kept_until_half_of_it_is_over_and_longer_if_there_is_no_oth
 
 @pytest.mark.on_socket
 def test_a_private_relay_serves_members_of_the_run_only(swarm: SmallSwarm, tmp_path: Path) -> None:
-    """Coordinator, private origin, private relay, node: all tickets are asked for and shown by themselves."""
+    """Coordinator, private origin, private relay and node get and send tickets automatically."""
     key, stop = swarm.coordinator.run_key, threading.Event()
     store = shardcast.VersionStore(tmp_path / "origin", run=swarm.spec.run, run_key=key.public)
     store.path(0).mkdir()

@@ -1,4 +1,4 @@
-"""The machines of a node, as tables; and what ejection means."""
+"""Trust and liveness of a node as tables, and the effects of an ejection."""
 
 import pytest
 from small_swarm import SmallSwarm, refusal
@@ -57,7 +57,7 @@ def test_trust(findings: list[Happening], expected: Trust) -> None:
     assert standing.rejected == findings.count(bad)
 
 
-def test_codes_say_whose_doing_it_was() -> None:
+def test_codes_say_whether_the_contributor_is_responsible() -> None:
     assert [finding_of(code) for code in ("accepted", "reject.copied", "void.stale")] == [*Finding]
 
 
@@ -84,7 +84,7 @@ def test_a_liar_is_quarantined_then_ejected(swarm: SmallSwarm) -> None:
     }
 
 
-def test_what_an_ejected_node_still_had_is_void(swarm: SmallSwarm) -> None:
+def test_open_leases_of_an_ejected_node_become_void(swarm: SmallSwarm) -> None:
     swarm.start()
     liar = swarm.node()
     leases = [liar.deliver() for _ in range(3)]
@@ -94,16 +94,16 @@ def test_what_an_ejected_node_still_had_is_void(swarm: SmallSwarm) -> None:
     third = swarm.claim().lease
     swarm.verdict(leases[0], "reject.copied")
     swarm.verdict(leases[1], "reject.copied")
-    # The validator was still at the third. Its verdict changes nothing any more, and it is told so.
+    # The validator was still checking the third. Its verdict changes nothing, and the answer says so.
     status = swarm.verdict(third)
     assert (status.state, status.code) == ("void", "void.abandoned")
     assert {event.body["lease_id"] for event in swarm.events("lease.void")} == {third.lease_id, held.lease_id}
     assert swarm.stats().ready_groups == 0
-    # The reason for the ejection stays in view.
+    # The reason for the ejection stays visible.
     assert view_of(swarm, liar.id).last_code == "reject.copied"
 
 
-def test_going_offline_touches_no_trust(swarm: SmallSwarm) -> None:
+def test_going_offline_does_not_change_trust(swarm: SmallSwarm) -> None:
     swarm.start()
     node = swarm.node()
     swarm.work(node)
@@ -117,7 +117,7 @@ def test_going_offline_touches_no_trust(swarm: SmallSwarm) -> None:
     assert view_of(swarm, node.id).liveness == "live"
 
 
-def test_nobody_is_heard_of_before_a_session(swarm: SmallSwarm) -> None:
+def test_a_node_without_a_session_was_never_seen(swarm: SmallSwarm) -> None:
     missing = swarm.public.get(f"/v1/nodes/{'0' * 64}")
     assert Problem.parse(missing.content).code == "request.not_found"
     assert Problem.parse(swarm.public.get("/v1/nodes/me").content).code == "request.not_found"

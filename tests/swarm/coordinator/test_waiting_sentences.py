@@ -1,4 +1,4 @@
-"""What the run waits for, in one sentence, as a table; and as the running coordinator says it."""
+"""The sentence that says what the run waits for: as a table, and from a running coordinator."""
 
 import dataclasses
 from typing import Any
@@ -100,7 +100,7 @@ def test_a_run_from_nothing_to_a_batch(swarm: SmallSwarm) -> None:
     assert swarm.stats().waiting_for == "relays: none live (0 of 1 known)"
 
 
-def test_an_ejected_node_is_nobody_to_wait_for(swarm: SmallSwarm) -> None:
+def test_the_run_does_not_wait_for_an_ejected_node(swarm: SmallSwarm) -> None:
     swarm.start()
     liar = swarm.node()
     swarm.work(liar, "reject.copied")
@@ -108,7 +108,7 @@ def test_an_ejected_node_is_nobody_to_wait_for(swarm: SmallSwarm) -> None:
     assert swarm.stats().waiting_for == "workers: none live (0 of 0 enrolled)"
 
 
-def test_stats_at_a_glance(swarm: SmallSwarm) -> None:
+def test_stats(swarm: SmallSwarm) -> None:
     swarm.start()
     node = swarm.node()
     node.beat(policy_version=0, tokens_per_s=123.0)
@@ -122,7 +122,7 @@ def test_stats_at_a_glance(swarm: SmallSwarm) -> None:
     assert (stats.run, stats.newest_version, stats.last_version) == ("small", 1, 4)
     assert (stats.ready_groups, stats.open_leases, stats.queued_checks) == (2, 1, 0)
     assert (stats.batches, stats.trained_groups, stats.submissions) == (1, 4, {"accepted": 3})
-    # Verified tokens over the time since the first lease; a node's own claim is shown, not summed.
+    # Verified tokens over the time since version 0; the speed that a node claims is shown but not summed.
     assert 36 / 40 < stats.generation_tokens_per_s < 36 / 30
     assert stats.latest is not None and stats.latest.version == 1
     assert (stats.nodes[0].tokens_per_s, stats.nodes[0].phase) == (123.0, "testing")
