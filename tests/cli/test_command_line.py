@@ -15,7 +15,7 @@ from shoal.net.http_client import Refused, Unreachable
 from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.wire.codes import CODES, CorruptData, Rejected
 from shoal.wire.keys import Key
-from shoal.wire.messages import Problem
+from shoal.wire.messages import ProblemDetails
 
 URL = "http://127.0.0.1:1"
 ROLES = {
@@ -50,7 +50,7 @@ def end_with(error: Exception, *, role: bool = True) -> int:
 
 def refused(code: str) -> Refused:
     return Refused(
-        "POST /x", Problem(code=code, detail="no", fix="ask", retry_after_s=None, server_time_s=0.0)
+        "POST /x", ProblemDetails(code=code, detail="no", fix="ask", retry_after_s=None, server_time_s=0.0)
     )
 
 

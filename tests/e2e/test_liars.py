@@ -33,7 +33,16 @@ from shoal.wire.codes import ACCEPTED
 from shoal.wire.keys import Key
 from shoal.wire.lease import Lease, Verdict
 from shoal.wire.ledger import LedgerEvent, LedgerHead, verify_ledger
-from shoal.wire.messages import Abandon, Claim, Heartbeat, Info, LeaseStatus, NodeView, Problem, RelayReport
+from shoal.wire.messages import (
+    Abandon,
+    Claim,
+    Heartbeat,
+    Info,
+    LeaseStatus,
+    NodeView,
+    ProblemDetails,
+    RelayReport,
+)
 from shoal.wire.record import Record, Sealed
 from shoal.wire.request import Target, sign_request
 from shoal.wire.rollouts import RolloutTable, TableLimits, decode, encode
@@ -305,7 +314,7 @@ def test_another_nodes_name(swarm: Swarm, enter: Enter) -> None:
 def post(swarm: Swarm, path: str, body: bytes, headers: dict[str, str], method: str = "POST") -> str:
     """ "ok", or the code of the refusal."""
     response = httpx2.request(method, swarm.url + path, content=body, headers=headers, timeout=30.0)
-    return "ok" if response.is_success else Problem.parse(response.content).code
+    return "ok" if response.is_success else ProblemDetails.parse(response.content).code
 
 
 def test_signatures_that_do_not_count_change_nothing(swarm: Swarm, enter: Enter) -> None:

@@ -19,7 +19,7 @@ from shoal.net.file_server import FileRequest, FileResponse, FileServer, NotHttp
 from shoal.net.http_server import listen
 from shoal.net.rate_limit import ServerLimits
 from shoal.telemetry import Log
-from shoal.wire.messages import Problem
+from shoal.wire.messages import ProblemDetails
 
 DATA = bytes(range(256)) * 40
 
@@ -139,13 +139,13 @@ def test_bad_requests_get_a_problem_and_are_closed(start: Any, data: bytes, stat
     head, _, body = exchange(server.port, data).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status)
     assert b"connection: close" in head
-    assert Problem.parse(body).code in ("request.malformed", "request.too_large")
+    assert ProblemDetails.parse(body).code in ("request.malformed", "request.too_large")
 
 
 def test_a_failing_disk_fails_one_request(start: Any) -> None:
     url, _ = start()
     response = httpx2.get(f"{url}/disk")
-    assert (response.status_code, Problem.parse(response.content).code) == (500, "request.failed")
+    assert (response.status_code, ProblemDetails.parse(response.content).code) == (500, "request.failed")
     assert "fire" not in response.text  # the reason is for the log only
     assert httpx2.get(f"{url}/file").content == DATA
 
@@ -230,7 +230,7 @@ def test_too_many_connections_of_one_address_are_refused(start: Any) -> None:
         assert early.get(f"{url}/file").content == DATA
         stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
         refused = httpx2.get(f"{url}/file")
-        assert (refused.status_code, Problem.parse(refused.content).code) == (429, "request.too_many")
+        assert (refused.status_code, ProblemDetails.parse(refused.content).code) == (429, "request.too_many")
         assert int(refused.headers["retry-after"]) >= 1
         for _ in range(2):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))

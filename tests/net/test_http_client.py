@@ -14,7 +14,7 @@ from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.telemetry import Log
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.keys import Key
-from shoal.wire.messages import AskLease, Problem, Session
+from shoal.wire.messages import AskLease, ProblemDetails, Session
 from shoal.wire.record import Record
 from shoal.wire.request import Target, verify_request
 
@@ -39,7 +39,7 @@ class Counting:
 
 
 def problem(code: str, retry_after_s: float | None = None) -> Response:
-    body = Problem(
+    body = ProblemDetails(
         code=code,
         detail="because of the test",
         fix=CODES[code].remedy,

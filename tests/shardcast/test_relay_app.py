@@ -14,7 +14,7 @@ from shoal.shardcast import RelayApp, VersionStore
 from shoal.shardcast.assembly import shards_of
 from shoal.wire.keys import Key
 from shoal.wire.manifest import Manifest
-from shoal.wire.messages import Problem
+from shoal.wire.messages import ProblemDetails
 from shoal.wire.record import Sealed
 
 
@@ -90,7 +90,7 @@ REFUSALS: list[tuple[str, str | None, int, str]] = [
 def test_refusals(http: httpx2.Client, url: str) -> None:
     for path, range_header, status, code in REFUSALS:
         response = http.get(url + path, headers={"Range": range_header} if range_header else {})
-        problem = Problem.parse(response.content)
+        problem = ProblemDetails.parse(response.content)
         assert (response.status_code, problem.code) == (status, code), path
         assert problem.fix
 
@@ -98,7 +98,7 @@ def test_refusals(http: httpx2.Client, url: str) -> None:
 def test_other_methods_are_refused(http: httpx2.Client, url: str) -> None:
     response = http.post(f"{url}/versions/3/config.json", content=b"x")
     assert response.status_code == 405
-    assert Problem.parse(response.content).code == "request.malformed"
+    assert ProblemDetails.parse(response.content).code == "request.malformed"
 
 
 def test_manifests(http: httpx2.Client, url: str, origin: Any, key: Key) -> None:
@@ -141,7 +141,7 @@ def test_what_is_verified_is_served_and_what_is_not_is_too_early(
     assert http.get(url, headers={"Range": "bytes=500-1999"}).content == data[500:2000]
     early = http.get(url + "?wait_s=0", headers={"Range": "bytes=2000-2000"})
     assert early.status_code == 425
-    problem = Problem.parse(early.content)
+    problem = ProblemDetails.parse(early.content)
     assert problem.code == "request.too_early"
     assert problem.retry_after_s
 

@@ -19,7 +19,7 @@ from shoal.net.waiting import DeadlinePassed
 from shoal.shardcast import Relay, RelayConfig, run_relay
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
-from shoal.wire.messages import Info, Origin, Problem, RelayReport
+from shoal.wire.messages import Info, Origin, ProblemDetails, RelayReport
 from shoal.wire.request import Target, verify_request
 from shoal.wire.run_spec import PROTOCOL, RunSpec, Sampling, TaskSpec
 
@@ -63,7 +63,7 @@ class Coordinator:
     async def origin(self, request: Request) -> Response:
         await self._check(request)
         if self.origin_url is None:
-            problem = Problem(
+            problem = ProblemDetails(
                 code="request.too_early",
                 detail="no trainer yet",
                 fix="wait",
@@ -75,7 +75,7 @@ class Coordinator:
 
     async def relays(self, request: Request) -> Response:
         if self.refuses is not None:
-            problem = Problem(code=self.refuses, detail="no", fix="another key", server_time_s=1.0)
+            problem = ProblemDetails(code=self.refuses, detail="no", fix="another key", server_time_s=1.0)
             return Response(problem.model_dump_json(), status_code=403)
         self.reports.append(RelayReport.parse(await self._check(request)))
         return Response("{}")
@@ -230,7 +230,7 @@ def test_limits_reach_the_server(
     with httpx2.Client() as first, httpx2.Client() as second:
         assert first.get(f"{relay.url}/healthz").status_code == 200
         refused = second.get(f"{relay.url}/healthz")
-        assert (refused.status_code, Problem.parse(refused.content).code) == (429, "request.too_many")
+        assert (refused.status_code, ProblemDetails.parse(refused.content).code) == (429, "request.too_many")
 
 
 def test_the_library_starts_without_torch() -> None:

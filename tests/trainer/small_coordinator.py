@@ -18,7 +18,7 @@ from starlette.routing import Route
 from shoal.net.http_server import Server, listen
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.keys import Key
-from shoal.wire.messages import Announce, Batch, Group, Info, Problem, Recorded
+from shoal.wire.messages import Announce, Batch, Group, Info, ProblemDetails, Recorded
 from shoal.wire.record import Record
 from shoal.wire.request import Target, verify_request
 from shoal.wire.rollouts import Finish, Rollout, RolloutTable, encode
@@ -143,7 +143,7 @@ class SmallCoordinator:
                 assert signer.key == self.trainer_key.public
                 answer = route(request, body)
             except Rejected as rejected:
-                problem = Problem(
+                problem = ProblemDetails(
                     code=rejected.code,
                     detail=rejected.detail,
                     fix=CODES[rejected.code].remedy,

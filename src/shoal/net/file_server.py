@@ -24,7 +24,7 @@ from shoal.net.rate_limit import MAX_DEBT_S, AddressUsage, ServerLimits, UsageBy
 from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
 from shoal.wire.codes import CODES, Rejected
-from shoal.wire.messages import Problem
+from shoal.wire.messages import ProblemDetails
 
 MAX_HEAD_BYTES = 16 << 10
 HEAD_S = 10.0
@@ -97,9 +97,9 @@ class NotHttp(Exception):
 
 
 def problem_response(rejected: Rejected, *, status: int | None = None) -> FileResponse:
-    """Returns a refusal as a Problem, which every client of ours can parse."""
+    """Returns a refusal as a ProblemDetails, which every client of ours can parse."""
     meaning = CODES[rejected.code]
-    body = Problem(
+    body = ProblemDetails(
         code=rejected.code,
         detail=rejected.detail,
         fix=meaning.remedy,

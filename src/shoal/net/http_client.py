@@ -16,7 +16,7 @@ from shoal.net.waiting import NotYet, wait_for
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
-from shoal.wire.messages import Problem, Upload
+from shoal.wire.messages import ProblemDetails, Upload
 from shoal.wire.record import Record
 from shoal.wire.request import Target, sign_request
 
@@ -29,9 +29,9 @@ _RETRYABLE = ("request.too_early", "request.paused", "request.too_many", "reques
 
 
 class Refused(Exception):
-    """The server answered with a Problem. `problem.code` says why."""
+    """The server answered with a ProblemDetails. `problem.code` says why."""
 
-    def __init__(self, what: str, problem: Problem) -> None:
+    def __init__(self, what: str, problem: ProblemDetails) -> None:
         super().__init__(f"{what}: {problem.code}: {problem.detail} ({problem.fix})")
         self.problem = problem
 
@@ -253,7 +253,7 @@ def _check_success(what: str, response: httpx2.Response) -> httpx2.Response:
     if response.is_success:
         return response
     try:
-        problem = Problem.parse(response.content)
+        problem = ProblemDetails.parse(response.content)
     except Rejected:
         raise Unreachable(
             f"{what} at {response.url.scheme}://{response.url.netloc.decode()}: HTTP {response.status_code} "

@@ -19,7 +19,7 @@ ShortText = Annotated[str, Field(max_length=300, pattern=r"^[^\x00]*$")]
 """A text of at most 300 characters without NUL, which PostgreSQL cannot store."""
 
 
-class Problem(Record):
+class ProblemDetails(Record):
     """The error response of every route (RFC 9457, with the refusal code and the remedy)."""
 
     code: str

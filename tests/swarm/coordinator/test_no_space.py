@@ -14,7 +14,7 @@ from shoal.swarm.coordinator.disk_full import missing
 from shoal.swarm.coordinator.housekeeping import go_round
 from shoal.swarm.coordinator.store.ledger_chain import read_ledger
 from shoal.wire.ledger import verify_chain
-from shoal.wire.messages import Problem
+from shoal.wire.messages import ProblemDetails
 from small_disk import fill, small_disk
 
 DISK_BYTES = 8 << 20
@@ -92,6 +92,6 @@ def test_other_errors_are_not_taken_for_it(swarm: SmallSwarm) -> None:
 
 def ready(swarm: SmallSwarm) -> str:
     answer = swarm.public.get("/readyz")
-    problem = Problem.parse(answer.content)
+    problem = ProblemDetails.parse(answer.content)
     assert (answer.status_code, problem.code) == (503, "request.not_ready")
     return problem.detail

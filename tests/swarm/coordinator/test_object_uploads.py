@@ -9,7 +9,7 @@ import small_swarm
 from small_swarm import SmallSwarm, refusal
 
 from shoal.net.http_client import Refused
-from shoal.wire.messages import AskUpload, Problem, Upload
+from shoal.wire.messages import AskUpload, ProblemDetails, Upload
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def of_the_folder() -> None:
 
 def put(swarm: SmallSwarm, path: str, content: bytes | Iterator[bytes]) -> str:
     response = swarm.public.put(path, content=content)
-    return "ok" if response.is_success else Problem.parse(response.content).code
+    return "ok" if response.is_success else ProblemDetails.parse(response.content).code
 
 
 def stored_files(swarm: SmallSwarm) -> list[str]:

@@ -5,7 +5,7 @@ from small_swarm import SmallSwarm, manifest, refusal, report
 
 from shoal.wire.keys import Key
 from shoal.wire.manifest import Manifest
-from shoal.wire.messages import Announce, Info, Origin, Problem, Recorded
+from shoal.wire.messages import Announce, Info, Origin, ProblemDetails, Recorded
 from shoal.wire.record import Sealed, seal
 
 
@@ -85,4 +85,4 @@ def announcement(sealed: Sealed[Manifest], origin: str = "http://127.0.0.1:9998"
 
 
 def problem(response: httpx2.Response) -> str:
-    return Problem.parse(response.content).code
+    return ProblemDetails.parse(response.content).code

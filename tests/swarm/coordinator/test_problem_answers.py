@@ -8,7 +8,7 @@ from small_swarm import SmallSwarm
 from sqlalchemy import text
 
 from shoal.wire.codes import CODES
-from shoal.wire.messages import Problem
+from shoal.wire.messages import ProblemDetails
 
 
 def test_routes_that_are_not_there(swarm: SmallSwarm) -> None:
@@ -21,7 +21,7 @@ def test_routes_that_are_not_there(swarm: SmallSwarm) -> None:
     ):
         response = swarm.public.request(method, path)
         assert response.status_code == 404, path
-        problem = Problem.parse(response.content)
+        problem = ProblemDetails.parse(response.content)
         assert (problem.code, problem.fix) == ("request.not_found", CODES["request.not_found"].remedy)
         assert path in problem.detail
 
@@ -29,7 +29,7 @@ def test_routes_that_are_not_there(swarm: SmallSwarm) -> None:
 def test_too_early_says_when(swarm: SmallSwarm) -> None:
     response = swarm.public.get("/v1/origin")
     assert (response.status_code, response.headers["retry-after"]) == (425, "1")
-    assert Problem.parse(response.content).retry_after_s == 1.0
+    assert ProblemDetails.parse(response.content).retry_after_s == 1.0
 
 
 @pytest.mark.on_socket
@@ -41,7 +41,7 @@ def test_an_error_of_ours_is_a_problem_and_a_log_line(
     with caplog.at_level(logging.ERROR):
         response = swarm.public.get("/v1/stats")
     assert response.status_code == 500
-    problem = Problem.parse(response.content)
+    problem = ProblemDetails.parse(response.content)
     assert problem.code == "request.failed"
     assert "relays" not in response.text and "Traceback" not in response.text
     # In each database's own words.

@@ -19,7 +19,7 @@ from shoal.swarm.coordinator.http.live_page import PAGE_FILES, Feed, page_file
 from shoal.swarm.coordinator.views import page_snapshot as snapshot_module
 from shoal.swarm.coordinator.views.page_snapshot import make_curve
 from shoal.wire.lease import Verdict
-from shoal.wire.messages import LeaseStatus, Problem
+from shoal.wire.messages import LeaseStatus, ProblemDetails
 from shoal.wire.page_data import NodePage, Snapshot
 
 
@@ -79,7 +79,7 @@ def test_a_node_has_a_page(swarm: SmallSwarm) -> None:
     assert page.work[0].detail == "because" and page.work[1].credit == page.node.credit > 0
     for unknown in ("0" * 64, "<script>"):
         answer = swarm.public.get(f"/v1/nodes/{unknown}/page")
-        assert (answer.status_code, Problem.parse(answer.content).code) == (404, "request.not_found")
+        assert (answer.status_code, ProblemDetails.parse(answer.content).code) == (404, "request.not_found")
 
 
 def give_sample(swarm: SmallSwarm, node: Node, **evidence: Any) -> None:
@@ -220,7 +220,7 @@ def test_the_number_of_viewers_is_limited(
     monkeypatch.setattr(feed_module, "MAX_VIEWERS", 2)
     viewers += [Viewer(swarm.url) for _ in range(2)]
     refused = swarm.public.get("/v1/events")
-    assert (refused.status_code, Problem.parse(refused.content).code) == (429, "request.too_many")
+    assert (refused.status_code, ProblemDetails.parse(refused.content).code) == (429, "request.too_many")
     viewers.pop().close()
     wait_until(lambda: swarm_feed(swarm).viewers < 2)
     viewers.append(Viewer(swarm.url))

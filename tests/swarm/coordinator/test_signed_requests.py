@@ -14,7 +14,7 @@ from shoal.swarm.coordinator.http.auth import LARGE_BODY, SMALL_BODY
 from shoal.swarm.coordinator.store.schema import nonces
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
-from shoal.wire.messages import AskLease, Enrol, Heartbeat, Problem, RelayReport
+from shoal.wire.messages import AskLease, Enrol, Heartbeat, ProblemDetails, RelayReport
 from shoal.wire.record import seal
 from shoal.wire.request import NONCE_KEPT_S, Target, content_digest, sign_request
 from shoal.wire.run_spec import PROTOCOL
@@ -39,7 +39,7 @@ def post(
     response = swarm.public.request(method, path, content=body, headers=dict(headers))
     if response.is_success:
         return "ok"
-    problem = Problem.parse(response.content)
+    problem = ProblemDetails.parse(response.content)
     assert response.headers["content-type"] == "application/problem+json"
     assert abs(problem.server_time_s - swarm.clock()) < 10
     return problem.code
@@ -188,7 +188,7 @@ def test_a_header_stands_there_once(swarm: SmallSwarm) -> None:
     headers = list(headers_for(swarm, node, body).items())
     for name, value in headers:
         twice = swarm.public.post(BEAT, content=body, headers=[*headers, (name, value)])
-        assert Problem.parse(twice.content).code == "request.bad_signature"
+        assert ProblemDetails.parse(twice.content).code == "request.bad_signature"
 
 
 def test_a_clock_far_off_is_told_the_time(swarm: SmallSwarm) -> None:
@@ -210,7 +210,7 @@ def test_a_body_is_capped_before_it_is_looked_at(swarm: SmallSwarm) -> None:
             yield b"xx"
 
     response = swarm.public.post(BEAT, content=endless())  # chunked: no length to go by
-    assert Problem.parse(response.content).code == "request.too_large"
+    assert ProblemDetails.parse(response.content).code == "request.too_large"
 
 
 def test_a_stranger_leaves_no_trace(swarm: SmallSwarm) -> None:
@@ -223,12 +223,12 @@ def test_a_stranger_leaves_no_trace(swarm: SmallSwarm) -> None:
 def test_roles_go_by_key(swarm: SmallSwarm) -> None:
     swarm.start()
     node = swarm.node()
-    claim = ("POST", "/v1/checks/claim", None, Problem)
-    report = ("POST", "/v1/relays", RelayReport(url="http://evil.example", versions=()), Problem)
-    batch = ("GET", "/v1/batches/0", None, Problem)
-    stored = ("GET", f"/v1/objects/{'0' * 64}", None, Problem)
-    beat = ("POST", BEAT, Heartbeat(epoch=1, phase=""), Problem)
-    enrol = ("POST", "/v1/enrol", Enrol(protocol=PROTOCOL, software=""), Problem)
+    claim = ("POST", "/v1/checks/claim", None, ProblemDetails)
+    report = ("POST", "/v1/relays", RelayReport(url="http://evil.example", versions=()), ProblemDetails)
+    batch = ("GET", "/v1/batches/0", None, ProblemDetails)
+    stored = ("GET", f"/v1/objects/{'0' * 64}", None, ProblemDetails)
+    beat = ("POST", BEAT, Heartbeat(epoch=1, phase=""), ProblemDetails)
+    enrol = ("POST", "/v1/enrol", Enrol(protocol=PROTOCOL, software=""), ProblemDetails)
     asked: list[tuple[SignedClient, tuple[object, ...]]] = [
         *((node.client, call) for call in (claim, report, batch, stored)),
         *((swarm.validator, call) for call in (report, batch, beat, enrol)),
@@ -242,7 +242,7 @@ def test_roles_go_by_key(swarm: SmallSwarm) -> None:
 def test_other_protocols_are_told_which_one_is_spoken(swarm: SmallSwarm) -> None:
     stranger = swarm.stranger()
     ask = Enrol(protocol=PROTOCOL + 1, software="future")
-    refused = refusal(stranger.client.call, "POST", "/v1/enrol", ask, Problem)
+    refused = refusal(stranger.client.call, "POST", "/v1/enrol", ask, ProblemDetails)
     assert refused.code == "request.outdated"
     assert f"protocol {PROTOCOL}" in refused.problem.detail
 
@@ -260,5 +260,5 @@ def test_a_signed_client_against_the_wrong_name(swarm: SmallSwarm) -> None:
     key = Key.generate()
     client = SignedClient(swarm.url.replace("127.0.0.1", "localhost"), key, log=Log("test"))
     ask = Enrol(protocol=PROTOCOL, software="test")
-    assert refusal(client.call, "POST", "/v1/enrol", ask, Problem).code == "request.bad_signature"
+    assert refusal(client.call, "POST", "/v1/enrol", ask, ProblemDetails).code == "request.bad_signature"
     client.close()

@@ -33,7 +33,7 @@ from shoal.wire.messages import (
     HeartbeatReply,
     LeaseStatus,
     Leave,
-    Problem,
+    ProblemDetails,
     Recorded,
     RelayReport,
     RevokeKey,
@@ -160,7 +160,7 @@ def raw(
     target = Target(**(aim | (aimed or {})))
     headers = sign_request(key, target, content, now_s=time.time() if now_s is None else now_s)
     response = swarm.public.request(method, path, content=content, headers=signed(headers))
-    return "ok" if response.is_success else Problem.parse(response.content).code
+    return "ok" if response.is_success else ProblemDetails.parse(response.content).code
 
 
 def beat(node: Node) -> Heartbeat:
@@ -179,7 +179,7 @@ def test_1_a_captured_request_sent_again(running: SmallSwarm) -> None:
     with unchanged(swarm):
         for _ in range(3):
             answer = swarm.public.post("/v1/leases", content=body, headers=headers)
-            assert Problem.parse(answer.content).code == "request.replayed"
+            assert ProblemDetails.parse(answer.content).code == "request.replayed"
 
 
 def test_2_a_signature_for_something_else(running: SmallSwarm) -> None:
@@ -357,7 +357,7 @@ def test_11_uploads_of_more_or_other_bytes(running: SmallSwarm) -> None:
     with unchanged(swarm):
         for data, code in sent.items():
             answer = swarm.public.put(path, content=data)
-            assert Problem.parse(answer.content).code == f"request.{code}"
+            assert ProblemDetails.parse(answer.content).code == f"request.{code}"
         for size in (lease.max_bytes + 1, 2**53 - 1):
             ask = AskUpload(epoch=node.epoch, num_bytes=size, sha256="0" * 64)
             asked = f"/v1/leases/{lease.lease_id}/upload"
@@ -370,7 +370,7 @@ def test_12_names_that_lead_elsewhere(running: SmallSwarm) -> None:
     with unchanged(swarm):
         for name in ("..%2f..%2fshoal.db", "0" * 64, "..", "%00", "a" * 2000):
             answer = swarm.public.put(f"/v1/objects/{name}", content=b"x")
-            assert Problem.parse(answer.content).code == "request.not_found"
+            assert ProblemDetails.parse(answer.content).code == "request.not_found"
         for name in ("..%2f..%2fkeys%2frun.key", "0" * 64, "A" * 64):
             assert raw(swarm, swarm.validator.key, f"/v1/objects/{name}", method="GET") == "request.not_found"
         for digest in ("../../etc/passwd", "A" * 64, "", "0" * 63):

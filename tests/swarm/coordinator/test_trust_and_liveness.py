@@ -5,7 +5,7 @@ from small_swarm import SmallSwarm, refusal
 
 from shoal.swarm.coordinator.rules.liveness import Liveness, liveness
 from shoal.swarm.coordinator.rules.trust import Finding, Happening, Standing, Trust, finding_of, judge
-from shoal.wire.messages import NodeView, Problem
+from shoal.wire.messages import NodeView, ProblemDetails
 
 P, T, Q, B, _ = Trust
 ok, bad, odd = Happening.ACCEPTED, Happening.REJECTED, Happening.UNCERTAIN
@@ -119,8 +119,8 @@ def test_going_offline_does_not_change_trust(swarm: SmallSwarm) -> None:
 
 def test_a_node_without_a_session_was_never_seen(swarm: SmallSwarm) -> None:
     missing = swarm.public.get(f"/v1/nodes/{'0' * 64}")
-    assert Problem.parse(missing.content).code == "request.not_found"
-    assert Problem.parse(swarm.public.get("/v1/nodes/me").content).code == "request.not_found"
+    assert ProblemDetails.parse(missing.content).code == "request.not_found"
+    assert ProblemDetails.parse(swarm.public.get("/v1/nodes/me").content).code == "request.not_found"
 
 
 def view_of(swarm: SmallSwarm, node: str) -> NodeView:

@@ -6,7 +6,7 @@ import time
 from small_swarm import SmallSwarm
 
 from shoal.swarm.coordinator.views.health import STALLED_S
-from shoal.wire.messages import Problem
+from shoal.wire.messages import ProblemDetails
 
 
 def test_ready_until_a_loop_stalls(swarm: SmallSwarm) -> None:
@@ -14,8 +14,8 @@ def test_ready_until_a_loop_stalls(swarm: SmallSwarm) -> None:
     assert swarm.public.get("/readyz").status_code == 200
     swarm.coordinator.vitals.loops["housekeeping"] = time.monotonic() - STALLED_S - 1
     answer = swarm.public.get("/readyz")
-    assert (answer.status_code, Problem.parse(answer.content).code) == (503, "request.not_ready")
-    assert "housekeeping has stood still" in Problem.parse(answer.content).detail
+    assert (answer.status_code, ProblemDetails.parse(answer.content).code) == (503, "request.not_ready")
+    assert "housekeeping has stood still" in ProblemDetails.parse(answer.content).detail
     assert (
         swarm.public.get("/healthz").status_code == 200
     )  # it answers; whether it is of use is the other question

@@ -17,7 +17,7 @@ from shoal.shardcast.client.buffer import make_buffer
 from shoal.shardcast.client.relay_choice import TicketSource
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import Manifest
-from shoal.wire.messages import Problem
+from shoal.wire.messages import ProblemDetails
 from shoal.wire.record import Sealed
 
 STALL_S = 3.0
@@ -239,7 +239,7 @@ def _check_status(response: http.client.HTTPResponse) -> None:
     reason = f"HTTP {response.status}"
     if response.headers.get("content-type", "").startswith("application/problem+json"):
         try:
-            reason = Problem.parse(response.read(min(response.length or 0, 4096))).detail
+            reason = ProblemDetails.parse(response.read(min(response.length or 0, 4096))).detail
         except Rejected:
             reason += " with a problem we cannot read"
     if response.status in (404, 425, 429, 503):

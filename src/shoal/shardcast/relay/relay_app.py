@@ -7,7 +7,7 @@
     GET /healthz
 
 A request for bytes that are still on their way here waits for them, so a tree of relays passes shards on as they
-arrive. Every wait is bounded, and every refusal is a Problem with a stable code.
+arrive. Every wait is bounded, and every refusal is a ProblemDetails with a stable code.
 """
 
 import json

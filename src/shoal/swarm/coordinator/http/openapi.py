@@ -9,7 +9,7 @@ from pydantic.json_schema import models_json_schema
 import shoal
 from shoal.swarm.coordinator.membership.admin_actions import ACTIONS
 from shoal.wire.codes import CODES
-from shoal.wire.messages import Problem
+from shoal.wire.messages import ProblemDetails
 from shoal.wire.page_data import Snapshot
 from shoal.wire.record import Record
 
@@ -35,7 +35,7 @@ def document(signed: Iterable["SignedRoute"], public: Mapping[str, "PublicRoute"
     """Returns the document as JSON."""
     signed = tuple(signed)
     used = {kind for route in signed for kind in (route.takes, route.gives) if kind is not None}
-    used |= {route.gives for route in public.values()} | {Problem, Snapshot}
+    used |= {route.gives for route in public.values()} | {ProblemDetails, Snapshot}
     schemas, components = _schemas(used)
     paths: dict[str, dict[str, Any]] = {}
     for route in signed:
@@ -55,7 +55,7 @@ def document(signed: Iterable["SignedRoute"], public: Mapping[str, "PublicRoute"
             "paths": paths,
             "components": {
                 "schemas": components,
-                "responses": {"Problem": _problem(schemas[Problem])},
+                "responses": {"Problem": _problem(schemas[ProblemDetails])},
                 "securitySchemes": {
                     "signature": {
                         "type": "http",

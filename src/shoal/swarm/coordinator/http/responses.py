@@ -7,7 +7,7 @@ from starlette.types import Send
 
 from shoal.net.rate_limit import retry_after_header
 from shoal.wire.codes import CODES
-from shoal.wire.messages import Problem
+from shoal.wire.messages import ProblemDetails
 from shoal.wire.record import Record
 
 JSON = "application/json"
@@ -27,7 +27,7 @@ def to_json(answer: Record | Sequence[Record]) -> bytes:
 
 def problem(code: str, detail: str, *, now_s: float, retry_after_s: float | None = None) -> Response:
     meaning = CODES[code]
-    body = Problem(
+    body = ProblemDetails(
         code=code,
         detail=detail,
         fix=meaning.remedy,
