@@ -49,9 +49,8 @@ from shoal.net.http_client import SignedClient
 from shoal.rollout.engine.api import FinishedRow, GenerationRequest
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.shardcast import delta
-from shoal.shardcast.boot import mark_boot
 from shoal.shardcast.client.http_source import Connections, ask_latest
-from shoal.shardcast.digest import hash_bytes
+from shoal.shardcast.manifest_files import hash_bytes, mark_boot
 from shoal.tasks import Problem, Task, make_task
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig

@@ -138,7 +138,7 @@ def test_the_server_can_check_what_the_client_signed(url: str, seen: Counting) -
 
 def test_a_refusal_names_reason_and_remedy(client: SignedClient) -> None:
     with pytest.raises(
-        Refused, match=r"POST /v1/banned: request\.banned: because of the test \(the ledger"
+        Refused, match=r"POST /v1/banned: request\.banned: because of the test \(read the ledger"
     ) as caught:
         client.call("POST", "/v1/banned", AskLease(epoch=1), Session)
     assert caught.value.code == "request.banned"

@@ -1,4 +1,4 @@
-"""Origins, relays and crooked relays for these tests: real servers on loopback, small files, small shards."""
+"""Origins, relays and corrupting relays for these tests: real servers on loopback, small files, small shards."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ SHARD_BYTES = 1000
 
 
 def random_files(seed: int = 0, num_bytes: int = 9_500) -> dict[str, bytes]:
-    """The shape of a version: small files that stay the same, weights that change, one file that is empty."""
+    """Returns the files of a version: small ones that stay the same, weights that depend on `seed`, and an empty one."""
     return {
         "config.json": b'{"hidden_size": 128}',
         "tokenizer.json": random.Random(99).randbytes(2_300),
@@ -46,21 +46,21 @@ def file_bytes(folder: Path) -> dict[str, bytes]:
 
 
 def eventually(ready: Callable[[], Any], what: str, deadline_s: float = 30.0) -> Any:
-    give_up_s = time.monotonic() + deadline_s
+    end_s = time.monotonic() + deadline_s
     while not (value := ready()):
-        assert time.monotonic() < give_up_s, f"never came: {what}"
+        assert time.monotonic() < end_s, f"did not happen: {what}"
         time.sleep(0.01)
     return value
 
 
 def ticket(key: Key, *, run: str = RUN, expires_in_s: float = 900.0) -> str:
-    """The header that the run's coordinator would give to a member."""
+    """Returns the header of a ticket that the run's coordinator would issue."""
     holder = Key.from_seed(bytes([7]) * 32).public
     return to_header(seal(Ticket(run=run, holder=holder, expires_at_s=time.time() + expires_in_s), key))
 
 
 class Origin:
-    """A store that is published into, and the server over it."""
+    """A store to publish into, and its routes."""
 
     def __init__(self, folder: Path, key: Key, keep_versions: int = 5) -> None:
         self.key = key
@@ -78,7 +78,7 @@ class Origin:
 
 
 class Asgi:
-    """A relay's answers as an ASGI application, for those who want to spoil them on their way."""
+    """A relay as an ASGI application, so that tests can change its responses."""
 
     def __init__(self, app: shardcast.RelayApp) -> None:
         self.relay = app
@@ -111,9 +111,9 @@ class Asgi:
 
 
 class Spy:
-    """An application in front of a relay's: sees every file request, and may treat it in its own way.
+    """An application in front of a relay: records every file request, and can change its response.
 
-    `treat(self, start, scope, receive, send)` gets file requests with the first byte of their range.
+    `treat(self, start, scope, receive, send)` is called for file requests, with the first byte of their range.
     """
 
     def __init__(self, app: Any, treat: Any = None) -> None:
@@ -177,7 +177,7 @@ def origin(tmp_path: Path, key: Key) -> Origin:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Any], str]]:
-    """Start an application; its URL. Everything is stopped at the end of the test."""
+    """Starts applications and returns their URLs. Stops them at the end of the test."""
     running: list[tuple[Any, Any]] = []
 
     def start(app: Any) -> str:
@@ -201,7 +201,7 @@ def serve() -> Iterator[Callable[[Any], str]]:
 
 @pytest.fixture
 def fetch(key: Key, tmp_path: Path, log: Log, stop: threading.Event) -> Callable[..., Path]:
-    """fetch_version into tmp/client with the test's key, log and stop."""
+    """Returns fetch_version with the test's key, log and stop, into tmp/client."""
 
     def run(sealed: Any, relays: Any, *, into: str = "client", deadline_s: float = 60.0) -> Path:
         return shardcast.fetch_version(
@@ -213,7 +213,7 @@ def fetch(key: Key, tmp_path: Path, log: Log, stop: threading.Event) -> Callable
 
 @pytest.fixture
 def kit() -> Any:
-    """The plain functions of this file, without importing it by name."""
+    """Returns the functions of this file: tests cannot import it by name."""
 
     class Kit:
         pass

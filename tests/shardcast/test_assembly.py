@@ -1,4 +1,4 @@
-"""Assembly: only what is verified is written, found again after a restart, and whole before it has its name."""
+"""Assembly: only verified shards are written, they survive a restart, and a file gets its name when it is complete."""
 
 import os
 import random
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.shardcast.assembly import Assembly, Shard, WrongBytes, reuse_files
+from shoal.shardcast.assembly import Assembly, Shard, WrongBytes
 from shoal.shardcast.manifest_files import open_manifest, prepare_folder
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
@@ -38,10 +38,10 @@ def test_shards_in_any_order_make_the_files(folder: Path, sealed: Sealed[Manifes
     random.Random(5).shuffle(missing)
     for shard in missing:
         assert not assembly.complete
-        assert not assembly.verified(shard.name, shard.start, shard.stop)
+        assert not assembly.has(shard)
         assembly.write(shard, cut(files, shard))
-        assert assembly.verified(shard.name, shard.start, shard.stop)
-        assembly.write(shard, cut(files, shard))  # a second request for the same brought it too
+        assert assembly.has(shard)
+        assembly.write(shard, cut(files, shard))  # a second request delivered the same shard
     assert assembly.complete
     assert kit.file_bytes(folder) == files
     assert not list(folder.glob(".*"))
@@ -60,7 +60,7 @@ def test_wrong_bytes_are_never_written(folder: Path, sealed: Sealed[Manifest], k
     assert not (folder / ".model.safetensors.partial").exists()
 
 
-def test_a_restart_hashes_what_is_there_and_keeps_what_fits(
+def test_a_restart_hashes_partial_files_and_keeps_right_shards(
     folder: Path, sealed: Sealed[Manifest], kit: Any
 ) -> None:
     files = kit.random_files()
@@ -84,7 +84,9 @@ def test_a_crash_between_the_last_shard_and_the_name(
     assert (folder / "model.safetensors").read_bytes() == kit.random_files()["model.safetensors"]
 
 
-def test_reading_goes_on_through_the_renaming(folder: Path, sealed: Sealed[Manifest], kit: Any) -> None:
+def test_a_descriptor_stays_valid_when_the_file_is_renamed(
+    folder: Path, sealed: Sealed[Manifest], kit: Any
+) -> None:
     files = kit.random_files()
     assembly = Assembly(folder, sealed.body)
     model = [shard for shard in assembly.missing() if shard.name == "model.safetensors"]
@@ -104,7 +106,7 @@ def test_after_close_nothing_is_written(folder: Path, sealed: Sealed[Manifest], 
     assert shard in assembly.missing()
 
 
-def test_files_of_another_manifest_are_not_believed(
+def test_files_of_another_manifest_are_deleted(
     folder: Path, sealed: Sealed[Manifest], origin: Any, kit: Any
 ) -> None:
     other = origin.publish(2, kit.random_files(seed=7))  # the same names and sizes
@@ -121,22 +123,22 @@ def test_equal_files_are_taken_from_another_version(
     second = origin.publish(2, kit.random_files(seed=7))
     prepare_folder(tmp_path / "v2", second)
     assembly = Assembly(tmp_path / "v2", second.body)
-    reused = reuse_files(assembly, [origin.store.path(1), tmp_path / "absent"])
+    reused = assembly.reuse_files([origin.store.path(1), tmp_path / "absent"])
     assert sorted(reused) == ["config.json", "tokenizer.json"]
     assert {shard.name for shard in assembly.missing()} == {"model.safetensors"}
     assert (tmp_path / "v2" / "tokenizer.json").stat().st_nlink == 2
 
 
-def test_a_file_that_no_longer_is_what_its_manifest_says_is_not_taken(
+def test_a_file_that_differs_from_its_manifest_is_not_reused(
     tmp_path: Path, sealed: Sealed[Manifest], origin: Any, kit: Any
 ) -> None:
     second = origin.publish(2, kit.random_files(seed=7))
     (origin.store.path(1) / "tokenizer.json").write_bytes(bytes(2_300))
     prepare_folder(tmp_path / "v2", second)
-    assert reuse_files(Assembly(tmp_path / "v2", second.body), [origin.store.path(1)]) == ["config.json"]
+    assert Assembly(tmp_path / "v2", second.body).reuse_files([origin.store.path(1)]) == ["config.json"]
 
 
-def test_a_file_may_not_take_the_manifests_place(key: Key) -> None:
+def test_a_file_may_not_be_named_like_the_manifest(key: Key) -> None:
     entry = FileEntry(name="manifest.json", num_bytes=0, blake3="0" * 64, shard_bytes=1, shards=())
     signed = seal(Manifest(run="demo", version=1, files=(entry,), created_at_s=1.0), key)
     with pytest.raises(Rejected, match="lists a file named"):

@@ -1,32 +1,32 @@
-"""After a power cut names are not believed: everything is hashed, what is right stays, the rest comes again."""
+"""After a restart of the machine all files are hashed: right ones stay, damaged ones are fetched again."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shoal.shardcast import VersionStore, boot
-from shoal.shardcast.boot import BOOT_MARK, mark_boot, same_boot
+from shoal.shardcast import VersionStore, manifest_files
+from shoal.shardcast.manifest_files import BOOT_MARK, mark_boot, same_boot
 from shoal.wire.keys import Key
 
 
 def reboot(folder: Path) -> None:
-    """As it looks to the next process."""
+    """Leaves the folder as the next process finds it after a restart of the machine."""
     (folder / BOOT_MARK).write_bytes(b"another boot\n")
 
 
-def test_the_mark_is_this_boots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mark_is_valid_for_this_boot_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not same_boot(tmp_path)
     mark_boot(tmp_path)
     assert same_boot(tmp_path)
     reboot(tmp_path)
     assert not same_boot(tmp_path)
-    monkeypatch.setattr(boot, "_BOOT_ID", tmp_path / "absent")
+    monkeypatch.setattr(manifest_files, "_BOOT_ID", tmp_path / "absent")
     mark_boot(tmp_path)
-    assert not same_boot(tmp_path)  # where the system does not say, nothing is believed
+    assert not same_boot(tmp_path)  # without a boot id nothing is trusted
 
 
-def test_a_store_hashes_what_it_finds(origin: Any, kit: Any, key: Key) -> None:
+def test_a_store_hashes_its_files(origin: Any, kit: Any, key: Key) -> None:
     for version in (7, 8):
         origin.publish(version, kit.random_files(seed=version))
     folder = origin.store.folder
@@ -38,9 +38,9 @@ def test_a_store_hashes_what_it_finds(origin: Any, kit: Any, key: Key) -> None:
     reboot(folder)
     store = VersionStore(folder, run=kit.RUN, run_key=key.public)
     assert store.complete() == (7,)
-    held = store.get(8)
-    assert held is not None
-    assert [shard.index for shard in held.assembly.missing()] == [4, 5]
+    stored = store.get(8)
+    assert stored is not None
+    assert [shard.index for shard in stored.assembly.missing()] == [4, 5]
     assert kit.file_bytes(folder / "v7") == kit.random_files(seed=7)
     assert same_boot(folder)
 
@@ -49,14 +49,14 @@ def test_a_manifest_that_never_reached_the_disk(origin: Any, kit: Any, key: Key)
     origin.publish(7, kit.random_files())
     folder = origin.store.folder
     (folder / "v7" / "manifest.json").write_bytes(b"")
-    with pytest.raises(ValueError, match="is no manifest; delete"):
+    with pytest.raises(ValueError, match="is not a manifest; delete"):
         VersionStore(folder, run=kit.RUN, run_key=key.public)
     reboot(folder)
     assert VersionStore(folder, run=kit.RUN, run_key=key.public).known() == ()
     assert not (folder / "v7").exists()
 
 
-def test_a_client_fetches_again_what_was_lost(
+def test_a_client_fetches_damaged_versions_again(
     origin: Any, kit: Any, serve: Any, fetch: Any, tmp_path: Path
 ) -> None:
     first, second = (origin.publish(version, kit.random_files(seed=version)) for version in (7, 8))
@@ -70,7 +70,7 @@ def test_a_client_fetches_again_what_was_lost(
     assert kit.file_bytes(fetch(second, [url])) == kit.random_files(seed=8)
 
 
-def test_a_download_goes_on_with_the_shards_that_are_right(
+def test_a_download_continues_with_the_right_shards(
     origin: Any, kit: Any, serve: Any, fetch: Any, tmp_path: Path
 ) -> None:
     sealed = origin.publish(7, kit.random_files())

@@ -1,4 +1,4 @@
-"""Deltas: the exact bytes back, whatever they were; and nothing but a refusal for whatever is not a delta."""
+"""Deltas: the exact bytes for any two files of equal size, and CorruptData for anything that is not a delta."""
 
 import contextlib
 import re
@@ -31,7 +31,7 @@ def some_bytes(num: int, seed: int = 0) -> bytes:
 
 
 def stepped(data: bytes, share: float, seed: int = 0) -> bytes:
-    """Like a step of training: some words move by one unit in the last place, a few further."""
+    """Changes data like a training step: some words by one unit in the last place, a few by more."""
     rng = np.random.default_rng(seed)
     words = np.frombuffer(data, "<u2").copy()
     places = rng.choice(words.size, int(share * words.size), replace=False)
@@ -41,7 +41,7 @@ def stepped(data: bytes, share: float, seed: int = 0) -> bytes:
 
 @given(old=st.binary(max_size=700), new=st.binary(max_size=700), words=st.sampled_from([1, 3, 64, 1 << 21]))
 @settings(deadline=None, derandomize=True, max_examples=200)
-def test_any_two_files_of_one_size(old: bytes, new: bytes, words: int) -> None:
+def test_any_two_files_of_equal_size(old: bytes, new: bytes, words: int) -> None:
     new = new[: len(old)].ljust(len(old), b"\x80")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delta, "CHUNK_WORDS", words)
@@ -52,7 +52,7 @@ def test_any_two_files_of_one_size(old: bytes, new: bytes, words: int) -> None:
 @given(data=st.data(), num=st.integers(1, 500))
 @settings(deadline=None, derandomize=True, max_examples=40)
 def test_a_few_words_of_bfloat16(data: st.DataObject, num: int) -> None:
-    # Infinities, NaNs with every payload, both zeros and denormals are bit patterns like any other.
+    # Infinities, NaNs with any payload, both zeros and denormals are treated as plain bit patterns.
     odd = st.sampled_from([0x7F80, 0xFF80, 0x7FC0, 0x7FFF, 0xFFFF, 0x8000, 0x0000, 0x0001, 0x3F80])
     words = np.array(data.draw(st.lists(odd | st.integers(0, 0xFFFF), min_size=num, max_size=num)), "<u2")
     changed = words.copy()
@@ -75,14 +75,14 @@ def test_sizes_and_ends(num: int, chunk_words: int) -> None:
         assert encode(old, new) == payload
 
 
-def test_chunks_are_independent_of_what_changed_before(chunk_words: int) -> None:
+def test_several_chunks(chunk_words: int) -> None:
     old = some_bytes(5000)
     new = stepped(old, 0.05)
     assert apply(old, encode(old, new)) == new
 
 
 @pytest.mark.parametrize("share", [0.0, 0.003, 0.3, 1.0])
-def test_the_real_chunk_size_is_crossed(share: float) -> None:
+def test_files_larger_than_the_real_chunk_size(share: float) -> None:
     old = some_bytes(2 * (2 * delta.CHUNK_WORDS) + 4098)
     new = stepped(old, share)
     payload = encode(old, new)
@@ -91,7 +91,7 @@ def test_the_real_chunk_size_is_crossed(share: float) -> None:
         assert len(old) / len(payload) > 200
 
 
-def test_files_of_other_sizes_have_no_delta() -> None:
+def test_files_of_different_sizes_have_no_delta() -> None:
     with pytest.raises(ValueError, match="4 and 6 bytes"):
         encode(b"abcd", b"abcdef")
 
@@ -121,7 +121,7 @@ def test_a_chain_of_payloads_in_one_pass(tmp_path: Path, chunk_words: int) -> No
     assert digest == blake3(versions[4]).hexdigest()
 
 
-def test_a_delta_that_is_too_large_or_of_another_base_leaves_no_file(tmp_path: Path) -> None:
+def test_no_file_is_left_if_the_delta_is_too_large_or_the_base_differs(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_bytes(some_bytes(2000, 1))
     new.write_bytes(some_bytes(2000, 2))
@@ -152,12 +152,12 @@ def zipped(data: bytes) -> bytes:
 def payload_of(
     num: int, gaps: bytes, steps: bytes, *, sizes: tuple[int, int] | None = None, num_bytes: int = 200
 ) -> bytes:
-    """One chunk, put together by hand; `sizes` are what it says of its streams."""
+    """Builds a payload of one chunk; `sizes` are the sizes it declares for its streams."""
     frames = zipped(gaps), zipped(steps)
-    said = sizes or (len(gaps), len(steps))
+    declared = sizes or (len(gaps), len(steps))
     return (
         struct.pack("<8sQ", b"SHDELTA1", num_bytes)
-        + struct.pack("<5I", num, *said, len(frames[0]), len(frames[1]))
+        + struct.pack("<5I", num, *declared, len(frames[0]), len(frames[1]))
         + b"".join(frames)
     )
 
@@ -165,7 +165,7 @@ def payload_of(
 OLD = bytes(200)
 
 
-def test_the_hand_made_one_is_right() -> None:
+def test_a_payload_built_by_hand_is_applied() -> None:
     new = np.frombuffer(apply(OLD, payload_of(3, varints(0, 97, 0), varints(2, 1, 0xFFFF))), "<u2")
     assert new.nonzero()[0].tolist() == [0, 98, 99]
     assert new[[0, 98, 99]].tolist() == [1, 0xFFFF, 0x8000]
@@ -174,34 +174,37 @@ def test_the_hand_made_one_is_right() -> None:
 @pytest.mark.parametrize(
     ("payload", "words"),
     [
-        (b"", "ends 16 bytes early"),
-        (b"SHDELTA2" + bytes(100), "begins with"),
-        (struct.pack("<8sQ", b"SHDELTA1", 201), "for a file of 201 bytes"),
-        (struct.pack("<8sQ", b"SHDELTA1", 2**63), "for a file of"),
-        (payload_of(2, varints(0, 1), varints(2, 2)) + b"x", "1 bytes follow its end"),
+        (b"", "ends 16 bytes too early"),
+        (b"SHDELTA2" + bytes(100), "starts with"),
+        (struct.pack("<8sQ", b"SHDELTA1", 201), "made for a file of 201 bytes"),
+        (struct.pack("<8sQ", b"SHDELTA1", 2**63), "made for a file of"),
+        (payload_of(2, varints(0, 1), varints(2, 2)) + b"x", "1 surplus bytes at its end"),
         (payload_of(101, bytes(101), bytes(101)), "101 changes in a chunk of 100 words"),
         (payload_of(2**32 - 1, b"\0", b"\0"), "changes in a chunk"),
         (payload_of(0, b"\0", b"\0"), "without changes"),
         (payload_of(2, varints(0, 99), varints(2, 2)), "a change at word 100 of a chunk of 100"),
         (payload_of(2, varints(2**21 - 1, 2**21 - 1), varints(2, 2)), "a change at word"),
         (payload_of(3, varints(0, 1), varints(2, 2, 2)), "a stream of 2 bytes for 3 numbers"),
-        (payload_of(2, varints(0, 1, 1), varints(2, 2)), "3 numbers in a stream of 2"),
-        (payload_of(2, varints(0, 1), varints(2, 300, 2)), "numbers in a stream of 2"),
-        (payload_of(2, b"\x00\x80", varints(2, 2)), "1 numbers in a stream of 2"),
-        (payload_of(2, b"\x00\x80\x80\x80\x80\x01", varints(2, 2)), "a number of over 3 bytes"),
+        (payload_of(2, varints(0, 1, 1), varints(2, 2)), "3 numbers in a stream that should have 2"),
+        (payload_of(2, varints(0, 1), varints(2, 300, 2)), "numbers in a stream that should have 2"),
+        (payload_of(2, b"\x00\x80", varints(2, 2)), "1 numbers in a stream that should have 2"),
+        (payload_of(2, b"\x00\x80\x80\x80\x80\x01", varints(2, 2)), "a number of more than 3 bytes"),
         (payload_of(2, varints(0, 1), varints(2, 0x10000)), "a step of 65536"),
         (payload_of(2, varints(0, 1), bytes(7)), "a stream of 7 bytes for 2 numbers"),
-        (payload_of(2, varints(0, 1), bytes(10**8), sizes=(2, 2)), "a zstd frame of 100000000 bytes where 2"),
-        (payload_of(2, varints(0, 1), varints(2, 2), sizes=(3, 2)), "a zstd frame of 2 bytes where 3"),
+        (
+            payload_of(2, varints(0, 1), bytes(10**8), sizes=(2, 2)),
+            "a zstd frame of 100000000 bytes, expected 2",
+        ),
+        (payload_of(2, varints(0, 1), varints(2, 2), sizes=(3, 2)), "a zstd frame of 2 bytes, expected 3"),
     ],
 )
-def test_what_is_not_a_delta_is_refused(payload: bytes, words: str) -> None:
+def test_invalid_payloads_are_refused(payload: bytes, words: str) -> None:
     with pytest.raises(CorruptData, match=re.escape("not a delta: ")) as caught:
         apply(OLD, payload)
     assert words in caught.value.detail
 
 
-def test_frames_that_do_not_say_their_size_or_are_none() -> None:
+def test_invalid_frames_are_refused() -> None:
     silent = zstandard.ZstdCompressor(level=1, write_content_size=False).compress(bytes(2))
     two = zipped(bytes(2)) + zipped(bytes(10**6))
     for frame in (silent, two, b"", b"\x28\xb5\x2f\xfd", bytes(40), b"\x28\xb5\x2f\xfd" + bytes(40)):
@@ -212,7 +215,9 @@ def test_frames_that_do_not_say_their_size_or_are_none() -> None:
 
 @given(cut=st.integers(0, 10_000), place=st.integers(0, 10_000), byte=st.integers(0, 255))
 @settings(deadline=None, derandomize=True, max_examples=300)
-def test_damage_gives_a_refusal_or_a_file_of_the_same_size(cut: int, place: int, byte: int) -> None:
+def test_a_damaged_payload_is_refused_or_gives_a_file_of_the_same_size(
+    cut: int, place: int, byte: int
+) -> None:
     old = some_bytes(4000)
     whole = encode(old, stepped(old, 0.2))
     with pytest.raises(CorruptData):
@@ -225,7 +230,7 @@ def test_damage_gives_a_refusal_or_a_file_of_the_same_size(cut: int, place: int,
 
 @given(noise=st.binary(max_size=300))
 @settings(deadline=None, derandomize=True, max_examples=300)
-def test_noise_after_a_right_beginning(noise: bytes) -> None:
+def test_noise_after_a_valid_header(noise: bytes) -> None:
     with contextlib.suppress(CorruptData):
         assert len(apply(OLD, struct.pack("<8sQ", b"SHDELTA1", 200) + noise)) == 200
 
@@ -242,7 +247,7 @@ def test_the_golden_payload() -> None:
     changed[[1, 2, 140, 141]] = [0x3F81, 0x3F7F, 0x3C00, 0x8000]
     old, new = words.tobytes(), changed.tobytes()
     assert apply(old, payload) == new
-    # Compressors may differ in their frames; the streams may not.
+    # Compressors may write different frames, but the streams must be equal.
     streams = [bytes.fromhex(stream) for stream in re.findall(r"`((?:[0-9a-f]{2} ){4,}[0-9a-f]{2})`", golden)]
     assert _streams(encode(old, new)) == _streams(payload) == streams
     assert encode(old, new)[: HEAD + 12] == payload[: HEAD + 12]

@@ -1,4 +1,4 @@
-"""Versions that come as deltas, through real relays: the exact folder by whatever way, or an error that says why not."""
+"""Versions that are sent as deltas, through real relays: the exact folder by any plan, or an error that says why."""
 
 import logging
 import random
@@ -26,7 +26,7 @@ NUM_BYTES = 30_000
 
 
 def version_files(version: int) -> dict[str, bytes]:
-    """Weights of which a fifth moves with each version; the other files stay."""
+    """Returns weights of which a fifth changes with each version; the other files stay the same."""
     words = np.frombuffer(random.Random(0).randbytes(NUM_BYTES), "<u2").copy()
     for step in range(1, version + 1):
         rng = np.random.default_rng(step)
@@ -40,7 +40,7 @@ def version_files(version: int) -> dict[str, bytes]:
 
 
 class Line:
-    """An origin that publishes each version as what changed since the one before."""
+    """An origin that publishes each version as deltas against the one before."""
 
     def __init__(self, origin: Any, snapshot_every: int = 4) -> None:
         self.store, self.app, self.key = origin.store, origin.app, origin.key
@@ -73,9 +73,9 @@ def line(origin: Any) -> Line:
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch_module, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(fetch_module, "PAUSE_S", 0.05)
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch_module, "STALL_S", 0.3)
+    monkeypatch.setattr(fetch_module, "RETRY_S", 0.05)
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ async def gate_deltas_after_the_first_shard(
 # -- what is sent ---------------------------------------------------------------------------------------
 
 
-def test_a_follower_fetches_deltas_only_also_of_a_snapshot(
+def test_a_client_that_follows_fetches_only_deltas_even_of_snapshots(
     line: Line, kit: Any, serve: Any, relay: Any, fetch: Any
 ) -> None:
     spy = kit.Spy(line.app)
@@ -146,7 +146,7 @@ def test_a_chain_through_a_tree_and_a_late_joiner(
     for version in range(6):
         sealed = line.publish(version)
         kit.eventually(lambda version=version: version in leaf.store.complete(), f"version {version}")
-    # The leaf holds of a delta version no more than what is sent.
+    # Of a delta version the leaf has only what is sent.
     assert {path.name for path in leaf.store.path(3).iterdir()} == {"manifest.json", DELTA}
     folder = fetch(sealed, [leaf.url])
     assert kit.file_bytes(folder) == version_files(5)
@@ -154,16 +154,16 @@ def test_a_chain_through_a_tree_and_a_late_joiner(
     assert (folder / "manifest.json").read_bytes() == sealed.canonical()
 
 
-def test_a_long_absence_costs_what_is_cheaper(line: Line, kit: Any, serve: Any, fetch: Any) -> None:
+def test_after_a_long_absence_the_cheapest_plan_is_used(line: Line, kit: Any, serve: Any, fetch: Any) -> None:
     spy = kit.Spy(line.app)
     url = serve(spy)
     line.publish(0, 1, 2, 3, 4)
     fetch(line.manifests[1], [url])
     spy.asked.clear()
-    # Three deltas are less than the snapshot that version 4 is as well.
+    # Three deltas are smaller than version 4 as a snapshot.
     assert kit.file_bytes(fetch(line.manifests[4], [url])) == version_files(4)
     assert {name for name, _ in spy.asked} == {DELTA}
-    # The tokenizer is taken from version 1 by its digest, the weights from the newest snapshot on the way.
+    # The tokenizer is reused from version 1 by its digest, the weights come from the newest snapshot.
     shutil.rmtree(fetch(line.manifests[4], [url]))
     (fetch(line.manifests[1], [url]) / WEIGHTS).unlink()
     spy.asked.clear()
@@ -187,7 +187,9 @@ def test_an_origin_keeps_of_old_versions_only_what_newer_ones_need(
     assert (fetch(line.manifests[4], [serve(line.app)]) / WEIGHTS).read_bytes() == version_files(4)[WEIGHTS]
 
 
-def test_what_a_new_snapshot_makes_useless_goes(line: Line, relay: Any, serve: Any, kit: Any) -> None:
+def test_versions_that_a_new_snapshot_makes_useless_are_deleted(
+    line: Line, relay: Any, serve: Any, kit: Any
+) -> None:
     line.store.keep_versions = 2
     one = relay("relay", serve(line.app), keep_versions=2)
     line.publish(0, 1, 2, 3)
@@ -214,12 +216,12 @@ def test_a_relay_that_comes_late_gets_the_whole_chain(
 
 
 def forget(store: Any, version: int) -> None:
-    """As if it had never come."""
+    """Makes the store forget a version."""
     with store._lock:
-        store._held.pop(version)
+        store._versions.pop(version)
 
 
-def test_a_missing_middle_version_is_gone_around_by_a_snapshot(
+def test_a_snapshot_replaces_a_missing_version(
     line: Line, kit: Any, serve: Any, fetch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = serve(line.app)
@@ -229,10 +231,10 @@ def test_a_missing_middle_version_is_gone_around_by_a_snapshot(
     with caplog.at_level(logging.WARNING):
         folder = fetch(line.manifests[5], [url])
     assert kit.file_bytes(folder) == version_files(5)
-    assert "builds on version 2, whose manifest cannot be had" in caplog.text
+    assert "builds on version 2, whose manifest is not available" in caplog.text
 
 
-def test_a_delta_nobody_sends_is_gone_around_by_a_snapshot(
+def test_a_snapshot_replaces_a_delta_that_no_relay_sends(
     line: Line, kit: Any, serve: Any, fetch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     line.publish(0, 1, 2, 3, 4)
@@ -241,23 +243,25 @@ def test_a_delta_nobody_sends_is_gone_around_by_a_snapshot(
     with caplog.at_level(logging.WARNING):
         folder = fetch(line.manifests[4], relays)
     assert kit.file_bytes(folder) == version_files(4)
-    assert "relay dropped: it sent wrong bytes" in caplog.text
-    assert "is there another way?" in caplog.text
+    assert "relay dropped because it sent wrong bytes" in caplog.text
+    assert "looking for another plan" in caplog.text
 
 
-def test_no_way_at_all_is_said(line: Line, kit: Any, serve: Any, fetch: Any, tmp_path: Path) -> None:
+def test_the_error_without_any_plan_names_the_reason(
+    line: Line, kit: Any, serve: Any, fetch: Any, tmp_path: Path
+) -> None:
     url = serve(line.app)
     line.publish(0, 1, 2, 3)
     forget(line.store, 2)
-    with pytest.raises(DeadlinePassed, match=r"version 3 did not come: .*the manifest of version 2"):
+    with pytest.raises(DeadlinePassed, match=r"cannot fetch version 3: .*the manifest of version 2"):
         fetch(line.manifests[3], [url], deadline_s=1.0)
-    with pytest.raises(DeadlinePassed, match=r"no relay left to ask.*wrong bytes"):
+    with pytest.raises(DeadlinePassed, match=r"no usable relay.*wrong bytes"):
         fetch(line.manifests[1], [serve(kit.Spy(line.app, flip_deltas))])
     assert not (tmp_path / "client" / "v3").exists()
     assert not (tmp_path / "client" / "v1").exists()
 
 
-def test_a_corrupting_relay_costs_nothing_where_another_is_honest(
+def test_an_honest_relay_replaces_a_corrupting_one(
     line: Line, kit: Any, serve: Any, fetch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     line.publish(0, 1, 2, 3)
@@ -267,7 +271,7 @@ def test_a_corrupting_relay_costs_nothing_where_another_is_honest(
     assert kit.file_bytes(fetch(line.manifests[3], choice)) == version_files(3)
 
 
-def test_a_damaged_base_is_found_out_and_not_used(
+def test_a_damaged_base_is_detected_and_not_used(
     line: Line, kit: Any, serve: Any, fetch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = serve(line.app)
@@ -279,13 +283,13 @@ def test_a_damaged_base_is_found_out_and_not_used(
     with caplog.at_level(logging.WARNING):
         folder = fetch(line.manifests[2], [url])
     assert kit.file_bytes(folder) == version_files(2)
-    assert "came out wrong and was thrown away" in caplog.text
+    assert "has a wrong digest and was deleted" in caplog.text
 
 
-def test_a_publishers_error_leaves_nothing_in_place(
+def test_a_wrong_digest_in_a_signed_manifest_leaves_no_file(
     line: Line, key: Key, serve: Any, fetch: Any, tmp_path: Path
 ) -> None:
-    """Signed, every shard right, and yet the delta does not make the file it should."""
+    """The manifest is signed and every shard is right, but the delta does not yield the listed file."""
     line.publish(0, 1)
     body = line.manifests[1].body
     files = tuple(
@@ -293,7 +297,9 @@ def test_a_publishers_error_leaves_nothing_in_place(
         for entry in body.files
     )
     wrong = seal(body.model_copy(update={"files": files}), key)
-    with pytest.raises(CorruptData, match=r"no way to model\.safetensors is left; tried: .*delta of v1"):
+    with pytest.raises(
+        CorruptData, match=r"every plan for model\.safetensors gave wrong bytes; tried: .*delta of v1"
+    ):
         fetch(wrong, [serve(line.app)])
     assert not (tmp_path / "client" / "v1").exists()
     assert not (tmp_path / "client" / "v1.partial" / WEIGHTS).exists()
@@ -301,7 +307,7 @@ def test_a_publishers_error_leaves_nothing_in_place(
 
 
 @pytest.mark.parametrize("kind", ["other key", "other run"])
-def test_a_chain_is_as_little_believed_as_a_version(
+def test_manifests_of_base_versions_are_verified_too(
     kind: str, line: Line, key: Key, serve: Any, fetch: Any
 ) -> None:
     line.publish(0, 1)
@@ -311,8 +317,8 @@ def test_a_chain_is_as_little_believed_as_a_version(
         if kind == "other key"
         else seal(body.model_copy(update={"run": "other"}), key)
     )
-    held = line.store.get(0)
-    held.sealed = forged
+    stored = line.store.get(0)
+    stored.sealed = forged
     with pytest.raises(DeadlinePassed, match=r"the manifest of version 0.*(is signed by|is for run)"):
         fetch(line.manifests[1], [serve(line.app)], deadline_s=0.5)
 
@@ -320,7 +326,7 @@ def test_a_chain_is_as_little_believed_as_a_version(
 # -- restarts -------------------------------------------------------------------------------------------
 
 
-def test_a_restarted_client_takes_up_a_chain_where_it_was(
+def test_a_restarted_client_continues_a_chain(
     line: Line, kit: Any, serve: Any, fetch: Any, tmp_path: Path
 ) -> None:
     line.publish(0, 1, 2, 3)
@@ -330,7 +336,7 @@ def test_a_restarted_client_takes_up_a_chain_where_it_was(
     assert (tmp_path / "client" / "v3.partial" / f".{DELTA}.partial").exists()
     spy = kit.Spy(line.app)
     assert kit.file_bytes(fetch(line.manifests[3], [serve(spy)])) == version_files(3)
-    assert spy.asked.count((DELTA, 0)) == 2  # of versions 1 and 2; that of version 3 was here
+    assert spy.asked.count((DELTA, 0)) == 2  # of versions 1 and 2; that of version 3 was already here
 
 
 def test_a_relay_restarted_in_the_middle_of_a_delta_version(
@@ -341,8 +347,8 @@ def test_a_relay_restarted_in_the_middle_of_a_delta_version(
     first = relay("relay", serve(gated))
 
     def first_shard() -> bool:
-        held = first.store.get(1)
-        return held is not None and held.assembly.verified(DELTA, 0, 1000)
+        stored = first.store.get(1)
+        return stored is not None and stored.assembly.verified_until(DELTA, 0, 1000) == 1000
 
     kit.eventually(first_shard, "the first shard of the delta")
     line.store.close()
@@ -355,7 +361,7 @@ def test_a_relay_restarted_in_the_middle_of_a_delta_version(
     assert kit.file_bytes(fetch(line.manifests[1], [second.url])) == version_files(1)
 
 
-def test_pruning_leaves_the_newest_as_a_base(line: Line, kit: Any, serve: Any, fetch: Any) -> None:
+def test_pruning_keeps_the_newest_version_as_a_base(line: Line, kit: Any, serve: Any, fetch: Any) -> None:
     spy = kit.Spy(line.app)
     url = serve(spy)
     for version in range(4):
@@ -371,7 +377,7 @@ def test_pruning_leaves_the_newest_as_a_base(line: Line, kit: Any, serve: Any, f
 
 
 def sent_whole(line: Line, kit: Any, tmp_path: Path, version: int) -> Any:
-    """The origin of the same run with the same weights, which has nothing left to make a delta of."""
+    """Returns an origin of the same run with the same weights, but without the older versions that deltas need."""
     again = kit.Origin(tmp_path / "again", line.key)
     sealed = again.publish(version, version_files(version))
     assert sealed.body.is_snapshot
@@ -379,20 +385,20 @@ def sent_whole(line: Line, kit: Any, tmp_path: Path, version: int) -> Any:
     return again
 
 
-def test_a_client_that_was_told_of_a_delta_takes_the_whole(
+def test_a_client_with_a_delta_manifest_takes_the_whole_version(
     line: Line, kit: Any, serve: Any, fetch: Any, tmp_path: Path
 ) -> None:
     line.publish(0, 1)
     again = sent_whole(line, kit, tmp_path, 1)
     folder = fetch(line.manifests[1], [serve(again.app)])
     assert kit.file_bytes(folder) == version_files(1)
-    assert fetch(line.manifests[1], []) == folder  # both manifests are of this folder
+    assert fetch(line.manifests[1], []) == folder  # the folder satisfies both manifests
 
 
-def test_a_relay_that_waits_for_a_delta_takes_the_whole(
+def test_a_relay_with_a_delta_manifest_takes_the_whole_version(
     line: Line, kit: Any, serve: Any, fetch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirror_module, "TRY_S", 0.3)
+    monkeypatch.setattr(mirror_module, "ATTEMPT_S", 0.3)
     line.publish(0, 1)
     store = shardcast.VersionStore(tmp_path / "relay", run="demo", run_key=line.key.public)
     store.begin(line.manifests[1])
@@ -406,7 +412,7 @@ def test_a_relay_that_waits_for_a_delta_takes_the_whole(
     assert kit.file_bytes(fetch(line.manifests[1], [relay])) == version_files(1)
 
 
-def test_what_is_complete_stays_as_it_is(line: Line, kit: Any, tmp_path: Path) -> None:
+def test_a_complete_version_is_not_replaced(line: Line, kit: Any, tmp_path: Path) -> None:
     line.publish(0, 1)
     again = sent_whole(line, kit, tmp_path, 1)
     line.store.begin(again.store.get(1).sealed)

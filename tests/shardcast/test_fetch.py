@@ -1,4 +1,4 @@
-"""The client: right files from any mixture of relays, or an error that names each of them."""
+"""The client: right files from any mixture of relays, or an error that names each relay."""
 
 import logging
 import threading
@@ -16,7 +16,7 @@ from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
 from shoal.wire.record import seal
 
-NOWHERE = "http://127.0.0.1:9"  # discard: nobody listens
+NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there
 
 
 async def flip_a_byte(spy: Any, start: int, scope: Any, receive: Any, send: Any) -> None:
@@ -33,8 +33,8 @@ async def hang(spy: Any, start: int, scope: Any, receive: Any, send: Any) -> Non
     await spy.app(scope, receive, send)
 
 
-async def die_half_way(spy: Any, start: int, scope: Any, receive: Any, send: Any) -> None:
-    """Headers and half the body, then the connection is cut."""
+async def close_half_way(spy: Any, start: int, scope: Any, receive: Any, send: Any) -> None:
+    """Sends the headers and half of the body, then closes the connection."""
     done = False
 
     async def half(message: Any) -> None:
@@ -60,7 +60,7 @@ def test_a_version_from_one_relay(origin: Any, kit: Any, serve: Any, fetch: Any,
     assert kit.file_bytes(folder) == kit.random_files()
     assert (folder / "manifest.json").read_bytes() == sealed.canonical()
     assert sorted(path.name for path in (tmp_path / "client").iterdir()) == [".boot", "v7"]
-    assert fetch(sealed, []) == folder  # it is there: no relay is needed
+    assert fetch(sealed, []) == folder  # complete already: no relay is needed
 
 
 def test_a_corrupting_relay_is_dropped_and_named(
@@ -76,38 +76,38 @@ def test_a_corrupting_relay_is_dropped_and_named(
     with caplog.at_level(logging.WARNING):
         folder = fetch(sealed, choice)
     assert kit.file_bytes(folder) == kit.random_files()
-    assert "relay dropped: it sent wrong bytes" in caplog.text
+    assert "relay dropped because it sent wrong bytes" in caplog.text
     assert lying in caplog.text
-    # Dropped at the first wrong shard: beyond what was already in flight it was not asked again.
+    # Dropped at the first wrong shard: only requests that were already in flight reached it.
     assert 1 <= len(liar.asked) <= download_module.NUM_STREAMS
 
 
-def test_only_liars(origin: Any, kit: Any, serve: Any, fetch: Any, tmp_path: Path) -> None:
+def test_only_corrupting_relays(origin: Any, kit: Any, serve: Any, fetch: Any, tmp_path: Path) -> None:
     sealed = origin.publish(7, kit.random_files())
     lying = serve(kit.Spy(origin.app, flip_a_byte))
-    with pytest.raises(DeadlinePassed, match=r"no relay left to ask; 14 of 14 shards missing.*wrong bytes"):
+    with pytest.raises(DeadlinePassed, match=r"no usable relay; 14 of 14 shards missing.*wrong bytes"):
         fetch(sealed, [lying])
     assert not (tmp_path / "client" / "v7").exists()
-    assert not list((tmp_path / "client" / "v7.partial").glob(".*"))  # not one wrong byte on disk
+    assert not list((tmp_path / "client" / "v7.partial").glob(".*"))  # no wrong byte was written
 
 
-def test_a_hung_relay_does_not_set_the_time(
+def test_a_hanging_relay_does_not_delay_the_download(
     origin: Any, kit: Any, serve: Any, fetch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download_module, "SECOND_TRY_S", 0.05)
+    monkeypatch.setattr(download_module, "SECOND_REQUEST_S", 0.05)
     sealed = origin.publish(7, kit.random_files())
     hung = kit.Spy(origin.app, hang)
     hanging = serve(hung)
     choice = RelayChoice([hanging, serve(origin.app)])
-    # One shard at least goes to the hung relay, which never answers: its gate stays shut until the end.
+    # At least one shard is requested from the hanging relay, which does not answer until the test ends.
     choice.delivered(hanging, 1.0)
     assert kit.file_bytes(fetch(sealed, choice)) == kit.random_files()
     assert not hung.gate.is_set()
 
 
-def test_a_relay_that_dies_half_way(origin: Any, kit: Any, serve: Any, fetch: Any) -> None:
+def test_a_relay_that_disconnects_half_way(origin: Any, kit: Any, serve: Any, fetch: Any) -> None:
     sealed = origin.publish(7, kit.random_files())
-    relays = [serve(kit.Spy(origin.app, die_half_way)), serve(origin.app), NOWHERE]
+    relays = [serve(kit.Spy(origin.app, close_half_way)), serve(origin.app), NOWHERE]
     assert kit.file_bytes(fetch(sealed, relays)) == kit.random_files()
 
 
@@ -118,7 +118,7 @@ def test_a_restarted_client_fetches_only_what_is_missing(
     with pytest.raises(DeadlinePassed, match="of 14 shards missing"):
         fetch(sealed, [serve(kit.Spy(origin.app, right_up_to_4000))])
     missing = Assembly(tmp_path / "client" / "v7.partial", sealed.body).missing()
-    assert 0 < len(missing) < 14  # how many hangs on how much was asked for at once, and so on the time
+    assert 0 < len(missing) < 14  # how many depends on the size of the requests, and so on timing
     spy = kit.Spy(origin.app)
     folder = fetch(sealed, [serve(spy)])
     assert kit.file_bytes(folder) == kit.random_files()
@@ -133,7 +133,7 @@ def test_the_error_names_version_relays_and_reasons(origin: Any, kit: Any, serve
     with pytest.raises(DeadlinePassed) as caught:
         fetch(sealed, [url, NOWHERE], deadline_s=0.5)
     message = str(caught.value)
-    assert "version 7 did not come within 0.5 s" in message
+    assert "version 7 did not arrive within 0.5 s" in message
     assert f"{url}: no version '7' here" in message
     assert f"{NOWHERE}: ConnectionRefusedError" in message
     with pytest.raises(DeadlinePassed, match="no relay known"):
@@ -147,7 +147,7 @@ def test_stop_ends_a_fetch(origin: Any, kit: Any, fetch: Any, stop: threading.Ev
         fetch(sealed, [NOWHERE])
 
 
-def test_a_manifest_of_another_key_is_refused_before_anything_is_asked(
+def test_a_manifest_of_another_key_is_refused_without_a_request(
     origin: Any, kit: Any, serve: Any, fetch: Any, tmp_path: Path
 ) -> None:
     sealed = origin.publish(7, kit.random_files())
@@ -179,14 +179,14 @@ def test_a_version_of_the_same_number_with_other_files_is_replaced(
     assert kit.file_bytes(folder) == kit.random_files(seed=1)
 
 
-def test_what_was_learnt_of_relays_is_kept_over_fetches(
+def test_relay_statistics_are_kept_over_several_fetches(
     origin: Any, kit: Any, serve: Any, fetch: Any
 ) -> None:
     url = serve(origin.app)
     choice = RelayChoice([url, NOWHERE])
     fetch(origin.publish(7, kit.random_files(seed=7)), choice)
-    assert choice.standing(url).bandwidth > 0
-    assert choice.standing(NOWHERE).bandwidth is None
+    assert choice.stats(url).bandwidth > 0
+    assert choice.stats(NOWHERE).bandwidth is None
 
 
 def test_manifests_by_number_and_the_newest(
@@ -210,7 +210,7 @@ def test_manifests_by_number_and_the_newest(
 def test_a_newer_version_is_waited_for_at_the_relays(
     origin: Any, kit: Any, serve: Any, key: Key, log: Log, stop: threading.Event
 ) -> None:
-    """One question is under way when it comes, and is answered with it: nobody asks again and again."""
+    """A pending request is answered with the new version, so the client does not poll in a loop."""
     terms: dict[str, Any] = {"run_key": key.public, "log": log, "stop": stop}
     origin.publish(6, kit.random_files(1))
     asked: list[str] = []
@@ -226,11 +226,11 @@ def test_a_newer_version_is_waited_for_at_the_relays(
         target=lambda: found.append(fetch_newer(6, [url], deadline_s=60, **terms)), daemon=True
     )
     thread.start()
-    kit.eventually(lambda: asked, "the question")
+    kit.eventually(lambda: asked, "the request")
     sealed = origin.publish(7, kit.random_files(2))
     thread.join(30)
     assert found == [sealed]
-    assert len(asked) < 30, "a few, even if the first came before the version and took its time"
+    assert len(asked) < 30, "at most a few requests, even if the first was answered before the version came"
     assert fetch_newer(5, [url], deadline_s=30, **terms) == sealed
     with pytest.raises(DeadlinePassed, match=r"a version after 7: .* nothing newer"):
         fetch_newer(7, [url], deadline_s=0.1, **terms)
@@ -248,7 +248,7 @@ def test_old_versions_of_a_client_are_pruned(origin: Any, kit: Any, serve: Any, 
     assert sorted(path.name for path in into.glob("v*")) == ["v10.partial", "v8", "v9"]
 
 
-def test_fetch_version_takes_exactly_what_the_interface_says(
+def test_fetch_version_creates_the_folder_and_accepts_a_trailing_slash(
     origin: Any, kit: Any, serve: Any, key: Key, tmp_path: Path
 ) -> None:
     folder = fetch_version(

@@ -1,4 +1,4 @@
-"""docs/wire/manifest.md: its golden vector is what publish makes, to the byte."""
+"""docs/wire/manifest.md: `publish` reproduces its golden vector byte for byte."""
 
 import re
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_the_vector_with_a_delta(tmp_path: Path) -> None:
     made = publish(
         tmp_path / "v9", run="golden", version=9, key=key, shard_bytes=1024, base=base, now_s=1735689660.5
     ).body
-    # The payload's digests are left out: another zstd may write another frame.
+    # Without the payload's digests: another version of zstd may write another frame.
     assert without_digests(made) == without_digests(told)
 
 
@@ -58,7 +58,7 @@ def without_digests(manifest: Manifest) -> Any:
     return manifest.model_dump(exclude={"files": {"__all__": {"delta"}}})
 
 
-def test_every_field_stands_in_the_page() -> None:
+def test_the_page_lists_every_field() -> None:
     page = PAGE.read_text()
     fields = [
         *Manifest.model_fields,

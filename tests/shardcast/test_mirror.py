@@ -1,4 +1,4 @@
-"""The mirror: a tree of relays that passes shards on as they come, and takes nothing that is not signed and newer."""
+"""The mirror: relays pass shards on as they arrive, and accept only signed and newer manifests."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ class Node:
 
     def close(self) -> None:
         self.stop.set()
-        self.mirror.close(0.1)  # pollers end when their upstream closes
+        self.mirror.close(0.1)  # polling threads end when their upstream closes
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ async def flip_a_byte(spy: Any, start: int, scope: Any, receive: Any, send: Any)
 
 
 def fixed_latest(sealed: Any) -> Any:
-    """An upstream that always says this manifest is the newest."""
+    """Returns an upstream that always answers with this manifest."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -95,13 +95,13 @@ def test_a_tree_of_depth_two(
         sealed = origin.publish(version, kit.random_files(seed=version))
         kit.eventually(lambda version=version: version in leaf.store.complete(), f"version {version}")
         assert kit.file_bytes(fetch(sealed, [url], into=f"c{version}")) == kit.random_files(seed=version)
-    kit.eventually(lambda: leaf.completed == [1, 2], "word of both")
+    kit.eventually(lambda: leaf.completed == [1, 2], "both versions")
     assert http.get(f"{url}/manifests/2").content == sealed.canonical()
-    # The origin served each byte once, to its one relay, and unchanged files not even that.
+    # The origin sent each byte once, to its only relay, and unchanged files not again.
     kit.eventually(lambda: origin.app.bytes_sent == 2 * 9_500 + 2_300 + 20, "the count of what was sent")
 
 
-def test_a_shard_is_served_while_others_are_still_away(
+def test_a_shard_is_served_while_others_are_missing(
     origin: Any, kit: Any, serve: Any, node: Any, http: httpx2.Client
 ) -> None:
     gated = kit.Spy(origin.app, gate_after_the_first)
@@ -111,7 +111,7 @@ def test_a_shard_is_served_while_others_are_still_away(
     data = kit.random_files()["model.safetensors"]
     origin.publish(1, kit.random_files())
     kit.eventually(lambda: leaf.store.newest == 1, "the manifest at the leaf")
-    # Two relays down, the first shard is there; the origin has let no other through.
+    # Two relays further the first shard is available; the origin holds back all others.
     assert http.get(url, headers={"Range": "bytes=0-999"}).content == data[:1000]
     assert leaf.store.complete() == middle.store.complete() == ()
     assert http.get(url + "?wait_s=0", headers={"Range": "bytes=9000-9499"}).status_code == 425
@@ -122,7 +122,7 @@ def test_a_shard_is_served_while_others_are_still_away(
     kit.eventually(lambda: leaf.store.complete() == (1,), "the whole version at the leaf")
 
 
-def test_a_restarted_relay_goes_on_where_it_was(
+def test_a_restarted_relay_continues_its_download(
     origin: Any, kit: Any, serve: Any, node: Any, key: Key, tmp_path: Path
 ) -> None:
     gated = kit.Spy(origin.app, gate_after_the_first)
@@ -130,11 +130,11 @@ def test_a_restarted_relay_goes_on_where_it_was(
     first = node("relay", [serve(gated)])
 
     def first_shards() -> bool:
-        held = first.store.get(1)
-        return held is not None and held.assembly.verified("model.safetensors", 0, 1000)
+        stored = first.store.get(1)
+        return stored is not None and stored.assembly.verified_until("model.safetensors", 0, 1000) == 1000
 
     kit.eventually(first_shards, "the first shard")
-    # Not one of its threads may write any more: end its poll, its downloads, and the answers it has not taken yet.
+    # No thread may write any more: end its poll, its downloads and pending responses.
     first.stop.set()
     origin.store.close()
     first.mirror.close(30)
@@ -149,19 +149,19 @@ def test_a_restarted_relay_goes_on_where_it_was(
     assert kit.file_bytes(second.store.path(1)) == kit.random_files()
 
 
-def test_two_upstreams_one_of_which_lies(
+def test_two_upstreams_of_which_one_corrupts(
     origin: Any, kit: Any, serve: Any, node: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
         relay = node("relay", [serve(kit.Spy(origin.app, flip_a_byte)), serve(origin.app)])
         origin.publish(1, kit.random_files())
-        kit.eventually(lambda: relay.store.complete() == (1,), "version 1 in spite of the liar")
+        kit.eventually(
+            lambda: relay.store.complete() == (1,), "version 1 in spite of the corrupting upstream"
+        )
     assert kit.file_bytes(relay.store.path(1)) == kit.random_files()
 
 
-def test_missed_versions_are_filled_in_newest_first_as_far_as_they_are_kept(
-    origin: Any, kit: Any, serve: Any, node: Any
-) -> None:
+def test_missed_versions_are_downloaded_newest_first(origin: Any, kit: Any, serve: Any, node: Any) -> None:
     for version in range(5):
         origin.publish(version, kit.random_files(seed=version))
     relay = node("relay", [serve(origin.app)], keep_versions=3)
@@ -176,7 +176,7 @@ def test_missed_versions_are_filled_in_newest_first_as_far_as_they_are_kept(
 
 
 @pytest.mark.parametrize("kind", ["rollback", "other key", "other run", "nonsense"])
-def test_what_is_not_signed_and_newer_is_refused(
+def test_manifests_that_are_not_signed_or_not_newer_are_refused(
     kind: str,
     *,
     origin: Any,
@@ -187,7 +187,7 @@ def test_what_is_not_signed_and_newer_is_refused(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mirror_module, "COMPLAIN_S", 0.1)
+    monkeypatch.setattr(mirror_module, "WARN_AFTER_S", 0.1)
     old = origin.publish(1, kit.random_files(seed=1))
     relay = node("relay", [serve(origin.app)])
     origin.publish(2, kit.random_files(seed=2))
@@ -200,7 +200,7 @@ def test_what_is_not_signed_and_newer_is_refused(
             return b"<html>"
 
     offered, words = {
-        "rollback": (old, "version 1 was offered as newer than 2; going back is refused"),
+        "rollback": (old, "upstream offered version 1 as newer than 2; ignored"),
         "other key": (seal(later, Key.generate()), "is signed by"),
         "other run": (seal(later.model_copy(update={"run": "x"}), key), "is for run 'x'"),
         "nonsense": (Nonsense(), "not a manifest"),
@@ -212,7 +212,7 @@ def test_what_is_not_signed_and_newer_is_refused(
     assert not (crooked.store.folder / "v7").exists()
 
 
-def test_an_upstream_that_is_away_is_named_and_awaited(
+def test_an_unreachable_upstream_is_logged_and_retried(
     origin: Any,
     kit: Any,
     serve: Any,
@@ -220,11 +220,12 @@ def test_an_upstream_that_is_away_is_named_and_awaited(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mirror_module, "COMPLAIN_S", 0.1)
+    monkeypatch.setattr(mirror_module, "WARN_AFTER_S", 0.1)
     with caplog.at_level(logging.INFO):
         relay = node("relay", ["http://127.0.0.1:9", serve(origin.app)])
         kit.eventually(
-            lambda: "http://127.0.0.1:9: ConnectionRefusedError" in caplog.text, "a word on the upstream"
+            lambda: "http://127.0.0.1:9: ConnectionRefusedError" in caplog.text,
+            "a log line about the upstream",
         )
     relay.mirror.check()
     origin.publish(1, kit.random_files())
@@ -239,6 +240,6 @@ def test_a_version_in_progress_is_finished_before_a_newer_one(
     origin.publish(1, kit.random_files(seed=1))
     kit.eventually(lambda: gated.asked, "the first request for version 1")
     origin.publish(2, kit.random_files(seed=2))
-    kit.eventually(lambda: relay.store.newest == 2, "word of version 2")
+    kit.eventually(lambda: relay.store.newest == 2, "the manifest of version 2")
     gated.gate.set()
     kit.eventually(lambda: relay.completed == [1, 2], "both, in this order")

@@ -1,4 +1,4 @@
-"""The configuration that ships, in a real nginx: complete files from the folder, the rest from the relay behind it."""
+"""The shipped nginx configuration, in a real nginx: complete files from the folder, the rest from the relay behind it."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture
 def nginx(tmp_path: Path, kit: Any) -> Iterator[Any]:
-    """Start nginx over a folder with the shipped configuration; its URL."""
+    """Starts nginx with the shipped configuration over a folder and returns its URL."""
     running = []
 
     def start(folder: Path, relay_port: int = 9, **changes: str) -> str:
@@ -76,16 +76,16 @@ def nginx(tmp_path: Path, kit: Any) -> Iterator[Any]:
         process.wait(20)
 
 
-def test_a_version_comes_from_the_folder_alone(
+def test_a_complete_version_needs_no_relay(
     origin: Any, kit: Any, fetch: Any, nginx: Any, key: Key, log: Log, stop: Any
 ) -> None:
     sealed = origin.publish(7, kit.random_files())
-    url = nginx(origin.store.folder)  # no relay process behind it
+    url = nginx(origin.store.folder)  # without a relay behind it
     assert fetch_manifest(7, [url], run_key=key.public, log=log, stop=stop, deadline_s=30) == sealed
     assert kit.file_bytes(fetch(sealed, [url])) == kit.random_files()
 
 
-def test_what_is_still_coming_comes_from_the_relay(
+def test_an_arriving_version_is_served_by_the_relay(
     origin: Any, kit: Any, serve: Any, fetch: Any, nginx: Any, key: Key, tmp_path: Path
 ) -> None:
     files = kit.random_files()
@@ -108,11 +108,11 @@ def test_what_is_still_coming_comes_from_the_relay(
         )
         assert http.get(f"{url}/manifests/latest").content == sealed.canonical()
         assert http.get(f"{url}/healthz").json()["newest"] == 7
-    # The other relay has what is missing; together they make the version.
+    # The other relay has the missing shards.
     assert kit.file_bytes(fetch(sealed, [url, serve(origin.app)])) == files
 
 
-def test_a_private_relay_behind_it_decides_who_is_served(
+def test_a_private_relay_behind_nginx_checks_tickets(
     origin: Any, kit: Any, serve: Any, fetch: Any, nginx: Any, key: Key
 ) -> None:
     sealed = origin.publish(7, kit.random_files())
@@ -139,7 +139,7 @@ def test_a_private_relay_behind_it_decides_who_is_served(
         "/etc/passwd",
     ],
 )
-def test_nothing_else_of_the_disk_is_served(origin: Any, kit: Any, nginx: Any, path: str) -> None:
+def test_no_other_file_is_served(origin: Any, kit: Any, nginx: Any, path: str) -> None:
     origin.publish(7, kit.random_files())
     (origin.store.path(7) / ".secret").write_text("secret")
     (origin.store.folder.parent / "secret").write_text("secret")
@@ -148,9 +148,7 @@ def test_nothing_else_of_the_disk_is_served(origin: Any, kit: Any, nginx: Any, p
     assert "secret" not in response.text
 
 
-def test_too_many_requests_are_429_and_the_client_comes_through(
-    origin: Any, kit: Any, fetch: Any, nginx: Any
-) -> None:
+def test_a_client_succeeds_in_spite_of_429(origin: Any, kit: Any, fetch: Any, nginx: Any) -> None:
     sealed = origin.publish(7, kit.random_files())
     url = nginx(origin.store.folder, **{"rate=100r/s": "rate=10r/s", "burst=200": "burst=2"})
     with httpx2.Client() as http:

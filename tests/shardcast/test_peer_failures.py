@@ -1,4 +1,4 @@
-"""What undoes `shardcast` 0.3.2, the package we measure ourselves against, one test each: here it must not."""
+"""Failures that break the package `shardcast` 0.3.2, which we compare with: one test each that Shoal survives them."""
 
 import json
 import socket
@@ -21,7 +21,7 @@ from shoal.wire.manifest import Manifest
 from shoal.wire.record import Sealed, canonical_json
 
 
-class Saying:
+class FixedAnswer:
     """A server that answers every request with the same bytes."""
 
     def __init__(self, body: bytes) -> None:
@@ -42,21 +42,21 @@ def terms(key: Key, log: Log, stop: threading.Event) -> dict[str, Any]:
     return {"run_key": key.public, "log": log, "stop": stop, "run": "demo"}
 
 
-def test_a_hung_relay_is_asked_around(
+def test_a_hanging_relay_is_bypassed(
     origin: Any, kit: Any, serve: Any, fetch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There: with a timeout of 1 s, one hung relay of two stalls the download for 169 s."""
-    monkeypatch.setattr(download_module, "SECOND_TRY_S", 0.05)
+    """In `shardcast`, with a timeout of 1 s, one hanging relay of two delays the download by 169 s."""
+    monkeypatch.setattr(download_module, "SECOND_REQUEST_S", 0.05)
     sealed = origin.publish(7, kit.random_files())
-    with socket.socket() as hung:  # the kernel takes connections, nobody ever reads from them
+    with socket.socket() as hung:  # accepts connections and never reads from them
         hung.bind(("127.0.0.1", 0))
         hung.listen(64)
         hanging = f"http://127.0.0.1:{hung.getsockname()[1]}"
         assert kit.file_bytes(fetch(sealed, [hanging, serve(origin.app)])) == kit.random_files()
 
 
-def test_an_idle_connection_silences_nobody(origin: Any, kit: Any, serve: Any, fetch: Any) -> None:
-    """There: one connection that says nothing, and the relay answers no one."""
+def test_an_idle_connection_blocks_no_client(origin: Any, kit: Any, serve: Any, fetch: Any) -> None:
+    """In `shardcast` one silent connection blocks the relay for everybody."""
     sealed = origin.publish(7, kit.random_files())
     url = serve(origin.app)
     host, port = url.removeprefix("http://").split(":")
@@ -64,10 +64,10 @@ def test_an_idle_connection_silences_nobody(origin: Any, kit: Any, serve: Any, f
         assert kit.file_bytes(fetch(sealed, [url])) == kit.random_files()
 
 
-def test_a_crowd_beyond_an_address_s_share_comes_through(
+def test_clients_succeed_in_spite_of_refused_connections(
     origin: Any, kit: Any, fetch: Any, tmp_path: Path
 ) -> None:
-    """Most connections are refused and closed again and again; every client gets its version."""
+    """Most connections are refused and closed repeatedly, and every client still gets its version."""
     sealed = origin.publish(7, kit.random_files())
     server = RelayServer(origin.store, listen("127.0.0.1", 0), limits=ServerLimits(connections_per_address=2))
     server.start()
@@ -83,9 +83,9 @@ def test_a_crowd_beyond_an_address_s_share_comes_through(
 def test_a_wrong_bit_costs_one_shard(
     origin: Any, kit: Any, serve: Any, fetch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There: it costs the whole file, and the corrupt one stays in place."""
-    monkeypatch.setattr(download_module, "SECOND_TRY_S", 1000.0)
-    monkeypatch.setattr(download_module, "LAST_RUN_S", 0.0)  # each shard is a question of its own
+    """In `shardcast` it costs the whole file, and the corrupt file stays in place."""
+    monkeypatch.setattr(download_module, "SECOND_REQUEST_S", 1000.0)
+    monkeypatch.setattr(download_module, "LAST_REQUEST_S", 0.0)  # one request per shard
 
     async def flip(spy: Any, start: int, scope: Any, receive: Any, send: Any) -> None:
         async def spoil(message: Any) -> None:
@@ -98,13 +98,13 @@ def test_a_wrong_bit_costs_one_shard(
     sealed = origin.publish(7, kit.random_files())
     faulty, honest = kit.Spy(origin.app, flip), kit.Spy(origin.app)
     assert kit.file_bytes(fetch(sealed, [serve(faulty), serve(honest)])) == kit.random_files()
-    # An untried relay gets one shard at a time, so exactly one was lost, and asked for elsewhere.
+    # An unknown relay gets one shard at a time, so exactly one was requested again elsewhere.
     assert len(faulty.asked) == 1
     assert len(honest.asked) == 14
 
 
-def test_a_lying_relay_is_not_believed(origin: Any, kit: Any, serve: Any, terms: Any, tmp_path: Path) -> None:
-    """There: whoever serves the list of checksums is believed, and its file is taken."""
+def test_a_forged_manifest_is_refused(origin: Any, kit: Any, serve: Any, terms: Any, tmp_path: Path) -> None:
+    """In `shardcast` any server that lists the checksums is trusted."""
     liar = kit.Origin(tmp_path / "liar", Key.generate())
     liar.publish(8, kit.random_files(seed=666))
     sealed = origin.publish(7, kit.random_files())
@@ -118,7 +118,7 @@ def test_a_lying_relay_is_not_believed(origin: Any, kit: Any, serve: Any, terms:
 def test_no_name_leaves_the_folder(
     origin: Any, kit: Any, serve: Any, key: Key, terms: Any, tmp_path: Path, name: str
 ) -> None:
-    """There: a version called ../../x is written to where that leads."""
+    """In `shardcast` a version named ../../x is written outside of the folder."""
     body = json.loads(origin.publish(7, kit.random_files()).canonical())["body"]
     body["files"][0]["name"] = name
     signature = key.sign(Manifest.tag().encode() + b"\n" + canonical_json(body))
@@ -126,7 +126,7 @@ def test_no_name_leaves_the_folder(
     with pytest.raises(Rejected, match="malformed"):  # even from the run key itself
         Sealed[Manifest].parse(forged)
     with pytest.raises(DeadlinePassed, match="not a manifest"):
-        fetch_manifest(7, [serve(Saying(forged))], deadline_s=0.1, **terms)
+        fetch_manifest(7, [serve(FixedAnswer(forged))], deadline_s=0.1, **terms)
 
 
 @pytest.mark.parametrize("version", [-1, "../../x", "7/../8", 1.5, None])

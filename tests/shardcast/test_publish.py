@@ -1,4 +1,4 @@
-"""Publishing: every file of a folder, hashed where it lies, signed last."""
+"""Publishing: every file of a folder is hashed in place, and the signed manifest is written last."""
 
 import os
 from pathlib import Path
@@ -7,8 +7,7 @@ from typing import Any
 import blake3
 import pytest
 
-from shoal.shardcast import Base, publish
-from shoal.shardcast import digest as digest_module
+from shoal.shardcast import Base, manifest_files, publish
 from shoal.shardcast.delta import apply
 from shoal.wire.keys import Key
 from shoal.wire.manifest import Manifest
@@ -22,7 +21,7 @@ def folder(tmp_path: Path, kit: Any) -> Path:
     return tmp_path
 
 
-def test_digests_are_those_of_the_files_and_their_ranges(folder: Path, key: Key, kit: Any) -> None:
+def test_digests_of_files_and_shards(folder: Path, key: Key, kit: Any) -> None:
     manifest = publish(folder, run="demo", version=3, key=key, shard_bytes=1000).open(key.public)
     assert [entry.name for entry in manifest.files] == sorted(kit.random_files())
     for entry in manifest.files:
@@ -43,20 +42,20 @@ def test_shards_larger_than_a_read_are_hashed_whole(tmp_path: Path, key: Key) ->
 
 
 @pytest.mark.parametrize("data", [b"other bytes", b"fewer"], ids=["changed", "cut short"])
-def test_a_file_that_somebody_writes_to_meanwhile_is_refused(
+def test_a_file_that_changes_while_it_is_hashed_is_refused(
     data: bytes, tmp_path: Path, key: Key, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "weights"
     path.write_bytes(b"these bytes")
     os.utime(path, (1.0, 1.0))
-    hash_range = digest_module.hash_range
+    hash_range = manifest_files.hash_range
 
     def meddle(*args: Any) -> str:
         path.write_bytes(data)
         return hash_range(*args)
 
-    monkeypatch.setattr(digest_module, "hash_range", meddle)
-    with pytest.raises(ValueError, match=r"weights was written to while it was hashed"):
+    monkeypatch.setattr(manifest_files, "hash_range", meddle)
+    with pytest.raises(ValueError, match=r"weights changed while it was hashed"):
         publish(tmp_path, run="demo", version=0, key=key)
     assert [one.name for one in tmp_path.iterdir()] == ["weights"]
 
@@ -67,23 +66,23 @@ def test_the_manifest_on_disk_is_the_one_returned(folder: Path, key: Key) -> Non
     assert not list(folder.glob(".*"))
 
 
-def test_publishing_again_gives_the_same_manifest_even_later(folder: Path, key: Key) -> None:
+def test_publishing_again_returns_the_same_manifest(folder: Path, key: Key) -> None:
     first = publish(folder, run="demo", version=3, key=key, shard_bytes=1000, now_s=1.0)
     assert publish(folder, run="demo", version=3, key=key, shard_bytes=1000, now_s=2.0) == first
     (folder / "config.json").write_text("{}")
     assert publish(folder, run="demo", version=3, key=key, shard_bytes=1000, now_s=2.0) != first
 
 
-def test_a_manifest_of_another_key_or_of_nonsense_is_replaced(folder: Path, key: Key) -> None:
+def test_a_manifest_of_another_key_or_a_damaged_one_is_replaced(folder: Path, key: Key) -> None:
     publish(folder, run="demo", version=3, key=Key.generate(), shard_bytes=1000)
     assert publish(folder, run="demo", version=3, key=key, shard_bytes=1000).open(key.public)
     (folder / "manifest.json").write_text("{")
     assert publish(folder, run="demo", version=3, key=key, shard_bytes=1000).open(key.public)
 
 
-def test_what_cannot_be_published_is_said(folder: Path, key: Key, tmp_path: Path) -> None:
+def test_errors_name_what_cannot_be_published(folder: Path, key: Key, tmp_path: Path) -> None:
     (folder / "deeper").mkdir()
-    with pytest.raises(ValueError, match="deeper is not a plain file"):
+    with pytest.raises(ValueError, match="deeper is not a regular file"):
         publish(folder, run="demo", version=3, key=key)
     (tmp_path / "nothing").mkdir()
     with pytest.raises(ValueError, match="no files to publish"):
@@ -93,12 +92,21 @@ def test_what_cannot_be_published_is_said(folder: Path, key: Key, tmp_path: Path
         publish(tmp_path / "nothing", run="demo", version=3, key=key)
 
 
-# -- what changed since a base --------------------------------------------------------------------------
+def test_a_manifest_that_a_crash_left_unfinished_is_not_published(folder: Path, key: Key) -> None:
+    (folder / ".manifest.json.123.abcd.partial").write_bytes(b"{")
+    (folder / "manifest.json.bak").write_bytes(b"a file of the model")
+    sealed = publish(folder, run="demo", version=3, key=key)
+    names = [entry.name for entry in sealed.body.files]
+    assert "manifest.json.bak" in names
+    assert not any(name.startswith(".") for name in names)
+
+
+# -- deltas -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def versions(tmp_path: Path, key: Key, kit: Any) -> Path:
-    """v0 is published; v1 has one byte of its weights changed, and waits."""
+    """Publishes v0; v1, not published yet, differs in one byte of its weights."""
     for version in (0, 1):
         (tmp_path / f"v{version}").mkdir()
         for name, data in kit.random_files().items():
@@ -136,7 +144,7 @@ def test_only_what_changed_is_sent(versions: Path, key: Key) -> None:
         apply((versions / "v0" / entry.name).read_bytes(), payload)
         == (versions / "v1" / entry.name).read_bytes()
     )
-    # Again, later, even where the base is gone by then: the same.
+    # Publishing again later, also without the base, returns the same manifest.
     assert publish(versions / "v1", run="demo", version=1, key=key, base=base, now_s=2.0) == first
     assert publish(versions / "v1", run="demo", version=1, key=key, now_s=2.0) == first
     (versions / "v1" / "model.safetensors.delta").write_bytes(b"damaged")
@@ -144,7 +152,7 @@ def test_only_what_changed_is_sent(versions: Path, key: Key) -> None:
     assert (versions / "v1" / "model.safetensors.delta").read_bytes() == payload
 
 
-def test_a_snapshot_is_sent_both_ways(versions: Path, key: Key) -> None:
+def test_a_snapshot_is_sent_whole_and_as_a_delta(versions: Path, key: Key) -> None:
     base = Base(folder=versions / "v0", snapshot_every=1)
     sealed = publish(versions / "v1", run="demo", version=1, key=key, base=base)
     assert set(codecs(sealed).values()) == {"raw"}
@@ -155,7 +163,7 @@ def test_a_snapshot_is_sent_both_ways(versions: Path, key: Key) -> None:
 
 
 @pytest.mark.parametrize("why", ["much changed", "another size", "base without its file", "base damaged"])
-def test_where_a_delta_saves_nothing_the_version_is_sent_whole(
+def test_the_version_is_sent_whole_if_a_delta_is_useless(
     versions: Path, key: Key, kit: Any, why: str
 ) -> None:
     weights = versions / "v1" / "model.safetensors"
@@ -182,7 +190,7 @@ def test_nothing_changed(versions: Path, key: Key, kit: Any) -> None:
     assert sealed.body.payloads == ()
 
 
-def test_a_base_that_cannot_be_one_is_said(versions: Path, key: Key) -> None:
+def test_errors_name_an_unusable_base(versions: Path, key: Key) -> None:
     def attempt(run: str = "demo", version: int = 1, key: Key = key, folder: str = "v0") -> None:
         publish(versions / "v1", run=run, version=version, key=key, base=Base(folder=versions / folder))
 

@@ -1,4 +1,4 @@
-"""What a relay serves: ranges equal to slices, waits that end, refusals with a code."""
+"""The routes of a relay: ranges, long polls, files that are still arriving, and refusals."""
 
 import socket
 import threading
@@ -37,7 +37,7 @@ def write_shard(store: VersionStore, version: int, name: str, index: int, files:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(first=st.integers(0, 9_499), length=st.integers(1, 12_000))
-def test_a_range_is_the_slice(http: httpx2.Client, url: str, kit: Any, first: int, length: int) -> None:
+def test_a_range_equals_the_slice(http: httpx2.Client, url: str, kit: Any, first: int, length: int) -> None:
     data = kit.random_files()["model.safetensors"]
     last = first + length - 1
     response = http.get(f"{url}/versions/3/model.safetensors", headers={"Range": f"bytes={first}-{last}"})
@@ -102,8 +102,8 @@ def test_other_methods_are_refused(http: httpx2.Client, url: str) -> None:
 
 
 def test_manifests(http: httpx2.Client, url: str, origin: Any, key: Key) -> None:
-    held = origin.store.get(3)
-    assert Sealed[Manifest].parse(http.get(f"{url}/manifests/3").content) == held.sealed
+    stored = origin.store.get(3)
+    assert Sealed[Manifest].parse(http.get(f"{url}/manifests/3").content) == stored.sealed
     assert Sealed[Manifest].parse(http.get(f"{url}/manifests/latest").content).open(key.public).version == 3
     assert http.get(f"{url}/manifests/latest?after=2").status_code == 200
     assert http.get(f"{url}/manifests/latest?after=3").status_code == 204
@@ -124,8 +124,8 @@ def test_closing_the_store_ends_pending_polls(http: httpx2.Client, url: str, ori
 
 
 @pytest.fixture
-def filling(tmp_path: Any, origin: Any, kit: Any, key: Key) -> VersionStore:
-    """A relay's store that knows version 3 and holds its shards 0 and 1 of the weights."""
+def arriving(tmp_path: Any, origin: Any, kit: Any, key: Key) -> VersionStore:
+    """Returns a relay's store that knows version 3 and has shards 0 and 1 of its weights."""
     store = VersionStore(tmp_path / "relay", 5, run="demo", run_key=key.public)
     store.begin(origin.publish(3, kit.random_files()))
     for index in (0, 1):
@@ -133,10 +133,10 @@ def filling(tmp_path: Any, origin: Any, kit: Any, key: Key) -> VersionStore:
     return store
 
 
-def test_what_is_verified_is_served_and_what_is_not_is_too_early(
-    http: httpx2.Client, filling: VersionStore, serve: Any, kit: Any
+def test_verified_shards_are_served_and_missing_ones_are_too_early(
+    http: httpx2.Client, arriving: VersionStore, serve: Any, kit: Any
 ) -> None:
-    url = serve(RelayApp(filling)) + "/versions/3/model.safetensors"
+    url = serve(RelayApp(arriving)) + "/versions/3/model.safetensors"
     data = kit.random_files()["model.safetensors"]
     assert http.get(url, headers={"Range": "bytes=500-1999"}).content == data[500:2000]
     early = http.get(url + "?wait_s=0", headers={"Range": "bytes=2000-2000"})
@@ -146,34 +146,34 @@ def test_what_is_verified_is_served_and_what_is_not_is_too_early(
     assert problem.retry_after_s
 
 
-def test_a_request_waits_for_the_shard_that_comes(
-    http: httpx2.Client, filling: VersionStore, serve: Any, kit: Any
+def test_a_request_waits_for_an_arriving_shard(
+    http: httpx2.Client, arriving: VersionStore, serve: Any, kit: Any
 ) -> None:
-    url = serve(RelayApp(filling)) + "/versions/3/model.safetensors"
+    url = serve(RelayApp(arriving)) + "/versions/3/model.safetensors"
     data = kit.random_files()["model.safetensors"]
     with ThreadPoolExecutor(2) as pool:
         later = pool.submit(http.get, url, headers={"Range": "bytes=4000-4999"})
         whole = pool.submit(http.get, url)
         for index in range(2, 10):
-            write_shard(filling, 3, "model.safetensors", index, kit.random_files())
+            write_shard(arriving, 3, "model.safetensors", index, kit.random_files())
         assert later.result(30).content == data[4000:5000]
         assert whole.result(30).content == data
 
 
-def test_a_stream_over_missing_shards_sends_what_there_is_at_once(
-    http: httpx2.Client, filling: VersionStore, serve: Any, kit: Any
+def test_a_response_over_missing_shards_starts_at_once(
+    http: httpx2.Client, arriving: VersionStore, serve: Any, kit: Any
 ) -> None:
-    url = serve(RelayApp(filling)) + "/versions/3/model.safetensors"
+    url = serve(RelayApp(arriving)) + "/versions/3/model.safetensors"
     data = kit.random_files()["model.safetensors"]
     with http.stream("GET", url) as response:
         pieces = response.iter_raw(1000)
-        assert next(pieces) + next(pieces) == data[:2000]  # shard 2 is not there yet
+        assert next(pieces) + next(pieces) == data[:2000]  # shard 2 is still missing
         for index in range(2, 10):
-            write_shard(filling, 3, "model.safetensors", index, kit.random_files())
+            write_shard(arriving, 3, "model.safetensors", index, kit.random_files())
         assert b"".join(pieces) == data[2000:]
 
 
-def test_idle_connections_silence_nobody(http: httpx2.Client, url: str, kit: Any) -> None:
+def test_idle_connections_block_no_client(http: httpx2.Client, url: str, kit: Any) -> None:
     host, port = url.removeprefix("http://").split(":")
     idle = [socket.create_connection((host, int(port))) for _ in range(50)]
     try:

@@ -1,4 +1,4 @@
-"""Relay choice: the report's formula, and what follows from it over many draws."""
+"""Relay choice: the formula of the INTELLECT-2 report, and its effect over many draws."""
 
 import random
 
@@ -10,7 +10,7 @@ from shoal.shardcast import RelayChoice
 
 
 def simulate(choice: RelayChoice, rates: dict[str, float], num_draws: int, seed: int = 0) -> dict[str, int]:
-    """Ask relays that deliver at `rates` (0: fails), and count who was asked."""
+    """Simulates relays that deliver at `rates` (0: fails) and returns how often each was asked."""
     rng = random.Random(seed)
     asked = dict.fromkeys(choice.urls, 0)
     for _ in range(num_draws):
@@ -26,21 +26,21 @@ def simulate(choice: RelayChoice, rates: dict[str, float], num_draws: int, seed:
 def test_moving_averages_by_hand() -> None:
     choice = RelayChoice(["a", "b"], heal=0.0)
     choice.delivered("a", 100.0)
-    assert (choice.standing("a").success, choice.standing("a").bandwidth) == (1.0, 100.0)
+    assert (choice.stats("a").success, choice.stats("a").bandwidth) == (1.0, 100.0)
     choice.delivered("a", 200.0)
-    assert choice.standing("a").bandwidth == pytest.approx(0.3 * 200 + 0.7 * 100)
+    assert choice.stats("a").bandwidth == pytest.approx(0.3 * 200 + 0.7 * 100)
     choice.failed("a")
-    assert choice.standing("a").success == pytest.approx(0.7)
-    assert choice.standing("a").bandwidth == pytest.approx(0.7 * 130)
+    assert choice.stats("a").success == pytest.approx(0.7)
+    assert choice.stats("a").bandwidth == pytest.approx(0.7 * 130)
 
 
-def test_healing_lifts_every_relay_after_every_try_up_to_one() -> None:
+def test_healing_raises_every_success_rate_up_to_one() -> None:
     choice = RelayChoice(["a", "b"])
     choice.failed("a")
-    assert choice.standing("a").success == pytest.approx(0.71)
+    assert choice.stats("a").success == pytest.approx(0.71)
     for _ in range(40):
         choice.delivered("b", 1.0)
-    assert choice.standing("a").success == 1.0
+    assert choice.stats("a").success == 1.0
 
 
 def test_shares_follow_speed() -> None:
@@ -54,7 +54,7 @@ def test_shares_follow_speed() -> None:
     assert asked["slow"] / 4000 == pytest.approx(1 / 14, abs=0.03)
 
 
-def test_a_dead_relay_is_left_and_comes_back_when_it_is_well() -> None:
+def test_a_dead_relay_is_avoided_and_returns_after_recovery() -> None:
     choice = RelayChoice(["a", "b"])
     simulate(choice, {"a": 5.0, "b": 5.0}, 50)
     dead = simulate(choice, {"a": 0.0, "b": 5.0}, 400, seed=1)
@@ -63,7 +63,7 @@ def test_a_dead_relay_is_left_and_comes_back_when_it_is_well() -> None:
     assert revived["a"] > 120
 
 
-def test_without_healing_it_hardly_comes_back() -> None:
+def test_without_healing_a_relay_hardly_returns() -> None:
     choice = RelayChoice(["a", "b"], heal=0.0)
     simulate(choice, {"a": 5.0, "b": 5.0}, 50)
     for _ in range(30):
@@ -71,7 +71,7 @@ def test_without_healing_it_hardly_comes_back() -> None:
     assert choice.shares(choice.urls)["a"] < 1e-5
 
 
-def test_one_that_never_delivered_counts_as_average_and_is_tried() -> None:
+def test_an_unknown_relay_counts_as_average() -> None:
     choice = RelayChoice(["a", "new"])
     choice.delivered("a", 1e8)
     assert choice.shares(choice.urls)["new"] == pytest.approx(0.5)
@@ -79,13 +79,13 @@ def test_one_that_never_delivered_counts_as_average_and_is_tried() -> None:
     assert 0.3 < choice.shares(choice.urls)["new"] < 0.5
 
 
-def test_relays_come_and_go_and_what_is_known_stays() -> None:
+def test_update_keeps_the_statistics_of_relays_that_stay() -> None:
     choice = RelayChoice(["http://a/", "http://b"])
     assert choice.urls == ("http://a", "http://b")
     choice.delivered("http://a", 7.0)
     choice.update(["http://c", "http://a"])
     assert choice.urls == ("http://c", "http://a")
-    assert choice.standing("http://a").bandwidth == 7.0
+    assert choice.stats("http://a").bandwidth == 7.0
 
 
 @given(
@@ -93,9 +93,7 @@ def test_relays_come_and_go_and_what_is_known_stays() -> None:
     uniform=st.floats(0, 1, exclude_max=True),
 )
 @settings(deadline=None, derandomize=True)
-def test_shares_always_sum_to_one_and_pick_stays_inside(
-    tries: list[tuple[str, float]], uniform: float
-) -> None:
+def test_shares_sum_to_one_and_pick_returns_a_member(tries: list[tuple[str, float]], uniform: float) -> None:
     choice = RelayChoice("abc")
     for url, rate in tries:
         choice.delivered(url, rate) if rate > 1 else choice.failed(url)

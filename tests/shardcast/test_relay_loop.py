@@ -1,4 +1,4 @@
-"""The relay as a process: it asks the coordinator, mirrors, reports, survives its absence, and stops."""
+"""The whole relay: asks the coordinator, mirrors, reports, works without the coordinator, and stops."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ from shoal.wire.run_spec import PROTOCOL, RunSpec, Sampling, TaskSpec
 
 
 class Coordinator:
-    """As much of one as a relay talks to."""
+    """The routes of a coordinator that a relay uses."""
 
     def __init__(self, run_key: str, relay_key: str) -> None:
         self.run_key, self.relay_key = run_key, relay_key
@@ -101,7 +101,7 @@ def coordinator(key: Key, relay_key: Key) -> Coordinator:
 
 @pytest.fixture
 def running(stop: threading.Event, log: Log, relay_key: Key) -> Any:
-    """Start a relay in this process; it is stopped at the end."""
+    """Starts relays in this process and stops them at the end of the test."""
     relays: list[tuple[Relay, threading.Thread]] = []
 
     def start(config: RelayConfig) -> Relay:
@@ -119,23 +119,23 @@ def running(stop: threading.Event, log: Log, relay_key: Key) -> Any:
         relay.shutdown()
 
 
-def test_a_relay_that_knows_only_its_coordinator(
+def test_a_relay_needs_only_its_coordinator(
     origin: Any, kit: Any, serve: Any, running: Any, coordinator: Coordinator, fetch: Any, tmp_path: Path
 ) -> None:
     relay = running(RelayConfig(folder=tmp_path / "relay", coordinator=serve(coordinator.app)))
-    assert relay.store.keep_versions == 4, "as the run's terms say"
+    assert relay.store.keep_versions == 4, "from the run's terms"
     kit.eventually(lambda: coordinator.reports, "the first report")
     assert coordinator.reports[0] == RelayReport(url=relay.url, versions=(), bytes_sent=0)
     sealed = origin.publish(1, kit.random_files())
     coordinator.origin_url = serve(origin.app)
-    # Reported at once when complete, not five seconds later.
+    # A complete version is reported at once, not at the next interval.
     kit.eventually(lambda: coordinator.reports[-1].versions == (1,), "the report of version 1")
     assert kit.file_bytes(fetch(sealed, [relay.url])) == kit.random_files()
-    # Counted when the kernel has taken them, which may be after they have arrived.
+    # Bytes are counted after sendfile returns, possibly after the client received them.
     kit.eventually(lambda: relay.app.bytes_sent == sealed.body.num_bytes, "the count of what was sent")
 
 
-def test_an_origin_that_came_back_elsewhere_is_found(
+def test_an_origin_at_a_new_address_is_found(
     origin: Any,
     kit: Any,
     serve: Any,
@@ -150,7 +150,7 @@ def test_an_origin_that_came_back_elsewhere_is_found(
     kit.eventually(lambda: relay.store.complete() == (1,), "version 1 from the new address")
 
 
-def test_without_its_coordinator_it_warns_and_goes_on(
+def test_a_relay_works_without_its_coordinator(
     origin: Any,
     kit: Any,
     serve: Any,
@@ -173,7 +173,7 @@ def test_without_its_coordinator_it_warns_and_goes_on(
     kit.eventually(lambda: "report to the coordinator failed" in caplog.text, "a warning")
 
 
-def test_another_roles_key_ends_it_at_once(
+def test_a_key_of_another_role_ends_the_relay(
     serve: Any, coordinator: Coordinator, relay_key: Key, log: Log, stop: threading.Event, tmp_path: Path
 ) -> None:
     coordinator.refuses = "request.not_allowed"
@@ -182,15 +182,15 @@ def test_another_roles_key_ends_it_at_once(
         run_relay(config, key=relay_key, log=log, stop=stop)
 
 
-def test_no_coordinator_at_the_start_is_said_within_the_deadline(
+def test_an_unreachable_coordinator_at_startup_is_an_error(
     tmp_path: Path, log: Log, stop: threading.Event, relay_key: Key
 ) -> None:
     config = RelayConfig(folder=tmp_path / "relay", coordinator="http://127.0.0.1:9", deadline_s=0.1)
-    with pytest.raises(DeadlinePassed, match="for the coordinator's word on the run"):
+    with pytest.raises(DeadlinePassed, match="for the coordinator: "):
         run_relay(config, key=relay_key, log=log, stop=stop)
 
 
-def test_run_relay_ends_when_told_although_a_poll_is_pending(
+def test_stop_ends_a_relay_with_a_pending_poll(
     origin: Any, kit: Any, serve: Any, key: Key, tmp_path: Path, log: Log
 ) -> None:
     stop = threading.Event()
@@ -206,14 +206,14 @@ def test_run_relay_ends_when_told_although_a_poll_is_pending(
     assert not thread.is_alive()
 
 
-def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
+def test_incomplete_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs run, run_key and upstreams"):
         RelayConfig(folder=tmp_path)
-    with pytest.raises(ValueError, match="by which url others reach it"):
+    with pytest.raises(ValueError, match="set url to the one that others use"):
         RelayConfig(folder=tmp_path, coordinator="http://c:1", host="0.0.0.0")
 
 
-def test_limits_reach_the_server(
+def test_limits_apply_to_the_server(
     origin: Any, kit: Any, serve: Any, running: Any, key: Key, tmp_path: Path
 ) -> None:
     origin.publish(1, kit.random_files())
@@ -233,6 +233,6 @@ def test_limits_reach_the_server(
         assert (refused.status_code, ProblemDetails.parse(refused.content).code) == (429, "request.too_many")
 
 
-def test_the_library_starts_without_torch() -> None:
+def test_the_library_imports_no_torch() -> None:
     program = "import sys; from shoal import shardcast; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""The store: bounded, of one run only, the same after a restart, and never a path of a stranger's making."""
+"""The version store: bounded, of one run only, the same after a restart, and no path comes from the network."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +35,7 @@ def test_only_the_newest_versions_are_kept(store: VersionStore, origin: Any, kit
     assert store.newest == 4
 
 
-def test_one_that_is_being_written_is_deleted_only_afterwards(
+def test_a_version_that_is_being_written_is_deleted_afterwards(
     store: VersionStore, origin: Any, kit: Any
 ) -> None:
     sealed = [origin.publish(version, kit.random_files(seed=version)) for version in range(4)]
@@ -53,7 +53,7 @@ def test_one_that_is_being_written_is_deleted_only_afterwards(
         pass
 
 
-def test_a_restart_finds_what_was_complete_and_what_was_not(
+def test_a_restart_finds_complete_and_incomplete_versions(
     store: VersionStore, origin: Any, kit: Any, key: Key
 ) -> None:
     store.begin(origin.publish(1, kit.random_files(seed=1)))
@@ -62,14 +62,14 @@ def test_a_restart_finds_what_was_complete_and_what_was_not(
     with store.writing(2) as assembly:
         shard = shards_of(assembly.manifest.file("model.safetensors"))[2]
         assembly.write(shard, kit.random_files(seed=2)["model.safetensors"][shard.start : shard.stop])
-    (store.folder / ".gone-v0").mkdir()
+    (store.folder / ".deleted-v0").mkdir()
     again = VersionStore(store.folder, 2, run="demo", run_key=key.public)
     assert (again.complete(), again.incomplete(), again.newest) == ((1,), (2,), 2)
-    held = again.get(2)
-    assert held is not None
-    assert held.assembly.verified("model.safetensors", 2000, 3000)
-    assert not held.assembly.verified("model.safetensors", 2000, 3001)
-    assert not (store.folder / ".gone-v0").exists()
+    stored = again.get(2)
+    assert stored is not None
+    assert stored.assembly.verified_until("model.safetensors", 2000, 3000) == 3000
+    assert stored.assembly.verified_until("model.safetensors", 2000, 3001) == 3000
+    assert not (store.folder / ".deleted-v0").exists()
 
 
 def test_another_key_or_run_is_refused(store: VersionStore, origin: Any, kit: Any, key: Key) -> None:
@@ -94,7 +94,7 @@ def test_a_version_never_changes(store: VersionStore, origin: Any, kit: Any, key
         store.begin(seal(forged, key))
 
 
-def test_word_of_one_version_from_many_upstreams_at_once(store: VersionStore, origin: Any, kit: Any) -> None:
+def test_many_upstreams_announce_the_same_version_at_once(store: VersionStore, origin: Any, kit: Any) -> None:
     sealed = origin.publish(1, kit.random_files())
     start = threading.Barrier(8)
 
@@ -110,9 +110,7 @@ def test_word_of_one_version_from_many_upstreams_at_once(store: VersionStore, or
 
 
 @pytest.mark.parametrize("name", ["../escape", "/tmp/escape", "..", "a/b", ".hidden", "v1\x00"])
-def test_a_name_that_leads_out_of_the_folder_is_no_manifest(
-    name: str, origin: Any, kit: Any, key: Key
-) -> None:
+def test_a_manifest_with_a_path_as_a_name_is_refused(name: str, origin: Any, kit: Any, key: Key) -> None:
     sealed = origin.publish(1, kit.random_files())
     text = sealed.model_dump_json().replace('"config.json"', f'"{name}"'.replace("\x00", "\\u0000"))
     assert text != sealed.model_dump_json()
@@ -120,13 +118,13 @@ def test_a_name_that_leads_out_of_the_folder_is_no_manifest(
         Sealed[Manifest].parse(text)
 
 
-def test_the_folder_of_another_run_is_refused_at_the_start(origin: Any, kit: Any) -> None:
+def test_the_folder_of_another_run_is_refused(origin: Any, kit: Any) -> None:
     origin.publish(1, kit.random_files())
-    with pytest.raises(ValueError, match="give this run a folder of its own"):
+    with pytest.raises(ValueError, match="use another folder for this run"):
         VersionStore(origin.store.folder, 2, run="demo", run_key=Key.generate().public)
 
 
-def test_a_folder_that_is_not_published_yet_is_left_alone(origin: Any, kit: Any, key: Key) -> None:
+def test_an_unpublished_folder_is_ignored(origin: Any, kit: Any, key: Key) -> None:
     (origin.store.path(9)).mkdir()
     (origin.store.path(9) / "model.safetensors").write_bytes(b"half")
     again = VersionStore(origin.store.folder, 1, run="demo", run_key=key.public)
@@ -136,7 +134,7 @@ def test_a_folder_that_is_not_published_yet_is_left_alone(origin: Any, kit: Any,
         again.adopt(9)
 
 
-def test_publishing_anew_replaces_what_the_origin_serves(origin: Any, kit: Any, key: Key) -> None:
+def test_publishing_again_replaces_what_the_origin_serves(origin: Any, kit: Any, key: Key) -> None:
     origin.publish(1, kit.random_files())
     (origin.store.path(1) / "config.json").write_text("{}")
     second = publish(origin.store.path(1), run="demo", version=1, key=key, shard_bytes=1000)
@@ -144,7 +142,7 @@ def test_publishing_anew_replaces_what_the_origin_serves(origin: Any, kit: Any, 
     assert origin.store.get(1).sealed == second
 
 
-def test_a_store_stays_within_its_bytes(origin: Any, kit: Any, key: Key, tmp_path: Path) -> None:
+def test_a_store_stays_within_max_bytes(origin: Any, kit: Any, key: Key, tmp_path: Path) -> None:
     size = sum(len(data) for data in kit.random_files().values())
     sealed = [origin.publish(version, kit.random_files(seed=version)) for version in range(4)]
     store = VersionStore(tmp_path / "relay", run=kit.RUN, run_key=key.public, max_bytes=2 * size + size // 2)
@@ -152,12 +150,12 @@ def test_a_store_stays_within_its_bytes(origin: Any, kit: Any, key: Key, tmp_pat
         store.begin(one)
     assert store.known() == (2, 3)
     assert sorted(path.name for path in store.folder.glob("v*")) == ["v2", "v3"]
-    # The same folder with less room; the newest always stays.
+    # Reopened with a lower limit, it keeps the newest.
     assert VersionStore(store.folder, run=kit.RUN, run_key=key.public, max_bytes=10).known() == (3,)
 
 
-def test_a_version_that_can_never_fit_is_refused(origin: Any, kit: Any, key: Key, tmp_path: Path) -> None:
+def test_a_version_larger_than_max_bytes_is_refused(origin: Any, kit: Any, key: Key, tmp_path: Path) -> None:
     store = VersionStore(tmp_path / "relay", run=kit.RUN, run_key=key.public, max_bytes=10)
-    with pytest.raises(Rejected, match=r"version 7 has .* bytes, this store may hold 10"):
+    with pytest.raises(Rejected, match=r"version 7 has .* bytes, the limit of this store is 10"):
         store.begin(origin.publish(7, kit.random_files()))
     assert store.known() == ()

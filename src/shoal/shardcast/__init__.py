@@ -1,15 +1,16 @@
-"""SHARDCAST: bring a folder to many machines, through a tree of relays that nobody has to trust.
+"""SHARDCAST: distributes a folder to many machines, through a tree of relays that need not be trusted.
 
-    publish(folder, run=..., version=..., key=...)             sign what is to be spread
+    publish(folder, run=..., version=..., key=...)             sign a version (publisher)
     VersionStore + RelayServer                                 serve it (origin)
     run_relay(RelayConfig(...), ...)                           mirror and serve it (relay)
-    fetch_manifest(...), fetch_newer(...), fetch_version(...)  have it (client)
+    fetch_manifest(...), fetch_newer(...), fetch_version(...)  download and verify it (client)
 
 docs/shardcast.md shows all four in one example. No torch here.
 """
 
+from shoal.shardcast.client.fetch import fetch_manifest, fetch_newer, fetch_version
 from shoal.shardcast.client.relay_choice import RelayChoice
-from shoal.shardcast.client.versions_on_disk import fetch_manifest, fetch_newer, fetch_version, prune_versions
+from shoal.shardcast.manifest_files import prune_versions
 from shoal.shardcast.publish import SHARD_BYTES, SNAPSHOT_EVERY, Base, publish
 from shoal.shardcast.relay.mirror import Mirror
 from shoal.shardcast.relay.relay_app import RelayApp, RelayServer

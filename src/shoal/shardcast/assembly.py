@@ -1,13 +1,12 @@
-"""What is sent of one version on its way into a folder: which shards are here and verified, and whether it is whole.
+"""The files that one version sends, as they arrive in a folder: which shards are verified, and whether all are here.
 
-    v7/manifest.json                    what it will be
-    v7/.model.safetensors.partial       shards at their places, some still missing
-    v7/config.json                      complete: every shard of it was checked before it got this name
+    v7/manifest.json                    what the folder will contain
+    v7/.model.safetensors.partial       verified shards at their offsets, some still missing
+    v7/config.json                      complete: it got this name after all of its shards were verified
 
-Nothing unverified is ever written, so what is verified can be served while the rest still comes. A file is right when all
-its shards are: the same signature covers their digests and that of the whole, and `publish` makes both of the same file,
-so hashing it once more would tell nothing. After a restart the partial file is hashed again, shard by shard, and what fits
-is kept.
+Only verified bytes are written, so verified shards can be served while the rest is still coming. A file is right when all of
+its shards are: one signature covers their digests and that of the whole file, and `publish` computes both from the same
+file. After a restart the shards of a partial file are hashed again, and those that match are kept.
 """
 
 import os
@@ -17,21 +16,26 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.shardcast.client.byte_ranges import write_at
-from shoal.shardcast.digest import hash_bytes, hash_file, hash_range
-from shoal.shardcast.disk import room_in
-from shoal.shardcast.manifest_files import partial_path, read_manifest
+from shoal.files import explain_full_disk
+from shoal.shardcast.manifest_files import (
+    hash_bytes,
+    hash_file,
+    hash_range,
+    partial_path,
+    read_manifest,
+    write_at,
+)
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import FileEntry, Manifest
 
 
 class WrongBytes(Exception):
-    """A shard does not hash to what the manifest says."""
+    """A shard does not have the digest that the manifest lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A range of one file, with the digest it must have."""
+    """A range of one file, with the digest that it must have."""
 
     name: str
     index: int
@@ -41,10 +45,12 @@ class Shard:
 
     @property
     def stop(self) -> int:
+        """The offset after its last byte."""
         return self.start + self.num_bytes
 
 
 def shards_of(entry: FileEntry) -> list[Shard]:
+    """Returns the shards of a file, in order."""
     return [
         Shard(entry.name, index, *entry.shard_range(index), digest)
         for index, digest in enumerate(entry.shards)
@@ -52,21 +58,23 @@ def shards_of(entry: FileEntry) -> list[Shard]:
 
 
 @dataclass(eq=False)
-class _File:
+class _ArrivingFile:
     entry: FileEntry
     final: Path
     partial: Path
-    have: set[int] = field(default_factory=set)
-    whole: bool = False
-    writing: threading.Lock = field(default_factory=threading.Lock)
-    """The kernel lets one thread at a time write to a file, and has the others burn their time in a loop meanwhile."""
+    verified: set[int] = field(default_factory=set)
+    complete: bool = False
+    write_lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while writing. The kernel lets one thread write to a file at a time; the others would spin meanwhile."""
+
+    def set_complete(self) -> None:
+        self.verified, self.complete = set(range(len(self.entry.shards))), True
 
 
 class Assembly:
-    """What one manifest sends (or those of it that are `wanted`: the file names, the delta's with its suffix) in a folder
-    that `prepare_folder` made, or in one that was published.
+    """Collects the files that one manifest sends, in a folder made by `prepare_folder` or `publish`.
 
-    All methods may be called from any thread. `on_change` is called after each step forward.
+    All methods are thread-safe. `on_change` is called after every shard or file that was added.
     """
 
     def __init__(
@@ -75,174 +83,189 @@ class Assembly:
         manifest: Manifest,
         *,
         wanted: Collection[str] | None = None,
-        in_doubt: bool = False,
+        rehash: bool = False,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`in_doubt`: files are hashed before their names are believed (boot.py)."""
+        """Finds what an earlier process left in the folder.
+
+        `wanted` limits it to these names (a delta's name has its suffix). With `rehash`, complete files are hashed
+        before they are trusted: the machine may have lost power since they were written.
+        """
         self.folder, self.manifest = folder, manifest
         self._on_change = on_change
         self._lock = threading.Lock()
         self._closed = False
         self._files = {
-            entry.name: _File(entry, folder / entry.name, partial_path(folder, entry.name))
+            entry.name: _ArrivingFile(entry, folder / entry.name, partial_path(folder, entry.name))
             for entry in manifest.payloads
             if wanted is None or entry.name in wanted
         }
         for file in self._files.values():
-            self._look(file, in_doubt)
+            self._find_existing(file, rehash)
 
     # -- what is here -----------------------------------------------------------------------------------
 
     @property
     def entries(self) -> list[FileEntry]:
+        """The files of this assembly."""
         return [file.entry for file in self._files.values()]
 
     @property
-    def complete(self) -> bool:
-        return all(file.whole for file in self._files.values())
+    def num_bytes(self) -> int:
+        """Bytes of all files, arrived or not."""
+        return sum(entry.num_bytes for entry in self.entries)
 
     @property
-    def num_bytes_here(self) -> int:
-        """Verified so far."""
+    def complete(self) -> bool:
+        """Whether every file is complete."""
+        return all(file.complete for file in self._files.values())
+
+    @property
+    def num_bytes_verified(self) -> int:
+        """Bytes that are here and verified."""
         total = 0
         with self._lock:
             for file in self._files.values():
                 last = len(file.entry.shards) - 1
-                total += len(file.have) * file.entry.shard_bytes
-                if last in file.have:
+                total += len(file.verified) * file.entry.shard_bytes
+                if last in file.verified:
                     total -= file.entry.shard_bytes - file.entry.shard_range(last)[1]
         return total
 
     def missing(self) -> list[Shard]:
-        """Shards still to come, in the order of the manifest."""
+        """Returns the shards that are not here yet, in the order of the manifest."""
         with self._lock:
             return [
                 shard
                 for file in self._files.values()
                 for shard in shards_of(file.entry)
-                if shard.index not in file.have
+                if shard.index not in file.verified
             ]
 
-    def verified(self, name: str, start: int, stop: int) -> bool:
-        """Whether every byte of the range is here and verified."""
-        return self.verified_until(name, start, stop) == stop
+    def has(self, shard: Shard) -> bool:
+        """Returns whether a shard is here and verified."""
+        return self.verified_until(shard.name, shard.start, shard.stop) == shard.stop
 
     def verified_until(self, name: str, start: int, stop: int) -> int:
-        """How far, from `start` and not beyond `stop`, every byte is here and verified."""
+        """Returns the offset, from `start` and at most `stop`, up to which every byte is here and verified."""
         file = self._files[name]
         size = file.entry.shard_bytes
         with self._lock:
-            if file.whole:
+            if file.complete:
                 return stop
             position = start
-            while position < stop and position // size in file.have:
+            while position < stop and position // size in file.verified:
                 position = (position // size + 1) * size
             return min(position, stop)
 
     def open_file(self, name: str) -> int:
-        """A descriptor to read from; it stays good when the file gets its final name or is deleted."""
+        """Returns a descriptor for reading; it stays valid when the file is renamed or deleted."""
         file = self._files[name]
-        with self._lock:  # no rename between choosing the path and opening it
-            return os.open(file.final if file.whole else file.partial, os.O_RDONLY)
+        with self._lock:  # otherwise the file could be renamed between choosing the path and opening it
+            return os.open(file.final if file.complete else file.partial, os.O_RDONLY)
 
-    # -- bringing it here -------------------------------------------------------------------------------
+    # -- adding to it -----------------------------------------------------------------------------------
 
     def write(self, shard: Shard, data: bytes | bytearray | memoryview) -> None:
-        """Put a shard in its place, if it is the right one; else WrongBytes. The last one completes the file."""
+        """Verifies a shard and writes it to its offset; raises WrongBytes otherwise. The last shard completes the file."""
         if (found := hash_bytes(data)) != shard.blake3 or len(data) != shard.num_bytes:
             raise WrongBytes(
                 f"{shard.name} shard {shard.index} of version {self.manifest.version} hashes to {found[:16]}, "
                 f"the manifest says {shard.blake3[:16]}"
             )
         file = self._files[shard.name]
-        with room_in(self.folder):
+        with explain_full_disk(self.folder):
             with self._lock:
-                if self._closed or shard.index in file.have:
-                    return  # the other of two requests for it was faster
-                # A descriptor of its own: a slow duplicate may still write these same bytes when the file is complete.
+                if self._closed or shard.index in file.verified:
+                    return  # a second request for the same shard was faster
+                # Each write has its own descriptor: a slow duplicate may still write when the file is complete.
                 fd = _open_partial(file)
             try:
-                with file.writing:
+                with file.write_lock:
                     write_at(fd, data, shard.start)
             finally:
                 os.close(fd)
         with self._lock:
-            file.have.add(shard.index)
-            self._name_if_whole(file)
+            file.verified.add(shard.index)
+            self._rename_if_complete(file)
         self._on_change()
 
     def link(self, name: str, source: Path) -> bool:
-        """Take a whole file from another folder instead of the network, if it is the right one."""
+        """Takes a complete file from another folder instead of the network; returns False if it has another digest."""
         file = self._files[name]
-        if file.whole or not has_digest(source, file.entry):
+        if file.complete or not has_digest(source, file.entry):
             return False
         try:
             os.link(source, file.final)
-        except OSError:  # another file system, or one without links
-            with room_in(self.folder):
+        except OSError:  # another file system, or one without hard links
+            with explain_full_disk(self.folder):
                 shutil.copyfile(source, file.partial)
                 file.partial.replace(file.final)
         with self._lock:
-            file.have, file.whole = set(range(len(file.entry.shards))), True
+            file.set_complete()
         file.partial.unlink(missing_ok=True)
         self._on_change()
         return True
 
+    def reuse_files(self, folders: Iterable[Path]) -> list[str]:
+        """Links files with the same digest from folders of other versions; returns their names.
+
+        Tokenizer files, for example, hardly ever change.
+        """
+        reused = []
+        for folder in folders:
+            try:
+                other = read_manifest(folder)
+            except Rejected:
+                continue
+            digests = {entry.name: entry.blake3 for entry in other.body.files} if other is not None else {}
+            for entry in self.entries:
+                if digests.get(entry.name) == entry.blake3 and self.link(entry.name, folder / entry.name):
+                    reused.append(entry.name)
+        return reused
+
     def close(self) -> None:
-        """No more writes. What is here stays, for the next start."""
+        """Ignores all later writes. What is on disk stays, for the next start."""
         with self._lock:
             self._closed = True
 
-    # -- inside -----------------------------------------------------------------------------------------
+    # -- private ----------------------------------------------------------------------------------------
 
-    def _look(self, file: _File, in_doubt: bool) -> None:
-        """Find what an earlier process left."""
+    def _find_existing(self, file: _ArrivingFile, rehash: bool) -> None:
         final, partial = file.final, file.partial
         if final.is_file() and final.stat().st_size == file.entry.num_bytes:
-            if not in_doubt:  # it got this name only after its digest was checked
-                file.have, file.whole = set(range(len(file.entry.shards))), True
+            if not rehash:  # it got this name after its shards were verified
+                file.set_complete()
                 return
             final.replace(partial)
-        if not (partial.is_file() or not file.entry.shards):
+        if not partial.is_file() and file.entry.shards:
             return
-        # Nothing is reserved before the first byte comes: what is here can be served on a full disk too.
+        # No space is reserved before the first byte arrives: a relay must start, and serve, on a full disk too.
         fd = os.open(partial, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             if os.fstat(fd).st_size > file.entry.num_bytes:
                 os.ftruncate(fd, file.entry.num_bytes)
-            file.have = {
+            file.verified = {
                 shard.index
                 for shard in shards_of(file.entry)
                 if hash_range(fd, shard.start, shard.num_bytes) == shard.blake3
             }
         finally:
             os.close(fd)
-        self._name_if_whole(file)
+        self._rename_if_complete(file)
 
-    def _name_if_whole(self, file: _File) -> None:
-        """Under the lock. A slow duplicate of a shard may still be written to the file, with these same bytes."""
-        if len(file.have) == len(file.entry.shards) and not file.whole:
+    def _rename_if_complete(self, file: _ArrivingFile) -> None:
+        """Gives a complete file its final name. Call it with the lock held.
+
+        A slow duplicate of a shard may still be written to the file afterwards, with the same bytes.
+        """
+        if len(file.verified) == len(file.entry.shards) and not file.complete:
             file.partial.replace(file.final)
-            file.whole = True
-
-
-def reuse_files(assembly: Assembly, folders: Iterable[Path]) -> list[str]:
-    """Take files from folders of other versions; the names taken. Tokenizer files hardly ever change."""
-    reused = []
-    for folder in folders:
-        try:
-            other = read_manifest(folder)
-        except Rejected:
-            continue
-        there = {entry.name: entry.blake3 for entry in other.body.files} if other is not None else {}
-        for entry in assembly.entries:
-            if there.get(entry.name) == entry.blake3 and assembly.link(entry.name, folder / entry.name):
-                reused.append(entry.name)
-    return reused
+            file.complete = True
 
 
 def has_digest(path: Path, entry: FileEntry) -> bool:
-    """Whether a file is the one that an entry describes, byte for byte."""
+    """Returns whether a file has the size and digest of an entry."""
     if not path.is_file() or path.stat().st_size != entry.num_bytes:
         return False
     fd = os.open(path, os.O_RDONLY)
@@ -252,25 +275,25 @@ def has_digest(path: Path, entry: FileEntry) -> bool:
         os.close(fd)
 
 
-def _open_partial(file: _File) -> int:
+def _open_partial(file: _ArrivingFile) -> int:
     fd = os.open(file.partial, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        # Not each time: the kernel has it wait for who writes.
+        # Only the first time: fallocate waits for threads that write to the file.
         if (size := os.fstat(fd).st_size) != file.entry.num_bytes:
-            _reserve(fd, size, file.entry.num_bytes)
+            _reserve_space(fd, size, file.entry.num_bytes)
     except OSError:
         os.close(fd)
         raise
     return fd
 
 
-def _reserve(fd: int, size: int, num_bytes: int) -> None:
-    """A disk that is too small says so now, and writing costs a quarter less: no block is looked for in between."""
+def _reserve_space(fd: int, size: int, num_bytes: int) -> None:
+    """Reserves disk space: a disk that is too small fails now, and writing costs a quarter less CPU."""
     os.ftruncate(fd, num_bytes)
     try:
         if num_bytes:
             os.posix_fallocate(fd, 0, num_bytes)
     except OSError:
-        # Else it keeps the room there was, which others need, and looks like one that is reserved.
+        # Otherwise the file would keep the space it got, and look as if all of it were reserved.
         os.ftruncate(fd, size)
         raise

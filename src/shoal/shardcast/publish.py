@@ -1,10 +1,10 @@
-"""Publish a folder as one policy version: hash its files where they lie, write what changed since its base, sign.
+"""Publishes a folder as one policy version: hashes its files in place, writes deltas against a base version, signs.
 
-    v8/model.safetensors          whole, in every version here: it is the base of the next
-    v8/model.safetensors.delta    what makes it of v7's
-    v8/manifest.json              which of the two are sent; written last
+    v8/model.safetensors          the whole file: it is the base of the next version
+    v8/model.safetensors.delta    the changes since v7
+    v8/manifest.json              lists which of the two are sent; written last
 
-Nothing is copied or cut up: shards are ranges of these files themselves.
+Nothing is copied or split: shards are ranges of these files.
 """
 
 import time
@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.shardcast.delta import write_delta
-from shoal.shardcast.digest import hash_shards
-from shoal.shardcast.disk import room_for
-from shoal.shardcast.manifest_files import MANIFEST_FILE, PARTIAL_MANIFEST, read_manifest, write_manifest
+from shoal.shardcast.manifest_files import (
+    MANIFEST_FILE,
+    hash_shards,
+    read_manifest,
+    remove_if_disk_full,
+    write_manifest,
+)
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
 from shoal.wire.manifest import DELTA_SUFFIX, Delta, FileEntry, Manifest
@@ -22,18 +26,18 @@ from shoal.wire.record import Sealed, seal
 
 SHARD_BYTES = 2 << 20
 SNAPSHOT_EVERY = 8
-WORTH = 0.5
+MAX_DELTA_SHARE = 0.5
 """A delta larger than this share of its file is not sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """An earlier version to publish the changes since."""
+    """An earlier version, against which deltas are published."""
 
     folder: Path
-    """Published with the same key, its files still there."""
+    """Its folder: published with the same key, its files unchanged."""
     snapshot_every: int = SNAPSHOT_EVERY
-    """A version divisible by this is sent whole as well, for those who come late or lost their way."""
+    """Versions divisible by this are also sent whole, for clients that join late or lack a base."""
 
     def __post_init__(self) -> None:
         if self.snapshot_every < 1:
@@ -50,37 +54,40 @@ def publish(
     base: Base | None = None,
     now_s: float | None = None,
 ) -> Sealed[Manifest]:
-    """Sign all files of `folder` as `version`. The manifest is written last: a folder that has one is complete.
+    """Signs all files of `folder` as `version` and returns the manifest, which is written last.
 
-    With a base, only what changed since is sent, where that saves half or more. Files named `X.delta` beside an `X` are
-    publish's own.
-
-    Publishing the same files again gives the manifest that is there already, so that a publisher that crashed
-    right after, or had no room (NoRoom), may simply repeat it.
+    With a base, files are sent as deltas where that saves at least half. Files named `X.delta` beside a file `X` belong to
+    `publish`. Publishing the same files again returns the existing manifest, so a publisher may simply repeat the call
+    after a crash or a full disk (DiskFull).
     """
     files = tuple(_describe(path, shard_bytes) for path in _files(folder))
     created_at_s = time.time() if now_s is None else now_s
     manifest = Manifest(run=run, version=version, files=files, created_at_s=created_at_s)
-    standing = _standing(folder, manifest, key)
-    if standing is not None:
-        return standing
-    _drop_deltas(folder)
+    existing = _existing_manifest(folder, manifest, key)
+    if existing is not None:
+        return existing
+    _delete_deltas(folder)
     if base is not None:
-        manifest = _shortened(manifest, folder, base, _open_base(base.folder, manifest, key))
+        manifest = _with_deltas(manifest, folder, base, _open_base(base.folder, manifest, key))
     sealed = seal(manifest, key)
     write_manifest(folder, sealed)
     return sealed
 
 
 def _files(folder: Path) -> list[Path]:
-    paths = sorted(path for path in folder.iterdir() if path.name not in (MANIFEST_FILE, PARTIAL_MANIFEST))
-    paths = [path for path in paths if not _is_delta(path)]
+    paths = sorted(path for path in folder.iterdir() if not _is_own_file(path))
     if not paths:
         raise ValueError(f"{folder} holds no files to publish")
     for path in paths:
         if not path.is_file():
-            raise ValueError(f"{path} is not a plain file; a version is a flat folder, move it elsewhere")
+            raise ValueError(f"{path} is not a regular file; a version is a flat folder, move it elsewhere")
     return paths
+
+
+def _is_own_file(path: Path) -> bool:
+    """Returns whether publish itself wrote the file: a manifest, also one that a crash left unfinished, or a delta."""
+    is_unfinished_manifest = path.name.startswith(f".{MANIFEST_FILE}.") and path.name.endswith(".partial")
+    return path.name == MANIFEST_FILE or is_unfinished_manifest or _is_delta(path)
 
 
 def _is_delta(path: Path) -> bool:
@@ -94,8 +101,8 @@ def _describe(path: Path, shard_bytes: int) -> FileEntry:
     )
 
 
-def _standing(folder: Path, manifest: Manifest, key: Key) -> Sealed[Manifest] | None:
-    """The manifest that an earlier call left, if it is one for these very files and its deltas are still there."""
+def _existing_manifest(folder: Path, manifest: Manifest, key: Key) -> Sealed[Manifest] | None:
+    """Returns the manifest of an earlier call, if it is for the same files and its deltas still exist."""
     try:
         sealed = read_manifest(folder)
         if sealed is None:
@@ -103,34 +110,38 @@ def _standing(folder: Path, manifest: Manifest, key: Key) -> Sealed[Manifest] | 
         body = sealed.open(key.public)
     except Rejected:
         return None
-    asked = {entry.name: entry.shard_bytes for entry in manifest.files}
+    wanted = {entry.name: entry.shard_bytes for entry in manifest.files}
     if (
         (body.run, body.version) != (manifest.run, manifest.version)
         or not body.yields_the_same(manifest)
-        or any(entry.shard_bytes != asked[entry.name] for entry in body.files)
+        or any(entry.shard_bytes != wanted[entry.name] for entry in body.files)
     ):
         return None
-    deltas = [payload for payload in body.payloads if payload.name not in asked]
-    found = [_describe(folder / one.name, one.shard_bytes) for one in deltas if (folder / one.name).is_file()]
+    deltas = [payload for payload in body.payloads if payload.name not in wanted]
+    found = [
+        _describe(folder / delta.name, delta.shard_bytes)
+        for delta in deltas
+        if (folder / delta.name).is_file()
+    ]
     return sealed if found == deltas else None
 
 
-def _drop_deltas(folder: Path) -> None:
+def _delete_deltas(folder: Path) -> None:
     for path in list(folder.iterdir()):
         if _is_delta(path):
             path.unlink()
 
 
-# -- what changed ---------------------------------------------------------------------------------------
+# -- deltas --------------------------------------------------------------------------------------------
 
 
 def _open_base(folder: Path, manifest: Manifest, key: Key) -> Manifest:
-    """Clients know the base by its manifest too: what is not published there, they cannot have."""
+    """Returns the manifest of the base. Clients can only have a base that was published with this key."""
     try:
         sealed = read_manifest(folder)
         before = sealed.open(key.public) if sealed is not None else None
     except Rejected as rejected:
-        raise ValueError(f"the base {folder} is not published with this key: {rejected.detail}") from None
+        raise ValueError(f"the base {folder} was not published with this key: {rejected.detail}") from None
     if before is None:
         raise ValueError(f"the base {folder} has no manifest; publish it first, or publish without a base")
     if before.run != manifest.run or before.version >= manifest.version:
@@ -141,15 +152,15 @@ def _open_base(folder: Path, manifest: Manifest, key: Key) -> Manifest:
     return before
 
 
-def _shortened(whole: Manifest, folder: Path, base: Base, before: Manifest) -> Manifest:
-    """The same version, sent as what changed since its base; as it was, if that saves little."""
-    short = [_short_entry(entry, folder, base.folder, before) for entry in whole.files]
+def _with_deltas(whole: Manifest, folder: Path, base: Base, before: Manifest) -> Manifest:
+    """Returns the manifest that sends deltas against the base; `whole` itself if that saves too little."""
+    short = [_delta_entry(entry, folder, base.folder, before) for entry in whole.files]
     num_bytes = sum(payload.num_bytes for entry in short for payload in entry.payloads)
-    if num_bytes > WORTH * whole.num_bytes:
-        _drop_deltas(folder)
+    if num_bytes > MAX_DELTA_SHARE * whole.num_bytes:
+        _delete_deltas(folder)
         return whole
     if whole.version % base.snapshot_every == 0:
-        # What is the same needs no mark here: a client finds it by its digest.
+        # Unchanged files need no mark in a snapshot: a client finds them by their digests.
         short = [
             FileEntry(**(entry.model_dump() | {"delta": changed.delta}))
             if changed.delta is not None
@@ -167,7 +178,7 @@ def _shortened(whole: Manifest, folder: Path, base: Base, before: Manifest) -> M
     )
 
 
-def _short_entry(entry: FileEntry, folder: Path, base: Path, before: Manifest) -> FileEntry:
+def _delta_entry(entry: FileEntry, folder: Path, base: Path, before: Manifest) -> FileEntry:
     old = next((one for one in before.files if one.name == entry.name), None)
     if old is None:
         return entry
@@ -177,8 +188,8 @@ def _short_entry(entry: FileEntry, folder: Path, base: Path, before: Manifest) -
     old_path, payload = base / entry.name, folder / (entry.name + DELTA_SUFFIX)
     if old.num_bytes != entry.num_bytes or not old_path.is_file():
         return entry
-    max_bytes = int(WORTH * entry.num_bytes)
-    with room_for(payload):
+    max_bytes = int(MAX_DELTA_SHARE * entry.num_bytes)
+    with remove_if_disk_full(payload):
         if not write_delta(
             old_path, folder / entry.name, payload, old_blake3=old.blake3, max_bytes=max_bytes
         ):

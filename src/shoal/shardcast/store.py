@@ -1,26 +1,33 @@
-"""The versions that an origin or a relay holds: one folder each, the newest few and what they build on, complete or
-still coming.
+"""The versions that an origin or a relay serves: one folder each, complete or still arriving.
 
-    FOLDER/v7/      what assembly.py describes
-    FOLDER/.gone-*  a deleted version that a crash left half deleted
-    FOLDER/.boot    boot.py
+    FOLDER/v7/         what assembly.py describes
+    FOLDER/.deleted-*  a version that a crash left half deleted
+    FOLDER/.boot       see manifest_files.py
 
-Everything in a store is signed by the run key for this run; a version never changes once it is known; no name
-that came over the network becomes a path unless a signed manifest lists it.
+The store keeps the newest few versions and those that their deltas build on. Everything in it is signed by the run key
+for this run, a known version never changes, and no name from the network becomes a path unless a signed manifest lists it.
 """
 
+import asyncio
 import contextlib
 import secrets
 import shutil
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.shardcast.assembly import Assembly
-from shoal.shardcast.boot import mark_boot, same_boot
-from shoal.shardcast.folders import version_folder, version_folders
-from shoal.shardcast.manifest_files import MANIFEST_FILE, open_manifest, prepare_folder, read_manifest
-from shoal.shardcast.notify import Bell
+from shoal.shardcast.manifest_files import (
+    MANIFEST_FILE,
+    mark_boot,
+    open_manifest,
+    prepare_folder,
+    read_manifest,
+    same_boot,
+    version_folder,
+    version_folders,
+)
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import FileEntry, Manifest
 from shoal.wire.record import Sealed
@@ -28,18 +35,96 @@ from shoal.wire.record import Sealed
 KEEP_VERSIONS = 5
 
 
-class Held:
-    """One version in the store."""
+@dataclass(eq=False, slots=True)
+class _AsyncWaiter:
+    ready: Callable[[], bool]
+    woken: "asyncio.Future[None]"
+
+
+class ChangeNotifier:
+    """Wakes threads and coroutines that wait for a change of the store.
+
+    Writers are threads and HTTP handlers are coroutines of an event loop, so a condition variable alone is not enough. A
+    loop tests the conditions of all its waiters once for all notifications since the last test, and wakes only those whose
+    condition holds: a thousand waiting handlers cost no thread.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._waiters: dict[asyncio.AbstractEventLoop, set[_AsyncWaiter]] = {}
+        self._scheduled: set[asyncio.AbstractEventLoop] = set()
+        """Loops that will test their waiters soon."""
+        self._closed = False
+
+    def notify(self) -> None:
+        """Makes every waiter test its condition again. Thread-safe."""
+        with self._condition:
+            self._condition.notify_all()
+            for loop in self._waiters.keys() - self._scheduled:
+                with contextlib.suppress(RuntimeError):  # the loop was closed while handlers waited
+                    loop.call_soon_threadsafe(self._wake_ready, loop)
+                    self._scheduled.add(loop)
+
+    def close(self) -> None:
+        """Ends every wait, now and later, so that the server can shut down."""
+        self._closed = True
+        self.notify()
+
+    def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Waits in a thread until `ready()` holds; returns whether it does. `ready` must not call `notify`."""
+        with self._condition:
+            return self._condition.wait_for(lambda: self._closed or ready(), timeout_s) and ready()
+
+    async def wait_async(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Waits in an event loop until `ready()` holds; returns whether it does."""
+        if ready():  # the usual case: needs no lock
+            return True
+        loop = asyncio.get_running_loop()
+        waiter = _AsyncWaiter(ready, loop.create_future())
+        with self._condition:
+            self._waiters.setdefault(loop, set()).add(waiter)
+        # A future and a timer cost a third less than asyncio.timeout, and a relay waits here for every shard.
+        timer = loop.call_later(timeout_s, _wake, waiter)
+        try:
+            if not (ready() or self._closed):
+                await waiter.woken
+            return ready()
+        finally:
+            timer.cancel()
+            with self._condition:
+                waiters = self._waiters[loop]
+                waiters.discard(waiter)
+                if not waiters:
+                    del self._waiters[loop]
+
+    def _wake_ready(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Runs in the loop. A notification after the first statement schedules another run."""
+        with self._condition:
+            self._scheduled.discard(loop)
+            waiters = tuple(self._waiters.get(loop, ()))
+        for waiter in waiters:
+            if self._closed or waiter.ready():
+                _wake(waiter)
+
+
+def _wake(waiter: _AsyncWaiter) -> None:
+    if not waiter.woken.done():
+        waiter.woken.set_result(None)
+
+
+class StoredVersion:
+    """One version in the store: its manifest, and the files it sends."""
 
     def __init__(self, sealed: Sealed[Manifest], assembly: Assembly) -> None:
         self.sealed, self.assembly = sealed, assembly
         self.files: dict[str, FileEntry] = {entry.name: entry for entry in sealed.body.payloads}
-        self.writers = 0
-        self.thin = False
+        self.num_writers = 0
+        self.only_payloads = False
+        """Whether files that are not sent were deleted."""
 
 
 class VersionStore:
-    """`changed` rings whenever a version becomes known, a shard is verified, or a file completes."""
+    """Keeps versions on disk. `changed` is notified when a version becomes known, a shard is verified, or a file completes."""
 
     def __init__(
         self,
@@ -50,207 +135,210 @@ class VersionStore:
         run_key: str,
         max_bytes: int | None = None,
     ) -> None:
-        """With `max_bytes` it keeps fewer versions where they would take more than that; the newest always stays."""
+        """Opens the store. With `max_bytes` it keeps fewer versions where they would exceed it; the newest always stays."""
         if keep_versions < 1:
             raise ValueError(f"keep_versions={keep_versions} must be at least 1")
         self.folder, self.run, self.run_key = folder, run, run_key
         self.keep_versions, self._max_bytes = keep_versions, max_bytes
-        self.changed = Bell()
-        # Lock order: the bell's, then this one, for what waits looks into the store. Never ring while holding it.
+        self.changed = ChangeNotifier()
+        # Lock order: the notifier's lock, then this one, because conditions read the store. Never notify with it held.
         self._lock = threading.Lock()
-        self._held: dict[int, Held] = {}
-        self._one_at_a_time = threading.Lock()  # two upstreams may bring word of the same version
+        self._versions: dict[int, StoredVersion] = {}
+        self._begin_lock = threading.Lock()  # two upstreams may announce the same version
         folder.mkdir(parents=True, exist_ok=True)
-        self._scan(in_doubt=not same_boot(folder))
+        self._load(rehash=not same_boot(folder))
         mark_boot(folder)
-        self._evict()
+        self._delete_old()
 
     # -- what is here -----------------------------------------------------------------------------------
 
     def path(self, version: int) -> Path:
+        """Returns the folder of a version."""
         return version_folder(self.folder, version)
 
     @property
     def newest(self) -> int | None:
-        """The newest version known, complete or not."""
+        """The newest known version, complete or not."""
         with self._lock:
-            return max(self._held, default=None)
+            return max(self._versions, default=None)
 
-    def get(self, version: int) -> Held | None:
+    def get(self, version: int) -> StoredVersion | None:
+        """Returns a known version, complete or not."""
         with self._lock:
-            return self._held.get(version)
+            return self._versions.get(version)
 
     def known(self) -> tuple[int, ...]:
+        """Returns all known versions, oldest first."""
         with self._lock:
-            return tuple(sorted(self._held))
+            return tuple(sorted(self._versions))
 
     def complete(self) -> tuple[int, ...]:
+        """Returns the versions of which every file is here."""
         with self._lock:
-            return tuple(sorted(version for version, held in self._held.items() if held.assembly.complete))
+            return tuple(sorted(v for v, stored in self._versions.items() if stored.assembly.complete))
 
     def incomplete(self) -> tuple[int, ...]:
+        """Returns the versions of which files are still missing."""
         with self._lock:
-            return tuple(
-                sorted(version for version, held in self._held.items() if not held.assembly.complete)
-            )
+            return tuple(sorted(v for v, stored in self._versions.items() if not stored.assembly.complete))
 
-    def lacking(self) -> tuple[int, ...]:
-        """Versions that those here build on, back to a snapshot, and that are not known here."""
+    def missing_bases(self) -> tuple[int, ...]:
+        """Returns versions that those here build on, back to a snapshot, and that are not known here."""
         with self._lock:
-            return tuple(sorted(self._needed(self._held) - self._held.keys()))
+            return tuple(sorted(self._bases_of(self._versions) - self._versions.keys()))
 
-    # -- bringing it here -------------------------------------------------------------------------------
+    # -- adding versions --------------------------------------------------------------------------------
 
     def adopt(self, version: int) -> Sealed[Manifest]:
-        """Serve what `publish` has just signed in this store's folder for that version."""
+        """Starts to serve what `publish` has just signed in this store's folder for that version."""
         sealed = read_manifest(self.path(version))
         if sealed is None:
             raise ValueError(f"{self.path(version)} has no manifest; call publish on it first")
         self._check(sealed)
-        held = self._hold(sealed)
-        if not held.assembly.complete:
+        stored = self._open(sealed)
+        if not stored.assembly.complete:
             raise ValueError(f"{self.path(version)} lacks files that its manifest lists; publish it again")
-        # Its publisher may have made it anew after a crash, and then the old bytes are gone: this is the version.
+        # The publisher may have made this version again after a crash; then the old bytes are gone.
         with self._lock:
-            self._held.pop(version, None)
-        self._register(held)
+            self._versions.pop(version, None)
+        self._add(stored)
         return sealed
 
     def begin(self, sealed: Sealed[Manifest]) -> None:
-        """Make a version known whose files are still to come. Rejected if it is not this run's, or not the same.
+        """Makes a version known whose files are still to come.
 
-        A publisher that lost its old versions may send one whole that it sent as a delta before. The files are the same:
-        it takes the place of the first unless that is complete here.
+        Raises Rejected if it is of another run, or known with other files. A publisher that lost its old versions may send
+        a version whole that it sent as a delta before: that replaces the first manifest unless its files are complete here.
         """
         manifest = self._check(sealed)
         num_bytes = sum(entry.num_bytes for entry in manifest.payloads)
         if self._max_bytes is not None and num_bytes > self._max_bytes:
             raise Rejected(
                 "request.too_large",
-                f"version {manifest.version} has {num_bytes} bytes, this store may hold {self._max_bytes}",
+                f"version {manifest.version} has {num_bytes} bytes, the limit of this store is {self._max_bytes}",
             )
-        with self._one_at_a_time:
-            standing = self.get(manifest.version)
-            if standing is None:
+        with self._begin_lock:
+            found = self.get(manifest.version)
+            if found is None:
                 prepare_folder(self.path(manifest.version), sealed)
-                self._register(self._hold(sealed))
-            elif not standing.sealed.body.yields_the_same(manifest):
+                self._add(self._open(sealed))
+            elif not found.sealed.body.yields_the_same(manifest):
                 raise Rejected(
                     "request.conflict",
                     f"version {manifest.version} is known with other files; a version never changes",
                 )
-            elif not (standing.sealed.body.sends_the_same(manifest) or standing.assembly.complete):
-                standing.assembly.close()
+            elif not (found.sealed.body.sends_the_same(manifest) or found.assembly.complete):
+                found.assembly.close()
                 prepare_folder(self.path(manifest.version), sealed)
                 with self._lock:
-                    self._held.pop(manifest.version, None)
-                self._register(self._hold(sealed))
+                    self._versions.pop(manifest.version, None)
+                self._add(self._open(sealed))
 
     @contextlib.contextmanager
     def writing(self, version: int) -> Iterator[Assembly]:
-        """The assembly of a version, which is not deleted meanwhile."""
+        """Gives the assembly of a version, which is not deleted during the block. Raises KeyError if it is not known."""
         with self._lock:
-            held = self._held[version]
-            held.writers += 1
+            stored = self._versions[version]
+            stored.num_writers += 1
         try:
-            yield held.assembly
+            yield stored.assembly
         finally:
             with self._lock:
-                held.writers -= 1
-            self._evict()
+                stored.num_writers -= 1
+            self._delete_old()
 
     def close(self) -> None:
-        """End every wait, so that the server need not sit them out. Call it before closing the server."""
-        self.changed.silence()
+        """Ends all waits. Call it before closing the server, which would otherwise wait for them."""
+        self.changed.close()
 
-    # -- inside -----------------------------------------------------------------------------------------
+    # -- private ----------------------------------------------------------------------------------------
 
     def _check(self, sealed: Sealed[Manifest]) -> Manifest:
         return open_manifest(sealed, run=self.run, run_key=self.run_key)
 
-    def _hold(self, sealed: Sealed[Manifest], *, in_doubt: bool = False) -> Held:
+    def _open(self, sealed: Sealed[Manifest], *, rehash: bool = False) -> StoredVersion:
         path = self.path(sealed.body.version)
-        assembly = Assembly(path, sealed.body, in_doubt=in_doubt, on_change=self.changed.ring)
-        return Held(sealed, assembly)
+        assembly = Assembly(path, sealed.body, rehash=rehash, on_change=self.changed.notify)
+        return StoredVersion(sealed, assembly)
 
-    def _register(self, held: Held) -> None:
+    def _add(self, stored: StoredVersion) -> None:
         with self._lock:
-            self._held.setdefault(held.sealed.body.version, held)
-        self._evict()
-        self.changed.ring()
+            self._versions.setdefault(stored.sealed.body.version, stored)
+        self._delete_old()
+        self.changed.notify()
 
-    def _scan(self, *, in_doubt: bool) -> None:
-        for leftover in self.folder.glob(".gone-*"):
-            shutil.rmtree(leftover)
+    def _load(self, *, rehash: bool) -> None:
+        for half_deleted in self.folder.glob(".deleted-*"):
+            shutil.rmtree(half_deleted)
         for path in version_folders(self.folder).values():
             try:
                 sealed = read_manifest(path)
             except Rejected:
-                if not in_doubt:
-                    raise ValueError(f"{path / MANIFEST_FILE} is no manifest; delete {path}") from None
-                shutil.rmtree(path)  # a power cut came before its bytes were on the disk
+                if not rehash:
+                    raise ValueError(f"{path / MANIFEST_FILE} is not a manifest; delete {path}") from None
+                shutil.rmtree(path)  # a power cut came before the manifest was on the disk
                 continue
             if sealed is None:
-                continue  # its publisher has not finished it
+                continue  # it is being published
             try:
                 manifest = self._check(sealed)
             except Rejected as rejected:
                 raise ValueError(
                     f"{path} is not a version of run {self.run!r}: {rejected.detail}; "
-                    "delete it, or give this run a folder of its own"
+                    "delete it, or use another folder for this run"
                 ) from None
             if path != self.path(manifest.version):
                 raise ValueError(f"{path} holds the manifest of version {manifest.version}; delete it")
-            self._held[manifest.version] = self._hold(sealed, in_doubt=in_doubt)
+            self._versions[manifest.version] = self._open(sealed, rehash=rehash)
 
-    def _needed(self, versions: Iterable[int]) -> set[int]:
-        """What these versions build on, back to a snapshot or to one that is not here."""
-        needed: set[int] = set()
+    def _bases_of(self, versions: Iterable[int]) -> set[int]:
+        """Returns what these versions build on, back to a snapshot or to a version that is not here."""
+        bases: set[int] = set()
         for version in versions:
-            held = self._held.get(version)
-            while held is not None and not held.sealed.body.is_snapshot:
-                base = held.sealed.body.base
+            stored = self._versions.get(version)
+            while stored is not None and not stored.sealed.body.is_snapshot:
+                base = stored.sealed.body.base
                 assert base is not None, "a manifest that is no snapshot names its base"
-                needed.add(base)
-                held = self._held.get(base)
-        return needed
+                bases.add(base)
+                stored = self._versions.get(base)
+        return bases
 
-    def _evict(self) -> None:
-        """Delete all but the newest versions and what they build on; one that is being written goes when its writer
-        is done."""
+    def _delete_old(self) -> None:
+        """Deletes all but the newest versions and their bases. A version that is being written is deleted afterwards."""
         with self._lock:
-            newest, needed = self._kept()
-            for version in needed.intersection(self._held).difference(newest):
-                self._thin(self._held[version])
-            surplus = self._held.keys() - needed - set(newest)
-            gone = [version for version in sorted(surplus) if self._held[version].writers == 0]
-            paths = []
-            for version in gone:
-                self._held.pop(version).assembly.close()
-                # Under another name at once: a crash while deleting must not leave half a version behind.
-                trash = self.folder / f".gone-v{version}-{secrets.token_hex(4)}"
-                self.path(version).rename(trash)
-                paths.append(trash)
-        for path in paths:
+            newest, bases = self._versions_to_keep()
+            for version in bases.intersection(self._versions).difference(newest):
+                self._keep_only_payloads(self._versions[version])
+            surplus = self._versions.keys() - bases - set(newest)
+            deleted = []
+            for version in sorted(v for v in surplus if self._versions[v].num_writers == 0):
+                self._versions.pop(version).assembly.close()
+                # Renamed first: a crash while deleting must not leave half a version under its name.
+                renamed = self.folder / f".deleted-v{version}-{secrets.token_hex(4)}"
+                self.path(version).rename(renamed)
+                deleted.append(renamed)
+        for path in deleted:
             shutil.rmtree(path)
 
-    def _kept(self) -> tuple[list[int], set[int]]:
-        """The newest versions that fit, and what they build on."""
-        newest, needed = sorted(self._held)[-self.keep_versions :], set[int]()
+    def _versions_to_keep(self) -> tuple[list[int], set[int]]:
+        """Returns the newest versions that fit, and their bases."""
+        newest, bases = sorted(self._versions)[-self.keep_versions :], set[int]()
         for first in range(len(newest)):
-            needed = self._needed(newest[first:])
-            held = [self._held[version] for version in needed.union(newest[first:]) & self._held.keys()]
-            num_bytes = sum(entry.num_bytes for one in held for entry in one.files.values())
+            bases = self._bases_of(newest[first:])
+            kept = [
+                self._versions[version] for version in bases.union(newest[first:]) & self._versions.keys()
+            ]
+            num_bytes = sum(entry.num_bytes for stored in kept for entry in stored.files.values())
             if self._max_bytes is None or num_bytes <= self._max_bytes or first == len(newest) - 1:
-                return newest[first:], needed
-        return newest, needed
+                return newest[first:], bases
+        return newest, bases
 
-    def _thin(self, held: Held) -> None:
-        """Of a version that is kept only because others build on it, keep what is sent: a publisher's folder also holds
-        the files that its deltas yield, as the base for the next."""
-        if held.thin:
+    def _keep_only_payloads(self, stored: StoredVersion) -> None:
+        """Deletes files that are not sent. A publisher's folder also has the files that its deltas yield, as the base of the
+        next version; an older version needs only what it sends."""
+        if stored.only_payloads:
             return
-        held.thin = True
-        for entry in held.sealed.body.files:
-            if entry.name not in held.files:
-                (self.path(held.sealed.body.version) / entry.name).unlink(missing_ok=True)
+        stored.only_payloads = True
+        for entry in stored.sealed.body.files:
+            if entry.name not in stored.files:
+                (self.path(stored.sealed.body.version) / entry.name).unlink(missing_ok=True)

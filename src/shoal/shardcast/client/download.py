@@ -1,19 +1,19 @@
-"""Fill one assembly from several relays at once.
+"""Downloads the missing shards of one assembly from several relays at once.
 
-A few streams, each with a run of shards in hand, asked for as one range:
+Each of a few threads repeats:
 
-    take shards -> draw a relay -> for each: fetch -> verify and write -> account
+    take consecutive shards -> sample a relay -> for each shard: receive -> verify and write -> update statistics
 
-A run is one shard from a relay that is slow or not known yet, and many from a fast one: asking takes time too.
+A request is for one shard from a relay that is slow or unknown, and for many from a fast one, because each request costs time.
 
-    right bytes       the relay's share grows with its bandwidth
-    not there yet     neither good nor bad; it is asked again a little later
-    broken, hung      counts as zero bandwidth; the shard goes to another relay
-    wrong bytes       the relay is dropped for this download, and the log says so
+    right bytes       the relay's bandwidth estimate goes up
+    not there yet     no effect; the relay is asked again a little later
+    error, timeout    counts as zero bandwidth; the shard goes to another relay
+    wrong bytes       the relay is not asked again in this download, and the log says so
 
-When no shard is left to take, one that another relay would probably bring sooner, or that has been under way for long, is
-asked for a second time; the first right answer counts. No relay ever holds more than its share of the streams, nor all of them, and one that has
-delivered nothing yet holds one at most. So a slow or hung relay does not set the time.
+When no shard is left to take, a shard that another relay would probably deliver sooner, or that has taken long, is requested a
+second time; the first right answer counts. A relay gets at most its share of the threads and never all of them, and one that
+has delivered nothing yet gets one. So a slow or hanging relay does not determine the duration.
 """
 
 import contextlib
@@ -22,279 +22,308 @@ import random
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.shardcast.assembly import Assembly, Shard, WrongBytes
-from shoal.shardcast.client.fetch_progress import Progress
-from shoal.shardcast.client.http_source import Broken, Connections, NotThere, ask_shards
+from shoal.shardcast.client.http_source import Connections, NotOnRelay, RelayFailed, ask_shards
 from shoal.shardcast.client.relay_choice import RelayChoice
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 
 NUM_STREAMS, MAX_STREAMS = 4, 12
-"""From one relay, and from all of them: shards in flight, and so in memory."""
+"""Threads for one relay, and for all relays together. Each holds one shard in memory."""
 FIRST_STREAMS, FAST_BYTES_PER_S = 2, 100e6
-"""With a single relay to ask, two streams begin, and no more join them while it is so fast: it is near then, and threads that wake
-each other for every shard cost more than they bring. A slow or far one is asked by all."""
-RUN_S, RUN_BYTES = 0.2, 32 << 20
-"""What one question is for: shards that should come within so long, and not more than so many bytes."""
-LAST_RUN_S = 0.02
-"""Towards the end a question is for less, but not for less than should come within this: asking has its price."""
-SECOND_TRY_S = 1.0
-WATCH_S = 0.2
-"""How often the streams as a whole are looked at."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+"""With a single relay the download begins with two threads, and stays with two while the relay is faster than this: it is near
+then, and threads that wake each other for every shard cost more than they bring."""
+REQUEST_S, REQUEST_BYTES = 0.2, 32 << 20
+"""Size of one request: the shards that should arrive within this time, at most this many bytes."""
+LAST_REQUEST_S = 0.02
+"""Towards the end requests get smaller, but not smaller than what should arrive within this time."""
+SECOND_REQUEST_S = 1.0
+"""A shard that takes longer than this is requested from a second relay."""
+CHECK_EVERY_S = 0.2
+"""How often the download as a whole is checked."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
+LOG_AFTER_S, LOG_EVERY_S = 2.0, 5.0
+"""When progress is logged first, and then how often."""
 
 
 class NoRelayLeft(DeadlinePassed):
-    """None is known, or all were dropped: waiting longer would bring nothing."""
+    """No relay is known, or all sent wrong bytes: waiting longer would not help."""
 
 
 @dataclass(eq=False, slots=True)
-class _Try:
+class _ShardRequest:
     shards: deque[Shard]
-    """Consecutive, those still to come; the first is coming now."""
+    """Consecutive shards that have not arrived yet; the first one is arriving now."""
     relay: str
     started_s: float
-    """When the first was asked for, or the one before it had come."""
-    judged: bool = False
-    """Its relay has already been counted as failed for it."""
+    """When the first shard was requested, or the one before it arrived."""
+    counted_as_failed: bool = False
 
 
 class Download:
-    """One run per object. `choice` is this object's alone while it runs."""
+    """Downloads one assembly; `run` once per object. Nobody else may use `choice` meanwhile."""
 
     def __init__(self, assembly: Assembly, choice: RelayChoice, *, log: Log, stop: threading.Event) -> None:
         self._assembly, self._choice = assembly, choice
         self._log, self._stop = log, stop
         self._version = assembly.manifest.version
-        lock = threading.RLock()  # guards all below
-        self._turn = threading.Condition(lock)  # streams wait here for something to do
-        self._news = threading.Condition(lock)  # who watches them, here: it need not wake up for each shard
+        lock = threading.RLock()  # guards all fields below
+        self._work = threading.Condition(lock)  # threads without work wait here
+        self._news = threading.Condition(lock)  # `run` waits here, so that it does not wake up for each shard
         self._pending = deque(assembly.missing())
-        self._tries: list[_Try] = []
+        self._requests: list[_ShardRequest] = []
         self._dropped: set[str] = set()
         self._reasons: dict[str, str] = {}
-        self._pauses: dict[str, float] = {}
+        self._pauses_s: dict[str, float] = {}
         self._not_before_s: dict[str, float] = {}
         self._failure: OSError | Rejected | None = None
         self._over = False
-        self._forward_s = 0.0
-        self._streams: list[threading.Thread] = []
+        self._last_shard_s = 0.0
+        self._threads: list[threading.Thread] = []
 
-    def run(self, deadline_s: float, *, patience_s: float | None = None) -> None:
-        """Return when every file is whole. What has come stays on disk, whatever happens.
+    def run(self, deadline_s: float, *, stall_s: float | None = None) -> None:
+        """Returns when every file is complete. What has arrived stays on disk, whatever happens.
 
-        With `patience_s` it gives up early, when no shard has come for that long: for those who know another way.
+        Raises DeadlinePassed after `deadline_s`, or when no shard has arrived for `stall_s`; NoRelayLeft, Stopped, and
+        OSError if the disk fails.
         """
         if self._assembly.complete:
             return
+        progress = _ProgressLog(self._version, self._assembly, self._log)
+        self._last_shard_s = time.monotonic()
+        end_s = self._last_shard_s + deadline_s
         try:
-            num_bytes, had = (
-                sum(entry.num_bytes for entry in self._assembly.entries),
-                self._assembly.num_bytes_here,
-            )
-            with Progress(self._version, num_bytes=num_bytes, had=had, log=self._log) as progress:
-                self._watch(deadline_s, deadline_s if patience_s is None else patience_s, progress)
+            while not self._assembly.complete:
+                with self._work:
+                    if self._failure is not None:
+                        raise self._failure
+                    self._check_time(deadline_s, end_s, deadline_s if stall_s is None else stall_s)
+                    self._start_threads()
+                    progress.log_if_due(self._state)
+                    self._news.wait(min(CHECK_EVERY_S, end_s - time.monotonic()))
+                if self._stop.is_set():
+                    raise Stopped(f"stopped while fetching version {self._version}")
         finally:
-            # Streams that hang end by their own timeouts; what they bring is no longer looked at.
-            with self._turn:
+            # Threads that hang end by their own timeouts; what they receive is ignored.
+            with self._work:
                 self._over = True
-                self._turn.notify_all()
+                self._work.notify_all()
 
-    def _watch(self, deadline_s: float, patience_s: float, progress: Progress) -> None:
-        self._forward_s = time.monotonic()
-        give_up_s = self._forward_s + deadline_s
-        while not self._assembly.complete:
-            with self._turn:
-                if self._failure is not None:
-                    raise self._failure
-                left = [url for url in self._choice.urls if url not in self._dropped]
-                now_s = time.monotonic()
-                if not left:
-                    raise NoRelayLeft(
-                        f"version {self._version} did not come: there is no relay left to ask; {self._state()}; name another"
-                    )
-                if now_s >= min(give_up_s, self._forward_s + patience_s):
-                    within_s = min(deadline_s, patience_s)
-                    raise DeadlinePassed(
-                        f"version {self._version} did not come within {within_s:.1f} s: {self._state()}; "
-                        "name more relays, or give it longer"
-                    )
-                self._add_streams()
-                progress.show(self._assembly.num_bytes_here, self._state)
-                self._news.wait(min(WATCH_S, give_up_s - now_s))
-            if self._stop.is_set():
-                raise Stopped(f"stopped while fetching version {self._version}")
+    def _check_time(self, deadline_s: float, end_s: float, stall_s: float) -> None:
+        if all(url in self._dropped for url in self._choice.urls):
+            raise NoRelayLeft(
+                f"cannot download version {self._version}: no usable relay; {self._state()}; name another relay"
+            )
+        if time.monotonic() >= min(end_s, self._last_shard_s + stall_s):
+            raise DeadlinePassed(
+                f"version {self._version} did not arrive within {min(deadline_s, stall_s):.1f} s: {self._state()}; "
+                "name more relays, or allow more time"
+            )
 
     def _state(self) -> str:
         num_shards = sum(len(entry.shards) for entry in self._assembly.entries)
-        relays = [f"{url}: {self._reasons.get(url, 'nothing to complain of')}" for url in self._choice.urls]
+        relays = [f"{url}: {self._reasons.get(url, 'no error')}" for url in self._choice.urls]
         return f"{len(self._assembly.missing())} of {num_shards} shards missing; {'; '.join(relays) or 'no relay known'}"
 
-    def _add_streams(self) -> None:
-        """As many as are worth having now; they stay to the end."""
-        relays = [self._choice.standing(url) for url in self._choice.urls]
-        num = min(MAX_STREAMS, NUM_STREAMS - 1 + len(relays), len(self._streams) + len(self._pending))
-        if len(relays) == 1 and (not self._streams or (relays[0].bandwidth or 0.0) > FAST_BYTES_PER_S):
+    def _start_threads(self) -> None:
+        """Starts as many threads as are useful now; they run until the end."""
+        relays = [self._choice.stats(url) for url in self._choice.urls]
+        num = min(MAX_STREAMS, NUM_STREAMS - 1 + len(relays), len(self._threads) + len(self._pending))
+        if len(relays) == 1 and (not self._threads or (relays[0].bandwidth or 0.0) > FAST_BYTES_PER_S):
             num = min(num, FIRST_STREAMS)
-        while len(self._streams) < num:
-            name = f"shards-{len(self._streams)}"
-            self._streams.append(threading.Thread(target=self._stream, name=name, daemon=True))
-            self._streams[-1].start()
+        while len(self._threads) < num:
+            name = f"shards-{len(self._threads)}"
+            self._threads.append(threading.Thread(target=self._download_shards, name=name, daemon=True))
+            self._threads[-1].start()
 
-    # -- a stream ---------------------------------------------------------------------------------------
+    # -- in a thread ------------------------------------------------------------------------------------
 
-    def _stream(self) -> None:
+    def _download_shards(self) -> None:
         with Connections(self._choice.ticket) as connections:
-            while (job := self._take()) is not None:
-                self._attempt(connections, job)
+            while (request := self._next_request()) is not None:
+                self._receive(connections, request)
 
-    def _take(self) -> _Try | None:
-        """The next shards and the relay to ask for them; None when all is over."""
-        with self._turn:
+    def _next_request(self) -> _ShardRequest | None:
+        """Waits for shards to request and a relay to ask; returns None when the download is over."""
+        with self._work:
             while not self._over:
                 shard = self._next_shard()
                 relays = self._relays_for(shard) if shard is not None else []
                 if shard is not None and relays:
                     relay = self._choice.pick(relays, random.random())
-                    job = _Try(self._run_from(shard, relay), relay, time.monotonic())
-                    self._tries.append(job)
-                    return job
-                self._turn.wait(0.05)
+                    request = _ShardRequest(self._take_run(shard, relay), relay, time.monotonic())
+                    self._requests.append(request)
+                    return request
+                self._work.wait(0.05)
         return None
 
     def _next_shard(self) -> Shard | None:
+        """Returns the next pending shard; without one, a shard of a slow request that was requested only once."""
         if self._pending:
             return self._pending[0]
         now_s = time.monotonic()
-        for job in self._tries:
-            for shard in job.shards if self._is_slow(job, now_s) else ():
-                if sum(shard in other.shards for other in self._tries) == 1:
+        for request in self._requests:
+            for shard in request.shards if self._is_slow(request, now_s) else ():
+                if sum(shard in other.shards for other in self._requests) == 1:
                     return shard
         return None
 
-    def _is_slow(self, job: _Try, now_s: float) -> bool:
-        """Whether what it is to bring is worth asking for elsewhere too."""
-        waited_s = now_s - job.started_s
-        if waited_s > SECOND_TRY_S:
+    def _is_slow(self, request: _ShardRequest, now_s: float) -> bool:
+        """Returns whether another relay would probably deliver the request's next shard sooner."""
+        waited_s = now_s - request.started_s
+        if waited_s > SECOND_REQUEST_S:
             return True
-        known_s = {
-            url: job.shards[0].num_bytes / bandwidth
+        expected_s = {
+            url: request.shards[0].num_bytes / bandwidth
             for url in self._choice.urls
-            if job.shards and url not in self._dropped and (bandwidth := self._choice.standing(url).bandwidth)
+            if request.shards
+            and url not in self._dropped
+            and (bandwidth := self._choice.stats(url).bandwidth)
         }
-        if job.relay not in known_s:
+        if request.relay not in expected_s:
             return False
-        expected_s = known_s.pop(job.relay) * sum(other.relay == job.relay for other in self._tries)
-        late = waited_s > 3 * expected_s + 0.1
-        return late or expected_s - waited_s > 2 * min(known_s.values(), default=math.inf)
+        own_s = expected_s.pop(request.relay) * self._num_requests_to(request.relay)
+        is_late = waited_s > 3 * own_s + 0.1
+        return is_late or own_s - waited_s > 2 * min(expected_s.values(), default=math.inf)
 
-    def _run_from(self, shard: Shard, relay: str) -> deque[Shard]:
-        """The shard, and those after it that its relay is likely to send as fast as we should like."""
+    def _take_run(self, shard: Shard, relay: str) -> deque[Shard]:
+        """Takes the shard and those after it that the relay should deliver within REQUEST_S."""
         run = deque([shard])
         if not self._pending:
-            return run  # it is somebody else's already
+            return run  # a second request for a shard that another relay is sending
         self._pending.popleft()
-        bytes_per_s = (self._choice.standing(relay).bandwidth or 0.0) / NUM_STREAMS
-        most = min(RUN_BYTES, RUN_S * bytes_per_s) // shard.num_bytes
-        # Towards the end in smaller portions, so that all streams end together.
-        left = len(self._pending) + 1
-        worth = min(LAST_RUN_S * bytes_per_s // shard.num_bytes, left // 2)
-        most = min(most, max(left // (2 * NUM_STREAMS), worth))
-        while len(run) < most and self._pending and _follows(run[-1], self._pending[0]):
+        bytes_per_s = (self._choice.stats(relay).bandwidth or 0.0) / NUM_STREAMS
+        max_shards = min(REQUEST_BYTES, REQUEST_S * bytes_per_s) // shard.num_bytes
+        # Smaller requests towards the end, so that all threads finish at about the same time.
+        num_left = len(self._pending) + 1
+        min_shards = min(LAST_REQUEST_S * bytes_per_s // shard.num_bytes, num_left // 2)
+        max_shards = min(max_shards, max(num_left // (2 * NUM_STREAMS), min_shards))
+        while len(run) < max_shards and self._pending and _follows(run[-1], self._pending[0]):
             run.append(self._pending.popleft())
         return run
 
     def _relays_for(self, shard: Shard) -> list[str]:
+        """Returns the relays that may be asked for the shard now."""
         now_s = time.monotonic()
-        asked = {job.relay for job in self._tries if shard in job.shards}
-        left = [url for url in self._choice.urls if url not in self._dropped]
+        asked = {request.relay for request in self._requests if shard in request.shards}
+        usable = [url for url in self._choice.urls if url not in self._dropped]
         return [
             url
-            for url, share in self._choice.shares(left).items()
+            for url, share in self._choice.shares(usable).items()
             if url not in asked
             and self._not_before_s.get(url, 0.0) <= now_s
-            and sum(job.relay == url for job in self._tries) < self._most_tries(url, share)
+            and self._num_requests_to(url) < self._max_requests_to(url, share)
         ]
 
-    def _most_tries(self, url: str, share: float) -> int:
-        """At once, of one relay: its share of the streams, so that slow ones do not hold them all while a fast one is
-        idle. And if it hangs, a stream must be left that can go elsewhere."""
-        if self._choice.standing(url).bandwidth is None:
+    def _num_requests_to(self, url: str) -> int:
+        return sum(request.relay == url for request in self._requests)
+
+    def _max_requests_to(self, url: str, share: float) -> int:
+        """Returns how many requests one relay may have at once: its share of the threads, so that slow relays do not occupy
+        all of them, and one less than all, so that a thread is left if it hangs."""
+        if self._choice.stats(url).bandwidth is None:
             return 1
         return NUM_STREAMS if share == 1 else min(math.ceil(share * NUM_STREAMS), NUM_STREAMS - 1)
 
-    def _attempt(self, connections: Connections, job: _Try) -> None:
+    def _receive(self, connections: Connections, request: _ShardRequest) -> None:
         try:
-            data_of = ask_shards(
-                connections, job.relay, self._version, tuple(job.shards), give_up=lambda: self._over
+            received = ask_shards(
+                connections, request.relay, self._version, tuple(request.shards), cancelled=lambda: self._over
             )
-            with contextlib.closing(data_of):
-                for data in data_of:
-                    shard, took_s = job.shards[0], time.monotonic() - job.started_s
+            with contextlib.closing(received):
+                for data in received:
+                    shard, took_s = request.shards[0], time.monotonic() - request.started_s
                     if self._over:
                         break
                     self._assembly.write(shard, data)
-                    self._delivered(job, shard, took_s)
-        except NotThere as reason:
-            self._settle(job, str(reason), failed=False)
-        except Broken as reason:
-            self._settle(job, str(reason), failed=True)
+                    self._count_delivery(request, shard, took_s)
+        except NotOnRelay as reason:
+            self._end_request(request, str(reason), failed=False)
+        except RelayFailed as reason:
+            self._end_request(request, str(reason), failed=True)
         except WrongBytes as reason:
-            self._log.warning(f"relay dropped: it sent wrong bytes: {reason}", relay=job.relay)
-            self._settle(job, f"dropped, wrong bytes: {reason}", failed=True, drop=True)
+            self._log.warning(f"relay dropped because it sent wrong bytes: {reason}", relay=request.relay)
+            self._end_request(request, f"dropped, wrong bytes: {reason}", failed=True, drop=True)
         except (OSError, Rejected) as failure:
-            with self._turn:
+            with self._work:
                 self._failure = failure
                 self._news.notify()
-            self._settle(job, str(failure), failed=False)
+            self._end_request(request, str(failure), failed=False)
         else:
-            with self._turn:
-                self._tries.remove(job)
-                self._turn.notify_all()
+            with self._work:
+                self._requests.remove(request)
+                self._work.notify_all()
 
-    # -- accounts ---------------------------------------------------------------------------------------
+    # -- statistics -------------------------------------------------------------------------------------
 
-    def _delivered(self, job: _Try, shard: Shard, took_s: float) -> None:
-        with self._turn:
-            job.shards.popleft()
-            job.started_s = self._forward_s = time.monotonic()
+    def _count_delivery(self, request: _ShardRequest, shard: Shard, took_s: float) -> None:
+        with self._work:
+            request.shards.popleft()
+            request.started_s = self._last_shard_s = time.monotonic()
             if self._over:
                 return
-            # Shards that come from one relay at the same time share its link: what counts is what they make together.
-            at_once = sum(other.relay == job.relay for other in self._tries)
-            self._choice.delivered(job.relay, at_once * shard.num_bytes / max(took_s, 1e-6))
-            self._pauses.pop(job.relay, None)
-            overdue = [other for other in self._tries if job.started_s - other.started_s > SECOND_TRY_S]
-            for other in overdue:
-                if not other.judged and shard in other.shards:  # it was asked first, and overtaken
-                    other.judged = True
+            # Simultaneous requests to one relay share its link: its bandwidth is what they deliver together.
+            at_once = self._num_requests_to(request.relay)
+            self._choice.delivered(request.relay, at_once * shard.num_bytes / max(took_s, 1e-6))
+            self._pauses_s.pop(request.relay, None)
+            for other in self._requests:
+                overdue = request.started_s - other.started_s > SECOND_REQUEST_S
+                if overdue and not other.counted_as_failed and shard in other.shards:
+                    other.counted_as_failed = True
                     self._choice.failed(other.relay)
             if not self._pending and self._assembly.complete:
                 self._news.notify()
 
-    def _settle(self, job: _Try, reason: str, *, failed: bool, drop: bool = False) -> None:
-        with self._turn:
-            self._tries.remove(job)
+    def _end_request(self, request: _ShardRequest, reason: str, *, failed: bool, drop: bool = False) -> None:
+        """Puts missing shards back and pauses the relay."""
+        with self._work:
+            self._requests.remove(request)
             if self._over:
                 return
-            self._reasons[job.relay] = reason
-            if failed and not job.judged:
-                self._choice.failed(job.relay)
+            self._reasons[request.relay] = reason
+            if failed and not request.counted_as_failed:
+                self._choice.failed(request.relay)
             if drop:
-                self._dropped.add(job.relay)
+                self._dropped.add(request.relay)
                 self._news.notify()
-            pause_s = self._pauses.get(job.relay, FIRST_PAUSE_S)
-            self._pauses[job.relay] = min(2 * pause_s, LONGEST_PAUSE_S)
-            self._not_before_s[job.relay] = time.monotonic() + pause_s
-            for shard in job.shards:
-                here = self._assembly.verified(shard.name, shard.start, shard.stop)
-                if not here and all(shard not in other.shards for other in self._tries):
-                    self._pending.append(shard)  # last: the others need not wait for what does not come
-            self._turn.notify_all()
+            pause_s = self._pauses_s.get(request.relay, FIRST_PAUSE_S)
+            self._pauses_s[request.relay] = min(2 * pause_s, MAX_PAUSE_S)
+            self._not_before_s[request.relay] = time.monotonic() + pause_s
+            for shard in request.shards:
+                requested = any(shard in other.shards for other in self._requests)
+                if not requested and not self._assembly.has(shard):
+                    self._pending.append(shard)  # at the end: other shards need not wait for this one
+            self._work.notify_all()
 
 
-def _follows(one: Shard, other: Shard) -> bool:
-    return (one.name, one.index + 1) == (other.name, other.index)
+class _ProgressLog:
+    """Logs how far a download is, if it takes longer than LOG_AFTER_S."""
+
+    def __init__(self, version: int, assembly: Assembly, log: Log) -> None:
+        self._version, self._assembly, self._log = version, assembly, log
+        self._started_s = time.monotonic()
+        self._logged_s = self._started_s - LOG_EVERY_S + LOG_AFTER_S
+        self._bytes_before = assembly.num_bytes_verified
+
+    def log_if_due(self, state: Callable[[], str]) -> None:
+        """Logs a line such as "fetching version 7: [######    ] 57 % of 269 MB, 38 MB/s", and `state()`."""
+        now_s = time.monotonic()
+        if now_s - self._logged_s < LOG_EVERY_S:
+            return
+        self._logged_s = now_s
+        verified, total = self._assembly.num_bytes_verified, self._assembly.num_bytes
+        share = verified / max(1, total)
+        speed = (verified - self._bytes_before) / max(1e-6, now_s - self._started_s)
+        bar = "#" * int(10 * share)
+        self._log.info(
+            f"fetching version {self._version}: [{bar:<10}] {100 * share:.0f} % of {total / 1e6:.0f} MB, "
+            f"{speed / 1e6:.3g} MB/s; {state()}"
+        )
+
+
+def _follows(shard: Shard, other: Shard) -> bool:
+    return (shard.name, shard.index + 1) == (other.name, other.index)

@@ -1,148 +1,229 @@
-"""One version on its way into a client's folder: plan, bring, make; and another plan where that fails.
+"""Fetches a version from relays that need not be trusted: the signed manifest says what is right, the digests check it.
 
-    into/v11/                                    here: its files are where the walk back may end
-    into/v12.partial/model.safetensors.delta     brought: verified shard by shard
+    into/v11/                                    a complete version, whose files deltas can be applied to
+    into/v12.partial/model.safetensors.delta     downloaded, verified shard by shard
     into/v13.partial/model.safetensors.delta
-    into/v13.partial/.model.safetensors.made     made: v11's with both deltas, under this name until its digest is right
+    into/v13.partial/.model.safetensors.made     v11's file with both deltas applied; renamed when its digest is right
     into/v13.partial/model.safetensors
+    into/v13/                                    v13.partial, renamed when every file in it is right
 
-What is brought stays for the next try, also after a restart; what is made is either right or deleted.
+What was downloaded stays for the next attempt, also after a restart. A built file is either right or deleted; when one is wrong,
+or a delta cannot be had, another plan is made.
 """
 
 import contextlib
 import os
+import random
 import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from shoal.net.waiting import DeadlinePassed, Stopped
-from shoal.shardcast.assembly import Assembly
+from shoal.files import DiskFull
+from shoal.net.waiting import DeadlinePassed, NotYet, Stopped, wait_for
+from shoal.shardcast.assembly import Assembly, has_digest
 from shoal.shardcast.client.download import Download, NoRelayLeft
-from shoal.shardcast.client.fetch_plan import Payload, Shelf, Way, shortest_way
+from shoal.shardcast.client.fetch_plan import FilePlan, LocalFiles, PayloadName, cheapest_plan
+from shoal.shardcast.client.http_source import (
+    Connections,
+    NotOnRelay,
+    RelayFailed,
+    ask_latest,
+    ask_manifest,
+)
 from shoal.shardcast.client.relay_choice import RelayChoice
 from shoal.shardcast.delta import apply_deltas
-from shoal.shardcast.digest import hash_file
-from shoal.shardcast.disk import room_for
-from shoal.shardcast.folders import partial_folder, version_folder, version_folders
-from shoal.shardcast.manifest_files import MANIFEST_FILE, open_manifest, prepare_folder, read_manifest
+from shoal.shardcast.manifest_files import (
+    MANIFEST_FILE,
+    hash_file,
+    mark_boot,
+    mark_incomplete,
+    open_manifest,
+    partial_folder,
+    partial_folders,
+    prepare_folder,
+    read_manifest,
+    remove_if_disk_full,
+    same_boot,
+    version_folder,
+    version_folders,
+)
 from shoal.telemetry import Log
 from shoal.wire.codes import CorruptData, Rejected
 from shoal.wire.manifest import DELTA_SUFFIX, FileEntry, Manifest
 from shoal.wire.record import Sealed
 
-PATIENCE_S = 10.0
-"""Without a shard, or a manifest, that a way needs: then another way is looked for."""
-PAUSE_S = 0.5
+POLL_S, POLL_PAUSE_S = 5.0, 0.2
+"""How long a relay may hold a request for a newer version, and the pause between two requests."""
+STALL_S = 10.0
+"""Time without a shard, or without a manifest that a plan needs, after which another plan is tried."""
+RETRY_S = 0.5
+MIN_ATTEMPT_S = 0.1
+"""With less time left no new attempt is made: its timeout would hide that the disk was full."""
 
-AskManifest = Callable[[int, float], Sealed[Manifest]]
-"""The verified manifest of a version from the relays, within so many seconds, or DeadlinePassed."""
+
+def fetch_version(
+    manifest: Sealed[Manifest],
+    relays: Sequence[str] | RelayChoice,
+    into: Path,
+    *,
+    run_key: str,
+    log: Log,
+    stop: threading.Event,
+    deadline_s: float,
+) -> Path:
+    """Downloads and verifies a version; returns its folder, `into/v{version}`.
+
+    With an earlier version in `into`, only the changes since then are downloaded, if the publisher sends them. Pass a
+    RelayChoice instead of URLs to keep relay statistics over several calls, and to show relays a ticket.
+
+    Raises Rejected for a manifest that the run key did not sign, CorruptData if every plan gave wrong bytes, DeadlinePassed
+    with the last failure of every relay or with the folder that is full, Stopped, and OSError when the disk fails.
+    """
+    body = open_manifest(manifest, run=None, run_key=run_key)
+    final = version_folder(into, body.version)
+    if not same_boot(into):
+        _rehash_all(into, log)
+    if _is_complete(final, body):
+        return final
+    choice = relays if isinstance(relays, RelayChoice) else RelayChoice(relays)
+    end_s, disk_full = time.monotonic() + deadline_s, ""
+
+    def attempt() -> Path:
+        nonlocal disk_full
+        left_s = end_s - time.monotonic()
+        if disk_full and left_s < MIN_ATTEMPT_S:
+            raise NotYet(disk_full)
+        try:
+            fetch = Fetch(manifest, into, choice, run_key=run_key, log=log, stop=stop, deadline_s=left_s)
+            fetch.run()
+        except DiskFull as reason:
+            disk_full = str(reason)
+            raise NotYet(disk_full) from None
+        return fetch.partial
+
+    what = f"disk space for version {body.version}"
+    partial = wait_for(what, attempt, deadline_s=deadline_s, log=log, stop=stop)
+    if final.exists():  # the same version number with other files
+        shutil.rmtree(final)
+    partial.rename(final)
+    return final
 
 
 class Fetch:
-    """One run per object."""
+    """One attempt to fetch a version into `partial`; `run` once per object."""
 
     def __init__(
-        self, sealed: Sealed[Manifest], into: Path, *, run_key: str, log: Log, stop: threading.Event
+        self,
+        sealed: Sealed[Manifest],
+        into: Path,
+        choice: RelayChoice,
+        *,
+        run_key: str,
+        log: Log,
+        stop: threading.Event,
+        deadline_s: float,
     ) -> None:
         self._manifest = sealed.body
         self.partial = partial_folder(into, sealed.body.version)
-        self._into, self._run_key, self._log, self._stop = into, run_key, log, stop
-        self._chain: dict[int, Sealed[Manifest]] = {sealed.body.version: sealed}
-        self._refused: set[Way] = set()
-        self._unreachable: set[Payload] = set()
-        self._failure: DeadlinePassed | Rejected | None = None
-        self._used: set[int] = set()
+        self._into, self._choice, self._run_key, self._log, self._stop = into, choice, run_key, log, stop
+        self._end_s = time.monotonic() + deadline_s
+        self._manifests: dict[int, Sealed[Manifest]] = {sealed.body.version: sealed}
+        self._local = _find_local_files(into)
+        self._failed: set[FilePlan] = set()
+        self._unavailable: set[PayloadName] = set()
+        self._last_error: DeadlinePassed | Rejected | None = None
+        self._used_versions: set[int] = set()
         prepare_folder(self.partial, sealed)
 
-    def run(self, choice: RelayChoice, ask: AskManifest, deadline_s: float) -> None:
-        """Return when `partial` is the version's folder: every file of it, each with the right digest, nothing else."""
-        self._choice, self._ask = choice, ask
-        self._give_up_s = time.monotonic() + deadline_s
-        self._shelf = _shelf(self._into)
-        while todo := [entry for entry in self._manifest.files if not self._is_made(entry)]:
-            plan = self._plan(todo)
-            if plan and self._bring(plan):
-                for way in plan:
-                    self._make(way)
-        self._tidy()
+    def run(self) -> None:
+        """Returns when `partial` has every file of the version, each with the right digest, and nothing else."""
+        while missing := [entry for entry in self._manifest.files if not self._is_built(entry)]:
+            plans = self._plan(missing)
+            if plans and self._download_all(plans):
+                for plan in plans:
+                    self._build(plan)
+        self._delete_other_files()
 
     # -- plan -------------------------------------------------------------------------------------------
 
-    def _plan(self, todo: Iterable[FileEntry]) -> list[Way]:
-        """A way to each file. None at all when one has no way for now; raises when it will have none."""
-        plan = []
-        for entry in todo:
-            way = shortest_way(
+    def _plan(self, entries: Iterable[FileEntry]) -> list[FilePlan]:
+        """Returns a plan for each file; [] if one has none at the moment. Raises if it will never have one."""
+        plans = []
+        for entry in entries:
+            plan = cheapest_plan(
                 entry.name,
                 self._manifest,
-                self._shelf,
+                self._local,
                 look_up=self._look_up,
-                refused=self._refused,
-                unreachable=self._unreachable,
+                failed=self._failed,
+                unavailable=self._unavailable,
             )
-            if way is None:
-                self._despair(entry.name)
+            if plan is None:
+                self._prepare_retry(entry.name)
                 return []
-            plan.append(way)
-        return plan
+            plans.append(plan)
+        return plans
 
-    def _despair(self, name: str) -> None:
-        """No way to a file: begin anew with what could not be had, while there is time and hope."""
-        if self._left_s() > 0 and self._find_twin():
+    def _prepare_retry(self, name: str) -> None:
+        """Makes what was unavailable available again, for the next plan; raises the last error if a retry is useless."""
+        if self._left_s() > 0 and self._use_new_manifest():
             return
-        if self._failure is None:  # every way was tried, and none gave the right bytes
-            raise CorruptData(self._no_way(name))
-        if isinstance(self._failure, (NoRelayLeft, Rejected)) or self._left_s() <= 0:
-            raise self._failure
-        self._unreachable.clear()
-        if self._stop.wait(PAUSE_S):
+        if self._last_error is None:  # every plan was tried, and each gave wrong bytes
+            tried = "; ".join(str(plan) for plan in self._failed) or "none"
+            raise CorruptData(
+                f"cannot fetch version {self._manifest.version}: every plan for {name} gave wrong bytes; tried: {tried}"
+            )
+        if isinstance(self._last_error, (NoRelayLeft, Rejected)) or self._left_s() <= 0:
+            raise self._last_error
+        self._unavailable.clear()
+        if self._stop.wait(RETRY_S):
             raise Stopped(f"stopped while fetching version {self._manifest.version}")
 
-    def _find_twin(self) -> bool:
-        """Whether a relay has the same version as its publisher sends it now: one that lost its old versions, with what
-        its deltas were made of, sends the newest whole."""
+    def _use_new_manifest(self) -> bool:
+        """Switches to another manifest of the same files, if a relay has one; returns whether it does.
+
+        A publisher that lost its old versions, which its deltas were made against, sends the newest version whole.
+        """
         try:
-            found = self._ask(self._manifest.version, 0.0)
-            twin = open_manifest(found, run=self._manifest.run, run_key=self._run_key)
+            found = self._ask_manifest(self._manifest.version, 0.0)
         except (DeadlinePassed, Rejected):
             return False
-        if twin.sends_the_same(self._manifest) or not twin.yields_the_same(self._manifest):
+        other = found.body
+        if other.sends_the_same(self._manifest) or not other.yields_the_same(self._manifest):
             return False
-        self._log.warning(f"version {twin.version} is sent in another way now; that way is taken")
-        self._manifest, self._chain = twin, {twin.version: found}
-        self._refused.clear()
-        self._unreachable.clear()
-        self._failure = None
+        self._log.warning(f"version {other.version} was published again in another form; using that")
+        self._manifest, self._manifests = other, {other.version: found}
+        self._failed.clear()
+        self._unavailable.clear()
+        self._last_error = None
         prepare_folder(self.partial, found)
         return True
 
-    def _no_way(self, name: str) -> str:
-        tried = "; ".join(str(way) for way in self._refused) or "none"
-        return f"version {self._manifest.version} did not come: no way to {name} is left; tried: {tried}"
-
-    def _look_up(self, version: int, urgent: bool) -> Manifest | None:
-        """The manifest of a version further back; None if it cannot be had now."""
-        if version not in self._chain:
-            found = self._look_here(version)
+    def _look_up(self, version: int, required: bool) -> Manifest | None:
+        """Returns the manifest of an older version, from disk or from relays; None if it cannot be had now."""
+        if version not in self._manifests:
+            found = self._read_local_manifest(version)
             if found is None:
+                timeout_s = min(STALL_S, max(0.0, self._left_s())) if required else 0.0
                 try:
-                    found = self._ask(version, min(PATIENCE_S, max(0.0, self._left_s())) if urgent else 0.0)
-                    open_manifest(found, run=self._manifest.run, run_key=self._run_key)
+                    found = self._ask_manifest(version, timeout_s)
                 except (DeadlinePassed, Rejected) as reason:
                     self._log.warning(
-                        f"version {self._manifest.version} builds on version {version}, whose manifest cannot be had",
+                        f"version {self._manifest.version} builds on version {version}, whose manifest is not available",
                         reason=reason,
                     )
-                    self._failure = DeadlinePassed(f"version {self._manifest.version} did not come: {reason}")
+                    self._last_error = DeadlinePassed(
+                        f"cannot fetch version {self._manifest.version}: {reason}"
+                    )
                     return None
-            self._chain[version] = found
-        return self._chain[version].body
+            self._manifests[version] = found
+        return self._manifests[version].body
 
-    def _look_here(self, version: int) -> Sealed[Manifest] | None:
-        for folder in (version_folder(self._into, version), self._partial_of(version)):
+    def _read_local_manifest(self, version: int) -> Sealed[Manifest] | None:
+        for folder in (version_folder(self._into, version), partial_folder(self._into, version)):
             with contextlib.suppress(Rejected):
                 sealed = read_manifest(folder)
                 if sealed is not None and sealed.body.version == version:
@@ -150,112 +231,204 @@ class Fetch:
                     return sealed
         return None
 
-    # -- bring ------------------------------------------------------------------------------------------
+    def _ask_manifest(self, version: int, timeout_s: float) -> Sealed[Manifest]:
+        return fetch_manifest(
+            version,
+            self._choice,
+            run_key=self._run_key,
+            log=self._log,
+            stop=self._stop,
+            deadline_s=timeout_s,
+            run=self._manifest.run,
+        )
 
-    def _bring(self, plan: list[Way]) -> bool:
-        """Everything the plan needs from the relays; whether all of it came."""
+    # -- download ---------------------------------------------------------------------------------------
+
+    def _download_all(self, plans: list[FilePlan]) -> bool:
+        """Downloads everything that the plans need; returns False if something is not available."""
         wanted: defaultdict[int, set[str]] = defaultdict(set)
-        for version, name in (payload for way in plan for payload in way.payloads):
+        for version, name in (payload for plan in plans for payload in plan.payloads):
             wanted[version].add(name)
-        self._say(plan)
-        by_delta = any(way.deltas for way in plan)
-        # The newest first: deltas come before the snapshot they go with, and are the sooner known to be missing.
+        self._log_plans(plans)
+        has_deltas = any(plan.deltas for plan in plans)
+        # The newest first: if a delta is missing, that is known before the large snapshot is downloaded.
         for version in sorted(wanted, reverse=True):
-            self._used.add(version)
+            self._used_versions.add(version)
             try:
-                self._download(version, wanted[version], PATIENCE_S if by_delta else None)
+                self._download(version, wanted[version], STALL_S if has_deltas else None)
             except (DeadlinePassed, Rejected) as reason:
-                if not by_delta:
+                if not has_deltas:
                     raise
-                self._failure = reason
-                self._unreachable |= {(version, name) for name in wanted[version]}
+                self._last_error = reason
+                self._unavailable |= {(version, name) for name in wanted[version]}
                 self._log.warning(
-                    f"version {self._manifest.version}: what version {version} sends cannot be had; is there another way?",
+                    f"version {self._manifest.version}: files of version {version} are not available; "
+                    "looking for another plan",
                     reason=reason,
                 )
                 return False
         return True
 
-    def _download(self, version: int, names: set[str], patience_s: float | None) -> None:
-        sealed = self._chain[version]
-        prepare_folder(self._partial_of(version), sealed)
-        assembly = Assembly(self._partial_of(version), sealed.body, wanted=names)
+    def _download(self, version: int, names: set[str], stall_s: float | None) -> None:
+        sealed, folder = self._manifests[version], partial_folder(self._into, version)
+        prepare_folder(folder, sealed)
+        assembly = Assembly(folder, sealed.body, wanted=names)
         try:
             download = Download(assembly, self._choice, log=self._log, stop=self._stop)
-            download.run(max(0.0, self._left_s()), patience_s=patience_s)
+            download.run(max(0.0, self._left_s()), stall_s=stall_s)
         finally:
             assembly.close()
 
-    def _say(self, plan: list[Way]) -> None:
+    def _log_plans(self, plans: list[FilePlan]) -> None:
         version = self._manifest.version
-        if reused := [way.name for way in plan if isinstance(way.start, Path) and not way.deltas]:
+        if unchanged := [plan.name for plan in plans if isinstance(plan.start, Path) and not plan.deltas]:
             self._log.info(
-                f"version {version}: {len(reused)} files are the same as before", files=",".join(reused)
+                f"version {version}: {len(unchanged)} files are unchanged", files=",".join(unchanged)
             )
-        for way in plan:
-            if way.deltas:
-                self._log.info(f"version {version} is made of deltas", way=way, bytes=way.num_bytes)
+        for plan in plans:
+            if plan.deltas:
+                self._log.info(f"version {version} is built from deltas", plan=plan, bytes=plan.num_bytes)
 
-    # -- make -------------------------------------------------------------------------------------------
+    # -- build ------------------------------------------------------------------------------------------
 
-    def _make(self, way: Way) -> None:
-        """Give the file its name if it is right; else the way is not taken again."""
-        entry = self._manifest.file(way.name)
-        if way.start == self._manifest.version and not way.deltas:
-            return  # it was brought to its very place
-        made = self.partial / f".{way.name}.made"
+    def _build(self, plan: FilePlan) -> None:
+        """Builds one file and gives it its name if its digest is right; otherwise the plan is not used again."""
+        entry = self._manifest.file(plan.name)
+        if plan.start == self._manifest.version and not plan.deltas:
+            return  # it was downloaded to its place
+        made = self.partial / f".{plan.name}.made"
         made.unlink(missing_ok=True)
-        source = way.start if isinstance(way.start, Path) else self._partial_of(way.start) / way.name
         try:
-            with room_for(made):
-                found = self._put(source, way, made)
+            with remove_if_disk_full(made):
+                found = self._write_file(plan, made)
         except CorruptData as error:
             found = error.detail
         if found == entry.blake3:
-            made.replace(self.partial / way.name)
+            made.replace(self.partial / plan.name)
             return
         made.unlink(missing_ok=True)
-        self._refused.add(way)
+        self._failed.add(plan)
         self._log.warning(
-            f"version {self._manifest.version}: {way.name} came out wrong and was thrown away; is there another way?",
-            way=way,
+            f"version {self._manifest.version}: {plan.name} has a wrong digest and was deleted; "
+            "looking for another plan",
+            plan=plan,
             found=found[:80],
             expected=entry.blake3,
         )
 
-    def _put(self, source: Path, way: Way, made: Path) -> str:
-        """Write or link the file; its digest."""
-        if way.deltas:
-            payloads = [self._partial_of(version) / (way.name + DELTA_SUFFIX) for version in way.deltas]
+    def _write_file(self, plan: FilePlan, made: Path) -> str:
+        """Writes or links the file of a plan to `made`; returns its digest."""
+        start = plan.start
+        source = start if isinstance(start, Path) else partial_folder(self._into, start) / plan.name
+        if plan.deltas:
+            name = plan.name + DELTA_SUFFIX
+            payloads = [partial_folder(self._into, version) / name for version in plan.deltas]
             return apply_deltas(source, payloads, made)
         try:
             os.link(source, made)
-        except OSError:  # another file system, or one without links
+        except OSError:  # another file system, or one without hard links
             shutil.copyfile(source, made)
         with made.open("rb") as file:
             return hash_file(file.fileno())
 
-    def _is_made(self, entry: FileEntry) -> bool:
-        # It got this name only after its digest was checked.
+    def _is_built(self, entry: FileEntry) -> bool:
+        # A file gets its name only after its digest was checked.
         path = self.partial / entry.name
         return path.is_file() and path.stat().st_size == entry.num_bytes
 
-    def _tidy(self) -> None:
+    def _delete_other_files(self) -> None:
         names = {entry.name for entry in self._manifest.files} | {MANIFEST_FILE}
         for path in list(self.partial.iterdir()):
             if path.name not in names:
                 path.unlink()
-        for version in self._used - {self._manifest.version}:
-            shutil.rmtree(self._partial_of(version), ignore_errors=True)
-
-    def _partial_of(self, version: int) -> Path:
-        return partial_folder(self._into, version)
+        for version in self._used_versions - {self._manifest.version}:
+            shutil.rmtree(partial_folder(self._into, version), ignore_errors=True)
 
     def _left_s(self) -> float:
-        return self._give_up_s - time.monotonic()
+        return self._end_s - time.monotonic()
 
 
-def _shelf(into: Path) -> Shelf:
+# -- manifests ------------------------------------------------------------------------------------------
+
+
+def fetch_manifest(
+    version: int | None,
+    relays: Sequence[str] | RelayChoice,
+    *,
+    run_key: str,
+    log: Log,
+    stop: threading.Event,
+    deadline_s: float,
+    run: str | None = None,
+) -> Sealed[Manifest]:
+    """Returns the verified manifest of a version, or of the newest version that any of the relays knows (None)."""
+    choice = relays if isinstance(relays, RelayChoice) else RelayChoice(relays)
+    what = f"the manifest of version {version}" if version is not None else "the newest manifest"
+
+    def attempt() -> Sealed[Manifest]:
+        found: list[Sealed[Manifest]] = []
+        reasons = []
+        for url in random.sample(choice.urls, len(choice.urls)):
+            try:
+                if version is not None:
+                    sealed: Sealed[Manifest] | None = ask_manifest(connections, url, version)
+                else:
+                    sealed = ask_latest(connections, url)
+                if sealed is None:
+                    raise NotOnRelay("no version yet")
+                open_manifest(sealed, run=run, run_key=run_key)
+            except (NotOnRelay, RelayFailed, Rejected) as reason:
+                reasons.append(f"{url}: {reason}")
+                continue
+            if version is not None:
+                return sealed
+            found.append(sealed)
+        if not found:
+            raise NotYet("; ".join(reasons) or "no relay known")
+        return max(found, key=lambda sealed: sealed.body.version)
+
+    with Connections(choice.ticket) as connections:
+        return wait_for(what, attempt, deadline_s=deadline_s, log=log, stop=stop)
+
+
+def fetch_newer(
+    after: int,
+    relays: Sequence[str] | RelayChoice,
+    *,
+    run_key: str,
+    log: Log,
+    stop: threading.Event,
+    deadline_s: float,
+    run: str | None = None,
+) -> Sealed[Manifest]:
+    """Returns the verified manifest of a version newer than `after`, as soon as a relay knows one (long polling)."""
+    choice = relays if isinstance(relays, RelayChoice) else RelayChoice(relays)
+
+    def attempt() -> Sealed[Manifest]:
+        reasons = []
+        urls = random.sample(choice.urls, len(choice.urls))
+        for url in urls:
+            try:
+                # All relays are asked; the last one, each time another, may hold the request.
+                wait_s = min(POLL_S, deadline_s) if url == urls[-1] else 0.0
+                sealed = ask_latest(connections, url, after=after, wait_s=wait_s)
+                if sealed is not None and open_manifest(sealed, run=run, run_key=run_key).version > after:
+                    return sealed
+                reasons.append(f"{url}: nothing newer")
+            except (NotOnRelay, RelayFailed, Rejected) as reason:
+                reasons.append(f"{url}: {reason}")
+        raise NotYet("; ".join(reasons) or "no relay known", POLL_PAUSE_S)
+
+    with Connections(choice.ticket) as connections:
+        return wait_for(
+            f"a version after {after}", attempt, deadline_s=deadline_s, log=log, stop=stop, say_every_s=60.0
+        )
+
+
+# -- the client's folder --------------------------------------------------------------------------------
+
+
+def _find_local_files(into: Path) -> LocalFiles:
     files: defaultdict[tuple[str, str], tuple[Path, ...]] = defaultdict(tuple)
     versions = []
     for folder in version_folders(into).values():
@@ -267,4 +440,40 @@ def _shelf(into: Path) -> Shelf:
             if (folder / entry.name).is_file():
                 files[entry.name, entry.blake3] += (folder / entry.name,)
                 versions.append(sealed.body.version if sealed is not None else 0)
-    return Shelf(files=files, oldest=min(versions, default=None))
+    return LocalFiles(files=files, oldest_version=min(versions, default=None))
+
+
+def _rehash_all(into: Path, log: Log) -> None:
+    """Hashes all versions after a restart of the machine, because a power cut may have damaged them."""
+    into.mkdir(parents=True, exist_ok=True)
+    for path in partial_folders(into).values():
+        mark_incomplete(path)  # their shards are hashed when the download continues
+    for path in version_folders(into).values():
+        if not _has_right_digests(path):
+            log.warning(f"{path} does not match its manifest; it will be fetched again")
+            shutil.rmtree(path)
+    mark_boot(into)
+
+
+def _has_right_digests(folder: Path) -> bool:
+    try:
+        sealed = read_manifest(folder)
+    except Rejected:
+        return False
+    return sealed is not None and all(has_digest(folder / entry.name, entry) for entry in sealed.body.files)
+
+
+def _is_complete(folder: Path, manifest: Manifest) -> bool:
+    """Returns whether an earlier call fetched the same files. The folder got its name only after every check."""
+    try:
+        found = read_manifest(folder)
+    except Rejected:
+        return False
+    return (
+        found is not None
+        and found.body.yields_the_same(manifest)
+        and all(
+            (folder / entry.name).is_file() and (folder / entry.name).stat().st_size == entry.num_bytes
+            for entry in manifest.files
+        )
+    )

@@ -1,45 +1,52 @@
-"""The relay's loop: follow upstreams, bring their versions here, shard by shard, for ever.
+"""The relay's loops: follow upstreams, and download their versions shard by shard.
 
-    per upstream   ask for anything newer -> check signature, run and order -> make it known here
-    one filler     newest version that is not complete -> download -> complete -> next
+    one thread per upstream   ask for a newer manifest -> check signature, run and order -> add the version to the store
+    one thread for downloads  newest incomplete version -> download -> complete -> next
 
-A version that was begun is finished before a newer one is, as long as shards keep coming: a publisher faster than
-the link would otherwise see nothing completed. Versions in between that were missed are skipped, then filled in,
-newest first, as far back as the store keeps them and as those need them.
+A version that was begun is finished before a newer one, as long as shards keep coming: otherwise a publisher that is faster
+than the link would keep every version incomplete. Versions that were missed are skipped first and downloaded later, newest
+first, as far back as the store keeps them and their deltas need them.
 """
 
 import threading
 import time
 from collections.abc import Callable, Sequence
 
+from shoal.files import DiskFull
 from shoal.net.waiting import DeadlinePassed, NotYet, Stopped, wait_for
-from shoal.shardcast.assembly import Assembly, reuse_files
+from shoal.shardcast.assembly import Assembly
 from shoal.shardcast.client.download import Download
-from shoal.shardcast.client.http_source import Broken, Connections, NotThere, ask_latest, ask_manifest
+from shoal.shardcast.client.http_source import (
+    Connections,
+    NotOnRelay,
+    RelayFailed,
+    ask_latest,
+    ask_manifest,
+)
 from shoal.shardcast.client.relay_choice import RelayChoice, TicketSource
-from shoal.shardcast.disk import NoRoom
 from shoal.shardcast.store import VersionStore
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 
-POLL_S, SHORTEST_POLL_S = 10.0, 0.5
-TRY_S = 15.0
+POLL_S, MIN_POLL_S = 10.0, 0.5
+"""How long an upstream may hold a request for a newer version, and the least time between two requests."""
+ATTEMPT_S = 15.0
+"""Time for one version before another incomplete one gets its turn, if no shard arrived."""
 PAUSE_S = 1.0
-TELL_EVERY_S = 30.0
-"""That there is no room."""
-COMPLAIN_S = 60.0
+LOG_DISK_FULL_S = 30.0
+WARN_AFTER_S = 60.0
 
-Upstream = Callable[[], str]
-"""Gives the URL to follow now, or raises NotYet: an origin may come back at another address."""
+UpstreamUrl = Callable[[], str]
+"""Returns the URL to follow now, or raises NotYet: an origin may restart at another address."""
 
 
 class Mirror:
-    """`start` and `close` from any thread. `on_complete` is called with each version that became complete."""
+    """Copies versions from upstreams into a store. `on_complete` is called with each version that became complete."""
 
     def __init__(
         self,
         store: VersionStore,
-        upstreams: Sequence[Upstream],
+        upstreams: Sequence[UpstreamUrl],
         *,
         log: Log,
         stop: threading.Event,
@@ -51,9 +58,9 @@ class Mirror:
         self._on_complete = on_complete
         self._choice = RelayChoice(ticket=ticket)
         self._urls: dict[int, str] = {}
-        self._refused: set[int] = set()
-        self._tell_again_s = 0.0
-        self._threads = [threading.Thread(target=self._fill_loop, name="filler", daemon=True)]
+        self._rejected: set[int] = set()
+        self._log_disk_full_at_s = 0.0
+        self._threads = [threading.Thread(target=self._download_loop, name="downloads", daemon=True)]
         for index in range(len(upstreams)):
             self._threads.append(
                 threading.Thread(
@@ -62,32 +69,35 @@ class Mirror:
             )
 
     def start(self) -> None:
+        """Starts the threads."""
         for thread in self._threads:
             thread.start()
 
     def check(self) -> None:
-        """Raise if a loop has ended although nobody asked it to."""
+        """Raises RuntimeError if a thread ended although `stop` is not set."""
         dead = [thread.name for thread in self._threads if not thread.is_alive()]
         if dead and not self._stop.is_set():
-            raise RuntimeError(f"the mirror's {', '.join(dead)} ended by itself; the log above says why")
+            raise RuntimeError(
+                f"the mirror's {', '.join(dead)} thread stopped unexpectedly; the log above says why"
+            )
 
     def close(self, timeout_s: float = 0.5) -> None:
-        """After `stop` is set. A thread that waits for an answer may outlive this by its timeout; it changes nothing."""
+        """Waits for the threads, after `stop` was set. One that waits for an answer may run until its timeout."""
         self._store.close()
-        give_up_s = time.monotonic() + timeout_s
+        end_s = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(max(0.0, give_up_s - time.monotonic()))
+            thread.join(max(0.0, end_s - time.monotonic()))
 
-    # -- learning of versions ---------------------------------------------------------------------------
+    # -- learning about versions ------------------------------------------------------------------------
 
     def _follow_loop(self, index: int) -> None:
         with Connections(self._choice.ticket) as connections:
             while not self._stop.is_set():
                 try:
                     wait_for(
-                        "word from upstream",
+                        "an answer from upstream",
                         lambda: self._poll(connections, index),
-                        deadline_s=COMPLAIN_S,
+                        deadline_s=WARN_AFTER_S,
                         log=self._log,
                         stop=self._stop,
                     )
@@ -97,126 +107,127 @@ class Mirror:
                     return
 
     def _poll(self, connections: Connections, index: int) -> None:
-        """One question to one upstream. Silence from it is no error; that there is no answer at all is."""
+        """Asks one upstream for a newer version. Raises NotYet if it does not answer; "nothing new" is an answer."""
         url = self._upstreams[index]().rstrip("/")
         self._urls[index] = url
-        after = self._store.newest
-        after = -1 if after is None else after
+        newest = self._store.newest
+        after = -1 if newest is None else newest
         asked_s = time.monotonic()
         try:
-            self._complete_chains(connections, url)
+            self._add_missing_bases(connections, url)
             sealed = ask_latest(connections, url, after=after, wait_s=POLL_S)
             if sealed is None or self._stop.is_set():
-                # A server that is closing, or knows no long polls, answers at once: do not hammer it.
-                self._stop.wait(max(0.0, SHORTEST_POLL_S - (time.monotonic() - asked_s)))
+                # A server that is shutting down, or does not know long polls, answers at once: limit the rate.
+                self._stop.wait(max(0.0, MIN_POLL_S - (time.monotonic() - asked_s)))
                 return
             if sealed.body.version <= after:
                 raise Rejected(
                     "request.conflict",
-                    f"version {sealed.body.version} was offered as newer than {after}; going back is refused",
+                    f"upstream offered version {sealed.body.version} as newer than {after}; ignored",
                 )
             self._store.begin(sealed)
             self._log.info("new version", version=sealed.body.version, upstream=url)
-            self._fill_gaps(connections, url, sealed.body.version)
-        except (NotThere, Broken, Rejected, OSError) as reason:
-            if isinstance(reason, NoRoom):
-                self._say(reason)
+            self._add_missed_versions(connections, url, sealed.body.version)
+        except (NotOnRelay, RelayFailed, Rejected, OSError) as reason:
+            if isinstance(reason, DiskFull):
+                self._log_disk_full(reason)
             raise NotYet(f"{url}: {reason}") from None
 
-    def _fill_gaps(self, connections: Connections, url: str, newest: int) -> None:
+    def _add_missed_versions(self, connections: Connections, url: str, newest: int) -> None:
         oldest = max(0, newest - self._store.keep_versions + 1)
         for version in range(newest - 1, oldest - 1, -1):
             if self._store.get(version) is None:
-                self._learn_of(connections, url, version)
-        self._complete_chains(connections, url)
+                self._add_version(connections, url, version)
+        self._add_missing_bases(connections, url)
 
-    def _complete_chains(self, connections: Connections, url: str) -> None:
-        """A version that comes as a delta is of use only together with those it builds on, however old they are."""
+    def _add_missing_bases(self, connections: Connections, url: str) -> None:
+        """Adds the versions that deltas build on, however old: without them a client cannot use the deltas."""
         asked: set[int] = set()
-        while lacking := set(self._store.lacking()) - asked:
-            version = max(lacking)
+        while missing := set(self._store.missing_bases()) - asked:
+            version = max(missing)
             asked.add(version)
-            self._learn_of(connections, url, version)
+            self._add_version(connections, url, version)
 
-    def _learn_of(self, connections: Connections, url: str, version: int) -> None:
+    def _add_version(self, connections: Connections, url: str, version: int) -> None:
         try:
             sealed = ask_manifest(connections, url, version)
-        except NotThere:
+        except NotOnRelay:
             return
         self._store.begin(sealed)
 
-    # -- bringing them here -----------------------------------------------------------------------------
+    # -- downloading them -------------------------------------------------------------------------------
 
-    def _fill_loop(self) -> None:
-        stay: int | None = None  # the version that is making progress
-        leave: int | None = None  # the version that was just tried in vain
+    def _download_loop(self) -> None:
+        progressing: int | None = None  # continue with this version
+        stuck: int | None = None  # try another version first
         while not self._stop.is_set():
-            version = self._next(stay, leave)
+            version = self._next_version(progressing, stuck)
             if version is None:
-                self._store.changed.wait(lambda: self._next(None, None) is not None, 0.5)
+                self._store.changed.wait(lambda: self._next_version(None, None) is not None, 0.5)
                 continue
-            stay, leave = (version, None) if self._try(version) else (None, version)
+            progressing, stuck = (version, None) if self._attempt(version) else (None, version)
 
-    def _next(self, stay: int | None, leave: int | None) -> int | None:
-        wanted = [version for version in self._store.incomplete() if version not in self._refused]
-        if stay in wanted:
-            return stay
-        others = [version for version in wanted if version != leave]
+    def _next_version(self, progressing: int | None, stuck: int | None) -> int | None:
+        wanted = [version for version in self._store.incomplete() if version not in self._rejected]
+        if progressing in wanted:
+            return progressing
+        others = [version for version in wanted if version != stuck]
         return max(others or wanted, default=None)
 
-    def _try(self, version: int) -> bool:
-        """Some time on one version; whether that brought it forward."""
+    def _attempt(self, version: int) -> bool:
+        """Downloads one version for a while; returns whether shards arrived."""
         try:
             with self._store.writing(version) as assembly:
-                return self._advance(version, assembly)
-        except KeyError:  # the store has just deleted it as too old
+                return self._download(version, assembly)
+        except KeyError:  # the store has just deleted the version because it is too old
             return False
-        except NoRoom as reason:
-            self._say(reason)
+        except DiskFull as reason:
+            self._log_disk_full(reason)
         except OSError as error:
-            self._log.warning(f"version {version}: {error}; will try again")
+            self._log.warning(f"version {version}: {error}; will retry")
         self._stop.wait(PAUSE_S)
         return False
 
-    def _say(self, reason: NoRoom) -> None:
-        """At once, and then now and again: others need the log too."""
-        if (now_s := time.monotonic()) >= self._tell_again_s:
-            self._tell_again_s = now_s + TELL_EVERY_S
-            self._log.error(f"nothing new can be kept: {reason}")
+    def _log_disk_full(self, reason: DiskFull) -> None:
+        """Logs the first time, and then every LOG_DISK_FULL_S."""
+        if (now_s := time.monotonic()) >= self._log_disk_full_at_s:
+            self._log_disk_full_at_s = now_s + LOG_DISK_FULL_S
+            self._log.error(f"cannot store new versions: {reason}")
 
-    def _advance(self, version: int, assembly: Assembly) -> bool:
-        began_s, before = time.monotonic(), len(assembly.missing())
+    def _download(self, version: int, assembly: Assembly) -> bool:
+        started_s, num_missing = time.monotonic(), len(assembly.missing())
         self._choice.update(self._urls.values())
         problem = ""
         try:
-            reuse_files(assembly, [self._store.path(other) for other in reversed(self._store.complete())])
-            Download(assembly, self._choice, log=self._log, stop=self._stop).run(TRY_S)
+            assembly.reuse_files([self._store.path(other) for other in reversed(self._store.complete())])
+            Download(assembly, self._choice, log=self._log, stop=self._stop).run(ATTEMPT_S)
         except Stopped:
             return False
         except Rejected as rejected:
-            self._refused.add(version)
-            self._log.error(f"version {version} is given up: {rejected}")
+            self._rejected.add(version)
+            self._log.error(f"version {version} cannot be stored and is skipped: {rejected}")
             return False
         except DeadlinePassed as passed:
             problem = str(passed)
         if assembly.complete:
-            took_s = round(time.monotonic() - began_s, 2)
-            num_bytes = sum(entry.num_bytes for entry in assembly.entries)
-            self._log.info("complete", version=version, num_bytes=num_bytes, last_s=took_s)
+            took_s = round(time.monotonic() - started_s, 2)
+            self._log.info("complete", version=version, num_bytes=assembly.num_bytes, last_s=took_s)
             self._on_complete(version)
             return True
-        forward = len(assembly.missing()) < before
-        if not forward:
+        progressed = len(assembly.missing()) < num_missing
+        if not progressed:
             self._log.warning(f"no progress: {problem}")
-            self._ask_again(version)
+            self._refresh_manifest(version)
             self._stop.wait(PAUSE_S)
-        return forward
+        return progressed
 
-    def _ask_again(self, version: int) -> None:
-        """Its publisher may have come back without what it sent, and sends the same version in another way."""
+    def _refresh_manifest(self, version: int) -> None:
+        """Asks for the manifest again: a publisher that lost its old versions sends the same version in another form."""
         with Connections(self._choice.ticket) as connections:
             for url in self._choice.urls:
                 try:
-                    self._learn_of(connections, url, version)
-                except (Broken, Rejected, OSError) as reason:
-                    self._log.warning(f"version {version} anew from {url}: {reason}")
+                    self._add_version(connections, url, version)
+                except (RelayFailed, Rejected, OSError) as reason:
+                    self._log.warning(
+                        f"cannot refresh the manifest of version {version} from {url}: {reason}"
+                    )

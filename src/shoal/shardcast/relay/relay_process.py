@@ -1,7 +1,7 @@
-"""The relay as a process: start up, serve and mirror until told to stop, shut down.
+"""Runs a relay: starts up, serves and mirrors until it is told to stop, shuts down.
 
                     coordinator
-          run key, origin |  ^ what it holds, what it sent
+          run key, origin |  ^ complete versions, bytes sent
                           v  |
 upstream -- shards --> [ mirror -> store -> app ] -- shards --> workers, other relays
 """
@@ -17,7 +17,7 @@ from shoal.net.http_server import listen
 from shoal.net.rate_limit import ServerLimits
 from shoal.net.ticket_client import Tickets
 from shoal.net.waiting import NotYet
-from shoal.shardcast.relay.mirror import Mirror, Upstream
+from shoal.shardcast.relay.mirror import Mirror, UpstreamUrl
 from shoal.shardcast.relay.relay_app import RelayServer
 from shoal.shardcast.store import KEEP_VERSIONS, VersionStore
 from shoal.telemetry import Log
@@ -25,12 +25,12 @@ from shoal.wire.keys import Key
 from shoal.wire.messages import Info, Origin, RelayReport, Url
 from shoal.wire.record import Record
 
-_WRONG_KEY = ("request.unknown_key", "request.not_allowed")
+_WRONG_KEY_CODES = ("request.unknown_key", "request.not_allowed")
 REPORT_EVERY_S = 5.0
 
 
 class RelayConfig(Record):
-    """With a coordinator a relay needs no more than its folder; without one, run, run_key and upstreams."""
+    """Settings of a relay. With a coordinator only `folder` is needed; without one, also `run`, `run_key` and `upstreams`."""
 
     folder: Path
     coordinator: Url | None = None
@@ -41,18 +41,18 @@ class RelayConfig(Record):
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
     url: Url | None = None
-    """What others reach it by. None: http://host:port, which is right on one machine."""
+    """The URL under which others reach this relay. None: http://host:port, which is right on one machine."""
     keep_versions: int | None = Field(default=None, ge=1)
-    """None: as many as the run's terms say, so that what is leased can be had."""
+    """Number of versions to keep. None: as many as the run's terms say, so that leased versions are available."""
     max_bytes: int | None = Field(default=None, gt=0)
-    """On disk, for versions. Fewer than `keep_versions` are kept where they would take more; the newest always is."""
+    """Limit of all versions on disk. Fewer than `keep_versions` are kept if they exceed it; the newest always stays."""
     max_connections: int = Field(default=2048, ge=1)
     max_connections_per_address: int = Field(default=512, ge=1)
     bytes_per_s_per_address: float | None = Field(default=None, gt=0)
     private: bool = False
-    """Serve only those who show a ticket from the run's coordinator."""
+    """Whether to serve only clients with a ticket from the run's coordinator."""
     deadline_s: float = Field(default=120.0, gt=0)
-    """How long to wait for the coordinator at the start."""
+    """How long to wait for the coordinator at startup."""
 
     @model_validator(mode="after")
     def _enough(self) -> "RelayConfig":
@@ -60,29 +60,31 @@ class RelayConfig(Record):
             raise ValueError("without a coordinator a relay needs run, run_key and upstreams")
         if self.url is None and self.host in ("0.0.0.0", "::"):
             raise ValueError(
-                f"host={self.host!r} is every address of this machine; say by which url others reach it"
+                f"host={self.host!r} means every address of this machine; set url to the one that others use"
             )
         return self
 
 
 class Relay:
+    """One relay: a server, a mirror, and reports to the coordinator."""
+
     def __init__(self, config: RelayConfig, key: Key, *, log: Log, stop: threading.Event) -> None:
         self.config = config
         self._log, self._stop = log, stop
         self._report_now = threading.Event()
         self._reporter: threading.Thread | None = None
-        self._known = False
+        self._accepted = False
         self._refused: Refused | None = None
         self._client = (
             SignedClient(config.coordinator, key, log=log, stop=stop) if config.coordinator else None
         )
 
     def startup(self) -> None:
-        """Everything that can fail for want of a port, a folder or a coordinator."""
+        """Binds the port, reads the store, asks the coordinator about the run, and starts all threads."""
         config = self.config
         sock = listen(config.host, config.port)
         try:
-            run, run_key, keep_versions = self._learn_run()
+            run, run_key, keep_versions = self._run_terms()
             self.store = VersionStore(
                 config.folder, keep_versions, run=run, run_key=run_key, max_bytes=config.max_bytes
             )
@@ -115,6 +117,7 @@ class Relay:
         self._log.info("serving", url=self.url, run=run, versions=list(self.store.complete()))
 
     def main_loop(self) -> None:
+        """Runs until `stop` is set; raises if a thread ended or the coordinator does not accept the key."""
         while not self._stop.wait(0.2):
             if self._refused is not None:
                 raise self._refused
@@ -122,7 +125,7 @@ class Relay:
             self._server.check()
 
     def shutdown(self) -> None:
-        """Waits first, then the server, so that nobody's wait holds it up."""
+        """Stops all threads. The mirror first: that ends the waits of requests, which would delay the server."""
         self._stop.set()
         self._report_now.set()
         self._mirror.close()
@@ -135,12 +138,12 @@ class Relay:
 
     # -- the coordinator --------------------------------------------------------------------------------
 
-    def _learn_run(self) -> tuple[str, str, int]:
-        """Its name, its key, and how many of its versions to keep."""
+    def _run_terms(self) -> tuple[str, str, int]:
+        """Returns the run's name, its key, and how many versions to keep."""
         run, run_key, keep_versions = self.config.run, self.config.run_key, self.config.keep_versions
         if self._client is not None and not (run and run_key):
             info = self._client.call_until(
-                "the coordinator's word on the run",
+                "the coordinator",
                 "GET",
                 "/v1/info",
                 None,
@@ -149,20 +152,20 @@ class Relay:
             )
             run, run_key = run or info.spec.run, run_key or info.run_key
             keep_versions = keep_versions or info.spec.keep_versions
-        assert run and run_key, "RelayConfig lets nothing pass that has neither a coordinator nor these"
+        assert run and run_key, "RelayConfig requires a coordinator or both"
         return run, run_key, keep_versions or KEEP_VERSIONS
 
-    def _upstreams(self) -> list[Upstream]:
+    def _upstreams(self) -> list[UpstreamUrl]:
         if self.config.upstreams:
-            return [_fixed(url) for url in self.config.upstreams]
-        return [self._origin]
+            return [_fixed_url(url) for url in self.config.upstreams]
+        return [self._origin_url]
 
-    def _origin(self) -> str:
-        assert self._client is not None, "RelayConfig asks for upstreams where there is no coordinator"
+    def _origin_url(self) -> str:
+        assert self._client is not None, "RelayConfig requires upstreams without a coordinator"
         try:
             return self._client.call("GET", "/v1/origin", None, Origin).url
         except Unreachable as error:
-            raise NotYet(f"the coordinator is away: {error}") from None
+            raise NotYet(f"the coordinator is unreachable: {error}") from None
         except Refused as refused:
             raise NotYet(
                 f"the coordinator names no origin: {refused.problem.detail}", refused.problem.retry_after_s
@@ -179,16 +182,18 @@ class Relay:
         report = RelayReport(url=self.url, versions=self.store.complete(), bytes_sent=self.app.bytes_sent)
         try:
             self._client.send("POST", "/v1/relays", report.model_dump_json().encode())
-            self._known = True
+            self._accepted = True
         except (Unreachable, Refused) as error:
-            if isinstance(error, Refused) and error.code in _WRONG_KEY and not self._known:
-                self._refused = error  # another key would have to be given: nobody could ever fetch from here
+            if isinstance(error, Refused) and error.code in _WRONG_KEY_CODES and not self._accepted:
+                self._refused = (
+                    error  # only another key helps: without reports no client learns of this relay
+                )
             elif not self._stop.is_set():
-                self._log.warning(f"report to the coordinator failed, will try again: {error}")
+                self._log.warning(f"report to the coordinator failed, will retry: {error}")
 
 
 def run_relay(config: RelayConfig, *, key: Key, log: Log, stop: threading.Event) -> None:
-    """Run one relay until `stop` is set."""
+    """Runs one relay until `stop` is set."""
     relay = Relay(config, key, log=log, stop=stop)
     relay.startup()
     try:
@@ -198,7 +203,7 @@ def run_relay(config: RelayConfig, *, key: Key, log: Log, stop: threading.Event)
 
 
 def _allow_open_files(wanted: int, log: Log) -> None:
-    """A connection that is sent a file holds two descriptors; many systems start a process with 1024."""
+    """Raises the limit of open files: a connection that receives a file uses two, and many systems allow only 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
@@ -206,11 +211,11 @@ def _allow_open_files(wanted: int, log: Log) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < wanted:
         log.warning(
-            "this system lets a process open fewer files than the connections need",
+            "the system's limit of open files is too low for max_connections; raise `ulimit -n`",
             files=allowed,
             need=wanted,
         )
 
 
-def _fixed(url: str) -> Upstream:
+def _fixed_url(url: str) -> UpstreamUrl:
     return lambda: url

@@ -1,5 +1,5 @@
-"""A full disk at a relay, a client and a publisher: it is said where and what to do, nothing half-written is believed, and work goes
-on by itself when there is room."""
+"""A full disk at a relay, a client and a publisher: the error names folder and remedy, no half-written file is trusted, and
+work continues by itself when there is space."""
 
 import threading
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ import httpx2
 import pytest
 
 from shoal import shardcast
+from shoal.files import DiskFull
 from shoal.net.waiting import DeadlinePassed
-from shoal.shardcast.disk import NoRoom, room_in
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from small_disk import fill, small_disk
@@ -43,8 +43,8 @@ def relay(disk: Path, origin: Any, key: Key, serve: Any, log: Log) -> Iterator[s
     relay.shutdown()
 
 
-@pytest.mark.parametrize("leave", [0, 256 << 10], ids=["no byte", "room for the small files"])
-def test_a_relay_waits_for_room(
+@pytest.mark.parametrize("leave", [0, 256 << 10], ids=["no byte", "space for the small files"])
+def test_a_relay_waits_for_space(
     leave: int,
     relay: shardcast.Relay,
     disk: Path,
@@ -58,17 +58,19 @@ def test_a_relay_waits_for_room(
     kit.eventually(lambda: 1 in relay.store.complete(), "version 1 at the relay")
     filler = fill(disk, leave=leave)
     origin.publish(2, weights(kit, 2))
-    kit.eventually(lambda: f"no room in {disk / 'relay' / 'v2'}" in caplog.text, "word of the full disk")
+    kit.eventually(
+        lambda: f"no space left in {disk / 'relay' / 'v2'}" in caplog.text, "the error about the full disk"
+    )
     relay._mirror.check()
-    assert "nothing new can be kept" in caplog.text and "make room there" in caplog.text
+    assert "cannot store new versions" in caplog.text and "free some space there" in caplog.text
     answer = http.get(f"{relay.url}/versions/1/model.safetensors")
     assert answer.content == weights(kit, 1)["model.safetensors"]
     assert 2 not in relay.store.complete()
 
     filler.unlink()
-    kit.eventually(lambda: 2 in relay.store.complete(), "version 2, by itself")
+    kit.eventually(lambda: 2 in relay.store.complete(), "version 2, without a restart")
     assert kit.file_bytes(disk / "relay" / "v2") == weights(kit, 2)
-    assert caplog.text.count("nothing new can be kept") == 1
+    assert caplog.text.count("cannot store new versions") == 1
     relay._mirror.check()
     assert "Traceback" not in caplog.text
 
@@ -94,14 +96,15 @@ def test_a_relay_starts_on_a_full_disk_with_a_file_that_was_not_reserved(
     assert again.known() == again.incomplete() == (1,)
 
 
-def test_what_cannot_be_reserved_is_left_to_others(
+def test_space_that_does_not_suffice_is_given_back(
     disk: Path, origin: Any, kit: Any, serve: Any, fetch: Any
 ) -> None:
     sealed = origin.publish(1, weights(kit, 1))
     url = serve(origin.app)
     fill(disk, leave=WEIGHTS_BYTES // 2)
     with pytest.raises(
-        DeadlinePassed, match=rf"room for version 1: no room in {disk}/client/v1.partial .*MB left"
+        DeadlinePassed,
+        match=rf"disk space for version 1: no space left in {disk}/client/v1.partial .*MB free",
     ):
         fetch(sealed, [url], into="disk/client", deadline_s=1.0)
     (disk / "other").write_bytes(bytes(WEIGHTS_BYTES // 4))
@@ -109,7 +112,7 @@ def test_what_cannot_be_reserved_is_left_to_others(
     assert not (disk / "client" / "v1.partial" / "model.safetensors").exists()
 
 
-def test_a_client_goes_on_when_there_is_room(
+def test_a_client_continues_when_there_is_space(
     disk: Path, origin: Any, kit: Any, serve: Any, fetch: Any
 ) -> None:
     sealed = origin.publish(1, weights(kit, 1))
@@ -121,10 +124,10 @@ def test_a_client_goes_on_when_there_is_room(
     assert kit.file_bytes(folder) == weights(kit, 1)
 
 
-def test_a_client_without_room_for_what_a_delta_makes(
+def test_a_client_without_space_to_apply_a_delta(
     disk: Path, origin: Any, kit: Any, key: Key, serve: Any, fetch: Any
 ) -> None:
-    """The delta comes, the file it makes does not fit; nothing of it stays, and the delta need not come again."""
+    """The delta is downloaded but the file does not fit: none of it stays, and the delta is not downloaded again."""
     first = origin.publish(1, weights(kit, 1))
     url = serve(origin.app)
     fetch(first, [url], into="disk/client")
@@ -139,7 +142,7 @@ def test_a_client_without_room_for_what_a_delta_makes(
     )
     origin.store.adopt(2)
     filler = fill(disk, leave=WEIGHTS_BYTES // 2)
-    with pytest.raises(DeadlinePassed, match="no room in"):
+    with pytest.raises(DeadlinePassed, match="no space left in"):
         fetch(sealed, [url], into="disk/client", deadline_s=1.0)
     partial = disk / "client" / "v2.partial"
     assert {path.name for path in partial.iterdir()} >= {"manifest.json", "model.safetensors.delta"}
@@ -148,7 +151,7 @@ def test_a_client_without_room_for_what_a_delta_makes(
     assert kit.file_bytes(fetch(sealed, [url], into="disk/client")) == changed
 
 
-def test_a_publisher_is_told_and_publishes_again(disk: Path, key: Key, kit: Any) -> None:
+def test_a_publisher_gets_an_error_and_may_publish_again(disk: Path, key: Key, kit: Any) -> None:
     origin = kit.Origin(disk / "origin", key)
     origin.publish(1, weights(kit, 1))
     folder = origin.store.path(2)
@@ -157,17 +160,12 @@ def test_a_publisher_is_told_and_publishes_again(disk: Path, key: Key, kit: Any)
     terms: dict[str, Any] = {"run": kit.RUN, "version": 2, "key": key}
     base = shardcast.Base(folder=origin.store.path(1))
     filler = fill(disk)
-    with pytest.raises(NoRoom, match=f"no room in {folder} "):
+    with pytest.raises(DiskFull, match=f"no space left in {folder} "):
         shardcast.publish(folder, **terms, base=base)
-    with pytest.raises(NoRoom, match="make room there"):
+    with pytest.raises(DiskFull, match="free some space there"):
         shardcast.publish(folder, **terms)
     assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
     assert 2 not in shardcast.VersionStore(disk / "origin", run=kit.RUN, run_key=key.public).known()
     filler.unlink()
     sealed = shardcast.publish(folder, **terms, base=base)
     assert sealed.body.base == 1 and origin.store.adopt(2) == sealed
-
-
-def test_other_errors_are_not_taken_for_it(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), room_in(tmp_path):
-        (tmp_path / "nowhere" / "file").write_bytes(b"")

@@ -1,4 +1,4 @@
-"""A private relay: who shows a ticket of the run is served, and nobody else; no coordinator is asked."""
+"""A private relay serves only clients with a ticket of the run, without asking the coordinator."""
 
 import re
 import threading
@@ -10,7 +10,7 @@ import pytest
 
 from shoal.net.waiting import DeadlinePassed
 from shoal.shardcast import Mirror, RelayApp, RelayChoice, VersionStore, fetch_manifest
-from shoal.shardcast.relay.relay_access import MAX_REMEMBERED, Gate
+from shoal.shardcast.relay.relay_app import MAX_CACHED_TICKETS, TicketChecker
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
@@ -44,48 +44,48 @@ def test_the_vector() -> None:
         (lambda header: header[:40] + ("A" if header[40] != "A" else "B") + header[41:], None),
     ],
 )
-def test_a_bent_ticket_is_refused(key: Key, kit: Any, change: Any, code: str | None) -> None:
-    gate = Gate(run=kit.RUN, run_key=key.public)
+def test_a_damaged_ticket_is_refused(key: Key, kit: Any, change: Any, code: str | None) -> None:
+    checker = TicketChecker(run=kit.RUN, run_key=key.public)
     with pytest.raises(Rejected) as caught:
-        gate.check({"authorization": change(kit.ticket(key))})
+        checker.check({"authorization": change(kit.ticket(key))})
     assert code is None or caught.value.code == code
 
 
 def test_another_run_another_key_and_an_old_ticket_are_refused(key: Key, kit: Any) -> None:
-    gate = Gate(run=kit.RUN, run_key=key.public)
+    checker = TicketChecker(run=kit.RUN, run_key=key.public)
     for header, code in (
         (kit.ticket(key, run="other"), "request.bad_signature"),
         (kit.ticket(Key.generate()), "request.bad_signature"),
         (kit.ticket(key, expires_in_s=-CLOCK_SKEW_S - 1), "request.expired"),
     ):
         with pytest.raises(Rejected) as caught:
-            gate.check({"authorization": header})
+            checker.check({"authorization": header})
         assert caught.value.code == code
 
 
-def test_a_good_ticket_is_remembered_until_it_ends(key: Key, kit: Any) -> None:
+def test_a_valid_ticket_is_cached_until_it_expires(key: Key, kit: Any) -> None:
     now_s = [1000.0]
-    gate = Gate(run=kit.RUN, run_key=key.public, clock=lambda: now_s[0])
+    checker = TicketChecker(run=kit.RUN, run_key=key.public, clock=lambda: now_s[0])
     sealed = seal(Ticket(run=kit.RUN, holder=key.public, expires_at_s=1000.0 + TICKET_S), key)
     for _ in range(2):
-        gate.check({"authorization": to_header(sealed)})
-    assert list(gate._good_until_s) == [to_header(sealed)]
+        checker.check({"authorization": to_header(sealed)})
+    assert list(checker._valid_until_s) == [to_header(sealed)]
     now_s[0] += TICKET_S + CLOCK_SKEW_S + 1
     with pytest.raises(Rejected, match="expired"):
-        gate.check({"authorization": to_header(sealed)})
+        checker.check({"authorization": to_header(sealed)})
 
 
-def test_what_is_remembered_is_bounded(key: Key, kit: Any) -> None:
-    gate = Gate(run=kit.RUN, run_key=key.public)
-    gate._good_until_s = {str(index): 0.0 for index in range(MAX_REMEMBERED)}
-    gate.check({"authorization": kit.ticket(key)})  # those that ended make room
-    assert len(gate._good_until_s) == 1
-    gate._good_until_s = {str(index): float("inf") for index in range(MAX_REMEMBERED)}
-    gate.check({"authorization": kit.ticket(key)})  # checked anew each time
-    assert len(gate._good_until_s) == MAX_REMEMBERED
+def test_the_cache_of_tickets_is_bounded(key: Key, kit: Any) -> None:
+    checker = TicketChecker(run=kit.RUN, run_key=key.public)
+    checker._valid_until_s = {str(index): 0.0 for index in range(MAX_CACHED_TICKETS)}
+    checker.check({"authorization": kit.ticket(key)})  # expired ones are removed
+    assert len(checker._valid_until_s) == 1
+    checker._valid_until_s = {str(index): float("inf") for index in range(MAX_CACHED_TICKETS)}
+    checker.check({"authorization": kit.ticket(key)})  # verified each time
+    assert len(checker._valid_until_s) == MAX_CACHED_TICKETS
 
 
-def test_strangers_learn_nothing_but_its_health(
+def test_without_a_ticket_only_the_health_is_served(
     origin: Any, kit: Any, serve: Any, http: httpx2.Client
 ) -> None:
     origin.publish(7, kit.random_files())
@@ -97,7 +97,7 @@ def test_strangers_learn_nothing_but_its_health(
     assert http.get(f"{url}/ticket", headers={"Authorization": kit.ticket(origin.key)}).status_code == 204
 
 
-def test_a_member_is_served_and_a_stranger_is_told_why(
+def test_a_ticket_is_needed_and_the_error_says_so(
     origin: Any, kit: Any, serve: Any, fetch: Any, key: Key, log: Log, stop: threading.Event
 ) -> None:
     sealed = origin.publish(7, kit.random_files())

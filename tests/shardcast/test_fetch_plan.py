@@ -1,10 +1,10 @@
-"""Ways to a file: the least to fetch, around what cannot be had, and no further back than may help."""
+"""Fetch plans: the least to download, around what is unavailable, and no further back than may help."""
 
 from pathlib import Path
 
 import pytest
 
-from shoal.shardcast.client.fetch_plan import Shelf, Way, shortest_way
+from shoal.shardcast.client.fetch_plan import FilePlan, LocalFiles, cheapest_plan
 from shoal.wire.manifest import Delta, FileEntry, Manifest
 
 NUM_BYTES, DELTA_BYTES = 1000, 30
@@ -35,22 +35,22 @@ LINE = {0: manifest(0, "raw"), 4: manifest(4, "raw", with_delta=True)}
 LINE |= {version: manifest(version, "delta") for version in (1, 2, 3, 5, 6, 7)}
 
 
-def shelf(*versions: int) -> Shelf:
-    return Shelf(
+def local(*versions: int) -> LocalFiles:
+    return LocalFiles(
         files={("w", digest(version)): (Path(f"/x/v{version}/w"),) for version in versions},
-        oldest=min(versions, default=None),
+        oldest_version=min(versions, default=None),
     )
 
 
-class Plan:
-    def __init__(self, wanted: int, here: Shelf, missing: tuple[int, ...] = (), **terms: object) -> None:
+class Planned:
+    def __init__(self, wanted: int, here: LocalFiles, missing: tuple[int, ...] = (), **terms: object) -> None:
         self.looked_up: list[int] = []
 
-        def look_up(version: int, urgent: bool) -> Manifest | None:
+        def look_up(version: int, required: bool) -> Manifest | None:
             self.looked_up.append(version)
             return None if version in missing else LINE[version]
 
-        self.way = shortest_way("w", LINE[wanted], here, look_up=look_up, **terms)  # type: ignore[arg-type]
+        self.plan = cheapest_plan("w", LINE[wanted], here, look_up=look_up, **terms)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -68,47 +68,47 @@ class Plan:
         (3, (9,), 0, (1, 2, 3), 1090),
     ],
 )
-def test_the_least_to_fetch(
+def test_the_least_to_download(
     wanted: int, here: tuple[int, ...], start: int | str, deltas: tuple[int, ...], num_bytes: int
 ) -> None:
-    way = Plan(wanted, shelf(*here)).way
-    assert way is not None
-    assert (way.start.parent.name if isinstance(way.start, Path) else way.start) == start
-    assert (way.deltas, way.num_bytes) == (deltas, num_bytes)
+    plan = Planned(wanted, local(*here)).plan
+    assert plan is not None
+    assert (plan.start.parent.name if isinstance(plan.start, Path) else plan.start) == start
+    assert (plan.deltas, plan.num_bytes) == (deltas, num_bytes)
 
 
 def test_no_manifest_is_asked_for_that_cannot_help() -> None:
-    assert Plan(7, shelf(6)).looked_up == [6]
-    assert Plan(4, shelf()).looked_up == []
-    assert Plan(4, shelf(9)).looked_up == []
-    assert Plan(7, shelf()).looked_up == [6, 5, 4]
-    assert Plan(7, shelf(1)).looked_up == [6, 5, 4, 3, 2, 1]
+    assert Planned(7, local(6)).looked_up == [6]
+    assert Planned(4, local()).looked_up == []
+    assert Planned(4, local(9)).looked_up == []
+    assert Planned(7, local()).looked_up == [6, 5, 4]
+    assert Planned(7, local(1)).looked_up == [6, 5, 4, 3, 2, 1]
 
 
 def test_a_missing_manifest_ends_the_walk() -> None:
-    assert Plan(3, shelf(), missing=(1,)).way is None
-    way = Plan(7, shelf(1), missing=(2,)).way
-    assert way is not None and way.start == 4
+    assert Planned(3, local(), missing=(1,)).plan is None
+    plan = Planned(7, local(1), missing=(2,)).plan
+    assert plan is not None and plan.start == 4
 
 
-def test_ways_around_what_failed() -> None:
-    first = Plan(7, shelf(1)).way
+def test_plans_around_what_failed() -> None:
+    first = Planned(7, local(1)).plan
     assert first is not None
     assert first.payloads == tuple((version, "w.delta") for version in (2, 3, 4, 5, 6, 7))
-    around = Plan(7, shelf(1), unreachable={(3, "w.delta")}).way
+    around = Planned(7, local(1), unavailable={(3, "w.delta")}).plan
     assert around is not None and around.payloads == (
         (4, "w"),
         (5, "w.delta"),
         (6, "w.delta"),
         (7, "w.delta"),
     )
-    refused = Plan(7, shelf(1), refused={first}).way
-    assert refused == around
-    assert Plan(7, shelf(1), unreachable={(7, "w.delta")}).way is None
+    other = Planned(7, local(1), failed={first}).plan
+    assert other == around
+    assert Planned(7, local(1), unavailable={(7, "w.delta")}).plan is None
 
 
-def test_a_file_that_is_the_same_is_the_older_ones() -> None:
+def test_an_unchanged_file_comes_from_the_older_version() -> None:
     same = manifest(1, "same")
-    way = shortest_way("w", same, shelf(), look_up=lambda version, urgent: LINE[version])
-    assert way == Way(name="w", start=0, deltas=(), num_bytes=1000)
-    assert shortest_way("x", same, shelf(), look_up=lambda version, urgent: LINE[version]) is None
+    plan = cheapest_plan("w", same, local(), look_up=lambda version, required: LINE[version])
+    assert plan == FilePlan(name="w", start=0, deltas=(), num_bytes=1000)
+    assert cheapest_plan("x", same, local(), look_up=lambda version, required: LINE[version]) is None

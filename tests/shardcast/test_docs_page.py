@@ -1,4 +1,4 @@
-"""docs/shardcast.md: its example runs as it stands."""
+"""The example in docs/shardcast.md runs."""
 
 import re
 from pathlib import Path

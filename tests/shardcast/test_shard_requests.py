@@ -1,4 +1,4 @@
-"""Several shards with one question: from relays that are fast, and without loss when one breaks off in between."""
+"""Requests for several shards at once: from fast relays, and without loss when a response ends early."""
 
 import asyncio
 import threading
@@ -27,23 +27,23 @@ def asked_of(origin: Any, kit: Any, serve: Any, fetch: Any, bytes_per_s: float, 
     return spy
 
 
-def test_a_fast_relay_is_asked_for_many_at_once(origin: Any, kit: Any, serve: Any, fetch: Any) -> None:
+def test_a_fast_relay_is_asked_for_many_shards_at_once(origin: Any, kit: Any, serve: Any, fetch: Any) -> None:
     spy = asked_of(origin, kit, serve, fetch, 1e9)
     assert len(spy.asked) < 60
     assert spy.asked_bytes["model.safetensors"] == NUM_BYTES
 
 
-def test_a_slow_one_for_one_at_a_time(
+def test_a_slow_relay_is_asked_for_one_shard_at_a_time(
     origin: Any, kit: Any, serve: Any, fetch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download_module, "RUN_S", 0.0)
+    monkeypatch.setattr(download_module, "REQUEST_S", 0.0)
     assert len(asked_of(origin, kit, serve, fetch, 1e9).asked) == 1 + 3 + 100
 
 
-def test_what_came_before_a_break_is_kept(origin: Any, kit: Any, serve: Any, fetch: Any) -> None:
-    """Every answer breaks off in its second shard: the first counts, the others are asked for elsewhere."""
+def test_shards_before_an_early_end_are_kept(origin: Any, kit: Any, serve: Any, fetch: Any) -> None:
+    """Every response ends in its second shard: the first is kept, the others are requested elsewhere."""
 
-    async def break_off(spy: Any, start: int, scope: Any, receive: Any, send: Any) -> None:
+    async def end_early(spy: Any, start: int, scope: Any, receive: Any, send: Any) -> None:
         sent = 0
 
         async def some(message: Any) -> None:
@@ -55,24 +55,24 @@ def test_what_came_before_a_break_is_kept(origin: Any, kit: Any, serve: Any, fet
 
         await spy.app(scope, receive, some)
 
-    asked_of(origin, kit, serve, fetch, 1e9, break_off)
+    asked_of(origin, kit, serve, fetch, 1e9, end_early)
 
 
 @pytest.mark.parametrize(
-    ("last_run_s", "end"), [(0.0, [1, 1, 1, 1]), (1e-8, [2, 2, 2, 1, 1, 1]), (1.0, [6, 3, 1, 1, 1, 1])]
+    ("last_request_s", "end"), [(0.0, [1, 1, 1, 1]), (1e-8, [2, 2, 2, 1, 1, 1]), (1.0, [6, 3, 1, 1, 1, 1])]
 )
-def test_the_end_comes_in_small_portions(
+def test_requests_get_smaller_towards_the_end(
     origin: Any,
     kit: Any,
     tmp_path: Path,
     log: Log,
     stop: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
-    last_run_s: float,
+    last_request_s: float,
     end: list[int],
 ) -> None:
-    """Of shards of 1,000 bytes from a relay that sends 1e12 a second, by four streams; the last three are another file's."""
-    monkeypatch.setattr(download_module, "LAST_RUN_S", last_run_s)
+    """Shards of 1,000 bytes from a relay with 1e12 bytes per second, four threads; the last three are of another file."""
+    monkeypatch.setattr(download_module, "LAST_REQUEST_S", last_request_s)
     sealed = origin.publish(7, kit.random_files(num_bytes=NUM_BYTES))
     prepare_folder(tmp_path / "v7", sealed)
     choice = RelayChoice(["http://a"])
@@ -80,14 +80,14 @@ def test_the_end_comes_in_small_portions(
     download = Download(Assembly(tmp_path / "v7", sealed.body), choice, log=log, stop=stop)
     lengths = []
     while download._pending:
-        lengths.append(len(download._run_from(download._pending[0], "http://a")))
+        lengths.append(len(download._take_run(download._pending[0], "http://a")))
     assert sum(lengths) == 1 + 3 + 100
     assert max(lengths) > 5
     assert lengths[-len(end) :] == end, lengths
 
 
 @pytest.mark.parametrize(("fast_bytes_per_s", "num_streams"), [(-1.0, 2), (1e18, 4)])
-def test_a_single_relay_gets_more_streams_unless_it_is_fast(
+def test_a_single_relay_gets_more_threads_unless_it_is_fast(
     origin: Any,
     kit: Any,
     serve: Any,
@@ -98,12 +98,12 @@ def test_a_single_relay_gets_more_streams_unless_it_is_fast(
     fast_bytes_per_s: float,
     num_streams: int,
 ) -> None:
-    monkeypatch.setattr(download_module, "WATCH_S", 0.01)
+    monkeypatch.setattr(download_module, "CHECK_EVERY_S", 0.01)
     monkeypatch.setattr(download_module, "FAST_BYTES_PER_S", fast_bytes_per_s)
-    monkeypatch.setattr(download_module, "RUN_S", 0.0)
+    monkeypatch.setattr(download_module, "REQUEST_S", 0.0)
 
     async def slowly(spy: Any, start: int, scope: Any, receive: Any, send: Any) -> None:
-        await asyncio.sleep(0.01)  # 104 questions: the streams are looked at many times
+        await asyncio.sleep(0.01)  # 104 requests: the number of threads is checked many times
         await spy.app(scope, receive, send)
 
     sealed = origin.publish(7, kit.random_files(num_bytes=NUM_BYTES))
@@ -111,4 +111,4 @@ def test_a_single_relay_gets_more_streams_unless_it_is_fast(
     choice = RelayChoice([serve(kit.Spy(origin.app, slowly))])
     download = Download(Assembly(tmp_path / "v7", sealed.body), choice, log=log, stop=stop)
     download.run(60)
-    assert len(download._streams) == num_streams
+    assert len(download._threads) == num_streams
