@@ -1,13 +1,14 @@
 """Compares loss curves of DiLoCo, data parallel and one worker, in one batched model. See `bench/diloco.py curves`.
 
 A run is `dp` (synchronous data parallel, the same tokens), `one` (one worker, its share of the tokens) or
-`H:codec[:fragments:overlap][@outer_lr,momentum[,inner_lr_scale]]`. Codecs, sums and outer steps give the same
+`[Kx]H:codec[:fragments:overlap][~method][@outer_lr,momentum[,inner_lr_scale]]` with K workers (4 unless said; also `8xdp`). Codecs, sums and outer steps give the same
 values as shoal.diloco (a test compares them), on the device of the workers.
 """
 
 import argparse
 import json
 import lzma
+import re
 import sysconfig
 import time
 from dataclasses import dataclass, field
@@ -101,6 +102,17 @@ def mean_received(codec: CodecName, deltas_KN: Tensor) -> Tensor:
     return as_received(codec, total_N[None])[0]
 
 
+OUTER_METHODS = {
+    "nesterov": Outer(),
+    "heavy": Outer(lr=0.3, momentum=0.9, nesterov=False),
+    "average": Outer(lr=1.0, momentum=0.0, nesterov=False),
+    "adam": Outer(lr=0.3, momentum=0.9, nesterov=False),
+}
+"""The outer optimizers that the DiLoCo paper compares, with its rates."""
+ADAM_SECOND, ADAM_EPS = 0.95, 0.1
+"""Outer Adam's second-moment decay and epsilon; the DiLoCo paper found that it needs a large epsilon."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A run, parsed from its name."""
@@ -112,26 +124,34 @@ class Plan:
     fragments: int = 1
     overlap: int = 0
     outer: Outer = field(default_factory=Outer)
+    method: str = "nesterov"
+    """The outer optimizer: nesterov, heavy (heavy-ball momentum), average (plain averaging) or adam."""
     scale: float = 1.0
-
-    @property
-    def rows(self) -> int:
-        return 1 if self.name.startswith("one") else 4
+    rows: int = 4
+    """Workers of the run."""
 
     @classmethod
     def read(cls, name: str) -> "Plan":
-        word, _, tuned = name.partition("@")
-        numbers = [float(each) for each in tuned.split(",")] if tuned else []
+        """Parses a run's name; raises ValueError with the name and the grammar if it does not fit."""
+        match = re.fullmatch(r"(?:(\d+)x)?([^~@]+)(?:~(\w+))?(?:@([\d.,e-]+))?", name)
+        if match is None or (match[3] or "nesterov") not in OUTER_METHODS:
+            raise ValueError(
+                f"run {name!r}: write dp, one or [WORKERSx]H:CODEC[~METHOD][@LR,MOMENTUM[,SCALE]]"
+            )
+        rows, word, method = int(match[1] or 4), match[2], match[3] or "nesterov"
+        numbers = [float(each) for each in match[4].split(",")] if match[4] else []
         if word in ("dp", "one"):
-            return cls(name=name, scale=numbers[0] if numbers else 1.0)
+            return cls(name=name, rows=1 if word == "one" else rows, scale=numbers[0] if numbers else 1.0)
         parts = word.split(":")
         return cls(
             name=name,
+            rows=rows,
+            method=method,
             every=int(parts[0]),
             codec=parts[1],  # type: ignore[arg-type]
             fragments=int(parts[2]) if len(parts) > 2 else 1,
             overlap=int(parts[3]) if len(parts) > 2 else 0,
-            outer=Outer(lr=numbers[0], momentum=numbers[1]) if numbers else Outer(),
+            outer=Outer(lr=numbers[0], momentum=numbers[1]) if numbers else OUTER_METHODS[method],
             scale=numbers[2] if len(numbers) > 2 else 1.0,
         )
 
@@ -151,6 +171,7 @@ class Run:
         self.columns = self.stack.llama.fragments(self.plan.fragments)
         self.base = self.stack.weights[self.rows.start].clone()
         self.momentum = torch.zeros_like(self.base)
+        self.second = torch.zeros_like(self.base) if self.plan.method == "adam" else self.base[:0]
         self._in_flight: tuple[int, Tensor] | None = None
 
     @property
@@ -188,8 +209,7 @@ class Run:
         for part in self.columns[self.rounds % self.plan.fragments]:
             mean = mean_N[at : at + part.stop - part.start]
             at += len(mean)
-            self.momentum[part] = self.momentum[part] * mu + mean
-            self.base[part] -= (self.momentum[part] * mu + mean) * rate
+            self._outer_step(part, mean, rate, mu)
             own = self.stack.weights[self.rows, part]
             own.copy_(
                 own * MIX + self.base[part] * (1 - MIX)
@@ -198,6 +218,18 @@ class Run:
             )
         self.rounds += 1
         self._in_flight = None
+
+    def _outer_step(self, part: slice, mean: Tensor, rate: float, mu: float) -> None:
+        momentum = self.momentum[part]
+        if self.plan.method == "adam":
+            momentum.mul_(mu).add_(mean * (1 - mu))
+            self.second[part] = self.second[part] * ADAM_SECOND + mean * mean * (1 - ADAM_SECOND)
+            first = momentum / (1 - mu ** (self.rounds + 1))
+            second = self.second[part] / (1 - ADAM_SECOND ** (self.rounds + 1))
+            self.base[part] -= rate * first / (second.sqrt() + ADAM_EPS)
+            return
+        momentum.mul_(mu).add_(mean)
+        self.base[part] -= (momentum * mu + mean if self.plan.method == "nesterov" else momentum) * rate
 
 
 # -- all of them --------------------------------------------------------------------------------------------
@@ -228,7 +260,7 @@ class Comparison:
         """Returns where each worker's samples begin at each step."""
         options = self.options
         count, starts = self._num_rows(), []
-        for worker in range(4):
+        for worker in range(max(plan.rows for plan in self.plans)):
             nothing = np.broadcast_to(
                 np.uint32(0), self._cut
             )  # only the samples' positions are used, not their tokens
@@ -244,7 +276,7 @@ class Comparison:
     def _stack(self, weights_N: Tensor, plans: list[Plan], *, compiled: bool) -> Stack:
         rows, mean_of, workers, scales = 0, [], [], []
         for plan in plans:
-            if plan.name.startswith("dp"):
+            if "dp" in plan.name:
                 mean_of.append(slice(rows, rows + plan.rows))
             workers += range(plan.rows)
             scales += [plan.scale] * plan.rows
@@ -277,7 +309,7 @@ class Comparison:
             print(f"{1000 * seconds:.1f} ms a step, {steps} steps", flush=True)
         self._write_rates(steps)
         # One worker takes the warm-up steps; all runs start from its weights.
-        warm = self._stack(first_N, [Plan(name="one")], compiled=False)
+        warm = self._stack(first_N, [Plan(name="one", rows=1)], compiled=False)
         self.alone_s = _time_steps(warm)
         warm.restart(first_N[None])
         for _ in range(options.warm_steps):
@@ -358,12 +390,12 @@ def curves(options: argparse.Namespace) -> None:
         f"{comparison.wall_s:.0f} s for all workers together; {1000 * comparison.alone_s:.2f} ms a step for one alone"
     )
     if options.plot:
-        plot([record(options, run) for run in runs], options.plot, f"{million:.1f}M parameters, 4 workers")
+        plot([record(options, run) for run in runs], options.plot, f"{million:.1f}M parameters")
 
 
 def table(runs: list[Run], steps: int, alone_s: float) -> None:
     """Prints the results. Wall time is computed: one worker's steps alone on this device, plus its bytes over the link."""
-    parallel = next((run for run in runs if run.plan.name == "dp"), None)
+    parallel = next((run for run in runs if "dp" in run.plan.name), None)
     print(
         f"\n{'run':<24}{'rounds':>7}{'validation':>11}{'against dp':>12}{'MB sent':>12}{'fewer bytes':>13}"
         f"{'s at 1 Gbit/s':>15}{'at 100 Mbit/s':>15}"
@@ -383,7 +415,7 @@ def draw(options: argparse.Namespace) -> None:
     """Plots the curves of one preset from files written with `--json`."""
     records = [each for path in options.files for each in json.loads(path.read_text())]
     wanted = [each for each in records if each["preset"] == options.preset and each["seed"] == options.seed]
-    plot(wanted, options.out, f"{options.preset[:-1]}M parameters, 4 workers")
+    plot(wanted, options.out, f"{options.preset[:-1]}M parameters")
 
 
 def plot(records: list[dict[str, Any]], path: Path, title: str) -> None:
