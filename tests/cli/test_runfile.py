@@ -74,7 +74,7 @@ def test_files_that_ship_are_good(path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("row_tokens = 64", "keep_versions = 9", "trainer.keep_versions is not a key"),
         ("eval_every = 10", "keep_versions = 9", "coordinator.keep_versions is not a key"),
         ("last_version = 25", "last_version = 25\nmax_lag = 5", "keep_versions = 5 must exceed max_lag = 5"),
-        ("row_tokens = 64", "row_tokens = 64\ndelta = 1.1", "trainer: delta=1.1 must lie above 1 + eps = 1.2"),
+        ("row_tokens = 64", "row_tokens = 64\ndelta = 1.1", "trainer: delta=1.1 must be above 1 + eps = 1.2"),
         ("row_tokens = 64", "row_tokens = 64\noptimizer_steps = 7", "trainer.optimizer_steps = 7 is more than coordinator.groups_per_step = 6"),
         ("row_tokens = 64", "row_tokens = 64\nlearning_rate = inf", "trainer.learning_rate = "),
         ("row_tokens = 64", "row_tokens = 1979-05-27", "trainer.row_tokens = '1979-05-27': "),

@@ -185,8 +185,8 @@ def test_an_owner_revokes_a_key(tmp_path: Path) -> None:
     ("now_s", "node", "words"),
     [
         (1500.0, "cd" * 32, "is for node"),
-        (2000.0, "ab" * 32, "counts from"),
-        (600.0, "ab" * 32, "counts from"),
+        (2000.0, "ab" * 32, "is valid from"),
+        (600.0, "ab" * 32, "is valid from"),
     ],
 )
 def test_invalid_delegations_are_refused(now_s: float, node: str, words: str) -> None:
@@ -197,7 +197,7 @@ def test_invalid_delegations_are_refused(now_s: float, node: str, words: str) ->
 
 def test_a_delegation_is_short_and_signed() -> None:
     owner = Key.generate()
-    with pytest.raises(ValueError, match="30 at most"):
+    with pytest.raises(ValueError, match="at most 30"):
         delegate(owner, "ab" * 32, now_s=0, days=31)
     word = delegate(owner, "ab" * 32, now_s=0)
     assert check_delegation(word, "ab" * 32, now_s=5) == owner.public

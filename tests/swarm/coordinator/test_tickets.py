@@ -93,7 +93,7 @@ def test_a_private_relay_serves_members_of_the_run_only(swarm: SmallSwarm, tmp_p
         member = shardcast.RelayChoice([relay.url], ticket=Tickets(swarm.node().client, log=LOG))
         folder = shardcast.fetch_version(sealed, member, tmp_path / "node", deadline_s=60, **terms)
         assert (folder / "weights.bin").read_bytes() == bytes(5000)
-        with pytest.raises(DeadlinePassed, match="show a ticket"):
+        with pytest.raises(DeadlinePassed, match="send a ticket"):
             shardcast.fetch_version(sealed, [relay.url], tmp_path / "stranger", deadline_s=0.5, **terms)
     finally:
         relay.shutdown()
