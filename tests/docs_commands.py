@@ -111,9 +111,8 @@ class Command:
 
 
 def pages() -> list[Path]:
-    """What people read. The two histories say what was true on their day, and are not instructions."""
-    found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [page for page in found if page.name != "LOG.md"]
+    """Returns the pages with instructions. bench/log and CHANGELOG.md are histories, whose commands may no longer exist."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def commands_in_blocks() -> Iterator[Command]:

@@ -80,3 +80,29 @@ def test_every_exit_code_is_documented() -> None:
     text = (ROOT / "docs" / "cli.md").read_text()
     for name, code in vars(supervise).items():
         assert not name.startswith("EXIT_") or f"| {code} |" in text, name
+
+
+def test_every_named_log_file_exists() -> None:
+    sources = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "bench" / "log").glob("*.md")]
+    for folder, pattern in (("docs", "*.md"), ("src", "*.py"), ("runs", "*.toml"), ("bench", "*.py")):
+        sources += (ROOT / folder).rglob(pattern)
+    for source in sources:
+        for name in re.findall(r"2026-\d\d-[a-z0-9-]+\.md", source.read_text(encoding="utf-8")):
+            assert (ROOT / "bench" / "log" / name).is_file(), f"{source.relative_to(ROOT)} names {name}"
+
+
+def test_index_of_the_log_lists_every_file() -> None:
+    folder = ROOT / "bench" / "log"
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    for path in folder.glob("2026-*.md"):
+        assert f"]({path.name})" in index, f"bench/log/README.md does not list {path.name}"
+
+
+def test_decision_records_are_few_and_short() -> None:
+    records = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    assert len(records) <= 20
+    for number, path in enumerate(records, 1):
+        text = path.read_text(encoding="utf-8")
+        assert path.name.startswith(f"{number:03d}-") and len(text.splitlines()) <= 20, path.name
+        for part in ("**Context.**", "**Decision.**", "**Consequence.**"):
+            assert part in text, f"{path.name} has no {part}"

@@ -31,7 +31,7 @@ MIN_SPREAD = 8
 """Control points decide only if a segment has this many times the values that a proof commits to."""
 FEW_VALUES = 9.0
 """How much wider the tolerances of a segment are, times K over its number of values: 3 times for one state of 576, 1.06 for 32 of them.
-With equal ones for all, 46 of 21,504 honest submissions in bfloat16 were refused (docs/LOG.md)."""
+With equal ones for all, 46 of 21,504 honest submissions in bfloat16 were refused (bench/log/2026-11-toploc-h200-lies.md)."""
 SHORT_ROW = 3.0
 """How much wider the tolerance of a row's log-probs is, over the root of its tokens. With one for all, 186 of the same were refused."""
 BLOCK_TOKENS = 32
