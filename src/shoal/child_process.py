@@ -23,7 +23,7 @@ In the child, the named function is called with the limits. It loads what it nee
         serve(answer, limits)
 
 The memory limit counts what is allocated after `serve` is called; beyond it the child gets MemoryError, which `answer` should
-catch. The child has no environment except OMP_NUM_THREADS=1, OPENBLAS_NUM_THREADS=1, PYTHONHASHSEED=0 and `env`.
+catch. A child that tests itself under the limit first calls `limit_memory(limits.memory_bytes)` before the test. The child has no environment except OMP_NUM_THREADS=1, OPENBLAS_NUM_THREADS=1, PYTHONHASHSEED=0 and `env`.
 
 A frame is 8 bytes big-endian length, then that many bytes. Its standard output and error go to the parent's ChildDied message.
 """

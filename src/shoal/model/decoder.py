@@ -19,7 +19,7 @@ from shoal.model.shape import Shape
 
 LONG = 8192
 """From this mean segment length on, one call of torch's attention per segment is faster than one call of the flash kernel for
-all segments (measured on an H200)."""
+all segments (measured)."""
 
 
 class RMSNorm(nn.Module):

@@ -148,7 +148,7 @@ def _places(runs: Sequence[TokenRun], prompt_runs: Sequence[int]) -> npt.NDArray
 
 
 def flat(rows: Iterable[Sequence[int]]) -> npt.NDArray[np.int32]:
-    """Concatenates rows of numbers. np.concatenate takes twice as long on Python's lists."""
+    """Concatenates rows of numbers. NumPy takes twice as long to convert Python's numbers."""
     return np.frombuffer(b"".join(struct.pack(f"{len(row)}i", *row) for row in rows), dtype=np.int32)
 
 

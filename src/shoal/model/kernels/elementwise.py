@@ -161,7 +161,7 @@ def gated_product(x_TH: Tensor, gate_up_FH: Tensor) -> Tensor:
     """Returns silu(x @ gate.T) * (x @ up.T), [T, F / 2].
 
     In one kernel where the device allows: writing gate and up and reading them again is four fifths of the memory traffic of a
-    layer's MLP and takes a third of the product's own time (measured on an H200).
+    layer's MLP and takes a third of the product's own time (measured).
     """
     if has_tile_copies(x_TH) and fits_gated_product(x_TH, gate_up_FH):
         return launch_gated_product(x_TH, gate_up_FH)

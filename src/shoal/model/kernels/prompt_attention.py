@@ -7,7 +7,7 @@
         0 0 0 1 1 2 2 2 2      runs 1 and 2 follow run 0, the prompt that they share: they attend to it and to themselves
 
 attend_runs has no gradient. A program takes RUN_BLOCK queries of one head of one run. torch's own kernel, which cannot share
-prompts, takes twice as long (measured on an H200). Sums are in float32, and weights are rounded to the model's dtype before they
+prompts, takes twice as long on a Hopper GPU. Sums are in float32, and weights are rounded to the model's dtype before they
 are multiplied with the values, as in torch's.
 """
 
