@@ -148,7 +148,7 @@ class Incoming:
         if self._received != self._num_bytes:
             self.discard()
             raise Rejected(
-                "request.wrong_digest", f"upload ended after {self._received} of {self._num_bytes} bytes"
+                "request.incomplete", f"upload ended after {self._received} of {self._num_bytes} bytes"
             )
         if self._hash.hexdigest() != self._sha256:
             self.discard()

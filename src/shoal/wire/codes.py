@@ -36,6 +36,9 @@ CODES: dict[str, Meaning] = {
     "request.wrong_digest": Meaning(
         401, "the body does not hash to its content-digest", "send the body that was signed"
     ),
+    "request.incomplete": Meaning(
+        400, "the upload ended before all declared bytes had come", "send the whole upload again"
+    ),
     "request.unknown_key": Meaning(
         401,
         "the key is not enrolled",

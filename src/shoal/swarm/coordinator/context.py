@@ -1,33 +1,32 @@
-"""The coordinator as a value: terms, keys, database, store and clock. And the transaction, the unit of all it does."""
+"""What every request works with: the coordinator (configuration, keys, database, object store, clock) and the transaction."""
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import Connection, Delete, Insert, Row, Update, exists, func, insert, select, update
 
 from shoal.net.object_store import LocalStore, ObjectStore
 from shoal.net.s3_store import Credentials, S3Address, S3Store
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.event_log import tell
-from shoal.swarm.coordinator.leases.pending_upload import Expected
-from shoal.swarm.coordinator.rules.backpressure import Turnstile
-from shoal.swarm.coordinator.store.database import Database
-from shoal.swarm.coordinator.store.ledger_chain import LedgerWriter
-from shoal.swarm.coordinator.store.recent import Recent
-from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, policies, run
-from shoal.swarm.coordinator.store.statements import Statement
-from shoal.swarm.coordinator.store.turn import Turn
+from shoal.swarm.coordinator.rules.backpressure import Backpressure
+from shoal.swarm.coordinator.store import ledger_chain
+from shoal.swarm.coordinator.store.database import Database, WriteGroup
+from shoal.swarm.coordinator.store.ledger_chain import NewEvent
+from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, batches, policies, run
+from shoal.swarm.coordinator.store.statements import Statement, TableStatements
 from shoal.swarm.coordinator.views.health import Vitals
 from shoal.tasks import Task, make_task
 from shoal.tasks.datasets.file_options import keep_files, with_files_from
 from shoal.telemetry import Log
+from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
-from shoal.wire.ledger import LedgerEvent
 from shoal.wire.messages import Role
 from shoal.wire.run_spec import PROTOCOL, RunSpec
 
@@ -35,28 +34,82 @@ DATABASE_FILE = "shoal.db"
 
 _NEWEST = Statement(select(func.max(policies.c.version)))
 _FINISHED = Statement(select(run.c.finished_version))
-_PAUSED = Statement(select(run.c.paused))
 
 
 class Transaction:
-    """What one request or one round of housekeeping does, all or nothing, with the ledger events that tell of it."""
+    """One request or one round of housekeeping: all of its changes are committed, or none. Ledger events are part of them.
 
-    def __init__(self, turn: Turn, now_s: float, actor: str) -> None:
-        self.turn, self.db, self.now_s, self.actor = turn, turn.db, now_s, actor
-        self.ledger = LedgerWriter(turn, now_s)
+    Read from `db`. Write with `insert`, `update` and `write` only: they note that the request has written, and a request that is
+    refused after that is undone.
+    """
+
+    def __init__(self, group: WriteGroup, now_s: float, actor: str) -> None:
+        self.db, self.now_s, self.actor = group.db, now_s, actor
+        self.events: list[NewEvent] = []
         self.node: Row[Any] | None = None
-        """The node that asks, as it was when the transaction began; None for a role and for housekeeping."""
+        """The calling node's row as it was when the transaction began; None for a role and for housekeeping."""
+        self._group = group
 
-    def is_finished(self, spec: RunSpec) -> bool:
-        return self.turn.recall(finished_version) == spec.last_version
+    def insert(self, table: TableStatements, **values: Any) -> None:
+        """Inserts a row with these values; all other columns are NULL."""
+        self._group.has_written = True
+        table.insert(self.db, values)
+
+    def update(self, table: TableStatements, key: Any, **values: Any) -> None:
+        """Sets these columns of the row with this key."""
+        self._group.has_written = True
+        table.update(self.db, key, values)
+
+    def write(self, statement: Insert | Update | Delete) -> None:
+        self._group.has_written = True
+        self.db.execute(statement)
+
+    def write_many(self, statement: Statement, rows: list[dict[str, Any]]) -> None:
+        self._group.has_written = True
+        statement.run_many(self.db, rows)
 
     def record(self, type: str, **body: Any) -> int:
-        """Append a ledger event; its number."""
-        return self.ledger.append(type, self.actor, body)
+        """Appends a ledger event and returns its number."""
+        if self.events:
+            last = self.events[-1].event
+            head = (last.seq, last.hash)
+        else:
+            if self._group.ledger_head is None:
+                self._group.ledger_head = ledger_chain.read_head(self.db)
+            head = self._group.ledger_head
+        self.events.append(ledger_chain.next_event(head, type, self.actor, body, self.now_s))
+        return self.events[-1].event.seq
+
+    def after_commit(self, act: Callable[[], None]) -> None:
+        """Calls `act` when the group is on disk, even if this request is refused; not if the group is redone or lost."""
+        self._group.after_commit.append(act)
+
+    def caller(self) -> Row[Any]:
+        """Returns the row of the node that sent the request."""
+        assert self.node is not None, "the route admits only enrolled nodes"
+        return self.node
+
+    def check_session(self, epoch: int) -> None:
+        """Raises Rejected unless `epoch` is the newest session of the calling node."""
+        newest = self.caller().session_epoch
+        if epoch != newest:
+            raise Rejected(
+                "request.stale_epoch",
+                f"session {epoch} of node {self.actor[:16]}, but its newest is {newest}",
+            )
+
+    def flush(self) -> None:
+        """Writes the ledger events of the request."""
+        if self.events:
+            ledger_chain.append(self.db, self.events)
+            last = self.events[-1].event
+            self._group.ledger_head = (last.seq, last.hash)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinator:
+    """A run with everything its requests need: configuration, keys, database, object store and clock."""
+
     config: CoordinatorConfig
     spec: RunSpec
     task: Task
@@ -66,31 +119,33 @@ class Coordinator:
     database: Database
     store: ObjectStore
     data: Path
-    """The task's files, under their SHA-256 digests: for validators and the trainer."""
+    """The task's files, named by their SHA-256 digests: for validators and the trainer."""
     clock: Callable[[], float]
     log: Log
     vitals: Vitals = field(default_factory=Vitals)
-    turnstile: Turnstile = field(default_factory=Turnstile)
-    expected: "Recent[Expected]" = field(default_factory=Recent)
-    """Uploads that this process gave a name to, by that name."""
+    backpressure: Backpressure = field(default_factory=Backpressure)
 
     @contextmanager
-    def transaction(self, actor: str | None = None, *, undo: bool = True) -> Iterator[Transaction]:
-        """`actor` is whose doing it is; the run key's by default. `undo` is the database's."""
-        with self.database.transaction(undo=undo):
-            turn = self.database.turn()
-            assert turn is not None, "a transaction is a turn, or part of one"
-            transaction = Transaction(turn, self.clock(), actor or self.run_key.public)
+    def transaction(
+        self, actor: str | None = None, *, group: WriteGroup | None = None
+    ) -> Iterator[Transaction]:
+        """Opens a transaction by `actor`, or by the run key. It is part of `group`, or else committed alone."""
+        with contextlib.ExitStack() as stack:
+            if group is None:
+                group = stack.enter_context(self.database.group())
+            else:
+                stack.enter_context(group.request())
+            transaction = Transaction(group, self.clock(), actor or self.run_key.public)
             yield transaction
-            transaction.ledger.flush()
-        events = transaction.ledger.events
-        if events:
-            self.database.when_committed(lambda: self._tell(events))
+            transaction.flush()
+            events = transaction.events
+            if events:
+                group.after_commit.append(lambda: self._log_events(events))
 
-    def _tell(self, events: list[LedgerEvent]) -> None:
-        """Only now is it true."""
-        for event in events:
-            tell(self.log, event)
+    def _log_events(self, events: list[NewEvent]) -> None:
+        """Runs after commit: writes the transaction's events to the log."""
+        for new in events:
+            tell(self.log, new.event)
 
     def close(self) -> None:
         self.database.close()
@@ -106,10 +161,11 @@ def open_coordinator(
     clock: Callable[[], float] = time.time,
     credentials: Credentials | None = None,
 ) -> Coordinator:
-    """The coordinator that lives in `dir`, made there first if need be. Refuses the folder of another run.
+    """Opens the coordinator of `dir`, and creates it there first if it is new. Raises ValueError for the folder of another run.
 
-    With `config.database` the tables are in PostgreSQL. Several coordinators may share one, with the same keys and objects:
-    then `dir` is a folder they all see. With `config.store` uploads go to an object store; without `credentials`, boto3 looks for them.
+    With `config.database` the tables are in PostgreSQL. Several coordinators may share them, with the same keys and objects;
+    then `dir` is a folder that all of them see. With `config.store` uploads go to an object store; without `credentials`, boto3
+    looks for them.
     """
     dir.mkdir(parents=True, exist_ok=True)
     keys, data = dir / "keys", dir / "data"
@@ -166,10 +222,10 @@ def _open_run(coordinator: Coordinator, dir: Path) -> None:
                 "spec": text,
                 "paused": 0,
             }
-            tx.db.execute(insert(run).values(**row, terms=terms))
+            tx.write(insert(run).values(**row, terms=terms))
         else:
-            tx.db.execute(update(run).values(spec=text, terms=terms))
-        # The terms stand in the ledger, and so does every change of them.
+            tx.write(update(run).values(spec=text, terms=terms))
+        # Whoever replays the ledger needs the terms, and every change of them.
         tx.record(
             "run.opened",
             run=spec.run,
@@ -187,11 +243,6 @@ def _check_same_run(found: Any, spec: RunSpec, key: str, dir: Path) -> None:
         raise ValueError(
             f"{dir} holds a run of key {found.run_key[:16]}, but keys/run.key is {key[:16]}; put the run's own key back"
         )
-    if found.schema_version != SCHEMA_VERSION:
-        raise ValueError(
-            f"{dir} has a database of layout {found.schema_version}, this software reads {SCHEMA_VERSION}; "
-            "finish the run with the version that began it"
-        )
 
 
 def _check_last_version(newest: int | None, spec: RunSpec, dir: Path) -> None:
@@ -201,26 +252,50 @@ def _check_last_version(newest: int | None, spec: RunSpec, dir: Path) -> None:
         )
 
 
+class RunState(NamedTuple):
+    """The state of the whole run, read in one statement."""
+
+    newest_version: int | None
+    """None before version 0 is published."""
+    finished_version: int | None
+    """The last version of a run that is over; None before that."""
+    paused: bool
+    batch_formed: bool
+    """Whether the trainer has its batch of the newest version."""
+    next_formed: bool
+    """Whether it also has the batch of the version after it."""
+
+
+_NEWEST_VERSION = select(func.max(policies.c.version)).scalar_subquery()
+_RUN_STATE = Statement(
+    select(
+        _NEWEST_VERSION.label("newest_version"),
+        run.c.finished_version,
+        run.c.paused,
+        exists().where(batches.c.version == _NEWEST_VERSION).label("batch_formed"),
+        exists().where(batches.c.version == _NEWEST_VERSION + 1).label("next_formed"),
+    )
+)
+
+
+def run_state(db: Connection) -> RunState:
+    row = _RUN_STATE.row(db)
+    assert row is not None, "an open run has its row"
+    return RunState(
+        newest_version=row.newest_version,
+        finished_version=row.finished_version,
+        paused=bool(row.paused),
+        batch_formed=bool(row.batch_formed),
+        next_formed=bool(row.next_formed),
+    )
+
+
 def newest_version(db: Connection) -> int | None:
-    """The clock; None before version 0 is published."""
+    """Returns the newest published version; None before version 0 is published."""
     version: int | None = _NEWEST.value(db)
     return version
 
 
-def finished_version(db: Connection) -> int | None:
-    """The last version of a run that was over; None before that."""
-    version: int | None = _FINISHED.value(db)
-    return version
-
-
 def is_finished(db: Connection, spec: RunSpec) -> bool:
-    return finished_version(db) == spec.last_version
-
-
-def is_paused(db: Connection) -> bool:
-    return bool(_PAUSED.value(db))
-
-
-def finish(tx: Transaction, version: int) -> None:
-    tx.db.execute(update(run).values(finished_version=version))
-    tx.record("run.finished", version=version)
+    """Returns whether the run is over. A finished run that is resumed with a higher last version is not."""
+    return bool(_FINISHED.value(db) == spec.last_version)

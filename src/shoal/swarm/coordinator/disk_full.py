@@ -1,10 +1,8 @@
-"""A full disk: whoever asks is told so and may ask again, the log says it now and then, and work goes on when there is room again.
+"""A full disk: requests are refused with a reason, the log says so now and then, and work continues when there is space again.
 
-Nothing is lost by it: what cannot be written was not answered. So it is no reason to end, only to wait; and nobody needs a
-traceback for each request to know what to do.
+Nothing is lost: a change that cannot be written is not answered. So the coordinator waits instead of ending.
 """
 
-import errno
 import secrets
 import sqlite3
 import time
@@ -12,73 +10,78 @@ from pathlib import Path
 
 from sqlalchemy.exc import DBAPIError
 
+from shoal.files import DISK_FULL_REMEDY, is_disk_full
 from shoal.net.object_store import LocalStore
 from shoal.swarm.coordinator.context import Coordinator
 from shoal.swarm.coordinator.store.schema import nonces
 from shoal.swarm.coordinator.store.statements import Statement, given, inserting
 
 RETRY_S = 5.0
-TELL_EVERY_S = 30.0
-ENOUGH_BYTES = 1 << 20
-"""With so much room again, work goes on."""
+LOG_EVERY_S = 30.0
+PROBE_BYTES = 1 << 20
+"""Work continues when this much can be written again."""
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PG_DISK_FULL = "53100"
-_TRIAL = "room"
+_PROBE = "disk-probe"
 _INSERT = inserting(nonces)
 _REMOVE = Statement(nonces.delete().where(nonces.c.key == given("whose")))
 
 
-def missing(coordinator: Coordinator, error: BaseException) -> str | None:
-    """Where there is no room and what to do, if that is what the error says. The log is told, but not each time."""
-    words = _in_words(error, coordinator.data.parent)
+def report(coordinator: Coordinator, error: BaseException) -> str | None:
+    """Notes a full disk and returns where it is full and what to do; returns None for any other error.
+
+    The log gets a line every LOG_EVERY_S, not one for each request.
+    """
+    words = _explain(error, coordinator.data.parent)
     if words is None:
         return None
     vitals, now_s = coordinator.vitals, time.monotonic()
     vitals.no_space = words
     if now_s >= vitals.tell_again_s:
-        vitals.tell_again_s = now_s + TELL_EVERY_S
+        vitals.tell_again_s = now_s + LOG_EVERY_S
         coordinator.log.error(f"nothing can be written: {words}")
     return words
 
 
-def look_again(coordinator: Coordinator) -> None:
-    """Once a second while there is no room: by writing, where requests write. Raises if there is still none."""
+def probe(coordinator: Coordinator) -> None:
+    """Tries to write where requests write, if the disk was full. Raises if it still is. Housekeeping calls it once a second."""
     if not coordinator.vitals.no_space:
         return
-    with coordinator.database.transaction() as db:
+    with coordinator.database.group() as group:
         for _ in range(64):
-            _INSERT.run(db, key=_TRIAL, nonce=secrets.token_hex(512), seen_at_s=0.0)
-        _REMOVE.run(db, whose=_TRIAL)
+            _INSERT.run(group.db, key=_PROBE, nonce=secrets.token_hex(512), seen_at_s=0.0)
+        _REMOVE.run(group.db, whose=_PROBE)
     if isinstance(coordinator.store, LocalStore):
-        # Where what a crash leaves behind is removed at the next start.
+        # In this folder the next start removes what a crash leaves behind.
         _try_folder(coordinator.data.parent / "objects" / "incoming")
     coordinator.vitals.no_space = ""
     coordinator.vitals.tell_again_s = 0.0
-    coordinator.log.info("there is room again", folder=coordinator.data.parent)
+    coordinator.log.info("there is space again", folder=coordinator.data.parent)
 
 
 def _try_folder(folder: Path) -> None:
-    trial = folder / f"{_TRIAL}.{secrets.token_hex(8)}"
+    path = folder / f"{_PROBE}.{secrets.token_hex(8)}"
     try:
-        with trial.open("wb") as file:
-            file.write(bytes(ENOUGH_BYTES))
+        with path.open("wb") as file:
+            file.write(bytes(PROBE_BYTES))
     finally:
-        trial.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
-def _in_words(error: BaseException, folder: Path) -> str | None:
+def _explain(error: BaseException, folder: Path) -> str | None:
     cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
-    remedy = "make room there, or move it to a larger disk; the run goes on by itself"
-    if isinstance(cause, OSError) and cause.errno in _NO_ROOM:
-        return f"no room in {folder} ({cause.strerror}); {remedy}"
+    if is_disk_full(cause):
+        assert isinstance(cause, OSError)
+        return f"no space left in {folder} ({cause.strerror}); {DISK_FULL_REMEDY}"
     if isinstance(cause, sqlite3.OperationalError):
         kind = getattr(cause, "sqlite_errorcode", 0) & 0xFF
         if kind == sqlite3.SQLITE_FULL:
-            return f"no room in {folder} for the database ({cause}); {remedy}"
-        # SQLite reports as an error of the disk what it could not make room for beside its file, too.
+            return f"no space left in {folder} for the database ({cause}); {DISK_FULL_REMEDY}"
+        # SQLite also reports an I/O error if there is no space for the files beside the database.
         if kind == sqlite3.SQLITE_IOERR:
-            return f"no room in {folder} for the database, or its disk fails ({cause}); {remedy}"
+            return (
+                f"no space left in {folder} for the database, or its disk fails ({cause}); {DISK_FULL_REMEDY}"
+            )
     if getattr(cause, "sqlstate", None) == _PG_DISK_FULL:
-        return f"no room for PostgreSQL's files ({str(cause).strip()}); {remedy}"
+        return f"no space left for PostgreSQL's files ({str(cause).strip()}); {DISK_FULL_REMEDY}"
     return None

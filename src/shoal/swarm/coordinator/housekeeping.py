@@ -1,4 +1,4 @@
-"""What nobody asks for but time brings: leases and claims run out, nonces are forgotten, the log is folded in."""
+"""Housekeeping: once a second leases and claims expire, once a minute nonces are pruned and SQLite's log is checkpointed."""
 
 import threading
 import time
@@ -11,9 +11,9 @@ from shoal.swarm.coordinator import disk_full
 from shoal.swarm.coordinator.context import Coordinator, Transaction, is_finished, newest_version
 from shoal.swarm.coordinator.http.auth import prune_nonces
 from shoal.swarm.coordinator.leases import evaluations, lifecycle, verdicts
-from shoal.swarm.coordinator.leases.pending_upload import expected_of
+from shoal.swarm.coordinator.leases.lease_rows import expected_upload, find_lease
 from shoal.swarm.coordinator.membership import nodes
-from shoal.swarm.coordinator.rules.lease_states import State
+from shoal.swarm.coordinator.rules.lease_states import LeaseState
 from shoal.swarm.coordinator.store.schema import leases as lease_table
 from shoal.swarm.coordinator.store.schema import uploads
 
@@ -22,15 +22,15 @@ TIDY_S = 60.0
 
 
 def tick(coordinator: Coordinator) -> None:
-    """Once a second: void what ran out, put lapsed claims back."""
+    """Runs once a second. Leases and claims expire here; only ask_lease also expires the calling node's own leases."""
     with coordinator.transaction() as tx:
-        lifecycle.expire(tx, coordinator)
-        verdicts.release_lapsed(tx, coordinator)
-        nodes.tell_offline(tx, coordinator.config.heartbeat_s)
+        lifecycle.expire_overdue(tx, coordinator)
+        verdicts.release_lapsed_claims(tx, coordinator)
+        nodes.record_offline(tx, coordinator.config.heartbeat_s)
 
 
 def tidy(coordinator: Coordinator) -> None:
-    """Once a minute."""
+    """Runs once a minute."""
     with coordinator.transaction() as tx:
         prune_nonces(tx)
     coordinator.database.checkpoint()
@@ -39,7 +39,7 @@ def tidy(coordinator: Coordinator) -> None:
 def keep_house(
     coordinators: Sequence[Coordinator], stop: threading.Event, *, check: Callable[[], None]
 ) -> None:
-    """Until `stop`. An error ends it, and the coordinator with it: a run must not go on without its clock. Only a full disk is
+    """Runs until `stop`. An error ends it and the coordinator, because without it no lease would expire. A full disk is
     waited for.
 
     `check` raises if the server has ended.
@@ -51,34 +51,34 @@ def keep_house(
         check()
         due = time.monotonic() - tidied_s >= TIDY_S
         for coordinator in coordinators:
-            go_round(coordinator, tidies=due)
+            run_once(coordinator, tidies=due)
         if due:
             tidied_s = time.monotonic()
 
 
-def go_round(coordinator: Coordinator, *, tidies: bool) -> None:
+def run_once(coordinator: Coordinator, *, tidies: bool) -> None:
     try:
-        disk_full.look_again(coordinator)
+        disk_full.probe(coordinator)
         tick(coordinator)
         if tidies:
             tidy(coordinator)
     except (OSError, DBAPIError, coordinator.database.driver_error) as error:
-        if disk_full.missing(coordinator, error) is None:
+        if disk_full.report(coordinator, error) is None:
             raise
     coordinator.vitals.beat("housekeeping")
 
 
 def resume(coordinator: Coordinator) -> None:
-    """After an opening: whatever a crash or a changed run file left half-way."""
+    """Repairs, after the coordinator was opened, what a crash or a changed run file left incomplete."""
     with coordinator.transaction() as tx:
         rows = tx.db.execute(
             select(uploads)
             .join(lease_table, lease_table.c.lease_id == uploads.c.lease_id)
-            .where(lease_table.c.state.in_((State.SUBMITTED.value, State.CHECKING.value)))
+            .where(lease_table.c.state.in_((LeaseState.SUBMITTED.value, LeaseState.CHECKING.value)))
         ).all()
         for upload in rows:
-            if not coordinator.store.holds(expected_of(upload)):
-                lease = lifecycle.find_lease(tx.db, upload.lease_id)
+            if not coordinator.store.holds(expected_upload(upload)):
+                lease = find_lease(tx.db, upload.lease_id)
                 lifecycle.void(
                     tx, coordinator, lease, "void.infra", f"object {upload.sha256} is gone from the store"
                 )
@@ -86,12 +86,14 @@ def resume(coordinator: Coordinator) -> None:
 
 
 def _settle_last_version(tx: Transaction, coordinator: Coordinator) -> None:
-    """A lowered last_version can make a version the last that was not the last when it came."""
+    """Plans or ends the last evaluation if a lowered last_version made the newest version the last one."""
     last = coordinator.spec.last_version
     if newest_version(tx.db) != last or is_finished(tx.db, coordinator.spec):
         return
     progress = evaluations.progress(tx.db, last)
     if progress is None:
-        evaluations.plan_evaluation(tx, coordinator, last)
-    elif progress[0] == progress[1]:
-        evaluations.finish_run(tx, coordinator)
+        run_over = evaluations.plan_evaluation(tx, coordinator, last)
+    else:
+        run_over = progress[0] == progress[1]
+    if run_over:
+        lifecycle.finish_run(tx, coordinator)

@@ -1,59 +1,55 @@
-"""Who may do what: the signature on a request, the nonce that makes it count once, the role of the key.
+"""Authorisation of signed requests: the role of the key, and the nonce that lets each request count once.
 
-Order matters. The body is capped before anything is computed on it; the signature is checked before the database is
-asked; a key nobody knows leaves no trace; and the nonce is spent in the transaction of the effect, even if the
-effect is then refused, so that no captured request can ever be used again.
+The order matters. The router caps the body before it computes anything on it, and checks the signature before the database is
+asked. Here an unknown key leaves no trace. The nonce is spent in the transaction of the effect, even if the effect is refused,
+so that a captured request can never be used again.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import Row, delete, select
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction
 from shoal.swarm.coordinator.membership.nodes import find_node
-from shoal.swarm.coordinator.store.door import Caller, caller_of, takes_nonce
+from shoal.swarm.coordinator.store.database import WriteGroup
 from shoal.swarm.coordinator.store.schema import nonces, revoked_keys
+from shoal.swarm.coordinator.store.statements import InsertIfNew
 from shoal.wire.codes import Rejected
+from shoal.wire.messages import Role
 from shoal.wire.request import NONCE_KEPT_S, Signer
 
-SMALL_BODY = 16 << 10
-"""What a node has to say."""
-LARGE_BODY = 4 << 20
-"""Manifests of large models, verdicts on large leases."""
-BODY_S = 20.0
-"""A body that takes longer is somebody holding the door open."""
+Caller = Literal["newcomer", "node", "banned"] | Role
+"""Who may call a route. `newcomer` admits any key; `banned` also admits ejected nodes, so that they can appeal."""
+
+_SPEND_NONCE = InsertIfNew(nonces)
 
 
 @contextmanager
-def admitted(coordinator: Coordinator, signer: Signer, allowed: frozenset[Caller]) -> Iterator[Transaction]:
-    """The transaction of one signed request. A refusal inside it undoes the effect, but not the spent nonce."""
-    refusal: Rejected | None = None
-    # Until `one` there is only the nonce, and that stays spent.
-    with coordinator.transaction(signer.key, undo=False) as tx:
-        caller = caller_of(coordinator, tx.turn, signer.key)
-        _check_role(caller, signer, allowed)
-        if not takes_nonce(tx.turn, signer, tx.now_s):
-            raise Rejected("request.replayed", f"nonce {signer.nonce} of key {signer.key[:16]} is spent")
-        tx.node = find_node(tx.db, signer.key) if caller == "node" else None
-        try:
-            with tx.turn.one():
-                _refuse_banned(tx, allowed)
-                yield tx
-                tx.ledger.flush()
-        except Rejected as error:
-            tx.ledger.forget()
-            refusal = error
-    if refusal is not None:
-        raise refusal
+def admitted(
+    coordinator: Coordinator, group: WriteGroup, signer: Signer, allowed: frozenset[Caller]
+) -> Iterator[Transaction]:
+    """Opens the transaction of one signed request. If the request is refused inside it, only the nonce stays spent."""
+    # A role's key is never a node's, even if the same key is enrolled.
+    role = coordinator.roles.get(signer.key)
+    node = find_node(group.db, signer.key) if role is None else None
+    _check_caller(role or ("newcomer" if node is None else "node"), signer, allowed)
+    if not _SPEND_NONCE.run(group.db, key=signer.key, nonce=signer.nonce, seen_at_s=coordinator.clock()):
+        raise Rejected("request.replayed", f"nonce {signer.nonce} of key {signer.key[:16]} is spent")
+    with coordinator.transaction(signer.key, group=group) as tx:
+        tx.node = node
+        if node is not None:
+            _check_node(tx, node, allowed)
+        yield tx
 
 
 def prune_nonces(tx: Transaction) -> None:
-    tx.db.execute(delete(nonces).where(nonces.c.seen_at_s < tx.now_s - NONCE_KEPT_S))
+    """Deletes nonces of signatures that are too old to be accepted again."""
+    tx.write(delete(nonces).where(nonces.c.seen_at_s < tx.now_s - NONCE_KEPT_S))
 
 
-def _check_role(caller: Caller, signer: Signer, allowed: frozenset[Caller]) -> None:
+def _check_caller(caller: Caller, signer: Signer, allowed: frozenset[Caller]) -> None:
     if caller in allowed:
         return
     if caller == "newcomer":
@@ -64,17 +60,12 @@ def _check_role(caller: Caller, signer: Signer, allowed: frozenset[Caller]) -> N
     )
 
 
-def _refuse_banned(tx: Transaction, allowed: frozenset[Caller]) -> None:
-    node = tx.node
-    if node is None:
-        return
+def _check_node(tx: Transaction, node: Row[Any], allowed: frozenset[Caller]) -> None:
+    """Raises Rejected for a banned node and for a delegated key that has expired or was revoked."""
     if node.trust == "banned" and "banned" not in allowed:
         raise Rejected("request.banned", f"node {node.node[:16]} was ejected: {node.trust_reason}")
-    if node.delegated_until_s is not None and "newcomer" not in allowed:
-        _check_delegated(tx, node)
-
-
-def _check_delegated(tx: Transaction, node: Row[Any]) -> None:
+    if node.delegated_until_s is None or "newcomer" in allowed:
+        return
     if tx.now_s >= node.delegated_until_s:
         raise Rejected(
             "request.revoked", f"the delegation of {node.node[:16]} by {node.owner[:16]} has ended"

@@ -2,20 +2,17 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
 import shoal
+from shoal.swarm.coordinator.http.router import PublicRoute, SignedRoute
 from shoal.swarm.coordinator.membership.admin_actions import ACTIONS
 from shoal.wire.codes import CODES
 from shoal.wire.messages import ProblemDetails
 from shoal.wire.page_data import Snapshot
 from shoal.wire.record import Record
-
-if TYPE_CHECKING:
-    from shoal.swarm.coordinator.http.app import PublicRoute
-    from shoal.swarm.coordinator.http.handlers import SignedRoute
 
 HEX_32, HEX_64 = "^[0-9a-f]{32}$", "^[0-9a-f]{64}$"
 PARAMETERS: dict[str, dict[str, Any]] = {
@@ -31,7 +28,7 @@ BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "bi
 Schemas = Mapping[type[Record], dict[str, Any]]
 
 
-def document(signed: Iterable["SignedRoute"], public: Mapping[str, "PublicRoute"]) -> str:
+def document(signed: Iterable[SignedRoute], public: Mapping[str, PublicRoute]) -> str:
     """Returns the document as JSON."""
     signed = tuple(signed)
     used = {kind for route in signed for kind in (route.takes, route.gives) if kind is not None}
@@ -75,10 +72,10 @@ def _schemas(kinds: Iterable[type[Record]]) -> tuple[Schemas, dict[str, Any]]:
     return {kind: reference for (kind, _), reference in references.items()}, whole["$defs"]  # type: ignore[misc]
 
 
-def _signed(route: "SignedRoute", schemas: Schemas) -> dict[str, Any]:
+def _signed(route: SignedRoute, schemas: Schemas) -> dict[str, Any]:
     callers = " or ".join(sorted(route.callers))
     content = BYTES if route.gives is None else _json(schemas[route.gives])
-    operation = _operation(route.path, f"{callers}: {route.handle.__name__.removeprefix('handle_')}", content)
+    operation = _operation(route.path, f"{callers}: {route.act.__name__}", content)
     operation |= {"security": [{"signature": []}], "x-callers": sorted(route.callers)}
     if route.gives is None:
         operation["responses"]["307"] = {"description": "the object is at the URL in Location"}
@@ -87,7 +84,7 @@ def _signed(route: "SignedRoute", schemas: Schemas) -> dict[str, Any]:
     return operation
 
 
-def _public(path: str, view: "PublicRoute", schemas: Schemas) -> dict[str, Any]:
+def _public(path: str, view: PublicRoute, schemas: Schemas) -> dict[str, Any]:
     schema = schemas[view.gives]
     operation = _operation(
         path, view.gives.__name__, _json({"type": "array", "items": schema} if view.many else schema)

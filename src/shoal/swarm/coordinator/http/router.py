@@ -1,16 +1,19 @@
-"""Where signed requests come in: plain ASGI from the socket to the desk, for they are nearly all that comes.
+"""The router of signed requests: plain ASGI from the socket to the writer thread, because nearly all requests are signed.
 
-A framework's way from a path to a function, with its request object and two layers of error handling, cost as much as
-checking the signature. Whatever is not a signed route is the framework's.
+A framework's path from a URL to a function, with its request object and two layers of error handling, cost as much as checking
+the signature. Requests that match no signed route go to the framework.
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from sqlalchemy import Connection
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -18,131 +21,160 @@ from shoal.net.object_store import LocalStore
 from shoal.net.rate_limit import Buckets
 from shoal.swarm.coordinator import disk_full
 from shoal.swarm.coordinator.context import Coordinator
-from shoal.swarm.coordinator.http.auth import BODY_S, admitted
-from shoal.swarm.coordinator.http.handlers import Call, SignedRoute
-from shoal.swarm.coordinator.http.live_page import Feed
-from shoal.swarm.coordinator.http.responses import as_described, problem, send_json, to_json
-from shoal.swarm.coordinator.http.upload_receiver import Receiver, check_length
-from shoal.swarm.coordinator.leases import uploads
-from shoal.swarm.coordinator.membership import nodes
-from shoal.swarm.coordinator.store.door import Knock, has_beaten
-from shoal.swarm.coordinator.store.needs import Needs
-from shoal.swarm.coordinator.store.writer import Desk
+from shoal.swarm.coordinator.http.auth import Caller, admitted
+from shoal.swarm.coordinator.http.responses import as_described, check_length, problem, send_json, to_json
+from shoal.swarm.coordinator.store.database import WriteGroup
+from shoal.swarm.coordinator.store.writer import Writer
 from shoal.wire.codes import Rejected
-from shoal.wire.messages import Heartbeat
+from shoal.wire.record import Record
 from shoal.wire.request import Signer, Target, verify_request
 
-Found = tuple[SignedRoute, dict[str, str]]
+SMALL_BODY = 16 << 10
+"""Enough for every request of a node."""
+LARGE_BODY = 4 << 20
+"""Enough for manifests of large models and verdicts on large leases."""
+BODY_S = 20.0
+"""Body timeout; guards against slow clients that hold connections open."""
 
-_ONCE = {b"host", b"content-digest", b"signature-input", b"signature", b"content-length"}
+_HEADERS = {b"host", b"content-digest", b"signature-input", b"signature", b"content-length"}
 _OPEN, _CLOSE = "{", "}"
+
+UploadReceiver = Callable[[str, str, Receive], Awaitable[Response]]
+"""Receives the body of an upload: token, declared length, and where the body comes from."""
+Before = Callable[[Coordinator, str, str], Callable[[WriteGroup], None] | None]
+"""Slow work before a transaction, given the key and the path parameter. Returns a write for a transaction of its own, or None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignedRoute:
+    """A route for signed requests. `act` gets the transaction, the coordinator, the path parameter and the record, if any."""
+
+    method: str
+    path: str
+    callers: frozenset[Caller]
+    act: Callable[..., Record | Response]
+    takes: type[Record] | None = None
+    """The record in the request's body; None if the request has no body."""
+    gives: type[Record] | None = None
+    """The record in the answer; None if the answer is bytes."""
+    parse_path: Callable[[str], Any] = str
+    """Parses the part of the path that varies."""
+    max_body: int = SMALL_BODY
+    before: Before | None = None
+    """Called only if uploads go to an object store."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublicRoute:
+    """A route for unsigned GET requests, answered from one consistent view of the database."""
+
+    view: Callable[[Connection, Coordinator, Request], Record | list[Record]]
+    gives: type[Record]
+    many: bool = False
+    """Whether the answer is a list of records."""
+    query: tuple[str, ...] = ()
+    """Names of the numbers that the query may have."""
+    is_costly: bool = False
+    """Whether the answer sums over whole tables: then it is cached for a moment, and each address may ask only so often."""
 
 
 class RouteTable:
-    """Method and path to a signed route. A path has at most one part that varies, the fourth: /v1/leases/{lease_id}/submit."""
+    """Finds a signed route by method and path. At most the fourth part of a path varies: /v1/leases/{lease_id}/submit."""
 
     def __init__(self, routes: Iterable[SignedRoute]) -> None:
         self._plain: dict[tuple[str, str], SignedRoute] = {}
-        self._varying: dict[tuple[str, str, str], tuple[SignedRoute, str]] = {}
+        self._varying: dict[tuple[str, str, str], SignedRoute] = {}
         for route in routes:
             before, brace, rest = route.path.partition(_OPEN)
             if not brace:
                 self._plain[route.method, route.path] = route
                 continue
-            name, _, after = rest.partition(_CLOSE)
+            after = rest.partition(_CLOSE)[2]
             assert before.count("/") == 3 and _OPEN not in after, (
                 f"{route.path}: only the fourth part may vary"
             )
-            self._varying[route.method, before, after] = (route, name)
+            self._varying[route.method, before, after] = route
 
-    def find(self, method: str, path: str) -> Found | None:
+    def find(self, method: str, path: str) -> tuple[SignedRoute, str | None] | None:
+        """Returns the route and the part of the path that varies; None if no signed route matches."""
         plain = self._plain.get((method, path))
         if plain is not None:
-            return plain, {}
+            return plain, None
         parts = path.split("/", 4)
         if len(parts) < 4 or not parts[3]:
             return None
         after = f"/{parts[4]}" if len(parts) == 5 else ""
         varying = self._varying.get((method, f"/{parts[1]}/{parts[2]}/", after))
-        return None if varying is None else (varying[0], {varying[1]: parts[3]})
+        return None if varying is None else (varying, parts[3])
 
 
-class Entrance:
-    """An ASGI app: signed routes itself, all else by `rest`."""
+class Router:
+    """An ASGI app: answers signed routes and uploads, and passes all other requests to `public`."""
 
     def __init__(
         self,
         coordinator: Coordinator,
         routes: Iterable[SignedRoute],
-        desk: Desk,
+        writer: Writer,
         *,
-        receiver: Receiver,
-        rest: Starlette,
-        feed: Feed,
+        upload_path: str,
+        receive_upload: UploadReceiver,
+        public: Starlette,
         authorities: frozenset[str] | None,
     ) -> None:
-        self.feed, self._receiver = feed, receiver
-        self._coordinator, self._desk, self.rest = coordinator, desk, rest
+        self._coordinator, self._writer, self.public = coordinator, writer, public
+        self._upload_path, self._receive_upload = upload_path, receive_upload
         self._authorities = authorities
         self._routes = RouteTable(routes)
+        self._has_object_store = not isinstance(coordinator.store, LocalStore)
         rate = coordinator.config.requests_per_s
         self._buckets = Buckets(rate=rate, burst=10 * rate)
 
-    def close(self) -> None:
-        """When nothing comes in any more."""
-        self._desk.close()
-        self._receiver.close()
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = self._routes.find(scope["method"], scope["path"]) if scope["type"] == "http" else None
-        token = None if found is not None else _uploaded(scope)
-        if found is None and token is None:
-            await self.rest(scope, receive, send)
-            return
+        found = self._routes.find(scope["method"], scope["path"])
+        token = self._upload_token(scope) if found is None else None
         answer: bytes | Response
         try:
             if found is not None:
-                answer = await self._answer(found, scope, receive)
+                answer = await self._answer(*found, scope, receive)
+            elif token is not None:
+                length = _read_headers(scope["headers"]).get("content-length", "0")
+                answer = await self._receive_upload(token, length, receive)
             else:
-                assert token is not None
-                length = _headers_of(scope["headers"]).get("content-length", "0")
-                answer = await self._receiver.take(token, length, receive)
+                await self.public(scope, receive, send)
+                return
         except Rejected as error:
             now_s = self._coordinator.clock()
             answer = problem(error.code, error.detail, now_s=now_s, retry_after_s=error.retry_after_s)
         except Exception as error:
-            words = disk_full.missing(self._coordinator, error)
-            if words is None:
+            full = disk_full.report(self._coordinator, error)
+            if full is None:
                 await failure(self._coordinator, scope, error)(scope, receive, send)
-                raise  # the server logs where it came from
+                raise  # the server logs the traceback
             now_s = self._coordinator.clock()
-            answer = problem("request.no_space", words, now_s=now_s, retry_after_s=disk_full.RETRY_S)
+            answer = problem("request.no_space", full, now_s=now_s, retry_after_s=disk_full.RETRY_S)
         if isinstance(answer, bytes):
             await send_json(send, answer)
         else:
             await answer(scope, receive, send)
 
-    async def _answer(self, way: Found, scope: Scope, receive: Receive) -> bytes | Response:
-        route, path = way
-        headers = _headers_of(scope["headers"])
+    async def _answer(
+        self, route: SignedRoute, value: str | None, scope: Scope, receive: Receive
+    ) -> bytes | Response:
+        headers = _read_headers(scope["headers"])
         body = await _read_body(headers.get("content-length"), receive, route.max_body)
-        # Here, and not at the desk: the signature is checked while others' requests are acted on.
-        signer = self._signer(scope, headers, body)
-        if route.prepare is not None and not isinstance(self._coordinator.store, LocalStore):
-            found = await run_in_threadpool(route.prepare, self._coordinator, signer, path["lease_id"])
-            if found is not None:
-                await self._desk.do(
-                    partial(uploads.mark_stored, self._coordinator, found),
-                    Needs(lease_id=found.lease_id, upload=True),
-                )
-        beat = Heartbeat.parse(body) if route.beats else None
-        needs = route.needs(signer.key, path.get("lease_id", "")) if route.needs is not None else None
-        knock = Knock(signer=signer, allowed=route.callers, beat=beat, needs=needs)
-        return await self._desk.do(partial(self._act, route, path, body, signer), knock)
+        # In the event loop, not in the writer thread: signatures are checked while other requests are executed.
+        signer = self._verify(scope, headers, body)
+        if route.before is not None and self._has_object_store:
+            note = await run_in_threadpool(route.before, self._coordinator, signer.key, value or "")
+            if note is not None:
+                await self._writer.run(note)
+        return await self._writer.run(partial(self._execute, route, value, body, signer))
 
-    def _signer(self, scope: Scope, headers: dict[str, str], body: bytes) -> Signer:
+    def _verify(self, scope: Scope, headers: Mapping[str, str], body: bytes) -> Signer:
+        """Returns who signed the request; raises Rejected if the signature is not valid or the key asks too often."""
         authority = headers.get("host", "").lower()
-        # Else a request signed for another server could be carried here, with that server's name in its Host header.
+        # Otherwise a request signed for another server could be sent here, with that server's name in its Host header.
         if self._authorities is not None and authority not in self._authorities:
             raise Rejected(
                 "request.bad_signature",
@@ -157,7 +189,7 @@ class Entrance:
         )
         now_s = self._coordinator.clock()
         signer = verify_request(headers, target, body, now_s=now_s)
-        # After the signature: nobody can use up another's share. The run's own roles are not counted.
+        # After the signature is checked, so that nobody can use up another key's share. Roles have no limit.
         if signer.key not in self._coordinator.roles and (wait_s := self._buckets.wait_s(signer.key, now_s)):
             limit = self._coordinator.config.requests_per_s
             raise Rejected(
@@ -165,18 +197,30 @@ class Entrance:
             )
         return signer
 
-    def _act(self, route: SignedRoute, path: dict[str, str], body: bytes, signer: Signer) -> bytes | Response:
+    def _execute(
+        self, route: SignedRoute, value: str | None, body: bytes, signer: Signer, group: WriteGroup
+    ) -> bytes | Response:
+        """Runs in the writer thread: executes one signed request as part of `group`."""
         coordinator = self._coordinator
-        turn = coordinator.database.turn()
-        if route.beats and turn is not None and has_beaten(turn, signer):
-            return to_json(as_described(nodes.reply(turn, coordinator), route.gives))
-        with admitted(coordinator, signer, route.callers) as tx:
-            answer = route.handle(Call(coordinator=coordinator, tx=tx, body=body, path=path))
+        with admitted(coordinator, group, signer, route.callers) as tx:
+            arguments: list[Any] = [tx, coordinator]
+            if value is not None:
+                arguments.append(route.parse_path(value))
+            if route.takes is not None:
+                arguments.append(route.takes.parse(body))
+            answer = route.act(*arguments)
             return answer if isinstance(answer, Response) else to_json(as_described(answer, route.gives))
+
+    def _upload_token(self, scope: Scope) -> str | None:
+        """Returns the token of an upload's path; None if the request is not an upload."""
+        if scope["method"] != "PUT" or not scope["path"].startswith(self._upload_path):
+            return None
+        token: str = scope["path"].removeprefix(self._upload_path)
+        return token if token and "/" not in token else None
 
 
 def failure(coordinator: Coordinator, scope: Scope, error: Exception) -> Response:
-    """An error of ours is logged; a stranger gets no more than that there was one."""
+    """Logs an internal error and returns the answer to it, which does not say more than that there was one."""
     first_line = str(error).partition("\n")[0]
     coordinator.log.error(
         f"{scope['method']} {scope['path'][:200]} failed: {type(error).__name__}: {first_line}"
@@ -184,28 +228,20 @@ def failure(coordinator: Coordinator, scope: Scope, error: Exception) -> Respons
     return problem("request.failed", "an error on our side; it is logged", now_s=coordinator.clock())
 
 
-def _uploaded(scope: Scope) -> str | None:
-    """The name under which bytes come; None if it is no upload."""
-    if scope["type"] != "http" or scope["method"] != "PUT" or not scope["path"].startswith(uploads.PATH):
-        return None
-    token: str = scope["path"].removeprefix(uploads.PATH)
-    return token if token and "/" not in token else None
-
-
-def _headers_of(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Those that matter here, each of which may stand there once."""
+def _read_headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Returns the headers that the router uses; raises Rejected if one of them is repeated."""
     headers: dict[str, str] = {}
     for name, value in raw:
-        if name in _ONCE:
+        if name in _HEADERS:
             text = name.decode("latin-1")
             if text in headers:
-                raise Rejected("request.bad_signature", f"the header {text} stands there more than once")
+                raise Rejected("request.bad_signature", f"duplicate header {text}")
             headers[text] = value.decode("latin-1")
     return headers
 
 
 async def _read_body(declared: str | None, receive: Receive, max_bytes: int) -> bytes:
-    """The body, refused by its declared length, or at the first byte past `max_bytes`."""
+    """Returns the body; raises Rejected if it is declared too long, or at the first byte past `max_bytes`."""
     check_length(declared or "0", max_bytes)
     pieces, received = [], 0
     try:
@@ -219,7 +255,7 @@ async def _read_body(declared: str | None, receive: Receive, max_bytes: int) -> 
                 received += len(pieces[-1])
                 if received > max_bytes:
                     raise Rejected(
-                        "request.too_large", f"the body passed the {max_bytes} bytes this route takes"
+                        "request.too_large", f"the body passed the {max_bytes} bytes that this route takes"
                     )
                 more = message.get("more_body", False)
     except TimeoutError:

@@ -1,57 +1,277 @@
-"""The coordinator as a process: open the folders, serve, keep house, leave. One run, or a pool of them."""
+"""The coordinator as a process: opens the runs' folders, serves their ASGI apps, and keeps house until it is told to stop.
 
+/runs/NAME/...      the run of that name
+/v1/runs            all runs, the one that needs workers most first
+/healthz, /readyz   whether all runs are well
+anything else       the first run, so that a pool of one run needs no prefix
+"""
+
+import asyncio
 import contextlib
-import fcntl
 import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from shoal.files import AlreadyLocked, hold_lock
 from shoal.net.http_server import Server, listen
+from shoal.net.rate_limit import Buckets
 from shoal.net.s3_store import Credentials, S3Store
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.context import Coordinator, newest_version, open_coordinator
 from shoal.swarm.coordinator.housekeeping import keep_house, resume
-from shoal.swarm.coordinator.http.app import make_app
-from shoal.swarm.coordinator.http.run_pool import Hosted, Pool
-from shoal.swarm.coordinator.leases.object_cleanup import keep_sweeping
-from shoal.swarm.coordinator.rules.planning import check_upload_limit
+from shoal.swarm.coordinator.http import openapi
+from shoal.swarm.coordinator.http.live_page import Feed, page_routes
+from shoal.swarm.coordinator.http.responses import JSON, as_described, problem, send_json, to_json
+from shoal.swarm.coordinator.http.router import PublicRoute, Router, failure
+from shoal.swarm.coordinator.http.routes import PUBLIC_ROUTES, SIGNED_ROUTES
+from shoal.swarm.coordinator.http.upload_receiver import Receiver
+from shoal.swarm.coordinator.leases import uploads
+from shoal.swarm.coordinator.leases.issue import check_upload_limit
+from shoal.swarm.coordinator.store.writer import Writer
+from shoal.swarm.coordinator.views import prometheus, stats
 from shoal.telemetry import Log
+from shoal.wire.codes import Rejected
+from shoal.wire.messages import RunList, RunView
+from shoal.wire.record import Record
 from shoal.wire.run_spec import RunSpec
 
+PREFIX = "/runs/"
+CACHE_S = 1.0
+"""How long the answer of a costly public route is given again."""
+COSTLY_PER_S = 20.0
+"""Requests a second that one address may send to costly public routes; ten times as many at once."""
 _WILDCARDS = ("0.0.0.0", "::", "")
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+# -- the app of one run -----------------------------------------------------------------------------------
+
+
+class RunApp:
+    """The ASGI app of one run."""
+
+    def __init__(
+        self, coordinator: Coordinator, *, authorities: frozenset[str] | None = None, cache_s: float = CACHE_S
+    ) -> None:
+        """`authorities` are the HOST:PORT names that a signed request may be for; None accepts any."""
+        self.coordinator = coordinator
+        self.feed = Feed(coordinator)
+        self._writer = Writer(coordinator.database)
+        self._receiver = Receiver(coordinator, self._writer)
+        self.public = _public_app(coordinator, self.feed, cache_s)
+        self._router = Router(
+            coordinator,
+            SIGNED_ROUTES,
+            self._writer,
+            upload_path=uploads.PATH,
+            receive_upload=self._receiver.receive,
+            public=self.public,
+            authorities=authorities,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _run_lifespan(receive, send, [self])
+        else:
+            await self._router(scope, receive, send)
+
+    def close(self) -> None:
+        """Ends the threads of the app. Call it when no request comes in any more."""
+        self._writer.close()
+        self._receiver.close()
+
+
+async def _run_lifespan(receive: Receive, send: Send, apps: Sequence[RunApp]) -> None:
+    assert (await receive())["type"] == "lifespan.startup"
+    await send({"type": "lifespan.startup.complete"})
+    assert (await receive())["type"] == "lifespan.shutdown"
+    for app in apps:
+        await run_in_threadpool(app.close)
+    await send({"type": "lifespan.shutdown.complete"})
+
+
+def _public_app(coordinator: Coordinator, feed: Feed, cache_s: float) -> Starlette:
+    """Returns the framework's app for unsigned requests."""
+    cache = AnswerCache(coordinator, cache_s)
+
+    def look(route: PublicRoute, request: Request) -> Response:
+        with coordinator.database.read() as db:
+            answer = route.view(db, coordinator, request)
+        if isinstance(answer, Record):
+            return Response(to_json(as_described(answer, route.gives)), media_type=JSON)
+        return Response(to_json([as_described(record, route.gives) for record in answer]), media_type=JSON)
+
+    def look_at_metrics(request: Request) -> Response:
+        with coordinator.database.read() as db:
+            return Response(prometheus.exposition(db, coordinator), media_type=prometheus.MEDIA_TYPE)
+
+    def endpoint(route: PublicRoute) -> Endpoint:
+        view = partial(look, route)
+        return cache.cached(view) if route.is_costly else _in_thread(view)
+
+    description = openapi.document(SIGNED_ROUTES, PUBLIC_ROUTES)
+
+    async def describe(request: Request) -> Response:
+        return Response(description, media_type=JSON)
+
+    endpoints = {path: endpoint(route) for path, route in PUBLIC_ROUTES.items()}
+    endpoints |= {"/metrics": cache.cached(look_at_metrics), "/openapi.json": describe}
+    routes = [Route(path, endpoint, methods=["GET"]) for path, endpoint in endpoints.items()]
+    app = Starlette(routes=[*routes, *page_routes(feed)])
+    app.router.redirect_slashes = False
+    _answer_errors(app, coordinator)
+    return app
+
+
+def _in_thread(view: Callable[[Request], Response]) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        return await run_in_threadpool(view, request)
+
+    return endpoint
+
+
+class AnswerCache:
+    """Answers of costly public routes, which anybody may ask for without a key.
+
+    An answer is given again for `cache_s`, so that any number of askers cost one computation at a time. And one address may
+    ask only COSTLY_PER_S times a second.
+    """
+
+    def __init__(self, coordinator: Coordinator, cache_s: float) -> None:
+        self._clock, self._cache_s = coordinator.clock, cache_s
+        self._buckets = Buckets(rate=COSTLY_PER_S, burst=10 * COSTLY_PER_S)
+
+    def cached(self, view: Callable[[Request], Response]) -> Endpoint:
+        lock, answer, until_s = asyncio.Lock(), Response(), float("-inf")
+
+        async def endpoint(request: Request) -> Response:
+            nonlocal answer, until_s
+            self._check_rate(request)
+            async with lock:
+                if time.monotonic() >= until_s:
+                    answer = await run_in_threadpool(view, request)
+                    until_s = time.monotonic() + self._cache_s
+            return answer
+
+        return endpoint
+
+    def _check_rate(self, request: Request) -> None:
+        address = request.client.host if request.client is not None else ""
+        if wait_s := self._buckets.wait_s(address, self._clock()):
+            raise Rejected(
+                "request.too_many",
+                f"one address may ask {COSTLY_PER_S:g} times a second for what is computed over all tables",
+                retry_after_s=wait_s,
+            )
+
+
+def _answer_errors(app: Starlette, coordinator: Coordinator) -> None:
+    async def refuse(request: Request, error: Exception) -> Response:
+        assert isinstance(error, Rejected)
+        now_s = coordinator.clock()
+        return problem(error.code, error.detail, now_s=now_s, retry_after_s=error.retry_after_s)
+
+    async def refuse_route(request: Request, error: Exception) -> Response:
+        detail = f"there is no {request.method} {request.url.path[:200]}"
+        return problem("request.not_found", detail, now_s=coordinator.clock())
+
+    async def fail(request: Request, error: Exception) -> Response:
+        return failure(coordinator, request.scope, error)
+
+    app.add_exception_handler(Rejected, refuse)
+    app.add_exception_handler(HTTPException, refuse_route)
+    app.add_exception_handler(Exception, fail)
+
+
+# -- several runs behind one address ----------------------------------------------------------------------
+
+
+class RunPool:
+    """An ASGI app over the apps of several runs. Each run has its own folder, keys, ledger and trust."""
+
+    def __init__(self, apps: Sequence[RunApp]) -> None:
+        self._apps = {app.coordinator.spec.run: app for app in apps}
+        assert len(self._apps) == len(apps), "two runs have the same name"
+        self._first = apps[0]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _run_lifespan(receive, send, list(self._apps.values()))
+            return
+        name, path = self._split(scope["path"])
+        if path == "/v1/runs" and scope["method"] == "GET" and len(self._apps) > 1:
+            await send_json(send, to_json(await run_in_threadpool(self._list)))
+        elif name is None:
+            await self._answer_for_all(scope, receive, send)
+        elif name in self._apps:
+            # `raw_path` stays as it was sent, because the signature covers it.
+            await self._apps[name]({**scope, "path": path}, receive, send)
+        else:
+            known = ", ".join(self._apps)
+            detail = f"no run {name[:80]!r} here; there are {known}"
+            now_s = self._first.coordinator.clock()
+            await problem("request.not_found", detail, now_s=now_s)(scope, receive, send)
+
+    def close_feeds(self) -> None:
+        for app in self._apps.values():
+            app.feed.close()
+
+    @staticmethod
+    def _split(path: str) -> tuple[str | None, str]:
+        """Returns the run's name and the rest of the path; None for a path without a name."""
+        if not path.startswith(PREFIX):
+            return None, path
+        name, slash, rest = path.removeprefix(PREFIX).partition("/")
+        return name, slash + rest or "/"
+
+    async def _answer_for_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/readyz":
+            for name, app in self._apps.items():
+                if stalled := app.coordinator.vitals.stalled():
+                    detail = f"{name}: {'; '.join(stalled)}"
+                    now_s = app.coordinator.clock()
+                    await problem("request.not_ready", detail, now_s=now_s)(scope, receive, send)
+                    return
+        await self._first(scope, receive, send)
+
+    def _list(self) -> RunList:
+        """Returns all runs by need: finished runs last, then by live workers for each group of a step."""
+        found: list[tuple[bool, float, RunView]] = []
+        for name, app in self._apps.items():
+            with app.coordinator.database.read() as db:
+                view = stats.runs(db, app.coordinator).runs[0]
+            share = view.live_workers / app.coordinator.config.groups_per_step
+            found.append((view.finished, share, view.model_copy(update={"path": PREFIX + name})))
+        found.sort(key=lambda entry: entry[:2])
+        return RunList(runs=tuple(view for _, _, view in found))
+
+
+# -- the process ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosting:
-    """One run and where it lives."""
+    """One run and its folder."""
 
     config: CoordinatorConfig
     spec: RunSpec
     dir: Path
     credentials: Credentials | None = None
     """Of its object store, where it has one."""
-
-
-def run_coordinator(  # noqa: PLR0913 - the whole of a process
-    config: CoordinatorConfig,
-    spec: RunSpec,
-    dir: Path,
-    host: str,
-    port: int,
-    stop: threading.Event,
-    on_ready: Callable[[str], None] | None = None,
-    *,
-    credentials: Credentials | None = None,
-) -> None:
-    """Serve the run in `dir` until `stop`. `on_ready` gets the URL once it answers (port 0 takes a free one).
-
-    With PostgreSQL several may serve one run from one folder.
-    """
-    hosting = Hosting(config=config, spec=spec, dir=dir, credentials=credentials)
-    run_pool([hosting], host, port, stop, on_ready)
 
 
 def run_pool(
@@ -61,22 +281,21 @@ def run_pool(
     stop: threading.Event,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """The same for several runs, each in its own folder."""
+    """Serves the runs until `stop`. `on_ready` gets the URL once the server answers (port 0 takes a free port).
+
+    With PostgreSQL several coordinators may serve one run from one folder.
+    """
     names = [run.spec.run for run in runs]
     if len(set(names)) < len(names):
-        raise ValueError(f"runs of one coordinator must have names of their own: {', '.join(names)}")
+        raise ValueError(f"runs of one coordinator must have different names: {', '.join(names)}")
     with contextlib.ExitStack() as stack:
-        _collect_seldom()
+        # What a request leaves behind is freed with its last reference; searching it for cycles took a twentieth of the time.
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 20)
         coordinators = [stack.enter_context(_opened(run)) for run in runs]
         for coordinator in coordinators:
-            _sweep_beside(coordinator, stop)
+            _start_sweeping(coordinator, stop)
         _serve(coordinators, host, port, stop, on_ready)
-
-
-def _collect_seldom() -> None:
-    """What a request leaves behind is gone with its last reference; looking for circles in it took a twentieth of the time."""
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
 
 
 @contextmanager
@@ -93,10 +312,22 @@ def _opened(run: Hosting) -> Iterator[Coordinator]:
             coordinator.close()
 
 
-def _sweep_beside(coordinator: Coordinator, stop: threading.Event) -> None:
+@contextmanager
+def alone_in(dir: Path) -> Iterator[None]:
+    """Raises ValueError if another coordinator runs in the same folder."""
+    try:
+        with hold_lock(
+            dir / "coordinator.lock", message=f"a coordinator is already running in {dir}; stop it first"
+        ):
+            yield
+    except AlreadyLocked as error:
+        raise ValueError(str(error)) from None
+
+
+def _start_sweeping(coordinator: Coordinator, stop: threading.Event) -> None:
     if isinstance(coordinator.store, S3Store):
         arguments = (coordinator, coordinator.store, stop)
-        threading.Thread(target=keep_sweeping, args=arguments, name="sweep", daemon=True).start()
+        threading.Thread(target=uploads.keep_sweeping, args=arguments, name="sweep", daemon=True).start()
 
 
 def _serve(
@@ -109,7 +340,7 @@ def _serve(
     sock = listen(host, port)
     port = int(sock.getsockname()[1])
     url = f"http://{_bracketed(host)}:{port}"
-    pool = Pool([_host(coordinator, host, port, url) for coordinator in coordinators])
+    pool = RunPool([_make_app(coordinator, host, port, url) for coordinator in coordinators])
     server = Server(pool, sock, on_close=pool.close_feeds)
     server.start()
     try:
@@ -120,30 +351,18 @@ def _serve(
         server.close()
 
 
-def _host(coordinator: Coordinator, host: str, port: int, url: str) -> Hosted:
+def _make_app(coordinator: Coordinator, host: str, port: int, url: str) -> RunApp:
     authorities = known_authorities(host, port, coordinator.config.authorities)
     with coordinator.database.read() as db:
         newest = newest_version(db)
     coordinator.log.info("serving", url=url, run=coordinator.spec.run, newest_version=newest)
     if authorities is None:
-        coordinator.log.warning("any host name is taken in signed requests; set coordinator.authorities")
-    return Hosted(coordinator, make_app(coordinator, authorities=authorities))
-
-
-@contextmanager
-def alone_in(dir: Path) -> Iterator[None]:
-    """A second coordinator in the same folder is refused; the lock ends with the process, however it ends."""
-    dir.mkdir(parents=True, exist_ok=True)
-    with (dir / "coordinator.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"a coordinator is already running in {dir}; stop it first") from None
-        yield
+        coordinator.log.warning("signed requests for any host name are accepted; set coordinator.authorities")
+    return RunApp(coordinator, authorities=authorities)
 
 
 def known_authorities(host: str, port: int, named: tuple[str, ...]) -> frozenset[str] | None:
-    """The names a signed request may be for; None (any) where they cannot be known."""
+    """Returns the HOST:PORT names that a signed request may be for; None if they cannot be known, which accepts any."""
     if host in _WILDCARDS and not named:
         return None
     own = {f"{_bracketed(host)}:{port}", *(f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]"))}

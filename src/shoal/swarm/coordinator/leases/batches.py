@@ -1,8 +1,8 @@
-"""Accepted groups, and the batches the trainer gets of them.
+"""Accepted groups, and the batches that the trainer gets of them.
 
-A group is ready, dropped (its rewards are all equal: no signal), stale, withdrawn (its lease was revoked), or batched. A batch is formed once, in the
-transaction that assigns its groups, and kept as the bytes of its answer: asking again, after a crash of either side,
-gives the same groups, and no group is ever in two batches.
+A group is ready, dropped (all rewards are equal: no signal), stale, withdrawn (its lease was revoked), or batched. A batch is
+formed once, in the transaction that assigns its groups, and kept as the bytes of its answer. Asking again, after a crash of
+either side, gives the same groups, and no group is ever in two batches.
 """
 
 import json
@@ -14,8 +14,7 @@ from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, upd
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction
 from shoal.swarm.coordinator.store.schema import batches, groups, verdicts
-from shoal.swarm.coordinator.store.sheet import GROUPS
-from shoal.swarm.coordinator.store.statements import Statement, given
+from shoal.swarm.coordinator.store.statements import Statement, given, inserting
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import Batch, Group
 
@@ -37,23 +36,26 @@ RECENT_GROUPS = 64
 _SIGNAL = (GroupState.READY.value, GroupState.BATCHED.value)
 _LATELY = (
     select(groups.c.state)
-    .where(groups.c.state.in_((*_SIGNAL, GroupState.DROPPED.value)))  # of stale ones it was not asked
+    .where(
+        groups.c.state.in_((*_SIGNAL, GroupState.DROPPED.value))
+    )  # stale groups were never tested for signal
     .order_by(groups.c.accepted_seq.desc())
     .limit(RECENT_GROUPS)
     .subquery()
 )
 SIGNAL_PRIOR = 8.0
-"""Groups with signal that are counted besides: so the share is 1 before anything was seen, and never 0."""
+"""Groups with signal that are added to the counted ones, so that the share is 1 at the beginning and never 0."""
 _COUNT_SIGNAL = Statement(
     select(
         func.count().filter(_LATELY.c.state.in_(_SIGNAL)).label("signal"), func.count().label("total")
     ).select_from(_LATELY)
 )
+_INSERT = inserting(groups)
 _FORMED = Statement(select(batches.c.version).where(batches.c.version == given("number")))
 
 
 def has_signal(rewards: tuple[float, ...]) -> bool:
-    """Advantages are differences from the group's mean: equal rewards teach nothing."""
+    """Returns whether a group can be learned from: advantages are differences from its mean, so equal rewards teach nothing."""
     return max(rewards) != min(rewards)
 
 
@@ -71,7 +73,7 @@ def add_groups(
     newest: int,
     max_lag: int,
 ) -> None:
-    """One row per prompt of an accepted lease. `seq` is the verdict's number in the ledger."""
+    """Inserts one group for each prompt of an accepted lease. `seq` is the number of the verdict in the ledger."""
     size = lease.samples_per_prompt
     stale = is_stale(newest, submission.policy_version, max_lag)
     rows: list[dict[str, Any]] = []
@@ -90,20 +92,16 @@ def add_groups(
                 "state": (GroupState.STALE if stale else signal).value,
                 "accepted_seq": seq,
                 "stale_seq": seq if stale else None,
+                "batch_version": None,
             }
         )
-    for row in rows:
-        GROUPS.insert(tx.db, **row)
-    ready = sum(row["state"] == GroupState.READY.value for row in rows)
-    for (oldest,) in tx.turn.known(count_ready):
-        if submission.policy_version >= oldest:
-            tx.turn.learn(tx.turn.recall(count_ready, oldest) + ready, count_ready, oldest)
+    tx.write_many(_INSERT, rows)
     if stale:
         _record_stale(tx, newest, [row["group_id"] for row in rows])
 
 
 def retire_stale(tx: Transaction, newest: int, max_lag: int) -> None:
-    """A version was published: ready groups that are now too old are void, without blame."""
+    """Marks ready groups as stale that are too old now that version `newest` is published."""
     too_old = (groups.c.state == GroupState.READY.value, groups.c.policy_version < newest - max_lag)
     ids = list(
         tx.db.execute(select(groups.c.group_id).where(*too_old).order_by(groups.c.accepted_seq)).scalars()
@@ -111,14 +109,14 @@ def retire_stale(tx: Transaction, newest: int, max_lag: int) -> None:
     if not ids:
         return
     seq = _record_stale(tx, newest, ids)
-    tx.db.execute(update(groups).where(*too_old).values(state=GroupState.STALE.value, stale_seq=seq))
+    tx.write(update(groups).where(*too_old).values(state=GroupState.STALE.value, stale_seq=seq))
 
 
 def withdraw(tx: Transaction, lease_ids: list[str]) -> list[str]:
-    """Leases were revoked: those of their groups that nobody has trained on never will be; their ids."""
+    """Withdraws the groups of revoked leases that were not trained on yet, and returns their ids."""
     unused = (groups.c.state == GroupState.READY.value, groups.c.lease_id.in_(lease_ids))
     ids = list(tx.db.execute(select(groups.c.group_id).where(*unused).order_by(groups.c.group_id)).scalars())
-    tx.db.execute(update(groups).where(*unused).values(state=GroupState.WITHDRAWN.value))
+    tx.write(update(groups).where(*unused).values(state=GroupState.WITHDRAWN.value))
     return ids
 
 
@@ -138,33 +136,35 @@ def is_formed(db: Connection, version: int) -> bool:
 
 
 def count_ready(db: Connection, oldest: int) -> int:
-    """By version `oldest` or newer."""
+    """Returns the number of ready groups made by version `oldest` or newer."""
     return int(_COUNT_READY.value(db, oldest=oldest))
 
 
 def signal_share(db: Connection) -> float:
-    """Of the groups accepted lately, those that teach something. Good for a whole turn: it is an estimate."""
+    """Returns the share of recently accepted groups that have signal, as an estimate of the next ones."""
     found = _COUNT_SIGNAL.row(db)
     assert found is not None, "a count is one row"
     return float((found.signal + SIGNAL_PRIOR) / (found.total + SIGNAL_PRIOR))
 
 
 def count_dropped(db: Connection) -> int:
-    """Without signal, of what was accepted since the last batch."""
+    """Returns the number of groups without signal that were accepted since the last batch."""
     last_seq = select(func.coalesce(func.max(batches.c.seq), 0)).scalar_subquery()
     dropped = (groups.c.state == GroupState.DROPPED.value, groups.c.accepted_seq > last_seq)
     return int(db.execute(select(func.count()).select_from(groups).where(*dropped)).scalar_one())
 
 
 def form_batch(tx: Transaction, coordinator: Coordinator, version: int) -> Batch | None:
-    """The batch of `version`, the newest or the one after it, if enough groups are ready: the oldest first, before they go
-    stale."""
+    """Forms the batch of `version` from ready groups, oldest first; returns None if there are too few.
+
+    `version` is the newest version or the one after it.
+    """
     wanted = coordinator.config.groups_per_step
     rows = tx.db.execute(
         select(groups)
         .where(
             groups.c.state == GroupState.READY.value,
-            # Of the newest version's, those that are too old are gone already (retire_stale); of the next one's, not yet.
+            # For the newest version retire_stale has removed what is too old; for the version after it, not yet.
             groups.c.policy_version >= version - coordinator.spec.max_lag,
         )
         .order_by(groups.c.policy_version, groups.c.accepted_seq, groups.c.prompt_index)
@@ -184,12 +184,12 @@ def form_batch(tx: Transaction, coordinator: Coordinator, version: int) -> Batch
         stale_groups=batch.stale_groups,
         reward_mean=batch.reward_mean,
     )
-    tx.db.execute(
+    tx.write(
         insert(batches).values(
             version=version, num_groups=len(ids), body=batch.model_dump_json(), formed_at_s=tx.now_s, seq=seq
         )
     )
-    tx.db.execute(
+    tx.write(
         update(groups)
         .where(groups.c.group_id.in_(ids))
         .values(state=GroupState.BATCHED.value, batch_version=version)
@@ -198,7 +198,7 @@ def form_batch(tx: Transaction, coordinator: Coordinator, version: int) -> Batch
 
 
 def _since_last_batch(db: Connection, chosen: list[Row[Any]] | Any) -> dict[str, Any]:
-    """Dropped and stale groups and the mean reward, of what was accepted since the batch before."""
+    """Returns counts of dropped and stale groups and the mean reward of what was accepted since the last batch."""
     last_seq = db.execute(select(func.coalesce(func.max(batches.c.seq), 0))).scalar_one()
     accepted = groups.c.accepted_seq > last_seq
     mean, dropped, num_accepted = db.execute(
@@ -211,7 +211,7 @@ def _since_last_batch(db: Connection, chosen: list[Row[Any]] | Any) -> dict[str,
     stale = db.execute(
         select(func.count()).select_from(groups).where(groups.c.stale_seq > last_seq)
     ).scalar_one()
-    # Everything may have been ready before the last batch was formed; then the batch speaks for itself.
+    # If nothing was accepted since the last batch, the mean is that of the chosen groups.
     if mean is None:
         mean = math.fsum(row.reward_mean for row in chosen) / len(chosen)
     return {
@@ -226,7 +226,7 @@ def _since_last_batch(db: Connection, chosen: list[Row[Any]] | Any) -> dict[str,
 
 
 def share_unparseable(db: Connection, which: ColumnElement[bool]) -> float:
-    """Of the rows that were graded under `which` verdicts."""
+    """Returns the share of graded rows without a readable answer, over the verdicts that match `which`."""
     query = select(func.sum(verdicts.c.unparseable), func.sum(verdicts.c.graded)).where(which)
     unparseable, graded = db.execute(query).one()
     return float((unparseable or 0) / max(1, graded or 0))

@@ -1,74 +1,50 @@
-"""Epochs: one secret seeds a number of leases. Its digest is in the ledger before the first of them is issued, the
-secret itself after the last has ended, so that neither side can choose a seed and anybody can check them all.
+"""Epochs: one secret seeds a number of leases.
 
-What a node owes is leased to it again with the seed it knows already; by then its epoch may be out.
+The digest of the secret is in the ledger before the first of them is issued, the secret itself after the last has ended. So
+neither side can choose a seed, and anybody can check all of them.
+
+Work that a node owes is leased to it again with the seed that it knows already; by then its epoch may be revealed.
 """
 
 import hashlib
 import secrets
-from dataclasses import dataclass, replace
 
-from sqlalchemy import Connection, exists, func, select
+from sqlalchemy import exists, func, select
 
 from shoal.swarm.coordinator.context import Transaction
 from shoal.swarm.coordinator.rules.lease_states import OPEN
 from shoal.swarm.coordinator.store.schema import epochs, leases
-from shoal.swarm.coordinator.store.sheet import EPOCHS
-from shoal.swarm.coordinator.store.statements import Statement, given
+from shoal.swarm.coordinator.store.statements import Statement, TableStatements, given
 
-_HIDDEN = select(epochs).where(epochs.c.revealed_at_s.is_(None))
-_NEWEST = epochs.c.epoch.desc()
-_ROOM = Statement(_HIDDEN.where(epochs.c.num_leases < given("most")).order_by(_NEWEST).limit(1))
-_SECRET = Statement(_HIDDEN.order_by(_NEWEST).limit(1))
-_UNENDED = exists().where(leases.c.epoch == epochs.c.epoch, leases.c.state.in_(OPEN))
+EPOCHS = TableStatements(epochs)
+
+_SECRET = select(epochs).where(epochs.c.revealed_at_s.is_(None))
+_NEWEST_FIRST = epochs.c.epoch.desc()
+_GROWING = Statement(_SECRET.where(epochs.c.num_leases < given("most")).order_by(_NEWEST_FIRST).limit(1))
+_NEWEST_SECRET = Statement(_SECRET.order_by(_NEWEST_FIRST).limit(1))
+_HAS_OPEN_LEASES = exists().where(leases.c.epoch == epochs.c.epoch, leases.c.state.in_(OPEN))
 _LAST = Statement(select(func.coalesce(func.max(epochs.c.epoch), 0)))
-_OPEN_OF = Statement(
-    select(func.count())
-    .select_from(leases)
-    .where(leases.c.epoch == given("number"), leases.c.state.in_(OPEN))
+_ANY_OPEN = Statement(
+    select(leases.c.lease_id).where(leases.c.epoch == given("number"), leases.c.state.in_(OPEN)).limit(1)
 )
-_ENDED = Statement(_HIDDEN.where(epochs.c.num_leases >= given("least"), ~_UNENDED).order_by(epochs.c.epoch))
+_ENDED = Statement(
+    _SECRET.where(epochs.c.num_leases >= given("least"), ~_HAS_OPEN_LEASES).order_by(epochs.c.epoch)
+)
 
 
-def draw(tx: Transaction, leases_per_epoch: int) -> tuple[int, bytes]:
-    """Number and secret of the epoch that the next lease belongs to."""
-    room = tx.turn.recall(_room, leases_per_epoch)
-    if room is None:
-        epoch, secret = _begin(tx, num_leases=1)
-        if leases_per_epoch > 1:
-            tx.turn.learn(_Room(epoch, secret, 1), _room, leases_per_epoch)
-        return epoch, secret
-    EPOCHS.change(tx.db, room.epoch, num_leases=room.num_leases + 1)
-    if room.num_leases + 1 < leases_per_epoch:
-        tx.turn.learn(replace(room, num_leases=room.num_leases + 1), _room, leases_per_epoch)
-    else:
-        tx.turn.forget(_room, leases_per_epoch)
-    return room.epoch, room.secret
+def secret_for_lease(tx: Transaction, leases_per_epoch: int) -> tuple[int, bytes]:
+    """Returns number and secret of the epoch that the next lease belongs to, and counts the lease."""
+    growing = _GROWING.row(tx.db, most=leases_per_epoch)
+    if growing is None:
+        return _begin(tx, num_leases=1)
+    tx.update(EPOCHS, growing.epoch, num_leases=growing.num_leases + 1)
+    return growing.epoch, bytes.fromhex(growing.secret)
 
 
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """The epoch that the next lease belongs to."""
-
-    epoch: int
-    secret: bytes
-    num_leases: int
-
-
-def _room(db: Connection, most: int) -> _Room | None:
-    row = _ROOM.row(db, most=most)
-    return None if row is None else _Room(row.epoch, bytes.fromhex(row.secret), row.num_leases)
-
-
-def secret_now(tx: Transaction) -> tuple[int, bytes]:
-    """Number and secret of an epoch that is not revealed yet, for a draw."""
-    hidden = tx.turn.recall(_hidden)
-    return _begin(tx, num_leases=0) if hidden is None else hidden
-
-
-def _hidden(db: Connection) -> tuple[int, bytes] | None:
-    row = _SECRET.row(db)
-    return None if row is None else (row.epoch, bytes.fromhex(row.secret))
+def secret_for_sampling(tx: Transaction) -> tuple[int, bytes]:
+    """Returns number and secret of an epoch that is not revealed yet, to draw which submissions are checked in full."""
+    row = _NEWEST_SECRET.row(tx.db)
+    return _begin(tx, num_leases=0) if row is None else (row.epoch, bytes.fromhex(row.secret))
 
 
 def commitment(secret: bytes) -> str:
@@ -76,37 +52,20 @@ def commitment(secret: bytes) -> str:
 
 
 def reveal_ended(tx: Transaction, leases_per_epoch: int, *, run_over: bool) -> None:
-    """Reveal every epoch whose leases have all ended. An epoch that can still grow is kept, unless the run is over."""
+    """Reveals every epoch whose leases have all ended. An epoch that can still grow is kept secret, unless the run is over."""
     for row in _ENDED.rows(tx.db, least=0 if run_over else leases_per_epoch):
-        EPOCHS.change(tx.db, row.epoch, revealed_at_s=tx.now_s)
+        tx.update(EPOCHS, row.epoch, revealed_at_s=tx.now_s)
         tx.record("epoch.revealed", epoch=row.epoch, secret=row.secret)
-        tx.turn.forget(_room)
-        tx.turn.forget(_hidden)
 
 
 def reveal_after(tx: Transaction, epoch: int, leases_per_epoch: int, *, run_over: bool) -> None:
-    """A lease of `epoch` has ended: reveal what can be. While that epoch can still grow, nothing can."""
-    room = None if run_over else tx.turn.recall(_room, leases_per_epoch)
-    if room is not None and room.epoch == epoch:
-        return
-    # Counted along in a turn, since every lease that ends asks for it.
-    if tx.turn.knows(count_open, epoch):
-        tx.turn.learn(tx.turn.recall(count_open, epoch) - 1, count_open, epoch)
-    if run_over or tx.turn.recall(count_open, epoch) == 0:
+    """Reveals what can be revealed after a lease of `epoch` has ended: nothing, while another lease of it is open."""
+    if run_over or _ANY_OPEN.row(tx.db, number=epoch) is None:
         reveal_ended(tx, leases_per_epoch, run_over=run_over)
-
-
-def count_open(db: Connection, epoch: int) -> int:
-    """Leases of an epoch that have not ended."""
-    return int(_OPEN_OF.value(db, number=epoch))
 
 
 def _begin(tx: Transaction, *, num_leases: int) -> tuple[int, bytes]:
     secret, epoch = secrets.token_bytes(32), int(_LAST.value(tx.db)) + 1
-    EPOCHS.insert(
-        tx.db, epoch=epoch, secret=secret.hex(), commitment=commitment(secret), num_leases=num_leases
-    )
+    tx.insert(EPOCHS, epoch=epoch, secret=secret.hex(), commitment=commitment(secret), num_leases=num_leases)
     tx.record("epoch.committed", epoch=epoch, commitment=commitment(secret))
-    tx.turn.forget(_room)
-    tx.turn.learn((epoch, secret), _hidden)
     return epoch, secret

@@ -1,19 +1,15 @@
-"""Held-out evaluations: which versions get one, which parts of it are still to be leased, what it comes to.
+"""Held-out evaluations: which versions get one, which parts of it are not leased yet, and its result.
 
-An evaluation is cut into chunks; each is one lease, pinned to the version, issued again until one is accepted.
+An evaluation is cut into chunks. Each chunk is one lease, pinned to the version, and is leased again until one is accepted.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from sqlalchemy import Connection, func, insert, select, update
 
-from sqlalchemy import Connection, Row, func, insert, select, update
-
-from shoal.swarm.coordinator.context import Coordinator, Transaction, finish
-from shoal.swarm.coordinator.leases.epochs import reveal_ended
-from shoal.swarm.coordinator.rules.lease_states import OPEN, State
+from shoal.swarm.coordinator.context import Coordinator, Transaction
+from shoal.swarm.coordinator.rules.lease_states import OPEN, LeaseState
+from shoal.swarm.coordinator.rules.planning import EvalChunk
 from shoal.swarm.coordinator.store.schema import evaluation_chunks, evaluations, leases
 from shoal.swarm.coordinator.store.statements import Statement, given
-from shoal.swarm.coordinator.store.turn import Turn
 from shoal.wire.messages import Evaluation
 
 _PENDING = Statement(
@@ -27,47 +23,34 @@ def is_due(version: int, *, eval_every: int, last_version: int) -> bool:
     return version % eval_every == 0 or version == last_version
 
 
-def plan_evaluation(tx: Transaction, coordinator: Coordinator, version: int) -> None:
-    """A version was published: enter its evaluation if it is to have one."""
+def plan_evaluation(tx: Transaction, coordinator: Coordinator, version: int) -> bool:
+    """Plans the evaluation of a published version if it is due. Returns whether the run is over: the last version has none."""
     config, last = coordinator.config, coordinator.spec.last_version
     if config.eval_prompts and is_due(version, eval_every=config.eval_every, last_version=last):
         row = {"num_prompts": config.eval_prompts, "chunk_prompts": config.prompts_per_lease}
-        tx.db.execute(insert(evaluations).values(version=version, **row))
-    elif version == last:
-        finish_run(tx, coordinator)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """One lease's worth of a held-out evaluation."""
-
-    version: int
-    index: int
-    num_prompts: int
+        tx.write(insert(evaluations).values(version=version, **row))
+        return False
+    return version == last
 
 
 def cut(num_prompts: int, chunk_prompts: int) -> list[int]:
-    """Prompts in each chunk; the last may be shorter."""
+    """Returns the number of prompts in each chunk; the last may have fewer."""
     return [min(chunk_prompts, num_prompts - start) for start in range(0, num_prompts, chunk_prompts)]
 
 
-def next_chunk(turn: Turn, *, newest: int, keep_versions: int) -> Chunk | None:
-    """What to lease next. A version that relays no longer keep cannot be evaluated any more."""
-    for evaluation in turn.recall(_pending, newest - keep_versions):
-        taken = _taken(turn.db, evaluation.version)
+def next_chunk(db: Connection, *, newest: int, keep_versions: int) -> EvalChunk | None:
+    """Returns the chunk to lease next. Versions that relays no longer keep cannot be evaluated any more."""
+    for evaluation in _PENDING.rows(db, gone=newest - keep_versions):
+        taken = _taken(db, evaluation.version)
         for index, size in enumerate(cut(evaluation.num_prompts, evaluation.chunk_prompts)):
             if index not in taken:
-                return Chunk(version=evaluation.version, index=index, num_prompts=size)
+                return EvalChunk(version=evaluation.version, index=index, num_prompts=size)
     return None
 
 
-def _pending(db: Connection, gone: int) -> list[Row[Any]]:
-    return _PENDING.rows(db, gone=gone)
-
-
 def _taken(db: Connection, version: int) -> set[int]:
-    """Chunks that are accepted or under way."""
-    states = (*OPEN, State.ACCEPTED)
+    """Returns the chunks that are accepted or leased."""
+    states = (*OPEN, LeaseState.ACCEPTED)
     query = select(leases.c.chunk).where(leases.c.eval_version == version, leases.c.state.in_(states))
     return set(db.execute(query).scalars())
 
@@ -80,9 +63,9 @@ def add_chunk(
     chunk: int,
     lease_id: str,
     rewards: tuple[float, ...],
-) -> None:
-    """An eval lease was accepted."""
-    tx.db.execute(
+) -> bool:
+    """Adds the rewards of an accepted eval lease. Returns whether the run is over: the last version is evaluated."""
+    tx.write(
         insert(evaluation_chunks).values(
             version=version, chunk=chunk, lease_id=lease_id, reward_sum=sum(rewards), rollouts=len(rewards)
         )
@@ -90,16 +73,10 @@ def add_chunk(
     row = tx.db.execute(select(evaluations).where(evaluations.c.version == version)).one()
     done, reward_sum, rollouts = _totals(tx.db, version)
     if done < len(cut(row.num_prompts, row.chunk_prompts)):
-        return
-    tx.db.execute(update(evaluations).where(evaluations.c.version == version).values(completed_at_s=tx.now_s))
+        return False
+    tx.write(update(evaluations).where(evaluations.c.version == version).values(completed_at_s=tx.now_s))
     tx.record("evaluation.completed", version=version, reward_mean=reward_sum / rollouts, rollouts=rollouts)
-    if version == coordinator.spec.last_version:
-        finish_run(tx, coordinator)
-
-
-def finish_run(tx: Transaction, coordinator: Coordinator) -> None:
-    finish(tx, coordinator.spec.last_version)
-    reveal_ended(tx, coordinator.config.leases_per_epoch, run_over=True)
+    return version == coordinator.spec.last_version
 
 
 def _totals(db: Connection, version: int) -> tuple[int, float, int]:
@@ -114,7 +91,7 @@ def _totals(db: Connection, version: int) -> tuple[int, float, int]:
 
 
 def views(db: Connection) -> tuple[Evaluation, ...]:
-    """Every evaluation that has anything to show."""
+    """Returns every evaluation that has at least one accepted chunk."""
     rows = db.execute(
         select(
             evaluations.c.version,
@@ -138,6 +115,6 @@ def views(db: Connection) -> tuple[Evaluation, ...]:
 
 
 def progress(db: Connection, version: int) -> tuple[int, int] | None:
-    """Accepted chunks and all chunks of a version's evaluation; None if it has none."""
+    """Returns the accepted and the total chunks of a version's evaluation; None if it has no evaluation."""
     row = db.execute(select(evaluations).where(evaluations.c.version == version)).one_or_none()
     return row and (_totals(db, version)[0], len(cut(row.num_prompts, row.chunk_prompts)))

@@ -1,78 +1,125 @@
-"""Issuing leases: the door's questions, what planning.py decides on, and the lease made of its answer."""
+"""Issuing leases: may this node have one, what work is there (rules/planning.py), and the lease that is made of it."""
 
 import hashlib
+import random
 import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Row
+from sqlalchemy import Connection, Row, func, select
 
-from shoal.swarm.coordinator.context import Coordinator, Transaction, is_paused, newest_version
-from shoal.swarm.coordinator.leases import batches, epochs, evaluations
-from shoal.swarm.coordinator.leases.in_flight import count_issued, flying_groups, is_proven
-from shoal.swarm.coordinator.leases.lifecycle import awaited_of, expire, find_lease
+from shoal.swarm.coordinator.context import Coordinator, RunState, Transaction, run_state
+from shoal.swarm.coordinator.leases import batches, epochs, evaluations, lifecycle
+from shoal.swarm.coordinator.leases.lease_rows import LEASES, awaited_of, find_lease
 from shoal.swarm.coordinator.membership import admission, relays
 from shoal.swarm.coordinator.membership.nodes import (
+    NODES,
     check_compatible,
-    check_session,
     get_node,
     sign_of_life,
     standing_of,
 )
-from shoal.swarm.coordinator.membership.versions import policy_refs
-from shoal.swarm.coordinator.rules.lease_states import State
-from shoal.swarm.coordinator.rules.planning import NoWork, Outlook, Work, max_bytes, plan
+from shoal.swarm.coordinator.rules.backpressure import SPREAD
+from shoal.swarm.coordinator.rules.lease_states import AWAITED, OPEN, LeaseState
+from shoal.swarm.coordinator.rules.planning import NoWork, Outlook, PlanningTerms, Work, max_bytes, plan
 from shoal.swarm.coordinator.rules.trust import Trust, next_lease_s, open_leases
-from shoal.swarm.coordinator.store.sheet import LEASES, NODES
+from shoal.swarm.coordinator.store.schema import leases, nodes, policies
+from shoal.swarm.coordinator.store.statements import Statement, given
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease, PolicyRef
 from shoal.wire.messages import AskLease
 from shoal.wire.record import Sealed, seal
 from shoal.wire.seeded_draw import lease_seed, problem_seeds
 
+PROVEN_LAPSES = 2
+"""A node that let this many leases in a row run out does not count as proven."""
+
+_UNPROVEN = (nodes.c.accepted == 0) | (nodes.c.lapses >= PROVEN_LAPSES)
+_HOPED = leases.c.state.in_(AWAITED) & _UNPROVEN
+# Leases issued before version `oldest` was published are answered by an older one, and come too late for any batch. If `oldest`
+# is not published yet, the comparison with NULL leaves no row.
+_IN_FLIGHT = Statement(
+    select(
+        func.coalesce(func.sum(leases.c.num_prompts), 0).label("total"),
+        func.coalesce(func.sum(leases.c.num_prompts).filter(_HOPED), 0).label("hoped"),
+    )
+    .join(nodes, nodes.c.node == leases.c.node)
+    .where(
+        leases.c.state.in_(OPEN),
+        leases.c.purpose == "train",
+        leases.c.issued_at_s
+        >= select(policies.c.published_at_s).where(policies.c.version == given("oldest")).scalar_subquery(),
+    )
+)
+_DIGESTS = Statement(
+    select(policies.c.version, policies.c.weights_digest)
+    .where(policies.c.version.between(given("first"), given("last")))
+    .order_by(policies.c.version)
+)
+
 
 def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Sealed[Lease]:
-    check_session(tx, ask.epoch)
-    ran_out = expire(tx, coordinator)
-    assert tx.node is not None, "only nodes ask for leases"
-    node = get_node(tx.db, tx.actor) if ran_out else tx.node
-    _check_eligible(tx, coordinator, node)
-    held = _held(tx, coordinator, node)
-    if held is not None:
-        coordinator.turnstile.let_in(tx.actor)
+    """Returns a lease for the calling node: one that it holds already, or a new one. Raises Rejected if there is no work."""
+    tx.check_session(ask.epoch)
+    state = run_state(tx.db)
+    node, held = _expire_own(tx, coordinator, tx.caller())
+    _check_eligible(tx, coordinator, node, state)
+    if _must_reuse(tx, coordinator, node, held):
+        tx.update(LEASES, held[0].lease_id, session_epoch=node.session_epoch)
+        tx.after_commit(lambda: coordinator.backpressure.release_place(node.node))
         sign_of_life(tx)
-        return held
+        return Sealed[Lease].parse(held[0].sealed)
     _check_patience(tx, coordinator, node)
     try:
-        work = plan(_look(tx, coordinator, node), coordinator)
+        work = plan(_outlook(tx, coordinator, node, state), planning_terms(coordinator))
     except NoWork as reason:
-        wait_s = _turn_away(tx, coordinator, node)
+        wait_s = _refuse(tx, coordinator, node)
         raise Rejected("request.too_early", str(reason), retry_after_s=wait_s) from None
-    coordinator.turnstile.let_in(tx.actor)
-    # Last, for who is refused is to have written nothing (turn.py).
+    tx.after_commit(lambda: coordinator.backpressure.release_place(node.node))
+    # After the last check: a request that is refused after it has written makes its whole group run twice.
     sign_of_life(tx)
     return _issue(tx, coordinator, node, work)
 
 
-def _turn_away(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> float:
-    """Only who has delivered keeps a place: fresh keys are free, and must hold up nobody."""
-    turnstile, least_s = coordinator.turnstile, coordinator.config.retry_s
+def _expire_own(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> tuple[Row[Any], list[Row[Any]]]:
+    """Voids the node's leases that ran out, and returns its row and its other leases that it has not submitted.
+
+    Housekeeping voids expired leases once a second. Here the node's own must be voided at once, or it would be given a lease
+    that it can no longer submit, or a new seed in place of the one that it owes.
+    """
+    held = awaited_of(tx.db, tx.actor)
+    expired = [lease for lease in held if lease.deadline_s < tx.now_s]
+    for lease in expired:
+        lifecycle.expire(tx, coordinator, lease)
+    if expired:
+        node = get_node(tx.db, tx.actor)
+    return node, [lease for lease in held if lease.deadline_s >= tx.now_s]
+
+
+def _refuse(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> float:
+    """Returns how long a node without work should wait. Counts the refusal after commit, because a group may be redone.
+
+    Only nodes with an accepted submission keep a place in the queue; otherwise new keys, which cost nothing, could block it.
+    """
+    backpressure, now_s, least_s = coordinator.backpressure, tx.now_s, coordinator.config.retry_s
+    wait_s = backpressure.wait_s(least_s=least_s, spread=random.uniform(*SPREAD))
+    tx.after_commit(lambda: backpressure.count_refusal(now_s, least_s=least_s))
     if is_proven(node):
-        return turnstile.turn_away(tx.actor, tx.now_s, least_s=least_s)
-    return turnstile.wait_s(tx.now_s, least_s=least_s)
+        tx.after_commit(lambda: backpressure.keep_place(node.node, now_s, wait_s))
+    return wait_s
 
 
-def _check_eligible(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> None:
-    """Asking is a sign of life, and the door keeps the banned out; what is left is compatibility and having left."""
+def _check_eligible(tx: Transaction, coordinator: Coordinator, node: Row[Any], state: RunState) -> None:
+    """Raises Rejected for nodes that are outdated or have left, and while the run is paused. auth.py refuses banned nodes."""
     check_compatible(node, coordinator, tx.now_s)
     if node.trust == Trust.RETIRED.value:
         raise Rejected("request.conflict", "the node has left the run; a new session brings it back")
-    if tx.turn.recall(is_paused):
+    if state.paused:
         raise Rejected("request.paused", "no leases are issued", retry_after_s=coordinator.config.heartbeat_s)
 
 
 def _check_patience(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> None:
-    """Who lets leases lapse one after the other waits longer for each."""
+    """Raises Rejected if the node must wait because its last leases ran out: each one in a row makes the wait longer."""
     wait_s = next_lease_s(standing_of(node), lease_s=coordinator.config.lease_s) - tx.now_s
     if wait_s > 0:
         raise Rejected(
@@ -89,60 +136,77 @@ def _may_hold(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> int:
     return earned if staked is None else min(earned, staked)
 
 
-def _held(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> Sealed[Lease] | None:
-    """The lease to give again: of a session that is gone, or because the node has as many as it may hold.
+def _must_reuse(tx: Transaction, coordinator: Coordinator, node: Row[Any], held: list[Row[Any]]) -> bool:
+    """Returns whether the first lease of `held` is to be given again.
 
-    So a node that crashed, or whose answer got lost, goes on where it was instead of waiting for a deadline.
+    It is, if it belongs to an earlier session, or if the node has as many leases as it may hold. So a node that crashed, or
+    that never got the answer, continues where it was instead of waiting for a deadline.
     """
-    rows = tx.turn.recall(awaited_of, tx.actor)
     limit = _may_hold(tx, coordinator, node)
-    if not rows and limit == 0:
+    if not held and limit == 0:
         raise Rejected("request.not_admitted", "the stake does not suffice for a single lease any more")
-    if not rows or (len(rows) < limit and rows[0].session_epoch == node.session_epoch):
-        return None
-    LEASES.change(tx.db, rows[0].lease_id, session_epoch=node.session_epoch)
-    tx.turn.forget(awaited_of, tx.actor)
-    return Sealed[Lease].parse(rows[0].sealed)
+    return bool(held) and (len(held) >= limit or held[0].session_epoch != node.session_epoch)
 
 
-def _look(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> Outlook:
-    config, recall = coordinator.config, tx.turn.recall
-    newest, chunk = recall(newest_version), None
-    if newest is not None:
-        chunk = evaluations.next_chunk(tx.turn, newest=newest, keep_versions=coordinator.spec.keep_versions)
-    formed = [newest is not None and recall(batches.is_formed, newest + ahead) for ahead in (0, 1)]
+def is_proven(node: Row[Any]) -> bool:
+    """Returns whether the node has an accepted submission and does not let leases run out."""
+    return bool(node.accepted > 0 and node.lapses < PROVEN_LAPSES)
+
+
+def groups_in_flight(db: Connection, oldest: int) -> tuple[int, int]:
+    """Returns the groups of open train leases of version `oldest` or newer: those to count on, and those of unproven nodes."""
+    found = _IN_FLIGHT.row(db, oldest=oldest)
+    assert found is not None, "a sum is one row"
+    return int(found.total - found.hoped), int(found.hoped)
+
+
+def planning_terms(coordinator: Coordinator) -> PlanningTerms:
+    config, spec = coordinator.config, coordinator.spec
+    return PlanningTerms(
+        groups_per_step=config.groups_per_step,
+        prompts_per_lease=config.prompts_per_lease,
+        max_prompts_per_lease=config.max_prompts_per_lease,
+        lease_s=config.lease_s,
+        eval_samples=config.eval_samples,
+        stale=config.stale,
+        max_lag=spec.max_lag,
+        samples_per_prompt=spec.sampling.samples_per_prompt,
+    )
+
+
+def _outlook(tx: Transaction, coordinator: Coordinator, node: Row[Any], state: RunState) -> Outlook:
+    config, spec, newest = coordinator.config, coordinator.spec, state.newest_version
     oldest = 0
     if newest is not None and config.stale == "wait":
-        oldest = max(0, newest + sum(formed) - coordinator.spec.max_lag)
-    coming, hoped = recall(flying_groups, oldest)
+        oldest = max(0, newest + state.batch_formed + state.next_formed - spec.max_lag)
+    coming, hoped = groups_in_flight(tx.db, oldest)
     return Outlook(
         newest_version=newest,
-        last_version=coordinator.spec.last_version,
-        finished=tx.is_finished(coordinator.spec),
-        relays=relays.usable(recall(relays.reports), tx.now_s, config.heartbeat_s),
+        last_version=spec.last_version,
+        finished=state.finished_version == spec.last_version,
+        relays=relays.usable(relays.reports(tx.db), tx.now_s, config.heartbeat_s),
         standing=standing_of(node),
         proven=is_proven(node),
         rows_per_s=node.rows_per_s,
-        chunk=chunk,
-        ready_groups=recall(batches.count_ready, oldest),
+        chunk=None
+        if newest is None
+        else evaluations.next_chunk(tx.db, newest=newest, keep_versions=spec.keep_versions),
+        ready_groups=batches.count_ready(tx.db, oldest),
         coming_groups=coming,
         hoped_groups=hoped,
-        ahead=coordinator.turnstile.ahead_of(tx.actor, tx.now_s),
-        batch_formed=formed[0],
-        next_formed=formed[1],
-        signal_share=recall(batches.signal_share),
+        ahead=coordinator.backpressure.ahead_of(tx.actor, tx.now_s),
+        batch_formed=state.batch_formed,
+        next_formed=state.next_formed,
+        signal_share=batches.signal_share(tx.db),
     )
 
 
 def _issue(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work) -> Sealed[Lease]:
     lease = _compose(tx, coordinator, work, _origin(tx, coordinator, node, work))
-    count_issued(tx.turn, node, lease)
     text = lease.canonical()
     sealed = seal(lease, coordinator.run_key, canonical=text)
-    tx.turn.forget(awaited_of, lease.node)
-    tx.turn.forget(epochs.count_open, lease.epoch)
-    LEASES.insert(
-        tx.db,
+    tx.insert(
+        LEASES,
         lease_id=lease.lease_id,
         node=lease.node,
         unit=lease.unit or lease.lease_id,
@@ -157,7 +221,7 @@ def _issue(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work
         sealed=sealed.model_dump_json(),
         issued_at_s=lease.issued_at_s,
         deadline_s=lease.deadline_s,
-        state=State.ISSUED.value,
+        state=LeaseState.ISSUED.value,
         credit=0,
     )
     tx.record(
@@ -176,8 +240,8 @@ def _issue(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """Where a lease's seed comes from: new, or a lease that the node let go."""
+class SeedOrigin:
+    """Where the seed of a lease comes from: a new one, or that of a lease that the node let go."""
 
     lease_id: str
     unit: str | None
@@ -186,26 +250,26 @@ class Origin:
     num_prompts: int
 
 
-def _origin(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work) -> Origin:
+def _origin(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work) -> SeedOrigin:
     lease_id = secrets.token_hex(16)
     if work.purpose == "train" and node.owed:
         unit, _, rest = node.owed.partition(",")
         first = Sealed[Lease].parse(find_lease(tx.db, unit).sealed).body
-        NODES.change(tx.db, node.node, owed=rest)
-        # Never more than it had: the further prompts would be new to it.
-        return Origin(
+        tx.update(NODES, node.node, owed=rest)
+        # Not more prompts than the first lease had: further ones would be new work.
+        return SeedOrigin(
             lease_id=lease_id,
             unit=unit,
             epoch=first.epoch,
             seed=first.seed,
             num_prompts=min(work.num_prompts, len(first.prompts)),
         )
-    epoch, secret = epochs.draw(tx, coordinator.config.leases_per_epoch)
+    epoch, secret = epochs.secret_for_lease(tx, coordinator.config.leases_per_epoch)
     seed = lease_seed(secret, lease_id, tx.actor)
-    return Origin(lease_id=lease_id, unit=None, epoch=epoch, seed=seed, num_prompts=work.num_prompts)
+    return SeedOrigin(lease_id=lease_id, unit=None, epoch=epoch, seed=seed, num_prompts=work.num_prompts)
 
 
-def _compose(tx: Transaction, coordinator: Coordinator, work: Work, origin: Origin) -> Lease:
+def _compose(tx: Transaction, coordinator: Coordinator, work: Work, origin: SeedOrigin) -> Lease:
     config, spec = coordinator.config, coordinator.spec
     lease_id, seed = origin.lease_id, origin.seed
     seeds = problem_seeds(
@@ -213,7 +277,6 @@ def _compose(tx: Transaction, coordinator: Coordinator, work: Work, origin: Orig
     )
     prompts = tuple(coordinator.task.problem(work.purpose, number).prompt for number in seeds)
     sampling = spec.sampling.model_copy(update={"samples_per_prompt": work.samples_per_prompt})
-    policies: tuple[PolicyRef, ...] = tx.turn.recall(policy_refs, work.versions)
     return Lease(
         lease_id=lease_id,
         run=spec.run,
@@ -223,7 +286,7 @@ def _compose(tx: Transaction, coordinator: Coordinator, work: Work, origin: Orig
         unit=origin.unit,
         seed=seed,
         chunk=work.chunk,
-        policies=policies,
+        policies=_policy_refs(tx.db, work.versions),
         relays=work.relays,
         task=spec.task,
         prompts=prompts,
@@ -234,3 +297,26 @@ def _compose(tx: Transaction, coordinator: Coordinator, work: Work, origin: Orig
         issued_at_s=tx.now_s,
         deadline_s=tx.now_s + config.lease_s,
     )
+
+
+def _policy_refs(db: Connection, versions: tuple[int, ...]) -> tuple[PolicyRef, ...]:
+    """Returns those of `versions` that are published, the newest last."""
+    rows = _DIGESTS.rows(db, first=min(versions), last=max(versions))
+    return tuple(
+        PolicyRef(version=row.version, weights_digest=row.weights_digest)
+        for row in rows
+        if row.version in versions
+    )
+
+
+def check_upload_limit(coordinator: Coordinator) -> None:
+    """Raises ValueError if the largest lease may need a larger upload than the configuration allows."""
+    config, spec = coordinator.config, coordinator.spec
+    most = max(config.prompts_per_lease, config.max_prompts_per_lease)
+    prompts = tuple(coordinator.task.problem("train", seed).prompt for seed in range(most))
+    needed = max_bytes(prompts, spec.sampling, spec.proof)
+    if needed > config.max_upload_bytes:
+        raise ValueError(
+            f"a lease of {most} prompts may need {needed} bytes, above "
+            f"max_upload_bytes={config.max_upload_bytes}; raise it or lower prompts_per_lease"
+        )

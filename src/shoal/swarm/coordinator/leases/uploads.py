@@ -1,40 +1,55 @@
-"""Uploads: a node declares size and digest, gets a name of our choosing, and sends exactly those bytes to it."""
+"""Uploads: a node declares size and digest, gets a token, and sends exactly those bytes under it.
+
+In a folder the bytes come through the coordinator (http/upload_receiver.py). In an object store they come by a signed URL, and
+`sweep` removes what was uploaded there but never submitted.
+"""
 
 import secrets
+import threading
 from dataclasses import asdict
-from typing import Any
 
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, select
 
-from shoal.net.s3_store import StoreDown
+from shoal.net.s3_store import S3Store, StoreDown
 from shoal.swarm.coordinator.context import Coordinator, Transaction
-from shoal.swarm.coordinator.leases.lifecycle import Event, awaited_lease, find_lease, move
-from shoal.swarm.coordinator.leases.pending_upload import Expected, expected_of
-from shoal.swarm.coordinator.leases.upload_cleanup import remove_leftover
-from shoal.swarm.coordinator.rules.lease_states import AWAITED, State
+from shoal.swarm.coordinator.leases.lease_rows import (
+    UPLOADS,
+    ExpectedUpload,
+    check_deliverable,
+    expected_upload,
+    find_lease,
+    move,
+    own_lease,
+    remove_bytes,
+)
+from shoal.swarm.coordinator.rules.lease_states import AWAITED, LeaseEvent, LeaseState
+from shoal.swarm.coordinator.store.database import WriteGroup
 from shoal.swarm.coordinator.store.schema import submissions, uploads
-from shoal.swarm.coordinator.store.sheet import UPLOADS
 from shoal.swarm.coordinator.store.statements import Statement, given
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import AskUpload, Upload
 
 PATH = "/v1/objects/"
 STORE_RETRY_S = 2.0
+SWEEP_S = 3600.0
+SWEEP_SLACK_S = 900.0
+"""Allows for the difference between the store's clock and ours, and for a submission that is being received."""
 
-_UNDER = Statement(select(uploads).where(uploads.c.token == given("name")))
+_BY_TOKEN = Statement(select(uploads).where(uploads.c.token == given("name")))
 
 
 def ask_upload(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: AskUpload) -> Upload:
-    """Where to put the bytes. Asking again for the same bytes gives the same place."""
-    lease = awaited_lease(tx, lease_id, ask.epoch)
+    """Returns where to send the bytes. Asking again for the same bytes gives the same place."""
+    lease = own_lease(tx, lease_id)
+    check_deliverable(tx, lease, ask.epoch)
     if lease.state not in AWAITED:
         raise Rejected("request.conflict", f"lease {lease_id} has its submission already")
     if ask.num_bytes > lease.max_bytes:
         raise Rejected("request.too_large", f"{ask.num_bytes} bytes, the lease allows {lease.max_bytes}")
-    found = find_upload(tx.db, lease_id)
+    found = UPLOADS.find(tx.db, lease_id)
     if found is not None and (found.sha256, found.num_bytes) == (ask.sha256, ask.num_bytes):
-        return _place(coordinator, expected_of(found))
-    wanted = Expected(
+        return _place(coordinator, expected_upload(found))
+    wanted = ExpectedUpload(
         token=secrets.token_hex(32),
         sha256=ask.sha256,
         num_bytes=ask.num_bytes,
@@ -44,35 +59,32 @@ def ask_upload(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: As
     )
     row = {**asdict(wanted), "stored_at_s": None}
     if found is None:
-        UPLOADS.insert(tx.db, **row)
+        tx.insert(UPLOADS, **row)
     else:
-        remove_leftover(tx, coordinator, expected_of(found))
-        UPLOADS.change(tx.db, lease_id, **{name: value for name, value in row.items() if name != "lease_id"})
-    move(tx, lease, Event.UPLOAD)
-    coordinator.database.when_committed(lambda: coordinator.expected.put(wanted.token, wanted))
+        remove_bytes(tx, coordinator, expected_upload(found))
+        del row["lease_id"]
+        tx.update(UPLOADS, lease_id, **row)
+    move(tx, lease, LeaseEvent.UPLOAD)
     return _place(coordinator, wanted)
 
 
-def _place(coordinator: Coordinator, wanted: Expected) -> Upload:
+def _place(coordinator: Coordinator, wanted: ExpectedUpload) -> Upload:
     url = coordinator.store.upload_url(wanted)
     return Upload(path="" if url else PATH + wanted.token, url=url, expires_at_s=wanted.expires_at_s)
 
 
-def find_upload(db: Connection, lease_id: str) -> Row[Any] | None:
-    return UPLOADS.find(db, lease_id)
-
-
-def expected_under(db: Connection, token: str, now_s: float) -> Expected:
-    row = _UNDER.row(db, name=token)
+def find_expected(db: Connection, token: str, now_s: float) -> ExpectedUpload:
+    """Returns the upload that is expected under `token`; raises Rejected if there is none or its lease has ended."""
+    row = _BY_TOKEN.row(db, name=token)
     if row is None:
         raise Rejected("request.not_found", "no upload is expected under this name")
     if now_s > row.expires_at_s or find_lease(db, row.lease_id).state not in AWAITED:
         raise Rejected("request.lease_closed", "the lease of this upload has ended")
-    return expected_of(row)
+    return expected_upload(row)
 
 
-def find_submitted(db: Connection, sha256: str) -> Expected | None:
-    """The upload that somebody submitted as these bytes; the first, if several did."""
+def find_submitted(db: Connection, sha256: str) -> ExpectedUpload | None:
+    """Returns the upload that was submitted with this digest; the first, if there are several."""
     row = db.execute(
         select(uploads)
         .join(submissions, submissions.c.lease_id == uploads.c.lease_id)
@@ -80,19 +92,19 @@ def find_submitted(db: Connection, sha256: str) -> Expected | None:
         .order_by(submissions.c.seq)
         .limit(1)
     ).one_or_none()
-    return None if row is None else expected_of(row)
+    return None if row is None else expected_upload(row)
 
 
-def arrived(coordinator: Coordinator, node: str, lease_id: str) -> Expected | None:
-    """What this node has put into the object store for this lease, if we do not know of it yet.
+def find_arrived(coordinator: Coordinator, node: str, lease_id: str) -> ExpectedUpload | None:
+    """Returns what this node has put into the object store for this lease, if that is not noted yet.
 
-    Asks the store, which takes time: never inside a transaction.
+    Asks the object store, which takes time, so it must not run inside a transaction.
     """
     with coordinator.database.read() as db:
-        upload = find_upload(db, lease_id)
+        upload = UPLOADS.find(db, lease_id)
         if upload is None or upload.stored_at_s is not None or find_lease(db, lease_id).node != node:
             return None
-    wanted = expected_of(upload)
+    wanted = expected_upload(upload)
     try:
         return wanted if coordinator.store.holds(wanted) else None
     except StoreDown as error:
@@ -102,13 +114,57 @@ def arrived(coordinator: Coordinator, node: str, lease_id: str) -> Expected | No
         ) from None
 
 
-def mark_stored(coordinator: Coordinator, expected: Expected) -> None:
-    """The bytes are in the store, complete: say so. Rejected if nobody waits for them any more."""
-    with coordinator.transaction() as tx:
-        upload = find_upload(tx.db, expected.lease_id)
+def mark_stored(coordinator: Coordinator, expected: ExpectedUpload, group: WriteGroup | None = None) -> None:
+    """Notes that all bytes of an upload are in the store. Raises Rejected if its lease ended meanwhile."""
+    with coordinator.transaction(group=group) as tx:
+        upload = UPLOADS.find(tx.db, expected.lease_id)
         awaited = upload is not None and upload.token == expected.token
-        if awaited and find_lease(tx.db, expected.lease_id).state != State.VOID:
-            UPLOADS.change(tx.db, expected.lease_id, stored_at_s=tx.now_s)
+        if awaited and find_lease(tx.db, expected.lease_id).state != LeaseState.VOID:
+            tx.update(UPLOADS, expected.lease_id, stored_at_s=tx.now_s)
             return
-        remove_leftover(tx, coordinator, expected)
-    raise Rejected("request.lease_closed", "the lease ended, or other bytes were declared, while these came")
+        remove_bytes(tx, coordinator, expected)
+    raise Rejected(
+        "request.lease_closed",
+        "the lease ended, or other bytes were declared, before the upload was complete",
+    )
+
+
+# -- object stores ----------------------------------------------------------------------------------------
+
+
+def sweep(coordinator: Coordinator, store: S3Store) -> int:
+    """Removes objects that were never submitted, and returns how many.
+
+    A signed URL is valid until its lease has ended, whatever became of the upload. So only objects that are older than any
+    valid URL are looked at. A local store needs no sweep: lifecycle.void removes the bytes.
+    """
+    removed = 0
+    oldest_s = coordinator.clock() - coordinator.config.lease_s - SWEEP_SLACK_S
+    for tokens in store.tokens(older_than_s=oldest_s):
+        for token in _not_submitted(coordinator, tokens):
+            store.delete(token)
+            removed += 1
+    return removed
+
+
+def keep_sweeping(coordinator: Coordinator, store: S3Store, stop: threading.Event) -> None:
+    """Sweeps once an hour until `stop`. A store that does not answer is swept an hour later: leftovers only cost space."""
+    while True:
+        try:
+            if removed := sweep(coordinator, store):
+                coordinator.log.info("swept the object store", removed=removed)
+        except StoreDown as error:
+            coordinator.log.warning("the object store could not be swept", reason=error)
+        if stop.wait(SWEEP_S):
+            return
+
+
+def _not_submitted(coordinator: Coordinator, tokens: list[str]) -> list[str]:
+    submitted = (
+        select(uploads.c.token)
+        .join(submissions, submissions.c.lease_id == uploads.c.lease_id)
+        .where(uploads.c.token.in_(tokens))
+    )
+    with coordinator.database.read() as db:
+        kept = set(db.execute(submitted).scalars())
+    return [token for token in tokens if token not in kept]

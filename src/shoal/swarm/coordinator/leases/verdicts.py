@@ -1,4 +1,4 @@
-"""Checks: a validator claims a submission, looks at it, and gives one verdict."""
+"""Verdicts: a validator claims a submission, checks it, and gives one verdict."""
 
 import json
 from typing import Any
@@ -6,52 +6,80 @@ from typing import Any
 from sqlalchemy import Row, select
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction, newest_version
-from shoal.swarm.coordinator.leases import batches, check_queue, evaluations
-from shoal.swarm.coordinator.leases.lifecycle import Event, end, find_lease, move, status, void_all
-from shoal.swarm.coordinator.leases.submissions import find_submission, void_stale
+from shoal.swarm.coordinator.leases import batches, evaluations
+from shoal.swarm.coordinator.leases.lease_rows import SUBMISSIONS, find_lease, move, status
+from shoal.swarm.coordinator.leases.lifecycle import end, finish_run, void_all, void_stale
 from shoal.swarm.coordinator.membership import admission, relays
 from shoal.swarm.coordinator.membership.nodes import count_verdict, enter, get_node, happen, why_rejected
 from shoal.swarm.coordinator.membership.revocation import revoke_unchecked
 from shoal.swarm.coordinator.rules import credit as credits
 from shoal.swarm.coordinator.rules import speed
-from shoal.swarm.coordinator.rules.lease_states import TERMINAL, State
+from shoal.swarm.coordinator.rules.lease_states import TERMINAL, LeaseEvent, LeaseState
+from shoal.swarm.coordinator.rules.planning import serving
 from shoal.swarm.coordinator.rules.trust import Finding, Happening, Trust, finding_of
 from shoal.swarm.coordinator.store.schema import leases, submissions, verdicts
-from shoal.swarm.coordinator.store.sheet import SUBMISSIONS, VERDICTS
-from shoal.swarm.coordinator.store.statements import Statement, given
+from shoal.swarm.coordinator.store.statements import Statement, TableStatements, given
 from shoal.wire.codes import ACCEPTED, CODES, UNCERTAIN, Rejected
 from shoal.wire.lease import Lease, Verdict
 from shoal.wire.messages import Claim, LeaseStatus
 from shoal.wire.record import Sealed
 
-_EVENT = {Finding.ACCEPTED: Event.ACCEPT, Finding.REJECTED: Event.REJECT, Finding.VOID: Event.VOID}
-_LAPSED = Statement(
+_EVENT = {
+    Finding.ACCEPTED: LeaseEvent.ACCEPT,
+    Finding.REJECTED: LeaseEvent.REJECT,
+    Finding.VOID: LeaseEvent.VOID,
+}
+_VERDICTS = TableStatements(verdicts)
+_EARLIER = submissions.alias("earlier")
+# The node that first submitted these bytes, in the order of our receipts: no node can pretend to have been earlier.
+_COPY_OF = (
+    select(_EARLIER.c.node)
+    .where(_EARLIER.c.sha256 == submissions.c.sha256, _EARLIER.c.seq < submissions.c.seq)
+    .order_by(_EARLIER.c.seq)
+    .limit(1)
+    .scalar_subquery()
+    .label("copy_of")
+)
+_WITH_LEASE = select(submissions, leases.c.sealed, leases.c.state, _COPY_OF).join(
+    leases, leases.c.lease_id == submissions.c.lease_id
+)
+# Held-out work first, because the end of the run waits for it. Then in the order of receipt.
+_NEXT = Statement(
+    _WITH_LEASE.where(leases.c.state == LeaseState.SUBMITTED.value)
+    .order_by(leases.c.purpose, submissions.c.seq)
+    .limit(1)
+)
+_ONE = Statement(_WITH_LEASE.where(submissions.c.lease_id == given("id")))
+_PREVIOUS_RECEIPT_S = Statement(
+    select(submissions.c.received_at_s)
+    .where(submissions.c.node == given("name"), submissions.c.seq < given("number"))
+    .order_by(submissions.c.seq.desc())
+    .limit(1)
+)
+_LAPSED_CLAIMS = Statement(
     select(leases)
     .join(submissions, submissions.c.lease_id == leases.c.lease_id)
-    .where(leases.c.state == State.CHECKING.value, submissions.c.claimed_until_s < given("now_s"))
+    .where(leases.c.state == LeaseState.CHECKING.value, submissions.c.claimed_until_s < given("now_s"))
 )
 _GIVEN = Statement(select(verdicts.c.code).where(verdicts.c.lease_id == given("id")))
 
 
 def claim(tx: Transaction, coordinator: Coordinator) -> Claim:
-    """A submission for this validator alone, until the claim runs out."""
-    release_lapsed(tx, coordinator)
-    row = check_queue.take_next(tx.turn)
+    """Returns the next submission, reserved for this validator until the claim runs out."""
+    row = _NEXT.row(tx.db)
     if row is None:
         raise Rejected(
             "request.too_early", "no submission waits to be checked", retry_after_s=coordinator.config.retry_s
         )
     until_s = tx.now_s + coordinator.config.claim_s
-    move(tx, row, Event.CLAIM)
-    SUBMISSIONS.change(
-        tx.db, row.lease_id, claimed_by=tx.actor, claimed_at_s=tx.now_s, claimed_until_s=until_s
-    )
+    move(tx, row, LeaseEvent.CLAIM)
+    tx.update(SUBMISSIONS, row.lease_id, claimed_by=tx.actor, claimed_at_s=tx.now_s, claimed_until_s=until_s)
     return _to_claim(tx, coordinator, row, until_s=until_s)
 
 
 def look_again(tx: Transaction, coordinator: Coordinator, lease_id: str) -> Claim:
-    """A submission as its validator saw it, for an audit: nothing changes, and every check is asked for."""
-    row = check_queue.find_submitted(tx.db, lease_id)
+    """Returns a submission for an audit: every check is asked for, and nothing changes."""
+    row = _ONE.row(tx.db, id=lease_id)
     if row is None:
         raise Rejected("request.not_found", f"lease {lease_id} has no submission")
     claim = _to_claim(tx, coordinator, row, until_s=tx.now_s)
@@ -60,11 +88,11 @@ def look_again(tx: Transaction, coordinator: Coordinator, lease_id: str) -> Clai
 
 def _to_claim(tx: Transaction, coordinator: Coordinator, row: Row[Any], *, until_s: float) -> Claim:
     version = range(row.policy_version, row.policy_version + 1)
-    live = relays.usable(tx.turn.recall(relays.reports), tx.now_s, coordinator.config.heartbeat_s)
+    live = relays.usable(relays.reports(tx.db), tx.now_s, coordinator.config.heartbeat_s)
     return Claim(
         lease=Sealed[Lease].parse(row.sealed).body,
         checks=row.checks,
-        relays=relays.serving(live, version)[0],
+        relays=serving(live, version)[0],
         policy_version=row.policy_version,
         sha256=row.sha256,
         num_bytes=row.num_bytes,
@@ -74,45 +102,43 @@ def _to_claim(tx: Transaction, coordinator: Coordinator, row: Row[Any], *, until
     )
 
 
-def release_lapsed(tx: Transaction, coordinator: Coordinator) -> int:
-    """Claims whose validator was not heard of again go back into the queue, or are void if too old by now; how many. Once a
-    turn, which is no time."""
-    if tx.turn.knows(release_lapsed):
-        return 0
-    tx.turn.learn(True, release_lapsed)
-    rows = _LAPSED.rows(tx.db, now_s=tx.now_s)
+def release_lapsed_claims(tx: Transaction, coordinator: Coordinator) -> None:
+    """Puts claims that ran out back into the queue, or voids them if they are too old by now.
+
+    Housekeeping calls it once a second.
+    """
+    rows = _LAPSED_CLAIMS.rows(tx.db, now_s=tx.now_s)
     for lease in rows:
-        move(tx, lease, Event.RELEASE)
+        move(tx, lease, LeaseEvent.RELEASE)
     if rows and (newest := newest_version(tx.db)) is not None:
         void_stale(tx, coordinator, newest)
-    return len(rows)
 
 
 def give_verdict(tx: Transaction, coordinator: Coordinator, lease_id: str, verdict: Verdict) -> LeaseStatus:
-    """Idempotent: the same finding again changes nothing, another one is refused. The first counts."""
+    """Enters a verdict. Idempotent: the same finding again changes nothing, and another one is refused. The first counts."""
     _check_code(lease_id, verdict)
     verdict = verdict.model_copy(
         update={"detail": verdict.detail.replace("\0", "\\0")}
     )  # see messages.ShortText
     lease = find_lease(tx.db, lease_id)
-    # Every verdict ends its lease.
+    # Every verdict ends its lease, so an open lease has none.
     earlier = _GIVEN.value(tx.db, id=lease_id) if lease.state in TERMINAL else None
     if earlier is not None and earlier != verdict.code:
         raise Rejected("request.conflict", f"lease {lease_id} has the verdict {earlier}, not {verdict.code}")
-    # It may have ended meanwhile without a verdict: gone stale, or its node ejected. The answer says so.
+    # The lease may have ended without a verdict: it went stale, or its node was ejected. The answer says so.
     if earlier is not None or lease.state in TERMINAL:
         return status(lease)
-    submission = find_submission(tx.db, lease_id)
+    submission = SUBMISSIONS.find(tx.db, lease_id)
     if submission is None or submission.claimed_by is None:
         raise Rejected(
             "request.conflict", f"lease {lease_id} is {lease.state}: nobody claimed it for checking"
         )
     if verdict.code == ACCEPTED:
         _check_accepted(lease, verdict)
-        # Its node fell out of trust while it was looked at: cheap checks do not suffice any more.
+        # The node lost its trust during the check, so the submission needs every check now.
         if submission.checks == "full" and verdict.checks != "full":
-            if lease.state == State.CHECKING:
-                move(tx, lease, Event.RELEASE)
+            if lease.state == LeaseState.CHECKING:
+                move(tx, lease, LeaseEvent.RELEASE)
             return status(find_lease(tx.db, lease_id))
     _enter(tx, coordinator, lease, submission, verdict)
     return status(find_lease(tx.db, lease_id))
@@ -131,7 +157,7 @@ def _check_accepted(lease: Row[Any], verdict: Verdict) -> None:
     num_rows = lease.num_prompts * lease.samples_per_prompt
     if len(verdict.rewards) != num_rows:
         raise Rejected("request.malformed", f"{len(verdict.rewards)} rewards for {num_rows} rows")
-    # Our own words: there is nothing to check about them.
+    # Plain JSON: the coordinator sealed this lease itself.
     max_tokens = num_rows * int(json.loads(lease.sealed)["body"]["sampling"]["max_new_tokens"])
     if not num_rows <= verdict.output_tokens <= max_tokens:
         raise Rejected(
@@ -159,8 +185,8 @@ def _enter(
         drawn={"epoch": submission.draw_epoch, "rate": submission.draw_rate, "checks": submission.checks},
         credit=credit,
     )
-    VERDICTS.insert(
-        tx.db,
+    tx.insert(
+        _VERDICTS,
         lease_id=lease.lease_id,
         validator=tx.actor,
         node=lease.node,
@@ -187,7 +213,7 @@ def _enter(
 
 
 def _punish(tx: Transaction, coordinator: Coordinator, lease: Row[Any], verdict: Verdict) -> None:
-    """What a rejection does: to what was taken on trust, to the stake, to the standing, and to what is still open."""
+    """Applies a rejection: revokes credit given on trust, takes of the stake, lowers the trust, voids what a banned node has open."""
     before = get_node(tx.db, lease.node)
     revoke_unchecked(tx, coordinator, before, because=lease.lease_id)
     admission.slash(tx, coordinator, before.owner or before.node, lease.lease_id)
@@ -197,17 +223,17 @@ def _punish(tx: Transaction, coordinator: Coordinator, lease: Row[Any], verdict:
 
 
 def _rows_per_s(tx: Transaction, lease: Row[Any], submission: Row[Any]) -> float:
-    """The lease was answered: that says how fast the node is."""
+    """Returns how fast the node answered this lease."""
     return speed.rows_per_s(
         lease.num_prompts * lease.samples_per_prompt,
         issued_at_s=lease.issued_at_s,
-        previous_receipt_s=tx.turn.recall(check_queue.previous_receipt_s, lease.lease_id),
+        previous_receipt_s=_PREVIOUS_RECEIPT_S.value(tx.db, name=submission.node, number=submission.seq),
         received_at_s=submission.received_at_s,
     )
 
 
 def _unparseable(verdict: Verdict) -> int:
-    """As its evidence says; a validator that does not count them has found none."""
+    """Returns the count in the verdict's evidence; 0 if the validator does not count them."""
     count = verdict.evidence.get("unparseable", 0)
     return min(max(count, 0), len(verdict.rewards)) if isinstance(count, int) else 0
 
@@ -220,9 +246,9 @@ def _use(
     verdict: Verdict,
     seq: int,
 ) -> None:
-    """Accepted work goes where its lease says: into groups for the trainer, or into the held-out curve."""
+    """Adds accepted work to the trainer's groups or to the held-out evaluation, by the lease's purpose."""
     if lease.purpose == "eval":
-        evaluations.add_chunk(
+        run_over = evaluations.add_chunk(
             tx,
             coordinator,
             version=lease.eval_version,
@@ -230,8 +256,10 @@ def _use(
             lease_id=lease.lease_id,
             rewards=verdict.rewards,
         )
+        if run_over:
+            finish_run(tx, coordinator)
         return
-    newest = tx.turn.recall(newest_version)
+    newest = newest_version(tx.db)
     assert newest is not None, "a lease was issued, so a policy was published"
     max_lag = coordinator.spec.max_lag
     batches.add_groups(tx, lease, submission, verdict, seq=seq, newest=newest, max_lag=max_lag)

@@ -7,6 +7,7 @@ from sqlalchemy import insert, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction
 from shoal.swarm.coordinator.leases import lifecycle
+from shoal.swarm.coordinator.leases.lease_rows import find_lease
 from shoal.swarm.coordinator.membership import admission, revocation
 from shoal.swarm.coordinator.membership.nodes import get_node, happen
 from shoal.swarm.coordinator.rules.lease_states import TERMINAL
@@ -39,17 +40,17 @@ def _on_node(happening: Happening) -> Callable[[Transaction, Coordinator, AdminO
 
 
 def _pause(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
-    tx.db.execute(update(run).values(paused=1))
+    tx.write(update(run).values(paused=1))
     return tx.record("admin.pause", reason=order.reason)
 
 
 def _resume(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
-    tx.db.execute(update(run).values(paused=0))
+    tx.write(update(run).values(paused=0))
     return tx.record("admin.resume", reason=order.reason)
 
 
 def _void_lease(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
-    lease = lifecycle.find_lease(tx.db, order.subject)
+    lease = find_lease(tx.db, order.subject)
     if lease.state in TERMINAL:
         raise Rejected("request.lease_closed", f"lease {lease.lease_id} has ended: {lease.state}")
     seq = tx.record("admin.void", lease_id=lease.lease_id, reason=order.reason)
@@ -121,7 +122,7 @@ def revoke_key(tx: Transaction, coordinator: Coordinator, ask: RevokeKey) -> Rec
         raise Rejected("request.not_yours", f"key {ask.node[:16]} was not delegated by {tx.actor[:16]}")
     if tx.db.execute(select(revoked_keys).where(revoked_keys.c.node == ask.node)).one_or_none() is not None:
         raise Rejected("request.conflict", f"key {ask.node[:16]} is revoked already")
-    tx.db.execute(insert(revoked_keys).values(node=ask.node, reason=ask.reason, revoked_at_s=tx.now_s))
+    tx.write(insert(revoked_keys).values(node=ask.node, reason=ask.reason, revoked_at_s=tx.now_s))
     seq = tx.record("key.revoked", node=ask.node, owner=tx.actor, reason=ask.reason)
     lifecycle.void_all(tx, coordinator, ask.node, "void.abandoned", "its owner revoked the node's key")
     return Recorded(seq=seq)

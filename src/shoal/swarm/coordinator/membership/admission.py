@@ -9,14 +9,61 @@ stake    keys, or owners' keys, with a balance. It bounds how many leases they h
 
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction
-from shoal.swarm.coordinator.store.schema import admissions, revoked_keys
+from shoal.swarm.coordinator.rules.trust import Trust
+from shoal.swarm.coordinator.store.schema import admissions, nodes, revoked_keys
 from shoal.wire.codes import Rejected
 from shoal.wire.delegation import check_delegation, work_bits
-from shoal.wire.messages import Enrol
+from shoal.wire.messages import Enrol, Enrolled
+from shoal.wire.run_spec import PROTOCOL
+
+
+def enrol(tx: Transaction, coordinator: Coordinator, ask: Enrol) -> Enrolled:
+    """Enrols the calling key. Idempotent: a node may enrol again, for example with a newer delegation."""
+    if ask.protocol != PROTOCOL:
+        raise Rejected(
+            "request.outdated", f"this coordinator speaks protocol {PROTOCOL}, the client {ask.protocol}"
+        )
+    owner, until_s = owner_of(tx, ask)
+    if tx.node is None:
+        admit(tx, coordinator, ask, owner)
+        _insert_node(tx, ask, owner, until_s)
+        named = {"owner": owner} if owner else {}
+        tx.record("node.enrolled", node=tx.actor, software=ask.software, **named)
+    elif owner is not None:
+        _renew_delegation(tx, tx.node, owner, until_s)
+    trust = str(tx.node.trust) if tx.node is not None else Trust.PROBATION.value
+    return Enrolled(node=tx.actor, trust=trust, run_key=coordinator.run_key.public)
+
+
+def _insert_node(tx: Transaction, ask: Enrol, owner: str | None, until_s: float | None) -> None:
+    row = {
+        "node": tx.actor,
+        "enrolled_at_s": tx.now_s,
+        "software": ask.software,
+        "owner": owner,
+        "delegated_until_s": until_s,
+        "trust": Trust.PROBATION.value,
+        "trust_reason": "new",
+        "trust_since_s": tx.now_s,
+        "phase": "",
+        "owed": "",
+    }
+    zeros = ("streak", "lapses", "session_epoch", "live", "accepted", "rejected", "void", "credit")
+    measures = ("lapsed_s", "rows_per_s", "tokens_per_s")
+    tx.write(insert(nodes).values(**row, **dict.fromkeys(zeros, 0), **dict.fromkeys(measures, 0.0)))
+
+
+def _renew_delegation(tx: Transaction, node: Row[Any], owner: str, until_s: float | None) -> None:
+    if node.owner != owner:
+        raise Rejected("request.conflict", f"node {node.node[:16]} was enrolled by another owner")
+    if until_s != node.delegated_until_s:
+        tx.write(update(nodes).where(nodes.c.node == node.node).values(delegated_until_s=until_s))
+        tx.record("node.delegated", node=node.node, owner=owner, until_s=until_s)
 
 
 def owner_of(tx: Transaction, ask: Enrol) -> tuple[str | None, float | None]:
@@ -103,21 +150,22 @@ def amount_of(db: Connection, kind: str, subject: str) -> int:
 def change_amount(
     tx: Transaction, kind: str, subject: str, by: int, *, expires_at_s: float | None = None
 ) -> int:
-    """The amount afterwards, never below 0."""
+    """Changes an amount and returns it; it never falls below 0. `expires_at_s` replaces an earlier end."""
     row = (admissions.c.kind == kind, admissions.c.subject == subject)
     before = tx.db.execute(select(admissions.c.amount).where(*row)).scalar_one_or_none()
     after = max(0, (before or 0) + by)
     if before is None:
-        tx.db.execute(
+        tx.write(
             insert(admissions).values(kind=kind, subject=subject, amount=after, expires_at_s=expires_at_s)
         )
     else:
-        tx.db.execute(update(admissions).where(*row).values(amount=after))
+        renewed = {} if expires_at_s is None else {"expires_at_s": expires_at_s}
+        tx.write(update(admissions).where(*row).values(amount=after, **renewed))
     return after
 
 
 def remove(tx: Transaction, kind: str, subject: str) -> None:
-    tx.db.execute(delete(admissions).where(admissions.c.kind == kind, admissions.c.subject == subject))
+    tx.write(delete(admissions).where(admissions.c.kind == kind, admissions.c.subject == subject))
 
 
 def slash(tx: Transaction, coordinator: Coordinator, account: str, lease_id: str) -> None:

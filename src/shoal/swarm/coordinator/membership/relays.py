@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, delete, insert, select
 
-from shoal.swarm.coordinator.context import Coordinator, Transaction
+from shoal.swarm.coordinator.context import Coordinator, Transaction, is_finished
 from shoal.swarm.coordinator.rules.liveness import Liveness, liveness
 from shoal.swarm.coordinator.store.schema import relays
 from shoal.swarm.coordinator.store.statements import Statement
@@ -18,8 +18,8 @@ _ALL = Statement(select(relays).order_by(relays.c.url))
 
 
 def report(tx: Transaction, coordinator: Coordinator, told: RelayReport) -> HeartbeatReply:
-    tx.db.execute(delete(relays).where(relays.c.url == told.url))
-    tx.db.execute(
+    tx.write(delete(relays).where(relays.c.url == told.url))
+    tx.write(
         insert(relays).values(
             url=told.url,
             versions=json.dumps(told.versions),
@@ -27,7 +27,9 @@ def report(tx: Transaction, coordinator: Coordinator, told: RelayReport) -> Hear
             last_seen_s=tx.now_s,
         )
     )
-    return HeartbeatReply(finished=tx.is_finished(coordinator.spec), next_in_s=coordinator.config.heartbeat_s)
+    return HeartbeatReply(
+        finished=is_finished(tx.db, coordinator.spec), next_in_s=coordinator.config.heartbeat_s
+    )
 
 
 def issue_ticket(tx: Transaction, coordinator: Coordinator) -> Sealed[Ticket]:
@@ -57,14 +59,3 @@ def usable(reports: Sequence[Row[Any]], now_s: float, heartbeat_s: float) -> tup
     """Those a worker may be sent to. A late one may just be busy: the worker tries several anyway."""
     known = views(reports, now_s, heartbeat_s)
     return tuple(relay for relay in known if relay.liveness != Liveness.OFFLINE.value)
-
-
-def serving(relays: tuple[RelayView, ...], versions: range) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Of `versions` those that some relay has, and the relays that have the newest of them, or else any of them."""
-    held = {version for relay in relays for version in relay.versions if version in versions}
-    if not held:
-        return (), ()
-    newest = max(held)
-    # A relay that is still mirroring the newest is no place to send a worker for it.
-    urls = tuple(relay.url for relay in relays if newest in relay.versions)
-    return urls, tuple(sorted(held))

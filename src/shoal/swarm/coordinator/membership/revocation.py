@@ -6,10 +6,10 @@ from sqlalchemy import Connection, Row, insert, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction
 from shoal.swarm.coordinator.leases import batches
-from shoal.swarm.coordinator.leases.lifecycle import Event, find_lease, move, own_lease
+from shoal.swarm.coordinator.leases.lease_rows import find_lease, move, own_lease
 from shoal.swarm.coordinator.membership.nodes import get_node, happen
 from shoal.swarm.coordinator.rules.credit import Earning, held_since_s, to_revoke
-from shoal.swarm.coordinator.rules.lease_states import State
+from shoal.swarm.coordinator.rules.lease_states import LeaseEvent, LeaseState
 from shoal.swarm.coordinator.rules.trust import Happening, Trust
 from shoal.swarm.coordinator.store.schema import appeals, leases, nodes, verdicts
 from shoal.wire.codes import ACCEPTED, Rejected
@@ -42,27 +42,25 @@ def revoke_unchecked(tx: Transaction, coordinator: Coordinator, node: Row[Any], 
         return
     ids, amount = [earning.lease_id for earning in taken], sum(earning.amount for earning in taken)
     for lease_id in ids:
-        move(tx, find_lease(tx.db, lease_id), Event.REVOKE)
-    tx.db.execute(update(leases).where(leases.c.lease_id.in_(ids)).values(credit=0))
-    tx.db.execute(update(verdicts).where(verdicts.c.lease_id.in_(ids)).values(revoked_for=because))
-    tx.db.execute(update(nodes).where(nodes.c.node == node.node).values(credit=nodes.c.credit - amount))
+        move(tx, find_lease(tx.db, lease_id), LeaseEvent.REVOKE)
+    tx.write(update(leases).where(leases.c.lease_id.in_(ids)).values(credit=0))
+    tx.write(update(verdicts).where(verdicts.c.lease_id.in_(ids)).values(revoked_for=because))
+    tx.write(update(nodes).where(nodes.c.node == node.node).values(credit=nodes.c.credit - amount))
     withdrawn = batches.withdraw(tx, ids)
     tx.record(
         "credit.revoked", node=node.node, lease_ids=ids, amount=amount, because=because, group_ids=withdrawn
     )
 
 
-def appeal(tx: Transaction, lease_id: str, ask: Appeal) -> Recorded:
+def appeal(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: Appeal) -> Recorded:
     lease = own_lease(tx, lease_id)
-    if lease.state != State.REJECTED:
+    if lease.state != LeaseState.REJECTED:
         raise Rejected(
             "request.conflict", f"lease {lease_id} is {lease.state}; only a rejection can be appealed"
         )
     if tx.db.execute(select(appeals).where(appeals.c.lease_id == lease_id)).one_or_none() is not None:
         raise Rejected("request.conflict", f"the rejection of lease {lease_id} was appealed before")
-    tx.db.execute(
-        insert(appeals).values(lease_id=lease_id, node=lease.node, text=ask.text, filed_at_s=tx.now_s)
-    )
+    tx.write(insert(appeals).values(lease_id=lease_id, node=lease.node, text=ask.text, filed_at_s=tx.now_s))
     return Recorded(seq=tx.record("appeal.filed", lease_id=lease_id, node=lease.node, text=ask.text))
 
 
@@ -72,16 +70,14 @@ def decide(tx: Transaction, coordinator: Coordinator, lease_id: str, *, upheld: 
     if found is None or found.upheld is not None:
         state = "nobody appealed" if found is None else "it is decided"
         raise Rejected("request.conflict", f"the rejection of lease {lease_id[:80]!r}: {state}")
-    tx.db.execute(
-        update(appeals).where(appeals.c.lease_id == lease_id).values(upheld=int(upheld), reason=reason)
-    )
+    tx.write(update(appeals).where(appeals.c.lease_id == lease_id).values(upheld=int(upheld), reason=reason))
     returned = _returned(tx, lease_id) if upheld else 0
     seq = tx.record(
         "appeal.decided", lease_id=lease_id, node=found.node, upheld=upheld, returned=returned, reason=reason
     )
     if upheld:
         node = get_node(tx.db, found.node)
-        tx.db.execute(update(nodes).where(nodes.c.node == node.node).values(credit=node.credit + returned))
+        tx.write(update(nodes).where(nodes.c.node == node.node).values(credit=node.credit + returned))
         happen(tx, coordinator, node.node, Happening.UPHELD, f"an appeal was upheld: {reason}")
     return seq
 

@@ -1,28 +1,20 @@
-"""Policy versions: announced by the trainer in order, each for ever the weights it was announced with."""
+"""Policy versions: the trainer announces them in order, and the weights of a version never change."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction, newest_version
-from shoal.swarm.coordinator.leases import batches, evaluations, submissions
+from shoal.swarm.coordinator.leases import batches, evaluations, lifecycle
 from shoal.swarm.coordinator.store.schema import policies
-from shoal.swarm.coordinator.store.statements import Statement, given
 from shoal.wire.codes import Rejected
-from shoal.wire.lease import PolicyRef
 from shoal.wire.manifest import WEIGHTS_FILE, Manifest
 from shoal.wire.messages import Announce, Origin, Recorded
 from shoal.wire.record import Sealed
 
-_DIGESTS = Statement(
-    select(policies.c.version, policies.c.weights_digest)
-    .where(policies.c.version.between(given("first"), given("last")))
-    .order_by(policies.c.version)
-)
-
 
 def announce(tx: Transaction, coordinator: Coordinator, told: Announce) -> Recorded:
+    """Publishes the next version. Idempotent for a version that is published with the same weights."""
     manifest = told.manifest.open(coordinator.run_key.public)
     _check_manifest(manifest, told, coordinator.spec.run)
     found = find_policy(tx.db, manifest.version)
@@ -33,7 +25,7 @@ def announce(tx: Transaction, coordinator: Coordinator, told: Announce) -> Recor
                 f"version {manifest.version} is already published with weights {found.weights_digest[:16]}, "
                 f"not {manifest.weights_digest[:16]}",
             )
-        # A trainer that came back may serve from another address; what it serves is the same.
+        # A trainer that was restarted may serve the same weights from another address.
         if found.origin_url != told.origin_url:
             _move_origin(tx, manifest.version, told.origin_url)
         return Recorded(seq=found.seq)
@@ -53,7 +45,7 @@ def find_policy(db: Connection, version: int) -> Row[Any] | None:
 
 
 def get_manifest(db: Connection, version: int | None) -> Sealed[Manifest]:
-    """Of one version, or of the newest."""
+    """Returns the manifest of one version, or of the newest if `version` is None."""
     wanted = newest_version(db) if version is None else version
     row = None if wanted is None else find_policy(db, wanted)
     if row is None:
@@ -71,16 +63,6 @@ def origin(db: Connection) -> Origin:
             retry_after_s=1.0,
         )
     return Origin(url=row.origin_url)
-
-
-def policy_refs(db: Connection, versions: Sequence[int]) -> tuple[PolicyRef, ...]:
-    """Those of `versions` that are published, newest last."""
-    rows = _DIGESTS.rows(db, first=min(versions), last=max(versions))
-    return tuple(
-        PolicyRef(version=row.version, weights_digest=row.weights_digest)
-        for row in rows
-        if row.version in versions
-    )
 
 
 def _check_manifest(manifest: Manifest, told: Announce, run: str) -> None:
@@ -105,7 +87,7 @@ def _publish(tx: Transaction, coordinator: Coordinator, told: Announce, manifest
         manifest_digest=manifest.digest(),
         num_bytes=manifest.payload_bytes,
     )
-    tx.db.execute(
+    tx.write(
         insert(policies).values(
             version=manifest.version,
             weights_digest=manifest.weights_digest,
@@ -118,10 +100,11 @@ def _publish(tx: Transaction, coordinator: Coordinator, told: Announce, manifest
         )
     )
     batches.retire_stale(tx, manifest.version, coordinator.spec.max_lag)
-    submissions.void_stale(tx, coordinator, manifest.version)
-    evaluations.plan_evaluation(tx, coordinator, manifest.version)
+    lifecycle.void_stale(tx, coordinator, manifest.version)
+    if evaluations.plan_evaluation(tx, coordinator, manifest.version):
+        lifecycle.finish_run(tx, coordinator)
     return seq
 
 
 def _move_origin(tx: Transaction, version: int, url: str) -> None:
-    tx.db.execute(update(policies).where(policies.c.version == version).values(origin_url=url))
+    tx.write(update(policies).where(policies.c.version == version).values(origin_url=url))

@@ -1,60 +1,59 @@
-"""How long nodes without work are told to wait, so that all of them together ask no more than the coordinator has time for; and who
-of them comes before others.
+"""Backpressure on nodes without work: how long they are told to wait, and which of them come first.
 
-A thousand idle nodes that ask twice a second would be most of what it does. For the time to wait nobody is counted, only how often
-somebody was turned away: that rate times the wait they had been told is how many there are.
+A thousand idle nodes that ask twice a second would be most of the coordinator's load. Nodes are not counted for this: the rate of
+refusals times the wait that was told is the number of nodes that wait.
 
-Whoever was turned away and is expected back comes before a node that was not: those that ask the moment they are done would else take
-every place as it becomes free, and one that only looks in now and then would never find one. Pure: the clock is passed in.
+A node that was refused and is expected back comes before a node that was not refused. Otherwise nodes that ask the moment they are
+done would take every free place, and a node that asks rarely would never get one.
+
+Nothing here reads a clock or draws random numbers: callers pass both in.
 """
 
-import random
 from dataclasses import dataclass, field
 
 ASKS_PER_S = 200.0
-"""Of all nodes without work together: a tenth of what one core answers."""
+"""Requests a second of all nodes without work together: a tenth of what one core answers."""
 LONGEST_S = 30.0
 WINDOW_S = 1.0
 LATE_S = 1.0
-"""A node that was turned away may be back so much later than it was told, and still comes first."""
+"""A refused node keeps its place for this long after it should have come back."""
+SPREAD = (0.75, 1.25)
+"""Range of the factor on long waits: nodes that were refused together must not come back together."""
 
 
 @dataclass(slots=True)
-class Turnstile:
+class Backpressure:
     _began_s: float = 0.0
-    _turned_away: int = 0
+    _refusals: int = 0
     _wait_s: float = 0.0
     _back_by_s: dict[str, float] = field(default_factory=dict)
-    """Of the nodes that were turned away. Not in order: what was told while there was a crowd lasts longer than what is told now."""
-    _looked_s: float = 0.0
+    """When each refused node must be back. Not sorted: a wait told under high load ends later than one told now."""
+    _pruned_s: float = 0.0
 
-    def turn_away(self, node: str, now_s: float, *, least_s: float) -> float:
-        """How long to wait. Until it is back, others that ask come after it."""
-        wait_s = self.wait_s(now_s, least_s=least_s)
-        self._back_by_s.pop(node, None)
-        self._back_by_s[node] = now_s + wait_s + LATE_S
-        return wait_s
+    def wait_s(self, *, least_s: float, spread: float) -> float:
+        """Returns how long a node that is refused now should wait. `spread` is a factor drawn from SPREAD. Changes nothing."""
+        return least_s if self._wait_s <= least_s else self._wait_s * spread
 
-    def let_in(self, node: str) -> None:
-        self._back_by_s.pop(node, None)
-
-    def ahead_of(self, node: str, now_s: float) -> int:
-        """Nodes that come before this one: all that were turned away, unless it is one of them."""
-        if now_s >= self._looked_s + LATE_S:
-            self._back_by_s = {one: by_s for one, by_s in self._back_by_s.items() if by_s >= now_s}
-            self._looked_s = now_s
-        return 0 if node in self._back_by_s else len(self._back_by_s)
-
-    def wait_s(self, now_s: float, *, least_s: float) -> float:
-        """For one more that is turned away."""
-        self._turned_away += 1
+    def count_refusal(self, now_s: float, *, least_s: float) -> None:
+        """Counts one refusal, and adapts the wait once a WINDOW_S."""
+        self._refusals += 1
         window_s = now_s - self._began_s
         if window_s >= WINDOW_S:
             # After a quiet time the window is long and the rate low, as it should be.
-            waiting = self._turned_away / window_s * max(self._wait_s, least_s)
+            waiting = self._refusals / window_s * max(self._wait_s, least_s)
             self._wait_s = min(LONGEST_S, waiting / ASKS_PER_S)
-            self._began_s, self._turned_away = now_s, 0
-        if self._wait_s <= least_s:
-            return least_s
-        # Spread out: those who were turned away together must not come back together.
-        return self._wait_s * random.uniform(0.75, 1.25)
+            self._began_s, self._refusals = now_s, 0
+
+    def keep_place(self, node: str, now_s: float, wait_s: float) -> None:
+        """Lets a refused node come before others until it is back, or LATE_S late."""
+        self._back_by_s[node] = now_s + wait_s + LATE_S
+
+    def release_place(self, node: str) -> None:
+        self._back_by_s.pop(node, None)
+
+    def ahead_of(self, node: str, now_s: float) -> int:
+        """Returns how many nodes come before this one: all that keep a place, unless it is one of them."""
+        if now_s >= self._pruned_s + LATE_S:
+            self._back_by_s = {one: by_s for one, by_s in self._back_by_s.items() if by_s >= now_s}
+            self._pruned_s = now_s
+        return 0 if node in self._back_by_s else len(self._back_by_s)

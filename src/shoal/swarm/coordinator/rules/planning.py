@@ -2,10 +2,8 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
-from shoal.swarm.coordinator.context import Coordinator
-from shoal.swarm.coordinator.leases.evaluations import Chunk
-from shoal.swarm.coordinator.membership import relays
 from shoal.swarm.coordinator.rules.trust import Standing, Trust, lease_prompts
 from shoal.wire.lease import Purpose
 from shoal.wire.messages import RelayView
@@ -22,6 +20,29 @@ PROMPT_SLACK_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanningTerms:
+    """What the configuration and the run's specification say about leases."""
+
+    groups_per_step: int
+    prompts_per_lease: int
+    max_prompts_per_lease: int
+    lease_s: float
+    eval_samples: int
+    stale: Literal["drop", "wait"]
+    max_lag: int
+    samples_per_prompt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalChunk:
+    """The part of a held-out evaluation that one lease covers."""
+
+    version: int
+    index: int
+    num_prompts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
     """All that decides whether there is work for a node."""
 
@@ -34,7 +55,7 @@ class Outlook:
     proven: bool
     """The node has delivered before, and does not let leases lapse."""
     rows_per_s: float
-    chunk: Chunk | None
+    chunk: EvalChunk | None
     """Held-out work that nobody has."""
     ready_groups: int
     """With `stale = "wait"`, those only that the next batch may still take; so too what is in flight."""
@@ -68,9 +89,8 @@ class NoWork(Exception):
     """Nothing for this node now; the reason in words."""
 
 
-def plan(outlook: Outlook, coordinator: Coordinator) -> Work:
-    """The work for a node that asks, or NoWork."""
-    config, spec = coordinator.config, coordinator.spec
+def plan(outlook: Outlook, terms: PlanningTerms) -> Work:
+    """Returns the work for a node that asks, or raises NoWork."""
     if outlook.finished:
         raise NoWork("the run is finished")
     if outlook.newest_version is None:
@@ -81,7 +101,7 @@ def plan(outlook: Outlook, coordinator: Coordinator) -> Work:
     # The curve must not hang on a node that is under suspicion.
     if outlook.chunk is not None and outlook.standing.trust is not Trust.QUARANTINED:
         version = outlook.chunk.version
-        urls, held = relays.serving(outlook.relays, range(version, version + 1))
+        urls, held = serving(outlook.relays, range(version, version + 1))
         if urls:
             return Work(
                 purpose="eval",
@@ -89,50 +109,49 @@ def plan(outlook: Outlook, coordinator: Coordinator) -> Work:
                 relays=urls,
                 chunk=outlook.chunk.index,
                 num_prompts=outlook.chunk.num_prompts,
-                samples_per_prompt=config.eval_samples,
+                samples_per_prompt=terms.eval_samples,
             )
     if newest >= outlook.last_version:
         raise NoWork(f"version {newest} is the last; only its held-out evaluation is still out")
-    oldest = oldest_worth_leasing(outlook, coordinator)
-    wanted = config.groups_per_step * open_batches(outlook, coordinator)
-    _refuse_surplus(outlook, wanted, reserved=outlook.ahead * config.prompts_per_lease)
-    urls, held = relays.serving(outlook.relays, range(oldest, newest + 1))
+    oldest = oldest_worth_leasing(outlook, terms)
+    wanted = terms.groups_per_step * open_batches(outlook, terms)
+    _refuse_surplus(outlook, wanted, reserved=outlook.ahead * terms.prompts_per_lease)
+    urls, held = serving(outlook.relays, range(oldest, newest + 1))
     if not urls:
-        raise NoWork(f"no live relay has version {newest} yet, or one at most {spec.max_lag} behind it")
+        raise NoWork(f"no live relay has version {newest} yet, or one at most {terms.max_lag} behind it")
     return Work(
         purpose="train",
         versions=held,
         relays=urls,
         chunk=0,
-        num_prompts=_num_prompts(outlook, coordinator, wanted),
-        samples_per_prompt=spec.sampling.samples_per_prompt,
+        num_prompts=_num_prompts(outlook, terms, wanted),
+        samples_per_prompt=terms.samples_per_prompt,
     )
 
 
-def _num_prompts(outlook: Outlook, coordinator: Coordinator, wanted: int) -> int:
+def _num_prompts(outlook: Outlook, terms: PlanningTerms, wanted: int) -> int:
     """As many as the node, by what was measured of it, answers in a quarter of the time; halved by each lapse. No more than
     it takes to fill what is `wanted`, except where work is made to be dropped."""
-    config = coordinator.config
-    usual, most = config.prompts_per_lease, max(config.prompts_per_lease, config.max_prompts_per_lease)
-    if config.stale == "wait" and outlook.proven:
+    usual, most = terms.prompts_per_lease, max(terms.prompts_per_lease, terms.max_prompts_per_lease)
+    if terms.stale == "wait" and outlook.proven:
         needed = math.ceil((wanted - expected_groups(outlook)) / outlook.signal_share)
         usual, most = min(usual, needed), min(most, needed)
     if outlook.rows_per_s == 0:
         return lease_prompts(outlook.standing, most=usual)
-    rows = outlook.rows_per_s * config.lease_s * LEASE_SHARE
-    fits = int(rows / coordinator.spec.sampling.samples_per_prompt)
+    rows = outlook.rows_per_s * terms.lease_s * LEASE_SHARE
+    fits = int(rows / terms.samples_per_prompt)
     return lease_prompts(outlook.standing, most=max(1, min(most, fits)))
 
 
-def open_batches(outlook: Outlook, coordinator: Coordinator) -> int:
+def open_batches(outlook: Outlook, terms: PlanningTerms) -> int:
     """How many batches groups by the newest version can be in. drop: as if none were formed yet."""
     newest = outlook.newest_version
     assert newest is not None, "no version, no lease"
-    formed = outlook.batch_formed + outlook.next_formed if coordinator.config.stale == "wait" else 0
-    return max(0, min(coordinator.spec.max_lag + 1, outlook.last_version - newest) - formed)
+    formed = outlook.batch_formed + outlook.next_formed if terms.stale == "wait" else 0
+    return max(0, min(terms.max_lag + 1, outlook.last_version - newest) - formed)
 
 
-def oldest_worth_leasing(outlook: Outlook, coordinator: Coordinator) -> int:
+def oldest_worth_leasing(outlook: Outlook, terms: PlanningTerms) -> int:
     """The oldest version a new train lease may be answered with.
 
     drop: any that the trainer would take now. Nodes are never idle; what is too old when its turn comes is dropped.
@@ -140,13 +159,12 @@ def oldest_worth_leasing(outlook: Outlook, coordinator: Coordinator) -> int:
     waits for the next version rather than work for nothing; at max_lag 0 nobody generates while the trainer trains.
     Those who have shown nothing yet do not wait for the others' work: what they show is that they can.
     """
-    config, max_lag = coordinator.config, coordinator.spec.max_lag
-    newest = outlook.newest_version
+    max_lag, newest = terms.max_lag, outlook.newest_version
     assert newest is not None, "no version, no lease"
-    if config.stale == "drop":
+    if terms.stale == "drop":
         return max(0, newest - max_lag)
     queued = expected_groups(outlook) if outlook.proven else 0
-    serves = newest + outlook.batch_formed + outlook.next_formed + int(queued // config.groups_per_step)
+    serves = newest + outlook.batch_formed + outlook.next_formed + int(queued // terms.groups_per_step)
     if serves - max_lag > newest:
         raise NoWork(
             f"groups by version {newest} would be stale when the step from version {serves} uses them "
@@ -182,14 +200,12 @@ def max_bytes(prompts: tuple[str, ...], sampling: Sampling, proof: ProofSpec) ->
     return 2 * len(prompts) * sampling.samples_per_prompt * row + (64 << 10)
 
 
-def check_upload_limit(coordinator: Coordinator) -> None:
-    """A lease must not ask for more than may be uploaded."""
-    config, spec = coordinator.config, coordinator.spec
-    most = max(config.prompts_per_lease, config.max_prompts_per_lease)
-    prompts = tuple(coordinator.task.problem("train", seed).prompt for seed in range(most))
-    needed = max_bytes(prompts, spec.sampling, spec.proof)
-    if needed > config.max_upload_bytes:
-        raise ValueError(
-            f"a lease of {most} prompts may come to {needed} bytes, above "
-            f"max_upload_bytes={config.max_upload_bytes}; raise it or lower prompts_per_lease"
-        )
+def serving(relays: tuple[RelayView, ...], versions: range) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Returns the relays to fetch from, and those of `versions` that some relay has. The relays are those with the newest."""
+    held = {version for relay in relays for version in relay.versions if version in versions}
+    if not held:
+        return (), ()
+    newest = max(held)
+    # A relay that is still mirroring the newest version would keep a worker waiting for it.
+    urls = tuple(relay.url for relay in relays if newest in relay.versions)
+    return urls, tuple(sorted(held))

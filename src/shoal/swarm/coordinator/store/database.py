@@ -1,9 +1,9 @@
-"""The database: one writer at a time, readers beside it. The only file that knows which database it is.
+"""The database: one writer at a time, and readers beside it. The only module that knows which database it is.
 
 SQLite is a file beside the keys. PostgreSQL is named by a URL, and any number of coordinators may share it: an advisory lock
-makes one writer of all of them, as BEGIN IMMEDIATE does in SQLite.
+allows one writer among all of them, as BEGIN IMMEDIATE does in SQLite.
 
-Requests that wait together are committed together (`group`, used by desk.py). turn.py has what they share.
+Requests that arrive together are written in one `WriteGroup` and committed together (writer.py).
 """
 
 import threading
@@ -16,19 +16,70 @@ from sqlalchemy import Connection, Engine, RootTransaction, create_engine, event
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DatabaseError, DBAPIError
 
-from shoal.swarm.coordinator.migrations import migrate
-from shoal.swarm.coordinator.store.statements import TURN
-from shoal.swarm.coordinator.store.turn import Turn
+from shoal.swarm.coordinator.store.schema import open_layout
+from shoal.swarm.coordinator.store.statements import execute_raw
+from shoal.telemetry import Log
+from shoal.wire.codes import Rejected
 
 BUSY_TIMEOUT_MS = 10_000
 # Every thread of the server's pool may read at once; a request must never wait for a connection.
 READERS = 48
-# One writer among all coordinators of a run: the schema the connection works in tells runs apart.
+# One writer among all coordinators of a run. The schema that the connection works in tells runs apart.
 _PG_LOCK = "SELECT pg_advisory_xact_lock(hashtext('shoal'), hashtext(current_schema()))"
+_LOG = Log("coordinator")
+
+
+class RedoGroup(Exception):
+    """A request of a group must be undone, but the group has no savepoints: roll all of it back and redo it with savepoints."""
+
+
+class WriteGroup:
+    """Requests that are written in one database transaction and committed together.
+
+    Each request is undone alone if it is refused. Savepoints would cost two statements for each request, although few requests
+    are refused after they have written. So a group runs without savepoints at first; if a request is refused after it has
+    written, the group raises RedoGroup, and the writer runs it again with savepoints.
+    """
+
+    def __init__(self, db: Connection, *, savepoints: bool) -> None:
+        self.db = db
+        self.has_written = False
+        """Whether the current request has written. Transaction.write sets it."""
+        self.ledger_head: tuple[int, str] | None = None
+        """Number and hash of the last ledger event, once a request of the group has read it."""
+        self.after_commit: list[Callable[[], None]] = []
+        """Called when the group is on disk; not called for a group that is redone."""
+        self._savepoints = savepoints
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Undoes what the block wrote if the block raises."""
+        if self._savepoints:
+            with self._savepoint():
+                yield
+            return
+        self.has_written = False
+        try:
+            yield
+        except Rejected as error:
+            if self.has_written:
+                raise RedoGroup from error
+            raise
+
+    @contextmanager
+    def _savepoint(self) -> Iterator[None]:
+        execute_raw(self.db, "SAVEPOINT shoal")
+        try:
+            yield
+        except BaseException:
+            execute_raw(self.db, "ROLLBACK TO SAVEPOINT shoal")
+            execute_raw(self.db, "RELEASE SAVEPOINT shoal")
+            raise
+        execute_raw(self.db, "RELEASE SAVEPOINT shoal")
 
 
 class Database:
-    """The coordinator's tables. An answered request is on disk."""
+    """The coordinator's tables. A request is answered only after its changes are on disk."""
 
     def __init__(self, where: Path | str) -> None:
         """`where` is SQLite's file, or postgresql://..."""
@@ -36,81 +87,49 @@ class Database:
         self._engine = _make_engine(self.url)
         self.is_sqlite = self._engine.dialect.name == "sqlite"
         self.driver_error: type[Exception] = self._engine.dialect.loaded_dbapi.Error
-        """What statements that go straight to the driver raise."""
+        """What compiled statements raise, since they bypass SQLAlchemy."""
         self._writing = self._engine.execution_options(shoal_writes=True)
-        # The database would serialise writers by itself, by polling; a lock hands over at once.
+        # The database would serialise writers by polling; a lock wakes the next writer at once.
         self._lock = threading.Lock()
-        self._turn: tuple[int, Turn] | None = None
         try:
             _reach(self._engine, where)
-            with self.transaction() as db:
-                migrate(db)
+            with self.group() as group:
+                open_layout(group.db)
         except BaseException:
             self.close()
             raise
 
     @contextmanager
-    def transaction(self, *, undo: bool = True) -> Iterator[Connection]:
-        """All or nothing: as if it had never begun when the block raises. On disk when it has ended, or inside a `group`
-        of this thread when that has. There `undo=False` leaves it to the block to undo what must be (`Turn.one`)."""
-        turn = self.turn()
-        if turn is None:
-            with self.group(careful=True) as alone:
-                yield alone.db
-        elif undo:
-            with turn.one():
-                yield turn.db
-        else:
-            yield turn.db
-
-    @contextmanager
-    def group(self, *, careful: bool = False) -> Iterator[Turn]:
-        """The transactions of this thread until the block ends are committed together, so that a disk that takes a millisecond
-        for a commit takes it once. Each still stands or falls alone, but none counts before the block has ended."""
+    def group(self, *, savepoints: bool = False) -> Iterator[WriteGroup]:
+        """Commits what the block wrote when the block ends; rolls all of it back if the block raises."""
         with self._lock, self._writing.connect() as db, db.begin() as transaction:
-            turn = Turn(db, careful=careful)
-            self._turn = (threading.get_ident(), turn)
-            try:
-                yield turn
-                turn.end()
-                self._check_sound(db)
-            finally:
-                self._turn = None
-                turn.close()
+            group = WriteGroup(db, savepoints=savepoints)
+            yield group
+            self._check_sound(db)
             self._commit(transaction)
-        for act in turn.afterwards:
-            act()
-
-    def when_committed(self, act: Callable[[], None]) -> None:
-        """At once after a transaction that stood alone; inside a group, when that is on disk, or never if it fails."""
-        turn = self.turn()
-        if turn is None:
-            act()
-        else:
-            turn.afterwards.append(act)
-
-    def turn(self) -> Turn | None:
-        """This thread's; None outside of a transaction."""
-        mine = self._turn
-        return mine[1] if mine is not None and mine[0] == threading.get_ident() else None
+        for act in group.after_commit:
+            try:
+                act()
+            except Exception as error:  # noqa: BLE001 - the group is committed, and its requests must be answered so
+                _LOG.error(f"a callback after a commit failed: {type(error).__name__}: {error}")
 
     def _check_sound(self, db: Connection) -> None:
-        """PostgreSQL answers the commit of a transaction in which something failed by undoing it, without an error."""
+        """Raises if a statement failed: PostgreSQL answers the commit of such a transaction by a rollback without an error."""
         if not self.is_sqlite and db.connection.driver_connection.info.transaction_status.name == "INERROR":  # type: ignore[union-attr]
-            raise RuntimeError("something failed in this transaction, so nothing of it can be committed")
+            raise RuntimeError("a statement of this transaction failed, so nothing of it can be committed")
 
     def _commit(self, transaction: RootTransaction) -> None:
-        """The one place where anything becomes true."""
+        """Commits. Every commit goes through here; tests patch it to simulate crashes."""
         transaction.commit()
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """One consistent view, beside any writer."""
+        """Opens a consistent view that does not wait for the writer."""
         with self._engine.connect() as db, db.begin():
             yield db
 
     def checkpoint(self) -> None:
-        """Move SQLite's write-ahead log into the file, so that it does not grow without end."""
+        """Moves SQLite's write-ahead log into the database file, so that the log does not grow without bound."""
         if not self.is_sqlite:
             return
         with self._lock:
@@ -133,7 +152,7 @@ def database_url(where: Path | str) -> str:
         raise ValueError(f"{where!r} is not a database URL such as postgresql://USER@HOST/NAME") from None
     if url.get_backend_name() != "postgresql":
         raise ValueError(
-            f"{url.get_backend_name()!r} is no database we know; leave --database out for SQLite, or give postgresql://..."
+            f"{url.get_backend_name()!r} is not a supported database; leave --database out for SQLite, or give postgresql://..."
         )
     return url.set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
 
@@ -147,7 +166,7 @@ def _reach(engine: Engine, where: Path | str) -> None:
 
 
 def not_a_database(where: Path | str, error: DBAPIError) -> ValueError:
-    """What a person can do about a database that cannot be opened."""
+    """Returns an error that says which database cannot be opened, why, and what to do."""
     words = str(error.orig).strip().replace("\n", " ")
     if isinstance(where, Path):
         return ValueError(
@@ -159,7 +178,7 @@ def not_a_database(where: Path | str, error: DBAPIError) -> ValueError:
 
 @contextmanager
 def read_only(where: Path | str) -> Iterator[Connection]:
-    """A look into the database of a coordinator that may be running, or may have been killed."""
+    """Opens the database of a coordinator that may be running or may have been killed, for reading only."""
     if isinstance(where, Path):
         if not where.exists():
             raise FileNotFoundError(f"no database at {where}; a coordinator's folder has shoal.db")
@@ -176,28 +195,14 @@ def read_only(where: Path | str) -> Iterator[Connection]:
 
 
 def _make_engine(url: str) -> Engine:
-    engine = _engine_for(url)
-
-    @event.listens_for(engine, "before_cursor_execute")
-    def note(db: Connection, cursor: Any, statement: str, *rest: Any) -> None:
-        if (turn := db.info.get(TURN)) is not None:
-            turn.before_any(writes=not statement.lstrip().startswith("SELECT"))
-
-    return engine
-
-
-def _engine_for(url: str) -> Engine:
     if url.startswith("sqlite"):
         engine = create_engine(
             url, pool_size=READERS, connect_args={"check_same_thread": False, "cached_statements": 256}
         )
         _configure_sqlite(engine)
         return engine
-    # Asked before use: a server that was restarted must not cost the first request after it.
-    # What is worth preparing prepared.py prepares; of psycopg's own a rollback would throw away everybody's.
-    engine = create_engine(
-        url, pool_size=READERS, pool_pre_ping=True, connect_args={"prepare_threshold": None}
-    )
+    # Without the ping the first request after a restart of the server would fail.
+    engine = create_engine(url, pool_size=READERS, pool_pre_ping=True)
     _configure_postgresql(engine)
     return engine
 
@@ -205,7 +210,7 @@ def _engine_for(url: str) -> Engine:
 def _configure_sqlite(engine: Engine) -> None:
     @event.listens_for(engine, "connect")
     def set_pragmas(connection: Any, record: Any) -> None:
-        # None: the driver begins nothing on its own, so that a transaction starts where we say.
+        # With None the driver never begins a transaction by itself.
         connection.isolation_level = None
         cursor = connection.cursor()
         for pragma in (
@@ -219,7 +224,7 @@ def _configure_sqlite(engine: Engine) -> None:
 
     @event.listens_for(engine, "begin")
     def begin(db: Connection) -> None:
-        # A writer takes the write lock at once: upgrading later could fail half-way through.
+        # A writer takes the write lock at once: upgrading a read lock later could fail half-way through.
         writes = db.get_execution_options().get("shoal_writes", False)
         db.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
@@ -227,7 +232,7 @@ def _configure_sqlite(engine: Engine) -> None:
 def _configure_postgresql(engine: Engine) -> None:
     @event.listens_for(engine, "begin")
     def begin(db: Connection) -> None:
-        # The driver has begun. A writer waits for its turn before its first look; a reader keeps its first view.
+        # A writer waits for the lock before its first read; a reader keeps one view for the whole transaction.
         if db.get_execution_options().get("shoal_writes", False):
             db.exec_driver_sql(_PG_LOCK)
         else:

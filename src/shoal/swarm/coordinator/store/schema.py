@@ -1,19 +1,28 @@
-"""The coordinator's tables. The ledger is the record; the others are what it adds up to, kept for speed.
+"""The coordinator's tables, and the layout number of a database.
 
-Times are seconds since 1970 by the coordinator's clock. Keys, digests and ids are lower-case hex.
+The ledger is the record; the other tables are sums over it, kept for speed. Times are seconds since 1970 by the coordinator's
+clock. Keys, digests and ids are lower-case hex.
 """
 
 from sqlalchemy import BigInteger as Integer  # PostgreSQL's INTEGER ends at 2**31, which bytes pass
-from sqlalchemy import Column, Float, ForeignKey, Index, MetaData, String, Table, Text
+from sqlalchemy import (
+    Column,
+    Connection,
+    Float,
+    ForeignKey,
+    Index,
+    MetaData,
+    String,
+    Table,
+    Text,
+    inspect,
+    select,
+)
 
 SCHEMA_VERSION = 4
+"""The layout of release 0.1.0. Raise it with every change of a table, and bring the layout before it up to date in `open_layout`."""
 
 metadata = MetaData()
-
-# Which layout this is: Alembic's own table, under its own name.
-alembic_version = Table(
-    "alembic_version", metadata, Column("version_num", String(32), primary_key=True, nullable=False)
-)
 
 run = Table(
     "run",
@@ -284,3 +293,18 @@ relays = Table(
     Column("bytes_sent", Integer, nullable=False),
     Column("last_seen_s", Float, nullable=False),
 )
+
+
+def open_layout(db: Connection) -> None:
+    """Creates the tables in a new database; raises ValueError if an existing one has another layout.
+
+    Runs in the transaction that opens the database, so that of several coordinators that start at once only one creates them.
+    """
+    if inspect(db).has_table(run.name):
+        found = db.execute(select(run.c.schema_version)).scalar_one_or_none()
+        if found is not None and found != SCHEMA_VERSION:
+            raise ValueError(
+                f"the database has layout {found}, this software reads layout {SCHEMA_VERSION}; "
+                "finish the run with the version of shoal that began it, or begin a new run in another folder"
+            )
+    metadata.create_all(db)

@@ -1,57 +1,67 @@
-"""Signs of life of the coordinator itself: whether its loops run, and what there is to count, for Prometheus.
+"""The coordinator's figures in the text format of Prometheus, served at /metrics.
 
-Labels are bounded: trusts and codes, never nodes.
+Labels are bounded: trust levels and codes, never nodes.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from sqlalchemy import Connection, func, select
 
 from shoal.swarm.coordinator.context import Coordinator
 from shoal.swarm.coordinator.rules.trust import Trust
 from shoal.swarm.coordinator.store.schema import nodes
 from shoal.swarm.coordinator.views import stats
-from shoal.wire.codes import ACCEPTED, CODES, Rejected
+from shoal.wire.codes import ACCEPTED, CODES
+
+MEDIA_TYPE = CONTENT_TYPE_LATEST
 
 
-def check_ready(coordinator: Coordinator) -> None:
-    """Rejected if something that must run does not. That the database answers, whoever asks has found out by then."""
-    if stalled := coordinator.vitals.stalled():
-        raise Rejected("request.not_ready", "; ".join(stalled), retry_after_s=5.0)
+def exposition(db: Connection, coordinator: Coordinator) -> bytes:
+    """Returns all metrics in the text format, read from one view of the database."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(db, coordinator))
+    return generate_latest(registry)
 
 
-def exposition(db: Connection, coordinator: Coordinator) -> str:
-    """The text format of Prometheus."""
-    situation = stats.read_situation(db, coordinator)
-    trusts = Counter(
-        {row[0]: row[1] for row in db.execute(select(nodes.c.trust, func.count()).group_by(nodes.c.trust))}
-    )
-    ended = stats.ended_by_code(db)
-    codes = [ACCEPTED, *(code for code in CODES if not code.startswith("request."))]
-    lines = [
-        *_family(
-            "shoal_nodes", "gauge", {f'{{trust="{trust.value}"}}': trusts[trust.value] for trust in Trust}
-        ),
-        *_family(
-            "shoal_leases_ended_total",
-            "counter",
-            {f'{{code="{code}"}}': ended.get(code, 0) for code in codes},
-        ),
-    ]
-    gauges = {
-        "shoal_policy_version": -1 if situation.newest_version is None else situation.newest_version,
-        "shoal_live_workers": situation.live_workers,
-        "shoal_live_relays": situation.live_relays,
-        "shoal_open_leases": situation.open_leases,
-        "shoal_queued_checks": situation.queued_checks,
-        "shoal_ready_groups": situation.ready_groups,
-        "shoal_finished": int(situation.finished),
-        "shoal_verified_tokens_per_second": stats.verified_tokens_per_s(db, coordinator.clock()),
-    }
-    for name, value in gauges.items():
-        lines += _family(name, "gauge", {"": value})
-    return "\n".join(lines) + "\n"
+class _Collector:
+    """Reads the metrics when the registry asks for them."""
+
+    def __init__(self, db: Connection, coordinator: Coordinator) -> None:
+        self._db, self._coordinator = db, coordinator
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._nodes()
+        yield self._ended_leases()
+        situation = stats.read_situation(self._db, self._coordinator)
+        newest = -1 if situation.newest_version is None else situation.newest_version
+        speed = stats.verified_tokens_per_s(self._db, self._coordinator.clock())
+        yield _gauge("policy_version", "newest published version; -1 before the first", newest)
+        yield _gauge("live_workers", "nodes with a recent sign of life", situation.live_workers)
+        yield _gauge("live_relays", "relays with a recent report", situation.live_relays)
+        yield _gauge("open_leases", "leases that are not submitted yet", situation.open_leases)
+        yield _gauge("queued_checks", "submissions that no validator has claimed", situation.queued_checks)
+        yield _gauge("ready_groups", "groups that wait for a batch", situation.ready_groups)
+        yield _gauge("finished", "1 if the run is over", int(situation.finished))
+        yield _gauge("verified_tokens_per_second", "tokens of recently accepted submissions", speed)
+
+    def _nodes(self) -> Metric:
+        query = select(nodes.c.trust, func.count()).group_by(nodes.c.trust)
+        counts = Counter({row[0]: row[1] for row in self._db.execute(query)})
+        family = GaugeMetricFamily("shoal_nodes", "enrolled nodes by trust", labels=["trust"])
+        for trust in Trust:
+            family.add_metric([trust.value], counts[trust.value])
+        return family
+
+    def _ended_leases(self) -> Metric:
+        ended = stats.ended_by_code(self._db)
+        family = CounterMetricFamily("shoal_leases_ended", "leases that have ended, by code", labels=["code"])
+        for code in [ACCEPTED, *(code for code in CODES if not code.startswith("request."))]:
+            family.add_metric([code], ended.get(code, 0))
+        return family
 
 
-def _family(name: str, kind: str, values: dict[str, float]) -> list[str]:
-    return [f"# TYPE {name} {kind}", *(f"{name}{labels} {value}" for labels, value in values.items())]
+def _gauge(name: str, meaning: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"shoal_{name}", meaning, value=value)

@@ -15,7 +15,7 @@ from shoal.swarm.coordinator.leases.batches import (
     share_unparseable,
 )
 from shoal.swarm.coordinator.membership import relays
-from shoal.swarm.coordinator.rules.lease_states import OPEN, State
+from shoal.swarm.coordinator.rules.lease_states import OPEN, LeaseState
 from shoal.swarm.coordinator.rules.liveness import LATE_AFTER, Liveness
 from shoal.swarm.coordinator.rules.trust import Trust
 from shoal.swarm.coordinator.store.ledger_chain import head_seq
@@ -150,11 +150,11 @@ def read_situation(db: Connection, context: ViewContext) -> Situation:
         enrolled=enrolled,
         live_workers=live,
         eval_workers=live - quarantined,
-        queued_checks=by_state.get(State.SUBMITTED.value, 0),
+        queued_checks=by_state.get(LeaseState.SUBMITTED.value, 0),
         queue_untouched_s=_queue_untouched_s(db, now_s),
         ready_groups=count_ready(db, 0),
         groups_needed=context.config.groups_per_step,
-        open_leases=by_state.get(State.ISSUED.value, 0) + by_state.get(State.UPLOADING.value, 0),
+        open_leases=by_state.get(LeaseState.ISSUED.value, 0) + by_state.get(LeaseState.UPLOADING.value, 0),
         batch_formed=newest is not None and is_formed(db, newest),
         dropped_groups=count_dropped(db),
         eval_chunks=None if newest is None else evaluations.progress(db, newest),
@@ -191,7 +191,7 @@ def _queue_untouched_s(db: Connection, now_s: float) -> float:
     oldest_s = db.execute(
         select(func.min(submissions.c.received_at_s))
         .join(leases, leases.c.lease_id == submissions.c.lease_id)
-        .where(leases.c.state == State.SUBMITTED.value)
+        .where(leases.c.state == LeaseState.SUBMITTED.value)
     ).scalar_one()
     if oldest_s is None:
         return 0.0

@@ -1,0 +1,287 @@
+"""The route tables: who may call each route, the records it takes and gives, and the function that does the work.
+
+docs/wire/api.md lists the routes; openapi.py describes them from these tables.
+"""
+
+import re
+from collections.abc import Callable
+from functools import partial
+
+from sqlalchemy import Connection
+from starlette.requests import Request
+from starlette.responses import FileResponse, RedirectResponse, Response
+
+from shoal.net.object_store import LocalStore, check_digest
+from shoal.swarm.coordinator.context import Coordinator, Transaction, run_state
+from shoal.swarm.coordinator.http.auth import Caller
+from shoal.swarm.coordinator.http.router import LARGE_BODY, SMALL_BODY, Before, PublicRoute, SignedRoute
+from shoal.swarm.coordinator.leases import batches, issue, lifecycle, submissions, uploads, verdicts
+from shoal.swarm.coordinator.leases.lease_rows import LEASE_ID, get_status
+from shoal.swarm.coordinator.membership import admin_actions, admission, nodes, relays, revocation, versions
+from shoal.swarm.coordinator.store import ledger_chain
+from shoal.swarm.coordinator.store.database import WriteGroup
+from shoal.swarm.coordinator.views import node_views, stats
+from shoal.swarm.coordinator.views.page_snapshot import node_page
+from shoal.wire.codes import Rejected
+from shoal.wire.keys import PUBLIC_KEY
+from shoal.wire.lease import Lease, Receipt, Verdict
+from shoal.wire.ledger import LedgerEvent, LedgerHead
+from shoal.wire.manifest import Manifest
+from shoal.wire.messages import (
+    Abandon,
+    AdminOrder,
+    Announce,
+    Appeal,
+    AskLease,
+    AskUpload,
+    Batch,
+    Claim,
+    Enrol,
+    Enrolled,
+    Heartbeat,
+    HeartbeatReply,
+    History,
+    Info,
+    LeaseStatus,
+    Leave,
+    NodeView,
+    OpenSession,
+    Origin,
+    Recorded,
+    RelayReport,
+    RevokeKey,
+    RunList,
+    Session,
+    Stats,
+    Submit,
+    Upload,
+)
+from shoal.wire.page_data import NodePage
+from shoal.wire.record import Record, Sealed
+from shoal.wire.ticket import Ticket
+
+_VERSION = re.compile(r"[0-9]{1,9}")
+_NUMBER = re.compile(r"[0-9]{1,15}")
+
+
+def parse_lease_id(text: str) -> str:
+    if not LEASE_ID.fullmatch(text):
+        raise Rejected("request.not_found", f"{text[:80]!r} is not a lease id")
+    return text
+
+
+def parse_version(text: str) -> int:
+    if not _VERSION.fullmatch(text):
+        raise Rejected("request.not_found", f"{text[:80]!r} is not a policy version")
+    return int(text)
+
+
+# -- signed routes ----------------------------------------------------------------------------------------
+
+
+def get_object(tx: Transaction, coordinator: Coordinator, sha256: str) -> Response:
+    """Answers with a submission or a file of the task, or with a redirect to the object store."""
+    path = coordinator.data / sha256
+    if isinstance(coordinator.store, LocalStore):
+        stored = coordinator.store.path(sha256)
+        path = stored if stored.exists() else path
+    elif (submitted := uploads.find_submitted(tx.db, sha256)) is not None:
+        return RedirectResponse(coordinator.store.read_url(submitted, tx.now_s), status_code=307)
+    if not path.exists():
+        raise Rejected("request.not_found", f"no object {sha256}")
+    return FileResponse(path, media_type="application/octet-stream")
+
+
+def get_batch(tx: Transaction, coordinator: Coordinator, version: int) -> Batch:
+    """Returns the batch of `version`, and forms it if enough groups are ready. A batch never changes.
+
+    A batch is formed for the newest version, and then for the one after it: the trainer takes its next step while the version
+    that it made last is still being published.
+    """
+    batch = batches.find_batch(tx.db, version)
+    if batch is not None:
+        return batch
+    state = run_state(tx.db)
+    newest = state.newest_version
+    if newest is not None and version < newest:
+        raise Rejected("request.not_found", f"version {version} never had a batch; the newest is {newest}")
+    if newest is None or version > newest + state.batch_formed:
+        raise Rejected("request.conflict", f"version {version} is not published; announce it first")
+    if version >= coordinator.spec.last_version:
+        raise Rejected("request.conflict", f"version {version} is the last: there is no step after it")
+    batch = batches.form_batch(tx, coordinator, version)
+    if batch is None:
+        raise Rejected(
+            "request.too_early",
+            stats.waiting_sentence(tx.db, coordinator),
+            retry_after_s=coordinator.config.retry_s,
+        )
+    return batch
+
+
+def note_arrived(coordinator: Coordinator, key: str, lease_id: str) -> Callable[[WriteGroup], None] | None:
+    """Asks the object store whether a lease's upload has arrived; returns the write that notes it."""
+    arrived = uploads.find_arrived(coordinator, key, lease_id)
+    return None if arrived is None else partial(uploads.mark_stored, coordinator, arrived)
+
+
+_NEWCOMER: frozenset[Caller] = frozenset({"newcomer", "node"})
+_NODE: frozenset[Caller] = frozenset({"node"})
+_EVEN_BANNED: frozenset[Caller] = frozenset({"node", "banned"})
+_ADMIN: frozenset[Caller] = frozenset({"admin"})
+_TRAINER: frozenset[Caller] = frozenset({"trainer"})
+_VALIDATOR: frozenset[Caller] = frozenset({"validator"})
+_RELAY: frozenset[Caller] = frozenset({"relay"})
+_MEMBER = _NODE | _TRAINER | _VALIDATOR | _RELAY
+
+
+_PATH_PARSERS: dict[str, Callable[[str], str | int]] = {
+    "lease_id": parse_lease_id,
+    "version": parse_version,
+    "name": check_digest,
+    "action": str,
+}
+
+
+def _signed(  # noqa: PLR0913 - one line of the table
+    method: str,
+    path: str,
+    callers: frozenset[Caller],
+    act: Callable[..., Record | Response],
+    takes: type[Record] | None,
+    gives: type[Record] | None,
+    *,
+    max_body: int = SMALL_BODY,
+    before: Before | None = None,
+) -> SignedRoute:
+    parameter = path.partition("{")[2].partition("}")[0]
+    return SignedRoute(
+        method=method,
+        path=path,
+        callers=callers,
+        act=act,
+        takes=takes,
+        gives=gives,
+        parse_path=_PATH_PARSERS[parameter] if parameter else str,
+        max_body=max_body,
+        before=before,
+    )
+
+
+SIGNED_ROUTES = (
+    _signed("POST", "/v1/enrol", _NEWCOMER, admission.enrol, Enrol, Enrolled),
+    _signed("POST", "/v1/session", _NODE, nodes.open_session, OpenSession, Session),
+    _signed("POST", "/v1/heartbeat", _NODE, nodes.heartbeat, Heartbeat, HeartbeatReply),
+    _signed("POST", "/v1/leases", _NODE, issue.ask_lease, AskLease, Sealed[Lease]),
+    _signed("GET", "/v1/leases/{lease_id}", _NODE, get_status, None, LeaseStatus),
+    _signed("POST", "/v1/leases/{lease_id}/upload", _NODE, uploads.ask_upload, AskUpload, Upload),
+    _signed(
+        "POST",
+        "/v1/leases/{lease_id}/submit",
+        _NODE,
+        submissions.submit,
+        Submit,
+        Sealed[Receipt],
+        before=note_arrived,
+    ),
+    _signed("POST", "/v1/leases/{lease_id}/abandon", _NODE, lifecycle.abandon, Abandon, LeaseStatus),
+    _signed("POST", "/v1/leases/{lease_id}/appeal", _EVEN_BANNED, revocation.appeal, Appeal, Recorded),
+    _signed("POST", "/v1/leave", _NODE, nodes.leave, Leave, Recorded),
+    _signed("POST", "/v1/keys/revoke", _NEWCOMER, admin_actions.revoke_key, RevokeKey, Recorded),
+    _signed("POST", "/v1/admin/{action}", _ADMIN, admin_actions.give_order, AdminOrder, Recorded),
+    _signed("POST", "/v1/checks/claim", _VALIDATOR, verdicts.claim, None, Claim),
+    _signed("GET", "/v1/checks/{lease_id}", _VALIDATOR, verdicts.look_again, None, Claim),
+    _signed(
+        "POST",
+        "/v1/checks/{lease_id}/verdict",
+        _VALIDATOR,
+        verdicts.give_verdict,
+        Verdict,
+        LeaseStatus,
+        max_body=LARGE_BODY,
+    ),
+    _signed("GET", "/v1/objects/{name}", _TRAINER | _VALIDATOR, get_object, None, None),
+    _signed("POST", "/v1/policies", _TRAINER, versions.announce, Announce, Recorded, max_body=LARGE_BODY),
+    _signed("GET", "/v1/batches/{version}", _TRAINER, get_batch, None, Batch),
+    _signed("POST", "/v1/relays", _RELAY, relays.report, RelayReport, HeartbeatReply),
+    _signed("POST", "/v1/tickets", _MEMBER, relays.issue_ticket, None, Sealed[Ticket]),
+)
+
+
+# -- public routes ----------------------------------------------------------------------------------------
+
+
+class HealthView(Record):
+    run: str
+    ledger_seq: int
+
+
+def get_health(db: Connection, coordinator: Coordinator, request: Request) -> HealthView:
+    return HealthView(run=coordinator.spec.run, ledger_seq=ledger_chain.head_seq(db))
+
+
+def get_ready(db: Connection, coordinator: Coordinator, request: Request) -> HealthView:
+    """Raises Rejected if a background loop has stalled."""
+    if stalled := coordinator.vitals.stalled():
+        raise Rejected("request.not_ready", "; ".join(stalled), retry_after_s=5.0)
+    return get_health(db, coordinator, request)
+
+
+def get_node_view(db: Connection, coordinator: Coordinator, request: Request) -> NodeView:
+    return node_views.views(db, [nodes.get_node(db, _node_id(request))], coordinator)[0]
+
+
+def get_node_page(db: Connection, coordinator: Coordinator, request: Request) -> NodePage:
+    return node_page(db, coordinator, _node_id(request))
+
+
+def _node_id(request: Request) -> str:
+    key = str(request.path_params["node"])
+    if not PUBLIC_KEY.fullmatch(key):
+        raise Rejected("request.not_found", f"{key[:80]!r} is not a node id: 64 hex digits")
+    return key
+
+
+def get_policy(db: Connection, coordinator: Coordinator, request: Request) -> Sealed[Manifest]:
+    return versions.get_manifest(db, parse_version(request.path_params["version"]))
+
+
+def get_ledger(db: Connection, coordinator: Coordinator, request: Request) -> list[Record]:
+    from_seq = _number(request, "from_seq", 1)
+    limit = _number(request, "limit", ledger_chain.PAGE)
+    return [*ledger_chain.read_page(db, from_seq, min(limit, ledger_chain.PAGE))]
+
+
+def _number(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name, str(default))
+    if not _NUMBER.fullmatch(text):
+        raise Rejected("request.malformed", f"{name}={text[:32]!r} is not a number")
+    return int(text)
+
+
+PUBLIC_ROUTES: dict[str, PublicRoute] = {
+    "/healthz": PublicRoute(get_health, HealthView),
+    "/readyz": PublicRoute(get_ready, HealthView),
+    "/v1/info": PublicRoute(lambda db, coordinator, request: stats.info(db, coordinator), Info),
+    "/v1/runs": PublicRoute(
+        lambda db, coordinator, request: stats.runs(db, coordinator), RunList, is_costly=True
+    ),
+    "/v1/stats": PublicRoute(
+        lambda db, coordinator, request: stats.stats(db, coordinator), Stats, is_costly=True
+    ),
+    "/v1/history": PublicRoute(lambda db, coordinator, request: stats.history(db), History, is_costly=True),
+    "/v1/nodes/{node}": PublicRoute(get_node_view, NodeView),
+    "/v1/nodes/{node}/page": PublicRoute(get_node_page, NodePage),
+    "/v1/origin": PublicRoute(lambda db, coordinator, request: versions.origin(db), Origin),
+    "/v1/policies/latest": PublicRoute(
+        lambda db, coordinator, request: versions.get_manifest(db, None), Sealed[Manifest]
+    ),
+    "/v1/policies/{version}": PublicRoute(get_policy, Sealed[Manifest]),
+    "/v1/ledger": PublicRoute(get_ledger, LedgerEvent, many=True, query=("from_seq", "limit")),
+    "/v1/ledger/head": PublicRoute(
+        lambda db, coordinator, request: ledger_chain.signed_head(
+            db, coordinator.spec.run, coordinator.run_key
+        ),
+        Sealed[LedgerHead],
+    ),
+}
