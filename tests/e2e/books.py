@@ -16,11 +16,11 @@ from blake3 import blake3
 from sqlalchemy import select
 from swarm_processes import Role, Swarm, shoal
 
+from ledger_reader import read_ledger
 from shoal.cli.run.runfile import RunFile, load_run_file
 from shoal.swarm.coordinator.context import DATABASE_FILE
 from shoal.swarm.coordinator.leases.batches import has_signal
 from shoal.swarm.coordinator.store.database import read_only
-from shoal.swarm.coordinator.store.ledger_chain import read_ledger
 from shoal.swarm.coordinator.store.schema import groups, nodes, policies
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.keys import Key

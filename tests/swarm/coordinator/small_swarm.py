@@ -10,14 +10,14 @@ from typing import Any
 import httpx2
 from in_process import InProcessTransport
 
+from ledger_reader import read_ledger
 from s3_stores import CREDENTIALS
 from shoal.net.http_client import Refused, SignedClient
 from shoal.net.http_server import Server, listen
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.context import DATABASE_FILE, open_coordinator
 from shoal.swarm.coordinator.housekeeping import resume, tick
-from shoal.swarm.coordinator.http.app import make_app
-from shoal.swarm.coordinator.store.ledger_chain import read_ledger
+from shoal.swarm.coordinator.http.server import RunApp
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.lease import Lease, Receipt, Verdict
@@ -168,7 +168,7 @@ class SmallSwarm:
         self.authority = f"127.0.0.1:{sock.getsockname()[1] if sock else 8700}"
         self.url = f"http://{self.authority}"
         names = None if self.any_name else frozenset({self.authority})
-        self.app = app = make_app(self.coordinator, authorities=names)
+        self.app = app = RunApp(self.coordinator, authorities=names, cache_s=0.0)
         self._server = Server(app, sock, on_close=app.feed.close) if sock else None
         if self._server:
             self._server.start()

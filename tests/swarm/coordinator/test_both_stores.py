@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from shoal.swarm.coordinator.leases.object_cleanup import SLACK_S, sweep
 from small_swarm import CONFIG, LOG, SPEC, Node, SmallSwarm, refusal
 
 from s3_stores import CREDENTIALS, Store, careless_store, strict_store
@@ -15,7 +16,6 @@ from shoal.net.http_client import SignedClient, Unreachable
 from shoal.net.object_store import upload_headers
 from shoal.net.s3_store import Credentials, S3Store
 from shoal.swarm.coordinator.context import open_coordinator
-from shoal.swarm.coordinator.leases.object_cleanup import SLACK_S, sweep
 from shoal.wire.lease import Lease
 from shoal.wire.messages import Abandon, LeaseStatus, Upload
 

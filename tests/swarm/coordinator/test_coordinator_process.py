@@ -17,13 +17,13 @@ import httpx2
 import pytest
 from small_swarm import CONFIG, LOG, RELAY_URL, SPEC, Node, manifest, signed_client, with_signal
 
+from ledger_reader import read_ledger
 from shoal.net.http_client import Refused, Unreachable
 from shoal.net.waiting import NotYet, Stopped, wait_for
 from shoal.swarm.coordinator.context import DATABASE_FILE, open_coordinator
 from shoal.swarm.coordinator.housekeeping import keep_house, resume
 from shoal.swarm.coordinator.http.server import alone_in, known_authorities, run_coordinator
-from shoal.swarm.coordinator.rules.planning import check_upload_limit
-from shoal.swarm.coordinator.store.ledger_chain import read_ledger
+from shoal.swarm.coordinator.leases.issue import check_upload_limit
 from shoal.wire.keys import Key
 from shoal.wire.lease import Verdict
 from shoal.wire.ledger import LedgerHead, verify_ledger

@@ -18,14 +18,14 @@ import small_swarm
 from small_swarm import CONFIG, LOG, SPEC, manifest
 from sqlalchemy import select
 
+from ledger_reader import read_ledger
 from shoal.swarm.coordinator.context import DATABASE_FILE, Coordinator, Transaction, open_coordinator
 from shoal.swarm.coordinator.housekeeping import resume, tick
 from shoal.swarm.coordinator.leases import batches, issue, submissions, uploads, verdicts
 from shoal.swarm.coordinator.ledger_replay import replay
-from shoal.swarm.coordinator.membership import nodes, relays, versions
+from shoal.swarm.coordinator.membership import admission, nodes, relays, versions
 from shoal.swarm.coordinator.membership.nodes import find_node
 from shoal.swarm.coordinator.store.database import Database
-from shoal.swarm.coordinator.store.ledger_chain import read_ledger
 from shoal.swarm.coordinator.store.schema import leases as lease_table
 from shoal.swarm.coordinator.store.schema import nodes as node_table
 from shoal.wire.codes import Rejected
@@ -68,7 +68,7 @@ class Errand:
         self.say(f"seq {self.act(None, lambda tx: versions.announce(tx, coordinator, told)).seq}")
         here = RelayReport(url="http://127.0.0.1:2", versions=(0,))
         self.act(None, lambda tx: relays.report(tx, coordinator, here))
-        self.act(NODE, lambda tx: nodes.enrol(tx, coordinator, Enrol(protocol=PROTOCOL, software="")))
+        self.act(NODE, lambda tx: admission.enrol(tx, coordinator, Enrol(protocol=PROTOCOL, software="")))
         session = self.act(NODE, lambda tx: nodes.open_session(tx, coordinator, OpenSession(software="")))
         while self.count_accepted() < LEASES:
             self.work(session.epoch)
@@ -92,7 +92,7 @@ class Errand:
         incoming.write(data)
         incoming.finish()
         with coordinator.database.read() as db:
-            expected = uploads.expected_under(db, token, 1e9)
+            expected = uploads.find_expected(db, token, 1e9)
         uploads.mark_stored(coordinator, expected)
         submit = Submit.model_validate(what | {"policy_version": 0})
         receipt = self.act(NODE, lambda tx: submissions.submit(tx, coordinator, lease.lease_id, submit))

@@ -1,9 +1,6 @@
-"""What the database itself promises: groups of writers, several coordinators on one PostgreSQL, layouts that are brought up
-to date."""
+"""What the database itself promises: write groups, several coordinators on one PostgreSQL, and layouts that are refused."""
 
 import asyncio
-import re
-import sqlite3
 import threading
 from contextlib import closing
 from functools import partial
@@ -12,20 +9,17 @@ from typing import Any
 
 import pytest
 import small_swarm
-from alembic.autogenerate import compare_metadata
-from alembic.runtime.migration import MigrationContext
-from small_swarm import CONFIG, LOG, SPEC, Node, SmallSwarm, at_once
-from sqlalchemy import create_engine, select
-from sqlalchemy.exc import OperationalError
+from small_swarm import CONFIG, Node, SmallSwarm, at_once
+from sqlalchemy import inspect, select, text
 from test_random_life import test_what_must_always_hold as random_life
 
+from ledger_reader import read_ledger
 from shoal.net.http_client import Unreachable
-from shoal.swarm.coordinator.context import DATABASE_FILE, open_coordinator
+from shoal.swarm.coordinator.context import DATABASE_FILE
 from shoal.swarm.coordinator.ledger_replay import replay
-from shoal.swarm.coordinator.store.database import Database, database_url
-from shoal.swarm.coordinator.store.ledger_chain import read_ledger
-from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, metadata, nodes, nonces, run
-from shoal.swarm.coordinator.store.writer import Desk
+from shoal.swarm.coordinator.store.database import Database, WriteGroup, database_url
+from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, nonces, run
+from shoal.swarm.coordinator.store.writer import Writer
 from shoal.wire.keys import Key
 from shoal.wire.ledger import verify_chain
 from shoal.wire.messages import Info, RunList
@@ -35,11 +29,17 @@ class Planned(Exception):
     pass
 
 
-def write(database: Database, nonce: str, *, fail: bool = False) -> None:
-    with database.transaction() as db:
-        db.execute(nonces.insert().values(key="k", nonce=nonce, seen_at_s=1.0))
+def write(group: WriteGroup, nonce: str, *, fail: bool = False) -> None:
+    with group.request():
+        group.has_written = True
+        group.db.execute(nonces.insert().values(key="k", nonce=nonce, seen_at_s=1.0))
         if fail:
             raise Planned
+
+
+def write_alone(database: Database, nonce: str, *, fail: bool = False) -> None:
+    with database.group() as group:
+        write(group, nonce, fail=fail)
 
 
 def written(database: Database) -> set[str]:
@@ -53,8 +53,8 @@ def many_writers(database: Database) -> None:
     def writer(number: int) -> None:
         for turn in range(10):
             try:
-                write(database, f"{number}-{turn}", fail=turn % 3 == 2)
-                # On disk, and in everybody's view, when the block has ended.
+                write_alone(database, f"{number}-{turn}", fail=turn % 3 == 2)
+                # On disk, and visible to every reader, when the group has ended.
                 assert f"{number}-{turn}" in written(database)
             except Planned:
                 failed.append(f"{number}-{turn}")
@@ -87,17 +87,17 @@ def test_requests_that_wait_share_a_commit(tmp_path: Path) -> None:
             commit(transaction)
 
         database._commit = counting  # type: ignore[method-assign]
-        desk, gate = Desk(database), threading.Event()
+        writer, gate = Writer(database), threading.Event()
 
         async def everything() -> list[Any]:
-            first = asyncio.ensure_future(desk.do(lambda: gate.wait(20)))
-            errands = [
-                asyncio.ensure_future(desk.do(partial(write, database, str(number), fail=number % 4 == 3)))
+            first = asyncio.ensure_future(writer.run(lambda group: gate.wait(20)))
+            requests = [
+                asyncio.ensure_future(writer.run(partial(write, nonce=str(number), fail=number % 4 == 3)))
                 for number in range(12)
             ]
             await asyncio.sleep(0.05)
             gate.set()
-            return await asyncio.gather(first, *errands, return_exceptions=True)
+            return await asyncio.gather(first, *requests, return_exceptions=True)
 
         outcomes = asyncio.run(everything())
         assert [type(outcome) for outcome in outcomes[1:]] == [
@@ -107,25 +107,49 @@ def test_requests_that_wait_share_a_commit(tmp_path: Path) -> None:
             Planned,
         ] * 3
         assert len(written(database)) == 9
-        assert len(commits) <= 2  # the one that held the desk up, and all that waited
-        desk.close()
+        assert len(commits) <= 2  # the request that held up the writer, and all that waited
+        writer.close()
 
 
-def test_nothing_is_told_before_it_is_true(tmp_path: Path) -> None:
+def test_callbacks_run_after_the_commit(tmp_path: Path) -> None:
     with closing(Database(tmp_path / "db")) as database:
-        told: list[str] = []
+        called: list[str] = []
 
-        def telling(nonce: str) -> None:
-            write(database, nonce)
-            database.when_committed(lambda: told.append(f"{nonce} of {len(written(database))}"))
+        def write_and_tell(group: WriteGroup, nonce: str) -> None:
+            write(group, nonce)
+            group.after_commit.append(lambda: called.append(f"{nonce} of {len(written(database))}"))
 
-        with database.group():
-            telling("a")
-            telling("b")
-            assert told == []
-        assert told == ["a of 2", "b of 2"]
-        telling("c")
-        assert told[-1] == "c of 3"
+        with database.group() as group:
+            write_and_tell(group, "a")
+            write_and_tell(group, "b")
+            assert called == []
+        assert called == ["a of 2", "b of 2"]
+
+
+def test_a_failing_callback_after_the_commit_does_not_fail_the_requests(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(Database(tmp_path / "db")) as database:
+        called: list[str] = []
+
+        def fail() -> None:
+            raise OSError("the log's disk is full")
+
+        def write_and_fail(group: WriteGroup, nonce: str) -> str:
+            write(group, nonce)
+            group.after_commit += [fail, lambda: called.append(nonce)]
+            return nonce
+
+        writer = Writer(database)
+
+        async def everything() -> list[Any]:
+            requests = [writer.run(partial(write_and_fail, nonce=nonce)) for nonce in "ab"]
+            return await asyncio.gather(*requests, return_exceptions=True)
+
+        assert asyncio.run(everything()) == ["a", "b"]
+        assert written(database) == {"a", "b"} and called == ["a", "b"]
+        assert "a callback after a commit failed: OSError: the log's disk is full" in caplog.text
+        writer.close()
 
 
 def test_a_commit_that_fails_fails_all_of_its_group(tmp_path: Path) -> None:
@@ -134,17 +158,17 @@ def test_a_commit_that_fails_fails_all_of_its_group(tmp_path: Path) -> None:
         def full(transaction: Any) -> None:
             raise OSError("no space left")
 
-        desk, good = Desk(database), database._commit
+        writer, good = Writer(database), database._commit
         database._commit = full  # type: ignore[method-assign]
 
         async def everything() -> list[Any]:
-            errands = [desk.do(partial(write, database, str(number))) for number in range(3)]
-            return await asyncio.gather(*errands, return_exceptions=True)
+            requests = [writer.run(partial(write, nonce=str(number))) for number in range(3)]
+            return await asyncio.gather(*requests, return_exceptions=True)
 
         assert {type(outcome) for outcome in asyncio.run(everything())} == {OSError}
         database._commit = good  # type: ignore[method-assign]
         assert written(database) == set()
-        desk.close()
+        writer.close()
 
 
 def test_urls() -> None:
@@ -214,93 +238,31 @@ def test_a_client_goes_on_with_another_entry_point(tmp_path: Path, postgres: Any
     right.close()
 
 
-@pytest.mark.parametrize(("seed", "in_turns"), [(3, False), (3, True)])
+@pytest.mark.parametrize(("seed", "in_groups"), [(3, False), (3, True)])
 def test_a_random_life_on_postgresql(
-    tmp_path: Path, postgres: Any, seed: int, in_turns: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, postgres: Any, seed: int, in_groups: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(small_swarm, "FRESH_DATABASE", postgres.fresh)
-    random_life(tmp_path, seed, in_turns)
+    random_life(tmp_path, seed, in_groups)
 
 
 # -- layouts ----------------------------------------------------------------------------------------------
 
 
-def differences(db: Any) -> list[Any]:
-    """Of the tables there are to those the code asks for; foreign keys of columns added later aside."""
-    # SQLite's BIGINT is its INTEGER.
-    options = {"compare_type": db.dialect.name != "sqlite"}
-    found = compare_metadata(MigrationContext.configure(db, opts=options), metadata)
-    return [one for one in found if not str(one[0]).endswith("_fk")]
+@pytest.mark.parametrize("layout", [SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
+def test_another_layout_is_refused_and_left_as_it_is(database: Database, layout: int) -> None:
+    row = {"name": "r", "run_key": "k", "spec": "{}", "terms": "{}", "paused": 0}
+    with database.group() as group:
+        group.db.execute(run.insert().values(schema_version=layout, **row))
+        group.db.execute(text("DROP TABLE evaluation_chunks"))
+    with pytest.raises(ValueError, match=f"has layout {layout}, this software reads layout {SCHEMA_VERSION}"):
+        Database(Path(database.url.removeprefix("sqlite:///")) if database.is_sqlite else plain_url(database))
+    with database.read() as db:
+        assert not inspect(db).has_table("evaluation_chunks")
 
 
-def test_the_first_layout_is_brought_up_to_date_on_postgresql(tmp_path: Path, postgres: Any) -> None:
-    """The same steps, in the words of the other database; and what comes out is what a new one has."""
-    url = postgres.fresh()
-    script = (Path(__file__).parent / "layout_1.sql").read_text()
-    # It is SQLite's: in alphabetical order, so without what one table says of another.
-    script = re.sub(r",\s*FOREIGN KEY\([a-z_]+\) REFERENCES [a-z_]+ \([a-z_]+\)", "", script)
-    script = script.replace("INTEGER", "BIGINT").replace("WITHOUT ROWID", "").replace("-- The", "\n-- The")
-    engine = create_engine(database_url(url))
-    with engine.begin() as db:
-        for statement in script.split(";"):
-            if "CREATE" in statement:
-                db.exec_driver_sql(statement)
-        db.exec_driver_sql("INSERT INTO run (name, run_key, schema_version, spec) VALUES ('r', 'k', 1, '{}')")
-    Database(url).close()
-    with engine.connect() as db:
-        assert differences(db) == []
-        assert db.execute(select(run.c.schema_version)).scalar_one() == SCHEMA_VERSION
-        db.exec_driver_sql("UPDATE alembic_version SET version_num = '99'")
-        db.commit()
-    engine.dispose()
-    with pytest.raises(ValueError, match="layout 99"):
-        Database(url)
-
-
-def test_a_migration_that_fails_changes_nothing(tmp_path: Path) -> None:
-    script = (Path(__file__).parent / "layout_1.sql").read_text()
-    with closing(sqlite3.connect(tmp_path / DATABASE_FILE)) as db, db:
-        db.executescript(script)
-        db.execute("INSERT INTO run (name, run_key, schema_version, spec) VALUES ('r', 'k', 1, '{}')")
-        db.execute(
-            "ALTER TABLE uploads ADD COLUMN asked_at_s DOUBLE PRECISION"
-        )  # so that the last step fails
-        before = list(db.iterdump())
-    with pytest.raises(OperationalError, match="asked_at_s"):
-        Database(tmp_path / DATABASE_FILE)
-    with closing(sqlite3.connect(tmp_path / DATABASE_FILE)) as db:
-        assert list(db.iterdump()) == before
-
-
-def test_a_database_of_the_first_layout_is_brought_up_to_date(tmp_path: Path) -> None:
-    keys = open_coordinator(CONFIG, SPEC, tmp_path, log=LOG)
-    run_key = keys.run_key.public
-    keys.close()
-    for file in tmp_path.glob(DATABASE_FILE + "*"):
-        file.unlink()
-    script = (Path(__file__).parent / "layout_1.sql").read_text()
-    with closing(sqlite3.connect(tmp_path / DATABASE_FILE)) as db, db:
-        db.executescript(script)
-        db.execute(
-            "INSERT INTO run (name, run_key, schema_version, spec) VALUES (?, ?, 1, '{}')", ("small", run_key)
-        )
-        db.execute(
-            "INSERT INTO nodes (node, enrolled_at_s, software, trust, trust_reason, accepted_in_a_row, session_epoch,"
-            " phase, tokens_per_s, accepted, rejected, void, credit) VALUES (?, 5, '', 'trusted', '', 7, 1, '', 0, 7, 0, 0, 99)",
-            ("ab" * 32,),
-        )
-    for _ in range(2):  # the second time there is nothing to do
-        coordinator = open_coordinator(CONFIG, SPEC, tmp_path, log=LOG)
-        with coordinator.database.read() as db:
-            assert differences(db) == []
-            node = db.execute(select(nodes)).one()
-        assert (node.streak, node.credit, node.trust_since_s, node.owed) == (7, 99, 5.0, "")
-        coordinator.close()
-    assert [event.type for event in read_ledger(tmp_path / DATABASE_FILE)] == ["run.opened"]
-    swarm = SmallSwarm(tmp_path)
-    swarm.start()
-    swarm.work(swarm.node())
-    swarm.close()
+def plain_url(database: Database) -> str:
+    return database.url.replace("postgresql+psycopg://", "postgresql://")
 
 
 def test_a_file_that_is_no_database(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from small_swarm import CONFIG, SmallSwarm, manifest, report
 from starlette.routing import Route
 
 from shoal.net.http_client import Refused, SignedClient, Unreachable
-from shoal.swarm.coordinator.http.app import make_app
-from shoal.swarm.coordinator.http.signed_routes import SIGNED_ROUTES
+from shoal.swarm.coordinator.http.routes import SIGNED_ROUTES
+from shoal.swarm.coordinator.http.server import RunApp
 from shoal.swarm.coordinator.membership.admin_actions import ACTIONS
 from shoal.wire.delegation import delegate
 from shoal.wire.keys import Key
@@ -159,6 +159,6 @@ def test_no_address_makes_it_fail(busy: SmallSwarm, path: str, tail: str) -> Non
 
 def test_every_route_is_tried(busy: SmallSwarm, tmp_path: Path) -> None:
     posts = {route.path for route in SIGNED_ROUTES if route.method == "POST"}
-    unsigned = [route for route in make_app(busy.coordinator).rest.routes if isinstance(route, Route)]
+    unsigned = [route for route in RunApp(busy.coordinator).public.routes if isinstance(route, Route)]
     assert not any("POST" in (route.methods or ()) for route in unsigned)
     assert posts == set(bodies(busy)) | {"/v1/checks/claim", "/v1/tickets"}

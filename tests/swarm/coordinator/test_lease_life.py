@@ -6,8 +6,7 @@ import time
 import pytest
 from small_swarm import SmallSwarm, refusal
 
-from shoal.swarm.coordinator.leases.lifecycle import Event, next_state
-from shoal.swarm.coordinator.rules.lease_states import TERMINAL, State
+from shoal.swarm.coordinator.rules.lease_states import TERMINAL, LeaseEvent, LeaseState, next_state
 from shoal.tasks import make_task
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease
@@ -187,6 +186,7 @@ def test_a_claim_is_for_one_validator_until_it_runs_out(swarm: SmallSwarm) -> No
     assert swarm.claim().lease == lease
     assert refusal(swarm.claim).code == "request.too_early"
     swarm.clock.ahead_s += swarm.config.claim_s + 1
+    swarm.tick()
     assert swarm.claim().lease == lease
     swarm.clock.ahead_s += swarm.config.claim_s + 1
     swarm.tick()
@@ -242,28 +242,28 @@ def test_a_void_verdict_blames_nobody(swarm: SmallSwarm) -> None:
 
 # -- the machine ------------------------------------------------------------------------------------------
 
-N, U, S, C, A, R, V, K = State
+N, U, S, C, A, R, V, K = LeaseState
 ALLOWED = {
-    (N, Event.UPLOAD): U,
-    (U, Event.UPLOAD): U,
-    (U, Event.SUBMIT): S,
-    (S, Event.CLAIM): C,
-    (C, Event.RELEASE): S,
-    (S, Event.ACCEPT): A,
-    (C, Event.ACCEPT): A,
-    (S, Event.REJECT): R,
-    (C, Event.REJECT): R,
-    (N, Event.VOID): V,
-    (U, Event.VOID): V,
-    (S, Event.VOID): V,
-    (C, Event.VOID): V,
-    (A, Event.REVOKE): K,
+    (N, LeaseEvent.UPLOAD): U,
+    (U, LeaseEvent.UPLOAD): U,
+    (U, LeaseEvent.SUBMIT): S,
+    (S, LeaseEvent.CLAIM): C,
+    (C, LeaseEvent.RELEASE): S,
+    (S, LeaseEvent.ACCEPT): A,
+    (C, LeaseEvent.ACCEPT): A,
+    (S, LeaseEvent.REJECT): R,
+    (C, LeaseEvent.REJECT): R,
+    (N, LeaseEvent.VOID): V,
+    (U, LeaseEvent.VOID): V,
+    (S, LeaseEvent.VOID): V,
+    (C, LeaseEvent.VOID): V,
+    (A, LeaseEvent.REVOKE): K,
 }
 
 
-@pytest.mark.parametrize("state", list(State))
-@pytest.mark.parametrize("event", list(Event))
-def test_the_table_of_states(state: State, event: Event) -> None:
+@pytest.mark.parametrize("state", list(LeaseState))
+@pytest.mark.parametrize("event", list(LeaseEvent))
+def test_the_table_of_states(state: LeaseState, event: LeaseEvent) -> None:
     if (state, event) in ALLOWED:
         assert next_state(state, event) is ALLOWED[state, event]
         return

@@ -9,7 +9,7 @@ import pytest
 import small_swarm
 from small_swarm import Node, SmallSwarm
 
-from shoal.swarm.coordinator.leases.uploads import expected_under, mark_stored
+from shoal.swarm.coordinator.leases.uploads import find_expected, mark_stored
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease
 from shoal.wire.messages import Abandon, LeaseStatus
@@ -86,7 +86,7 @@ def test_bytes_that_come_in_after_others_were_declared_are_refused(swarm: SmallS
     lease = node.lease()
     token = node.ask_upload(lease, b"first").path.rsplit("/", 1)[1]
     with swarm.coordinator.database.read() as db:
-        expected = expected_under(db, token, swarm.clock())
+        expected = find_expected(db, token, swarm.clock())
     incoming = swarm.coordinator.store.receive(token, expected.sha256, expected.num_bytes)
     incoming.write(b"first")
     node.ask_upload(lease, b"second")

@@ -9,10 +9,10 @@ import pytest
 from small_swarm import Node, SmallSwarm, refusal
 from sqlalchemy.exc import OperationalError
 
+from ledger_reader import read_ledger
 from shoal.net.http_client import Refused
-from shoal.swarm.coordinator.disk_full import missing
-from shoal.swarm.coordinator.housekeeping import go_round
-from shoal.swarm.coordinator.store.ledger_chain import read_ledger
+from shoal.swarm.coordinator.disk_full import report
+from shoal.swarm.coordinator.housekeeping import run_once
 from shoal.wire.ledger import verify_chain
 from shoal.wire.messages import ProblemDetails
 from small_disk import fill, small_disk
@@ -49,17 +49,17 @@ def test_a_full_disk(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
 
         refused = refusal(node.client.put_upload, upload, data)
         assert (refused.problem.code, refused.problem.retry_after_s) == ("request.no_space", 5.0)
-        assert f"no room in {disk / 'run'}" in refused.problem.detail
+        assert f"no space left in {disk / 'run'}" in refused.problem.detail
         assert not list((disk / "run" / "objects" / "incoming").iterdir())
         if swarm.coordinator.database.is_sqlite:
             assert until_full(node).problem.code == "request.no_space"
-        assert f"no room in {disk / 'run'}" in ready(swarm)
+        assert f"no space left in {disk / 'run'}" in ready(swarm)
         for _ in range(3):
-            go_round(swarm.coordinator, tidies=True)  # does not end by it
-        assert "goes on by itself" in ready(swarm)
+            run_once(swarm.coordinator, tidies=True)  # does not end by it
+        assert "continues by itself" in ready(swarm)
 
         filler.unlink()
-        go_round(swarm.coordinator, tidies=True)
+        run_once(swarm.coordinator, tidies=True)
         assert swarm.public.get("/readyz").status_code == 200
         node.client.put_upload(upload, data)
         node.submit(lease, data)
@@ -71,7 +71,7 @@ def test_a_full_disk(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     finally:
         swarm.close()
     told = caplog.text
-    assert told.count("nothing can be written") == 1 and told.count("there is room again") == 1, told
+    assert told.count("nothing can be written") == 1 and told.count("there is space again") == 1, told
     assert "Traceback" not in told
 
 
@@ -82,12 +82,12 @@ def test_other_errors_are_not_taken_for_it(swarm: SmallSwarm) -> None:
         full.execute("CREATE TABLE a AS SELECT hex(randomblob(100000)) AS b")
     wrapped = OperationalError("INSERT", {}, found.value)
     for error in (found.value, wrapped, OSError(errno.EDQUOT, "over quota")):
-        assert f"no room in {swarm.dir}" in (missing(swarm.coordinator, error) or "")
+        assert f"no space left in {swarm.dir}" in (report(swarm.coordinator, error) or "")
     with pytest.raises(sqlite3.OperationalError) as found:
         full.execute("SELECT * FROM nowhere")
     full.close()
     for other in (found.value, OSError(errno.ENOENT, "gone"), ValueError("no room")):
-        assert missing(swarm.coordinator, other) is None
+        assert report(swarm.coordinator, other) is None
 
 
 def ready(swarm: SmallSwarm) -> str:

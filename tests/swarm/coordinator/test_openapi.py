@@ -16,9 +16,9 @@ from small_swarm import CONFIG, Node, SmallSwarm
 from sqlalchemy import select
 from starlette.routing import Route
 
-from shoal.swarm.coordinator.http.app import make_app
 from shoal.swarm.coordinator.http.live_page import PAGE_FILES
-from shoal.swarm.coordinator.http.signed_routes import SIGNED_ROUTES
+from shoal.swarm.coordinator.http.routes import SIGNED_ROUTES
+from shoal.swarm.coordinator.http.server import RunApp
 from shoal.swarm.coordinator.store.schema import nodes
 from shoal.wire.keys import Key
 from shoal.wire.messages import Enrol
@@ -45,7 +45,7 @@ def test_every_route_is_described(busy: SmallSwarm) -> None:
     described = busy.public.get("/openapi.json").json()
     routes = {
         (route.path, method.lower())
-        for route in make_app(busy.coordinator).rest.routes
+        for route in RunApp(busy.coordinator).public.routes
         if isinstance(route, Route) and route.path not in FOR_PEOPLE
         for method in route.methods or ()
         if method != "HEAD"

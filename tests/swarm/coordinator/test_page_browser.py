@@ -8,8 +8,7 @@ from small_swarm import Node, SmallSwarm
 
 from shoal.cli.commands.watch import make_report, read_folder
 from shoal.net.http_server import Server, listen
-from shoal.swarm.coordinator.http.app import make_app
-from shoal.swarm.coordinator.http.run_pool import Hosted, Pool
+from shoal.swarm.coordinator.http.server import RunApp, RunPool
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import Heartbeat, HeartbeatReply, LeaseStatus
 
@@ -152,7 +151,7 @@ def test_the_page_survives_a_restart(swarm: SmallSwarm, page: Any) -> None:
 def test_it_works_under_a_prefix(swarm: SmallSwarm, page: Any) -> None:
     swarm.start()
     node = swarm.node()
-    pool = Pool([Hosted(swarm.coordinator, make_app(swarm.coordinator))])
+    pool = RunPool([RunApp(swarm.coordinator)])
     server = Server(pool, listen("127.0.0.1", 0), on_close=pool.close_feeds)
     server.start()
     try:

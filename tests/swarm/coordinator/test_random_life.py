@@ -14,17 +14,17 @@ import small_swarm
 from small_swarm import CONFIG, LOG, SPEC, manifest, report
 from sqlalchemy import Connection, select
 
+from ledger_reader import read_ledger
 from shoal.swarm.coordinator.context import DATABASE_FILE, Transaction, newest_version, open_coordinator
 from shoal.swarm.coordinator.housekeeping import resume, tick
 from shoal.swarm.coordinator.leases import batches, issue, lifecycle, submissions, uploads, verdicts
 from shoal.swarm.coordinator.ledger_replay import replay
-from shoal.swarm.coordinator.membership import nodes, relays, versions
+from shoal.swarm.coordinator.membership import admission, nodes, relays, versions
 from shoal.swarm.coordinator.membership.nodes import find_node
-from shoal.swarm.coordinator.store.ledger_chain import read_ledger
-from shoal.swarm.coordinator.store.needs import Needs, read_ahead
+from shoal.swarm.coordinator.rules import lease_states
+from shoal.swarm.coordinator.store.database import RedoGroup, WriteGroup
 from shoal.swarm.coordinator.store.schema import leases as lease_table
 from shoal.swarm.coordinator.store.schema import nodes as node_table
-from shoal.swarm.coordinator.store.turn import Spoiled
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Checks, Lease, Verdict
 from shoal.wire.ledger import verify_chain
@@ -61,13 +61,15 @@ class Life:
         self.dir, self.rng, self.now_s = dir, random.Random(seed), 1e9
         self.held: dict[str, list[Lease]] = {f"{index:064x}": [] for index in range(1, 6)}
         self.claimed: list[Lease] = []
+        self.group: WriteGroup | None = None
+        """The group that all requests join at the moment; None: each is committed alone."""
         self.checks: dict[str, Checks] = {}
         self.database = small_swarm.FRESH_DATABASE() if small_swarm.FRESH_DATABASE else ""
         self.config = CONFIG_EVAL.model_copy(update={"database": self.database})
         self.open()
         for node in self.held:
             self.act(
-                node, lambda tx: nodes.enrol(tx, self.coordinator, Enrol(protocol=PROTOCOL, software=""))
+                node, lambda tx: admission.enrol(tx, self.coordinator, Enrol(protocol=PROTOCOL, software=""))
             )
             self.act(node, lambda tx: nodes.open_session(tx, self.coordinator, OpenSession(software="")))
         self.announce()
@@ -82,7 +84,7 @@ class Life:
     def act(self, actor: str | None, effect: Callable[[Transaction], T]) -> T | None:
         """The effect, or None where it is refused."""
         try:
-            with self.coordinator.transaction(actor) as tx:
+            with self.coordinator.transaction(actor, group=self.group) as tx:
                 tx.node = find_node(tx.db, actor) if actor else None
                 if tx.node is not None and tx.node.trust == "banned":
                     raise Rejected("request.banned", "out")
@@ -92,10 +94,9 @@ class Life:
 
     @contextmanager
     def look(self) -> Iterator[Connection]:
-        """Into what is true now, for whoever is in a turn."""
-        turn = self.coordinator.database.turn()
-        if turn is not None:
-            yield turn.db
+        """Opens a view that includes what the current group has written."""
+        if self.group is not None:
+            yield self.group.db
         else:
             with self.coordinator.database.read() as db:
                 yield db
@@ -138,8 +139,8 @@ class Life:
         incoming.write(data)
         incoming.finish()
         with self.look() as db:
-            expected = uploads.expected_under(db, token, self.now_s)
-        uploads.mark_stored(self.coordinator, expected)
+            expected = uploads.find_expected(db, token, self.now_s)
+        uploads.mark_stored(self.coordinator, expected, self.group)
         version = self.rng.choice(lease.policies).version
         submit = Submit(epoch=1, num_bytes=len(data), sha256=sha256, policy_version=version)
         self.act(node, lambda tx: submissions.submit(tx, self.coordinator, lease.lease_id, submit))
@@ -206,41 +207,38 @@ class Life:
         for _ in range(steps):
             self.rng.choice(happenings)()
 
-    def live_in_turns(self, turns: int) -> int:
-        """Several happenings are committed together, as the desk does it; how many turns came to that."""
+    def live_in_groups(self, groups: int) -> int:
+        """Commits several happenings together, as the writer does; returns how many groups were committed."""
         happenings = [self.ask_lease] * 6 + [self.deliver] * 6 + [self.claim] * 6 + [self.judge] * 8
         happenings += [self.train, self.abandon]
         done = 0
-        for _ in range(turns):
-            done += self.turn(self.rng.choices(happenings, k=self.rng.randint(2, 12)))
+        for _ in range(groups):
+            done += self.commit_together(self.rng.choices(happenings, k=self.rng.randint(2, 12)))
             if self.rng.random() < 0.3:
                 self.pass_time()
             if self.rng.random() < 0.05:
                 self.crash()
         return done
 
-    def turn(self, happenings: list[Callable[[], None]]) -> bool:
+    def commit_together(self, happenings: list[Callable[[], None]]) -> bool:
         before = copy.deepcopy((self.held, self.claimed, self.checks))
-        held = [lease.lease_id for lifecycle in self.held.values() for lease in lifecycle]
-        needs = [Needs(node=node) for node in self.held] + [Needs(claims=True)] * 2
-        needs += [Needs(lease_id=lease_id, upload=True, submission=True) for lease_id in held]
-        needs += [Needs(lease_id=lease.lease_id, submission=True, judged=True) for lease in self.claimed]
         try:
-            with self.coordinator.database.group() as turn:
-                read_ahead(self.coordinator, turn, needs)
+            with self.coordinator.database.group() as self.group:
                 for happening in happenings:
                     happening()
-        except Spoiled:  # nothing of all this happened
+        except RedoGroup:  # nothing of it was committed
             self.held, self.claimed, self.checks = before
             return False
+        finally:
+            self.group = None
         return True
 
 
-@pytest.mark.parametrize(("seed", "in_turns"), [(1, False), (2, False), (3, True), (4, True)])
-def test_what_must_always_hold(tmp_path: Path, seed: int, in_turns: bool) -> None:
+@pytest.mark.parametrize(("seed", "in_groups"), [(1, False), (2, False), (3, True), (4, True)])
+def test_what_must_always_hold(tmp_path: Path, seed: int, in_groups: bool) -> None:
     life = Life(tmp_path, seed)
-    if in_turns:
-        assert life.live_in_turns(100) > 80
+    if in_groups:
+        assert life.live_in_groups(100) > 80
     else:
         life.live(350)
     events = read_ledger(life.database or tmp_path / DATABASE_FILE)
@@ -259,7 +257,7 @@ def test_what_must_always_hold(tmp_path: Path, seed: int, in_turns: bool) -> Non
     # One end per lease, and every end is in the ledger.
     ends = Counter(body["lease_id"] for body in verdicts + by_type.get("lease.void", []))
     assert set(ends.values()) == {1}
-    assert set(ends) == {row.lease_id for row in lease_rows if row.state in lifecycle.TERMINAL}
+    assert set(ends) == {row.lease_id for row in lease_rows if row.state in lease_states.TERMINAL}
 
     # Credit is the tokens of accepted work; trust is what the verdicts add up to.
     for node, row in node_rows.items():
@@ -300,7 +298,7 @@ def test_what_must_always_hold(tmp_path: Path, seed: int, in_turns: bool) -> Non
 
     # A secret is out only when every lease it seeded has ended. A debt that is leased again has the seed its node knows already.
     open_epochs = {
-        row.epoch for row in lease_rows if row.state in lifecycle.OPEN and row.unit == row.lease_id
+        row.epoch for row in lease_rows if row.state in lease_states.OPEN and row.unit == row.lease_id
     }
     revealed = {body["epoch"] for body in by_type.get("epoch.revealed", [])}
     assert not revealed & open_epochs and revealed

@@ -9,10 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from sqlalchemy import func, select
 from test_random_life import Life
 
+from ledger_reader import read_ledger
 from shoal.swarm.coordinator.context import DATABASE_FILE
-from shoal.swarm.coordinator.leases import lifecycle as lease_states
 from shoal.swarm.coordinator.ledger_replay import replay
-from shoal.swarm.coordinator.store.ledger_chain import read_ledger
+from shoal.swarm.coordinator.rules import lease_states
 from shoal.swarm.coordinator.store.schema import groups, leases, nodes, verdicts
 from shoal.wire.ledger import verify_chain
 

@@ -10,7 +10,7 @@ from sqlalchemy import func, select
 
 from shoal.net.http_client import SignedClient
 from shoal.swarm.coordinator.housekeeping import tidy
-from shoal.swarm.coordinator.http.auth import LARGE_BODY, SMALL_BODY
+from shoal.swarm.coordinator.http.router import LARGE_BODY, SMALL_BODY
 from shoal.swarm.coordinator.store.schema import nonces
 from shoal.telemetry import Log
 from shoal.wire.keys import Key

@@ -2,27 +2,28 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal
 
 import pytest
 from small_swarm import CONFIG, SPEC, SmallSwarm, refusal
 
-from shoal.swarm.coordinator.context import Coordinator
 from shoal.swarm.coordinator.leases.batches import SIGNAL_PRIOR, signal_share
-from shoal.swarm.coordinator.leases.in_flight import flying_groups
-from shoal.swarm.coordinator.rules.planning import NoWork, Outlook, oldest_worth_leasing, plan
+from shoal.swarm.coordinator.leases.issue import groups_in_flight
+from shoal.swarm.coordinator.rules.planning import NoWork, Outlook, PlanningTerms, oldest_worth_leasing, plan
 from shoal.swarm.coordinator.rules.trust import Standing, Trust
 from shoal.wire.messages import RelayView
 
 
-def terms(stale: str, max_lag: int) -> Coordinator:
-    return cast(
-        Coordinator,
-        SimpleNamespace(
-            config=CONFIG.model_copy(update={"stale": stale, "prompts_per_lease": 8}),
-            spec=SPEC.model_copy(update={"max_lag": max_lag}),
-        ),
+def terms(stale: Literal["drop", "wait"], max_lag: int) -> PlanningTerms:
+    return PlanningTerms(
+        groups_per_step=CONFIG.groups_per_step,
+        prompts_per_lease=8,
+        max_prompts_per_lease=CONFIG.max_prompts_per_lease,
+        lease_s=CONFIG.lease_s,
+        eval_samples=CONFIG.eval_samples,
+        stale=stale,
+        max_lag=max_lag,
+        samples_per_prompt=SPEC.sampling.samples_per_prompt,
     )
 
 
@@ -164,7 +165,7 @@ def test_a_lease_that_can_no_longer_count_is_not_counted_on(tmp_path: Path) -> N
         swarm.relay_up()
         assert len(other.lease().prompts) == 2
         with swarm.coordinator.database.read() as db:
-            assert (flying_groups(db, 0), flying_groups(db, 2)) == ((4, 0), (2, 0))
+            assert (groups_in_flight(db, 0), groups_in_flight(db, 2)) == ((4, 0), (2, 0))
     finally:
         swarm.close()
 

@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import select, update
 
 from shoal.swarm.coordinator.store.database import Database
-from shoal.swarm.coordinator.store.schema import nonces, relays
+from shoal.swarm.coordinator.store.schema import relays
 from shoal.swarm.coordinator.store.statements import Statement, given, inserting
 
 INSERT = inserting(relays)
@@ -24,7 +24,8 @@ def row(url: str, **values: Any) -> dict[str, Any]:
 
 
 def test_rows_values_and_counts(database: Database) -> None:
-    with database.transaction() as db:
+    with database.group() as group:
+        db = group.db
         INSERT.run_many(db, [row("b"), row("a", last_seen_s=0.25), row("c")])
         found = SOME.rows(db, since_s=0.0)
         assert found == list(db.execute(select(relays).where(relays.c.url != "c").order_by(relays.c.url)))
@@ -37,20 +38,17 @@ def test_rows_values_and_counts(database: Database) -> None:
 
 
 def test_a_value_that_is_missing_is_an_error(database: Database) -> None:
-    with pytest.raises(Exception, match="since_s"), database.transaction() as db:
-        SOME.rows(db)
+    with pytest.raises(Exception, match="since_s"), database.group() as group:
+        SOME.rows(group.db)
 
 
 def test_a_look_is_one_view(database: Database) -> None:
     """Even if its first statement goes straight to the driver."""
-    with database.transaction() as db:
+    with database.group() as group:
+        db = group.db
         INSERT.run(db, **row("a"))
     with database.read() as db:
         assert BYTES.value(db, name="a") == 2**40
-        with database.transaction() as other:
-            COUNT.run(other, name="a", bytes_sent=1)
+        with database.group() as other:
+            COUNT.run(other.db, name="a", bytes_sent=1)
         assert BYTES.value(db, name="a") == 2**40
-
-
-def test_columns_that_may_be_left_out() -> None:
-    assert inserting(nonces, but=("seen_at_s",))._columns == ["key", "nonce"]

@@ -8,8 +8,8 @@ from small_swarm import CONFIG, LOG, SPEC
 from starlette.routing import Route
 
 from shoal.swarm.coordinator.context import open_coordinator
-from shoal.swarm.coordinator.http.app import make_app
-from shoal.swarm.coordinator.http.signed_routes import SIGNED_ROUTES
+from shoal.swarm.coordinator.http.routes import SIGNED_ROUTES
+from shoal.swarm.coordinator.http.server import RunApp
 from shoal.swarm.coordinator.rules.trust import Trust
 from shoal.tasks import make_task
 from shoal.wire.codes import CODES
@@ -101,7 +101,7 @@ def test_every_route_and_code_has_its_line(tmp_path: Path) -> None:
     coordinator = open_coordinator(CONFIG, SPEC, tmp_path, log=LOG)
     routes = {
         f"{method} {route.path}"
-        for route in make_app(coordinator).rest.routes
+        for route in RunApp(coordinator).public.routes
         if isinstance(route, Route)
         for method in route.methods or ()
         if method != "HEAD"

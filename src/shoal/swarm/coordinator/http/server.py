@@ -274,6 +274,19 @@ class Hosting:
     """Of its object store, where it has one."""
 
 
+def run_coordinator(  # noqa: PLR0913 - the whole of a process
+    config: CoordinatorConfig,
+    spec: RunSpec,
+    dir: Path,
+    host: str,
+    port: int,
+    stop: threading.Event,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serves the run in `dir` until `stop`, as `run_pool` does for several runs."""
+    run_pool([Hosting(config=config, spec=spec, dir=dir)], host, port, stop, on_ready)
+
+
 def run_pool(
     runs: Sequence[Hosting],
     host: str,
