@@ -8,7 +8,6 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from shoal.swarm.coordinator.leases.object_cleanup import SLACK_S, sweep
 from small_swarm import CONFIG, LOG, SPEC, Node, SmallSwarm, refusal
 
 from s3_stores import CREDENTIALS, Store, careless_store, strict_store
@@ -16,6 +15,7 @@ from shoal.net.http_client import SignedClient, Unreachable
 from shoal.net.object_store import upload_headers
 from shoal.net.s3_store import Credentials, S3Store
 from shoal.swarm.coordinator.context import open_coordinator
+from shoal.swarm.coordinator.leases.uploads import SWEEP_SLACK_S, sweep
 from shoal.wire.lease import Lease
 from shoal.wire.messages import Abandon, LeaseStatus, Upload
 
@@ -43,7 +43,9 @@ def put(swarm: SmallSwarm, upload: Upload, data: bytes, declared: bytes) -> bool
 def sweep_up(swarm: SmallSwarm) -> None:
     """As time does."""
     if isinstance(swarm.coordinator.store, S3Store):
-        late = replace(swarm.coordinator, clock=lambda: time.time() + swarm.config.lease_s + SLACK_S + 5)
+        late = replace(
+            swarm.coordinator, clock=lambda: time.time() + swarm.config.lease_s + SWEEP_SLACK_S + 5
+        )
         sweep(late, swarm.coordinator.store)
 
 
