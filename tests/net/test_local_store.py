@@ -40,12 +40,15 @@ def test_the_first_surplus_byte_is_refused(tmp_path: Path) -> None:
     assert incoming_files(tmp_path) == []
 
 
-@pytest.mark.parametrize("sent", [b"", DATA[:-1], b"?" + DATA[1:]])
-def test_other_bytes_than_declared_are_refused(tmp_path: Path, sent: bytes) -> None:
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [(b"", "incomplete"), (DATA[:-1], "incomplete"), (b"?" + DATA[1:], "wrong_digest")],
+)
+def test_other_bytes_than_declared_are_refused(tmp_path: Path, sent: bytes, code: str) -> None:
     store = LocalStore(tmp_path)
     upload = store.receive("token", SHA256, len(DATA))
     upload.write(sent)
-    with pytest.raises(Rejected, match=r"request\.wrong_digest"):
+    with pytest.raises(Rejected, match=f"request.{code}"):
         upload.finish()
     assert not store.has(SHA256)
     assert incoming_files(tmp_path) == []

@@ -87,6 +87,8 @@ def test_an_invitation_expires(tmp_path: Path) -> None:
     with swarm.coordinator.transaction() as tx:
         tx.db.exec_driver_sql("UPDATE admissions SET expires_at_s = 5")
     assert refusal(enrol, swarm.stranger(), invite="late").code == "request.not_admitted"
+    order(swarm, "invite", invite_digest("late"))  # issued again: it is valid again
+    enrol(swarm.stranger(), invite="late")
     swarm.close()
 
 

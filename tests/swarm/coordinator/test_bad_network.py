@@ -37,7 +37,7 @@ class Clients:
             except Unreachable as error:
                 raise NotYet(str(error)) from None
             except Refused as refused:
-                if refused.code not in ("request.too_early", "request.too_many", "request.wrong_digest"):
+                if refused.code not in ("request.too_early", "request.too_many", "request.incomplete"):
                     raise
                 raise NotYet(str(refused), 0.02) from None
 

@@ -77,6 +77,7 @@ def test_a_chunk_is_leased_until_one_is_accepted(evaluated: SmallSwarm) -> None:
     assert evaluated.work(honest, "void.infra").chunk == 0
     assert idler.lease().chunk == 0
     evaluated.clock.ahead_s += evaluated.config.lease_s + 1
+    evaluated.tick()
     evaluated.relay_up()
     lease = honest.deliver()
     assert lease.chunk == 0
@@ -118,6 +119,7 @@ def test_validators_check_held_out_work_first(evaluated: SmallSwarm) -> None:
     train = evaluated.node().deliver()
     assert train.purpose == "train"
     evaluated.clock.ahead_s += evaluated.config.lease_s + 1
+    evaluated.tick()
     evaluated.relay_up()
     late = evaluated.node().deliver()
     assert [evaluated.claim().lease for _ in range(2)] == [late, train]

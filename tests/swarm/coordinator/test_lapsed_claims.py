@@ -18,6 +18,7 @@ def test_it_is_given_to_the_next_validator(swarm: SmallSwarm) -> None:
     lease = swarm.node().deliver()
     swarm.claim()
     swarm.clock.ahead_s = CONFIG.claim_s + 1
+    swarm.tick()
     assert swarm.claim().lease == lease
 
 

@@ -82,8 +82,8 @@ def test_it_is_served_in_pages(swarm: SmallSwarm) -> None:
 def test_a_changed_row_is_found(swarm: SmallSwarm, change: str) -> None:
     lived(swarm)
     kept = head(swarm)
-    with swarm.coordinator.database.transaction() as db:
-        db.exec_driver_sql(change)
+    with swarm.coordinator.database.group() as group:
+        group.db.exec_driver_sql(change)
     with pytest.raises(CorruptData):
         verify_ledger(swarm.ledger(), kept, swarm.run_key.public)
 

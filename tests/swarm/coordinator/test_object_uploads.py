@@ -34,7 +34,7 @@ def test_other_bytes_than_declared_are_refused(swarm: SmallSwarm) -> None:
     path = node.ask_upload(lease, b"declared").path
     assert path.startswith("/v1/objects/") and hashlib.sha256(b"declared").hexdigest() not in path
     assert put(swarm, path, b"DECLARED") == "request.wrong_digest"
-    assert put(swarm, path, b"decl") == "request.wrong_digest"
+    assert put(swarm, path, b"decl") == "request.incomplete"
     assert put(swarm, path, b"declared, and then some") == "request.too_large"
     assert put(swarm, path, iter([b"declared", b", and then some"])) == "request.too_large"
     assert stored_files(swarm) == []

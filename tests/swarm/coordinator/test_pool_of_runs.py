@@ -95,5 +95,5 @@ def test_a_machine_that_does_not_fit_gets_no_session(url: str) -> None:
 
 def test_two_runs_of_one_name_are_refused(tmp_path: Path) -> None:
     runs = [hosting(tmp_path / "a", SPEC), hosting(tmp_path / "b", SPEC)]
-    with pytest.raises(ValueError, match="names of their own: small, small"):
+    with pytest.raises(ValueError, match="different names: small, small"):
         run_pool(runs, "127.0.0.1", 0, threading.Event())

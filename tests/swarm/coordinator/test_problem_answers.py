@@ -36,8 +36,8 @@ def test_too_early_says_when(swarm: SmallSwarm) -> None:
 def test_an_error_of_ours_is_a_problem_and_a_log_line(
     swarm: SmallSwarm, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with swarm.coordinator.database.transaction() as db:
-        db.execute(text("DROP TABLE relays"))
+    with swarm.coordinator.database.group() as group:
+        group.db.execute(text("DROP TABLE relays"))
     with caplog.at_level(logging.ERROR):
         response = swarm.public.get("/v1/stats")
     assert response.status_code == 500

@@ -353,7 +353,7 @@ def test_11_uploads_of_more_or_other_bytes(running: SmallSwarm) -> None:
     swarm, node = running, running.node()
     lease = node.lease()
     path = node.ask_upload(lease, b"declared").path
-    sent = {b"DECLARED": "wrong_digest", b"decl": "wrong_digest", b"declared and more": "too_large"}
+    sent = {b"DECLARED": "wrong_digest", b"decl": "incomplete", b"declared and more": "too_large"}
     with unchanged(swarm):
         for data, code in sent.items():
             answer = swarm.public.put(path, content=data)

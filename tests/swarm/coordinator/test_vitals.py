@@ -28,8 +28,8 @@ def test_metrics(swarm: SmallSwarm) -> None:
         swarm.work(swarm.node())
     text = swarm.public.get("/metrics").text
     values = dict(re.findall(r"^(shoal_\S+) (\S+)$", text, re.MULTILINE))
-    assert values['shoal_nodes{trust="probation"}'] == "3"
-    assert values['shoal_leases_ended_total{code="accepted"}'] == "3"
-    assert (values["shoal_policy_version"], values["shoal_ready_groups"]) == ("0", "6")
-    # The number of lines does not grow with the number of nodes.
+    assert values['shoal_nodes{trust="probation"}'] == "3.0"
+    assert values['shoal_leases_ended_total{code="accepted"}'] == "3.0"
+    assert (values["shoal_policy_version"], values["shoal_ready_groups"]) == ("0.0", "6.0")
+    # The number of lines does not depend on the number of nodes.
     assert text.count("\n") == before.count("\n")

@@ -11,11 +11,14 @@ from small_swarm import SmallSwarm
 from sqlalchemy import Connection, func, select, text
 
 import shoal.swarm.coordinator
+from shoal.swarm.coordinator.leases import issue
+from shoal.swarm.coordinator.membership.nodes import find_node
 from shoal.swarm.coordinator.store.database import Database, WriteGroup
 from shoal.swarm.coordinator.store.schema import nonces
 from shoal.swarm.coordinator.store.statements import inserting
 from shoal.swarm.coordinator.store.writer import Writer
 from shoal.wire.codes import Rejected
+from shoal.wire.messages import AskLease
 
 INSERT = inserting(nonces)
 
@@ -135,6 +138,23 @@ def test_heartbeats_of_one_group_are_told_apart(swarm: SmallSwarm) -> None:
         with pytest.raises(Exception, match=code.split(".")[1]) as refused:
             node.beat()
         assert getattr(refused.value, "code", code) == code
+
+
+def test_a_refusal_is_counted_once_if_its_group_is_redone(swarm: SmallSwarm) -> None:
+    """Backpressure lives in memory, so a rollback does not undo it: it must change after the commit."""
+    node, coordinator = swarm.node(), swarm.coordinator
+    requests = Requests(coordinator.database)
+
+    def ask(group: WriteGroup) -> None:
+        with coordinator.transaction(node.id, group=group) as tx:
+            tx.node = find_node(tx.db, node.id)
+            issue.ask_lease(tx, coordinator, AskLease(epoch=node.epoch))
+
+    late = Rejected("request.conflict", "after it has written")
+    results = requests.together(ask, partial(requests.write, nonce="b", then=late))
+    assert [result.code for result in results] == ["request.too_early", "request.conflict"]
+    assert requests.executed == 2  # the group was redone
+    assert coordinator.backpressure._refusals == 1
 
 
 def test_domain_code_writes_through_the_transaction() -> None:

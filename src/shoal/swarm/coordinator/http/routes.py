@@ -86,7 +86,7 @@ def get_object(tx: Transaction, coordinator: Coordinator, sha256: str) -> Respon
         stored = coordinator.store.path(sha256)
         path = stored if stored.exists() else path
     elif (submitted := uploads.find_submitted(tx.db, sha256)) is not None:
-        return RedirectResponse(coordinator.store.read_url(submitted, tx.now_s), status_code=307)
+        return RedirectResponse(coordinator.store.read_url(submitted), status_code=307)
     if not path.exists():
         raise Rejected("request.not_found", f"no object {sha256}")
     return FileResponse(path, media_type="application/octet-stream")

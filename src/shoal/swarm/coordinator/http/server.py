@@ -274,7 +274,7 @@ class Hosting:
     """Of its object store, where it has one."""
 
 
-def run_coordinator(  # noqa: PLR0913 - the whole of a process
+def run_coordinator(
     config: CoordinatorConfig,
     spec: RunSpec,
     dir: Path,

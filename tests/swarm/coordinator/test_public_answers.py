@@ -1,0 +1,77 @@
+"""Public routes need no key: what they compute over whole tables is cached, and each address may ask only so often."""
+
+import threading
+import time
+
+import httpx2
+import pytest
+from in_process import InProcessTransport
+from small_swarm import SmallSwarm
+
+from shoal.net.http_server import Server, listen
+from shoal.swarm.coordinator.http.server import COSTLY_PER_S, RunApp, RunPool
+from shoal.swarm.coordinator.views import stats
+from shoal.wire.messages import Problem, Stats
+
+
+@pytest.fixture
+def public(swarm: SmallSwarm) -> httpx2.Client:
+    """A client of an app that caches as it does in production."""
+    app = RunApp(swarm.coordinator, cache_s=0.3)
+    return httpx2.Client(base_url=swarm.url, transport=InProcessTransport(lambda: app))
+
+
+def test_a_costly_answer_is_computed_once_in_a_while(
+    swarm: SmallSwarm, public: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = []
+    compute = stats.stats
+    monkeypatch.setattr(stats, "stats", lambda *given: computed.append(1) or compute(*given))
+    swarm.start()
+    before = Stats.parse(public.get("/v1/stats").content)
+    swarm.node()
+    for _ in range(5):
+        assert Stats.parse(public.get("/v1/stats").content) == before
+    assert len(computed) == 1
+    time.sleep(0.35)
+    assert len(Stats.parse(public.get("/v1/stats").content).nodes) == 1
+    assert len(computed) == 2
+
+
+@pytest.mark.parametrize("path", ["/v1/stats", "/v1/history", "/v1/runs", "/metrics"])
+def test_one_address_may_ask_only_so_often(public: httpx2.Client, path: str) -> None:
+    answers = [public.get(path) for _ in range(int(12 * COSTLY_PER_S))]
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert answers[0].status_code == 200 and refused
+    problem = Problem.parse(refused[0].content)
+    assert problem.code == "request.too_many" and problem.retry_after_s
+    assert public.get("/healthz").status_code == 200
+
+
+@pytest.mark.parametrize("as_pool", [False, True])
+def test_a_server_that_stops_leaves_no_threads(swarm: SmallSwarm, as_pool: bool) -> None:
+    swarm.start()
+    lease = swarm.node().lease()
+
+    def own_threads() -> set[int]:
+        return {
+            thread.ident or 0
+            for thread in threading.enumerate()
+            if thread.name.startswith(("disk", "writer"))
+        }
+
+    before = own_threads()
+    app = RunApp(swarm.coordinator)
+    sock = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    server = Server(RunPool([app]) if as_pool else app, sock)
+    server.start()
+    with httpx2.Client(base_url=url) as client:
+        assert client.put("/v1/objects/unknown", content=b"x").status_code == 404
+        client.post(f"/v1/leases/{lease.lease_id}/upload", content=b"{}")
+    assert own_threads() > before
+    server.close()
+    end_s = time.monotonic() + 10
+    while own_threads() - before and time.monotonic() < end_s:
+        time.sleep(0.02)
+    assert own_threads() <= before
