@@ -84,7 +84,7 @@ def test_a_machine_that_does_not_fit_gets_no_session(url: str) -> None:
     ask = OpenSession(software="test", capabilities=small)
     refused = refusal(node.client.call, "POST", "/v1/session", ask, Session)
     assert refused.code == "request.unfit"
-    assert "80 GB of memory, here are 8.0" in refused.problem.detail
+    assert "80 GB of memory, this machine has 8.0" in refused.problem.detail
     # Nothing changed: its session still counts.
     assert not node.beat().finished
     large = small.model_copy(update={"memory_gb": 80.0})

@@ -11,7 +11,7 @@ from small_swarm import SmallSwarm
 from shoal.net.http_server import Server, listen
 from shoal.swarm.coordinator.http.server import COSTLY_PER_S, RunApp, RunPool
 from shoal.swarm.coordinator.views import stats
-from shoal.wire.messages import Problem, Stats
+from shoal.wire.messages import ProblemDetails, Stats
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_one_address_may_ask_only_so_often(public: httpx2.Client, path: str) -> 
     answers = [public.get(path) for _ in range(int(12 * COSTLY_PER_S))]
     refused = [answer for answer in answers if answer.status_code == 429]
     assert answers[0].status_code == 200 and refused
-    problem = Problem.parse(refused[0].content)
+    problem = ProblemDetails.parse(refused[0].content)
     assert problem.code == "request.too_many" and problem.retry_after_s
     assert public.get("/healthz").status_code == 200
 

@@ -144,6 +144,7 @@ def test_a_refusal_is_counted_once_if_its_group_is_redone(swarm: SmallSwarm) -> 
     """Backpressure lives in memory, so a rollback does not undo it: it must change after the commit."""
     node, coordinator = swarm.node(), swarm.coordinator
     requests = Requests(coordinator.database)
+    coordinator.backpressure._began_s = coordinator.clock()  # so that this refusal does not end a window
 
     def ask(group: WriteGroup) -> None:
         with coordinator.transaction(node.id, group=group) as tx:
