@@ -9,16 +9,16 @@ import random
 from dataclasses import dataclass, field
 
 from shoal.swarm.coordinator.rules.credit import Earning, to_revoke
+from shoal.swarm.coordinator.rules.node_activity import averaged_speed
 from shoal.swarm.coordinator.rules.planning import LEASE_SHARE
-from shoal.swarm.coordinator.rules.speed import averaged
 from shoal.swarm.coordinator.rules.trust import (
-    Happening,
-    Standing,
+    NodeStanding,
     Trust,
+    TrustEvent,
     check_rate,
-    judge,
     lease_prompts,
     next_lease_s,
+    next_standing,
 )
 
 HOLD_S = 24 * 3600.0
@@ -39,7 +39,7 @@ class Machine:
     """Share of its submissions that are lies, once it is trusted and has made `patience` submissions."""
     patience: int = 0
     """Honest submissions before its first lie."""
-    standing: Standing = field(default_factory=lambda: Standing(trust=Trust.PROBATION))
+    standing: NodeStanding = field(default_factory=lambda: NodeStanding(trust=Trust.PROBATION))
     rows_per_s: float = 0.0
     earnings: list[Earning] = field(default_factory=list)
     lies_accepted: int = 0
@@ -128,12 +128,12 @@ def _one_lease(
             back_s = now_s + lost_s + rng.expovariate(1 / 600.0)
             if back_s < now_s + LEASE_S:
                 return back_s
-        machine.standing = judge(
-            machine.standing, Happening.LAPSED, now_s + LEASE_S, trusted_after=TRUSTED_AFTER
+        machine.standing = next_standing(
+            machine.standing, TrustEvent.LAPSED, now_s + LEASE_S, trusted_after=TRUSTED_AFTER
         )
         return now_s + LEASE_S + 1
     _deliver(machine, now_s + work_s, rows, rng, floor, outcome)
-    machine.rows_per_s = averaged(machine.rows_per_s, rows / work_s)
+    machine.rows_per_s = averaged_speed(machine.rows_per_s, rows / work_s)
     return now_s + work_s + 1
 
 
@@ -164,8 +164,8 @@ def _deliver(
     machine.earnings.append(
         Earning(lease_id=str(len(machine.earnings)), amount=rows, given_at_s=verdict_s, checked=full)
     )
-    happening = Happening.ACCEPTED if full else Happening.TAKEN_ON_TRUST
-    machine.standing = judge(machine.standing, happening, verdict_s, trusted_after=TRUSTED_AFTER)
+    event = TrustEvent.ACCEPTED if full else TrustEvent.TAKEN_ON_TRUST
+    machine.standing = next_standing(machine.standing, event, verdict_s, trusted_after=TRUSTED_AFTER)
 
 
 def _catch(machine: Machine, now_s: float, outcome: ChurnResult) -> None:
@@ -175,7 +175,9 @@ def _catch(machine: Machine, now_s: float, outcome: ChurnResult) -> None:
         outcome.lies_before.append(machine.lies_accepted)
     taken = {earning.lease_id for earning in to_revoke(machine.earnings, now_s - HOLD_S)}
     machine.earnings = [earning for earning in machine.earnings if earning.lease_id not in taken]
-    machine.standing = judge(machine.standing, Happening.REJECTED, now_s, trusted_after=TRUSTED_AFTER)
+    machine.standing = next_standing(
+        machine.standing, TrustEvent.REJECTED, now_s, trusted_after=TRUSTED_AFTER
+    )
     machine.banned = machine.standing.trust is Trust.BANNED
 
 

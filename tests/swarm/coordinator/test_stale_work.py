@@ -9,8 +9,14 @@ from small_swarm import CONFIG, SPEC, SmallSwarm, refusal
 
 from shoal.swarm.coordinator.leases.batches import SIGNAL_PRIOR, signal_share
 from shoal.swarm.coordinator.leases.issue import groups_in_flight
-from shoal.swarm.coordinator.rules.planning import NoWork, Outlook, PlanningTerms, oldest_worth_leasing, plan
-from shoal.swarm.coordinator.rules.trust import Standing, Trust
+from shoal.swarm.coordinator.rules.planning import (
+    NoWork,
+    PlanningInputs,
+    PlanningTerms,
+    oldest_worth_leasing,
+    plan,
+)
+from shoal.swarm.coordinator.rules.trust import NodeStanding, Trust
 from shoal.wire.messages import RelayView
 
 
@@ -27,26 +33,26 @@ def terms(stale: Literal["drop", "wait"], max_lag: int) -> PlanningTerms:
     )
 
 
-def outlook(**values: Any) -> Outlook:
+def inputs(**values: Any) -> PlanningInputs:
     plain: dict[str, Any] = {
         "newest_version": 5,
         "last_version": 20,
         "finished": False,
         "relays": (RelayView(url="http://relay", versions=tuple(range(20)), bytes_sent=0, liveness="live"),),
-        "standing": Standing(trust=Trust.TRUSTED),
+        "standing": NodeStanding(trust=Trust.TRUSTED),
         "proven": True,
         "rows_per_s": 0.0,
         "chunk": None,
         "ready_groups": 0,
-        "coming_groups": 0,
-        "hoped_groups": 0,
+        "proven_groups": 0,
+        "newcomer_groups": 0,
     }
-    return Outlook(**plain | values)
+    return PlanningInputs(**plain | values)
 
 
 def test_drop_takes_whatever_counts_now() -> None:
     for ready in (0, 4, 11):
-        assert oldest_worth_leasing(outlook(ready_groups=ready, batch_formed=True), terms("drop", 2)) == 3
+        assert oldest_worth_leasing(inputs(ready_groups=ready, batch_formed=True), terms("drop", 2)) == 3
 
 
 @pytest.mark.parametrize(
@@ -63,24 +69,24 @@ def test_drop_takes_whatever_counts_now() -> None:
 def test_wait_looks_at_the_batch_these_groups_will_be_in(
     ready: int, flying: int, formed: bool, oldest: int
 ) -> None:
-    look = outlook(ready_groups=ready, coming_groups=flying, batch_formed=formed)
+    look = inputs(ready_groups=ready, proven_groups=flying, batch_formed=formed)
     assert oldest_worth_leasing(look, terms("wait", 2)) == oldest
 
 
 def test_wait_leases_nothing_that_would_be_too_old() -> None:
     with pytest.raises(NoWork, match=r"would be stale when the step from version 8 uses them \(max_lag 2\)"):
-        oldest_worth_leasing(outlook(ready_groups=8, batch_formed=True), terms("wait", 2))
+        oldest_worth_leasing(inputs(ready_groups=8, batch_formed=True), terms("wait", 2))
 
 
 def test_synchronous_training_does_not_generate_while_it_trains() -> None:
-    assert oldest_worth_leasing(outlook(), terms("wait", 0)) == 5
+    assert oldest_worth_leasing(inputs(), terms("wait", 0)) == 5
     with pytest.raises(NoWork, match="wait for the next version"):
-        oldest_worth_leasing(outlook(batch_formed=True), terms("wait", 0))
+        oldest_worth_leasing(inputs(batch_formed=True), terms("wait", 0))
 
 
 def test_wait_counts_of_what_is_coming_the_share_that_will_have_signal() -> None:
-    look = outlook(coming_groups=8, batch_formed=True)
-    with_half = outlook(coming_groups=8, batch_formed=True, signal_share=0.5)
+    look = inputs(proven_groups=8, batch_formed=True)
+    with_half = inputs(proven_groups=8, batch_formed=True, signal_share=0.5)
     with pytest.raises(NoWork):
         oldest_worth_leasing(look, terms("wait", 2))
     assert oldest_worth_leasing(with_half, terms("wait", 2)) == 5
@@ -97,16 +103,16 @@ def test_wait_counts_of_what_is_coming_the_share_that_will_have_signal() -> None
     ],
 )
 def test_wait_leases_no_more_than_it_takes(ready: int, share: float, formed: bool, num_prompts: int) -> None:
-    look = outlook(ready_groups=ready, batch_formed=formed, signal_share=share)
+    look = inputs(ready_groups=ready, batch_formed=formed, signal_share=share)
     assert plan(look, terms("wait", 2)).num_prompts == num_prompts
     assert plan(look, terms("drop", 2)).num_prompts == 8
 
 
 def test_nothing_is_made_for_a_batch_after_the_last() -> None:
-    look = outlook(newest_version=18, last_version=20, batch_formed=True, ready_groups=3)
+    look = inputs(newest_version=18, last_version=20, batch_formed=True, ready_groups=3)
     assert plan(look, terms("wait", 2)).num_prompts == 1
     with pytest.raises(NoWork, match="3 groups ready and 1 leased, of 4 that the trainer can use"):
-        plan(replace(look, coming_groups=1), terms("wait", 2))
+        plan(replace(look, proven_groups=1), terms("wait", 2))
     with pytest.raises(NoWork, match="of 0 that the trainer can use"):
         plan(replace(look, next_formed=True), terms("wait", 2))
     with pytest.raises(NoWork, match="version 20 is the last"):
@@ -114,17 +120,17 @@ def test_nothing_is_made_for_a_batch_after_the_last() -> None:
 
 
 def test_newcomers_get_their_chance_where_others_suffice() -> None:
-    full = outlook(ready_groups=12, standing=Standing(trust=Trust.PROBATION))
+    full = inputs(ready_groups=12, standing=NodeStanding(trust=Trust.PROBATION))
     with pytest.raises(NoWork):
         plan(full, terms("wait", 2))
     assert plan(replace(full, proven=False), terms("wait", 2)).versions == (3, 4, 5)
-    assert plan(replace(full, proven=False, hoped_groups=11), terms("wait", 2)).num_prompts > 0
+    assert plan(replace(full, proven=False, newcomer_groups=11), terms("wait", 2)).num_prompts > 0
     with pytest.raises(NoWork, match="enough work in flight: 12 groups ready and 12 leased, of 12"):
-        plan(replace(full, proven=False, hoped_groups=12), terms("wait", 2))
+        plan(replace(full, proven=False, newcomer_groups=12), terms("wait", 2))
 
 
 def test_who_was_turned_away_comes_before_who_was_not() -> None:
-    look = outlook(ready_groups=3, ahead=1)
+    look = inputs(ready_groups=3, ahead=1)
     assert plan(look, terms("wait", 2)).num_prompts == 8  # 9 are missing, enough for both
     with pytest.raises(
         NoWork, match=r"4 groups ready and 0 leased, of 12 .*; nodes that asked earlier come first: 1"
@@ -186,7 +192,7 @@ def test_the_share_with_signal_is_that_of_late(tmp_path: Path) -> None:
 
 
 def test_versions_start_at_0() -> None:
-    assert oldest_worth_leasing(outlook(newest_version=1), terms("wait", 4)) == 0
+    assert oldest_worth_leasing(inputs(newest_version=1), terms("wait", 4)) == 0
 
 
 def test_a_synchronous_swarm_waits_for_the_next_version(tmp_path: Path) -> None:

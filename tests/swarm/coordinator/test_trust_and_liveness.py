@@ -3,12 +3,19 @@
 import pytest
 from small_swarm import SmallSwarm, refusal
 
-from shoal.swarm.coordinator.rules.liveness import Liveness, liveness
-from shoal.swarm.coordinator.rules.trust import Finding, Happening, Standing, Trust, finding_of, judge
+from shoal.swarm.coordinator.rules.node_activity import Liveness, liveness
+from shoal.swarm.coordinator.rules.trust import (
+    NodeStanding,
+    Trust,
+    TrustEvent,
+    VerdictKind,
+    next_standing,
+    verdict_kind,
+)
 from shoal.wire.messages import NodeView, ProblemDetails
 
 P, T, Q, B, _ = Trust
-ok, bad, odd = Happening.ACCEPTED, Happening.REJECTED, Happening.UNCERTAIN
+ok, bad, odd = TrustEvent.ACCEPTED, TrustEvent.REJECTED, TrustEvent.UNCERTAIN
 
 
 @pytest.mark.parametrize(
@@ -49,16 +56,16 @@ def test_liveness(last_seen_s: float | None, now_s: float, expected: Liveness) -
         ([bad, bad, *[ok] * 9], B),
     ],
 )
-def test_trust(findings: list[Happening], expected: Trust) -> None:
-    standing = Standing(trust=Trust.PROBATION)
+def test_trust(findings: list[TrustEvent], expected: Trust) -> None:
+    standing = NodeStanding(trust=Trust.PROBATION)
     for finding in findings:
-        standing = judge(standing, finding, 0.0, trusted_after=3)
+        standing = next_standing(standing, finding, 0.0, trusted_after=3)
     assert standing.trust is expected
     assert standing.rejected == findings.count(bad)
 
 
 def test_codes_say_whether_the_contributor_is_responsible() -> None:
-    assert [finding_of(code) for code in ("accepted", "reject.copied", "void.stale")] == [*Finding]
+    assert [verdict_kind(code) for code in ("accepted", "reject.copied", "void.stale")] == [*VerdictKind]
 
 
 def test_a_liar_is_quarantined_then_ejected(swarm: SmallSwarm) -> None:

@@ -14,14 +14,13 @@ from sqlalchemy import Connection, Delete, Insert, Row, Update, exists, func, in
 from shoal.net.object_store import LocalStore, ObjectStore
 from shoal.net.s3_store import Credentials, S3Address, S3Store
 from shoal.swarm.coordinator.config import CoordinatorConfig
-from shoal.swarm.coordinator.event_log import tell
+from shoal.swarm.coordinator.event_log import log_event
 from shoal.swarm.coordinator.rules.backpressure import Backpressure
 from shoal.swarm.coordinator.store import ledger_chain
 from shoal.swarm.coordinator.store.database import Database, WriteGroup
 from shoal.swarm.coordinator.store.ledger_chain import NewEvent
 from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, batches, policies, run
 from shoal.swarm.coordinator.store.statements import Statement, TableStatements
-from shoal.swarm.coordinator.views.health import Vitals
 from shoal.tasks import Task, make_task
 from shoal.tasks.datasets.file_options import keep_files, with_files_from
 from shoal.telemetry import Log
@@ -106,6 +105,36 @@ class Transaction:
             self._group.ledger_head = (last.seq, last.hash)
 
 
+STALLED_S = 30.0
+"""A loop that did not run for this long has stopped. Housekeeping runs once a second; without it no lease or claim expires."""
+
+
+@dataclass
+class Health:
+    """Whether the coordinator's background loops still run, and whether its disk is full."""
+
+    loops: dict[str, float] = field(default_factory=dict)
+    """Time of the last round of each loop, by the monotonic clock."""
+    no_space: str = ""
+    """The folder that is full and what to do, while it is full (disk_full.py)."""
+    tell_again_s: float = 0.0
+    """Time when the full disk may be logged again."""
+
+    def beat(self, loop: str) -> None:
+        """Notes that a loop has finished a round."""
+        self.loops[loop] = time.monotonic()
+
+    def stalled(self) -> list[str]:
+        """Returns the problems as sentences: a full disk, and loops that have stopped."""
+        now_s = time.monotonic()
+        stopped = [
+            f"{name} has not run for {now_s - at_s:.0f} s"
+            for name, at_s in self.loops.items()
+            if now_s - at_s > STALLED_S
+        ]
+        return [self.no_space, *stopped] if self.no_space else stopped
+
+
 @dataclass(frozen=True, kw_only=True)
 class Coordinator:
     """A run with everything its requests need: configuration, keys, database, object store and clock."""
@@ -122,7 +151,7 @@ class Coordinator:
     """The task's files, named by their SHA-256 digests: for validators and the trainer."""
     clock: Callable[[], float]
     log: Log
-    vitals: Vitals = field(default_factory=Vitals)
+    health: Health = field(default_factory=Health)
     backpressure: Backpressure = field(default_factory=Backpressure)
 
     @contextmanager
@@ -145,7 +174,7 @@ class Coordinator:
     def _log_events(self, events: list[NewEvent]) -> None:
         """Runs after commit: writes the transaction's events to the log."""
         for new in events:
-            tell(self.log, new.event)
+            log_event(self.log, new.event)
 
     def close(self) -> None:
         self.database.close()

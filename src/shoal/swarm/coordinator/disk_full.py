@@ -35,17 +35,17 @@ def report(coordinator: Coordinator, error: BaseException) -> str | None:
     words = _explain(error, coordinator.data.parent)
     if words is None:
         return None
-    vitals, now_s = coordinator.vitals, time.monotonic()
-    vitals.no_space = words
-    if now_s >= vitals.tell_again_s:
-        vitals.tell_again_s = now_s + LOG_EVERY_S
+    health, now_s = coordinator.health, time.monotonic()
+    health.no_space = words
+    if now_s >= health.tell_again_s:
+        health.tell_again_s = now_s + LOG_EVERY_S
         coordinator.log.error(f"nothing can be written: {words}")
     return words
 
 
 def probe(coordinator: Coordinator) -> None:
     """Tries to write where requests write, if the disk was full. Raises if it still is. Housekeeping calls it once a second."""
-    if not coordinator.vitals.no_space:
+    if not coordinator.health.no_space:
         return
     with coordinator.database.group() as group:
         for _ in range(64):
@@ -54,8 +54,8 @@ def probe(coordinator: Coordinator) -> None:
     if isinstance(coordinator.store, LocalStore):
         # In this folder the next start removes what a crash leaves behind.
         _try_folder(coordinator.data.parent / "objects" / "incoming")
-    coordinator.vitals.no_space = ""
-    coordinator.vitals.tell_again_s = 0.0
+    coordinator.health.no_space = ""
+    coordinator.health.tell_again_s = 0.0
     coordinator.log.info("there is space again", folder=coordinator.data.parent)
 
 

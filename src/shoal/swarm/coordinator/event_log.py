@@ -19,7 +19,7 @@ _PLAIN = {
 }
 
 
-def tell(log: Log, event: LedgerEvent) -> None:
+def log_event(log: Log, event: LedgerEvent) -> None:
     """Writes one event to the log. Types that are not listed here are not logged."""
     body = event.body
     if event.type == "verdict.given":

@@ -46,7 +46,7 @@ def keep_house(
     """
     tidied_s = time.monotonic()
     for coordinator in coordinators:
-        coordinator.vitals.beat("housekeeping")
+        coordinator.health.beat("housekeeping")
     while not stop.wait(TICK_S):
         check()
         due = time.monotonic() - tidied_s >= TIDY_S
@@ -65,7 +65,7 @@ def run_once(coordinator: Coordinator, *, tidies: bool) -> None:
     except (OSError, DBAPIError, coordinator.database.driver_error) as error:
         if disk_full.report(coordinator, error) is None:
             raise
-    coordinator.vitals.beat("housekeeping")
+    coordinator.health.beat("housekeeping")
 
 
 def resume(coordinator: Coordinator) -> None:

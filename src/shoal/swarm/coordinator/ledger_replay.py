@@ -10,16 +10,23 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shoal.swarm.coordinator.rules.check_sampling import checks_all
 from shoal.swarm.coordinator.rules.credit import Balance, Earning, amount, balance, held_since_s, to_revoke
-from shoal.swarm.coordinator.rules.trust import Finding, Happening, Standing, Trust, finding_of, judge
+from shoal.swarm.coordinator.rules.trust import (
+    NodeStanding,
+    Trust,
+    TrustEvent,
+    VerdictKind,
+    gets_every_check,
+    next_standing,
+    verdict_kind,
+)
 from shoal.wire.codes import UNCERTAIN, CorruptData
 from shoal.wire.ledger import LedgerEvent
 from shoal.wire.seeded_draw import lease_seed
 
 _TRUST_EVENTS = {f"node.{trust.value}": trust for trust in Trust}
 _ADMIN_EVENTS = {
-    f"admin.{action.value}": action for action in (Happening.QUARANTINE, Happening.BAN, Happening.RESTORE)
+    f"admin.{action.value}": action for action in (TrustEvent.QUARANTINE, TrustEvent.BAN, TrustEvent.RESTORE)
 }
 
 
@@ -27,7 +34,7 @@ _ADMIN_EVENTS = {
 class ReplayedNode:
     """A node's standing and credit, as computed from the events."""
 
-    standing: Standing
+    standing: NodeStanding
     recorded_trust: Trust = Trust.PROBATION
     """The trust that the last event about the node names."""
     accepted: int = 0
@@ -76,7 +83,7 @@ class ReplayedLedger:
     unchecked_draws: list[RecordedDraw] = field(default_factory=list)
     seq: int = 0
     time_s: float = 0.0
-    last_standing: tuple[str, Standing] | None = None
+    last_standing: tuple[str, NodeStanding] | None = None
     """The node whose standing changed last, with its standing before that change."""
 
     def add(self, event: LedgerEvent) -> None:
@@ -85,7 +92,7 @@ class ReplayedLedger:
         if event.type in _TRUST_EVENTS:
             self._check_trust(event.body["node"], _TRUST_EVENTS[event.type])
         elif event.type in _ADMIN_EVENTS:
-            self._happen(event.body["node"], _ADMIN_EVENTS[event.type])
+            self._apply_event(event.body["node"], _ADMIN_EVENTS[event.type])
         elif event.type in _HANDLERS:
             _HANDLERS[event.type](self, event.body)
 
@@ -112,10 +119,10 @@ class ReplayedLedger:
     def _enrolled(self, body: dict[str, Any]) -> None:
         if body["node"] in self.nodes:
             raise self._corrupt(f"node {body['node'][:16]} is enrolled a second time")
-        self.nodes[body["node"]] = ReplayedNode(Standing(trust=Trust.PROBATION, since_s=self.time_s))
+        self.nodes[body["node"]] = ReplayedNode(NodeStanding(trust=Trust.PROBATION, since_s=self.time_s))
 
     def _session(self, body: dict[str, Any]) -> None:
-        self._happen(body["node"], Happening.RETURN)
+        self._apply_event(body["node"], TrustEvent.RETURN)
 
     def _committed(self, body: dict[str, Any]) -> None:
         self.commitments[body["epoch"]] = body["commitment"]
@@ -145,10 +152,10 @@ class ReplayedLedger:
         self._end(body["lease_id"], "void")
         self._node(body["node"]).void += 1
         if body["code"] == "void.expired":
-            self._happen(body["node"], Happening.LAPSED)
+            self._apply_event(body["node"], TrustEvent.LAPSED)
 
     def _judged(self, body: dict[str, Any]) -> None:
-        finding = finding_of(body["code"])
+        finding = verdict_kind(body["code"])
         self._end(body["lease_id"], finding.value)
         node, drawn = self._node(body["node"]), body["drawn"]
         full = body["checks"] == "full"
@@ -156,12 +163,12 @@ class ReplayedLedger:
             RecordedDraw(body["lease_id"], drawn["epoch"], drawn["rate"], drawn["checks"])
         )
         self._check_draws()
-        if finding is Finding.VOID:
+        if finding is VerdictKind.VOID:
             node.void += 1
             if body["code"] == UNCERTAIN:
-                self._happen(body["node"], Happening.UNCERTAIN)
-        elif finding is Finding.REJECTED:
-            self._happen(body["node"], Happening.REJECTED)
+                self._apply_event(body["node"], TrustEvent.UNCERTAIN)
+        elif finding is VerdictKind.REJECTED:
+            self._apply_event(body["node"], TrustEvent.REJECTED)
         else:
             self._accepted(node, body, full)
 
@@ -183,7 +190,7 @@ class ReplayedLedger:
         node.earnings.append(
             Earning(lease_id=body["lease_id"], amount=body["credit"], given_at_s=self.time_s, checked=full)
         )
-        self._happen(body["node"], Happening.ACCEPTED if full else Happening.TAKEN_ON_TRUST)
+        self._apply_event(body["node"], TrustEvent.ACCEPTED if full else TrustEvent.TAKEN_ON_TRUST)
 
     def _revoked(self, body: dict[str, Any]) -> None:
         node, standing = self._node(body["node"]), self._before_rejection(body["node"])
@@ -208,7 +215,7 @@ class ReplayedLedger:
     def _decided(self, body: dict[str, Any]) -> None:
         if body["upheld"]:
             self._node(body["node"]).returned += body["returned"]
-            self._happen(body["node"], Happening.UPHELD)
+            self._apply_event(body["node"], TrustEvent.UPHELD)
 
     def _formed(self, body: dict[str, Any]) -> None:
         for group in body["group_ids"]:
@@ -219,14 +226,14 @@ class ReplayedLedger:
 
     # -- shared by those methods ------------------------------------------------------------------------
 
-    def _happen(self, key: str, happening: Happening) -> None:
+    def _apply_event(self, key: str, event: TrustEvent) -> None:
         node = self._node(key)
         self.last_standing = (key, node.standing)
-        node.standing = judge(
-            node.standing, happening, self.time_s, trusted_after=self.terms["trusted_after"]
+        node.standing = next_standing(
+            node.standing, event, self.time_s, trusted_after=self.terms["trusted_after"]
         )
 
-    def _before_rejection(self, key: str) -> Standing:
+    def _before_rejection(self, key: str) -> NodeStanding:
         """Returns the node's standing before the rejection that caused a revocation. The rejection must be the event before it."""
         if self.last_standing is None or self.last_standing[0] != key:
             raise self._corrupt(f"credit of node {key[:16]} is revoked without a rejection before it")
@@ -235,7 +242,7 @@ class ReplayedLedger:
     def _check_trust(self, key: str, trust: Trust) -> None:
         """Checks that a recorded change of trust follows from the events before it. Leaving needs no other event."""
         if trust is Trust.RETIRED:
-            self._happen(key, Happening.LEAVE)
+            self._apply_event(key, TrustEvent.LEAVE)
         node = self._node(key)
         if node.standing.trust is not trust:
             raise self._corrupt(
@@ -257,7 +264,7 @@ class ReplayedLedger:
             if draw.epoch not in self.secrets or sha256 is None:
                 unchecked.append(draw)
             # The opposite is allowed: a node that lost its trust after the draw gets every check.
-            elif draw.checks != "full" and checks_all(
+            elif draw.checks != "full" and gets_every_check(
                 self.secrets[draw.epoch], draw.lease_id, sha256, draw.rate
             ):
                 raise self._corrupt(

@@ -222,7 +222,7 @@ def get_health(db: Connection, coordinator: Coordinator, request: Request) -> He
 
 def get_ready(db: Connection, coordinator: Coordinator, request: Request) -> HealthView:
     """Raises Rejected if a background loop has stalled."""
-    if stalled := coordinator.vitals.stalled():
+    if stalled := coordinator.health.stalled():
         raise Rejected("request.not_ready", "; ".join(stalled), retry_after_s=5.0)
     return get_health(db, coordinator, request)
 

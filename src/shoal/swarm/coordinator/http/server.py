@@ -241,7 +241,7 @@ class RunPool:
     async def _answer_for_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/readyz":
             for name, app in self._apps.items():
-                if stalled := app.coordinator.vitals.stalled():
+                if stalled := app.coordinator.health.stalled():
                     detail = f"{name}: {'; '.join(stalled)}"
                     now_s = app.coordinator.clock()
                     await problem("request.not_ready", detail, now_s=now_s)(scope, receive, send)

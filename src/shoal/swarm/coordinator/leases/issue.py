@@ -21,7 +21,14 @@ from shoal.swarm.coordinator.membership.nodes import (
 )
 from shoal.swarm.coordinator.rules.backpressure import SPREAD
 from shoal.swarm.coordinator.rules.lease_states import AWAITED, OPEN, LeaseState
-from shoal.swarm.coordinator.rules.planning import NoWork, Outlook, PlanningTerms, Work, max_bytes, plan
+from shoal.swarm.coordinator.rules.planning import (
+    NoWork,
+    PlanningInputs,
+    PlanningTerms,
+    Work,
+    max_bytes,
+    plan,
+)
 from shoal.swarm.coordinator.rules.trust import Trust, next_lease_s, open_leases
 from shoal.swarm.coordinator.store.schema import leases, nodes, policies
 from shoal.swarm.coordinator.store.statements import Statement, given
@@ -71,7 +78,7 @@ def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Seale
         return Sealed[Lease].parse(held[0].sealed)
     _check_patience(tx, coordinator, node)
     try:
-        work = plan(_outlook(tx, coordinator, node, state), planning_terms(coordinator))
+        work = plan(_planning_inputs(tx, coordinator, node, state), planning_terms(coordinator))
     except NoWork as reason:
         wait_s = _refuse(tx, coordinator, node)
         raise Rejected("request.too_early", str(reason), retry_after_s=wait_s) from None
@@ -119,7 +126,7 @@ def _check_eligible(tx: Transaction, coordinator: Coordinator, node: Row[Any], s
 
 
 def _check_patience(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> None:
-    """Raises Rejected if the node must wait because its last leases ran out: each one in a row makes the wait longer."""
+    """Raises Rejected if the node must wait because its last leases expired: each one in a row makes the wait longer."""
     wait_s = next_lease_s(standing_of(node), lease_s=coordinator.config.lease_s) - tx.now_s
     if wait_s > 0:
         raise Rejected(
@@ -174,13 +181,15 @@ def planning_terms(coordinator: Coordinator) -> PlanningTerms:
     )
 
 
-def _outlook(tx: Transaction, coordinator: Coordinator, node: Row[Any], state: RunState) -> Outlook:
+def _planning_inputs(
+    tx: Transaction, coordinator: Coordinator, node: Row[Any], state: RunState
+) -> PlanningInputs:
     config, spec, newest = coordinator.config, coordinator.spec, state.newest_version
     oldest = 0
     if newest is not None and config.stale == "wait":
         oldest = max(0, newest + state.batch_formed + state.next_formed - spec.max_lag)
     coming, hoped = groups_in_flight(tx.db, oldest)
-    return Outlook(
+    return PlanningInputs(
         newest_version=newest,
         last_version=spec.last_version,
         finished=state.finished_version == spec.last_version,
@@ -192,8 +201,8 @@ def _outlook(tx: Transaction, coordinator: Coordinator, node: Row[Any], state: R
         if newest is None
         else evaluations.next_chunk(tx.db, newest=newest, keep_versions=spec.keep_versions),
         ready_groups=batches.count_ready(tx.db, oldest),
-        coming_groups=coming,
-        hoped_groups=hoped,
+        proven_groups=coming,
+        newcomer_groups=hoped,
         ahead=coordinator.backpressure.ahead_of(tx.actor, tx.now_s),
         batch_formed=state.batch_formed,
         next_formed=state.next_formed,

@@ -15,9 +15,9 @@ from shoal.swarm.coordinator.leases.lease_rows import (
     remove_bytes,
     status,
 )
-from shoal.swarm.coordinator.membership.nodes import count_void, happen
+from shoal.swarm.coordinator.membership.nodes import change_standing, count_void
 from shoal.swarm.coordinator.rules.lease_states import AWAITED, OPEN, LeaseEvent, LeaseState, next_state
-from shoal.swarm.coordinator.rules.trust import Happening
+from shoal.swarm.coordinator.rules.trust import TrustEvent
 from shoal.swarm.coordinator.store.schema import leases, nodes, run, submissions
 from shoal.swarm.coordinator.store.statements import Statement, given
 from shoal.wire.codes import Rejected
@@ -74,7 +74,9 @@ def _owe(tx: Transaction, coordinator: Coordinator, lease: Row[Any], code: str) 
         more = f"{owed},{lease.unit}" if owed else lease.unit
         tx.write(update(nodes).where(nodes.c.node == lease.node).values(owed=more))
     if code == "void.expired":
-        happen(tx, coordinator, lease.node, Happening.LAPSED, f"leases ran out, the last {lease.lease_id}")
+        change_standing(
+            tx, coordinator, lease.node, TrustEvent.LAPSED, f"leases expired, the last {lease.lease_id}"
+        )
 
 
 def abandon(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: Abandon) -> LeaseStatus:

@@ -20,9 +20,8 @@ from shoal.swarm.coordinator.leases.lease_rows import (
 )
 from shoal.swarm.coordinator.leases.lifecycle import void_as_stale
 from shoal.swarm.coordinator.membership.nodes import standing_of
-from shoal.swarm.coordinator.rules.check_sampling import checks_all
 from shoal.swarm.coordinator.rules.lease_states import LeaseEvent
-from shoal.swarm.coordinator.rules.trust import check_rate
+from shoal.swarm.coordinator.rules.trust import check_rate, gets_every_check
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Receipt
 from shoal.wire.messages import Submit
@@ -115,5 +114,5 @@ def _draw_checks(tx: Transaction, coordinator: Coordinator, lease: Row[Any], sha
     # The held-out curve is published, so nothing enters it unchecked.
     if lease.purpose == "eval":
         rate = 1.0
-    full = checks_all(secret, lease.lease_id, sha256, rate)
+    full = gets_every_check(secret, lease.lease_id, sha256, rate)
     return {"checks": "full" if full else "rewards", "draw_epoch": epoch, "draw_rate": rate}

@@ -10,13 +10,19 @@ from shoal.swarm.coordinator.leases import batches, evaluations
 from shoal.swarm.coordinator.leases.lease_rows import SUBMISSIONS, find_lease, move, status
 from shoal.swarm.coordinator.leases.lifecycle import end, finish_run, void_all, void_stale
 from shoal.swarm.coordinator.membership import admission, relays
-from shoal.swarm.coordinator.membership.nodes import count_verdict, enter, get_node, happen, why_rejected
+from shoal.swarm.coordinator.membership.nodes import (
+    change_standing,
+    change_standing_of,
+    count_verdict,
+    get_node,
+    why_rejected,
+)
 from shoal.swarm.coordinator.membership.revocation import revoke_unchecked
 from shoal.swarm.coordinator.rules import credit as credits
-from shoal.swarm.coordinator.rules import speed
+from shoal.swarm.coordinator.rules import node_activity
 from shoal.swarm.coordinator.rules.lease_states import TERMINAL, LeaseEvent, LeaseState
 from shoal.swarm.coordinator.rules.planning import serving
-from shoal.swarm.coordinator.rules.trust import Finding, Happening, Trust, finding_of
+from shoal.swarm.coordinator.rules.trust import Trust, TrustEvent, VerdictKind, verdict_kind
 from shoal.swarm.coordinator.store.schema import leases, submissions, verdicts
 from shoal.swarm.coordinator.store.statements import Statement, TableStatements, given
 from shoal.wire.codes import ACCEPTED, CODES, UNCERTAIN, Rejected
@@ -25,9 +31,9 @@ from shoal.wire.messages import Claim, LeaseStatus
 from shoal.wire.record import Sealed
 
 _EVENT = {
-    Finding.ACCEPTED: LeaseEvent.ACCEPT,
-    Finding.REJECTED: LeaseEvent.REJECT,
-    Finding.VOID: LeaseEvent.VOID,
+    VerdictKind.ACCEPTED: LeaseEvent.ACCEPT,
+    VerdictKind.REJECTED: LeaseEvent.REJECT,
+    VerdictKind.VOID: LeaseEvent.VOID,
 }
 _VERDICTS = TableStatements(verdicts)
 _EARLIER = submissions.alias("earlier")
@@ -169,8 +175,8 @@ def _check_accepted(lease: Row[Any], verdict: Verdict) -> None:
 def _enter(
     tx: Transaction, coordinator: Coordinator, lease: Row[Any], submission: Row[Any], verdict: Verdict
 ) -> None:
-    finding = finding_of(verdict.code)
-    accepted = finding is Finding.ACCEPTED
+    finding = verdict_kind(verdict.code)
+    accepted = finding is VerdictKind.ACCEPTED
     credit = credits.amount(verdict.output_tokens, coordinator.config.credit_factor) if accepted else 0
     seq = tx.record(
         "verdict.given",
@@ -202,14 +208,16 @@ def _enter(
     end(tx, coordinator, lease, _EVENT[finding], code=verdict.code, detail=verdict.detail, credit=credit)
     node, rate = get_node(tx.db, lease.node), _rows_per_s(tx, lease, submission)
     count_verdict(tx, node, finding, verdict=verdict, credit=credit, rows_per_s=rate)
-    if finding is Finding.REJECTED:
+    if finding is VerdictKind.REJECTED:
         _punish(tx, coordinator, lease, verdict)
     elif accepted:
         full = verdict.checks == "full"
-        enter(tx, coordinator, node, Happening.ACCEPTED if full else Happening.TAKEN_ON_TRUST, "")
+        change_standing_of(
+            tx, coordinator, node, TrustEvent.ACCEPTED if full else TrustEvent.TAKEN_ON_TRUST, ""
+        )
         _use(tx, coordinator, lease, submission, verdict, seq)
     elif verdict.code == UNCERTAIN:
-        enter(tx, coordinator, node, Happening.UNCERTAIN, "")
+        change_standing_of(tx, coordinator, node, TrustEvent.UNCERTAIN, "")
 
 
 def _punish(tx: Transaction, coordinator: Coordinator, lease: Row[Any], verdict: Verdict) -> None:
@@ -217,14 +225,16 @@ def _punish(tx: Transaction, coordinator: Coordinator, lease: Row[Any], verdict:
     before = get_node(tx.db, lease.node)
     revoke_unchecked(tx, coordinator, before, because=lease.lease_id)
     admission.slash(tx, coordinator, before.owner or before.node, lease.lease_id)
-    happen(tx, coordinator, lease.node, Happening.REJECTED, why_rejected(verdict.code, verdict.detail))
+    change_standing(
+        tx, coordinator, lease.node, TrustEvent.REJECTED, why_rejected(verdict.code, verdict.detail)
+    )
     if get_node(tx.db, lease.node).trust == Trust.BANNED.value:
         void_all(tx, coordinator, lease.node, "void.abandoned", "the node was ejected")
 
 
 def _rows_per_s(tx: Transaction, lease: Row[Any], submission: Row[Any]) -> float:
     """Returns how fast the node answered this lease."""
-    return speed.rows_per_s(
+    return node_activity.rows_per_s(
         lease.num_prompts * lease.samples_per_prompt,
         issued_at_s=lease.issued_at_s,
         previous_receipt_s=_PREVIOUS_RECEIPT_S.value(tx.db, name=submission.node, number=submission.seq),

@@ -1,4 +1,4 @@
-"""Orders of the operator: signed by admin.key, each with a reason, each a ledger event. docs/operating.md lists them."""
+"""Actions of the operator: signed by admin.key, with a reason, recorded in the ledger. docs/operating.md lists them."""
 
 import re
 from collections.abc import Callable
@@ -9,9 +9,9 @@ from shoal.swarm.coordinator.context import Coordinator, Transaction
 from shoal.swarm.coordinator.leases import lifecycle
 from shoal.swarm.coordinator.leases.lease_rows import find_lease
 from shoal.swarm.coordinator.membership import admission, revocation
-from shoal.swarm.coordinator.membership.nodes import get_node, happen
+from shoal.swarm.coordinator.membership.nodes import change_standing, get_node
 from shoal.swarm.coordinator.rules.lease_states import TERMINAL
-from shoal.swarm.coordinator.rules.trust import Happening
+from shoal.swarm.coordinator.rules.trust import TrustEvent
 from shoal.swarm.coordinator.store.schema import nodes, revoked_keys, run
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import PUBLIC_KEY
@@ -23,16 +23,16 @@ INVITE_S = 30 * 24 * 3600.0
 
 def give_order(tx: Transaction, coordinator: Coordinator, action: str, order: AdminOrder) -> Recorded:
     if action not in _ACTIONS:
-        raise Rejected("request.not_found", f"no order {action[:40]!r}; there are {', '.join(_ACTIONS)}")
+        raise Rejected("request.not_found", f"no action {action[:40]!r}; there are {', '.join(_ACTIONS)}")
     return Recorded(seq=_ACTIONS[action](tx, coordinator, order))
 
 
-def _on_node(happening: Happening) -> Callable[[Transaction, Coordinator, AdminOrder], int]:
+def _on_node(event: TrustEvent) -> Callable[[Transaction, Coordinator, AdminOrder], int]:
     def act(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
         node = get_node(tx.db, order.subject)
-        seq = tx.record(f"admin.{happening.value}", node=node.node, reason=order.reason)
-        happen(tx, coordinator, node.node, happening, f"by order of the operator: {order.reason}")
-        if happening is Happening.BAN:
+        seq = tx.record(f"admin.{event.value}", node=node.node, reason=order.reason)
+        change_standing(tx, coordinator, node.node, event, f"action of the operator: {order.reason}")
+        if event is TrustEvent.BAN:
             lifecycle.void_all(tx, coordinator, node.node, "void.operator", "the operator ejected the node")
         return seq
 
@@ -59,7 +59,7 @@ def _void_lease(tx: Transaction, coordinator: Coordinator, order: AdminOrder) ->
 
 
 def _invite(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> int:
-    """`subject` is the digest of the code (admission.invite_digest): the coordinator never sees the code before its guest."""
+    """Adds an invitation. `subject` is the digest of its code, so that the coordinator first sees the code when it is used."""
     if not _DIGEST.fullmatch(order.subject):
         raise Rejected("request.malformed", f"{order.subject[:80]!r} is not the digest of an invitation")
     uses = max(1, order.amount)
@@ -93,9 +93,9 @@ def _dismiss(tx: Transaction, coordinator: Coordinator, order: AdminOrder) -> in
 
 
 _ACTIONS: dict[str, Callable[[Transaction, Coordinator, AdminOrder], int]] = {
-    "quarantine": _on_node(Happening.QUARANTINE),
-    "ban": _on_node(Happening.BAN),
-    "restore": _on_node(Happening.RESTORE),
+    "quarantine": _on_node(TrustEvent.QUARANTINE),
+    "ban": _on_node(TrustEvent.BAN),
+    "restore": _on_node(TrustEvent.RESTORE),
     "pause": _pause,
     "resume": _resume,
     "void": _void_lease,
@@ -116,7 +116,7 @@ def _key(order: AdminOrder) -> str:
 
 
 def revoke_key(tx: Transaction, coordinator: Coordinator, ask: RevokeKey) -> Recorded:
-    """By the owner: a node's key was lost or stolen. What the node has open is void; its credit stays the owner's."""
+    """Revokes a node's key for its owner, for example after a theft. Open leases become void; the owner keeps the credit."""
     owner = tx.db.execute(select(nodes.c.owner).where(nodes.c.node == ask.node)).scalar_one_or_none()
     if owner != tx.actor:
         raise Rejected("request.not_yours", f"key {ask.node[:16]} was not delegated by {tx.actor[:16]}")

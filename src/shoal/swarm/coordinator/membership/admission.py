@@ -1,10 +1,10 @@
-"""Admission: whether a key nobody knows may enrol. One policy per run, chosen in the run file.
+"""Admission: whether an unknown key may enrol. The run file chooses one policy for the run.
 
 open     any key
-invite   whoever brings an invitation the operator made; each counts a number of times
-allow    keys, or owners' keys, that the operator named
-work     whoever found a nonce: SHA-256 over run key, node and nonce begins with `work_bits` zeros
-stake    keys, or owners' keys, with a balance. It bounds how many leases they hold, and a rejection takes of it
+invite   keys with an invitation code from the operator; each code can be used a number of times
+allow    keys, or owners' keys, that the operator listed
+work     keys with a proof of work: SHA-256 over run key, node and nonce begins with `work_bits` zero bits
+stake    keys, or owners' keys, with a balance. It limits how many leases they hold, and each rejection reduces it
 """
 
 import hashlib
@@ -67,7 +67,7 @@ def _renew_delegation(tx: Transaction, node: Row[Any], owner: str, until_s: floa
 
 
 def owner_of(tx: Transaction, ask: Enrol) -> tuple[str | None, float | None]:
-    """The owner that vouches for the key that asks, and until when; (None, None) if it is its own."""
+    """Returns the owner that delegated the calling key, and the end of the delegation; (None, None) without a delegation."""
     if ask.delegation is None:
         return None, None
     owner = check_delegation(ask.delegation, tx.actor, now_s=tx.now_s)
@@ -75,60 +75,61 @@ def owner_of(tx: Transaction, ask: Enrol) -> tuple[str | None, float | None]:
 
 
 def admit(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
-    """Passes in silence, or Rejected with what the run asks for."""
+    """Raises Rejected, with what the run asks for, unless the calling key may enrol."""
     if tx.db.execute(select(revoked_keys).where(revoked_keys.c.node == tx.actor)).one_or_none() is not None:
         raise Rejected("request.revoked", f"key {tx.actor[:16]} was revoked")
     _POLICIES[coordinator.config.admission](tx, coordinator, ask, owner)
 
 
-def _take_any(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
-    pass
+def _admit_any(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
+    """Admits every key."""
 
 
-def _take_invited(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
+def _admit_invited(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
     digest = invite_digest(ask.invite)
     found = tx.db.execute(
         select(admissions).where(admissions.c.kind == "invite", admissions.c.subject == digest)
     ).one_or_none()
     if found is None or found.amount < 1 or (found.expires_at_s or tx.now_s) < tx.now_s:
         raise Rejected(
-            "request.not_admitted", "this run takes whoever brings an invitation that still counts"
+            "request.not_admitted", "the invitation is missing, unknown, used up or expired; ask the operator"
         )
     change_amount(tx, "invite", digest, -1)
     tx.record("invite.used", invite=digest, node=tx.actor)
 
 
-def _take_allowed(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
+def _admit_allowed(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
     if not any(amount_of(tx.db, "allow", key) for key in (tx.actor, owner) if key):
         raise Rejected(
-            "request.not_admitted", f"this run takes named keys only; {tx.actor} is not one of them"
+            "request.not_admitted",
+            f"this run admits only keys that the operator listed; {tx.actor} is not one of them",
         )
 
 
-def _take_worker(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
+def _admit_by_work(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
     needed, done = coordinator.config.work_bits, work_bits(coordinator.run_key.public, tx.actor, ask.work)
     if done < needed:
         raise Rejected(
             "request.not_admitted",
-            f"this run asks for a proof of work of {needed} bits bound to run and node; this one has {done}",
+            f"this run asks for a proof of work of {needed} bits for this run and node; this one has {done}",
         )
 
 
-def _take_staker(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
+def _admit_by_stake(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner: str | None) -> None:
     per_lease, has = coordinator.config.stake_per_lease, amount_of(tx.db, "stake", owner or tx.actor)
     if has < per_lease:
         raise Rejected(
             "request.not_admitted",
-            f"this run asks for a stake of {per_lease} a lease; {owner or tx.actor} has {has}",
+            f"this run asks for a stake of {per_lease} per lease; {owner or tx.actor} has {has}",
         )
 
 
 _POLICIES: dict[str, Callable[[Transaction, Coordinator, Enrol, str | None], None]] = {
-    "open": _take_any,
-    "invite": _take_invited,
-    "allow": _take_allowed,
-    "work": _take_worker,
-    "stake": _take_staker,
+    "open": _admit_any,
+    "invite": _admit_invited,
+    "allow": _admit_allowed,
+    "work": _admit_by_work,
+    "stake": _admit_by_stake,
 }
 
 
@@ -136,7 +137,7 @@ _POLICIES: dict[str, Callable[[Transaction, Coordinator, Enrol, str | None], Non
 
 
 def invite_digest(code: str) -> str:
-    """What is kept of an invitation: the code itself is a secret between operator and guest."""
+    """Returns the digest that is stored of an invitation. Only the operator and the invited node know the code itself."""
     return hashlib.sha256(f"shoal/invite/1\n{code}".encode()).hexdigest()
 
 
@@ -169,7 +170,7 @@ def remove(tx: Transaction, kind: str, subject: str) -> None:
 
 
 def slash(tx: Transaction, coordinator: Coordinator, account: str, lease_id: str) -> None:
-    """A rejection costs what one lease is worth."""
+    """Takes the stake of one lease from an account after a rejection, if the run admits by stake."""
     if coordinator.config.admission != "stake":
         return
     before = amount_of(tx.db, "stake", account)
@@ -179,7 +180,7 @@ def slash(tx: Transaction, coordinator: Coordinator, account: str, lease_id: str
 
 
 def staked_leases(db: Connection, coordinator: Coordinator, account: str) -> int | None:
-    """How many leases an account's stake lets all its nodes hold together; None where stakes do not matter."""
+    """Returns how many leases all nodes of an account may hold together; None if the run does not admit by stake."""
     if coordinator.config.admission != "stake":
         return None
     return amount_of(db, "stake", account) // coordinator.config.stake_per_lease

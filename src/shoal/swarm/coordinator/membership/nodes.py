@@ -1,6 +1,6 @@
 """Nodes: sessions, heartbeats, and how verdicts change a node's trust.
 
-The rules are pure functions (rules/trust.py, liveness.py, compatibility.py, credit.py). Here they are applied to the tables, and
+The rules are pure functions (rules/trust.py, node_activity.py, compatibility.py, credit.py). Here they are applied to the tables, and
 every change becomes a ledger event.
 """
 
@@ -10,10 +10,9 @@ from typing import Any
 from sqlalchemy import Connection, Row, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction, is_finished
-from shoal.swarm.coordinator.rules.compatibility import Compatibility, Fit, compatibility, meet
-from shoal.swarm.coordinator.rules.liveness import OFFLINE_AFTER
-from shoal.swarm.coordinator.rules.speed import averaged
-from shoal.swarm.coordinator.rules.trust import Finding, Happening, Standing, Trust, judge
+from shoal.swarm.coordinator.rules.compatibility import Compatibility, SoftwareFit, compatibility, update_fit
+from shoal.swarm.coordinator.rules.node_activity import OFFLINE_AFTER, averaged_speed
+from shoal.swarm.coordinator.rules.trust import NodeStanding, Trust, TrustEvent, VerdictKind, next_standing
 from shoal.swarm.coordinator.store.schema import leases as lease_table
 from shoal.swarm.coordinator.store.schema import nodes, submissions
 from shoal.swarm.coordinator.store.statements import TableStatements
@@ -44,8 +43,8 @@ def get_node(db: Connection, key: str) -> Row[Any]:
     return node
 
 
-def standing_of(node: Row[Any]) -> Standing:
-    return Standing(
+def standing_of(node: Row[Any]) -> NodeStanding:
+    return NodeStanding(
         trust=Trust(node.trust),
         since_s=node.trust_since_s,
         streak=node.streak,
@@ -60,7 +59,7 @@ def open_session(tx: Transaction, coordinator: Coordinator, ask: OpenSession) ->
     node = tx.caller()
     _check_machine(coordinator, ask)
     epoch = node.session_epoch + 1
-    fit = _meet(tx, coordinator, node, ask.software)
+    fit = _update_fit(tx, coordinator, node, ask.software)
     tx.update(
         NODES,
         tx.actor,
@@ -72,7 +71,7 @@ def open_session(tx: Transaction, coordinator: Coordinator, ask: OpenSession) ->
     )
     tx.record("session.opened", node=tx.actor, epoch=epoch)
     if node.trust == Trust.RETIRED.value:
-        happen(tx, coordinator, tx.actor, Happening.RETURN, "it came back")
+        change_standing(tx, coordinator, tx.actor, TrustEvent.RETURN, "the node came back")
     return Session(epoch=epoch, heartbeat_s=coordinator.config.heartbeat_s)
 
 
@@ -84,11 +83,11 @@ def _check_machine(coordinator: Coordinator, ask: OpenSession) -> None:
         raise Rejected("request.unfit", f"run {spec.run!r}: {'; '.join(reasons)}")
 
 
-def _meet(tx: Transaction, coordinator: Coordinator, node: Row[Any], software: str) -> Fit:
+def _update_fit(tx: Transaction, coordinator: Coordinator, node: Row[Any], software: str) -> SoftwareFit:
     """Returns how the node's software fits the run now, and records a change."""
     demands = coordinator.config.demands()
-    before = Fit(outdated_at_s=node.outdated_at_s)
-    after = meet(before, protocol=PROTOCOL, software=software, demands=demands, now_s=tx.now_s)
+    before = SoftwareFit(outdated_at_s=node.outdated_at_s)
+    after = update_fit(before, protocol=PROTOCOL, software=software, demands=demands, now_s=tx.now_s)
     if after != before:
         outdated = after.outdated_at_s is not None
         tx.record("node.outdated" if outdated else "node.current", node=node.node, software=software)
@@ -98,7 +97,10 @@ def _meet(tx: Transaction, coordinator: Coordinator, node: Row[Any], software: s
 def check_compatible(node: Row[Any], coordinator: Coordinator, now_s: float) -> None:
     """Raises Rejected if the node's software is too old and its time to update has passed."""
     demands = coordinator.config.demands()
-    if compatibility(Fit(outdated_at_s=node.outdated_at_s), demands, now_s) is Compatibility.INCOMPATIBLE:
+    if (
+        compatibility(SoftwareFit(outdated_at_s=node.outdated_at_s), demands, now_s)
+        is Compatibility.INCOMPATIBLE
+    ):
         raise Rejected(
             "request.outdated",
             f"this is {node.software[:60]!r}, the run needs {demands.min_software}; the time to update has passed",
@@ -108,7 +110,7 @@ def check_compatible(node: Row[Any], coordinator: Coordinator, now_s: float) -> 
 def leave(tx: Transaction, coordinator: Coordinator, ask: Leave) -> Recorded:
     """Retires the calling node: it gets no more leases, but may still submit those it has. A new session brings it back."""
     tx.check_session(ask.epoch)
-    return Recorded(seq=happen(tx, coordinator, tx.actor, Happening.LEAVE, "by its own wish") or 0)
+    return Recorded(seq=change_standing(tx, coordinator, tx.actor, TrustEvent.LEAVE, "the node left") or 0)
 
 
 def sign_of_life(tx: Transaction) -> None:
@@ -152,20 +154,20 @@ def record_offline(tx: Transaction, heartbeat_s: float) -> None:
 # -- standing ---------------------------------------------------------------------------------------------
 
 
-def happen(
-    tx: Transaction, coordinator: Coordinator, key: str, happening: Happening, reason: str
+def change_standing(
+    tx: Transaction, coordinator: Coordinator, key: str, event: TrustEvent, reason: str
 ) -> int | None:
-    """Applies a happening to a node's standing. Returns the ledger's number of the change of trust, if there is one."""
-    return enter(tx, coordinator, get_node(tx.db, key), happening, reason)
+    """Applies an event to a node's standing. Returns the ledger's number of the change of trust, if there is one."""
+    return change_standing_of(tx, coordinator, get_node(tx.db, key), event, reason)
 
 
-def enter(
-    tx: Transaction, coordinator: Coordinator, node: Row[Any], happening: Happening, reason: str
+def change_standing_of(
+    tx: Transaction, coordinator: Coordinator, node: Row[Any], event: TrustEvent, reason: str
 ) -> int | None:
-    """Does the same as `happen`, for callers that already have the node's current row."""
+    """Does the same as `change_standing`, for callers that already have the node's current row."""
     key = node.node
     before = standing_of(node)
-    after = judge(before, happening, tx.now_s, trusted_after=coordinator.config.trusted_after)
+    after = next_standing(before, event, tx.now_s, trusted_after=coordinator.config.trusted_after)
     if after == before:
         return None
     moved = after.trust is not before.trust
@@ -196,18 +198,18 @@ def _check_in_full(tx: Transaction, key: str) -> None:
 
 
 def count_verdict(
-    tx: Transaction, node: Row[Any], finding: Finding, *, verdict: Verdict, credit: int, rows_per_s: float
+    tx: Transaction, node: Row[Any], finding: VerdictKind, *, verdict: Verdict, credit: int, rows_per_s: float
 ) -> None:
-    """Adds a verdict and the measured speed to the node's row, which must be current. `enter` changes the standing."""
+    """Adds a verdict and the measured speed to the node's row, which must be current. `change_standing_of` changes the standing."""
     tx.update(
         NODES,
         node.node,
-        accepted=node.accepted + (finding is Finding.ACCEPTED),
-        void=node.void + (finding is Finding.VOID),
+        accepted=node.accepted + (finding is VerdictKind.ACCEPTED),
+        void=node.void + (finding is VerdictKind.VOID),
         credit=node.credit + credit,
         last_code=verdict.code,
         last_detail=verdict.detail,
-        rows_per_s=averaged(node.rows_per_s, rows_per_s),
+        rows_per_s=averaged_speed(node.rows_per_s, rows_per_s),
     )
 
 
@@ -220,7 +222,7 @@ def why_rejected(code: str, detail: str) -> str:
     return f"because {explain_code(code)} ({code}: {detail})"
 
 
-def _reason(after: Standing, reason: str) -> str:
+def _reason(after: NodeStanding, reason: str) -> str:
     if after.trust is Trust.TRUSTED:
         return f"{after.streak} submissions accepted in a row"
     if reason.startswith("because "):

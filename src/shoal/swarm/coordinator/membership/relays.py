@@ -1,4 +1,4 @@
-"""Relays: where they serve, what they hold, whether they were heard of lately."""
+"""Relays: their URLs, the versions that they have, and whether they are live."""
 
 import json
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, delete, insert, select
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction, is_finished
-from shoal.swarm.coordinator.rules.liveness import Liveness, liveness
+from shoal.swarm.coordinator.rules.node_activity import Liveness, liveness
 from shoal.swarm.coordinator.store.schema import relays
 from shoal.swarm.coordinator.store.statements import Statement
 from shoal.wire.messages import HeartbeatReply, RelayReport, RelayView
@@ -18,6 +18,7 @@ _ALL = Statement(select(relays).order_by(relays.c.url))
 
 
 def report(tx: Transaction, coordinator: Coordinator, told: RelayReport) -> HeartbeatReply:
+    """Stores a relay's report, which replaces its previous one."""
     tx.write(delete(relays).where(relays.c.url == told.url))
     tx.write(
         insert(relays).values(
@@ -33,13 +34,13 @@ def report(tx: Transaction, coordinator: Coordinator, told: RelayReport) -> Hear
 
 
 def issue_ticket(tx: Transaction, coordinator: Coordinator) -> Sealed[Ticket]:
-    """For whoever the door lets in: members of the run who are not ejected. Nothing is recorded."""
+    """Returns a ticket for the calling key, which the router has checked: a member that is not ejected. Records nothing."""
     ticket = Ticket(run=coordinator.spec.run, holder=tx.actor, expires_at_s=tx.now_s + TICKET_S)
     return seal(ticket, coordinator.run_key)
 
 
 def reports(db: Connection) -> list[Row[Any]]:
-    """The last of each relay."""
+    """Returns the last report of each relay."""
     return _ALL.rows(db)
 
 
@@ -56,6 +57,6 @@ def views(reports: Sequence[Row[Any]], now_s: float, heartbeat_s: float) -> tupl
 
 
 def usable(reports: Sequence[Row[Any]], now_s: float, heartbeat_s: float) -> tuple[RelayView, ...]:
-    """Those a worker may be sent to. A late one may just be busy: the worker tries several anyway."""
+    """Returns the relays for workers: all but the offline ones. A late relay may just be busy, and workers try several."""
     known = views(reports, now_s, heartbeat_s)
     return tuple(relay for relay in known if relay.liveness != Liveness.OFFLINE.value)

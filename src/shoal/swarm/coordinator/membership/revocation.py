@@ -1,4 +1,4 @@
-"""Revocation and appeals: taking credit back with evidence while it is held, and putting a wrong rejection right."""
+"""Revocation of held credit after a rejection, and appeals against rejections."""
 
 from typing import Any
 
@@ -7,16 +7,17 @@ from sqlalchemy import Connection, Row, insert, select, update
 from shoal.swarm.coordinator.context import Coordinator, Transaction
 from shoal.swarm.coordinator.leases import batches
 from shoal.swarm.coordinator.leases.lease_rows import find_lease, move, own_lease
-from shoal.swarm.coordinator.membership.nodes import get_node, happen
+from shoal.swarm.coordinator.membership.nodes import change_standing, get_node
 from shoal.swarm.coordinator.rules.credit import Earning, held_since_s, to_revoke
 from shoal.swarm.coordinator.rules.lease_states import LeaseEvent, LeaseState
-from shoal.swarm.coordinator.rules.trust import Happening, Trust
+from shoal.swarm.coordinator.rules.trust import Trust, TrustEvent
 from shoal.swarm.coordinator.store.schema import appeals, leases, nodes, verdicts
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.messages import Appeal, Recorded
 
 
 def earnings(db: Connection, node: str, since_s: float) -> list[Earning]:
+    """Returns the credit that a node was given after `since_s`, oldest first."""
     rows = db.execute(
         select(verdicts)
         .where(verdicts.c.node == node, verdicts.c.code == ACCEPTED, verdicts.c.given_at_s > since_s)
@@ -35,7 +36,7 @@ def earnings(db: Connection, node: str, since_s: float) -> list[Earning]:
 
 
 def revoke_unchecked(tx: Transaction, coordinator: Coordinator, node: Row[Any], *, because: str) -> None:
-    """The node was caught: what it was credited on trust and is still held goes, and so do groups not trained on yet."""
+    """Revokes the held credit that a rejected node got without every check, and withdraws its groups that were not trained on yet."""
     since_s = held_since_s(Trust(node.trust), node.trust_since_s, tx.now_s, coordinator.config.hold_s)
     taken = to_revoke(earnings(tx.db, node.node, since_s), since_s)
     if not taken:
@@ -53,6 +54,7 @@ def revoke_unchecked(tx: Transaction, coordinator: Coordinator, node: Row[Any], 
 
 
 def appeal(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: Appeal) -> Recorded:
+    """Files an appeal against the rejection of one of the calling node's leases."""
     lease = own_lease(tx, lease_id)
     if lease.state != LeaseState.REJECTED:
         raise Rejected(
@@ -65,11 +67,11 @@ def appeal(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: Appeal
 
 
 def decide(tx: Transaction, coordinator: Coordinator, lease_id: str, *, upheld: bool, reason: str) -> int:
-    """The operator's word on an appeal. Upheld: the rejection counts no more, and what it took is given back."""
+    """Records the operator's decision on an appeal. If upheld, the rejection no longer counts and the revoked credit is returned."""
     found = tx.db.execute(select(appeals).where(appeals.c.lease_id == lease_id)).one_or_none()
     if found is None or found.upheld is not None:
-        state = "nobody appealed" if found is None else "it is decided"
-        raise Rejected("request.conflict", f"the rejection of lease {lease_id[:80]!r}: {state}")
+        state = "was not appealed" if found is None else "has a decided appeal already"
+        raise Rejected("request.conflict", f"the rejection of lease {lease_id[:80]!r} {state}")
     tx.write(update(appeals).where(appeals.c.lease_id == lease_id).values(upheld=int(upheld), reason=reason))
     returned = _returned(tx, lease_id) if upheld else 0
     seq = tx.record(
@@ -78,11 +80,11 @@ def decide(tx: Transaction, coordinator: Coordinator, lease_id: str, *, upheld: 
     if upheld:
         node = get_node(tx.db, found.node)
         tx.write(update(nodes).where(nodes.c.node == node.node).values(credit=node.credit + returned))
-        happen(tx, coordinator, node.node, Happening.UPHELD, f"an appeal was upheld: {reason}")
+        change_standing(tx, coordinator, node.node, TrustEvent.UPHELD, f"an appeal was upheld: {reason}")
     return seq
 
 
 def _returned(tx: Transaction, because: str) -> int:
-    """Leases stay revoked, as every end is an end; the credit comes back as such."""
+    """Returns the credit that a rejection revoked. The leases stay revoked, because a lease ends only once."""
     rows = tx.db.execute(select(verdicts.c.credit).where(verdicts.c.revoked_for == because)).scalars()
     return sum(rows)

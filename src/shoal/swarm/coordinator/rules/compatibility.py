@@ -8,7 +8,7 @@ _SOFTWARE = re.compile(r"shoal ([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?.*")
 
 
 class Compatibility(StrEnum):
-    """Whether a client may work: OUTDATED ones may until their grace period ends."""
+    """The result of the comparison. An OUTDATED client may work until its grace period ends, an INCOMPATIBLE one may not."""
 
     OK = "ok"
     OUTDATED = "outdated"
@@ -25,23 +25,25 @@ class Demands:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class SoftwareFit:
     """What is known about a client. `outdated_at_s` is the time when it was first seen with software that is too old."""
 
     speaks_protocol: bool = True
     outdated_at_s: float | None = None
 
 
-def meet(fit: Fit, *, protocol: int, software: str, demands: Demands, now_s: float) -> Fit:
+def update_fit(
+    fit: SoftwareFit, *, protocol: int, software: str, demands: Demands, now_s: float
+) -> SoftwareFit:
     """Returns what is known after a client named its protocol and software. The grace period starts the first time only."""
     if protocol != demands.protocol:
-        return Fit(speaks_protocol=False, outdated_at_s=fit.outdated_at_s)
+        return SoftwareFit(speaks_protocol=False, outdated_at_s=fit.outdated_at_s)
     if not is_older(software, demands.min_software):
-        return Fit()
-    return Fit(outdated_at_s=now_s if fit.outdated_at_s is None else fit.outdated_at_s)
+        return SoftwareFit()
+    return SoftwareFit(outdated_at_s=now_s if fit.outdated_at_s is None else fit.outdated_at_s)
 
 
-def compatibility(fit: Fit, demands: Demands, now_s: float) -> Compatibility:
+def compatibility(fit: SoftwareFit, demands: Demands, now_s: float) -> Compatibility:
     """Returns whether the client is compatible at `now_s`."""
     if not fit.speaks_protocol:
         return Compatibility.INCOMPATIBLE

@@ -9,6 +9,8 @@ A void submission changes nothing, except void.uncertain: it resets the streak, 
 A submission that was accepted without every check builds no trust.
 """
 
+import hashlib
+import hmac
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -33,7 +35,7 @@ class Trust(StrEnum):
     """The node left the run itself."""
 
 
-class Finding(StrEnum):
+class VerdictKind(StrEnum):
     """What a verdict says about the node."""
 
     ACCEPTED = "accepted"
@@ -41,7 +43,7 @@ class Finding(StrEnum):
     VOID = "void"
 
 
-class Happening(StrEnum):
+class TrustEvent(StrEnum):
     """An event that can change a standing."""
 
     ACCEPTED = "accepted"
@@ -64,7 +66,7 @@ class Happening(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class NodeStanding:
     """A node's trust, and the counts that decide how it changes."""
 
     trust: Trust
@@ -79,49 +81,51 @@ class Standing:
     """Time of the last one."""
 
 
-def finding_of(code: str) -> Finding:
+def verdict_kind(code: str) -> VerdictKind:
     if code == ACCEPTED:
-        return Finding.ACCEPTED
-    return Finding.REJECTED if code.startswith("reject.") else Finding.VOID
+        return VerdictKind.ACCEPTED
+    return VerdictKind.REJECTED if code.startswith("reject.") else VerdictKind.VOID
 
 
-def judge(standing: Standing, happening: Happening, now_s: float, *, trusted_after: int) -> Standing:
+def next_standing(
+    standing: NodeStanding, event: TrustEvent, now_s: float, *, trusted_after: int
+) -> NodeStanding:
     """Returns the standing after one more event."""
-    if standing.trust is Trust.BANNED and happening not in (Happening.RESTORE, Happening.UPHELD):
+    if standing.trust is Trust.BANNED and event not in (TrustEvent.RESTORE, TrustEvent.UPHELD):
         return standing
-    if happening in _WORK:
-        return _after_work(standing, happening, now_s, trusted_after)
-    return _after_order(standing, happening, now_s)
+    if event in _WORK:
+        return _after_work(standing, event, now_s, trusted_after)
+    return _after_order(standing, event, now_s)
 
 
 _WORK = (
-    Happening.ACCEPTED,
-    Happening.TAKEN_ON_TRUST,
-    Happening.REJECTED,
-    Happening.UNCERTAIN,
-    Happening.LAPSED,
+    TrustEvent.ACCEPTED,
+    TrustEvent.TAKEN_ON_TRUST,
+    TrustEvent.REJECTED,
+    TrustEvent.UNCERTAIN,
+    TrustEvent.LAPSED,
 )
 
 
-def _after_work(standing: Standing, happening: Happening, now_s: float, trusted_after: int) -> Standing:
-    if happening is Happening.ACCEPTED:
+def _after_work(standing: NodeStanding, event: TrustEvent, now_s: float, trusted_after: int) -> NodeStanding:
+    if event is TrustEvent.ACCEPTED:
         return _after_success(replace(standing, streak=standing.streak + 1, lapses=0), now_s, trusted_after)
-    if happening is Happening.TAKEN_ON_TRUST:
+    if event is TrustEvent.TAKEN_ON_TRUST:
         return replace(standing, lapses=0)
-    if happening is Happening.REJECTED:
+    if event is TrustEvent.REJECTED:
         rejected = standing.rejected + 1
         fallen = replace(standing, rejected=rejected, streak=0)
         return _move(fallen, Trust.QUARANTINED if rejected == 1 else Trust.BANNED, now_s)
-    if happening is Happening.LAPSED:
+    if event is TrustEvent.LAPSED:
         lapsed = replace(standing, lapses=standing.lapses + 1, lapsed_s=now_s)
         if standing.trust is Trust.TRUSTED and lapsed.lapses >= LAPSES_END_TRUST:
             return _move(replace(lapsed, streak=0), Trust.PROBATION, now_s)
         return lapsed
-    assert happening is Happening.UNCERTAIN
+    assert event is TrustEvent.UNCERTAIN
     return replace(standing, streak=0)
 
 
-def _after_success(standing: Standing, now_s: float, trusted_after: int) -> Standing:
+def _after_success(standing: NodeStanding, now_s: float, trusted_after: int) -> NodeStanding:
     if standing.trust is Trust.PROBATION and standing.streak >= trusted_after:
         return _move(standing, Trust.TRUSTED, now_s)
     redeemed = standing.streak >= REDEEM_TIMES * trusted_after and now_s - standing.since_s >= REDEEM_S
@@ -130,29 +134,29 @@ def _after_success(standing: Standing, now_s: float, trusted_after: int) -> Stan
     return standing
 
 
-def _after_order(standing: Standing, happening: Happening, now_s: float) -> Standing:
-    if happening is Happening.UPHELD:
+def _after_order(standing: NodeStanding, event: TrustEvent, now_s: float) -> NodeStanding:
+    if event is TrustEvent.UPHELD:
         return _after_appeal(replace(standing, rejected=max(0, standing.rejected - 1)), now_s)
-    if happening is Happening.LEAVE:
+    if event is TrustEvent.LEAVE:
         return _move(standing, Trust.RETIRED, now_s)
-    if happening is Happening.RETURN:
+    if event is TrustEvent.RETURN:
         # Otherwise a node could end its quarantine by leaving and coming back.
         back = Trust.QUARANTINED if standing.rejected else Trust.PROBATION
         left = standing.trust is Trust.RETIRED
         return _move(replace(standing, streak=0), back, now_s) if left else standing
-    if happening is Happening.RESTORE:
+    if event is TrustEvent.RESTORE:
         standing = replace(standing, rejected=0, lapses=0)
-    return _move(replace(standing, streak=0), _ORDERED[happening], now_s)
+    return _move(replace(standing, streak=0), _ORDERED[event], now_s)
 
 
 _ORDERED = {
-    Happening.QUARANTINE: Trust.QUARANTINED,
-    Happening.BAN: Trust.BANNED,
-    Happening.RESTORE: Trust.PROBATION,
+    TrustEvent.QUARANTINE: Trust.QUARANTINED,
+    TrustEvent.BAN: Trust.BANNED,
+    TrustEvent.RESTORE: Trust.PROBATION,
 }
 
 
-def _after_appeal(standing: Standing, now_s: float) -> Standing:
+def _after_appeal(standing: NodeStanding, now_s: float) -> NodeStanding:
     if standing.trust not in (Trust.QUARANTINED, Trust.BANNED):
         return standing
     if standing.rejected == 0:
@@ -160,21 +164,37 @@ def _after_appeal(standing: Standing, now_s: float) -> Standing:
     return _move(standing, Trust.QUARANTINED if standing.rejected == 1 else Trust.BANNED, now_s)
 
 
-def _move(standing: Standing, trust: Trust, now_s: float) -> Standing:
+def _move(standing: NodeStanding, trust: Trust, now_s: float) -> NodeStanding:
     return standing if trust is standing.trust else replace(standing, trust=trust, since_s=now_s)
 
 
 # -- checks and leases ------------------------------------------------------------------------------------
 
 
-def check_rate(standing: Standing, *, floor: float) -> float:
+def check_rate(standing: NodeStanding, *, floor: float) -> float:
     """Returns the share of a node's submissions that get every check."""
     if standing.trust is not Trust.TRUSTED:
         return 1.0
     return max(floor, 1.0 / max(1, standing.streak))
 
 
-def open_leases(standing: Standing, *, most: int, trusted_after: int) -> int:
+def check_draw(epoch_secret: bytes, lease_id: str, sha256: str) -> float:
+    """Returns the draw that decides which checks a submission gets, in [0, 1).
+
+    It is HMAC-SHA256(epoch secret, "check/" lease id "/" SHA-256 of the submission), first 8 bytes, divided by 2^64. The secret
+    is revealed later, so a worker cannot predict the draw, and anybody can verify it afterwards.
+    """
+    digest = hmac.new(epoch_secret, f"check/{lease_id}/{sha256}".encode(), hashlib.sha256).digest()
+    # 53 bits are exactly a float, so every machine computes the same number.
+    return (int.from_bytes(digest[:8], "big") >> 11) * 2.0**-53
+
+
+def gets_every_check(epoch_secret: bytes, lease_id: str, sha256: str, rate: float) -> bool:
+    """Returns whether the draw chooses a submission for every check; `rate` is from `check_rate`."""
+    return check_draw(epoch_secret, lease_id, sha256) < rate
+
+
+def open_leases(standing: NodeStanding, *, most: int, trusted_after: int) -> int:
     """Returns how many leases a node may hold: one; a trusted node two, doubled by each further streak, halved by each lapse."""
     if standing.trust is not Trust.TRUSTED:
         return 1
@@ -182,12 +202,12 @@ def open_leases(standing: Standing, *, most: int, trusted_after: int) -> int:
     return max(1, min(most, earned) >> min(16, standing.lapses))
 
 
-def lease_prompts(standing: Standing, *, most: int) -> int:
+def lease_prompts(standing: NodeStanding, *, most: int) -> int:
     """Returns how many prompts the node's next lease may have: `most`, halved by each lapse."""
     return max(1, most >> min(16, standing.lapses))
 
 
-def next_lease_s(standing: Standing, *, lease_s: float) -> float:
+def next_lease_s(standing: NodeStanding, *, lease_s: float) -> float:
     """Returns the time from which the node may get a lease. The first lapse costs nothing; each one after the second doubles the wait."""
     if standing.lapses < 2:
         return 0.0

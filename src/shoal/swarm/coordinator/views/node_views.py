@@ -7,7 +7,7 @@ from sqlalchemy import Connection, Row, func, select
 
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.rules.credit import held_since_s
-from shoal.swarm.coordinator.rules.liveness import liveness
+from shoal.swarm.coordinator.rules.node_activity import liveness
 from shoal.swarm.coordinator.rules.trust import Trust
 from shoal.swarm.coordinator.store.schema import verdicts
 from shoal.wire.messages import NodeView

@@ -16,7 +16,7 @@ from shoal.swarm.coordinator.leases.batches import (
 )
 from shoal.swarm.coordinator.membership import relays
 from shoal.swarm.coordinator.rules.lease_states import OPEN, LeaseState
-from shoal.swarm.coordinator.rules.liveness import LATE_AFTER, Liveness
+from shoal.swarm.coordinator.rules.node_activity import LATE_AFTER, Liveness
 from shoal.swarm.coordinator.rules.trust import Trust
 from shoal.swarm.coordinator.store.ledger_chain import head_seq
 from shoal.swarm.coordinator.store.schema import batches as batch_table

@@ -4,7 +4,7 @@ import pytest
 from small_swarm import CONFIG, SmallSwarm
 from sqlalchemy import select
 
-from shoal.swarm.coordinator.rules.speed import averaged, rows_per_s
+from shoal.swarm.coordinator.rules.node_activity import averaged_speed, rows_per_s
 from shoal.swarm.coordinator.store.schema import leases, nodes, submissions
 from shoal.wire.lease import Lease
 
@@ -37,9 +37,9 @@ def test_time_is_measured_from_the_lease_or_the_previous_receipt() -> None:
 def test_two_leases_at_once_take_the_time_of_both() -> None:
     speed = 0.0
     for _ in range(60):
-        speed = averaged(averaged(speed, 8 / 10.0), 8 / 0.01)
+        speed = averaged_speed(averaged_speed(speed, 8 / 10.0), 8 / 0.01)
     assert speed == pytest.approx(16 / 10.0, rel=0.25)
-    assert averaged(2.0, 2.0) == pytest.approx(2.0)
+    assert averaged_speed(2.0, 2.0) == pytest.approx(2.0)
 
 
 def test_a_lease_fetched_ahead_is_measured_from_the_receipt_before(swarm: SmallSwarm) -> None:
@@ -59,7 +59,7 @@ def test_a_lease_fetched_ahead_is_measured_from_the_receipt_before(swarm: SmallS
         swarm.verdict(swarm.claim().lease)
     (first_issued_s, first_received_s), (issued_s, received_s) = times(swarm, first), times(swarm, ahead)
     assert issued_s < first_received_s < received_s - 7.0
-    expected = averaged(before, first.num_rows / (first_received_s - first_issued_s))
+    expected = averaged_speed(before, first.num_rows / (first_received_s - first_issued_s))
     assert measured(swarm) == pytest.approx(
-        averaged(expected, ahead.num_rows / (received_s - first_received_s))
+        averaged_speed(expected, ahead.num_rows / (received_s - first_received_s))
     )

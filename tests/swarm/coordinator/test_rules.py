@@ -7,82 +7,85 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.swarm.coordinator.rules import credit
-from shoal.swarm.coordinator.rules.check_sampling import checks_all, draw
 from shoal.swarm.coordinator.rules.compatibility import (
     Compatibility,
     Demands,
-    Fit,
+    SoftwareFit,
     compatibility,
     is_older,
-    meet,
+    update_fit,
 )
 from shoal.swarm.coordinator.rules.credit import Earning, balance, held_since_s, to_revoke
-from shoal.swarm.coordinator.rules.liveness import Liveness, liveness
+from shoal.swarm.coordinator.rules.node_activity import Liveness, liveness
 from shoal.swarm.coordinator.rules.trust import (
     LAPSES_END_TRUST,
     LONGEST_BACKOFF_S,
     REDEEM_S,
     REDEEM_TIMES,
-    Happening,
-    Standing,
+    NodeStanding,
     Trust,
+    TrustEvent,
+    check_draw,
     check_rate,
-    judge,
+    gets_every_check,
     lease_prompts,
     next_lease_s,
+    next_standing,
     open_leases,
 )
 
 N = 3
-steps = st.lists(st.tuples(st.sampled_from(list(Happening)), st.floats(0, 2 * REDEEM_S)), max_size=60)
+steps = st.lists(st.tuples(st.sampled_from(list(TrustEvent)), st.floats(0, 2 * REDEEM_S)), max_size=60)
 
 
-def live(happenings: list[tuple[Happening, float]]) -> list[tuple[Happening, Standing, Standing, float]]:
+def live(
+    events: list[tuple[TrustEvent, float]],
+) -> list[tuple[TrustEvent, NodeStanding, NodeStanding, float]]:
     """Yields each event with the standing before and after it, and its time."""
-    now_s, standing, story = 1e9, Standing(trust=Trust.PROBATION, since_s=1e9), []
-    for happening, wait_s in happenings:
+    now_s, standing, story = 1e9, NodeStanding(trust=Trust.PROBATION, since_s=1e9), []
+    for event, wait_s in events:
         now_s += wait_s
-        after = judge(standing, happening, now_s, trusted_after=N)
-        story.append((happening, standing, after, now_s))
+        after = next_standing(standing, event, now_s, trusted_after=N)
+        story.append((event, standing, after, now_s))
         standing = after
     return story
 
 
 @given(steps)
-def test_trust_moves_only_along_the_documented_arrows(happenings: list[tuple[Happening, float]]) -> None:
-    for happening, before, after, now_s in live(happenings):
+def test_trust_moves_only_along_the_documented_arrows(events: list[tuple[TrustEvent, float]]) -> None:
+    for event, before, after, now_s in live(events):
         assert min(after.streak, after.rejected, after.lapses) >= 0
         if after.trust is not before.trust:
             assert after.since_s == now_s
         else:
             assert after.since_s == before.since_s
-        if happening is Happening.TAKEN_ON_TRUST:
+        if event is TrustEvent.TAKEN_ON_TRUST:
             assert replace(after, lapses=0) == replace(before, lapses=0)
-        if happening is Happening.UNCERTAIN and before.trust is not Trust.BANNED:
+        if event is TrustEvent.UNCERTAIN and before.trust is not Trust.BANNED:
             assert after == replace(before, streak=0) and check_rate(after, floor=0.05) == 1.0
-        if before.trust is Trust.BANNED and happening not in (Happening.RESTORE, Happening.UPHELD):
+        if before.trust is Trust.BANNED and event not in (TrustEvent.RESTORE, TrustEvent.UPHELD):
             assert after == before
         if after.trust is Trust.TRUSTED and before.trust is not Trust.TRUSTED:
-            assert (before.trust, happening, after.streak) == (
+            assert (before.trust, event, after.streak) == (
                 Trust.PROBATION,
-                Happening.ACCEPTED,
+                TrustEvent.ACCEPTED,
                 before.streak + 1,
             )
             assert after.streak >= N
-        if happening is Happening.REJECTED:
+        if event is TrustEvent.REJECTED:
             assert after.trust in (Trust.QUARANTINED, Trust.BANNED) and after.streak == 0
         if (
             before.trust is Trust.QUARANTINED
-            and happening is Happening.ACCEPTED
+            and event is TrustEvent.ACCEPTED
             and after.trust is Trust.PROBATION
         ):
             assert now_s - before.since_s >= REDEEM_S and before.streak + 1 >= REDEEM_TIMES * N
 
 
 @given(steps)
-def test_only_full_checks_build_trust(happenings: list[tuple[Happening, float]]) -> None:
+def test_only_full_checks_build_trust(events: list[tuple[TrustEvent, float]]) -> None:
     """Without a full check no node becomes trusted, and every submission is checked."""
-    for _, _, after, _ in live([step for step in happenings if step[0] is not Happening.ACCEPTED]):
+    for _, _, after, _ in live([step for step in events if step[0] is not TrustEvent.ACCEPTED]):
         assert after.trust is not Trust.TRUSTED
         assert check_rate(after, floor=0.05) == 1.0
         assert open_leases(after, most=64, trusted_after=N) == 1
@@ -90,9 +93,9 @@ def test_only_full_checks_build_trust(happenings: list[tuple[Happening, float]])
 
 @given(steps, st.floats(0, 1))
 def test_checks_and_leases_of_a_standing_are_within_bounds(
-    happenings: list[tuple[Happening, float]], floor: float
+    events: list[tuple[TrustEvent, float]], floor: float
 ) -> None:
-    for _, before, after, now_s in live(happenings):
+    for _, before, after, now_s in live(events):
         rate = check_rate(after, floor=floor)
         assert floor <= rate <= 1
         assert rate == 1 or after.trust is Trust.TRUSTED
@@ -105,30 +108,32 @@ def test_checks_and_leases_of_a_standing_are_within_bounds(
 
 
 def test_a_node_that_lets_leases_expire_loses_trust_and_waits_longer() -> None:
-    standing = Standing(trust=Trust.TRUSTED, streak=40)
+    standing = NodeStanding(trust=Trust.TRUSTED, streak=40)
     waits = []
     for count in range(1, LAPSES_END_TRUST + 1):
-        standing = judge(standing, Happening.LAPSED, 1000.0, trusted_after=N)
+        standing = next_standing(standing, TrustEvent.LAPSED, 1000.0, trusted_after=N)
         assert standing.trust is (Trust.PROBATION if count == LAPSES_END_TRUST else Trust.TRUSTED)
         waits.append(next_lease_s(standing, lease_s=100.0))
     assert waits == [0.0, 1100.0, 1200.0, 1400.0, 1800.0]
-    assert judge(standing, Happening.ACCEPTED, 0.0, trusted_after=N).lapses == 0
+    assert next_standing(standing, TrustEvent.ACCEPTED, 0.0, trusted_after=N).lapses == 0
 
 
 def test_leaving_does_not_end_a_quarantine() -> None:
-    standing = Standing(trust=Trust.PROBATION)
-    for happening in (Happening.REJECTED, Happening.LEAVE, Happening.RETURN):
-        standing = judge(standing, happening, 0.0, trusted_after=N)
+    standing = NodeStanding(trust=Trust.PROBATION)
+    for event in (TrustEvent.REJECTED, TrustEvent.LEAVE, TrustEvent.RETURN):
+        standing = next_standing(standing, event, 0.0, trusted_after=N)
     assert standing.trust is Trust.QUARANTINED
-    honest = judge(Standing(trust=Trust.TRUSTED, streak=9), Happening.LEAVE, 0.0, trusted_after=N)
-    assert judge(honest, Happening.RETURN, 0.0, trusted_after=N).trust is Trust.PROBATION
+    honest = next_standing(
+        NodeStanding(trust=Trust.TRUSTED, streak=9), TrustEvent.LEAVE, 0.0, trusted_after=N
+    )
+    assert next_standing(honest, TrustEvent.RETURN, 0.0, trusted_after=N).trust is Trust.PROBATION
 
 
 def test_an_appeal_takes_one_rejection_back() -> None:
-    banned = Standing(trust=Trust.BANNED, rejected=2)
-    once = judge(banned, Happening.UPHELD, 5.0, trusted_after=N)
+    banned = NodeStanding(trust=Trust.BANNED, rejected=2)
+    once = next_standing(banned, TrustEvent.UPHELD, 5.0, trusted_after=N)
     assert (once.trust, once.rejected) == (Trust.QUARANTINED, 1)
-    twice = judge(once, Happening.UPHELD, 6.0, trusted_after=N)
+    twice = next_standing(once, TrustEvent.UPHELD, 6.0, trusted_after=N)
     assert (twice.trust, twice.rejected) == (Trust.PROBATION, 0)
 
 
@@ -154,19 +159,19 @@ def test_a_grace_period_does_not_start_again(meetings: list[tuple[str, float]]) 
     demands, now_s, fit, first = (
         Demands(protocol=1, min_software="shoal 0.3.0", grace_s=50.0),
         0.0,
-        Fit(),
+        SoftwareFit(),
         None,
     )
     for software, wait_s in meetings:
         now_s += wait_s
-        fit = meet(fit, protocol=1, software=software, demands=demands, now_s=now_s)
+        fit = update_fit(fit, protocol=1, software=software, demands=demands, now_s=now_s)
         old = is_older(software, demands.min_software)
         first = (now_s if first is None else first) if old else None
         expected = Compatibility.OK
         if first is not None:
             expected = Compatibility.INCOMPATIBLE if now_s >= first + 50 else Compatibility.OUTDATED
         assert compatibility(fit, demands, now_s) is expected
-    assert compatibility(meet(fit, protocol=2, software="", demands=demands, now_s=0), demands, 0) is (
+    assert compatibility(update_fit(fit, protocol=2, software="", demands=demands, now_s=0), demands, 0) is (
         Compatibility.INCOMPATIBLE
     )
 
@@ -220,11 +225,13 @@ def test_credit_is_a_whole_number() -> None:
 
 def test_draws_are_uniform_secret_and_repeatable() -> None:
     secret, other = bytes(32), bytes([1]) * 32
-    draws = [draw(secret, f"{index:032x}", "ab" * 32) for index in range(2000)]
-    assert draws == [draw(secret, f"{index:032x}", "ab" * 32) for index in range(2000)]
+    draws = [check_draw(secret, f"{index:032x}", "ab" * 32) for index in range(2000)]
+    assert draws == [check_draw(secret, f"{index:032x}", "ab" * 32) for index in range(2000)]
     for tenth in range(10):
         assert 140 < sum(tenth / 10 <= value < (tenth + 1) / 10 for value in draws) < 260
     # The draw depends on the secret, the lease and the bytes.
-    assert len({draws[0], draw(other, "0" * 32, "ab" * 32), draw(secret, "0" * 32, "cd" * 32)}) == 3
-    assert all(checks_all(secret, "0" * 32, "ab" * 32, 1.0) for _ in range(3))
-    assert not checks_all(secret, "0" * 32, "ab" * 32, 0.0)
+    assert (
+        len({draws[0], check_draw(other, "0" * 32, "ab" * 32), check_draw(secret, "0" * 32, "cd" * 32)}) == 3
+    )
+    assert all(gets_every_check(secret, "0" * 32, "ab" * 32, 1.0) for _ in range(3))
+    assert not gets_every_check(secret, "0" * 32, "ab" * 32, 0.0)

@@ -5,17 +5,17 @@ import time
 
 from small_swarm import SmallSwarm
 
-from shoal.swarm.coordinator.views.health import STALLED_S
+from shoal.swarm.coordinator.context import STALLED_S
 from shoal.wire.messages import ProblemDetails
 
 
 def test_ready_until_a_loop_stalls(swarm: SmallSwarm) -> None:
-    swarm.coordinator.vitals.beat("housekeeping")
+    swarm.coordinator.health.beat("housekeeping")
     assert swarm.public.get("/readyz").status_code == 200
-    swarm.coordinator.vitals.loops["housekeeping"] = time.monotonic() - STALLED_S - 1
+    swarm.coordinator.health.loops["housekeeping"] = time.monotonic() - STALLED_S - 1
     answer = swarm.public.get("/readyz")
     assert (answer.status_code, ProblemDetails.parse(answer.content).code) == (503, "request.not_ready")
-    assert "housekeeping has stood still" in ProblemDetails.parse(answer.content).detail
+    assert "housekeeping has not run" in ProblemDetails.parse(answer.content).detail
     assert (
         swarm.public.get("/healthz").status_code == 200
     )  # it answers; whether it is of use is the other question
