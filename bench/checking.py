@@ -1,19 +1,19 @@
-"""Checking against generating: seconds to generate rows with their proofs, and seconds to check them, by the same machine.
+"""Compares the time to generate rows with their proofs and the time to check them, on the same machine.
 
     python bench/checking.py --model tiny --tokens 128 512 --rows 1 16 64
     python bench/checking.py --model 135m --device cuda --dtype bfloat16 --tokens 4096 1024 128 --rows 256 64 16 1 \
         --batch-tokens 70000 --repeats 1 --proofs-only --seconds 140
 
-`--model` is a folder, a built-in model, or a shape of bench/engine.py with random weights. Sizes are measured in the order given: the largest
-first has the engine make room and capture its graphs once, before the clock runs. A size that does not fit into memory, or whose turn comes
-after --seconds, is left out with a line that says so.
+`--model` is a folder, a built-in model, or a shape of bench/engine.py with random weights. Sizes are measured in the given order; with
+the largest first, the engine allocates memory and captures its graphs once, before the measurement. A size that does not fit in
+memory, or that would start after --seconds, is skipped with a message.
 
-Checking is all that follows the reading of a file: one prefill, every proof, every log-prob, every draw; all rows at once. With
-`--submissions N` that many of them are made one after another, each by the whole engine, and checked together, as a validator does with what
-waits for it; seconds are those of one. `prefill`, `proofs` and `tokens` are its parts, measured one after another in a turn of their own: a check has the device
-work on one batch while the host reads what the one before gave. `floor` is what the check's products and attention would take at the device's
-full speed (--peak, FLOP/s). `no proofs` is generation
-without any: the difference is what building them costs. Rows rarely end before the cap: the prompts are random tokens.
+A check is everything after reading the file: one prefill, every proof, every log-prob and every draw, all rows at once. With
+`--submissions N` that many are generated one after another and checked together, as a validator does with its queue; the seconds are
+those of one. `prefill`, `proofs` and `tokens` are the parts of a check, measured separately: in a check the device works on one batch
+while the host reads the results of the one before. `floor` is the time of the check's matrix products and attention at the device's
+full speed (--peak, FLOP/s). `no proofs` is generation without proofs: the difference is the cost of building them. Rows rarely end
+before the length limit, because the prompts are random tokens.
 """
 
 import argparse
@@ -47,11 +47,11 @@ from shoal.wire.seeded_draw import sample_seed
 
 PROMPT_TOKENS = 64
 MEMORY_SHARE = 0.6
-"""Of the device's, for the rows of all engines; the rest is for weights and checking."""
+"""Share of the device's memory for the rows of all engines; the rest is for weights and checking."""
 
 
 def terms(submission: int) -> Unleased:
-    """Each has prompts and draws of its own."""
+    """Returns requests; each submission has its own prompts and draws."""
     return Unleased(hashlib.sha256(b"checking %d" % submission).hexdigest(), Sampling(), ProofSpec())
 
 
@@ -93,7 +93,7 @@ def generate(
 
 
 def check(options: argparse.Namespace, policy: Policy, submissions: list[list[FinishedRow]]) -> float:
-    """Seconds for one of them."""
+    """Returns the seconds for one submission."""
     given = [
         Checked([row.to_rollout() for row in finished], terms(number))
         for number, finished in enumerate(submissions)
@@ -105,7 +105,7 @@ def check(options: argparse.Namespace, policy: Policy, submissions: list[list[Fi
 
 
 def parts(options: argparse.Namespace, policy: Policy, submissions: list[list[FinishedRow]]) -> Counter[str]:
-    """Seconds of each step of a check."""
+    """Returns the seconds of each part of a check."""
     found: Counter[str] = Counter()
 
     def timed(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,11 +131,11 @@ def parts(options: argparse.Namespace, policy: Policy, submissions: list[list[Fi
 
 
 def flops(policy: Policy, finished: list[FinishedRow]) -> float:
-    """Of one check: every matrix once a token, prompts once each, and each token's look at those before it."""
+    """Returns the FLOPs of one check: every matrix once per token, each prompt once, and causal attention."""
     shape = policy.decoder.shape
     matrices = sum(parameter.numel() for parameter in policy.decoder.parameters() if parameter.dim() == 2)
     if not shape.tied_embeddings:
-        matrices -= shape.vocab_size * shape.hidden_size  # looked up, not multiplied
+        matrices -= shape.vocab_size * shape.hidden_size  # the embedding is a lookup, not a product
     outputs = [len(row.output_tokens) for row in finished]
     prompts = len({row.request.prompt_index for row in finished}) * PROMPT_TOKENS
     looks = prompts * PROMPT_TOKENS / 2 + sum(n * (PROMPT_TOKENS + n / 2) for n in outputs)
@@ -146,7 +146,7 @@ def flops(policy: Policy, finished: list[FinishedRow]) -> float:
 
 
 def fits(options: argparse.Namespace, policy: Policy, rows: int, tokens: int) -> bool:
-    """Whether so many rows can run at once, in every engine."""
+    """Returns whether every engine can run this many rows at once."""
     device, shape = torch.device(options.device), policy.decoder.shape
     is_cuda = device.type == "cuda"
     memory_bytes = torch.cuda.mem_get_info(device)[1] if is_cuda else free_memory_bytes()
@@ -164,11 +164,11 @@ def fits(options: argparse.Namespace, policy: Policy, rows: int, tokens: int) ->
 def warm_up(
     options: argparse.Namespace, engines: list[TorchEngine], policy: Policy, rows: int, tokens: int
 ) -> None:
-    """Room for this many rows of this length, its graphs, and every kernel: one row goes all the way."""
+    """Allocates memory for this many rows of this length, captures graphs and compiles kernels, by running one whole row."""
     short = requests(rows, 16, policy.decoder.shape.vocab_size, options.samples)
     for place, engine in enumerate(engines):
         _, finished = generate(options, engine, [replace(short[0], max_new_tokens=tokens), *short[1:]])
-        if place == 0:  # the others make no proofs
+        if place == 0:  # the other engines make no proofs
             check(options, policy, [finished])
 
 
@@ -184,7 +184,7 @@ def measure(
             made = [generate(options, engine, one) for one in work]
             best[place] = min(best[place], sum(spent_s for spent_s, _ in made) / count)
             submissions = [finished for _, finished in made] if place == 0 else submissions
-        check(options, policy, submissions)  # a validator meets new shapes once
+        check(options, policy, submissions)  # warm-up: a validator sees new shapes only once
         best[2] = min(best[2], check(options, policy, submissions))
     steps = parts(options, policy, submissions)
     finished = submissions[0]
@@ -202,12 +202,12 @@ def measure_all(options: argparse.Namespace, engines: list[TorchEngine], policy:
     warmed = (0, 0)
     for tokens in options.tokens:
         for rows in options.rows:
-            left_out = f"{rows:>6} {tokens:>8} left out:"
+            left_out = f"{rows:>6} {tokens:>8} skipped:"
             if not fits(options, policy, rows, tokens):
-                print(left_out, "so many rows of that length do not fit into memory together", flush=True)
+                print(left_out, "this many rows of that length do not fit in memory", flush=True)
                 continue
             if (spent_s := time.perf_counter() - started_s) > options.seconds:
-                print(left_out, f"{spent_s:.0f} s had passed", flush=True)
+                print(left_out, f"{spent_s:.0f} s have passed", flush=True)
                 continue
             if rows > warmed[0] or tokens > warmed[1]:
                 warmed = (max(rows, warmed[0]), max(tokens, warmed[1]))
@@ -240,19 +240,24 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 192])
-    parser.add_argument("--samples", type=int, default=16, help="rows of a prompt, as a group has them")
-    parser.add_argument("--submissions", type=int, default=1, help="to make one by one and check together")
+    parser.add_argument("--samples", type=int, default=16, help="rows per prompt, as in a group")
+    parser.add_argument(
+        "--submissions", type=int, default=1, help="submissions to generate one by one and check together"
+    )
     parser.add_argument("--repeats", type=int, default=2, help="the best counts")
     parser.add_argument(
-        "--peak", type=float, default=989e12, help="FLOP/s of the device in this dtype; an H200's"
+        "--peak",
+        type=float,
+        default=989e12,
+        help="FLOP/s of the device in this dtype; the default is an H200's",
     )
     parser.add_argument(
-        "--cpu-time", action="store_true", help="processor time, for a machine that others use"
+        "--cpu-time", action="store_true", help="measure processor time, on a machine with other load"
     )
-    parser.add_argument("--proofs-only", action="store_true", help="do not generate without proofs as well")
+    parser.add_argument("--proofs-only", action="store_true", help="skip the generation without proofs")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="of one prefill")
     parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="sizes whose turn comes later are left out"
+        "--seconds", type=float, default=float("inf"), help="skip sizes that would start later than this"
     )
     options = parser.parse_args()
     with folder_of(options.model, options.device) as folder:

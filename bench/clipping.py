@@ -1,10 +1,10 @@
-"""Two-sided against one-sided clipping, on a run that is stale and fast on purpose.
+"""Compares two-sided with one-sided clipping on a run with a large lag and a high learning rate.
 
     python bench/clipping.py --lag 8 --rate 1e-3 --seeds 3 --steps 60 [--plot docs/img/clipping.png]
 
-`tiny` learns to sort four digits, 8 groups x 16 samples a step, trainer's own step, one process, one core. One-sided is
-the same run with delta so large that it never holds. Prints, for each, the gradient's norm before clipping (median, 99th
-percentile, largest), how many steps were spikes (over ten times the median), and the held-out reward at the end.
+`tiny` learns to sort four digits, with 8 groups x 16 samples per step and the trainer's own step, in one process on one core.
+One-sided is the same run with a delta so large that it never clips. Prints for each the gradient's norm before clipping (median,
+99th percentile, largest), the number of spikes (steps over ten times the median), and the held-out reward at the end.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Which lies are caught, by one submission: every lie of `shoal worker --lie`, and old policies, beside honest work.
+"""Measures which lies are caught by one submission: every lie of `shoal worker --lie`, old policies, and honest work.
 
     python bench/detect.py --model tiny --task sort --submissions 40
     python bench/detect.py --model smollm2-135m --task add --dtype bfloat16 --device cuda --noise runs/calibration/FILE \\
@@ -6,17 +6,17 @@
     python bench/detect.py --plot docs/img/detect.png --of scores.json
     python bench/detect.py --judge units.npz --noise runs/calibration/FILE
 
-Each submission is judged by the validator's own code, once by the tolerances alone and once with --noise (or what the same run measures
-first). Columns: refused for certain, with a 95 % interval; `void`, suspicious but not certain; `plain`, refused by the tolerances alone;
-`published`, refused by the published rule (38 mismatches, mean 10, median 8 in any segment); `AUC`, how often a single full
-segment of the lie scores above an honest one. An old policy is the leased one with each weight moved by ± the rate, once a version, and rounded
-to bfloat16.
+Each submission is judged by the validator's own code, once by the tolerances alone and once with --noise (or a calibration that
+this run measures first). Columns: refused as certain, with a 95 % interval; `void`, suspicious but not certain; `plain`, refused by
+the tolerances alone; `published`, refused by the published rule (38 mismatches, mean 10, median 8 in any segment); `AUC`, how often
+a single full segment of the lie scores above an honest one. An old policy is the leased one with each weight changed by ± the
+learning rate, once per version, and rounded to bfloat16.
 
-Honest work comes in as many ways as this machine has: with and without CUDA graphs, one row at a time, checked by the packed kernel,
-by SDPA, by plain matrix products, and from --rows-of FILE, rows that another machine made with `shoal toploc prove`.
---honest N fresh submissions of --honest-rows rows each, every row drawn once and used once, are judged last. --units keeps what was measured
-of every row, so that --judge can ask the calibrated decision again, of another calibration too. `by chance`, for lies that the proofs show:
-the same rows drawn anew into 3,000 submissions, prompts with replacement, and how many of those are refused.
+Honest work is generated and checked in every way this machine supports: with and without CUDA graphs, one row at a time, checked by
+the packed kernel, by SDPA and by plain matrix products, and from --rows-of FILE, rows that another machine made with
+`shoal toploc prove`. --honest N fresh submissions of --honest-rows rows each are judged last; no row is used twice. --units saves
+the statistics of every row, so that --judge can repeat the decision with another calibration. `by chance`, for lies that the proofs
+show: the rows are resampled into 3,000 submissions, prompts with replacement, and the refused ones are counted.
 """
 
 import argparse
@@ -77,15 +77,15 @@ SAMPLES = 4
 AT_ONCE = 32
 """Submissions generated and checked together."""
 SLOW = {"honest, one row at a time": 2}
-"""Submissions of kinds that take their time."""
+"""Submissions of slow kinds."""
 REDRAWN = 3000
-"""Submissions drawn anew from the rows of a kind."""
+"""Submissions resampled from the rows of a kind."""
 MAX_SEGMENTS = 4000
-"""Of each kind, kept for the curves."""
+"""Segments of each kind that are kept for the curves."""
 
 
 def older(weight: Tensor, *, rate: float, versions: int) -> Tensor:
-    """A sum of `versions` random signs has 2 b - n for b set bits of n random ones."""
+    """Returns old weights. A sum of n random signs is 2 b - n, where b is the number of set bits among n random bits."""
     generator = torch.Generator().manual_seed(weight.numel())
     bits = torch.randint(0, 1 << versions, weight.shape, generator=generator, dtype=torch.uint8)
     steps = torch.tensor([2.0 * value.bit_count() - versions for value in range(1 << versions)])
@@ -94,18 +94,18 @@ def older(weight: Tensor, *, rate: float, versions: int) -> Tensor:
 
 @dataclass
 class Tally:
-    """What became of the submissions of one kind."""
+    """The verdicts of the submissions of one kind."""
 
     codes: Counter[str] = field(default_factory=Counter)
     plain: int = 0
     """Refused by the tolerances alone."""
     published: int = 0
     scores: list[float] = field(default_factory=list)
-    """Largest z over its bound for certainty: above 1 convicts."""
+    """Largest z divided by its bound for certainty; above 1 the submission is refused."""
     segments: list[float] = field(default_factory=list)
-    """Of single full segments, both statistics added up in standard deviations."""
+    """Scores of single full segments: the sum of both statistics, in standard deviations."""
     redrawn: int = 0
-    """Refused of REDRAWN."""
+    """Refused submissions among REDRAWN."""
 
     @property
     def refused(self) -> int:
@@ -123,12 +123,14 @@ class Kind:
     graphs: bool = True
     max_rows: int | None = None
     check: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    """Around the validator's forward pass."""
+    """A context around the validator's forward pass."""
 
 
 class SmallerModel(AlteredEngine):
-    """Tokens of a coarser model; states, proofs and log-probs by the leased one, all rows at once. `shoal worker --lie smaller-model`
-    does the same row by row."""
+    """Uses tokens of a coarser model with states, proofs and log-probs of the leased one, for all rows at once.
+
+    `shoal worker --lie smaller-model` does this row by row.
+    """
 
     def __init__(self, inner: Engine, policy: Policy) -> None:
         super().__init__(inner, partial(quantised_by_channel, bits=4))
@@ -180,11 +182,11 @@ class Bench:
         self.number = 0
         self.seen: set[str] = set()
         self.units: dict[str, list[tuple[list[Units], list[int]]]] = {}
-        """What was measured of the rows of each kind's submissions, with the numbers of their prompts."""
+        """The statistics of the rows of each kind's submissions, with their prompt numbers."""
         self.engines: dict[tuple[str, int, bool], TorchEngine] = {}
 
     def engine(self, behaviour: Behaviour, kind: Kind) -> Engine:
-        """Kinds share engines, whose weights are swapped: to build one takes longer than its work here."""
+        """Runs all kinds. They share engines and swap weights, because building an engine takes longer than its work here."""
         dtype = behaviour.compute_dtype(self.options.dtype)
         settings = (dtype, kind.max_rows or self.options.engine_rows, kind.graphs)
         if settings not in self.engines:
@@ -200,7 +202,7 @@ class Bench:
         return engine
 
     def lease(self, num_rows: int) -> Lease:
-        """A new one each time: other prompts, other draws."""
+        """Returns a new lease with other prompts and draws."""
         self.number += 1
         seed = hashlib.sha256(f"detect/{self.options.seed}/{self.number}".encode()).hexdigest()
         task = make_task(self.spec.task)
@@ -227,7 +229,7 @@ class Bench:
         )
 
     def work(self, behaviour: Behaviour, engine: Engine, leases: Sequence[Lease]) -> list[RolloutTable]:
-        """The tables of several leases, generated together; a copy of the behaviour for each keeps them apart."""
+        """Generates the tables of several leases together. Each lease has its own copy of the behaviour."""
         behaviours = [copy.copy(behaviour) for _ in leases]
         requests, places = [], []
         for number, (lease, its_own) in enumerate(zip(leases, behaviours, strict=True)):
@@ -346,7 +348,7 @@ class Bench:
         return None
 
     def of_file(self, path: Path, noise: Noise) -> Tally:
-        """Rows that another machine made, as submissions of as many rows."""
+        """Returns rows that another machine made, grouped into submissions."""
         tally, rows = Tally(), read_rows(path).rows
         for start in range(0, len(rows), self.options.rows):
             some = rows[start : start + self.options.rows]
@@ -355,12 +357,12 @@ class Bench:
         return tally
 
     def many_honest(self, noise: Noise) -> Tally:
-        """Fresh rows, AT_ONCE submissions and more at a time, until there are enough or the time is up."""
+        """Yields fresh honest submissions, at least AT_ONCE at a time, until there are enough or the time is over."""
         options, tally, started_s = self.options, Tally(), time.monotonic()
         behaviour = Behaviour()
         engine = self.engine(behaviour, Kind("honest"))
         at_once = max(AT_ONCE, 4096 // options.honest_rows)
-        with contextlib.suppress(KeyboardInterrupt):  # what there is counts
+        with contextlib.suppress(KeyboardInterrupt):  # use what was generated so far
             while tally.codes.total() < options.honest and time.monotonic() - started_s < options.seconds:
                 leases = [self.lease(options.honest_rows) for _ in range(at_once)]
                 tables = self.work(behaviour, engine, leases)
@@ -381,8 +383,8 @@ def segment_score(segment: toploc.SegmentCheck, noise: Noise) -> float:
 
 
 def redraw(submissions: Sequence[tuple[list[Units], list[int]]], noise: Noise) -> int:
-    """Refused of REDRAWN submissions, whose prompts are drawn from all, by sums over the submission alone: the worst row of a draw is one
-    of few."""
+    """Counts refused submissions among REDRAWN resampled ones. Only sums over the submission are tested, because resampling
+    repeats the same few worst rows."""
     rng = np.random.default_rng(0)
     sums = {name: prompt_sums(submissions, noise, name) for name in STATISTICS}
     refused = np.zeros(REDRAWN, dtype=bool)
@@ -408,7 +410,7 @@ def certain_bound(tails: Sequence[Tail], num_rows: int) -> float:
 def prompt_sums(
     submissions: Sequence[tuple[list[Units], list[int]]], noise: Noise, name: str
 ) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]]":
-    """[P, 4] excess, variance, units and rows of every prompt of every submission."""
+    """Returns [P, 4]: excess, variance, units and rows of every prompt of every submission."""
     calibrated, found = calibrated_statistic(noise, name), {}
     for number, (rows, prompts) in enumerate(submissions):
         for row, prompt in zip(rows, prompts, strict=True):
@@ -425,7 +427,7 @@ def prompt_sums(
 
 
 def save_units(path: Path, kinds: dict[str, list[tuple[list[Units], list[int]]]]) -> None:
-    """One table of all units: kind, submission, row, prompt, whether of tokens, size, and both statistics."""
+    """Returns one table of all units: kind, submission, row, prompt, whether it is of tokens, size, both statistics."""
     lines = []
     for kind, submissions in enumerate(kinds.values()):
         for number, (rows, prompts) in enumerate(submissions):
@@ -489,9 +491,9 @@ def segment_of(size: int, mismatches: float, mantissa: float) -> toploc.SegmentC
 
 
 def judge_again(paths: Sequence[Path], noise: Noise) -> None:
-    """The calibrated decision alone, of kept units."""
+    """Repeats only the calibrated decision, on saved units."""
     print(
-        f"{'':<28} {'certain':>8} {'suspicious':>10} {'of':>7} {'least':>7} {'most':>7}   scores over their bound, by statistic"
+        f"{'':<28} {'certain':>8} {'suspicious':>10} {'of':>7} {'least':>7} {'most':>7}   scores above their bound, by statistic"
     )
     kept: dict[str, list[tuple[list[Units], list[int]]]] = {}
     for path in paths:
@@ -535,7 +537,7 @@ def lying_kinds(policy: Policy) -> Iterator[Kind]:
     for lie in LIES:
         if lie == "smaller-model":
             yield Kind(lie, partial(Smaller, policy))
-        elif lie != "stale-weights":  # the old policies below stand for it
+        elif lie != "stale-weights":  # covered by the old policies below
             yield Kind(lie, partial(make_behaviour, lie, "http://127.0.0.1:1"))
     for rate in (1e-6, 1e-5):
         for versions in (1, 2, 8):
@@ -544,7 +546,7 @@ def lying_kinds(policy: Policy) -> Iterator[Kind]:
 
 
 def area(honest: Sequence[float], lie: Sequence[float]) -> float:
-    """Under the curve: the chance that a segment of the lie scores above an honest one; half for equal ones."""
+    """Returns the AUC: the probability that a segment of the lie scores above an honest one; equal ones count half."""
     if not honest or not lie:
         return math.nan
     ordered = np.sort(honest)
@@ -565,7 +567,7 @@ def line(name: str, tally: Tally, honest: Tally | None) -> str:
 
 
 def plot(tallies: dict[str, Tally], path: Path) -> None:
-    """Detection against false alarms, by single segments and by submissions."""
+    """Plots detection against false alarms, by single segments and by submissions."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -609,24 +611,24 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=64, help="of a submission")
     parser.add_argument("--new-tokens", type=int, default=40)
     parser.add_argument("--submissions", type=int, default=10, help="of each kind")
-    parser.add_argument("--kinds", nargs="+", help="only these, by how their names begin")
+    parser.add_argument("--kinds", nargs="+", help="only kinds whose names begin with one of these")
     parser.add_argument(
-        "--honest", type=int, default=0, help="honest submissions of --honest-rows at the end"
+        "--honest", type=int, default=0, help="honest submissions of --honest-rows rows to judge at the end"
     )
     parser.add_argument("--honest-rows", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=math.inf, help="for those")
-    parser.add_argument("--kind-seconds", type=float, default=math.inf, help="for each other kind")
-    parser.add_argument("--units", type=Path, help="keep what was measured of every row")
+    parser.add_argument("--kind-seconds", type=float, default=math.inf, help="submissions of each other kind")
+    parser.add_argument("--units", type=Path, help="save the statistics of every row to this file")
     parser.add_argument(
-        "--judge", type=Path, nargs="+", help="judge such files by --noise and do nothing else"
+        "--judge", type=Path, nargs="+", help="only judge these files of --units with --noise"
     )
     parser.add_argument("--engine-rows", type=int, default=64, help="decoded at once")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="of one prefill")
     parser.add_argument("--calibrate-rows", type=int, default=1024)
-    parser.add_argument("--noise", type=Path, help="a file of `shoal toploc calibrate` instead")
+    parser.add_argument("--noise", type=Path, help="a file of `shoal toploc calibrate`, instead of measuring")
     parser.add_argument("--rows-of", type=Path, nargs="*", default=[], help="files of `shoal toploc prove`")
-    parser.add_argument("--scores", type=Path, help="write what the curves are drawn from")
-    parser.add_argument("--of", type=Path, help="draw --plot from such a file and do nothing else")
+    parser.add_argument("--scores", type=Path, help="write the data of the curves to this file")
+    parser.add_argument("--of", type=Path, help="only draw --plot from this file")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

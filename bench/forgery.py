@@ -1,11 +1,11 @@
-"""Proofs made without any states: how many pass the published rule, and how many pass with control points.
+"""Counts how many proofs made without any states pass the published rule, and how many pass with control points.
 
     python bench/forgery.py                                   # gaussian states
-    python bench/forgery.py --model smollm2-135m --task add   # and a real model's
+    python bench/forgery.py --model smollm2-135m --task add   # also states of a real model
 
-constant: one likely value everywhere. table: each channel's mean magnitude over other states, with the sign it has most often.
-A proof passes the published rule if a segment has at most 38 mismatches, mean 10 and median 8; ours also asks that it hit few
-control points, and counts signs.
+constant: one likely value everywhere. table: each channel's mean magnitude over other states, with its most frequent sign.
+A proof passes the published rule if a segment has at most 38 mismatches, mean 10 and median 8. Our rule also counts signs and
+limits the hits of control points.
 """
 
 import argparse
@@ -30,7 +30,7 @@ TOLERANCES = Tolerances(exponent_mismatches=38, mantissa_mean=10, mantissa_media
 
 
 def constant(states_TH: Tensor) -> bytes:
-    """The middle of a segment's top-k values that have the commonest exponent, as the polynomial of degree 0."""
+    """Returns a constant polynomial: the median of a segment's top-k values that have the most frequent exponent."""
     top = states_TH[:SEGMENT].flatten().abs().topk(TOPK).values.to(torch.bfloat16)
     exponents = top.view(torch.int16) >> 7
     likely = top[exponents == exponents.mode().values].float().median().to(torch.bfloat16)
@@ -41,7 +41,7 @@ def constant(states_TH: Tensor) -> bytes:
 
 def table(others_TH: Tensor, num_states: int) -> bytes:
     typical_H = others_TH.abs().mean(0) * others_TH.sign().sum(0).sign()
-    # A little smaller from state to state, or ties would leave the choice of points to chance.
+    # Values decrease slightly from state to state, because ties would make the choice of points random.
     fading_T1 = torch.linspace(1.1, 1.0, SEGMENT).repeat(-(-num_states // SEGMENT))[:num_states, None]
     return toploc.build_proofs([typical_H * fading_T1])[0]
 
@@ -78,7 +78,7 @@ def report(name: str, states: Sequence[Tensor], others_TH: Tensor) -> None:
 
 
 def model_states(options: argparse.Namespace) -> Iterator[Tensor]:
-    """States of prompts of the task, one row each."""
+    """Returns the states of prompts of the task, one row each."""
     with model_folder(options.model) as folder:
         decoder, tokenizer = load_decoder(folder), load_tokenizer(folder)
     task = make_task(TaskSpec(name=options.task))

@@ -1,12 +1,12 @@
-"""What makes a model learn: the trainer's own step and the engine in one process, without a swarm.
+"""Trains a model with the trainer's own step and the engine in one process, without a swarm.
 
     python bench/learn.py --model tiny --task sort --groups 16 --samples 16 --new-tokens 8 --lag 2 --rate 3e-4 --steps 40
     python bench/learn.py --model smollm2-135m --task add --groups 64 --rounds 4 --samples 16 --new-tokens 24 --rate 5e-5 \
         --steps 150 --dtype bfloat16 --device cuda --seeds 0 1 2 --plot docs/img/learn-add.png
 
-Prints the held-out reward every `--eval-every` steps, with the mean length of an answer. Groups without signal are dropped and
-more prompts answered, up to `--rounds` times as many. `--lag` trains on batches that are that many steps old, as a swarm does.
-`--minutes` ends a seed early. Held out means other problems than any trained on; rewards are of sampled answers.
+Prints the held-out reward and the mean length of an answer every `--eval-every` steps. Groups without signal are dropped and
+replaced by more prompts, up to `--rounds` times as many. `--lag` trains on batches that are that many steps old, as a swarm does.
+`--minutes` ends a seed early. Held-out problems are never trained on; rewards are those of sampled answers.
 """
 
 import argparse
@@ -48,7 +48,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The held-out set after so many steps."""
+    """Results on the held-out set after some steps."""
 
     step: int
     seconds: float
@@ -57,7 +57,7 @@ class Point:
     tokens: float
     """Mean length of an answer."""
     off_target: float | None
-    """Mean |target - length|, where the task asks for a length."""
+    """Mean |target - length|, if the task asks for a length."""
 
 
 Group = list[Answer]
@@ -97,7 +97,7 @@ class Loop:
         self.loads = 0
 
     def load(self) -> None:
-        """The engine gets the learner's weights as the swarm would: rounded to bfloat16, from a file."""
+        """Loads the learner's weights into the engine as a worker would: rounded to bfloat16, from a file."""
         save_weights(self.learner.decoder, self.current / WEIGHTS_FILE)
         self.engine.load(self.current, self.loads)
         self.loads += 1
@@ -133,7 +133,7 @@ class Loop:
         return Answer(row, problem, reward.value, reward.outcome is Outcome.RIGHT)
 
     def groups_with_signal(self) -> tuple[list[Group], int]:
-        """Up to `groups` of them, and how many were generated in all."""
+        """Returns up to `groups` groups with signal, and how many were generated in all."""
         found: list[Group] = []
         generated = 0
         for _ in range(self.options.rounds):
@@ -270,7 +270,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--task", default="sort")
     parser.add_argument("--option", action="append", default=[], type=key_value, metavar="KEY=VALUE")
     parser.add_argument("--budgets", type=int, nargs="*", help="target lengths in tokens")
-    parser.add_argument("--alpha", type=float, default=0.01, help="what a token off the target costs")
+    parser.add_argument("--alpha", type=float, default=0.01, help="penalty per token off the target")
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--samples", type=int, default=16)
@@ -281,11 +281,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=3e-4)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--minutes", type=float, default=60.0, help="of a seed at most")
+    parser.add_argument("--minutes", type=float, default=60.0, help="time limit per seed")
     parser.add_argument("--supervised-steps", type=int, default=0)
     parser.add_argument("--row-tokens", type=int, default=128)
     parser.add_argument("--micro-rows", type=int, default=64)
-    parser.add_argument("--max-rows", type=int, default=1024, help="generated at once")
+    parser.add_argument("--max-rows", type=int, default=1024, help="rows generated at once")
     parser.add_argument("--eval-every", type=int, default=10)
     parser.add_argument("--eval-prompts", type=int, default=64)
     parser.add_argument("--eval-samples", type=int, default=4)
@@ -294,7 +294,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--json", type=Path, help="where the points go")
+    parser.add_argument("--json", type=Path, help="write the points to this file")
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
-"""The trainer's own step and a plain generator in one process: what staleness.py and clipping.py share.
+"""Runs the trainer's own step and a plain generator in one process. staleness.py and clipping.py use it.
 
-The task is `sort`, the model `tiny`, so that a run takes seconds. Version v trains on rollouts of version v - lag, which
-were drawn from the bfloat16 weights that a swarm would have published.
+The task is `sort` and the model `tiny`, so that a run takes seconds. Version v trains on rollouts of version v - lag, which
+are sampled from the bfloat16 weights that a swarm would have published.
 
 Shape letters: B rows (prompts x samples), T tokens of a row, V vocabulary.
 """
@@ -34,7 +34,7 @@ NEW_TOKENS = 6
 
 @dataclass
 class Curve:
-    """What a run was like."""
+    """The results of one run."""
 
     rewards: list[float] = field(default_factory=list)
     figures: list[StepFigures] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Curve:
 
 
 class OneLoop:
-    """One run. `lag` 0 is synchronous training."""
+    """Makes one run. `lag` 0 is synchronous training."""
 
     def __init__(self, config: TrainerConfig, *, lag: int, groups: int, samples: int) -> None:
         self.lag, self.groups, self.samples = lag, groups, samples
@@ -78,7 +78,7 @@ class OneLoop:
         return curve
 
     def batch(self, rows: list[tuple[TrainSample, float]], *, lag: int) -> tuple[TrainBatch, float]:
-        """The groups that have signal. A swarm would go on until there are enough for every update; here others stand in."""
+        """Returns the groups with signal. A swarm would generate more if they are too few; here groups without signal fill up."""
         groups = [rows[start : start + self.samples] for start in range(0, len(rows), self.samples)]
         useful = [group for group in groups if len({reward for _, reward in group}) > 1]
         missing = max(0, self.learner.config.optimizer_steps - len(useful))
@@ -103,7 +103,7 @@ class OneLoop:
     def generate(
         self, policy: Decoder, split: Split, first: int, num_prompts: int, num_samples: int
     ) -> list[tuple[TrainSample, float]]:
-        """Answers with their rewards, the samples of a prompt next to each other. All prompts have one length."""
+        """Samples answers and computes their rewards. Samples of a prompt are adjacent; all prompts have one length."""
         problems = [self.task.problem(split, first + index) for index in range(num_prompts)]
         encoded = [self.tokenizer.encode_prompt(problem.prompt, chat=False) for problem in problems]
         tokens_BT = torch.tensor(encoded).repeat_interleave(num_samples, 0)
@@ -141,7 +141,7 @@ class OneLoop:
 
 
 def published(decoder: Decoder) -> Decoder:
-    """What workers get: the fp32 master weights rounded to bfloat16."""
+    """Returns the weights that workers get: the fp32 master weights rounded to bfloat16."""
     policy = copy.deepcopy(decoder)
     for parameter in policy.parameters():
         parameter.data = parameter.data.bfloat16().float()

@@ -1,12 +1,12 @@
-"""What it gains to generate while training: the same swarm at several lags, real processes, the steps' own clocks.
+"""Measures the gain of generating while training: the same swarm at several lags, in real processes.
 
     python bench/overlap.py --lags 0 1 2 --steps 20 --groups 32 64
 
 Each run is `shoal run` of `tiny` on sorting with one worker, one relay, one validator, at one `max_lag`: 0 is synchronous
-training, a step and then its rollouts in turn. Trainer and worker have one core each and no other role runs there where the
-machine has more than two. Prints seconds a step (median of all but the first five), how much of one the trainer waits
-and trains, and the pace against lag 0. Doing both at once can give (wait + train) / max(wait, train) of the run at lag 0; a
-larger gain means that the way of a lease (ask, send, check) is hidden too. `--groups` and `--prompts` set the balance.
+training, in which steps and rollouts alternate. Trainer and worker have one core each; other roles use the remaining cores, if
+the machine has more than two. Prints the seconds per step (median of all but the first five), the trainer's wait and train
+times, and the speed relative to lag 0. Overlap can gain at most (wait + train) / max(wait, train) of the run at lag 0; a larger
+gain means that the round trip of a lease (ask, send, check) is hidden too. `--groups` and `--prompts` set the balance.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 
 FIRST = 5
-"""Steps that are not counted: processes start, caches fill, and the queue of a lagging run fills up."""
+"""First steps that are not counted: processes start, caches fill, and the queue of a run with lag fills."""
 
 RUN_FILE = """
 [run]
@@ -67,7 +67,7 @@ max_rows = 256
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Medians of a step, in seconds."""
+    """Median times of a step, in seconds."""
 
     step_s: float
     wait_s: float
@@ -79,11 +79,11 @@ class Pace:
 
 
 def pin(folder: Path) -> None:
-    """A core for the trainer, one for the worker, what is left for the rest."""
+    """Pins the trainer and the worker to one core each, and the other roles to the remaining cores."""
     cores = sorted(os.sched_getaffinity(0))
     others = set(cores[2:]) or set(cores)
     for process in Path("/proc").iterdir():
-        with suppress(OSError):  # a process that has ended
+        with suppress(OSError):  # the process has ended
             words = (process / "cmdline").read_bytes().split(b"\0") if process.name.isdigit() else []
             if not any(str(folder).encode() in word for word in words):
                 continue
@@ -120,7 +120,7 @@ def run(options: argparse.Namespace, lag: int, groups: int, folder: Path) -> Pac
             if time.monotonic() > deadline_s:
                 swarm.send_signal(signal.SIGINT)
                 swarm.wait(60)
-                sys.exit(f"lag {lag} was not done after {options.minutes} minutes; --minutes allows more")
+                sys.exit(f"lag {lag} did not finish within {options.minutes} minutes; raise --minutes")
             pin(out)
             time.sleep(1.0)
     steps = steps_of(out / "trainer" / "metrics.jsonl")
@@ -142,15 +142,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--groups", type=int, nargs="+", default=[32], help="to a step; a table each")
+    parser.add_argument(
+        "--groups", type=int, nargs="+", default=[32], help="groups per step; one table for each"
+    )
     parser.add_argument("--prompts", type=int, default=8, help="to a lease")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--minutes", type=float, default=5.0, help="of a run at most")
     options = parser.parse_args()
     if options.lags[0] != 0:
-        parser.error(f"--lags begins with {options.lags[0]}; 0 comes first, the others are compared with it")
+        parser.error(
+            f"--lags begins with {options.lags[0]}; it must begin with 0, because the others are compared with it"
+        )
     for groups in options.groups:
-        print(f"{groups} groups x 16 samples a step\nlag   step s   wait s   train s   pace   (w + t) / max")
+        print(
+            f"{groups} groups x 16 samples per step\nlag   step s   wait s   train s   pace   (w + t) / max"
+        )
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             paces: list[Pace] = []
             for lag in options.lags:

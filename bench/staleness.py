@@ -1,13 +1,13 @@
-"""How stale may rollouts be? The same run at several lags, with each way to have behaviour log-probs.
+"""Measures how stale rollouts may be: the same run at several lags, with each kind of behaviour log-probs.
 
     python bench/staleness.py --lags 0 1 2 4 8 --seeds 3 --steps 60 [--variants worker recompute] [--plot FILE.png]
 
-`tiny` learns to sort four digits, 8 groups x 16 samples a step, trainer's own step, one process, one core. Prints the
-held-out reward of the last version for every lag and seed, then what overlapping generation and training would gain
-from the measured seconds of each: a synchronous step takes g + t, an asynchronous one the larger of the two.
+`tiny` learns to sort four digits, with 8 groups x 16 samples per step and the trainer's own step, in one process on one core.
+Prints the held-out reward of the last version for every lag and seed, then the gain of overlapping generation and training,
+computed from the measured seconds: a synchronous step takes g + t, an asynchronous one the larger of the two.
 
 Variants: worker (the ratio is to the worker's log-probs), recompute (to the trainer's own at the start of the step),
-truncate (recompute, and tokens weighed by min(trainer / worker, 2)).
+truncate (recompute, with tokens weighted by min(trainer / worker, 2)).
 """
 
 import argparse
@@ -58,8 +58,8 @@ def overlap(curves: list[Curve], steps: int) -> str:
     g = fmean(curve.generate_s for curve in curves) / steps
     t = fmean(curve.train_s for curve in curves) / steps
     return (
-        f"generation {g:.3f} s, training {t:.3f} s a step (g:t = {g / t:.2f}); overlapped on a machine each: "
-        f"{(g + t) / max(g, t):.2f} times the synchronous pace (2 at balance, 1 where one is everything)"
+        f"generation {g:.3f} s, training {t:.3f} s per step (g:t = {g / t:.2f}); overlapped on two machines: "
+        f"{(g + t) / max(g, t):.2f} times the synchronous speed (2 if both take equally long)"
     )
 
 
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--optimizer-steps", type=int, default=1)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=["worker", "recompute"])
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--json", type=Path, help="every curve, for a closer look")
+    parser.add_argument("--json", type=Path, help="also plot every single curve")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results: dict[tuple[str, int], list[Curve]] = {}

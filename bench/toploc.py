@@ -1,14 +1,14 @@
-"""What a proof costs: build and verify per proof, beside the raw top-k of the same states, in one run.
+"""Measures the cost of building and verifying a proof, compared with the raw top-k of the same states.
 
     python bench/toploc.py --hidden 576 2048 5120 --tokens 1024 8192 32768
     python bench/toploc.py --device cuda --hidden 576 2048 5120
 
-Processor time of one thread. The three take turns, and the best turn of each counts: what else the machine does only adds.
-`raw top-k` is torch.topk of the absolute values in bfloat16, as the package has it.
+Times are processor time of one thread. The three run in turns and the best of each counts, because other load only adds time.
+`raw top-k` is torch.topk of the absolute values in bfloat16, as in the package.
 
-With --device cuda: 64 rows of heavy-tailed lengths, as an engine proves them together. `host` is the processor time of the thread that asks, of
-which a decoding thread beside it feels what holds the interpreter; `wall` is the time until the bytes are there. Polynomials by the kernel, then by
-the host; both give the same bytes.
+With --device cuda: 64 rows of heavy-tailed lengths, as an engine proves them together. `host` is the processor time of the calling
+thread, which delays a decoding thread while it holds the interpreter's lock; `wall` is the time until the bytes are on the host.
+The polynomials are computed by the kernel, then by the host; both give the same bytes.
 """
 
 import argparse
@@ -28,9 +28,9 @@ ROWS, CAP = 64, 512
 
 
 def microseconds(works: list[Callable[[], object]], num_proofs: int, repeats: int) -> list[float]:
-    """Best time a proof of each."""
+    """Returns the best time per proof of each function."""
     best = [float("inf")] * len(works)
-    for _ in range(repeats + 1):  # the first is a warm-up, and never the best
+    for _ in range(repeats + 1):  # the first turn is a warm-up and is never the best
         for place, work in enumerate(works):
             started_s = time.thread_time()
             work()
@@ -59,7 +59,7 @@ def engine_rows(hidden: int, device: str) -> list[torch.Tensor]:
 
 
 def host_and_wall(rows: list[torch.Tensor], repeats: int) -> tuple[float, float, list[bytes]]:
-    """Best ms of each, and the proofs."""
+    """Returns the best host and wall time in ms, and the proofs."""
     best_host = best_wall = float("inf")
     proofs: list[bytes] = []
     for _ in range(repeats + 1):
@@ -73,7 +73,7 @@ def host_and_wall(rows: list[torch.Tensor], repeats: int) -> tuple[float, float,
 
 def on_device(options: argparse.Namespace) -> None:
     print(
-        f"{torch.cuda.get_device_name()}, {ROWS} rows of at most {CAP} tokens; ms a call, best of {options.repeats}"
+        f"{torch.cuda.get_device_name()}, {ROWS} rows of at most {CAP} tokens; ms per call, best of {options.repeats}"
     )
     print(f"{'hidden':>8} {'proofs':>8} {'host':>8} {'wall':>8}   by host: {'host':>8} {'wall':>8}")
     for hidden in options.hidden:
@@ -102,7 +102,7 @@ def main() -> None:
         on_device(options)
         return
     print(
-        f"one thread, proofs of {SEGMENT} states, topk {TOPK}; µs of processor time a proof, best of {options.repeats}"
+        f"one thread, proofs of {SEGMENT} states, topk {TOPK}; µs of processor time per proof, best of {options.repeats}"
     )
     print(f"{'hidden':>8} {'tokens':>8} {'build':>8} {'verify':>8} {'raw top-k':>10}")
     for hidden in options.hidden:

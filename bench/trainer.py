@@ -1,18 +1,18 @@
-"""Tokens per second, MFU and peak memory of one RL step: Shoal, plain transformers, TRL's GRPOTrainer.
+"""Measures tokens per second, MFU and peak memory of one RL step: Shoal, plain transformers, TRL's GRPOTrainer.
 
-    python bench/trainer.py --device cuda                      all shapes, both layouts, all three
-    python bench/trainer.py --shapes toy --tokens 512          does it run? on any machine
+    python bench/trainer.py --device cuda                      all shapes, both layouts, all three trainers
+    python bench/trainer.py --shapes toy --tokens 512          a quick test on any machine
 
-A step is the whole of it: packing or padding, forward, backward, gradient clipping, AdamW; random weights, random tokens,
-bfloat16 compute on float32 master weights, every path given the same samples and its own best micro-batch.
+A step includes packing or padding, forward, backward, gradient clipping and AdamW. Weights and tokens are random; compute is
+bfloat16 on float32 master weights. Every trainer gets the same samples and its own best micro-batch.
 
-Layouts   one      one sample of all tokens, nearly all of them outputs: what prime-rl's published figures are of
-          packed   samples of 256 prompt and 64 to 2,048 output tokens (log-uniform), as many as make up the tokens
+Layouts   one      one sample of all tokens, nearly all of them outputs, as in prime-rl's published figures
+          packed   samples of 256 prompt and 64 to 2,048 output tokens (log-uniform), up to the number of tokens
 
 MFU = model FLOPs / time / 989 TFLOP/s (dense bfloat16 of an H100 or H200, without sparsity), where a step's model FLOPs are
 6 x (matrix parameters of the layers) x tokens + 6 x (vocabulary x hidden) x output tokens + 6 x layers x (heads x head_dim) x
-sum of squared sample lengths. The last term counts the causal half of attention, as prime-rl does; nothing that is
-computed twice counts twice. A sample's prompt needs no logits and gets none counted.
+sum of squared sample lengths. The last term counts the causal half of attention, as prime-rl does. Recomputed
+work is not counted, and neither are logits of prompts, which are not needed.
 
 Before any timing, loss and gradients of the fast path are compared with a float32 run under the dense mask.
 """
@@ -81,14 +81,14 @@ SHAPES = {
 def make_batch(shape: Shape, layout: str, num_tokens: int) -> TrainBatch:
     rng = random.Random(num_tokens)
     lengths = [(1, num_tokens)] if layout == "one" else []
-    room = num_tokens
-    while layout == "packed" and room > 16:
+    left = num_tokens
+    while layout == "packed" and left > 16:
         prompt, outputs = min(256, num_tokens // 8), int(math.exp(rng.uniform(math.log(64), math.log(2048))))
         outputs = min(outputs, num_tokens // 4)
-        if prompt + outputs > room + 1:
-            prompt, outputs = (room + 1) // 4, room + 1 - (room + 1) // 4
+        if prompt + outputs > left + 1:
+            prompt, outputs = (left + 1) // 4, left + 1 - (left + 1) // 4
         lengths.append((prompt, outputs))
-        room -= prompt + outputs - 1
+        left -= prompt + outputs - 1
     words = torch.Generator().manual_seed(num_tokens)
     samples = []
     for prompt, outputs in lengths:
@@ -106,7 +106,7 @@ def make_batch(shape: Shape, layout: str, num_tokens: int) -> TrainBatch:
 
 
 def flops(shape: Shape, batch: TrainBatch) -> float:
-    """Of one step; see the head of this file."""
+    """Returns the model FLOPs of one step, by the formula at the top of this file."""
     attention = shape.hidden_size * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
     layer = attention + 3 * shape.hidden_size * shape.ffn_size
     widths = [len(sample.tokens) - 1 for sample in batch.samples]
@@ -118,11 +118,11 @@ def flops(shape: Shape, batch: TrainBatch) -> float:
     )
 
 
-# -- the three --------------------------------------------------------------------------------------------
+# -- the three trainers --------------------------------------------------------------------------------------------
 
 
 def draw(model: torch.nn.Module) -> None:
-    """Random weights of a usual size, drawn on the device."""
+    """Fills a model with random weights of usual size, on its device."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
@@ -172,7 +172,7 @@ def transformers_model(shape: Shape, device: str) -> Any:
 
 
 def padded(samples: list[TrainSample], device: str) -> dict[str, Tensor]:
-    """Prompts padded on the left, outputs on the right, as TRL lays them out."""
+    """Pads prompts on the left and outputs on the right, as TRL does."""
     most_prompt = max(sample.prompt_len for sample in samples)
     most_output = max(sample.num_outputs for sample in samples)
     rows = {name: [] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}  # type: ignore[var-annotated]
@@ -189,7 +189,7 @@ def padded(samples: list[TrainSample], device: str) -> dict[str, Tensor]:
 
 
 def micro_batches(batch: TrainBatch, max_tokens: int, device: str) -> list[dict[str, Tensor]]:
-    """Samples of like length together, as many as fit `max_tokens` with their padding."""
+    """Groups samples of similar length, up to `max_tokens` including padding."""
     parts: list[list[TrainSample]] = [[]]
     for sample in sorted(batch.samples, key=lambda one: len(one.tokens)):
         if parts[-1] and (len(parts[-1]) + 1) * len(sample.tokens) > max_tokens:
@@ -234,7 +234,7 @@ def transformers_step(shape: Shape, batch: TrainBatch, device: str, max_tokens: 
 
 
 def trl_step(shape: Shape, batch: TrainBatch, device: str, max_tokens: int) -> Callable[[], float]:
-    """GRPOTrainer's own training_step on samples that are there already: no generation, no rewards, no recompute."""
+    """Runs GRPOTrainer's own training_step on given samples, without generation, rewards or recomputation."""
     import tempfile
 
     from datasets import Dataset
@@ -292,7 +292,7 @@ def trl_step(shape: Shape, batch: TrainBatch, device: str, max_tokens: int) -> C
 
 
 def check(device: str) -> str:
-    """Packed rows: the fast path's loss and gradients against float32 and the dense mask, relative to their norm."""
+    """Compares the fast path's log-probs and gradients on packed rows with float32 and a dense mask."""
     shape = replace(SHAPES["0.6B"], num_layers=4, vocab_size=5003)
     batch = make_batch(shape, "packed", 4096)
     exact = empty_decoder(shape, torch.float32, device)
@@ -323,7 +323,7 @@ def check(device: str) -> str:
     for name in ("bfloat16", "recompute", "compiled"):
         gap = (results[name][0] - results["float32"][0]).abs().mean()
         off = (results[name][1] - results["float32"][1]).norm() / results["float32"][1].norm()
-        lines.append(f"{name}: mean |log-prob gap| {gap:.2e}, gradient off by {off:.2e} of its norm")
+        lines.append(f"{name}: mean |log-prob gap| {gap:.2e}, relative gradient error {off:.2e}")
         assert float(off) < 0.05, lines[-1]
     return "\n".join(lines)
 
@@ -348,7 +348,7 @@ class Row:
 def measure(
     make: Callable[[], Callable[[], float]], device: str, repeats: int
 ) -> tuple[float, float, float, float]:
-    """Median seconds of a step, seconds of the first, peak bytes, loss of the first step."""
+    """Returns the median seconds of a step, the seconds of the first, the peak bytes and the first loss."""
     cuda = torch.device(device).type == "cuda"
     step = make()
     if cuda:
@@ -398,14 +398,14 @@ def main() -> None:
     parser.add_argument("--layouts", default="one,packed")
     parser.add_argument("--against", default="shoal,recompute,compiled,transformers,trl")
     parser.add_argument(
-        "--padded", default="8192,16384", help="tokens of TRL's micro-batches, padding included"
+        "--padded", default="8192,16384", help="tokens per micro-batch of TRL, including padding"
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--limit-s", type=float, default=1e9, help="start no other measurement after this long"
+        "--limit-s", type=float, default=1e9, help="start no new measurement after this many seconds"
     )
     parser.add_argument("--no-check", action="store_true")
-    parser.add_argument("--json", type=Path, help="where the rows go as well")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
     if not options.no_check:
         print(check(options.device), flush=True)
@@ -438,7 +438,7 @@ def one_row(
         print(f"{label} out of memory", flush=True)
         return None
     finally:
-        torch._dynamo.reset()  # else the shapes of earlier rows count against its limit of recompilations
+        torch._dynamo.reset()  # otherwise the shapes of earlier rows count towards the limit of recompilations
         gc.collect()
         if options.device != "cpu":
             torch.cuda.empty_cache()
