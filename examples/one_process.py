@@ -1,12 +1,12 @@
-"""Shoal's whole algorithm on one page: one process, no network, one core, under a minute.
+"""Shoal's whole algorithm in one file: one process, no network, one core, under a minute.
 
     python examples/one_process.py [--steps 100] [--lag 2]
 
-A swarm spreads these same lines over machines that do not trust each other:
+A swarm runs the same steps on machines that do not trust each other:
 
-    worker      generate                  tokens drawn by the lease's seed, and 258 bytes that tie them to the policy
-    validator   reward, check             what is it worth; one forward pass: was it this policy, and these draws?
-    trainer     advantages, loss, update  the better answers of a group become likelier; the next version goes out
+    worker      generate                  samples tokens with the lease's seed; 258 bytes tie them to the policy
+    validator   reward, check             computes the reward; one forward pass checks the policy and the samples
+    trainer     advantages, loss, update  makes the better answers of a group more likely; publishes the next version
 
 Shape letters: B rows (prompts x samples), T tokens of a row, G samples of a group, H hidden size, V vocabulary.
 """
@@ -43,13 +43,13 @@ TOLERANCES = Tolerances()
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Answers to some prompts, all of one length so that this page needs no padding; NUM_SAMPLES rows are a group."""
+    """Answers to some prompts; NUM_SAMPLES rows are a group. All prompts have one length, so no padding is needed."""
 
     seed: str
     prompt_len: int
     tokens_BT: Tensor
     mask_BT: Tensor
-    """1 on output tokens up to and with the end token, else 0."""
+    """1 for output tokens up to and including the end token, else 0."""
     logprobs_BT: Tensor
     proofs_B: list[bytes]
 
@@ -59,7 +59,7 @@ class Rollouts:
 
 @torch.no_grad()
 def generate(policy: Decoder, tokenizer: Tokenizer, problems: Sequence[Problem], seed: str) -> Rollouts:
-    """Every token is the first whose cumulative probability exceeds the uniform that the seed gives for its place."""
+    """Samples answers. Each token is the first whose cumulative probability exceeds the seed's uniform for its position."""
     prompts = [
         tokenizer.encode_prompt(problem.prompt, chat=False)
         for problem in problems
@@ -92,13 +92,14 @@ def generate(policy: Decoder, tokenizer: Tokenizer, problems: Sequence[Problem],
 
 
 def draws(seed: str, num_prompts: int) -> Tensor:
+    """Returns the uniform random number of every sample and position, [B, T]."""
     seeds = [sample_seed(seed, i, j) for i in range(num_prompts) for j in range(NUM_SAMPLES)]
     places_T = np.arange(MAX_NEW_TOKENS, dtype=np.uint64)
     return torch.from_numpy(uniforms(np.array(seeds, dtype=np.uint64)[:, None], places_T))
 
 
 def proven(states_BTH: Tensor, mask_BT: Tensor) -> list[Tensor]:
-    """Of the states that gave output tokens, all but the first, which comes from the prompt and not from decoding."""
+    """Returns the states that a proof covers: those of output tokens except the first, which comes from the prompt."""
     lengths_B = mask_BT.sum(1).long().tolist()
     return [states_TH[1:length] for states_TH, length in zip(states_BTH, lengths_B, strict=True)]
 
@@ -107,7 +108,7 @@ def proven(states_BTH: Tensor, mask_BT: Tensor) -> list[Tensor]:
 
 
 def reward(task: Task, tokenizer: Tokenizer, problems: Sequence[Problem], rollouts: Rollouts) -> list[float]:
-    """Workers send no rewards. The swarm computes them from the text."""
+    """Computes the rewards from the text. Workers do not send rewards."""
     rewards = []
     for row, (tokens_T, mask_T) in enumerate(zip(rollouts.tokens_BT, rollouts.mask_BT, strict=True)):
         answer = tokens_T[mask_T > 0].tolist()
@@ -118,7 +119,7 @@ def reward(task: Task, tokenizer: Tokenizer, problems: Sequence[Problem], rollou
 
 @torch.no_grad()
 def check(policy: Decoder, rollouts: Rollouts) -> str:
-    """One forward pass over finished answers: "accepted", or the code of the first thing that does not fit."""
+    """Checks finished answers with one forward pass; returns "accepted" or the code of the first failed check."""
     start, ours = rollouts.prompt_len, TOLERANCES
     tokens_BT, mask_BT, claimed_BT = (
         x[:, start:] for x in (rollouts.tokens_BT, rollouts.mask_BT, rollouts.logprobs_BT)
@@ -142,7 +143,7 @@ def check(policy: Decoder, rollouts: Rollouts) -> str:
 
 
 def states_before(decoder: Decoder, tokens_BT: Tensor) -> Tensor:
-    """For every token but the first, the state that predicts it, [B, T - 1, H]."""
+    """Returns for every token except the first the state that predicts it, [B, T - 1, H]."""
     inputs_BT = tokens_BT[:, :-1]
     states_BTH: Tensor = decoder(inputs_BT, torch.arange(inputs_BT.shape[1]).expand_as(inputs_BT))
     return states_BTH
@@ -152,7 +153,7 @@ def states_before(decoder: Decoder, tokens_BT: Tensor) -> Tensor:
 
 
 def advantages(rewards: list[float]) -> Tensor:
-    """How much better than its group each answer was. A group of equal rewards comes to zero: no signal."""
+    """Returns how much better each answer was than its group. A group of equal rewards gives zeros: no signal."""
     rewards_PG = torch.tensor(rewards).view(-1, NUM_SAMPLES)
     return (
         (rewards_PG - rewards_PG.mean(1, keepdim=True)) / (rewards_PG.std(1, keepdim=True) + 1e-6)
@@ -160,7 +161,7 @@ def advantages(rewards: list[float]) -> Tensor:
 
 
 def grpo_loss(logprobs: Tensor, behaviour: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
-    """GRPO with two-sided clipping, per token over the whole batch. shoal.trainer.optim.loss is the same, and a test says so."""
+    """Computes GRPO with two-sided clipping, averaged over all tokens. A test compares it with shoal.trainer.optim.loss."""
     ratio = torch.exp((logprobs - behaviour).clamp(max=20.0))
     bounded, clipped = ratio.clamp(max=DELTA), ratio.clamp(1 - EPS, 1 + EPS)
     return -(torch.minimum(bounded * advantage, clipped * advantage) * mask).sum() / mask.sum()
@@ -169,6 +170,7 @@ def grpo_loss(logprobs: Tensor, behaviour: Tensor, advantage: Tensor, mask: Tens
 def update(
     learner: Decoder, optimizer: torch.optim.Optimizer, rollouts: Rollouts, advantage_B: Tensor
 ) -> float:
+    """Trains on one batch of rollouts and returns the loss."""
     logp_BTV = learner.logits(states_before(learner, rollouts.tokens_BT)).log_softmax(-1)
     logp_BT = logp_BTV.gather(-1, rollouts.tokens_BT[:, 1:, None])[..., 0]
     signal_BT = rollouts.mask_BT[:, 1:] * (advantage_B != 0)[:, None]
@@ -177,6 +179,7 @@ def update(
 
 
 def descend(learner: Decoder, optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
+    """Makes one optimizer step on a clipped gradient."""
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(learner.parameters(), CLIP_NORM)
@@ -185,7 +188,7 @@ def descend(learner: Decoder, optimizer: torch.optim.Optimizer, loss: Tensor) ->
 
 
 def warm_up(learner: Decoder, tokenizer: Tokenizer, task: Task) -> None:
-    """Cross-entropy on right answers: a model of random weights earns nothing, and nothing cannot be reinforced."""
+    """Trains on right answers first: a model with random weights never earns a reward that could be reinforced."""
     optimizer = torch.optim.AdamW(learner.parameters(), lr=SUPERVISED_RATE, weight_decay=0.0)
     for step in range(SUPERVISED_STEPS):
         problems = [
@@ -205,7 +208,7 @@ def warm_up(learner: Decoder, tokenizer: Tokenizer, task: Task) -> None:
 
 
 def publish(learner: Decoder) -> Decoder:
-    """What workers get: the fp32 master weights rounded to bfloat16."""
+    """Returns the weights that workers get: the fp32 master weights rounded to bfloat16."""
     policy = copy.deepcopy(learner)
     for parameter in policy.parameters():
         parameter.data = parameter.data.bfloat16().float()
@@ -216,13 +219,13 @@ def publish(learner: Decoder) -> Decoder:
 
 
 def main(num_steps: int, lag: int, seed: int) -> tuple[float, float]:
-    """Train; the mean reward of the first and the last tenth of the steps."""
+    """Trains; returns the mean reward of the first and of the last tenth of the steps."""
     torch.set_num_threads(1)
     task = make_task(TaskSpec(name="sort", options={"length": 4}))
     with tempfile.TemporaryDirectory() as folder:
         create_model("tiny", Path(folder) / "model", seed)
         learner, tokenizer = load_decoder(Path(folder) / "model"), load_tokenizer(Path(folder) / "model")
-    liar = publish(learner)  # a worker that saves itself the download and runs other weights
+    liar = publish(learner)  # a worker that skips the download and runs other weights
     warm_up(learner, tokenizer, task)
     optimizer = torch.optim.AdamW(learner.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=0.0)
     published = deque([publish(learner)], maxlen=lag + 1)
@@ -233,7 +236,7 @@ def main(num_steps: int, lag: int, seed: int) -> tuple[float, float]:
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, (version + 1) / (WARMUP_STEPS + 1))
         lease_seed = hashlib.sha256(f"{seed}/{version}".encode()).hexdigest()
         problems = [task.problem("train", prompt_seed(lease_seed, index)) for index in range(NUM_PROMPTS)]
-        policy = published[0]  # the oldest that still counts: a swarm's workers lag behind the trainer
+        policy = published[0]  # the oldest allowed version: workers of a swarm lag behind the trainer
         rollouts = generate(policy, tokenizer, problems, lease_seed)
         verdict = check(policy, rollouts)
         assert verdict == "accepted", verdict
