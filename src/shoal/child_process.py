@@ -78,7 +78,7 @@ class ChildDied(ChildError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildLimits:
-    """What one request may take."""
+    """Limits of one request."""
 
     memory_bytes: int
     """On top of what the child holds when it starts to serve."""

@@ -234,7 +234,11 @@ def test_help_names_the_first_things_to_do(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("model", "more", "words"),
     [
-        ("/no/such/folder", (), "run.model = '/no/such/folder' is neither a folder nor one of"),
+        (
+            "/no/such/folder",
+            (),
+            "run.model = '/no/such/folder' is neither a model folder nor a GGUF file nor one of",
+        ),
         ("tiny", ("--device", "nosuch"), "--device nosuch: torch knows no such device"),
     ],
 )

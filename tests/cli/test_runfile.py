@@ -108,7 +108,8 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 def test_names_that_only_the_rooms_know(tmp_path: Path) -> None:
     path = tmp_path / "test.toml"
     with pytest.raises(
-        ValueError, match=r"test\.toml: run.model = 'tinny' is neither a folder nor one of tiny"
+        ValueError,
+        match=r"test\.toml: run.model = 'tinny' is neither a model folder nor a GGUF file nor one of tiny",
     ):
         check_names(load(tmp_path, GOOD.replace('"tiny"', '"tinny"')), path)
     with pytest.raises(

@@ -92,7 +92,7 @@ def _fill(name: str, folder: Path, seed: int) -> None:
         write_smollm2(folder)
     elif Path(name).is_dir():
         _write_copy(Path(name), folder)
-    elif name.endswith(".gguf") and Path(name).is_file():
+    elif is_gguf(name):
         write_gguf(Path(name), folder)
     else:
         raise ValueError(
@@ -178,6 +178,11 @@ _GGUF_NAMES = {
 }
 _TIED_DISTANCE = 0.5
 """Relative distance below which two matrices are quantisations of the same one. 4 bits give about 0.1, other matrices 1.4."""
+
+
+def is_gguf(name: str) -> bool:
+    """Returns whether a model's name is the path of a GGUF file."""
+    return name.endswith(".gguf") and Path(name).is_file()
 
 
 def write_smollm2(folder: Path) -> None:

@@ -91,7 +91,7 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Where the segments of packed rows begin when the rows are laid end to end. Replaces a T x T mask.
+    """The segments of packed rows that are laid end to end. Replaces a T x T mask.
 
         segment ids   0 0 0 1 1 -1 | 0 0 0 0 0 0         two rows of six tokens
         starts        0     3    5   6            12     where equal ids begin, and the end

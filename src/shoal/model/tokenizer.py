@@ -14,7 +14,7 @@ CHAR_FILE = "char_tokenizer.json"
 
 
 class Tokenizer(Protocol):
-    """What the engine, the trainer and the validator need of a tokenizer."""
+    """The interface of a tokenizer that the engine, the trainer and the validator use."""
 
     end_tokens: frozenset[int]
     """Tokens that end an answer. The end token is part of the answer."""

@@ -18,7 +18,7 @@ _THOUGHT_ENDS = "</think>"
 
 
 class Outcome(Enum):
-    """How an answer was graded."""
+    """The grade of an answer: right, wrong, or without anything to grade."""
 
     RIGHT = "right"
     WRONG = "wrong"
@@ -32,7 +32,7 @@ class Problem:
     prompt: str
     answer: str
     check: str = ""
-    """What the reward depends on if the answer's text is not enough: a program's tests as JSON, or an expression's value."""
+    """Data for the reward if the answer's text is not enough: a program's tests as JSON, or an expression's value."""
     budget: int | None = None
     """Number of tokens that the prompt asks for, with a length budget."""
 

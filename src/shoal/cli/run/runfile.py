@@ -178,13 +178,15 @@ def check_names(file: RunFile, path: Path) -> None:
 
     Apart from `load_run_file` because it imports torch. Used by `--dry-run`, and before `--fresh` deletes an earlier run.
     """
-    from shoal.model.builtin import BUILTIN
+    from shoal.model.builtin import BUILTIN, is_gguf
     from shoal.rollout.adversary.lies import LIES
 
     make_task(file.task).problem("train", 0)
     model = file.run.model
-    if model not in BUILTIN and not Path(model).is_dir():
-        raise ValueError(f"{path}: run.model = {model!r} is neither a folder nor one of {', '.join(BUILTIN)}")
+    if model not in BUILTIN and not Path(model).is_dir() and not is_gguf(model):
+        raise ValueError(
+            f"{path}: run.model = {model!r} is neither a model folder nor a GGUF file nor one of {', '.join(BUILTIN)}"
+        )
     for lie in file.local.lies:
         if lie not in LIES:
             raise ValueError(f"{path}: local.lies: unknown lie {lie!r}; known: {', '.join(LIES)}")

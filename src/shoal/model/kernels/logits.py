@@ -19,7 +19,7 @@ from torch import Tensor
 LOGPROB_BLOCK = 4096
 INTERVAL_BLOCK, INTERVAL_WARPS = 1024, 8
 INTERVAL_NEAR = 24.0
-"""How far, in powers of two, the largest logit may be above the reference. Beyond it sums of squares would lose digits, and the
+"""Maximum distance, in powers of two, of the largest logit from the reference. Beyond it sums of squares would lose digits, and the
 row is read again with the largest as its reference. Honest draws are almost never that unlikely."""
 DRAW_BLOCK = 2048
 """Vocabulary entries that are summed together; the draw then searches one such block."""

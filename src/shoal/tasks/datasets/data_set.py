@@ -27,7 +27,7 @@ SHOWN = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """How to read the rows of one data set and grade answers to them."""
+    """Functions that read the rows of one data set and grade answers to them."""
 
     name: str
     read: Callable[[Row, Style], Problem]

@@ -40,7 +40,7 @@ _CHILD = Path(__file__).with_name("sandbox_child.py")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """What one program may use."""
+    """Limits on what one program may use."""
 
     cpu_s: int = 10
     wall_s: float = 60.0

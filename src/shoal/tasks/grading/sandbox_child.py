@@ -5,7 +5,7 @@ Imports no other module of shoal, since it runs without packages. Three processe
     init     process 1 of the new process namespace: when it ends, the kernel kills all other processes in it
     program  the untrusted code, under limits, as user nobody, in a file system with only Python's library
 
-sandbox_modes.py has what the program process then does.
+sandbox_modes.py runs the program itself.
 """
 
 import ctypes

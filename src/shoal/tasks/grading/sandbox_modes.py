@@ -1,4 +1,4 @@
-"""What the program process of a sandbox does. Loaded by sandbox_child.py; imports no other module of shoal.
+"""Runs the program in its sandbox, in one of three modes. Loaded by sandbox_child.py; imports no other module of shoal.
 
     script   runs the program as a script, with standard input and output
     serve    loads the program once, then calls its functions on request over a pipe
