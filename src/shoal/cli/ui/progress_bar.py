@@ -17,7 +17,7 @@ LINE_EVERY_S, BAR_EVERY_S = 10.0, 0.2
 def progress(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
     """Shows the progress of `what` while the block runs; yields the function that counts steps of `total`.
 
-    Do not use it around a fetch of weights, which shows its own bar: the two would overwrite each other.
+    A fetch of weights logs its own progress, so it needs none.
     """
     counter = _Counter(what, total)
     done = threading.Event()
