@@ -1,19 +1,19 @@
-"""How small a version is as a delta: real GRPO steps of a model on its own answers, each published both ways.
+"""Measures how small a version is as a delta: real GRPO steps of a model on its own answers, published whole and as deltas.
 
     python bench/delta.py --model smollm2-135m --lr 1e-6 3e-6 1e-5 --steps 4
     python bench/delta.py --model path/to/folder --threads 1
     python bench/delta.py --model tiny --lr 1e-3
-    python bench/delta.py --lr 1e-6 --steps 1 --links 100 1000       and how long the last of them takes to every worker
+    python bench/delta.py --lr 1e-6 --steps 1 --links 100 1000       and how long the last step takes to reach every worker
 
-For each rate the model starts anew. A step: the engine answers sums, right answers earn 1, groups with signal are
-trained on, the weights are rounded to bfloat16 and written, and the delta to the version before is made and applied. Every
-file that comes out is compared with the one that went in.
+Each learning rate starts from the same model. A step: the engine answers sums, right answers earn 1, the model is trained on
+groups with signal, the weights are rounded to bfloat16 and written, and the delta to the previous version is encoded and
+applied. Every resulting file is compared with the original.
 
-With --links, the last step of each rate is also sent: the trainer's own publisher, one relay, and workers that hold the
-version before, each a process with an engine and behind a link of its own of so many Mbit/s (throttle.py, a process too). The
-clock runs from "the step is done, its weights are in memory" to "the last worker has a first token of theirs": write, encode, sign,
-send, apply, verify, load, answer. Beside it, the same without a delta, and what the INTELLECT-2 report needed, 14 minutes for
-62 GB, scaled to the size of the file. All of it shares this machine's cores, the engines of all workers included.
+With --links, the last step of each rate is also sent: by the trainer's publisher and one relay to workers that have the
+previous version, each a process with an engine behind its own link of that many Mbit/s (throttle.py, another process). The
+time runs from "the step is done, its weights are in memory" to "the last worker has generated a first token with them": write,
+encode, sign, send, apply, verify, load, generate. It is compared with the same without a delta, and with the INTELLECT-2 report:
+14 minutes for 62 GB, scaled to the size of the file. All processes share this machine's cores.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from shoal.wire.manifest import Manifest
 from shoal.wire.run_spec import ProofSpec, TaskSpec
 
 TASKS = {
-    # Random weights know nothing, so the tiny model first learns from answers, as in runs/demo.toml.
+    # Random weights never answer right, so the tiny model is first trained on right answers, as in runs/demo.toml.
     "tiny": (TaskSpec(name="add", options={"digits": 1, "style": "bare"}), 150),
     "any": (TaskSpec(name="add", options={"digits": 2, "style": "shots"}), 0),
 }
@@ -74,7 +74,7 @@ REPORT_S, REPORT_BYTES = 14 * 60.0, 62e9
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One version."""
+    """Figures of one version."""
 
     changed: float
     full_bytes: int
@@ -111,7 +111,7 @@ def main() -> None:
     if options.role:
         ROLES[options.role](options)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and leave no gigabytes behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the cleanup of temporary files
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         folder = Path(scratch) / "model"
         create_model(options.model, folder, 0)
@@ -138,10 +138,10 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=4, help="groups with signal in each step")
     parser.add_argument("--samples", type=int, default=8, help="answers in a group")
-    parser.add_argument("--threads", type=int, default=0, help="of torch; 0: its own choice")
+    parser.add_argument("--threads", type=int, default=0, help="threads of torch; 0: its default")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--links", type=float, nargs="+", default=[], help="Mbit/s of each link, for sending")
-    parser.add_argument("--workers", type=int, default=4, help="to send to")
+    parser.add_argument("--workers", type=int, default=4, help="number of workers to send to")
     parser.add_argument("--scratch", help="where to write the versions; some GB for a large model")
     parser.add_argument("--role", help=argparse.SUPPRESS)
     parser.add_argument("--dir", type=Path, help=argparse.SUPPRESS)
@@ -169,7 +169,7 @@ def run(model: Path, scratch: Path, rate: float, options: argparse.Namespace) ->
     shutil.copytree(model, folder, dirs_exist_ok=True)
     spec, supervised_steps = TASKS.get(options.model, TASKS["any"])
     task = make_task(spec)
-    # No rate warm-up: every step counted here is one at the rate it is counted under.
+    # No warm-up: every step uses the learning rate it is listed under.
     config = TrainerConfig(
         learning_rate=rate,
         warmup_steps=0,
@@ -192,7 +192,7 @@ def run(model: Path, scratch: Path, rate: float, options: argparse.Namespace) ->
 
 
 def make_batch(engine: TorchEngine, task: Task, version: int, options: argparse.Namespace) -> TrainBatch:
-    """As many groups with signal as are asked for, all by the version itself."""
+    """Returns that many groups with signal, generated by the version itself."""
     samples: list[TrainSample] = []
     rewards_seen: list[float] = []
     num_groups = dropped = 0
@@ -307,7 +307,7 @@ def measure(before: Path, after: Path, scratch: Path, load: Callable[[], None]) 
 
 
 def change_in_memory(old: bytes, data: bytes) -> tuple[np.ndarray, float]:
-    """The words that the delta makes of the old ones, and how long its decoding and the changing took."""
+    """Applies the delta; returns the new words, and the seconds for decoding and for changing them."""
     words = np.frombuffer(old, "<u2").copy()
     payload = delta.DeltaReader(lambda start, length: data[start : start + length], len(data), len(old))
     began_s = time.thread_time()
@@ -320,7 +320,7 @@ def change_in_memory(old: bytes, data: bytes) -> tuple[np.ndarray, float]:
 
 
 def send_all(scratch: Path, options: argparse.Namespace) -> None:
-    """The last step of a rate, from the trainer's memory into the engine of every worker, over links of every speed."""
+    """Measures the last step of a rate from the trainer's memory to the engine of every worker, over each link speed."""
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=scratch)))
         key = Key.generate()
@@ -353,7 +353,7 @@ def send_all(scratch: Path, options: argparse.Namespace) -> None:
         for mbit in options.links:
             for links in (up, down):
                 links.ask(f"rate {mbit}")
-            # Back and forth over the same step: what changes is the same. A version without one before it goes whole.
+            # Alternates between the two weights of the step, so that each version has the same changes. The first is sent whole.
             for number, after in ((version + 1, weights[1]), (version + 3, unlike_any(weights[0], version))):
                 send(publisher, after, number, workers, before=version, mbit=mbit)
                 relay.ask(f"have {number}")
@@ -367,7 +367,7 @@ def begin_on(
 
 
 def unlike_any(weights: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
-    """Else the relay would find the file among its old ones, and fetch nothing."""
+    """Deletes old versions of the relay, which would otherwise reuse the file and download nothing."""
     name = min(weights, key=lambda one: weights[one].numel())
     return weights | {name: weights[name] * (1 + 2.0 ** -(4 + version))}
 
@@ -383,7 +383,7 @@ def send(
 ) -> None:
     for worker in workers:
         worker.tell(f"after {before}")
-    time.sleep(1.0)  # everybody waits for word by now
+    time.sleep(1.0)  # by now all workers wait for the next version
     began_s = time.monotonic()
     sent = publish(publisher, weights, version)
     published_s = time.monotonic() - began_s
@@ -402,7 +402,7 @@ def send(
 
 
 def make_publisher(store: shardcast.VersionStore, model_folder: Path, key: Key) -> Publisher:
-    """The trainer's own, which tells nobody here."""
+    """The trainer's publisher, without announcements to a coordinator."""
     log = Log("bench")
     client = SignedClient("http://127.0.0.1:9", key, log=log)
     publisher = Publisher(
@@ -455,7 +455,7 @@ def be_relay(options: argparse.Namespace) -> None:
 
 
 def be_worker(options: argparse.Namespace) -> None:
-    """Holds version 0, in its folder and in its engine; does with a new one what rollout/worker/version_cache.py does."""
+    """Has version 0 in its folder and engine; loads new versions as rollout/worker/version_cache.py does."""
     engine = TorchEngine(compute_dtype="float32", proof=ProofSpec(), max_rows=1, device=options.device)
     engine.load(options.dir / "v0", 0)
     task = make_task(TASKS["any"][0])

@@ -1,4 +1,4 @@
-"""A link of a given speed: a TCP proxy with one token bucket for all its connections, and ways to fail."""
+"""A TCP proxy that limits the speed of a link, with one token bucket for all connections, and can fail on purpose."""
 
 import asyncio
 import contextlib
@@ -7,15 +7,15 @@ import time
 
 PIECE_BYTES = 16 << 10
 BURST_S = 0.02
-"""A link that was idle, or whose proxy was late, catches up by so much: else a busy machine makes it slower than it says."""
+"""How much an idle or late proxy may catch up: without this, a busy machine makes the link slower than configured."""
 TICK_S = 0.002
 
 
 class Link:
-    """Listens on a port of its own and forwards to `target`; what comes back is held to `bytes_per_s`.
+    """Listens on a free port, forwards to `target_port`, and limits what comes back to `bytes_per_s`.
 
-    `die_after`, `stall_after`: bytes forwarded until every connection is cut, or just stands still.
-    `corrupt_every`: one bit is flipped each so many bytes.
+    After `die_after` bytes all connections are closed, after `stall_after` bytes they hang. One bit in every
+    `corrupt_every` bytes is flipped (0: none).
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class Link:
         requests = asyncio.ensure_future(_copy(reader, up_writer))
         try:
             while piece := await up_reader.read(PIECE_BYTES):
-                await self._pass(len(piece))
-                writer.write(self._spoil(piece))
+                await self._wait_for_turn(len(piece))
+                writer.write(self._corrupt(piece))
                 await writer.drain()
         finally:
             requests.cancel()
             up_writer.transport.abort()
 
-    async def _pass(self, num_bytes: int) -> None:
+    async def _wait_for_turn(self, num_bytes: int) -> None:
         before, self.num_bytes = self.num_bytes, self.num_bytes + num_bytes
         if self.num_bytes >= self._die_after:
             raise ConnectionAbortedError
@@ -101,7 +101,7 @@ class Link:
         ahead_s = self._free_at_s - now_s
         await asyncio.sleep(ahead_s if ahead_s > TICK_S else 0)
 
-    def _spoil(self, piece: bytes) -> bytes:
+    def _corrupt(self, piece: bytes) -> bytes:
         every = self._corrupt_every
         if not every or self.num_bytes // every == (self.num_bytes - len(piece)) // every:
             return piece

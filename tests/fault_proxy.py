@@ -1,4 +1,4 @@
-"""A TCP proxy that does to connections what networks do: delay, reset, half-close, deliver twice, drip."""
+"""A TCP proxy with the faults of real networks: delays, resets, truncated answers, duplicates, slow requests."""
 
 import asyncio
 import random
@@ -9,7 +9,7 @@ FAULTS = ("none", "delay", "reset before", "reset after", "half-close", "twice",
 
 
 class FaultProxy:
-    """Listens on `port`, passes on to `upstream`; every request meets a fault drawn from the seed."""
+    """Listens on `port` and forwards to `upstream`. A share of the requests gets a fault, sampled with the seed."""
 
     def __init__(self, upstream: int, seed: int, share: float) -> None:
         self._upstream, self._rng, self._share = upstream, random.Random(seed), share
@@ -43,17 +43,17 @@ class FaultProxy:
         return fault
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One request, then the connection ends: so every request meets the proxy anew."""
+        """Handles one request and closes the connection, so that each request gets its own fault."""
         try:
             async with asyncio.timeout(20):
                 request = await _read_request(reader)
-                await self._pass_on(request, writer, self._draw())
+                await self._forward(request, writer, self._draw())
         except (OSError, asyncio.IncompleteReadError, TimeoutError, asyncio.LimitOverrunError):
             pass
         finally:
             writer.close()
 
-    async def _pass_on(self, request: bytes, writer: asyncio.StreamWriter, fault: str) -> None:
+    async def _forward(self, request: bytes, writer: asyncio.StreamWriter, fault: str) -> None:
         if fault == "reset before":
             writer.transport.abort()
             return
@@ -61,7 +61,7 @@ class FaultProxy:
             await asyncio.sleep(self._rng.uniform(0.05, 0.5))
         answer = await self._ask(request, drip=fault == "drip")
         if fault == "twice":
-            await self._ask(request, drip=False)  # the network delivered it once more
+            await self._ask(request, drip=False)  # a duplicate delivery
         if fault == "reset after":
             writer.transport.abort()
             return
@@ -85,7 +85,7 @@ class FaultProxy:
 
 
 async def _read_request(reader: asyncio.StreamReader) -> bytes:
-    """Head and body, of a request or of an answer."""
+    """Reads head and body of a request or an answer."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = 0
     for line in head.lower().split(b"\r\n"):

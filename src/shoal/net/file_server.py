@@ -65,7 +65,7 @@ class FileBody(Protocol):
         ...
 
     def sent(self, num_bytes: int) -> None:
-        """Called after bytes were sent."""
+        """Counts bytes that were sent."""
         ...
 
 

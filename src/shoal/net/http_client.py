@@ -157,7 +157,7 @@ class SignedClient:
             return
         headers = upload_headers(hashlib.sha256(data).hexdigest(), len(data))
         response = self._send_to_store("PUT", upload.url, data, headers)
-        # 412: an earlier attempt arrived and its answer was lost. Nobody else knows this object's name.
+        # 412: an earlier attempt arrived and its answer was lost. No other client knows this object's name.
         if not response.is_success and response.status_code != 412:
             raise Unreachable(
                 f"PUT to the object store: HTTP {response.status_code}: {response.text[:200]!r}"

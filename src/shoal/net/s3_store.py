@@ -86,7 +86,7 @@ class S3Address:
 
 
 class S3Store:
-    """Objects of one run under one prefix. Their names are random tokens of the coordinator, which nobody can guess."""
+    """Objects of one run under one prefix. Their names are random tokens of the coordinator, which cannot be guessed."""
 
     def __init__(self, address: S3Address, credentials: Credentials | None, *, folder: str) -> None:
         """`folder` separates runs that share a prefix. Raises ValueError without boto3 or without credentials."""

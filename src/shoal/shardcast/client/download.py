@@ -65,7 +65,7 @@ class _ShardRequest:
 
 
 class Download:
-    """Downloads one assembly; `run` once per object. Nobody else may use `choice` meanwhile."""
+    """Downloads one assembly; `run` once per object. No other thread may use `choice` meanwhile."""
 
     def __init__(self, assembly: Assembly, choice: RelayChoice, *, log: Log, stop: threading.Event) -> None:
         self._assembly, self._choice = assembly, choice

@@ -32,7 +32,7 @@ class FilePlan:
 
     @property
     def payloads(self) -> tuple[PayloadName, ...]:
-        """What must be downloaded."""
+        """The files that must be downloaded."""
         whole = () if isinstance(self.start, Path) else ((self.start, self.name),)
         return whole + tuple((version, self.name + DELTA_SUFFIX) for version in self.deltas)
 
