@@ -1,11 +1,14 @@
 """Properties of the pure rules under a virtual clock, for any order of events."""
 
+import ast
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shoal.swarm.coordinator.rules as rules_package
 from shoal.swarm.coordinator.rules import credit
 from shoal.swarm.coordinator.rules.compatibility import (
     Compatibility,
@@ -235,3 +238,14 @@ def test_draws_are_uniform_secret_and_repeatable() -> None:
     )
     assert all(gets_every_check(secret, "0" * 32, "ab" * 32, 1.0) for _ in range(3))
     assert not gets_every_check(secret, "0" * 32, "ab" * 32, 0.0)
+
+
+def test_rules_do_no_io_and_import_only_wire_and_each_other() -> None:
+    pure = {"dataclasses", "enum", "hashlib", "hmac", "math", "re", "typing", "collections.abc"}
+    allowed = ("shoal.wire.", "shoal.swarm.coordinator.rules.")
+    for path in Path(rules_package.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert name in pure or name.startswith(allowed), f"{path.name} imports {name}"

@@ -111,7 +111,7 @@ STALLED_S = 30.0
 
 @dataclass
 class Health:
-    """Whether the coordinator's background loops still run, and whether its disk is full."""
+    """Records when the background loops of the coordinator last ran, and whether its disk is full."""
 
     loops: dict[str, float] = field(default_factory=dict)
     """Time of the last round of each loop, by the monotonic clock."""
