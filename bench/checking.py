@@ -40,7 +40,7 @@ from shoal.rollout.engine.prompt_cache import PREFILL_SIZES
 from shoal.rollout.engine.scheduler import cache_size_for, fit_rows, free_memory_bytes
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.swarm.validator import recompute as recomputing
-from shoal.swarm.validator.recompute import Checked, Policy, Unleased, recompute_many
+from shoal.swarm.validator.recompute import RowsToCheck, LoadedPolicy, CalibrationTerms, recompute_many
 from shoal.wire.codes import Rejected
 from shoal.wire.run_spec import ProofSpec, Sampling
 from shoal.wire.seeded_draw import sample_seed
@@ -50,9 +50,9 @@ MEMORY_SHARE = 0.6
 """Share of the device's memory for the rows of all engines; the rest is for weights and checking."""
 
 
-def terms(submission: int) -> Unleased:
+def terms(submission: int) -> CalibrationTerms:
     """Returns requests; each submission has its own prompts and draws."""
-    return Unleased(hashlib.sha256(b"checking %d" % submission).hexdigest(), Sampling(), ProofSpec())
+    return CalibrationTerms(hashlib.sha256(b"checking %d" % submission).hexdigest(), Sampling(), ProofSpec())
 
 
 def requests(
@@ -92,10 +92,10 @@ def generate(
     return now_s(options) - started_s, finished
 
 
-def check(options: argparse.Namespace, policy: Policy, submissions: list[list[FinishedRow]]) -> float:
+def check(options: argparse.Namespace, policy: LoadedPolicy, submissions: list[list[FinishedRow]]) -> float:
     """Returns the seconds for one submission."""
     given = [
-        Checked([row.to_rollout() for row in finished], terms(number))
+        RowsToCheck([row.to_rollout() for row in finished], terms(number))
         for number, finished in enumerate(submissions)
     ]
     started_s = now_s(options)
@@ -104,14 +104,14 @@ def check(options: argparse.Namespace, policy: Policy, submissions: list[list[Fi
     return (now_s(options) - started_s) / len(submissions)
 
 
-def parts(options: argparse.Namespace, policy: Policy, submissions: list[list[FinishedRow]]) -> Counter[str]:
+def parts(options: argparse.Namespace, policy: LoadedPolicy, submissions: list[list[FinishedRow]]) -> Counter[str]:
     """Returns the seconds of each part of a check."""
     found: Counter[str] = Counter()
 
     def timed(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
+        def run(*arguments: Any, **named: Any) -> Any:
             started_s = now_s(options)
-            result = work(*arguments)
+            result = work(*arguments, **named)
             found[name] += now_s(options) - started_s
             return result
 
@@ -120,7 +120,7 @@ def parts(options: argparse.Namespace, policy: Policy, submissions: list[list[Fi
     steps = {
         "_prefill": "prefill",
         "_start_proofs": "proofs",
-        "_proof_checks": "proofs",
+        "_verify_proofs": "proofs",
         "_token_columns": "tokens",
         "_per_token": "tokens",
     }
@@ -130,7 +130,7 @@ def parts(options: argparse.Namespace, policy: Policy, submissions: list[list[Fi
     return Counter({name: spent_s / len(submissions) for name, spent_s in found.items()})
 
 
-def flops(policy: Policy, finished: list[FinishedRow]) -> float:
+def flops(policy: LoadedPolicy, finished: list[FinishedRow]) -> float:
     """Returns the FLOPs of one check: every matrix once per token, each prompt once, and causal attention."""
     shape = policy.decoder.shape
     matrices = sum(parameter.numel() for parameter in policy.decoder.parameters() if parameter.dim() == 2)
@@ -145,7 +145,7 @@ def flops(policy: Policy, finished: list[FinishedRow]) -> float:
     )
 
 
-def fits(options: argparse.Namespace, policy: Policy, rows: int, tokens: int) -> bool:
+def fits(options: argparse.Namespace, policy: LoadedPolicy, rows: int, tokens: int) -> bool:
     """Returns whether every engine can run this many rows at once."""
     device, shape = torch.device(options.device), policy.decoder.shape
     is_cuda = device.type == "cuda"
@@ -162,7 +162,7 @@ def fits(options: argparse.Namespace, policy: Policy, rows: int, tokens: int) ->
 
 
 def warm_up(
-    options: argparse.Namespace, engines: list[TorchEngine], policy: Policy, rows: int, tokens: int
+    options: argparse.Namespace, engines: list[TorchEngine], policy: LoadedPolicy, rows: int, tokens: int
 ) -> None:
     """Allocates memory for this many rows of this length, captures graphs and compiles kernels, by running one whole row."""
     short = requests(rows, 16, policy.decoder.shape.vocab_size, options.samples)
@@ -173,7 +173,7 @@ def warm_up(
 
 
 def measure(
-    options: argparse.Namespace, engines: list[TorchEngine], policy: Policy, rows: int, tokens: int
+    options: argparse.Namespace, engines: list[TorchEngine], policy: LoadedPolicy, rows: int, tokens: int
 ) -> None:
     vocab_size, count = policy.decoder.shape.vocab_size, options.submissions
     work = [requests(rows, tokens, vocab_size, options.samples, number) for number in range(count)]
@@ -197,7 +197,7 @@ def measure(
     )
 
 
-def measure_all(options: argparse.Namespace, engines: list[TorchEngine], policy: Policy) -> None:
+def measure_all(options: argparse.Namespace, engines: list[TorchEngine], policy: LoadedPolicy) -> None:
     started_s = time.perf_counter()
     warmed = (0, 0)
     for tokens in options.tokens:
@@ -262,7 +262,7 @@ def main() -> None:
     options = parser.parse_args()
     with folder_of(options.model, options.device) as folder:
         decoder = load_decoder(folder, DTYPES[options.dtype], options.device)
-        policy = Policy(0, decoder, load_tokenizer(folder), options.batch_tokens)
+        policy = LoadedPolicy(0, decoder, load_tokenizer(folder), options.batch_tokens)
         engines = [
             TorchEngine(
                 compute_dtype=options.dtype, proof=proof, max_rows=max(options.rows), device=options.device

@@ -50,9 +50,9 @@ from shoal.rollout.engine.api import Behaviour, Engine, FinishedRow, make_reques
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.swarm.validator import fact_checks, format_checks
 from shoal.swarm.validator import recompute as recomputing
-from shoal.swarm.validator.judge import open_submission
-from shoal.swarm.validator.recompute import Checked, Policy, recompute_many
-from shoal.swarm.validator.table_reader import Reader
+from shoal.swarm.validator.judge import read_and_check_table
+from shoal.swarm.validator.recompute import RowsToCheck, LoadedPolicy, recompute_many
+from shoal.swarm.validator.table_reader import TableReader
 from shoal.tasks import make_task
 from shoal.toploc.decision import (
     CERTAIN,
@@ -132,7 +132,7 @@ class SmallerModel(AlteredEngine):
     `shoal worker --lie smaller-model` does this row by row.
     """
 
-    def __init__(self, inner: Engine, policy: Policy) -> None:
+    def __init__(self, inner: Engine, policy: LoadedPolicy) -> None:
         super().__init__(inner, partial(quantised_by_channel, bits=4))
         self.policy, self.waiting = policy, list[FinishedRow]()
 
@@ -159,7 +159,7 @@ class SmallerModel(AlteredEngine):
 
 
 class Smaller(Behaviour):
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: LoadedPolicy) -> None:
         self.policy = policy
 
     def engine(self, engine: Engine) -> Engine:
@@ -167,7 +167,7 @@ class Smaller(Behaviour):
 
 
 class Bench:
-    def __init__(self, options: argparse.Namespace, folder: Path, reader: Reader) -> None:
+    def __init__(self, options: argparse.Namespace, folder: Path, reader: TableReader) -> None:
         self.options, self.folder, self.reader = options, folder, reader
         self.spec = RunSpec(
             run="detect",
@@ -178,7 +178,7 @@ class Bench:
             last_version=1,
         )
         decoder = load_decoder(folder, DTYPES[options.dtype], options.device)
-        self.policy = Policy(0, decoder, load_tokenizer(folder), options.batch_tokens)
+        self.policy = LoadedPolicy(0, decoder, load_tokenizer(folder), options.batch_tokens)
         self.number = 0
         self.seen: set[str] = set()
         self.units: dict[str, list[tuple[list[Units], list[int]]]] = {}
@@ -267,7 +267,7 @@ class Bench:
         )
 
     def facts(self, rows, leases):  # type: ignore[no-untyped-def]
-        checked = [Checked(one, lease) for one, lease in zip(rows, leases, strict=True)]
+        checked = [RowsToCheck(one, lease) for one, lease in zip(rows, leases, strict=True)]
         found = recompute_many(checked, self.policy, control_seed=self.number)
         return [None if isinstance(one, Rejected) else one for one in found]
 
@@ -314,7 +314,7 @@ class Bench:
         )
         self.seen.add(digest)
         format_checks.check_claim(claim)
-        return open_submission(data, claim, self.policy, reader=self.reader)
+        return read_and_check_table(data, claim, self.policy, reader=self.reader)
 
     def judge(self, rows, facts, noise: Noise, tally: Tally, name: str) -> None:  # type: ignore[no-untyped-def]
         if facts is None:
@@ -533,7 +533,7 @@ def honest_kinds(options: argparse.Namespace) -> Iterator[Kind]:
     yield Kind("honest, one row at a time", max_rows=1)
 
 
-def lying_kinds(policy: Policy) -> Iterator[Kind]:
+def lying_kinds(policy: LoadedPolicy) -> Iterator[Kind]:
     for lie in LIES:
         if lie == "smaller-model":
             yield Kind(lie, partial(Smaller, policy))
@@ -681,7 +681,7 @@ def main() -> None:
             name: Tally(**{**fields, "codes": Counter(fields["codes"])}) for name, fields in found.items()
         }
     else:
-        with model_folder(options.model) as folder, Reader() as reader:
+        with model_folder(options.model) as folder, TableReader() as reader:
             tallies = run(Bench(options, folder, reader))
         print(f"{time.monotonic() - started_s:.0f} s")
     if options.plot:

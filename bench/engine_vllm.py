@@ -23,7 +23,7 @@ from shoal.rollout.engine.api import Engine, FinishedRow, GenerationRequest
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.rollout.engine.vllm_engine import VllmEngine
 from shoal.swarm.validator import fact_checks
-from shoal.swarm.validator.recompute import Policy, Unleased, recompute
+from shoal.swarm.validator.recompute import LoadedPolicy, CalibrationTerms, recompute
 from shoal.wire.codes import Rejected
 from shoal.wire.run_spec import ProofSpec, Sampling, default_tolerances
 from shoal.wire.seeded_draw import sample_seed
@@ -83,7 +83,7 @@ def compare(folder: Path, options: argparse.Namespace) -> None:
         started_s = time.monotonic()
         engine.load(folder, 1)
         print(f"{name}: swap {time.monotonic() - started_s:.3f} s")
-    policy = Policy(0, load_decoder(folder, DTYPES[options.dtype], torch.device(options.device)), tokenizer)
+    policy = LoadedPolicy(0, load_decoder(folder, DTYPES[options.dtype], torch.device(options.device)), tokenizer)
     for name, finished in done.items():
         check(name, finished, policy, options)
 
@@ -141,12 +141,12 @@ def agreement(one: list[FinishedRow], other: list[FinishedRow]) -> float:
     return same / total
 
 
-def check(name: str, finished: list[FinishedRow], policy: Policy, options: argparse.Namespace) -> None:
+def check(name: str, finished: list[FinishedRow], policy: LoadedPolicy, options: argparse.Namespace) -> None:
     sampling = Sampling(
         temperature=1.0, max_new_tokens=options.new_tokens, samples_per_prompt=options.samples
     )
     rows, tolerances = [row.to_rollout() for row in finished], default_tolerances(options.dtype)
-    facts = recompute(rows, Unleased(SEED, sampling, ProofSpec()), policy, control_seed=5)
+    facts = recompute(rows, CalibrationTerms(SEED, sampling, ProofSpec()), policy, control_seed=5)
     try:
         fact_checks.check_facts(rows, facts, tolerances)
         verdict = "accepted"

@@ -11,7 +11,7 @@ from shoal.model.builtin import create_model
 from shoal.model.decoder import KVCache
 from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import load_tokenizer
-from shoal.swarm.validator.recompute import Policy
+from shoal.swarm.validator.recompute import LoadedPolicy
 from shoal.tasks import make_task
 from shoal.toploc import build_proofs
 from shoal.wire.lease import Lease, PolicyRef
@@ -64,14 +64,14 @@ def make_lease(
 
 def make_policy(
     folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, version: int = 0
-) -> Policy:
+) -> LoadedPolicy:
     path = folder / f"tiny-{seed}"
     if not path.exists():
         create_model("tiny", path, seed)
-    return Policy(version=version, decoder=load_decoder(path, dtype), tokenizer=load_tokenizer(path))
+    return LoadedPolicy(version=version, decoder=load_decoder(path, dtype), tokenizer=load_tokenizer(path))
 
 
-def sharpen(policy: Policy, factor: float = 4.0) -> Policy:
+def sharpen(policy: LoadedPolicy, factor: float = 4.0) -> LoadedPolicy:
     """Make a random model sure of itself, as a trained one is: end tokens likely here, unlikely there."""
     with torch.no_grad():
         policy.decoder.model.norm.weight.mul_(factor)
@@ -86,7 +86,7 @@ class Drawn:
 
 
 @torch.inference_mode()
-def generate(lease: Lease, policy: Policy, *, temperature: float | None = None) -> list[Drawn]:
+def generate(lease: Lease, policy: LoadedPolicy, *, temperature: float | None = None) -> list[Drawn]:
     """Every row of the lease, all at once; prompts of a sort task are all of one length."""
     decoder, tokenizer = policy.decoder, policy.tokenizer
     samples, max_new = lease.sampling.samples_per_prompt, lease.sampling.max_new_tokens
@@ -127,7 +127,7 @@ def generate(lease: Lease, policy: Policy, *, temperature: float | None = None) 
 
 
 def make_table(
-    lease: Lease, policy: Policy, rows: list[Drawn] | None = None, *, prover: Policy | None = None
+    lease: Lease, policy: LoadedPolicy, rows: list[Drawn] | None = None, *, prover: LoadedPolicy | None = None
 ) -> RolloutTable:
     """The honest table. `prover` and `rows` are for those who are not."""
     rows = rows if rows is not None else generate(lease, policy)

@@ -17,7 +17,7 @@ from shoal.net.http_client import SignedClient
 from shoal.net.http_server import listen
 from shoal.shardcast import RelayServer, VersionStore, publish
 from shoal.swarm.validator.claim_loop import ValidatorConfig
-from shoal.swarm.validator.recompute import Policy
+from shoal.swarm.validator.recompute import LoadedPolicy
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.lease import Lease, Receipt
@@ -70,7 +70,7 @@ class Swarm:
         for client in self._clients:
             client.close()
 
-    def publish(self, version: int, origin_url: str) -> Policy:
+    def publish(self, version: int, origin_url: str) -> LoadedPolicy:
         folder = self.store.path(version)
         report = StepReport(**(_ZEROS | {"version": version})) if version else None
         create_model("tiny", folder, seed=version)
@@ -78,7 +78,7 @@ class Swarm:
         self.store.adopt(version)
         told = Announce(manifest=manifest, origin_url=origin_url, report=report)
         self.client_of(self.key("trainer")).call("POST", "/v1/policies", told, Recorded)
-        return Policy(version, load_decoder(folder), load_tokenizer(folder))
+        return LoadedPolicy(version, load_decoder(folder), load_tokenizer(folder))
 
     def report_relay(self, url: str, *versions: int) -> None:
         report = RelayReport(url=url, versions=versions)

@@ -16,7 +16,7 @@ from shoal.net.http_client import Refused
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.http.server import run_coordinator
 from shoal.swarm.validator.claim_loop import run_validator
-from shoal.swarm.validator.recompute import Policy
+from shoal.swarm.validator.recompute import LoadedPolicy
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.lease import Lease
 from shoal.wire.messages import Info, Stats
@@ -90,7 +90,7 @@ def test_the_file_reaches_validators_and_only_them(
         check_own(swarm, info.spec, lease, policy)
 
 
-def check_own(swarm: Swarm, public: RunSpec, lease: Lease, policy: Policy) -> None:
+def check_own(swarm: Swarm, public: RunSpec, lease: Lease, policy: LoadedPolicy) -> None:
     """`shoal check-local` by a contributor, who has no such file: everything but the rewards."""
     last, version = swarm.dir / "last", swarm.store.path(0).parent
     last.mkdir()
@@ -100,7 +100,7 @@ def check_own(swarm: Swarm, public: RunSpec, lease: Lease, policy: Policy) -> No
     (last / "rollouts.parquet").write_bytes(encode(make_table(lease, policy)))
     verdict = check_file(last / "rollouts.parquet", last / "lease.json", version, public)
     assert verdict.code == ACCEPTED and verdict.rewards == ()
-    assert "not graded, because the task's files are not here" in verdict.detail
+    assert "not graded, because the task's files are missing here" in verdict.detail
 
 
 def unparseable(swarm: Swarm) -> int:
@@ -124,6 +124,6 @@ def check_eval(url: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None
     other = data.with_name("other.jsonl")
     other.write_text(data.read_text() + "\n")
     assert main(["eval", url, *small, "--option", f"path={other}"]) == 2
-    assert "is not the run's file" in capsys.readouterr().err
+    assert "is not the file of the run" in capsys.readouterr().err
     assert main(["eval", url, *small, "--version", "7", "--task", "sort"]) == 2
     assert "/v1/policies/7" in capsys.readouterr().err

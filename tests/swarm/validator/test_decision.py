@@ -12,8 +12,8 @@ from honest_work import generate, make_claim, make_lease, make_policy, make_spec
 from shoal import toploc
 from shoal.swarm.validator.fact_checks import RowFacts, check_facts, check_surprise, surprise_z, units_of
 from shoal.swarm.validator.judge import judge
-from shoal.swarm.validator.recompute import Policy, recompute
-from shoal.swarm.validator.table_reader import Reader
+from shoal.swarm.validator.recompute import LoadedPolicy, recompute
+from shoal.swarm.validator.table_reader import TableReader
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.proof_noise import Noise, Statistic
 from shoal.wire.rollouts import Finish, Rollout, encode
@@ -28,12 +28,12 @@ LOOSE = Tolerances(
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> LoadedPolicy:
     return sharpen(make_policy(tmp_path_factory.mktemp("models")))
 
 
 @pytest.fixture(scope="module")
-def noise(policy: Policy) -> Noise:
+def noise(policy: LoadedPolicy) -> Noise:
     rows = []
     for number in range(100, 107):
         lease = make_lease(SPEC, number=number)
@@ -43,17 +43,17 @@ def noise(policy: Policy) -> Noise:
     return toploc.measure_noise({"this machine": rows}, model="tiny", compute_dtype="float32")
 
 
-def stale(policy: Policy, size: float) -> Policy:
+def stale(policy: LoadedPolicy, size: float) -> LoadedPolicy:
     """Every weight a step of Adam away."""
     decoder = copy.deepcopy(policy.decoder)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator).sign(), alpha=size)
-    return Policy(policy.version, decoder, policy.tokenizer)
+    return LoadedPolicy(policy.version, decoder, policy.tokenizer)
 
 
-def test_honest_work_is_accepted_and_a_step_of_1e_5_is_seen(policy: Policy, noise: Noise) -> None:
+def test_honest_work_is_accepted_and_a_step_of_1e_5_is_seen(policy: LoadedPolicy, noise: Noise) -> None:
     """Segment by segment the tolerances pass it: it is the sum over the submission that tells."""
     lease = make_lease(SPEC, number=1)
     honest = make_table(lease, policy)
@@ -66,7 +66,7 @@ def test_honest_work_is_accepted_and_a_step_of_1e_5_is_seen(policy: Policy, nois
     assert refused.value.code == "reject.wrong_computation"
 
 
-def test_suspicious_but_not_certain_is_void(policy: Policy, noise: Noise) -> None:
+def test_suspicious_but_not_certain_is_void(policy: LoadedPolicy, noise: Noise) -> None:
     lease = make_lease(SPEC, number=2)
     rows = make_table(lease, policy).rows
     facts = recompute(rows, lease, policy, control_seed=1)
@@ -88,7 +88,7 @@ def test_suspicious_but_not_certain_is_void(policy: Policy, noise: Noise) -> Non
     assert refused.value.code == "void.uncertain", refused.value.detail
 
 
-def test_log_probs_and_draws_go_by_the_calibration(policy: Policy, noise: Noise) -> None:
+def test_log_probs_and_draws_go_by_the_calibration(policy: LoadedPolicy, noise: Noise) -> None:
     """Tolerances that pass anything, and yet: what is known of honest work judges, each lie under its own code."""
     lease = make_lease(SPEC, number=12)
     table = make_table(lease, policy)
@@ -106,7 +106,7 @@ def test_log_probs_and_draws_go_by_the_calibration(policy: Policy, noise: Noise)
     assert refused.value.code == "reject.wrong_sampling"
 
 
-def test_what_no_calibration_knows_the_tolerances_judge(policy: Policy, noise: Noise) -> None:
+def test_what_no_calibration_knows_the_tolerances_judge(policy: LoadedPolicy, noise: Noise) -> None:
     lease = make_lease(SPEC, number=13)
     table = make_table(lease, policy)
     facts = recompute(table.rows, lease, policy, control_seed=1)
@@ -120,11 +120,11 @@ def test_what_no_calibration_knows_the_tolerances_judge(policy: Policy, noise: N
     assert refused.value.code == "reject.wrong_logprobs"
 
 
-def test_the_verdict_goes_by_the_terms_of_the_run(policy: Policy, noise: Noise) -> None:
+def test_the_verdict_goes_by_the_terms_of_the_run(policy: LoadedPolicy, noise: Noise) -> None:
     lease = make_lease(SPEC, number=3)
     data = encode(make_table(lease, stale(policy, 1e-5)))
     claim = make_claim(lease, data)
-    with Reader() as reader:
+    with TableReader() as reader:
         without, with_noise = (
             judge(data, claim, spec, policy, reader=reader, control_seed=1)
             for spec in (
@@ -136,7 +136,7 @@ def test_the_verdict_goes_by_the_terms_of_the_run(policy: Policy, noise: Noise) 
     assert with_noise.code == "reject.wrong_computation"
 
 
-def test_surprise_is_what_the_distribution_says(policy: Policy) -> None:
+def test_surprise_is_what_the_distribution_says(policy: LoadedPolicy) -> None:
     lease = make_lease(SPEC, number=4)
     table = make_table(lease, policy)
     fact = recompute(table.rows, lease, policy, control_seed=1)[0]
@@ -152,7 +152,9 @@ def test_surprise_is_what_the_distribution_says(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize(("temperature", "word"), [(1.6, "less"), (0.5, "more")])
-def test_another_sampler_is_seen_without_any_seed(policy: Policy, temperature: float, word: str) -> None:
+def test_another_sampler_is_seen_without_any_seed(
+    policy: LoadedPolicy, temperature: float, word: str
+) -> None:
     lease = make_lease(SPEC, number=5, prompts=8)
     table = make_table(lease, policy, generate(lease, policy, temperature=temperature))
     facts = recompute(table.rows, lease, policy, control_seed=1)
@@ -161,7 +163,7 @@ def test_another_sampler_is_seen_without_any_seed(policy: Policy, temperature: f
     assert refused.value.code == "reject.wrong_sampling"
 
 
-def test_honest_tokens_are_no_surprise(policy: Policy) -> None:
+def test_honest_tokens_are_no_surprise(policy: LoadedPolicy) -> None:
     for number in range(6, 12):
         lease = make_lease(SPEC, number=number)
         facts = recompute(make_table(lease, policy).rows, lease, policy, control_seed=1)

@@ -27,8 +27,8 @@ from honest_work import (
 from shoal.net.waiting import Stopped
 from shoal.swarm.validator.fact_checks import check_forgery
 from shoal.swarm.validator.judge import judge
-from shoal.swarm.validator.recompute import CannotCheck, Policy, recompute
-from shoal.swarm.validator.table_reader import Reader
+from shoal.swarm.validator.recompute import CannotCheck, LoadedPolicy, recompute
+from shoal.swarm.validator.table_reader import TableReader
 from shoal.tasks import Problem, make_task
 from shoal.toploc.field import PRIME
 from shoal.wire.codes import ACCEPTED, Rejected
@@ -41,8 +41,8 @@ LEASE = make_lease(SPEC)
 
 
 @pytest.fixture(scope="module")
-def reader() -> Iterator[Reader]:
-    with Reader() as reader:
+def reader() -> Iterator[TableReader]:
+    with TableReader() as reader:
         yield reader
 
 
@@ -52,12 +52,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def policy(folder: Path) -> Policy:
+def policy(folder: Path) -> LoadedPolicy:
     return sharpen(make_policy(folder))
 
 
 @pytest.fixture(scope="module")
-def honest(policy: Policy) -> RolloutTable:
+def honest(policy: LoadedPolicy) -> RolloutTable:
     return make_table(LEASE, policy)
 
 
@@ -65,7 +65,7 @@ Judge = Callable[..., Verdict]
 
 
 @pytest.fixture
-def verdict(reader: Reader, policy: Policy) -> Judge:
+def verdict(reader: TableReader, policy: LoadedPolicy) -> Judge:
     def of(table: RolloutTable | bytes, *, lease: Lease = LEASE, spec=SPEC, **claim: object) -> Verdict:
         data = table if isinstance(table, bytes) else encode(table)
         return judge(data, make_claim(lease, data, **claim), spec, policy, reader=reader, control_seed=5)
@@ -73,7 +73,7 @@ def verdict(reader: Reader, policy: Policy) -> Judge:
     return of
 
 
-def nudged(policy: Policy, size: float) -> Policy:
+def nudged(policy: LoadedPolicy, size: float) -> LoadedPolicy:
     """The same model after one step of sign descent of this size."""
     decoder = copy.deepcopy(policy.decoder)
     generator = torch.Generator().manual_seed(3)
@@ -81,7 +81,7 @@ def nudged(policy: Policy, size: float) -> Policy:
         for parameter in decoder.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.add_(noise.sign().to(parameter.dtype), alpha=size)
-    return Policy(policy.version, decoder, policy.tokenizer)
+    return LoadedPolicy(policy.version, decoder, policy.tokenizer)
 
 
 # -- the honest -----------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def nudged(policy: Policy, size: float) -> Policy:
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 12, 40])
 def test_honest_work_is_accepted_with_the_swarms_rewards(
-    verdict: Judge, policy: Policy, max_new_tokens: int
+    verdict: Judge, policy: LoadedPolicy, max_new_tokens: int
 ) -> None:
     spec = make_spec(sampling=Sampling(max_new_tokens=max_new_tokens, samples_per_prompt=4))
     lease = make_lease(spec, number=max_new_tokens)
@@ -108,7 +108,7 @@ def test_honest_work_is_accepted_with_the_swarms_rewards(
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 12])
 def test_short_answers_in_bfloat16_are_accepted_too(
-    reader: Reader, tmp_path: Path, max_new_tokens: int
+    reader: TableReader, tmp_path: Path, max_new_tokens: int
 ) -> None:
     """A batch in which no row has a second token has states of the prompts only, in the policy's dtype."""
     policy = make_policy(tmp_path, dtype=torch.bfloat16)
@@ -125,11 +125,11 @@ def test_short_answers_in_bfloat16_are_accepted_too(
 
 def test_more_points_than_a_state_has_values_are_nobodys_fault(verdict: Judge, honest: RolloutTable) -> None:
     lease = LEASE.model_copy(update={"proof": ProofSpec(topk=256)})
-    with pytest.raises(CannotCheck, match=r"proof\.topk=256 is more than the model's 128 values a state"):
+    with pytest.raises(CannotCheck, match=r"proof\.topk=256 is more than the model's 128 values per state"):
         verdict(honest, lease=lease)
 
 
-def test_lengths_are_held_against_budgets(verdict: Judge, policy: Policy) -> None:
+def test_lengths_are_held_against_budgets(verdict: Judge, policy: LoadedPolicy) -> None:
     task = TaskSpec(name="sort", options={"style": "chat"}, budgets=(10, 20), budget_alpha=0.01)
     spec = make_spec(task=task)
     lease = make_lease(spec, number=77)
@@ -144,11 +144,11 @@ def test_lengths_are_held_against_budgets(verdict: Judge, policy: Policy) -> Non
 
 
 def test_a_lease_that_contradicts_its_task_is_nobodys_fault(verdict: Judge, honest: RolloutTable) -> None:
-    with pytest.raises(CannotCheck, match="says chat=True, its task False"):
+    with pytest.raises(CannotCheck, match="has chat=True, its task has chat=False"):
         verdict(honest, lease=LEASE.model_copy(update={"chat": True}))
 
 
-def test_right_answers_earn_their_reward(folder: Path, reader: Reader) -> None:
+def test_right_answers_earn_their_reward(folder: Path, reader: TableReader) -> None:
     """Rows that happen to be right, from a model that was taught one prompt, are paid in file order."""
     spec = make_spec(sampling=Sampling(max_new_tokens=6, samples_per_prompt=2))
     lease = make_lease(spec, prompts=1, number=77)
@@ -169,7 +169,7 @@ def test_right_answers_earn_their_reward(folder: Path, reader: Reader) -> None:
     assert (found.code, found.rewards) == (ACCEPTED, (1.0, 1.0)), found.detail
 
 
-def test_honest_bfloat16_work_passes_its_own_tolerances(folder: Path, reader: Reader) -> None:
+def test_honest_bfloat16_work_passes_its_own_tolerances(folder: Path, reader: TableReader) -> None:
     spec = make_spec(compute_dtype="bfloat16", tolerances=default_tolerances("bfloat16"))
     policy = sharpen(make_policy(folder, dtype=torch.bfloat16))
     data = encode(make_table(LEASE, policy))
@@ -177,7 +177,7 @@ def test_honest_bfloat16_work_passes_its_own_tolerances(folder: Path, reader: Re
     assert found.code == ACCEPTED, found.detail
 
 
-def test_batching_does_not_change_the_facts(policy: Policy, honest: RolloutTable) -> None:
+def test_batching_does_not_change_the_facts(policy: LoadedPolicy, honest: RolloutTable) -> None:
     together = recompute(honest.rows, LEASE, policy, control_seed=1)
     apart = recompute(honest.rows, LEASE, replace(policy, batch_tokens=20), control_seed=1)
     for one, other in zip(together, apart, strict=True):
@@ -209,7 +209,7 @@ def test_groups_must_be_complete(verdict: Judge, honest: RolloutTable) -> None:
         assert verdict(replace(honest, rows=wrong)).code == "reject.incomplete_group"
 
 
-def test_prompts_must_be_the_leased_ones(verdict: Judge, policy: Policy, honest: RolloutTable) -> None:
+def test_prompts_must_be_the_leased_ones(verdict: Judge, policy: LoadedPolicy, honest: RolloutTable) -> None:
     hint = tuple(policy.tokenizer.encode_prompt("1234=", chat=False))
     assert verdict(with_row(honest, 3, prompt_tokens=hint)).code == "reject.edited_prompt"
     assert verdict(with_rows(honest, prompt_tokens=hint)).code == "reject.other_prompts"
@@ -246,7 +246,7 @@ def test_proofs_must_have_the_right_count_and_form(verdict: Judge, honest: Rollo
 # -- truncated answers ----------------------------------------------------------------------------------
 
 
-def cut(lease: Lease, policy: Policy, *, append_end: bool) -> RolloutTable:
+def cut(lease: Lease, policy: LoadedPolicy, *, append_end: bool) -> RolloutTable:
     """Honest generation, cut after three tokens to save the rest; proofs and log-probs are kept consistent."""
     end = next(iter(policy.tokenizer.end_tokens))
     rows = []
@@ -260,7 +260,7 @@ def cut(lease: Lease, policy: Policy, *, append_end: bool) -> RolloutTable:
     return make_table(lease, policy, rows)
 
 
-def test_truncated_answers_are_early_stops(verdict: Judge, policy: Policy) -> None:
+def test_truncated_answers_are_early_stops(verdict: Judge, policy: LoadedPolicy) -> None:
     assert verdict(cut(LEASE, policy, append_end=False)).code == "reject.early_stop"
     found = verdict(cut(LEASE, policy, append_end=True))
     assert found.code == "reject.early_stop", found.detail
@@ -269,14 +269,16 @@ def test_truncated_answers_are_early_stops(verdict: Judge, policy: Policy) -> No
 
 
 def test_a_truncation_with_the_old_proofs_is_an_early_stop_too(
-    verdict: Judge, policy: Policy, honest: RolloutTable
+    verdict: Judge, policy: LoadedPolicy, honest: RolloutTable
 ) -> None:
     stumps = cut(LEASE, policy, append_end=True)
     kept = tuple(replace(stump, proof=row.proof) for stump, row in zip(stumps.rows, honest.rows, strict=True))
     assert verdict(replace(stumps, rows=kept)).code == "reject.early_stop"
 
 
-def test_going_on_after_an_end_token_is_refused(verdict: Judge, policy: Policy, honest: RolloutTable) -> None:
+def test_going_on_after_an_end_token_is_refused(
+    verdict: Judge, policy: LoadedPolicy, honest: RolloutTable
+) -> None:
     end = next(iter(policy.tokenizer.end_tokens))
     tokens = honest.rows[0].output_tokens
     spliced = (*tokens[:2], end, *tokens[3:])
@@ -288,7 +290,7 @@ def test_going_on_after_an_end_token_is_refused(verdict: Judge, policy: Policy, 
 
 @pytest.mark.parametrize("size", [None, 1e-2, 1e-3])
 def test_other_weights_are_a_wrong_computation(
-    verdict: Judge, policy: Policy, folder: Path, size: float | None
+    verdict: Judge, policy: LoadedPolicy, folder: Path, size: float | None
 ) -> None:
     other = sharpen(make_policy(folder, seed=1)) if size is None else nudged(policy, size)
     found = verdict(make_table(LEASE, other))
@@ -296,7 +298,7 @@ def test_other_weights_are_a_wrong_computation(
     assert "exponents" in found.detail or "mantissas" in found.detail
 
 
-def test_an_edited_prompt_that_is_hidden_is_a_wrong_computation(verdict: Judge, policy: Policy) -> None:
+def test_an_edited_prompt_that_is_hidden_is_a_wrong_computation(verdict: Judge, policy: LoadedPolicy) -> None:
     """The worker shows the model another prompt and reports the leased one."""
     shown = LEASE.model_copy(update={"prompts": tuple("9" + prompt[1:] for prompt in LEASE.prompts)})
     secret = make_table(shown, policy)
@@ -330,7 +332,7 @@ def test_made_up_proofs_are_forged(verdict: Judge, honest: RolloutTable) -> None
         assert found.code == "reject.forged_proof", f"{name}: {found.detail}"
 
 
-def test_proofs_that_fit_everywhere_meet_the_control_points(policy: Policy) -> None:
+def test_proofs_that_fit_everywhere_meet_the_control_points(policy: LoadedPolicy) -> None:
     """As the constant does, and as anything must that fits without commitment; the constant's own check left out."""
     spec = make_spec(sampling=Sampling(max_new_tokens=33, samples_per_prompt=4))
     lease = make_lease(spec, number=9)
@@ -359,7 +361,7 @@ def test_random_proofs_over_other_tokens_are_a_wrong_computation(verdict: Judge,
 # -- lies about the sampling ----------------------------------------------------------------------------
 
 
-def through_the_right_model(lease: Lease, policy: Policy, tokens: list[list[int]]) -> RolloutTable:
+def through_the_right_model(lease: Lease, policy: LoadedPolicy, tokens: list[list[int]]) -> RolloutTable:
     """Tokens of whatever origin, prefilled through the leased model: its own states, proofs and log-probs."""
     rows = []
     for index, output in enumerate(tokens):
@@ -375,19 +377,21 @@ def through_the_right_model(lease: Lease, policy: Policy, tokens: list[list[int]
     return make_table(lease, policy, rows)
 
 
-def test_tokens_of_another_model_are_a_wrong_sampling(verdict: Judge, policy: Policy, folder: Path) -> None:
+def test_tokens_of_another_model_are_a_wrong_sampling(
+    verdict: Judge, policy: LoadedPolicy, folder: Path
+) -> None:
     other = sharpen(make_policy(folder, seed=1))
     tokens = [row.tokens for row in generate(LEASE, other)]
     found = verdict(through_the_right_model(LEASE, policy, tokens))
     assert found.code == "reject.wrong_sampling", found.detail
 
 
-def test_another_temperature_is_a_wrong_sampling(verdict: Judge, policy: Policy) -> None:
+def test_another_temperature_is_a_wrong_sampling(verdict: Judge, policy: LoadedPolicy) -> None:
     found = verdict(make_table(LEASE, policy, generate(LEASE, policy, temperature=1.5)))
     assert found.code == "reject.wrong_sampling", found.detail
 
 
-def test_one_replaced_token_is_a_wrong_sampling(verdict: Judge, policy: Policy) -> None:
+def test_one_replaced_token_is_a_wrong_sampling(verdict: Judge, policy: LoadedPolicy) -> None:
     """A wrong answer put right, the rest honest to the letter: in float32 no token may miss its draw."""
     tokens = [row.tokens for row in generate(LEASE, policy)]
     long = next(index for index, row in enumerate(tokens) if len(row) == 12)
@@ -397,7 +401,7 @@ def test_one_replaced_token_is_a_wrong_sampling(verdict: Judge, policy: Policy) 
     assert found.evidence["draw_misses"] >= 1
 
 
-def test_another_seed_is_a_wrong_sampling(verdict: Judge, policy: Policy) -> None:
+def test_another_seed_is_a_wrong_sampling(verdict: Judge, policy: LoadedPolicy) -> None:
     """Best of n, or rows swapped within a group: honest draws, but not the leased ones."""
     reseeded = LEASE.model_copy(update={"seed": "12" * 32})
     assert verdict(make_table(reseeded, policy)).code == "reject.wrong_sampling"
@@ -413,7 +417,7 @@ def test_wrong_logprobs_alone_are_named_so(verdict: Judge, honest: RolloutTable)
 # -- our own side ---------------------------------------------------------------------------------------
 
 
-def test_a_check_can_be_stopped(policy: Policy, honest: RolloutTable) -> None:
+def test_a_check_can_be_stopped(policy: LoadedPolicy, honest: RolloutTable) -> None:
     stop = threading.Event()
     stop.set()
     with pytest.raises(Stopped):
@@ -426,8 +430,8 @@ def test_a_lease_that_contradicts_itself_blames_nobody(verdict: Judge, honest: R
         verdict(honest, lease=lease)
 
 
-def test_broken_weights_blame_nobody(reader: Reader, policy: Policy, honest: RolloutTable) -> None:
-    broken = Policy(0, copy.deepcopy(policy.decoder), policy.tokenizer)
+def test_broken_weights_blame_nobody(reader: TableReader, policy: LoadedPolicy, honest: RolloutTable) -> None:
+    broken = LoadedPolicy(0, copy.deepcopy(policy.decoder), policy.tokenizer)
     with torch.no_grad():
         broken.decoder.model.norm.weight.fill_(math.nan)
     data = encode(honest)

@@ -15,8 +15,8 @@ from shoal.rollout.adversary.lies import LIES, make_behaviour
 from shoal.rollout.engine.api import Behaviour, Engine, make_requests, make_table
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.swarm.validator.judge import judge
-from shoal.swarm.validator.recompute import Policy
-from shoal.swarm.validator.table_reader import Reader
+from shoal.swarm.validator.recompute import LoadedPolicy
+from shoal.swarm.validator.table_reader import TableReader
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.lease import Lease, Verdict
 from shoal.wire.rollouts import encode
@@ -72,8 +72,8 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def reader() -> Iterator[Reader]:
-    with Reader() as reader:
+def reader() -> Iterator[TableReader]:
+    with TableReader() as reader:
         yield reader
 
 
@@ -89,7 +89,7 @@ def work(behaviour: Behaviour, engine: Engine, lease: Lease, folder: Path, versi
 
 
 def two_verdicts(
-    lie: str | None, versions: list[Path], reader: Reader, spec: RunSpec = SPEC
+    lie: str | None, versions: list[Path], reader: TableReader, spec: RunSpec = SPEC
 ) -> list[Verdict]:
     """On a lease with each version, one after the other."""
     behaviour = make_behaviour(lie, "http://127.0.0.1:1") if lie else Behaviour()
@@ -102,12 +102,12 @@ def two_verdicts(
         data = work(behaviour, engine, lease, folder, version)
         claim = make_claim(lease, data, version=version, copy_of=NODE if data in seen else None)
         seen.add(data)
-        policy = Policy(version, load_decoder(folder), tokenizer)
+        policy = LoadedPolicy(version, load_decoder(folder), tokenizer)
         found.append(judge(data, claim, spec, policy, reader=reader, control_seed=11))
     return found
 
 
-def test_honest_work_of_the_real_engine_is_accepted(versions: list[Path], reader: Reader) -> None:
+def test_honest_work_of_the_real_engine_is_accepted(versions: list[Path], reader: TableReader) -> None:
     assert [verdict.code for verdict in two_verdicts(None, versions, reader)] == [ACCEPTED, ACCEPTED]
 
 
@@ -116,7 +116,7 @@ def test_every_lie_has_a_code() -> None:
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lie_is_refused_with_its_code(lie: str, versions: list[Path], reader: Reader) -> None:
+def test_a_lie_is_refused_with_its_code(lie: str, versions: list[Path], reader: TableReader) -> None:
     first, second = two_verdicts(lie, versions, reader)
     assert second.code == CODE_OF[lie], second.detail
     # Two lies need a past to lie about: until then they tell the truth.
@@ -127,7 +127,7 @@ def test_a_lie_is_refused_with_its_code(lie: str, versions: list[Path], reader: 
 
 @pytest.mark.parametrize("lie", [None, "smaller-model", "forged-proof", "typical-proof", "int4-weights"])
 def test_proofs_of_another_size_are_lied_about_as_well(
-    lie: str | None, versions: list[Path], reader: Reader
+    lie: str | None, versions: list[Path], reader: TableReader
 ) -> None:
     spec = SPEC.model_copy(update={"proof": ProofSpec(topk=16, segment_tokens=5)})
     wanted = ACCEPTED if lie is None else CODE_OF[lie]

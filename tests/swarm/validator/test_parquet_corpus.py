@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from test_reader import LIMITS, METADATA, TABLE, columns_with
 
-from shoal.swarm.validator.table_reader import Reader
+from shoal.swarm.validator.table_reader import TableReader
 from shoal.wire.codes import Rejected
 from shoal.wire.rollouts import SCHEMA, encode
 
@@ -24,8 +24,8 @@ PER_FILE = 40
 
 
 @pytest.fixture(scope="module")
-def reader() -> Iterator[Reader]:
-    with Reader() as reader:
+def reader() -> Iterator[TableReader]:
+    with TableReader() as reader:
         yield reader
 
 
@@ -97,7 +97,7 @@ GOOD = good_files()
 DAMAGE = (flip, overwrite, cut_end, cut_middle, repeat, footer_length, in_footer, in_footer, of_another)
 
 
-def test_the_corpus(reader: Reader) -> None:
+def test_the_corpus(reader: TableReader) -> None:
     rng, outcomes = random.Random(SEED), Counter[str]()
     for name, good in GOOD.items():
         for number in range(PER_FILE):
@@ -117,7 +117,7 @@ def test_the_corpus(reader: Reader) -> None:
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_what_the_format_allows_and_what_it_does_not(reader: Reader, name: str) -> None:
+def test_what_the_format_allows_and_what_it_does_not(reader: TableReader, name: str) -> None:
     """Only what the format names is decoded at all: the decoders of all else are never reached."""
     try:
         rows = len(reader.read(GOOD[name], LIMITS).rows)
@@ -129,7 +129,7 @@ def test_what_the_format_allows_and_what_it_does_not(reader: Reader, name: str) 
         assert name not in ("dictionary", "delta lengths")
 
 
-def test_lengths_of_nothing(reader: Reader) -> None:
+def test_lengths_of_nothing(reader: TableReader) -> None:
     for data in (b"", b"PAR1", b"PAR1PAR1", b"PAR1" + bytes(4) + b"PAR1", b"PARE" * 3, bytes(1 << 16)):
         with pytest.raises(Rejected) as refused:
             reader.read(data, LIMITS)

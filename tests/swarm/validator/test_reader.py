@@ -1,6 +1,8 @@
 """Strangers' files: whatever they hold, the validator stays up and says why."""
 
+import os
 import random
+import signal
 from collections.abc import Iterator
 
 import numpy as np
@@ -8,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shoal.swarm.validator.table_reader import Reader, ReaderDown
+from shoal.swarm.validator.table_reader import ReaderFailed, TableReader
 from shoal.wire.codes import Rejected
 from shoal.wire.rollouts import FORMAT, SCHEMA, Finish, Rollout, RolloutTable, TableLimits, encode
 
@@ -35,12 +37,12 @@ TABLE = RolloutTable(
 
 
 @pytest.fixture(scope="module")
-def reader() -> Iterator[Reader]:
-    with Reader() as reader:
+def reader() -> Iterator[TableReader]:
+    with TableReader() as reader:
         yield reader
 
 
-def refusal(reader: Reader, data: bytes, limits: TableLimits = LIMITS) -> str:
+def refusal(reader: TableReader, data: bytes, limits: TableLimits = LIMITS) -> str:
     with pytest.raises(Rejected) as refused:
         reader.read(data, limits)
     return refused.value.code
@@ -67,17 +69,17 @@ def columns_with(**changes: list[object]) -> dict[str, list[object]]:
     return plain | changes
 
 
-def test_a_table_comes_back_as_it_was_written(reader: Reader) -> None:
+def test_a_table_comes_back_as_it_was_written(reader: TableReader) -> None:
     assert reader.read(encode(TABLE), LIMITS) == TABLE
     assert reader.read(encode(TABLE), LIMITS) == TABLE, "the same child serves again"
 
 
-def test_a_table_that_does_not_fit_the_lease_is_oversized(reader: Reader) -> None:
+def test_a_table_that_does_not_fit_the_lease_is_oversized(reader: TableReader) -> None:
     many = RolloutTable(lease_id="a" * 32, policy_version=3, rows=tuple(rollout(index) for index in range(9)))
     assert refusal(reader, encode(many)) == "reject.oversized_table"
 
 
-def test_broken_files_are_malformed(reader: Reader) -> None:
+def test_broken_files_are_malformed(reader: TableReader) -> None:
     good = encode(TABLE)
     rng = random.Random(1)
     broken = [
@@ -92,7 +94,7 @@ def test_broken_files_are_malformed(reader: Reader) -> None:
     assert {refusal(reader, data) for data in broken} == {"reject.malformed_file"}
 
 
-def test_other_schemas_are_malformed(reader: Reader) -> None:
+def test_other_schemas_are_malformed(reader: TableReader) -> None:
     extra = SCHEMA.append(pa.field("reward", pa.float32()))
     wide = SCHEMA.set(0, pa.field("prompt_index", pa.int64(), nullable=False))
     nullable = pa.schema([field.with_nullable(True) for field in SCHEMA])
@@ -107,7 +109,7 @@ def test_other_schemas_are_malformed(reader: Reader) -> None:
         assert refusal(reader, data) == "reject.malformed_file"
 
 
-def test_wrong_footers_and_values_are_refused(reader: Reader) -> None:
+def test_wrong_footers_and_values_are_refused(reader: TableReader) -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(
         pa.Table.from_pydict(columns_with(), schema=SCHEMA), sink, use_dictionary=False, store_schema=False
@@ -138,7 +140,7 @@ def bomb_of_one_row(count: int, *, dictionary: bool = False) -> bytes:
     return bytes(sink.getvalue())
 
 
-def test_a_parquet_bomb_is_refused_by_its_footer(reader: Reader) -> None:
+def test_a_parquet_bomb_is_refused_by_its_footer(reader: TableReader) -> None:
     bomb = bomb_of_one_row(8_000_000)
     assert len(bomb) < 100_000
     assert refusal(reader, bomb) == "reject.oversized_table"
@@ -148,12 +150,12 @@ def test_a_parquet_bomb_is_refused_by_its_footer(reader: Reader) -> None:
 
 
 def test_a_bomb_that_passes_the_footer_meets_the_memory_limit() -> None:
-    with Reader(max_memory_bytes=100_000_000) as reader:
+    with TableReader(max_memory_bytes=100_000_000) as reader:
         assert refusal(reader, bomb_of_one_row(60_000_000), LOOSE) == "reject.oversized_table"
         assert reader.read(encode(TABLE), LIMITS) == TABLE, "and the reader goes on"
 
 
-def test_a_bomb_with_a_forged_footer_is_harmless(reader: Reader) -> None:
+def test_a_bomb_with_a_forged_footer_is_harmless(reader: TableReader) -> None:
     """num_values is the sender's own word: a small lie in the footer must not open the door to what the pages hold."""
     count = 10_000_000
     bomb, honest = bomb_of_one_row(count), _zigzag_varint(count)
@@ -181,19 +183,19 @@ def _zigzag_varint(value: int, width: int = 0) -> bytes:
     return bytes(out)
 
 
-def test_an_idle_child_that_was_killed_is_replaced(reader: Reader) -> None:
+def test_an_idle_child_that_was_killed_is_replaced(reader: TableReader) -> None:
     assert reader.read(encode(TABLE), LIMITS) == TABLE
-    assert reader._child is not None
-    reader._child.kill()
+    assert reader.child.pid is not None
+    os.kill(reader.child.pid, signal.SIGKILL)
     assert reader.read(encode(TABLE), LIMITS) == TABLE, "an idle child that was killed costs nobody anything"
 
 
 def test_no_answer_in_time_is_our_own_failure() -> None:
-    with Reader(wall_s=-1.0) as hurried, pytest.raises(ReaderDown, match="wall clock"):
+    with TableReader(wall_s=-1.0) as hurried, pytest.raises(ReaderFailed, match="wall-clock time"):
         hurried.read(encode(TABLE), LIMITS)
 
 
-def test_random_damage_never_takes_the_reader_down(reader: Reader) -> None:
+def test_random_damage_never_takes_the_reader_down(reader: TableReader) -> None:
     good, rng = encode(TABLE), random.Random(0)
     outcomes = {"same": 0, "refused": 0}
     for _ in range(300):
@@ -209,8 +211,8 @@ def test_random_damage_never_takes_the_reader_down(reader: Reader) -> None:
 
 
 def test_a_child_that_cannot_start_is_our_own_failure() -> None:
-    reader = Reader(python="/bin/false")
-    with pytest.raises(ReaderDown, match="before it had read anything"):
+    reader = TableReader(python="/bin/false")
+    with pytest.raises(ReaderFailed, match="before its first request"):
         reader.read(encode(TABLE), LIMITS)
-    with pytest.raises(ReaderDown, match="before it had read anything"), reader:
+    with pytest.raises(ReaderFailed, match="before its first request"), reader:
         pass

@@ -10,8 +10,8 @@ from honest_work import make_lease, make_policy, make_spec, make_table
 
 from shoal.swarm.validator.fact_checks import RowFacts
 from shoal.swarm.validator.recompute import (
-    Checked,
-    Policy,
+    LoadedPolicy,
+    RowsToCheck,
     _batches,
     _Entry,
     _length,
@@ -25,7 +25,7 @@ SPEC = make_spec(sampling=Sampling(max_new_tokens=40, samples_per_prompt=3))
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> LoadedPolicy:
     return make_policy(tmp_path_factory.mktemp("models"))
 
 
@@ -47,7 +47,7 @@ def test_rows_of_one_token_in_bfloat16(tmp_path: Path) -> None:
         assert facts.segments == ()
 
 
-def test_batches_are_of_about_one_size(policy: Policy) -> None:
+def test_batches_are_of_about_one_size(policy: LoadedPolicy) -> None:
     lease = make_lease(SPEC, prompts=3)
     rows = make_table(lease, policy).rows
     entries = [_Entry(0, place, row, lease) for place, row in enumerate(rows)]
@@ -58,13 +58,18 @@ def test_batches_are_of_about_one_size(policy: Policy) -> None:
     assert list(_batches([], 64)) == []
 
 
-def test_submissions_checked_together_have_the_facts_of_each_alone(policy: Policy, tmp_path: Path) -> None:
+def test_submissions_checked_together_have_the_facts_of_each_alone(
+    policy: LoadedPolicy, tmp_path: Path
+) -> None:
     leases = [make_lease(SPEC, number=number, prompts=2) for number in (1, 2, 3)]
     tables = [make_table(lease, policy).rows for lease in leases]
     # A proof of the right form whose modulus merges indices is found by looking at states: one submission's own affair.
     broken = (replace(tables[1][0], proof=b"\x00\x01" + tables[1][0].proof[2:]), *tables[1][1:])
     found = recompute_many(
-        [Checked(rows, lease) for rows, lease in zip((tables[0], broken, tables[2]), leases, strict=True)],
+        [
+            RowsToCheck(rows, lease)
+            for rows, lease in zip((tables[0], broken, tables[2]), leases, strict=True)
+        ],
         replace(policy, batch_tokens=512),
         control_seed=1,
     )

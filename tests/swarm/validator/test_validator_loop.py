@@ -9,11 +9,11 @@ from honest_work import make_table
 from loopback import Swarm, in_thread, origin_of
 
 from shoal.net.http_client import Refused
-from shoal.swarm.validator import claim_loop
-from shoal.swarm.validator.claim_loop import Ended, run_validator
-from shoal.swarm.validator.crash_guard import Poison
+from shoal.swarm.validator import claim_loop, format_checks
+from shoal.swarm.validator.claim_loop import CrashGuard, ValidatorExit, run_validator
 from shoal.swarm.validator.judge import judge_many
 from shoal.wire.codes import ACCEPTED
+from shoal.wire.messages import Claim
 from shoal.wire.rollouts import encode
 
 
@@ -38,7 +38,7 @@ def test_honest_work_is_accepted_and_lies_are_refused(swarm: Swarm) -> None:
             swarm.submit(bomb, b"PAR1" * 100)
             with pytest.raises(Refused, match=r"ejected: .*reject.malformed_file"):  # its second refusal
                 swarm.verdict_on(bomb)
-        assert ended.result() is Ended.STOPPED
+        assert ended.result() is ValidatorExit.STOPPED
         assert (swarm.dir / "validator" / "policies" / "v0" / "model.safetensors").exists()
 
 
@@ -67,6 +67,26 @@ def test_submissions_that_wait_are_checked_together_each_with_its_own_verdict(
     assert together == [2]
 
 
+def test_a_claim_is_checked_once(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    check_claim = format_checks.check_claim
+
+    def counted(claim: Claim) -> None:
+        checked.append(claim.lease.lease_id)
+        check_claim(claim)
+
+    monkeypatch.setattr(format_checks, "check_claim", counted)
+    with origin_of(swarm) as url:
+        policy = swarm.publish(0, url)
+        swarm.report_relay(url, 0)
+        swarm.join()
+        lease = swarm.lease()
+        swarm.submit(lease, encode(make_table(lease, policy)))
+        with in_thread(lambda stop: run_validator(swarm.config(), stop=stop)):
+            assert swarm.verdict_on(lease).code == ACCEPTED
+    assert checked == [lease.lease_id]
+
+
 def test_weights_that_cannot_be_had_are_nobodys_fault(swarm: Swarm) -> None:
     policy = swarm.publish(0, "http://127.0.0.1:9")
     swarm.report_relay("http://127.0.0.1:9", 0)  # nobody listens there
@@ -76,13 +96,13 @@ def test_weights_that_cannot_be_had_are_nobodys_fault(swarm: Swarm) -> None:
         swarm.submit(lease, encode(make_table(lease, policy)))
         status = swarm.verdict_on(lease)
         assert status.code == "void.infra"
-        assert "policy version 0 cannot be had" in (status.detail or "")
+        assert "policy version 0 is not available" in (status.detail or "")
 
 
 def test_a_finished_run_needs_no_validator(swarm: Swarm) -> None:
     for version in range(4):
         swarm.publish(version, "http://127.0.0.1:9")
-    assert run_validator(swarm.config(), stop=threading.Event()) is Ended.FINISHED
+    assert run_validator(swarm.config(), stop=threading.Event()) is ValidatorExit.FINISHED
 
 
 def test_the_wrong_key_or_run_is_said_at_once(swarm: Swarm) -> None:
@@ -95,10 +115,10 @@ def test_the_wrong_key_or_run_is_said_at_once(swarm: Swarm) -> None:
 def test_a_submission_that_takes_the_validator_down_is_not_tried_for_ever(tmp_path: Path) -> None:
     path, lease_id = tmp_path / "checking.json", "a" * 32
     for _ in range(2):
-        assert Poison(path).begin(lease_id), "a crash may have had another cause"
-    assert not Poison(path).begin(lease_id)
-    survivor = Poison(path)
+        assert CrashGuard(path).begin(lease_id), "a crash may have had another cause"
+    assert not CrashGuard(path).begin(lease_id)
+    survivor = CrashGuard(path)
     survivor.end(lease_id)
-    assert Poison(path).begin(lease_id)
+    assert CrashGuard(path).begin(lease_id)
     path.write_text('{"a')
-    assert Poison(path).begin(lease_id), "a torn file is no reason to stop"
+    assert CrashGuard(path).begin(lease_id), "a torn file is no reason to stop"

@@ -33,8 +33,8 @@ from shoal.wire.record import Sealed
 from shoal.wire.run_spec import RunSpec
 
 if TYPE_CHECKING:  # the validator needs torch, which `shoal ledger verify` must do without
-    from shoal.swarm.validator.loaded_versions import PolicyShelf
-    from shoal.swarm.validator.table_reader import Reader
+    from shoal.swarm.validator.loaded_versions import LoadedVersions
+    from shoal.swarm.validator.table_reader import TableReader
 
 PAGE_EVENTS = 500
 FETCH_S = 120.0
@@ -130,8 +130,8 @@ def _parse_page(data: bytes, seq: int) -> list[LedgerEvent]:
 def audit(options: argparse.Namespace, stop: threading.Event) -> int:
     """Repeats verdicts and compares each with the one in the ledger."""
     from shoal.model.load_model import DTYPES, load_decoder
-    from shoal.swarm.validator.loaded_versions import PolicyShelf
-    from shoal.swarm.validator.table_reader import Reader
+    from shoal.swarm.validator.loaded_versions import LoadedVersions
+    from shoal.swarm.validator.table_reader import TableReader
 
     log = Log("audit")
     key = Key.load(options.key)
@@ -152,8 +152,8 @@ def audit(options: argparse.Namespace, stop: threading.Event) -> int:
             f"the ledger is good: {len(events)} events; verdicts to repeat: {len(chosen)}, refusals among them: {refused}"
         )
     found: dict[str, str | None] = {}
-    with closing(SignedClient(options.url, key, log=log, stop=stop)) as client, Reader() as reader:
-        versions = PolicyShelf(
+    with closing(SignedClient(options.url, key, log=log, stop=stop)) as client, TableReader() as reader:
+        versions = LoadedVersions(
             options.dir / "policies",
             client,
             run_key=info.run_key,
@@ -239,8 +239,8 @@ def with_fetched_files(client: SignedClient, spec: RunSpec, folder: Path) -> Run
 
 def repeat_verdict(
     client: SignedClient,
-    versions: "PolicyShelf",
-    reader: "Reader",
+    versions: "LoadedVersions",
+    reader: "TableReader",
     spec: RunSpec,
     verdict: LedgerEvent,
     issued: LedgerEvent,

@@ -337,8 +337,8 @@ def check_file(file: Path, lease_file: Path, versions: Path, spec: RunSpec) -> V
     from shoal.model.load_model import DTYPES, load_decoder
     from shoal.model.tokenizer import load_tokenizer
     from shoal.swarm.validator.judge import judge
-    from shoal.swarm.validator.recompute import Policy
-    from shoal.swarm.validator.table_reader import Reader
+    from shoal.swarm.validator.recompute import LoadedPolicy
+    from shoal.swarm.validator.table_reader import TableReader
 
     kept = json.loads(lease_file.read_text(encoding="utf-8"))
     lease, version = Lease.parse(json.dumps(kept["lease"])), int(kept["policy_version"])
@@ -358,8 +358,8 @@ def check_file(file: Path, lease_file: Path, versions: Path, spec: RunSpec) -> V
         copy_of=None,
     )
     decoder = load_decoder(folder, dtype=DTYPES[spec.compute_dtype])
-    policy = Policy(version, decoder, load_tokenizer(folder))
-    with Reader() as reader:
+    policy = LoadedPolicy(version, decoder, load_tokenizer(folder))
+    with TableReader() as reader:
         return judge(data, claim, spec, policy, reader=reader, control_seed=secrets.randbits(64))
 
 

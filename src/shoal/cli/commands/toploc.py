@@ -21,7 +21,7 @@ from shoal.model.tokenizer import load_tokenizer
 from shoal.net.waiting import Stopped
 from shoal.rollout.engine.api import ComputeDtype, Engine, FinishedRow, GenerationRequest
 from shoal.swarm.validator.fact_checks import RowFacts, logprob_gap, units_of
-from shoal.swarm.validator.recompute import Policy, Unleased, recompute
+from shoal.swarm.validator.recompute import CalibrationTerms, LoadedPolicy, recompute
 from shoal.tasks import make_task
 from shoal.wire.codes import Rejected
 from shoal.wire.proof_noise import Noise
@@ -70,7 +70,7 @@ def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
     pairs: dict[str, list[list[toploc.SegmentCheck | toploc.TokenBlock]]] = {}
     prompts: dict[str, list[int]] = {}
     with model_folder(options.model) as folder:
-        policy = Policy(
+        policy = LoadedPolicy(
             0, load_decoder(folder, DTYPES[options.dtype], options.device), load_tokenizer(folder)
         )
         for path in options.files:
@@ -96,7 +96,7 @@ def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
 _LEASE_ID = "0" * 32
 _SEED = hashlib.sha256(b"shoal toploc prove").hexdigest()
 
-TERMS = Unleased(_SEED, Sampling(), ProofSpec())
+TERMS = CalibrationTerms(_SEED, Sampling(), ProofSpec())
 
 
 def _requests(engine: Engine, options: argparse.Namespace) -> list[GenerationRequest]:
@@ -130,7 +130,9 @@ def read_rows(path: Path) -> RolloutTable:
         ) from None
 
 
-def _check(table: RolloutTable, policy: Policy, temperature: float, stop: threading.Event) -> list[RowFacts]:
+def _check(
+    table: RolloutTable, policy: LoadedPolicy, temperature: float, stop: threading.Event
+) -> list[RowFacts]:
     facts: list[RowFacts] = []
     terms = TERMS._replace(sampling=Sampling(temperature=temperature))
     with progress("rows checked", len(table.rows)) as advance:

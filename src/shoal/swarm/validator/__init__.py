@@ -1,1 +1,1 @@
-"""The validator: claims submissions, checks them from cheap to dear, gives one verdict each. Imports nothing."""
+"""The validator: claims submissions, checks them, cheapest checks first, and gives a verdict on each."""

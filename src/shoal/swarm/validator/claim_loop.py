@@ -4,12 +4,13 @@
       ▲                                                  │
       └──────────────────────────────────────────────────┘
 
-Claims that wait are taken several at a time, and those of one policy version share their prefills.
+It takes several waiting claims at a time; those of one policy version share their prefills.
 
-It keeps nothing that it could not lose: a claim that is not answered goes back into the coordinator's queue. What fails
-on its own side (weights that cannot be had, a reader that does not start) ends as void.infra, never as blame.
+It keeps no state that it cannot lose: a claim without a verdict returns to the coordinator's queue. A failure of its own side
+(weights that are not available, a reader that does not start) gives void.infra, so no node is blamed for it.
 """
 
+import json
 import secrets
 import threading
 import time
@@ -20,14 +21,14 @@ from pathlib import Path
 
 import torch
 
+from shoal.files import write_bytes_atomically
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.net.http_client import Refused, SignedClient, Unreachable, fetch_files
 from shoal.net.waiting import DeadlinePassed, Stopped
-from shoal.swarm.validator.crash_guard import Poison
-from shoal.swarm.validator.judge import judge_claim, judge_many
-from shoal.swarm.validator.loaded_versions import PolicyShelf
+from shoal.swarm.validator.judge import judge_many, refuse_claim
+from shoal.swarm.validator.loaded_versions import LoadedVersions
 from shoal.swarm.validator.recompute import BATCH_TOKENS, DEVICE_BATCH_TOKENS, CannotCheck
-from shoal.swarm.validator.table_reader import Reader, ReaderDown
+from shoal.swarm.validator.table_reader import ReaderFailed, TableReader
 from shoal.tasks import make_task
 from shoal.tasks.datasets.file_options import file_digests, with_files_from
 from shoal.telemetry import Log
@@ -38,15 +39,17 @@ from shoal.wire.messages import Claim, Info, LeaseStatus
 from shoal.wire.run_spec import PROTOCOL, RunSpec
 
 IDLE_S = 10.0
-"""How long to ask for work before asking whether the run is over."""
+"""Seconds to wait for a claim before asking whether the run is finished."""
 MAX_TOGETHER = 16
-"""Submissions claimed at a time, as long as their tokens do not fill a prefill. A claim has a deadline, so not more than that."""
-_SETTLED = ("request.conflict", "request.lease_closed", "request.not_found")
-"""What the coordinator says to a verdict that came too late to count."""
+"""Most submissions claimed at a time. Each claim has a deadline, so the validator must not hold too many."""
+MAX_CRASHES = 2
+"""Checks of one submission that may end the process before it is void."""
+_TOO_LATE = ("request.conflict", "request.lease_closed", "request.not_found")
+"""Codes with which the coordinator refuses a verdict that came too late to count."""
 
 
-class Ended(Enum):
-    """Why a validator ended, in words."""
+class ValidatorExit(Enum):
+    """Why a validator ended. The value is logged."""
 
     FINISHED = "the run is finished"
     STOPPED = "stopped by request"
@@ -54,65 +57,105 @@ class Ended(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidatorConfig:
+    """Settings of a validator's process."""
+
     coordinator: str
-    """URL."""
+    """The coordinator's URL."""
     key: Path
     """The run's validator.key, from the coordinator's keys folder."""
     dir: Path
-    """Holds the versions it fetched."""
+    """The validator's folder, for fetched versions and data files."""
     run_key: str | None = None
-    """Public key of the run, if known beforehand; None takes what the coordinator says."""
+    """The run's public key, if it is known; None accepts the key that the coordinator names."""
     device: str = "cpu"
     num_threads: int = 0
-    """For torch; 0 leaves torch's own choice."""
+    """Torch threads; 0 lets torch choose."""
     max_loaded: int = 3
-    """Policy versions in memory at once: at least max_lag + 1 saves loading the same ones again and again."""
+    """Policy versions in memory. With fewer than max_lag + 1, the same versions are loaded again and again."""
     batch_tokens: int | None = None
-    """Tokens of one prefill, padding included. More is faster until memory is full. None: as many as suit the device."""
+    """Tokens of one prefill, with padding. More is faster until memory is full. None uses the default of the device."""
     fetch_s: float = 120.0
-    """How long to try for a policy version before its submissions are void."""
+    """Seconds to try for a policy version before its submissions are void."""
     deadline_s: float = 900.0
-    """Of each wait for the coordinator itself."""
+    """Seconds to wait for the coordinator before giving up."""
 
     @property
     def tokens_at_once(self) -> int:
+        """Tokens of one prefill on the configured device."""
         return self.batch_tokens or (BATCH_TOKENS if self.device == "cpu" else DEVICE_BATCH_TOKENS)
 
 
-def run_validator(config: ValidatorConfig, *, stop: threading.Event) -> Ended:
-    """Check submissions until the run is finished or `stop` is set.
+def run_validator(config: ValidatorConfig, *, stop: threading.Event) -> ValidatorExit:
+    """Checks submissions until the run is finished or `stop` is set.
 
-    Raises ValueError for what its owner must put right, Refused if the coordinator does not take the key, DeadlinePassed
-    if it cannot be reached.
+    Raises ValueError for an error that the owner must correct, Refused if the coordinator refuses the key, DeadlinePassed if
+    it cannot be reached.
     """
     log = Log("validator")
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     client = SignedClient(config.coordinator, Key.load(config.key), log=log, stop=stop)
     try:
-        with Reader() as reader:
+        with TableReader() as reader:
             validator = Validator(config, client, reader, log=log)
             validator.startup()
-            ended = validator.main_loop()
+            exit = validator.main_loop()
     except Stopped:
-        ended = Ended.STOPPED
-    except ReaderDown as down:
-        raise ValueError(f"this machine cannot read submissions: {down}") from None
+        exit = ValidatorExit.STOPPED
+    except ReaderFailed as failed:
+        raise ValueError(f"this machine cannot read submissions: {failed}") from None
     finally:
         client.close()
-    log.info(ended.value)
-    return ended
+    log.info(exit.value)
+    return exit
+
+
+class CrashGuard:
+    """Counts in a file how often checking a submission ended the process, so that such a submission is not tried for ever."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._crashes: dict[str, int] = {}
+        if path.exists():
+            try:
+                self._crashes = {
+                    str(name): int(count) for name, count in json.loads(path.read_text()).items()
+                }
+            except (ValueError, AttributeError, TypeError):
+                self._crashes = {}  # a broken file must not keep the validator from starting
+
+    def begin(self, lease_id: str) -> bool:
+        """Counts a check as crashed until `end`; returns False if it has ended the process too often to try again."""
+        crashes = self._crashes.get(lease_id, 0)
+        if crashes >= MAX_CRASHES:
+            return False
+        self._write(self._crashes | {lease_id: crashes + 1})
+        return True
+
+    def is_suspect(self, lease_id: str) -> bool:
+        """Returns whether an earlier check, alone or with others, ended the process. Call it after `begin`."""
+        return self._crashes.get(lease_id, 0) > 1
+
+    def end(self, lease_id: str) -> None:
+        self._write({name: count for name, count in self._crashes.items() if name != lease_id})
+
+    def _write(self, crashes: dict[str, int]) -> None:
+        self._crashes = crashes
+        # Not flushed to disk: it must survive the process, not a power cut.
+        write_bytes_atomically(self._path, json.dumps(crashes).encode(), durable=False)
 
 
 class Validator:
-    """`startup`, then `main_loop`, which ends when the run does or by Stopped."""
+    """Checks one run's submissions: call `startup`, then `main_loop`."""
 
-    def __init__(self, config: ValidatorConfig, client: SignedClient, reader: Reader, *, log: Log) -> None:
+    def __init__(
+        self, config: ValidatorConfig, client: SignedClient, reader: TableReader, *, log: Log
+    ) -> None:
         self._config, self._client, self._reader, self._log = config, client, reader, log
         self._num_checked = 0
 
     def startup(self) -> None:
-        """Meet the coordinator and check that it is the run we know."""
+        """Asks the coordinator for the run's terms, checks them, and reads the task's data."""
         config = self._config
         self._info = self._ask_info()
         if self._info.protocol != PROTOCOL:
@@ -125,8 +168,8 @@ class Validator:
                 f"{config.coordinator} runs under key {self._info.run_key}, expected {config.run_key}; check the URL"
             )
         config.dir.mkdir(parents=True, exist_ok=True)
-        self._poison = Poison(config.dir / "checking.json")
-        self._shelf = PolicyShelf(
+        self._crash_guard = CrashGuard(config.dir / "checking.json")
+        self._versions = LoadedVersions(
             config.dir / "policies",
             self._client,
             run_key=self._info.run_key,
@@ -135,87 +178,90 @@ class Validator:
             fetch_s=config.fetch_s,
             log=self._log,
         )
-        # Now, and not while a claim runs out: reading a data set takes a while, and may say that something is missing.
-        make_task(self._spec_at_hand().task).problem("train", 0)
+        # Reading a data set takes a while and may fail; later it would use up a claim's deadline.
+        make_task(self._spec_with_files().task).problem("train", 0)
         self._log.info(f"checking for run {self._info.spec.run!r}", coordinator=config.coordinator)
 
-    def main_loop(self) -> Ended:
-        while (claim := self._next_claim()) is not None:
-            claims = [claim, *self._waiting_claims(claim)]
-            for checked, verdict in zip(claims, self._check_all(claims), strict=True):
-                self._deliver(checked, verdict)
-        return Ended.FINISHED
+    def main_loop(self) -> ValidatorExit:
+        """Claims, checks and delivers until the run is finished. Raises Stopped."""
+        while claims := self._next_claims():
+            for claim, verdict in zip(claims, self._check(claims), strict=True):
+                self._deliver(claim, verdict)
+        return ValidatorExit.FINISHED
 
-    def _next_claim(self) -> Claim | None:
-        """The next submission to check; None when the run is finished."""
+    def _next_claims(self) -> list[Claim]:
+        """Waits for a claim and returns it with others that wait already; returns none when the run is finished."""
         while not self._info.finished:
             if self._client.stop.is_set():
                 raise Stopped("stopped between two checks")
             try:
-                return self._client.call_until(
+                first = self._client.call_until(
                     "a submission to check", "POST", "/v1/checks/claim", None, Claim, deadline_s=IDLE_S
                 )
+                return [first, *self._waiting_claims(first)]
             except DeadlinePassed:
-                self._info = self._ask_info()  # the terms may change while a run is resumed
-        return None
+                self._info = self._ask_info()  # also gets terms that changed when the run was resumed
+        return []
 
     def _waiting_claims(self, first: Claim) -> list[Claim]:
-        """More that can be checked with the first one, as far as they are there already."""
+        """Returns more claims without waiting, as long as their tokens fit into one prefill with the first."""
         claims: list[Claim] = []
-        tokens = _most_tokens(first)
+        tokens = _max_tokens(first)
         while len(claims) + 1 < MAX_TOGETHER and tokens < self._config.tokens_at_once:
             try:
                 claim = self._client.call("POST", "/v1/checks/claim", None, Claim)
             except (Refused, Unreachable):
-                break  # nothing waits, or the next turn will tell what is wrong
+                break  # nothing waits, or the next call reports what is wrong
             claims.append(claim)
-            tokens += _most_tokens(claim)
+            tokens += _max_tokens(claim)
         return claims
 
-    def _check_all(self, claims: list[Claim]) -> list[Verdict]:
-        """A verdict on each, in the order of the claims."""
-        try:
-            return self._try_all(claims)
-        except Stopped:
-            for claim in claims:  # no fault of the submissions
-                self._poison.end(claim.lease.lease_id)
-            raise
-
-    def _try_all(self, claims: list[Claim]) -> list[Verdict]:
+    def _check(self, claims: list[Claim]) -> list[Verdict]:
+        """Returns a verdict on each claim, in order."""
         verdicts: dict[str, Verdict] = {}
         by_version: dict[int, list[tuple[bytes, Claim]]] = {}
-        for claim in claims:
-            begun = self._begin(claim)
-            if isinstance(begun, Verdict):
-                verdicts[claim.lease.lease_id] = begun
-            else:
-                by_version.setdefault(claim.policy_version, []).append((begun, claim))
-        for submissions in by_version.values():
-            for (_, claim), verdict in zip(submissions, self._judge(submissions), strict=True):
-                verdicts[claim.lease.lease_id] = verdict
+        try:
+            for claim in claims:
+                found = self._fetch_or_refuse(claim)
+                if isinstance(found, Verdict):
+                    verdicts[claim.lease.lease_id] = found
+                else:
+                    by_version.setdefault(claim.policy_version, []).append((found, claim))
+            for submissions in by_version.values():
+                for (_, claim), verdict in zip(submissions, self._judge(submissions), strict=True):
+                    verdicts[claim.lease.lease_id] = verdict
+        except Stopped:
+            for claim in claims:  # the submissions did not cause this end
+                self._crash_guard.end(claim.lease.lease_id)
+            raise
         return [verdicts[claim.lease.lease_id] for claim in claims]
 
-    def _begin(self, claim: Claim) -> Verdict | bytes:
-        """The bytes to judge, or a verdict that needs none."""
-        if (refusal := judge_claim(claim)) is not None:
+    def _fetch_or_refuse(self, claim: Claim) -> bytes | Verdict:
+        """Returns the bytes to judge, or a verdict that needs none."""
+        if (refusal := refuse_claim(claim)) is not None:
             return refusal
-        if not self._poison.begin(claim.lease.lease_id):
-            return _void(claim, "checking it ended the validator's process before")
+        if not self._crash_guard.begin(claim.lease.lease_id):
+            return _void(claim, f"checking it has ended the validator's process {MAX_CRASHES} times")
         try:
-            return self._fetch(claim)
-        except CannotCheck as error:
-            return _void(claim, str(error))
+            # The client compares the digest again. If it differs now, the store or the connection is at fault.
+            return self._client.fetch_object_until(
+                f"the bytes of submission {claim.sha256[:16]}", claim.sha256, deadline_s=self._config.fetch_s
+            )
+        except (Refused, DeadlinePassed, ValueError) as error:
+            return _void(claim, f"the submission's bytes are not available: {error}")
 
     def _judge(self, submissions: list[tuple[bytes, Claim]]) -> list[Verdict]:
-        """Those of one policy version, together; each for itself if that fails or one of them ended a process before."""
-        if len(submissions) > 1 and any(self._poison.suspects(c.lease.lease_id) for _, c in submissions):
+        """Judges submissions of one policy version together, or one by one if that fails or one may crash the process."""
+        if len(submissions) > 1 and any(
+            self._crash_guard.is_suspect(claim.lease.lease_id) for _, claim in submissions
+        ):
             return [verdict for one in submissions for verdict in self._judge([one])]
         _, first = submissions[0]
         try:
-            policy = self._shelf.get(first.policy_version, first.lease, first.relays)
+            policy = self._versions.get(first.policy_version, first.lease, first.relays)
             found = judge_many(
                 submissions,
-                self._spec_at_hand(),
+                self._spec_with_files(),
                 replace(policy, batch_tokens=self._config.tokens_at_once),
                 reader=self._reader,
                 control_seed=secrets.randbits(64),
@@ -230,25 +276,17 @@ class Validator:
             for one, (_, claim) in zip(found, submissions, strict=True)
         ]
 
-    def _spec_at_hand(self) -> RunSpec:
-        """The run's terms, its task reading the files we fetched. CannotCheck if they cannot be had."""
+    def _spec_with_files(self) -> RunSpec:
+        """Fetches the task's files and returns the run's terms with them. Raises CannotCheck if they are not available."""
         spec, data = self._info.spec, self._config.dir / "data"
         try:
             fetch_files(self._client, file_digests(spec.task), data, deadline_s=self._config.fetch_s)
         except (Refused, DeadlinePassed, ValueError) as error:
-            raise CannotCheck(f"the task's data cannot be had: {error}") from None
+            raise CannotCheck(f"the task's data files are not available: {error}") from None
         return spec.model_copy(update={"task": with_files_from(spec.task, data)})
 
-    def _fetch(self, claim: Claim) -> bytes:
-        try:
-            # Compared here too: if they differ now, the store or the way here is at fault.
-            return self._client.fetch_object_until(
-                f"the bytes of submission {claim.sha256[:16]}", claim.sha256, deadline_s=self._config.fetch_s
-            )
-        except (Refused, DeadlinePassed, ValueError) as error:
-            raise CannotCheck(f"the submission's bytes cannot be had: {error}") from None
-
     def _deliver(self, claim: Claim, verdict: Verdict) -> None:
+        """Sends a verdict to the coordinator and logs it."""
         try:
             self._client.call_until(
                 "the coordinator to take a verdict",
@@ -259,18 +297,15 @@ class Validator:
                 deadline_s=self._config.deadline_s,
             )
         except Refused as refused:
-            if refused.code not in _SETTLED:
+            if refused.code not in _TOO_LATE:
                 raise
             self._log.warning("the verdict came too late", lease=verdict.lease_id, reason=refused)
         finally:
-            self._poison.end(verdict.lease_id)
+            self._crash_guard.end(verdict.lease_id)
         self._num_checked += 1
-        say = (
-            self._log.info
-            if verdict.code == ACCEPTED or verdict.code.startswith("void.")
-            else self._log.warning
-        )
-        say(
+        good = verdict.code == ACCEPTED or verdict.code.startswith("void.")
+        log = self._log.info if good else self._log.warning
+        log(
             verdict.code,
             lease=verdict.lease_id[:16],
             node=claim.lease.node[:16],
@@ -291,7 +326,7 @@ class Validator:
         )
 
 
-def _most_tokens(claim: Claim) -> int:
+def _max_tokens(claim: Claim) -> int:
     return claim.lease.num_rows * claim.lease.sampling.max_new_tokens
 
 

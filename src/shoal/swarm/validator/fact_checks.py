@@ -1,14 +1,16 @@
-"""Checks of a submission after one prefill, on the facts that recompute.py found: forged proofs, early stops, computation, sampling,
-log-probs. Pure: each passes in silence or raises Rejected with its code. What needs no model comes before, in form.py.
+"""Checks of a submission after the forward pass, on the facts that recompute.py found. Each is pure and raises Rejected.
 
-Their order gives each lie its own code, because one lie shows in several facts:
-  - a proof that fits everywhere, or one that fits nowhere although every token is the draw of the leased model, was not
-    made from states: forged, whatever else is wrong;
-  - an answer whose last token alone does not fit was cut short;
-  - if proofs do not fit, the model (or what it was shown) was another one, and its draws and log-probs follow from that;
-  - if proofs fit and draws do not, the right model ran over tokens that somebody else chose;
-  - if both fit, only the reported log-probs can still be wrong.
-A submission that is off by more than honest work hardly ever is, but not by enough to be certain, is void.uncertain.
+One lie shows in several facts, so the order of the checks gives each lie its own code:
+
+    1 forged proof       a proof that matches everywhere, or one that matches nowhere although every token is the leased
+                         model's own draw, was not made from hidden states
+    2 early stop         only the last token of an answer does not match its draw: it was cut short
+    3 wrong computation  proofs do not match: another model or another prompt; draws and log-probs then differ as well
+    4 wrong sampling     proofs match and draws do not: the right model ran over tokens that were chosen otherwise
+    5 wrong log-probs    only the reported log-probs differ
+    6 uncertain          further off than honest work almost ever is, but not enough to be certain: void.uncertain
+
+A calibration (`noise`) judges the segments and blocks of the sizes it knows; tolerances judge the rest, or all without one.
 """
 
 import math
@@ -25,104 +27,57 @@ from shoal.wire.proof_noise import Noise
 from shoal.wire.rollouts import Finish, Rollout
 from shoal.wire.run_spec import Tolerances
 
-MIN_CONTROLS = 32
-"""Fewer control points decide nothing."""
-MIN_SPREAD = 8
-"""Control points decide only if a segment has this many times the values that a proof commits to."""
-FEW_VALUES = 9.0
-"""How much wider the tolerances of a segment are, times K over its number of values: 3 times for one state of 576, 1.06 for 32 of them.
-With equal ones for all, 46 of 21,504 honest submissions in bfloat16 were refused (bench/log/2026-11-toploc-h200-lies.md)."""
-SHORT_ROW = 3.0
-"""How much wider the tolerance of a row's log-probs is, over the root of its tokens. With one for all, 186 of the same were refused."""
 BLOCK_TOKENS = 32
 """Tokens whose log-probs and draws are judged together."""
-NOWHERE = 0.9
-"""Share of mismatching exponents, over all segments, at which a proof fits nowhere. Noise reaches 0.996."""
-PUBLISHED, HALF = 38 / 128, 0.5
-"""Shares of a segment's points whose exponent or sign differs: past the first, the published rule, no segment is accepted, past the second
-every one is refused, whatever a calibration says. It shares its rate of false alarms among all segments, so in a submission of thousands none alone would
-ever be certain. The worst of 335,213 honest segments in bfloat16 had 25 of 128, the worst of more than one state 20."""
-FAR_DRAW = 0.3
-"""Distance of a draw that honest hardware hardly ever gives (or 4 times the run's tolerance, if that is more): 1 in 100, 1,000 and 10,000 tokens
-of SmolLM2-135M in bfloat16 are off by more than 0.022, 0.043 and 0.07, the worst by 0.17. Half the tokens that somebody chose are."""
-FAR_DRAWS_SUSPICIOUS, FAR_DRAWS_CERTAIN, FAR_DRAWS_RATE = 1, 3, 1e-4
-"""How many of them pass, how many without blame, and of what share of tokens more. Drawn on from the tail above, 1 in 1,000,000 honest tokens is so far off, at
-temperature 0.6, where distances grow by as much, 1 in 100,000; no block of 338,177 honest ones (7 million tokens) can have held 4."""
-IMPOSSIBLE = 1e-6
-"""Probability of a token that no noise turns into a draw: one that is off by more than the run's tolerance counts as far off too."""
-UNLIKELY_ENDS = 500
-"""Of as many rows that end, one more may end on an unlikely token that is off its draw; none on an impossible one."""
-MAX_SURPRISE = 8.0
-"""Standard deviations. A sum over hundreds of tokens is nearly normal, over a few it is skewed: 8 leaves room for both."""
-MIN_SURPRISE_VARIANCE = 4.0
-"""Below it too little was left to chance to say anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """What one prefill says about one row of T output tokens."""
+    """What one forward pass says about one row of T output tokens."""
 
     segments: tuple[SegmentCheck, ...]
     logprobs_T: npt.NDArray[np.float64]
-    """Recomputed, under the sampling temperature."""
+    """Recomputed log-probs, at the sampling temperature."""
     draw_distance_T: npt.NDArray[np.float64]
     """How far each token's uniform lies outside the token's interval of the cumulative distribution; 0 inside."""
     surprise_T: npt.NDArray[np.float64]
-    """-log p of each token minus its expectation under the model, the entropy: 0 on average for the model's own draws."""
+    """-log p of each token minus the entropy, which is its expectation: 0 on average for the model's own draws."""
     surprise_variance_T: npt.NDArray[np.float64]
-    """Of the above, under the model."""
+    """Variance of the surprise under the model."""
 
 
 def check_facts(
     rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances, noise: Noise | None = None
 ) -> None:
-    """All that the prefill decides, in the order the header explains. What the calibration knows it judges; what it does not
-    know, or all without one, the tolerances judge."""
+    """Runs all checks in the order of the module's docstring. Raises Rejected at the first that fails."""
     check_forgery(rows, facts, tolerances)
-    check_early_stop(rows, facts, tolerances)
+    early_stop = find_early_stop(rows, facts, tolerances)
+    if early_stop is not None and _draws_match(facts, tolerances, without_last=True):
+        raise early_stop
     units = [units_of(row, fact) for row, fact in zip(rows, facts, strict=True)]
     scores = [] if noise is None else noise_scores(units, noise, [row.prompt_index for row in rows])
     check_computation(rows, facts, tolerances, noise)
-    _check_certain(scores, ("mismatches", "mantissas"), "reject.wrong_computation")
+    _check_scores(scores, ("mismatches", "mantissas"), "reject.wrong_computation")
     check_sampling(facts, tolerances, noise)
-    _check_certain(scores, ("draws",), "reject.wrong_sampling")
+    _check_scores(scores, ("draws",), "reject.wrong_sampling")
     check_far_draws(facts, tolerances)
     check_surprise(facts)
     check_logprobs(rows, facts, tolerances, noise)
-    _check_certain(scores, ("logprobs",), "reject.wrong_logprobs")
-    # Again: a few chosen tokens before their ends would have hidden them above, and pass for noise.
-    check_early_stop(rows, facts, tolerances, whatever_else=True)
-    _check_suspicious(rows, facts, tolerances, scores)
+    _check_scores(scores, ("logprobs",), "reject.wrong_logprobs")
+    # A few chosen tokens before the ends make `_draws_match` false above without failing any other check.
+    if early_stop is not None:
+        raise early_stop
+    check_uncertain(rows, facts, tolerances, scores)
 
 
-def _check_suspicious(
-    rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances, scores: Sequence[Score]
-) -> None:
-    """Further off than honest work hardly ever is, and not certain."""
-    for score in scores:
-        if score.is_suspicious:
-            raise Rejected("void.uncertain", str(score))
-    for row, fact in zip(rows, facts, strict=True):
-        for number, segment in enumerate(fact.segments):
-            allowed = max(tolerances.exponent_mismatches, PUBLISHED * segment.num_points) * _slack(segment)
-            if (wrong := _wrong_points(segment)) > allowed:
-                raise Rejected(
-                    "void.uncertain",
-                    f"{where(row)}, proof {number}: {wrong} of its exponents or signs differ, at most {allowed:.0f}",
-                )
-    far, count = _far_draws(facts, tolerances)
-    if far > (allowed_draws := FAR_DRAWS_SUSPICIOUS + int(FAR_DRAWS_RATE * count)):
-        raise Rejected("void.uncertain", _far_words(far, count, allowed_draws))
-
-
-def _check_certain(scores: Sequence[Score], statistics: Sequence[str], code: str) -> None:
+def _check_scores(scores: Sequence[Score], statistics: Sequence[str], code: str) -> None:
     for score in scores:
         if score.is_certain and score.statistic in statistics:
             raise Rejected(code, str(score))
 
 
 def units_of(row: Rollout, fact: RowFacts) -> list[SegmentCheck | TokenBlock]:
-    """What of a row is calibrated and tested: its proofs' segments, and its tokens in blocks."""
+    """Returns what a calibration measures and judges of a row: the segments of its proofs, and its tokens in blocks."""
     gaps_T = logprob_gaps(row, fact)
     root_T = np.sqrt(fact.draw_distance_T)
     blocks = [
@@ -137,8 +92,18 @@ def units_of(row: Rollout, fact: RowFacts) -> list[SegmentCheck | TokenBlock]:
     return [*fact.segments, *blocks]
 
 
+# -- 1 forged proof -----------------------------------------------------------------------------------------
+
+MIN_CONTROLS = 32
+"""Fewest control points that can decide."""
+MIN_SPREAD = 8
+"""Control points decide only in a segment that has this many times more values than its proof commits to."""
+NOWHERE = 0.9
+"""Share of mismatching exponents, over all segments, from which a proof matches nowhere. Random proofs reach 0.996."""
+
+
 def check_forgery(rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances) -> None:
-    """A polynomial that was made up, to fit everywhere or anyhow."""
+    """Refuses polynomials that were made up: constants, ones that match control points, and ones that match nothing."""
     for row, fact in zip(rows, facts, strict=True):
         for number, segment in enumerate(fact.segments):
             if segment.constant:
@@ -147,27 +112,39 @@ def check_forgery(rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances
             if segment.control_hits > allowed:
                 raise Rejected(
                     "reject.forged_proof",
-                    f"{where(row)}: proof {number} fits {segment.control_hits} of {segment.num_controls} points "
+                    f"{where(row)}: proof {number} matches {segment.control_hits} of {segment.num_controls} control points "
                     f"that no proof commits to, at most {allowed:.0f}",
                 )
     mismatches, points = _mismatches(facts)
-    if points and mismatches > NOWHERE * points and _draws_fit(facts, tolerances):
+    if points and mismatches > NOWHERE * points and _draws_match(facts, tolerances):
         raise Rejected(
             "reject.forged_proof",
-            f"the tokens are the leased model's own draws, but its proofs fit it nowhere: "
+            f"the tokens are the leased model's own draws, but the proofs match it nowhere: "
             f"{mismatches} of {points} exponents differ",
         )
 
 
-def check_early_stop(
-    rows: Sequence[Rollout],
-    facts: Sequence[RowFacts],
-    tolerances: Tolerances,
-    *,
-    whatever_else: bool = False,
-) -> None:
-    """An end token that the model found unlikely and the seed does not give, after tokens that it does give, or `whatever_else`
-    came before it."""
+def allowed_hits(segment: SegmentCheck, tolerances: Tolerances) -> float:
+    """Returns how many control points a proof of any states may match, whether or not they are the right states."""
+    if segment.num_controls < MIN_CONTROLS or segment.num_values < MIN_SPREAD * segment.num_points:
+        return math.inf
+    # Another model's proof commits to other points, so also to some control points. That is no forgery.
+    others = segment.num_controls * segment.num_points / segment.num_values
+    return tolerances.control_hits * segment.num_controls / 128 + 3 * others
+
+
+# -- 2 early stop -------------------------------------------------------------------------------------------
+
+IMPOSSIBLE = 1e-6
+"""Probability of a token below which no numerical noise can explain its draw."""
+UNLIKELY_ENDS = 500
+"""Rows per unlikely end token beyond the first that may be off its draw. No impossible one may be."""
+
+
+def find_early_stop(
+    rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances
+) -> Rejected | None:
+    """Returns the refusal if more answers end on an unlikely token that the seed does not draw than noise explains."""
     cut = [
         (row, fact)
         for row, fact in zip(rows, facts, strict=True)
@@ -176,43 +153,111 @@ def check_early_stop(
         and fact.draw_distance_T[-1] > tolerances.draw
     ]
     if not cut:
-        return
+        return None
     row, fact = min(cut, key=lambda one: float(one[1].logprobs_T[-1]))
     num_ended = sum(row.finish is Finish.EOS for row in rows)
-    allowed = min(_allowance(num_ended, tolerances), 1 + num_ended // UNLIKELY_ENDS)
+    allowed = min(_allowed_misses(num_ended, tolerances), 1 + num_ended // UNLIKELY_ENDS)
     if len(cut) <= allowed and fact.logprobs_T[-1] > math.log(IMPOSSIBLE):
-        return
-    if not whatever_else and not _draws_fit(facts, tolerances, but_last=True):
-        return
-    raise Rejected(
+        return None
+    return Rejected(
         "reject.early_stop",
         f"{where(row)}: ends where the model gives the end token {math.exp(fact.logprobs_T[-1]):.2g} and the seed "
-        f"another one; so in {len(cut)} of {num_ended} rows that end",
+        f"draws another one; this holds for {len(cut)} of {num_ended} rows that end",
     )
+
+
+# -- 3 wrong computation ------------------------------------------------------------------------------------
+
+FEW_VALUES = 9.0
+"""Widens the tolerances of a segment by this times K over its number of values: 3 times for one state of 576 values, 1.06 times
+for 32 of them. With equal tolerances for all segments, 46 of 21,504 honest submissions in bfloat16 were refused
+(bench/log/2026-11-toploc-h200-lies.md)."""
+HALF = 0.5
+"""Share of a segment's points with a wrong exponent or sign from which it is refused, whatever a calibration says: a calibration
+divides its rate of false alarms among all segments, so in a submission of thousands no single segment is ever certain. The worst
+of 335,213 honest segments in bfloat16 had 25 of 128 wrong, the worst with more than one state 20."""
+PUBLISHED = 38 / 128
+"""The published rule: no segment with a larger share of wrong points is accepted."""
 
 
 def check_computation(
     rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances, noise: Noise | None = None
 ) -> None:
-    """Segment by segment: those that no calibration knows by the tolerances, the others if half of their points are wrong."""
+    """Refuses segments beyond the tolerances, or, of a size that the calibration knows, with half of their points wrong."""
     for row, fact in zip(rows, facts, strict=True):
         for number, segment in enumerate(fact.segments):
             known = judges_alone(noise, "mismatches", segment.num_values)
-            if too_far := (_half_wrong if known else _too_far)(segment, tolerances):
+            problem = _half_wrong(segment, tolerances) if known else _beyond_tolerance(segment, tolerances)
+            if problem is not None:
                 mismatches, points = _mismatches(facts)
                 raise Rejected(
                     "reject.wrong_computation",
-                    f"{where(row)}, proof {number}: {too_far}; "
+                    f"{where(row)}, proof {number}: {problem}; "
                     f"over all rows {mismatches} of {points} exponents differ",
                 )
 
 
+def _beyond_tolerance(segment: SegmentCheck, tolerances: Tolerances) -> str | None:
+    """Returns the first statistic beyond its tolerance, in words."""
+    slack, wrong = _slack(segment), _wrong_points(segment)
+    if wrong > (allowed := slack * tolerances.exponent_mismatches):
+        return f"{wrong} of its exponents or signs differ, at most {allowed:.0f}"
+    if segment.mantissa_mean > (allowed := slack * tolerances.mantissa_mean):
+        return f"mantissas are off by {segment.mantissa_mean:.3g} on average, at most {allowed:.3g}"
+    if segment.mantissa_median > (allowed := slack * tolerances.mantissa_median):
+        return f"half the mantissas are off by {segment.mantissa_median:g}, at most {allowed:.3g}"
+    return None
+
+
+def _half_wrong(segment: SegmentCheck, tolerances: Tolerances) -> str | None:
+    """Returns in words that more than half of the points are wrong."""
+    wrong = _wrong_points(segment)
+    if wrong > (allowed := max(HALF * segment.num_points, _slack(segment) * tolerances.exponent_mismatches)):
+        return f"{wrong} of its exponents or signs differ, at most {allowed:.0f}"
+    return None
+
+
+def _slack(segment: SegmentCheck) -> float:
+    """Returns the factor for a segment's tolerances: the top-k of few values includes small ones, which are noisier."""
+    return 1 + FEW_VALUES * segment.num_points / segment.num_values
+
+
+def _wrong_points(segment: SegmentCheck) -> int:
+    """Counts a flipped sign as a wrong exponent. The published rule ignores signs, but honest noise never flips one."""
+    return segment.exponent_mismatches + segment.sign_mismatches
+
+
+def _mismatches(facts: Sequence[RowFacts]) -> tuple[int, int]:
+    """Returns the mismatching exponents and the compared points of the submission."""
+    segments = [segment for fact in facts for segment in fact.segments]
+    return sum(s.exponent_mismatches for s in segments), sum(s.num_points for s in segments)
+
+
+# -- 4 wrong sampling ---------------------------------------------------------------------------------------
+
+FAR_DRAW = 0.3
+"""Distance of a draw (or 4 times the run's tolerance, if that is more) that honest hardware almost never gives. Of SmolLM2-135M
+in bfloat16, 1 in 100, 1,000 and 10,000 tokens are off by more than 0.022, 0.043 and 0.07, the worst by 0.17. Half of the tokens
+that were chosen otherwise are further off."""
+FAR_DRAWS_SUSPICIOUS = 1
+"""Far draws beyond which a submission is void."""
+FAR_DRAWS_CERTAIN = 3
+"""Far draws beyond which a submission is refused. Extrapolated, 1 in 1,000,000 honest tokens is so far off, and 1 in 100,000 at
+temperature 0.6. No block of 338,177 honest ones (7 million tokens) can have had 4."""
+FAR_DRAWS_RATE = 1e-4
+"""Share of the tokens that is added to both numbers."""
+MAX_SURPRISE = 8.0
+"""Standard deviations. A sum over hundreds of tokens is nearly normal and over a few is skewed; 8 is safe for both."""
+MIN_SURPRISE_VARIANCE = 4.0
+"""Least variance that is divided by: with less, too few tokens were left to chance to say anything."""
+
+
 def check_sampling(facts: Sequence[RowFacts], tolerances: Tolerances, noise: Noise | None = None) -> None:
-    """The tokens whose blocks no calibration knows."""
+    """Refuses too many tokens that the seed does not draw, among those in blocks that no calibration judges."""
     distances = [fact.draw_distance_T[_unknown(noise, "draws", len(fact.draw_distance_T))] for fact in facts]
     misses = sum(int((distance_T > tolerances.draw).sum()) for distance_T in distances)
     count = sum(map(len, distances))
-    allowed = _allowance(count, tolerances)
+    allowed = _allowed_misses(count, tolerances)
     if misses > allowed:
         raise Rejected(
             "reject.wrong_sampling",
@@ -221,17 +266,17 @@ def check_sampling(facts: Sequence[RowFacts], tolerances: Tolerances, noise: Noi
 
 
 def check_far_draws(facts: Sequence[RowFacts], tolerances: Tolerances) -> None:
-    """Tokens that somebody chose, too few of them to show in a mean: their draws are where honest ones are not."""
+    """Refuses a few chosen tokens, which a mean would hide: their draws are further off than honest ones ever are."""
     far, count = _far_draws(facts, tolerances)
     allowed = FAR_DRAWS_CERTAIN + int(FAR_DRAWS_RATE * count)
     if far > allowed:
-        raise Rejected("reject.wrong_sampling", _far_words(far, count, allowed))
+        raise Rejected("reject.wrong_sampling", _describe_far_draws(far, count, allowed))
 
 
 def check_surprise(facts: Sequence[RowFacts]) -> None:
-    """Tokens that are no draw of this model at this temperature: likelier than its draws are, or less likely.
+    """Refuses tokens that are more or less likely than draws of this model at this temperature.
 
-    It needs no seed, so it stands beside the draw check: each alone stops tokens that another model or sampler chose.
+    Independent of the seed, so it finds tokens of another model or sampler even where the draw check does not.
     """
     z = surprise_z(facts)
     if abs(z) > MAX_SURPRISE:
@@ -243,18 +288,66 @@ def check_surprise(facts: Sequence[RowFacts]) -> None:
 
 
 def surprise_z(facts: Sequence[RowFacts]) -> float:
-    """Summed surprise of a submission in standard deviations."""
+    """Returns the summed surprise of a submission in standard deviations."""
     variance = sum(float(fact.surprise_variance_T.sum()) for fact in facts)
     total = sum(float(fact.surprise_T.sum()) for fact in facts)
-    # A model that is sure of every token has no spread to measure by; the draw check still holds it to its tokens.
     return total / math.sqrt(max(variance, MIN_SURPRISE_VARIANCE))
+
+
+def _far_draws(facts: Sequence[RowFacts], tolerances: Tolerances) -> tuple[int, int]:
+    """Returns the number of draws that are too far off for noise, and of all draws."""
+    distance_N = np.concatenate([fact.draw_distance_T for fact in facts])
+    logprob_N = np.concatenate([fact.logprobs_T for fact in facts])
+    far_N = distance_N > max(FAR_DRAW, 4 * tolerances.draw)
+    far_N |= (distance_N > tolerances.draw) & (logprob_N < math.log(IMPOSSIBLE))
+    return int(far_N.sum()), len(distance_N)
+
+
+def _describe_far_draws(far: int, count: int, allowed: int) -> str:
+    return f"{far} of {count} tokens are far from what the lease's seed draws, at most {allowed}"
+
+
+def _draw_misses(
+    facts: Sequence[RowFacts], tolerances: Tolerances, *, without_last: bool = False
+) -> tuple[int, int]:
+    """Returns the number of tokens that the seed does not draw, and of all tokens, optionally without each row's last."""
+    distances = np.concatenate([fact.draw_distance_T[: -1 if without_last else None] for fact in facts])
+    return int((distances > tolerances.draw).sum()), len(distances)
+
+
+def _draws_match(facts: Sequence[RowFacts], tolerances: Tolerances, *, without_last: bool = False) -> bool:
+    misses, count = _draw_misses(facts, tolerances, without_last=without_last)
+    return misses <= _allowed_misses(count, tolerances)
+
+
+def _allowed_misses(count: int, tolerances: Tolerances) -> int:
+    """Returns how many of `count` draws may miss: at least one, unless the tolerance is 0."""
+    return max(1, int(tolerances.draw_misses * count)) if tolerances.draw_misses > 0 else 0
+
+
+def _unknown(noise: Noise | None, statistic: str, num_tokens: int) -> npt.NDArray[np.bool_]:
+    """Returns [T] whether each token is in a block of a size that no calibration judges."""
+    unknown_T = np.zeros(num_tokens, dtype=np.bool_)
+    for start in range(0, num_tokens, BLOCK_TOKENS):
+        size = min(BLOCK_TOKENS, num_tokens - start)
+        unknown_T[start : start + size] = not judges_alone(noise, statistic, size)
+    return unknown_T
+
+
+# -- 5 wrong log-probs --------------------------------------------------------------------------------------
+
+SHORT_ROW = 3.0
+"""Widens the tolerance of a row's log-probs by this over the root of its tokens. With one tolerance for all rows, 186 of 21,504
+honest submissions in bfloat16 were refused."""
 
 
 def check_logprobs(
     rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances, noise: Noise | None = None
 ) -> None:
-    """Over the submission, and row by row: an answer of a few tokens may be off by more than a long one. Tokens whose blocks a
-    calibration knows are left to it."""
+    """Refuses log-probs that are off on average over the submission or over one row.
+
+    Short rows may be off by more. Tokens in blocks that a calibration judges are left out.
+    """
     gaps = [logprob_gaps(row, fact) for row, fact in zip(rows, facts, strict=True)]
     mean = float(np.concatenate(gaps).mean())
     if mean > tolerances.logprob and (noise is None or noise.logprobs is None):
@@ -275,20 +368,43 @@ def check_logprobs(
 
 
 def logprob_gaps(row: Rollout, fact: RowFacts) -> npt.NDArray[np.float64]:
-    """|claimed - recomputed| of each token."""
+    """Returns |claimed - recomputed| of each token's log-prob."""
     gaps_T: npt.NDArray[np.float64] = np.abs(np.asarray(row.logprobs, dtype=np.float64) - fact.logprobs_T)
     return gaps_T
 
 
 def logprob_gap(row: Rollout, fact: RowFacts) -> float:
-    """Mean |claimed - recomputed| over the row."""
+    """Returns the mean of `logprob_gaps` over the row."""
     return float(logprob_gaps(row, fact).mean())
+
+
+# -- 6 uncertain --------------------------------------------------------------------------------------------
+
+
+def check_uncertain(
+    rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances, scores: Sequence[Score]
+) -> None:
+    """Voids work that is further off than honest work almost ever is, but not certainly false."""
+    for score in scores:
+        if score.is_suspicious:
+            raise Rejected("void.uncertain", str(score))
+    for row, fact in zip(rows, facts, strict=True):
+        for number, segment in enumerate(fact.segments):
+            allowed = max(tolerances.exponent_mismatches, PUBLISHED * segment.num_points) * _slack(segment)
+            if (wrong := _wrong_points(segment)) > allowed:
+                raise Rejected(
+                    "void.uncertain",
+                    f"{where(row)}, proof {number}: {wrong} of its exponents or signs differ, at most {allowed:.0f}",
+                )
+    far, count = _far_draws(facts, tolerances)
+    if far > (allowed_draws := FAR_DRAWS_SUSPICIOUS + int(FAR_DRAWS_RATE * count)):
+        raise Rejected("void.uncertain", _describe_far_draws(far, count, allowed_draws))
 
 
 def evidence(
     rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances
 ) -> dict[str, float | int | str]:
-    """The numbers behind a verdict."""
+    """Returns the numbers behind a verdict, which the ledger keeps."""
     segments = [segment for fact in facts for segment in fact.segments]
     mismatches, _ = _mismatches(facts)
     misses, _ = _draw_misses(facts, tolerances)
@@ -307,88 +423,3 @@ def evidence(
         "surprise_z": surprise_z(facts),
         "logprob_gap_max": max(logprob_gap(row, fact) for row, fact in zip(rows, facts, strict=True)),
     }
-
-
-def allowed_hits(segment: SegmentCheck, tolerances: Tolerances) -> float:
-    """Control points that a proof of some states may hit, be they the right ones or not."""
-    if segment.num_controls < MIN_CONTROLS or segment.num_values < MIN_SPREAD * segment.num_points:
-        return math.inf
-    # Another model's proof commits to points anywhere, so also to some of ours. That is a wrong model, not a forgery.
-    others = segment.num_controls * segment.num_points / segment.num_values
-    return tolerances.control_hits * segment.num_controls / 128 + 3 * others
-
-
-def _too_far(segment: SegmentCheck, tolerances: Tolerances) -> str | None:
-    """The first statistic past its tolerance, in words."""
-    slack, mismatches = _slack(segment), _wrong_points(segment)
-    if mismatches > (allowed := slack * tolerances.exponent_mismatches):
-        return f"{mismatches} of its exponents or signs differ, at most {allowed:.0f}"
-    if segment.mantissa_mean > (allowed := slack * tolerances.mantissa_mean):
-        return f"mantissas are off by {segment.mantissa_mean:.3g} on average, at most {allowed:.3g}"
-    if segment.mantissa_median > (allowed := slack * tolerances.mantissa_median):
-        return f"half the mantissas are off by {segment.mantissa_median:g}, at most {allowed:.3g}"
-    return None
-
-
-def _half_wrong(segment: SegmentCheck, tolerances: Tolerances) -> str | None:
-    """The same where only that much is certain."""
-    wrong = _wrong_points(segment)
-    if wrong > (allowed := max(HALF * segment.num_points, _slack(segment) * tolerances.exponent_mismatches)):
-        return f"{wrong} of its exponents or signs differ, at most {allowed:.0f}"
-    return None
-
-
-def _slack(segment: SegmentCheck) -> float:
-    """The fewer values there are to choose the top-k from, the smaller are the last of them, and the noisier."""
-    return 1 + FEW_VALUES * segment.num_points / segment.num_values
-
-
-def _wrong_points(segment: SegmentCheck) -> int:
-    """A flipped sign counts as a wrong exponent: the published rule looks past it, honest noise never makes one."""
-    return segment.exponent_mismatches + segment.sign_mismatches
-
-
-def _far_draws(facts: Sequence[RowFacts], tolerances: Tolerances) -> tuple[int, int]:
-    """Draws too far off to be anybody's noise, and draws looked at."""
-    distance_N = np.concatenate([fact.draw_distance_T for fact in facts])
-    logprob_N = np.concatenate([fact.logprobs_T for fact in facts])
-    far_N = distance_N > max(FAR_DRAW, 4 * tolerances.draw)
-    far_N |= (distance_N > tolerances.draw) & (logprob_N < math.log(IMPOSSIBLE))
-    return int(far_N.sum()), len(distance_N)
-
-
-def _far_words(far: int, count: int, allowed: int) -> str:
-    return f"{far} of {count} tokens are nowhere near what the lease's seed draws, at most {allowed}"
-
-
-def _mismatches(facts: Sequence[RowFacts]) -> tuple[int, int]:
-    """Mismatching exponents, and points compared, over the submission."""
-    segments = [segment for fact in facts for segment in fact.segments]
-    return sum(s.exponent_mismatches for s in segments), sum(s.num_points for s in segments)
-
-
-def _unknown(noise: Noise | None, statistic: str, num_tokens: int) -> npt.NDArray[np.bool_]:
-    """[T] the tokens that stand in blocks of a size that no calibration judges."""
-    unknown_T = np.zeros(num_tokens, dtype=np.bool_)
-    for start in range(0, num_tokens, BLOCK_TOKENS):
-        size = min(BLOCK_TOKENS, num_tokens - start)
-        unknown_T[start : start + size] = not judges_alone(noise, statistic, size)
-    return unknown_T
-
-
-def _draw_misses(
-    facts: Sequence[RowFacts], tolerances: Tolerances, *, but_last: bool = False
-) -> tuple[int, int]:
-    """Tokens that the seed does not give, and tokens looked at; `but_last` leaves out each row's last."""
-    distances = np.concatenate([fact.draw_distance_T[: -1 if but_last else None] for fact in facts])
-    return int((distances > tolerances.draw).sum()), len(distances)
-
-
-def _draws_fit(facts: Sequence[RowFacts], tolerances: Tolerances, *, but_last: bool = False) -> bool:
-    misses, count = _draw_misses(facts, tolerances, but_last=but_last)
-    return misses <= _allowance(count, tolerances)
-
-
-def _allowance(count: int, tolerances: Tolerances) -> int:
-    """How many of `count` draws may miss. A share above 0 always allows one: small files are not held to fractions."""
-    return max(1, int(tolerances.draw_misses * count)) if tolerances.draw_misses > 0 else 0

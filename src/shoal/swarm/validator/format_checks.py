@@ -1,5 +1,7 @@
-"""Checks of a submission before the model runs: on the claim, the table and the lease. Pure: each passes in silence or raises
-Rejected with its code. What takes the model is in checks.py.
+"""Checks of a submission that need no forward pass: of the claim, the table and the lease.
+
+They are pure functions. Each returns nothing or raises Rejected with its code. The checks after the forward pass are in
+fact_checks.py.
 """
 
 import math
@@ -14,15 +16,16 @@ from shoal.wire.rollouts import Finish, Rollout, RolloutTable
 from shoal.wire.run_spec import ProofSpec
 
 LOGPROB_ROUNDING = 1e-4
-"""A certain token's log-prob may come out this far above 0."""
+"""How far above 0 rounding may put the log-prob of a token with probability 1."""
 
 
 def where(row: Rollout) -> str:
+    """Returns the name of a row for messages."""
     return f"row ({row.prompt_index}, {row.sample_index})"
 
 
 def check_claim(claim: Claim) -> None:
-    """What the claim alone says."""
+    """Refuses copies of submitted files, and policy versions that were not leased."""
     if claim.copy_of == claim.lease.node:
         raise Rejected("reject.replayed", f"the node submitted file {claim.sha256[:16]} before")
     if claim.copy_of is not None:
@@ -37,6 +40,7 @@ def check_claim(claim: Claim) -> None:
 
 
 def check_binding(table: RolloutTable, claim: Claim) -> None:
+    """Refuses a file that names another lease or version than the submission."""
     lease = claim.lease
     if table.lease_id != lease.lease_id:
         raise Rejected(
@@ -50,14 +54,14 @@ def check_binding(table: RolloutTable, claim: Claim) -> None:
 
 
 def check_groups(table: RolloutTable, lease: Lease) -> None:
-    """Every sample of every prompt, once."""
+    """Refuses a table unless it has every sample of every prompt exactly once."""
     samples = lease.sampling.samples_per_prompt
     wanted = {(prompt, sample) for prompt in range(len(lease.prompts)) for sample in range(samples)}
     found = Counter((row.prompt_index, row.sample_index) for row in table.rows)
     problems = (
         ("is missing", sorted(wanted - found.keys())),
         ("is not leased", sorted(found.keys() - wanted)),
-        ("is there more than once", sorted(place for place, count in found.items() if count > 1)),
+        ("occurs more than once", sorted(place for place, count in found.items() if count > 1)),
     )
     for problem, places in problems:
         if places:
@@ -68,7 +72,7 @@ def check_groups(table: RolloutTable, lease: Lease) -> None:
 
 
 def check_prompts(table: RolloutTable, prompt_tokens: Sequence[Sequence[int]]) -> None:
-    """`prompt_tokens` are the leased prompts as the policy's tokenizer encodes them."""
+    """Refuses rows whose prompt is not `prompt_tokens`, the leased prompts encoded by the policy's tokenizer."""
     expected = [tuple(tokens) for tokens in prompt_tokens]
     edited = [row for row in table.rows if row.prompt_tokens != expected[row.prompt_index]]
     if not edited:
@@ -77,11 +81,12 @@ def check_prompts(table: RolloutTable, prompt_tokens: Sequence[Sequence[int]]) -
         raise Rejected("reject.other_prompts", f"none of the {len(expected)} prompts is the leased one")
     raise Rejected(
         "reject.edited_prompt",
-        f"{where(edited[0])}: the prompt is not the leased one; so in {len(edited)} of {len(table.rows)} rows",
+        f"{where(edited[0])}: the prompt is not the leased one; this holds for {len(edited)} of {len(table.rows)} rows",
     )
 
 
 def check_values(table: RolloutTable, vocab_size: int) -> None:
+    """Refuses tokens outside the vocabulary, and log-probs that are not finite or above 0."""
     for row in table.rows:
         lowest, highest = min(row.output_tokens), max(row.output_tokens)
         if lowest < 0 or highest >= vocab_size:
@@ -95,6 +100,7 @@ def check_values(table: RolloutTable, vocab_size: int) -> None:
 
 
 def check_proof_format(table: RolloutTable, proof: ProofSpec, hidden_size: int) -> None:
+    """Refuses proofs of the wrong number or form."""
     try:
         check_format(
             [row.proof for row in table.rows],
@@ -108,11 +114,11 @@ def check_proof_format(table: RolloutTable, proof: ProofSpec, hidden_size: int) 
 
 
 def check_endings(table: RolloutTable, end_tokens: Iterable[int], max_new_tokens: int) -> None:
-    """An answer ends at its first end token, or at the cap; nowhere else."""
+    """Refuses answers that do not end at their first end token or at max_new_tokens."""
     ends = frozenset(end_tokens)
     for row in table.rows:
         if not ends.isdisjoint(row.output_tokens[:-1]):
-            raise Rejected("reject.early_stop", f"{where(row)}: goes on after an end token")
+            raise Rejected("reject.early_stop", f"{where(row)}: continues after an end token")
         ended = row.output_tokens[-1] in ends
         length = len(row.output_tokens)
         if not ended and length != max_new_tokens:
@@ -123,5 +129,5 @@ def check_endings(table: RolloutTable, end_tokens: Iterable[int], max_new_tokens
         if ended != (row.finish is Finish.EOS):
             raise Rejected(
                 "reject.early_stop",
-                f"{where(row)}: says it finished by {row.finish.name}, but its last token is {row.output_tokens[-1]}",
+                f"{where(row)}: is marked as finished by {row.finish.name}, but its last token is {row.output_tokens[-1]}",
             )

@@ -1,4 +1,9 @@
-"""Submissions in, a verdict on each out."""
+"""Judges submissions: takes their bytes and claims, returns a verdict on each.
+
+open_submission    read the table, check it against the lease            (no forward pass)
+recompute_many     run the model over the rows                           (recompute.py)
+give_verdict       check the facts, grade the answers
+"""
 
 import threading
 import time
@@ -9,8 +14,8 @@ from dataclasses import dataclass
 from shoal.model.tokenizer import Tokenizer
 from shoal.net.waiting import Stopped
 from shoal.swarm.validator import fact_checks, format_checks
-from shoal.swarm.validator.recompute import CannotCheck, Checked, Policy, recompute_many
-from shoal.swarm.validator.table_reader import Reader, ReaderDown
+from shoal.swarm.validator.recompute import CannotCheck, LoadedPolicy, RowsToCheck, recompute_many
+from shoal.swarm.validator.table_reader import ReaderFailed, TableReader
 from shoal.tasks import CannotGrade, Outcome, Problem, Reward, Task, make_task
 from shoal.tasks.datasets.file_options import file_digests
 from shoal.toploc import expected_bytes
@@ -22,120 +27,39 @@ from shoal.wire.run_spec import RunSpec
 from shoal.wire.seeded_draw import problem_seeds
 
 PROMPT_SLACK = 4096
-"""Prompt tokens a file may hold beyond the longest leased prompt: an edited prompt should be called one."""
+"""Prompt tokens that a file may have beyond the longest leased prompt, so that an edited prompt is refused as one."""
 SHOWN_CHARACTERS = 1000
-"""Of the sampled answer. It stands in the ledger, for ever."""
+"""Length of the sampled answer in the evidence, which the ledger keeps for ever."""
 
-
-Failed = CannotCheck | ReaderDown
-"""Our own side failed on one submission."""
+Failed = CannotCheck | ReaderFailed
+"""The validator's own side failed on one submission."""
 
 
 def judge(
     data: bytes,
     claim: Claim,
     spec: RunSpec,
-    policy: Policy,
+    policy: LoadedPolicy,
     *,
-    reader: Reader,
+    reader: TableReader,
     control_seed: int,
     stop: threading.Event | None = None,
 ) -> Verdict:
-    """The verdict on a submission's bytes, which are known to have the claimed digest.
+    """Returns the verdict on one submission. Its bytes must have the claimed digest, and `policy` must be the claimed version.
 
-    `spec` has the run's task with its files at hand; where it names them by digest only, as the public terms do, everything is checked but nothing
-    is graded. `policy` is the claimed version. Raises CannotCheck or ReaderDown where our own side fails; never blames for it; Stopped if `stop` is
-    set meanwhile.
+    `spec` should have the task's files. Where it has only their digests, as the public terms do, everything is checked but no
+    answer is graded. Raises CannotCheck or ReaderFailed if the validator's own side fails, Stopped if `stop` is set.
     """
+    if (refusal := refuse_claim(claim)) is not None:
+        return refusal
     (found,) = judge_many([(data, claim)], spec, policy, reader=reader, control_seed=control_seed, stop=stop)
     if isinstance(found, Verdict):
         return found
     raise found
 
 
-def judge_many(
-    submissions: Sequence[tuple[bytes, Claim]],
-    spec: RunSpec,
-    policy: Policy,
-    *,
-    reader: Reader,
-    control_seed: int,
-    stop: threading.Event | None = None,
-) -> list[Verdict | Failed]:
-    """The same for several of one policy version, whose rows share prefills. CannotCheck is raised if a prefill fails: by whose
-    rows is not known then."""
-    opened = [_begin(data, claim, spec, policy, reader) for data, claim in submissions]
-    # Drawn by the coordinator after it had the bytes: the node could not know.
-    full = [one for one in opened if isinstance(one, _Opened) and one.claim.checks == "full"]
-    checked = [Checked(one.table.rows, one.claim.lease) for one in full]
-    found = recompute_many(checked, policy, control_seed=control_seed, stop=stop)
-    for one, facts in zip(full, found, strict=True):
-        one.facts = facts
-    return [_end(one, spec, policy, stop) if isinstance(one, _Opened) else one for one in opened]
-
-
-@dataclass
-class _Opened:
-    """A submission past every check that needs no forward pass."""
-
-    claim: Claim
-    task: Task | None
-    """None if its files are not at hand."""
-    problems: list[Problem]
-    table: RolloutTable
-    started_s: float
-    facts: list[fact_checks.RowFacts] | Rejected | None = None
-    """None if its draw spared it."""
-
-
-def _begin(
-    data: bytes, claim: Claim, spec: RunSpec, policy: Policy, reader: Reader
-) -> _Opened | Verdict | Failed:
-    started_s = time.monotonic()
-    try:
-        format_checks.check_claim(claim)
-        task = None if file_digests(spec.task) else make_task(spec.task)
-        problems = [] if task is None else leased_problems(claim.lease, spec.run, task)
-        table = open_submission(data, claim, policy, reader=reader)
-    except Rejected as rejected:
-        return _refusal(claim, rejected, {"policy_version": claim.policy_version})
-    except (CannotCheck, ReaderDown) as failed:
-        return failed
-    return _Opened(claim, task, problems, table, started_s)
-
-
-def _end(one: _Opened, spec: RunSpec, policy: Policy, stop: threading.Event | None) -> Verdict | Failed:
-    claim, table = one.claim, one.table
-    evidence: dict[str, float | int | str] = {"policy_version": claim.policy_version}
-    try:
-        if isinstance(one.facts, Rejected):
-            raise one.facts
-        if one.facts is not None:
-            evidence |= fact_checks.evidence(table.rows, one.facts, spec.tolerances)
-            fact_checks.check_facts(table.rows, one.facts, spec.tolerances, spec.noise)
-        graded = () if one.task is None else grade(table, one.problems, one.task, policy.tokenizer, stop=stop)
-    except Rejected as rejected:
-        return _refusal(claim, rejected, evidence)
-    except CannotCheck as failed:
-        return failed
-    if graded:
-        evidence |= count_outcomes(graded)
-        evidence |= show_sample(table, graded, claim, policy.tokenizer)
-    num_tokens = sum(len(row.output_tokens) for row in table.rows)
-    words = "" if graded else "; not graded, because the task's files are not here"
-    return Verdict(
-        lease_id=claim.lease.lease_id,
-        code=ACCEPTED,
-        detail=f"{len(table.rows)} rows, {num_tokens} tokens, checked in {time.monotonic() - one.started_s:.2f} s{words}",
-        rewards=tuple(reward.value for reward in graded),
-        output_tokens=num_tokens,
-        checks=claim.checks,
-        evidence=evidence,
-    )
-
-
-def judge_claim(claim: Claim) -> Verdict | None:
-    """The refusal that needs neither the bytes nor the weights, if there is one."""
+def refuse_claim(claim: Claim) -> Verdict | None:
+    """Returns the refusal that needs neither the bytes nor the weights, or None."""
     try:
         format_checks.check_claim(claim)
     except Rejected as rejected:
@@ -143,13 +67,71 @@ def judge_claim(claim: Claim) -> Verdict | None:
     return None
 
 
-def open_submission(data: bytes, claim: Claim, policy: Policy, *, reader: Reader) -> RolloutTable:
-    """The table, past every check that needs no forward pass."""
+def judge_many(
+    submissions: Sequence[tuple[bytes, Claim]],
+    spec: RunSpec,
+    policy: LoadedPolicy,
+    *,
+    reader: TableReader,
+    control_seed: int,
+    stop: threading.Event | None = None,
+) -> list[Verdict | Failed]:
+    """Returns a verdict or failure for each submission of one policy version. Their rows share prefills.
+
+    The claims must have passed `refuse_claim`. Raises CannotCheck if a prefill fails, because the row that caused it is unknown.
+    """
+    opened = [open_submission(data, claim, spec, policy, reader) for data, claim in submissions]
+    # The coordinator chose the checks after it had the bytes, so the node could not know them.
+    full = [one for one in opened if isinstance(one, OpenedSubmission) and one.claim.checks == "full"]
+    to_check = [RowsToCheck(one.table.rows, one.claim.lease) for one in full]
+    found = recompute_many(to_check, policy, control_seed=control_seed, stop=stop)
+    for one, facts in zip(full, found, strict=True):
+        one.facts = facts
+    return [
+        give_verdict(one, spec, policy, stop) if isinstance(one, OpenedSubmission) else one for one in opened
+    ]
+
+
+@dataclass
+class OpenedSubmission:
+    """A submission that passed every check without a forward pass."""
+
+    claim: Claim
+    task: Task | None
+    """None if the task's files are missing."""
+    problems: list[Problem]
+    table: RolloutTable
+    started_s: float
+    facts: list[fact_checks.RowFacts] | Rejected | None = None
+    """None if the coordinator did not ask for a full check."""
+
+
+def open_submission(
+    data: bytes, claim: Claim, spec: RunSpec, policy: LoadedPolicy, reader: TableReader
+) -> OpenedSubmission | Verdict | Failed:
+    """Reads a submission and runs every check that needs no forward pass."""
+    started_s = time.monotonic()
+    try:
+        task = None if file_digests(spec.task) else make_task(spec.task)
+        problems = [] if task is None else leased_problems(claim.lease, spec.run, task)
+        table = read_and_check_table(data, claim, policy, reader=reader)
+    except Rejected as rejected:
+        return _refusal(claim, rejected, {"policy_version": claim.policy_version})
+    except (CannotCheck, ReaderFailed) as failed:
+        return failed
+    return OpenedSubmission(claim, task, problems, table, started_s)
+
+
+def read_and_check_table(
+    data: bytes, claim: Claim, policy: LoadedPolicy, *, reader: TableReader
+) -> RolloutTable:
+    """Returns the table after every check that needs no forward pass. Raises Rejected, CannotCheck or ReaderFailed."""
     lease, tokenizer = claim.lease, policy.tokenizer
     hidden_size = policy.decoder.shape.hidden_size
     if lease.proof.topk > hidden_size:  # the operator's mistake, not the node's
         raise CannotCheck(
-            f"proof.topk={lease.proof.topk} is more than the model's {hidden_size} values a state: an answer of two tokens has no proof"
+            f"proof.topk={lease.proof.topk} is more than the model's {hidden_size} values per state, so an answer of two "
+            "tokens has no proof; lower proof.topk"
         )
     prompt_tokens = encode_prompts(lease, tokenizer)
     table = reader.read(data, table_limits(lease, max(map(len, prompt_tokens))))
@@ -175,7 +157,7 @@ def table_limits(lease: Lease, longest_prompt: int) -> TableLimits:
 
 
 def leased_problems(lease: Lease, run: str, task: Task) -> list[Problem]:
-    """The problems behind the lease's prompts, derived from its seed as anybody can; CannotCheck if they differ."""
+    """Returns the problems that follow from the lease's seed. Raises CannotCheck if their prompts are not the leased ones."""
     seeds = problem_seeds(
         lease.seed, run=run, purpose=lease.purpose, chunk=lease.chunk, num_prompts=len(lease.prompts)
     )
@@ -183,7 +165,7 @@ def leased_problems(lease: Lease, run: str, task: Task) -> list[Problem]:
     if tuple(problem.prompt for problem in problems) != lease.prompts:
         raise CannotCheck(f"the prompts of lease {lease.lease_id} do not follow from its seed")
     if lease.chat != task.chat:
-        raise CannotCheck(f"lease {lease.lease_id} says chat={lease.chat}, its task {task.chat}")
+        raise CannotCheck(f"lease {lease.lease_id} has chat={lease.chat}, its task has chat={task.chat}")
     return problems
 
 
@@ -194,6 +176,39 @@ def encode_prompts(lease: Lease, tokenizer: Tokenizer) -> list[list[int]]:
         raise CannotCheck(f"the policy's tokenizer cannot encode a leased prompt: {error}") from None
 
 
+def give_verdict(
+    one: OpenedSubmission, spec: RunSpec, policy: LoadedPolicy, stop: threading.Event | None
+) -> Verdict | Failed:
+    """Checks the facts of the forward pass, grades the answers and returns the verdict."""
+    claim, table = one.claim, one.table
+    evidence: dict[str, float | int | str] = {"policy_version": claim.policy_version}
+    try:
+        if isinstance(one.facts, Rejected):
+            raise one.facts
+        if one.facts is not None:
+            evidence |= fact_checks.evidence(table.rows, one.facts, spec.tolerances)
+            fact_checks.check_facts(table.rows, one.facts, spec.tolerances, spec.noise)
+        graded = () if one.task is None else grade(table, one.problems, one.task, policy.tokenizer, stop=stop)
+    except Rejected as rejected:
+        return _refusal(claim, rejected, evidence)
+    except CannotCheck as failed:
+        return failed
+    if graded:
+        evidence |= count_outcomes(graded)
+        evidence |= show_sample(table, graded, claim, policy.tokenizer)
+    num_tokens = sum(len(row.output_tokens) for row in table.rows)
+    note = "" if graded else "; not graded, because the task's files are missing here"
+    return Verdict(
+        lease_id=claim.lease.lease_id,
+        code=ACCEPTED,
+        detail=f"{len(table.rows)} rows, {num_tokens} tokens, checked in {time.monotonic() - one.started_s:.2f} s{note}",
+        rewards=tuple(reward.value for reward in graded),
+        output_tokens=num_tokens,
+        checks=claim.checks,
+        evidence=evidence,
+    )
+
+
 def grade(
     table: RolloutTable,
     problems: list[Problem],
@@ -202,7 +217,7 @@ def grade(
     *,
     stop: threading.Event | None,
 ) -> tuple[Reward, ...]:
-    """What each row is worth, in file order. After every other check: what is graded is what the leased model drew."""
+    """Returns the reward of each row, in file order. Comes last, so that only the leased model's own answers are graded."""
     graded = []
     for row in table.rows:
         if stop is not None and stop.is_set():
@@ -216,7 +231,7 @@ def grade(
 
 
 def count_outcomes(graded: tuple[Reward, ...]) -> dict[str, float | int | str]:
-    """How many rows were right, and how many gave no answer at all: apart from wrong, which is the rest."""
+    """Returns the number of right answers and of answers that could not be parsed; the others are wrong."""
     outcomes = Counter(reward.outcome for reward in graded)
     return {"right": outcomes[Outcome.RIGHT], "unparseable": outcomes[Outcome.UNPARSEABLE]}
 
@@ -224,9 +239,9 @@ def count_outcomes(graded: tuple[Reward, ...]) -> dict[str, float | int | str]:
 def show_sample(
     table: RolloutTable, graded: tuple[Reward, ...], claim: Claim, tokenizer: Tokenizer
 ) -> dict[str, float | int | str]:
-    """One answer in words, for people who watch. Held-out problems are not shown: a worker could learn them.
+    """Returns one answer as text for the run's page, or nothing for held-out problems, which a worker could learn.
 
-    Which one follows from the file's digest: nobody chooses what is seen.
+    The file's digest chooses the row, so that nobody can choose what is shown.
     """
     if claim.lease.purpose != "train":
         return {}

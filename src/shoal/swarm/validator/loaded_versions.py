@@ -1,4 +1,4 @@
-"""The policy versions a validator can run: fetched, verified, loaded, the least used swapped out in place."""
+"""The policy versions that a validator has in memory. Fetches and loads others, in place of the least recently used one."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from shoal.net.http_client import Refused, SignedClient
 from shoal.net.ticket_client import Tickets
 from shoal.net.waiting import DeadlinePassed
 from shoal.shardcast import RelayChoice, fetch_version, prune_versions
-from shoal.swarm.validator.recompute import CannotCheck, Policy
+from shoal.swarm.validator.recompute import CannotCheck, LoadedPolicy
 from shoal.telemetry import Log
 from shoal.wire.codes import CorruptData, Rejected
 from shoal.wire.lease import Lease
@@ -19,10 +19,11 @@ from shoal.wire.manifest import Manifest
 from shoal.wire.record import Sealed
 
 KEEP_ON_DISK = 4
+"""Fetched versions that stay on disk."""
 
 
-class PolicyShelf:
-    """Gives the version a claim is about, or CannotCheck: weights that cannot be had are nobody's fault."""
+class LoadedVersions:
+    """A cache of policy versions by version number. Missing weights raise CannotCheck, so that no node is blamed."""
 
     def __init__(
         self,
@@ -38,12 +39,12 @@ class PolicyShelf:
         self._folder, self._client, self._run_key, self._log = folder, client, run_key, log
         self._load_decoder, self._max_loaded, self._fetch_s = load, max_loaded, fetch_s
         self._relays = RelayChoice(ticket=Tickets(client, log=log))
-        self._loaded: OrderedDict[int, Policy] = OrderedDict()
+        self._loaded: OrderedDict[int, LoadedPolicy] = OrderedDict()
         self._same_model: tuple[object, Tokenizer] | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
-    def get(self, version: int, lease: Lease, relays: tuple[str, ...] = ()) -> Policy:
-        """The version, ready to run. Loaded ones are at hand; others are fetched from `relays`, or the lease's."""
+    def get(self, version: int, lease: Lease, relays: tuple[str, ...] = ()) -> LoadedPolicy:
+        """Returns a version. One that is not loaded is fetched from `relays`, or from the lease's relays if there are none."""
         if version in self._loaded:
             self._loaded.move_to_end(version)
             return self._loaded[version]
@@ -61,7 +62,7 @@ class PolicyShelf:
             )
             policy = self._load(folder, manifest.body)
         except (CorruptData, Rejected, Refused, DeadlinePassed, ValueError, OSError) as error:
-            raise CannotCheck(f"policy version {version} cannot be had: {error}") from None
+            raise CannotCheck(f"policy version {version} is not available: {error}") from None
         self._loaded[version] = policy
         prune_versions(self._folder, KEEP_ON_DISK)
         self._log.info("loaded policy", version=version, bytes=manifest.body.num_bytes)
@@ -80,11 +81,11 @@ class PolicyShelf:
         leased = {policy.version: policy.weights_digest for policy in lease.policies}
         found = (manifest.run, manifest.version, manifest.weights_digest)
         if found != (lease.run, version, leased.get(version)):
-            raise ValueError(f"the lease names other weights than the manifest {found}")
+            raise ValueError(f"the manifest {found} does not have the weights that the lease names")
         return sealed
 
-    def _load(self, folder: Path, manifest: Manifest) -> Policy:
-        # Config and tokenizer rarely change between versions. While they do not, one decoder's memory serves many.
+    def _load(self, folder: Path, manifest: Manifest) -> LoadedPolicy:
+        # While config and tokenizer stay the same, a decoder's memory is reused for another version's weights.
         others = frozenset(
             (entry.name, entry.blake3) for entry in manifest.files if entry.name != WEIGHTS_FILE
         )
@@ -93,7 +94,7 @@ class PolicyShelf:
             self._same_model = (others, load_tokenizer(folder))
         tokenizer = self._same_model[1]
         if len(self._loaded) < self._max_loaded:
-            return Policy(manifest.version, self._load_decoder(folder), tokenizer)
+            return LoadedPolicy(manifest.version, self._load_decoder(folder), tokenizer)
         _, least_used = self._loaded.popitem(last=False)
         load_weights(least_used.decoder, folder / WEIGHTS_FILE)
-        return Policy(manifest.version, least_used.decoder, tokenizer)
+        return LoadedPolicy(manifest.version, least_used.decoder, tokenizer)

@@ -1,16 +1,16 @@
-"""One prefill of every row under the claimed policy version, and what it says about tokens and proofs.
+"""Runs every row once through the claimed policy version and compares its tokens, log-probs and proofs with the result.
 
     B  rows of a batch    T  tokens of a row    N  output tokens of a batch    H  hidden size    V  vocabulary
 
-The state at position p predicts the token at p + 1. So a row of P prompt and T output tokens needs the states at
-P-1 .. P+T-2: all of them predict an output token, all but the first are proven.
+The state at position p predicts the token at p + 1. A row of P prompt and T output tokens therefore needs the states at
+P-1 .. P+T-2: all of them predict an output token, and all but the first have a proof.
 """
 
 import contextlib
 import functools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -34,26 +34,26 @@ from shoal.wire.run_spec import ProofSpec, Sampling
 from shoal.wire.seeded_draw import sample_seed, uniforms
 
 BATCH_TOKENS = 4096
-"""Tokens of one prefill, prompts and padding included: they bound the keys and values held at once."""
+"""Tokens of one prefill on a CPU, with prompts and padding. They bound the memory for keys and values."""
 DEVICE_BATCH_TOKENS = 3 << 15
-"""The same on a GPU: 98,304. To launch a batch of 30 layers and its proofs takes the host 20 ms, which an H200 needs 30,000 tokens to be
-busy for; a model of 7B holds 8 GB of activations for these."""
+"""Tokens of one prefill on a GPU: 98,304. The host needs 20 ms to launch a batch of 30 layers and its proofs, in which an H200
+computes 30,000 tokens. A 7B model needs 8 GB of activations for a batch of this size."""
 LOGITS_AT_ONCE = 1 << 23
-"""Logits held at a time: 32 MiB of float32."""
+"""Logits in memory at once on a CPU: 32 MiB of float32."""
 DEVICE_LOGITS_AT_ONCE = 1 << 30
-"""The same on a GPU, where they are read once and in the states' dtype: 2 GiB of bfloat16."""
+"""Logits in memory at once on a GPU, where they are read once and in the states' dtype: 2 GiB of bfloat16."""
 
 
 Floats = npt.NDArray[np.float64]
 
 
 class CannotCheck(Exception):
-    """Our own side failed; nobody is to blame."""
+    """The validator's own side failed, so the submission is void and its node is not blamed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """A policy version, ready to run."""
+class LoadedPolicy:
+    """A policy version in memory."""
 
     version: int
     decoder: Decoder
@@ -61,8 +61,8 @@ class Policy:
     batch_tokens: int = BATCH_TOKENS
 
 
-class Leased(Protocol):
-    """Of a lease, what rows are drawn and proven by."""
+class SamplingTerms(Protocol):
+    """The parts of a lease that decide how its rows are sampled and proven."""
 
     @property
     def seed(self) -> str: ...
@@ -72,31 +72,31 @@ class Leased(Protocol):
     def proof(self) -> ProofSpec: ...
 
 
-class Unleased(NamedTuple):
-    """The same for rows that no lease asked for: to calibrate by, or to measure."""
+class CalibrationTerms(NamedTuple):
+    """Sampling terms of rows without a lease, for calibration and benchmarks."""
 
     seed: str
     sampling: Sampling
     proof: ProofSpec
 
 
-class Checked(NamedTuple):
-    """Rows that are checked under one lease's terms."""
+class RowsToCheck(NamedTuple):
+    """The rows of one submission and the terms of its lease."""
 
     rows: Sequence[Rollout]
-    lease: Leased
+    lease: SamplingTerms
 
 
 def recompute(
     rows: Sequence[Rollout],
-    lease: Leased,
-    policy: Policy,
+    lease: SamplingTerms,
+    policy: LoadedPolicy,
     *,
     control_seed: int,
     stop: threading.Event | None = None,
 ) -> list[RowFacts]:
-    """Facts about each row, in the order given. Rejected if a proof turns out to be malformed; CannotCheck; Stopped."""
-    (found,) = recompute_many([Checked(rows, lease)], policy, control_seed=control_seed, stop=stop)
+    """Returns the facts about each row, in order. Raises Rejected for a malformed proof, CannotCheck, or Stopped."""
+    (found,) = recompute_many([RowsToCheck(rows, lease)], policy, control_seed=control_seed, stop=stop)
     if isinstance(found, Rejected):
         raise found
     return found
@@ -104,15 +104,16 @@ def recompute(
 
 @torch.inference_mode()
 def recompute_many(
-    submissions: Sequence[Checked],
-    policy: Policy,
+    submissions: Sequence[RowsToCheck],
+    policy: LoadedPolicy,
     *,
     control_seed: int,
     stop: threading.Event | None = None,
 ) -> list[list[RowFacts] | Rejected]:
-    """The same for several submissions at once, whose rows share prefills. A malformed proof is one submission's own affair.
+    """Returns for each submission the facts about its rows, or Rejected if one of its proofs is malformed.
 
-    Their leases are of one run: sampling and proofs by the same terms, only seeds differ.
+    Rows of all submissions share prefills. Their leases must belong to one run, so that only their seeds differ. Raises
+    CannotCheck or Stopped.
     """
     entries = [
         _Entry(number, index, row, one.lease)
@@ -120,33 +121,40 @@ def recompute_many(
         for index, row in enumerate(one.rows)
     ]
     facts: dict[tuple[int, int], RowFacts] = {}
-    refused: dict[int, Rejected] = {}
-    begun: _Begun | None = None
-    # A device works on one batch while the host reads what the one before it gave.
+    malformed: dict[int, Rejected] = {}
+    started: _StartedBatch | None = None
+    # A GPU works on one batch while the host finishes the batch before it.
     for batch in (*_batches(entries, policy.batch_tokens), None):
         if stop is not None and stop.is_set():
             raise Stopped("stopped between two batches of a check")
-        before, begun = begun, None if batch is None else _begin(policy.decoder, batch, control_seed)
-        if before is not None:
-            facts.update(_finish(before, control_seed, refused))
+        previous, started = (
+            started,
+            None if batch is None else _start_batch(policy.decoder, batch, control_seed),
+        )
+        if previous is not None:
+            new_facts, new_malformed = _finish_batch(previous, control_seed, skip=malformed.keys())
+            facts.update(new_facts)
+            malformed.update(new_malformed)
     return [
-        refused.get(number) or [facts[number, index] for index in range(len(one.rows))]
+        malformed.get(number) or [facts[number, index] for index in range(len(one.rows))]
         for number, one in enumerate(submissions)
     ]
 
 
 class _Entry(NamedTuple):
-    """A row, and whose it is."""
+    """A row, with the number of its submission and its place in it."""
 
     submission: int
     place: int
     row: Rollout
-    lease: Leased
+    lease: SamplingTerms
 
 
 def _batches(entries: Sequence[_Entry], batch_tokens: int) -> Iterator[list[_Entry]]:
-    """Longest first, so that rows of one batch are of about one length and little is padded. As few batches as need be, of about as
-    many tokens each: a small one at the end would take as long to launch as a large one."""
+    """Yields batches of rows, longest first, so that rows of one batch have similar lengths and need little padding.
+
+    Uses as few batches as possible, of about equal size: a small last batch would take as long to launch as a large one.
+    """
     total = sum(_length(entry.row) for entry in entries)
     share = total / max(1, math.ceil(total / batch_tokens))
     batch: list[_Entry] = []
@@ -162,16 +170,18 @@ def _batches(entries: Sequence[_Entry], batch_tokens: int) -> Iterator[list[_Ent
 
 
 def _length(row: Rollout) -> int:
-    """Tokens that are run: the last one predicts nothing that was sent."""
+    """Returns the number of tokens to run: all but the last, which predicts no token of the row."""
     return len(row.prompt_tokens) + len(row.output_tokens) - 1
 
 
 def _prefill(decoder: Decoder, rows: Sequence[Rollout]) -> list[Tensor]:
-    """For each row the states that predict its output tokens, [T, H]. A prompt is run once, however many rows share it."""
+    """Returns for each row the states that predict its output tokens, [T, H]. Rows with the same prompt share its prefill."""
     device = decoder.model.norm.weight.device
     end = max(_length(row) for row in rows)
     if end >= decoder.shape.max_positions:
-        raise CannotCheck(f"{end + 1} tokens pass the model's {decoder.shape.max_positions} positions")
+        raise CannotCheck(
+            f"{end + 1} tokens are more than the model's {decoder.shape.max_positions} positions"
+        )
     if supports_flash_attention(device, decoder.model.norm.weight.dtype):
         return packed_states(decoder, [(row.prompt_tokens, row.output_tokens[:-1]) for row in rows])
     return _prefill_cached(decoder, rows, end, device)
@@ -198,9 +208,9 @@ def _prefill_cached(
 def _run_prompts(
     decoder: Decoder, prompts: Sequence[tuple[int, ...]], device: torch.device
 ) -> tuple[KVCache, Tensor]:
-    """Keys and values of the prompts, and the state at the end of each, [P, H]."""
+    """Returns the cache with the prompts' keys and values, and the state at the end of each prompt, [P, H]."""
     width = max(len(prompt) for prompt in prompts)
-    # Padding stands behind the tokens, where nothing looks at it before it is overwritten.
+    # Padding comes after the tokens, where nothing reads it before it is overwritten.
     tokens_PT = torch.tensor([prompt + (0,) * (width - len(prompt)) for prompt in prompts], device=device)
     positions_PT = torch.arange(width, device=device).expand_as(tokens_PT)
     cache = _make_cache(decoder, num_slots=len(prompts), max_context=width, device=device)
@@ -210,12 +220,12 @@ def _run_prompts(
 
 
 def _run_outputs(decoder: Decoder, rows: Sequence[Rollout], cache: KVCache, device: torch.device) -> Tensor:
-    """States at all output tokens but the last, [B, T, H], behind the prompts in the cache."""
+    """Returns the states at all output tokens but the last, [B, T, H]. The cache must hold the prompts."""
     width = max(len(row.output_tokens) for row in rows) - 1
     if width == 0:
         return decoder.model.norm.weight.new_empty(len(rows), 0, decoder.shape.hidden_size)
     tokens_BT = torch.zeros(len(rows), width, dtype=torch.int64)
-    # Padding goes to the one position that no row reaches.
+    # Padding is written to the last position, which no row reaches.
     positions_BT = torch.full_like(tokens_BT, cache.max_context - 1)
     for place, row in enumerate(rows):
         fed, start = len(row.output_tokens) - 1, len(row.prompt_tokens)
@@ -230,91 +240,102 @@ def _make_cache(decoder: Decoder, *, num_slots: int, max_context: int, device: t
     return KVCache(decoder.shape, num_slots=num_slots, max_context=max_context, dtype=dtype, device=device)
 
 
-class _Begun(NamedTuple):
-    """A batch whose work is done or, on a device, queued."""
+class _StartedBatch(NamedTuple):
+    """A batch that is computed or, on a GPU, queued."""
 
     batch: list[_Entry]
     states: tuple[Tensor, ...]
-    """Kept until all is done: a device's memory must not be given to others while one of two queues still reads it."""
+    """Kept until the batch is finished: the allocator must not reuse the memory while a second CUDA stream reads it."""
     finite: HostCopy
     proofs: Verification | None
-    """None if some row's proof is malformed at first sight."""
+    """None if a proof could not even be parsed."""
     per_token_4N: HostCopy
 
 
-def _begin(decoder: Decoder, batch: list[_Entry], control_seed: int) -> _Begun:
+def _start_batch(decoder: Decoder, batch: list[_Entry], control_seed: int) -> _StartedBatch:
+    """Starts the prefill, the proofs and the token distributions of a batch; on a GPU this only queues them."""
     states_NH = torch.cat(_prefill(decoder, [entry.row for entry in batch]))
     states = torch.split(states_NH, [len(entry.row.output_tokens) for entry in batch])
-    with _beside(states_NH.device):
+    with _side_stream(states_NH.device):
         finite = HostCopy(torch.isfinite(states_NH).all())
         try:
             proofs = _start_proofs(batch, states, control_seed)
         except ProofError:
             proofs = None
-    return _Begun(batch, states, finite, proofs, HostCopy(_token_columns(decoder, batch, states_NH)))
+    return _StartedBatch(batch, states, finite, proofs, HostCopy(_token_columns(decoder, batch, states_NH)))
 
 
 @contextlib.contextmanager
-def _beside(device: torch.device) -> Iterator[None]:
-    """Queue what follows behind all that is queued on a device, and beside all that comes later: the hundred small steps that proofs
-    take leave most of it free."""
+def _side_stream(device: torch.device) -> Iterator[None]:
+    """Queues the block on a second CUDA stream, after everything queued so far and parallel to everything queued later.
+
+    Proofs take about a hundred small kernels, which leave most of the GPU free.
+    """
     if device.type != "cuda":
         yield
         return
-    queue = _side_queue(device)
-    queue.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(queue):
+    stream = _priority_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
         yield
 
 
 @functools.cache
-def _side_queue(device: torch.device) -> torch.cuda.Stream:
-    # Before others: the host reads what it gives while the device does the rest.
+def _priority_stream(device: torch.device) -> torch.cuda.Stream:
+    # High priority, because the host reads its results while the GPU computes the rest.
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
-def _finish(
-    begun: _Begun, control_seed: int, refused: dict[int, Rejected]
-) -> dict[tuple[int, int], RowFacts]:
-    """Facts of the rows of submissions that have no malformed proof; the others join `refused`."""
-    if not bool(begun.finite.wait()):
+def _finish_batch(
+    started: _StartedBatch, control_seed: int, *, skip: Collection[int]
+) -> tuple[dict[tuple[int, int], RowFacts], dict[int, Rejected]]:
+    """Returns the facts by submission and row, and Rejected for each submission with a malformed proof.
+
+    Submissions in `skip` are left out.
+    """
+    if not bool(started.finite.wait()):
         raise CannotCheck("the policy's own states are not finite; its weights are broken")
-    segments = _proof_checks(begun, control_seed, refused)
-    per_token = _per_token(begun.batch, begun.per_token_4N.wait().numpy())
-    return {
+    segments, malformed = _verify_proofs(started, control_seed, skip=skip)
+    per_token = _per_token(started.batch, started.per_token_4N.wait().numpy())
+    facts = {
         (entry.submission, entry.place): RowFacts(tuple(segments[place]), *per_token[place])
-        for place, entry in enumerate(begun.batch)
+        for place, entry in enumerate(started.batch)
         if place in segments
     }
+    return facts, malformed
 
 
-def _proof_checks(
-    begun: _Begun, control_seed: int, refused: dict[int, Rejected]
-) -> dict[int, list[SegmentCheck]]:
-    """By place in the batch."""
-    kept = list(range(len(begun.batch)))
-    proofs = begun.proofs if all(entry.submission not in refused for entry in begun.batch) else None
-    while True:
+def _verify_proofs(
+    started: _StartedBatch, control_seed: int, *, skip: Collection[int]
+) -> tuple[dict[int, list[SegmentCheck]], dict[int, Rejected]]:
+    """Returns the checks of each row by its place in the batch, and Rejected for each submission with a malformed proof.
+
+    A malformed proof excludes its whole submission, and the remaining proofs are verified again.
+    """
+    batch = started.batch
+    places = [place for place, entry in enumerate(batch) if entry.submission not in skip]
+    proofs = started.proofs if len(places) == len(batch) else None
+    malformed: dict[int, Rejected] = {}
+    while places:
         try:
             if proofs is None:
-                kept = [place for place in kept if begun.batch[place].submission not in refused]
-                batch, states = (
-                    [begun.batch[place] for place in kept],
-                    [begun.states[place] for place in kept],
+                proofs = _start_proofs(
+                    [batch[place] for place in places],
+                    [started.states[place] for place in places],
+                    control_seed,
                 )
-                proofs = _start_proofs(batch, states, control_seed)
-            return dict(zip(kept, proofs.checks(), strict=True))
+            return dict(zip(places, proofs.checks(), strict=True)), malformed
         except ProofError as error:
-            culprit = begun.batch[kept[error.row]]
-            refused[culprit.submission] = Rejected(
-                "reject.malformed_proof", f"{where(culprit.row)}: {error.reason}"
+            entry = batch[places[error.row]]
+            malformed[entry.submission] = Rejected(
+                "reject.malformed_proof", f"{where(entry.row)}: {error.reason}"
             )
+            places = [place for place in places if batch[place].submission != entry.submission]
             proofs = None
+    return {}, malformed
 
 
 def _start_proofs(batch: Sequence[_Entry], states: Sequence[Tensor], control_seed: int) -> Verification:
-    if not batch:
-        return start_verifying([], [], control_seed=control_seed)
     proof = batch[0].lease.proof
     return start_verifying(
         [entry.row.proof for entry in batch],
@@ -326,7 +347,7 @@ def _start_proofs(batch: Sequence[_Entry], states: Sequence[Tensor], control_see
 
 
 def _token_columns(decoder: Decoder, batch: Sequence[_Entry], states_NH: Tensor) -> Tensor:
-    """[4, N] float64: log-prob of each output token, draw distance, surprise and the variance of that."""
+    """Returns [4, N] float64: each output token's log-prob, draw distance, surprise and variance of the surprise."""
     tokens_N = upload(flat(entry.row.output_tokens for entry in batch).astype(np.int64), states_NH.device)
     on_device = states_NH.device.type == "cuda"
     chunk = max(1, (DEVICE_LOGITS_AT_ONCE if on_device else LOGITS_AT_ONCE) // decoder.shape.vocab_size)
@@ -343,7 +364,7 @@ def _token_columns(decoder: Decoder, batch: Sequence[_Entry], states_NH: Tensor)
 
 
 def _per_token(batch: Sequence[_Entry], columns_4N: Floats) -> list[Floats]:
-    """For each row, its part of the columns."""
+    """Returns each row's part of the columns."""
     ends = np.cumsum([len(entry.row.output_tokens) for entry in batch])[:-1]
     return np.split(columns_4N, ends, axis=1)
 
@@ -355,13 +376,13 @@ def _device_distribution(decoder: Decoder, hidden_NH: Tensor, tokens_N: Tensor, 
 
 
 def _distribution(decoder: Decoder, hidden_NH: Tensor, tokens_N: Tensor, temperature: float) -> Tensor:
-    """Five lines of N, in float64: each token's log-prob, the two ends of its interval of the cumulative distribution over
+    """Returns [5, N] float64: each token's log-prob, the two ends of its interval of the cumulative distribution over
     ascending ids, and entropy and variance of -log p under the whole distribution."""
     logprobs_NV = torch.log_softmax(decoder.logits(hidden_NH).float() / temperature, dim=-1)
     logprob_N = logprobs_NV.gather(1, tokens_N[:, None]).squeeze(1).double()
     ids_V = torch.arange(logprobs_NV.shape[1], device=tokens_N.device)
     probs_NV = logprobs_NV.exp()
-    total_N = probs_NV.sum(dim=1, dtype=torch.float64)  # 1 but for rounding
+    total_N = probs_NV.sum(dim=1, dtype=torch.float64)  # 1 except for rounding
     low_N = torch.where(ids_V < tokens_N[:, None], probs_NV, 0.0).sum(dim=1, dtype=torch.float64)
     entropy_N = -torch.einsum("nv,nv->n", probs_NV, logprobs_NV).double()
     square_N = torch.einsum("nv,nv->n", probs_NV, logprobs_NV.square()).double()
@@ -377,7 +398,7 @@ def _distribution(decoder: Decoder, hidden_NH: Tensor, tokens_N: Tensor, tempera
 
 
 def _uniforms(batch: Sequence[_Entry]) -> Floats:
-    """Of all output tokens of all rows, in one go: a call a row takes three times as long."""
+    """Returns the uniforms of all output tokens, computed together: one call per row takes three times as long."""
     counts = [len(entry.row.output_tokens) for entry in batch]
     seeds = np.array(
         [sample_seed(entry.lease.seed, entry.row.prompt_index, entry.row.sample_index) for entry in batch],

@@ -1,44 +1,57 @@
-"""Reads strangers' files in a child process that can be killed, starved or crashed without harm.
+"""Reads submitted Parquet files in a child process, which a hostile file may crash or exhaust without harm to the validator.
 
-One child serves many files. It says when it is ready, so a child that cannot start (a broken installation, a machine
-short of memory) is our own failure. When a file makes a ready child die, the child is replaced and the file refused, but
-only after a second child came to the same end: what ails this machine must not cost an honest node its name.
+Request and reply are a JSON line followed by bytes. Pickle is not used: the child has just read an untrusted file, and the
+validator must be able to check everything that it sends.
+
+    request  limits of the table, then the Parquet bytes
+    reply    {"code": ..., "detail": ...}   or   {"lease_id": ..., "policy_version": ..., "num_rows": ...}, then arrays
+
+A child that cannot start or does not answer in time is the validator's own failure (ReaderFailed). A file is refused for ending
+the child only if a second child ended too, because something else may have killed the first.
 """
 
-import contextlib
-import os
-import select
+import json
 import signal
-import subprocess
 import sys
-import time
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from shoal.swarm.validator.frames import LENGTH_BYTES, READY, BadReply, decode_reply, encode_request
-from shoal.wire.codes import Rejected
-from shoal.wire.rollouts import RolloutTable, TableLimits
+import numpy as np
+import numpy.typing as npt
+
+from shoal.child_process import (
+    BadFrame,
+    ChildDied,
+    ChildError,
+    ChildLimits,
+    ChildProcess,
+    limit_memory,
+    serve,
+)
+from shoal.wire.codes import CODES, Rejected
+from shoal.wire.rollouts import Finish, Rollout, RolloutTable, TableLimits, decode, encode
 
 MAX_MEMORY_BYTES = 1_000_000_000
-"""On top of what the child holds before the first file."""
+"""Memory that a file may take on top of what the child holds before its first file."""
 CPU_S = 20
+"""Seconds of processor time that a file may take."""
 WALL_S = 120.0
-START_S = 60.0
-TRIES = 2
+"""Seconds to wait for the child's answer."""
+ATTEMPTS = 2
+
+_LIMITS = ("max_rows", "max_prompt_tokens", "max_output_tokens", "max_proof_bytes")
 
 
-class ReaderDown(RuntimeError):
-    """Our own side could not read the file: not the sender's doing."""
+class ReaderFailed(RuntimeError):
+    """The validator's own side could not read a file. The sender is not to blame."""
 
 
-class _ChildDied(Exception):
-    def __init__(self, returncode: int) -> None:
-        super().__init__(f"the reading child ended with {returncode}")
-        self.returncode = returncode
+class BadReply(Exception):
+    """A reply of the child does not decode to a table."""
 
 
-class Reader:
-    """`read(bytes, limits)` gives the table or raises Rejected. Use as a context manager, or call close."""
+class TableReader:
+    """Reads tables in a child process that serves many files. Use it as a context manager, or call `close`."""
 
     def __init__(
         self,
@@ -48,135 +61,206 @@ class Reader:
         wall_s: float = WALL_S,
         python: str = sys.executable,
     ) -> None:
-        self._max_memory_bytes, self._cpu_s, self._wall_s = max_memory_bytes, cpu_s, wall_s
-        self._python = python
-        self._child: subprocess.Popen[bytes] | None = None
+        self._wall_s = wall_s
+        self.child = ChildProcess(
+            "shoal.swarm.validator.table_reader:serve_tables",
+            limits=ChildLimits(memory_bytes=max_memory_bytes, cpu_s=cpu_s),
+            # The system allocator returns memory and reserves no address space, of which the limit would take a part.
+            env={"ARROW_DEFAULT_MEMORY_POOL": "system"},
+            max_reply_bytes=max_memory_bytes,
+            python=python,
+        )
 
     def __enter__(self) -> Self:
-        self._running_child()  # who cannot read should say so before claiming anything
+        """Starts the child, so that a validator that cannot read files fails before it claims any."""
+        try:
+            self.child.start()
+        except ChildError as error:
+            raise ReaderFailed(str(error)) from None
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
 
-    def read(self, data: bytes, limits: TableLimits) -> RolloutTable:
-        """The table, or Rejected with the reason, or ReaderDown."""
-        for _ in range(TRIES):
-            try:
-                return decode_reply(self._exchange(encode_request(data, limits)), limits)
-            except _ChildDied as died:
-                self.close()
-                last: _ChildDied | BadReply = died
-            except BadReply as bad:
-                self.close()
-                last = bad
-        raise _verdict(last)
-
     def close(self) -> None:
-        child, self._child = self._child, None
-        if child is None:
-            return
-        child.kill()
-        child.wait()
-        for pipe in (child.stdin, child.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+        self.child.close()
 
-    def _exchange(self, request: bytes) -> bytes:
-        child = self._running_child()
-        assert child.stdin is not None and child.stdout is not None
-        give_up_s = time.monotonic() + self._wall_s
-        framed = len(request).to_bytes(LENGTH_BYTES, "big") + request
-        self._write(child.stdin.fileno(), framed, give_up_s)
-        length = int.from_bytes(self._read(child.stdout.fileno(), LENGTH_BYTES, give_up_s), "big")
-        if length > self._max_memory_bytes:
-            raise BadReply(f"announces {length} bytes")
-        return self._read(child.stdout.fileno(), length, give_up_s)
-
-    def _running_child(self) -> subprocess.Popen[bytes]:
-        if self._child is None or self._child.poll() is not None:
-            self.close()
-            # -I: no user site, no environment that could load code. The system allocator gives memory back and, unlike
-            # arena allocators, reserves no address space of which the limit would take away half.
-            command = [self._python, "-I", "-m", "shoal.swarm.validator.table_reader_child"]
-            self._child = subprocess.Popen(
-                [*command, str(self._max_memory_bytes), str(self._cpu_s)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={
-                    "ARROW_DEFAULT_MEMORY_POOL": "system",
-                    "OMP_NUM_THREADS": "1",
-                    "OPENBLAS_NUM_THREADS": "1",
-                },
-                bufsize=0,
-                start_new_session=True,
-            )
-            assert self._child.stdin is not None and self._child.stdout is not None
-            os.set_blocking(self._child.stdin.fileno(), False)
-            os.set_blocking(self._child.stdout.fileno(), False)
-            self._await_ready(self._child.stdout.fileno())
-        return self._child
-
-    def _await_ready(self, fd: int) -> None:
-        try:
-            said = self._read(fd, len(READY), time.monotonic() + START_S)
-        except _ChildDied as died:
-            self.close()
-            raise ReaderDown(
-                f"{died} before it had read anything; try: python -I -m shoal.swarm.validator.table_reader_child 1000000000 20"
-            ) from None
-        if said != READY:
-            self.close()
-            raise ReaderDown(f"the reading child began with {said!r}, expected {READY!r}")
-
-    def _write(self, fd: int, data: bytes, give_up_s: float) -> None:
-        view = memoryview(data)
-        while view:
-            self._await(fd, select.POLLOUT, give_up_s)
+    def read(self, data: bytes, limits: TableLimits) -> RolloutTable:
+        """Returns the table. Raises Rejected with the reason, or ReaderFailed."""
+        request = _line({name: getattr(limits, name) for name in _LIMITS}) + data
+        for _ in range(ATTEMPTS):
             try:
-                view = view[os.write(fd, view[: 1 << 20]) :]
-            except BrokenPipeError:
-                raise self._death() from None
-
-    def _read(self, fd: int, count: int, give_up_s: float) -> bytes:
-        pieces: list[bytes] = []
-        while count:
-            self._await(fd, select.POLLIN, give_up_s)
-            piece = os.read(fd, min(count, 1 << 20))
-            if not piece:
-                raise self._death()
-            pieces.append(piece)
-            count -= len(piece)
-        return b"".join(pieces)
-
-    def _await(self, fd: int, event: int, give_up_s: float) -> None:
-        poll = select.poll()
-        poll.register(fd, event)
-        while time.monotonic() > give_up_s or not poll.poll(200):
-            if time.monotonic() > give_up_s:
-                self.close()
-                raise ReaderDown(
-                    f"the reading child did not answer in time (wall clock, {self._wall_s:.0f} s a file)"
-                )
-
-    def _death(self) -> _ChildDied:
-        assert self._child is not None
-        return _ChildDied(self._child.wait())
+                reply = self.child.exchange(request, timeout_s=self._wall_s, attempts=ATTEMPTS)
+                return decode_reply(reply, limits)
+            except (BadFrame, BadReply) as error:
+                self.child.close()
+                problem = str(error)
+            except ChildDied as died:
+                raise _refuse_deadly_file(died) from None
+            except ChildError as error:
+                raise ReaderFailed(str(error)) from None
+        raise Rejected("reject.malformed_file", f"reading it gives no table: {problem}")
 
 
-def _verdict(last: _ChildDied | BadReply) -> Rejected:
-    if isinstance(last, BadReply):
-        return Rejected("reject.malformed_file", f"reading it gives nonsense: {last}")
-    if (
-        -last.returncode == signal.SIGKILL
-    ):  # the kernel's out-of-memory killer; the child's own limit is caught there
+def _refuse_deadly_file(died: ChildDied) -> Rejected:
+    if died.status == -signal.SIGKILL:  # the kernel's out-of-memory killer; the child catches its own limit
         return Rejected("reject.oversized_table", "reading it needs more memory than a submission may take")
-    if -last.returncode == signal.SIGXCPU:
+    if died.status == -signal.SIGXCPU:
         return Rejected(
             "reject.malformed_file", "reading it needs more processor time than a submission may take"
         )
-    return Rejected(
-        "reject.malformed_file", f"reading it ends the reading process (status {last.returncode})"
+    return Rejected("reject.malformed_file", f"reading it ends the reading process (status {died.status})")
+
+
+# -- the child ----------------------------------------------------------------------------------------------
+
+
+def serve_tables(limits: ChildLimits) -> None:
+    """Runs in the child: answers requests until the validator closes the pipe."""
+    limit_memory(limits.memory_bytes)
+    _check_own_table()
+    serve(_answer, limits)
+
+
+def _answer(request: bytes) -> bytes:
+    head, data = _split(request)
+    del request
+    try:
+        return encode_table(decode(data, TableLimits(**head)))
+    except Rejected as rejected:
+        return _encode_refusal(rejected)
+    except MemoryError:
+        return _encode_refusal(
+            Rejected("reject.oversized_table", "decoding needs more memory than a submission may take")
+        )
+
+
+def _check_own_table() -> None:
+    """Reads a table written here, under the limits. A child that cannot would blame every sender for its own fault."""
+    row = Rollout(
+        prompt_index=0,
+        sample_index=0,
+        prompt_tokens=(1,),
+        output_tokens=(2,),
+        logprobs=(-1.0,),
+        finish=Finish.EOS,
+        proof=b"",
     )
+    table = RolloutTable(lease_id="0" * 32, policy_version=0, rows=(row,))
+    limits = TableLimits(max_rows=1, max_prompt_tokens=1, max_output_tokens=1, max_proof_bytes=1)
+    assert decode(encode(table), limits) == table, "a table that was written here does not read back"
+
+
+# -- replies ------------------------------------------------------------------------------------------------
+
+
+def encode_table(table: RolloutTable) -> bytes:
+    rows = table.rows
+    head = {"lease_id": table.lease_id, "policy_version": table.policy_version, "num_rows": len(rows)}
+    numbers = [
+        (
+            row.prompt_index,
+            row.sample_index,
+            row.finish,
+            len(row.prompt_tokens),
+            len(row.output_tokens),
+            len(row.proof),
+        )
+        for row in rows
+    ]
+    return b"".join(
+        [
+            _line(head),
+            np.array(numbers, dtype="<i4").tobytes(),
+            np.array([token for row in rows for token in row.prompt_tokens], dtype="<i4").tobytes(),
+            np.array([token for row in rows for token in row.output_tokens], dtype="<i4").tobytes(),
+            np.array([value for row in rows for value in row.logprobs], dtype="<f4").tobytes(),
+            *(row.proof for row in rows),
+        ]
+    )
+
+
+def decode_reply(frame: bytes, limits: TableLimits) -> RolloutTable:
+    """Returns the table. Raises Rejected if the child refused the file, BadReply if the reply is neither."""
+    try:
+        head, body = _split(frame)
+        if "code" in head:
+            raise _decode_refusal(head)
+        num_rows = int(head["num_rows"])
+        if not 0 <= num_rows <= limits.max_rows:
+            raise BadReply(f"{num_rows} rows, at most {limits.max_rows}")
+        return RolloutTable(
+            lease_id=str(head["lease_id"]),
+            policy_version=int(head["policy_version"]),
+            rows=_decode_rows(body, num_rows),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadReply(f"{type(error).__name__}: {error}") from None
+
+
+def _decode_rows(body: bytes, num_rows: int) -> tuple[Rollout, ...]:
+    cursor = _Cursor(body)
+    numbers = cursor.array("<i4", 6 * num_rows).reshape(num_rows, 6)
+    if (numbers[:, 3:] < 0).any():
+        raise ValueError("a length is negative")
+    prompts = cursor.ragged("<i4", numbers[:, 3])
+    outputs = cursor.ragged("<i4", numbers[:, 4])
+    logprobs = cursor.ragged("<f4", numbers[:, 4])
+    proofs = cursor.ragged("u1", numbers[:, 5])
+    cursor.expect_end()
+    return tuple(
+        Rollout(
+            prompt_index=int(numbers[row, 0]),
+            sample_index=int(numbers[row, 1]),
+            prompt_tokens=tuple(prompts[row].tolist()),
+            output_tokens=tuple(outputs[row].tolist()),
+            logprobs=tuple(logprobs[row].tolist()),
+            finish=Finish(int(numbers[row, 2])),
+            proof=proofs[row].tobytes(),
+        )
+        for row in range(num_rows)
+    )
+
+
+class _Cursor:
+    """Reads arrays one after another from bytes. Raises ValueError beyond the end."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body, self._at = body, 0
+
+    def array(self, dtype: str, count: int) -> npt.NDArray[Any]:
+        values: npt.NDArray[Any] = np.frombuffer(self._body, dtype=dtype, count=count, offset=self._at)
+        self._at += values.nbytes
+        return values
+
+    def ragged(self, dtype: str, lengths: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+        ends = np.cumsum(lengths.astype(np.int64))
+        values = self.array(dtype, int(ends[-1]) if len(ends) else 0)
+        return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+    def expect_end(self) -> None:
+        if self._at != len(self._body):
+            raise ValueError(f"{len(self._body) - self._at} bytes too many")
+
+
+def _encode_refusal(rejected: Rejected) -> bytes:
+    return _line({"code": rejected.code, "detail": rejected.detail[:500]})
+
+
+def _decode_refusal(head: dict[str, Any]) -> Exception:
+    code = str(head["code"])
+    if code not in CODES or not code.startswith("reject."):
+        return BadReply(f"refusal with the code {code[:80]!r}")
+    return Rejected(code, str(head["detail"])[:500])
+
+
+def _line(head: dict[str, Any]) -> bytes:
+    return json.dumps(head).encode() + b"\n"
+
+
+def _split(frame: bytes) -> tuple[dict[str, Any], bytes]:
+    line, newline, body = frame.partition(b"\n")
+    head = json.loads(line)
+    if not newline or not isinstance(head, dict):
+        raise ValueError("no header line")
+    return head, body

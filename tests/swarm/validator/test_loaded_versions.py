@@ -9,7 +9,7 @@ from loopback import LOG, Swarm, origin_of
 
 from shoal.model.decoder import Decoder
 from shoal.model.load_model import load_decoder
-from shoal.swarm.validator.loaded_versions import PolicyShelf
+from shoal.swarm.validator.loaded_versions import LoadedVersions
 from shoal.swarm.validator.recompute import CannotCheck
 from shoal.wire.keys import Key
 from shoal.wire.lease import Lease, PolicyRef
@@ -32,8 +32,8 @@ def lease_on(swarm: Swarm, url: str, *, digest: str | None = None) -> Lease:
     return make_lease(make_spec()).model_copy(update={"policies": tuple(refs), "relays": (url,)})
 
 
-def make_shelf(swarm: Swarm, *, run_key: str | None = None) -> PolicyShelf:
-    return PolicyShelf(
+def make_shelf(swarm: Swarm, *, run_key: str | None = None) -> LoadedVersions:
+    return LoadedVersions(
         swarm.dir / "shelf",
         swarm.client_of(swarm.key("validator")),
         run_key=run_key or swarm.key("run").public,
@@ -62,15 +62,15 @@ def test_the_least_used_version_is_swapped_out_in_place(swarm: Swarm, origin: st
 
 
 def test_other_weights_than_leased_are_not_used(swarm: Swarm, origin: str) -> None:
-    with pytest.raises(CannotCheck, match="names other weights"):
+    with pytest.raises(CannotCheck, match="does not have the weights that the lease names"):
         make_shelf(swarm).get(0, lease_on(swarm, origin, digest="1" * 64))
 
 
 def test_a_manifest_of_another_run_key_is_not_used(swarm: Swarm, origin: str) -> None:
-    with pytest.raises(CannotCheck, match="cannot be had"):
+    with pytest.raises(CannotCheck, match="is not available"):
         make_shelf(swarm, run_key=Key.generate().public).get(0, lease_on(swarm, origin))
 
 
 def test_a_version_that_was_never_published_cannot_be_had(swarm: Swarm, origin: str) -> None:
-    with pytest.raises(CannotCheck, match="policy version 3 cannot be had"):
+    with pytest.raises(CannotCheck, match="policy version 3 is not available"):
         make_shelf(swarm).get(3, lease_on(swarm, origin))
