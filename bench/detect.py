@@ -51,7 +51,7 @@ from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.swarm.validator import fact_checks, format_checks
 from shoal.swarm.validator import recompute as recomputing
 from shoal.swarm.validator.judge import read_and_check_table
-from shoal.swarm.validator.recompute import RowsToCheck, LoadedPolicy, recompute_many
+from shoal.swarm.validator.recompute import LoadedPolicy, RowsToCheck, recompute_many
 from shoal.swarm.validator.table_reader import TableReader
 from shoal.tasks import make_task
 from shoal.toploc.decision import (

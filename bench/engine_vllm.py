@@ -23,7 +23,7 @@ from shoal.rollout.engine.api import Engine, FinishedRow, GenerationRequest
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.rollout.engine.vllm_engine import VllmEngine
 from shoal.swarm.validator import fact_checks
-from shoal.swarm.validator.recompute import LoadedPolicy, CalibrationTerms, recompute
+from shoal.swarm.validator.recompute import CalibrationTerms, LoadedPolicy, recompute
 from shoal.wire.codes import Rejected
 from shoal.wire.run_spec import ProofSpec, Sampling, default_tolerances
 from shoal.wire.seeded_draw import sample_seed
@@ -83,7 +83,9 @@ def compare(folder: Path, options: argparse.Namespace) -> None:
         started_s = time.monotonic()
         engine.load(folder, 1)
         print(f"{name}: swap {time.monotonic() - started_s:.3f} s")
-    policy = LoadedPolicy(0, load_decoder(folder, DTYPES[options.dtype], torch.device(options.device)), tokenizer)
+    policy = LoadedPolicy(
+        0, load_decoder(folder, DTYPES[options.dtype], torch.device(options.device)), tokenizer
+    )
     for name, finished in done.items():
         check(name, finished, policy, options)
 

@@ -86,7 +86,7 @@ def test_the_file_reaches_validators_and_only_them(
         check_eval(swarm.url, data, capsys)
         key = str(swarm.dir / "keys" / "validator.key")
         assert main(["audit", swarm.url, "--key", key, "--dir", str(swarm.dir / "audit")]) == 0
-        assert "1 of 1 as the ledger says" in capsys.readouterr().out
+        assert "verdicts that agree with the ledger: 1 of 1" in capsys.readouterr().out
         check_own(swarm, info.spec, lease, policy)
 
 
@@ -126,4 +126,4 @@ def check_eval(url: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["eval", url, *small, "--option", f"path={other}"]) == 2
     assert "is not the file of the run" in capsys.readouterr().err
     assert main(["eval", url, *small, "--version", "7", "--task", "sort"]) == 2
-    assert "/v1/policies/7" in capsys.readouterr().err
+    assert "has not published version 7" in capsys.readouterr().err
