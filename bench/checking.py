@@ -40,7 +40,7 @@ from shoal.rollout.engine.prompt_cache import PREFILL_SIZES
 from shoal.rollout.engine.scheduler import cache_size_for, fit_rows, free_memory_bytes
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.swarm.validator import recompute as recomputing
-from shoal.swarm.validator.recompute import RowsToCheck, LoadedPolicy, CalibrationTerms, recompute_many
+from shoal.swarm.validator.recompute import CalibrationTerms, LoadedPolicy, RowsToCheck, recompute_many
 from shoal.wire.codes import Rejected
 from shoal.wire.run_spec import ProofSpec, Sampling
 from shoal.wire.seeded_draw import sample_seed
@@ -104,7 +104,9 @@ def check(options: argparse.Namespace, policy: LoadedPolicy, submissions: list[l
     return (now_s(options) - started_s) / len(submissions)
 
 
-def parts(options: argparse.Namespace, policy: LoadedPolicy, submissions: list[list[FinishedRow]]) -> Counter[str]:
+def parts(
+    options: argparse.Namespace, policy: LoadedPolicy, submissions: list[list[FinishedRow]]
+) -> Counter[str]:
     """Returns the seconds of each part of a check."""
     found: Counter[str] = Counter()
 
