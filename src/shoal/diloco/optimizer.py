@@ -60,7 +60,7 @@ class Schedule:
 
     @property
     def interval(self) -> int:
-        """Inner steps between two rounds."""
+        """Returns the number of inner steps between two rounds."""
         return self.inner_steps // self.fragments
 
 
@@ -197,7 +197,7 @@ class DiLoCo(Optimizer):
 
     @property
     def in_flight(self) -> bool:
-        """Whether a round has started and is not completed."""
+        """Returns whether a round has started and is not completed."""
         return self._in_flight is not None
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ class OuterState:
 
     @property
     def fragment(self) -> int:
-        """The index of the fragment that the next round averages."""
+        """Returns the index of the fragment that the next round averages."""
         return self.round % len(self.bases)
 
     def digest(self) -> str:

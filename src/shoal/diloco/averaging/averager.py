@@ -45,7 +45,7 @@ class AveragingGroup:
 
     @property
     def work(self) -> float:
-        """The samples behind the group's average."""
+        """Returns the number of samples behind the group's average."""
         return float(sum(self.weights))
 
 

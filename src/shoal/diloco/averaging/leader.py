@@ -95,12 +95,12 @@ class Ballot:
 
     @property
     def decided(self) -> bool:
-        """Whether the result is known."""
+        """Returns whether the result is known."""
         return bool(self.failure) or len(self.votes) == len(self.members)
 
     @property
     def commit(self) -> bool:
-        """Whether the round is committed."""
+        """Returns whether the round is committed."""
         return self.decided and not self.failure
 
 

@@ -68,7 +68,7 @@ class SiteProgress:
 
     @property
     def utilisation(self) -> float:
-        """Time in inner steps divided by that time plus the time spent waiting for rounds."""
+        """Returns the time in inner steps divided by that time plus the time spent waiting for rounds."""
         total_s = self.compute_s + self.waited_s
         return self.compute_s / total_s if total_s else math.nan
 
