@@ -1,22 +1,22 @@
-"""SHARDCAST on this machine: how fast, at what cost, and what failures cost.
+"""Measures SHARDCAST on this machine: its speed, its CPU cost, and the cost of failures.
 
     python -P bench/shardcast.py                              about three minutes: 500 MB, 1 and 4 clients
     python -P bench/shardcast.py --only loopback --mb 500 2000 --clients 1 4 16 --levels 1 2 --repeats 3 --minutes 25 --max-gb 40
-    python -P bench/shardcast.py --only links                 just the scenarios on slow links
+    python -P bench/shardcast.py --only links                 only the scenarios on slow links
 
-1. Loopback, in turns: ours (origin -> relay -> clients), the package `shardcast` 0.3.2 from PyPI in a virtual environment of
-   its own (its polls set to 0.1 s instead of 30, a download that failed begun anew), and nginx + curl of one file. The file lies in the page cache. For the first
-   two the clock runs from "publish" (hash, sign; or cut into shards) to "the last client has the verified file", through every
-   level of relays. For nginx + curl it runs from the start of the curls, all at once, to the end of the last: no relay, no digest,
-   nothing to publish. So ours copies each byte once more for each level, and reads it once more at the origin and everywhere to
-   hash it, and writes two files or more where curl writes one. Roles are processes and running before the clock does; all of
-   them share this machine's cores and disk. Before each run everything is synced, the file read, and memory used once, by a process
-   that gives it back as the run takes it. TCP is as the system has it.
-2. Links of a given speed (bench/throttle.py): a chain of three; relays of 10:3:1; a relay that hangs, dies, corrupts.
+1. Loopback, in turns: ours (origin -> relay -> clients), the package `shardcast` 0.3.2 from PyPI in its own virtual environment
+   (polling every 0.1 s instead of 30 s, failed downloads repeated), and nginx + curl of one file. The file is in the page cache.
+   For the first two the time runs from "publish" (hash and sign, or split into shards) to "the last client has the verified
+   file", through every level of relays. For nginx + curl it runs from the start of all curls to the end of the last: no relay,
+   no digest, nothing to publish. So ours copies each byte once more for each level, reads it once more at the origin and
+   everywhere to hash it, and writes at least two files where curl writes one. Roles are processes that run before the time starts; all
+   share this machine's cores and disk. Before each run the disk is flushed, the file is read, and a process allocates memory once and
+   releases it during the run. TCP has the system's settings.
+2. Links of a given speed (bench/throttle.py): a chain of three; relays of 10:3:1; a relay that hangs, disconnects, corrupts.
 3. Two hundred clients at once against one relay.
 
--P keeps this folder off the path: the file has the name of the package it measures. What cannot be run here (no nginx,
-no PyPI) is left out of the table, and said.
+-P keeps this folder off the path, because this file has the name of the package it measures. What cannot run here (no nginx,
+no PyPI) is left out of the table and named.
 """
 
 import argparse
@@ -47,7 +47,7 @@ MB = 1_000_000
 NO_LIMIT = 1e6
 MAX_TRIES = 5
 MAX_FAILURES = 2
-"""Of a tool in a cell, before it is left alone."""
+"""Failures of a tool in a cell after which it is not run again."""
 AHEAD_BYTES = 128 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it yet
 
@@ -58,7 +58,7 @@ def usage() -> dict[str, float]:
     return {"cpu_s": cpu_s, "rss_mb": max(own.ru_maxrss, children.ru_maxrss) / 1024}
 
 
-# -- roles: each a process that says when it is ready and then takes commands on stdin ----------------------
+# -- roles: each a process that reports when it is ready and then reads commands from stdin ----------------------
 
 
 def our_origin(options: argparse.Namespace) -> None:
@@ -75,7 +75,7 @@ def our_origin(options: argparse.Namespace) -> None:
         shardcast.publish(store.path(1), run="bench", version=1, key=key, shard_bytes=options.shard_bytes)
         store.adopt(1)
 
-    go_on(server.port, publish)
+    serve_commands(server.port, publish)
 
 
 def our_relay(options: argparse.Namespace) -> None:
@@ -93,7 +93,7 @@ def our_relay(options: argparse.Namespace) -> None:
     )
     relay = shardcast.Relay(config, key, log=Log("relay"), stop=stop)
     relay.startup()
-    go_on(int(relay.url.rsplit(":", 1)[1]), lambda: None)
+    serve_commands(int(relay.url.rsplit(":", 1)[1]), lambda: None)
 
 
 def our_client(options: argparse.Namespace) -> None:
@@ -128,16 +128,18 @@ def our_client(options: argparse.Namespace) -> None:
             thread.join()
         return {"took_s": took_s}
 
-    go_on(0, fetch)
+    serve_commands(0, fetch)
 
 
 def their_origin(options: argparse.Namespace) -> None:
     from shardcast import OriginServer
 
     options.dir.mkdir(parents=True)
-    (options.dir / "data1.bin").write_bytes(bytes(MB))  # what clients measure a server with when they start
+    (options.dir / "data1.bin").write_bytes(
+        bytes(MB)
+    )  # clients measure the speed of a server with it when they start
     origin = OriginServer(str(options.dir), options.port)
-    go_on(options.port, lambda: origin.broadcast(str(options.source)) and None)
+    serve_commands(options.port, lambda: origin.broadcast(str(options.source)) and None)
 
 
 def their_relay(options: argparse.Namespace) -> None:
@@ -146,7 +148,7 @@ def their_relay(options: argparse.Namespace) -> None:
     options.dir.mkdir(parents=True)
     (options.dir / "data1.bin").write_bytes(bytes(MB))
     MiddleNode(options.upstream, str(options.dir), options.port, check_interval=0.1)
-    go_on(options.port, lambda: None)
+    serve_commands(options.port, lambda: None)
 
 
 def their_client(options: argparse.Namespace) -> None:
@@ -157,16 +159,16 @@ def their_client(options: argparse.Namespace) -> None:
     def fetch() -> None:
         while not (versions := client.list_available_versions()):
             time.sleep(0.1)
-        for _ in range(MAX_TRIES):  # of many clients at once, some fail
+        for _ in range(MAX_TRIES):  # with many clients at once, some fail
             if client.download_version(next(iter(versions))) is not None:
                 return
         raise SystemExit("the download failed")
 
-    go_on(0, fetch)
+    serve_commands(0, fetch)
 
 
 def some_memory(options: argparse.Namespace) -> None:
-    """Use so much, and give it back as others take what is free: what is free long enough goes to the host."""
+    """Allocates memory and releases it as other processes use up what is free: free memory would go back to the host."""
     room = mmap.mmap(-1, options.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         room.madvise(mmap.MADV_HUGEPAGE)
@@ -184,15 +186,17 @@ def some_memory(options: argparse.Namespace) -> None:
 
     threading.Thread(target=give_back, daemon=True).start()
     time.sleep(0.05)
-    go_on(0, lambda: None)
+    serve_commands(0, lambda: None)
 
 
 def free_memory() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # asked often, beside what is measured
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf(
+        "SC_PAGE_SIZE"
+    )  # cheap: called often during the measurement
 
 
-def go_on(port: int, work: Callable[[], Any]) -> None:
-    """`go` works and answers; any other line answers with what was used so far."""
+def serve_commands(port: int, work: Callable[[], Any]) -> None:
+    """Runs the work on the command `go`; answers any other line with the resources used so far."""
     obey({"port": port}, lambda line: (work() if line == "go" else None) or usage())
 
 
@@ -212,7 +216,7 @@ def roles() -> Iterator[Callable[..., Child]]:
 
 
 def timed(origin: Child, relays: list[Child], clients: list[Child], need_bytes: int) -> dict[str, Any]:
-    """From "publish" to the last client's word."""
+    """Returns the seconds from "publish" to the answer of the last client."""
     before = {child: child.ask("usage") for child in (origin, *relays, *clients)}
     with warm_memory(need_bytes):
         began_s = time.monotonic()
@@ -234,7 +238,7 @@ def timed(origin: Child, relays: list[Child], clients: list[Child], need_bytes: 
 def run_ours(root: Path, source: Path, num_clients: int, options: argparse.Namespace) -> dict[str, Any]:
     version = root / "origin" / "v1"
     version.mkdir(parents=True)
-    os.link(source, version / "model.safetensors")  # the trainer writes it there
+    os.link(source, version / "model.safetensors")  # where the trainer writes it
     with roles() as start:
         origin = start("our_origin", root / "origin", "--shard-bytes", options.shard_bytes)
         relays, above = [], origin
@@ -268,7 +272,7 @@ def run_theirs(root: Path, source: Path, num_clients: int, options: argparse.Nam
             relays.append(above)
         clients = []
         for index in range(num_clients):
-            # It keeps a file beside its own package while it works: each client has an installation of its own.
+            # It keeps a file in its package folder while it works, so each client needs its own installation.
             own = root / f"package{index}"
             left_out = shutil.ignore_patterns("pip", "pip-*", "setuptools*", "pkg_resources")
             shutil.copytree(Path(python).parent.parent, own, symlinks=True, ignore=left_out)
@@ -325,13 +329,13 @@ TOOLS: dict[str, Any] = {"shoal": run_ours, PACKAGE: run_theirs, "nginx + curl":
 
 
 Cell = tuple[int, int, int]
-"""Megabytes, levels of relays, clients."""
+"""(Megabytes, levels of relays, clients)."""
 Runs = dict[str, dict[int, dict[str, Any]]]
-"""By tool, then by round."""
+"""Results by tool, then by round."""
 
 
 class OutOfTime(Exception):
-    """--minutes, or the seconds for one run, are over."""
+    """The time of --minutes or --run-s is over."""
 
 
 def compare(root: Path, options: argparse.Namespace) -> None:
@@ -349,13 +353,13 @@ def compare(root: Path, options: argparse.Namespace) -> None:
     ]
     comparison = Comparison(root, tools, cells, options, late_s=late_s)
     with ExitStack() as stack:
-        stack.callback(comparison.show)  # also of what was stopped amid its work
+        stack.callback(comparison.show)  # also after an interruption
         with suppress(OutOfTime):
             comparison.run()
 
 
 class Comparison:
-    """Every tool once in each cell, one after the other; then all of it again."""
+    """Runs every tool once in each cell, one after the other, and repeats all of it."""
 
     def __init__(
         self,
@@ -374,7 +378,7 @@ class Comparison:
 
     def run(self) -> None:
         signal.signal(signal.SIGALRM, _out_of_time)
-        # Small files twice before large ones once: those take so long that little else may come after them.
+        # Small files twice before large ones once, because large ones may use up the remaining time.
         sizes = self._options.mb
         rounds = [
             (turn + 1.5 * size, turn, size)
@@ -391,7 +395,7 @@ class Comparison:
 
     def _run_cell(self, cell: Cell, turn: int, source: Path) -> None:
         names = list(self._tools)
-        # Each begins once and follows each once, with nothing left to write of the one before.
+        # The order rotates, so that each tool runs first once; the disk is flushed before each run.
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             if not self._begins(cell, name, turn):
                 continue
@@ -411,7 +415,7 @@ class Comparison:
     def _begins(self, cell: Cell, name: str, turn: int) -> bool:
         runs = self._found[cell][name]
         failures = len(self._failed[cell, name])
-        if failures >= MAX_FAILURES or len(runs) + failures < turn:  # it did not fit in the round before
+        if failures >= MAX_FAILURES or len(runs) + failures < turn:  # it did not fit into the previous round
             return False
         need_gb, expected_s = copies(name, cell) * cell[0] / 1000, self._expected_s(cell, name)
         free_gb = min(self._options.max_gb, shutil.disk_usage(self._root).free / 1e9 - 1)
@@ -425,7 +429,7 @@ class Comparison:
         return not why
 
     def _expected_s(self, cell: Cell, name: str) -> float:
-        """By this cell's last run, else by this tool's largest: what is not sending takes as long, and sending as the bytes are."""
+        """Estimates a run by the cell's last run, else by the tool's largest run, scaled by the bytes that are sent."""
         if runs := self._found[cell][name]:
             return float(runs[max(runs)]["whole_s"])
         known = {
@@ -487,7 +491,7 @@ class Comparison:
                 self._explain(cell, name)
 
     def _row(self, cell: Cell) -> list[str]:
-        """Ratios are medians of those of each round: what ran one after the other is compared."""
+        """Returns medians of the ratios of each round, so that runs that followed each other are compared."""
         mb, levels, clients = cell
         found, gigabytes = self._found[cell], mb * clients / 1000
         ours, theirs, nginx = (found.get(name, {}) for name in ("shoal", PACKAGE, "nginx + curl"))
@@ -539,7 +543,7 @@ def _out_of_time(*_: object) -> None:
 
 
 def copies(name: str, cell: Cell) -> int:
-    """Of the file, on disk, besides the one that is sent. The package keeps its shards beside the file that it makes of them."""
+    """Returns the number of copies on disk besides the source. The package keeps its shards beside the joined file."""
     _, levels, num_clients = cell
     return {
         "shoal": levels + num_clients,
@@ -549,7 +553,7 @@ def copies(name: str, cell: Cell) -> int:
 
 
 def read_through(path: Path) -> None:
-    """It lies in the page cache then, for everybody."""
+    """Reads the file, so that it is in the page cache."""
     room = bytearray(MB)
     with path.open("rb", buffering=0) as file:
         while file.readinto(room):
@@ -558,9 +562,11 @@ def read_through(path: Path) -> None:
 
 @contextmanager
 def warm_memory(num_bytes: int) -> Iterator[None]:
-    """As much as will be written is used already, and becomes free as it is needed. A virtual machine hands memory that nobody uses
-    to its host within seconds; to get it back takes longer than to send what goes into it, and would be counted for whoever
-    happens to need it first."""
+    """Keeps as much memory allocated as will be written, and releases it as it is needed.
+
+    A virtual machine gives unused memory back to its host within seconds. Getting it back takes longer than sending the
+    data, and would be counted for the process that happens to need it first.
+    """
     num_bytes = min(num_bytes, free_memory() - (1 << 30)) >> 21 << 21
     with ExitStack() as stack:
         if num_bytes > 0:
@@ -570,7 +576,7 @@ def warm_memory(num_bytes: int) -> Iterator[None]:
 
 
 def file_system(folder: Path) -> str:
-    """Its kind, by the longest mount point that it lies under."""
+    """Returns the type of the file system of a folder, from the longest matching mount point."""
     best = ("", "?")
     for line in Path("/proc/mounts").read_text().splitlines():
         _, point, kind, *_ = line.split()
@@ -649,7 +655,7 @@ def fetch_over(start: Any, folder: Path, origin: Child, urls: list[str]) -> floa
 
 
 def check_digest(folder: Path) -> None:
-    """What a client made is what went in, by a look at both files and at no manifest."""
+    """Compares the files of a client with the source, byte by byte, independent of any manifest."""
     got, put = (
         folder / "0" / "v1" / "model.safetensors",
         folder.parent / "origin" / "v1" / "model.safetensors",
@@ -686,7 +692,7 @@ def speeds(place: Path, options: argparse.Namespace, start: Any, origin: Child, 
 
 
 def mixed(place: Path, options: argparse.Namespace, start: Any, origin: Child, link: Any) -> list[list[str]]:
-    """The three of 10:3:1, and one of each kind of failure beside them: four clients at once, each behind links of its own."""
+    """Relays of 10:3:1 and one of each kind of failure, with four clients at once, each behind its own links."""
     size, clients = options.link_mb * MB, []
     for index in range(4):
         made = [link(origin.port, bytes_per_s=rate) for rate in (20e6, 6e6, 2e6)]
@@ -706,7 +712,7 @@ def mixed(place: Path, options: argparse.Namespace, start: Any, origin: Child, l
     took_s = time.monotonic() - began_s
     for index in range(4):
         check_digest(place / f"client{index}")
-    best_s = size * (1 - 3 / 20) / 28e6  # what the failing ones sent before they failed is not lost
+    best_s = size * (1 - 3 / 20) / 28e6  # bytes of failing relays before the failure count
     what = "10:3:1, one that dies, one that corrupts, one that hangs; 4 clients"
     return [row(what, took_s, best_s, "4 of 4 with the right digest", "all of them")]
 
@@ -743,7 +749,7 @@ def failing(
     ]
     took_s = fetch_over(start, place / "client", origin, [one.url for one in made])
     surplus = sum(one.num_bytes for one in made) / (options.link_mb * MB) - 1
-    # What the dying and the hanging one sent is not lost, nor what the corrupting one sent before its first error.
+    # Bytes that the failing relays sent before their failure count.
     best_s = (options.link_mb * MB * (1 - 1 / 4 - 1 / 8) - 8 * MB) / 10e6
     what = "one dies, one corrupts, one hangs, one is well (10 MB/s)"
     return [row(what, took_s, best_s, f"{100 * surplus:.0f} % of the bytes in vain", "the right digest")]
@@ -838,7 +844,7 @@ def nginx_binary() -> str | None:
 
 
 def their_python(options: argparse.Namespace) -> Path | None:
-    """The interpreter of an environment that has the package, made once."""
+    """Returns the interpreter of an environment with the package, which is created once."""
     folder: Path = options.root / "pypi"
     python = folder / "bin" / "python"
     if not folder.exists():
@@ -884,21 +890,19 @@ def main() -> None:
     )
     parser.add_argument("--mb", type=int, nargs="+", default=[500], help="sizes of the file, loopback")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--levels", type=int, nargs="+", default=[1], help="of relays")
-    parser.add_argument(
-        "--repeats", type=int, default=2, help="loopback: rounds over all that is to be compared"
-    )
+    parser.add_argument("--levels", type=int, nargs="+", default=[1], help="levels of relays")
+    parser.add_argument("--repeats", type=int, default=2, help="loopback: rounds over all combinations")
     parser.add_argument(
         "--minutes",
         type=float,
         default=NO_LIMIT,
-        help="loopback: begin nothing that, by what went before, would end later than this, and stop then",
+        help="loopback: time limit; runs that would probably exceed it are not started",
     )
     parser.add_argument(
-        "--run-s", type=float, default=180.0, help="loopback: a run that takes longer has failed"
+        "--run-s", type=float, default=180.0, help="loopback: a run that takes longer counts as failed"
     )
-    parser.add_argument("--max-gb", type=float, default=35.0, help="loopback: of disk, at any time")
-    parser.add_argument("--tool", choices=list(TOOLS), action="append", help="loopback: these only")
+    parser.add_argument("--max-gb", type=float, default=35.0, help="loopback: limit of disk space")
+    parser.add_argument("--tool", choices=list(TOOLS), action="append", help="loopback: only these tools")
     parser.add_argument(
         "--pause-s", type=float, default=2.0, help="before each run, for the machine to settle"
     )
@@ -924,7 +928,7 @@ def main() -> None:
     if options.role:
         ROLES[options.role](options)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and leave no gigabytes behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the cleanup of temporary files
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
         options.root = Path(folder)
         for name, part in (("loopback", compare), ("links", links), ("crowd", crowd)):
