@@ -101,6 +101,7 @@ class Line:
 
     async def open(self) -> "Line":
         self.reader, self.writer = await asyncio.open_connection(self.host, self.port)
+        self.began_s = time.perf_counter()
         return self
 
     def close(self) -> None:
@@ -232,8 +233,10 @@ BEATS = 20
 """Heartbeats to a lease of five minutes."""
 
 
-async def load_leases(coordinator: Coordinator, *, lines: int, seconds: float, beats: int) -> None:
-    """Lease cycles with `beats` heartbeats to each: none, or as in a swarm whose leases take minutes."""
+async def load_leases(
+    coordinator: Coordinator, *, lines: int, seconds: float, beats: int, rate: float | None
+) -> None:
+    """Runs lease cycles with `beats` heartbeats each. All lines together send `rate` requests a second, or as many as they can."""
     keys = [Key.generate() for _ in range(lines)]
     connections = [await Line(coordinator.url).open() for _ in range(lines)]
     epochs = [await join(line, key) for line, key in zip(connections, keys, strict=True)]
@@ -246,13 +249,18 @@ async def load_leases(coordinator: Coordinator, *, lines: int, seconds: float, b
     async def timed(
         line: Line, key: Key | None, method: str, path: str, body: Record | bytes | None
     ) -> bytes:
+        if rate is not None:
+            slot_s = lines / rate
+            await asyncio.sleep(slot_s - (time.perf_counter() - line.began_s) % slot_s)
         began_s = time.perf_counter()
         answer = await line.call(key, method, path, body)
         latencies.append(time.perf_counter() - began_s)
         return answer
 
-    async def work(line: Line, key: Key, epoch: int) -> None:
+    async def work(number: int, line: Line, key: Key, epoch: int) -> None:
         nonlocal cycles
+        if rate is not None:
+            await asyncio.sleep(number / rate)  # the lines take turns
         while time.perf_counter() < end_s:
             sealed = await timed(line, key, "POST", "/v1/leases", AskLease(epoch=epoch))
             lease = Sealed[Lease].parse(sealed).body
@@ -280,9 +288,11 @@ async def load_leases(coordinator: Coordinator, *, lines: int, seconds: float, b
                 await timed(line, key, "POST", "/v1/heartbeat", body)
             cycles += 1
 
-    await asyncio.gather(*(work(*three) for three in zip(connections, keys, epochs, strict=True)))
+    joined = zip(range(lines), connections, keys, epochs, strict=True)
+    await asyncio.gather(*(work(*one) for one in joined))
     wall_s, cpu_s = time.perf_counter() - start_s, coordinator.cpu_s() - start_cpu
     what = f"lease cycles of {CYCLE} requests" + (f" and {beats} heartbeats" if beats else "")
+    what += f" at {rate:g} a second" if rate is not None else ""
     report(f"requests of {what}", latencies, wall_s, cpu_s)
     print(f"| {what} | {cycles} | {cycles / wall_s:,.0f} | {cycles / cpu_s:,.0f} | | |")
     for line in connections:
@@ -311,7 +321,13 @@ def load_on(database: str, options: argparse.Namespace) -> None:
         line.close()
         await load_heartbeats(coordinator, lines=options.lines, seconds=options.seconds)
         for beats in (0, BEATS):
-            await load_leases(coordinator, lines=options.lines, seconds=options.seconds, beats=beats)
+            await load_leases(
+                coordinator, lines=options.lines, seconds=options.seconds, beats=beats, rate=None
+            )
+        if options.rate is not None:
+            await load_leases(
+                coordinator, lines=options.lines, seconds=options.seconds, beats=0, rate=options.rate
+            )
 
     try:
         asyncio.run(everything())
@@ -331,6 +347,7 @@ def main() -> None:
     )
     loading.add_argument("--lines", type=int, default=64)
     loading.add_argument("--seconds", type=float, default=10.0)
+    loading.add_argument("--rate", type=float, help="also run lease cycles at this many requests a second")
     loading.set_defaults(act=load)
     churning = commands.add_parser("churn")
     churning.add_argument("--nodes", type=int, default=1000)

@@ -51,8 +51,6 @@ class Info(Record):
     """Clients older than this are outdated."""
     entry_points: tuple[Url, ...] = ()
     """Other URLs of the same run."""
-    features: tuple[str, ...] = ()
-    """Names of what this coordinator supports beyond the first release of the protocol."""
 
 
 class RunView(Offer):

@@ -161,9 +161,7 @@ def join(
     enrol = Enrol(protocol=PROTOCOL, software=SOFTWARE, **folder.credentials(info, log))
     try:
         enrolled = client.call_until("enrolment", "POST", "/v1/enrol", enrol, Enrolled, deadline_s=deadline_s)
-        # A coordinator without this feature rejects the field.
-        sent = capabilities if "capabilities" in info.features else None
-        ask = OpenSession(software=SOFTWARE, capabilities=sent)
+        ask = OpenSession(software=SOFTWARE, capabilities=capabilities)
         opened = client.call_until("a session", "POST", "/v1/session", ask, Session, deadline_s=deadline_s)
     except Refused as refused:
         raise left_run(refused) or refused from None

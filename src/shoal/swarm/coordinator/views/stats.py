@@ -35,10 +35,6 @@ SPEED_WINDOW_S = 60.0
 NODES_SHOWN = 500
 
 
-FEATURES = ("delegation", "appeal", "leave", "admission", "capabilities")
-"""Routes and fields that the first release did not have. A client uses them only if the coordinator lists them."""
-
-
 def info(db: Connection, coordinator: Coordinator) -> Info:
     """Returns what GET /v1/info answers."""
     config = coordinator.config
@@ -56,7 +52,6 @@ def info(db: Connection, coordinator: Coordinator) -> Info:
         hold_s=config.hold_s,
         min_software=config.min_software,
         entry_points=config.entry_points,
-        features=FEATURES,
     )
 
 
