@@ -24,7 +24,7 @@ from shoal.swarm.coordinator.leases.lease_rows import (
 )
 from shoal.swarm.coordinator.rules.lease_states import AWAITED, LeaseEvent, LeaseState
 from shoal.swarm.coordinator.store.database import WriteGroup
-from shoal.swarm.coordinator.store.schema import submissions, uploads
+from shoal.swarm.coordinator.store.schema import leases, submissions, uploads
 from shoal.swarm.coordinator.store.statements import Statement, given
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import AskUpload, Upload
@@ -35,7 +35,11 @@ SWEEP_S = 3600.0
 SWEEP_SLACK_S = 900.0
 """Allows for the difference between the store's clock and ours, and for a submission that is being received."""
 
-_BY_TOKEN = Statement(select(uploads).where(uploads.c.token == given("name")))
+_BY_TOKEN = Statement(
+    select(uploads, leases.c.state)
+    .join(leases, leases.c.lease_id == uploads.c.lease_id)
+    .where(uploads.c.token == given("name"))
+)
 
 
 def ask_upload(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: AskUpload) -> Upload:
@@ -78,7 +82,7 @@ def find_expected(db: Connection, token: str, now_s: float) -> ExpectedUpload:
     row = _BY_TOKEN.row(db, name=token)
     if row is None:
         raise Rejected("request.not_found", "no upload is expected under this name")
-    if now_s > row.expires_at_s or find_lease(db, row.lease_id).state not in AWAITED:
+    if now_s > row.expires_at_s or row.state not in AWAITED:
         raise Rejected("request.lease_closed", "the lease of this upload has ended")
     return expected_upload(row)
 
