@@ -1,16 +1,18 @@
-"""Tokens a second of the engine, beside transformers, on the same prompts, in one run.
+"""Measures tokens per second of the engine and of transformers, on the same prompts, in one run.
 
     python bench/engine.py --device cuda --rows 256 --prompts 1024 --samples 16 --cap 512 --parts engine steps alike generate continuous
     python bench/engine.py --device cpu --rows 32 --prompts 4 --samples 8 --cap 64 --parts alike generate continuous llama
     python bench/engine.py apart --device cpu --rows 32 --prompts 8 --samples 8 --cap 64
 
-Weights are random (or --model FOLDER's), prompts are random tokens of 64 to 512, outputs have heavy-tailed lengths (lognormal,
-median a sixth of --cap, cut off at --cap). The others make --baseline-tokens for one full batch, all rows alike, which
-spares them the tail that they would otherwise wait for; part `alike` has the engine make just the same. Prints one table.
+Weights are random (or those of --model FOLDER), prompts are 64 to 512 random tokens, outputs have heavy-tailed lengths
+(lognormal, median a sixth of --cap, cut off at --cap). The other programs generate --baseline-tokens for one full batch,
+the same for all rows, which spares them the wait for the longest rows; part `alike` has the engine do the same. Prints
+one table.
 
 Parts: engine (proofs off and on, in turns), steps (one full decode step by context), swap (full file and delta), alike,
 generate (transformers in static batches), continuous (its continuous batching), llama (llama.cpp, if llama-cpp-python is
-there), vllm (last, for it ties threads to cores; needs an environment that has it, docs/engine.md). `apart` is short for `--parts apart`: how far two computations of the same rows are from each other.
+installed), vllm (last, because it binds threads to cores; needs an environment that has it, docs/engine.md). `apart` is
+short for `--parts apart`: how far two computations of the same rows are from each other.
 """
 
 import argparse
@@ -46,7 +48,7 @@ from shoal.wire.seeded_draw import sample_seed
 
 PARTS = ("engine", "steps", "swap", "apart", "alike", "generate", "continuous", "llama", "vllm")
 RIVALS = ("generate", "continuous", "llama", "vllm")
-"""What may be missing or fail without ending the run."""
+"""Parts that may be missing or fail without ending the run."""
 SHAPES = {
     # hidden, layers, heads, kv heads, head_dim, ffn, vocabulary
     "135m": (576, 30, 9, 3, 64, 1536, 49152),
@@ -54,7 +56,7 @@ SHAPES = {
     "tiny": (128, 2, 4, 2, 32, 256, 512),
 }
 COPY_BYTES_PER_S = {"cuda": 4.3e12}
-"""What a large device-to-device copy reaches on an H200, bytes read and written."""
+"""Speed of a large device-to-device copy on an H200, bytes read and written."""
 
 
 def write_model(folder: Path, name: str, seed: int, device: str) -> None:
@@ -156,7 +158,7 @@ def timed(device: str, work: Callable[[], object]) -> tuple[float, object]:
 
 
 def bytes_moved(shape: Shape, finished: Sequence[FinishedRow], steps: int, value_bytes: int) -> float:
-    """The fewest bytes that decoding these rows must read: the weights once a step, each row's keys and values once a token."""
+    """Returns the fewest bytes that decoding must read: the weights once a step, a row's keys and values once a token."""
     head_and_layers = shape.vocab_size * shape.hidden_size + shape.num_layers * (
         shape.hidden_size * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
         + 3 * shape.hidden_size * shape.ffn_size
@@ -190,11 +192,13 @@ class Table:
         )
         print(f"{'what':<52} {'tok/s':>9}  notes", flush=True)
         self.ours: Pass | None = None
-        """On the rivals' rows, once measured."""
+        """The engine's own result on the rivals' rows, once measured."""
 
     def rival(self, what: str, tokens: int, spent: rivals.Spent, notes: str) -> None:
         if self.ours is not None:
-            share = tokens / self.ours.tokens  # of the same rows' tokens: a rival may end a row sooner
+            share = (
+                tokens / self.ours.tokens
+            )  # a rival may end a row sooner, and is then compared by the tokens it generated
             notes += (
                 f"; TorchEngine {spent.seconds / self.ours.seconds / share:.1f} times as fast, "
                 f"{spent.cpu_seconds / self.ours.cpu_seconds / share:.1f} by CPU time"
@@ -219,15 +223,17 @@ def one_pass(
 
 
 def bench_engine(options: argparse.Namespace, folder: Path, table: Table) -> None:
-    """All rows to their end, tail included. With and without proofs in turns, so that a machine's mood hits both alike."""
+    """Generates all rows to their end, with and without proofs in turns, so that other load affects both alike."""
     shape = read_shape(folder)
     requests = make_requests(options, shape.vocab_size)
     few = [replace(request, max_new_tokens=4) for request in requests[: options.rows]]
     engines = {proofs: make_engine(options, folder, proofs=proofs) for proofs in (False, True)}
     for engine in engines.values():
-        drain(engine, [*few, replace(requests[0], max_new_tokens=options.cap)])  # compile, capture, grow
+        drain(
+            engine, [*few, replace(requests[0], max_new_tokens=options.cap)]
+        )  # compiles kernels, captures graphs, allocates slots
         if options.device == "cuda":
-            drain(engine, requests[:2048])  # the caching allocators have met every size
+            drain(engine, requests[:2048])  # the caching allocators have seen every size
     passes: dict[bool, list[Pass]] = {False: [], True: []}
     for turn in range(options.repeats):
         for proofs in (False, True) if turn % 2 == 0 else (True, False):
@@ -257,11 +263,11 @@ def bench_engine(options: argparse.Namespace, folder: Path, table: Table) -> Non
 
 
 def bench_alike(options: argparse.Namespace, folder: Path, table: Table) -> None:
-    """The rows of the rivals: one full batch, as many tokens each."""
+    """Generates the rivals' rows: one full batch with the same number of tokens each."""
     requests = make_requests(options, read_shape(folder).vocab_size)[: options.rows]
     alike = [replace(request, max_new_tokens=options.baseline_tokens) for request in requests]
     engine = make_engine(options, folder)
-    # Longer than any row here, so that room is made once; random weights hardly ever end a row sooner.
+    # Allocates slots for the longest row once; random weights hardly ever end a row sooner.
     drain(engine, [replace(request, max_new_tokens=options.baseline_tokens) for request in requests[:2]])
     drain(engine, [replace(request, max_new_tokens=2) for request in requests])
     runs = [one_pass(options, engine, alike, read_shape(folder)) for _ in range(options.repeats)]
@@ -274,7 +280,7 @@ def bench_alike(options: argparse.Namespace, folder: Path, table: Table) -> None
 
 
 def bench_steps(options: argparse.Namespace, folder: Path, table: Table) -> None:
-    """Full slots at a fixed context: what one step can do."""
+    """Measures one step with all slots full, at a fixed context."""
     vocab = read_shape(folder).vocab_size
     num_steps = 48 if options.device == "cuda" else 4
     for context in options.contexts:
@@ -296,7 +302,7 @@ def bench_steps(options: argparse.Namespace, folder: Path, table: Table) -> None
 
 
 def bench_swap(options: argparse.Namespace, folder: Path, table: Table) -> None:
-    """A version that differs in a hundredth of its weights: as a file, and as a delta that becomes a file beside generation."""
+    """Swaps to a version that differs in 1 % of its weights: as a file, and as a delta made into a file beside generation."""
     newer, made = folder.with_name("newer"), folder.with_name("made")
     for path in (newer, made):
         shutil.copytree(folder, path, dirs_exist_ok=True)
@@ -337,7 +343,7 @@ def bench_swap(options: argparse.Namespace, folder: Path, table: Table) -> None:
 
 
 def change_some(path: Path, share: float) -> None:
-    """The same tensors with the last bit of some words flipped."""
+    """Flips the last bit of some weights of a file."""
     tensors = load_file(path)
     generator = torch.Generator().manual_seed(0)
     for tensor in tensors.values():
@@ -359,7 +365,7 @@ def prefill_states(decoder: Decoder, row: FinishedRow) -> torch.Tensor:
 
 
 def agreement(ours: Sequence[FinishedRow], theirs: Sequence[FinishedRow]) -> str:
-    """Tokens of the same rows, up to the first that differs, and log-probs up to there."""
+    """Compares tokens of the same rows up to the first that differs, and log-probs up to there."""
     others = {row.request: row for row in theirs}
     same = total = proofs = 0
     gaps: list[float] = []
@@ -374,7 +380,7 @@ def agreement(ours: Sequence[FinishedRow], theirs: Sequence[FinishedRow]) -> str
 
 
 def against(rows: Sequence[FinishedRow], states: Sequence[torch.Tensor]) -> str:
-    """The rows' proofs against states that were computed in another way."""
+    """Checks the rows' proofs against states that were computed in another way."""
     checks = toploc.verify_proofs([row.proof for row in rows], states, control_seed=1)
     segments = [check for row in checks for check in row]
     equal = sum(ours == row.proof for ours, row in zip(toploc.build_proofs(list(states)), rows, strict=True))
@@ -437,7 +443,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("only", nargs="?", choices=["apart"])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--model", type=Path, help="a model folder in the place of random weights")
+    parser.add_argument("--model", type=Path, help="a model folder instead of random weights")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="135m")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
     parser.add_argument("--rows", type=int, default=32)

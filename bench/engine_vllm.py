@@ -1,11 +1,12 @@
-"""vLLM behind our interface beside TorchEngine: the same rows in turns, and what a validator says of both.
+"""Compares VllmEngine with TorchEngine: the same rows in turns, and a validator's verdict on both.
 
     python bench/engine_vllm.py --model smollm2-135m --dtype bfloat16 --rows 32 --new-tokens 64 --threads 2
     python bench/engine_vllm.py --model FOLDER --device cuda --dtype bfloat16 --rows 256 --samples 64 --new-tokens 512
 
-Needs vLLM (docs/engine.md), so an environment of its own. The engines take turns; the first turn of each, in which they prepare
-themselves, is not counted. Wall time, and CPU time of this process, which a busy machine changes less. `agree`: of TorchEngine's
-tokens, those before a row's first difference. Then the validator's own prefill of every row, and its checks with the default tolerances.
+Needs vLLM (docs/engine.md) and therefore an environment of its own. The engines take turns; the first turn of each, in
+which they compile and allocate, is not counted. Prints wall time and CPU time of this process, which depends less on
+other load. `agree` is the share of TorchEngine's tokens before a row's first difference. At the end the validator
+prefills every row and checks it with the default tolerances.
 """
 
 import argparse
@@ -63,13 +64,13 @@ def read_options() -> argparse.Namespace:
 def compare(folder: Path, options: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(folder)
     rows = make_requests(tokenizer, options)
-    terms = {
+    settings = {
         "compute_dtype": options.dtype,
         "proof": ProofSpec(),
         "max_rows": options.rows,
         "device": options.device,
     }
-    engines: dict[str, Engine] = {"torch": TorchEngine(**terms), "vllm": VllmEngine(**terms)}
+    engines: dict[str, Engine] = {"torch": TorchEngine(**settings), "vllm": VllmEngine(**settings)}
     for name, engine in engines.items():
         started_s = time.monotonic()
         engine.load(folder, 0)

@@ -5,8 +5,7 @@ import importlib.util
 import pytest
 
 from shoal.cli.main import main
-from shoal.rollout.engine.api import make_engine
-from shoal.rollout.engine.torch_engine import TorchEngine
+from shoal.rollout.engine.torch_engine import TorchEngine, make_engine
 from shoal.wire.run_spec import ProofSpec
 
 

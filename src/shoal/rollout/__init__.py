@@ -1,1 +1,6 @@
-"""The worker: an engine that generates, and a loop that leases, generates, submits. docs/worker.md has the rest."""
+"""The rollout worker: gets leases, generates rows with proofs, submits them.
+
+worker/     the process: leases, weights, uploads, heartbeats
+engine/     generates rows from weights and prompts
+adversary/  dishonest behaviours for tests and demos; nothing in worker/ or engine/ imports it
+"""

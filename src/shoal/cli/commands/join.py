@@ -47,7 +47,7 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
     """Checks the machine and the run, asks for consent, then works until the run is finished."""
     limit_thread_spinning()
     from shoal.cli.commands.doctor import examine, print_findings
-    from shoal.rollout.engine.api import check_engine
+    from shoal.rollout.engine.torch_engine import check_engine
     from shoal.rollout.worker.worker_folder import is_in_use
 
     if is_in_use(options.dir):
@@ -86,7 +86,7 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def _choose_run(options: argparse.Namespace) -> str:
     """Returns the URL of the run to join: the coordinator's only run, or one that this machine is suitable for."""
-    from shoal.rollout.engine.api import machine_capabilities
+    from shoal.rollout.engine.torch_engine import machine_capabilities
 
     try:
         with PublicApi(options.url, timeout_s=TIMEOUT_S) as api:

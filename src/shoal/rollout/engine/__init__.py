@@ -1,0 +1,17 @@
+"""Engines: they generate rows from weights and prompts.
+
+api             requests, finished rows, the interface of an engine, and the hooks that lies override
+torch_engine    the engine of this project: the order of things in a step; chooses between the engines
+scheduler       which row runs in which slot, which prompts come next, how many rows fit; no torch
+kv_slots        tensors of the running rows; reading which rows have ended without waiting for the device
+prompt_cache    prompts computed before rows start from them
+step_cpu        one decode step on a CPU, shared among threads with one core each
+step_cuda       one decode step on a CUDA device as a graph; prompts computed beside it
+attention_plan  which rows attend to which part of a prompt together: the work list of a CUDA kernel; no torch
+sampling        the seeded draw
+proofs          proofs of finished rows, in a thread and on a stream of their own
+vllm_engine     vLLM behind the same interface
+vllm_side       the part of it that runs inside vLLM's worker
+
+The weights are in model/fused.py, the Triton kernels in model/kernels/ (imported on CUDA machines only).
+"""

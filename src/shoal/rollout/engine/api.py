@@ -3,13 +3,10 @@
 make_requests, make_table   from a lease to requests, and from finished rows to the table that is submitted
 Engine                      the interface that TorchEngine and VllmEngine have
 Behaviour                   hooks between lease, engine and submission; adversary/ overrides them
-make_engine                 chooses between the two; they are imported only when asked for
-machine_capabilities        what this machine offers to a run
 
-Importing this module does not import torch.
+No torch here. torch_engine.make_engine chooses between the engines.
 """
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +14,7 @@ from typing import Literal, Protocol
 
 from shoal.model.tokenizer import Tokenizer
 from shoal.wire.lease import Lease
-from shoal.wire.requirements import Capabilities
 from shoal.wire.rollouts import Finish, Rollout, RolloutTable
-from shoal.wire.run_spec import ProofSpec
 from shoal.wire.seeded_draw import sample_seed
 
 EngineName = Literal["torch", "vllm"]
@@ -188,63 +183,3 @@ def _check_tokens(request: GenerationRequest, limits: EngineLimits) -> None:
 
 def _name(request: GenerationRequest) -> str:
     return f"row ({request.prompt_index}, {request.sample_index})"
-
-
-# -- choosing an engine ------------------------------------------------------------------------------------
-
-
-def check_engine(name: EngineName, *, device: str, tensor_parallel: int) -> None:
-    """Raises ValueError, with what to do, if this machine cannot run the engine. Call it before joining a run."""
-    if name == "vllm":
-        from shoal.rollout.engine.vllm_engine import check_installed
-
-        check_installed(device)
-    elif tensor_parallel > 1:
-        raise ValueError(
-            f"--tensor-parallel {tensor_parallel} needs --engine vllm; the torch engine uses one GPU, start one worker per GPU"
-        )
-
-
-def make_engine(
-    name: EngineName,
-    *,
-    compute_dtype: ComputeDtype,
-    proof: ProofSpec,
-    max_rows: int,
-    device: str,
-    tensor_parallel: int = 1,
-) -> Engine:
-    """Returns an engine that holds no weights yet. Raises ValueError as `check_engine` does."""
-    check_engine(name, device=device, tensor_parallel=tensor_parallel)
-    if name == "vllm":
-        from shoal.rollout.engine.vllm_engine import VllmEngine
-
-        return VllmEngine(
-            compute_dtype=compute_dtype,
-            proof=proof,
-            max_rows=max_rows,
-            device=device,
-            tensor_parallel=tensor_parallel,
-        )
-    from shoal.rollout.engine.torch_engine import TorchEngine
-
-    return TorchEngine(compute_dtype=compute_dtype, proof=proof, max_rows=max_rows, device=device)
-
-
-def machine_capabilities(device: str) -> Capabilities:
-    """Returns what this machine offers to a run with `device`: cpu, or cuda with or without a number."""
-    import torch
-
-    from shoal.model.shape import FAMILIES
-
-    kind: Literal["cpu", "cuda"] = "cuda" if torch.device(device).type == "cuda" else "cpu"
-    if kind == "cuda":
-        num_bytes = torch.cuda.get_device_properties(torch.device(device)).total_memory
-    else:
-        num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Capabilities(
-        device=kind,
-        memory_gb=num_bytes / 1e9,
-        dtypes=("float32", "bfloat16"),
-        families=FAMILIES,
-    )
