@@ -203,7 +203,7 @@ def test_a_missing_reference_at_a_later_version_is_an_error(tmp_path: Path) -> N
 
 
 def test_entropy_bonus_raises_entropy(model: Path) -> None:
-    """With answers sampled from the model and no advantage, only the bonus changes the weights."""
+    """Only the bonus changes the weights, because the advantages are zero."""
     batch = grouped()
     flat = replace(batch, samples=tuple(replace(sample, advantage=0.0) for sample in batch.samples))
     entropies = []
@@ -240,7 +240,7 @@ def test_no_loss_depends_on_packing(model: Path, loss: str, normalisation: str) 
             rows_per_micro_batch=rows,
             clip_norm=1e9,
             entropy_bonus=0.01,
-            # Made-up log-probs lie far outside the clip of an answer; a wide one leaves something to compare.
+            # The random log-probs are far outside the clip of a whole answer; with a wide clip there is something to compare.
             eps=0.9,
             eps_high=3.0,
             delta=8.0,

@@ -68,7 +68,7 @@ def test_sites_part_and_meet_again(tmp_path: Path) -> None:
 
 
 def test_a_merge_moves_by_the_mean_of_both(tmp_path: Path) -> None:
-    """With an outer rate of 1 and no momentum the merged weights are the mean of the sites' own."""
+    """The merged weights are the mean of the sites' own, with an outer rate of 1 and no momentum."""
     hub, model = LocalHub(), make_model(tmp_path / "model")
     plain = DilocoConfig(inner_steps=1, codec="fp32", outer_lr=1.0, outer_momentum=0.0, deadline_s=120.0)
     pairs = []

@@ -266,5 +266,5 @@ def test_broken_object_is_named(tmp_path: Path) -> None:
     with SmallCoordinator(last_version=1).serving() as coordinator:
         sha256 = coordinator.make_batch(0).groups[0].sha256
         coordinator.objects[sha256] = b"not those bytes"
-        with pytest.raises(ValueError, match=f"object {sha256}: 15 bytes of another digest came"):
+        with pytest.raises(ValueError, match=f"object {sha256}: received 15 bytes of another digest"):
             run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())

@@ -44,7 +44,7 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0."""
+        """Returns whether this is rank 0."""
         return self.rank == 0
 
     # -- commands ---------------------------------------------------------------------------------------
