@@ -63,6 +63,7 @@ ELSEWHERE: dict[str, str] = {
     "make demo": "tests/e2e/test_demo.py",
     "make test": ".ci/run",
     "make check": ".ci/run",
+    "make integration": ".ci/run",
     "make e2e": ".ci/run",
     "make browser": ".ci/run",
     "make s3": ".ci/run",
