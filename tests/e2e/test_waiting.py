@@ -106,7 +106,7 @@ def test_one_role_after_the_other(cast: Cast) -> None:
     assert cast.waiting_for() == f"a policy: {no_trainer}"
     relay, validator = cast.relay(), cast.validator()
     assert_gives_up(cast.worker(), "for a lease", no_trainer)
-    relay.wait_for_log(f"waiting for word from upstream: the coordinator names no origin: {no_trainer}")
+    relay.wait_for_log(f"waiting for an answer from upstream: the coordinator names no origin: {no_trainer}")
     validator.wait_for_log("waiting for a submission to check: no submission waits to be checked")
     for role in (relay, validator):
         role.process.terminate()
