@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shoal.net.waiting import DeadlinePassed
-
-T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT_S = 600.0
 """How long one rank may keep the others waiting inside a step or a checkpoint."""
