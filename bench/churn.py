@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, field
 
 from shoal.swarm.coordinator.rules.credit import Earning, to_revoke
-from shoal.swarm.coordinator.rules.node_activity import averaged_speed
+from shoal.swarm.coordinator.rules.node_status import averaged_speed
 from shoal.swarm.coordinator.rules.planning import LEASE_SHARE
 from shoal.swarm.coordinator.rules.trust import (
     NodeStanding,

@@ -260,7 +260,7 @@ async def load_leases(
     async def work(number: int, line: Line, key: Key, epoch: int) -> None:
         nonlocal cycles
         if rate is not None:
-            await asyncio.sleep(number / rate)  # the lines take turns
+            line.began_s = start_s + number / rate  # the lines take turns
         while time.perf_counter() < end_s:
             sealed = await timed(line, key, "POST", "/v1/leases", AskLease(epoch=epoch))
             lease = Sealed[Lease].parse(sealed).body

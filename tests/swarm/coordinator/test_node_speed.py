@@ -4,7 +4,7 @@ import pytest
 from small_swarm import CONFIG, SmallSwarm
 from sqlalchemy import select
 
-from shoal.swarm.coordinator.rules.node_activity import averaged_speed, rows_per_s
+from shoal.swarm.coordinator.rules.node_status import averaged_speed, rows_per_s
 from shoal.swarm.coordinator.store.schema import leases, nodes, submissions
 from shoal.wire.lease import Lease
 

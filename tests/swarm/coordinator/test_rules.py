@@ -10,16 +10,17 @@ from hypothesis import strategies as st
 
 import shoal.swarm.coordinator.rules as rules_package
 from shoal.swarm.coordinator.rules import credit
-from shoal.swarm.coordinator.rules.compatibility import (
+from shoal.swarm.coordinator.rules.credit import Earning, balance, held_since_s, to_revoke
+from shoal.swarm.coordinator.rules.node_status import (
     Compatibility,
     Demands,
+    Liveness,
     SoftwareFit,
     compatibility,
     is_older,
+    liveness,
     update_fit,
 )
-from shoal.swarm.coordinator.rules.credit import Earning, balance, held_since_s, to_revoke
-from shoal.swarm.coordinator.rules.node_activity import Liveness, liveness
 from shoal.swarm.coordinator.rules.trust import (
     LAPSES_END_TRUST,
     LONGEST_BACKOFF_S,

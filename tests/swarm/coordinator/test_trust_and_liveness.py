@@ -3,7 +3,7 @@
 import pytest
 from small_swarm import SmallSwarm, refusal
 
-from shoal.swarm.coordinator.rules.node_activity import Liveness, liveness
+from shoal.swarm.coordinator.rules.node_status import Liveness, liveness
 from shoal.swarm.coordinator.rules.trust import (
     NodeStanding,
     Trust,

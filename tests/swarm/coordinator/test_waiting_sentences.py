@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from small_swarm import SmallSwarm, refusal
 
-from shoal.swarm.coordinator.views.status_sentence import Situation, waiting_for
+from shoal.swarm.coordinator.views.stats import Situation, waiting_for
 from shoal.wire.messages import Stats
 
 GOING = Situation(

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from shoal.swarm.coordinator.rules.compatibility import Demands
+from shoal.swarm.coordinator.rules.node_status import Demands
 from shoal.wire.record import Record
 from shoal.wire.run_spec import PROTOCOL
 

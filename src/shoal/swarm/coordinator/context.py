@@ -14,11 +14,10 @@ from sqlalchemy import Connection, Delete, Insert, Row, Update, exists, func, in
 from shoal.net.object_store import LocalStore, ObjectStore
 from shoal.net.s3_store import Credentials, S3Address, S3Store
 from shoal.swarm.coordinator.config import CoordinatorConfig
-from shoal.swarm.coordinator.event_log import log_event
 from shoal.swarm.coordinator.rules.backpressure import Backpressure
 from shoal.swarm.coordinator.store import ledger_chain
 from shoal.swarm.coordinator.store.database import Database, WriteGroup
-from shoal.swarm.coordinator.store.ledger_chain import NewEvent
+from shoal.swarm.coordinator.store.ledger_chain import NewEvent, log_event
 from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, batches, policies, run
 from shoal.swarm.coordinator.store.statements import Statement, TableStatements
 from shoal.tasks import Task, make_task

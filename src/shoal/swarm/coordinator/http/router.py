@@ -1,11 +1,11 @@
 """The router of signed requests: plain ASGI from the socket to the writer thread, because nearly all requests are signed.
 
 A framework's path from a URL to a function, with its request object and two layers of error handling, cost as much as checking
-the signature. Requests that match no signed route go to the framework.
+the signature. Requests that match no signed route go to the framework. The functions that make responses are at the end.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,14 +18,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from shoal.net.object_store import LocalStore
-from shoal.net.rate_limit import Buckets
+from shoal.net.rate_limit import Buckets, retry_after_header
 from shoal.swarm.coordinator import disk_full
 from shoal.swarm.coordinator.context import Coordinator
 from shoal.swarm.coordinator.http.auth import Caller, admitted
-from shoal.swarm.coordinator.http.responses import as_described, check_length, problem, send_json, to_json
 from shoal.swarm.coordinator.store.database import WriteGroup
 from shoal.swarm.coordinator.store.writer import Writer
-from shoal.wire.codes import Rejected
+from shoal.wire.codes import CODES, Rejected
+from shoal.wire.messages import ProblemDetails
 from shoal.wire.record import Record
 from shoal.wire.request import Signer, Target, verify_request
 
@@ -261,3 +261,51 @@ async def _read_body(declared: str | None, receive: Receive, max_bytes: int) -> 
     except TimeoutError:
         raise Rejected("request.malformed", f"the body did not arrive within {BODY_S:.0f} s") from None
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+JSON = "application/json"
+
+
+def as_described(answer: Record, gives: type[Record] | None) -> Record:
+    """Returns the answer after checking that it has the type that /openapi.json names."""
+    assert gives is not None and isinstance(answer, gives), f"/openapi.json says {gives}, not {type(answer)}"
+    return answer
+
+
+def to_json(answer: Record | Sequence[Record]) -> bytes:
+    if isinstance(answer, Record):
+        return answer.model_dump_json().encode()
+    return f"[{','.join(record.model_dump_json() for record in answer)}]".encode()
+
+
+def problem(code: str, detail: str, *, now_s: float, retry_after_s: float | None = None) -> Response:
+    meaning = CODES[code]
+    body = ProblemDetails(
+        code=code,
+        detail=detail,
+        fix=meaning.remedy,
+        retry_after_s=retry_after_s,
+        server_time_s=now_s,
+    )
+    headers = {} if retry_after_s is None else {"Retry-After": retry_after_header(retry_after_s)}
+    return Response(
+        body.model_dump_json(),
+        status_code=meaning.status,
+        media_type="application/problem+json",
+        headers=headers,
+    )
+
+
+async def send_json(send: Send, content: bytes) -> None:
+    """Sends JSON as plain ASGI messages: a framework's response object costs more than most of our requests."""
+    headers = [(b"content-length", b"%d" % len(content)), (b"content-type", JSON.encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": content})
+
+
+def check_length(declared: str, max_bytes: int) -> None:
+    """Raises Rejected if the declared length of a body is no number or too large. Runs before a byte is read."""
+    if not declared.isascii() or not declared.isdecimal() or len(declared) > 15:
+        raise Rejected("request.malformed", f"Content-Length is {declared[:32]!r}, expected a number")
+    if int(declared) > max_bytes:
+        raise Rejected("request.too_large", f"{declared} bytes announced, {max_bytes} allowed here")

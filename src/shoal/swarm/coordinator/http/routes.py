@@ -20,7 +20,7 @@ from shoal.swarm.coordinator.leases.lease_rows import LEASE_ID, get_status
 from shoal.swarm.coordinator.membership import admin_actions, admission, nodes, relays, revocation, versions
 from shoal.swarm.coordinator.store import ledger_chain
 from shoal.swarm.coordinator.store.database import WriteGroup
-from shoal.swarm.coordinator.views import node_views, stats
+from shoal.swarm.coordinator.views import stats
 from shoal.swarm.coordinator.views.page_snapshot import node_page
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import PUBLIC_KEY
@@ -228,7 +228,7 @@ def get_ready(db: Connection, coordinator: Coordinator, request: Request) -> Hea
 
 
 def get_node_view(db: Connection, coordinator: Coordinator, request: Request) -> NodeView:
-    return node_views.views(db, [nodes.get_node(db, _node_id(request))], coordinator)[0]
+    return stats.node_views(db, [nodes.get_node(db, _node_id(request))], coordinator)[0]
 
 
 def get_node_page(db: Connection, coordinator: Coordinator, request: Request) -> NodePage:

@@ -34,8 +34,16 @@ from shoal.swarm.coordinator.context import Coordinator, newest_version, open_co
 from shoal.swarm.coordinator.housekeeping import keep_house, resume
 from shoal.swarm.coordinator.http import openapi
 from shoal.swarm.coordinator.http.live_page import Feed, page_routes
-from shoal.swarm.coordinator.http.responses import JSON, as_described, problem, send_json, to_json
-from shoal.swarm.coordinator.http.router import PublicRoute, Router, failure
+from shoal.swarm.coordinator.http.router import (
+    JSON,
+    PublicRoute,
+    Router,
+    as_described,
+    failure,
+    problem,
+    send_json,
+    to_json,
+)
 from shoal.swarm.coordinator.http.routes import PUBLIC_ROUTES, SIGNED_ROUTES
 from shoal.swarm.coordinator.http.upload_receiver import Receiver
 from shoal.swarm.coordinator.leases import uploads

@@ -15,7 +15,7 @@ from starlette.types import Receive
 
 from shoal.net.object_store import Incoming, LocalStore
 from shoal.swarm.coordinator.context import Coordinator
-from shoal.swarm.coordinator.http.responses import check_length
+from shoal.swarm.coordinator.http.router import check_length
 from shoal.swarm.coordinator.leases import uploads
 from shoal.swarm.coordinator.leases.lease_rows import ExpectedUpload
 from shoal.swarm.coordinator.store.writer import Writer

@@ -19,7 +19,7 @@ from shoal.swarm.coordinator.membership.nodes import (
 )
 from shoal.swarm.coordinator.membership.revocation import revoke_unchecked
 from shoal.swarm.coordinator.rules import credit as credits
-from shoal.swarm.coordinator.rules import node_activity
+from shoal.swarm.coordinator.rules import node_status
 from shoal.swarm.coordinator.rules.lease_states import TERMINAL, LeaseEvent, LeaseState
 from shoal.swarm.coordinator.rules.planning import serving
 from shoal.swarm.coordinator.rules.trust import Trust, TrustEvent, VerdictKind, verdict_kind
@@ -234,7 +234,7 @@ def _punish(tx: Transaction, coordinator: Coordinator, lease: Row[Any], verdict:
 
 def _rows_per_s(tx: Transaction, lease: Row[Any], submission: Row[Any]) -> float:
     """Returns how fast the node answered this lease."""
-    return node_activity.rows_per_s(
+    return node_status.rows_per_s(
         lease.num_prompts * lease.samples_per_prompt,
         issued_at_s=lease.issued_at_s,
         previous_receipt_s=_PREVIOUS_RECEIPT_S.value(tx.db, name=submission.node, number=submission.seq),

@@ -10,8 +10,14 @@ from typing import Any
 from sqlalchemy import Connection, Row, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction, is_finished
-from shoal.swarm.coordinator.rules.compatibility import Compatibility, SoftwareFit, compatibility, update_fit
-from shoal.swarm.coordinator.rules.node_activity import OFFLINE_AFTER, averaged_speed
+from shoal.swarm.coordinator.rules.node_status import (
+    OFFLINE_AFTER,
+    Compatibility,
+    SoftwareFit,
+    averaged_speed,
+    compatibility,
+    update_fit,
+)
 from shoal.swarm.coordinator.rules.trust import NodeStanding, Trust, TrustEvent, VerdictKind, next_standing
 from shoal.swarm.coordinator.store.schema import leases as lease_table
 from shoal.swarm.coordinator.store.schema import nodes, submissions

@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, delete, insert, select
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction, is_finished
-from shoal.swarm.coordinator.rules.node_activity import Liveness, liveness
+from shoal.swarm.coordinator.rules.node_status import Liveness, liveness
 from shoal.swarm.coordinator.store.schema import relays
 from shoal.swarm.coordinator.store.statements import Statement
 from shoal.wire.messages import HeartbeatReply, RelayReport, RelayView

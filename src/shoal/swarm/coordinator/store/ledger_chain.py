@@ -1,4 +1,7 @@
-"""The ledger on disk: events are appended in the transaction of the effect they describe. wire/ledger.py has the format."""
+"""The ledger on disk, and how its events appear in the log.
+
+Events are appended in the transaction of the effect they describe. wire/ledger.py has the format.
+"""
 
 import json
 from typing import Any, NamedTuple
@@ -7,6 +10,8 @@ from sqlalchemy import Connection, Row, bindparam, func, select
 
 from shoal.swarm.coordinator.store.schema import ledger
 from shoal.swarm.coordinator.store.statements import Statement, inserting
+from shoal.telemetry import Log
+from shoal.wire.codes import ACCEPTED, explain_code
 from shoal.wire.keys import Key
 from shoal.wire.ledger import GENESIS, LedgerEvent, LedgerHead, hash_of_text
 from shoal.wire.record import Sealed, canonical_json, seal
@@ -74,3 +79,58 @@ def _to_event(row: Row[Any]) -> LedgerEvent:
         prev=row.prev,
         hash=row.hash,
     )
+
+
+_PLAIN = {
+    "run.opened": ("run opened", ("run",)),
+    "node.enrolled": ("node enrolled", ("node", "software")),
+    "node.trusted": ("node trusted", ("node", "reason")),
+    "policy.published": ("policy published", ("version", "num_bytes")),
+    "lease.issued": ("lease issued", ("lease_id", "node", "purpose")),
+    "epoch.revealed": ("epoch revealed", ("epoch",)),
+    "group.stale": ("groups went stale", ("version", "num_groups")),
+    "evaluation.completed": ("held-out evaluation complete", ("version", "reward_mean", "rollouts")),
+    "run.finished": ("run finished", ("version",)),
+}
+
+
+def log_event(log: Log, event: LedgerEvent) -> None:
+    """Writes one event to the log. Types that are not listed here are not logged."""
+    body = event.body
+    if event.type == "verdict.given":
+        _log_verdict(log, body)
+    elif event.type == "node.quarantined":
+        log.warning(f"node quarantined: {body['reason']}", node=_short(body["node"]))
+    elif event.type == "node.banned":
+        log.warning(f"node ejected: {body['reason']}", node=_short(body["node"]))
+    elif event.type == "lease.void":
+        log.info(f"lease void: {explain_code(body['code'])}", **_values(body, ("lease_id", "node", "detail")))
+    elif event.type == "batch.formed":
+        log.info(
+            "batch formed",
+            version=body["version"],
+            groups=len(body["group_ids"]),
+            reward_mean=body["reward_mean"],
+        )
+    elif event.type in _PLAIN:
+        message, names = _PLAIN[event.type]
+        log.info(message, **_values(body, names))
+
+
+def _log_verdict(log: Log, body: dict[str, Any]) -> None:
+    values = _values(body, ("node", "lease_id"))
+    if body["code"] == ACCEPTED:
+        log.info("accepted", **values, output_tokens=body["output_tokens"])
+    else:
+        word = "refused" if body["code"].startswith("reject.") else "void"
+        log.warning(
+            f"{word}: {explain_code(body['code'])}", **values, code=body["code"], detail=repr(body["detail"])
+        )
+
+
+def _values(body: dict[str, Any], names: tuple[str, ...]) -> dict[str, object]:
+    return {name: _short(body[name]) if name in ("node", "lease_id") else body[name] for name in names}
+
+
+def _short(identifier: str) -> str:
+    return identifier[:12]

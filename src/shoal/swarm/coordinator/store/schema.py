@@ -82,7 +82,7 @@ nodes = Table(
     Column("last_seen_s", Float),
     # 0 from the tick that finds it offline until its next sign of life.
     Column("live", Integer, nullable=False),
-    # Rows per second as measured (rules/node_activity.py); 0 before the first measurement.
+    # Rows per second as measured (rules/node_status.py); 0 before the first measurement.
     Column("rows_per_s", Float, nullable=False),
     Column("phase", String, nullable=False),
     Column("policy_version", Integer),

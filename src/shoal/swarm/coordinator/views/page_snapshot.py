@@ -9,8 +9,8 @@ from sqlalchemy import Connection, func, select
 from shoal import __version__
 from shoal.swarm.coordinator.membership import nodes as node_rows
 from shoal.swarm.coordinator.store.schema import leases, ledger, policies, run, submissions, verdicts
-from shoal.swarm.coordinator.views import node_views, stats
-from shoal.swarm.coordinator.views.node_views import ViewContext
+from shoal.swarm.coordinator.views import stats
+from shoal.swarm.coordinator.views.stats import ViewContext
 from shoal.swarm.coordinator.views.timeline import read_timeline
 from shoal.wire.codes import ACCEPTED, explain_code
 from shoal.wire.lease import Lease
@@ -62,7 +62,7 @@ def node_page(db: Connection, context: ViewContext, node: str) -> NodePage:
     """Returns the data of a node's own page. Raises Rejected if the node is not enrolled."""
     row = node_rows.get_node(db, node)
     now_s = context.clock()
-    (view,) = node_views.views(db, [row], context)
+    (view,) = stats.node_views(db, [row], context)
     work = _work(db, node)
     return NodePage(
         node=_worker(view, _verified_speeds(db, now_s).get(node, 0.0)),

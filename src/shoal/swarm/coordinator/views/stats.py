@@ -1,10 +1,13 @@
-"""The public statistics of a run. Each function reads through one connection, so its figures are consistent."""
+"""Reads what the public routes show: information about the run, counts, nodes, and one sentence on what the run waits for."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from sqlalchemy import Connection, Row, func, select, true
 
 from shoal import __version__
+from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.context import Coordinator, is_finished, newest_version
 from shoal.swarm.coordinator.leases import evaluations
 from shoal.swarm.coordinator.leases.batches import (
@@ -15,20 +18,158 @@ from shoal.swarm.coordinator.leases.batches import (
     share_unparseable,
 )
 from shoal.swarm.coordinator.membership import relays
+from shoal.swarm.coordinator.rules.credit import held_since_s
 from shoal.swarm.coordinator.rules.lease_states import OPEN, LeaseState
-from shoal.swarm.coordinator.rules.node_activity import LATE_AFTER, Liveness
+from shoal.swarm.coordinator.rules.node_status import LATE_AFTER, Liveness, liveness
 from shoal.swarm.coordinator.rules.trust import Trust
 from shoal.swarm.coordinator.store.ledger_chain import head_seq
 from shoal.swarm.coordinator.store.schema import batches as batch_table
 from shoal.swarm.coordinator.store.schema import leases, policies, submissions, verdicts
 from shoal.swarm.coordinator.store.schema import nodes as node_table
-from shoal.swarm.coordinator.views import node_views
-from shoal.swarm.coordinator.views.node_views import ViewContext
-from shoal.swarm.coordinator.views.status_sentence import Situation, waiting_for
 from shoal.wire.manifest import Manifest
-from shoal.wire.messages import History, Info, RunList, RunView, Stats, StepReport
+from shoal.wire.messages import History, Info, NodeView, RunList, RunView, Stats, StepReport
 from shoal.wire.record import Sealed
-from shoal.wire.run_spec import PROTOCOL
+from shoal.wire.run_spec import PROTOCOL, RunSpec
+
+VALIDATOR_PATIENCE_S = 5.0
+"""If no submission was claimed for this long, the queue waits for a validator to appear."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """The counts that decide what the run is waiting for."""
+
+    newest_version: int | None
+    last_version: int
+    finished: bool
+    known_relays: int
+    live_relays: int
+    enrolled: int
+    live_workers: int
+    eval_workers: int
+    """Workers that are live and not in quarantine."""
+    queued_checks: int
+    queue_untouched_s: float
+    """Seconds since the last claim, or since the oldest queued submission arrived, whichever is later."""
+    ready_groups: int
+    groups_needed: int
+    open_leases: int
+    batch_formed: bool
+    """True if the batch of the newest version is formed."""
+    dropped_groups: int = 0
+    """Groups without signal that were accepted since the last batch."""
+    eval_chunks: tuple[int, int] | None
+    """Accepted chunks and all chunks of the newest version's evaluation."""
+
+
+def waiting_for(now: Situation) -> str:
+    """Returns what the run is waiting for. What blocks everything is named before work that is merely not done yet."""
+    return _trainer_reason(now) or _missing_role_reason(now) or _work_reason(now)
+
+
+def _trainer_reason(now: Situation) -> str | None:
+    newest = now.newest_version
+    if now.finished:
+        return "nothing: the run is finished"
+    if newest is None:
+        return "a policy: the trainer has not published version 0"
+    if newest == now.last_version:
+        return None
+    if now.batch_formed:
+        return f"the trainer: it has the batch of version {newest} and has not published version {newest + 1}"
+    if now.ready_groups >= now.groups_needed:
+        return f"the trainer: {now.groups_needed} groups are ready for version {newest}, not collected yet"
+    return None
+
+
+def _missing_role_reason(now: Situation) -> str | None:
+    if not now.live_relays:
+        return f"relays: none live (0 of {now.known_relays} known)"
+    if now.queued_checks and now.queue_untouched_s > VALIDATOR_PATIENCE_S:
+        queued = _count(now.queued_checks, "submission")
+        return f"a validator: {queued} queued, none claimed for {now.queue_untouched_s:.0f} s"
+    if not now.live_workers:
+        return f"workers: none live (0 of {now.enrolled} enrolled)"
+    return None
+
+
+def _work_reason(now: Situation) -> str:
+    open_leases = f"{_count(now.open_leases, 'lease')} open on {_count(now.live_workers, 'live worker')}"
+    if now.newest_version != now.last_version:
+        dropped = (
+            f"; {_count(now.dropped_groups, 'group')} dropped, all rewards equal"
+            if now.dropped_groups
+            else ""
+        )
+        return f"rollouts: {now.ready_groups} of {now.groups_needed} groups ready, {open_leases}{dropped}"
+    if not now.eval_workers:
+        return f"workers: {now.live_workers} live, all in quarantine, and an evaluation needs one that is not"
+    done, total = now.eval_chunks or (0, 0)
+    return f"the evaluation of version {now.newest_version}: {done} of {total} parts accepted, {open_leases}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+class ViewContext(Protocol):
+    """What a view needs besides the tables. A coordinator has it, and so has `shoal report` for a finished run's folder."""
+
+    @property
+    def config(self) -> CoordinatorConfig: ...
+
+    @property
+    def spec(self) -> RunSpec: ...
+
+    @property
+    def clock(self) -> Callable[[], float]: ...
+
+
+def _node_view(node: Row[Any], held: int, now_s: float, heartbeat_s: float) -> NodeView:
+    return NodeView(
+        node=node.node,
+        trust=node.trust,
+        liveness=liveness(node.last_seen_s, now_s, heartbeat_s).value,
+        phase=node.phase,
+        policy_version=node.policy_version,
+        tokens_per_s=node.tokens_per_s,
+        accepted=node.accepted,
+        rejected=node.rejected,
+        void=node.void,
+        credit=node.credit,
+        credit_held=held,
+        owner=node.owner,
+        last_code=node.last_code,
+        last_detail=node.last_detail,
+    )
+
+
+def node_views(db: Connection, rows: Sequence[Row[Any]], context: ViewContext) -> tuple[NodeView, ...]:
+    """Returns the views of nodes, given as rows of the table."""
+    now_s, config = context.clock(), context.config
+    # One query for all nodes; then one for each quarantined or banned node, whose hold period is suspended.
+    held: dict[str, int] = {
+        row[0]: int(row[1])
+        for row in db.execute(
+            select(verdicts.c.node, func.sum(verdicts.c.credit))
+            .where(verdicts.c.given_at_s > now_s - config.hold_s, verdicts.c.revoked_for.is_(None))
+            .group_by(verdicts.c.node)
+        )
+    }
+    for row in rows:
+        if row.trust in (Trust.QUARANTINED.value, Trust.BANNED.value):
+            held[row.node] = _held(db, row, now_s, config.hold_s)
+    return tuple(_node_view(row, held.get(row.node, 0), now_s, config.heartbeat_s) for row in rows)
+
+
+def _held(db: Connection, node: Row[Any], now_s: float, hold_s: float) -> int:
+    """Returns the held credit of one node, by the rule for its trust."""
+    since_s = held_since_s(Trust(node.trust), node.trust_since_s, now_s, hold_s)
+    query = select(func.coalesce(func.sum(verdicts.c.credit), 0)).where(
+        verdicts.c.node == node.node, verdicts.c.given_at_s > since_s, verdicts.c.revoked_for.is_(None)
+    )
+    return int(db.execute(query).scalar_one())
+
 
 SPEED_WINDOW_S = 60.0
 """Speeds are averages over this time."""
@@ -104,7 +245,7 @@ def stats(db: Connection, context: ViewContext) -> Stats:
         generation_tokens_per_s=verified_tokens_per_s(db, now_s),
         latest=_latest_report(db),
         evaluations=evaluations.views(db),
-        nodes=node_views.views(db, _nodes(db), context),
+        nodes=node_views(db, _nodes(db), context),
         relays=relays.views(relays.reports(db), now_s, heartbeat_s),
         bytes_published=int(
             db.execute(select(func.coalesce(func.sum(policies.c.num_bytes), 0))).scalar_one()

@@ -1,8 +1,61 @@
-"""Compatibility of clients: ok, outdated (until a grace period ends) or incompatible. Pure functions; callers pass the time."""
+"""Liveness, measured speed and software of nodes. Pure functions; callers pass the time.
+
+Liveness goes never -> live -> late -> offline by the time of the last request. Any request makes a node live again. Going
+offline affects leases, never trust.
+
+Speed is measured in rows per second between receipts. A node fetches its next lease while it works on another one, so its time
+on a lease begins with the lease or with the previous receipt, whichever is later: time in which a lease waits does not count.
+
+A node's software is ok, outdated (until a grace period ends), or incompatible.
+"""
 
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+
+LATE_AFTER, OFFLINE_AFTER = 3, 8
+"""Heartbeats without a request until a node is late and offline: 45 s and 120 s with the default of 15 s."""
+OLD_WEIGHT = 0.7
+"""Weight of the earlier average in a new average of the speed."""
+SHORTEST_S = 1e-3
+"""Lower bound of a measured time, which prevents a division by zero."""
+
+
+class Liveness(StrEnum):
+    """How recently a node or relay sent a request."""
+
+    NEVER = "never"
+    LIVE = "live"
+    LATE = "late"
+    OFFLINE = "offline"
+
+
+def liveness(last_seen_s: float | None, now_s: float, heartbeat_s: float) -> Liveness:
+    """Returns the liveness of a node whose last request was at `last_seen_s`."""
+    if last_seen_s is None:
+        return Liveness.NEVER
+    silent_s = now_s - last_seen_s
+    if silent_s < LATE_AFTER * heartbeat_s:
+        return Liveness.LIVE
+    return Liveness.LATE if silent_s < OFFLINE_AFTER * heartbeat_s else Liveness.OFFLINE
+
+
+def rows_per_s(
+    num_rows: int, *, issued_at_s: float, previous_receipt_s: float | None, received_at_s: float
+) -> float:
+    """Returns the speed at which a lease's rows were generated."""
+    began_s = issued_at_s if previous_receipt_s is None else max(issued_at_s, previous_receipt_s)
+    return num_rows / max(SHORTEST_S, received_at_s - began_s)
+
+
+def averaged_speed(before: float, now: float) -> float:
+    """Returns the new average speed. `before` is 0 for a node that was never measured.
+
+    Times per row are averaged, not rates: a node that works on two leases at once delivers one late and the other right after
+    it, and only the sum of both times gives its real speed.
+    """
+    return now if before == 0 else 1 / (OLD_WEIGHT / before + (1 - OLD_WEIGHT) / now)
+
 
 _SOFTWARE = re.compile(r"shoal ([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?.*")
 
