@@ -10,10 +10,9 @@ import pytest
 import torch
 from local_swarm import in_threads, make_peer
 
-from shoal.cli.commands.diloco import check_peer_join
+from shoal.cli.commands.diloco import check_peer_join, describe_peers
 from shoal.cli.main import parse, run_command
 from shoal.cli.run.supervise import lock_folder
-from shoal.cli.ui.diloco_view import describe_peers
 from shoal.cli.ui.plot import plot_losses, read_events
 from shoal.diloco import LocalHub
 from shoal.diloco.site.diloco_file import DilocoFile, load_diloco_file

@@ -1,6 +1,8 @@
 """`shoal diloco train` trains at one site together with others over slow links; `shoal diloco swarm` is their rendezvous."""
 
 import argparse
+import contextlib
+import math
 import secrets
 import threading
 import time
@@ -16,7 +18,10 @@ from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
 
 if TYPE_CHECKING:
+    from rich.console import Group
+
     from shoal.diloco.site.diloco_file import DilocoFile
+    from shoal.diloco.site.site import SiteProgress
     from shoal.diloco.transport.hivemind_mesh import PeerAddress
     from shoal.trainer.config import DilocoConfig
 
@@ -177,8 +182,8 @@ def _train(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def _train_in_locked_folder(file: "DilocoFile", options: argparse.Namespace, stop: threading.Event) -> int:
     from rich.console import Console
+    from rich.live import Live
 
-    from shoal.cli.ui.diloco_view import SiteView, show_site
     from shoal.diloco.averaging.averager import RoundFailed
     from shoal.diloco.site.site import Site
     from shoal.diloco.transport.stream import StreamBroken
@@ -193,8 +198,14 @@ def _train_in_locked_folder(file: "DilocoFile", options: argparse.Namespace, sto
         stop=stop,
     )
     console = Console(stderr=True, highlight=False)
+    # At a terminal a thread redraws the state, because a round may take minutes; elsewhere the log is enough.
+    view = (
+        Live(console=console, get_renderable=lambda: show_site(file, site.progress, averager))
+        if console.is_terminal
+        else contextlib.nullcontext()
+    )
     try:
-        with SiteView(console, lambda: show_site(file, site.progress, averager)):
+        with view:
             progress = site.train(join_s=options.join_s)
     except (RoundFailed, StreamBroken) as error:
         raise DeadlinePassed(f"the swarm: {error}") from None
@@ -299,7 +310,6 @@ def _lighthouse(options: argparse.Namespace, stop: threading.Event) -> int:
 async def _rendezvous(options: argparse.Namespace, stop: threading.Event) -> int:
     import asyncio
 
-    from shoal.cli.ui.diloco_view import describe_peers
     from shoal.diloco.transport.hivemind_mesh import HivemindMesh
     from shoal.diloco.transport.stream import Stream, StreamBroken
 
@@ -324,3 +334,58 @@ async def _rendezvous(options: argparse.Namespace, stop: threading.Event) -> int
     finally:
         await mesh.stop()
     return EXIT_OK
+
+
+# -- what is shown ------------------------------------------------------------------------------------------
+
+
+def describe_peers(cards: dict[str, bytes]) -> list[str]:
+    """Returns one line per peer of a directory."""
+    from shoal.diloco.averaging.peer_messages import Card
+    from shoal.wire.codes import Rejected
+
+    lines = []
+    for peer, payload in sorted(cards.items()):
+        try:
+            card = Card.parse(payload)
+        except Rejected:
+            continue
+        held = card.standing
+        where = "no state yet" if held is None else f"round {held.round}, state {held.state_digest[:8]}"
+        lines.append(f"{peer[-10:]}  {where}{'' if card.reachable else ', outbound only'}")
+    return lines
+
+
+def show_site(file: "DilocoFile", progress: "SiteProgress", averager: Any) -> "Group":
+    """Returns the site's progress, its last round, and the other peers."""
+    from rich.console import Group
+    from rich.table import Table
+
+    own = Table(title=f"{file.run.name} at this site", show_header=False)
+    report = progress.last_round
+    rows = {
+        "step": f"{progress.steps} of {progress.last_step}",
+        "loss": "" if math.isnan(progress.loss) else f"{progress.loss:.4f}",
+        "validation loss": "" if math.isnan(progress.validation) else f"{progress.validation:.4f}",
+        "utilisation": "" if math.isnan(progress.utilisation) else f"{100 * progress.utilisation:.1f} %",
+        "sent": f"{progress.sent_bytes / 1e6:.1f} MB",
+    }
+    if report is not None:
+        result = report.result
+        speed = 8e-6 * result.num_bytes / result.took_s if result.took_s else 0.0
+        rows["last round"] = (
+            f"{report.round}: {result.outcome.name.lower()}, {len(result.members)} peers, "
+            f"{result.took_s:.2f} s, {speed:.0f} Mbit/s, waited {report.waited_s:.2f} s"
+        )
+    for name, value in rows.items():
+        own.add_row(name, value)
+    others = Table("peer", "round", "steps since", "state", title="other peers")
+    for peer, card in sorted(getattr(averager, "peers", dict)().items()):
+        held = card.standing
+        others.add_row(
+            peer[-10:],
+            "" if held is None else str(held.round),
+            "in a round" if card.in_round else str(card.phase),
+            "" if held is None else held.state_digest[:8],
+        )
+    return Group(own, others)
