@@ -22,7 +22,7 @@ def admin(folder: Path, url: str, *words: str) -> int:
     return run_command(parse(arguments), threading.Event())
 
 
-def test_orders_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_actions_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     node = Key.generate()
     with coordinator(tmp_path) as url:
         with closing(SignedClient(url, node, log=Log("test"))) as client:
@@ -37,5 +37,5 @@ def test_orders_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
         assert "is too short; say why" in capsys.readouterr().err
 
 
-def test_every_order_has_its_words() -> None:
+def test_every_action_has_a_description() -> None:
     assert set(ACTIONS) == set(KNOWN)

@@ -1,4 +1,4 @@
-"""`shoal eval` and `shoal data filter` on the tiny model: the same seed the same figures, a filter that goes on where it was."""
+"""`shoal eval` and `shoal data filter` on the tiny model: figures that depend on the seed only, and a filter that resumes."""
 
 import json
 import threading
@@ -31,7 +31,7 @@ def test_figures_follow_from_the_seed(capsys: pytest.CaptureFixture[str]) -> Non
     assert low < figures["pass_at_1"] < high
 
 
-def test_lengths_are_held_against_budgets(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lengths_are_compared_with_budgets(capsys: pytest.CaptureFixture[str]) -> None:
     ask = ["eval", "tiny", "--task", "add", *SMALL, "--prompts", "6", "--k", "2", "--json"]
     assert main([*ask, "--budgets", "4", "40", "--budget-alpha", "0.01"]) == 0
     figures = json.loads(capsys.readouterr().out)
@@ -41,7 +41,7 @@ def test_lengths_are_held_against_budgets(capsys: pytest.CaptureFixture[str]) ->
     assert json.loads(capsys.readouterr().out)["off_budget_mean"] is None
 
 
-def test_figures_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "tiny", *COUNT, *SMALL, "--prompts", "3", "--k", "2"]) == 0
     out = capsys.readouterr().out
     assert "tiny on count: 3 held-out prompts, 2 answers each" in out
@@ -66,7 +66,7 @@ def test_figures_in_words(capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_what_is_refused_says_why(
+def test_wrong_arguments_are_explained(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) in (2, 3)
@@ -87,7 +87,7 @@ def test_held_out_problems_are_posed_once_each(tmp_path: Path) -> None:
     assert some != [one.problem.answer for one in pose(task, "eval", 10, 1)]
 
 
-def test_a_filter_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_filter_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "kept.jsonl"
     progress, report = (out.with_name(f"kept.jsonl.{name}") for name in ("progress.jsonl", "report.json"))
     ask = ["data", "filter", "--model", "tiny", *COUNT, *SMALL, "--problems", "40", "--out", str(out)]
@@ -114,7 +114,7 @@ def test_a_filter_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFix
     assert "other settings" in capsys.readouterr().err
 
 
-def test_a_stopped_filter_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stopped_filter_says_how_to_continue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ask = [
         "data",
         "filter",

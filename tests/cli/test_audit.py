@@ -1,4 +1,4 @@
-"""`shoal audit` of a real run: honest books, and a store whose files were changed afterwards."""
+"""`shoal audit` of a real run: with an honest store, and with stored files that were changed afterwards."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from small_run import CONFIG, RunningWorker, eventually, small_run
 from test_contributor import shoal
 
 
-def test_accepted_work_is_checked_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_accepted_verdicts_are_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = CONFIG.model_copy(update={"heartbeat_s": 5.0})
     with small_run(tmp_path / "run", config) as run:
         run.publish(0)
@@ -35,13 +35,13 @@ def test_accepted_work_is_checked_again(tmp_path: Path, capsys: pytest.CaptureFi
         assert shoal(*words) == 1
         said = capsys.readouterr().out
         assert said.count("NOT GOOD: the stored file is not") == 3
-        # A worker's key opens nothing.
+        # A worker's key gives no access.
         node = worker.config.dir / "node.key"
         assert shoal("audit", run.url, "--key", node, "--dir", tmp_path / "audit") == 2
 
 
-def test_refusals_are_checked_again_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever was refused can have it repeated, and so can whoever doubts that refusals are fair."""
+def test_refusals_are_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An auditor can repeat refusals, to check that they were fair."""
     config = CONFIG.model_copy(update={"heartbeat_s": 5.0})
     with small_run(tmp_path / "run", config) as run:
         run.publish(0)

@@ -1,4 +1,4 @@
-"""`shoal`: arguments, exit codes, and the sentence that goes with each."""
+"""`shoal`: arguments, exit codes and error messages."""
 
 import argparse
 import logging
@@ -28,8 +28,8 @@ ROLES = {
 
 
 @pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    """`run_command` sends the log to standard error, which a test must not do to the others."""
+def restore_logging() -> Iterator[None]:
+    """`run_command` sends the log to standard error, which must not affect other tests."""
     root = logging.getLogger("shoal")
     before = (root.handlers[:], root.level, root.propagate)
     yield
@@ -89,7 +89,7 @@ def test_a_bug_shows_its_traceback() -> None:
             end_with(error)
 
 
-def test_sentences() -> None:
+def test_error_messages() -> None:
     passed = DeadlinePassed("waited 3 s for rain")
     assert error_message(passed, has_deadline=True).startswith(
         "waited 3 s for rain. Correct that and start this role again"
@@ -136,7 +136,7 @@ def test_sentences() -> None:
         ("coordinator", ["--port", "x"], "'x' must be a whole number"),
     ],
 )
-def test_values_that_cannot_be(
+def test_wrong_values_are_refused(
     role: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as left:
@@ -146,7 +146,7 @@ def test_values_that_cannot_be(
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_what_each_role_cannot_do_without(role: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_required_options_of_each_role(role: str, capsys: pytest.CaptureFixture[str]) -> None:
     parse([role, *ROLES[role]])
     for missing in [name for name in ROLES[role] if name.startswith("--")]:
         index = ROLES[role].index(missing)
@@ -242,7 +242,7 @@ def test_help_names_the_first_things_to_do(capsys: pytest.CaptureFixture[str]) -
         ("tiny", ("--device", "nosuch"), "--device nosuch: torch knows no such device"),
     ],
 )
-def test_an_earlier_run_is_deleted_only_for_one_that_can_begin(
+def test_fresh_checks_the_new_run_before_it_deletes_the_earlier_one(
     model: str, more: tuple[str, ...], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"

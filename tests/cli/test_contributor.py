@@ -1,4 +1,4 @@
-"""A contributor's commands against a real run: from nothing to an accepted lease, and everything after."""
+"""A contributor's commands against a real run: join, status, pause, check-local, leave, identity."""
 
 import json
 import os
@@ -41,7 +41,7 @@ class Joined:
         return int(self.codes[0])
 
 
-def test_from_nothing_to_credit_and_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_join_work_pause_check_and_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dir = tmp_path / "node"
     with small_run(tmp_path / "run", CONFIG.model_copy(update={"heartbeat_s": 5.0})) as run:
         run.publish(0)
@@ -65,7 +65,7 @@ def test_from_nothing_to_credit_and_away(tmp_path: Path, capsys: pytest.CaptureF
         said = capsys.readouterr().out
         assert "credit" in said and node in said and run.url in said
 
-        # A second start in the same folder is refused, in words.
+        # A second start in the same folder is refused.
         assert shoal("join", run.url, "--dir", dir, "--yes") == 2
         assert "is in use by another worker" in capsys.readouterr().err
 
@@ -85,7 +85,7 @@ def test_from_nothing_to_credit_and_away(tmp_path: Path, capsys: pytest.CaptureF
         assert shoal("leave", "--dir", dir) == 0
         assert joined.wait() == 0
         assert run.stats().nodes[0].trust == "retired"
-        # Nobody works there any more: leaving again is said to the coordinator at once.
+        # No worker runs there now, so the command itself tells the coordinator.
         assert shoal("pause", "--off", "--dir", dir) == 0
         assert shoal("leave", "--dir", dir) == 0
         assert "left; joining again" in capsys.readouterr().out
@@ -112,7 +112,7 @@ def test_doctor_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert "ok   relay" in said and "ok   disk" in said
 
 
-def test_nobody_joins_without_agreeing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_join_without_consent_sends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with small_run(tmp_path / "run", CONFIG) as run:
         assert shoal("join", run.url, "--dir", tmp_path / "node") == 2  # no terminal here
         assert "join with --yes" in capsys.readouterr().err
@@ -141,8 +141,8 @@ def test_identity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "has joined no run yet" in capsys.readouterr().err
 
 
-def test_threads_sleep_while_they_wait_unless_the_owner_says_otherwise(tmp_path: Path) -> None:
-    """A setting that counts only before torch is there: nothing that a worker's command imports first may bring torch."""
+def test_worker_limits_thread_spinning_unless_the_owner_sets_it(tmp_path: Path) -> None:
+    """The setting has no effect after torch is imported, so the command must not import torch first."""
     code = (
         "import os, sys, threading; from shoal.cli.main import parse; import shoal.cli.commands.join\n"
         "assert 'torch' not in sys.modules\n"
@@ -184,7 +184,7 @@ def test_a_broken_file_is_named_with_what_to_do(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     "words", [("--threads", "-1"), ("--max-rows", "0"), ("--deadline-s", "0"), ("--deadline-s", "nan")]
 )
-def test_a_value_that_cannot_be_is_refused_before_anybody_is_joined(
+def test_wrong_values_are_refused_before_joining(
     words: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit:
@@ -194,12 +194,12 @@ def test_a_value_that_cannot_be_is_refused_before_anybody_is_joined(
     assert not (tmp_path / "node").exists()
 
 
-def test_a_slash_after_the_url_is_no_part_of_it() -> None:
+def test_a_trailing_slash_of_the_url_is_removed() -> None:
     assert parse(["join", "http://127.0.0.1:8000/"]).url == "http://127.0.0.1:8000"
     assert parse(["doctor", "https://run.example/pool/"]).url == "https://run.example/pool"
 
 
-def test_who_is_stopped_before_it_joins_does_not_join(tmp_path: Path) -> None:
+def test_stopping_before_joining(tmp_path: Path) -> None:
     with small_run(tmp_path) as run:
         run.publish(0)
         stop = threading.Event()
@@ -210,7 +210,7 @@ def test_who_is_stopped_before_it_joins_does_not_join(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_the_question(tmp_path: Path) -> None:
-    """At a terminal, where nobody answers."""
+    """The question waits at a terminal without an answer."""
     with small_run(tmp_path) as run:
         run.publish(0)
         run.serve_from_origin()

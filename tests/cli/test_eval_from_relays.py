@@ -31,7 +31,7 @@ from shoal.wire.ticket import Ticket
 
 @dataclass
 class Run:
-    """A coordinator that answers what eval asks, and one private relay."""
+    """A minimal coordinator for `shoal eval`, and one private relay."""
 
     run_key: Key
     member: Key
@@ -112,7 +112,7 @@ def test_a_member_gets_a_version_from_a_private_relay(run: Run, tmp_path: Path) 
     assert version == 3 and (folder / "model.safetensors").read_bytes() == b"weights" * 1000
 
 
-def test_whoever_is_no_member_is_told_at_once_what_to_give(run: Run, tmp_path: Path) -> None:
+def test_a_private_relay_needs_a_members_key(run: Run, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"serve members of the run only; give --key FILE"):
         fetch(run, tmp_path / "into", None)
     Key.load_or_create(tmp_path / "stranger.key")
@@ -120,6 +120,6 @@ def test_whoever_is_no_member_is_told_at_once_what_to_give(run: Run, tmp_path: P
         fetch(run, tmp_path / "into", tmp_path / "stranger.key")
 
 
-def test_the_doctor_does_not_take_a_private_relay_for_a_broken_one(run: Run) -> None:
+def test_doctor_accepts_a_private_relay(run: Run) -> None:
     finding = _relay(run.relay_url, run.manifest.body)
     assert finding.state == "good" and "serves members only" in finding.words

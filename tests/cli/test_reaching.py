@@ -1,4 +1,4 @@
-"""Commands that ask a coordinator, at an address where there is none: a sentence with the address and what to do, never a traceback."""
+"""Commands with a URL where no coordinator answers: the error names the URL and what to do, without a traceback."""
 
 import socket
 import threading
@@ -13,13 +13,13 @@ from shoal.wire.keys import Key
 
 
 class Page(BaseHTTPRequestHandler):
-    """Any web server: a page at the root, nothing elsewhere; one that takes everything is a captive portal."""
+    """Answers 404 everywhere, or 200 everywhere like a captive portal."""
 
-    takes_everything = False
+    answers_everything = False
 
     def do_GET(self) -> None:
         body = b"<html>welcome</html>"
-        self.send_response(200 if self.takes_everything else 404)
+        self.send_response(200 if self.answers_everything else 404)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -31,13 +31,13 @@ class Page(BaseHTTPRequestHandler):
 
 
 class Portal(Page):
-    takes_everything = True
+    answers_everything = True
 
 
 @pytest.fixture(params=["nobody", "a web server", "a portal"])
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "nobody":
-        with socket.socket() as taken:  # bound, but nobody listens
+        with socket.socket() as taken:  # bound, but not listening
             taken.bind(("127.0.0.1", 0))
             yield f"http://127.0.0.1:{taken.getsockname()[1]}"
         return
@@ -70,7 +70,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_nobody_there_or_somebody_else(
+def test_errors_without_a_coordinator(
     name: str, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Key.load_or_create(tmp_path / "some.key")
@@ -83,13 +83,13 @@ def test_nobody_there_or_somebody_else(
     assert "developer.mozilla.org" not in said.err
 
 
-def test_the_doctor_says_the_same(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_without_a_coordinator(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shoal("doctor", url, "--dir", tmp_path / "node") == 1
     said = capsys.readouterr().out
     assert url in said.split("BAD  coordinator")[1] and "developer.mozilla.org" not in said
 
 
-def test_a_missing_key_is_said_before_anybody_is_asked(
+def test_a_missing_key_is_reported_before_any_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert shoal("audit", "http://127.0.0.1:1", "--key", tmp_path / "none.key", "--dir", tmp_path) == 2

@@ -1,4 +1,4 @@
-"""`shoal run` before anything runs: its folder, its ports, and what it starts."""
+"""`shoal run` before it starts roles: its folder, its ports and the roles' commands."""
 
 import contextlib
 import dataclasses
@@ -69,7 +69,7 @@ def test_a_new_folder_remembers_its_run_file(run: LocalRun) -> None:
     assert (run.folder / MARKER).read_bytes() == run.source.read_bytes()
 
 
-def test_an_earlier_run_is_neither_lost_nor_mixed_up(run: LocalRun) -> None:
+def test_an_earlier_run_is_not_overwritten(run: LocalRun) -> None:
     begin(run)
     with pytest.raises(
         ValueError, match=r"holds an earlier run; continue it with --resume, or .* with --fresh"
@@ -92,7 +92,7 @@ def test_resuming(run: LocalRun) -> None:
         check_folder(resumed(run))
 
 
-def test_starting_afresh_deletes_a_run_and_nothing_else(run: LocalRun, tmp_path: Path) -> None:
+def test_fresh_deletes_only_the_run(run: LocalRun, tmp_path: Path) -> None:
     begin(run)
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -104,9 +104,9 @@ def test_starting_afresh_deletes_a_run_and_nothing_else(run: LocalRun, tmp_path:
     assert (outside / "kept").exists()
 
 
-def test_files_that_are_no_runs_are_left_alone(run: LocalRun) -> None:
+def test_files_of_others_are_not_deleted(run: LocalRun) -> None:
     run.folder.mkdir()
-    check_folder(run)  # an empty folder is as good as none
+    check_folder(run)  # an empty folder is fine
     (run.folder / "thesis.tex").write_text("years")
     for asked in (run, fresh(run)):
         with pytest.raises(
@@ -115,7 +115,7 @@ def test_files_that_are_no_runs_are_left_alone(run: LocalRun) -> None:
             check_folder(asked)
 
 
-def test_how_to_go_on_is_said_in_full(run: LocalRun) -> None:
+def test_resume_command_has_all_options(run: LocalRun) -> None:
     default = dataclasses.replace(run, folder=Path("out/demo"), source=Path("runs/demo.toml"))
     assert resume_command(default) == "shoal run runs/demo.toml --resume"
     there = dataclasses.replace(default, folder=Path("my runs/x"), device="cuda")
@@ -125,13 +125,13 @@ def test_how_to_go_on_is_said_in_full(run: LocalRun) -> None:
 # -- ports --------------------------------------------------------------------------------------------------
 
 
-def test_ports_differ_and_lie_where_no_connection_takes_them() -> None:
+def test_ports_differ_and_are_in_the_chosen_range() -> None:
     ports = free_ports(20)
     assert len(set(ports)) == 20
     assert all(port in PORTS for port in ports)
 
 
-def test_a_resumed_run_has_its_ports_again(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_ports(tmp_path: Path) -> None:
     ports = choose_ports(tmp_path, 4)
     assert choose_ports(tmp_path, 4) == ports
     with contextlib.closing(socket.socket()) as taken:
@@ -147,7 +147,7 @@ def test_a_resumed_run_has_its_ports_again(tmp_path: Path) -> None:
 # -- roles --------------------------------------------------------------------------------------------------
 
 
-def test_every_role_is_what_an_operator_could_type(run: LocalRun) -> None:
+def test_role_commands_parse(run: LocalRun) -> None:
     commands = dict(commands_of_roles(run, "http://127.0.0.1:20001", [20001, 20002, 20003, 20004]))
     assert list(commands) == [
         "coordinator",
@@ -199,7 +199,7 @@ def test_a_run_without_workers_ends(tmp_path: Path) -> None:
         check_workers(supervisor)
 
 
-def test_guests_are_those_it_did_not_start() -> None:
+def test_guests_are_workers_that_the_run_did_not_start() -> None:
     seen = stats(nodes=(node(HONEST), node(LIAR), node("ab" * 32, liveness="offline")))
     assert live_guests(seen, {HONEST: LocalWorker("worker-1", None)}) == 1
     assert (

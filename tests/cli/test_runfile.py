@@ -50,7 +50,7 @@ def complaint(tmp_path: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_files_that_ship_are_good(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_files_are_good(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     file = load_run_file(path)
     check_names(file, path)
@@ -82,19 +82,17 @@ def test_files_that_ship_are_good(path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("[sampling]", "[weather]\n[sampling]", "weather is not a key of a run file"),
     ],
 )  # fmt: skip
-def test_what_is_refused_names_key_value_and_file(
-    tmp_path: Path, line: str, instead: str, words: str
-) -> None:
+def test_errors_name_file_key_and_value(tmp_path: Path, line: str, instead: str, words: str) -> None:
     assert line in GOOD
     assert f"test.toml: {words}" in complaint(tmp_path, GOOD.replace(line, instead))
 
 
-def test_every_mistake_is_named_at_once(tmp_path: Path) -> None:
+def test_all_errors_are_reported_together(tmp_path: Path) -> None:
     said = complaint(tmp_path, GOOD.replace("row_tokens", "row_token").replace("25", "-1"))
     assert len(said.splitlines()) == 2
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_missing_and_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no run file at .*nothing\.toml; the examples are in runs/"):
         load_run_file(tmp_path / "nothing.toml")
     with pytest.raises(ValueError, match="is a folder, not a run file"):
@@ -105,7 +103,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         load_run_file(tmp_path / "test.toml")
 
 
-def test_names_that_only_the_rooms_know(tmp_path: Path) -> None:
+def test_unknown_models_and_lies(tmp_path: Path) -> None:
     path = tmp_path / "test.toml"
     with pytest.raises(
         ValueError,
@@ -119,7 +117,7 @@ def test_names_that_only_the_rooms_know(tmp_path: Path) -> None:
     check_names(load(tmp_path, GOOD.replace('"tiny"', f'"{tmp_path}"')), path)
 
 
-def test_what_a_file_implies(tmp_path: Path) -> None:
+def test_derived_numbers(tmp_path: Path) -> None:
     assert derived_numbers(load(tmp_path, GOOD)) == {
         "prompts x samples = rollouts a step": "6 x 4 = 24",
         "output tokens a step, at most": "192",

@@ -1,4 +1,4 @@
-"""How a role's process ends when it is told to: by a signal, or because whoever started it is gone."""
+"""How a role's process ends: by a signal, or because its supervisor is gone."""
 
 import signal
 import subprocess
@@ -13,7 +13,7 @@ DEMO = Path(__file__).parent.parent.parent / "runs" / "demo.toml"
 
 @pytest.fixture
 def coordinator(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """One that serves, with a pipe to its standard input."""
+    """Starts a coordinator with a pipe to its standard input."""
     arguments = ["coordinator", str(DEMO), "--dir", str(tmp_path / "c"), "--port", "0", "--stop-with-stdin"]
     with subprocess.Popen(
         [sys.executable, "-m", "shoal", *arguments], stdin=subprocess.PIPE, stderr=subprocess.PIPE

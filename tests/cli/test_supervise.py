@@ -1,4 +1,4 @@
-"""Children that are real processes: started again, let go, given up, stopped, and never left behind."""
+"""The supervisor with real child processes: restarts, final exits, stopping, and no process left behind."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_child_that_was_killed_is_started_again(supervisor: Supervisor) -> None:
+def test_a_killed_child_is_restarted(supervisor: Supervisor) -> None:
     supervisor.start("it", ["waits"])
     supervisor.start("other", ["waits"])
     before = json.loads((supervisor.folder / "pids.json").read_text())
@@ -78,7 +78,7 @@ def test_a_child_that_was_killed_is_started_again(supervisor: Supervisor) -> Non
 
 
 @pytest.mark.parametrize("code", [0, 4])
-def test_a_child_that_is_done_is_let_go(supervisor: Supervisor, code: int) -> None:
+def test_a_finished_child_is_not_restarted(supervisor: Supervisor, code: int) -> None:
     supervisor.start("it", [str(code)])
     over(supervisor)
     for _ in range(3):
@@ -88,16 +88,14 @@ def test_a_child_that_is_done_is_let_go(supervisor: Supervisor, code: int) -> No
 
 
 @pytest.mark.parametrize("code", [1, 3, 130])
-def test_a_child_that_failed_or_was_stopped_by_others_is_started_again(
-    supervisor: Supervisor, code: int
-) -> None:
+def test_a_failed_child_is_restarted(supervisor: Supervisor, code: int) -> None:
     supervisor.start("it", [str(code)])
     over(supervisor)
     supervisor.check()
     assert supervisor.events == [f"it ended with exit code {code}; restarted (1 of {MAX_RESTARTS})"]
 
 
-def test_a_child_that_refuses_ends_the_run_with_its_words(supervisor: Supervisor) -> None:
+def test_a_usage_error_of_a_child_ends_the_run(supervisor: Supervisor) -> None:
     supervisor.start("it", ["2"])
     over(supervisor)
     log = supervisor.folder / "logs" / "it.log"
@@ -106,7 +104,7 @@ def test_a_child_that_refuses_ends_the_run_with_its_words(supervisor: Supervisor
         supervisor.check()
 
 
-def test_a_child_that_waits_in_vain_again_and_again_ends_the_run(
+def test_repeated_deadlines_of_a_child_end_the_run(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each wait is as long as the deadline, so it always looks stable: that must not earn it a fresh count."""
@@ -132,9 +130,7 @@ def test_a_child_that_keeps_dying_ends_the_run(supervisor: Supervisor) -> None:
         supervisor.check()
 
 
-def test_a_child_that_ran_well_for_a_while_has_a_fresh_count(
-    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stable_child_resets_its_restarts(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "STABLE_AFTER_S", 0.0)
     supervisor.start("it", ["1"])
     for _ in range(MAX_RESTARTS + 2):
@@ -143,7 +139,7 @@ def test_a_child_that_ran_well_for_a_while_has_a_fresh_count(
     assert set(supervisor.events) == {f"it ended with exit code 1; restarted (1 of {MAX_RESTARTS})"}
 
 
-def test_stopping_is_asked_for_first(supervisor: Supervisor) -> None:
+def test_children_are_asked_to_stop(supervisor: Supervisor) -> None:
     supervisor.start("waits", ["waits"])
     supervisor.start("sleeps", ["sleeps"])
     supervisor.start("done", ["0"])
@@ -154,7 +150,7 @@ def test_stopping_is_asked_for_first(supervisor: Supervisor) -> None:
     assert not (supervisor.folder / "pids.json").exists()
 
 
-def test_stopping_is_made_of_a_child_that_does_not_listen(
+def test_a_child_that_does_not_stop_is_killed(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervise, "GRACE_S", 0.2)
@@ -165,7 +161,7 @@ def test_stopping_is_made_of_a_child_that_does_not_listen(
     assert supervisor.events == ["it did not stop within 0 s and was killed"]
 
 
-def test_children_learn_that_the_supervisor_was_killed(supervisor: Supervisor) -> None:
+def test_children_end_when_the_supervisor_is_killed(supervisor: Supervisor) -> None:
     """And hold its folder until they are gone."""
     folder = supervisor.folder
     script = (

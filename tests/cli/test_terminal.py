@@ -1,4 +1,4 @@
-"""Commands at a real terminal, and without one: how they say how far they are, and that they could not."""
+"""Progress and errors of commands at a real terminal and in a pipe."""
 
 import json
 import os
@@ -27,7 +27,7 @@ print("done")
 
 
 def at_terminal(*words: str) -> tuple[int, str]:
-    """Run Python with standard output and error on a pseudo-terminal; its exit code and all it wrote."""
+    """Runs Python with standard output and error on a pseudo-terminal; returns its exit code and output."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, *words],
@@ -99,13 +99,13 @@ def test_progress_is_lines_elsewhere() -> None:
     assert all(re.fullmatch(r"things: \d of 4, \d+ s", line) for line in lines)
 
 
-def test_what_is_soon_over_says_nothing() -> None:
+def test_quick_commands_show_no_progress() -> None:
     began_s = time.monotonic()
     piped = in_pipe("-c", SLOW.replace("0.05", "500.0").replace("0.3", "0.0"))
     assert piped.stderr == "" and time.monotonic() - began_s < 60
 
 
-def test_what_programs_read() -> None:
+def test_json_output() -> None:
     dry = in_pipe("-m", "shoal", "run", str(ROOT / "runs" / "demo.toml"), "--dry-run", "--json")
     assert json.loads(dry.stdout) and dry.returncode == 0
     one = in_pipe("-m", "shoal", "explain", "reject.early_stop", "--json")
@@ -118,7 +118,7 @@ def explain(**streams: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", "shoal", "explain", *streams.pop("more", [])], **streams)
 
 
-def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+def test_a_closed_pipe_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     process = explain(stdout=writing, stderr=subprocess.PIPE)
@@ -128,7 +128,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
-def test_streams_that_were_closed(closed: tuple[int, ...]) -> None:
+def test_closed_standard_streams(closed: tuple[int, ...]) -> None:
     def close() -> None:
         for number in closed:
             os.close(number)

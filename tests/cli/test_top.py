@@ -1,4 +1,4 @@
-"""`shoal top` and `shoal report` on a real coordinator, and on URLs where there is none."""
+"""`shoal top` and `shoal report` on a real coordinator, and on wrong URLs."""
 
 import json
 import threading
@@ -42,7 +42,7 @@ def url(tmp_path: Path) -> Iterator[str]:
 
 
 class StopAfterOneLook(threading.Event):
-    """Ctrl-C in the first pause."""
+    """Sets itself in the first wait, like Ctrl-C."""
 
     def wait(self, timeout: float | None = None) -> bool:
         self.set()
@@ -58,7 +58,7 @@ def test_one_snapshot_for_a_program(url: str, capsys: pytest.CaptureFixture[str]
     assert Snapshot.parse(capsys.readouterr().out).terms.run == "watched"
 
 
-def test_lines_without_colours_where_nobody_looks(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_lines_without_a_terminal(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert shoal("top", url, stop=StopAfterOneLook()) == EXIT_INTERRUPTED
     seen = capsys.readouterr().out
     assert "version -/4" in seen and "\x1b" not in seen
@@ -72,7 +72,7 @@ def test_a_report_from_a_url_and_from_the_folder(url: str, tmp_path: Path) -> No
         assert json.loads(data)["snapshot"]["terms"]["run"] == "watched"
 
 
-def test_wrong_places_are_told_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_urls_and_folders_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nobody = "http://127.0.0.1:9"
     assert shoal("top", nobody) == EXIT_DEADLINE
     assert shoal("report", nobody, "--out", str(tmp_path / "x.html")) == EXIT_DEADLINE

@@ -26,7 +26,7 @@ def refused(times: int, trust: str = "quarantined"):  # type: ignore[no-untyped-
     )
 
 
-def test_the_run_in_one_line() -> None:
+def test_headline() -> None:
     assert headline(stats()) == (
         "version 3/10  reward 0.250  train 9,876 tok/s  lag 1.5 (max 2)  generate 1,234 tok/s"
         "  accepted 5  refused 2  void 3"
@@ -45,19 +45,19 @@ def test_the_run_in_one_line() -> None:
         (False, "a policy: the trainer has not published version 0", True),
     ],
 )
-def test_waiting_is_told_before_the_first_step_and_when_somebody_is_missing(
+def test_waiting_is_shown_before_the_first_step_and_when_a_role_is_missing(
     latest: bool, waiting_for: str, said: bool
 ) -> None:
     seen = stats(waiting_for=waiting_for) if latest else stats(waiting_for=waiting_for, latest=None)
     assert waiting_note(seen) == (f"  (waiting for {waiting_for})" if said else "")
 
 
-def test_submissions_by_what_became_of_them() -> None:
+def test_count_submissions() -> None:
     assert count_submissions(stats()) == {"accepted": 5, "refused": 2, "void": 3}
     assert count_submissions(stats(submissions={})) == {"accepted": 0, "refused": 0, "void": 0}
 
 
-def test_news_are_told_once_and_in_words() -> None:
+def test_changes_are_reported_once() -> None:
     news = ChangeLog(NAMES)
     assert news.since_last(stats(nodes=(node(HONEST), node(LIAR)))) == []
     assert news.since_last(stats(nodes=(node(HONEST), refused(1)))) == [
@@ -73,7 +73,7 @@ def test_news_are_told_once_and_in_words() -> None:
     assert news.since_last(stats(nodes=(node(HONEST), refused(2, "banned")))) == []
 
 
-def test_news_of_held_out_results() -> None:
+def test_held_out_results_are_reported() -> None:
     news = ChangeLog({})
     assert news.since_last(stats(evaluations=(evaluation(0, 0.125, complete=False),))) == []
     assert news.since_last(stats(evaluations=(evaluation(0, 0.125),))) == [
@@ -84,7 +84,7 @@ def test_news_of_held_out_results() -> None:
     ]
 
 
-def test_a_node_nobody_named_is_called_by_its_key() -> None:
+def test_a_node_without_a_name_is_shown_by_its_key() -> None:
     (told, _) = ChangeLog({}).since_last(stats(nodes=(refused(2, "banned"),)))
     assert told.startswith("11111111 refused: ")
 
@@ -135,7 +135,7 @@ def test_a_table_for_terminals() -> None:
         (120, ("state", "credit", "last verdict"), ()),
     ],
 )
-def test_a_narrow_terminal_gets_fewer_columns_but_whole_words(
+def test_a_narrow_terminal_shows_fewer_columns(
     width: int, there: tuple[str, ...], not_there: tuple[str, ...]
 ) -> None:
     console = Console(width=width, file=io.StringIO())

@@ -88,7 +88,7 @@ def test_suspicious_but_not_certain_is_void(policy: LoadedPolicy, noise: Noise) 
     assert refused.value.code == "void.uncertain", refused.value.detail
 
 
-def test_log_probs_and_draws_go_by_the_calibration(policy: LoadedPolicy, noise: Noise) -> None:
+def test_log_probs_and_draws_use_the_calibration(policy: LoadedPolicy, noise: Noise) -> None:
     """Tolerances that pass anything, and yet: what is known of honest work judges, each lie under its own code."""
     lease = make_lease(SPEC, number=12)
     table = make_table(lease, policy)
@@ -106,7 +106,9 @@ def test_log_probs_and_draws_go_by_the_calibration(policy: LoadedPolicy, noise: 
     assert refused.value.code == "reject.wrong_sampling"
 
 
-def test_what_no_calibration_knows_the_tolerances_judge(policy: LoadedPolicy, noise: Noise) -> None:
+def test_tolerances_judge_sizes_that_the_calibration_does_not_know(
+    policy: LoadedPolicy, noise: Noise
+) -> None:
     lease = make_lease(SPEC, number=13)
     table = make_table(lease, policy)
     facts = recompute(table.rows, lease, policy, control_seed=1)
@@ -120,7 +122,7 @@ def test_what_no_calibration_knows_the_tolerances_judge(policy: LoadedPolicy, no
     assert refused.value.code == "reject.wrong_logprobs"
 
 
-def test_the_verdict_goes_by_the_terms_of_the_run(policy: LoadedPolicy, noise: Noise) -> None:
+def test_the_verdict_uses_the_calibration_of_the_run(policy: LoadedPolicy, noise: Noise) -> None:
     lease = make_lease(SPEC, number=3)
     data = encode(make_table(lease, stale(policy, 1e-5)))
     claim = make_claim(lease, data)
@@ -136,7 +138,7 @@ def test_the_verdict_goes_by_the_terms_of_the_run(policy: LoadedPolicy, noise: N
     assert with_noise.code == "reject.wrong_computation"
 
 
-def test_surprise_is_what_the_distribution_says(policy: LoadedPolicy) -> None:
+def test_surprise_equals_the_entropy_difference(policy: LoadedPolicy) -> None:
     lease = make_lease(SPEC, number=4)
     table = make_table(lease, policy)
     fact = recompute(table.rows, lease, policy, control_seed=1)[0]
@@ -171,7 +173,7 @@ def test_honest_tokens_are_no_surprise(policy: LoadedPolicy) -> None:
         check_surprise(facts)
 
 
-def test_a_model_that_is_sure_of_everything_leaves_nothing_to_judge() -> None:
+def test_surprise_of_a_deterministic_model_is_zero() -> None:
     still = np.zeros(8)
     sure = RowFacts((), still, still, still + 0.1, still)
     check_surprise([sure])
@@ -241,7 +243,7 @@ def verdict_on(
     return ACCEPTED
 
 
-def test_only_certainty_is_reject(measured: Noise) -> None:
+def test_only_certain_lies_are_rejected(measured: Noise) -> None:
     """The further off, the harsher: accepted, void without blame, refused. Never a refusal where honest work could be."""
     honest = [verdict_on(made_up(measured, 0.0, seed=seed), measured) for seed in range(100)]
     assert honest.count(ACCEPTED) >= 97 and not any(code.startswith("reject.") for code in honest)

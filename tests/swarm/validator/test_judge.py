@@ -123,13 +123,13 @@ def test_short_answers_in_bfloat16_are_accepted_too(
     assert found.code == ACCEPTED, found.detail
 
 
-def test_more_points_than_a_state_has_values_are_nobodys_fault(verdict: Judge, honest: RolloutTable) -> None:
+def test_a_topk_above_the_hidden_size_blames_no_node(verdict: Judge, honest: RolloutTable) -> None:
     lease = LEASE.model_copy(update={"proof": ProofSpec(topk=256)})
     with pytest.raises(CannotCheck, match=r"proof\.topk=256 is more than the model's 128 values per state"):
         verdict(honest, lease=lease)
 
 
-def test_lengths_are_held_against_budgets(verdict: Judge, policy: LoadedPolicy) -> None:
+def test_lengths_are_compared_with_budgets(verdict: Judge, policy: LoadedPolicy) -> None:
     task = TaskSpec(name="sort", options={"style": "chat"}, budgets=(10, 20), budget_alpha=0.01)
     spec = make_spec(task=task)
     lease = make_lease(spec, number=77)
@@ -143,7 +143,7 @@ def test_lengths_are_held_against_budgets(verdict: Judge, policy: LoadedPolicy) 
     assert found.evidence["right"] == 0 and 0 < found.evidence["unparseable"] <= len(table.rows)
 
 
-def test_a_lease_that_contradicts_its_task_is_nobodys_fault(verdict: Judge, honest: RolloutTable) -> None:
+def test_a_lease_that_contradicts_its_task_blames_no_node(verdict: Judge, honest: RolloutTable) -> None:
     with pytest.raises(CannotCheck, match="has chat=True, its task has chat=False"):
         verdict(honest, lease=LEASE.model_copy(update={"chat": True}))
 
@@ -424,13 +424,15 @@ def test_a_check_can_be_stopped(policy: LoadedPolicy, honest: RolloutTable) -> N
         recompute(honest.rows, LEASE, policy, control_seed=1, stop=stop)
 
 
-def test_a_lease_that_contradicts_itself_blames_nobody(verdict: Judge, honest: RolloutTable) -> None:
+def test_a_lease_that_contradicts_itself_blames_no_node(verdict: Judge, honest: RolloutTable) -> None:
     lease = LEASE.model_copy(update={"prompts": ("1111=", *LEASE.prompts[1:])})
     with pytest.raises(CannotCheck, match="do not follow from its seed"):
         verdict(honest, lease=lease)
 
 
-def test_broken_weights_blame_nobody(reader: TableReader, policy: LoadedPolicy, honest: RolloutTable) -> None:
+def test_broken_weights_blame_no_node(
+    reader: TableReader, policy: LoadedPolicy, honest: RolloutTable
+) -> None:
     broken = LoadedPolicy(0, copy.deepcopy(policy.decoder), policy.tokenizer)
     with torch.no_grad():
         broken.decoder.model.norm.weight.fill_(math.nan)

@@ -49,7 +49,7 @@ def same_weights(one: Decoder, other: Decoder) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_the_least_used_version_is_swapped_out_in_place(swarm: Swarm, origin: str) -> None:
+def test_the_least_recently_used_version_is_replaced(swarm: Swarm, origin: str) -> None:
     shelf, lease = make_shelf(swarm), lease_on(swarm, origin)
     zero, one = shelf.get(0, lease), shelf.get(1, lease)
     assert shelf.get(0, lease) is zero, "what is loaded is at hand"
@@ -71,6 +71,6 @@ def test_a_manifest_of_another_run_key_is_not_used(swarm: Swarm, origin: str) ->
         make_shelf(swarm, run_key=Key.generate().public).get(0, lease_on(swarm, origin))
 
 
-def test_a_version_that_was_never_published_cannot_be_had(swarm: Swarm, origin: str) -> None:
+def test_an_unpublished_version_is_not_available(swarm: Swarm, origin: str) -> None:
     with pytest.raises(CannotCheck, match="policy version 3 is not available"):
         make_shelf(swarm).get(3, lease_on(swarm, origin))

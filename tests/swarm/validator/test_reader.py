@@ -1,4 +1,4 @@
-"""Strangers' files: whatever they hold, the validator stays up and says why."""
+"""Untrusted files: whatever they contain, the validator survives and refuses them with a reason."""
 
 import os
 import random
@@ -152,11 +152,11 @@ def test_a_parquet_bomb_is_refused_by_its_footer(reader: TableReader) -> None:
 def test_a_bomb_that_passes_the_footer_meets_the_memory_limit() -> None:
     with TableReader(max_memory_bytes=100_000_000) as reader:
         assert refusal(reader, bomb_of_one_row(60_000_000), LOOSE) == "reject.oversized_table"
-        assert reader.read(encode(TABLE), LIMITS) == TABLE, "and the reader goes on"
+        assert reader.read(encode(TABLE), LIMITS) == TABLE, "and the reader still works"
 
 
 def test_a_bomb_with_a_forged_footer_is_harmless(reader: TableReader) -> None:
-    """num_values is the sender's own word: a small lie in the footer must not open the door to what the pages hold."""
+    """The sender writes num_values: a small number in the footer must not let large pages be decoded."""
     count = 10_000_000
     bomb, honest = bomb_of_one_row(count), _zigzag_varint(count)
     lie = _zigzag_varint(2, width=len(honest))
@@ -168,7 +168,7 @@ def test_a_bomb_with_a_forged_footer_is_harmless(reader: TableReader) -> None:
         except Rejected:
             continue
         assert [len(row.output_tokens) for row in table.rows] == [2], (
-            "no more is decoded than the footer owns to"
+            "no more is decoded than the footer says"
         )
     assert reader.read(encode(TABLE), LIMITS) == TABLE
 
@@ -187,10 +187,10 @@ def test_an_idle_child_that_was_killed_is_replaced(reader: TableReader) -> None:
     assert reader.read(encode(TABLE), LIMITS) == TABLE
     assert reader.child.pid is not None
     os.kill(reader.child.pid, signal.SIGKILL)
-    assert reader.read(encode(TABLE), LIMITS) == TABLE, "an idle child that was killed costs nobody anything"
+    assert reader.read(encode(TABLE), LIMITS) == TABLE, "a killed idle child is replaced"
 
 
-def test_no_answer_in_time_is_our_own_failure() -> None:
+def test_a_timeout_is_the_readers_failure() -> None:
     with TableReader(wall_s=-1.0) as hurried, pytest.raises(ReaderFailed, match="wall-clock time"):
         hurried.read(encode(TABLE), LIMITS)
 
@@ -210,7 +210,7 @@ def test_random_damage_never_takes_the_reader_down(reader: TableReader) -> None:
     assert outcomes["refused"] > 100
 
 
-def test_a_child_that_cannot_start_is_our_own_failure() -> None:
+def test_a_child_that_cannot_start_is_the_readers_failure() -> None:
     reader = TableReader(python="/bin/false")
     with pytest.raises(ReaderFailed, match="before its first request"):
         reader.read(encode(TABLE), LIMITS)

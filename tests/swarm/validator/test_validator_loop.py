@@ -87,9 +87,9 @@ def test_a_claim_is_checked_once(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) 
     assert checked == [lease.lease_id]
 
 
-def test_weights_that_cannot_be_had_are_nobodys_fault(swarm: Swarm) -> None:
+def test_missing_weights_make_a_submission_void(swarm: Swarm) -> None:
     policy = swarm.publish(0, "http://127.0.0.1:9")
-    swarm.report_relay("http://127.0.0.1:9", 0)  # nobody listens there
+    swarm.report_relay("http://127.0.0.1:9", 0)  # no server there
     swarm.join()
     with in_thread(lambda stop: run_validator(swarm.config(fetch_s=0.3), stop=stop)):
         lease = swarm.lease()
@@ -105,14 +105,14 @@ def test_a_finished_run_needs_no_validator(swarm: Swarm) -> None:
     assert run_validator(swarm.config(), stop=threading.Event()) is ValidatorExit.FINISHED
 
 
-def test_the_wrong_key_or_run_is_said_at_once(swarm: Swarm) -> None:
+def test_a_wrong_key_or_run_is_reported_at_startup(swarm: Swarm) -> None:
     with pytest.raises(Refused, match="relay key"):
         run_validator(swarm.config(key=swarm.dir / "keys" / "relay.key"), stop=threading.Event())
     with pytest.raises(ValueError, match="runs under key"):
         run_validator(swarm.config(run_key="0" * 64), stop=threading.Event())
 
 
-def test_a_submission_that_takes_the_validator_down_is_not_tried_for_ever(tmp_path: Path) -> None:
+def test_a_submission_that_crashes_the_validator_is_given_up(tmp_path: Path) -> None:
     path, lease_id = tmp_path / "checking.json", "a" * 32
     for _ in range(2):
         assert CrashGuard(path).begin(lease_id), "a crash may have had another cause"
@@ -121,4 +121,4 @@ def test_a_submission_that_takes_the_validator_down_is_not_tried_for_ever(tmp_pa
     survivor.end(lease_id)
     assert CrashGuard(path).begin(lease_id)
     path.write_text('{"a')
-    assert CrashGuard(path).begin(lease_id), "a torn file is no reason to stop"
+    assert CrashGuard(path).begin(lease_id), "a broken file must not stop the validator"
