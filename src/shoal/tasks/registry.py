@@ -26,7 +26,7 @@ TASKS: dict[str, Factory] = {
     "sort": Sort,
     "largest": Largest,
     "count": Count,
-    "listed": Listed,
+    "listed": lambda path: Listed(path=path, make_task=make_task),
     **{format.name: _data_set(format) for format in (GSM8K, SVAMP, MATH, MBPP, HUMANEVAL, GENESYS)},
 }
 

@@ -151,9 +151,11 @@ class Listed:
     """Trains on all problems of `path`. Held-out problems are those of the task that grades them, so the two never overlap.
 
     Each row has a problem and its task: {"prompt": ..., "answer": ..., "task": {"name": ..., "options": ...}}.
+    The registry passes its own `make_task`.
     """
 
     path: str
+    make_task: Callable[[TaskSpec], Task]
 
     @property
     def chat(self) -> bool:
@@ -186,8 +188,6 @@ class Listed:
 
     @cached_property
     def _task(self) -> Task:
-        from shoal.tasks.registry import make_task  # the registry imports this module
-
         try:
             spec = TaskSpec.model_validate_json(json.dumps(self._rows[0][1]["task"]))
         except ValueError as error:
@@ -198,7 +198,7 @@ class Listed:
             )
         if spec.name == "listed":
             raise ValueError(f"{self.path}, row 1: a list of problems cannot be graded by another list")
-        return make_task(spec)
+        return self.make_task(spec)
 
 
 def _bad_rows_message(path: str, bad: dict[int, str]) -> str:
