@@ -90,7 +90,7 @@ class Engine(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything left to do."""
+        """Returns whether `step` has anything left to do."""
 
     def load(self, folder: Path, version: int) -> None:
         """Loads the weights in `folder`. The first call builds the model, later calls swap weights in place."""
