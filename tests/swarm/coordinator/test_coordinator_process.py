@@ -21,8 +21,8 @@ from ledger_reader import read_ledger
 from shoal.net.http_client import Refused, Unreachable
 from shoal.net.waiting import NotYet, Stopped, wait_for
 from shoal.swarm.coordinator.context import DATABASE_FILE, open_coordinator
-from shoal.swarm.coordinator.housekeeping import keep_house, resume
-from shoal.swarm.coordinator.http.server import alone_in, known_authorities, run_coordinator
+from shoal.swarm.coordinator.housekeeping import resume, run_housekeeping
+from shoal.swarm.coordinator.http.server import hold_run_folder, known_authorities, run_coordinator
 from shoal.swarm.coordinator.leases.issue import check_upload_limit
 from shoal.wire.keys import Key
 from shoal.wire.lease import Verdict
@@ -216,9 +216,13 @@ def test_a_folder_belongs_to_one_run_and_one_key(tmp_path: Path) -> None:
 
 
 def test_two_coordinators_cannot_share_a_folder(tmp_path: Path) -> None:
-    with alone_in(tmp_path), pytest.raises(ValueError, match="already running"), alone_in(tmp_path):
+    with (
+        hold_run_folder(tmp_path),
+        pytest.raises(ValueError, match="already running"),
+        hold_run_folder(tmp_path),
+    ):
         pass
-    with alone_in(tmp_path):
+    with hold_run_folder(tmp_path):
         pass
 
 
@@ -257,7 +261,7 @@ def test_housekeeping_ends_with_the_server(tmp_path: Path) -> None:
         raise RuntimeError("the server ended by itself")
 
     with pytest.raises(RuntimeError, match="by itself"):
-        keep_house([coordinator], threading.Event(), check=check)
+        run_housekeeping([coordinator], threading.Event(), check=check)
     coordinator.close()
 
 

@@ -56,7 +56,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     # 6, 27: programs and answers that attack their grader.
     "reward hacking": (
         "tasks/test_sandbox.py::test_a_program_cannot_pretend_to_have_passed",
-        "tasks/test_sandbox.py::test_no_program_reaches_out",
+        "tasks/test_sandbox.py::test_no_program_sees_the_environment_or_opens_a_socket",
     ),
     # 10
     "parquet bombs": (
@@ -72,15 +72,15 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "swarm/coordinator/test_holes.py::test_draws_are_secret_before_and_verifiable_after",
     ),
     # 21: connections.
-    "slow headers": ("net/test_server.py::test_headers_that_never_end_are_given_up",),
+    "slow headers": ("net/test_http_server.py::test_headers_that_never_end_time_out",),
     # 22, 23: relays.
     "bandwidth theft": (
-        "shardcast/test_gate.py::test_a_member_is_served_and_a_stranger_is_told_why",
-        "net/test_file_server.py::test_an_address_with_too_many_connections_is_told_so",
+        "shardcast/test_private_relay.py::test_a_ticket_is_needed_and_the_error_says_so",
+        "net/test_file_server.py::test_too_many_connections_of_one_address_are_refused",
     ),
     "poisoned weights": (
         "shardcast/test_fetch.py::test_a_corrupting_relay_is_dropped_and_named",
-        "shardcast/test_fetch.py::test_a_manifest_of_another_key_is_refused_before_anything_is_asked",
+        "shardcast/test_fetch.py::test_a_manifest_of_another_key_is_refused_without_a_request",
         "shardcast/test_peer_failures.py::test_no_name_leaves_the_folder",
     ),
     # 25: the worker's side of it.
@@ -88,11 +88,11 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "rollout/test_worker.py::test_another_run_under_the_same_address_is_refused",
     ),
     # 26: words that would be obeyed.
-    "log injection": ("test_telemetry.py::test_a_strangers_words_stay_on_their_line",),
+    "log injection": ("test_telemetry.py::test_untrusted_text_cannot_start_a_log_line",),
     # 28
     "a rewritten ledger": (
         "swarm/coordinator/test_ledger_on_disk.py::test_a_changed_row_is_found",
-        "cli/test_ledger_verify.py::test_books_that_were_changed",
+        "cli/test_ledger_verify.py::test_a_changed_ledger_is_reported",
     ),
     # Uploads to an object store.
     "object stores": (

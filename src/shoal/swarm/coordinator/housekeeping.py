@@ -36,7 +36,7 @@ def tidy(coordinator: Coordinator) -> None:
     coordinator.database.checkpoint()
 
 
-def keep_house(
+def run_housekeeping(
     coordinators: Sequence[Coordinator], stop: threading.Event, *, check: Callable[[], None]
 ) -> None:
     """Runs until `stop`. An error ends it and the coordinator, because without it no lease would expire. A full disk is

@@ -31,7 +31,7 @@ from shoal.net.rate_limit import Buckets
 from shoal.net.s3_store import Credentials, S3Store
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.context import Coordinator, newest_version, open_coordinator
-from shoal.swarm.coordinator.housekeeping import keep_house, resume
+from shoal.swarm.coordinator.housekeeping import resume, run_housekeeping
 from shoal.swarm.coordinator.http import openapi
 from shoal.swarm.coordinator.http.live_page import Feed, page_routes
 from shoal.swarm.coordinator.http.router import (
@@ -279,7 +279,7 @@ class Hosting:
     spec: RunSpec
     dir: Path
     credentials: Credentials | None = None
-    """Of its object store, where it has one."""
+    """Credentials of its object store, if it has one."""
 
 
 def run_coordinator(
@@ -321,7 +321,7 @@ def run_pool(
 
 @contextmanager
 def _opened(run: Hosting) -> Iterator[Coordinator]:
-    with contextlib.nullcontext() if run.config.database else alone_in(run.dir):
+    with contextlib.nullcontext() if run.config.database else hold_run_folder(run.dir):
         coordinator = open_coordinator(
             run.config, run.spec, run.dir, log=Log("coordinator"), credentials=run.credentials
         )
@@ -334,7 +334,7 @@ def _opened(run: Hosting) -> Iterator[Coordinator]:
 
 
 @contextmanager
-def alone_in(dir: Path) -> Iterator[None]:
+def hold_run_folder(dir: Path) -> Iterator[None]:
     """Raises ValueError if another coordinator runs in the same folder."""
     try:
         with hold_lock(
@@ -367,7 +367,7 @@ def _serve(
     try:
         if on_ready is not None:
             on_ready(url)
-        keep_house(coordinators, stop, check=server.check)
+        run_housekeeping(coordinators, stop, check=server.check)
     finally:
         server.close()
 

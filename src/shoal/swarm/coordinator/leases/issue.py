@@ -16,7 +16,7 @@ from shoal.swarm.coordinator.membership.nodes import (
     NODES,
     check_compatible,
     get_node,
-    sign_of_life,
+    mark_live,
     standing_of,
 )
 from shoal.swarm.coordinator.rules.backpressure import SPREAD
@@ -74,9 +74,9 @@ def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Seale
     if _must_reuse(tx, coordinator, node, held):
         tx.update(LEASES, held[0].lease_id, session_epoch=node.session_epoch)
         tx.after_commit(lambda: coordinator.backpressure.release_place(node.node))
-        sign_of_life(tx)
+        mark_live(tx)
         return Sealed[Lease].parse(held[0].sealed)
-    _check_patience(tx, coordinator, node)
+    _check_lapses(tx, coordinator, node)
     try:
         work = plan(_planning_inputs(tx, coordinator, node, state), planning_terms(coordinator))
     except NoWork as reason:
@@ -84,7 +84,7 @@ def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Seale
         raise Rejected("request.too_early", str(reason), retry_after_s=wait_s) from None
     tx.after_commit(lambda: coordinator.backpressure.release_place(node.node))
     # After the last check: a request that is refused after it has written makes its whole group run twice.
-    sign_of_life(tx)
+    mark_live(tx)
     return _issue(tx, coordinator, node, work)
 
 
@@ -125,7 +125,7 @@ def _check_eligible(tx: Transaction, coordinator: Coordinator, node: Row[Any], s
         raise Rejected("request.paused", "no leases are issued", retry_after_s=coordinator.config.heartbeat_s)
 
 
-def _check_patience(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> None:
+def _check_lapses(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> None:
     """Raises Rejected if the node must wait because its last leases expired: each one in a row makes the wait longer."""
     wait_s = next_lease_s(standing_of(node), lease_s=coordinator.config.lease_s) - tx.now_s
     if wait_s > 0:

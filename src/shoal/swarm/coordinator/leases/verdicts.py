@@ -146,7 +146,7 @@ def give_verdict(tx: Transaction, coordinator: Coordinator, lease_id: str, verdi
             if lease.state == LeaseState.CHECKING:
                 move(tx, lease, LeaseEvent.RELEASE)
             return status(find_lease(tx.db, lease_id))
-    _enter(tx, coordinator, lease, submission, verdict)
+    _apply(tx, coordinator, lease, submission, verdict)
     return status(find_lease(tx.db, lease_id))
 
 
@@ -172,9 +172,10 @@ def _check_accepted(lease: Row[Any], verdict: Verdict) -> None:
         )
 
 
-def _enter(
+def _apply(
     tx: Transaction, coordinator: Coordinator, lease: Row[Any], submission: Row[Any], verdict: Verdict
 ) -> None:
+    """Records a verdict, ends its lease, and changes the node's counts and trust."""
     finding = verdict_kind(verdict.code)
     accepted = finding is VerdictKind.ACCEPTED
     credit = credits.amount(verdict.output_tokens, coordinator.config.credit_factor) if accepted else 0
@@ -215,7 +216,7 @@ def _enter(
         change_standing_of(
             tx, coordinator, node, TrustEvent.ACCEPTED if full else TrustEvent.TAKEN_ON_TRUST, ""
         )
-        _use(tx, coordinator, lease, submission, verdict, seq)
+        _use_accepted(tx, coordinator, lease, submission, verdict, seq)
     elif verdict.code == UNCERTAIN:
         change_standing_of(tx, coordinator, node, TrustEvent.UNCERTAIN, "")
 
@@ -248,7 +249,7 @@ def _unparseable(verdict: Verdict) -> int:
     return min(max(count, 0), len(verdict.rewards)) if isinstance(count, int) else 0
 
 
-def _use(
+def _use_accepted(
     tx: Transaction,
     coordinator: Coordinator,
     lease: Row[Any],

@@ -119,7 +119,7 @@ def leave(tx: Transaction, coordinator: Coordinator, ask: Leave) -> Recorded:
     return Recorded(seq=change_standing(tx, coordinator, tx.actor, TrustEvent.LEAVE, "the node left") or 0)
 
 
-def sign_of_life(tx: Transaction) -> None:
+def mark_live(tx: Transaction) -> None:
     """Notes that the calling node is live."""
     _record_return(tx)
     tx.update(NODES, tx.actor, last_seen_s=tx.now_s, live=1)
