@@ -1,4 +1,4 @@
-"""What the report's own recipe asks of its machines."""
+"""Estimates for the recipe of the INTELLECT-2 report."""
 
 from pathlib import Path
 

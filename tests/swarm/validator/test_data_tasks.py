@@ -104,7 +104,7 @@ def check_own(swarm: Swarm, public: RunSpec, lease: Lease, policy: LoadedPolicy)
 
 
 def unparseable(swarm: Swarm) -> int:
-    """As the verdict's evidence in the ledger has it."""
+    """Returns the number of unparseable answers in the verdict's evidence."""
     events = json.loads(swarm.node.send("GET", "/v1/ledger").content)
     (verdict,) = (event for event in events if event["type"] == "verdict.given")
     evidence = verdict["body"]["evidence"]

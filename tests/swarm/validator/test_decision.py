@@ -291,7 +291,7 @@ def test_a_few_chosen_tokens_are_seen(measured: Noise, calibrated: bool) -> None
         assert verdict_on(far, noise) == code, count
     near = with_draws(honest, dict.fromkeys(range(0, 28, 7), 0.15))
     assert verdict_on(near, noise) == ACCEPTED
-    # Nearer, but of tokens that nobody's noise would draw.
+    # Nearer, but of tokens that no noise would draw.
     impossible = with_draws(honest, dict.fromkeys(range(0, 28, 7), 0.15), logprob=-20.0)
     assert verdict_on(impossible, noise) == "reject.wrong_sampling"
 
@@ -315,7 +315,7 @@ def test_chosen_tokens_do_not_hide_early_ends(measured: Noise) -> None:
 
 
 def without_small_blocks(noise: Noise) -> Noise:
-    """As if few rows had ended with some tokens more than whole blocks."""
+    """Returns the calibration without the sizes of partial blocks."""
 
     def few(statistic: Statistic) -> Statistic:
         *small, full = statistic.by_size

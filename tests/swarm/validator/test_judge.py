@@ -74,7 +74,7 @@ def verdict(reader: TableReader, policy: LoadedPolicy) -> Judge:
 
 
 def nudged(policy: LoadedPolicy, size: float) -> LoadedPolicy:
-    """The same model after one step of sign descent of this size."""
+    """Returns the model after one step of sign descent of this size."""
     decoder = copy.deepcopy(policy.decoder)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

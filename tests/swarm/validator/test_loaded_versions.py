@@ -32,9 +32,9 @@ def lease_on(swarm: Swarm, url: str, *, digest: str | None = None) -> Lease:
     return make_lease(make_spec()).model_copy(update={"policies": tuple(refs), "relays": (url,)})
 
 
-def make_shelf(swarm: Swarm, *, run_key: str | None = None) -> LoadedVersions:
+def make_versions(swarm: Swarm, *, run_key: str | None = None) -> LoadedVersions:
     return LoadedVersions(
-        swarm.dir / "shelf",
+        swarm.dir / "versions",
         swarm.client_of(swarm.key("validator")),
         run_key=run_key or swarm.key("run").public,
         load=load_decoder,
@@ -50,27 +50,27 @@ def same_weights(one: Decoder, other: Decoder) -> bool:
 
 
 def test_the_least_recently_used_version_is_replaced(swarm: Swarm, origin: str) -> None:
-    shelf, lease = make_shelf(swarm), lease_on(swarm, origin)
-    zero, one = shelf.get(0, lease), shelf.get(1, lease)
-    assert shelf.get(0, lease) is zero, "what is loaded is at hand"
-    two = shelf.get(2, lease)
+    versions, lease = make_versions(swarm), lease_on(swarm, origin)
+    zero, one = versions.get(0, lease), versions.get(1, lease)
+    assert versions.get(0, lease) is zero, "a loaded version is not loaded again"
+    two = versions.get(2, lease)
     assert two.decoder is one.decoder, "version 1 was used least"
     assert same_weights(two.decoder, load_decoder(swarm.store.path(2))), "a swap equals a fresh load"
     assert same_weights(zero.decoder, load_decoder(swarm.store.path(0)))
-    assert same_weights(shelf.get(1, lease).decoder, load_decoder(swarm.store.path(1)))
+    assert same_weights(versions.get(1, lease).decoder, load_decoder(swarm.store.path(1)))
     assert two.tokenizer is zero.tokenizer
 
 
 def test_other_weights_than_leased_are_not_used(swarm: Swarm, origin: str) -> None:
     with pytest.raises(CannotCheck, match="does not have the weights that the lease names"):
-        make_shelf(swarm).get(0, lease_on(swarm, origin, digest="1" * 64))
+        make_versions(swarm).get(0, lease_on(swarm, origin, digest="1" * 64))
 
 
 def test_a_manifest_of_another_run_key_is_not_used(swarm: Swarm, origin: str) -> None:
     with pytest.raises(CannotCheck, match="is not available"):
-        make_shelf(swarm, run_key=Key.generate().public).get(0, lease_on(swarm, origin))
+        make_versions(swarm, run_key=Key.generate().public).get(0, lease_on(swarm, origin))
 
 
 def test_an_unpublished_version_is_not_available(swarm: Swarm, origin: str) -> None:
     with pytest.raises(CannotCheck, match="policy version 3 is not available"):
-        make_shelf(swarm).get(3, lease_on(swarm, origin))
+        make_versions(swarm).get(3, lease_on(swarm, origin))

@@ -54,7 +54,7 @@ class GradedAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawSettings:
-    """How answers are sampled."""
+    """Settings for sampling answers."""
 
     samples: int
     temperature: float

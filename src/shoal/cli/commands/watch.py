@@ -164,7 +164,7 @@ def read_url(url: str, stop: threading.Event) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FolderTerms:
-    """What `take_snapshot` needs of a coordinator, read from a run's folder."""
+    """The parts of a coordinator that `take_snapshot` needs, read from a run's folder."""
 
     config: "CoordinatorConfig"
     spec: "RunSpec"

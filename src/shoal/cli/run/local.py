@@ -289,7 +289,7 @@ def wait_until_up(url: str, supervisor: Supervisor, keys: Path, stop: threading.
 
 @dataclass
 class Watched:
-    """What is known of a run while it is watched. `stats` and `history` are set when it is finished."""
+    """The state of a run while it is watched. `stats` and `history` are set when it is finished."""
 
     stats: Stats | None = None
     history: History | None = None

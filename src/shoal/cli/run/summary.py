@@ -1,4 +1,4 @@
-"""How a run ended, in numbers, and whether that is what its file expects."""
+"""Judges whether a finished run is as its file expects, and prints its numbers."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -13,7 +13,7 @@ from shoal.wire.messages import Evaluation, Stats
 
 
 class RunVerdict(Enum):
-    """Whether a run ended as its file expects. The value is printed in the first line of the summary."""
+    """The verdict on a finished run. The value is printed in the first line of the summary."""
 
     GOOD = "as expected"
     NO_GAIN = "held-out reward did not rise by the expected margin"

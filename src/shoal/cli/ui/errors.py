@@ -1,4 +1,4 @@
-"""How a command reports an error: three lines at a terminal (what failed, the value, what to do), one line in a log."""
+"""Reports errors of commands: three lines at a terminal (what failed, the value, what to do), one line in a log."""
 
 import argparse
 import difflib

@@ -33,7 +33,7 @@ BLOCK_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """What one forward pass says about one row of T output tokens."""
+    """The results of one forward pass for one row of T output tokens."""
 
     segments: tuple[SegmentCheck, ...]
     logprobs_T: npt.NDArray[np.float64]
