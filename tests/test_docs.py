@@ -11,6 +11,7 @@ from shoal.cli.run.runfile import RunFile, load_run_file
 from shoal.wire.codes import CODES
 
 ROOT = Path(__file__).parent.parent
+NUMBER = re.compile(r"\d[\d,.]*\d|\d")
 
 
 def leaf_keys(model: type[BaseModel]) -> set[str]:
@@ -55,23 +56,51 @@ def test_every_code_is_explained(code: str) -> None:
 
 def test_the_readme_is_short_and_shows_what_it_must() -> None:
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) < 150
+    assert len(text.splitlines()) <= 120
     for part in (
         "make demo",
         "docs/img/demo-reward.png",
         "shoal join URL",
         "**Not shown**",
-        "docs/claims.md",
+        "docs/figures.md",
+        "pip install 'shoal-rl[torch]'",
     ):
         assert part in text, part
 
 
+def table_rows(path: Path) -> dict[str, str]:
+    """Returns the other cells of every table row of a page, by its first cell."""
+    rows = (
+        line.strip("| ").split(" | ", 1) for line in path.read_text().splitlines() if line.startswith("| ")
+    )
+    return {row[0]: row[1] for row in rows if len(row) == 2}
+
+
+def test_figures_of_the_readme_are_those_of_the_figures_page() -> None:
+    figures = table_rows(ROOT / "docs" / "figures.md")
+    shared = {name: cells for name, cells in table_rows(ROOT / "README.md").items() if name in figures}
+    assert len(shared) >= 8, f"only these rows of the README are in docs/figures.md: {sorted(shared)}"
+    for name, cells in shared.items():
+        missing = set(NUMBER.findall(cells)) - set(NUMBER.findall(figures[name]))
+        assert not missing, f"README.md, {name!r}: {sorted(missing)} are not in that row of docs/figures.md"
+
+
+def test_every_number_of_the_readme_table_has_a_row_in_the_figures_page() -> None:
+    """A new row with a number needs a row of the same name in docs/figures.md, or the test above would not see it."""
+    figures = table_rows(ROOT / "docs" / "figures.md")
+    for name, cells in table_rows(ROOT / "README.md").items():
+        figure = cells.split(" | ")[0]
+        assert name in figures or not re.search(r"[1-9]", figure), (
+            f"README.md, {name!r}: not in docs/figures.md"
+        )
+
+
 def test_every_page_is_in_the_navigation() -> None:
-    """`make docs` says so too, but not everybody has it at hand."""
+    """`make docs` finds this too, but needs mkdocs."""
     site = (ROOT / "mkdocs.yml").read_text()
     for page in (ROOT / "docs").rglob("*.md"):
         name = page.relative_to(ROOT / "docs").as_posix()
-        assert f": {name}\n" in site, f"docs/{name} stands nowhere in mkdocs.yml"
+        assert f": {name}\n" in site, f"docs/{name} is not in mkdocs.yml"
 
 
 def test_every_exit_code_is_documented() -> None:

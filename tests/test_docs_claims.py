@@ -1,4 +1,4 @@
-"""The claims page: all 52 of them, each with a command that is there and a figure or a reason."""
+"""The claims in docs/figures.md: all 52, each with a command that exists and a figure or a reason."""
 
 import re
 import shlex
@@ -7,7 +7,7 @@ from docs_commands import ROOT, check_words
 
 NUM_CLAIMS = 52
 STATES = {"shown", "in part", "scaled", "otherwise", "not"}
-PAGE = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for line in PAGE.splitlines()

@@ -1,4 +1,4 @@
-"""The deployment that docs/operating.md describes, with the files of deploy/: two coordinators on one PostgreSQL behind nginx
+"""The deployment that docs/guides/operator.md describes, with the files of deploy/: two coordinators on one PostgreSQL behind nginx
 with TLS. Workers, uploads and the live page go through it, and one of the two is killed on the way."""
 
 import datetime

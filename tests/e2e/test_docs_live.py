@@ -38,7 +38,7 @@ class Reader:
         ):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).symlink_to(target)
-        for page in ROOT.glob("docs/*.md"):
+        for page in (ROOT / "docs").rglob("*.md"):
             for title, text in re.findall(
                 r'^```toml title="(.*?)"\n(.*?)^```$', page.read_text(), re.MULTILINE | re.DOTALL
             ):
@@ -131,8 +131,8 @@ def read_until(terminal: int, words: bytes, deadline_s: float = 90.0) -> bytes:
 
 
 def install_reverse(folder: Path) -> None:
-    """The example of docs/own-task.md, as pip leaves a package behind."""
-    text = (ROOT / "docs" / "own-task.md").read_text()
+    """The example of docs/guides/researcher.md, as pip leaves a package behind."""
+    text = (ROOT / "docs" / "guides" / "researcher.md").read_text()
     source = re.search(r'^```python title="reverse_words.py"\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
     assert source is not None
     info = folder / "reverse_words-1.0.dist-info"
@@ -167,7 +167,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 def test_the_commands_of_a_page(reader: Reader, page: Path) -> None:
     for command in (command for command in LIVE if command.page == page):
         reader.type(command)
-    if reader.joined is not None and page.name == "join.md":
+    if reader.joined is not None and page.name == "contributor.md":
         # Its last commands were `shoal pause` and `shoal leave`.
         assert reader.joined.wait(90) == 0
         assert b"Traceback" not in os.read(reader.terminal, 1 << 20)

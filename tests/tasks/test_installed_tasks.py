@@ -1,4 +1,4 @@
-"""A task of another package: the example of docs/own-task.md, installed."""
+"""A task of another package: the example of docs/guides/researcher.md, installed."""
 
 import re
 import subprocess
@@ -9,9 +9,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def example() -> str:
-    text = (ROOT / "docs" / "own-task.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "guides" / "researcher.md").read_text(encoding="utf-8")
     match = re.search(r'^```python title="reverse_words.py"\n(.*?)\n```$', text, re.MULTILINE | re.DOTALL)
-    assert match is not None, "docs/own-task.md has no example"
+    assert match is not None, "docs/guides/researcher.md has no example"
     return match[1]
 
 

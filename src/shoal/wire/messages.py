@@ -190,7 +190,7 @@ class AdminOrder(Record):
 
     reason: Annotated[str, Field(min_length=3, max_length=300, pattern=r"^[^\x00]*$")]
     subject: Annotated[str, Field(max_length=100, pattern=r"^[^\x00]*$")] = ""
-    """The node, owner, lease or invitation that the action is about; docs/operating.md says which for each action."""
+    """The node, owner, lease or invitation that the action is about; docs/guides/operator.md says which for each action."""
     amount: Annotated[int, Field(ge=-(2**53), le=2**53)] = 0
 
 

@@ -327,6 +327,6 @@ def test_old_software_has_a_grace_period(tmp_path: Path) -> None:
 
 
 def test_every_admin_action_is_documented() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "operating.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "operator.md").read_text()
     for action in ACTIONS:
         assert f"`{action}`" in page

@@ -37,7 +37,7 @@ class CoordinatorConfig(Record):
     """Clients older than this (for example "shoal 0.2.0") are outdated, and get no leases after grace_s."""
     grace_s: float = Field(default=24 * 3600.0, ge=0)
     admission: Literal["open", "invite", "allow", "work", "stake"] = "open"
-    """The condition for enrolling: docs/operating.md."""
+    """The condition for enrolling: docs/guides/operator.md."""
     work_bits: int = Field(default=20, ge=1, le=40)
     """Size of the proof of work: each bit doubles the time; 20 bits take about a second."""
     stake_per_lease: int = Field(default=1, ge=1)

@@ -1,4 +1,4 @@
-"""Actions of the operator: signed by admin.key, with a reason, recorded in the ledger. docs/operating.md lists them."""
+"""Actions of the operator: signed by admin.key, with a reason, recorded in the ledger. docs/guides/operator.md lists them."""
 
 import re
 from collections.abc import Callable
