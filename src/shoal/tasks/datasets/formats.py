@@ -8,11 +8,13 @@ Files are read as their authors publish them.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
 from shoal.tasks.datasets.data_set import Format, Row, Style
+from shoal.tasks.grading.entry_points import is_reserved
 from shoal.tasks.grading.math_grader import (
     find_bad_expression,
     find_bad_number,
@@ -68,9 +70,12 @@ def read_mbpp(row: Row, style: Style) -> Problem:
         raise ValueError("test_list is empty: any program would pass")
     setup = "\n".join(row.get("test_imports", [])) or row.get("test_setup_code", "")
     question = f"{row['prompt'] if 'prompt' in row else row['text']}\nIt must pass:\n" + "\n".join(tests)
-    return Problem(
-        _ask_program(question, style), in_block(row["code"]), json.dumps({"tests": [setup, *tests]})
-    )
+    check: dict[str, Any] = {"tests": [setup, *tests]}
+    # Row 126 asks for a function named `sum`. Only the reference program can say so, never an answer.
+    defined = re.findall(r"^def (\w+)\(", row["code"], re.MULTILINE)
+    if builtin := {name: name for name in defined if is_reserved(name) and f"{name}(" in "".join(tests)}:
+        check["entry_points"] = builtin
+    return Problem(_ask_program(question, style), in_block(row["code"]), json.dumps(check))
 
 
 def read_humaneval(row: Row, style: Style) -> Problem:
@@ -123,7 +128,11 @@ def _read_genesys_code(prompt: str, info: dict[str, Any], solution: str | None) 
     answer = solution or ""
     if "```python" not in answer:
         answer = in_block(answer)
-    return Problem(prompt, answer, json.dumps({"tests": tests, "scripts": scripts}))
+    check: dict[str, Any] = {"tests": tests, "scripts": scripts}
+    names = {case["fn_name"] for case in cases if _is_call(case)}
+    if renamed := {_name_in_tests(name): name for name in sorted(names) if _name_in_tests(name) != name}:
+        check["entry_points"] = renamed
+    return Problem(prompt, answer, json.dumps(check))
 
 
 def _is_call(case: dict[str, Any]) -> bool:
@@ -136,9 +145,14 @@ def _is_call(case: dict[str, Any]) -> bool:
 def _call(case: dict[str, Any]) -> str:
     """Returns a test of a function call. JSON has no tuples, so a returned tuple is compared as a list."""
     arguments = case["input"] if isinstance(case["input"], list) else [case["input"]]
-    given = f"{case['fn_name']}(*json.loads({json.dumps(arguments)!r}))"
+    given = f"{_name_in_tests(case['fn_name'])}(*json.loads({json.dumps(arguments)!r}))"
     wanted = f"json.loads({json.dumps(case['output'])!r})"
     return f"import json\ngiven = {given}\nassert (list(given) if isinstance(given, tuple) else given) == {wanted}"
+
+
+def _name_in_tests(name: str) -> str:
+    """Returns the name by which a test calls the program's function: another one if the test itself may need the name."""
+    return f"program_{name}" if is_reserved(name) or name == "given" else name
 
 
 def _joined(value: str | list[str]) -> str:

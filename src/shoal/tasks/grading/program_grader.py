@@ -33,15 +33,21 @@ def program_in(text: str) -> str | None:
 def grade_program(problem: Problem, text: str) -> Reward:
     """Runs the program in the reply against the tests of `problem.check`.
 
-    `check` is JSON: `tests` call the program's functions, `scripts` are pairs of standard input and expected output.
+    `check` is JSON: `tests` call the program's functions, `entry_points` maps names in the tests to functions that are called like
+    a builtin or a module, `before` is code of the data set that comes before the program, and `scripts` are pairs of standard input
+    and expected output.
     """
     program = program_in(text)
     if program is None:
         return UNPARSEABLE
     check: dict[str, Any] = json.loads(problem.check)
-    program = check.get("before", "") + program
+    before = check.get("before", "")
     tests, scripts = check.get("tests", []), check.get("scripts", [])
-    good = not tests or passes(program, tests, limits=LIMITS)
+    program = before + program
+    if tests and before:
+        # The tests use the data set's own helpers: the program may have redefined them.
+        tests = [before, *tests]
+    good = not tests or passes(program, tests, limits=LIMITS, entry_points=check.get("entry_points"))
     good = good and all(_prints(program, stdin, wanted) for stdin, wanted in scripts)
     return RIGHT if good else WRONG
 

@@ -18,12 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from shoal.tasks.grading.entry_points import names_from_program
 from shoal.tasks.grading.sandbox_child import NOT_BUILT, TIMED_OUT
 from shoal.tasks.grading.sandbox_modes import PASSED
 from shoal.tasks.task import CannotGrade
@@ -62,15 +63,28 @@ class ScriptResult:
     output: bytes
 
 
-def passes(program: str, tests: Sequence[str], *, limits: SandboxLimits, level: Level | None = None) -> bool:
-    """Returns whether the program's functions pass all tests. A test is Python source that raises if it fails."""
+def passes(
+    program: str,
+    tests: Sequence[str],
+    *,
+    limits: SandboxLimits,
+    entry_points: Mapping[str, str] | None = None,
+    level: Level | None = None,
+) -> bool:
+    """Returns whether the program's functions pass all tests. A test is Python source that raises if it fails.
+
+    The tests get the names that they use and do not define, except builtins and modules. `entry_points` adds others, as name in
+    the tests to name in the program: only the data set, never the program, may say that `sum` is the program's function.
+    """
     level = level or best_level()
     ask, asked = os.pipe()
     answer, answered = os.pipe()
     with contextlib.ExitStack() as sandboxes:
         try:
             sandboxes.enter_context(Sandbox("serve", program, limits, level, pipe=(ask, answered)))
-            tests_text = json.dumps(list(tests))
+            names, modules = names_from_program(tests)
+            wanted = {name: name for name in names} | dict(entry_points or {})
+            tests_text = json.dumps({"tests": list(tests), "entry_points": wanted, "modules": modules})
             tester = sandboxes.enter_context(Sandbox("test", tests_text, limits, level, pipe=(answer, asked)))
         finally:
             for fd in (ask, asked, answer, answered):

@@ -4,8 +4,9 @@
     serve    loads the program once, then calls its functions on request over a pipe
     test     runs the tests, which call the functions of a `serve` in another sandbox over that pipe
 
-Program and tests never share a process. Results of the program are rebuilt from plain values, so that a program cannot see the
-tests, cannot return objects that claim to equal what they expect, and cannot end early and look as if it had passed.
+Program and tests never share a process. The tests get only the entry points that they name, results are rebuilt from plain values,
+and exceptions that would steer the tests are converted to RuntimeError. So a program cannot see the tests, cannot replace what they
+compare with, cannot return objects that claim to equal everything, and cannot end early and look as if it had passed.
 """
 
 import builtins
@@ -40,33 +41,40 @@ def run_script(source: str, pipe: Pipe) -> None:
 
 
 def serve(source: str, pipe: Pipe) -> None:
-    """Loads the program, sends the names it defines, then answers calls until the pipe ends."""
+    """Loads the program, then answers the requests of the tests until the pipe ends.
+
+    request  {"get": NAME}                              reply  {"function": true}, {"value": ...} or {"missing": true}
+    request  {"call": NAME, "args": ..., "kwargs": ...} reply  {"value": ...}
+    request  {"ping": true}                             reply  {"value": null}
+
+    The reply is {"error": [TYPE, MESSAGE]} if the program raises. It is written by the program's process, so it may be forged.
+    """
     scope: dict[str, Any] = {"__name__": "program", "__builtins__": builtins}
     kept: list[Any] = []
-    if not _attempt(pipe, lambda: _load(source, scope, kept)):
+    if not _attempt(pipe, lambda: _load(source, scope)):
         os._exit(1)
-    while (call := _receive(pipe)) is not None:
-        _attempt(pipe, lambda call=call: {"value": _pack(_do(call, scope, kept), kept)})  # type: ignore[misc]
+    while (request := _receive(pipe)) is not None:
+        _attempt(pipe, lambda request=request: _respond(request, scope, kept))  # type: ignore[misc]
     os._exit(0)
 
 
-def _load(source: str, scope: dict[str, Any], kept: list[Any]) -> dict[str, Any]:
+def _load(source: str, scope: dict[str, Any]) -> dict[str, Any]:
     exec(compile(source, "program.py", "exec"), scope)
-    own = {name: value for name, value in scope.items() if not name.startswith("__")}
-    functions = [name for name, value in own.items() if callable(value)]
-    modules = {name: value.__name__ for name, value in own.items() if isinstance(value, types.ModuleType)}
-    constants = {
-        name: _pack(value, kept)
-        for name, value in own.items()
-        if name not in functions and name not in modules
-    }
-    return {"functions": functions, "modules": modules, "constants": constants}
+    return {"value": None}
 
 
-def _do(call: dict[str, Any], scope: dict[str, Any], kept: list[Any]) -> Any:
-    arguments = [_unpack(value, kept) for value in call["args"]]
-    named = {name: _unpack(value, kept) for name, value in call["kwargs"].items()}
-    return scope[call["name"]](*arguments, **named)
+def _respond(request: dict[str, Any], scope: dict[str, Any], kept: list[Any]) -> dict[str, Any]:
+    if "ping" in request:
+        return {"value": None}
+    if "call" in request:
+        arguments = [_unpack(value, kept) for value in request["args"]]
+        named = {name: _unpack(value, kept) for name, value in request["kwargs"].items()}
+        return {"value": _pack(scope[request["call"]](*arguments, **named), kept)}
+    name = request["get"]
+    if name not in scope or isinstance(scope[name], types.ModuleType):
+        return {"missing": True}
+    value = scope[name]
+    return {"function": True} if callable(value) else {"value": _pack(value, kept)}
 
 
 def _attempt(pipe: Pipe, act: Callable[[], dict[str, Any]]) -> bool:
@@ -74,26 +82,33 @@ def _attempt(pipe: Pipe, act: Callable[[], dict[str, Any]]) -> bool:
     try:
         _send(pipe, act())
     except BaseException as error:  # noqa: BLE001  # raised by the program
-        _send(pipe, {"error": [type(error).__name__, str(error)[:200]]})
+        kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
+        _send(pipe, {"error": [kinds[0], str(error)[:200]]})
         return False
     return True
 
 
 def test(source: str, pipe: Pipe) -> None:
-    """Runs the tests, a JSON list of sources; writes PASSED to standard output if none of them raised."""
+    """Runs the tests; writes PASSED to standard output if none of them raised.
+
+    `source` is JSON: `tests` are Python sources, `entry_points` maps names in the tests to names of the program, and `modules`
+    are imported for the tests. The tests get nothing else, so a program cannot redefine what they use to compare.
+    """
     sys.stdout = io.StringIO()
-    names = _answer(_receive(pipe))
+    job = json.loads(source)
     scope: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
-    scope.update((name, _unpack(value, None)) for name, value in names["constants"].items())
-    scope.update((name, RemoteFunction(name, pipe)) for name in names["functions"])
-    # Tests may use modules that the program imported; they import their own copies.
-    scope.update(
-        (name, importlib.import_module(module))
-        for name, module in names["modules"].items()
-        if module in sys.stdlib_module_names
-    )
-    for part in json.loads(source):
+    scope.update((name, importlib.import_module(name)) for name in job["modules"])
+    _answer(_receive(pipe))  # the program was loaded
+    for name, name_in_program in job["entry_points"].items():
+        found = _request(pipe, {"get": name_in_program})
+        if "function" in found:
+            scope[name] = RemoteFunction(name_in_program, pipe)
+        elif "value" in found:
+            scope[name] = _copy(found["value"])
+    for part in job["tests"]:
         exec(compile(part, "tests.py", "exec"), scope)
+    # A program that has ended raises in every later call, which tests that expect an exception would take for right.
+    _request(pipe, {"ping": True})
     os.write(1, PASSED)
     os._exit(0)
 
@@ -110,8 +125,9 @@ class RemoteFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         packed = {name: _pack(value, None) for name, value in kwargs.items()}
         arguments = [_pack(value, None) for value in args]
-        _send(self._pipe, {"name": self.__name__, "args": arguments, "kwargs": packed})
-        return _unpack(_answer(_receive(self._pipe))["value"], None)
+        return _copy(
+            _request(self._pipe, {"call": self.__name__, "args": arguments, "kwargs": packed})["value"]
+        )
 
 
 class Opaque:
@@ -121,14 +137,44 @@ class Opaque:
         self.index = index
 
 
+def _request(pipe: Pipe, request: dict[str, Any]) -> dict[str, Any]:
+    _send(pipe, request)
+    return _answer(_receive(pipe))
+
+
 def _answer(reply: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the program's reply, or raises the exception that it names if that cannot steer the tests."""
     if reply is None:
         raise RuntimeError("the program ended")
     if "error" in reply:
-        kind = getattr(builtins, str(reply["error"][0]), None)
-        plain = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError)
-        raise (kind if plain else RuntimeError)(str(reply["error"][1]))  # type: ignore[misc]
+        kind, message = reply["error"]
+        raise _EXCEPTIONS.get(str(kind), RuntimeError)(str(message))
+    if not reply.keys() & {"value", "function", "missing"}:
+        raise RuntimeError("the program sent an invalid reply")
     return reply
+
+
+def _copy(value: Any) -> Any:
+    """Returns the plain value of a reply. Whatever a forged one causes is a RuntimeError to the tests."""
+    try:
+        return _unpack(value, None)
+    except Exception as error:
+        raise RuntimeError(f"the program sent an invalid value: {type(error).__name__}") from None
+
+
+def _is_harmless(kind: object) -> bool:
+    """Returns whether the tests may see an exception of this type.
+
+    StopIteration ends a loop of the tests quietly (`all(map(f, xs))`), and the exceptions beside Exception end processes and
+    generators. Types that do not take one message cannot be rebuilt.
+    """
+    steering = (StopIteration, StopAsyncIteration, BaseExceptionGroup, UnicodeError)
+    return isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, steering)
+
+
+_EXCEPTIONS: dict[str, type[Exception]] = {
+    name: kind for name, kind in vars(builtins).items() if _is_harmless(kind)
+}
 
 
 # -- values as JSON ---------------------------------------------------------------------------------------
@@ -236,7 +282,12 @@ def _receive(pipe: Pipe) -> dict[str, Any] | None:
     data = _read(pipe[0], count)
     if data is None:
         return None
-    message: dict[str, Any] = json.loads(data)
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError):
+        raise RuntimeError("the program's answer is not JSON") from None
+    if not isinstance(message, dict):
+        raise RuntimeError("the program's answer is not an object")
     return message
 
 
