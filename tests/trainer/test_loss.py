@@ -25,6 +25,9 @@ RATIOS = (0.01, 0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 1.27, 1.29, 3.9, 4.1, 5.1, 100
 ADVANTAGES = (-2.0, -0.5, 0.0, 0.3, 1.7)
 
 
+LOSSES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
+
+
 def column(values: list[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
@@ -84,12 +87,12 @@ def test_gradient_of_the_clipped_objectives(name: str, ratio: float, advantage: 
 
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("advantage", ADVANTAGES)
-def test_cispo_weighs_a_token_and_never_drops_it(ratio: float, advantage: float) -> None:
+def test_cispo_weighs_a_token_and_drops_it_only_above_delta(ratio: float, advantage: float) -> None:
     def loss(logprobs: Tensor, behaviour: Tensor, advantages: Tensor) -> TokenLoss:
-        return cispo_loss(logprobs, behaviour, advantages, eps=1.0, eps_high=4.0)
+        return cispo_loss(logprobs, behaviour, advantages, eps=1.0, eps_high=4.0, delta=20.0)
 
     value, gradient, clipped = value_and_gradient(loss, ratio, advantage)
-    weight = min(ratio, 5.0)
+    weight = min(ratio, 5.0) if ratio <= 20 else 0.0
     assert gradient == pytest.approx(-weight * advantage, abs=1e-12)
     assert value == pytest.approx(-weight * advantage * (math.log(ratio) - 1.5), abs=1e-12)
     assert clipped == (ratio > 5)
@@ -98,7 +101,15 @@ def test_cispo_weighs_a_token_and_never_drops_it(ratio: float, advantage: float)
 @pytest.mark.parametrize("advantage", ADVANTAGES)
 @pytest.mark.parametrize(
     "log_ratios",
-    [(0.0, 0.0, 0.0), (0.6, -0.6, 1e-4), (0.0012, 0.0006, 0.0), (0.5, 0.4, 0.3), (-0.5, 0.1, -0.3)],
+    [
+        (0.0, 0.0, 0.0),
+        (0.6, -0.6, 1e-4),
+        (0.0012, 0.0006, 0.0),
+        (0.5, 0.4, 0.3),
+        (-0.5, 0.1, -0.3),
+        (1.3, 1.35, 1.3),
+        (1.5, 1.3, 1.5),
+    ],
 )
 def test_gspo_takes_and_clips_the_answers_ratio(log_ratios: tuple[float, ...], advantage: float) -> None:
     """Tests three tokens of one answer between tokens of two others, which must not matter."""
@@ -108,17 +119,63 @@ def test_gspo_takes_and_clips_the_answers_ratio(log_ratios: tuple[float, ...], a
         advantages_N=column([9.0, advantage, advantage, advantage, -9.0]),
         samples_N=torch.tensor([0, 1, 1, 1, 2]),
     )
-    result = gspo_loss(logprobs, answers, eps=3e-4, eps_high=4e-4)
+    result = gspo_loss(logprobs, answers, eps=3e-4, eps_high=4e-4, delta=4.0)
     weights = token_weights("sequence", answers.samples_N, num_tokens=5, num_samples=1, constant=0)
     (result.loss_N * weights)[1:4].sum().backward()
     ratio = math.exp(sum(log_ratios) / 3)
-    expected = expected_gradient(ratio, advantage, low=1 - 3e-4, high=1 + 4e-4, delta=math.inf)
+    expected = expected_gradient(ratio, advantage, low=1 - 3e-4, high=1 + 4e-4, delta=4.0)
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([0, *[expected / 3] * 3, 0], abs=1e-7)
     assert result.clipped_N[1:4].tolist() == [advantage != 0 and expected == 0] * 3
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
+def share_of_row(name: str, lie_T: list[float], *, advantage: float) -> float:
+    """Returns the norm of row 0's gradient divided by that of the batch of 256, if row 0 lies by `lie_T`.
+
+    Every token has a direction of its own in a space of 512 dimensions, as tokens of different answers nearly have.
+    """
+    num_rows, num_tokens, generator = 256, len(lie_T), torch.Generator().manual_seed(0)
+    directions = torch.randn(num_rows * num_tokens, 512, generator=generator, dtype=torch.float64)
+    samples_N = torch.arange(num_rows).repeat_interleave(num_tokens)
+    advantages_R = column([advantage, *(1.0 if at % 2 else -1.0 for at in range(1, num_rows))])
+    honest_N = torch.randn(len(samples_N), generator=generator, dtype=torch.float64) * 0.02 - 2.0
+    behaviour_N = honest_N.clone()
+    behaviour_N[:num_tokens] -= column(lie_T)
+    config = TrainerConfig(loss=name)  # type: ignore[arg-type]
+    logprobs = honest_N.clone().requires_grad_()
+    loss_N = policy_loss(
+        logprobs, AnswerTokens(behaviour_N, advantages_R[samples_N], samples_N), config
+    ).loss_N
+    (
+        loss_N * token_weights("sequence", samples_N, num_tokens=0, num_samples=num_rows, constant=0)
+    ).sum().backward()
+    assert logprobs.grad is not None
+    row = logprobs.grad[:num_tokens] @ directions[:num_tokens]
+    return float(row.norm() / (logprobs.grad @ directions).norm())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_an_invented_row_has_no_large_share_of_the_gradient(name: str, advantage: float) -> None:
+    """Tests one answer of 256 whose behaviour log-probs are 19.9 too low in every token."""
+    assert share_of_row(name, [19.9] * 16, advantage=advantage) < 0.05
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_one_invented_token_gives_a_row_no_larger_share_than_an_honest_row(name: str) -> None:
+    honest = share_of_row(name, [0.0] * 16, advantage=-1.0)
+    assert share_of_row(name, [19.9] + [0.0] * 15, advantage=-1.0) < 1.2 * honest
+
+
+@pytest.mark.parametrize("lie", [0.5, 1.3, 1.38, 2.9])
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_lie_multiplies_a_row_by_more_than_its_bound(name: str, lie: float) -> None:
+    """The bound is delta, and 1 + eps_high for cispo."""
+    honest = share_of_row(name, [0.0] * 16, advantage=-1.0)
+    assert share_of_row(name, [lie] * 16, advantage=-1.0) < (5 if name == "cispo" else 4) * honest
+
+
+@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_an_overflowing_ratio_gives_no_nan(name: str, advantage: float) -> None:
     logprob = torch.tensor([0.0], requires_grad=True)

@@ -19,18 +19,19 @@ class Recipe:
 
     eps: float
     eps_high: float
+    delta: float
     advantage: AdvantageKind
     normalisation: Normalisation
 
 
 RECIPES: dict[Loss, Recipe] = {
-    "grpo": Recipe(eps=0.2, eps_high=0.2, advantage="std", normalisation="token"),
-    "dr_grpo": Recipe(eps=0.2, eps_high=0.2, advantage="mean", normalisation="constant"),
-    "dapo": Recipe(eps=0.2, eps_high=0.28, advantage="std", normalisation="token"),
+    "grpo": Recipe(eps=0.2, eps_high=0.2, delta=4.0, advantage="std", normalisation="token"),
+    "dr_grpo": Recipe(eps=0.2, eps_high=0.2, delta=4.0, advantage="mean", normalisation="constant"),
+    "dapo": Recipe(eps=0.2, eps_high=0.28, delta=4.0, advantage="std", normalisation="token"),
     # The ratio of a whole answer is a geometric mean and changes little: the paper clips it a thousand times tighter.
-    "gspo": Recipe(eps=3e-4, eps_high=4e-4, advantage="std", normalisation="sequence"),
-    # No lower bound; the weight of a token is at most 5.
-    "cispo": Recipe(eps=1.0, eps_high=4.0, advantage="std", normalisation="token"),
+    "gspo": Recipe(eps=3e-4, eps_high=4e-4, delta=4.0, advantage="std", normalisation="sequence"),
+    # No lower bound; the weight of a token is at most 5. A policy that moves for a few steps does not reach the ratio 20.
+    "cispo": Recipe(eps=1.0, eps_high=4.0, delta=20.0, advantage="std", normalisation="token"),
 }
 
 
@@ -66,8 +67,9 @@ class TrainerConfig(Record):
     eps: float | None = Field(default=None, gt=0, le=1)
     """Tokens of bad answers are clipped below ratio 1 - eps, tokens of good ones above 1 + eps_high."""
     eps_high: float | None = Field(default=None, gt=0)
-    delta: float = Field(default=4.0, gt=1)
-    """Tokens of bad answers are also clipped above this ratio: the second side of the clip. Token ratios only."""
+    delta: float | None = Field(default=None, gt=1)
+    """Tokens of bad answers are also clipped above this ratio: the second side of the clip. gspo applies it to the answer's
+    ratio, cispo to tokens of all answers. Default: 4, and 20 for cispo."""
     normalisation: Normalisation | None = None
     """Weight of a token: equal in the batch ("token"), 1/|o| of its answer ("sequence"), or constant."""
     kl: float = Field(default=0.0, ge=0)
@@ -114,16 +116,17 @@ class TrainerConfig(Record):
         return Recipe(
             eps=own.eps if self.eps is None else self.eps,
             eps_high=both if self.eps_high is None else self.eps_high,
+            delta=own.delta if self.delta is None else self.delta,
             advantage=self.advantage or own.advantage,
             normalisation=self.normalisation or own.normalisation,
         )
 
     @model_validator(mode="after")
     def _check_delta(self) -> "TrainerConfig":
-        bounds_delta = self.loss in ("grpo", "dr_grpo", "dapo")
-        if bounds_delta and self.delta <= 1 + self.recipe.eps_high:
+        recipe = self.recipe
+        if recipe.delta <= 1 + recipe.eps_high:
             raise ValueError(
-                f"delta={self.delta} must be above 1 + eps = {1 + self.recipe.eps_high}; the report uses 4 and 0.2"
+                f"delta={recipe.delta} must be above 1 + eps = {1 + recipe.eps_high}; the report uses 4 and 0.2"
             )
         return self
 

@@ -11,6 +11,7 @@ examples/one_process.py has the default objective in a few lines.
 N counts the output tokens of one micro-batch, S its samples.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -43,17 +44,16 @@ class AnswerTokens:
 
 def policy_loss(logprobs_N: Tensor, answers: AnswerTokens, config: TrainerConfig) -> TokenLoss:
     """Computes the loss that `config` names."""
-    eps, eps_high = config.recipe.eps, config.recipe.eps_high
+    recipe = config.recipe
+    eps, eps_high, delta = recipe.eps, recipe.eps_high, recipe.delta
     behaviour_N, advantages_N = answers.behaviour_N, answers.advantages_N
     match config.loss:
         case "grpo" | "dr_grpo" | "dapo":
-            return grpo_loss(
-                logprobs_N, behaviour_N, advantages_N, eps=eps, eps_high=eps_high, delta=config.delta
-            )
+            return grpo_loss(logprobs_N, behaviour_N, advantages_N, eps=eps, eps_high=eps_high, delta=delta)
         case "gspo":
-            return gspo_loss(logprobs_N, answers, eps=eps, eps_high=eps_high)
+            return gspo_loss(logprobs_N, answers, eps=eps, eps_high=eps_high, delta=delta)
         case "cispo":
-            return cispo_loss(logprobs_N, behaviour_N, advantages_N, eps=eps, eps_high=eps_high)
+            return cispo_loss(logprobs_N, behaviour_N, advantages_N, eps=eps, eps_high=eps_high, delta=delta)
 
 
 def grpo_loss(
@@ -87,37 +87,59 @@ def grpo_loss(
     return TokenLoss(loss_N, good_N | bad_N)
 
 
-def gspo_loss(logprobs_N: Tensor, answers: AnswerTokens, *, eps: float, eps_high: float) -> TokenLoss:
-    """Computes GSPO: ratio and clip are those of the whole answer.
+def gspo_loss(
+    logprobs_N: Tensor, answers: AnswerTokens, *, eps: float, eps_high: float, delta: float
+) -> TokenLoss:
+    """Computes GSPO with two-sided clipping: ratio and clip are those of the whole answer.
 
-        loss = -min( s A,  clamp(s, 1 - eps, 1 + eps_high) A ),   the same for every token of the answer
+        loss = -min( min(s, delta) A,  clamp(s, 1 - eps, 1 + eps_high) A ),   the same for every token of the answer
 
     Averaged over an answer's |o| tokens ("sequence"), the gradient to each token's log-prob is -s A / |o|, or zero for
-    the whole answer if it is clipped: A > 0 and s > 1 + eps_high, or A < 0 and s < 1 - eps.
+    the whole answer if it is clipped: A > 0 and s > 1 + eps_high, or A < 0 and (s < 1 - eps or s > delta).
+
+    Without `delta` a worker that reports log-probs d too low makes s = exp(d) for its bad answer, which has no bound: one
+    row of a batch becomes the whole gradient. With it the row's gradient is at most delta times an honest row's. A lie in
+    a single token moves s less, by d / |o|, so each token's difference is also clamped to +- log(delta) in the ratio that
+    weights the gradient: one token then scales its answer by at most delta ** (1 / |o|), and this clamp changes nothing
+    while every token's ratio is within [1 / delta, delta]. Whether s > delta is decided on the differences as reported.
     """
     advantages_N = answers.advantages_N
-    ratio_N = _exp(_answer_means(logprobs_N - answers.behaviour_N, answers.samples_N))
+    differences_N = logprobs_N - answers.behaviour_N
+    with torch.no_grad():
+        excess_N = differences_N - differences_N.clamp(-math.log(delta), math.log(delta))
+        too_far_N = _answer_means(differences_N, answers.samples_N) > math.log(delta)
+    # Subtracting a constant bounds the value and keeps the gradient of every token.
+    ratio_N = _exp(_answer_means(differences_N - excess_N, answers.samples_N))
+    bounded_N = torch.where(too_far_N, delta, ratio_N)
     clipped_N = ratio_N.clamp(1 - eps, 1 + eps_high)
-    loss_N = -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
+    loss_N = -torch.minimum(bounded_N * advantages_N, clipped_N * advantages_N)
     with torch.no_grad():
         good_N = (advantages_N > 0) & (ratio_N > 1 + eps_high)
-        bad_N = (advantages_N < 0) & (ratio_N < 1 - eps)
+        bad_N = (advantages_N < 0) & ((ratio_N < 1 - eps) | too_far_N)
     return TokenLoss(loss_N, good_N | bad_N)
 
 
 def cispo_loss(
-    logprobs_N: Tensor, behaviour_N: Tensor, advantages_N: Tensor, *, eps: float, eps_high: float
+    logprobs_N: Tensor,
+    behaviour_N: Tensor,
+    advantages_N: Tensor,
+    *,
+    eps: float,
+    eps_high: float,
+    delta: float,
 ) -> TokenLoss:
     """Computes CISPO: REINFORCE with a clipped importance weight that has no gradient of its own.
 
-        loss = -stop_gradient( clamp(r, 1 - eps, 1 + eps_high) ) A log p
+        loss = -stop_gradient( w ) A log p,   w = clamp(r, 1 - eps, 1 + eps_high) if r <= delta, else 0
 
-    The gradient is -clamp(r, ...) A: a token outside the clip counts less, but is never dropped. `clipped_N` marks the
-    tokens whose weight the clamp changed. eps = 1 disables the lower bound.
+    The gradient is -w A: a token outside the clip counts less, and is dropped only above `delta`, far outside. There the
+    behaviour log-prob is wrong rather than old, and without `delta` such a token would have the largest weight of all,
+    1 + eps_high, for good and bad answers alike: one invented row of 256 had 32 % of the gradient's norm. `clipped_N`
+    marks the tokens whose weight the clamp changed. eps = 1 disables the lower bound.
     """
     with torch.no_grad():
         ratio_N = _exp(logprobs_N - behaviour_N)
-        weight_N = ratio_N.clamp(1 - eps, 1 + eps_high)
+        weight_N = ratio_N.clamp(1 - eps, 1 + eps_high).masked_fill(ratio_N > delta, 0.0)
     return TokenLoss(-weight_N * advantages_N * logprobs_N, weight_N != ratio_N)
 
 
