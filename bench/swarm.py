@@ -196,7 +196,7 @@ class Pulse(asyncio.Protocol):
 
 
 MOST_A_SECOND = 5000
-"""Requests signed beforehand for each second of load; whoever answers more than these ends early."""
+"""Requests signed beforehand for each second of load; a coordinator that answers more of them ends the measurement early."""
 
 
 async def load_heartbeats(coordinator: Coordinator, *, lines: int, seconds: float) -> None:

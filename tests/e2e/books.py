@@ -84,14 +84,14 @@ def check_ledger(books: Books, heads: Iterable[Sealed[LedgerHead]]) -> None:
 
 
 def check_signed_head(swarm: Swarm, books: Books) -> None:
-    """The folder, opened anew by a coordinator of its own, passes the audit that anybody can make."""
+    """Opens the folder with a new coordinator and runs the audit that anybody can make."""
     arguments = [str(swarm.file), "--dir", str(books.folder / "coordinator"), "--port", "0"]
     with Role(books.folder.parent, "coordinator", *arguments) as coordinator:
         coordinator.wait_for_log("serving")
         url = coordinator.log.split("url=")[1].split()[0]
         audit = shoal("ledger", "verify", url)
     assert (audit.returncode, audit.stderr) == (0, ""), audit.stderr
-    # It keeps house, too: a lease that was still open runs out, and that is an event.
+    # Its housekeeping expires leases that were still open, which adds events.
     count = int(audit.stdout.removeprefix("good: ").split()[0])
     later = open_books(swarm).events
     assert len(books.events) <= count <= len(later)
@@ -185,7 +185,7 @@ def check_credit(books: Books) -> None:
 
 
 def check_files(books: Books) -> None:
-    """Whoever holds a version holds the weights the ledger names; every batch's objects are there."""
+    """Checks that every stored version has the weights that the ledger names, and that every batch's objects exist."""
     digests = {event.body["version"]: event.body["weights_digest"] for event in books.of("policy.published")}
     stores = [books.folder / "trainer" / "versions", *books.folder.glob("relay-*")]
     for manifest in (path for store in stores for path in store.glob("v*/manifest.json")):

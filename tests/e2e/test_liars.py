@@ -205,7 +205,7 @@ def test_parquet_bombs(swarm: Swarm, enter: Enter, dictionary: bool, max_bytes: 
 
 
 def test_rows_in_another_order(swarm: Swarm, enter: Enter) -> None:
-    """Rewards go by the order of rows: whoever could choose it could give each answer another one's reward."""
+    """Rewards follow the order of rows: a worker that could choose the order could give an answer another one's reward."""
     liar = enter()
 
     def reordered(lease: Lease) -> Made:
@@ -231,7 +231,7 @@ def test_an_answer_left_out(swarm: Swarm, enter: Enter) -> None:
 
 
 def test_another_nodes_file(swarm: Swarm, enter: Enter) -> None:
-    """As it is, packed anew, and with one's own lease written on it: three lies, three codes."""
+    """A copied file unchanged, encoded again, and with the copier's own lease id: three lies, three codes."""
     stolen = accepted_file(swarm)
     table = decode(stolen, LIMITS)
 

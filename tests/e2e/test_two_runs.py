@@ -67,6 +67,6 @@ def test_nodes_work_for_the_run_they_fit(tmp_path: Path) -> None:
             events = list(read_ledger(f"{url}/runs/{name}"))
             verify_chain(events)
             assert events[0].body["run"] == name
-        # What has no prefix is the first run's, as ever.
+        # A path without a prefix belongs to the first run.
         assert httpx2.get(f"{url}/v1/info").json()["spec"]["run"] == "big"
         assert httpx2.get(f"{url}/runs/nobody/v1/info").status_code == 404

@@ -79,7 +79,7 @@ class FileResponse:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the content."""
+        """Returns the size of the content."""
         if isinstance(self.content, bytes):
             return len(self.content)
         return self.content.stop - self.content.start

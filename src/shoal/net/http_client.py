@@ -37,7 +37,7 @@ class Refused(Exception):
 
     @property
     def code(self) -> str:
-        """The stable code of the problem, for example "request.too_early"."""
+        """Returns the stable code of the problem, for example "request.too_early"."""
         return self.problem.code
 
 

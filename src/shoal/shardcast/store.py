@@ -158,7 +158,7 @@ class VersionStore:
 
     @property
     def newest(self) -> int | None:
-        """The newest known version, complete or not."""
+        """Returns the newest known version, complete or not."""
         with self._lock:
             return max(self._versions, default=None)
 

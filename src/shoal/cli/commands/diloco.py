@@ -168,7 +168,7 @@ def _check_addresses(option: str, addresses: Sequence[str]) -> None:
 def _train(options: argparse.Namespace, stop: threading.Event) -> int:
     import torch
 
-    from shoal.cli.run.roles import check_device
+    from shoal.cli.ui.values import check_device
     from shoal.diloco.site.diloco_file import load_diloco_file
 
     file = load_diloco_file(options.file)

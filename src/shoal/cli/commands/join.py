@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.public_api import PublicApi
-from shoal.cli.run.roles import check_device, limit_thread_spinning, worker
+from shoal.cli.run.roles import limit_thread_spinning, worker
 from shoal.cli.run.supervise import EXIT_FAILED, EXIT_OK
 from shoal.cli.ui.progress_bar import progress
+from shoal.cli.ui.values import check_device
 from shoal.files import write_bytes_atomically
 from shoal.net.http_client import SignedClient, Unreachable
 from shoal.net.waiting import Stopped

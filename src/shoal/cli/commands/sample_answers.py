@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.run.roles import check_device
 from shoal.cli.ui.progress_bar import progress
+from shoal.cli.ui.values import check_device
 from shoal.net.waiting import Stopped
 from shoal.tasks import CannotGrade, Finite, Outcome, Problem, Split, Task, make_task
 from shoal.wire.run_spec import ProofSpec, Sampling, TaskSpec

@@ -20,7 +20,6 @@ from shoal.cli.commands.diloco import check_peer_join
 from shoal.cli.commands.watch import write_report
 from shoal.cli.public_api import PublicApi
 from shoal.cli.run.estimate import estimates
-from shoal.cli.run.roles import check_device
 from shoal.cli.run.runfile import RunFile, check_names, derived_numbers, load_run_file
 from shoal.cli.run.summary import LocalWorker, RunVerdict, judge_run, print_plainly, print_summary
 from shoal.cli.run.supervise import (
@@ -34,6 +33,7 @@ from shoal.cli.run.supervise import (
 )
 from shoal.cli.ui.plot import plot_rewards
 from shoal.cli.ui.progress_bar import progress
+from shoal.cli.ui.values import check_device
 from shoal.cli.ui.view import View, make_view
 from shoal.files import write_bytes_atomically
 from shoal.net.http_client import Unreachable

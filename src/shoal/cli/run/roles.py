@@ -19,6 +19,7 @@ from shoal.cli.ui.values import (
     add_engine_choice,
     add_threads,
     at_least_one,
+    check_device,
     port_number,
     seconds,
     url,
@@ -325,20 +326,6 @@ def limit_thread_spinning() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
-
-def check_device(name: str) -> None:
-    """Raises ValueError if torch cannot use the device, before the role waits minutes for others."""
-    import torch
-
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device {name}: torch knows no such device; use cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"--device {name}: torch {torch.__version__} finds no CUDA device here; use --device cpu"
-        )
 
 
 def _exit_code(stop: threading.Event) -> int:

@@ -188,3 +188,17 @@ def pass_at(k: int, *, samples: int, right: int) -> float:
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} needs at least {k} samples, there are {samples}")
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def check_device(name: str) -> None:
+    """Raises ValueError if torch cannot use the device, before the role waits minutes for others."""
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name}: torch knows no such device; use cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"--device {name}: torch {torch.__version__} finds no CUDA device here; use --device cpu"
+        )

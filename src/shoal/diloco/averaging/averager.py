@@ -76,7 +76,7 @@ class Averager(Protocol):
 
     @property
     def peer(self) -> str:
-        """This peer's id."""
+        """Returns this peer's id."""
 
     @property
     def addresses(self) -> tuple[str, ...]:

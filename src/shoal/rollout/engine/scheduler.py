@@ -65,7 +65,7 @@ class Scheduler:
 
     @property
     def end(self) -> int:
-        """One past the highest slot in use."""
+        """Returns one more than the highest slot in use."""
         return max(self.running, default=-1) + 1
 
     def resize(self, size: "CacheSize") -> None:

@@ -50,7 +50,7 @@ class LeaseSupply:
         deadline_s: float,
         log: Log,
     ) -> None:
-        """With `prefetch`, new versions are fetched as they appear, and an older one is enough until then."""
+        """Sets up the supply; with `prefetch`, new versions are fetched as they appear, and an older one is enough until then."""
         self._open_session, self._versions, self._worker_stop = open_session, versions, stop
         self._prefetch, self._deadline_s, self._log = prefetch, deadline_s, log
         self._session: CoordinatorSession | None = None

@@ -37,7 +37,7 @@ class RelayApp:
     """Handles requests to a store. `bytes_sent` counts file bytes sent to clients."""
 
     def __init__(self, store: VersionStore, *, log: Log | None = None, private: bool = False) -> None:
-        """With `private`, only clients with a ticket of this run are served."""
+        """Sets up the app; with `private`, it serves only clients with a ticket of this run."""
         self.store, self.log = store, log or Log("relay")
         self.bytes_sent = 0
         self._tickets = TicketChecker(run=store.run, run_key=store.run_key) if private else None

@@ -253,7 +253,7 @@ def _open_run(coordinator: Coordinator, dir: Path) -> None:
             tx.write(insert(run).values(**row, terms=terms))
         else:
             tx.write(update(run).values(spec=text, terms=terms))
-        # Whoever replays the ledger needs the terms, and every change of them.
+        # A replay of the ledger needs the terms and every change of them.
         tx.record(
             "run.opened",
             run=spec.run,

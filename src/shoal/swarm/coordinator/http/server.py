@@ -1,4 +1,4 @@
-"""The coordinator as a process: opens the runs' folders, serves their ASGI apps, and keeps house until it is told to stop.
+"""The coordinator as a process: opens the runs' folders, serves their ASGI apps, and runs housekeeping until it is told to stop.
 
 /runs/NAME/...      the run of that name
 /v1/runs            all runs, the one that needs workers most first
