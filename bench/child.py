@@ -40,7 +40,7 @@ class Child:
 
     @cached_property
     def ready(self) -> dict[str, Any]:
-        """Its first word. Those that are started together get ready together."""
+        """Returns the child's first message. Children that are started together start up in parallel."""
         return self.hear()
 
     @property
@@ -102,7 +102,7 @@ def children(script: str, **ways: Any) -> Iterator[Callable[..., Child]]:
 
 
 def obey(ready: dict[str, Any], act: Callable[[str], dict[str, Any]]) -> None:
-    """The child's side: until its parent has nothing more to say."""
+    """Runs the child's side: acts on each line from the parent until the parent closes the pipe."""
     say(ready)
     for line in sys.stdin:
         say(act(line.strip()))

@@ -254,7 +254,7 @@ class Comparison:
 
     def _num_rows(self) -> int:
         """Returns the length of the tables that a step reads from, which must also cover the timed steps."""
-        return max(TIMED + 2, self.options.steps + self.options.warm_steps)
+        return max(TIMED + 2, int(self.options.steps + self.options.warm_steps))
 
     def _starts(self) -> Tensor:
         """Returns where each worker's samples begin at each step."""
@@ -274,7 +274,8 @@ class Comparison:
         self.rates[:count] = torch.tensor(rates, device=options.device)
 
     def _stack(self, weights_N: Tensor, plans: list[Plan], *, compiled: bool) -> Stack:
-        rows, mean_of, workers, scales = 0, [], [], []
+        rows, mean_of, scales = 0, [], []
+        workers: list[int] = []
         for plan in plans:
             if "dp" in plan.name:
                 mean_of.append(slice(rows, rows + plan.rows))

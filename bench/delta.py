@@ -32,7 +32,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -62,6 +62,8 @@ from shoal.wire.keys import Key
 from shoal.wire.manifest import Manifest
 from shoal.wire.run_spec import ProofSpec, TaskSpec
 
+T = TypeVar("T")
+
 TASKS = {
     # Random weights never answer right, so the tiny model is first trained on right answers, as in runs/demo.toml.
     "tiny": (TaskSpec(name="add", options={"digits": 1, "style": "bare"}), 150),
@@ -89,7 +91,7 @@ class Row:
     load_s: float
 
 
-HEADS = {
+HEADS: dict[str, tuple[str, Callable[[float], str]]] = {
     "changed": ("changed", lambda value: f"{value:.2%}"),
     "full_bytes": ("full", lambda value: f"{value / 1e6:.1f} MB"),
     "delta_bytes": ("delta", lambda value: f"{value / 1e6:.3f} MB"),
@@ -156,7 +158,10 @@ def report(rate: float, rows: Iterator[Row]) -> None:
     for version, row in enumerate(rows, 1):
         seen.append(row)
         print(f"{rate:<8g} {version:>7} " + line(row), flush=True)
-    mean = Row(**{field.name: fmean(getattr(row, field.name) for row in seen) for field in fields(Row)})
+    means: dict[str, Any] = {
+        field.name: fmean(getattr(row, field.name) for row in seen) for field in fields(Row)
+    }
+    mean = Row(**means)
     print(f"{rate:<8g} {'mean':>7} " + line(mean) + "\n", flush=True)
 
 
@@ -489,7 +494,7 @@ def be_worker(options: argparse.Namespace) -> None:
 ROLES = {"links": be_links, "relay": be_relay, "worker": be_worker}
 
 
-def timed(call, clock=time.perf_counter):  # type: ignore[no-untyped-def]
+def timed(call: Callable[[], T], clock: Callable[[], float] = time.perf_counter) -> tuple[T, float]:
     started_s = clock()
     value = call()
     return value, clock() - started_s

@@ -26,11 +26,12 @@ import hashlib
 import json
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -46,12 +47,20 @@ from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.rollout.adversary.lies import LIES, OtherWeights, make_behaviour
 from shoal.rollout.adversary.lying_engines import AlteredEngine, quantised_by_channel
-from shoal.rollout.engine.api import Behaviour, Engine, FinishedRow, make_requests, make_table
+from shoal.rollout.engine.api import (
+    Behaviour,
+    Engine,
+    FinishedRow,
+    GenerationRequest,
+    make_requests,
+    make_table,
+)
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.swarm.validator import fact_checks, format_checks
 from shoal.swarm.validator import recompute as recomputing
+from shoal.swarm.validator.fact_checks import RowFacts
 from shoal.swarm.validator.judge import read_and_check_table
-from shoal.swarm.validator.recompute import LoadedPolicy, RowsToCheck, recompute_many
+from shoal.swarm.validator.recompute import LoadedPolicy, RowsToCheck, SamplingTerms, recompute_many
 from shoal.swarm.validator.table_reader import TableReader
 from shoal.tasks import make_task
 from shoal.toploc.decision import (
@@ -67,7 +76,7 @@ from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.lease import Lease, PolicyRef
 from shoal.wire.messages import Claim
 from shoal.wire.proof_noise import Noise, Tail
-from shoal.wire.rollouts import RolloutTable, encode
+from shoal.wire.rollouts import Rollout, RolloutTable, encode
 from shoal.wire.run_spec import ProofSpec, RunSpec, Sampling, TaskSpec, default_tolerances
 from shoal.wire.seeded_draw import problem_seeds
 
@@ -231,7 +240,8 @@ class Bench:
     def work(self, behaviour: Behaviour, engine: Engine, leases: Sequence[Lease]) -> list[RolloutTable]:
         """Generates the tables of several leases together. Each lease has its own copy of the behaviour."""
         behaviours = [copy.copy(behaviour) for _ in leases]
-        requests, places = [], []
+        requests: list[GenerationRequest] = []
+        places: list[tuple[int, int]] = []
         for number, (lease, its_own) in enumerate(zip(leases, behaviours, strict=True)):
             for request in its_own.requests(make_requests(lease, engine.tokenizer), lease):
                 requests.append(replace(request, prompt_index=len(places)))
@@ -266,7 +276,9 @@ class Bench:
             {"here": rows}, model=options.model, compute_dtype=options.dtype, prompts={"here": prompts}
         )
 
-    def facts(self, rows, leases):  # type: ignore[no-untyped-def]
+    def facts(
+        self, rows: Sequence[Sequence[Rollout]], leases: Sequence[SamplingTerms]
+    ) -> list[list[RowFacts] | None]:
         checked = [RowsToCheck(one, lease) for one, lease in zip(rows, leases, strict=True)]
         found = recompute_many(checked, self.policy, control_seed=self.number)
         return [None if isinstance(one, Rejected) else one for one in found]
@@ -375,7 +387,9 @@ def segment_score(segment: toploc.SegmentCheck, noise: Noise) -> float:
     score = 0.0
     for name, measure in STATISTICS.items():
         calibrated = calibrated_statistic(noise, name)
-        for unit in measure([segment]) if calibrated else ():
+        if calibrated is None:
+            continue
+        for unit in measure([segment]):
             score += (unit.value - calibrated.moments(unit.size).mean) / math.sqrt(
                 calibrated.variance(unit.size)
             )
@@ -411,7 +425,8 @@ def prompt_sums(
     submissions: Sequence[tuple[list[Units], list[int]]], noise: Noise, name: str
 ) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]]":
     """Returns [P, 4]: excess, variance, units and rows of every prompt of every submission."""
-    calibrated, found = calibrated_statistic(noise, name), {}
+    calibrated = calibrated_statistic(noise, name)
+    found: dict[tuple[int, int], np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
     for number, (rows, prompts) in enumerate(submissions):
         for row, prompt in zip(rows, prompts, strict=True):
             units = [unit for unit in STATISTICS[name](row) if calibrated and calibrated.tests(unit.size)]
@@ -439,7 +454,7 @@ def save_units(path: Path, kinds: dict[str, list[tuple[list[Units], list[int]]]]
                     for a, b in zip(STATISTICS[first](row), STATISTICS[second](row), strict=True):
                         lines.append((kind, number, index, prompt, of_tokens, a.size, a.value, b.value))
     table = np.array(lines, dtype=np.float32).reshape(-1, 8)
-    columns = {
+    columns: dict[str, Any] = {
         name: table[:, place].astype(dtype) for place, (name, dtype) in enumerate(UNIT_COLUMNS.items())
     }
     np.savez_compressed(path, kinds=np.array(list(kinds)), **columns)
@@ -503,7 +518,7 @@ def judge_again(paths: Sequence[Path], noise: Noise) -> None:
         found = [toploc.noise_scores(rows, noise, prompts) for rows, prompts in submissions]
         over = [max((score.z / score.certain for score in scores), default=0.0) for scores in found]
         suspicious = sum(any(score.is_suspicious for score in scores) for scores in found)
-        parts = Counter[str]()
+        parts: dict[str, float] = defaultdict(float)
         for score in (score for scores in found for score in scores):
             key = f"{score.statistic} {'all' if 'all' in score.where else 'part' if 'part' in score.where else 'row'}"
             parts[key] = max(parts[key], round(score.z / score.certain, 2))

@@ -34,7 +34,8 @@ from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
 from shoal.diloco.codec import coded_bytes
 from shoal.diloco.outer import Outer, OuterState, first_state, outer_step
 from shoal.diloco.rounds import take_round
-from shoal.diloco.transport.mesh import LocalHub, LocalMesh, Stream
+from shoal.diloco.transport.mesh import LocalHub, LocalMesh
+from shoal.diloco.transport.stream import Stream
 from shoal.telemetry import Log
 
 PEER = Path(__file__).parents[1] / "tests" / "diloco" / "hivemind_peer.py"

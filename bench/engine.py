@@ -23,8 +23,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import rivals
@@ -45,6 +46,8 @@ from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.shardcast.delta import apply_deltas, write_delta
 from shoal.wire.run_spec import ProofSpec
 from shoal.wire.seeded_draw import sample_seed
+
+T = TypeVar("T")
 
 PARTS = ("engine", "steps", "swap", "apart", "alike", "generate", "continuous", "llama", "vllm")
 RIVALS = ("generate", "continuous", "llama", "vllm")
@@ -149,7 +152,7 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def timed(device: str, work: Callable[[], object]) -> tuple[float, object]:
+def timed(device: str, work: Callable[[], T]) -> tuple[float, T]:
     synchronize(device)
     started_s = time.perf_counter()
     result = work()
@@ -293,12 +296,17 @@ def bench_steps(options: argparse.Namespace, folder: Path, table: Table) -> None
         )
         for _ in range(16):
             engine.step()
-        seconds, _ = timed(options.device, lambda engine=engine: [engine.step() for _ in range(num_steps)])
+        seconds, _ = timed(options.device, partial(run_steps, engine, num_steps))
         table.line(
             f"one step at context {context}",
             options.rows * num_steps / seconds,
             f"{seconds / num_steps * 1e3:.3f} ms",
         )
+
+
+def run_steps(engine: TorchEngine, num_steps: int) -> None:
+    for _ in range(num_steps):
+        engine.step()
 
 
 def bench_swap(options: argparse.Namespace, folder: Path, table: Table) -> None:
@@ -312,10 +320,7 @@ def bench_swap(options: argparse.Namespace, folder: Path, table: Table) -> None:
     rows = make_requests(options, read_shape(folder).vocab_size)[: options.rows]
     drain(engine, rows)
     before = allocated_bytes(options.device)
-    full = [
-        timed(options.device, lambda path=path, v=v: engine.load(path, v))[0]
-        for v, path in ((1, newer), (2, folder))
-    ]
+    full = [timed(options.device, partial(engine.load, path, v))[0] for v, path in ((1, newer), (2, folder))]
     size = old.stat().st_size
     table.line(
         "swap to a new version, full file",
@@ -360,7 +365,7 @@ def allocated_bytes(device: str) -> int:
 def prefill_states(decoder: Decoder, row: FinishedRow) -> torch.Tensor:
     prompt = row.request.prompt_tokens
     tokens = torch.tensor([[*prompt, *row.output_tokens]], device=decoder.model.norm.weight.device)
-    hidden = decoder(tokens, torch.arange(tokens.shape[1], device=tokens.device)[None])
+    hidden: torch.Tensor = decoder(tokens, torch.arange(tokens.shape[1], device=tokens.device)[None])
     return hidden[0, len(prompt) : -1]
 
 
@@ -468,7 +473,7 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     table = Table(options)
-    benches = {
+    benches: dict[str, Callable[..., None]] = {
         "engine": bench_engine,
         "steps": bench_steps,
         "swap": bench_swap,

@@ -247,7 +247,8 @@ def plot(curves: dict[int, list[Point]], title: str, path: Path) -> None:
     if budgets:
         off = axes.twinx()
         for points in curves.values():
-            off.plot([p.step for p in points], [p.off_target for p in points], linestyle="--", color="grey")
+            shown = [(p.step, p.off_target) for p in points if p.off_target is not None]
+            off.plot([step for step, _ in shown], [value for _, value in shown], linestyle="--", color="grey")
         off.set(ylabel="tokens off the target (dashed)", ylim=(0, None))
     axes.legend()
     figure.tight_layout()

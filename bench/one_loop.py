@@ -56,6 +56,7 @@ class OneLoop:
             create_model("tiny", Path(folder) / "model", config.seed)
             decoder = load_decoder(Path(folder) / "model")
             self.tokenizer = load_tokenizer(Path(folder) / "model")
+        self.decoder = decoder  # the one that the learner trains
         self.learner = Learner(decoder, config, temperature=1.0, max_new_tokens=NEW_TOKENS)
         warm_up(self.learner, self.task, self.tokenizer, log=Log("bench"), stop=self.stop)
         self.published = deque([published(decoder)], maxlen=lag + 1)
@@ -72,7 +73,7 @@ class OneLoop:
             curve.figures.append(self.learner.step(batch, self.stop))
             curve.generate_s += generated_s - started_s
             curve.train_s += time.monotonic() - generated_s
-            self.published.append(published(self.learner.decoder))
+            self.published.append(published(self.decoder))
         held_out = self.generate(self.published[-1], "eval", 0, 256, 1)
         curve.held_out = sum(reward for _, reward in held_out) / len(held_out)
         return curve

@@ -52,7 +52,8 @@ def main() -> None:
     alone, watched = [], []
     for _ in range(options.turns):
         alone.append(measure(options.pid, options.seconds))
-        stop, received = threading.Event(), []
+        stop = threading.Event()
+        received: list[int] = []
         threads = [
             threading.Thread(target=follow, args=(options.url, stop, received), daemon=True)
             for _ in range(options.viewers)

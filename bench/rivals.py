@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from shoal.model.weights import WEIGHTS_FILE
 from shoal.rollout.engine.api import GenerationRequest
 from shoal.wire.run_spec import ProofSpec
 
+T = TypeVar("T")
+
 
 class Spent(NamedTuple):
     seconds: float
@@ -28,7 +30,7 @@ class Lines(Protocol):
     def rival(self, what: str, tokens: int, spent: Spent, notes: str) -> None: ...
 
 
-def spend(device: str, work: Callable[[], object]) -> tuple[Spent, object]:
+def spend(device: str, work: Callable[[], T]) -> tuple[Spent, T]:
     if device == "cuda":
         torch.cuda.synchronize()
     started_s, cpu_s = time.perf_counter(), time.process_time()
@@ -38,7 +40,7 @@ def spend(device: str, work: Callable[[], object]) -> tuple[Spent, object]:
     return Spent(time.perf_counter() - started_s, time.process_time() - cpu_s), result
 
 
-def load_reference(options: argparse.Namespace, folder: Path, **more: str) -> torch.nn.Module:
+def load_reference(options: argparse.Namespace, folder: Path, **more: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     return (
@@ -138,9 +140,10 @@ def bench_llama(
             raise RuntimeError("llama_decode failed")
 
     def likeliest(num: int) -> list[int]:
-        """Of the last `num` tokens fed, whose logits were asked for."""
+        """Returns the likeliest next token for each of the last `num` tokens whose logits were requested."""
         logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(context), shape=(num, vocab))
-        return logits.argmax(1).tolist()
+        tokens: list[int] = logits.argmax(1).tolist()
+        return tokens
 
     def run() -> None:
         newest = [0] * len(requests)

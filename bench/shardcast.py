@@ -21,6 +21,7 @@ no PyPI) is left out of the table and named.
 
 import argparse
 import filecmp
+import importlib
 import mmap
 import os
 import resource
@@ -36,6 +37,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 sys.path.append(str(Path(__file__).parent))  # last: with -P, `shardcast` is the package and not this file
@@ -131,30 +133,29 @@ def our_client(options: argparse.Namespace) -> None:
     serve_commands(0, fetch)
 
 
-def their_origin(options: argparse.Namespace) -> None:
-    from shardcast import OriginServer
+def their_package() -> ModuleType:
+    """Imports the rival package. This script has the same name, so an import statement would name the script to mypy."""
+    return importlib.import_module("shardcast")
 
+
+def their_origin(options: argparse.Namespace) -> None:
     options.dir.mkdir(parents=True)
     (options.dir / "data1.bin").write_bytes(
         bytes(MB)
     )  # clients measure the speed of a server with it when they start
-    origin = OriginServer(str(options.dir), options.port)
+    origin = their_package().OriginServer(str(options.dir), options.port)
     serve_commands(options.port, lambda: origin.broadcast(str(options.source)) and None)
 
 
 def their_relay(options: argparse.Namespace) -> None:
-    from shardcast import MiddleNode
-
     options.dir.mkdir(parents=True)
     (options.dir / "data1.bin").write_bytes(bytes(MB))
-    MiddleNode(options.upstream, str(options.dir), options.port, check_interval=0.1)
+    their_package().MiddleNode(options.upstream, str(options.dir), options.port, check_interval=0.1)
     serve_commands(options.port, lambda: None)
 
 
 def their_client(options: argparse.Namespace) -> None:
-    from shardcast import ClientNode
-
-    client = ClientNode(options.upstream, str(options.dir))
+    client = their_package().ClientNode(options.upstream, str(options.dir))
 
     def fetch() -> None:
         while not (versions := client.list_available_versions()):
@@ -303,7 +304,9 @@ def run_nginx(root: Path, source: Path, num_clients: int, options: argparse.Name
         f"http {{ access_log off; sendfile on; tcp_nopush on; {temp}"
         f"server {{ listen 127.0.0.1:{port}; root {root}/files; }} }}"
     )
-    nginx = subprocess.Popen([nginx_binary(), "-c", root / "nginx.conf"], stderr=subprocess.DEVNULL)
+    binary = nginx_binary()
+    assert binary is not None, "nginx is not installed"
+    nginx = subprocess.Popen([binary, "-c", root / "nginx.conf"], stderr=subprocess.DEVNULL)
     try:
         wait_for_port(port)
         with warm_memory(options.need_bytes):
@@ -612,7 +615,7 @@ PARTS = ("origin", "relays", "clients")
 
 
 def cpu_s(run: dict[str, Any]) -> float:
-    return sum(run[part] for part in PARTS)
+    return float(sum(run[part] for part in PARTS))
 
 
 # -- 2. slow links ----------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class Llama:
         return groups
 
 
-def rope(sequence: int, head_dim: int, device: str) -> tuple[Tensor, Tensor]:
+def rope(sequence: int, head_dim: int, device: str | torch.device) -> tuple[Tensor, Tensor]:
     rates = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
     angles = torch.outer(torch.arange(sequence, device=device), rates).repeat(1, 2)
     return angles.cos(), angles.sin()
@@ -215,14 +215,17 @@ class Stack:
             for rows in self.mean_of:
                 self.grad[rows] = self.grad[rows].float().mean(0).to(self.grad.dtype)
             step = (at + 1).float()
-            rows = self.weights, self.first, self.second
             rates = self._rates.index_select(0, at) * self._scale
             # A few rows at a time: AdamW's intermediate values for all rows of a large model would not fit in memory.
             take = max(1, VALUES_AT_ONCE // self.weights.shape[1])
             for start in range(0, len(self.weights), take):
                 some = slice(start, start + take)
                 self._adamw(
-                    tuple(each[some] for each in rows), self.grad[some], rates[some], step, self.half[some]
+                    (self.weights[some], self.first[some], self.second[some]),
+                    self.grad[some],
+                    rates[some],
+                    step,
+                    self.half[some],
                 )
             at += 1
 

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -216,7 +217,7 @@ async def load_heartbeats(coordinator: Coordinator, *, lines: int, seconds: floa
     loop = asyncio.get_running_loop()
     pulses = [
         await loop.create_connection(
-            lambda requests=requests: Pulse(requests, start_s + seconds, latencies), line.host, line.port
+            partial(Pulse, requests, start_s + seconds, latencies), line.host, line.port
         )
         for requests in signed
     ]

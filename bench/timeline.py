@@ -53,7 +53,7 @@ def _file_times(setting: Setting, rng: random.Random) -> list[float]:
 
 
 def broadcast_s(setting: Setting) -> float:
-    """To the last node: its own line, or its share of what the relays send together."""
+    """Returns the seconds until the last node has a version: limited by its own link or by its share of the relays' links."""
     share = setting.relays * setting.relay_bits_per_s / setting.nodes
     return setting.sent_bytes * 8 / min(setting.node_bits_per_s, share)
 
@@ -140,7 +140,7 @@ def _advance(
     published: list[float],
     sent_s: float,
 ) -> int:
-    """One more file: it is checked, and its node goes on with the newest version it has by then."""
+    """Adds one file: it is checked, and its node continues with the newest version that it has by then."""
     done_s, node, version = heapq.heappop(queue)
     free_s = heapq.heappop(checkers)
     checked_s = max(done_s, free_s) + setting.check_s
@@ -183,7 +183,7 @@ def nodes_of_one_coordinator(setting: Setting) -> int:
 
 
 def nodes_of_the_relays(setting: Setting) -> int:
-    """As many as get a version at the speed of their own lines."""
+    """Returns how many nodes get a version at the full speed of their own links."""
     return int(setting.relays * setting.relay_bits_per_s / setting.node_bits_per_s)
 
 
@@ -205,7 +205,7 @@ HEAD = (
 def table() -> None:
     short = fit_nodes(Setting(), 22)
     long = fit_nodes(replace(Setting(), first_file_s=780.0, train_s=21 * 60.0), 29)
-    delta = {"sent_bytes": 62e9 / 150}
+    delta_bytes = 62e9 / 150
     print(
         "The report's step (nodes fitted to 22 and 29 minutes; broadcast, checks and training are the report's):\n"
     )
@@ -216,14 +216,14 @@ def table() -> None:
     print(HEAD)
     for lag in (0, 1, 2, 4):
         print(row(f"whole weights, max_lag {lag}", replace(short, max_lag=lag)))
-        print(row(f"deltas, max_lag {lag}", replace(short, max_lag=lag, **delta)))
+        print(row(f"deltas, max_lag {lag}", replace(short, max_lag=lag, sent_bytes=delta_bytes)))
     print("\nMore nodes, the batch and the training as they are (12 relays of 10 Gbit/s):\n")
     print(HEAD)
     for nodes in (100, 300, 1_000, 3_000, 10_000):
         validators = max(64, nodes // 8)
         bigger = replace(short, nodes=nodes, validators=validators, steps=8)
         print(row("whole weights", bigger))
-        print(row("deltas", replace(bigger, **delta)))
+        print(row("deltas", replace(bigger, sent_bytes=delta_bytes)))
     layer = replace(short, nodes=10_000, relays=600, validators=1_250, steps=8)
     print(row("whole weights, 600 relays", layer))
     print(

@@ -316,7 +316,7 @@ def check(device: str) -> str:
             logprobs_N, logprobs_N.detach() + 0.01, micro.advantages_N, eps=0.2, eps_high=0.2, delta=4.0
         ).loss_N
         loss = loss_N.sum() / batch.num_outputs
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         gradient = torch.cat([p.grad.flatten() for p in decoder.parameters() if p.grad is not None])
         results[name] = (logprobs_N.detach(), gradient)
     lines = []

@@ -181,7 +181,7 @@ def update(
 def descend(learner: Decoder, optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
     """Makes one optimizer step on a clipped gradient."""
     optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     torch.nn.utils.clip_grad_norm_(learner.parameters(), CLIP_NORM)
     optimizer.step()
     return loss.item()

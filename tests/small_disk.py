@@ -24,7 +24,7 @@ def small_disk(parent: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def fill(disk: Path, *, leave: int = 0) -> Path:
-    """To the last byte, but for so many. To make room, delete the file that is returned."""
+    """Fills the disk except for `leave` bytes. Delete the returned file to free the space."""
     filler, spare = disk / "filler", disk / "spare"
     spare.write_bytes(bytes(leave))
     with filler.open("ab", buffering=0) as file:

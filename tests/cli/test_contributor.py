@@ -27,7 +27,8 @@ class Joined:
     """`shoal join` in a thread."""
 
     def __init__(self, run: SmallRun, dir: Path, *more: str) -> None:
-        self.dir, self.stop, self.codes = dir, threading.Event(), []
+        self.dir, self.stop = dir, threading.Event()
+        self.codes: list[int] = []
         words = ("join", run.url, "--dir", dir, "--yes", "--deadline-s", "30", *more)
         self.thread = threading.Thread(target=lambda: self.codes.append(shoal(*words, stop=self.stop)))
         self.thread.start()

@@ -162,7 +162,7 @@ def test_a_child_that_does_not_stop_is_killed(
 
 
 def test_children_end_when_the_supervisor_is_killed(supervisor: Supervisor) -> None:
-    """And hold its folder until they are gone."""
+    """The children also hold the supervisor's folder until they have ended."""
     folder = supervisor.folder
     script = (
         "import os, sys, threading; from pathlib import Path; from shoal.cli.run.supervise import Supervisor, lock_folder\n"

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from shoal.diloco import AveragerSettings, DiLoCo, PeerAverager, Schedule
@@ -57,7 +58,8 @@ def main() -> None:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    full = torch.cat([parameter.full_tensor().flatten() for parameter in model.parameters()]).tolist()
+    sharded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    full = torch.cat([parameter.full_tensor().flatten() for parameter in sharded]).tolist()
     state = optimizer.outer_state
     sys.stdout.write(json.dumps({"weights": full, "round": state.round, "work": state.work}) + "\n")
     sys.stdout.flush()

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from shoal.diloco.averaging.averager import Ready
+from shoal.diloco.averaging.averager import Averager, Ready
 from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
 from shoal.diloco.codec import CodecName
 from shoal.diloco.outer import OuterState, Vector, first_state
@@ -53,7 +53,7 @@ def ready(state: OuterState, weight: float = 1.0) -> Ready:
 
 
 def one_round(
-    peer: PeerAverager, state: OuterState, delta_N: Vector, *, weight: float = 1.0, deadline_s: float = 20.0
+    peer: Averager, state: OuterState, delta_N: Vector, *, weight: float = 1.0, deadline_s: float = 20.0
 ) -> RoundResult:
     return take_round(
         peer, ready(state, weight), delta_N, deadline_s=deadline_s, log=LOG, stop=threading.Event()

@@ -132,5 +132,5 @@ def _of_layer(name: str, *modules: str) -> list[str]:
     return [f"model.layers.{name.split('.')[1]}.{module}.weight" for module in modules]
 
 
-def _read(row_N: torch.Tensor, parts: list[slice]) -> np.ndarray:  # type: ignore[type-arg]
+def _read(row_N: torch.Tensor, parts: list[slice]) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     return torch.cat([row_N[part] for part in parts]).numpy().copy()

@@ -49,7 +49,8 @@ class Deep(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
-        return self.head(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
 
 
 def batch(site: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -279,6 +280,11 @@ def test_site_without_others_continues_alone() -> None:
 
 
 def test_invalid_schedule_is_refused() -> None:
-    for wrong in ({"inner_steps": 5, "fragments": 2}, {"inner_steps": 4, "overlap_steps": 4}, {"mix": 1.0}):
+    options: list[dict[str, Any]] = [
+        {"inner_steps": 5, "fragments": 2},
+        {"inner_steps": 4, "overlap_steps": 4},
+        {"mix": 1.0},
+    ]
+    for wrong in options:
         with pytest.raises(ValueError):
-            Schedule(**wrong)  # type: ignore[arg-type]
+            Schedule(**wrong)

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -132,7 +132,8 @@ def test_peer_with_an_older_state_adopts_the_newer_one(swarm: Any) -> None:
         peers[at].serve(outer_step(group, result.average_N, Outer(), work=result.work), step=0)
         return result
 
-    results = in_threads([behind, functools.partial(member, 1), functools.partial(member, 2)])
+    calls: list[Callable[[], RoundResult]] = [behind, *(functools.partial(member, at) for at in (1, 2))]
+    results = in_threads(calls)
     assert [result.outcome for result in results] == [
         RoundOutcome.ADOPTED,
         RoundOutcome.COMMITTED,
@@ -172,7 +173,7 @@ def test_wrong_average_is_never_committed(swarm: Any) -> None:
 
 @pytest.mark.parametrize("wrong_at", [0, 2])
 def test_peer_that_is_always_wrong_costs_retries_but_not_the_round(swarm: Any, wrong_at: int) -> None:
-    """Also if the wrong peer is the leader. It is left out and adopts the others' result."""
+    """Holds also if the wrong peer is the leader. That peer is left out and adopts the others' result."""
     _, peers, state = swarm(4)
     members: list[Any] = list(peers)
     members[wrong_at] = WrongAverager(peers[wrong_at], num_wrong=1000)

@@ -17,7 +17,7 @@ from shoal.cli.ui.plot import plot_losses, read_events
 from shoal.diloco import LocalHub
 from shoal.diloco.site.diloco_file import DilocoFile, load_diloco_file
 from shoal.diloco.site.language import Samples, read_corpus
-from shoal.diloco.site.site import Site, SiteCheckpoints, learning_rate
+from shoal.diloco.site.site import Site, SiteCheckpoints, SiteProgress, learning_rate
 from shoal.model.load_model import load_decoder
 from shoal.net.waiting import Stopped
 from shoal.telemetry import Log, Metrics
@@ -171,7 +171,11 @@ def test_site_stopped_while_waiting_for_a_round_saves_its_work(tmp_path: Path, o
 def test_weights_that_are_not_finite_are_not_sent(tmp_path: Path) -> None:
     file = small_file(tmp_path)
     site = make_site(file, tmp_path, LocalHub(), "one")
-    site.on_progress = lambda progress: next(site.model.parameters()).data[0].fill_(float("nan"))
+
+    def break_a_weight(progress: SiteProgress) -> None:
+        next(site.model.parameters()).data[0].fill_(float("nan"))
+
+    site.on_progress = break_a_weight
     with pytest.raises(ValueError, match="not finite after 4 inner steps"):
         site.train(join_s=10)
     assert site.optimizer.outer_state.round == 0 and site._checkpoints.newest() is None

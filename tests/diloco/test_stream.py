@@ -31,7 +31,7 @@ def with_socket_pair(test: Callable[[socket.socket, socket.socket], Awaitable[No
 
 
 def test_asyncio_keeps_received_bytes_in_the_readers_buffer() -> None:
-    """The assumption behind the takeover, alone: `_buffer` is a bytearray, and `at_eof` needs it to be empty."""
+    """Checks what taking over a connection relies on: `_buffer` is a bytearray, and `at_eof` needs it to be empty."""
 
     async def test(ours: socket.socket, theirs: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=ours)

@@ -3,7 +3,7 @@
 import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -42,17 +42,16 @@ def test_peers_agree_bit_for_bit_and_a_new_peer_joins(lighthouse: str) -> None:
     def member(at: int) -> RoundResult:
         # The lighthouse answers at once when all of its last list ask again, so the new peer must have asked before.
         time.sleep(3)
-        result = one_round(peers[at], state, vector(at + 1), weight=at + 1.0)  # type: ignore[arg-type]
+        result = one_round(peers[at], state, vector(at + 1), weight=at + 1.0)
         peers[at].serve(outer_step(state, result.average_N, Outer(), work=result.work), step=0)
         return result
 
-    first, second, fetched = in_threads(
-        [
-            functools.partial(member, 0),
-            functools.partial(member, 1),
-            functools.partial(new_peer.join, deadline_s=20),
-        ]
-    )
+    calls: list[Callable[[], Any]] = [
+        functools.partial(member, 0),
+        functools.partial(member, 1),
+        functools.partial(new_peer.join, deadline_s=20),
+    ]
+    first, second, fetched = in_threads(calls)
     assert first.outcome is second.outcome is RoundOutcome.COMMITTED
     assert np.array_equal(first.average_N, second.average_N)
     exact = (vector(1) + 2 * vector(2)) / 3
@@ -89,6 +88,6 @@ def test_round_is_taken_alone_when_the_others_are_gone(lighthouse: str) -> None:
     other.leave()
     state = first_state((vector(0),))
     peer.serve(state, step=0)
-    result = one_round(peer, state, vector(1), deadline_s=2.0)  # type: ignore[arg-type]
+    result = one_round(peer, state, vector(1), deadline_s=2.0)
     assert result.outcome is RoundOutcome.LOCAL
     peer.leave()

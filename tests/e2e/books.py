@@ -151,7 +151,7 @@ def check_no_group_lost(books: Books) -> None:
 
 
 def check_metrics(books: Books) -> None:
-    """One line a version, in order; a line that stands twice is the same line. And each is what was announced."""
+    """Checks that there is one line per version, in order, that duplicates are identical, and that each equals the announcement."""
     steps = read_steps(books.folder)
     lines = defaultdict(list)
     for step in steps:

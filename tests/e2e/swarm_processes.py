@@ -220,7 +220,7 @@ class Swarm:
         self.process.wait()
 
     def interrupt(self, number: signal.Signals = signal.SIGINT) -> None:
-        """As Ctrl-C does: to `shoal run` itself."""
+        """Sends the signal to `shoal run` itself, as Ctrl-C does."""
         assert self.process is not None
         self.process.send_signal(number)
 

@@ -31,7 +31,7 @@ needs_nginx = pytest.mark.skipif(not os.path.exists(NGINX), reason="no nginx her
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """Of localhost, signed by itself; and its key."""
+    """Writes a self-signed certificate of localhost and its key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.now(datetime.UTC)

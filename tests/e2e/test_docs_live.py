@@ -92,7 +92,7 @@ class Reader:
         return stats is not None and any("paused" in (node.phase or "") for node in stats.nodes)
 
     def join(self, words: list[str]) -> None:
-        """At a terminal, by somebody who says yes; until a first file is there to look at."""
+        """Runs the command at a terminal, answers yes, and returns when its first file exists."""
         ours, theirs = os.openpty()
         self.joined = subprocess.Popen(
             [*SHOAL, *words],

@@ -105,7 +105,7 @@ def wait_for_node(swarm: Swarm, joined: Joined, dir: Path, good: Callable[[NodeV
 
 
 def test_every_code_is_explained() -> None:
-    """In one process each would take minutes: the command is asked for one, its words for all."""
+    """Runs the command for one code and calls its function for the rest: a process per code would take minutes."""
     said = run("explain")
     for code, meaning in CODES.items():
         assert code in said and meaning.meaning in said

@@ -166,7 +166,7 @@ def test_every_lying_worker_is_refused_with_its_own_code_and_ejected(swarm: Swar
 
 
 def test_honest_work_by_the_same_client_is_accepted(enter: Enter) -> None:
-    """So whatever the others are refused for, it is the lie."""
+    """Shows that the other tests' refusals are caused by their lies and not by this client."""
     node = enter()
     status = node.deliver(lambda lease: honest_file(node, lease))
     assert (status.state, status.code) == ("accepted", ACCEPTED), status.detail
@@ -238,7 +238,7 @@ def test_another_nodes_file(swarm: Swarm, enter: Enter) -> None:
     def as_it_is(lease: Lease) -> Made:
         return Made(stolen, lease.policies[-1].version)
 
-    def packed_anew(lease: Lease) -> Made:
+    def encoded_again(lease: Lease) -> Made:
         columns, version = columns_of(table.rows), table.policy_version
         data = write_parquet(columns, lease_id=table.lease_id, version=version)
         assert data != stolen and decode(data, LIMITS) == table
@@ -253,7 +253,7 @@ def test_another_nodes_file(swarm: Swarm, enter: Enter) -> None:
     # Nobody but trainer and validator gets files from the coordinator: the thief has it from elsewhere.
     assert refusal(thief.client.send, "GET", f"/v1/objects/{sha256_of(stolen)}") == "request.not_allowed"
     assert_refused(swarm, thief, as_it_is, "reject.copied")
-    assert_refused(swarm, enter(), packed_anew, "reject.wrong_lease")
+    assert_refused(swarm, enter(), encoded_again, "reject.wrong_lease")
     assert_refused(swarm, enter(), relabelled, "reject.other_prompts")
 
 
@@ -267,7 +267,7 @@ def accepted_file(swarm: Swarm) -> bytes:
         accepted = {e.body["lease_id"] for e in events if e.body.get("code") == ACCEPTED}
         for event in events:
             if event.type == "submission.received" and event.body["lease_id"] in leases & accepted:
-                sha256 = event.body["sha256"]
+                sha256 = str(event.body["sha256"])
                 return (swarm.folder / "coordinator" / "objects" / sha256[:2] / sha256).read_bytes()
         return None
 

@@ -1,5 +1,6 @@
 """Two runs of different models on one coordinator: nodes go where they fit, and each run keeps its own books."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -17,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 def shallow_model(folder: Path) -> Path:
-    """A second tiny model: the first without its last layer."""
+    """Writes a second tiny model: the first without its last layer."""
     create_model("tiny", folder, 1)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
@@ -26,6 +27,10 @@ def shallow_model(folder: Path) -> Path:
         {name: one for name, one in weights.items() if ".layers.1." not in name}, folder / "model.safetensors"
     )
     return folder
+
+
+def is_served(url: str) -> bool:
+    return httpx2.get(url).is_success
 
 
 def test_nodes_work_for_the_run_they_fit(tmp_path: Path) -> None:
@@ -53,7 +58,7 @@ def test_nodes_work_for_the_run_they_fit(tmp_path: Path) -> None:
         roles.start_crew(f"{url}/runs/small", small, keys_of("small"), name="small-")
         for name in ("small", "big"):
             latest = f"{url}/runs/{name}/v1/policies/latest"
-            roles.wait_for(f"a version of {name}", lambda latest=latest: httpx2.get(latest).is_success)
+            roles.wait_for(f"a version of {name}", functools.partial(is_served, latest))
         roles.wait_for("a relay", lambda: httpx2.get(f"{url}/runs/small/v1/stats").json()["relays"])
         # Told nothing but the coordinator's address, it takes the run that it fits.
         worker = roles.start("worker", "join", url, "--yes", "--threads", "1")

@@ -74,7 +74,7 @@ def cast(tmp_path: Path) -> Iterator[Cast]:
 
 
 def assert_gives_up(role: Role, *words: str) -> None:
-    """With code 3 and one last line that says what it waited for, for how long, and what to do."""
+    """Asserts exit status 3 and a last line that says what the role waited for, for how long, and what to do."""
     assert role.wait_until_over() == 3, role.log
     last = role.log.strip().splitlines()[-1]
     assert last.startswith("shoal: waited "), last

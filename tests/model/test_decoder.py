@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -153,7 +154,7 @@ def _reference(family: str, folder: Path):  # type: ignore[no-untyped-def]
         Qwen3ForCausalLM,
     )
 
-    kinds = {
+    kinds: dict[str, tuple[Any, Any]] = {
         "llama": (LlamaConfig, LlamaForCausalLM),
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -169,7 +170,7 @@ def _reference(family: str, folder: Path):  # type: ignore[no-untyped-def]
         max_position_embeddings=64,
         initializer_range=0.3,
         eos_token_id=2,
-        **FAMILIES[family],
+        **cast(dict[str, Any], FAMILIES[family]),
     )
     model = make_model(config).eval()
     with torch.no_grad():
@@ -186,5 +187,5 @@ def _positions(tokens_BT: Tensor) -> Tensor:
 
 def _gradients(decoder: Decoder, loss: Tensor) -> dict[str, Tensor]:
     decoder.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return {name: p.grad.clone() for name, p in decoder.named_parameters() if p.grad is not None}

@@ -27,7 +27,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> TransformersModel:
 
 def gradients(model: TransformersModel, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 

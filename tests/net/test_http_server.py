@@ -5,6 +5,7 @@ import inspect
 import socket
 import threading
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx2
 import pytest
@@ -150,7 +151,7 @@ def test_what_the_header_timeout_relies_on() -> None:
     """HeaderTimeoutProtocol reads attributes of uvicorn's protocols that uvicorn does not document."""
     from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-    implementations = [(H11Protocol, RequestResponseCycle)]
+    implementations: list[tuple[Any, Any]] = [(H11Protocol, RequestResponseCycle)]
     with contextlib.suppress(ImportError):
         from uvicorn.protocols.http import httptools_impl
 

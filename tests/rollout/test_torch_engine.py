@@ -212,8 +212,8 @@ def test_fused_weights_share_memory_with_the_decoder(folder: Path) -> None:
     weights = fuse(decoder)
     for name, parameter in decoder.named_parameters():
         assert torch.equal(parameter, before[name])
-    decoder.model.layers[1].self_attn.k_proj.weight.data.fill_(3.0)
-    decoder.model.layers[1].mlp.up_proj.weight.data.fill_(5.0)
+    decoder.get_parameter("model.layers.1.self_attn.k_proj.weight").data.fill_(3.0)
+    decoder.get_parameter("model.layers.1.mlp.up_proj.weight").data.fill_(5.0)
     q, kv = 4 * 32, 2 * 32
     assert (weights.layers[1].qkv_QH[q : q + kv] == 3.0).all()
     assert (weights.layers[1].gate_up_FH[256:] == 5.0).all()
@@ -340,7 +340,8 @@ def _naive(
 def _states(decoder: Decoder, row: FinishedRow) -> torch.Tensor:
     prompt = row.request.prompt_tokens
     tokens = torch.tensor([[*prompt, *row.output_tokens]])
-    return decoder(tokens, torch.arange(tokens.shape[1])[None])[0, len(prompt) : -1]
+    states: torch.Tensor = decoder(tokens, torch.arange(tokens.shape[1])[None])[0, len(prompt) : -1]
+    return states
 
 
 def _write_reference(family: str, folder: Path) -> torch.nn.Module:
@@ -367,7 +368,8 @@ def _write_reference(family: str, folder: Path) -> torch.nn.Module:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     reference.save_pretrained(folder)
     CharTokenizer(ALPHABET).save(folder)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    loaded: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return loaded
 
 
 def _make_ends_likely(folder: Path) -> None:

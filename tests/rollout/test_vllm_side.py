@@ -34,7 +34,7 @@ def side(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_tokens_and_logprobs_equal_those_of_torch_engine(side: Any) -> None:
     logits = torch.randn(3, 700, generator=torch.Generator().manual_seed(1))
     draw = side.SeededDraw(None, torch.device("cpu"), False)
-    added = [
+    added: list[tuple[int, SimpleNamespace, None, list[int]]] = [
         (line, SimpleNamespace(extra_args={"shoal": (line, seed, temperature)}), None, [])
         for line, (seed, temperature) in enumerate(zip(SEEDS, TEMPERATURES, strict=True))
     ]

@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Iterator[SmallRun]:
 
 @pytest.fixture
 def ready(run: SmallRun) -> SmallRun:
-    """A run with a policy and a relay to fetch it from."""
+    """Returns a run with a policy and a relay to fetch it from."""
     run.publish(0)
     run.serve_from_origin()
     return run

@@ -17,7 +17,8 @@ from shoal.wire.record import Sealed, seal
 
 @pytest.fixture
 def sealed(origin: Any, kit: Any) -> Sealed[Manifest]:
-    return origin.publish(1, kit.random_files())
+    published: Sealed[Manifest] = origin.publish(1, kit.random_files())
+    return published
 
 
 @pytest.fixture

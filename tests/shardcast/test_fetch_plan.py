@@ -1,6 +1,7 @@
 """Fetch plans: the least to download, around what is unavailable, and no further back than may help."""
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -14,7 +15,7 @@ def digest(version: int) -> str:
     return f"{version:064x}"
 
 
-def manifest(version: int, codec: str, *, with_delta: bool = False) -> Manifest:
+def manifest(version: int, codec: Literal["raw", "delta", "same"], *, with_delta: bool = False) -> Manifest:
     delta = {"delta": Delta(num_bytes=DELTA_BYTES, blake3=digest(0), shards=(digest(0),))}
     entry = FileEntry(
         name="w",

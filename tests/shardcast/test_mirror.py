@@ -1,6 +1,7 @@
 """The mirror: relays pass shards on as they arrive, and accept only signed and newer manifests."""
 
 import asyncio
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ class Node:
         self.completed: list[int] = []
         self.mirror = Mirror(
             self.store,
-            [lambda url=url: url for url in upstreams],
+            [functools.partial(str, url) for url in upstreams],
             log=log,
             stop=self.stop,
             on_complete=self.completed.append,
@@ -139,7 +140,9 @@ def test_a_restarted_relay_continues_its_download(
     origin.store.close()
     first.mirror.close(30)
     gated.gate.set()
-    missing = VersionStore(tmp_path / "relay", 5, run="demo", run_key=key.public).get(1).assembly.missing()
+    stored = VersionStore(tmp_path / "relay", 5, run="demo", run_key=key.public).get(1)
+    assert stored is not None
+    missing = stored.assembly.missing()
     assert 0 < len(missing) < 14
     spy = kit.Spy(kit.Origin(origin.store.folder, key).app)
     second = node("relay", [serve(spy)])

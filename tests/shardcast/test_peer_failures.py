@@ -45,7 +45,7 @@ def terms(key: Key, log: Log, stop: threading.Event) -> dict[str, Any]:
 def test_a_hanging_relay_is_bypassed(
     origin: Any, kit: Any, serve: Any, fetch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In `shardcast`, with a timeout of 1 s, one hanging relay of two delays the download by 169 s."""
+    """The package `shardcast`, with a timeout of 1 s, is delayed by 169 s by one hanging relay of two."""
     monkeypatch.setattr(download_module, "SECOND_REQUEST_S", 0.05)
     sealed = origin.publish(7, kit.random_files())
     with socket.socket() as hung:  # accepts connections and never reads from them
@@ -56,7 +56,7 @@ def test_a_hanging_relay_is_bypassed(
 
 
 def test_an_idle_connection_blocks_no_client(origin: Any, kit: Any, serve: Any, fetch: Any) -> None:
-    """In `shardcast` one silent connection blocks the relay for everybody."""
+    """One silent connection blocks a relay of the package `shardcast` for all clients."""
     sealed = origin.publish(7, kit.random_files())
     url = serve(origin.app)
     host, port = url.removeprefix("http://").split(":")
@@ -83,7 +83,7 @@ def test_clients_succeed_in_spite_of_refused_connections(
 def test_a_wrong_bit_costs_one_shard(
     origin: Any, kit: Any, serve: Any, fetch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In `shardcast` it costs the whole file, and the corrupt file stays in place."""
+    """The package `shardcast` loads the whole file again, and leaves the corrupt file in place."""
     monkeypatch.setattr(download_module, "SECOND_REQUEST_S", 1000.0)
     monkeypatch.setattr(download_module, "LAST_REQUEST_S", 0.0)  # one request per shard
 
@@ -104,7 +104,7 @@ def test_a_wrong_bit_costs_one_shard(
 
 
 def test_a_forged_manifest_is_refused(origin: Any, kit: Any, serve: Any, terms: Any, tmp_path: Path) -> None:
-    """In `shardcast` any server that lists the checksums is trusted."""
+    """The package `shardcast` trusts any server that lists the checksums."""
     liar = kit.Origin(tmp_path / "liar", Key.generate())
     liar.publish(8, kit.random_files(seed=666))
     sealed = origin.publish(7, kit.random_files())
@@ -118,7 +118,7 @@ def test_a_forged_manifest_is_refused(origin: Any, kit: Any, serve: Any, terms: 
 def test_no_name_leaves_the_folder(
     origin: Any, kit: Any, serve: Any, key: Key, terms: Any, tmp_path: Path, name: str
 ) -> None:
-    """In `shardcast` a version named ../../x is written outside of the folder."""
+    """The package `shardcast` writes a version named ../../x outside of the folder."""
     body = json.loads(origin.publish(7, kit.random_files()).canonical())["body"]
     body["files"][0]["name"] = name
     signature = key.sign(Manifest.tag().encode() + b"\n" + canonical_json(body))

@@ -21,7 +21,7 @@ from shoal.wire.record import Sealed
 @pytest.fixture
 def url(origin: Any, kit: Any, serve: Any) -> str:
     origin.publish(3, kit.random_files())
-    return serve(origin.app)
+    return str(serve(origin.app))
 
 
 def write_shard(store: VersionStore, version: int, name: str, index: int, files: dict[str, bytes]) -> None:
@@ -194,7 +194,7 @@ def test_many_clients_at_once(http: httpx2.Client, url: str, kit: Any) -> None:
         part = http.get(
             f"{url}/versions/3/model.safetensors", headers={"Range": f"bytes={index}-"}, timeout=30
         )
-        return part.content == data[index:]
+        return bool(part.content == data[index:])
 
     with ThreadPoolExecutor(20) as pool:
         assert all(pool.map(get, range(20)))

@@ -8,31 +8,31 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shoal.tasks import Finite, Outcome, Task, make_task
+from shoal.tasks import Finite, Outcome, Split, Task, make_task
 from shoal.wire.run_spec import TaskSpec
 
 R, W, U = Outcome.RIGHT, Outcome.WRONG, Outcome.UNPARSEABLE
 
-GSM8K = {
+GSM8K: dict[str, Any] = {
     "question": "Ann has 3 bags of 4 apples. How many apples has she?",
     "answer": "3*4 = <<3*4=12>>12\n#### 12",
 }
-SVAMP = {
+SVAMP: dict[str, Any] = {
     "ID": "x-1",
     "Body": "A pen costs 7 dollars",
     "Question": "What do 3 pens cost?",
     "Equation": "( 7.0 * 3.0 )",
     "Answer": 21.0,
 }
-MATH = {"problem": "What is $1/2 + 1/3$?", "answer": "\\frac{5}{6}", "difficulty": 1.0}
-MBPP = {
+MATH: dict[str, Any] = {"problem": "What is $1/2 + 1/3$?", "answer": "\\frac{5}{6}", "difficulty": 1.0}
+MBPP: dict[str, Any] = {
     "task_id": 1,
     "prompt": "Write a function that doubles a number.",
     "code": "def double(x):\n  return 2 * x",
     "test_imports": ["import math"],
     "test_list": ["assert double(2) == 4", "assert math.isclose(double(0.5), 1)"],
 }
-HUMANEVAL = {
+HUMANEVAL: dict[str, Any] = {
     "task_id": "T/0",
     "prompt": 'import math\n\ndef half(x: int) -> int:\n    return x // 2\n\n\ndef twice_half(x: int) -> int:\n    """ Twice the half. """\n',
     "entry_point": "twice_half",
@@ -140,9 +140,10 @@ def test_rows_are_held_out_by_hash_or_by_file(tmp_path: Path) -> None:
     assert isinstance(task, Finite)
     sizes = task.size("train"), task.size("eval")
     assert sum(sizes) == 100 and 5 <= sizes[1] <= 40
+    splits: tuple[Split, Split] = ("train", "eval")
     asked = {
         split: {task.problem(split, n).prompt for n in range(size)}
-        for split, size in zip(("train", "eval"), sizes, strict=True)
+        for split, size in zip(splits, sizes, strict=True)
     }
     assert not asked["train"] & asked["eval"] and len(asked["train"]) == sizes[0]
     # Two questions of the test file are also in the training file: they are not trained on.
@@ -235,7 +236,7 @@ def test_unusable_files_and_options(tmp_path: Path) -> None:
         make("gsm8k", path="x", skip_rows="3-4")
 
 
-GENESYS = [
+GENESYS: list[dict[str, Any]] = [
     {
         "problem_id": "m1",
         "task_type": "verifiable_math",

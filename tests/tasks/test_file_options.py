@@ -37,7 +37,7 @@ def test_a_file_can_be_pinned_by_its_digest(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(ROW))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    options = {"path": str(path), "eval_path": str(path), "path_sha256": digest}
+    options: dict[str, int | float | str] = {"path": str(path), "eval_path": str(path), "path_sha256": digest}
     assert make_task(TaskSpec(name="gsm8k", options=options)).problem("eval", 0).answer == "2"
     assert "path_sha256" not in keep_files(TaskSpec(name="gsm8k", options=options), tmp_path / "kept").options
     other = TaskSpec(name="gsm8k", options=options | {"path_sha256": "0" * 64})

@@ -105,7 +105,7 @@ def test_states_that_cannot_be_proven(value: float, word: str, monkeypatch: pyte
 
 
 def test_a_modulus_that_merges_indices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At hidden 2,560 a segment has more values than the prime, so a forger may choose the modulus."""
+    """A segment at hidden size 2,560 has more values than the prime, so a forger may choose the modulus."""
     rows = states([32], 2560, seed=4)
     (proof,) = toploc.build_proofs(rows)
     rows[0].zero_()

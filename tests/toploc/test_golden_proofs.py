@@ -37,7 +37,7 @@ def generated_bits(seed: int, count: int) -> np.ndarray:
     bits = (
         z >> np.uint64(63) << np.uint64(15) | exponent << np.uint64(7) | z >> np.uint64(56) & np.uint64(127)
     )
-    return bits.astype(np.uint16)
+    return np.asarray(bits, np.uint16)
 
 
 def states_of(bits: np.ndarray, hidden: int) -> torch.Tensor:

@@ -248,7 +248,7 @@ def test_judges_alone_needs_a_measured_statistic_and_size(noise: Noise, of_token
 
 
 def test_zero_noise_in_float32_still_allows_a_small_difference() -> None:
-    """On one machine float32 noise is zero: z must stay finite, and a tiny difference must not be certain."""
+    """Float32 noise on one machine is zero: z must stay finite, and a tiny difference must not be certain."""
     rows = [[segment(0, 0.0)] * 3 for _ in range(300)]
     still = toploc.measure_noise({"one machine": rows}, model="m", compute_dtype="float32")
     assert not worst([[segment(0, 0.002)] * 3 for _ in range(64)], still)[0]

@@ -94,6 +94,8 @@ def test_padded_segments_give_the_same_statistics(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(verify, "batches", padded_batches)
     for row, padded in zip(plain, toploc.verify_proofs(proofs, near, control_seed=1), strict=True):
         for one, other in zip(row, padded, strict=True):
-            without = {"control_hits": 0, "num_controls": 0}  # other points, by the order of sizes
-            assert one._replace(**without) == other._replace(**without)
+            # Controls are other points, by the order of sizes.
+            assert one._replace(control_hits=0, num_controls=0) == other._replace(
+                control_hits=0, num_controls=0
+            )
             assert other.control_hits <= 12 and other.num_controls == one.num_controls

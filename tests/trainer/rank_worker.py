@@ -79,7 +79,7 @@ def lose_one(ranks: Ranks, model: Path, out: Path) -> None:
     """The last rank exits in the middle of a step; the others must raise RankLost."""
     lockstep = Lockstep(TrainerConfig(), ranks, device="cpu", log=Log("trainer"), stop=threading.Event())
     if not ranks.leads:
-        Learner.step = lambda *_: os._exit(0)  # type: ignore[assignment,method-assign]
+        Learner.step = lambda *_: os._exit(0)  # type: ignore[method-assign]
         lockstep.follow()
     lockstep.create_learner(model, 0.8)
     try:

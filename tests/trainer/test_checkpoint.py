@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny_learner import make_batch, make_learner
 
+from shoal.model.decoder import Decoder
 from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
 from shoal.trainer.io.checkpoint import Checkpoints, load_checkpoint, take_snapshot
@@ -173,6 +174,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, model: Path) -
     checkpoint = checkpoints(tmp_path).newest()
     assert checkpoint is not None
     other = make_learner(model)
+    assert isinstance(other.decoder, Decoder)
     other.decoder.model.layers = other.decoder.model.layers[:1]
     with pytest.raises(ValueError, match="holds another model than the run file names"):
         load_checkpoint(other, checkpoint)

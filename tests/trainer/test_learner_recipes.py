@@ -84,7 +84,7 @@ def test_recomputed_ratio_is_one_at_the_first_update(model: Path) -> None:
     expected = learner_with(model)
     micro = whole(batch)
     logprobs_N = output_logprobs(expected.decoder, micro, temperature=0.8)
-    (-(logprobs_N * micro.advantages_N).mean()).backward()  # type: ignore[no-untyped-call]
+    (-(logprobs_N * micro.advantages_N).mean()).backward()
     torch.testing.assert_close(gradient_of(learner), gradient_of(expected), atol=2e-6, rtol=1e-4)
 
 
@@ -181,7 +181,7 @@ def test_reference_weights_are_swapped_in_and_out(model: Path, tmp_path: Path) -
     path = tmp_path / "reference.safetensors"
     start, micro = weights_of(learner), whole(make_batch(0))
     before_N = output_logprobs(learner.decoder, micro, temperature=0.8).detach()
-    weights = dict(learner.decoder.named_parameters())
+    weights: dict[str, torch.Tensor] = dict(learner.decoder.named_parameters())
     assert load_reference(path, weights, 0) is weights
     reference = Reference(learner.decoder)
     step(learner, make_batch(0))

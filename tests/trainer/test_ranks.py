@@ -19,6 +19,7 @@ from small_coordinator import SmallCoordinator
 from tiny_learner import make_batch, make_learner
 
 from shoal.model.builtin import create_model
+from shoal.model.decoder import Decoder
 from shoal.model.load_model import load_decoder
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
@@ -33,7 +34,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
-PLAIN = {"learning_rate": 1e-3, "warmup_steps": 2, "row_tokens": 48, "rows_per_micro_batch": 2}
+PLAIN: dict[str, Any] = {
+    "learning_rate": 1e-3,
+    "warmup_steps": 2,
+    "row_tokens": 48,
+    "rows_per_micro_batch": 2,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
     "one-row": PLAIN | {"row_tokens": 500, "rows_per_micro_batch": 1},  # the second rank gets no samples
@@ -164,6 +170,7 @@ def test_shards_of_another_model_are_refused(results: dict[Any, Any], tmp_path: 
     checkpoint = sharded_checkpoints(results, tmp_path / "copy").newest()
     assert checkpoint is not None
     other = make_learner(model)
+    assert isinstance(other.decoder, Decoder)
     other.decoder.model.layers = other.decoder.model.layers[:1]
     with pytest.raises(ValueError, match="holds another model than the run file names"):
         load_checkpoint(other, checkpoint)

@@ -113,8 +113,8 @@ def test_a_relay_cannot_pass_one_version_off_as_another() -> None:
 DELTA = Delta(num_bytes=6, blake3=DIGEST, shards=(DIGEST,) * 2)
 
 
-def changed(codec: str = "delta", delta: Delta | None = DELTA, num_shards: int = 0, **more: Any) -> FileEntry:
-    fields = {"delta": delta} if delta is not None else {}
+def changed(codec: Any = "delta", delta: Delta | None = DELTA, num_shards: int = 0, **more: Any) -> FileEntry:
+    fields: dict[str, Any] = {"delta": delta} if delta is not None else {}
     fields |= {"name": "model.safetensors", "num_bytes": 10, "blake3": DIGEST, "shard_bytes": 4} | more
     return FileEntry(**fields, codec=codec, shards=(DIGEST,) * num_shards)
 

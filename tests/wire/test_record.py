@@ -13,7 +13,7 @@ from shoal.wire.keys import Key
 from shoal.wire.lease import Receipt
 from shoal.wire.ledger import LedgerHead
 from shoal.wire.messages import AskLease, Enrol, Heartbeat, RelayReport, Submit
-from shoal.wire.record import Sealed, canonical_json, seal
+from shoal.wire.record import Record, Sealed, canonical_json, seal
 
 KEY = Key.from_seed(bytes(range(32)))
 HEAD = LedgerHead(run="r", seq=7, hash="ab" * 32, time_s=1.5)
@@ -54,7 +54,7 @@ def test_a_bad_body_is_refused_with_a_code(body: bytes) -> None:
 
 
 def test_numbers_outside_of_json_and_database_ranges_are_refused() -> None:
-    for kind, body in [
+    bodies: list[tuple[type[Record], str]] = [
         (AskLease, '{"epoch": 99999999999999999999}'),
         (Enrol, '{"protocol": 99999999999999999999, "software": "x"}'),
         (Submit, '{"epoch": 1, "num_bytes": 0, "sha256": "%s", "policy_version": 1}' % ("ab" * 32)),
@@ -63,14 +63,15 @@ def test_numbers_outside_of_json_and_database_ranges_are_refused() -> None:
         (RelayReport, '{"url": "http://h:1", "versions": [-1]}'),
         (RelayReport, '{"url": "file:///etc/passwd", "versions": []}'),
         (RelayReport, '{"url": "http://h:1/a b", "versions": []}'),
-    ]:
+    ]
+    for kind, body in bodies:
         with pytest.raises(Rejected, match=r"request\.malformed"):
             kind.parse(body)
 
 
 def test_a_record_cannot_be_changed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
-        HEAD.seq = 8  # type: ignore[misc]
+        HEAD.seq = 8
 
 
 def test_canonical_form_follows_rfc_8785() -> None:

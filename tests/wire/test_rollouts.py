@@ -282,7 +282,12 @@ def test_impossible_values_are_refused(change: dict[str, Any]) -> None:
 
 
 def test_a_file_by_another_writer_is_accepted() -> None:
-    for options in ({"compression": "snappy"}, {"compression": "none"}, {"data_page_version": "2.0"}):
+    choices: list[dict[str, Any]] = [
+        {"compression": "snappy"},
+        {"compression": "none"},
+        {"data_page_version": "2.0"},
+    ]
+    for options in choices:
         assert decode(write(**options), LIMITS) == golden_table()
 
 

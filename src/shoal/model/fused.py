@@ -124,7 +124,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _can_pack(dtype: torch.dtype) -> bool:
     """Returns whether torch has the operations. They are private to its compiler and may disappear from a later release."""
     operations = torch.ops.mkldnn
-    if not torch.backends.mkldnn.is_available() or not hasattr(operations, "_linear_pointwise"):  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available() or not hasattr(operations, "_linear_pointwise"):
         return False
     return dtype is torch.float32 or bool(operations._is_mkldnn_bf16_supported())
 

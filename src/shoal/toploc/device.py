@@ -48,7 +48,7 @@ class HostCopy:
         self._tensor = tensor.to("cpu", non_blocking=True)
         self._copied: torch.cuda.Event | None = None
         if tensor.is_cuda:
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied = torch.cuda.Event()
             self._copied.record()
 
     def wait(self) -> Tensor:

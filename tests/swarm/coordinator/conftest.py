@@ -52,7 +52,7 @@ def chosen_store(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def fresh_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with keys and empty tables, to be copied: making them takes longer than most tests."""
+    """Returns a folder with keys and empty tables for tests to copy: creating them takes longer than most tests."""
     dir = tmp_path_factory.mktemp("fresh") / "run"
     open_coordinator(CONFIG, SPEC, dir, log=LOG).close()
     return dir
@@ -60,7 +60,7 @@ def fresh_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def swarm(request: pytest.FixtureRequest, fresh_run: Path, tmp_path: Path) -> Iterator[SmallSwarm]:
-    """A coordinator with no policy, no relay and no node yet; behind a real server for tests marked `on_socket`."""
+    """Yields a coordinator with no policy, no relay and no node yet; behind a real server for tests marked `on_socket`."""
     shutil.copytree(fresh_run, tmp_path / "run")
     on_socket = request.node.get_closest_marker("on_socket") is not None
     swarm = SmallSwarm(tmp_path / "run", on_socket=on_socket)
@@ -70,7 +70,7 @@ def swarm(request: pytest.FixtureRequest, fresh_run: Path, tmp_path: Path) -> It
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
-    """An empty one of each kind."""
+    """Yields an empty database of each kind."""
     sqlite = request.param == "sqlite"
     database = Database(tmp_path / "x.db" if sqlite else request.getfixturevalue("postgres").fresh())
     yield database

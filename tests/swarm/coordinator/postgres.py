@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import psycopg
@@ -21,7 +22,7 @@ PROGRAMS = ("initdb", "postgres")
 
 
 def find(program: str) -> str | None:
-    """On the path, or where Debian keeps it: the newest."""
+    """Returns the program's path: from PATH, or the newest version in Debian's folder."""
     kept = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{program}"), key=lambda path: int(path.parts[4]))
     return shutil.which(program) or (str(kept[-1]) if kept else None)
 
@@ -46,7 +47,7 @@ class Postgres:
         return f"postgresql://{self.user}@/postgres?host={host}&options=-csearch_path%3D{schema}"
 
     def fresh(self) -> str:
-        """The URL of an empty place for one run."""
+        """Returns the URL of an empty database for one run."""
         schema = f"run_{uuid.uuid4().hex[:12]}"
         with psycopg.connect(host=str(self.folder), user=self.user, dbname="postgres", autocommit=True) as db:
             db.execute(f"CREATE SCHEMA {schema}")
@@ -55,12 +56,14 @@ class Postgres:
 
 @contextmanager
 def running_postgres(*, durable: bool = False) -> Iterator[Postgres]:
-    """Not `durable`: tests kill coordinators, never the machine, and need not wait for its disk. Measurements must."""
+    """Starts a server. Only measurements need `durable`: tests kill coordinators, never the machine, so they skip fsync."""
     user = "nobody" if os.geteuid() == 0 else getpass.getuser()
     folder = Path(tempfile.mkdtemp(prefix="shoal-pg-"))
     owner = pwd.getpwnam(user)
     os.chown(folder, owner.pw_uid, owner.pw_gid)
-    who = {"user": user, "group": owner.pw_gid, "cwd": folder} if os.geteuid() == 0 else {"cwd": folder}
+    who: dict[str, Any] = (
+        {"user": user, "group": owner.pw_gid, "cwd": folder} if os.geteuid() == 0 else {"cwd": folder}
+    )
     data = folder / "data"
     programs = {name: os.path.realpath(find(name) or name) for name in PROGRAMS}
     subprocess.run(
@@ -68,15 +71,15 @@ def running_postgres(*, durable: bool = False) -> Iterator[Postgres]:
         check=True,
         capture_output=True,
         timeout=60,
-        **who,  # type: ignore[call-overload]
+        **who,
     )
     settings = ["listen_addresses=", f"unix_socket_directories={folder}", "max_connections=300"]
     settings += [] if durable else ["fsync=off", "full_page_writes=off"]
     arguments = [word for setting in settings for word in ("-c", setting)]
     with (folder / "log").open("wb") as log:
-        server = subprocess.Popen(
+        server: subprocess.Popen[bytes] = subprocess.Popen(
             [programs["postgres"], "-D", data, *arguments], stdout=log, stderr=log, **who
-        )  # type: ignore[call-overload]
+        )
     try:
         _wait_until_up(folder, user, server)
         yield Postgres(folder, user)

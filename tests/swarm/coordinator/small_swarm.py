@@ -1,4 +1,4 @@
-"""A coordinator on a real socket with one client per role, a clock that can be moved, and a short way to do work."""
+"""A coordinator in this process or on a real socket, with one client per role, a clock that can be moved, and helpers that do work."""
 
 import hashlib
 import threading
@@ -49,9 +49,9 @@ from shoal.wire.run_spec import PROTOCOL, RunSpec, Sampling, TaskSpec
 
 LOG = Log("test")
 FRESH_DATABASE: Callable[[], str] | None = None
-"""Makes the URL of an empty PostgreSQL; None: SQLite."""
+"""Makes the URL of an empty PostgreSQL database; None: SQLite is used."""
 STORE_URL = ""
-"""Of an S3-compatible store; empty: the coordinator's folder."""
+"""The URL of an S3-compatible store; empty: the coordinator's folder is used."""
 RELAY_URL = "http://127.0.0.1:9999"
 
 SPEC = RunSpec(
@@ -127,7 +127,7 @@ class Node:
         return self.client.call("POST", f"/v1/leases/{lease.lease_id}/submit", ask, Sealed[Receipt])
 
     def deliver(self, lease: Lease | None = None, data: bytes | None = None) -> Lease:
-        """A lease from issue to receipt."""
+        """Takes one lease from issue to receipt."""
         lease = lease or self.lease()
         data = data or f"rollouts of {lease.lease_id}".encode()
         self.upload(lease, data)
@@ -189,6 +189,11 @@ class SmallSwarm:
         self.public.close()
         self._close_app()
 
+    def stop_server(self) -> None:
+        """Closes the socket, as a coordinator does that is told to stop; only with `on_socket`."""
+        assert self._server is not None
+        self._server.close()
+
     def _close_app(self) -> None:
         if self._server:
             self._server.close()
@@ -198,7 +203,7 @@ class SmallSwarm:
         self.coordinator.close()
 
     def reopen(self) -> None:
-        """As after a crash: nothing is said to the old one but that its socket is gone."""
+        """Starts the coordinator again, as after a crash: the old one is only closed."""
         port = int(self.url.rsplit(":", 1)[1])
         for client in (self.trainer, self.validator, self.relay):
             client.close()
@@ -234,7 +239,7 @@ class SmallSwarm:
         return self.relay.call("POST", "/v1/relays", told, HeartbeatReply)
 
     def start(self) -> None:
-        """Version 0 is out and a relay serves it."""
+        """Publishes version 0 and registers a relay that serves it."""
         self.announce(0)
         self.relay_up()
 
@@ -253,7 +258,7 @@ class SmallSwarm:
         return self.validator.call("POST", f"/v1/checks/{lease.lease_id}/verdict", body, LeaseStatus)
 
     def work(self, node: Node, code: str = "accepted", rewards: tuple[float, ...] = ()) -> Lease:
-        """One lease from issue to verdict."""
+        """Takes one lease from issue to verdict."""
         lease = node.deliver()
         assert self.claim().lease == lease
         self.verdict(lease, code, rewards)
@@ -263,7 +268,7 @@ class SmallSwarm:
         return self.trainer.call("GET", f"/v1/batches/{version}", None, Batch)
 
     def fill(self, node: Node) -> None:
-        """Accepted work until a batch is there."""
+        """Has the node deliver accepted work until a batch is ready."""
         for _ in range(self.config.groups_per_step // self.config.prompts_per_lease):
             self.work(node)
 
@@ -320,7 +325,7 @@ def report(version: int) -> StepReport:
 
 
 def refusal(call: Any, *arguments: Any, **named: Any) -> Refused:
-    """The refusal that a call must end in."""
+    """Makes a call that must be refused and returns the refusal."""
     try:
         answer = call(*arguments, **named)
     except Refused as refused:
@@ -329,7 +334,7 @@ def refusal(call: Any, *arguments: Any, **named: Any) -> Refused:
 
 
 def at_once(call: Any, times: int) -> list[Any]:
-    """The outcomes of the same call made by several threads together."""
+    """Makes the same call from several threads at once and returns the outcomes."""
     gate = threading.Barrier(times)
     outcomes: list[Any] = []
 

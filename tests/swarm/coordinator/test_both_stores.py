@@ -41,7 +41,7 @@ def put(swarm: SmallSwarm, upload: Upload, data: bytes, declared: bytes) -> bool
 
 
 def sweep_up(swarm: SmallSwarm) -> None:
-    """As time does."""
+    """Moves the clock and runs the cleanup that deletes old uploads."""
     if isinstance(swarm.coordinator.store, S3Store):
         late = replace(
             swarm.coordinator, clock=lambda: time.time() + swarm.config.lease_s + SWEEP_SLACK_S + 5

@@ -117,7 +117,7 @@ class Clients:
         self.receipts: list[int] = []
 
     def persist(self, action: Callable[..., T], *arguments: Any) -> T:
-        """As every client must: a coordinator that is away comes back."""
+        """Retries the action while the coordinator is down, as every client does."""
 
         def attempt() -> T:
             try:

@@ -19,6 +19,7 @@ from small_swarm import CONFIG, LOG, SPEC, manifest
 from sqlalchemy import select
 
 from ledger_reader import read_ledger
+from shoal.net.object_store import LocalStore
 from shoal.swarm.coordinator.context import DATABASE_FILE, Coordinator, Transaction, open_coordinator
 from shoal.swarm.coordinator.housekeeping import resume, tick
 from shoal.swarm.coordinator.leases import batches, issue, submissions, uploads, verdicts
@@ -88,6 +89,7 @@ class Errand:
         ask = AskUpload.model_validate(what)
         upload = self.act(NODE, lambda tx: uploads.ask_upload(tx, coordinator, lease.lease_id, ask))
         token = upload.path.removeprefix(uploads.PATH)
+        assert isinstance(coordinator.store, LocalStore)
         incoming = coordinator.store.receive(token, ask.sha256, len(data))
         incoming.write(data)
         incoming.finish()

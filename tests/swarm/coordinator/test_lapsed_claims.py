@@ -28,7 +28,7 @@ def test_it_is_void_if_its_version_has_gone_stale(swarm: SmallSwarm) -> None:
     lease = node.deliver()
     swarm.claim()
     publish(swarm, *range(1, SPEC.max_lag + 2))
-    assert node.status(lease).state == "checking", "whoever is at it may finish it"
+    assert node.status(lease).state == "checking", "the validator that has claimed it may finish"
     swarm.clock.ahead_s = CONFIG.claim_s + 1
     assert refusal(swarm.claim).code == "request.too_early"
     swarm.tick()

@@ -9,6 +9,7 @@ import pytest
 import small_swarm
 from small_swarm import Node, SmallSwarm
 
+from shoal.net.object_store import LocalStore
 from shoal.swarm.coordinator.leases.uploads import find_expected, mark_stored
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease
@@ -87,7 +88,9 @@ def test_bytes_that_come_in_after_others_were_declared_are_refused(swarm: SmallS
     token = node.ask_upload(lease, b"first").path.rsplit("/", 1)[1]
     with swarm.coordinator.database.read() as db:
         expected = find_expected(db, token, swarm.clock())
-    incoming = swarm.coordinator.store.receive(token, expected.sha256, expected.num_bytes)
+    store = swarm.coordinator.store
+    assert isinstance(store, LocalStore)
+    incoming = store.receive(token, expected.sha256, expected.num_bytes)
     incoming.write(b"first")
     node.ask_upload(lease, b"second")
     incoming.finish()

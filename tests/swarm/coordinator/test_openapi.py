@@ -87,6 +87,7 @@ class Signed(requests.auth.AuthBase):
         )
         body = request.body or b""
         content = body.encode() if isinstance(body, str) else body
+        assert isinstance(content, bytes)
         request.headers.update(sign_request(self._key, target, content, now_s=time.time()))
         return request
 

@@ -138,7 +138,7 @@ def test_the_page_survives_a_restart(swarm: SmallSwarm, page: Any) -> None:
     step(swarm, node, 1)
     page.goto(swarm.url)
     points(page, 1)
-    swarm._server.close()
+    swarm.stop_server()
     page.wait_for_selector("#lost", state="visible")
     assert "has not answered since" in page.inner_text("#lost")
     assert page.get_attribute("#link", "data-state") == "lost"

@@ -49,7 +49,7 @@ def test_the_list_has_the_neediest_first(url: str) -> None:
     node = Node(f"{url}/runs/small", Key.generate()).join()
     assert listed() == ["big", "small"]
     node.client.close()
-    # From within a run, too: whoever has one address finds all.
+    # A run's own address lists all runs, too.
     assert httpx2.get(f"{url}/runs/big/v1/runs").content == httpx2.get(f"{url}/v1/runs").content
 
 

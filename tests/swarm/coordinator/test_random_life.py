@@ -15,6 +15,7 @@ from small_swarm import CONFIG, LOG, SPEC, manifest, report
 from sqlalchemy import Connection, select
 
 from ledger_reader import read_ledger
+from shoal.net.object_store import LocalStore
 from shoal.swarm.coordinator.context import DATABASE_FILE, Transaction, newest_version, open_coordinator
 from shoal.swarm.coordinator.housekeeping import resume, tick
 from shoal.swarm.coordinator.leases import batches, issue, lifecycle, submissions, uploads, verdicts
@@ -135,6 +136,7 @@ class Life:
         if upload is None:
             return
         token = upload.path.removeprefix(uploads.PATH)
+        assert isinstance(store, LocalStore)
         incoming = store.receive(token, sha256, len(data))
         incoming.write(data)
         incoming.finish()
@@ -153,7 +155,7 @@ class Life:
             self.act(node, lambda tx: lifecycle.abandon(tx, self.coordinator, lease.lease_id, ask))
 
     def open_sessions_again(self) -> None:
-        """As after a silence: each is heard of again, in the same session."""
+        """Sends a heartbeat of every node in its old session, as after a network outage."""
         for node in self.held:
             self.act(node, lambda tx: nodes.heartbeat(tx, self.coordinator, Heartbeat(epoch=1, phase="back")))
 

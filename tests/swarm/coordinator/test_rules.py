@@ -88,7 +88,7 @@ def test_trust_moves_only_along_the_documented_arrows(events: list[tuple[TrustEv
 
 @given(steps)
 def test_only_full_checks_build_trust(events: list[tuple[TrustEvent, float]]) -> None:
-    """Without a full check no node becomes trusted, and every submission is checked."""
+    """A node without a full check never becomes trusted, so every submission of it is checked."""
     for _, _, after, _ in live([step for step in events if step[0] is not TrustEvent.ACCEPTED]):
         assert after.trust is not Trust.TRUSTED
         assert check_rate(after, floor=0.05) == 1.0

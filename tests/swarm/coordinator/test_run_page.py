@@ -240,7 +240,7 @@ def test_a_slow_snapshot_is_taken_less_often(swarm: SmallSwarm, monkeypatch: pyt
 def test_a_stopping_server_ends_the_event_streams(swarm: SmallSwarm, viewers: list[Viewer]) -> None:
     viewers.append(Viewer(swarm.url))
     viewers[0].next()
-    swarm._server.close()
+    swarm.stop_server()
     # The stream ended properly: the connection was not cut.
     for _ in viewers[0].events():
         pass

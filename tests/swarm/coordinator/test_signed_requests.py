@@ -161,7 +161,7 @@ def test_two_at_once_with_one_nonce_one_wins(swarm: SmallSwarm) -> None:
 
 
 def test_a_refused_request_is_spent_too(swarm: SmallSwarm) -> None:
-    # Else whoever captured a refused request could have it carried out once the reason is gone.
+    # Otherwise a captured request could be replayed once the reason for its refusal is gone.
     node = swarm.node()
     body = AskLease(epoch=node.epoch).model_dump_json().encode()
     headers = headers_for(swarm, node, body, path="/v1/leases")

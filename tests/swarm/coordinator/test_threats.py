@@ -419,7 +419,8 @@ def test_17_keys_that_nobody_admitted(tmp_path: Path, admission: str) -> None:
     swarm = SmallSwarm(tmp_path, CONFIG.model_copy(update={"admission": admission, "work_bits": 30}))
     swarm.start()
     with unchanged(swarm):
-        for credentials in ({}, {"invite": "guess"}, {"work": "00"}):
+        attempts: tuple[dict[str, Any], ...] = ({}, {"invite": "guess"}, {"work": "00"})
+        for credentials in attempts:
             ask = Enrol(protocol=PROTOCOL, software="test", **credentials)
             client = swarm.stranger().client
             assert refusal(client.call, "POST", "/v1/enrol", ask, Enrolled).code == "request.not_admitted"

@@ -128,7 +128,7 @@ def test_prepared_statements_outlast_a_rollback(postgres: Any) -> None:
 
 
 def test_heartbeats_of_one_group_are_told_apart(swarm: SmallSwarm) -> None:
-    """A valid heartbeat, one of an older session and one of an unknown key: each gets its own answer."""
+    """Each heartbeat of a group gets its own answer: a valid one, one of an older session, one of an unknown key."""
     swarm.start()
     well, stale = swarm.node(), swarm.node()
     stale.epoch -= 1

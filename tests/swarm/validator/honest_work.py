@@ -87,7 +87,7 @@ class Drawn:
 
 @torch.inference_mode()
 def generate(lease: Lease, policy: LoadedPolicy, *, temperature: float | None = None) -> list[Drawn]:
-    """Every row of the lease, all at once; prompts of a sort task are all of one length."""
+    """Generates every row of the lease in one batch; prompts of a sort task have one length."""
     decoder, tokenizer = policy.decoder, policy.tokenizer
     samples, max_new = lease.sampling.samples_per_prompt, lease.sampling.max_new_tokens
     prompts = [
@@ -129,7 +129,7 @@ def generate(lease: Lease, policy: LoadedPolicy, *, temperature: float | None = 
 def make_table(
     lease: Lease, policy: LoadedPolicy, rows: list[Drawn] | None = None, *, prover: LoadedPolicy | None = None
 ) -> RolloutTable:
-    """The honest table. `prover` and `rows` are for those who are not."""
+    """Returns the honest table. Liars pass their own `prover` and `rows`."""
     rows = rows if rows is not None else generate(lease, policy)
     ends, hidden = policy.tokenizer.end_tokens, policy.decoder.shape.hidden_size
     states = [torch.stack(row.states) if row.states else torch.zeros(0, hidden) for row in rows]

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shoal.model.builtin import create_model
 from shoal.model.load_model import load_decoder
@@ -92,7 +92,11 @@ class Swarm:
         return self.node.call("POST", "/v1/leases", AskLease(epoch=self.epoch), Sealed[Lease]).body
 
     def submit(self, lease: Lease, data: bytes, version: int = 0) -> None:
-        what = {"epoch": self.epoch, "num_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        what: dict[str, Any] = {
+            "epoch": self.epoch,
+            "num_bytes": len(data),
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
         upload = self.node.call("POST", f"/v1/leases/{lease.lease_id}/upload", AskUpload(**what), Upload)
         self.node.put_bytes(upload.path, data)
         body = Submit(**what, policy_version=version)

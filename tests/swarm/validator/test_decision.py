@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ def noise(policy: LoadedPolicy) -> Noise:
 
 
 def stale(policy: LoadedPolicy, size: float) -> LoadedPolicy:
-    """Every weight a step of Adam away."""
+    """Returns the policy with every weight moved by one step of Adam."""
     decoder = copy.deepcopy(policy.decoder)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -223,7 +224,7 @@ def verdict_on(
     *,
     facts_of: list[RowFacts] | None = None,
 ) -> str:
-    """On rows that claim what `facts` say, unless `facts_of` says otherwise."""
+    """Returns the code for rows that claim what `facts` say, unless `facts_of` gives other claims."""
     rows = [
         Rollout(
             prompt_index=index // 4,
@@ -244,7 +245,7 @@ def verdict_on(
 
 
 def test_only_certain_lies_are_rejected(measured: Noise) -> None:
-    """The further off, the harsher: accepted, void without blame, refused. Never a refusal where honest work could be."""
+    """Growing distance leads from accepted to void to rejected. Work that could be honest is never rejected."""
     honest = [verdict_on(made_up(measured, 0.0, seed=seed), measured) for seed in range(100)]
     assert honest.count(ACCEPTED) >= 97 and not any(code.startswith("reject.") for code in honest)
     found = [verdict_on(made_up(measured, step / 50, seed=step), measured) for step in range(150)]
@@ -327,12 +328,15 @@ def without_small_blocks(noise: Noise) -> Noise:
     return noise.model_copy(update={"logprobs": few(noise.logprobs), "draws": few(noise.draws)})
 
 
+def four_more(column: Any) -> Any:
+    """Returns the column with its last value four times more."""
+    return np.append(column, [column[-1]] * 4)
+
+
 def test_the_last_tokens_of_a_row_are_judged_where_no_calibration_knows_their_block(measured: Noise) -> None:
     noise = without_small_blocks(measured)
     longer = [
-        replace(
-            fact, **{name: np.append(getattr(fact, name), [getattr(fact, name)[-1]] * 4) for name in COLUMNS}
-        )
+        replace(fact, **{name: four_more(getattr(fact, name)) for name in COLUMNS})
         for fact in made_up(measured, 0.0, seed=4)
     ]
     assert verdict_on(longer, noise) == ACCEPTED

@@ -91,7 +91,7 @@ def work(behaviour: Behaviour, engine: Engine, lease: Lease, folder: Path, versi
 def two_verdicts(
     lie: str | None, versions: list[Path], reader: TableReader, spec: RunSpec = SPEC
 ) -> list[Verdict]:
-    """On a lease with each version, one after the other."""
+    """Returns the verdicts on two leases, one per version."""
     behaviour = make_behaviour(lie, "http://127.0.0.1:1") if lie else Behaviour()
     engine = behaviour.engine(
         TorchEngine(compute_dtype=behaviour.compute_dtype("float32"), proof=spec.proof, max_rows=32)

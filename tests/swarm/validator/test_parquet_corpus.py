@@ -30,7 +30,7 @@ def reader() -> Iterator[TableReader]:
 
 
 def written(**options: Any) -> bytes:
-    """A table by another hand: other codecs, encodings, pages."""
+    """Returns a table written with other codecs, encodings or pages than ours."""
     sink = pa.BufferOutputStream()
     rows: dict[str, list[object]] = {name: values * 4 for name, values in columns_with().items()}
     rows["sample_index"] = [0, 1, 2, 3]
@@ -88,7 +88,7 @@ def in_footer(data: bytearray, rng: random.Random) -> None:
 
 
 def of_another(data: bytearray, rng: random.Random) -> None:
-    """The head of one file and the footer of another."""
+    """Joins the head of one file to the footer of another."""
     other = rng.choice(list(GOOD.values()))
     data[rng.randrange(len(data)) :] = other[rng.randrange(len(other)) :]
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("vocab_size", [500, 4096, 9001])
 @pytest.mark.parametrize("sharpness", [2.0, 8.0])
 def test_kernel_equals_the_plain_lines(
-    vocab_size: int, sharpness: float, kernel_device: str, tmp_path: Path
+    vocab_size: int, sharpness: float, kernel_device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from shoal.model.kernels.logits import token_intervals  # needs Triton
 
@@ -25,7 +25,7 @@ def test_kernel_equals_the_plain_lines(
     decoder = make_policy(tmp_path).decoder
     logits_NV = sharpness * torch.randn(7, vocab_size)
     logits_NV[2] = logits_NV[2].sort().values  # the largest so far changes all the time
-    decoder.logits = lambda _: logits_NV  # type: ignore[method-assign]
+    monkeypatch.setattr(decoder, "logits", lambda _: logits_NV)
     tokens_N = torch.tensor([0, vocab_size - 1, *torch.randint(0, vocab_size, (5,)).tolist()])
     with torch.inference_mode():
         expected_5N = _distribution(decoder, logits_NV, tokens_N, 0.7)

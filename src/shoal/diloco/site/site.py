@@ -161,7 +161,7 @@ class Site:
         kind = torch.device(self._device).type
         with torch.autocast(kind, torch.bfloat16) if half else contextlib.nullcontext():
             loss = next_token_loss(self.model, tokens_BT) * share
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return float(loss.detach())
 
     def _report_round(self, report: RoundReport) -> None:

@@ -198,4 +198,4 @@ class EndedRowsReader:
             if host_S.shape == ended_S.shape and copied is not None:
                 return host_S, copied
         host_S = torch.empty(ended_S.shape, dtype=ended_S.dtype, pin_memory=True)
-        return host_S, torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return host_S, torch.cuda.Event()

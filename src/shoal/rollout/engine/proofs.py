@@ -41,7 +41,7 @@ class Prover:
         self._proof, self._end_tokens = proof, end_tokens
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device)
         self._thread = single_core_pool(1, "prover")
         self._waiting: list[_EndedRows] = []
         self._jobs: deque[Future[list[FinishedRow]]] = deque()
@@ -55,7 +55,7 @@ class Prover:
         tokens_RN, logprobs_RN, copied = outputs.tokens_RN, outputs.logprobs_RN, None
         if self._stream is not None:
             tokens_RN, logprobs_RN = _to_host(tokens_RN), _to_host(logprobs_RN)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied = torch.cuda.Event()
             copied.record()
         rows = _EndedRows(requests, counts, tokens_RN, logprobs_RN, outputs.states_RNH, copied)
         self._waiting.append(rows)

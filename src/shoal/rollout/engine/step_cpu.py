@@ -156,7 +156,7 @@ class CpuStep:
     def _share(self, rows: range) -> "_RowShare":
         places_B = self.slots.prompt_places_S[rows.start : rows.stop]
         order_B = places_B.argsort(stable=True)
-        places, counts = places_B[order_B].unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
+        places, counts = places_B[order_B].unique_consecutive(return_counts=True)
         group = self._weights.shape.num_heads // self._weights.shape.num_kv_heads
         prompts = [self._prompts[place] for place in places.tolist()]
         stops = counts.cumsum(0) * group

@@ -57,7 +57,7 @@ class CudaStep:
         self._plan_table = torch.zeros(self._plan.table_size, dtype=torch.int64, device=device)
         self._tables = row_tables(slots.fields_6S, self._plan_table, slots.index_S)
         # Prompts are computed beside the decoding, whose small kernels leave much of the chip idle.
-        self._prefill_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._prefill_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._with_graphs = graphs
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 

@@ -283,7 +283,7 @@ def _side_stream(device: torch.device) -> Iterator[None]:
 @functools.cache
 def _priority_stream(device: torch.device) -> torch.cuda.Stream:
     # High priority, because the host reads its results while the GPU computes the rest.
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def _finish_batch(

@@ -228,7 +228,7 @@ class Learner:
             if with_gap:
                 sums.add_gap(scores.logprobs_N, micro.behaviour_N, micro.lags_N)
             loss = self._loss(minibatch, replace(scored, micro=micro), scores, sums)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
 
     def _loss(
         self, minibatch: Minibatch, scored: ScoredMicroBatch, scores: TokenScores, sums: StepSums

@@ -109,7 +109,7 @@ class WorkingCopy:
         self._seen = -1
         for one, of in zip(self._copies, self._masters, strict=True):
             if one.requires_grad:
-                one.register_post_accumulate_grad_hook(partial(_move_gradient, of))  # type: ignore[no-untyped-call]
+                one.register_post_accumulate_grad_hook(partial(_move_gradient, of))
 
     def refresh(self) -> None:
         """Copies the master weights if anything has written to them since the last call."""

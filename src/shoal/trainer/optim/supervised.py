@@ -64,6 +64,6 @@ def _accumulate(learner: Learner, samples: list[TrainSample], stop: threading.Ev
             raise Stopped("stopped in the supervised warm-up")
         logprobs_N = output_logprobs(learner.policy, micro.to(learner.device), temperature=1.0)
         loss = -logprobs_N.sum() / num_tokens
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         total += float(loss.detach())
     return learner.ranks.total(total)

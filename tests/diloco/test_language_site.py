@@ -1,5 +1,6 @@
 """Tests of model families that only transformers knows: loaded, divided into fragments, trained in rounds."""
 
+import functools
 import threading
 from pathlib import Path
 
@@ -89,7 +90,7 @@ min_peers = 2
         for name in ("one", "two")
     ]
     before = sites[0]._validate()
-    first, second = in_threads([lambda site=site: site.train(join_s=30) for site in sites])
+    first, second = in_threads([functools.partial(site.train, join_s=30) for site in sites])
     assert sites[0].optimizer.outer_state.digest() == sites[1].optimizer.outer_state.digest()
     assert sites[0].optimizer.outer_state.round == 6
     assert max(first.validation, second.validation) < before - 0.2
