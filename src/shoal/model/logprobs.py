@@ -72,7 +72,7 @@ def token_scores(
         return _scores(head.logits(hidden_NH), targets_N, temperature)
     if head.bias_V is None and head.softcap is None:
         # Plain products have the hand-written gradient below, which needs no float32 copy of the logits.
-        both = _Scores.apply(hidden_NH, head.weight_VH, targets_N, temperature / head.scale, chunk)
+        both = _Scores.apply(hidden_NH, head.weight_VH, targets_N, temperature / head.scale, chunk)  # type: ignore[no-untyped-call]
         return TokenScores(*both)
 
     def of_chunk(hidden: Tensor, targets: Tensor) -> TokenScores:
