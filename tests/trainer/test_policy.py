@@ -116,6 +116,7 @@ def test_packing_does_not_change_the_steps_of_other_families(tmp_path: Path, fam
 
     sizes = {"vocab_size": 80, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = AutoConfig.for_model(family, **sizes, intermediate_size=96, initializer_range=0.2)
+    torch.manual_seed(3)  # the error of bfloat16 depends on the weights
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "theirs")
     create_model(str(tmp_path / "theirs"), tmp_path / "ours", seed=0)
     results = []
