@@ -1,10 +1,12 @@
 """What tests of several rooms need from the machine, a browser or a GPU; they are skipped, with the reason, where there is none."""
 
+import functools
 import os
 import shutil
 from collections.abc import Iterator
 from typing import Any
 
+import httpcore2
 import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -20,6 +22,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         if "postgres" in getattr(item, "fixturenames", ()) or "postgresql" in parameters.values():
             item.add_marker(pytest.mark.integration)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_tls_context() -> Iterator[None]:
+    """Shares one TLS context among all HTTP clients: each would read the list of certificate authorities (25 ms)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(httpcore2, "default_ssl_context", functools.cache(httpcore2.default_ssl_context))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -55,7 +55,8 @@ def test_shards_before_an_early_end_are_kept(origin: Any, kit: Any, serve: Any, 
 
         await spy.app(scope, receive, some)
 
-    asked_of(origin, kit, serve, fetch, 1e9, end_early)
+    spy = asked_of(origin, kit, serve, fetch, 1e9, end_early)
+    assert spy.asked, "the relay whose responses end early was never asked"
 
 
 @pytest.mark.parametrize(

@@ -42,4 +42,5 @@ def test_contradicting_settings_are_rejected(settings: dict[str, object], messag
 
 
 def test_known_metrics_are_accepted() -> None:
-    TrainerConfig(metrics=("tensorboard", "wandb", "prometheus:9400", "prometheus:0.0.0.0:9400"))
+    sinks = ("tensorboard", "wandb", "prometheus:9400", "prometheus:0.0.0.0:9400")
+    assert TrainerConfig(metrics=sinks).metrics == sinks

@@ -12,6 +12,7 @@ from small_swarm import CONFIG, LOG, SPEC, SmallSwarm
 
 from s3_stores import Store, strict_store
 from shoal.swarm.coordinator.context import open_coordinator
+from shoal.swarm.coordinator.store import database as database_module
 from shoal.swarm.coordinator.store.database import Database
 
 try:
@@ -26,6 +27,14 @@ def postgres() -> Iterator["Postgres"]:
         pytest.skip(f"PostgreSQL: {why_not()}")
     with running_postgres() as server:
         yield server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """Lets SQLite return before data is on disk: only a power cut could tell. Coordinators in child processes still wait."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(database_module, "SQLITE_SYNCHRONOUS", "OFF")
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

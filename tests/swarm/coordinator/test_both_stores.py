@@ -123,6 +123,8 @@ def test_an_answer_that_was_lost_is_asked_for_again(swarm: SmallSwarm) -> None:
     for _ in range(2):
         node.upload(lease, b"the same")
     node.submit(lease, b"the same")
+    assert objects(swarm) == 1
+    assert node.status(lease).state == "submitted"
 
 
 def test_the_same_place_until_the_bytes_differ(swarm: SmallSwarm) -> None:

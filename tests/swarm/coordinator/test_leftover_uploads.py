@@ -79,6 +79,7 @@ def test_what_another_is_about_to_submit_stays(swarm: SmallSwarm) -> None:
     other.upload(theirs, b"the same")
     abandon(other, theirs)
     node.submit(mine, b"the same")
+    assert stored_files(swarm) == [hashlib.sha256(b"the same").hexdigest()]
 
 
 def test_bytes_that_come_in_after_others_were_declared_are_refused(swarm: SmallSwarm) -> None:

@@ -22,6 +22,8 @@ from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 
 BUSY_TIMEOUT_MS = 10_000
+# A commit waits for the disk: after a power cut every answered request is still there. Tests turn this off.
+SQLITE_SYNCHRONOUS = "FULL"
 # Every thread of the server's pool may read at once; a request must never wait for a connection.
 READERS = 48
 # One writer among all coordinators of a run. The schema that the connection works in tells runs apart.
@@ -215,7 +217,7 @@ def _configure_sqlite(engine: Engine) -> None:
         cursor = connection.cursor()
         for pragma in (
             "journal_mode=WAL",
-            "synchronous=FULL",
+            f"synchronous={SQLITE_SYNCHRONOUS}",
             "foreign_keys=ON",
             f"busy_timeout={BUSY_TIMEOUT_MS}",
         ):
