@@ -8,7 +8,6 @@ import pytest
 from pydantic import BaseModel
 
 from shoal.cli.run.runfile import RunFile, load_run_file
-from shoal.wire.codes import CODES
 
 ROOT = Path(__file__).parent.parent
 NUMBER = re.compile(r"\d[\d,.]*\d|\d")
@@ -26,9 +25,9 @@ def is_section(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-@pytest.mark.parametrize("key", sorted(leaf_keys(RunFile)))
-def test_every_key_of_a_run_file_is_documented(key: str) -> None:
-    assert f"`{key}`" in (ROOT / "docs" / "run-file.md").read_text(), f"docs/run-file.md does not name {key}"
+def test_every_key_of_a_run_file_is_documented() -> None:
+    page = (ROOT / "docs" / "run-file.md").read_text()
+    assert [key for key in sorted(leaf_keys(RunFile)) if f"`{key}`" not in page] == []
 
 
 def test_a_run_file_stays_small() -> None:
@@ -45,13 +44,6 @@ def test_links_between_the_docs_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
             if not target.startswith(("http://", "https://")):
                 assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
-
-
-@pytest.mark.parametrize("code", sorted(CODES))
-def test_every_code_is_explained(code: str) -> None:
-    meaning = CODES[code]
-    assert meaning.meaning and meaning.remedy
-    assert (meaning.status > 0) == code.startswith("request.")
 
 
 def test_the_readme_is_short_and_shows_what_it_must() -> None:

@@ -142,6 +142,7 @@ def test_identity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "has joined no run yet" in capsys.readouterr().err
 
 
+@pytest.mark.integration
 def test_worker_limits_thread_spinning_unless_the_owner_sets_it(tmp_path: Path) -> None:
     """The setting has no effect after torch is imported, so the command must not import torch first."""
     code = (
@@ -210,6 +211,7 @@ def test_stopping_before_joining(tmp_path: Path) -> None:
         assert not run.stats().nodes
 
 
+@pytest.mark.integration
 def test_ctrl_c_ends_the_question(tmp_path: Path) -> None:
     """The question waits at a terminal without an answer."""
     with small_run(tmp_path) as run:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.integration
+
 DEMO = Path(__file__).parent.parent.parent / "runs" / "demo.toml"
 
 
