@@ -52,7 +52,7 @@ class Child:
         return f"http://127.0.0.1:{self.port}"
 
     def tell(self, line: str) -> None:
-        assert isinstance(self.ready, dict)  # else its first word would be taken for the answer
+        assert isinstance(self.ready, dict)  # otherwise its first message would be read as the answer
         assert self._process.stdin is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()

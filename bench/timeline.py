@@ -145,7 +145,7 @@ def _advance(
     free_s = heapq.heappop(checkers)
     checked_s = max(done_s, free_s) + setting.check_s
     heapq.heappush(checkers, checked_s)
-    # Nobody leases what the trainer cannot use: the coordinator issues `max_lag + 1` steps' worth at most.
+    # No work is leased that the trainer cannot use: the coordinator issues `max_lag + 1` steps' worth at most.
     limit = setting.batch_rows * (setting.max_lag + 1)
     if len(waiting) * setting.file_rows < limit:
         waiting.append((checked_s, version))

@@ -1,4 +1,4 @@
-"""What tests of several rooms need from the machine, a browser or a GPU; they are skipped, with the reason, where there is none."""
+"""Fixtures for tests of several rooms: a browser and a GPU. Without them tests are skipped with the reason."""
 
 import functools
 import os
@@ -56,10 +56,10 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def page(chromium: Any) -> Iterator[Any]:
-    """A page whose console must stay free of errors; a network that is gone is not the page's doing."""
+    """Yields a page whose console must show no errors except lost connections, which tests cause themselves."""
     context = chromium.new_context(viewport={"width": 1200, "height": 900})
     page = context.new_page()
-    # A snapshot that is dear to take, as on a busy machine, is taken every 30 s only.
+    # On a busy machine a snapshot is taken only every 30 s.
     page.set_default_timeout(75_000)
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
@@ -71,7 +71,7 @@ def page(chromium: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def kernel_device() -> str:
-    """Where Triton's kernels can run: "cuda", or "cpu" under Triton's interpreter, which knows no bfloat16 products."""
+    """Returns where Triton's kernels can run: "cuda", or "cpu" under Triton's interpreter, which knows no bfloat16 products."""
     import torch  # not wanted by most tests
 
     if torch.cuda.is_available():

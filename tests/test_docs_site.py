@@ -1,4 +1,4 @@
-"""The docs as a site in a real Chromium: it asks nobody else for anything, is searched, and fits a phone."""
+"""The docs as a site in a real Chromium: it loads nothing from other servers, has a search, and fits a phone."""
 
 import functools
 import http.server

@@ -1,4 +1,4 @@
-"""The books of a run, gone through after its end: what must hold whatever was killed, and whenever.
+"""Checks of a finished run that must hold whatever was killed, and whenever.
 
 The ledger is the source; the coordinator's tables, the trainer's files and the relays' are held against it.
 """
@@ -51,14 +51,14 @@ def open_books(swarm: Swarm) -> Books:
 
 
 def keep_head(swarm: Swarm) -> Sealed[LedgerHead]:
-    """What an auditor would write down while the run goes on."""
+    """Returns the signed ledger head, as an auditor keeps it during the run."""
     return Sealed[LedgerHead].parse(
         httpx2.get(f"{swarm.url}/v1/ledger/head", timeout=10.0).raise_for_status().content
     )
 
 
 def check_books(swarm: Swarm, heads: Iterable[Sealed[LedgerHead]] = ()) -> Books:
-    """All that must hold of a run that has come to its end."""
+    """Checks everything that must hold for a finished run."""
     books = open_books(swarm)
     check_ledger(books, heads)
     check_versions(books)
@@ -72,7 +72,7 @@ def check_books(swarm: Swarm, heads: Iterable[Sealed[LedgerHead]] = ()) -> Books
 
 
 def check_ledger(books: Books, heads: Iterable[Sealed[LedgerHead]]) -> None:
-    """Nothing that was once signed has changed since."""
+    """Checks that no signed ledger head has changed."""
     count, _ = verify_chain(books.events)
     run_key = Key.load(books.folder / "coordinator" / "keys" / "run.key").public
     for sealed in heads:
@@ -99,14 +99,14 @@ def check_signed_head(swarm: Swarm, books: Books) -> None:
 
 
 def check_versions(books: Books) -> None:
-    """Published in order, each once."""
+    """Checks that every version was published once, in order."""
     published = [event.body["version"] for event in books.of("policy.published")]
     assert published == list(range(books.file.run.last_version + 1))
     assert [event.body["version"] for event in books.of("run.finished")] == [books.file.run.last_version]
 
 
 def check_batches(books: Books) -> None:
-    """Every batch once, full, of accepted training work alone, within the lag, and no group in two."""
+    """Checks that every batch is formed once, is full, has only accepted training work within the lag, and shares no group."""
     issued = {event.body["lease_id"]: event.body for event in books.of("lease.issued")}
     assert len(issued) == len(books.of("lease.issued")), "a lease was issued twice"
     received = {event.body["lease_id"]: event.body for event in books.of("submission.received")}
@@ -128,7 +128,7 @@ def check_batches(books: Books) -> None:
 
 
 def check_no_group_lost(books: Books) -> None:
-    """What was accepted and had something to teach was trained on, went stale, or is still ready."""
+    """Checks that accepted work with a training signal was trained on, became stale, or is still ready."""
     size = books.file.sampling.samples_per_prompt
     purposes = {event.body["lease_id"]: event.body["purpose"] for event in books.of("lease.issued")}
     taught: set[str] = set()
@@ -165,7 +165,7 @@ def check_metrics(books: Books) -> None:
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """The steps of metrics.jsonl, without the time at which each was written down."""
+    """Returns the steps of metrics.jsonl without their timestamps."""
     lines = [json.loads(line) for line in (folder / "trainer" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line.pop("event") == "step" and line.pop("time_s")]
     assert all(StepReport.parse(json.dumps(step).encode()) for step in steps)
@@ -173,7 +173,7 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def check_credit(books: Books) -> None:
-    """A node's credit is what its accepted work comes to."""
+    """Checks that a node's credit equals the sum of its accepted work."""
     earned: Counter[str] = Counter()
     revoked = {id for event in books.of("credit.revoked") for id in event.body["lease_ids"]}
     for event in books.of("verdict.given"):

@@ -1,4 +1,4 @@
-"""A contributor's own client, made of the worker's parts, that a test can make say anything at any point."""
+"""A client made of the worker's parts that lets a test send anything at any point."""
 
 import hashlib
 import secrets
@@ -27,22 +27,22 @@ from shoal.wire.record import Sealed
 from shoal.wire.rollouts import FORMAT, SCHEMA, Rollout, RolloutTable
 
 WAIT_S = 90.0
-"""Far more than anything takes: only a hang reaches it."""
+"""A limit that only a hang reaches."""
 TRIES = 8
 ANY_LEASE = "f" * 32
 ENDLESS = 64 << 20
-"""Bytes after which a stream that nobody cut counts as endless. Kernel buffers hold a few of them."""
+"""A stream that is not cut after this many bytes counts as endless. Kernel buffers hold some of them."""
 
 
 class Made(NamedTuple):
-    """A file, and the version it is said to be made with."""
+    """A file and the version that it claims."""
 
     data: bytes
     version: int
 
 
 class Liar:
-    """A node of its own: enrolled, in session, able to do honest work. What it sends is up to the test."""
+    """A node that is enrolled, has a session and can do honest work. The test decides what it sends."""
 
     def __init__(self, url: str, folder: Path) -> None:
         folder.mkdir(parents=True)
@@ -72,7 +72,7 @@ class Liar:
         return make_table(lease, policy.version, finished)
 
     def deliver(self, make: Callable[[Lease], Made]) -> LeaseStatus:
-        """Lease, make, upload, submit, and what the validator says; again if the run went on too fast for it."""
+        """Takes a lease, makes a file, uploads and submits it, and returns the verdict. Tries again if the work became stale."""
         for _ in range(TRIES):
             lease = self.session.ask_lease()
             made = make(lease)
@@ -83,7 +83,7 @@ class Liar:
         return status
 
     def verdict_on(self, lease: Lease) -> LeaseStatus:
-        """What became of a submission, once a validator has looked at it."""
+        """Waits for the verdict on a submission and returns it."""
         give_up_s = time.monotonic() + WAIT_S
         while time.monotonic() < give_up_s:
             status = self.session.ask_status(lease.lease_id)
@@ -102,7 +102,7 @@ class Liar:
         ask = Submit(epoch=self.epoch, num_bytes=len(data), sha256=sha256_of(data), policy_version=version)
         return self.client.call("POST", f"/v1/leases/{lease_id}/submit", ask, Sealed[Receipt])
 
-    # -- what anybody can see ---------------------------------------------------------------------------------
+    # -- public state ---------------------------------------------------------------------------------
 
     def events_since_it_enrolled(self) -> list[LedgerEvent]:
         events: list[LedgerEvent] = []
@@ -124,7 +124,7 @@ def sha256_of(data: bytes) -> str:
 
 
 def refusal(call: Callable[..., Any], *arguments: Any) -> str:
-    """The code of the refusal that a call must end in."""
+    """Makes a call that must be refused and returns the code."""
     try:
         answer = call(*arguments)
     except Refused as refused:
@@ -143,7 +143,7 @@ def write_parquet(
     compression: str = "zstd",
     dictionary: bool = False,
 ) -> bytes:
-    """The columns as they are, in the order they are, under a footer that names the lease."""
+    """Returns the columns unchanged and in their order, with a footer that names the lease."""
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(
         sink, SCHEMA, compression=compression, use_dictionary=dictionary, store_schema=False
@@ -154,7 +154,9 @@ def write_parquet(
                 "shoal.format": FORMAT,
                 "shoal.lease_id": lease_id,
                 "shoal.policy_version": str(version),
-                "nonce": secrets.token_hex(8),  # no two files alike: being a copy is another lie
+                "nonce": secrets.token_hex(
+                    8
+                ),  # makes each file unique: a copy would be refused for being a copy
             }
         )
     return bytes(sink.getvalue())
@@ -185,7 +187,7 @@ def bomb(count: int, *, dictionary: bool) -> bytes:
 
 
 def aimed(data: bytes, lease: Lease) -> Made:
-    """A footer's words are plain, and nothing sums them up."""
+    """Writes the lease's id into the footer, which is plain text without a checksum."""
     return Made(data.replace(ANY_LEASE.encode(), lease.lease_id.encode()), lease.policies[-1].version)
 
 
@@ -193,7 +195,7 @@ def aimed(data: bytes, lease: Lease) -> Made:
 
 
 def stream_forever(authority: str, head: str, chunk: bytes) -> tuple[str, int]:
-    """Send a request whose body does not end. The status line of the answer, and how many bytes went before the cut."""
+    """Sends a request whose body does not end. Returns the status line and how many bytes were sent before the cut."""
     host, port = authority.rsplit(":", 1)
     sent = 0
     with socket.create_connection((host, int(port)), timeout=WAIT_S) as raw:
@@ -211,4 +213,4 @@ def _first_line(raw: socket.socket) -> str:
     try:
         return raw.recv(4096).split(b"\r\n", 1)[0].decode("latin-1")
     except ConnectionResetError:
-        return ""  # cut so fast that the answer was lost with the connection
+        return ""  # the connection was cut before the answer could be read

@@ -1,4 +1,4 @@
-"""Single roles as an operator starts them, one process each: for runs that `shoal run` does not make by itself."""
+"""Single roles as an operator starts them, one process each: for runs that `shoal run` cannot start."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def run_file(path: Path, name: str, *, last_version: int = 2, **settings: object
 
 
 class Roles:
-    """A context: whatever happens, its processes are gone afterwards."""
+    """A context manager that ends all its processes on exit."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
         self.folder, self._environment = folder, environment or {}
@@ -69,7 +69,7 @@ class Roles:
         self.start(f"{name}trainer", "trainer", file, *_client(url), *words)
 
     def start_crew(self, url: str, file: Path, keys: Path, *, name: str = "") -> None:
-        """Trainer, relay and validator of one run."""
+        """Starts trainer, relay and validator of one run."""
         self.start_trainer(url, file, keys, name=name)
         relay = ("--key", keys / "relay.key", "--port", free_port())
         self.start(f"{name}relay", "relay", *_client(url), *relay)
@@ -77,7 +77,7 @@ class Roles:
         self.start(f"{name}validator", "validator", *_client(url), *validator)
 
     def wait_for(self, what: str, look: Callable[[], Any], *, deadline_s: float = 400.0) -> Any:
-        """Until `look` returns something true; an answer that does not come is not there yet."""
+        """Waits until `look` returns something true; a failed request counts as false."""
         give_up_s = time.monotonic() + deadline_s
         while time.monotonic() < give_up_s:
             try:

@@ -55,7 +55,7 @@ SHOAL = [sys.executable, "-m", "shoal"]
 
 
 class Swarm:
-    """One `shoal run`. Use as a context manager: whatever happens, its processes are gone afterwards."""
+    """One `shoal run`. A context manager that ends all its processes on exit."""
 
     def __init__(
         self,
@@ -82,11 +82,11 @@ class Swarm:
         self.file.write_text(change(text, settings or {}))
         self.process: subprocess.Popen[bytes] | None = None
         self.mark = {"SHOAL_E2E": secrets.token_hex(16)}
-        """In the environment of every process of this run, so that none can hide."""
+        """A mark in the environment of every process of this run, by which all of them can be found."""
         self._output_before = 0
 
     def start(self, *options: str) -> "Swarm":
-        """Begin, or go on with "--resume"."""
+        """Starts the run, or continues it with "--resume"."""
         with self.output_path.open("ab") as output:
             self._output_before = output.tell()
             self.process = subprocess.Popen(
@@ -119,7 +119,7 @@ class Swarm:
 
     @property
     def output(self) -> str:
-        """What `shoal run` has said since it was last started."""
+        """Returns the output of `shoal run` since its last start."""
         if not self.output_path.exists():
             return ""
         return self.output_path.read_bytes()[self._output_before :].decode(errors="replace")
@@ -130,7 +130,7 @@ class Swarm:
 
     @property
     def url(self) -> str:
-        """The coordinator's, once the run has said it."""
+        """Returns the coordinator's URL, once the run has printed it."""
 
         def said() -> str | None:
             for line in self.output.splitlines()[::-1]:
@@ -146,7 +146,7 @@ class Swarm:
         return dict(json.loads(path.read_text())) if path.exists() else {}
 
     def processes(self) -> set[int]:
-        """Every process of this run that lives, found by what all of them inherit, and their children."""
+        """Returns the live processes of this run, found by the variable that they inherit, and their children."""
         mark = "SHOAL_E2E={SHOAL_E2E}".format_map(self.mark).encode()
         own = {pid for pid in all_pids() if mark in environment_of(pid)}
         return {pid for pid in own | children_of(own) if is_alive(pid)}
@@ -163,7 +163,7 @@ class Swarm:
     def wait_for(
         self, what: str, look: Callable[[], Any], *, deadline_s: float = 120.0, pause_s: float = 0.1
     ) -> Any:
-        """Until `look` returns something true."""
+        """Waits until `look` returns something true."""
         give_up_s = time.monotonic() + deadline_s
         while time.monotonic() < give_up_s:
             if found := look():
@@ -199,22 +199,22 @@ class Swarm:
     # -- breaking -----------------------------------------------------------------------------------------
 
     def kill(self, role: str) -> int:
-        """kill -9 one role; its process id."""
+        """Kills one role with SIGKILL and returns its process id."""
         pid = self.pids()[role]
         os.kill(pid, signal.SIGKILL)
         return pid
 
     def kill_when(self, role: str, what: str, look: Callable[[], Any]) -> None:
-        """kill -9 at the very moment that `look` sees something."""
+        """Kills a role with SIGKILL as soon as `look` returns something true."""
         self.wait_for(what, look, pause_s=0.001)
         self.kill(role)
 
     def wait_until_back(self, role: str, killed: int) -> None:
-        """Until the supervisor has started a role again."""
+        """Waits until the supervisor has restarted a role."""
         self.wait_for(f"{role} to be started again", lambda: self.pids().get(role, killed) != killed)
 
     def crash(self) -> None:
-        """kill -9 `shoal run` itself."""
+        """Kills `shoal run` itself with SIGKILL."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
@@ -226,7 +226,7 @@ class Swarm:
 
 
 class Role:
-    """One role, started by hand as an operator would. Use as a context manager."""
+    """One role, started by hand as an operator would: a context manager."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -270,14 +270,14 @@ class Role:
 
 
 def shoal(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """One command, to its end."""
+    """Runs one command to its end."""
     return subprocess.run(
         [*SHOAL, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, cwd=cwd
     )
 
 
 def change(text: str, settings: Mapping[str, object]) -> str:
-    """A run file with other values for keys that it has."""
+    """Writes a run file with other values for keys that it has."""
     for key, value in settings.items():
         text, found = re.subn(rf"(?m)^{key} = .*$", f"{key} = {json.dumps(value)}", text)
         assert found == 1, f"{key} stands {found} times in the run file"
@@ -300,7 +300,7 @@ def all_pids() -> set[int]:
 
 
 def environment_of(pid: int) -> set[bytes]:
-    """What a process was started with; nothing if it is gone."""
+    """Returns the command line of a process; empty if it has ended."""
     try:
         return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
     except OSError:
@@ -308,7 +308,7 @@ def environment_of(pid: int) -> set[bytes]:
 
 
 def children_of(parents: set[int]) -> set[int]:
-    """Theirs, their children's, and so on."""
+    """Returns the processes with all their descendants."""
     parent_of = {pid: parent for pid in all_pids() if (parent := _parent(pid)) is not None}
     found: set[int] = set()
     while new := {pid for pid, parent in parent_of.items() if parent in parents | found} - found:
@@ -324,7 +324,7 @@ def _parent(pid: int) -> int | None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Returns whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:

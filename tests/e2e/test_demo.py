@@ -22,7 +22,7 @@ LEARNS = {
     "lease_s": 120.0,
     "heartbeat_s": 3.0,
 }
-"""As runs/demo.toml, but a fifth as long."""
+"""Runs runs/demo.toml with a fifth of its steps."""
 
 
 def expect(swarm: Swarm, gain: float) -> None:
@@ -61,7 +61,7 @@ def test_a_swarm_that_learns_and_catches_a_liar(tmp_path: Path) -> None:
         rf"plot              {swarm.folder}/reward.png",
     ):
         assert re.search(rf"(?m)^  {line}", summary), f"{line!r} is not in\n{summary}"
-    # Nobody works for nothing: three in ten went stale before leases were counted by what the trainer can still use.
+    # Little work is wasted: 3 in 10 groups became stale before leases were limited to what the trainer can still use.
     counted = re.search(r"of (\d+) groups\), (\d+) groups stale", summary)
     assert counted is not None
     assert int(counted.group(2)) < int(counted.group(1)) / 5

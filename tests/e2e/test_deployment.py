@@ -59,7 +59,7 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
 
 
 def configure_nginx(folder: Path, port: int, upstreams: tuple[int, ...]) -> Path:
-    """The file that ships, on other ports, with another certificate, and inside a folder of its own."""
+    """Starts nginx with the shipped file, on other ports, with another certificate and in its own folder."""
     certificate, key = make_certificate(folder)
     text = (ROOT / "deploy" / "nginx.conf").read_text()
     servers = "\n".join(f"    server 127.0.0.1:{one} max_fails=1 fail_timeout=5s;" for one in upstreams)
@@ -87,7 +87,7 @@ def configure_nginx(folder: Path, port: int, upstreams: tuple[int, ...]) -> Path
 
 @contextmanager
 def running_nginx(config: Path) -> Iterator[None]:
-    # By the user who runs the test: nginx's own user may not enter its temporary folder.
+    # nginx runs as the user of the test: its own user may not enter the temporary folder.
     user = "user root; " if os.geteuid() == 0 else ""
     process = subprocess.Popen([NGINX, "-c", str(config), "-g", f"{user}daemon off;"])
     try:
@@ -110,7 +110,7 @@ def test_systemd_accepts_the_units_that_ship(tmp_path: Path) -> None:
     for unit in sorted((ROOT / "deploy").glob("*.service")):
         text = unit.read_text()
         assert "ExecStart=/opt/shoal/bin/shoal " in text
-        # A unit is good only if its program is there.
+        # systemd-analyze accepts a unit only if its program exists.
         path = tmp_path / unit.name.replace("@", "@8700")
         path.write_text(text.replace("/opt/shoal/bin/shoal", "/usr/bin/env"))
         units.append(str(path))
@@ -122,7 +122,7 @@ def test_systemd_accepts_the_units_that_ship(tmp_path: Path) -> None:
 
 
 def running_postgres() -> Any:
-    """The coordinator's tests start one; so does this."""
+    """Starts PostgreSQL as the coordinator's tests do."""
     path = ROOT / "tests" / "swarm" / "coordinator" / "postgres.py"
     spec = importlib.util.spec_from_file_location("postgres_of_the_tests", path)
     assert spec is not None and spec.loader is not None

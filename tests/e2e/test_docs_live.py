@@ -1,4 +1,4 @@
-"""The commands of the docs as they stand there, typed beside a live run by somebody who follows the pages."""
+"""Runs the commands of the docs unchanged beside a live run, in the order of the pages."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ EXIT_EJECTED = 4
 
 
 class Reader:
-    """A folder like the reader's own: a clone with a finished demo in it, and a run somewhere that lives."""
+    """A folder like the reader's: a clone with a finished demo, and a live run elsewhere."""
 
     def __init__(self, folder: Path, swarm: Swarm) -> None:
         self.folder, self.swarm = folder, swarm
@@ -47,7 +47,7 @@ class Reader:
         install_reverse(self.packages)
         self.joined: subprocess.Popen[bytes] | None = None
         self.done: set[str] = set()
-        """What stands on several pages is typed once."""
+        """Runs a command that is on several pages once."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -55,7 +55,7 @@ class Reader:
         return os.environ | self.swarm.mark | {"PYTHONPATH": ":".join(filter(None, paths))}
 
     def words(self, command: Command) -> list[str]:
-        """The command with what a reader fills in."""
+        """Returns the command with its placeholders filled in."""
         text = re.sub(r"http://(HOST|127\.0\.0\.1):8700", self.swarm.url, command.text)
         node = self.folder / "shoal-node" / "node.key"
         if node.exists():
@@ -80,7 +80,7 @@ class Reader:
         )
         wanted = EXIT_EJECTED if "--lie" in words else 0
         assert done.returncode == wanted, f"{command.where}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-        # Colours are for terminals, and an error is not a traceback.
+        # Output that is not for a terminal has no colours, and an error is no traceback.
         assert "\x1b" not in done.stdout + done.stderr and "Traceback" not in done.stderr
         assert done.stdout or done.stderr, f"{command.where} said nothing"
         if words == ["pause"]:
@@ -131,7 +131,7 @@ def read_until(terminal: int, words: bytes, deadline_s: float = 90.0) -> bytes:
 
 
 def install_reverse(folder: Path) -> None:
-    """The example of docs/guides/researcher.md, as pip leaves a package behind."""
+    """Installs the example of docs/guides/researcher.md as pip would."""
     text = (ROOT / "docs" / "guides" / "researcher.md").read_text()
     source = re.search(r'^```python title="reverse_words.py"\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
     assert source is not None
@@ -145,7 +145,7 @@ def install_reverse(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     folder = tmp_path_factory.mktemp("reader")
-    # So many versions that it lives as long as the tests, and so many groups a step that a version lasts for seconds.
+    # Enough versions to outlast the tests, and enough groups per step that a version lasts for seconds.
     swarm = Swarm(
         folder / "live",
         last_version=5000,

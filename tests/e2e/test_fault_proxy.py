@@ -15,7 +15,7 @@ from shoal.wire.messages import Stats
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 SHARE = 0.25
-"""Of requests that meet a fault."""
+"""The share of requests that meet a fault."""
 LAST = 5
 
 

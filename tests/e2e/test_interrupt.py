@@ -17,13 +17,13 @@ from swarm_processes import SHOAL, Swarm
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200)]
 
 STOP_S = 10.0
-"""Of issue 2: the only bound in these tests that is measured by the clock."""
+"""The promised bound on stopping, the only one in these tests that the clock measures."""
 
 Ready = Callable[[Swarm], object]
 
 
 def assert_it_stops(swarm: Swarm, send: Callable[[], object]) -> None:
-    """Within ten seconds, with everything it started, saying how to go on."""
+    """Asserts that the run ends within ten seconds with all its processes and says how to resume."""
     before = swarm.processes()
     sent_s = time.monotonic()
     send()
@@ -128,10 +128,10 @@ def test_the_key_itself_on_a_terminal(tmp_path: Path) -> None:
 
 
 def copy(terminal: int, path: Path) -> None:
-    """What the terminal shows, into a file, until nobody writes to it any more."""
+    """Copies the terminal's output to a file until its last writer has closed it."""
     with path.open("ab", buffering=0) as file:
         try:
             while data := os.read(terminal, 65536):
                 file.write(data)
-        except OSError:  # Linux's way to say that the other side is closed
+        except OSError:  # Linux raises this when the other side is closed
             return

@@ -1,4 +1,4 @@
-"""kill -9, of every role and of `shoal run` itself, in the middle of a run: it goes on, and its books are in order."""
+"""Kills every role and `shoal run` itself in the middle of a run: the run continues, and its records are consistent."""
 
 import time
 from functools import partial
@@ -19,7 +19,7 @@ def being_checked(swarm: Swarm) -> bool:
 
 
 def at_work(swarm: Swarm) -> bool:
-    """Somebody has a lease and has not submitted yet."""
+    """Returns whether a node holds a lease that it has not submitted yet."""
     stats = swarm.stats()
     return stats is not None and stats.open_leases > 0
 
@@ -40,14 +40,14 @@ def assert_nothing_is_left(swarm: Swarm) -> None:
 
 
 def test_each_role_killed_in_the_middle_of_its_work(tmp_path: Path) -> None:
-    # Large batches: versions come slowly enough for every moment to be met before the last.
+    # Large batches make versions slow, so that each moment occurs before the last version.
     with Swarm(tmp_path, last_version=12, settings={"groups_per_step": 24}) as swarm:
         heads, version = [], 0
         moments = {
             "worker-1": ("a lease being worked on", lambda: at_work(swarm)),
             "validator-1": ("a submission being checked", lambda: being_checked(swarm)),
             "relay-1": ("nothing in particular", lambda: True),
-            # Saved, but nobody knows: it must announce exactly this version when it comes back.
+            # The version is saved but not announced: the trainer must announce exactly this one after its restart.
             "trainer": ("a checkpoint not yet announced", lambda: newest_checkpoint(swarm) > version),
             "coordinator": ("an upload half arrived", lambda: uploading(swarm)),
         }
@@ -96,7 +96,7 @@ def test_the_trainer_and_the_coordinator_over_and_over(tmp_path: Path) -> None:
 
 
 def has_batch(swarm: Swarm, version: int) -> bool:
-    """The trainer has the batch of this version, or is further: anywhere between fetching and publishing."""
+    """Returns whether the trainer has fetched the batch of this version or is further."""
     stats = swarm.stats()
     return stats is not None and (stats.batches > version or stats.newest_version != version)
 
@@ -120,7 +120,7 @@ def test_shoal_run_itself(tmp_path: Path) -> None:
         heads.append(keep_head(swarm))
         swarm.crash()
 
-        # At once: what the killed run left behind is on its way out, and is waited for.
+        # Starts at once: the new run waits for the processes of the killed one to end.
         swarm.start("--resume")
         assert swarm.wait_until_over() == 0, swarm.output
         assert "waiting for another `shoal` in" in swarm.output

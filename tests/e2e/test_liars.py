@@ -1,8 +1,8 @@
 """Liars as real clients against a real swarm: each is refused with its own code, and nothing of theirs is trained on.
 
 One swarm for the whole file: coordinator, trainer, relay, validator and an honest worker, all processes of their own.
-Ten more workers lie by `shoal worker --lie KIND`; the other liars are clients in this process, who enrol, lease and
-work like anybody, up to the point where they lie.
+Ten more workers lie by `shoal worker --lie KIND`; the other liars are clients in this process, which enrol,
+lease and work like any worker up to the point where they lie.
 """
 
 import random
@@ -62,7 +62,7 @@ EXPECTED = {
     "replay": "reject.replayed",
 }
 BEGIN_HONEST = {"stale-weights", "replay"}
-"""Their first work is good: they have nothing old to send yet."""
+"""Kinds whose first work is honest: they have no older work to send yet."""
 LIMITS = TableLimits(max_rows=64, max_prompt_tokens=4096, max_output_tokens=64, max_proof_bytes=4096)
 BEAT = "/v1/heartbeat"
 
@@ -72,12 +72,12 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
     torch.set_num_threads(1)
     swarm = Swarm(
         tmp_path_factory.mktemp("liars"),
-        last_version=100_000,  # it ends when the tests do
+        last_version=100_000,  # ends with the tests
         relays=1,
         workers=1,
         lies=list(EXPECTED),
         deadline_s=300.0,
-        # A dozen processes on two cores are slow, and being slow is not what anybody is to be caught at here: large
+        # A dozen processes on two cores are slow, and no test here is about slow workers: large
         # steps leave room for many leases and make versions last.
         settings={"groups_per_step": 96, "lease_s": 120.0, "claim_s": 60.0, "heartbeat_s": 5.0},
     )
@@ -87,7 +87,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
 
 @pytest.fixture
 def enter(swarm: Swarm, tmp_path: Path) -> Iterator[Callable[[], Liar]]:
-    """Enrols a new node, as often as it is called."""
+    """Returns a function that enrols a new node at each call."""
     liars: list[Liar] = []
 
     def enter() -> Liar:
@@ -116,7 +116,7 @@ def view(swarm: Swarm, node: str) -> NodeView:
 
 
 def lying_processes(swarm: Swarm) -> dict[str, str]:
-    """Node id of each `--lie` worker. Worker 1 is honest."""
+    """Returns the node id of each `--lie` worker. Worker 1 is honest."""
     folders = {lie: swarm.folder / f"worker-{number}" for number, lie in enumerate(EXPECTED, start=2)}
     return {lie: Key.load(folder / "node.key").public for lie, folder in folders.items()}
 
@@ -130,13 +130,13 @@ def codes_by_node(events: list[LedgerEvent]) -> dict[str, list[str]]:
 
 
 def traces_of(liar: Liar) -> list[LedgerEvent]:
-    """All that the ledger says of a node since it enrolled."""
+    """Returns the ledger's events of a node."""
     events = liar.events_since_it_enrolled()
     return [event for event in events if liar.node in (event.actor, event.body.get("node"))]
 
 
 def assert_refused(swarm: Swarm, liar: Liar, make: Callable[[Lease], Made], code: str) -> None:
-    """What `make` makes is refused with `code`; it earns nothing, and is remembered."""
+    """Asserts that the file is refused with `code`, earns no credit and is counted against the node."""
     status = liar.deliver(make)
     assert (status.state, status.code) == ("rejected", code), status.detail
     assert status.credit == 0
@@ -192,7 +192,7 @@ def test_bytes_that_are_no_table(swarm: Swarm, enter: Enter) -> None:
     ("dictionary", "max_bytes", "code"),
     [
         pytest.param(False, 100_000, "reject.oversized_table", id="60 million zeros"),
-        # The format has no dictionaries, so that nobody has to reckon how much one stands for.
+        # The format forbids dictionaries: with them a small page could decode to any size.
         pytest.param(True, 2_000, "reject.malformed_file", id="60 million zeros by a dictionary"),
     ],
 )
@@ -250,7 +250,7 @@ def test_another_nodes_file(swarm: Swarm, enter: Enter) -> None:
         return Made(encode(RolloutTable(lease_id=lease.lease_id, policy_version=version, rows=rows)), version)
 
     thief = enter()
-    # Nobody but trainer and validator gets files from the coordinator: the thief has it from elsewhere.
+    # Only trainer and validator get files from the coordinator; the test reads this one from disk.
     assert refusal(thief.client.send, "GET", f"/v1/objects/{sha256_of(stolen)}") == "request.not_allowed"
     assert_refused(swarm, thief, as_it_is, "reject.copied")
     assert_refused(swarm, enter(), encoded_again, "reject.wrong_lease")
@@ -258,7 +258,7 @@ def test_another_nodes_file(swarm: Swarm, enter: Enter) -> None:
 
 
 def accepted_file(swarm: Swarm) -> bytes:
-    """The bytes of a train submission by the honest worker that was accepted."""
+    """Returns the bytes of an accepted training submission of the honest worker."""
     honest = Key.load(swarm.folder / "worker-1" / "node.key").public
 
     def found() -> bytes | None:
@@ -278,7 +278,7 @@ def accepted_file(swarm: Swarm) -> bytes:
 def test_another_nodes_lease(swarm: Swarm, enter: Enter) -> None:
     owner, thief = enter(), enter()
     lease = owner.session.ask_lease()
-    # The ledger is public, so anybody can know of it.
+    # The ledger is public, so every client knows the lease.
     assert any(event.body.get("lease_id") == lease.lease_id for event in traces_of(owner))
     path, data = f"/v1/leases/{lease.lease_id}", b"mine, all mine"
     giving_up = Abandon(epoch=thief.epoch, reason="it is not mine to give")
@@ -294,7 +294,7 @@ def test_another_nodes_lease(swarm: Swarm, enter: Enter) -> None:
 
 
 def test_another_nodes_name(swarm: Swarm, enter: Enter) -> None:
-    """A request that names another node's key must be signed with it; one that was, was sent already."""
+    """A request in another node's name needs its signature, and a captured signature is already used."""
     victim, liar = enter(), enter()
     body = Heartbeat(epoch=victim.epoch, phase="impersonated").model_dump_json().encode()
     target = Target(method="POST", authority=victim.authority, path=BEAT)
@@ -358,7 +358,7 @@ def test_signatures_that_do_not_count_change_nothing(swarm: Swarm, enter: Enter)
         "an unknown key": "request.unknown_key",
     }
     assert traces_of(liar) == before
-    # The session is still the first one, and the good signature was not spent by all that.
+    # The session is still the first one, and these attempts did not use up the valid signature.
     liar.client.send("POST", BEAT, Heartbeat(epoch=liar.epoch, phase="").model_dump_json().encode())
     assert post(swarm, "/v1/session", body, good) == "ok"
     opened = traces_of(liar)
@@ -450,7 +450,7 @@ def test_nothing_of_theirs_was_trained_on(swarm: Swarm, enter: Enter) -> None:
     honest = Key.load(swarm.folder / "worker-1" / "node.key").public
     assert set(codes_by_node(events)[honest]) == {ACCEPTED}
     assert view(swarm, honest).trust == "trusted"
-    # Credit is for accepted work, all of it and nothing else. The honest worker goes on earning while we look.
+    # Credit equals accepted work exactly. The honest worker keeps earning during this check.
     credit = {node: view(swarm, node).credit for node in (honest, *liars.values())}
     later = swarm.ledger()
     for node, earned in credit.items():
@@ -458,7 +458,7 @@ def test_nothing_of_theirs_was_trained_on(swarm: Swarm, enter: Enter) -> None:
 
 
 def accepted_tokens(events: list[LedgerEvent], node: str) -> int:
-    """Less what was taken back when the node was caught."""
+    """Returns the tokens of accepted work, without what was revoked when the node was caught."""
     revoked = {id for event in events if event.type == "credit.revoked" for id in event.body["lease_ids"]}
     return sum(
         event.body["output_tokens"]

@@ -16,7 +16,7 @@ POINTS = "Number(document.querySelector('#curve .smooth')?.dataset.points || 0)"
 
 
 def wait_for_more(swarm: Swarm, page: Any, points: int) -> int:
-    """Until the curve has more points than that; how many. The page's own policy forbids Playwright's way to wait."""
+    """Waits until the curve has more than `points` points, and returns how many. The page's policy blocks Playwright's own wait."""
 
     def look() -> int | None:
         found = int(page.evaluate(POINTS))

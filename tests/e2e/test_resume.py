@@ -34,7 +34,7 @@ def test_a_run_that_was_interrupted_goes_on_to_its_end(tmp_path: Path) -> None:
         assert not swarm.processes()
         summary = swarm.output[swarm.output.index("run e2e: as expected") :]
 
-        # A run that is over is over: the same summary again, and nothing new happened.
+        # Resuming a finished run prints the same summary and does nothing else.
         swarm.start("--resume")
         assert swarm.wait_until_over() == 0, swarm.output
         again = swarm.output[swarm.output.index("run e2e: as expected") :]

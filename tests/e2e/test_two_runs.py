@@ -1,4 +1,4 @@
-"""Two runs of different models on one coordinator: nodes go where they fit, and each run keeps its own books."""
+"""Two runs of different models on one coordinator: nodes go where they fit, and each run keeps its own ledger."""
 
 import functools
 import json
@@ -47,7 +47,7 @@ def test_nodes_work_for_the_run_they_fit(tmp_path: Path) -> None:
         roles.wait_until_up(url)
         runs = RunList.parse(httpx2.get(f"{url}/v1/runs").content).runs
         assert {run.run: run.path for run in runs} == {"big": "/runs/big", "small": "/runs/small"}
-        # Told to work for the one it does not fit, a machine is refused in words; one that goes there unasked, too.
+        # A machine that is told to join a run that it does not fit is refused with a reason, by `join` and by `worker`.
         unfit = roles.start("unfit", "join", url, "--yes", "--run", "big")
         stray = roles.start("stray", "worker", "--coordinator", f"{url}/runs/big")
         assert unfit.wait(200) != 0
@@ -60,7 +60,7 @@ def test_nodes_work_for_the_run_they_fit(tmp_path: Path) -> None:
             latest = f"{url}/runs/{name}/v1/policies/latest"
             roles.wait_for(f"a version of {name}", functools.partial(is_served, latest))
         roles.wait_for("a relay", lambda: httpx2.get(f"{url}/runs/small/v1/stats").json()["relays"])
-        # Told nothing but the coordinator's address, it takes the run that it fits.
+        # With only the coordinator's address it takes the run that it fits.
         worker = roles.start("worker", "join", url, "--yes", "--threads", "1")
         stats = roles.wait_until_finished(f"{url}/runs/small")
         assert worker.wait(200) == 0

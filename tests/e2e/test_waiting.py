@@ -1,5 +1,4 @@
-"""Roles started one by one, as an operator would, with somebody missing: each says for whom it waits, and gives up in
-words."""
+"""Roles that are started one by one while another is missing: each says what it waits for, and gives up with a reason."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -57,7 +56,7 @@ class Cast:
         return self.client("validator", "--key", str(self.keys / "validator.key"), "--threads", "1")
 
     def wait_until_it_waits_for(self, words: str) -> None:
-        """Until the coordinator's page says so."""
+        """Waits until the coordinator's page shows the sentence."""
         swarm = Swarm(self.folder / "file")
         swarm.wait_for(f"stats to wait for {words!r}", lambda: self.waiting_for().startswith(words))
 
@@ -133,7 +132,7 @@ def test_one_role_after_the_other(cast: Cast) -> None:
     )
     assert worker.process.poll() is None, worker.log
 
-    # Everybody is there: it goes on where it was.
+    # All roles are present again, so the run continues.
     validator, trainer = cast.validator(), cast.trainer(deadline_s=60)
     trainer.wait_for_log("version announced  version=1 ", deadline_s=90)
     assert "resumed  version=0" in trainer.log

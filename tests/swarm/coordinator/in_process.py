@@ -77,7 +77,7 @@ class InProcessTransport(httpx2.BaseTransport):
 
 
 async def _body(content: bytes) -> AsyncIterator[dict[str, Any]]:
-    """The request's body in pieces of 64 KiB, as a socket delivers it."""
+    """Yields the request's body in pieces of 64 KiB, as a socket delivers it."""
     step = 1 << 16
     for start in range(0, max(len(content), 1), step):
         yield {

@@ -28,7 +28,7 @@ def find(program: str) -> str | None:
 
 
 def why_not() -> str | None:
-    """Why there can be no PostgreSQL here; None if there can."""
+    """Returns why no PostgreSQL can run here; None if one can."""
     for program in PROGRAMS:
         if find(program) is None:
             return f"no {program} on the path or in /usr/lib/postgresql"
@@ -84,7 +84,7 @@ def running_postgres(*, durable: bool = False) -> Iterator[Postgres]:
         _wait_until_up(folder, user, server)
         yield Postgres(folder, user)
     finally:
-        server.send_signal(signal.SIGINT)  # with clients still there, too
+        server.send_signal(signal.SIGINT)  # SIGINT ends the server even while clients are connected
         try:
             server.wait(10)
         except subprocess.TimeoutExpired:

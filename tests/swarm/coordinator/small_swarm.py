@@ -180,7 +180,7 @@ class SmallSwarm:
         self.public = httpx2.Client(base_url=self.url, transport=self.transport())
 
     def transport(self) -> httpx2.BaseTransport:
-        """Returns the way to the coordinator for a client: the app itself, or a socket."""
+        """Returns a transport for a client: straight to the app, or over a socket."""
         return socket_transport() if self.on_socket else InProcessTransport(lambda: self.app)
 
     def close(self) -> None:

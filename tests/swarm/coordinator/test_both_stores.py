@@ -41,7 +41,7 @@ def put(swarm: SmallSwarm, upload: Upload, data: bytes, declared: bytes) -> bool
 
 
 def sweep_up(swarm: SmallSwarm) -> None:
-    """Moves the clock and runs the cleanup that deletes old uploads."""
+    """Runs the cleanup of an S3 store at a time when open uploads have expired."""
     if isinstance(swarm.coordinator.store, S3Store):
         late = replace(
             swarm.coordinator, clock=lambda: time.time() + swarm.config.lease_s + SWEEP_SLACK_S + 5
@@ -50,7 +50,7 @@ def sweep_up(swarm: SmallSwarm) -> None:
 
 
 def objects(swarm: SmallSwarm) -> int:
-    """How many there are of this run."""
+    """Returns the number of stored objects of this run."""
     store = swarm.coordinator.store
     if isinstance(store, S3Store):
         return sum(len(page) for page in store.tokens(older_than_s=time.time() + 1e6))

@@ -102,7 +102,7 @@ class Process:
 
 
 class Clients:
-    """Every role at work against a coordinator that comes and goes."""
+    """Runs every role against a coordinator that is killed and restarted."""
 
     def __init__(self, process: Process) -> None:
         self.url, self.done = process.url, threading.Event()
@@ -195,7 +195,7 @@ def test_killed_in_the_middle_and_started_again(tmp_path: Path) -> None:
     assert process.stop() == 0
     events = read_ledger(tmp_path / DATABASE_FILE)
     assert verify_ledger(events, head, clients.run_key.public) == stats.ledger_seq
-    # Whatever was answered is on disk: every receipt that a worker holds stands in the ledger.
+    # Every answered request is on disk: each receipt of a worker is in the ledger.
     assert {events[seq - 1].type for seq in clients.receipts} == {"submission.received"}
     tokens = sum(event.body["output_tokens"] for event in events if event.type == "verdict.given")
     assert sum(node.credit for node in stats.nodes) == tokens

@@ -120,7 +120,7 @@ class Errand:
     def count_accepted(self) -> int:
         with self.coordinator.database.read() as db:
             rows = db.execute(select(lease_table.c.state)).scalars().all()
-        # A claim of the process that died runs out by itself; here time stands still, so it is taken up at once.
+        # The dead process's claim would expire later; the clock does not move here, so it is claimed again at once.
         with self.coordinator.transaction() as tx:
             tx.db.exec_driver_sql("UPDATE leases SET state = 'submitted' WHERE state = 'checking'")
         return list(rows).count("accepted")

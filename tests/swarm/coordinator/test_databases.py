@@ -216,7 +216,7 @@ def test_two_coordinators_serve_one_run(tmp_path: Path, postgres: Any) -> None:
 
 
 def test_a_client_goes_on_with_another_entry_point(tmp_path: Path, postgres: Any) -> None:
-    """One of two coordinators is killed; who worked by it works by the other, in the same session."""
+    """Kills one of two coordinators: its nodes continue with the other, in the same session."""
     config = CONFIG.model_copy(update={"database": postgres.fresh()})
     right = SmallSwarm(tmp_path, config, on_socket=True)
     left = SmallSwarm(tmp_path, config.model_copy(update={"entry_points": (right.url,)}), on_socket=True)

@@ -51,7 +51,7 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def bodies(swarm: SmallSwarm) -> dict[str, dict[str, Any]]:
-    """A good body for each route that takes one."""
+    """Returns a valid body for each route that takes one."""
     sealed = seal(manifest(1), swarm.run_key).model_dump(mode="json")
     return {
         "/v1/enrol": {
@@ -95,7 +95,7 @@ def bodies(swarm: SmallSwarm) -> dict[str, dict[str, Any]]:
 
 
 def mutate(body: Any, data: st.DataObject) -> Any:
-    """The body with one thing wrong, somewhere."""
+    """Returns the body with one random error."""
     if not isinstance(body, dict) or not body or data.draw(st.integers(0, 9)) == 0:
         return data.draw(odd)
     name = data.draw(st.sampled_from(sorted(body)))

@@ -1,6 +1,6 @@
 """A validator that dies in the middle of a check: its submission goes back into the queue, unless time has passed it by.
 
-Nobody could check what has gone stale: relays no longer keep the version that made it, and a validator would wait for it.
+A stale submission cannot be checked: relays no longer keep the version that made it, and a validator would wait for it.
 """
 
 from pathlib import Path

@@ -104,7 +104,7 @@ def test_an_expired_lease_is_void_and_its_work_goes_to_another(swarm: SmallSwarm
     assert (status.state, status.code) == ("void", "void.expired")
     assert refusal(slow.submit, lease, b"too late").code == "request.lease_closed"
     assert other.lease().lease_id != lease.lease_id
-    # No blame: the node may go on.
+    # The node is not blamed and may continue.
     assert slow.lease().lease_id != lease.lease_id
     assert swarm.stats().nodes[0].trust == "probation"
 
@@ -113,7 +113,7 @@ def test_a_node_gets_back_the_lease_it_lost_sight_of(swarm: SmallSwarm) -> None:
     swarm.start()
     node = swarm.node()
     first = node.sealed_lease()
-    # Its answer got lost, or the process died: the same lease again, not a wait for its deadline.
+    # After a lost answer or a crash the node gets the same lease again instead of waiting for its deadline.
     assert node.sealed_lease() == first
     node.join()
     assert node.sealed_lease() == first
@@ -191,7 +191,7 @@ def test_a_claim_is_for_one_validator_until_it_runs_out(swarm: SmallSwarm) -> No
     swarm.clock.ahead_s += swarm.config.claim_s + 1
     swarm.tick()
     assert node.status(lease).state == "submitted"
-    # The first validator was only slow. Its verdict counts: work done is work done.
+    # The first validator was only slow, so its verdict counts.
     assert swarm.verdict(lease).state == "accepted"
     assert refusal(swarm.claim).code == "request.too_early"
 

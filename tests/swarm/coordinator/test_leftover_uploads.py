@@ -1,4 +1,4 @@
-"""Bytes that nobody submits do not stay: a node could fill the disk with them, and never be blamed for anything."""
+"""Uploads that are never submitted are deleted: otherwise a node could fill the disk without being blamed."""
 
 import hashlib
 import os

@@ -27,7 +27,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def until_full(node: Node) -> Refused:
-    """SQLite still has pages of its log to write over for a while."""
+    """Writes until SQLite fails: at first it can reuse pages of its log."""
     for _ in range(1000):
         try:
             node.beat()

@@ -31,7 +31,7 @@ def test_time_is_measured_from_the_lease_or_the_previous_receipt() -> None:
     assert measure(8.0, None) == 1.0
     assert measure(0.0, 8.0) == 1.0
     assert measure(8.0, 0.0) == 1.0
-    assert measure(20.0, 20.0) == 12_000  # a clock that stood still
+    assert measure(20.0, 20.0) == 12_000  # the clock did not move
 
 
 def test_two_leases_at_once_take_the_time_of_both() -> None:

@@ -1,4 +1,4 @@
-"""The description of the routes at /openapi.json: it is of the routes there are, and whatever is asked by it is answered by it."""
+"""The description of the routes at /openapi.json: it lists exactly the existing routes, and the answers match it."""
 
 import inspect
 import json
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.integration
 
 FOR_PEOPLE = {"/metrics", "/v1/events", "/openapi.json", *PAGE_FILES}
 EXAMPLES = int(os.environ.get("SHOAL_OPENAPI_EXAMPLES", "3"))
-"""Of each operation."""
+"""Generated requests for each operation."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_every_route_is_described(busy: SmallSwarm) -> None:
 
 @pytest.mark.parametrize("route", SIGNED_ROUTES, ids=lambda route: f"{route.method} {route.path}")
 def test_the_table_names_the_records_of_the_function(route: Any) -> None:
-    """The transaction, the coordinator, the part of the path that varies, and the record; and the record of the answer."""
+    """A function takes the transaction, the coordinator, the path's variable part and the record, and returns the answer's record."""
     signature = inspect.signature(route.act, eval_str=True)
     annotations = [parameter.annotation for parameter in signature.parameters.values()]
     records = [kind for kind in annotations if inspect.isclass(kind) and issubclass(kind, Record)]
@@ -72,7 +72,7 @@ def test_the_table_names_the_records_of_the_function(route: Any) -> None:
 
 
 class Signed(requests.auth.AuthBase):
-    """The signing hook: whatever is sent is signed as it is sent."""
+    """Signs every request just before it is sent."""
 
     def __init__(self, key: Key) -> None:
         self._key = key
@@ -93,7 +93,7 @@ class Signed(requests.auth.AuthBase):
 
 
 class Callers:
-    """One of each kind, some of them in the middle of something, so that more than the door is tried."""
+    """Keys of every role and leases in several states, so that requests get past authentication."""
 
     def __init__(self, swarm: SmallSwarm) -> None:
         self.swarm, self.node = swarm, swarm.node()
@@ -104,16 +104,16 @@ class Callers:
         other = swarm.node()
         delivered = other.deliver()
         self._leases = [self.node.lease().lease_id, delivered.lease_id]
-        """One that is open, one that is submitted."""
+        """An open lease and a submitted one."""
         self.keys = [self.node.client.key, other.client.key, Key.generate(), *self.roles.values()]
 
     def choose(self, wanted: list[str], data: st.DataObject) -> list[Key]:
-        """One that may, and two of whatever kind."""
+        """Returns a key that is allowed and two arbitrary ones."""
         right = [self.roles.get(caller, self.node.client.key) for caller in wanted] or self.keys
         return [data.draw(st.sampled_from(right)), *data.draw(st.permutations(self.keys))[:2]]
 
     def values(self) -> dict[str, list[Any]]:
-        """Names that lead to something, now."""
+        """Returns values of parameters and fields that are valid at this moment."""
         with self.swarm.coordinator.database.read() as db:
             epoch = db.execute(select(nodes.c.session_epoch).where(nodes.c.node == self.node.id)).scalar_one()
         return {
@@ -139,19 +139,19 @@ def operations(url: str) -> list[Any]:
 
 @pytest.mark.timeout(120 + 60 * EXAMPLES)
 def test_whatever_is_asked_is_answered_as_described(busy: SmallSwarm, callers: Callers) -> None:
-    """No 5xx, no status, type or body that the description does not have."""
+    """Checks that the status is no 5xx, and that status, type and body match the description."""
     answered = {
         f"{operation.method.upper()} {operation.path}": ask(operation, busy.url, callers)
         for operation in operations(busy.url)
     }
-    print(answered)  # noqa: T201 - who runs it with -s wants to see
+    print(answered)  # noqa: T201 - shown with -s
     seen = set().union(*answered.values())
     assert seen & {200, 204} and not {status for status in seen if status >= 500}, answered
     assert all(answered.values()), answered
 
 
 def ask(operation: Any, url: str, callers: Callers) -> set[int]:
-    """The statuses that requests made up from the description were answered with, each answer compared with it."""
+    """Sends generated requests, checks each answer against the description, and returns the statuses."""
     from schemathesis import GenerationMode, checks
     from schemathesis.specs.openapi import checks as conformance
 
@@ -183,7 +183,7 @@ def ask(operation: Any, url: str, callers: Callers) -> set[int]:
 
 
 def _aim(case: Any, values: dict[str, list[Any]], data: st.DataObject) -> None:
-    """Half of the time, names that exist."""
+    """Replaces parameters and fields by valid values in half of the requests."""
     if not data.draw(st.booleans()):
         return
     for name in case.path_parameters or {}:

@@ -18,7 +18,7 @@ INJECTED = "</script><script>window.injected = 1</script><img src=x onerror='win
 
 
 def step(swarm: SmallSwarm, node: Node, version: int) -> None:
-    """Work, batch, and the version that comes of it."""
+    """Delivers work, forms a batch and announces the next version."""
     swarm.fill(node)
     swarm.batch(version - 1)
     swarm.announce(version)
@@ -172,7 +172,7 @@ def test_it_fits_its_window_by_day_and_by_night(swarm: SmallSwarm, page: Any, wi
     page.goto(swarm.url)
     page.wait_for_selector("#samples .answer")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    # The last verdict is in sight, wherever it stands.
+    # The last verdict is inside the visible part of the page.
     box = page.locator("#workers td.wide").bounding_box()
     assert box["x"] >= 0 and box["x"] + box["width"] <= width
     page.emulate_media(color_scheme="light")

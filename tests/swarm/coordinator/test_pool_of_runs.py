@@ -79,7 +79,7 @@ def test_what_has_no_prefix_is_the_first_runs(url: str) -> None:
 
 
 def test_a_machine_that_does_not_fit_gets_no_session(url: str) -> None:
-    node = Node(f"{url}/runs/big", Key.generate()).join()  # it says nothing of its machine, and may try
+    node = Node(f"{url}/runs/big", Key.generate()).join()  # reports no capabilities, so it is not checked
     small = Capabilities(device="cpu", memory_gb=8.0, dtypes=("float32",), families=("llama",))
     ask = OpenSession(software="test", capabilities=small)
     refused = refusal(node.client.call, "POST", "/v1/session", ask, Session)

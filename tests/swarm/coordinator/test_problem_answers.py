@@ -44,10 +44,10 @@ def test_an_error_of_ours_is_a_problem_and_a_log_line(
     problem = ProblemDetails.parse(response.content)
     assert problem.code == "request.failed"
     assert "relays" not in response.text and "Traceback" not in response.text
-    # In each database's own words.
+    # SQLite and PostgreSQL name the error differently.
     told = ("GET /v1/stats failed: OperationalError", "GET /v1/stats failed: UndefinedTable")
     assert any(words in line for line in caplog.messages for words in told)
-    # And it goes on, on a new connection: an error costs the one it came on.
+    # Later requests use a new connection: the error closed the old one.
     assert httpx2.get(f"{swarm.url}/v1/info").is_success
 
 

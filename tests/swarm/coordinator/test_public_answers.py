@@ -17,7 +17,7 @@ from shoal.wire.messages import ProblemDetails, Stats
 
 @pytest.fixture
 def public(swarm: SmallSwarm) -> httpx2.Client:
-    """A client of an app that caches as it does in production."""
+    """Returns a client of an app that caches as in production."""
     app = RunApp(swarm.coordinator, cache_s=0.3)
     return httpx2.Client(base_url=swarm.url, transport=InProcessTransport(lambda: app))
 

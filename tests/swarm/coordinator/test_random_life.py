@@ -83,7 +83,7 @@ class Life:
         resume(self.coordinator)
 
     def act(self, actor: str | None, effect: Callable[[Transaction], T]) -> T | None:
-        """The effect, or None where it is refused."""
+        """Returns the effect, or None if the request is refused."""
         try:
             with self.coordinator.transaction(actor, group=self.group) as tx:
                 tx.node = find_node(tx.db, actor) if actor else None

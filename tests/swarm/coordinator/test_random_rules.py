@@ -52,7 +52,7 @@ class Swarm(RuleBasedStateMachine):
 
     @rule()
     def fall_silent_and_come_back(self) -> None:
-        """Offline and back changes no trust."""
+        """Going offline and coming back does not change trust."""
         self.life.pass_time()
         before = self.trusts()
         self.life.open_sessions_again()
@@ -82,7 +82,7 @@ class Swarm(RuleBasedStateMachine):
                 assert (before, row.state) == ("accepted", "revoked")
             if row.state in lease_states.TERMINAL:
                 self.ends[row.lease_id] = row.state
-        # Nobody holds more than it may, and the banned hold nothing.
+        # No node holds more leases than allowed, and banned nodes hold none.
         for trust, count in per_node:
             assert trust != "banned" and count <= 2
 

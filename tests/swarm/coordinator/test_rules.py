@@ -213,7 +213,7 @@ def test_credit_adds_up_and_never_goes_back_from_final_to_held(
     later = balance(earnings, held_since_s(trust, min(since_s, now_s), now_s + 1e5, hold_s=86400.0))
     assert later.final >= sums.final >= 0
     if trust in (Trust.QUARANTINED, Trust.BANNED):
-        assert later == sums  # the clock stands still
+        assert later == sums  # the clock does not move
     taken = to_revoke(earnings, since)
     assert not any(earning.checked or earning.revoked for earning in taken)
     assert sum(earning.amount for earning in taken) <= sums.held

@@ -1,4 +1,4 @@
-"""Who may do what. The lettered tests answer, one by one, the holes known from PRIME's signed requests."""
+"""Authentication and authorisation. The lettered tests are the known holes of PRIME's signed requests, one by one."""
 
 import json
 import time
@@ -27,7 +27,7 @@ def beat_body(node: Node) -> bytes:
 
 
 def headers_for(swarm: SmallSwarm, node: Node, body: bytes, **changes: str) -> dict[str, str]:
-    """A good signature on a heartbeat, or on whatever else `changes` names."""
+    """Returns a valid signature of a heartbeat, or of the request that `changes` describes."""
     aim = {"method": "POST", "authority": swarm.authority, "path": BEAT, "query": ""} | changes
     return sign_request(node.client.key, Target(**aim), body, now_s=time.time())
 
@@ -35,7 +35,7 @@ def headers_for(swarm: SmallSwarm, node: Node, body: bytes, **changes: str) -> d
 def post(
     swarm: SmallSwarm, body: bytes, headers: Mapping[str, str], path: str = BEAT, method: str = "POST"
 ) -> str:
-    """ "ok", or the code of the refusal. Every refusal is a problem with the status its code has."""
+    """Returns "ok" or the code of the refusal. Every refusal is a problem with the status its code has."""
     response = swarm.public.request(method, path, content=body, headers=dict(headers))
     if response.is_success:
         return "ok"
@@ -52,7 +52,7 @@ def test_a_good_signature_is_good(swarm: SmallSwarm) -> None:
 
 
 def test_a_request_counts_once_for_as_long_as_its_signature_lives(swarm: SmallSwarm) -> None:
-    """(a) Theirs forgot a nonce after 60 s and took its request again."""
+    """(a) PRIME's server forgot a nonce after 60 s and took its request again."""
     node = swarm.node()
     body = beat_body(node)
     headers = headers_for(swarm, node, body)
@@ -71,7 +71,7 @@ def test_a_request_counts_once_for_as_long_as_its_signature_lives(swarm: SmallSw
 
 
 def test_no_parameter_may_be_missing(swarm: SmallSwarm) -> None:
-    """(a) Theirs took a request without a time stamp for ever."""
+    """(a) PRIME's server accepted a request without a time stamp for ever."""
     node = swarm.node()
     body = beat_body(node)
     headers = headers_for(swarm, node, body)
@@ -83,7 +83,7 @@ def test_no_parameter_may_be_missing(swarm: SmallSwarm) -> None:
 
 
 def test_the_query_and_the_nonce_of_a_get_are_signed(swarm: SmallSwarm) -> None:
-    """(b) Theirs signed only the path, so that one capture worked with ever new nonces."""
+    """(b) PRIME's client signed only the path, so that one capture worked with ever new nonces."""
     node = swarm.node()
     path = f"/v1/leases/{'0' * 32}"
     headers = headers_for(swarm, node, b"", method="GET", path=path, query="a=1")
@@ -91,13 +91,13 @@ def test_the_query_and_the_nonce_of_a_get_are_signed(swarm: SmallSwarm) -> None:
     assert post(swarm, b"", headers, path, "GET") == "request.bad_signature"
     fresh = headers | {"Signature-Input": headers["Signature-Input"].replace('nonce="', 'nonce="00')[:-2]}
     assert post(swarm, b"", fresh, f"{path}?a=1", "GET") == "request.bad_signature"
-    # Not one of those attempts spent it.
+    # None of those attempts used up the nonce.
     assert post(swarm, b"", headers, f"{path}?a=1", "GET") == "request.not_found"
     assert post(swarm, b"", headers, f"{path}?a=1", "GET") == "request.replayed"
 
 
 def test_method_path_and_host_are_signed(swarm: SmallSwarm) -> None:
-    """(c) Theirs was valid on any service that had the path."""
+    """(c) PRIME's signature was valid on any service that had the path."""
     node = swarm.node()
     body = AskLease(epoch=node.epoch).model_dump_json().encode()
     for changes in ({"method": "PUT"}, {"path": "/v1/leases"}, {"authority": "other.example:80"}):
@@ -110,7 +110,7 @@ def test_method_path_and_host_are_signed(swarm: SmallSwarm) -> None:
 
 
 def test_nobody_can_speak_for_another(swarm: SmallSwarm) -> None:
-    """(d) Theirs acted on an address in the body without comparing it to the signer."""
+    """(d) PRIME's server acted on an address in the body without comparing it to the signer."""
     victim, other = swarm.node(), swarm.node()
     other.beat(policy_version=3)
     assert [view.policy_version for view in swarm.stats().nodes] == [None, 3]
@@ -119,7 +119,7 @@ def test_nobody_can_speak_for_another(swarm: SmallSwarm) -> None:
 
 
 def test_a_key_has_one_spelling(swarm: SmallSwarm) -> None:
-    """(e) Theirs counted quotas by the raw header, which another case of the same hex evaded."""
+    """(e) PRIME's server counted quotas by the raw header, which another case of the same hex evaded."""
     node = swarm.node()
     body = beat_body(node)
     headers = headers_for(swarm, node, body)
@@ -130,7 +130,7 @@ def test_a_key_has_one_spelling(swarm: SmallSwarm) -> None:
 
 
 def test_no_other_signature_counts_as_a_request(swarm: SmallSwarm) -> None:
-    """(f) Theirs signed whatever a peer asked, with the same prefix as requests."""
+    """(f) PRIME's nodes signed any message that a peer sent, with the same prefix as requests."""
     node = swarm.node()
     body = beat_body(node)
     headers = headers_for(swarm, node, body)
@@ -142,7 +142,7 @@ def test_no_other_signature_counts_as_a_request(swarm: SmallSwarm) -> None:
 
 
 def test_a_digest_is_hex_before_it_is_anything(swarm: SmallSwarm) -> None:
-    """(g) Theirs made a path of whatever stood there. (Names of uploads are ours: see test_object_uploads.)"""
+    """(g) PRIME's server built a file path from the request. (Names of uploads are ours: see test_object_uploads.)"""
     swarm.start()
     node = swarm.node()
     path = f"/v1/leases/{node.lease().lease_id}/upload"
@@ -256,7 +256,7 @@ def test_enrolling_again_changes_nothing(swarm: SmallSwarm) -> None:
 
 @pytest.mark.on_socket
 def test_a_signed_client_against_the_wrong_name(swarm: SmallSwarm) -> None:
-    """The names a coordinator answers to are its own: localhost was not among them here."""
+    """A coordinator answers only to its configured names; localhost is none of them here."""
     key = Key.generate()
     client = SignedClient(swarm.url.replace("127.0.0.1", "localhost"), key, log=Log("test"))
     ask = Enrol(protocol=PROTOCOL, software="test")

@@ -1,4 +1,4 @@
-"""Statements that go straight to the driver: the same rows as by SQLAlchemy's own way, on both databases."""
+"""Statements that go straight to the driver: they return the same rows as SQLAlchemy, on both databases."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def test_a_value_that_is_missing_is_an_error(database: Database) -> None:
 
 
 def test_a_look_is_one_view(database: Database) -> None:
-    """Even if its first statement goes straight to the driver."""
+    """Holds even if the first statement goes straight to the driver."""
     with database.group() as group:
         db = group.db
         INSERT.run(db, **row("a"))

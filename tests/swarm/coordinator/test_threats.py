@@ -1,6 +1,6 @@
 """One hostile client for each row of the threat table, each asserted on its code and on nothing having changed.
 
-Clients whose lie is inside the file meet the validator: `ELSEWHERE` says where those are, and a test looks that they are there.
+Clients whose lie is inside the file meet the validator: `ELSEWHERE` names their tests, and a test checks that these exist.
 """
 
 import ast
@@ -67,7 +67,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     # 7, 16: seeds and hoarding over time.
     "walking away": ("swarm/coordinator/test_holes.py::test_an_abandoned_seed_is_leased_again",),
     "hoarding": ("swarm/coordinator/test_holes.py::test_idle_keys_cannot_take_work_away_from_proven_nodes",),
-    # 19: of the validator's own lot, the draw can be repeated by anybody.
+    # 19: anyone can repeat the draw of the checks.
     "an operator that spares a liar": (
         "swarm/coordinator/test_holes.py::test_draws_are_secret_before_and_verifiable_after",
     ),
@@ -87,7 +87,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "a coordinator that is not the one that was joined": (
         "rollout/test_worker.py::test_another_run_under_the_same_address_is_refused",
     ),
-    # 26: words that would be obeyed.
+    # 26: text that a terminal or log would interpret.
     "log injection": ("test_telemetry.py::test_untrusted_text_cannot_start_a_log_line",),
     # 28
     "a rewritten ledger": (
@@ -116,7 +116,7 @@ def test_the_others_are_where_they_are_said_to_be(names: tuple[str, ...]) -> Non
 
 
 def everything(swarm: SmallSwarm) -> dict[str, Any]:
-    """Every row of every table but the spent nonces, and every stored file."""
+    """Returns every row of every table except nonces, and every stored file."""
     with swarm.coordinator.database.read() as db:
         kept = {
             table.name: sorted(map(str, db.execute(select(table)).all()))
@@ -154,7 +154,7 @@ def raw(
     now_s: float | None = None,
     aimed: dict[str, str] | None = None,
 ) -> str:
-    """A request whose signature `signed` has bent, or that was signed at another time or for what `aimed` says."""
+    """Sends a request with the changed signature `signed`, or one signed at another time or for the target `aimed`."""
     content = body if isinstance(body, bytes) else body.model_dump_json().encode()
     aim = {"method": method, "authority": swarm.authority, "path": path, "query": ""}
     target = Target(**(aim | (aimed or {})))
@@ -410,7 +410,7 @@ def test_7_16_asking_again_gives_no_other_lease(running: SmallSwarm) -> None:
     for _ in range(5):
         assert node.sealed_lease() == held
     after = everything(swarm)
-    assert after.pop("nodes") != before.pop("nodes")  # a sign of life, and nothing else
+    assert after.pop("nodes") != before.pop("nodes")  # only a sign of life
     assert after == before
 
 

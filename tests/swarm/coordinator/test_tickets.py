@@ -62,7 +62,7 @@ def test_a_ticket_is_cached_until_half_of_its_time_and_longer_if_no_new_one_can_
     assert second != first
     ban(swarm, node)
     now_s[0] += TICKET_S
-    assert tickets() == second  # no other is to be had; relays may still take it
+    assert tickets() == second  # no other ticket is available; relays may still accept this one
     now_s[0] += PAUSE_S - 1
     node.client.stop.set()
     now_s[0] += TICKET_S

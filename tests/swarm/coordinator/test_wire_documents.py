@@ -27,7 +27,7 @@ NODE_KEY = Key.from_seed(bytes(range(32, 64)))
 
 
 def block(page: str, name: str) -> str:
-    """The fenced block of a page that is called `name`."""
+    """Returns the fenced block of a page with the title `name`."""
     text = (PAGES / page).read_text(encoding="utf-8")
     match = re.search(rf"^```\w+ {name}\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
     assert match is not None, f"{page} has no block {name}"
@@ -35,7 +35,7 @@ def block(page: str, name: str) -> str:
 
 
 def fields(page: str) -> set[str]:
-    """What stands in backquotes at the head of table rows."""
+    """Returns the backquoted first cells of table rows."""
     rows = re.findall(r"^\| (`[^|]*) \|", (PAGES / page).read_text(encoding="utf-8"), re.MULTILINE)
     return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
 
@@ -90,7 +90,7 @@ def test_every_field_has_its_line() -> None:
 
 
 def test_every_event_has_its_line() -> None:
-    """Whatever the code writes into the ledger is on the page, and the other way round."""
+    """The page lists exactly the events that the code writes into the ledger."""
     written = set(re.findall(r'\.record\(\s*"([a-z]+\.[a-z]+)"', source_of("swarm/coordinator")))
     written |= {f"node.{trust.value}" for trust in Trust} | {"node.current", "node.outdated"}
     written |= {f"admin.{order}" for order in ("quarantine", "ban", "restore")}
@@ -122,6 +122,6 @@ def test_every_route_and_code_has_its_line(tmp_path: Path) -> None:
 
 
 def source_of(*rooms: str) -> str:
-    """The code that a request can run through; the table of codes itself apart, which has those of relays too."""
+    """Returns the source that a request can reach, without the table of codes, which also has those of relays."""
     paths = [path for room in rooms for path in (ROOT / "src" / "shoal" / room).rglob("*.py")]
     return "\n".join(path.read_text(encoding="utf-8") for path in paths if path.name != "codes.py")

@@ -105,7 +105,7 @@ def test_one_that_fails_is_undone_alone(database: Database) -> None:
 
 
 def test_a_failed_statement_is_not_committed_in_silence(postgres: Any) -> None:
-    """PostgreSQL rolls the whole transaction back then, and reports success."""
+    """PostgreSQL then rolls back the whole transaction and reports success."""
     database = Database(postgres.fresh())
     with pytest.raises(RuntimeError, match="nothing of it can be committed"), database.group() as group:
         INSERT.run(group.db, key="k", nonce="a", seen_at_s=1.0)
