@@ -119,6 +119,15 @@ def test_every_named_log_file_exists() -> None:
             assert (ROOT / "bench" / "log" / name).is_file(), f"{source.relative_to(ROOT)} names {name}"
 
 
+def test_every_page_that_the_source_names_exists() -> None:
+    """Error messages and docstrings send users to pages, which must exist after pages were moved."""
+    for folder in ("src", "runs", "deploy", "examples"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".toml", ".service", ".conf"):
+                for name in re.findall(r"docs/[\w/-]+\.md", path.read_text(encoding="utf-8")):
+                    assert (ROOT / name).is_file(), f"{path.relative_to(ROOT)} names {name}"
+
+
 def test_index_of_the_log_lists_every_file() -> None:
     folder = ROOT / "bench" / "log"
     index = (folder / "README.md").read_text(encoding="utf-8")
