@@ -1,40 +1,45 @@
 """Runs hostile programs: each is contained, none passes, and none leaves a process or file."""
 
+import functools
 import json
 import os
+import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from shoal.tasks.grading import sandbox
 from shoal.tasks.grading.sandbox import (
+    ALLOW_LIMITS,
     LEVELS,
     Level,
     SandboxLimits,
+    SandboxServer,
     ScriptResult,
     best_level,
     passes,
     run_script,
+    works,
 )
-from shoal.tasks.grading.sandbox_child import NOT_BUILT
+from shoal.tasks.grading.sandbox_child import TIMED_OUT
+from shoal.tasks.grading.system_calls import allowed_numbers
+from shoal.tasks.task import CannotGrade
 
-LIMITS = SandboxLimits(cpu_s=1, wall_s=6.0, memory_bytes=200 << 20)
+LIMITS = SandboxLimits(cpu_s=2, wall_s=8.0, memory_bytes=200 << 20)
 TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 GOOD = "def add(a, b):\n    return a + b\n"
 
 
-def allowed(level: Level) -> bool:
-    return level == "limits" or best_level() == "namespace" or (level == "user" and os.getuid() == 0)
-
-
+@functools.cache
 def levels() -> list[Level]:
     """Returns the levels that this machine allows."""
-    return [level for level in LEVELS if allowed(level) and (level != "user" or os.getuid() == 0)]
+    return [level for level in LEVELS if works(level)]
 
 
 @pytest.mark.parametrize("level", levels())
@@ -87,29 +92,29 @@ EXHAUSTING = {
 @pytest.mark.parametrize("source", EXHAUSTING.values(), ids=EXHAUSTING.keys())
 def test_no_program_takes_more_than_its_limits(source: str) -> None:
     started_s = time.monotonic()
+    run_script("", b"", limits=LIMITS)
+    before = count_processes()
     ended = run_script(source, b"", limits=SandboxLimits(cpu_s=1, wall_s=2.0, memory_bytes=200 << 20))
     assert ended.status != 0 and b"got it" not in ended.output
     assert time.monotonic() - started_s < 60
-    assert not remaining_processes(), "nothing is left running"
+    assert count_processes(before) <= before, "nothing is left running"
 
 
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts the test's folder in the arguments of its sandboxes, to tell their processes from others."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-
-def remaining_processes() -> list[str]:
-    """Returns the processes of this test's sandboxes, after waiting a moment for them to be reaped."""
+def count_processes(wanted: int | None = None) -> int:
+    """Counts the fork servers of this process and all that they started; waits until there are at most as many as wanted."""
     for _ in range(100):
-        listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-        found = [
-            line for line in listed.splitlines() if "sandbox_child" in line and str(tempfile.tempdir) in line
-        ]
-        if not found:
-            return []
+        listed = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True).stdout
+        parents = {int(pid): int(parent) for pid, parent in map(str.split, listed.splitlines()[1:])}
+        count = sum(os.getpid() in ancestors(pid, parents) for pid in parents)
+        if wanted is None or count <= wanted:
+            break
         time.sleep(0.1)
-    return found
+    return count
+
+
+def ancestors(pid: int, parents: dict[int, int]) -> Iterator[int]:
+    while (pid := parents.get(pid, 0)) > 1:
+        yield pid
 
 
 ESCAPES = {
@@ -142,15 +147,21 @@ def test_no_program_sees_the_environment_or_opens_a_socket(
     assert run_script("import os\nos.kill(os.getppid(), 9)", b"", limits=LIMITS, level=level).status != 0
 
 
-@pytest.mark.skipif(best_level() != "namespace", reason="this system allows no namespaces")
-def test_no_file_of_the_machine_is_visible(tmp_path: Path) -> None:
+ISOLATED: tuple[Level, ...] = ("bubblewrap", "namespace")
+
+
+@pytest.mark.parametrize("level", ISOLATED)
+def test_no_file_of_the_machine_is_visible(tmp_path: Path, level: Level) -> None:
+    if level not in levels():
+        pytest.skip(f"this system does not allow level {level}")
     secret = tmp_path / "secret"
     secret.write_text("hunter2")
     source = (
         f"import os\nprint(os.path.exists({str(secret)!r}), os.path.exists('/etc/passwd'), os.path.exists('/proc/1'))\n"
         "print(os.getuid() != 0, os.listdir('/tmp'))"
     )
-    assert run_script(source, b"", limits=LIMITS) == ScriptResult(0, b"False False False\nTrue []\n")
+    found = run_script(source, b"", limits=LIMITS, level=level)
+    assert found == ScriptResult(0, b"False False False\nTrue []\n")
 
 
 @pytest.mark.parametrize("level", levels())
@@ -174,8 +185,14 @@ def test_a_daemon_does_not_outlive_its_sandbox(level: Level) -> None:
         "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        os.close(1)\n        time.sleep(1000)\n    os._exit(0)\n"
         "time.sleep(0.2)\nprint('left')"
     )
+    run_script("", b"", limits=LIMITS, level=level)
+    before = count_processes()
     assert run_script(source, b"", limits=LIMITS, level=level) == ScriptResult(0, b"left\n")
-    assert not remaining_processes()
+    assert count_processes(before) <= before
+    # A daemon that ended as the child of this machine's process 1 would not be counted above.
+    assert (
+        b"1000" not in subprocess.run(["pgrep", "-fa", "sleep 1000"], capture_output=True, check=False).stdout
+    )
 
 
 def test_a_program_may_print_while_it_is_called() -> None:
@@ -225,35 +242,182 @@ def test_without_root_a_user_namespace_is_enough() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as name:  # a folder that user nobody may enter
         folder = Path(name)
         folder.chmod(0o755)
-        for part in ("sandbox_child.py", "sandbox_modes.py"):
+        for part in ("sandbox_child.py", "sandbox_modes.py", "system_calls.py"):
             shutil.copy(Path(sandbox.__file__).with_name(part), folder)
-        (folder / "program.py").write_text(source)
         (folder / "root").mkdir()
-        job = asdict(LIMITS) | {
-            "mode": "script",
-            "level": "namespace",
-            "folder": f"{folder}/root",
-            "pipe": (),
-        }
-        with (folder / "program.py").open() as file:
-            ran = subprocess.run(
-                [
-                    PYTHON,
-                    "-I",
-                    "-S",
-                    folder / "sandbox_child.py",
-                    json.dumps(job | {"source_fd": file.fileno()}),
-                ],
-                user=65534,
-                group=65534,
-                extra_groups=(),
-                pass_fds=(file.fileno(),),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                cwd="/",
-                check=False,
-            )
-    if ran.returncode == NOT_BUILT:
-        pytest.skip("this system allows no namespaces to user nobody")
-    assert (ran.returncode, ran.stdout) == (0, "65534 [] False False\nno\nno\nno\nyes\n"), ran.stderr
+        options = json.dumps({"level": "namespace", "folder": f"{folder}/root"})
+        command = [str(PYTHON), "-I", "-S", str(folder / "sandbox_child.py"), options]
+        server = SandboxServer("namespace", command=command, user=65534)
+        try:
+            with server.start("script", source, LIMITS) as one:
+                ended = one.wait()
+        except CannotGrade:
+            pytest.skip("this system allows no namespaces to user nobody")
+        finally:
+            server.close()
+    assert ended == ScriptResult(0, b"65534 [] False False\nno\nno\nno\nyes\n")
+
+
+REFUSED = {
+    # (number on x86_64, number on aarch64), arguments
+    "kill": ((62, 129), "(0, 0)"),
+    "tkill": ((200, 130), "(os.getpid(), 0)"),
+    "tgkill": ((234, 131), "(os.getpid(), os.getpid(), 0)"),
+    "rt_sigqueueinfo": ((129, 138), "(os.getpid(), 0, b'\\0' * 128)"),
+    "rt_tgsigqueueinfo": ((297, 240), "(os.getpid(), os.getpid(), 0, b'\\0' * 128)"),
+    "pidfd_open": ((434, 434), "(os.getpid(), 0)"),
+    "pidfd_send_signal": ((424, 424), "(0, 0, 0, 0)"),
+    "prlimit64 of another": ((302, 261), "(os.getppid(), 7, 0, b'\\0' * 16)"),
+    "fcntl F_SETOWN": ((72, 25), "(0, 8, os.getpid())"),
+    "fcntl F_SETSIG": ((72, 25), "(0, 10, 9)"),
+    "ioctl TIOCSTI": ((16, 29), "(0, 0x5412, b'x')"),
+    "setns": ((308, 268), "(0, 0)"),
+    "unshare": ((272, 97), "(0x10000000,)"),
+    "clone with a new user namespace": ((56, 220), "(0x10000011, 0, 0, 0, 0)"),
+    "clone with a new network": ((56, 220), "(0x40000011, 0, 0, 0, 0)"),
+    "clone3": ((435, 435), "(b'\\0' * 88, 88)"),
+    "open_tree": ((428, 428), "(-100, b'/', 1)"),
+    "move_mount": ((429, 429), "(-100, b'/', -100, b'/tmp', 0)"),
+    "fsopen": ((430, 430), "(b'tmpfs', 0)"),
+    "fsmount": ((432, 432), "(0, 0, 0)"),
+    "mount_setattr": ((442, 442), "(-100, b'/', 0, b'', 32)"),
+    "mount": ((165, 40), "(b'x', b'/tmp', b'tmpfs', 0, 0)"),
+    "pivot_root": ((155, 41), "(b'/', b'/')"),
+    "chroot": ((161, 51), "(b'/',)"),
+    "ptrace": ((101, 117), "(16, os.getppid(), 0, 0)"),
+    "process_vm_readv": ((310, 270), "(os.getppid(), 0, 0, 0, 0, 0)"),
+    "bpf": ((321, 280), "(0, 0, 0)"),
+    "io_uring_setup": ((425, 425), "(1, b'\\0' * 128)"),
+    "userfaultfd": ((323, 282), "(0,)"),
+    "perf_event_open": ((298, 241), "(0, 0, 0, 0, 0)"),
+    "keyctl": ((250, 219), "(0, 0, 0, 0, 0)"),
+    "socket": ((41, 198), "(1, 1, 0)"),
+    "sendto with an address": ((44, 206), "(0, b'x', 1, 0, b'\\1\\0x', 3)"),
+    "sendmsg": ((46, 211), "(0, 0, 0)"),
+    "execve": ((59, 221), "(b'/bin/sh', 0, 0)"),
+    "execveat": ((322, 281), "(-100, b'/bin/sh', 0, 0, 0)"),
+    "setuid": ((105, 146), "(0,)"),
+    "memfd_create": ((319, 279), "(b'x', 0)"),
+    "a call that no kernel has": ((999, 999), "()"),
+}
+
+
+@pytest.mark.parametrize("level", levels())
+def test_only_listed_system_calls_are_allowed(level: Level) -> None:
+    column = {"x86_64": 0, "aarch64": 1}[os.uname().machine]
+    calls = "\n".join(
+        f"print({name!r}, libc.syscall({numbers[column]}, *{arguments}), ctypes.get_errno())"
+        for name, (numbers, arguments) in REFUSED.items()
+    )
+    source = f"import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n{calls}"
+    printed = run_script(source, b"", limits=LIMITS, level=level).output.decode().splitlines()
+    expected = [f"{name} -1 {38 if name == 'clone3' else 1}" for name in REFUSED]
+    assert printed == expected
+
+
+@pytest.mark.parametrize("level", levels())
+def test_ordinary_programs_are_not_hindered_by_the_filter(level: Level) -> None:
+    """Uses threads, child processes, an event loop, files, time, random numbers and limits of the program itself."""
+    if level in ("user", "limits") and not can_be_read_by_all(Path(os.__file__)):
+        pytest.skip("programs of another user cannot read this Python's library")
+    source = """
+import asyncio, concurrent.futures, multiprocessing, os, random, resource, subprocess, tempfile, threading, time, uuid
+with concurrent.futures.ThreadPoolExecutor(2) as pool: print(sum(pool.map(abs, [1, -2])))
+async def wait(): await asyncio.sleep(0.01); return 4
+print(asyncio.run(wait()))
+pid = os.fork()
+if pid == 0: os._exit(5)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+with tempfile.TemporaryDirectory() as name:
+    open(f"{name}/x", "w").write("six"); os.rename(f"{name}/x", f"{name}/y"); print(len(os.listdir(name)), os.stat(f"{name}/y").st_size)
+time.sleep(0.01); random.random(); uuid.uuid4(); time.time()
+print(resource.getrlimit(resource.RLIMIT_CPU)[0], input())
+"""
+    found = run_script(source, b"hello\n", limits=LIMITS, level=level)
+    assert found == ScriptResult(0, b"3\n4\n5\n1 3\n2 hello\n")
+
+
+def can_be_read_by_all(path: Path) -> bool:
+    return all(folder.stat().st_mode & 0o005 == 0o005 for folder in path.parents)
+
+
+HEADERS = {
+    "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
+    "aarch64": Path("/usr/include/asm-generic/unistd.h"),
+}
+
+
+@pytest.mark.parametrize("machine", HEADERS)
+def test_system_call_numbers_are_those_of_the_kernels_headers(machine: str) -> None:
+    if not HEADERS[machine].exists():
+        pytest.skip("the kernel's headers are not installed")
+    text = (
+        HEADERS[machine]
+        .read_text()
+        .replace("__NR3264_fstatat", "__NR_newfstatat")
+        .replace("__NR3264_", "__NR_")
+    )
+    numbers = {name: int(value) for name, value in re.findall(r"#define __NR_(\w+)\s+(\d+)", text)}
+    allowed = allowed_numbers(machine)
+    assert len(allowed) > 100
+    assert {name: numbers[name] for name in allowed} == allowed
+
+
+def test_a_sleeping_program_is_wrong_after_its_wall_clock_limit() -> None:
+    short = SandboxLimits(cpu_s=1, wall_s=2.0)
+    swallowed = ["try:\n    add(1, 2)\nexcept Exception:\n    pass"]
+    for program, tests in (
+        ("import time\ndef add(a, b): time.sleep(99)", TESTS),
+        ("import time\ntime.sleep(99)", TESTS),
+        ("import time\ndef add(a, b): time.sleep(99)", swallowed),
+        ("import threading\ndef add(a, b): threading.Event().wait()", TESTS),
+        ("import os\ndef add(a, b): os.read(os.pipe()[0], 1)", TESTS),
+    ):
+        started_s = time.monotonic()
+        assert not passes(program, tests, limits=short)
+        assert time.monotonic() - started_s < 6
+
+
+def test_a_program_that_waits_for_a_processor_is_not_called_wrong() -> None:
+    """Gives the program a tenth of one processor: it is cut off long before it could have computed for its limit."""
+    processors = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(processors)})
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(9)]
+    server = SandboxServer(best_level())
+    try:
+        with server.start("script", "while True: pass", SandboxLimits(cpu_s=30, wall_s=1.0)) as one:
+            ended = one.wait()
+        assert ended.status == TIMED_OUT and ended.starved
+        # One whose own processes take the processor from each other is wrong.
+        forks = "import os\nfor _ in range(9): os.fork()\nwhile True: pass"
+        with server.start("script", forks, SandboxLimits(cpu_s=30, wall_s=1.0)) as one:
+            assert not one.wait().starved
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+        server.close()
+        os.sched_setaffinity(0, processors)
+
+
+def test_a_system_with_limits_only_refuses_programs_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "works", lambda level: level == "limits")
+    monkeypatch.delenv(ALLOW_LIMITS, raising=False)
+    best_level.cache_clear()
+    try:
+        with pytest.raises(CannotGrade, match=f"{ALLOW_LIMITS}=1"):
+            best_level()
+        monkeypatch.setenv(ALLOW_LIMITS, "1")
+        assert best_level() == "limits"
+    finally:
+        best_level.cache_clear()
+
+
+def test_a_server_that_was_killed_is_started_again() -> None:
+    server = SandboxServer(best_level())
+    for _ in range(2):
+        with server.start("script", "print(1)", LIMITS) as one:
+            assert one.wait().output == b"1\n"
+        os.kill(server.pid or 0, 9)
+        time.sleep(0.2)
+    server.close()

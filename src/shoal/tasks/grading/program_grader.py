@@ -12,7 +12,7 @@ from shoal.tasks.task import RIGHT, UNPARSEABLE, WRONG, Problem, Reward, reply_o
 
 LIMITS = SandboxLimits()
 """Limits of all calls of a program together."""
-SCRIPT_LIMITS = SandboxLimits(cpu_s=5, wall_s=30.0)
+SCRIPT_LIMITS = SandboxLimits(cpu_s=5, wall_s=10.0)
 """Limits of one run of a script. The INTELLECT-2 report gives each test 5 s."""
 MAX_PROGRAM_CHARS = 100_000
 

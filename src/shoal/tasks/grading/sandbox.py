@@ -1,11 +1,15 @@
 """Runs untrusted programs in a sandbox and returns whether they pass their tests.
 
 Levels; the strongest that the system allows is used:
-    namespace   own mounts, processes, network and user; only Python's library of the machine is visible
+    bubblewrap  (bwrap is installed) its mounts, network and user; each program has processes and a /tmp of its own
+    namespace   the same, built by sandbox_child.py itself; only Python's library of the machine is visible
     user        (root, where namespaces are not allowed) a user of its own
-    limits      the same user under limits, and a filter that refuses sockets, signals and tracing
+    limits      the same user under limits; it can read that user's files. Refused unless SHOAL_ALLOW_LIMITS_SANDBOX=1
 
-At every level, processor time, memory, files, processes, disk and output are limited, and no process outlives the sandbox.
+At every level, processor time, memory, files, processes, disk and output are limited, only listed system calls are allowed, and no
+process outlives the sandbox.
+
+Each thread that grades has a fork server of its own (sandbox_child.py), which starts a program in a few milliseconds.
 """
 
 import contextlib
@@ -13,30 +17,40 @@ import functools
 import json
 import os
 import select
-import signal
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 
+from shoal.tasks.grading import sandbox_child
 from shoal.tasks.grading.entry_points import names_from_program
-from shoal.tasks.grading.sandbox_child import NOT_BUILT, TIMED_OUT
+from shoal.tasks.grading.sandbox_child import MAX_JOB_BYTES, MAX_STRETCH, NOT_BUILT, READY, TIMED_OUT
 from shoal.tasks.grading.sandbox_modes import PASSED
 from shoal.tasks.task import CannotGrade
 from shoal.telemetry import Log
 
-Level = Literal["namespace", "user", "limits"]
-LEVELS: tuple[Level, ...] = ("namespace", "user", "limits")
+Level = Literal["bubblewrap", "namespace", "user", "limits"]
+LEVELS: tuple[Level, ...] = ("bubblewrap", "namespace", "user", "limits")
 Mode = Literal["script", "serve", "test"]
 
+ALLOW_LIMITS = "SHOAL_ALLOW_LIMITS_SANDBOX"
+"""Environment variable that allows programs at level limits, with the value 1."""
+START_S = 60.0
+"""Seconds a fork server may take to start."""
 GRACE_S = 10.0
-"""Seconds a sandbox has to end itself before it is killed."""
-_CHILD = Path(__file__).with_name("sandbox_child.py")
+"""Seconds a sandbox has to end itself before its server is killed."""
+TESTER_S = 1.0
+"""Seconds the tests may run longer than the program, so that a program which is too slow ends first."""
+_STARVED = "a program got too little of the processor to be graded; is the machine too busy?"
+_CHILD = Path(sandbox_child.__file__)
+_CODE = ("sandbox_child.py", "sandbox_modes.py", "system_calls.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +58,8 @@ class SandboxLimits:
     """Limits on what one program may use."""
 
     cpu_s: int = 10
-    wall_s: float = 60.0
-    """Six times `cpu_s`: ends programs that wait, but not programs on a busy machine."""
+    wall_s: float = 20.0
+    """Twice `cpu_s`. Time in which the program waits for a processor does not count, up to twice as much again."""
     memory_bytes: int = 512 << 20
     disk_bytes: int = 16 << 20
     file_bytes: int = 4 << 20
@@ -61,6 +75,8 @@ class ScriptResult:
 
     status: int
     output: bytes
+    starved: bool = False
+    """Whether its time was up because the machine is too busy, so that nothing can be said about the program."""
 
 
 def passes(
@@ -76,50 +92,217 @@ def passes(
     The tests get the names that they use and do not define, except builtins and modules. `entry_points` adds others, as name in
     the tests to name in the program: only the data set, never the program, may say that `sum` is the program's function.
     """
-    level = level or best_level()
-    ask, asked = os.pipe()
-    answer, answered = os.pipe()
-    with contextlib.ExitStack() as sandboxes:
-        try:
-            sandboxes.enter_context(Sandbox("serve", program, limits, level, pipe=(ask, answered)))
-            names, modules = names_from_program(tests)
-            wanted = {name: name for name in names} | dict(entry_points or {})
-            tests_text = json.dumps({"tests": list(tests), "entry_points": wanted, "modules": modules})
-            tester = sandboxes.enter_context(Sandbox("test", tests_text, limits, level, pipe=(answer, asked)))
-        finally:
-            for fd in (ask, asked, answer, answered):
-                os.close(
-                    fd
-                )  # this process's copies: otherwise neither side would see the other close its end
-        ended = tester.wait()
-    return ended.status == 0 and ended.output == PASSED
+    names, modules = names_from_program(tests)
+    wanted = {name: name for name in names} | dict(entry_points or {})
+    tests_text = json.dumps({"tests": list(tests), "entry_points": wanted, "modules": modules})
+    server = _server(level or best_level())
+    tested, ended = _run_tests(server, program, tests_text, limits)
+    if tested.starved or ended.starved:
+        raise CannotGrade(_STARVED)
+    return tested == ScriptResult(0, PASSED) and ended.status != TIMED_OUT
 
 
 def run_script(
     program: str, stdin: bytes, *, limits: SandboxLimits, level: Level | None = None
 ) -> ScriptResult:
     """Runs a program as a script."""
-    with Sandbox("script", program, limits, level or best_level(), stdin=stdin) as sandbox:
-        return sandbox.wait()
+    server = _server(level or best_level())
+    with server.start("script", program, limits, stdin=stdin) as sandbox:
+        ended = sandbox.wait()
+    if ended.starved:
+        raise CannotGrade(_STARVED)
+    return ended
+
+
+def _run_tests(
+    server: "SandboxServer", program: str, tests: str, limits: SandboxLimits
+) -> tuple[ScriptResult, ScriptResult]:
+    """Returns how the tests ended, and how the program did."""
+    ask, asked = os.pipe()
+    answer, answered = os.pipe()
+    with contextlib.ExitStack() as sandboxes:
+        try:
+            served = sandboxes.enter_context(server.start("serve", program, limits, pipe=(ask, answered)))
+            longer = replace(limits, wall_s=MAX_STRETCH * limits.wall_s + TESTER_S)
+            tester = sandboxes.enter_context(server.start("test", tests, longer, pipe=(answer, asked)))
+        finally:
+            # This process's copies: otherwise neither side would see the other close its end.
+            for fd in (ask, asked, answer, answered):
+                os.close(fd)
+        tested = tester.wait()
+        return tested, served.end()
+
+
+# -- levels -----------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def best_level() -> Level:
-    """Returns the strongest level that this system allows, by trying them; once per process."""
+    """Returns the strongest level that this system allows, by trying them; once per process. Raises CannotGrade."""
     for level in LEVELS:
-        try:
-            ended = run_script("print(6 * 7)", b"", limits=SandboxLimits(), level=level)
-        except CannotGrade:
+        if not works(level):
             continue
-        if ended == ScriptResult(0, b"42\n"):
-            if level != "namespace":
-                Log("sandbox").warning(
-                    "this system allows no namespaces; programs run with weaker isolation", level=level
-                )
-            return level
+        if level == "limits" and os.environ.get(ALLOW_LIMITS) != "1":
+            raise CannotGrade(
+                "this system allows neither namespaces nor a user of its own for programs, which could read all files of this "
+                f"user; install bubblewrap, allow user namespaces, run as root, or set {ALLOW_LIMITS}=1 to run them all the same"
+            )
+        log = Log("sandbox")
+        (log.info if level in ("bubblewrap", "namespace") else log.warning)(
+            "programs run in a sandbox", level=level
+        )
+        return level
     raise CannotGrade(
         "no sandbox can be built on this system; run `shoal validator` on Linux, as root or with user namespaces"
     )
+
+
+def works(level: Level) -> bool:
+    """Returns whether a sandbox of this level can be built here, by running a program in one."""
+    if level == "bubblewrap" and shutil.which("bwrap") is None:
+        return False
+    try:
+        return run_script("print(6 * 7)", b"", limits=SandboxLimits(), level=level) == ScriptResult(
+            0, b"42\n"
+        )
+    except CannotGrade:
+        return False
+
+
+def _server_command(level: Level, folder: str) -> list[str]:
+    # -I -S: no environment, no user's files, no packages; only the standard library.
+    options = json.dumps({"level": level, "folder": folder})
+    python = os.path.realpath(sys.executable)
+    if level != "bubblewrap":
+        return [python, "-I", "-S", str(_CHILD), options]
+    return [*_bwrap_command(python), python, "-I", "-S", f"/shoal/{_CHILD.name}", options]
+
+
+def _bwrap_command(python: str) -> list[str]:
+    """Returns the command that runs another one with only Python's library in sight."""
+    # Capabilities inside its namespaces, which each program drops: they give each program namespaces of its own.
+    command = [
+        "bwrap",
+        "--unshare-ipc",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-uts",
+        "--cap-add",
+        "ALL",
+    ]
+    if os.getuid() != 0:
+        command.append("--unshare-user")
+    for path in (*sandbox_child.needed_folders(), python):
+        for folder in reversed(
+            Path(path).parents[:-1]
+        ):  # bwrap's own default is that only root may enter them
+            command += ["--perms", "0755", "--dir", str(folder)]
+        link = os.path.islink(path)
+        command += ["--symlink", os.readlink(path), path] if link else ["--ro-bind", path, path]
+    for name in _CODE:
+        command += ["--ro-bind", str(_CHILD.with_name(name)), f"/shoal/{name}"]
+    return [
+        *command,
+        "--proc",
+        "/proc",
+        "--perms",
+        "1777",
+        "--dir",
+        "/tmp",
+        "--remount-ro",
+        "/",
+        "--new-session",
+        "--",
+    ]
+
+
+# -- servers and sandboxes --------------------------------------------------------------------------------
+
+_THREAD = threading.local()
+
+
+def _server(level: Level) -> "SandboxServer":
+    """Returns the fork server of this thread. It ends when the thread does: its socket is closed."""
+    servers: dict[Level, SandboxServer] = _THREAD.__dict__.setdefault("servers", {})
+    if level not in servers:
+        servers[level] = SandboxServer(level)
+    return servers[level]
+
+
+class SandboxServer:
+    """A fork server of one level. Use it from one thread only. It is started at the first program and again after a failure."""
+
+    def __init__(
+        self, level: Level, *, command: Sequence[str] | None = None, user: int | None = None
+    ) -> None:
+        self._level, self._command, self._user = level, command, user
+        self._socket: socket.socket | None = None
+
+    def start(
+        self,
+        mode: Mode,
+        source: str,
+        limits: SandboxLimits,
+        *,
+        stdin: bytes = b"",
+        pipe: tuple[int, ...] = (),
+    ) -> "Sandbox":
+        """Starts a program. Raises CannotGrade if the server cannot be started."""
+        for last in (False, True):
+            if self._socket is None:
+                self._socket = self._start_server()
+            try:
+                return Sandbox(self._socket, self._level, mode, source, limits, stdin, pipe)
+            except OSError as error:
+                self.close()
+                if last:
+                    raise CannotGrade(f"the sandbox's server has ended: {error}") from None
+        raise AssertionError
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the running server, or None."""
+        return None if self._socket is None else self._process.pid
+
+    def close(self) -> None:
+        """Ends the server. Programs that are running end by their own limits."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE_S)
+            self._process.kill()
+            self._process.wait()
+            self._folder.cleanup()
+
+    def _start_server(self) -> socket.socket:
+        self._folder = tempfile.TemporaryDirectory(prefix="shoal-", ignore_cleanup_errors=True)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                self._command or _server_command(self._level, self._folder.name),
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={"PATH": os.environ.get("PATH", os.defpath)},
+                start_new_session=True,
+                user=self._user,
+                group=self._user,
+                extra_groups=None if self._user is None else (),
+            )
+        ours.settimeout(START_S)
+        try:
+            ready = ours.recv(len(READY)) == READY
+        except OSError:
+            ready = False
+        if not ready:
+            ours.close()
+            self._process.kill()
+            status = self._process.wait()
+            self._folder.cleanup()
+            raise CannotGrade(f"a sandbox of level {self._level} cannot be built here (status {status})")
+        ours.settimeout(None)
+        return ours
 
 
 class Sandbox:
@@ -127,67 +310,85 @@ class Sandbox:
 
     def __init__(
         self,
+        server: socket.socket,
+        level: Level,
         mode: Mode,
         source: str,
         limits: SandboxLimits,
-        level: Level,
-        *,
-        stdin: bytes = b"",
-        pipe: tuple[int, int] | None = None,
+        stdin: bytes,
+        pipe: tuple[int, ...],
     ) -> None:
         self._limits = limits
-        self._give_up_s = time.monotonic() + limits.wall_s + GRACE_S
-        self._folder = tempfile.TemporaryDirectory(prefix="shoal-", ignore_cleanup_errors=True)
-        with tempfile.TemporaryFile() as source_file, tempfile.TemporaryFile() as stdin_file:
-            source_file.write(source.encode(errors="replace"))
-            source_file.seek(0)
-            stdin_file.write(stdin)
-            stdin_file.seek(0)
-            job = asdict(limits) | {
-                "mode": mode,
-                "level": level,
-                "folder": self._folder.name,
-                "source_fd": source_file.fileno(),
-                "pipe": pipe or (),
-            }
-            # -I -S: no environment, no user's files, no packages; only the standard library.
-            self._monitor = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_CHILD), json.dumps(job)],
-                stdin=stdin_file,
-                # Not read, so it must not fill a pipe and block the program.
-                stdout=subprocess.DEVNULL if mode == "serve" else subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={},
-                pass_fds=(source_file.fileno(), *(pipe or ())),
-                start_new_session=True,
-            )
+        self._give_up_s = time.monotonic() + MAX_STRETCH * limits.wall_s + GRACE_S
+        self._cleanup = contextlib.ExitStack()
+        self._result: ScriptResult | None = None
+        job = asdict(limits) | {"mode": mode}
+        if level in ("user", "limits"):
+            folder = tempfile.TemporaryDirectory(prefix="shoal-", ignore_cleanup_errors=True)
+            job["folder"] = self._cleanup.enter_context(folder)
+        message = json.dumps(job).encode()
+        assert len(message) <= MAX_JOB_BYTES
+        with contextlib.ExitStack() as theirs:
+            # Read while the program runs: nothing that it prints may fill the pipe of one that serves, which nobody reads.
+            self._output = -1
+            if mode == "serve":
+                output = os.open(os.devnull, os.O_WRONLY)
+            else:
+                self._output, output = os.pipe()
+                self._cleanup.callback(os.close, self._output)
+            theirs.callback(os.close, output)
+            self._status, status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._cleanup.enter_context(self._status)
+            theirs.enter_context(status)
+            files = [
+                theirs.enter_context(_file_of(data)) for data in (source.encode(errors="replace"), stdin)
+            ]
+            try:
+                socket.send_fds(server, [message], [status.fileno(), *files, output, *pipe])
+            except OSError:
+                self._cleanup.close()
+                raise
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self._end()
-        if self._monitor.stdout is not None:
-            self._monitor.stdout.close()
-        self._folder.cleanup()
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(CannotGrade):
+            self.end()
+        self._cleanup.close()
+
+    def end(self) -> ScriptResult:
+        """Ends the program if it is still running. A program whose time was up before has the status TIMED_OUT."""
+        with contextlib.suppress(OSError):
+            self._status.shutdown(socket.SHUT_WR)  # the monitor sees it and kills the program
+        return self.wait()
 
     def wait(self) -> ScriptResult:
         """Waits until the program ends, by itself or by its limits. Raises CannotGrade if the sandbox could not be built."""
-        output = self._read_all()
+        if self._result is None:
+            self._result = self._wait()
+        return self._result
+
+    def _wait(self) -> ScriptResult:
+        output = self._read_all() if self._output >= 0 else b""
         if len(output) > self._limits.output_bytes:
             return ScriptResult(TIMED_OUT, output[: self._limits.output_bytes])
+        self._status.settimeout(max(0.1, self._give_up_s - time.monotonic()))
         try:
-            status = self._monitor.wait(max(0.1, self._give_up_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
+            message = self._status.recv(MAX_JOB_BYTES)
+        except TimeoutError:
             raise CannotGrade("the sandbox did not end itself in time; is the machine busy?") from None
-        if status == NOT_BUILT or status < 0:
-            raise CannotGrade(f"the sandbox could not be built (status {status})")
-        return ScriptResult(status, output)
+        if not message:
+            raise CannotGrade("the sandbox's monitor has ended")
+        found = json.loads(message)
+        if found["status"] == NOT_BUILT:
+            raise CannotGrade(f"the sandbox could not be built: {found.get('error')}")
+        return ScriptResult(found["status"], output, found["starved"])
 
     def _read_all(self) -> bytes:
         """Reads the output until it ends or exceeds the limit."""
-        assert self._monitor.stdout is not None
-        fd, pieces, count = self._monitor.stdout.fileno(), [], 0
+        fd, count = self._output, 0
+        pieces: list[bytes] = []
         while count <= self._limits.output_bytes:
             left_s = self._give_up_s - time.monotonic()
             if left_s <= 0 or not select.select([fd], [], [], left_s)[0]:
@@ -199,12 +400,15 @@ class Sandbox:
             count += len(piece)
         return b"".join(pieces)
 
-    def _end(self) -> None:
-        """Asks the monitor process to end the program; kills the whole process group if it does not."""
-        if self._monitor.poll() is None:
-            self._monitor.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._monitor.wait(GRACE_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._monitor.pid, signal.SIGKILL)
-        self._monitor.wait()
+
+@contextlib.contextmanager
+def _file_of(data: bytes) -> Iterator[int]:
+    """Opens a file in memory with these bytes, at its start."""
+    fd = os.memfd_create("shoal")
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(data)
+        os.lseek(fd, 0, os.SEEK_SET)
+        yield fd
+    finally:
+        os.close(fd)

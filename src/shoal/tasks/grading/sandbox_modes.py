@@ -35,9 +35,17 @@ Kept = list[Any] | None
 
 def run_script(source: str, pipe: Pipe) -> None:
     """Runs the program as a script."""
-    exec(compile(source, "program.py", "exec"), {"__name__": "__main__", "__builtins__": builtins})
-    sys.stdout.flush()
-    os._exit(0)
+    status = 1
+    try:
+        exec(compile(source, "program.py", "exec"), {"__name__": "__main__", "__builtins__": builtins})
+        status = 0
+    except SystemExit as ended:
+        status = ended.code & 0xFF if isinstance(ended.code, int) else int(ended.code is not None)
+    finally:
+        try:
+            sys.stdout.flush()
+        finally:
+            os._exit(status)
 
 
 def serve(source: str, pipe: Pipe) -> None:
