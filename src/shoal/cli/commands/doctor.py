@@ -46,7 +46,7 @@ class HealthCheck:
 
 def examine(url: str, dir: Path) -> list[HealthCheck]:
     """Returns the results of all checks, of the machine first, then of the run."""
-    findings = [_python(), _device(), _memory(), _folder(dir)]
+    findings = [_python(), _device(), _memory(), _folder(dir), _sandbox()]
     with PublicApi(url, timeout_s=TIMEOUT_S) as api:
         try:
             info, stats = api.read("/v1/info", Info), api.read("/v1/stats", Stats)
@@ -102,6 +102,19 @@ def _folder(dir: Path) -> HealthCheck:
     except OSError as error:
         return HealthCheck("folder", "bad", f"{dir}: {error.strerror}", "choose another --dir")
     return HealthCheck("folder", "good", f"{dir}, {shutil.disk_usage(dir).free / 1e9:.1f} GB free")
+
+
+def _sandbox() -> HealthCheck:
+    """Returns how programs would be isolated. Only validators run programs, so no level keeps a worker from working."""
+    from shoal.tasks import CannotGrade
+    from shoal.tasks.grading.sandbox import best_level
+
+    try:
+        level = best_level()
+    except CannotGrade as error:
+        words, _, remedy = str(error).partition("; ")
+        return HealthCheck("sandbox", "weak", f"{words} (concerns validators only)", remedy)
+    return HealthCheck("sandbox", "good", f"programs would run at level {level} (validators only)")
 
 
 def _protocol(info: Info) -> HealthCheck:

@@ -130,6 +130,11 @@ def _add_worker(commands: Commands) -> None:
 def _add_validator(commands: Commands) -> None:
     parser = commands.add_parser("validator", help="check submissions and give verdicts")
     parser.add_argument("--key", type=Path, required=True, help="validator.key, from the coordinator")
+    parser.add_argument(
+        "--allow-limits-sandbox",
+        action="store_true",
+        help="grade programs even where they can read this user's files (also: SHOAL_ALLOW_LIMITS_SANDBOX=1)",
+    )
     _add_torch_options(parser)
     _add_client_options(parser)
     _add_role_options(parser, port=None)
@@ -301,8 +306,11 @@ def worker(options: argparse.Namespace, stop: threading.Event) -> int:
 def validator(options: argparse.Namespace, stop: threading.Event) -> int:
     limit_thread_spinning()
     from shoal.swarm.validator.claim_loop import ValidatorConfig, run_validator
+    from shoal.tasks.grading.sandbox import ALLOW_LIMITS
 
     check_device(options.device)
+    if options.allow_limits_sandbox:
+        os.environ[ALLOW_LIMITS] = "1"
     config = ValidatorConfig(
         coordinator=options.coordinator,
         key=options.key,

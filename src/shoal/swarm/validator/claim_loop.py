@@ -29,7 +29,7 @@ from shoal.swarm.validator.judge import judge_many, refuse_claim
 from shoal.swarm.validator.loaded_versions import LoadedVersions
 from shoal.swarm.validator.recompute import BATCH_TOKENS, DEVICE_BATCH_TOKENS, CannotCheck
 from shoal.swarm.validator.table_reader import ReaderFailed, TableReader
-from shoal.tasks import make_task
+from shoal.tasks import CannotGrade, make_task
 from shoal.tasks.datasets.file_options import file_digests, with_files_from
 from shoal.telemetry import Log
 from shoal.wire.codes import ACCEPTED
@@ -179,7 +179,12 @@ class Validator:
             log=self._log,
         )
         # Reading a data set takes a while and may fail; later it would use up a claim's deadline.
-        make_task(self._spec_with_files().task).problem("train", 0)
+        task = make_task(self._spec_with_files().task)
+        problem = task.problem("train", 0)
+        try:
+            task.reward(problem, problem.answer, 1)
+        except CannotGrade as error:
+            raise ValueError(f"this machine cannot grade the run's answers: {error}") from None
         self._log.info(f"checking for run {self._info.spec.run!r}", coordinator=config.coordinator)
 
     def main_loop(self) -> ValidatorExit:

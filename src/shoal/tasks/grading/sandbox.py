@@ -275,6 +275,10 @@ class SandboxServer:
             self._process.wait()
             self._folder.cleanup()
 
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the end of the process, modules may be gone
+            self.close()
+
     def _start_server(self) -> socket.socket:
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-", ignore_cleanup_errors=True)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

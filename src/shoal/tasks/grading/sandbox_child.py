@@ -201,7 +201,7 @@ def monitor(job: Job, fds: list[int], run: Callable[[str, list[int]], None]) -> 
     status_fd, source_fd, stdin_fd, stdout_fd, *pipe = fds
     uid = _unused_uid()
     job["processes"] += _own_processes(job["level"])
-    result = {"status": NOT_BUILT, "starved": False}
+    result: dict[str, Any] = {"status": NOT_BUILT, "starved": False}
     try:
         _isolate(job, uid)
         init = os.fork()
