@@ -89,7 +89,7 @@ def test_a_child_writes_no_files(child: ChildProcess) -> None:
     assert ask(child, b"write") == b"OSError"
 
 
-def test_a_request_that_ends_the_child_says_its_last_words(child: ChildProcess) -> None:
+def test_a_request_that_ends_the_child_reports_its_last_output(child: ChildProcess) -> None:
     with pytest.raises(ChildDied, match="status 1: ValueError: cannot parse this") as died:
         ask(child, b"raise")
     assert died.value.status == 1

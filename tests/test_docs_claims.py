@@ -25,7 +25,7 @@ def test_a_row_has_five_cells_and_none_is_empty() -> None:
         assert row[4] in STATES, row
 
 
-def test_no_row_without_a_command_that_is_there() -> None:
+def test_every_row_names_a_command_that_exists() -> None:
     for row in ROWS:
         commands = re.findall(r"`([^`]+)`", row[2])
         assert commands, f"claim {row[0]} has no command"

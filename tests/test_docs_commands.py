@@ -36,7 +36,7 @@ def test_every_command_in_a_block_exists() -> None:
 
 
 @pytest.mark.parametrize("test", sorted(set(ELSEWHERE.values())))
-def test_what_is_said_to_run_a_command_is_there(test: str) -> None:
+def test_tests_that_run_commands_exist(test: str) -> None:
     assert (ROOT / test).exists()
     for start in (start for start, named in ELSEWHERE.items() if named == test and test == ".ci/run"):
         assert start in (ROOT / test).read_text(), f"{test} does not call {start}"
@@ -55,6 +55,6 @@ def test_commands_inside_sentences_exist() -> None:
     assert wrong == []
 
 
-def test_the_list_of_live_commands_has_no_strays() -> None:
+def test_every_live_command_is_in_the_docs() -> None:
     texts = [command.text for command in COMMANDS if not command.is_marked]
     assert [start for start in LIVE if not any(text.startswith(start) for text in texts)] == []

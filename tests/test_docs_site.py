@@ -31,7 +31,7 @@ def site() -> Iterator[str]:
         server.shutdown()
 
 
-def test_the_site_asks_nobody_else_and_is_searched(site: str, page: Any) -> None:
+def test_the_site_loads_nothing_from_other_servers_and_has_a_search(site: str, page: Any) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.set_viewport_size({"width": 1400, "height": 900})

@@ -34,7 +34,7 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_what_is_written_is_a_noise(calibration: Path) -> None:
+def test_the_written_file_is_a_calibration(calibration: Path) -> None:
     noise = Noise.parse(calibration.read_bytes())
     assert noise.model == "tiny" and noise.compute_dtype == "float32"
     assert noise.measured[0].startswith("here to ") and noise.measured[0].endswith(" rows")

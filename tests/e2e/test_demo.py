@@ -80,7 +80,7 @@ def test_the_exit_code_when_it_did_not_learn_enough(tmp_path: Path) -> None:
     assert "expected a gain of 0.99" in swarm.output
 
 
-def test_a_key_that_nobody_knows_and_a_value_that_cannot_be(tmp_path: Path) -> None:
+def test_an_unknown_key_and_an_invalid_value_are_errors(tmp_path: Path) -> None:
     swarm = Swarm(tmp_path, settings={"groups_per_step": 0, "lease_s": "long"})
     swarm.file.write_text(swarm.file.read_text() + "colour = 1\n[weather]\n")
     refused = shoal("run", str(swarm.file), "--dir", str(swarm.folder))

@@ -64,7 +64,7 @@ def test_each_role_killed_in_the_middle_of_its_work(tmp_path: Path) -> None:
         check_books(swarm, heads)
 
 
-def test_all_of_them_at_once_and_again(tmp_path: Path) -> None:
+def test_all_roles_killed_together_and_again(tmp_path: Path) -> None:
     with Swarm(tmp_path, last_version=10) as swarm:
         heads = []
         for version in (1, 5):

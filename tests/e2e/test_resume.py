@@ -49,7 +49,7 @@ def lines_about(summary: str, *subjects: str) -> list[str]:
     return [line for line in summary.splitlines() if line.strip().startswith(subjects)]
 
 
-def test_what_is_refused_and_how(tmp_path: Path) -> None:
+def test_resume_refuses_a_changed_or_missing_run(tmp_path: Path) -> None:
     swarm = Swarm(tmp_path)  # for its run file; never started
     run = ["run", str(swarm.file), "--dir", str(swarm.folder)]
     nothing = shoal(*run, "--resume")

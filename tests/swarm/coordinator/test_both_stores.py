@@ -100,7 +100,7 @@ def test_a_submission_without_an_upload(swarm: SmallSwarm) -> None:
     assert len(swarm.ledger()) == before
 
 
-def test_nobody_can_write_over_what_is_there(swarm: SmallSwarm) -> None:
+def test_stored_objects_cannot_be_overwritten(swarm: SmallSwarm) -> None:
     owner, thief = swarm.node(), swarm.node()
     lease = owner.lease()
     upload = owner.ask_upload(lease, b"honest")
@@ -117,7 +117,7 @@ def test_nobody_can_write_over_what_is_there(swarm: SmallSwarm) -> None:
     assert swarm.validator.fetch_object(sha256) == b"honest"
 
 
-def test_an_answer_that_was_lost_is_asked_for_again(swarm: SmallSwarm) -> None:
+def test_an_upload_can_be_repeated_after_a_lost_answer(swarm: SmallSwarm) -> None:
     node = swarm.node()
     lease = node.lease()
     for _ in range(2):
@@ -142,7 +142,7 @@ def test_the_same_place_until_the_bytes_differ(swarm: SmallSwarm) -> None:
     node.submit(lease, b"two")
 
 
-def test_what_nobody_submits_goes_again(swarm: SmallSwarm) -> None:
+def test_uploads_that_are_never_submitted_are_deleted(swarm: SmallSwarm) -> None:
     node = swarm.node()
     kept = node.deliver(data=b"submitted")
     lease = node.lease()
@@ -160,7 +160,7 @@ def test_what_nobody_submits_goes_again(swarm: SmallSwarm) -> None:
     assert swarm.claim().lease == kept
 
 
-def test_a_file_that_vanished_is_nobodys_fault(swarm: SmallSwarm) -> None:
+def test_a_lost_file_blames_no_node(swarm: SmallSwarm) -> None:
     node = swarm.node()
     lease = node.deliver(data=b"here today")
     store = swarm.coordinator.store
@@ -279,13 +279,13 @@ def test_a_store_that_is_not_there_is_named(tmp_path: Path) -> None:
         "s3://bucket?key=1",
     ],
 )
-def test_an_address_that_makes_no_sense_is_refused(url: str, tmp_path: Path) -> None:
+def test_an_invalid_store_address_is_refused(url: str, tmp_path: Path) -> None:
     config = CONFIG.model_copy(update={"store": url})
     with pytest.raises(ValueError, match=r"coordinator\.store"):
         open_coordinator(config, SPEC, tmp_path, log=LOG, credentials=CREDENTIALS)
 
 
-def test_a_reader_compares_what_it_gets(swarm: SmallSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_verifies_the_digest(swarm: SmallSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     swarm.node().deliver(data=b"as it was")
     sha256 = hashlib.sha256(b"as it was").hexdigest()
     other = hashlib.sha256(b"other").hexdigest()

@@ -11,7 +11,7 @@ import pytest
 import small_swarm
 from small_swarm import CONFIG, Node, SmallSwarm, at_once
 from sqlalchemy import inspect, select, text
-from test_random_life import test_what_must_always_hold as random_life
+from test_random_life import test_invariants_of_a_random_run as random_life
 
 from ledger_reader import read_ledger
 from shoal.net.http_client import Unreachable
@@ -68,12 +68,12 @@ def many_writers(database: Database) -> None:
     assert (written(database), len(failed)) == (expected, 24)
 
 
-def test_one_writers_failure_is_its_own(tmp_path: Path) -> None:
+def test_a_failing_write_does_not_affect_others(tmp_path: Path) -> None:
     with closing(Database(tmp_path / "db")) as database:
         many_writers(database)
 
 
-def test_one_writers_failure_is_its_own_on_postgresql(postgres: Any) -> None:
+def test_a_failing_write_does_not_affect_others_on_postgresql(postgres: Any) -> None:
     with closing(Database(postgres.fresh())) as database:
         many_writers(database)
 
@@ -215,7 +215,7 @@ def test_two_coordinators_serve_one_run(tmp_path: Path, postgres: Any) -> None:
     right.close()
 
 
-def test_a_client_goes_on_with_another_entry_point(tmp_path: Path, postgres: Any) -> None:
+def test_a_client_continues_with_another_coordinator(tmp_path: Path, postgres: Any) -> None:
     """Kills one of two coordinators: its nodes continue with the other, in the same session."""
     config = CONFIG.model_copy(update={"database": postgres.fresh()})
     right = SmallSwarm(tmp_path, config, on_socket=True)

@@ -231,7 +231,7 @@ def test_copies_are_pointed_out_in_the_order_of_receipt(swarm: SmallSwarm) -> No
     assert [swarm.claim().copy_of for _ in range(3)] == [None, first.id, first.id]
 
 
-def test_a_void_verdict_blames_nobody(swarm: SmallSwarm) -> None:
+def test_a_void_verdict_blames_no_node(swarm: SmallSwarm) -> None:
     swarm.start()
     node = swarm.node()
     for _ in range(3):

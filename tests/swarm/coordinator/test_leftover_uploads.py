@@ -60,7 +60,7 @@ def test_an_upload_goes_with_its_lease(swarm: SmallSwarm) -> None:
     assert stored_files(swarm) == []
 
 
-def test_what_was_submitted_stays(swarm: SmallSwarm) -> None:
+def test_submitted_bytes_are_kept(swarm: SmallSwarm) -> None:
     swarm.start()
     node, other = swarm.node(), swarm.node()
     node.deliver(data=b"submitted")
@@ -71,7 +71,7 @@ def test_what_was_submitted_stays(swarm: SmallSwarm) -> None:
     assert stored_files(swarm) == [hashlib.sha256(b"submitted").hexdigest()]
 
 
-def test_what_another_is_about_to_submit_stays(swarm: SmallSwarm) -> None:
+def test_bytes_that_another_lease_uploaded_are_kept(swarm: SmallSwarm) -> None:
     swarm.start()
     node, other = swarm.node(), swarm.node()
     mine, theirs = node.lease(), other.lease()

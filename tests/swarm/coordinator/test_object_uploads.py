@@ -113,7 +113,7 @@ def test_names_are_ours(swarm: SmallSwarm) -> None:
         assert refused.code == "request.not_found"
 
 
-def test_nobody_can_point_anothers_digest_at_other_bytes(swarm: SmallSwarm) -> None:
+def test_a_digest_of_another_node_cannot_name_other_bytes(swarm: SmallSwarm) -> None:
     swarm.start()
     owner, thief = swarm.node(), swarm.node()
     owner.deliver(data=b"honest")

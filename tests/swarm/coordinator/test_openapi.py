@@ -138,7 +138,7 @@ def operations(url: str) -> list[Any]:
 
 
 @pytest.mark.timeout(120 + 60 * EXAMPLES)
-def test_whatever_is_asked_is_answered_as_described(busy: SmallSwarm, callers: Callers) -> None:
+def test_answers_match_the_description(busy: SmallSwarm, callers: Callers) -> None:
     """Checks that the status is no 5xx, and that status, type and body match the description."""
     answered = {
         f"{operation.method.upper()} {operation.path}": ask(operation, busy.url, callers)

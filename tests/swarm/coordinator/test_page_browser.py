@@ -105,7 +105,7 @@ def test_the_curve_is_read_by_keyboard(swarm: SmallSwarm, page: Any) -> None:
     assert page.inner_text("#curve-words").startswith("Version 1: reward 0.500")
 
 
-def test_whatever_strangers_write_stays_text(swarm: SmallSwarm, page: Any, tmp_path: Path) -> None:
+def test_untrusted_text_is_never_markup(swarm: SmallSwarm, page: Any, tmp_path: Path) -> None:
     swarm.start()
     node = swarm.node()
     beat = Heartbeat(epoch=node.epoch, phase=INJECTED)

@@ -69,7 +69,7 @@ def test_each_run_has_its_own_nodes_ledger_and_keys(url: str) -> None:
         client.close()
 
 
-def test_what_has_no_prefix_is_the_first_runs(url: str) -> None:
+def test_a_path_without_prefix_belongs_to_the_first_run(url: str) -> None:
     assert httpx2.get(f"{url}/v1/info").json()["spec"]["run"] == "small"
     assert httpx2.get(f"{url}/readyz").is_success
     assert httpx2.get(f"{url}/").is_success

@@ -237,7 +237,7 @@ class Life:
 
 
 @pytest.mark.parametrize(("seed", "in_groups"), [(1, False), (2, False), (3, True), (4, True)])
-def test_what_must_always_hold(tmp_path: Path, seed: int, in_groups: bool) -> None:
+def test_invariants_of_a_random_run(tmp_path: Path, seed: int, in_groups: bool) -> None:
     life = Life(tmp_path, seed)
     if in_groups:
         assert life.live_in_groups(100) > 80

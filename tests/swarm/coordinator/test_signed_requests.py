@@ -109,7 +109,7 @@ def test_method_path_and_host_are_signed(swarm: SmallSwarm) -> None:
     assert post(swarm, body, headers, "/v1/%68eartbeat") == "request.bad_signature"
 
 
-def test_nobody_can_speak_for_another(swarm: SmallSwarm) -> None:
+def test_a_request_acts_only_for_its_signer(swarm: SmallSwarm) -> None:
     """(d) PRIME's server acted on an address in the body without comparing it to the signer."""
     victim, other = swarm.node(), swarm.node()
     other.beat(policy_version=3)
@@ -151,7 +151,7 @@ def test_a_digest_is_hex_before_it_is_anything(swarm: SmallSwarm) -> None:
         assert post(swarm, body, headers_for(swarm, node, body, path=path), path) == "request.malformed"
 
 
-def test_two_at_once_with_one_nonce_one_wins(swarm: SmallSwarm) -> None:
+def test_one_of_two_concurrent_requests_with_one_nonce_is_accepted(swarm: SmallSwarm) -> None:
     node = swarm.node()
     body = beat_body(node)
     for threads in (2, 2, 2, 8):
@@ -160,7 +160,7 @@ def test_two_at_once_with_one_nonce_one_wins(swarm: SmallSwarm) -> None:
         assert sorted(outcomes) == ["ok"] + ["request.replayed"] * (threads - 1)
 
 
-def test_a_refused_request_is_spent_too(swarm: SmallSwarm) -> None:
+def test_a_refused_request_uses_up_its_nonce(swarm: SmallSwarm) -> None:
     # Otherwise a captured request could be replayed once the reason for its refusal is gone.
     node = swarm.node()
     body = AskLease(epoch=node.epoch).model_dump_json().encode()
@@ -182,7 +182,7 @@ def test_the_body_is_signed(swarm: SmallSwarm) -> None:
     assert post(swarm, body, {}) == "request.unsigned"
 
 
-def test_a_header_stands_there_once(swarm: SmallSwarm) -> None:
+def test_a_duplicate_header_is_refused(swarm: SmallSwarm) -> None:
     node = swarm.node()
     body = beat_body(node)
     headers = list(headers_for(swarm, node, body).items())
@@ -191,7 +191,7 @@ def test_a_header_stands_there_once(swarm: SmallSwarm) -> None:
         assert ProblemDetails.parse(twice.content).code == "request.bad_signature"
 
 
-def test_a_clock_far_off_is_told_the_time(swarm: SmallSwarm) -> None:
+def test_a_wrong_clock_is_refused_with_the_servers_time(swarm: SmallSwarm) -> None:
     node = swarm.node()
     body = beat_body(node)
     target = Target(method="POST", authority=swarm.authority, path=BEAT)
@@ -239,7 +239,7 @@ def test_roles_go_by_key(swarm: SmallSwarm) -> None:
         assert refusal(client.call, *call).code == "request.not_allowed", call
 
 
-def test_other_protocols_are_told_which_one_is_spoken(swarm: SmallSwarm) -> None:
+def test_another_protocol_is_refused_with_the_supported_one(swarm: SmallSwarm) -> None:
     stranger = swarm.stranger()
     ask = Enrol(protocol=PROTOCOL + 1, software="future")
     refused = refusal(stranger.client.call, "POST", "/v1/enrol", ask, ProblemDetails)

@@ -50,7 +50,7 @@ def inputs(**values: Any) -> PlanningInputs:
     return PlanningInputs(**plain | values)
 
 
-def test_drop_takes_whatever_counts_now() -> None:
+def test_drop_leases_every_version_within_the_lag() -> None:
     for ready in (0, 4, 11):
         assert oldest_worth_leasing(inputs(ready_groups=ready, batch_formed=True), terms("drop", 2)) == 3
 
@@ -102,7 +102,9 @@ def test_wait_counts_of_what_is_coming_the_share_that_will_have_signal() -> None
         (7, 0.9, True, 2),
     ],
 )
-def test_wait_leases_no_more_than_it_takes(ready: int, share: float, formed: bool, num_prompts: int) -> None:
+def test_wait_leases_no_more_than_open_batches_need(
+    ready: int, share: float, formed: bool, num_prompts: int
+) -> None:
     look = inputs(ready_groups=ready, batch_formed=formed, signal_share=share)
     assert plan(look, terms("wait", 2)).num_prompts == num_prompts
     assert plan(look, terms("drop", 2)).num_prompts == 8
@@ -129,7 +131,7 @@ def test_newcomers_get_their_chance_where_others_suffice() -> None:
         plan(replace(full, proven=False, newcomer_groups=12), terms("wait", 2))
 
 
-def test_who_was_turned_away_comes_before_who_was_not() -> None:
+def test_nodes_that_were_refused_are_served_first() -> None:
     look = inputs(ready_groups=3, ahead=1)
     assert plan(look, terms("wait", 2)).num_prompts == 8  # 9 are missing, enough for both
     with pytest.raises(
@@ -139,7 +141,7 @@ def test_who_was_turned_away_comes_before_who_was_not() -> None:
     assert plan(replace(look, ready_groups=4, proven=False), terms("wait", 2)).num_prompts == 8
 
 
-def test_a_place_that_becomes_free_is_for_who_waits(tmp_path: Path) -> None:
+def test_a_free_place_goes_to_a_waiting_node(tmp_path: Path) -> None:
     swarm = SmallSwarm(tmp_path, CONFIG, SPEC)
     try:
         swarm.start()

@@ -42,7 +42,7 @@ def test_a_value_that_is_missing_is_an_error(database: Database) -> None:
         SOME.rows(group.db)
 
 
-def test_a_look_is_one_view(database: Database) -> None:
+def test_a_read_sees_one_snapshot(database: Database) -> None:
     """Holds even if the first statement goes straight to the driver."""
     with database.group() as group:
         db = group.db

@@ -104,7 +104,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("names", ELSEWHERE.values(), ids=ELSEWHERE.keys())
-def test_the_others_are_where_they_are_said_to_be(names: tuple[str, ...]) -> None:
+def test_the_named_tests_exist(names: tuple[str, ...]) -> None:
     for name in names:
         file, _, function = name.partition("::")
         tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
@@ -415,7 +415,7 @@ def test_7_16_asking_again_gives_no_other_lease(running: SmallSwarm) -> None:
 
 
 @pytest.mark.parametrize("admission", ["invite", "allow", "work", "stake"])
-def test_17_keys_that_nobody_admitted(tmp_path: Path, admission: str) -> None:
+def test_17_keys_that_were_not_admitted(tmp_path: Path, admission: str) -> None:
     swarm = SmallSwarm(tmp_path, CONFIG.model_copy(update={"admission": admission, "work_bits": 30}))
     swarm.start()
     with unchanged(swarm):

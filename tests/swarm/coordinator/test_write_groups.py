@@ -127,7 +127,7 @@ def test_prepared_statements_outlast_a_rollback(postgres: Any) -> None:
     database.close()
 
 
-def test_heartbeats_of_one_group_are_told_apart(swarm: SmallSwarm) -> None:
+def test_heartbeats_of_one_group_get_separate_answers(swarm: SmallSwarm) -> None:
     """Each heartbeat of a group gets its own answer: a valid one, one of an older session, one of an unknown key."""
     swarm.start()
     well, stale = swarm.node(), swarm.node()
