@@ -44,7 +44,7 @@ def test_a_swarm_that_learns_and_catches_a_liar(tmp_path: Path) -> None:
     liar = r"worker-3, lies: wrong-weights \([0-9a-f]{8}\)"
     refusal = r"the proofs do not match the leased model on these tokens \[reject.wrong_computation: "
     assert re.search(f"{liar} refused: {refusal}", seen)
-    assert re.search(f"{liar} ejected after 2 refusals; nothing of the refused work is trained on", seen)
+    assert re.search(f"{liar} ejected after 2 refusals; the refused work is not trained on", seen)
     assert not re.search(r"worker-[12] \(\w+\) (refused|ejected)", seen)
     assert "held-out reward of version 0: " in seen and "held-out reward of version 24: " in seen
 
