@@ -44,7 +44,9 @@ def load_reference(options: argparse.Namespace, folder: Path, **more: str) -> An
     from transformers import AutoModelForCausalLM
 
     return (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[options.dtype], **more)
+        AutoModelForCausalLM.from_pretrained(
+            folder, dtype=DTYPES[options.dtype], trust_remote_code=False, use_safetensors=True, **more
+        )
         .to(options.device)
         .eval()
     )

@@ -166,7 +166,9 @@ def transformers_model(shape: Shape, device: str) -> Any:
         bos_token_id=1,
     )
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+        )
     draw(model)
     return model
 

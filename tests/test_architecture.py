@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -265,3 +266,41 @@ def test_every_module_can_be_imported_by_name() -> None:
         if path.is_dir() and any(path.glob("*.py")):
             assert (path / "__init__.py").exists(), path
     importlib.import_module("shoal")
+
+
+# -- code in model folders ---------------------------------------------------------------------------------
+
+
+def calls_of(path: Path) -> Iterator[tuple[str, ast.Call]]:
+    """Yields the name of the function or method and the call itself, for every call in a file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            function = node.func
+            name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+            yield name, node
+
+
+def constant_arguments(call: ast.Call) -> dict[str | None, object]:
+    return {word.arg: word.value.value for word in call.keywords if isinstance(word.value, ast.Constant)}
+
+
+@pytest.mark.parametrize("folder", ["src", "bench", "examples"])
+def test_no_call_can_run_code_of_a_model_folder(folder: str) -> None:
+    """Libraries that load models run Python files or pickles of a folder unless each call forbids it."""
+    for path in (ROOT / folder).rglob("*.py"):
+        for name, call in calls_of(path):
+            where, given = f"{path.relative_to(ROOT)}:{call.lineno}: {name}", constant_arguments(call)
+            if name in ("from_pretrained", "from_config", "EngineArgs"):
+                assert given.get("trust_remote_code") is False, f"{where} needs trust_remote_code=False"
+            if name == "from_pretrained" and "Tokenizer" not in ast.unparse(call.func):
+                assert given.get("use_safetensors") is True, f"{where} needs use_safetensors=True"
+            if name == "load" and ast.unparse(call.func) == "torch.load":
+                assert given.get("weights_only") is True, f"{where} needs weights_only=True"
+
+
+def test_nothing_reads_pickles() -> None:
+    for name, tree in trees().items():
+        for node in ast.walk(tree):
+            imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            imported += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {"pickle", "dill", "joblib", "marshal", "shelve"} & set(imported), name

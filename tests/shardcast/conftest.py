@@ -33,7 +33,7 @@ def random_files(seed: int = 0, num_bytes: int = 9_500) -> dict[str, bytes]:
         "config.json": b'{"hidden_size": 128}',
         "tokenizer.json": random.Random(99).randbytes(2_300),
         "model.safetensors": random.Random(seed).randbytes(num_bytes),
-        "empty": b"",
+        "empty.txt": b"",
     }
 
 

@@ -18,7 +18,7 @@ def digest(version: int) -> str:
 def manifest(version: int, codec: Literal["raw", "delta", "same"], *, with_delta: bool = False) -> Manifest:
     delta = {"delta": Delta(num_bytes=DELTA_BYTES, blake3=digest(0), shards=(digest(0),))}
     entry = FileEntry(
-        name="w",
+        name="w.json",
         num_bytes=NUM_BYTES,
         blake3=digest(version),
         codec=codec,
@@ -38,7 +38,7 @@ LINE |= {version: manifest(version, "delta") for version in (1, 2, 3, 5, 6, 7)}
 
 def local(*versions: int) -> LocalFiles:
     return LocalFiles(
-        files={("w", digest(version)): (Path(f"/x/v{version}/w"),) for version in versions},
+        files={("w.json", digest(version)): (Path(f"/x/v{version}/w.json"),) for version in versions},
         oldest_version=min(versions, default=None),
     )
 
@@ -51,7 +51,7 @@ class Planned:
             self.looked_up.append(version)
             return None if version in missing else LINE[version]
 
-        self.plan = cheapest_plan("w", LINE[wanted], here, look_up=look_up, **terms)  # type: ignore[arg-type]
+        self.plan = cheapest_plan("w.json", LINE[wanted], here, look_up=look_up, **terms)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -95,21 +95,21 @@ def test_a_missing_manifest_ends_the_walk() -> None:
 def test_plans_around_what_failed() -> None:
     first = Planned(7, local(1)).plan
     assert first is not None
-    assert first.payloads == tuple((version, "w.delta") for version in (2, 3, 4, 5, 6, 7))
-    around = Planned(7, local(1), unavailable={(3, "w.delta")}).plan
+    assert first.payloads == tuple((version, "w.json.delta") for version in (2, 3, 4, 5, 6, 7))
+    around = Planned(7, local(1), unavailable={(3, "w.json.delta")}).plan
     assert around is not None and around.payloads == (
-        (4, "w"),
-        (5, "w.delta"),
-        (6, "w.delta"),
-        (7, "w.delta"),
+        (4, "w.json"),
+        (5, "w.json.delta"),
+        (6, "w.json.delta"),
+        (7, "w.json.delta"),
     )
     other = Planned(7, local(1), failed={first}).plan
     assert other == around
-    assert Planned(7, local(1), unavailable={(7, "w.delta")}).plan is None
+    assert Planned(7, local(1), unavailable={(7, "w.json.delta")}).plan is None
 
 
 def test_an_unchanged_file_comes_from_the_older_version() -> None:
     same = manifest(1, "same")
-    plan = cheapest_plan("w", same, local(), look_up=lambda version, required: LINE[version])
-    assert plan == FilePlan(name="w", start=0, deltas=(), num_bytes=1000)
+    plan = cheapest_plan("w.json", same, local(), look_up=lambda version, required: LINE[version])
+    assert plan == FilePlan(name="w.json", start=0, deltas=(), num_bytes=1000)
     assert cheapest_plan("x", same, local(), look_up=lambda version, required: LINE[version]) is None

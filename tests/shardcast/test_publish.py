@@ -34,8 +34,8 @@ def test_digests_of_files_and_shards(folder: Path, key: Key, kit: Any) -> None:
 
 def test_shards_larger_than_a_read_are_hashed_whole(tmp_path: Path, key: Key) -> None:
     data = bytes(range(256)) * (5 << 12)  # 5 MiB in shards of 2 MiB
-    (tmp_path / "big").write_bytes(data)
-    entry = publish(tmp_path, run="demo", version=0, key=key, shard_bytes=2 << 20).body.file("big")
+    (tmp_path / "big.txt").write_bytes(data)
+    entry = publish(tmp_path, run="demo", version=0, key=key, shard_bytes=2 << 20).body.file("big.txt")
     assert len(entry.shards) == 3
     assert entry.shards[1] == blake3.blake3(data[2 << 20 : 4 << 20]).hexdigest()
     assert entry.blake3 == blake3.blake3(data).hexdigest()
@@ -45,7 +45,7 @@ def test_shards_larger_than_a_read_are_hashed_whole(tmp_path: Path, key: Key) ->
 def test_a_file_that_changes_while_it_is_hashed_is_refused(
     data: bytes, tmp_path: Path, key: Key, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "weights"
+    path = tmp_path / "weights.txt"
     path.write_bytes(b"these bytes")
     os.utime(path, (1.0, 1.0))
     hash_range = manifest_files.hash_range
@@ -55,9 +55,9 @@ def test_a_file_that_changes_while_it_is_hashed_is_refused(
         return hash_range(*args)
 
     monkeypatch.setattr(manifest_files, "hash_range", meddle)
-    with pytest.raises(ValueError, match=r"weights changed while it was hashed"):
+    with pytest.raises(ValueError, match=r"weights.txt changed while it was hashed"):
         publish(tmp_path, run="demo", version=0, key=key)
-    assert [one.name for one in tmp_path.iterdir()] == ["weights"]
+    assert [one.name for one in tmp_path.iterdir()] == ["weights.txt"]
 
 
 def test_the_manifest_on_disk_is_the_one_returned(folder: Path, key: Key) -> None:
@@ -92,12 +92,20 @@ def test_errors_name_what_cannot_be_published(folder: Path, key: Key, tmp_path: 
         publish(tmp_path / "nothing", run="demo", version=3, key=key)
 
 
+@pytest.mark.parametrize("name", ["modeling_own.py", "pytorch_model.bin", "tokenizer.model", "extra.so"])
+def test_a_publisher_learns_early_which_file_no_worker_accepts(folder: Path, key: Key, name: str) -> None:
+    (folder / name).write_bytes(b"x")
+    with pytest.raises(ValueError, match=rf"file '{name}' is not allowed in a version.*move it elsewhere"):
+        publish(folder, run="demo", version=3, key=key)
+    assert not (folder / "manifest.json").exists()
+
+
 def test_a_manifest_that_a_crash_left_unfinished_is_not_published(folder: Path, key: Key) -> None:
     (folder / ".manifest.json.123.abcd.partial").write_bytes(b"{")
-    (folder / "manifest.json.bak").write_bytes(b"a file of the model")
+    (folder / "manifest.json.bak.txt").write_bytes(b"a file of the model")
     sealed = publish(folder, run="demo", version=3, key=key)
     names = [entry.name for entry in sealed.body.files]
-    assert "manifest.json.bak" in names
+    assert "manifest.json.bak.txt" in names
     assert not any(name.startswith(".") for name in names)
 
 
@@ -132,7 +140,7 @@ def test_only_what_changed_is_sent(versions: Path, key: Key) -> None:
     assert first.body.base == 0
     assert codecs(first) == {
         "config.json": "same",
-        "empty": "same",
+        "empty.txt": "same",
         "model.safetensors": "delta",
         "tokenizer.json": "same",
     }

@@ -80,7 +80,7 @@ REFUSALS: list[tuple[str, str | None, int, str]] = [
     ("/somewhere", None, 404, "request.not_found"),
     ("/versions/3/model.safetensors", "bytes=9500-", 416, "request.bad_range"),
     ("/versions/3/model.safetensors", "bytes=0-1,5-6", 416, "request.bad_range"),
-    ("/versions/3/empty", "bytes=0-0", 416, "request.bad_range"),
+    ("/versions/3/empty.txt", "bytes=0-0", 416, "request.bad_range"),
     ("/manifests/latest?after=x", None, 422, "request.malformed"),
     ("/manifests/latest?wait_s=nan", None, 422, "request.malformed"),
     ("/manifests/latest?wait_s=-1", None, 422, "request.malformed"),

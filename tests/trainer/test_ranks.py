@@ -80,7 +80,9 @@ def results(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[Any, 
     log = ended(process)
     assert process.returncode == 0, log
     found: dict[Any, Any] = {
-        (name, size): torch.load(folder / f"{name}-{size}.pt") for name in CONFIGS for size in (1, 2)
+        (name, size): torch.load(folder / f"{name}-{size}.pt", weights_only=True)
+        for name in CONFIGS
+        for size in (1, 2)
     }
     return found | {"lost": (folder / "lost.txt").read_text(), "folder": folder}
 

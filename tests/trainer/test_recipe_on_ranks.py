@@ -40,7 +40,11 @@ def results(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[tuple
             check=False,
         )
         assert ended.returncode == 0, ended.stderr
-    return {(name, size): torch.load(folder / f"{name}-{size}.pt") for name in CONFIGS for size in (1, 2)}
+    return {
+        (name, size): torch.load(folder / f"{name}-{size}.pt", weights_only=True)
+        for name in CONFIGS
+        for size in (1, 2)
+    }
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))

@@ -1,5 +1,6 @@
 """Manifests: plain file names, consistent counts, and shards that cover each file exactly."""
 
+import json
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
 from shoal.wire.manifest import Delta, FileEntry, Manifest
-from shoal.wire.record import Sealed, seal
+from shoal.wire.record import Sealed, canonical_json, seal
 
 DIGEST = "ab" * 32
 
@@ -83,7 +84,50 @@ def test_a_digest_is_64_hex_digits(digest: str) -> None:
 
 def test_duplicate_file_names_are_refused() -> None:
     with pytest.raises(ValidationError, match="duplicate"):
-        manifest(entry("a"), entry("a"))
+        manifest(entry("a.json"), entry("a.json"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "modeling_evil.py",
+            "tokenizer.PY",
+            "weights.pkl",
+            "pytorch_model.bin",
+            "optimizer.pt",
+            "native.so",
+        ),
+        *(
+            "a.json.py",
+            "model.safetensors.delta",
+            "tokenizer.model",
+            "config.json.bak",
+            "run.sh",
+            "evil",
+            "a.pyc",
+        ),
+        *("model.ckpt", "model.h5", "model.gguf", "json", "x.JSON"),
+    ],
+)
+def test_a_manifest_with_a_file_of_another_kind_is_refused_by_its_name(name: str) -> None:
+    """Everybody who receives a manifest parses it: worker, validator, relay, coordinator and `shoal eval`."""
+    with pytest.raises(ValidationError, match=f"file '{name}' is not allowed"):
+        manifest(entry("config.json"), entry(name))
+    key, body = Key.generate(), manifest(entry("config.json")).model_dump(mode="json")
+    body["files"][0]["name"] = name
+    signature = key.sign(b"shoal/manifest/1\n" + canonical_json(body))
+    sent = json.dumps({"body": body, "key": key.public, "signature": signature})
+    with pytest.raises(Rejected, match=name) as refused:
+        Sealed[Manifest].parse(sent)
+    assert refused.value.code == "request.malformed"
+
+
+def test_the_files_of_a_model_folder_are_allowed() -> None:
+    names = ("model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json")
+    names += ("config.json", "tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "char_tokenizer.json")
+    names += ("chat_template.jinja", "README.md", "LICENSE", "LICENSE.txt", "NOTICE")
+    assert len(manifest(*(entry(name) for name in names)).files) == len(names)
 
 
 def test_sums_and_lookups() -> None:
@@ -170,7 +214,7 @@ def test_an_empty_delta_is_refused() -> None:
         (3, (changed(),), "must be an earlier version"),
         (4, (changed(),), "must be an earlier version"),
         (-1, (changed(),), "must be an earlier version"),
-        (2, (changed(), entry("model.safetensors.delta")), "duplicate"),
+        (2, (changed(), entry("model.safetensors.delta")), "not allowed"),
     ],
 )
 def test_base_and_files_must_be_consistent(

@@ -80,7 +80,7 @@ def copy_all_but_weights(source: Path, target: Path) -> None:
     Manifests, folders and weights of any format are not copied.
     """
     for path in sorted(source.iterdir()):
-        known = path.suffix in (".json", ".jinja", ".txt", ".model")
+        known = path.suffix in (".json", ".jinja", ".txt")
         if path.is_file() and known and path.name not in ("manifest.json", "model.safetensors.index.json"):
             shutil.copyfile(path, target / path.name)
 
@@ -141,11 +141,17 @@ def _write_copy(source: Path, folder: Path) -> None:
 
 
 def _write_transformers_copy(source: Path, folder: Path) -> None:
-    """Copies a model through transformers, which reads all its own file formats; ours uses the parameters' names."""
+    """Copies a model of safetensors files through transformers; ours uses the parameters' names."""
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=torch.bfloat16,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
     except (OSError, ValueError) as error:
         raise ValueError(f"{source}: {decoder_refuses(source)}, and transformers says: {error}") from None
     copy_all_but_weights(source, folder)
@@ -282,7 +288,9 @@ def _gguf_config(fields: dict[str, Any], *, vocab_size: int, tied: bool) -> dict
 def _write_gguf_tokenizer(source: Path, folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(
+        source.parent, gguf_file=source.name, local_files_only=True, trust_remote_code=False
+    )
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))

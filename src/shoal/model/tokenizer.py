@@ -85,7 +85,9 @@ class HfTokenizer:
         from transformers import AutoTokenizer  # takes seconds, and the model tiny does not need it
 
         config = read_json(folder / "config.json")
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         ends = read_end_tokens(folder, config) or (self._tokenizer.eos_token_id,)
         if None in ends:
             raise ValueError(

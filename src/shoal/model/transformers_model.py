@@ -98,7 +98,7 @@ def empty_transformers_model(
     kind = dict(config)
     try:
         settings = AutoConfig.for_model(kind.pop("model_type"), **kind)
-        lm: Any = AutoModelForCausalLM.from_config(settings, dtype=dtype)
+        lm: Any = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False)
     except (KeyError, ValueError) as error:
         raise ValueError(
             f"config.json: transformers has no causal language model of model_type={config.get('model_type')!r}: {error}"

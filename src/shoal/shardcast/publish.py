@@ -21,7 +21,7 @@ from shoal.shardcast.manifest_files import (
 )
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
-from shoal.wire.manifest import DELTA_SUFFIX, Delta, FileEntry, Manifest
+from shoal.wire.manifest import DELTA_SUFFIX, Delta, FileEntry, Manifest, check_file_name
 from shoal.wire.record import Sealed, seal
 
 SHARD_BYTES = 2 << 20
@@ -81,6 +81,10 @@ def _files(folder: Path) -> list[Path]:
     for path in paths:
         if not path.is_file():
             raise ValueError(f"{path} is not a regular file; a version is a flat folder, move it elsewhere")
+        try:
+            check_file_name(path.name)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}; move it elsewhere") from None
     return paths
 
 

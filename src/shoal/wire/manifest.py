@@ -16,6 +16,26 @@ Blake3 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 WEIGHTS_FILE = "model.safetensors"
 DELTA_SUFFIX = ".delta"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+ALLOWED_SUFFIXES = (".safetensors", ".json", ".txt", ".jinja", ".md")
+ALLOWED_NAMES = ("LICENSE", "NOTICE", "README")
+
+
+def check_file_name(name: str) -> None:
+    """Raises ValueError unless a version may have a file of this name.
+
+    Only kinds of files that no program executes are allowed: a library that receives a folder with Python files or pickles may
+    run them. A name that is not on the list is refused, even if the file would be harmless.
+    """
+    # The name becomes a path on the receiver's disk: no separators, no leading dot.
+    if not _FILE_NAME.fullmatch(name):
+        raise ValueError(
+            f"file name {name!r} is not a plain name: use letters, digits, dots, dashes and underscores"
+        )
+    if name not in ALLOWED_NAMES and not name.endswith(ALLOWED_SUFFIXES):
+        raise ValueError(
+            f"file {name!r} is not allowed in a version; allowed are the suffixes {', '.join(ALLOWED_SUFFIXES)} "
+            f"and the names {', '.join(ALLOWED_NAMES)}"
+        )
 
 
 class Delta(Record):
@@ -118,9 +138,14 @@ class Manifest(Sealable):
         return "shoal/manifest/1"
 
     @model_validator(mode="after")
+    def _names_are_allowed(self) -> "Manifest":
+        for entry in self.files:
+            check_file_name(entry.name)
+        return self
+
+    @model_validator(mode="after")
     def _names_differ(self) -> "Manifest":
         names = [entry.name for entry in self.files]
-        names += [entry.name + DELTA_SUFFIX for entry in self.files if entry.delta is not None]
         if len(set(names)) != len(names):
             raise ValueError(f"duplicate file names: {names}")
         return self

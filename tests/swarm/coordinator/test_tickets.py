@@ -75,7 +75,7 @@ def test_a_private_relay_serves_members_of_the_run_only(swarm: SmallSwarm, tmp_p
     key, stop = swarm.coordinator.run_key, threading.Event()
     store = shardcast.VersionStore(tmp_path / "origin", run=swarm.spec.run, run_key=key.public)
     store.path(0).mkdir()
-    (store.path(0) / "weights.bin").write_bytes(bytes(5000))
+    (store.path(0) / "weights.safetensors").write_bytes(bytes(5000))
     sealed = shardcast.publish(store.path(0), run=swarm.spec.run, version=0, key=key)
     store.adopt(0)
     origin = shardcast.RelayServer(store, listen("127.0.0.1", 0), private=True)
@@ -92,7 +92,7 @@ def test_a_private_relay_serves_members_of_the_run_only(swarm: SmallSwarm, tmp_p
     try:
         member = shardcast.RelayChoice([relay.url], ticket=Tickets(swarm.node().client, log=LOG))
         folder = shardcast.fetch_version(sealed, member, tmp_path / "node", deadline_s=60, **terms)
-        assert (folder / "weights.bin").read_bytes() == bytes(5000)
+        assert (folder / "weights.safetensors").read_bytes() == bytes(5000)
         with pytest.raises(DeadlinePassed, match="send a ticket"):
             shardcast.fetch_version(sealed, [relay.url], tmp_path / "stranger", deadline_s=0.5, **terms)
     finally:

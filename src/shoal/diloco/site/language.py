@@ -50,7 +50,11 @@ def load_language_model(folder: Path, device: str) -> nn.Module:
         from transformers import AutoModelForCausalLM
 
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, dtype=torch.float32
+            folder,
+            local_files_only=True,
+            dtype=torch.float32,
+            trust_remote_code=False,
+            use_safetensors=True,
         )
         return model.to(device)
 

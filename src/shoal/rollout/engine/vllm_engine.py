@@ -162,6 +162,9 @@ class RunningVllm:
         arguments = EngineArgs(
             model=str(folder),
             skip_tokenizer_init=True,
+            # The folder came from the network: no Python files of it are imported, and no pickles are read.
+            trust_remote_code=False,
+            load_format="safetensors",
             max_model_len=self.shape.max_positions,
             logits_processors=["shoal.rollout.engine.vllm_side:SeededDraw"],
             logprobs_mode="processed_logits",
