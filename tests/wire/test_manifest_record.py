@@ -124,9 +124,9 @@ def test_a_manifest_with_a_file_of_another_kind_is_refused_by_its_name(name: str
 
 
 def test_the_files_of_a_model_folder_are_allowed() -> None:
-    names = ("model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json")
-    names += ("config.json", "tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "char_tokenizer.json")
-    names += ("chat_template.jinja", "README.md", "LICENSE", "LICENSE.txt", "NOTICE")
+    names = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    names += ["config.json", "tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "char_tokenizer.json"]
+    names += ["chat_template.jinja", "README.md", "LICENSE", "LICENSE.txt", "NOTICE"]
     assert len(manifest(*(entry(name) for name in names)).files) == len(names)
 
 
