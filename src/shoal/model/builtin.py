@@ -22,7 +22,7 @@ from shoal.files import replace_folder
 from shoal.model.decoder import Decoder
 from shoal.model.load_model import decoder_refuses, empty_decoder, load_causal
 from shoal.model.shape import read_shape
-from shoal.model.tokenizer import CharTokenizer
+from shoal.model.tokenizer import TOKENIZER_FILE, CharTokenizer, explain_missing_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, load_weight_files, save_weights
 
 BUILTIN = ("tiny", "smollm2-135m")
@@ -91,6 +91,8 @@ def _fill(name: str, folder: Path, seed: int) -> None:
     elif name == "smollm2-135m":
         write_smollm2(folder)
     elif Path(name).is_dir():
+        if (Path(name) / "tokenizer.model").exists() and not (Path(name) / TOKENIZER_FILE).exists():
+            raise ValueError(explain_missing_tokenizer(Path(name)))  # now, and not in every worker
         _write_copy(Path(name), folder)
     elif is_gguf(name):
         write_gguf(Path(name), folder)

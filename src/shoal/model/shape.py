@@ -102,7 +102,10 @@ def read_json(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"no {path}; a model folder holds config.json, model.safetensors and a tokenizer"
         )
-    value = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object")
     return value

@@ -1,16 +1,26 @@
 """Turns text into tokens and back.
 
-CharTokenizer is for the built-in model `tiny`; other models have a Hugging Face tokenizer in their folder.
+CharTokenizer is for the built-in model `tiny`; other models have a tokenizer.json of the library `tokenizers` in their folder.
 """
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from shoal.model.chat_template import render_chat
 from shoal.model.shape import read_end_tokens, read_json
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RawTokenizer
+
 CHAR_FILE = "char_tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
+TEMPLATE_FILE = "chat_template.jinja"
+MAX_TOKENIZER_BYTES = 64 << 20
+"""Largest tokenizer.json that is read. That of Gemma 3, with 262,144 tokens, has 33 MB."""
+MAX_SETTINGS_BYTES = 4 << 20
+"""Largest tokenizer_config.json, special_tokens_map.json and chat template that is read."""
 
 
 class Tokenizer(Protocol):
@@ -35,7 +45,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """Loads the tokenizer of a model folder, without network access."""
     if (folder / CHAR_FILE).exists():
         return CharTokenizer.load(folder)
-    return HfTokenizer(folder)
+    return FileTokenizer(folder)
 
 
 class CharTokenizer:
@@ -78,35 +88,149 @@ class CharTokenizer:
             ) from None
 
 
-class HfTokenizer:
-    """Wraps the Hugging Face tokenizer of a folder."""
+class FileTokenizer:
+    """The tokenizer of a model folder's tokenizer.json.
+
+    The folder may come from an operator whom the owner of this machine does not trust, so nothing in it is executed: the
+    library `tokenizers` reads tokenizer.json, this class reads the few settings that it needs of tokenizer_config.json, and the
+    chat template is rendered in a child process. Classes that the files name are ignored.
+    """
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer  # takes seconds, and the model tiny does not need it
-
         config = read_json(folder / "config.json")
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
+        settings = _read_settings(folder)
+        self._raw = _read_tokenizer(folder)
+        self._special_tokens = {
+            name: content
+            for name, value in settings.items()
+            if name.endswith("_token") and (content := _content(value))
+        }
+        _add_missing_tokens(self._raw, settings, self._special_tokens)
+        self._raw.encode_special_tokens = settings.get("split_special_tokens") is True
+        self._template = _read_template(folder, settings)
+        own = (
+            self._raw.token_to_id(self._special_tokens["eos_token"])
+            if "eos_token" in self._special_tokens
+            else None
         )
-        ends = read_end_tokens(folder, config) or (self._tokenizer.eos_token_id,)
-        if None in ends:
+        ends = read_end_tokens(folder, config) or (() if own is None else (own,))
+        if not ends:
             raise ValueError(
                 f"{folder}: neither config.json nor the tokenizer names an end token (eos_token_id)"
             )
         self.end_tokens = frozenset(ends)
         self.vocab_size = int(config["vocab_size"])
-        own = self._tokenizer.eos_token_id
         self._end: int = own if own in self.end_tokens else ends[0]
 
     def encode_prompt(self, text: str, *, chat: bool) -> list[int]:
-        if not chat or not self._tokenizer.chat_template:
-            return list(self._tokenizer.encode(text))
+        if not chat or self._template is None:
+            return self._encode(text, add_special_tokens=True)
         turns = [{"role": "user", "content": text}]
-        prompt: str = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        return list(self._tokenizer.encode(prompt, add_special_tokens=False))
+        prompt = render_chat(self._template, turns, self._special_tokens)
+        return self._encode(prompt, add_special_tokens=False)
 
     def encode_answer(self, text: str) -> list[int]:
-        return [*self._tokenizer.encode(text, add_special_tokens=False), self._end]
+        return [*self._encode(text, add_special_tokens=False), self._end]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return str(self._raw.decode(list(tokens), skip_special_tokens=True))
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        tokens = list(self._raw.encode(text, add_special_tokens=add_special_tokens).ids)
+        # A token without an embedding would end a process with a CUDA device.
+        if tokens and max(tokens) >= self.vocab_size:
+            raise ValueError(
+                f"the tokenizer gives token {max(tokens)}, but config.json has vocab_size={self.vocab_size}; "
+                "do the two files belong to the same model?"
+            )
+        return tokens
+
+
+def _read_tokenizer(folder: Path) -> "RawTokenizer":
+    from tokenizers import Tokenizer as RawTokenizer
+
+    path = folder / TOKENIZER_FILE
+    if not path.exists():
+        raise ValueError(explain_missing_tokenizer(folder))
+    _check_size(path, MAX_TOKENIZER_BYTES)
+    try:
+        raw = RawTokenizer.from_file(str(path))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 (a panic of the library is not an Exception)
+        raise ValueError(f"{path} cannot be read: {str(error)[:300]}") from None
+    raw.no_truncation()
+    raw.no_padding()
+    return raw
+
+
+def explain_missing_tokenizer(folder: Path) -> str:
+    """Returns what to do about a folder without tokenizer.json."""
+    found = [name for name in ("tokenizer.model", "tekken.json", "vocab.json") if (folder / name).exists()]
+    return (
+        f"{folder} has no {TOKENIZER_FILE}{f', only {found[0]}' if found else ''}. Convert the tokenizer once, where you trust the "
+        'model: pip install sentencepiece protobuf tiktoken, then python -c "from transformers import AutoTokenizer; '
+        f"AutoTokenizer.from_pretrained('{folder}', trust_remote_code=False).save_pretrained('{folder}')\""
+    )
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """Returns tokenizer_config.json, and from special_tokens_map.json what older models have only there."""
+    settings: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / name).exists():
+            _check_size(folder / name, MAX_SETTINGS_BYTES)
+            settings |= {key: value for key, value in read_json(folder / name).items() if value is not None}
+    return settings
+
+
+def _check_size(path: Path, max_bytes: int) -> None:
+    if (num_bytes := path.stat().st_size) > max_bytes:
+        raise ValueError(f"{path} has {num_bytes} bytes, at most {max_bytes} are allowed")
+
+
+def _content(token: object) -> str | None:
+    """Returns the text of a special token, which is a string or an object with its text as `content`."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _add_missing_tokens(raw: "RawTokenizer", settings: dict[str, Any], named: dict[str, str]) -> None:
+    """Adds tokens that only tokenizer_config.json has. Most models have all of them in tokenizer.json."""
+    from tokenizers import AddedToken
+
+    known = {token.content for token in raw.get_added_tokens_decoder().values()}
+    added = settings.get("added_tokens_decoder")
+    options = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    missing = []
+    for _, token in sorted((added if isinstance(added, dict) else {}).items(), key=lambda item: int(item[0])):
+        if (content := _content(token)) is not None and content not in known:
+            known.add(content)
+            missing.append(
+                AddedToken(content, **{key: token[key] is True for key in options if key in token})
+            )
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    extra = extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else []
+    for content in [*named.values(), *(_content(token) for token in extra)]:
+        if content and content not in known:
+            known.add(content)
+            missing.append(AddedToken(content, special=True, normalized=False))
+    raw.add_tokens(missing)
+
+
+def _read_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """Returns the chat template: of its own file, or of tokenizer_config.json; of several, the one called `default`."""
+    path = folder / TEMPLATE_FILE
+    if path.exists():
+        _check_size(path, MAX_SETTINGS_BYTES)
+        return path.read_text(encoding="utf-8") or None
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = named.get("default")
+        if not template:
+            raise ValueError(
+                f"{folder}: none of the chat templates {sorted(map(str, named))} is called 'default'"
+            )
+    return template if isinstance(template, str) and template else None
