@@ -118,10 +118,14 @@ CODES: dict[str, Meaning] = {
         0, "the stored bytes differ from the submitted ones", "upload the file that was submitted"
     ),
     "reject.replayed": Meaning(
-        0, "this node submitted the same file before", "generate new rollouts for each lease"
+        0,
+        "the file was made for another lease of this node and accepted there",
+        "generate new rollouts for each lease",
     ),
     "reject.copied": Meaning(
-        0, "another node submitted the same file before", "generate new rollouts for each lease"
+        0,
+        "the file was made for a lease of another node and accepted there",
+        "generate new rollouts for each lease",
     ),
     "reject.wrong_lease": Meaning(
         0, "the file was made for another lease or policy version", "submit the file made for the lease"
@@ -170,6 +174,11 @@ CODES: dict[str, Meaning] = {
     "void.abandoned": Meaning(0, "the node gave the lease back", "nothing to do"),
     "void.operator": Meaning(0, "the operator ended the lease", "nothing to do; the ledger has the reason"),
     "void.infra": Meaning(0, "the swarm itself failed to check the submission", "nothing to do"),
+    "void.unchecked": Meaning(
+        0,
+        "validators ran out of time twice while they checked the submission",
+        "nothing to do; more of this node's work is checked",
+    ),
     "void.uncertain": Meaning(
         0,
         "the submission is suspicious, but not certainly wrong",
@@ -179,6 +188,7 @@ CODES: dict[str, Meaning] = {
 
 ACCEPTED = "accepted"
 UNCERTAIN = "void.uncertain"
+UNCHECKED = "void.unchecked"
 
 
 class CorruptData(Exception):

@@ -204,6 +204,15 @@ class LeaseStatus(Record):
     credit: int
 
 
+class AskClaim(Record):
+    """The request of POST /v1/checks/claim. An empty body asks with the defaults."""
+
+    validator: Annotated[str, Field(max_length=64, pattern=r"^[0-9a-z]*$")] = ""
+    """A random name of the process: a claim that ran out is given to another one first."""
+    fresh: bool = False
+    """True: only submissions whose claims never ran out."""
+
+
 class Claim(Record):
     """POST /v1/checks/claim (validator): one submission to check before `deadline_s`."""
 
@@ -214,7 +223,9 @@ class Claim(Record):
     received_at_s: float
     deadline_s: float
     copy_of: str | None
-    """The node that submitted the same bytes before, if any."""
+    """The node whose submission of the same bytes was accepted before, if any."""
+    lapses: int = 0
+    """Claims of this submission that ran out. A validator checks a submission with lapses alone."""
     checks: Checks = "full"
     """`rewards`: the draw did not choose this submission, so the cheap checks and the rewards are enough; no prefill."""
     relays: tuple[str, ...] = ()
@@ -374,7 +385,7 @@ class Stats(Record):
     submissions: dict[str, int]
     """Number of ended leases by code."""
     groups: dict[str, int] = Field(default_factory=dict)
-    """Number of accepted groups by state: ready, batched, dropped (no signal), stale, withdrawn."""
+    """Number of accepted groups by state: ready, held (its node awaits a full check), batched, dropped (no signal), stale, withdrawn."""
     unparseable: float = 0.0
     """Share of the accepted rollouts that contain no answer at all."""
     batches: int

@@ -32,6 +32,8 @@ class Now(Record):
     finished: bool
     waiting_for: str
     ready_groups: int
+    held_groups: int
+    """Groups of submissions without every check that wait for the next full check of their node."""
     groups_needed: int
     open_leases: int
     queued_checks: int

@@ -32,7 +32,16 @@ from shoal.swarm.coordinator.store.schema import nodes as node_table
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Verdict
 from shoal.wire.ledger import verify_chain
-from shoal.wire.messages import Announce, AskLease, AskUpload, Enrol, OpenSession, RelayReport, Submit
+from shoal.wire.messages import (
+    Announce,
+    AskClaim,
+    AskLease,
+    AskUpload,
+    Enrol,
+    OpenSession,
+    RelayReport,
+    Submit,
+)
 from shoal.wire.record import seal
 from shoal.wire.run_spec import PROTOCOL
 
@@ -102,7 +111,7 @@ class Errand:
 
     def check(self) -> None:
         try:
-            claim = self.act(VALIDATOR, lambda tx: verdicts.claim(tx, self.coordinator))
+            claim = self.act(VALIDATOR, lambda tx: verdicts.claim(tx, self.coordinator, AskClaim()))
         except Rejected:
             return
         verdict = Verdict(

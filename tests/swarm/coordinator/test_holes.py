@@ -192,13 +192,15 @@ def test_a_trusted_liar_loses_its_unchecked_credit(trusting: SmallSwarm) -> None
     assert verdict(swarm, spared, "accepted", "rewards").credit == 3 * spared.num_rows
     before = view_of(swarm, node)
     caught = drawn(swarm, node, "full")
-    ready = swarm.stats().ready_groups
+    waiting = swarm.stats().groups
     verdict(swarm, caught, "reject.wrong_computation", "full")
     [revoked] = swarm.events("credit.revoked")
     assert spared.lease_id in revoked.body["lease_ids"] and revoked.body["because"] == caught.lease_id
     after = view_of(swarm, node)
     assert after.trust == "quarantined" and after.credit < before.credit + 100
-    assert swarm.stats().ready_groups == ready - len(revoked.body["group_ids"]) < ready
+    groups, withdrawn = swarm.stats().groups, len(revoked.body["group_ids"])
+    assert groups["withdrawn"] == withdrawn > 0 and "held" not in groups
+    assert groups["ready"] == waiting["ready"] + waiting.get("held", 0) - withdrawn
     assert node.status(spared).state == "revoked"
     # From now on every submission gets every check.
     node.deliver()

@@ -5,7 +5,11 @@ A stale submission cannot be checked: relays no longer keep the version that mad
 
 from pathlib import Path
 
+import pytest
 from small_swarm import CONFIG, SPEC, SmallSwarm, refusal
+
+from shoal.swarm.coordinator.ledger_replay import replay
+from shoal.wire.messages import AskClaim, Claim
 
 
 def publish(swarm: SmallSwarm, *versions: int) -> None:
@@ -13,13 +17,75 @@ def publish(swarm: SmallSwarm, *versions: int) -> None:
         swarm.announce(version)
 
 
-def test_it_is_given_to_the_next_validator(swarm: SmallSwarm) -> None:
+def claim_as(swarm: SmallSwarm, name: str, *, fresh: bool = False) -> Claim:
+    """Claims as one of several validators."""
+    ask = AskClaim(validator=name, fresh=fresh)
+    return swarm.validator.call("POST", "/v1/checks/claim", ask, Claim)
+
+
+def lapse(swarm: SmallSwarm) -> None:
+    swarm.clock.ahead_s += CONFIG.claim_s + 1
+    swarm.tick()
+
+
+def test_it_is_given_to_another_validator_first(swarm: SmallSwarm) -> None:
     swarm.start()
     lease = swarm.node().deliver()
-    swarm.claim()
-    swarm.clock.ahead_s = CONFIG.claim_s + 1
-    swarm.tick()
-    assert swarm.claim().lease == lease
+    claim_as(swarm, "slow")
+    lapse(swarm)
+    assert refusal(claim_as, swarm, "slow").code == "request.too_early"
+    claim = claim_as(swarm, "other")
+    assert (claim.lease, claim.lapses) == (lease, 1)
+
+
+def test_a_validator_that_is_alone_gets_it_again_later(swarm: SmallSwarm) -> None:
+    swarm.start()
+    lease = swarm.node().deliver()
+    claim_as(swarm, "alone")
+    lapse(swarm)
+    assert refusal(claim_as, swarm, "alone").code == "request.too_early"
+    swarm.clock.ahead_s += CONFIG.claim_s + 1
+    assert claim_as(swarm, "alone").lease == lease
+
+
+def test_it_goes_behind_the_others(swarm: SmallSwarm) -> None:
+    swarm.start()
+    first, second = swarm.node(), swarm.node()
+    slow = first.deliver()
+    claim_as(swarm, "a")
+    lapse(swarm)
+    quick = second.deliver()
+    assert claim_as(swarm, "b").lease == quick
+    assert refusal(claim_as, swarm, "b", fresh=True).code == "request.too_early", (
+        "nothing is checked together with it"
+    )
+    assert claim_as(swarm, "b").lease == slow
+
+
+def test_after_two_lapses_it_is_void_and_its_node_is_checked_in_full(tmp_path: Path) -> None:
+    swarm = SmallSwarm(tmp_path / "run", CONFIG.model_copy(update={"check_rate": 0.0, "groups_per_step": 40}))
+    swarm.start()
+    node = swarm.node()
+    for _ in range(3):
+        swarm.work(node)
+    lease = node.deliver()
+    for name in ("a", "b"):
+        assert claim_as(swarm, name).lease == lease
+        lapse(swarm)
+    assert node.status(lease).code == "void.unchecked"
+    swarm.relay_up()
+    again = node.deliver()
+    assert again.unit == lease.lease_id
+    assert claim_as(swarm, "a").checks == "full"
+    books = replay(swarm.ledger())
+    assert (books.nodes[node.id].standing.streak, books.nodes[node.id].standing.rejected) == (0, 0)
+    swarm.close()
+
+
+@pytest.mark.parametrize("name", ["UPPER", "a" * 65, "a/b"])
+def test_the_name_of_a_validator_is_short_and_plain(swarm: SmallSwarm, name: str) -> None:
+    with pytest.raises(ValueError):
+        AskClaim(validator=name)
 
 
 def test_it_is_void_if_its_version_has_gone_stale(swarm: SmallSwarm) -> None:

@@ -127,9 +127,12 @@ def test_secrets_are_committed_before_and_revealed_after(tmp_path: Path) -> None
     assert hashlib.sha256(secret).hexdigest() == commitments[1]
     for lease in leases[:2]:
         assert lease.seed == lease_seed(secret, lease.lease_id, node.id)
-    # The last lease of the second epoch is still open; its end, of any kind, reveals the secret.
+    # The last lease of the second epoch is still open. Its secret is revealed when its work is judged, not when it expires.
     swarm.clock.ahead_s += swarm.config.lease_s + 1
     swarm.tick()
+    assert [event.body["epoch"] for event in swarm.events("epoch.revealed")] == [1]
+    swarm.relay_up()
+    assert swarm.work(node).unit == leases[-1].lease_id
     assert [event.body["epoch"] for event in swarm.events("epoch.revealed")] == [1, 2]
     swarm.close()
 

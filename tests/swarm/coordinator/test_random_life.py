@@ -32,6 +32,7 @@ from shoal.wire.ledger import verify_chain
 from shoal.wire.messages import (
     Abandon,
     Announce,
+    AskClaim,
     AskLease,
     AskUpload,
     Enrol,
@@ -160,7 +161,7 @@ class Life:
             self.act(node, lambda tx: nodes.heartbeat(tx, self.coordinator, Heartbeat(epoch=1, phase="back")))
 
     def claim(self) -> None:
-        if claim := self.act(None, lambda tx: verdicts.claim(tx, self.coordinator)):
+        if claim := self.act(None, lambda tx: verdicts.claim(tx, self.coordinator, AskClaim())):
             self.claimed.append(claim.lease)
             self.checks[claim.lease.lease_id] = claim.checks
 

@@ -199,8 +199,13 @@ def test_batching_does_not_change_the_facts(policy: LoadedPolicy, honest: Rollou
 
 
 def test_replayed_and_copied_files_have_different_codes(verdict: Judge, honest: RolloutTable) -> None:
-    assert verdict(honest, copy_of=NODE).code == "reject.replayed"
-    assert verdict(honest, copy_of="cd" * 32).code == "reject.copied"
+    other = replace(honest, lease_id="f" * 32)
+    assert verdict(other, copy_of=NODE).code == "reject.replayed"
+    assert verdict(other, copy_of="cd" * 32).code == "reject.copied"
+
+
+def test_a_file_that_names_its_lease_is_no_copy(verdict: Judge, honest: RolloutTable) -> None:
+    assert verdict(honest, copy_of="cd" * 32).code == ACCEPTED
 
 
 def test_files_of_another_lease_or_version_are_refused(verdict: Judge, honest: RolloutTable) -> None:

@@ -1,8 +1,8 @@
 """The settings of the coordinator. The public terms of the run are in shoal.wire.run_spec.RunSpec."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shoal.swarm.coordinator.rules.node_status import Demands
 from shoal.wire.record import Record
@@ -27,8 +27,11 @@ class CoordinatorConfig(Record):
     """Most leases that a trusted node may hold; it earns them by streaks. Every other node holds one at a time."""
     max_prompts_per_lease: int = Field(default=0, ge=0)
     """Most prompts in a lease of a fast node; 0: not more than prompts_per_lease. Leases of slow nodes are smaller."""
-    check_rate: float = Field(default=0.05, ge=0, le=1)
-    """Smallest share of a trusted node's submissions that get every check. Other nodes' submissions always get every check."""
+    check_rate: float = Field(default=1.0, ge=0, le=1)
+    """Smallest share of a trusted node's submissions that get every check; 1 with `admission = "open"`. Other nodes'
+    submissions always get every check."""
+    max_unchecked_share: float = Field(default=0.25, ge=0, le=1)
+    """Largest share of a batch that groups of submissions without every check may have."""
     hold_s: float = Field(default=24 * 3600.0, ge=0)
     """Seconds until credit is final. Before that, credit given without every check can be revoked."""
     credit_factor: float = Field(default=1.0, gt=0, le=1e6)
@@ -68,10 +71,28 @@ class CoordinatorConfig(Record):
     wildcard address (0.0.0.0) without this list, any name is accepted.
     """
 
+    @model_validator(mode="after")
+    def _check_admission(self) -> Self:
+        """Refuses to spare checks where keys are free: a caught liar would return with a new key."""
+        if self.admission == "open" and self.check_rate < 1:
+            raise ValueError(
+                f'check_rate = {self.check_rate:g} with admission = "open": anybody can enrol any number of keys there, so every '
+                'submission must get every check; leave check_rate at 1, or set admission to "invite", "allow" or "stake"'
+            )
+        return self
+
     def demands(self) -> Demands:
         return Demands(protocol=PROTOCOL, min_software=self.min_software, grace_s=self.grace_s)
 
     def terms(self) -> dict[str, int | float | str]:
         """Returns the settings that trust and credit depend on. The ledger contains them, so that anybody can recompute both."""
-        names = ("trusted_after", "check_rate", "hold_s", "credit_factor", "admission", "stake_per_lease")
+        names = (
+            "trusted_after",
+            "check_rate",
+            "max_unchecked_share",
+            "hold_s",
+            "credit_factor",
+            "admission",
+            "stake_per_lease",
+        )
         return {name: getattr(self, name) for name in names}

@@ -33,6 +33,7 @@ def tidy(coordinator: Coordinator) -> None:
     """Runs once a minute."""
     with coordinator.transaction() as tx:
         prune_nonces(tx)
+        lifecycle.end_old_debts(tx, coordinator)
     coordinator.database.checkpoint()
 
 

@@ -17,10 +17,11 @@ from shoal.swarm.coordinator.rules.trust import (
     TrustEvent,
     VerdictKind,
     gets_every_check,
+    is_draw_open,
     next_standing,
     verdict_kind,
 )
-from shoal.wire.codes import UNCERTAIN, CorruptData
+from shoal.wire.codes import UNCERTAIN, UNCHECKED, CorruptData
 from shoal.wire.ledger import LedgerEvent
 from shoal.wire.seeded_draw import lease_seed
 
@@ -55,9 +56,15 @@ class ReplayedLease:
     node: str
     epoch: int
     unit: str
+    purpose: str = "train"
+    received_seq: int = 0
+    """Number of the event `submission.received`."""
     end: str | None = None
     """`accepted`, `rejected`, `void` or `revoked`; None while it is open."""
     sha256: str | None = None
+    checks: str = "full"
+    """The checks that its accepted submission passed."""
+    draw_rate: float = 1.0
 
 
 class RecordedDraw(NamedTuple):
@@ -80,6 +87,8 @@ class ReplayedLedger:
     secrets: dict[int, bytes] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
     """Groups that were trained on or withdrawn: they must not be trained on again."""
+    released: set[str] = field(default_factory=set)
+    """Groups accepted without every check that may be trained on, because a later full check of their node passed."""
     unchecked_draws: list[RecordedDraw] = field(default_factory=list)
     seq: int = 0
     time_s: float = 0.0
@@ -143,22 +152,29 @@ class ReplayedLedger:
         unit = body.get("unit", body["lease_id"])
         if unit != body["lease_id"] and self._lease(unit).node != body["node"]:
             raise self._corrupt(f"lease {body['lease_id']} repeats the work of another node")
-        self.leases[body["lease_id"]] = ReplayedLease(body["node"], body["epoch"], unit)
+        self.leases[body["lease_id"]] = ReplayedLease(
+            body["node"], body["epoch"], unit, purpose=body.get("purpose", "train")
+        )
 
     def _received(self, body: dict[str, Any]) -> None:
-        self._lease(body["lease_id"]).sha256 = body["sha256"]
+        lease = self._lease(body["lease_id"])
+        lease.sha256, lease.received_seq = body["sha256"], self.seq
 
     def _voided(self, body: dict[str, Any]) -> None:
         self._end(body["lease_id"], "void")
         self._node(body["node"]).void += 1
         if body["code"] == "void.expired":
             self._apply_event(body["node"], TrustEvent.LAPSED)
+        elif body["code"] == UNCHECKED:
+            self._apply_event(body["node"], TrustEvent.UNCERTAIN)
 
     def _judged(self, body: dict[str, Any]) -> None:
         finding = verdict_kind(body["code"])
         self._end(body["lease_id"], finding.value)
         node, drawn = self._node(body["node"]), body["drawn"]
         full = body["checks"] == "full"
+        lease = self._lease(body["lease_id"])
+        lease.checks, lease.draw_rate = body["checks"], drawn["rate"]
         self.unchecked_draws.append(
             RecordedDraw(body["lease_id"], drawn["epoch"], drawn["rate"], drawn["checks"])
         )
@@ -217,12 +233,38 @@ class ReplayedLedger:
             self._node(body["node"]).returned += body["returned"]
             self._apply_event(body["node"], TrustEvent.UPHELD)
 
-    def _formed(self, body: dict[str, Any]) -> None:
+    def _released(self, body: dict[str, Any]) -> None:
+        """Checks that held groups are released by a later submission of their node that was drawn for every check and accepted."""
+        because = self._lease(body["because"])
+        passed = because.end == "accepted" and because.checks == "full"
+        if not (passed and because.node == body["node"] and is_draw_open(because.draw_rate, because.purpose)):
+            raise self._corrupt(f"lease {body['because']} releases groups, but passed no full check by lot")
         for group in body["group_ids"]:
-            lease_id = group.rpartition("-")[0]
-            if group in self.trained or self._lease(lease_id).end != "accepted":
+            lease = self._lease(group.rpartition("-")[0])
+            if lease.node != body["node"] or lease.received_seq >= because.received_seq:
+                raise self._corrupt(f"group {group} is released by a check that does not come after it")
+        self.released.update(body["group_ids"])
+
+    def _withdrawn(self, body: dict[str, Any]) -> None:
+        self.trained.update(body["group_ids"])
+
+    def _formed(self, body: dict[str, Any]) -> None:
+        # Ledgers of release 0.1.0 do not have this term, and their unchecked groups were not held.
+        share, unchecked = self.terms.get("max_unchecked_share"), 0
+        for group in body["group_ids"]:
+            lease = self._lease(group.rpartition("-")[0])
+            if group in self.trained or lease.end != "accepted":
                 raise self._corrupt(f"group {group} is trained on twice, or was not accepted")
+            if lease.checks != "full":
+                unchecked += 1
+                if share is not None and group not in self.released:
+                    raise self._corrupt(
+                        f"group {group} is trained on without a full check of its node after it"
+                    )
             self.trained.add(group)
+        most = len(body["group_ids"]) * (1.0 if share is None else share)
+        if unchecked > most + 1e-9:
+            raise self._corrupt(f"the batch has {unchecked} unchecked groups, at most {most:g} are allowed")
 
     # -- shared by those methods ------------------------------------------------------------------------
 
@@ -298,6 +340,8 @@ _HANDLERS: dict[str, Callable[[ReplayedLedger, dict[str, Any]], None]] = {
     "verdict.given": ReplayedLedger._judged,
     "credit.revoked": ReplayedLedger._revoked,
     "appeal.decided": ReplayedLedger._decided,
+    "group.released": ReplayedLedger._released,
+    "group.withdrawn": ReplayedLedger._withdrawn,
     "batch.formed": ReplayedLedger._formed,
 }
 

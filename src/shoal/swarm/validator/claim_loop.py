@@ -35,7 +35,7 @@ from shoal.telemetry import Log
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.keys import Key
 from shoal.wire.lease import Verdict
-from shoal.wire.messages import Claim, Info, LeaseStatus
+from shoal.wire.messages import AskClaim, Claim, Info, LeaseStatus
 from shoal.wire.run_spec import PROTOCOL, RunSpec
 
 IDLE_S = 10.0
@@ -153,6 +153,7 @@ class Validator:
     ) -> None:
         self._config, self._client, self._reader, self._log = config, client, reader, log
         self._num_checked = 0
+        self._ask = AskClaim(validator=secrets.token_hex(8))
 
     def startup(self) -> None:
         """Asks the coordinator for the run's terms, checks them, and reads the task's data."""
@@ -201,7 +202,7 @@ class Validator:
                 raise Stopped("stopped between two checks")
             try:
                 first = self._client.call_until(
-                    "a submission to check", "POST", "/v1/checks/claim", None, Claim, deadline_s=IDLE_S
+                    "a submission to check", "POST", "/v1/checks/claim", self._ask, Claim, deadline_s=IDLE_S
                 )
                 return [first, *self._waiting_claims(first)]
             except DeadlinePassed:
@@ -211,10 +212,13 @@ class Validator:
     def _waiting_claims(self, first: Claim) -> list[Claim]:
         """Returns more claims without waiting, as long as their tokens fit into one prefill with the first."""
         claims: list[Claim] = []
+        if first.lapses:
+            return []  # it may be the reason why its claim ran out, so nothing else must wait for it
         tokens = _max_tokens(first)
+        ask = self._ask.model_copy(update={"fresh": True})
         while len(claims) + 1 < MAX_TOGETHER and tokens < self._config.tokens_at_once:
             try:
-                claim = self._client.call("POST", "/v1/checks/claim", None, Claim)
+                claim = self._client.call("POST", "/v1/checks/claim", ask, Claim)
             except (Refused, Unreachable):
                 break  # nothing waits, or the next call reports what is wrong
             claims.append(claim)

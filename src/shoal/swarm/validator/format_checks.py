@@ -25,13 +25,7 @@ def where(row: Rollout) -> str:
 
 
 def check_claim(claim: Claim) -> None:
-    """Refuses copies of submitted files, and policy versions that were not leased."""
-    if claim.copy_of == claim.lease.node:
-        raise Rejected("reject.replayed", f"the node submitted file {claim.sha256[:16]} before")
-    if claim.copy_of is not None:
-        raise Rejected(
-            "reject.copied", f"node {claim.copy_of[:16]} submitted file {claim.sha256[:16]} before"
-        )
+    """Refuses policy versions that were not leased."""
     leased = [policy.version for policy in claim.lease.policies]
     if claim.policy_version not in leased:
         raise Rejected(
@@ -40,9 +34,19 @@ def check_claim(claim: Claim) -> None:
 
 
 def check_binding(table: RolloutTable, claim: Claim) -> None:
-    """Refuses a file that names another lease or version than the submission."""
+    """Refuses a file that names another lease or version than the submission: as a copy if it was accepted for that lease.
+
+    A file that names this lease is never a copy. Seeds and weights become public, so anybody can make the bytes that an honest
+    node will submit, and submit them first.
+    """
     lease = claim.lease
     if table.lease_id != lease.lease_id:
+        if claim.copy_of == lease.node:
+            raise Rejected("reject.replayed", f"file {claim.sha256[:16]} of this node was accepted before")
+        if claim.copy_of is not None:
+            raise Rejected(
+                "reject.copied", f"file {claim.sha256[:16]} of node {claim.copy_of[:16]} was accepted before"
+            )
         raise Rejected(
             "reject.wrong_lease", f"the file was made for lease {table.lease_id[:32]!r}, not {lease.lease_id}"
         )

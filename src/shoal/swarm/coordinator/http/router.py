@@ -207,7 +207,7 @@ class Router:
             if value is not None:
                 arguments.append(route.parse_path(value))
             if route.takes is not None:
-                arguments.append(route.takes.parse(body))
+                arguments.append(route.takes.parse(body or b"{}"))
             answer = route.act(*arguments)
             return answer if isinstance(answer, Response) else to_json(as_described(answer, route.gives))
 

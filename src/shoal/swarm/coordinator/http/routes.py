@@ -32,6 +32,7 @@ from shoal.wire.messages import (
     AdminOrder,
     Announce,
     Appeal,
+    AskClaim,
     AskLease,
     AskUpload,
     Batch,
@@ -189,7 +190,7 @@ SIGNED_ROUTES = (
     _signed("POST", "/v1/leave", _NODE, nodes.leave, Leave, Recorded),
     _signed("POST", "/v1/keys/revoke", _NEWCOMER, admin_actions.revoke_key, RevokeKey, Recorded),
     _signed("POST", "/v1/admin/{action}", _ADMIN, admin_actions.give_order, AdminOrder, Recorded),
-    _signed("POST", "/v1/checks/claim", _VALIDATOR, verdicts.claim, None, Claim),
+    _signed("POST", "/v1/checks/claim", _VALIDATOR, verdicts.claim, AskClaim, Claim),
     _signed("GET", "/v1/checks/{lease_id}", _VALIDATOR, verdicts.look_again, None, Claim),
     _signed(
         "POST",

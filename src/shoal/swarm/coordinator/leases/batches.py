@@ -1,8 +1,11 @@
 """Accepted groups, and the batches that the trainer gets of them.
 
-A group is ready, dropped (all rewards are equal: no signal), stale, withdrawn (its lease was revoked), or batched. A batch is
-formed once, in the transaction that assigns its groups, and kept as the bytes of its answer. Asking again, after a crash of
+A group is ready, held, dropped (all rewards are equal: no signal), stale, withdrawn (its node was caught), or batched. A batch
+is formed once, in the transaction that assigns its groups, and kept as the bytes of its answer. Asking again, after a crash of
 either side, gives the same groups, and no group is ever in two batches.
+
+A group of a submission that was accepted without every check is held until a later submission of its node was drawn for every
+check and accepted. It is withdrawn if that one is refused. At most `max_unchecked_share` of a batch are such groups.
 """
 
 import json
@@ -13,7 +16,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction
-from shoal.swarm.coordinator.store.schema import batches, groups, verdicts
+from shoal.swarm.coordinator.store.schema import batches, groups, submissions, verdicts
 from shoal.swarm.coordinator.store.statements import Statement, given, inserting
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import Batch, Group
@@ -21,19 +24,22 @@ from shoal.wire.messages import Batch, Group
 
 class GroupState(StrEnum):
     READY = "ready"
+    HELD = "held"
     DROPPED = "dropped"
     STALE = "stale"
     BATCHED = "batched"
     WITHDRAWN = "withdrawn"
 
 
+WAITING = (GroupState.READY.value, GroupState.HELD.value)
+"""States of groups that may still be trained on."""
 _COUNT_READY = Statement(
-    select(func.count())
+    select(func.count().label("total"), func.coalesce(func.sum(groups.c.unchecked), 0).label("unchecked"))
     .select_from(groups)
     .where(groups.c.state == GroupState.READY.value, groups.c.policy_version >= given("oldest"))
 )
 RECENT_GROUPS = 64
-_SIGNAL = (GroupState.READY.value, GroupState.BATCHED.value)
+_SIGNAL = (*WAITING, GroupState.BATCHED.value)
 _LATELY = (
     select(groups.c.state)
     .where(
@@ -75,11 +81,13 @@ def add_groups(
 ) -> None:
     """Inserts one group for each prompt of an accepted lease. `seq` is the number of the verdict in the ledger."""
     size = lease.samples_per_prompt
+    unchecked = verdict.checks != "full"
     stale = is_stale(newest, submission.policy_version, max_lag)
     rows: list[dict[str, Any]] = []
     for index in range(lease.num_prompts):
         rewards = verdict.rewards[index * size : (index + 1) * size]
-        signal = GroupState.READY if has_signal(rewards) else GroupState.DROPPED
+        usable = GroupState.HELD if unchecked else GroupState.READY
+        signal = usable if has_signal(rewards) else GroupState.DROPPED
         rows.append(
             {
                 "group_id": f"{lease.lease_id}-{index}",
@@ -90,6 +98,7 @@ def add_groups(
                 "rewards": json.dumps(rewards),
                 "reward_mean": math.fsum(rewards) / size,
                 "state": (GroupState.STALE if stale else signal).value,
+                "unchecked": int(unchecked),
                 "accepted_seq": seq,
                 "stale_seq": seq if stale else None,
                 "batch_version": None,
@@ -101,8 +110,8 @@ def add_groups(
 
 
 def retire_stale(tx: Transaction, newest: int, max_lag: int) -> None:
-    """Marks ready groups as stale that are too old now that version `newest` is published."""
-    too_old = (groups.c.state == GroupState.READY.value, groups.c.policy_version < newest - max_lag)
+    """Marks ready and held groups as stale that are too old now that version `newest` is published."""
+    too_old = (groups.c.state.in_(WAITING), groups.c.policy_version < newest - max_lag)
     ids = list(
         tx.db.execute(select(groups.c.group_id).where(*too_old).order_by(groups.c.accepted_seq)).scalars()
     )
@@ -114,10 +123,38 @@ def retire_stale(tx: Transaction, newest: int, max_lag: int) -> None:
 
 def withdraw(tx: Transaction, lease_ids: list[str]) -> list[str]:
     """Withdraws the groups of revoked leases that were not trained on yet, and returns their ids."""
-    unused = (groups.c.state == GroupState.READY.value, groups.c.lease_id.in_(lease_ids))
+    unused = (groups.c.state.in_(WAITING), groups.c.lease_id.in_(lease_ids))
     ids = list(tx.db.execute(select(groups.c.group_id).where(*unused).order_by(groups.c.group_id)).scalars())
     tx.write(update(groups).where(*unused).values(state=GroupState.WITHDRAWN.value))
     return ids
+
+
+def release_held(tx: Transaction, node: str, because: str, before_seq: int) -> None:
+    """Makes the held groups of a node ready whose submissions came before receipt `before_seq`, that of the lease `because`."""
+    ids = _held_groups(tx.db, node, before_seq)
+    if ids:
+        tx.write(update(groups).where(groups.c.group_id.in_(ids)).values(state=GroupState.READY.value))
+        tx.record("group.released", node=node, because=because, group_ids=ids)
+
+
+def withdraw_held(tx: Transaction, node: str, because: str) -> None:
+    """Withdraws all held groups of a node that was caught. `because` is the refused lease, or "" for an action of the operator."""
+    ids = _held_groups(tx.db, node)
+    if ids:
+        tx.write(update(groups).where(groups.c.group_id.in_(ids)).values(state=GroupState.WITHDRAWN.value))
+        tx.record("group.withdrawn", node=node, because=because, group_ids=ids)
+
+
+def _held_groups(db: Connection, node: str, before_seq: int | None = None) -> list[str]:
+    query = (
+        select(groups.c.group_id)
+        .join(submissions, submissions.c.lease_id == groups.c.lease_id)
+        .where(groups.c.state == GroupState.HELD.value, submissions.c.node == node)
+        .order_by(groups.c.group_id)
+    )
+    if before_seq is not None:
+        query = query.where(submissions.c.seq < before_seq)
+    return list(db.execute(query).scalars())
 
 
 def _record_stale(tx: Transaction, newest: int, group_ids: list[str]) -> int:
@@ -135,9 +172,19 @@ def is_formed(db: Connection, version: int) -> bool:
     return _FORMED.value(db, number=version) is not None
 
 
-def count_ready(db: Connection, oldest: int) -> int:
-    """Returns the number of ready groups made by version `oldest` or newer."""
-    return int(_COUNT_READY.value(db, oldest=oldest))
+def count_ready(db: Connection, oldest: int, max_unchecked_share: float) -> int:
+    """Returns how many ready groups by version `oldest` or newer batches can use: not more unchecked ones than their share."""
+    found = _COUNT_READY.row(db, oldest=oldest)
+    assert found is not None, "a count is one row"
+    return usable_groups(int(found.total - found.unchecked), int(found.unchecked), max_unchecked_share)
+
+
+def usable_groups(checked: int, unchecked: int, max_unchecked_share: float) -> int:
+    """Returns how many of these groups fit into batches of which at most `max_unchecked_share` are unchecked."""
+    if max_unchecked_share == 1:
+        return checked + unchecked
+    # The small number makes up for rounding: 3 * 0.25 / 0.75 must be 1.
+    return checked + min(unchecked, int(checked * max_unchecked_share / (1 - max_unchecked_share) + 1e-9))
 
 
 def signal_share(db: Connection) -> float:
@@ -145,6 +192,12 @@ def signal_share(db: Connection) -> float:
     found = _COUNT_SIGNAL.row(db)
     assert found is not None, "a count is one row"
     return float((found.signal + SIGNAL_PRIOR) / (found.total + SIGNAL_PRIOR))
+
+
+def count_held(db: Connection) -> int:
+    """Returns the number of groups that wait for a full check of their node."""
+    held = groups.c.state == GroupState.HELD.value
+    return int(db.execute(select(func.count()).select_from(groups).where(held)).scalar_one())
 
 
 def count_dropped(db: Connection) -> int:
@@ -160,16 +213,7 @@ def form_batch(tx: Transaction, coordinator: Coordinator, version: int) -> Batch
     `version` is the newest version or the one after it.
     """
     wanted = coordinator.config.groups_per_step
-    rows = tx.db.execute(
-        select(groups)
-        .where(
-            groups.c.state == GroupState.READY.value,
-            # For the newest version retire_stale has removed what is too old; for the version after it, not yet.
-            groups.c.policy_version >= version - coordinator.spec.max_lag,
-        )
-        .order_by(groups.c.policy_version, groups.c.accepted_seq, groups.c.prompt_index)
-        .limit(wanted)
-    ).all()
+    rows = _choose(tx.db, version - coordinator.spec.max_lag, wanted, coordinator.config.max_unchecked_share)
     if len(rows) < wanted:
         return None
     batch = Batch(
@@ -195,6 +239,22 @@ def form_batch(tx: Transaction, coordinator: Coordinator, version: int) -> Batch
         .values(state=GroupState.BATCHED.value, batch_version=version)
     )
     return batch
+
+
+def _choose(db: Connection, oldest: int, wanted: int, max_unchecked_share: float) -> list[Row[Any]]:
+    """Returns the oldest ready groups, at most `wanted`, of which at most `max_unchecked_share` of `wanted` are unchecked."""
+    order = (groups.c.policy_version, groups.c.accepted_seq, groups.c.prompt_index)
+    found: list[Row[Any]] = []
+    for unchecked, limit in ((0, wanted), (1, int(wanted * max_unchecked_share + 1e-9))):
+        query = select(groups).where(
+            groups.c.state == GroupState.READY.value,
+            groups.c.unchecked == unchecked,
+            # For the newest version retire_stale has removed what is too old; for the version after it, not yet.
+            groups.c.policy_version >= oldest,
+        )
+        found += db.execute(query.order_by(*order).limit(limit)).all()
+    found.sort(key=lambda row: (row.policy_version, row.accepted_seq, row.prompt_index))
+    return found[:wanted]
 
 
 def _since_last_batch(db: Connection, chosen: list[Row[Any]] | Any) -> dict[str, Any]:

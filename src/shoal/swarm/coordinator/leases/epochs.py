@@ -3,33 +3,40 @@
 The digest of the secret is in the ledger before the first of them is issued, the secret itself after the last has ended. So
 neither side can choose a seed, and anybody can check all of them.
 
-Work that a node owes is leased to it again with the seed that it knows already; by then its epoch may be revealed.
+Work that a node did not deliver is a debt: it is leased to the node again with the same seed, and the secret of its epoch stays
+secret until then. Otherwise anybody could compute the file that the node is going to submit. A debt ends DEBT_S after its work was
+first leased, so that a node that never returns does not keep a secret for ever.
 """
 
 import hashlib
 import secrets
+from typing import Any
 
-from sqlalchemy import exists, func, select
+from sqlalchemy import Row, delete, exists, func, or_, select
 
 from shoal.swarm.coordinator.context import Transaction
 from shoal.swarm.coordinator.rules.lease_states import OPEN
-from shoal.swarm.coordinator.store.schema import epochs, leases
+from shoal.swarm.coordinator.store.schema import debts, epochs, leases
 from shoal.swarm.coordinator.store.statements import Statement, TableStatements, given
 
+DEBT_S = 24 * 3600.0
 EPOCHS = TableStatements(epochs)
+DEBTS = TableStatements(debts)
 
 _SECRET = select(epochs).where(epochs.c.revealed_at_s.is_(None))
 _NEWEST_FIRST = epochs.c.epoch.desc()
 _GROWING = Statement(_SECRET.where(epochs.c.num_leases < given("most")).order_by(_NEWEST_FIRST).limit(1))
 _NEWEST_SECRET = Statement(_SECRET.order_by(_NEWEST_FIRST).limit(1))
-_HAS_OPEN_LEASES = exists().where(leases.c.epoch == epochs.c.epoch, leases.c.state.in_(OPEN))
+_IN_USE = or_(
+    exists().where(leases.c.epoch == epochs.c.epoch, leases.c.state.in_(OPEN)),
+    exists().where(debts.c.epoch == epochs.c.epoch),
+)
 _LAST = Statement(select(func.coalesce(func.max(epochs.c.epoch), 0)))
-_ANY_OPEN = Statement(
-    select(leases.c.lease_id).where(leases.c.epoch == given("number"), leases.c.state.in_(OPEN)).limit(1)
+_USED = Statement(select(epochs.c.epoch).where(epochs.c.epoch == given("number"), _IN_USE))
+_OLDEST_DEBT = Statement(
+    select(debts).where(debts.c.node == given("name")).order_by(debts.c.owed_at_s, debts.c.unit).limit(1)
 )
-_ENDED = Statement(
-    _SECRET.where(epochs.c.num_leases >= given("least"), ~_HAS_OPEN_LEASES).order_by(epochs.c.epoch)
-)
+_ENDED = Statement(_SECRET.where(epochs.c.num_leases >= given("least"), ~_IN_USE).order_by(epochs.c.epoch))
 
 
 def secret_for_lease(tx: Transaction, leases_per_epoch: int) -> tuple[int, bytes]:
@@ -52,16 +59,52 @@ def commitment(secret: bytes) -> str:
 
 
 def reveal_ended(tx: Transaction, leases_per_epoch: int, *, run_over: bool) -> None:
-    """Reveals every epoch whose leases have all ended. An epoch that can still grow is kept secret, unless the run is over."""
+    """Reveals every epoch whose leases have all ended and of which no work is owed. An epoch that can still grow is kept secret.
+
+    When the run is over, no work is leased again, so debts end and all epochs without open leases are revealed.
+    """
+    if run_over:
+        tx.write(delete(debts))
     for row in _ENDED.rows(tx.db, least=0 if run_over else leases_per_epoch):
         tx.update(EPOCHS, row.epoch, revealed_at_s=tx.now_s)
         tx.record("epoch.revealed", epoch=row.epoch, secret=row.secret)
 
 
 def reveal_after(tx: Transaction, epoch: int, leases_per_epoch: int, *, run_over: bool) -> None:
-    """Reveals what can be revealed after a lease of `epoch` has ended: nothing, while another lease of it is open."""
-    if run_over or _ANY_OPEN.row(tx.db, number=epoch) is None:
+    """Reveals what can be revealed after a lease of `epoch` has ended: nothing, while it has another open lease or a debt."""
+    if run_over or _USED.row(tx.db, number=epoch) is None:
         reveal_ended(tx, leases_per_epoch, run_over=run_over)
+
+
+def add_debt(tx: Transaction, unit: Row[Any]) -> None:
+    """Notes that the node of lease `unit` owes its work. The lease must be the first one of the work."""
+    tx.insert(
+        DEBTS,
+        unit=unit.lease_id,
+        node=unit.node,
+        epoch=unit.epoch,
+        issued_at_s=unit.issued_at_s,
+        owed_at_s=tx.now_s,
+    )
+
+
+def take_debt(tx: Transaction, node: str) -> str | None:
+    """Returns the unit that a node has owed for longest, and ends that debt; None if it owes nothing."""
+    found = _OLDEST_DEBT.row(tx.db, name=node)
+    if found is None:
+        return None
+    tx.write(delete(debts).where(debts.c.unit == found.unit))
+    return str(found.unit)
+
+
+def end_debts_of(tx: Transaction, node: str) -> None:
+    """Ends the debts of a node that gets no more leases."""
+    tx.write(delete(debts).where(debts.c.node == node))
+
+
+def end_old_debts(tx: Transaction) -> None:
+    """Ends debts whose work was first leased more than DEBT_S ago."""
+    tx.write(delete(debts).where(debts.c.issued_at_s < tx.now_s - DEBT_S))
 
 
 def _begin(tx: Transaction, *, num_leases: int) -> tuple[int, bytes]:

@@ -13,7 +13,6 @@ from shoal.swarm.coordinator.leases import batches, epochs, evaluations, lifecyc
 from shoal.swarm.coordinator.leases.lease_rows import LEASES, awaited_of, find_lease
 from shoal.swarm.coordinator.membership import admission, relays
 from shoal.swarm.coordinator.membership.nodes import (
-    NODES,
     check_compatible,
     get_node,
     mark_live,
@@ -200,7 +199,7 @@ def _planning_inputs(
         chunk=None
         if newest is None
         else evaluations.next_chunk(tx.db, newest=newest, keep_versions=spec.keep_versions),
-        ready_groups=batches.count_ready(tx.db, oldest),
+        ready_groups=batches.count_ready(tx.db, oldest, config.max_unchecked_share),
         proven_groups=coming,
         newcomer_groups=hoped,
         ahead=coordinator.backpressure.ahead_of(tx.actor, tx.now_s),
@@ -261,10 +260,9 @@ class SeedOrigin:
 
 def _origin(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work) -> SeedOrigin:
     lease_id = secrets.token_hex(16)
-    if work.purpose == "train" and node.owed:
-        unit, _, rest = node.owed.partition(",")
+    unit = epochs.take_debt(tx, node.node) if work.purpose == "train" else None
+    if unit is not None:
         first = Sealed[Lease].parse(find_lease(tx.db, unit).sealed).body
-        tx.update(NODES, node.node, owed=rest)
         # Not more prompts than the first lease had: further ones would be new work.
         return SeedOrigin(
             lease_id=lease_id,

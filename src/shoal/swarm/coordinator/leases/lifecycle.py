@@ -15,16 +15,24 @@ from shoal.swarm.coordinator.leases.lease_rows import (
     remove_bytes,
     status,
 )
-from shoal.swarm.coordinator.membership.nodes import change_standing, count_void
+from shoal.swarm.coordinator.membership.nodes import change_standing, check_in_full, count_void
 from shoal.swarm.coordinator.rules.lease_states import AWAITED, OPEN, LeaseEvent, LeaseState, next_state
 from shoal.swarm.coordinator.rules.trust import TrustEvent
-from shoal.swarm.coordinator.store.schema import leases, nodes, run, submissions
+from shoal.swarm.coordinator.store.schema import leases, run, submissions
 from shoal.swarm.coordinator.store.statements import Statement, given
-from shoal.wire.codes import Rejected
+from shoal.wire.codes import UNCERTAIN, UNCHECKED, Rejected
 from shoal.wire.messages import Abandon, LeaseStatus
 
-LET_GO = ("void.expired", "void.abandoned")
-"""Codes of leases that a node did not answer, and whose work it therefore owes."""
+OWED = (
+    "void.expired",
+    "void.abandoned",
+    "void.stale",
+    "void.infra",
+    UNCERTAIN,
+    UNCHECKED,
+)
+"""Codes of ends after which a node owes the work of the lease: everything but a verdict on it and an action of the operator. A node
+could otherwise get another seed by choosing how its lease ends."""
 
 _EXPIRED = Statement(select(leases).where(leases.c.state.in_(AWAITED), leases.c.deadline_s < given("now_s")))
 
@@ -50,6 +58,8 @@ def end(
         credit=credit,
         ended_at_s=tx.now_s,
     )
+    if code in OWED and lease.purpose == "train":
+        epochs.add_debt(tx, lease if lease.unit == lease.lease_id else find_lease(tx.db, lease.unit))
     run_over = is_finished(tx.db, coordinator.spec)
     epochs.reveal_after(tx, lease.epoch, coordinator.config.leases_per_epoch, run_over=run_over)
 
@@ -63,20 +73,13 @@ def void(tx: Transaction, coordinator: Coordinator, lease: Row[Any], code: str, 
         if upload is not None:
             remove_bytes(tx, coordinator, expected_upload(upload))
     end(tx, coordinator, lease, LeaseEvent.VOID, code=code, detail=detail)
-    if code in LET_GO:
-        _owe(tx, coordinator, lease, code)
-
-
-def _owe(tx: Transaction, coordinator: Coordinator, lease: Row[Any], code: str) -> None:
-    """Makes the node's next train lease pose the same work with the same seed: walking away from a seed gains nothing."""
-    if lease.purpose == "train":
-        owed = tx.db.execute(select(nodes.c.owed).where(nodes.c.node == lease.node)).scalar_one()
-        more = f"{owed},{lease.unit}" if owed else lease.unit
-        tx.write(update(nodes).where(nodes.c.node == lease.node).values(owed=more))
     if code == "void.expired":
         change_standing(
             tx, coordinator, lease.node, TrustEvent.LAPSED, f"leases expired, the last {lease.lease_id}"
         )
+    elif code == UNCHECKED:
+        change_standing(tx, coordinator, lease.node, TrustEvent.UNCERTAIN, "")
+        check_in_full(tx, lease.node)
 
 
 def abandon(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: Abandon) -> LeaseStatus:
@@ -92,10 +95,23 @@ def abandon(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: Aband
 
 
 def void_all(tx: Transaction, coordinator: Coordinator, node: str, code: str, detail: str) -> None:
-    """Voids every open lease of a node."""
+    """Voids every open lease of a node that gets no more leases, and ends its debts."""
     rows = tx.db.execute(select(leases).where(leases.c.node == node, leases.c.state.in_(OPEN))).all()
     for lease in rows:
         void(tx, coordinator, lease, code, detail)
+    epochs.end_debts_of(tx, node)
+    _reveal(tx, coordinator)
+
+
+def end_old_debts(tx: Transaction, coordinator: Coordinator) -> None:
+    """Ends debts that are too old and reveals the epochs that waited for them. Housekeeping calls it once a minute."""
+    epochs.end_old_debts(tx)
+    _reveal(tx, coordinator)
+
+
+def _reveal(tx: Transaction, coordinator: Coordinator) -> None:
+    run_over = is_finished(tx.db, coordinator.spec)
+    epochs.reveal_ended(tx, coordinator.config.leases_per_epoch, run_over=run_over)
 
 
 def expire(tx: Transaction, coordinator: Coordinator, lease: Row[Any]) -> None:

@@ -101,6 +101,7 @@ def _receive(tx: Transaction, coordinator: Coordinator, lease: Row[Any], ask: Su
         received_at_s=tx.now_s,
         seq=seq,
         receipt=sealed.model_dump_json(),
+        lapsed_claims=0,
         **_draw_checks(tx, coordinator, lease, ask.sha256),
     )
     move(tx, lease, LeaseEvent.SUBMIT)

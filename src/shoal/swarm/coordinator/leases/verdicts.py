@@ -3,12 +3,12 @@
 import json
 from typing import Any
 
-from sqlalchemy import Row, select
+from sqlalchemy import Row, or_, select
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction, newest_version
 from shoal.swarm.coordinator.leases import batches, evaluations
 from shoal.swarm.coordinator.leases.lease_rows import SUBMISSIONS, find_lease, move, status
-from shoal.swarm.coordinator.leases.lifecycle import end, finish_run, void_all, void_stale
+from shoal.swarm.coordinator.leases.lifecycle import end, finish_run, void, void_all, void_stale
 from shoal.swarm.coordinator.membership import admission, relays
 from shoal.swarm.coordinator.membership.nodes import (
     change_standing,
@@ -22,12 +22,12 @@ from shoal.swarm.coordinator.rules import credit as credits
 from shoal.swarm.coordinator.rules import node_status
 from shoal.swarm.coordinator.rules.lease_states import TERMINAL, LeaseEvent, LeaseState
 from shoal.swarm.coordinator.rules.planning import serving
-from shoal.swarm.coordinator.rules.trust import Trust, TrustEvent, VerdictKind, verdict_kind
+from shoal.swarm.coordinator.rules.trust import Trust, TrustEvent, VerdictKind, is_draw_open, verdict_kind
 from shoal.swarm.coordinator.store.schema import leases, submissions, verdicts
 from shoal.swarm.coordinator.store.statements import Statement, TableStatements, given
-from shoal.wire.codes import ACCEPTED, CODES, UNCERTAIN, Rejected
+from shoal.wire.codes import ACCEPTED, CODES, UNCERTAIN, UNCHECKED, Rejected
 from shoal.wire.lease import Lease, Verdict
-from shoal.wire.messages import Claim, LeaseStatus
+from shoal.wire.messages import AskClaim, Claim, LeaseStatus
 from shoal.wire.record import Sealed
 
 _EVENT = {
@@ -37,10 +37,17 @@ _EVENT = {
 }
 _VERDICTS = TableStatements(verdicts)
 _EARLIER = submissions.alias("earlier")
-# The node that first submitted these bytes, in the order of our receipts: no node can pretend to have been earlier.
+_EARLIER_LEASE = leases.alias("earlier_lease")
+# The node whose submission of these bytes was accepted first. A submission that was not accepted proves nothing: anybody can
+# submit bytes that an honest node is going to submit.
 _COPY_OF = (
     select(_EARLIER.c.node)
-    .where(_EARLIER.c.sha256 == submissions.c.sha256, _EARLIER.c.seq < submissions.c.seq)
+    .join(_EARLIER_LEASE, _EARLIER_LEASE.c.lease_id == _EARLIER.c.lease_id)
+    .where(
+        _EARLIER.c.sha256 == submissions.c.sha256,
+        _EARLIER.c.seq < submissions.c.seq,
+        _EARLIER_LEASE.c.state == LeaseState.ACCEPTED.value,
+    )
     .order_by(_EARLIER.c.seq)
     .limit(1)
     .scalar_subquery()
@@ -49,10 +56,22 @@ _COPY_OF = (
 _WITH_LEASE = select(submissions, leases.c.sealed, leases.c.state, _COPY_OF).join(
     leases, leases.c.lease_id == submissions.c.lease_id
 )
-# Held-out work first, because the end of the run waits for it. Then in the order of receipt.
+MAX_LAPSED_CLAIMS = 2
+"""Claims of one submission that may run out before it is void."""
+# Submissions whose claim ran out come last, so that they delay nothing else. Held-out work comes before other work, because the
+# end of the run waits for it. Then in the order of receipt. The validator whose claim ran out gets the same submission only after
+# others had `claim_s` to take it.
 _NEXT = Statement(
-    _WITH_LEASE.where(leases.c.state == LeaseState.SUBMITTED.value)
-    .order_by(leases.c.purpose, submissions.c.seq)
+    _WITH_LEASE.where(
+        leases.c.state == LeaseState.SUBMITTED.value,
+        submissions.c.lapsed_claims <= given("most_lapses"),
+        or_(
+            submissions.c.lapsed_claims == 0,
+            submissions.c.claimed_by != given("validator"),
+            submissions.c.claimed_until_s < given("tried_before_s"),
+        ),
+    )
+    .order_by(submissions.c.lapsed_claims, leases.c.purpose, submissions.c.seq)
     .limit(1)
 )
 _ONE = Statement(_WITH_LEASE.where(submissions.c.lease_id == given("id")))
@@ -63,23 +82,30 @@ _PREVIOUS_RECEIPT_S = Statement(
     .limit(1)
 )
 _LAPSED_CLAIMS = Statement(
-    select(leases)
+    select(leases, submissions.c.lapsed_claims)
     .join(submissions, submissions.c.lease_id == leases.c.lease_id)
     .where(leases.c.state == LeaseState.CHECKING.value, submissions.c.claimed_until_s < given("now_s"))
 )
 _GIVEN = Statement(select(verdicts.c.code).where(verdicts.c.lease_id == given("id")))
 
 
-def claim(tx: Transaction, coordinator: Coordinator) -> Claim:
+def claim(tx: Transaction, coordinator: Coordinator, ask: AskClaim) -> Claim:
     """Returns the next submission, reserved for this validator until the claim runs out."""
-    row = _NEXT.row(tx.db)
+    # All validators have the same key, so processes are told apart by the name that they give.
+    validator = f"{tx.actor}/{ask.validator}"
+    row = _NEXT.row(
+        tx.db,
+        validator=validator,
+        most_lapses=0 if ask.fresh else MAX_LAPSED_CLAIMS,
+        tried_before_s=tx.now_s - coordinator.config.claim_s,
+    )
     if row is None:
         raise Rejected(
             "request.too_early", "no submission waits to be checked", retry_after_s=coordinator.config.retry_s
         )
     until_s = tx.now_s + coordinator.config.claim_s
     move(tx, row, LeaseEvent.CLAIM)
-    tx.update(SUBMISSIONS, row.lease_id, claimed_by=tx.actor, claimed_at_s=tx.now_s, claimed_until_s=until_s)
+    tx.update(SUBMISSIONS, row.lease_id, claimed_by=validator, claimed_at_s=tx.now_s, claimed_until_s=until_s)
     return _to_claim(tx, coordinator, row, until_s=until_s)
 
 
@@ -105,17 +131,29 @@ def _to_claim(tx: Transaction, coordinator: Coordinator, row: Row[Any], *, until
         received_at_s=row.received_at_s,
         deadline_s=until_s,
         copy_of=row.copy_of,
+        lapses=row.lapsed_claims,
     )
 
 
 def release_lapsed_claims(tx: Transaction, coordinator: Coordinator) -> None:
-    """Puts claims that ran out back into the queue, or voids them if they are too old by now.
+    """Puts claims that ran out back into the queue, or voids them if they ran out twice or are too old by now.
 
     Housekeeping calls it once a second.
     """
     rows = _LAPSED_CLAIMS.rows(tx.db, now_s=tx.now_s)
     for lease in rows:
-        move(tx, lease, LeaseEvent.RELEASE)
+        lapses = lease.lapsed_claims + 1
+        tx.update(SUBMISSIONS, lease.lease_id, lapsed_claims=lapses)
+        if lapses < MAX_LAPSED_CLAIMS:
+            move(tx, lease, LeaseEvent.RELEASE)
+        else:
+            void(
+                tx,
+                coordinator,
+                lease,
+                UNCHECKED,
+                f"{lapses} claims of {coordinator.config.claim_s:.0f} s ran out",
+            )
     if rows and (newest := newest_version(tx.db)) is not None:
         void_stale(tx, coordinator, newest)
 
@@ -216,6 +254,8 @@ def _apply(
         change_standing_of(
             tx, coordinator, node, TrustEvent.ACCEPTED if full else TrustEvent.TAKEN_ON_TRUST, ""
         )
+        if full and is_draw_open(submission.draw_rate, lease.purpose):
+            batches.release_held(tx, lease.node, lease.lease_id, submission.seq)
         _use_accepted(tx, coordinator, lease, submission, verdict, seq)
     elif verdict.code == UNCERTAIN:
         change_standing_of(tx, coordinator, node, TrustEvent.UNCERTAIN, "")
@@ -225,6 +265,7 @@ def _punish(tx: Transaction, coordinator: Coordinator, lease: Row[Any], verdict:
     """Applies a rejection: revokes credit given on trust, takes of the stake, lowers the trust, voids what a banned node has open."""
     before = get_node(tx.db, lease.node)
     revoke_unchecked(tx, coordinator, before, because=lease.lease_id)
+    batches.withdraw_held(tx, lease.node, lease.lease_id)
     admission.slash(tx, coordinator, before.owner or before.node, lease.lease_id)
     change_standing(
         tx, coordinator, lease.node, TrustEvent.REJECTED, why_rejected(verdict.code, verdict.detail)

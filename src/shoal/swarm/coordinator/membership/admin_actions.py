@@ -6,7 +6,7 @@ from collections.abc import Callable
 from sqlalchemy import insert, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction
-from shoal.swarm.coordinator.leases import lifecycle
+from shoal.swarm.coordinator.leases import batches, lifecycle
 from shoal.swarm.coordinator.leases.lease_rows import find_lease
 from shoal.swarm.coordinator.membership import admission, revocation
 from shoal.swarm.coordinator.membership.nodes import change_standing, get_node
@@ -34,6 +34,7 @@ def _on_node(event: TrustEvent) -> Callable[[Transaction, Coordinator, AdminOrde
         change_standing(tx, coordinator, node.node, event, f"action of the operator: {order.reason}")
         if event is TrustEvent.BAN:
             lifecycle.void_all(tx, coordinator, node.node, "void.operator", "the operator ejected the node")
+            batches.withdraw_held(tx, node.node, "")
         return seq
 
     return act

@@ -51,7 +51,6 @@ def _insert_node(tx: Transaction, ask: Enrol, owner: str | None, until_s: float 
         "trust_reason": "new",
         "trust_since_s": tx.now_s,
         "phase": "",
-        "owed": "",
     }
     zeros = ("streak", "lapses", "session_epoch", "live", "accepted", "rejected", "void", "credit")
     measures = ("lapsed_s", "rows_per_s", "tokens_per_s")

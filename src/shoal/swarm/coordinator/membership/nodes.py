@@ -191,12 +191,12 @@ def change_standing_of(
     if not moved:
         return None
     if before.trust is Trust.TRUSTED:
-        _check_in_full(tx, key)
+        check_in_full(tx, key)
     return tx.record(f"node.{after.trust.value}", node=key, reason=_reason(after, reason))
 
 
-def _check_in_full(tx: Transaction, key: str) -> None:
-    """Asks for every check on the open submissions of a node that is no longer trusted, whatever was drawn for them."""
+def check_in_full(tx: Transaction, key: str) -> None:
+    """Asks for every check on the open submissions of a node that is no longer spared checks, whatever was drawn for them."""
     waiting = select(lease_table.c.lease_id).where(
         lease_table.c.node == key, lease_table.c.state.in_(("submitted", "checking"))
     )

@@ -194,6 +194,12 @@ def gets_every_check(epoch_secret: bytes, lease_id: str, sha256: str, rate: floa
     return check_draw(epoch_secret, lease_id, sha256) < rate
 
 
+def is_draw_open(rate: float, purpose: str) -> bool:
+    """Returns whether a node could not know that its submission would get every check, so that passing it says something about
+    the submissions that were spared. Held-out work and submissions drawn at rate 1 always get every check."""
+    return purpose == "train" and rate < 1.0
+
+
 def open_leases(standing: NodeStanding, *, most: int, trusted_after: int) -> int:
     """Returns how many leases a node may hold: one; a trusted node two, doubled by each further streak, halved by each lapse."""
     if standing.trust is not Trust.TRUSTED:

@@ -19,8 +19,8 @@ from sqlalchemy import (
     select,
 )
 
-SCHEMA_VERSION = 4
-"""The layout of release 0.1.0. Raise it with every change of a table, and bring the layout before it up to date in `open_layout`."""
+SCHEMA_VERSION = 5
+"""The layout of release 0.2.0. Raise it in the release that changes a table; other layouts are refused."""
 
 metadata = MetaData()
 
@@ -75,8 +75,6 @@ nodes = Table(
     Column("streak", Integer, nullable=False),
     Column("lapses", Integer, nullable=False),
     Column("lapsed_s", Float, nullable=False),
-    # Units it let go without an answer, oldest first, by commas: its next train leases pose the same.
-    Column("owed", Text, nullable=False),
     Column("outdated_at_s", Float),
     Column("session_epoch", Integer, nullable=False),
     Column("last_seen_s", Float),
@@ -150,6 +148,21 @@ leases = Table(
     Index("leases_by_evaluation", "eval_version", "state"),
 )
 
+# Train work that a node was leased and did not deliver: its next train leases repeat it.
+debts = Table(
+    "debts",
+    metadata,
+    # The first lease of the work.
+    Column("unit", ForeignKey("leases.lease_id"), primary_key=True),
+    Column("node", ForeignKey("nodes.node"), nullable=False),
+    # The epoch that the seed comes from: its secret is not revealed while the work is owed.
+    Column("epoch", ForeignKey("epochs.epoch"), nullable=False, index=True),
+    # When the work was first leased, and when it was last let go.
+    Column("issued_at_s", Float, nullable=False),
+    Column("owed_at_s", Float, nullable=False),
+    Index("debts_by_node", "node", "owed_at_s"),
+)
+
 uploads = Table(
     "uploads",
     metadata,
@@ -182,6 +195,8 @@ submissions = Table(
     Column("claimed_by", String),
     Column("claimed_at_s", Float, index=True),
     Column("claimed_until_s", Float),
+    # Claims of it that ran out.
+    Column("lapsed_claims", Integer, nullable=False),
     Index("submissions_by_node", "node", "seq"),
 )
 
@@ -247,6 +262,8 @@ groups = Table(
     Column("rewards", Text, nullable=False),
     Column("reward_mean", Float, nullable=False),
     Column("state", String, nullable=False),
+    # 1 if its submission was accepted without every check.
+    Column("unchecked", Integer, nullable=False),
     Column("batch_version", ForeignKey("batches.version")),
     # Ledger numbers of its verdict and of the event that made it stale.
     Column("accepted_seq", Integer, nullable=False, index=True),

@@ -99,6 +99,7 @@ def _now(current: Stats) -> Now:
         finished=current.finished,
         waiting_for=current.waiting_for,
         ready_groups=current.ready_groups,
+        held_groups=current.groups.get("held", 0),
         groups_needed=current.groups_needed,
         open_leases=current.open_leases,
         queued_checks=current.queued_checks,

@@ -44,6 +44,7 @@ class _Collector:
         yield _gauge("open_leases", "leases that are not submitted yet", situation.open_leases)
         yield _gauge("queued_checks", "submissions that no validator has claimed", situation.queued_checks)
         yield _gauge("ready_groups", "groups that wait for a batch", situation.ready_groups)
+        yield _gauge("held_groups", "groups that wait for a full check of their node", situation.held_groups)
         yield _gauge("finished", "1 if the run is over", int(situation.finished))
         yield _gauge("verified_tokens_per_second", "tokens of recently accepted submissions", speed)
 

@@ -13,6 +13,7 @@ from shoal.swarm.coordinator.leases import evaluations
 from shoal.swarm.coordinator.leases.batches import (
     count_by_state,
     count_dropped,
+    count_held,
     count_ready,
     is_formed,
     share_unparseable,
@@ -53,6 +54,8 @@ class Situation:
     """Seconds since the last claim, or since the oldest queued submission arrived, whichever is later."""
     ready_groups: int
     groups_needed: int
+    held_groups: int = 0
+    """Groups of submissions without every check that wait for the next full check of their node."""
     open_leases: int
     batch_formed: bool
     """True if the batch of the newest version is formed."""
@@ -101,7 +104,10 @@ def _work_reason(now: Situation) -> str:
             if now.dropped_groups
             else ""
         )
-        return f"rollouts: {now.ready_groups} of {now.groups_needed} groups ready, {open_leases}{dropped}"
+        held = f"; {_count(now.held_groups, 'group')} held until checked" if now.held_groups else ""
+        return (
+            f"rollouts: {now.ready_groups} of {now.groups_needed} groups ready, {open_leases}{dropped}{held}"
+        )
     if not now.eval_workers:
         return f"workers: {now.live_workers} live, all in quarantine, and an evaluation needs one that is not"
     done, total = now.eval_chunks or (0, 0)
@@ -288,7 +294,8 @@ def read_situation(db: Connection, context: ViewContext) -> Situation:
         eval_workers=live - quarantined,
         queued_checks=by_state.get(LeaseState.SUBMITTED.value, 0),
         queue_untouched_s=_queue_untouched_s(db, now_s),
-        ready_groups=count_ready(db, 0),
+        ready_groups=count_ready(db, 0, context.config.max_unchecked_share),
+        held_groups=count_held(db),
         groups_needed=context.config.groups_per_step,
         open_leases=by_state.get(LeaseState.ISSUED.value, 0) + by_state.get(LeaseState.UPLOADING.value, 0),
         batch_formed=newest is not None and is_formed(db, newest),
