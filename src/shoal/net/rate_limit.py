@@ -95,7 +95,7 @@ class UsageByAddress:
                 for name, usage in self._usages.items()
                 if usage.connections or usage.paid_until_s > now_s
             }
-        usage = self._usages.setdefault(_limited_network(address), AddressUsage())
+        usage = self._usages.setdefault(limited_network(address), AddressUsage())
         if (
             self.connections >= self.limits.connections
             or usage.connections >= 2 * self.limits.connections_per_address
@@ -130,7 +130,7 @@ class UsageByAddress:
         return wait_s
 
 
-def _limited_network(address: str) -> str:
+def limited_network(address: str) -> str:
     """Returns the network that limits apply to: one IPv4 address, or 64 bits of IPv6, which one customer usually owns."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])

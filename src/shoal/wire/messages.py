@@ -15,6 +15,8 @@ from shoal.wire.requirements import Capabilities, Offer
 from shoal.wire.run_spec import RunSpec
 
 Url = Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.\-\[\]:]{1,255}(/[A-Za-z0-9._~/-]{0,255})?$")]
+ABANDON_REASON = 100
+"""Most characters of the reason for which a lease is given back. The ledger keeps it for ever."""
 ShortText = Annotated[str, Field(max_length=300, pattern=r"^[^\x00]*$")]
 """A text of at most 300 characters without NUL, which PostgreSQL cannot store."""
 
@@ -163,7 +165,7 @@ class Abandon(Record):
     """POST /v1/leases/{id}/abandon"""
 
     epoch: Count
-    reason: ShortText
+    reason: Annotated[str, Field(max_length=ABANDON_REASON, pattern=r"^[^\x00]*$")]
 
 
 class Appeal(Record):

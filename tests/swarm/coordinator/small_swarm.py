@@ -18,6 +18,7 @@ from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.context import DATABASE_FILE, open_coordinator
 from shoal.swarm.coordinator.housekeeping import resume, tick
 from shoal.swarm.coordinator.http.server import RunApp
+from shoal.swarm.coordinator.membership.nodes import NODES
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.lease import Lease, Receipt, Verdict
@@ -214,6 +215,13 @@ class SmallSwarm:
     def node(self) -> Node:
         node = Node(self.url, Key.generate(), self.transport()).join()
         self._nodes.append(node)
+        return node
+
+    def proven_node(self) -> Node:
+        """Returns a node that counts as one with an accepted submission."""
+        node = self.node()
+        with self.coordinator.transaction() as tx:
+            tx.update(NODES, node.id, accepted=1)
         return node
 
     def stranger(self, key: Key | None = None) -> Node:

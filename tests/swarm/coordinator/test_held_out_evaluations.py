@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_swarm import CONFIG, SPEC, SmallSwarm, refusal
+from small_swarm import CONFIG, SPEC, Node, SmallSwarm, refusal
 
 from shoal.swarm.coordinator.leases.evaluations import cut, is_due
 from shoal.tasks import make_task
 from shoal.wire.lease import Lease
+from shoal.wire.messages import Abandon, AskLease, LeaseStatus
+from shoal.wire.record import Sealed
 from shoal.wire.seeded_draw import problem_seeds
 
 EVALUATED = CONFIG.model_copy(update={"eval_prompts": 5, "eval_samples": 3, "eval_every": 2})
@@ -22,7 +24,7 @@ def evaluated(tmp_path: Path) -> Iterator[SmallSwarm]:
 
 
 def evaluate(swarm: SmallSwarm, version: int, reward: float = 1.0) -> None:
-    node = swarm.node()
+    node = swarm.proven_node()
     for _ in range(3):
         lease = node.deliver()
         assert (lease.purpose, lease.policies[0].version) == ("eval", version)
@@ -45,7 +47,7 @@ def test_an_evaluation_is_cut_into_leases() -> None:
 
 def test_eval_leases_come_first_and_pose_the_held_out_set(evaluated: SmallSwarm) -> None:
     evaluated.start()
-    nodes = [evaluated.node() for _ in range(4)]
+    nodes = [evaluated.proven_node() for _ in range(4)]
     leases = [node.lease() for node in nodes]
     assert [lease.purpose for lease in leases] == ["eval", "eval", "eval", "train"]
     assert [(lease.chunk, len(lease.prompts)) for lease in leases[:3]] == [(0, 2), (1, 2), (2, 1)]
@@ -61,18 +63,18 @@ def test_eval_leases_come_first_and_pose_the_held_out_set(evaluated: SmallSwarm)
 
 def test_the_held_out_set_is_the_same_for_every_version_and_node(evaluated: SmallSwarm) -> None:
     evaluated.start()
-    first = evaluated.node().lease()
+    first = evaluated.proven_node().lease()
     evaluated.announce(1)
     evaluated.announce(2)
     second: Lease | None = None
     while second is None or second.policies[0].version != 2 or second.chunk != first.chunk:
-        second = evaluated.node().lease()
+        second = evaluated.proven_node().lease()
     assert (second.prompts, second.seed == first.seed) == (first.prompts, False)
 
 
 def test_a_chunk_is_leased_until_one_is_accepted(evaluated: SmallSwarm) -> None:
     evaluated.start()
-    liar, idler, honest = evaluated.node(), evaluated.node(), evaluated.node()
+    liar, idler, honest = (evaluated.proven_node() for _ in range(3))
     assert evaluated.work(liar, "reject.copied").chunk == 0
     assert evaluated.work(honest, "void.infra").chunk == 0
     assert idler.lease().chunk == 0
@@ -91,14 +93,14 @@ def test_a_chunk_is_leased_until_one_is_accepted(evaluated: SmallSwarm) -> None:
 
 def test_a_node_in_quarantine_gets_no_held_out_work(evaluated: SmallSwarm) -> None:
     evaluated.start()
-    liar = evaluated.node()
+    liar = evaluated.proven_node()
     evaluated.work(liar, "reject.copied")
     assert liar.lease().purpose == "train"
 
 
 def test_the_mean_is_over_rollouts(evaluated: SmallSwarm) -> None:
     evaluated.start()
-    node = evaluated.node()
+    node = evaluated.proven_node()
     for reward in (1.0, 0.0, 1.0):
         lease = node.deliver()
         evaluated.claim()
@@ -115,13 +117,13 @@ def test_the_mean_is_over_rollouts(evaluated: SmallSwarm) -> None:
 def test_validators_check_held_out_work_first(evaluated: SmallSwarm) -> None:
     evaluated.start()
     for _ in range(3):
-        evaluated.node().lease()
-    train = evaluated.node().deliver()
+        evaluated.proven_node().lease()
+    train = evaluated.proven_node().deliver()
     assert train.purpose == "train"
     evaluated.clock.ahead_s += evaluated.config.lease_s + 1
     evaluated.tick()
     evaluated.relay_up()
-    late = evaluated.node().deliver()
+    late = evaluated.proven_node().deliver()
     assert [evaluated.claim().lease for _ in range(2)] == [late, train]
 
 
@@ -159,7 +161,7 @@ def test_a_version_that_relays_no_longer_keep_is_not_evaluated(tmp_path: Path) -
     swarm.start()
     swarm.announce(1)
     swarm.announce(2)
-    assert swarm.node().lease().policies[0].version == 2
+    assert swarm.proven_node().lease().policies[0].version == 2
     swarm.close()
 
 
@@ -189,3 +191,54 @@ def test_a_lowered_last_version_is_handled_at_the_start(tmp_path: Path) -> None:
     evaluate(swarm, 1)
     assert swarm.stats().finished
     swarm.close()
+
+
+# -- attacks ----------------------------------------------------------------------------------------------
+
+
+def give_back(node: Node, lease: Lease) -> None:
+    ask = Abandon(epoch=node.epoch, reason="no")
+    node.client.call("POST", f"/v1/leases/{lease.lease_id}/abandon", ask, LeaseStatus)
+
+
+def test_keys_that_never_delivered_get_no_held_out_work(evaluated: SmallSwarm) -> None:
+    evaluated.start()
+    assert [evaluated.node().lease().purpose for _ in range(4)] == ["train"] * 4
+
+
+def test_they_get_it_when_no_training_work_is_left_and_keep_nothing_from_others(
+    evaluated: SmallSwarm,
+) -> None:
+    for version in range(5):
+        evaluated.announce(version)
+    evaluated.relay_up()
+    assert [evaluated.node().lease().chunk for _ in range(3)] == [0, 1, 2]
+    assert evaluated.proven_node().lease().chunk == 0
+
+
+def test_a_chunk_is_leased_to_a_second_node_and_the_first_accepted_counts(evaluated: SmallSwarm) -> None:
+    evaluated.start()
+    keepers = [evaluated.proven_node() for _ in range(3)]
+    kept = [node.lease() for node in keepers]
+    worker = evaluated.proven_node()
+    assert worker.client.call("POST", "/v1/leases", AskLease(epoch=1), Sealed[Lease]).body.purpose == "train"
+    evaluated.clock.ahead_s += evaluated.config.lease_s / 4 + 1
+    second = evaluated.proven_node()
+    lease = second.deliver()
+    assert (lease.purpose, lease.chunk) == ("eval", 0)
+    evaluated.claim()
+    evaluated.verdict(lease, rewards=(1.0,) * lease.num_rows)
+    # The first node delivers too: its work is accepted and paid, and changes nothing.
+    keepers[0].deliver(kept[0])
+    evaluated.claim()
+    assert evaluated.verdict(kept[0], rewards=(0.0,) * lease.num_rows).state == "accepted"
+    assert [(view.rollouts, view.reward_mean) for view in evaluated.stats().evaluations] == [(6, 1.0)]
+
+
+def test_a_node_that_gave_held_out_work_back_gets_none_of_that_version(evaluated: SmallSwarm) -> None:
+    evaluated.start()
+    node = evaluated.proven_node()
+    give_back(node, node.lease())
+    assert node.lease().purpose == "train"
+    other = evaluated.proven_node()
+    assert other.lease().chunk == 0

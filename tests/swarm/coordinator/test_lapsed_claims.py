@@ -107,7 +107,7 @@ def test_held_out_work_is_void_once_its_version_is_no_longer_kept(tmp_path: Path
     swarm = SmallSwarm(tmp_path / "run", config, SPEC.model_copy(update={"keep_versions": 3}))
     try:
         swarm.start()
-        node = swarm.node()
+        node = swarm.proven_node()
         lease = node.deliver()
         assert lease.purpose == "eval"
         publish(swarm, 1, 2)

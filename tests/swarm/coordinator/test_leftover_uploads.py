@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import small_swarm
-from small_swarm import Node, SmallSwarm
+from small_swarm import Node, SmallSwarm, refusal
 
 from shoal.net.object_store import LocalStore
 from shoal.swarm.coordinator.leases.uploads import find_expected, mark_stored
@@ -116,3 +116,44 @@ def test_an_upload_that_drips_on_ends_with_its_lease(swarm: SmallSwarm) -> None:
     assert answer.split()[1] in (b"400", b"410")
     assert b"connection: close" in answer.lower()
     assert stored_files(swarm) == []
+
+
+@pytest.mark.parametrize("code", ["void.uncertain", "void.infra", "accepted", "reject.early_stop"])
+def test_files_of_void_submissions_are_deleted(swarm: SmallSwarm, code: str) -> None:
+    swarm.start()
+    swarm.work(swarm.node(), code)
+    assert len(stored_files(swarm)) == (0 if code.startswith("void.") else 1)
+
+
+def test_junk_submitted_as_stale_work_is_deleted(swarm: SmallSwarm) -> None:
+    swarm.start()
+    node = swarm.node()
+    lease = node.lease()
+    for version in (1, 2):
+        swarm.announce(version)
+    node.deliver(lease, os.urandom(1000))
+    assert (node.status(lease).code, stored_files(swarm)) == ("void.stale", [])
+
+
+def test_a_file_that_another_lease_has_is_kept(swarm: SmallSwarm) -> None:
+    swarm.start()
+    first, second = swarm.node(), swarm.node()
+    kept = first.deliver(data=b"the same")
+    second.deliver(data=b"the same")
+    swarm.claim()
+    swarm.verdict(swarm.claim().lease, "void.infra")
+    assert len(stored_files(swarm)) == 1
+    swarm.verdict(kept)
+    assert len(stored_files(swarm)) == 1
+
+
+def test_a_long_reason_for_giving_a_lease_back_is_refused(swarm: SmallSwarm) -> None:
+    swarm.start()
+    node = swarm.node()
+    lease = node.lease()
+    with pytest.raises(ValueError):
+        Abandon(epoch=node.epoch, reason="x" * 101)
+    long = Abandon.model_construct(epoch=node.epoch, reason="x" * 101)
+    refused = refusal(node.client.call, "POST", f"/v1/leases/{lease.lease_id}/abandon", long, LeaseStatus)
+    assert refused.code == "request.malformed"
+    assert node.status(lease).state == "issued"

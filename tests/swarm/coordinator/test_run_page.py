@@ -18,6 +18,7 @@ from shoal.swarm.coordinator.http import live_page as feed_module
 from shoal.swarm.coordinator.http.live_page import PAGE_FILES, Feed, page_file
 from shoal.swarm.coordinator.views import page_snapshot as snapshot_module
 from shoal.swarm.coordinator.views.page_snapshot import make_curve
+from shoal.wire.codes import Rejected
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import LeaseStatus, ProblemDetails
 from shoal.wire.page_data import NodePage, Snapshot
@@ -225,6 +226,17 @@ def test_the_number_of_viewers_is_limited(
     wait_until(lambda: swarm_feed(swarm).viewers < 2)
     viewers.append(Viewer(swarm.url))
     assert viewers[-1].next()["now"]
+
+
+def test_one_address_cannot_take_every_event_stream(swarm: SmallSwarm) -> None:
+    feed = swarm_feed(swarm)
+    with ExitStack() as streams:
+        for _ in range(feed_module.VIEWERS_PER_ADDRESS):
+            streams.enter_context(feed.count_viewer("192.0.2.1"))
+        with pytest.raises(Rejected, match="viewers of your address"):
+            streams.enter_context(feed.count_viewer("192.0.2.1"))
+        streams.enter_context(feed.count_viewer("192.0.2.2"))
+    streams.enter_context(feed.count_viewer("192.0.2.1"))
 
 
 def test_a_slow_snapshot_is_taken_less_often(swarm: SmallSwarm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,16 +62,18 @@ def work(
 # -- run files --------------------------------------------------------------------------------------------
 
 
-def test_every_submission_gets_every_check_by_default(swarm: SmallSwarm) -> None:
+def test_every_submission_gets_every_check_by_default(tmp_path: Path) -> None:
     assert CoordinatorConfig().check_rate == 1.0
+    swarm = SmallSwarm(tmp_path / "run", CONFIG.model_copy(update={"groups_per_step": 40}))
     swarm.start()
     node = swarm.node()
-    for _ in range(6):
+    for _ in range(8):
         node.deliver()
         claim = swarm.claim()
         assert claim.checks == "full"
         swarm.verdict(claim.lease)
-        swarm.announce(swarm.stats().newest_version + 1) if swarm.stats().ready_groups >= 6 else None
+    assert swarm.stats().nodes[0].trust == "trusted"
+    swarm.close()
 
 
 @pytest.mark.parametrize("admission", ["invite", "allow", "work", "stake"])

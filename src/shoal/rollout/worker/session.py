@@ -22,6 +22,7 @@ from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease, Receipt
 from shoal.wire.manifest import Manifest
 from shoal.wire.messages import (
+    ABANDON_REASON,
     Abandon,
     AskLease,
     AskUpload,
@@ -239,7 +240,7 @@ class CoordinatorSession:
 
     def abandon(self, lease: Lease, reason: str) -> None:
         """Gives a lease back so that another node can work on it. Makes one attempt: the lease expires anyway."""
-        body = Abandon(epoch=self.joined.epoch, reason=reason[:300])
+        body = Abandon(epoch=self.joined.epoch, reason=reason[:ABANDON_REASON])
         try:
             self._client.call("POST", f"/v1/leases/{lease.lease_id}/abandon", body, LeaseStatus)
         except (Unreachable, Refused) as error:

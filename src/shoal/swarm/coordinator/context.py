@@ -15,6 +15,7 @@ from shoal.net.object_store import LocalStore, ObjectStore
 from shoal.net.s3_store import Credentials, S3Address, S3Store
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.rules.backpressure import Backpressure
+from shoal.swarm.coordinator.rules.lease_allowance import LeaseAllowance
 from shoal.swarm.coordinator.store import ledger_chain
 from shoal.swarm.coordinator.store.database import Database, WriteGroup
 from shoal.swarm.coordinator.store.ledger_chain import NewEvent, log_event
@@ -152,6 +153,7 @@ class Coordinator:
     log: Log
     health: Health = field(default_factory=Health)
     backpressure: Backpressure = field(default_factory=Backpressure)
+    allowance: LeaseAllowance = field(default_factory=LeaseAllowance)
 
     @contextmanager
     def transaction(

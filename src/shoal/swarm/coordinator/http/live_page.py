@@ -9,6 +9,7 @@ of a core.
 import asyncio
 import hashlib
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.resources import files
@@ -19,6 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from shoal.net.rate_limit import limited_network
 from shoal.swarm.coordinator.context import Coordinator
 from shoal.swarm.coordinator.views.page_snapshot import make_curve, read_reports, take_snapshot
 from shoal.wire.codes import Rejected
@@ -26,6 +28,8 @@ from shoal.wire.messages import StepReport
 from shoal.wire.page_data import Snapshot
 
 MAX_VIEWERS = 256
+VIEWERS_PER_ADDRESS = 16
+"""Event streams of one address: a few people behind one router, but not enough to lock out everybody else."""
 PERIOD_S = 1.0
 LONGEST_PERIOD_S = 30.0
 SHARE = 0.006
@@ -59,6 +63,7 @@ class Feed:
         self._closed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.viewers = 0
+        self._by_address: Counter[str] = Counter()
         self.snapshots = 0
 
     # -- one snapshot -----------------------------------------------------------------------------------
@@ -100,19 +105,27 @@ class Feed:
     # -- viewers ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def count_viewer(self) -> Iterator[None]:
-        """Counts a viewer for the duration of the block. Raises Rejected if there are MAX_VIEWERS already."""
-        if self.viewers >= MAX_VIEWERS:
+    def count_viewer(self, address: str = "") -> Iterator[None]:
+        """Counts a viewer for the duration of the block. Raises Rejected if all viewers, or those of its address, are too many."""
+        here = self._by_address[address]
+        if self.viewers >= MAX_VIEWERS or here >= VIEWERS_PER_ADDRESS:
+            limit = (
+                f"{MAX_VIEWERS} viewers" if here < VIEWERS_PER_ADDRESS else f"{here} viewers of your address"
+            )
             raise Rejected(
                 "request.too_many",
-                f"the page has {MAX_VIEWERS} viewers already, which is the limit",
+                f"the page has {limit} already, which is the limit",
                 retry_after_s=RETRY_MS / 1000,
             )
         self.viewers += 1
+        self._by_address[address] += 1
         try:
             yield
         finally:
             self.viewers -= 1
+            self._by_address[address] -= 1
+            if not self._by_address[address]:
+                del self._by_address[address]
 
     async def events(self) -> AsyncIterator[str]:
         """Yields the events for one viewer: first all sections, then those that change."""
@@ -179,7 +192,8 @@ def page_routes(feed: Feed) -> list[Route]:
 
     async def get_events(request: Request) -> Response:
         counted = ExitStack()
-        counted.enter_context(feed.count_viewer())
+        address = request.client.host if request.client is not None else ""
+        counted.enter_context(feed.count_viewer(limited_network(address)))
         return EventStream(feed, counted)
 
     routes: dict[str, Callable[[Request], Awaitable[Response]]] = {

@@ -1,14 +1,22 @@
 """Held-out evaluations: which versions get one, which parts of it are not leased yet, and its result.
 
 An evaluation is cut into chunks. Each chunk is one lease, pinned to the version, and is leased again until one is accepted.
+
+Chunks go to nodes with accepted work. A chunk that a node has held for a while is leased to another node too; the first accepted
+submission counts. So a node that takes chunks and keeps them delays the evaluation only a little, and a key that has not delivered
+anything does not delay it at all. Without training work left, nodes without accepted work get chunks too, but what they hold does
+not keep a chunk from others.
 """
+
+from collections import defaultdict
+from dataclasses import dataclass
 
 from sqlalchemy import Connection, func, insert, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction
-from shoal.swarm.coordinator.rules.lease_states import OPEN, LeaseState
-from shoal.swarm.coordinator.rules.planning import EvalChunk
-from shoal.swarm.coordinator.store.schema import evaluation_chunks, evaluations, leases
+from shoal.swarm.coordinator.rules.lease_states import OPEN
+from shoal.swarm.coordinator.rules.planning import LEASE_SHARE, EvalChunk
+from shoal.swarm.coordinator.store.schema import evaluation_chunks, evaluations, leases, nodes
 from shoal.swarm.coordinator.store.statements import Statement, given
 from shoal.wire.messages import Evaluation
 
@@ -17,6 +25,35 @@ _PENDING = Statement(
     .where(evaluations.c.completed_at_s.is_(None), evaluations.c.version > given("gone"))
     .order_by(evaluations.c.version)
 )
+_HOLDERS = Statement(
+    select(leases.c.chunk, leases.c.node, leases.c.issued_at_s, nodes.c.accepted)
+    .join(nodes, nodes.c.node == leases.c.node)
+    .where(leases.c.eval_version == given("number"), leases.c.state.in_(OPEN))
+)
+_LET_GO = Statement(
+    select(leases.c.lease_id)
+    .where(
+        leases.c.eval_version == given("number"),
+        leases.c.node == given("name"),
+        leases.c.code.in_(("void.abandoned", "void.expired")),
+    )
+    .limit(1)
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalAsker:
+    """The node that asks for held-out work."""
+
+    node: str
+    proven: bool
+    now_s: float
+    lease_s: float
+
+    @property
+    def taken_since_s(self) -> float:
+        """Returns the time since when a lease must have been issued to keep its chunk from other nodes."""
+        return self.now_s - self.lease_s * LEASE_SHARE
 
 
 def is_due(version: int, *, eval_every: int, last_version: int) -> bool:
@@ -38,20 +75,43 @@ def cut(num_prompts: int, chunk_prompts: int) -> list[int]:
     return [min(chunk_prompts, num_prompts - start) for start in range(0, num_prompts, chunk_prompts)]
 
 
-def next_chunk(db: Connection, *, newest: int, keep_versions: int) -> EvalChunk | None:
-    """Returns the chunk to lease next. Versions that relays no longer keep cannot be evaluated any more."""
+def next_chunk(
+    db: Connection, asker: EvalAsker, *, newest: int, keep_versions: int, last_version: int
+) -> EvalChunk | None:
+    """Returns the chunk to lease to a node. Versions that relays no longer keep cannot be evaluated any more."""
+    if not asker.proven and newest < last_version:
+        return None
     for evaluation in _PENDING.rows(db, gone=newest - keep_versions):
-        taken = _taken(db, evaluation.version)
-        for index, size in enumerate(cut(evaluation.num_prompts, evaluation.chunk_prompts)):
-            if index not in taken:
-                return EvalChunk(version=evaluation.version, index=index, num_prompts=size)
+        version = evaluation.version
+        if _LET_GO.row(db, number=version, name=asker.node) is not None:
+            continue
+        holders, accepted = _holders(db, asker, version), _accepted_chunks(db, version)
+        free = [
+            (len(holders[index]), index, size)
+            for index, size in enumerate(cut(evaluation.num_prompts, evaluation.chunk_prompts))
+            if index not in accepted and not _is_taken(holders[index], asker)
+        ]
+        if free:
+            _, index, size = min(free)
+            return EvalChunk(version=version, index=index, num_prompts=size)
     return None
 
 
-def _taken(db: Connection, version: int) -> set[int]:
-    """Returns the chunks that are accepted or leased."""
-    states = (*OPEN, LeaseState.ACCEPTED)
-    query = select(leases.c.chunk).where(leases.c.eval_version == version, leases.c.state.in_(states))
+def _holders(db: Connection, asker: EvalAsker, version: int) -> dict[int, list[tuple[str, float]]]:
+    """Returns who holds a lease of each chunk, and since when. A proven node does not wait for nodes without accepted work."""
+    holders: dict[int, list[tuple[str, float]]] = defaultdict(list)
+    for row in _HOLDERS.rows(db, number=version):
+        if row.accepted > 0 or not asker.proven or row.node == asker.node:
+            holders[row.chunk].append((row.node, row.issued_at_s))
+    return holders
+
+
+def _is_taken(holders: list[tuple[str, float]], asker: EvalAsker) -> bool:
+    return any(node == asker.node or issued_s > asker.taken_since_s for node, issued_s in holders)
+
+
+def _accepted_chunks(db: Connection, version: int) -> set[int]:
+    query = select(evaluation_chunks.c.chunk).where(evaluation_chunks.c.version == version)
     return set(db.execute(query).scalars())
 
 
@@ -64,7 +124,12 @@ def add_chunk(
     lease_id: str,
     rewards: tuple[float, ...],
 ) -> bool:
-    """Adds the rewards of an accepted eval lease. Returns whether the run is over: the last version is evaluated."""
+    """Adds the rewards of an accepted eval lease, unless its chunk has a result already.
+
+    Returns whether the run is over: the last version is evaluated.
+    """
+    if chunk in _accepted_chunks(tx.db, version):
+        return False
     tx.write(
         insert(evaluation_chunks).values(
             version=version, chunk=chunk, lease_id=lease_id, reward_sum=sum(rewards), rollouts=len(rewards)

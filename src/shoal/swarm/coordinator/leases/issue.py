@@ -21,6 +21,8 @@ from shoal.swarm.coordinator.membership.nodes import (
 from shoal.swarm.coordinator.rules.backpressure import SPREAD
 from shoal.swarm.coordinator.rules.lease_states import AWAITED, OPEN, LeaseState
 from shoal.swarm.coordinator.rules.planning import (
+    LEASE_SHARE,
+    EvalChunk,
     NoWork,
     PlanningInputs,
     PlanningTerms,
@@ -76,6 +78,7 @@ def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Seale
         mark_live(tx)
         return Sealed[Lease].parse(held[0].sealed)
     _check_lapses(tx, coordinator, node)
+    _check_allowance(tx, coordinator, node)
     try:
         work = plan(_planning_inputs(tx, coordinator, node, state), planning_terms(coordinator))
     except NoWork as reason:
@@ -131,6 +134,19 @@ def _check_lapses(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> 
         raise Rejected(
             "request.too_early",
             f"{node.lapses} leases in a row ran out in this node's hands; it gets the next in {wait_s:.0f} s",
+            retry_after_s=min(wait_s, 60.0),
+        )
+
+
+def _check_allowance(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> None:
+    """Raises Rejected if the node let more leases go than its deliveries allow."""
+    wait_s = coordinator.allowance.wait_s(
+        node.node, tx.now_s, accepted=node.accepted, refill_s=coordinator.config.lease_s * LEASE_SHARE
+    )
+    if wait_s > 0:
+        raise Rejected(
+            "request.too_early",
+            f"{node.void} leases of this node ended without valid work, {node.accepted} with it; it gets the next in {wait_s:.0f} s",
             retry_after_s=min(wait_s, 60.0),
         )
 
@@ -196,9 +212,7 @@ def _planning_inputs(
         standing=standing_of(node),
         proven=is_proven(node),
         rows_per_s=node.rows_per_s,
-        chunk=None
-        if newest is None
-        else evaluations.next_chunk(tx.db, newest=newest, keep_versions=spec.keep_versions),
+        chunk=None if newest is None else _next_chunk(tx, coordinator, node, newest),
         ready_groups=batches.count_ready(tx.db, oldest, config.max_unchecked_share),
         proven_groups=coming,
         newcomer_groups=hoped,
@@ -206,6 +220,16 @@ def _planning_inputs(
         batch_formed=state.batch_formed,
         next_formed=state.next_formed,
         signal_share=batches.signal_share(tx.db),
+    )
+
+
+def _next_chunk(tx: Transaction, coordinator: Coordinator, node: Row[Any], newest: int) -> EvalChunk | None:
+    asker = evaluations.EvalAsker(
+        node=node.node, proven=is_proven(node), now_s=tx.now_s, lease_s=coordinator.config.lease_s
+    )
+    spec = coordinator.spec
+    return evaluations.next_chunk(
+        tx.db, asker, newest=newest, keep_versions=spec.keep_versions, last_version=spec.last_version
     )
 
 

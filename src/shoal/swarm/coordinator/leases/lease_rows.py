@@ -101,16 +101,20 @@ def expected_upload(upload: Row[Any]) -> ExpectedUpload:
 
 
 def remove_bytes(tx: Transaction, coordinator: Coordinator, upload: Declared) -> None:
-    """Deletes an upload from the object store, unless a submission or another upload has the same bytes.
+    """Deletes an upload after the commit, unless a lease that is not void has the same bytes.
 
-    Without this a node that only uploads could fill the disk. If the transaction fails after all, the object is only missing:
-    a node that submits it is told to send it again.
+    Without this a node that only uploads, or whose submissions are always void, could fill the disk. An upload that was declared
+    but has not arrived keeps no bytes: its node sends them.
     """
-    submitted = select(submissions.c.lease_id).where(submissions.c.sha256 == upload.sha256)
-    uploaded = select(uploads.c.lease_id).where(
-        uploads.c.sha256 == upload.sha256, uploads.c.token != upload.token
+    used = (
+        select(uploads.c.lease_id)
+        .join(leases, leases.c.lease_id == uploads.c.lease_id)
+        .where(
+            uploads.c.sha256 == upload.sha256,
+            uploads.c.token != upload.token,
+            uploads.c.stored_at_s.is_not(None),
+            leases.c.state != LeaseState.VOID.value,
+        )
     )
-    for query in (submitted, uploaded):
-        if tx.db.execute(query.limit(1)).one_or_none() is not None:
-            return
-    coordinator.store.remove(upload)
+    if tx.db.execute(used.limit(1)).one_or_none() is None:
+        tx.after_commit(lambda: coordinator.store.remove(upload))

@@ -15,8 +15,9 @@ from shoal.swarm.coordinator.leases.lease_rows import (
     remove_bytes,
     status,
 )
-from shoal.swarm.coordinator.membership.nodes import change_standing, check_in_full, count_void
+from shoal.swarm.coordinator.membership.nodes import change_standing, check_in_full, count_void, get_node
 from shoal.swarm.coordinator.rules.lease_states import AWAITED, OPEN, LeaseEvent, LeaseState, next_state
+from shoal.swarm.coordinator.rules.planning import LEASE_SHARE
 from shoal.swarm.coordinator.rules.trust import TrustEvent
 from shoal.swarm.coordinator.store.schema import leases, run, submissions
 from shoal.swarm.coordinator.store.statements import Statement, given
@@ -58,20 +59,29 @@ def end(
         credit=credit,
         ended_at_s=tx.now_s,
     )
+    if state is LeaseState.VOID and (upload := UPLOADS.find(tx.db, lease.lease_id)) is not None:
+        remove_bytes(tx, coordinator, expected_upload(upload))
+    if state is LeaseState.VOID:
+        _count_void(tx, coordinator, lease.node, code)
     if code in OWED and lease.purpose == "train":
         epochs.add_debt(tx, lease if lease.unit == lease.lease_id else find_lease(tx.db, lease.unit))
     run_over = is_finished(tx.db, coordinator.spec)
     epochs.reveal_after(tx, lease.epoch, coordinator.config.leases_per_epoch, run_over=run_over)
 
 
+def _count_void(tx: Transaction, coordinator: Coordinator, node: str, code: str) -> None:
+    """Takes a void lease from its node's allowance, after the commit: a group may be redone."""
+    accepted, now_s = get_node(tx.db, node).accepted, tx.now_s
+    refill_s = coordinator.config.lease_s * LEASE_SHARE
+    tx.after_commit(
+        lambda: coordinator.allowance.count_void(node, code, now_s, accepted=accepted, refill_s=refill_s)
+    )
+
+
 def void(tx: Transaction, coordinator: Coordinator, lease: Row[Any], code: str, detail: str) -> None:
     """Ends a lease without a verdict, without blame and without credit."""
     tx.record("lease.void", lease_id=lease.lease_id, node=lease.node, code=code, detail=detail)
     count_void(tx, lease.node)
-    if lease.state in AWAITED:
-        upload = UPLOADS.find(tx.db, lease.lease_id)
-        if upload is not None:
-            remove_bytes(tx, coordinator, expected_upload(upload))
     end(tx, coordinator, lease, LeaseEvent.VOID, code=code, detail=detail)
     if code == "void.expired":
         change_standing(

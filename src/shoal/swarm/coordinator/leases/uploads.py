@@ -137,7 +137,7 @@ def mark_stored(coordinator: Coordinator, expected: ExpectedUpload, group: Write
 
 
 def sweep(coordinator: Coordinator, store: S3Store) -> int:
-    """Removes objects that were never submitted, and returns how many.
+    """Removes objects that were never submitted or whose submission is void, and returns how many.
 
     A signed URL is valid until its lease has ended, whatever became of the upload. So only objects that are older than any
     valid URL are looked at. A local store needs no sweep: lifecycle.void removes the bytes.
@@ -167,7 +167,8 @@ def _not_submitted(coordinator: Coordinator, tokens: list[str]) -> list[str]:
     submitted = (
         select(uploads.c.token)
         .join(submissions, submissions.c.lease_id == uploads.c.lease_id)
-        .where(uploads.c.token.in_(tokens))
+        .join(leases, leases.c.lease_id == uploads.c.lease_id)
+        .where(uploads.c.token.in_(tokens), leases.c.state != LeaseState.VOID.value)
     )
     with coordinator.database.read() as db:
         kept = set(db.execute(submitted).scalars())

@@ -254,6 +254,7 @@ def _apply(
         change_standing_of(
             tx, coordinator, node, TrustEvent.ACCEPTED if full else TrustEvent.TAKEN_ON_TRUST, ""
         )
+        tx.after_commit(lambda: coordinator.allowance.count_accepted(lease.node))
         if full and is_draw_open(submission.draw_rate, lease.purpose):
             batches.release_held(tx, lease.node, lease.lease_id, submission.seq)
         _use_accepted(tx, coordinator, lease, submission, verdict, seq)
