@@ -16,6 +16,7 @@ import numpy as np
 from shoal.diloco.averaging.averager import Averager, Ready
 from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
 from shoal.diloco.outer import Outer, OuterState, Vector, first_state, outer_step
+from shoal.diloco.robust import RobustSettings
 from shoal.diloco.rounds import RoundOutcome, take_round
 from shoal.diloco.transport.hivemind_mesh import HivemindMesh, PeerAddress
 from shoal.telemetry import Log
@@ -64,7 +65,12 @@ def make_averager(task: dict[str, Any]) -> tuple[Averager, Any]:
     )
     mesh = HivemindMesh("test", address)
     terms = AveragerSettings(
-        gather_s=task.get("gather_s", 60.0), min_peers=min_peers, stall_s=10.0, announce_s=1.0
+        gather_s=task.get("gather_s", 60.0),
+        min_peers=min_peers,
+        stall_s=10.0,
+        announce_s=1.0,
+        # Weights of 2 ** seed are far from their median, so the bound must not apply to them.
+        robust=RobustSettings(max_norm_ratio=1e6),
     )
     return PeerAverager(mesh, log=Log("peer"), codec=codec, settings=terms), mesh
 
@@ -80,6 +86,8 @@ def one_round(
 ) -> tuple[OuterState, str]:
     seed = int(str(task["seed"]))
     delta_N = contribution(state.round, seed, num_values)
+    if task.get("liar") == seed:
+        delta_N[num_values // 2] = np.nan
     if task.get("die_in_round") == state.round:
         # Kills the process 0.05 s after the round began, in its exchange.
         threading.Timer(0.05, lambda: os.kill(os.getpid(), 9)).start()

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from shoal.diloco.averaging.leader import Ballot, Leader, choose_group
+from shoal.diloco.averaging.leader import Ballot, Leader, choose_group, refused_peers
 from shoal.diloco.averaging.membership import SUSPECT_S, Membership
 from shoal.diloco.averaging.peer_messages import Card, ReadyRequest, StateVersion
 
@@ -17,9 +17,16 @@ def request(
     suspects: tuple[str, ...] = (),
     reachable: bool = True,
     wait_s: float = 1.0,
+    refused: tuple[str, ...] = (),
 ) -> ReadyRequest:
     return ReadyRequest(
-        peer=peer, reachable=reachable, standing=held, weight=1.0, suspects=suspects, wait_s=wait_s
+        peer=peer,
+        reachable=reachable,
+        standing=held,
+        weight=1.0,
+        suspects=suspects,
+        refused=refused,
+        wait_s=wait_s,
     )
 
 
@@ -32,6 +39,23 @@ def test_group_holds_the_state_with_most_work() -> None:
         [request("c", version(5)), request("a", version(5)), request("b", version(4, digest="b"))], []
     )
     assert names(choice.members) == ["a", "c"] and choice.behind == ("b",)
+
+
+def refusals(**refused: str) -> set[str]:
+    """Returns who is left out if each named peer refuses the peers in its text, one letter each."""
+    return refused_peers(request(peer, version(1), refused=tuple(others)) for peer, others in refused.items())
+
+
+def test_refused_peer_is_left_out_on_the_word_of_one_owner() -> None:
+    """Only the owner of a part sees the values in it."""
+    assert refusals(a="", b="d", c="", d="") == {"d"}
+    assert refusals(a="b", b="") == {"b"}
+
+
+def test_refusals_of_a_refused_peer_do_not_count() -> None:
+    assert refusals(a="d", b="d", c="", d="ab") == {"d"}
+    assert refusals(a="", b="", c="", d="abc") == set(), "more than half of the peers"
+    assert refusals(a="x", b="", c="") == set(), "a peer that is not ready"
 
 
 def card_of(peer: str, held: StateVersion | None, phase: int = 0) -> Card:
@@ -50,6 +74,13 @@ def test_display_uses_directory_cards_but_rounds_use_only_the_peers_own() -> Non
     assert membership.latest_cards(2.0) == {"a": said}, "the directory lags behind the peer itself"
     membership.update_from_directory({})
     assert not membership.latest_cards(20.0)
+
+
+def test_state_in_a_directory_entry_does_not_count() -> None:
+    """Anyone can write an entry in a peer's name; a false one with much work would keep all peers waiting for its state."""
+    membership = Membership("me")
+    membership.update_from_directory({"a": card_of("a", version(1e9))})
+    assert membership.alive(1.0)["a"].standing is None
 
 
 def test_new_peers_without_work_do_not_outvote_a_long_run() -> None:

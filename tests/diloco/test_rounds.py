@@ -194,7 +194,7 @@ def test_peer_that_is_always_wrong_costs_retries_but_not_the_round(swarm: Any, w
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_values_that_are_not_finite_are_never_committed(swarm: Any, codec: CodecName) -> None:
-    """The others reject the average and continue without that peer."""
+    """The others refuse the values and continue without that peer."""
     _, peers, state = swarm(2, codec=codec)
     not_finite = vector(2)
     not_finite[7], not_finite[500] = np.nan, np.inf
@@ -204,8 +204,10 @@ def test_values_that_are_not_finite_are_never_committed(swarm: Any, codec: Codec
             for peer, delta in zip(peers, (vector(1), not_finite), strict=True)
         ]
     )
-    assert results[0].outcome is RoundOutcome.LOCAL and np.array_equal(results[0].average_N, vector(1))
-    assert any("not finite" in reason for reason in results[0].reasons)
+    assert results[0].outcome is RoundOutcome.COMMITTED and results[0].members == (peers[0].peer,)
+    assert np.array_equal(results[0].average_N, decode(codec, encode(codec, vector(1)), 1000))
+    assert any(f"{peers[1].peer}: its pseudo-gradient" in why for why in results[0].reasons)
+    assert results[1].outcome is not RoundOutcome.COMMITTED
 
 
 def test_bytes_of_a_round_are_chunks_sent_to_owners_plus_sums_sent_as_owner(swarm: Any) -> None:

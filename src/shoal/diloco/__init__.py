@@ -4,6 +4,7 @@ from shoal.diloco.averaging.averager import Averager, Behind, RoundFailed
 from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
 from shoal.diloco.optimizer import DiLoCo, RoundReport, Schedule
 from shoal.diloco.outer import Outer, OuterState
+from shoal.diloco.robust import RobustSettings
 from shoal.diloco.rounds import RoundOutcome
 from shoal.diloco.transport.mesh import LocalHub
 
@@ -16,6 +17,7 @@ __all__ = [
     "Outer",
     "OuterState",
     "PeerAverager",
+    "RobustSettings",
     "RoundFailed",
     "RoundOutcome",
     "RoundReport",

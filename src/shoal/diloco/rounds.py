@@ -9,11 +9,12 @@ begin raises Behind ──▶ fetch the swarm's state ──▶ ADOPTED (this si
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from shoal.diloco.averaging.averager import Averager, Behind, FetchedState, Ready, Reduced, RoundFailed
 from shoal.diloco.outer import Vector, is_finite
+from shoal.diloco.robust import declared_norm
 from shoal.net.waiting import Stopped
 from shoal.telemetry import Log
 
@@ -88,6 +89,7 @@ def take_round(
 
     Calls `on_offer` with the round's number once there is a group, before any value is sent.
     """
+    ready = replace(ready, norm=declared_norm(delta_N))
     attempts = _RoundAttempts(on_offer)
     pause_s = 0.05
     while (left_s := deadline_s - (time.monotonic() - attempts.started_s)) > 0:

@@ -60,6 +60,11 @@ def add_diloco(commands: Commands) -> None:
     )
     _add_address_options(swarm, port=8710)
     swarm.set_defaults(action=_swarm)
+    peer_id = actions.add_parser("id", help="print the peer id of a folder, for the key `admit` of the file")
+    peer_id.add_argument(
+        "--dir", type=Path, required=True, help="a site's folder; makes its key if there is none"
+    )
+    peer_id.set_defaults(action=_print_id)
 
 
 def _add_address_options(parser: argparse.ArgumentParser, *, port: int) -> None:
@@ -250,7 +255,13 @@ def _engine(file: "DilocoFile", options: argparse.Namespace, stop: threading.Eve
         mesh,
         log=Log("averager"),
         codec=rounds.codec,
-        settings=AveragerSettings(gather_s=rounds.gather_s, min_peers=rounds.min_peers, shared=file.shared()),
+        settings=AveragerSettings(
+            gather_s=rounds.gather_s,
+            min_peers=rounds.min_peers,
+            shared=file.shared(),
+            robust=file.robust(),
+            admit=frozenset(rounds.admit) or None,
+        ),
         stop=stop,
     )
 
@@ -268,6 +279,7 @@ def _torchft(file: "DilocoFile", options: argparse.Namespace, stop: threading.Ev
         codec=file.rounds.codec,
         host=options.host,
         min_peers=file.rounds.min_peers,
+        robust=file.robust(),
         stop=stop,
     )
 
@@ -278,6 +290,14 @@ def _site_id(folder: Path) -> str:
     if not path.exists():
         write_bytes_atomically(path, f"{secrets.token_hex(16)}\n".encode())
     return path.read_text().strip()
+
+
+def _print_id(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.diloco.transport.hivemind_mesh import peer_id
+
+    options.dir.mkdir(parents=True, exist_ok=True)
+    print(peer_id(options.dir / "peer.key"))
+    return EXIT_OK
 
 
 def _swarm(options: argparse.Namespace, stop: threading.Event) -> int:

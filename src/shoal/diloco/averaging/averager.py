@@ -29,6 +29,8 @@ class Ready:
     """Digest of the state that the pseudo-gradient starts from."""
     weight: float
     """Samples behind the pseudo-gradient."""
+    norm: float = 0.0
+    """Norm of the pseudo-gradient. `rounds.take_round` sets it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,8 @@ class AveragingGroup:
     round: int
     members: tuple[str, ...]
     weights: tuple[float, ...]
+    norms: tuple[float, ...]
+    """Norms of the members' pseudo-gradients, as declared; the reducer checks them."""
     owners: tuple[str, ...]
     """The members that others can reach; each sums one part of the vector."""
     leader: str

@@ -41,6 +41,7 @@ class GroupChoice:
             id=secrets.token_hex(16),
             members=tuple(request.peer for request in self.members),
             weights=tuple(request.weight for request in self.members),
+            norms=tuple(request.norm for request in self.members),
             owners=tuple(request.peer for request in self.members if request.reachable)
             or (self.members[0].peer,),
         )
@@ -64,6 +65,25 @@ def choose_group(requests: Iterable[ReadyRequest], absent: Iterable[StateVersion
     )
     kept = {request.peer for request in members}
     return GroupChoice(members, tuple(request.peer for request in ready if request.peer not in kept))
+
+
+def refused_peers(requests: Iterable[ReadyRequest]) -> set[str]:
+    """Returns the ready peers whose values others refuse. The peer that most refuse comes first; its own refusals are ignored.
+
+    Refusals of more than half of the ready peers are ignored, so that one liar cannot leave out all others.
+    """
+    ready = {request.peer: request for request in requests}
+    refusals = {
+        peer: set(request.refused) & ready.keys()
+        for peer, request in ready.items()
+        if 2 * len(set(request.refused) & ready.keys()) <= len(ready)
+    }
+    out: set[str] = set()
+    while counts := Counter(peer for refused in refusals.values() for peer in refused - out):
+        worst = max(counts, key=lambda peer: (counts[peer], peer))
+        out.add(worst)
+        refusals.pop(worst, None)
+    return out
 
 
 @dataclass(slots=True)
@@ -222,10 +242,11 @@ class Leader:
             _set_reply(reply, retry)
 
     def _choose(self) -> GroupChoice:
-        out = self._repeat_dissenters() & self._waiting.keys()
+        requests = [request for request, _ in self._waiting.values()]
+        out = (self._repeat_dissenters() & self._waiting.keys()) | refused_peers(requests)
         if out == self._waiting.keys():
             out = set()  # no other peer is ready; leaving all out would form no group at all
-        ready = [request for request, _ in self._waiting.values() if request.peer not in out]
+        ready = [request for request in requests if request.peer not in out]
         choice = choose_group(ready, self._absent_versions())
         return replace(choice, behind=(*choice.behind, *sorted(out)))
 

@@ -19,6 +19,9 @@ Ping = Callable[[str], Awaitable[bool]]
 SUSPECT_S = 10.0
 """Seconds for which an unreachable peer is left out of rounds, unless it says hello before."""
 
+REFUSED_S = 3600.0
+"""Seconds for which a peer that sent bad values is left out of averages. It fetches their results meanwhile."""
+
 TIMEOUT_MEMORY_S = 60.0
 """Two timeouts further apart than this are not counted together."""
 
@@ -59,6 +62,7 @@ class Membership:
     _suspect_until_s: dict[str, float] = field(default_factory=dict)
     _timed_out_s: dict[str, float] = field(default_factory=dict)
     _gone: set[str] = field(default_factory=set)
+    _refused_until_s: dict[str, float] = field(default_factory=dict)
 
     def record_card(self, card: Card) -> None:
         """Records a card that came from the peer itself, which proves that it is alive."""
@@ -69,13 +73,16 @@ class Membership:
             self._cards[card.peer] = card
 
     def update_from_directory(self, cards: dict[str, Card]) -> None:
-        """Adds peers from the directory and drops those whose entry expired. It lags, so it overwrites no card."""
+        """Adds peers from the directory and drops those whose entry expired. It lags, so it overwrites no card.
+
+        The directory does not authenticate its entries: the state that one claims counts only when the peer says so itself.
+        """
         self._listed = cards
         for peer in self._cards.keys() - cards.keys():
             self._cards.pop(peer)
         for peer, card in cards.items():
             if peer != self.own_id and peer not in self._gone:
-                self._cards.setdefault(peer, card)
+                self._cards.setdefault(peer, card.model_copy(update={"standing": None}))
 
     def remove(self, peer: str) -> None:
         """Removes a peer that said goodbye. Its entry in the directory may stay longer."""
@@ -86,6 +93,14 @@ class Membership:
         """Leaves a peer out of rounds for SUSPECT_S."""
         if peer != self.own_id:
             self._suspect_until_s[peer] = now_s + SUSPECT_S
+
+    def refuse(self, peer: str, now_s: float) -> None:
+        """Leaves a peer that sent bad values out of averages for REFUSED_S; also this peer itself, if its own are bad."""
+        self._refused_until_s[peer] = now_s + REFUSED_S
+
+    def refused(self, now_s: float) -> tuple[str, ...]:
+        """Returns the ids of the peers that are left out of averages, sorted."""
+        return tuple(sorted(peer for peer, until_s in self._refused_until_s.items() if until_s > now_s))
 
     def record_timeout(self, peer: str, now_s: float) -> None:
         """Suspects a peer after its second timeout in a row; one may only mean that its machine is busy."""

@@ -59,8 +59,12 @@ class ReadyRequest(Record):
     reachable: bool
     standing: StateVersion
     weight: float = Field(ge=0)
+    norm: float = Field(default=0.0, ge=0)
+    """Norm of the pseudo-gradient."""
     suspects: tuple[str, ...] = Field(max_length=1024)
     """Peers that this one could not reach in the previous attempt."""
+    refused: tuple[str, ...] = Field(default=(), max_length=1024)
+    """Peers that sent this one values that no average may contain."""
     wait_s: float = Field(gt=0)
 
 
@@ -76,6 +80,7 @@ class GroupReply(Record):
     id: str = ""
     members: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
+    norms: tuple[float, ...] = ()
     owners: tuple[str, ...] = ()
 
 

@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from shoal.background import BackgroundTask
@@ -28,24 +28,22 @@ from shoal.diloco.averaging.peer_messages import (
     Card,
     GroupReply,
     Hello,
-    PartRequest,
-    PeerRequest,
     ReadyRequest,
-    StateRequest,
     StateVersion,
     VoteReply,
     VoteRequest,
 )
 from shoal.diloco.averaging.reducer import Reducer
+from shoal.diloco.averaging.request_handler import RequestHandler
 from shoal.diloco.averaging.state_transfer import ServedState, fetch_state, newest_cards
 from shoal.diloco.codec import CodecName
 from shoal.diloco.outer import OuterState, Vector
+from shoal.diloco.robust import RobustSettings
 from shoal.diloco.transport.mesh import Mesh
 from shoal.diloco.transport.stream import Stream, StreamBroken
 from shoal.net.waiting import NotYet, Stopped, wait_for
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
-from shoal.wire.record import Record
 
 T = TypeVar("T")
 
@@ -55,8 +53,6 @@ START_S = 120.0
 """Timeout of one attempt to start the mesh: the daemon has 60 s, the directory the rest."""
 DIRECTORY_S = 30.0
 """Timeout of one directory update."""
-REQUEST_S = 30.0
-"""Seconds that a peer may take between opening a stream and sending its request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +69,10 @@ class AveragerSettings:
     """Seconds between two directory entries; a peer without a new entry for four of these is dropped."""
     shared: str = ""
     """Settings that all peers must have in common, as text: peers that differ could never commit a round."""
+    robust: RobustSettings = field(default_factory=RobustSettings)
+    """How the group's updates become one."""
+    admit: frozenset[str] | None = None
+    """Ids of the peers of this run, this one's included; None admits every peer that knows the run's name."""
 
 
 def _check_shared_settings(shared: str, cards: Sequence[Card]) -> None:
@@ -82,75 +82,6 @@ def _check_shared_settings(shared: str, cards: Sequence[Card]) -> None:
                 f"peer {card.peer} has {card.shared}, this one {shared}: they could never commit a round; "
                 "give every site the same file"
             )
-
-
-class RequestHandler:
-    """Answers the requests of other peers, on this peer's event loop."""
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        membership: Membership,
-        leader: Leader,
-        reducer: Reducer,
-        served: ServedState,
-        *,
-        log: Log,
-    ) -> None:
-        self._mesh, self._membership, self._log = mesh, membership, log
-        self._leader, self._reducer, self._served = leader, reducer, served
-
-    async def handle(self, stream: Stream) -> None:
-        """Answers one request. A malformed request ends the stream without a reply."""
-        try:
-            async with asyncio.timeout(REQUEST_S):
-                payload = await stream.receive()
-            request = PeerRequest.parse(bytes(payload)).ask
-            claimed = request.card.peer if isinstance(request, Hello) else request.peer
-            if stream.peer not in ("", claimed):
-                raise Rejected("request.malformed", f"peer {stream.peer} claims to be {claimed}")
-            await self._reply(request, stream)
-        except (StreamBroken, Rejected, TimeoutError) as error:
-            self._log.warning("request failed", reason=str(error) or f"no request within {REQUEST_S:.0f} s")
-            return
-        # The requester closes first: a libp2p daemon may drop bytes in flight if this side closes.
-        await stream.wait_closed_by_peer(30.0)
-
-    async def _reply(self, request: Record, stream: Stream) -> None:
-        match request:
-            case Hello():
-                self._membership.record_card(request.card)
-                await self._send_card(stream)
-            case Bye():
-                self._membership.remove(request.peer)
-                await self._send_card(stream)
-            case ReadyRequest():
-                await self._reply_ready(request, stream)
-            case VoteRequest():
-                await stream.send((await self._leader.vote(request)).canonical())
-            case PartRequest():
-                await self._reducer.handle(request, stream)
-            case StateRequest():
-                await self._served.send(stream)
-
-    async def _send_card(self, stream: Stream) -> None:
-        await stream.send(self._served.card(self._mesh.peer, reachable=self._mesh.reachable).canonical())
-
-    async def _reply_ready(self, request: ReadyRequest, stream: Stream) -> None:
-        """Waits for the group and sends the decision. A peer that disconnects meanwhile loses its place in the group."""
-        waiting = asyncio.create_task(self._leader.ready(request))
-        closed = asyncio.create_task(stream.wait_closed_by_peer(request.wait_s + 5))
-        try:
-            await asyncio.wait({waiting, closed}, return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
-                self._membership.suspect(request.peer, time.monotonic())
-                return
-        finally:
-            for task in (waiting, closed):
-                if not task.done():
-                    task.cancel()
-            await asyncio.gather(waiting, closed, return_exceptions=True)
-        await stream.send(waiting.result().canonical())
 
 
 class PeerAverager:
@@ -285,16 +216,32 @@ class PeerAverager:
             await (await handler).handle(stream)
 
         await self._mesh.start(handle)  # sets `self._mesh.peer`, which the rest needs
+        if not self._admits(self._mesh.peer):
+            await self._mesh.stop()
+            raise ValueError(
+                f"this peer's id, {self._mesh.peer}, is not in `admit`; add it to the file of every site"
+            )
         self._membership = Membership(self._mesh.peer)
         self._leader = Leader(
             self._membership, self._ping, gather_s=settings.gather_s, min_peers=settings.min_peers
         )
         self._reducer = Reducer(
-            self._mesh, self._membership, self._ping, codec=self._codec, stall_s=settings.stall_s
+            self._mesh,
+            self._membership,
+            self._ping,
+            codec=self._codec,
+            robust=settings.robust,
+            stall_s=settings.stall_s,
         )
         handler.set_result(
             RequestHandler(
-                self._mesh, self._membership, self._leader, self._reducer, self._served, log=self._log
+                self._mesh,
+                self._membership,
+                self._leader,
+                self._reducer,
+                self._served,
+                admit=settings.admit,
+                log=self._log,
             )
         )
         await self._update_directory()
@@ -334,9 +281,12 @@ class PeerAverager:
         for peer, payload in (await self._mesh.cards()).items():
             with contextlib.suppress(Rejected):
                 card = Card.parse(bytes(payload))
-                if card.peer == peer:
+                if card.peer == peer and self._admits(peer):
                     cards[peer] = card
         self._membership.update_from_directory(cards)
+
+    def _admits(self, peer: str) -> bool:
+        return self._settings.admit is None or peer in self._settings.admit
 
     def _card(self) -> Card:
         return self._served.card(self.peer, reachable=self._mesh.reachable)
@@ -376,7 +326,9 @@ class PeerAverager:
             reachable=self._mesh.reachable,
             standing=StateVersion(work=ready.work, round=ready.round, state_digest=ready.digest),
             weight=ready.weight,
+            norm=ready.norm,
             suspects=self._membership.suspects(now_s),
+            refused=self._membership.refused(now_s),
             wait_s=deadline_s,
         )
         reply = await self._ask_leader(leader, request, deadline_s)
@@ -388,11 +340,17 @@ class PeerAverager:
                 # This peer did not know the named leader or suspected it; if it answers, the next attempt asks it.
                 await self._hello(reply.leader)
             raise RoundFailed(reply.reason)
+        strangers = [peer for peer in reply.members if not self._admits(peer)]
+        if strangers:
+            raise RoundFailed(
+                f"{leader} formed a group with peers that are not admitted: {', '.join(strangers)}"
+            )
         return AveragingGroup(
             id=reply.id,
             round=ready.round,
             members=reply.members,
-            weights=reply.weights,
+            weights=self._settings.robust.bounded_weights(reply.weights),
+            norms=reply.norms,
             owners=reply.owners,
             leader=leader,
         )

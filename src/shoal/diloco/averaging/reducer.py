@@ -2,12 +2,16 @@
 
 Every stream is opened by the member, so a peer that cannot be reached takes part like any other. An owner sums each
 chunk in the order of the members and codes it once; all members, the owner too, decode the same bytes.
+
+An owner refuses values that are not finite or exceed the norm that their peer declared; members refuse sums that exceed
+what the declared norms allow. Both fail the attempt and name the peer, which is left out of the next one.
 """
 
 import asyncio
 import itertools
+import math
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 from blake3 import blake3
@@ -15,8 +19,9 @@ from blake3 import blake3
 from shoal.diloco.averaging.averager import AveragingGroup, Reduced, RoundFailed
 from shoal.diloco.averaging.membership import Membership, Ping
 from shoal.diloco.averaging.peer_messages import PartRequest, PeerRequest
-from shoal.diloco.codec import CodecName, Coded, coded_bytes, decode, encode, reduce_chunk
-from shoal.diloco.outer import Vector
+from shoal.diloco.codec import CodecName, Coded, coded_bytes, decode, encode
+from shoal.diloco.outer import Vector, is_finite
+from shoal.diloco.robust import BadChunk, PartAverager, RobustSettings, squared_norm
 from shoal.diloco.transport.mesh import Mesh
 from shoal.diloco.transport.stream import Stream, StreamBroken
 
@@ -45,10 +50,14 @@ class PartReduction:
     """The sums of one owner's part. Each sum is available as soon as every member's chunk is there. One event loop."""
 
     def __init__(
-        self, codec: CodecName, members: Sequence[str], weights: Sequence[float], lengths: Sequence[int]
+        self,
+        averager: PartAverager,
+        members: Sequence[str],
+        lengths: Sequence[int],
+        refuse: Callable[[str], None] = lambda peer: None,
     ) -> None:
-        self.codec = codec
-        self.members, self.weights, self.lengths = tuple(members), tuple(weights), tuple(lengths)
+        self.members, self.lengths = tuple(members), tuple(lengths)
+        self._averager, self._refuse = averager, refuse
         self.num_done = 0
         self.failed = ""
         self._received: list[dict[str, Coded]] = [{} for _ in lengths]
@@ -61,12 +70,13 @@ class PartReduction:
         while self.num_done < len(self.lengths) and len(self._received[self.num_done]) == len(self.members):
             received = self._received[self.num_done]
             try:
-                total = reduce_chunk(
-                    self.codec,
-                    [received[member] for member in self.members],
-                    self.weights,
-                    self.lengths[self.num_done],
+                total = self._averager.average(
+                    [received[member] for member in self.members], self.lengths[self.num_done]
                 )
+            except BadChunk as bad:
+                self._refuse(bad.peer)
+                self.fail(str(bad))
+                return
             except ValueError as error:
                 self.fail(str(error))
                 return
@@ -104,10 +114,18 @@ class Reducer:
     """Takes this peer's part in exchanges, as a member and as an owner, on the peer's event loop."""
 
     def __init__(
-        self, mesh: Mesh, membership: Membership, ping: Ping, *, codec: CodecName, stall_s: float
+        self,
+        mesh: Mesh,
+        membership: Membership,
+        ping: Ping,
+        *,
+        codec: CodecName,
+        robust: RobustSettings,
+        stall_s: float,
     ) -> None:
         self._mesh, self._membership, self._ping = mesh, membership, ping
         self._codec: CodecName = codec
+        self._robust = robust
         self._stall_s = stall_s
         self._parts: dict[str, PartReduction] = {}
         self._registered = asyncio.Condition()
@@ -143,7 +161,7 @@ class Reducer:
         """Receives a member's chunks of the part that this peer owns, and sends it the sums."""
         part = await self._find_part(request)
         if part is None or request.peer not in part.members:
-            await _refuse(stream, f"this peer owns no part of group {request.group[:8]}")
+            await _send_refusal(stream, f"this peer owns no part of group {request.group[:8]}")
             return
         reading = asyncio.create_task(self._read_chunks(part, request.peer, stream))
         try:
@@ -151,7 +169,7 @@ class Reducer:
                 total, digest = await part.sum(at)
                 await stream.send(total, digest)
         except RoundFailed as failed:
-            await _refuse(stream, str(failed))
+            await _send_refusal(stream, str(failed))
         except StreamBroken:
             pass  # the member disconnected; its vote will be missing
         finally:
@@ -184,9 +202,8 @@ class Reducer:
         self, group: AveragingGroup, chunks: list[tuple[int, int]], delta_N: Vector, average_N: Vector
     ) -> tuple[list[bytes], int]:
         """Returns the digests of this peer's own sums, and the bytes that it sends to the others with them."""
-        part = PartReduction(
-            self._codec, group.members, group.weights, [end - start for start, end in chunks]
-        )
+        averager = PartAverager(self._codec, group.members, group.weights, group.norms, self._robust)
+        part = PartReduction(averager, group.members, [end - start for start, end in chunks], self._refuse)
         async with self._registered:
             self._parts[group.id] = part
             self._registered.notify_all()
@@ -249,6 +266,7 @@ class Reducer:
             await stream.send(PeerRequest(ask=request).canonical())
             sending = asyncio.create_task(self._send_chunks(stream, chunks, delta_N))
             digests = await self._receive_sums(stream, owner, chunks, average_N)
+            self._check_sums(owner, group, average_N[chunks[0][0] : chunks[-1][1]])
             await sending
             return digests, stream.num_sent
         except StreamBroken as broken:
@@ -281,8 +299,21 @@ class Reducer:
             digests.append(digest)
         return digests
 
+    def _check_sums(self, owner: str, group: AveragingGroup, part_N: Vector) -> None:
+        """Raises RoundFailed if an owner's sums are not finite, or larger than any average of the members can be."""
+        largest = self._robust.largest_average(group.norms)
+        if is_finite(part_N) and math.sqrt(squared_norm(part_N)) <= largest:
+            return
+        self._refuse(owner)
+        raise RoundFailed(
+            f"{owner}: its sums are not finite, or above the largest possible norm, {largest:.3g}"
+        )
 
-async def _refuse(stream: Stream, reason: str) -> None:
+    def _refuse(self, peer: str) -> None:
+        self._membership.refuse(peer, time.monotonic())
+
+
+async def _send_refusal(stream: Stream, reason: str) -> None:
     """Sends an empty frame, which no sum is, and the reason in the next one."""
     try:
         await stream.send(b"")

@@ -7,7 +7,7 @@ import numpy as np
 
 from shoal.diloco.averaging.averager import FetchedState, RoundFailed
 from shoal.diloco.averaging.peer_messages import Card, PeerRequest, StateHeader, StateRequest, StateVersion
-from shoal.diloco.outer import OuterState, Vector
+from shoal.diloco.outer import OuterState, Vector, is_finite
 from shoal.diloco.transport.mesh import Mesh
 from shoal.diloco.transport.stream import Stream, StreamBroken
 from shoal.wire.codes import Rejected
@@ -96,6 +96,8 @@ async def receive_state(stream: Stream, lengths: tuple[int, ...] | None) -> Fetc
     )
     if state.digest() != head.standing.state_digest:
         raise RoundFailed("the received state does not match its digest")
+    if not all(is_finite(values_N) for values_N in vectors):
+        raise RoundFailed("the received state is not finite")
     return FetchedState(state=state, phase=head.phase, step=head.step)
 
 

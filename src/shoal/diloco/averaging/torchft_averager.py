@@ -28,11 +28,12 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 
 from shoal.background import BackgroundTask
 from shoal.diloco.averaging.averager import AveragingGroup, Behind, FetchedState, Ready, Reduced, RoundFailed
-from shoal.diloco.averaging.leader import choose_group
+from shoal.diloco.averaging.leader import choose_group, refused_peers
 from shoal.diloco.averaging.peer_messages import Card, PeerRequest, ReadyRequest, StateRequest, StateVersion
 from shoal.diloco.averaging.state_transfer import receive_state, send_state
-from shoal.diloco.codec import CodecName, Coded, coded_bytes, decode, encode, reduce_chunk
+from shoal.diloco.codec import CodecName, Coded, coded_bytes, decode, encode
 from shoal.diloco.outer import OuterState, Vector
+from shoal.diloco.robust import BadChunk, PartAverager, RobustSettings
 from shoal.diloco.transport.stream import Stream, StreamBroken
 from shoal.net.waiting import Stopped
 from shoal.telemetry import Log
@@ -55,6 +56,7 @@ class TorchftAverager:
         codec: CodecName = "fp16",
         host: str = "127.0.0.1",
         min_peers: int = 1,
+        robust: RobustSettings | None = None,
         stop: threading.Event | None = None,
     ) -> None:
         _check_host(host, lighthouse)
@@ -62,6 +64,8 @@ class TorchftAverager:
         self.addresses: tuple[str, ...] = (lighthouse,)
         self._log, self._host, self._min_peers = log, host, min_peers
         self._codec: CodecName = codec
+        self._robust = robust or RobustSettings()
+        self._refused: set[str] = set()
         self._lighthouse = lighthouse
         self._stop = stop or threading.Event()
         self._left = threading.Event()
@@ -90,7 +94,7 @@ class TorchftAverager:
     def join(self, *, deadline_s: float) -> FetchedState | None:
         if self._client is None:
             self._start(deadline_s)
-        members = self._quorum(None, 0.0, deadline_s)[1]
+        members = self._quorum(None, deadline_s)[1]
         held = [(request, address) for request, address in members if request is not None]
         if not held:
             return None
@@ -130,9 +134,12 @@ class TorchftAverager:
 
     def begin(self, ready: Ready, *, deadline_s: float) -> AveragingGroup:
         version = StateVersion(work=ready.work, round=ready.round, state_digest=ready.digest)
-        name, members = self._quorum(version, ready.weight, deadline_s)
+        data = {"weight": ready.weight, "norm": ready.norm, "refused": sorted(self._refused)}
+        name, members = self._quorum(version, deadline_s, data)
         ready_peers = [(request, address) for request, address in members if request is not None]
-        choice = choose_group([request for request, _ in ready_peers], [])
+        out = refused_peers([request for request, _ in ready_peers])
+        accepted = [request for request, _ in ready_peers if request.peer not in out]
+        choice = choose_group(accepted or [request for request, _ in ready_peers], [])
         chosen = tuple(request.peer for request in choice.members)
         if self.peer not in chosen:
             self._holders = tuple(address for request, address in ready_peers if request.peer in chosen)
@@ -146,7 +153,8 @@ class TorchftAverager:
             id=name,
             round=ready.round,
             members=chosen,
-            weights=tuple(request.weight for request in choice.members),
+            weights=self._robust.bounded_weights([request.weight for request in choice.members]),
+            norms=tuple(request.norm for request in choice.members),
             owners=chosen,
             leader=chosen[0],
         )
@@ -159,7 +167,12 @@ class TorchftAverager:
         coded = [encode(self._codec, padded[at * length : (at + 1) * length]) for at in range(num)]
         size = coded_bytes(self._codec, length)
         theirs = self._collective(group, deadline_s, lambda pg, wait: _all_to_all(pg, coded, size, wait))
-        total = reduce_chunk(self._codec, theirs, group.weights, length)
+        averager = PartAverager(self._codec, group.members, group.weights, group.norms, self._robust)
+        try:
+            total = averager.average(theirs, length)
+        except BadChunk as bad:
+            self._refused.add(bad.peer)
+            raise RoundFailed(str(bad)) from None
         totals = self._collective(group, deadline_s, lambda pg, wait: _all_gather(pg, total, num, wait))
         average_N = np.concatenate([decode(self._codec, each, length) for each in totals])[: len(delta_N)]
         digest = blake3(b"".join(totals)).hexdigest()
@@ -199,12 +212,12 @@ class TorchftAverager:
             raise RoundFailed(f"gloo: {str(error).splitlines()[0][:200]}") from None
 
     def _quorum(
-        self, version: StateVersion | None, weight: float, deadline_s: float
+        self, version: StateVersion | None, deadline_s: float, data: dict[str, Any] | None = None
     ) -> tuple[str, list[tuple[ReadyRequest | None, str]]]:
         """Waits for the lighthouse's list of ready peers; returns its name, and each peer's request and state address."""
         if self._stop.is_set():
             raise Stopped("stopped before a round")
-        data = {"weight": weight, "standing": version.canonical().decode() if version else ""}
+        data = {**(data or {}), "standing": version.canonical().decode() if version else ""}
         try:
             quorum = self._client.quorum(
                 replica_id=self.peer,
@@ -295,7 +308,9 @@ def _request_of(member: Any, wait_s: float) -> ReadyRequest | None:
         reachable=True,
         standing=StateVersion.parse(data["standing"]),
         weight=float(data["weight"]),
+        norm=float(data["norm"]),
         suspects=(),
+        refused=tuple(data["refused"]),
         wait_s=wait_s,
     )
 

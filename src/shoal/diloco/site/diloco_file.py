@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, ValidationError, model_validator
 
 from shoal.diloco.codec import CodecName
+from shoal.diloco.robust import AverageKind, RobustSettings
 from shoal.wire.record import Record
 
 
@@ -61,6 +62,12 @@ class RoundsSection(Record):
 
     inner_steps: int = Field(default=500, ge=1)
     codec: CodecName = "fp16"
+    average: AverageKind = "mean"
+    """"trimmed" leaves out the highest and lowest quarter of the sites at every coordinate."""
+    max_norm_ratio: float = Field(default=3.0, ge=1)
+    """Largest norm and weight of a site's update, as a multiple of the group's median."""
+    admit: tuple[str, ...] = ()
+    """Peer ids of all sites, as `shoal diloco id` prints them; empty admits every peer that knows the run's name."""
     fragments: int = Field(default=1, ge=1)
     overlap_steps: int = Field(default=0, ge=0)
     mix: float = Field(default=0.5, ge=0, lt=1)
@@ -89,11 +96,19 @@ class DilocoFile(Record):
         """Returns, as text, the settings that must be equal at all sites for them to commit a round."""
         return (
             f"inner_steps = {self.rounds.inner_steps}, fragments = {self.rounds.fragments}, codec = {self.rounds.codec}, "
-            f"outer lr = {self.outer.lr}, momentum = {self.outer.momentum}"
+            f"outer lr = {self.outer.lr}, momentum = {self.outer.momentum}, {self.robust().as_text()}"
         )
+
+    def robust(self) -> RobustSettings:
+        """Returns how the sites' updates become one."""
+        return RobustSettings(average=self.rounds.average, max_norm_ratio=self.rounds.max_norm_ratio)
 
     @model_validator(mode="after")
     def _fits_together(self) -> "DilocoFile":
+        if self.rounds.admit and self.run.engine != "hivemind":
+            raise ValueError(
+                f'rounds.admit needs run.engine = "hivemind": the peers of {self.run.engine!r} have no keys'
+            )
         if self.rounds.inner_steps % self.rounds.fragments:
             raise ValueError(
                 f"rounds.inner_steps = {self.rounds.inner_steps} must be a multiple of rounds.fragments = "

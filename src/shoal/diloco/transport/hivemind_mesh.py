@@ -243,6 +243,15 @@ class HivemindMesh:
         return options
 
 
+def peer_id(identity: Path) -> str:
+    """Returns the id of the peer with this key file, and creates the file if there is none."""
+    from hivemind.p2p import P2P, PeerID
+
+    if not identity.exists():
+        P2P.generate_identity(str(identity))
+    return str(PeerID.from_identity(identity.read_bytes()).to_base58())
+
+
 def _start_error(error: Exception, address: PeerAddress) -> Exception:
     """Returns StreamBroken if no peer answered, which may change, or ValueError if an option is wrong."""
     from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError

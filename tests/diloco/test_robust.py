@@ -1,0 +1,221 @@
+"""Tests of what one lying peer can do to the average of others: real peers of one process over socket pairs."""
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from local_swarm import in_threads, make_peer, one_round, start_swarm, vector
+
+from shoal.diloco.averaging.averager import AveragingGroup, Ready, Reduced
+from shoal.diloco.averaging.peers import PeerAverager
+from shoal.diloco.averaging.reducer import PartReduction
+from shoal.diloco.codec import CodecName, decode, encode, reduce_chunk
+from shoal.diloco.outer import Outer, OuterState, Vector, outer_step
+from shoal.diloco.robust import BadChunk, PartAverager, RobustSettings, declared_norm, upper_median
+from shoal.diloco.rounds import RoundOutcome, RoundResult
+from shoal.diloco.transport.mesh import LocalHub
+
+NUM = 1000
+HONEST = [vector(9, NUM) + vector(seed, NUM) for seed in (1, 2, 3)]
+"""Updates with a cosine of about one half between any two, as sites of one run have."""
+
+
+class Liar:
+    """A peer that declares the norm of an honest update and sends other values."""
+
+    def __init__(self, inner: PeerAverager, lie_N: Vector, *, declares: float | None = None) -> None:
+        self._inner, self._lie_N, self._declares = inner, lie_N, declares
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def begin(self, ready: Ready, *, deadline_s: float) -> AveragingGroup:
+        told = ready if self._declares is None else replace(ready, norm=self._declares)
+        return self._inner.begin(told, deadline_s=deadline_s)
+
+    def reduce(self, group: AveragingGroup, delta_N: Vector, *, deadline_s: float) -> Reduced:
+        return self._inner.reduce(group, self._lie_N, deadline_s=deadline_s)
+
+
+@pytest.fixture
+def swarm() -> Iterator[Any]:
+    made: list[PeerAverager] = []
+
+    def start(num: int, **more: Any) -> tuple[LocalHub, list[PeerAverager], OuterState]:
+        hub = LocalHub()
+        peers, state = start_swarm(hub, num, **more)
+        made.extend(peers)
+        return hub, peers, state
+
+    start.made = made  # type: ignore[attr-defined]
+    yield start
+    in_threads([peer.leave for peer in made])
+
+
+def take_rounds(peers: list[Any], state: OuterState, deltas: list[Vector], **more: Any) -> list[RoundResult]:
+    """Takes one round at all peers; each serves its new state, so that one that was left out can fetch it."""
+
+    def take(at: int) -> RoundResult:
+        weight = more.get("weights", [1.0] * len(peers))[at]
+        result = one_round(peers[at], state, deltas[at], weight=weight)
+        if result.outcome is RoundOutcome.COMMITTED:
+            peers[at].serve(outer_step(state, result.average_N, Outer(), work=result.work), step=0)
+        return result
+
+    return in_threads([functools.partial(take, at) for at in range(len(peers))])
+
+
+def honest_results(results: list[RoundResult], *, members: int) -> RoundResult:
+    """Checks that the first three peers committed the same bits, and returns the result of one."""
+    assert [result.outcome for result in results[:3]] == [RoundOutcome.COMMITTED] * 3
+    assert all(len(result.members) == members for result in results[:3])
+    assert all(np.array_equal(result.average_N, results[0].average_N) for result in results[:3])
+    return results[0]
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
+def test_bad_values_are_refused_and_their_peer_is_left_out(
+    swarm: Any, codec: CodecName, value: float
+) -> None:
+    """One value is enough; the liar declares the norm of an honest update."""
+    _, peers, state = swarm(4, codec=codec)
+    lie_N = vector(4, NUM)
+    lie_N[NUM // 3] = value
+    liar = Liar(peers[3], lie_N, declares=declared_norm(HONEST[0]))
+    results = take_rounds([*peers[:3], liar], state, [*HONEST, lie_N])
+    result = honest_results(results, members=3)
+    assert np.abs(result.average_N - np.mean(HONEST, axis=0)).max() < (1e-5 if codec == "fp32" else 0.06)
+    reasons = [why for each in results[:3] for why in each.reasons]
+    assert any(f"{peers[3].peer}: its pseudo-gradient" in why for why in reasons)
+    assert results[3].outcome is RoundOutcome.ADOPTED
+    assert result.attempts <= 3
+
+
+def test_refused_peer_costs_no_attempt_of_the_next_round(swarm: Any) -> None:
+    _, peers, state = swarm(4)
+    lie_N = np.full(NUM, np.nan, np.float32)
+    liar = Liar(peers[3], lie_N, declares=1.0)
+    result = take_rounds([*peers[:3], liar], state, [*HONEST, lie_N])[0]
+    state = outer_step(state, result.average_N, Outer(), work=result.work)
+    peers[3].serve(state, step=0)
+    assert honest_results(take_rounds([*peers[:3], liar], state, [*HONEST, lie_N]), members=3).attempts == 1
+
+
+@pytest.mark.parametrize("average", ["mean", "trimmed"])
+@pytest.mark.parametrize("factor", [-1e30, -100.0, 1e6])
+def test_update_of_one_liar_of_four_is_bounded(swarm: Any, average: str, factor: float) -> None:
+    """The liar declares its true norm, so it takes part, scaled down to three times the median norm."""
+    robust = RobustSettings(average=average)  # type: ignore[arg-type]
+    _, peers, state = swarm(4, robust=robust)
+    lie_N = np.float32(factor) * np.mean(HONEST, axis=0)
+    results = take_rounds(peers, state, [*HONEST, lie_N])
+    result = honest_results(results, members=4)
+    norms = [declared_norm(each) for each in HONEST]
+    without_liar = np.sum(HONEST, axis=0) / 4
+    if average == "mean":
+        moved = float(np.linalg.norm(result.average_N - without_liar))
+        assert moved == pytest.approx(3 * max(norms) / 4, rel=0.01)
+    else:
+        # Every coordinate stays within what the honest peers sent.
+        assert (result.average_N <= np.max(HONEST, axis=0) + 1e-5).all()
+        assert (result.average_N >= np.min(HONEST, axis=0) - 1e-5).all()
+        mean_N = np.mean(HONEST, axis=0)
+        cosine = result.average_N @ mean_N / np.linalg.norm(mean_N) / np.linalg.norm(result.average_N)
+        assert cosine > 0.7
+
+
+def test_weight_of_one_liar_of_four_is_bounded(swarm: Any) -> None:
+    """A peer states its own number of samples. Claiming many would push the others out of the mean."""
+    _, peers, state = swarm(4)
+    lie_N = -HONEST[0]
+    results = take_rounds(peers, state, [*HONEST, lie_N], weights=[1.0, 1.0, 1.0, 1e12])
+    expected = (np.sum(HONEST, axis=0) + 3 * lie_N) / 6
+    assert np.abs(honest_results(results, members=4).average_N - expected).max() < 1e-5
+    assert results[0].work == 6.0
+
+
+@pytest.mark.parametrize("lie", [math.nan, 1e6])
+def test_owner_that_sends_impossible_sums_is_left_out(
+    swarm: Any, lie: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every member gets the same wrong sums, so their digests are equal; the declared norms show it."""
+    _, peers, state = swarm(4)
+    put, wrong = PartReduction.put, encode("fp32", np.full(NUM // 4, lie, np.float32))
+
+    def corrupted(part: PartReduction, peer: str, at: int, coded: Any) -> None:
+        put(part, peer, at, coded)
+        if peers[3]._reducer._parts and part in peers[3]._reducer._parts.values():
+            part._sums = [(wrong, digest) for _, digest in part._sums]
+
+    monkeypatch.setattr(PartReduction, "put", corrupted)
+    results = take_rounds(peers, state, [*HONEST, vector(4, NUM)])
+    result = honest_results(results, members=3)
+    assert np.abs(result.average_N - np.mean(HONEST, axis=0)).max() < 1e-5
+    assert any(peers[3].peer in why for each in results[:3] for why in each.reasons)
+
+
+def test_stranger_takes_no_part_where_peers_are_admitted_by_id(swarm: Any) -> None:
+    admit = frozenset({"local-001", "local-002", "local-003"})
+    hub, peers, state = swarm(3, admit=admit)
+    stranger = make_peer(hub)
+    swarm.made.append(stranger)
+    assert stranger.join(deadline_s=5) is None, "nobody tells it the state"
+    newer = outer_step(state, vector(9), Outer(), work=1e9)
+    stranger.serve(newer, step=0)
+    in_threads([functools.partial(one_round, stranger, newer, vector(9, NUM), deadline_s=1.0)])
+    result = honest_results(take_rounds(peers, state, HONEST), members=3)
+    assert np.abs(result.average_N - np.mean(HONEST, axis=0)).max() < 1e-5
+    assert not any(stranger.peer in peer.peers() for peer in peers)
+
+
+def test_peer_that_is_not_admitted_by_its_own_file_does_not_start() -> None:
+    peer = make_peer(LocalHub(), admit=frozenset({"local-777"}))
+    with pytest.raises(ValueError, match="local-001, is not in `admit`"):
+        peer.join(deadline_s=5)
+    peer.leave()
+
+
+def test_factors_weights_and_medians() -> None:
+    robust = RobustSettings(max_norm_ratio=3.0)
+    assert robust.norm_factors([1.0, 1.0, 2.0, 30.0]) == (1.0, 1.0, 1.0, 0.2)
+    assert robust.bounded_weights([1.0, 2.0, 100.0]) == (1.0, 2.0, 6.0)
+    assert robust.norm_factors([1.0, 1e9]) == (1.0, 1.0), "two peers have no majority"
+    assert robust.norm_factors([0.0, 0.0, 5.0]) == (1.0, 1.0, 1.0), "new peers have not moved yet"
+    assert upper_median([]) == 0.0 and upper_median([0.0, 3.0, 1.0, 2.0]) == 2.0
+    assert declared_norm(np.full(4, 1e30, np.float32)) == pytest.approx(2e30)
+    assert declared_norm(np.full(4, 1e-30, np.float32)) == pytest.approx(2e-30)
+    with pytest.raises(ValueError, match="at least 1"):
+        RobustSettings(max_norm_ratio=0.5)
+
+
+def test_trimmed_mean_by_coordinate() -> None:
+    values = np.array([[1, 5, 0], [2, 6, 0], [3, -100, 0], [1000, 7, 0]], np.float32)
+    coded = [encode("fp32", row) for row in values]
+    back = decode("fp32", reduce_chunk("fp32", coded, [1.0, 1.0, 3.0, 1.0], 3, trim=1), 3)
+    assert back.tolist() == pytest.approx([(2 + 3 * 3) / 4, 5.5, 0.0])
+    assert [RobustSettings(average="trimmed").num_trimmed(num) for num in (1, 2, 3, 4, 8, 12)] == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        3,
+    ]
+    assert RobustSettings().num_trimmed(8) == 0
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8", "int4"])
+def test_honest_values_are_within_their_declared_norm_in_every_codec(codec: CodecName) -> None:
+    """Also the worst case of int4: values of half a step are rounded up to a step."""
+    step = np.full(1280, 0.5001, np.float32)
+    step[::128] = 7.0
+    for values in (vector(1, 1280), vector(2, 1280) ** 9, step):
+        averager = PartAverager(codec, ["a"], [1.0], [declared_norm(values)], RobustSettings())
+        averager.average([encode(codec, values)], len(values))
+    with pytest.raises(BadChunk, match="a: its pseudo-gradient has a norm of"):
+        PartAverager(codec, ["a"], [1.0], [1e-3], RobustSettings()).average([encode(codec, step)], len(step))
