@@ -43,24 +43,12 @@ class DilocoConfig(Record):
     engine: Literal["hivemind", "torchft"] = "hivemind"
     codec: Literal["fp32", "fp16", "int8", "int4"] = "fp16"
     """Encoding of a merge on the network, one of diloco.codec's. Repeated here, because run files are read without torch."""
-    average: Literal["mean", "trimmed"] = "mean"
-    """"trimmed" leaves out the highest and lowest quarter of the sites at every coordinate."""
-    max_norm_ratio: float = Field(default=3.0, ge=1)
-    """Largest norm and weight of a site's update, as a multiple of the sites' median."""
-    admit: tuple[str, ...] = ()
-    """Peer ids of all sites (`shoal diloco id`); empty admits every peer that knows the run's name. Hivemind only."""
     outer_lr: float = Field(default=1.0, gt=0)
     outer_momentum: float = Field(default=0.3, ge=0, lt=1)
     """With outer_lr 1 and outer_momentum 0 a merge is the mean of the sites. The papers' 0.7 and 0.9 overshoot in
     reinforcement learning, where the policy trains on its own answers (measured in bench/log)."""
     deadline_s: float = Field(default=600.0, gt=0)
     """Timeout of a merge; after it the site continues alone. It waits half as long for sites that are alive but not ready."""
-
-    @model_validator(mode="after")
-    def _check_admit(self) -> "DilocoConfig":
-        if self.admit and self.engine != "hivemind":
-            raise ValueError(f'admit needs engine = "hivemind": the peers of {self.engine!r} have no keys')
-        return self
 
 
 class TrainerConfig(Record):

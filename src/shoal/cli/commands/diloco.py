@@ -128,6 +128,13 @@ def add_peer_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--peer-announce", action="append", default=[], metavar="ADDRESS")
     group.add_argument(
+        "--peer-admit",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="id of a site that may take part (shoal diloco id), this one included; give all; default: any",
+    )
+    group.add_argument(
         "--outbound-only",
         action="store_true",
         help="listen nowhere for other sites; only make outgoing connections",

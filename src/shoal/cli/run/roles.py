@@ -235,6 +235,7 @@ def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
             port=options.peer_port,
             direct_port=options.peer_direct_port,
             announce=tuple(options.peer_announce),
+            admit=tuple(options.peer_admit),
             reachable=not options.outbound_only,
             identity=options.dir / "peer.key",
         ),

@@ -48,6 +48,8 @@ class PeerAddress:
     """Use other peers as relays, for a machine behind NAT; hole punching is tried first."""
     direct_port: int | None = 0
     """Port for direct links; 0 takes any free port, None sends everything through the daemon."""
+    admit: Sequence[str] = ()
+    """Ids of all peers of the run; empty admits every peer that knows its name. The averager enforces it."""
     identity: Path | None = None
     """File with the key behind this peer's id; created at the first start."""
 
