@@ -5,10 +5,10 @@
       └────────── GET /v1/batches/v: waits until the workers have made it ──────┘
 
 A crash is harmless at any point. Before the checkpoint is on disk, the next process makes the same step from the same
-batch. After it, the next process publishes and announces the same version again, and both accept a repetition. The
-publication is prepared in a hidden folder while the checkpoint is written; it is served and announced only when the
-checkpoint is on disk. Both happen in the background while the next step trains (publisher.BackgroundPublication), and end
-before the next version's snapshot.
+batch. After it, the next process publishes and announces the same version again; the origin and the coordinator
+accept the repetition. The publication is prepared in a hidden folder while the checkpoint is written; it is served and
+announced only when the checkpoint is on disk. Checkpoint and publication run in the background while the next step trains
+(publisher.BackgroundPublication), and end before the next version's snapshot.
 
 With several ranks this file runs on rank 0; the others run Lockstep.follow.
 """
@@ -278,7 +278,7 @@ class _TrainerRun:
                 )
 
     def _wait_for_publication(self) -> None:
-        # A publication waits for its checkpoint and for the coordinator, each for `deadline_s` at most.
+        # A publication waits for its checkpoint and for the coordinator, each for `deadline_s` at most; preparing it takes time too.
         self._publication.wait(3 * self._site.deadline_s)
 
     def _serve_until_finished(self) -> None:

@@ -1,8 +1,8 @@
 """Judges submissions: takes their bytes and claims, returns a verdict on each.
 
 open_submission    read the table, check it against the lease            (no forward pass)
-recompute_many     run the model over the rows                           (recompute.py)
-give_verdict       check the facts, grade the answers
+recompute_many     run the model over the rows, verify their proofs      (recompute.py)
+give_verdict       check proofs, draws and lengths, grade the answers    (fact_checks.py)
 """
 
 import threading
@@ -27,7 +27,8 @@ from shoal.wire.run_spec import RunSpec
 from shoal.wire.seeded_draw import problem_seeds
 
 PROMPT_SLACK = 4096
-"""Prompt tokens that a file may have beyond the longest leased prompt, so that an edited prompt is refused as one."""
+"""Prompt tokens that a file may have beyond the longest leased prompt: a file with an edited, longer prompt is then refused
+for its prompt and not for its size."""
 SHOWN_CHARACTERS = 1000
 """Length of the sampled answer in the evidence, which the ledger keeps for ever."""
 
@@ -239,7 +240,7 @@ def count_outcomes(graded: tuple[Reward, ...]) -> dict[str, float | int | str]:
 def show_sample(
     table: RolloutTable, graded: tuple[Reward, ...], claim: Claim, tokenizer: Tokenizer
 ) -> dict[str, float | int | str]:
-    """Returns one answer as text for the run's page, or nothing for held-out problems, which a worker could learn.
+    """Returns one answer as text for the run's page, or nothing for held-out problems: a worker could learn their answers from the page.
 
     The file's digest chooses the row, so that nobody can choose what is shown.
     """
