@@ -21,6 +21,7 @@ FLOOR = {
     "telemetry": 0,
     "background": 0,
     "child_process": 0,
+    "landlock": 0,
     "net": 1,
     "tasks": 1,
     "model": 1,

@@ -59,6 +59,7 @@ def test_join_work_pause_check_and_leave(tmp_path: Path, capsys: pytest.CaptureF
             and "What joining means" in said
             and "shoal identity backup" in said
         )
+        assert f"limits    writes files only in {dir}" in said and "connects only to ports 53, " in said
         node = Key.load(dir / "node.key").public
 
         assert shoal("status", "--dir", dir) == 0
@@ -71,7 +72,8 @@ def test_join_work_pause_check_and_leave(tmp_path: Path, capsys: pytest.CaptureF
         assert "is in use by another worker" in capsys.readouterr().err
 
         shoal("doctor", run.url, "--dir", dir)
-        assert "BAD" not in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "BAD" not in said and "a worker writes files only in" in said
 
         assert shoal("pause", "--dir", dir) == 0
         (dir / "last" / "rollouts.parquet").stat()

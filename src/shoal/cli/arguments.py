@@ -22,6 +22,7 @@ from shoal.cli.ui.values import (
     add_threads,
     at_least_one,
     count,
+    port_number,
     seconds,
     share,
     url,
@@ -108,6 +109,14 @@ def _add_join(commands: Commands) -> None:
         type=seconds,
         default=900.0,
         help="seconds to wait for the coordinator before giving up (default: 900)",
+    )
+    join.add_argument(
+        "--allow-port",
+        type=port_number,
+        action="append",
+        default=[],
+        metavar="PORT",
+        help="another port that the worker may connect to, such as that of the run's object store",
     )
     _add_node_folder(join, _join)
 

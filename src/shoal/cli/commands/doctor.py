@@ -15,6 +15,7 @@ from typing import Literal
 import httpx2
 
 from shoal.cli.public_api import PublicApi
+from shoal.cli.run.confined_worker import confinement
 from shoal.cli.run.supervise import EXIT_FAILED, EXIT_OK
 from shoal.cli.ui.errors import split_remedy
 from shoal.cli.ui.progress_bar import progress
@@ -56,7 +57,7 @@ def examine(url: str, dir: Path) -> list[HealthCheck]:
                 *findings,
                 HealthCheck("coordinator", "bad", words, "check the URL, the proxy and the firewall"),
             ]
-        findings += [_protocol(info), _clock(info), _admission(info)]
+        findings += [_protocol(info), _clock(info), _admission(info), *_confinement(url, dir, info, stats)]
         findings += _weights(api, info, stats, dir)
     return findings
 
@@ -150,6 +151,20 @@ def _admission(info: Info) -> HealthCheck:
     }
     remedy = remedies.get(info.admission, "")
     return HealthCheck("admission", "weak" if remedy else "good", info.admission, remedy)
+
+
+def _confinement(url: str, dir: Path, info: Info, stats: Stats) -> list[HealthCheck]:
+    """Says what the system keeps a worker of `shoal join` from."""
+    found = confinement(url, dir, info, stats).protections()
+    return [
+        HealthCheck(
+            "confinement",
+            "good" if protection.active else "weak",
+            f"a worker {protection}",
+            "" if protection.active else "use Linux 6.7 or newer, or join in a container",
+        )
+        for protection in found
+    ]
 
 
 def _weights(api: PublicApi, info: Info, stats: Stats, dir: Path) -> list[HealthCheck]:

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.public_api import PublicApi
-from shoal.cli.run.roles import limit_thread_spinning, worker
+from shoal.cli.run.confined_worker import confinement, run_confined
+from shoal.cli.run.roles import limit_thread_spinning
 from shoal.cli.run.supervise import EXIT_FAILED, EXIT_OK
 from shoal.cli.ui.progress_bar import progress
 from shoal.cli.ui.values import check_device
 from shoal.files import write_bytes_atomically
+from shoal.landlock import Protection
 from shoal.net.http_client import SignedClient, Unreachable
 from shoal.net.waiting import Stopped
 from shoal.telemetry import Log
@@ -30,7 +32,7 @@ from shoal.wire.delegation import delegate as sign_delegation
 from shoal.wire.delegation import read_delegation
 from shoal.wire.keys import PUBLIC_KEY, Key
 from shoal.wire.lease import Lease, Verdict
-from shoal.wire.messages import Claim, Info, Leave, NodeView, OpenSession, Recorded, RunList, Session
+from shoal.wire.messages import Claim, Info, Leave, NodeView, OpenSession, Recorded, RunList, Session, Stats
 from shoal.wire.requirements import pick
 from shoal.wire.run_spec import RunSpec
 
@@ -69,8 +71,11 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
         return EXIT_FAILED
     key = _load_or_create_key(options.dir)
     with PublicApi(options.url, timeout_s=TIMEOUT_S) as api:
-        info = api.read("/v1/info", Info)
-    print(consent(info, key.public, options.url, options.dir))
+        info, stats = api.read("/v1/info", Info), api.read("/v1/stats", Stats)
+    rules = confinement(
+        options.url, options.dir, info, stats, engine=options.engine, allow_ports=tuple(options.allow_port)
+    )
+    print(consent(info, key.public, options.url, options.dir, rules.protections()))
     if not options.yes and not _ask_consent(stop):
         print("Nothing was sent.")
         return EXIT_FAILED
@@ -81,8 +86,7 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
     print(
         "Joining; the first lease is the qualification. Ctrl-C stops; joining again continues unfinished work."
     )
-    options.coordinator, options.lie, options.no_prefetch = options.url, None, False
-    return worker(options, stop)
+    return run_confined(options, rules, stop)
 
 
 def _choose_run(options: argparse.Namespace) -> str:
@@ -113,14 +117,16 @@ def _load_or_create_key(folder: Path) -> Key:
     return key
 
 
-def consent(info: Info, node: str, url: str, folder: Path) -> str:
-    """Returns what will run, what is sent and what is kept, for the user to agree to."""
+def consent(info: Info, node: str, url: str, folder: Path, protections: list[Protection]) -> str:
+    """Returns what will run, what it is kept from, what is sent and what is kept, for the user to agree to."""
     spec = info.spec
+    limits = "\n            ".join(str(protection) for protection in protections)
     return f"""
 What joining means
   run       {spec.run} at {url}, task {spec.task.name}; its key is {info.run_key[:16]}...
   node      {node}
-  runs      Shoal's own worker with the run's weights (safetensors: data, never code). Nothing else is executed.
+  runs      Shoal's own worker with the run's weights and tokenizer, which are read as data. No file of the run is executed.
+  limits    {limits}
   sent      generated tokens, their log-probs and proofs; phase and speed with each heartbeat; software version.
             No file of yours, no name, no address beyond what any web request shows. No port is opened.
   kept      up to {spec.max_lag + 2} versions of the weights, the key and the last file, in {folder}

@@ -1,0 +1,115 @@
+"""The worker of `shoal join`: a process that can write only in the node's folder and connect only to the run's ports.
+
+The rules are Linux's Landlock (shoal/landlock.py). Where the system does not have it, the worker runs without them, and the
+summary that `shoal join` shows says so.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+from shoal.cli.run.supervise import EXIT_FAILED
+from shoal.landlock import Confinement
+from shoal.wire.messages import Info, Stats
+
+POLL_S = 0.2
+STOP_S = 20.0
+"""Seconds that a worker gets to give its leases back before it is killed."""
+COMMON_PORTS = (53, 443)
+"""DNS over TCP, and HTTPS: the coordinator may send uploads to an object store, whose address is known only then."""
+CACHES = {
+    "TMPDIR": "tmp",
+    "XDG_CACHE_HOME": "other",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "CUDA_CACHE_PATH": "cuda",
+    "VLLM_CACHE_ROOT": "vllm",
+    "HF_HOME": "huggingface",
+}
+"""Environment variables that move the caches and temporary files of libraries into the node's folder."""
+
+
+def confinement(
+    url: str, dir: Path, info: Info, stats: Stats, *, engine: str = "torch", allow_ports: tuple[int, ...] = ()
+) -> Confinement:
+    """Returns the rules of a worker in `dir` for the run at `url`."""
+    if engine == "vllm":
+        reason = "vLLM's processes connect to each other over ports of this machine"
+        return Confinement(writable=(dir,), ports=None, why_any_port=reason)
+    urls = [
+        url,
+        *info.entry_points,
+        *(relay.url for relay in stats.relays),
+        *urllib.request.getproxies().values(),
+    ]
+    ports = {port for one in urls if (port := _port(one)) is not None}
+    return Confinement(writable=(dir,), ports=tuple(sorted(ports | {*COMMON_PORTS, *allow_ports})))
+
+
+def _port(url: str) -> int | None:
+    parts = urllib.parse.urlsplit(url)
+    try:
+        return parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    except ValueError:  # not a port number
+        return None
+
+
+def run_confined(options: argparse.Namespace, rules: Confinement, stop: threading.Event) -> int:
+    """Runs `shoal worker` with the options of `shoal join` under the rules; returns its exit code."""
+    caches = options.dir.resolve() / "cache"
+    for name in CACHES.values():
+        (caches / name).mkdir(parents=True, exist_ok=True)
+    process = subprocess.Popen(
+        [*rules.wrapper(), sys.executable, "-m", "shoal", *worker_arguments(options)],
+        # A pipe: when this process ends, the worker reads its end and stops, also where no signal tells it.
+        stdin=subprocess.PIPE,
+        env=os.environ | {variable: str(caches / name) for variable, name in CACHES.items()},
+        # Ctrl-C reaches this process only, which then tells the worker once.
+        start_new_session=True,
+    )
+    try:
+        code = _wait(process, stop)
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
+    if code < 0:
+        print(f"the worker was ended by signal {-code}; joining again continues its work", file=sys.stderr)
+        return EXIT_FAILED
+    return code
+
+
+def worker_arguments(options: argparse.Namespace) -> list[str]:
+    """Returns the arguments of `shoal` for the worker that `shoal join` was asked for."""
+    named = {
+        "--coordinator": options.url,
+        "--dir": options.dir.resolve(),
+        "--engine": options.engine,
+        "--tensor-parallel": options.tensor_parallel,
+        "--device": options.device,
+        "--threads": options.threads,
+        "--max-rows": options.max_rows,
+        "--deadline-s": options.deadline_s,
+    }
+    return ["worker", "--stop-with-stdin", *(str(word) for pair in named.items() for word in pair)]
+
+
+def _wait(process: subprocess.Popen[bytes], stop: threading.Event) -> int:
+    kill_at_s: float | None = None
+    while True:
+        try:
+            return process.wait(POLL_S)
+        except subprocess.TimeoutExpired:
+            pass
+        if stop.is_set() and kill_at_s is None:
+            process.terminate()
+            kill_at_s = time.monotonic() + STOP_S
+        if kill_at_s is not None and time.monotonic() > kill_at_s:
+            process.kill()
