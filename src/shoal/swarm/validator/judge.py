@@ -2,7 +2,11 @@
 
 open_submission    read the table, check it against the lease            (no forward pass)
 recompute_many     run the model over the rows, verify their proofs      (recompute.py)
-give_verdict       check proofs, draws and lengths, grade the answers    (fact_checks.py)
+give_verdict       check proofs, draws and lengths, grade the answers    (fact_checks.py, grading pool)
+
+Programs and mathematics are expensive to grade, and their text is the model's own only if the proofs passed, so they are graded
+last. The text of a submission that was spared the forward pass is the node's choice: if its grading takes longer than
+SPARED_S, the submission gets every check.
 """
 
 import threading
@@ -18,6 +22,7 @@ from shoal.swarm.validator.recompute import CannotCheck, LoadedPolicy, RowsToChe
 from shoal.swarm.validator.table_reader import ReaderFailed, TableReader
 from shoal.tasks import CannotGrade, Outcome, Problem, Reward, Task, make_task
 from shoal.tasks.datasets.file_options import file_digests
+from shoal.tasks.grading.pool import Answer, GradingStopped, GradingTimeout, grading_pool
 from shoal.toploc import expected_bytes
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.lease import Lease, Verdict
@@ -31,6 +36,9 @@ PROMPT_SLACK = 4096
 for its prompt and not for its size."""
 SHOWN_CHARACTERS = 1000
 """Length of the sampled answer in the evidence, which the ledger keeps for ever."""
+
+SPARED_S = 30.0
+"""Seconds for grading all rows of a submission whose proofs were not checked."""
 
 Failed = CannotCheck | ReaderFailed
 """The validator's own side failed on one submission."""
@@ -88,9 +96,19 @@ def judge_many(
     found = recompute_many(to_check, policy, control_seed=control_seed, stop=stop)
     for one, facts in zip(full, found, strict=True):
         one.facts = facts
-    return [
-        give_verdict(one, spec, policy, stop) if isinstance(one, OpenedSubmission) else one for one in opened
-    ]
+    verdicts: list[Verdict | Failed] = []
+    for one in opened:
+        if not isinstance(one, OpenedSubmission):
+            verdicts.append(one)
+            continue
+        try:
+            verdicts.append(give_verdict(one, spec, policy, stop))
+        except GradingTimeout:
+            one.claim = one.claim.model_copy(update={"checks": "full"})
+            to_check = [RowsToCheck(one.table.rows, one.claim.lease)]
+            (one.facts,) = recompute_many(to_check, policy, control_seed=control_seed, stop=stop)
+            verdicts.append(give_verdict(one, spec, policy, stop))
+    return verdicts
 
 
 @dataclass
@@ -180,7 +198,10 @@ def encode_prompts(lease: Lease, tokenizer: Tokenizer) -> list[list[int]]:
 def give_verdict(
     one: OpenedSubmission, spec: RunSpec, policy: LoadedPolicy, stop: threading.Event | None
 ) -> Verdict | Failed:
-    """Checks the facts of the forward pass, grades the answers and returns the verdict."""
+    """Checks the facts of the forward pass, grades the answers and returns the verdict.
+
+    Raises GradingTimeout if grading takes too long before the proofs were checked.
+    """
     claim, table = one.claim, one.table
     evidence: dict[str, float | int | str] = {"policy_version": claim.policy_version}
     try:
@@ -189,7 +210,10 @@ def give_verdict(
         if one.facts is not None:
             evidence |= fact_checks.evidence(table.rows, one.facts, spec.tolerances)
             fact_checks.check_facts(table.rows, one.facts, spec.tolerances, spec.noise)
-        graded = () if one.task is None else grade(table, one.problems, one.task, policy.tokenizer, stop=stop)
+        limit_s = SPARED_S if one.facts is None else None
+        graded = (
+            () if one.task is None else grade(one, one.task, policy.tokenizer, limit_s=limit_s, stop=stop)
+        )
     except Rejected as rejected:
         return _refusal(claim, rejected, evidence)
     except CannotCheck as failed:
@@ -211,24 +235,29 @@ def give_verdict(
 
 
 def grade(
-    table: RolloutTable,
-    problems: list[Problem],
+    one: OpenedSubmission,
     task: Task,
     tokenizer: Tokenizer,
     *,
+    limit_s: float | None,
     stop: threading.Event | None,
 ) -> tuple[Reward, ...]:
-    """Returns the reward of each row, in file order. Comes last, so that only the leased model's own answers are graded."""
-    graded = []
-    for row in table.rows:
-        if stop is not None and stop.is_set():
-            raise Stopped("stopped between two answers")
-        text = tokenizer.decode(row.output_tokens)
-        try:
-            graded.append(task.reward(problems[row.prompt_index], text, len(row.output_tokens)))
-        except CannotGrade as error:
-            raise CannotCheck(f"an answer could not be graded: {error}") from None
-    return tuple(graded)
+    """Returns the reward of each row, in file order. With `limit_s`, raises GradingTimeout when the time is up.
+
+    Without it, only a grader that is too slow takes longer than the pool allows: CannotCheck, which no node is blamed for.
+    """
+    answers = [
+        Answer(one.problems[row.prompt_index], tokenizer.decode(row.output_tokens), len(row.output_tokens))
+        for row in one.table.rows
+    ]
+    try:
+        return tuple(grading_pool().grade(task, answers, limit_s=limit_s, stop=stop))
+    except GradingStopped as stopped:
+        raise Stopped(str(stopped)) from None
+    except CannotGrade as error:
+        if limit_s is not None and isinstance(error, GradingTimeout):
+            raise
+        raise CannotCheck(f"an answer could not be graded: {error}") from None
 
 
 def count_outcomes(graded: tuple[Reward, ...]) -> dict[str, float | int | str]:

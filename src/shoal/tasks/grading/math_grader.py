@@ -11,12 +11,12 @@ answer in time although it has processor time left) raises CannotGrade and gives
     request  {"gold": ..., "answer": ...}   reply  {"outcome": "right" | "wrong" | "unparseable"}
 """
 
-import atexit
-import functools
 import importlib.util
 import json
 import re
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from functools import partial
 from typing import Any, TypeVar
@@ -173,6 +173,10 @@ class MathGrader:
         """Kills the child process."""
         self._child.close()
 
+    def __del__(self) -> None:
+        with suppress(Exception):  # at the end of the process, modules may be gone
+            self.close()
+
     def _ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """Returns the child's reply, or None if the request ends the child."""
         self.check_installed()
@@ -186,11 +190,14 @@ class MathGrader:
         return reply
 
 
-@functools.cache
+_THREAD = threading.local()
+
+
 def math_grader() -> MathGrader:
-    """Returns the grader of this process. Its child ends when this process does: its input pipe closes."""
-    grader = MathGrader()
-    atexit.register(grader.close)
+    """Returns the grader of this thread. Its child ends when the thread or this process does: its input pipe closes."""
+    if not hasattr(_THREAD, "grader"):
+        _THREAD.grader = MathGrader()
+    grader: MathGrader = _THREAD.grader
     return grader
 
 

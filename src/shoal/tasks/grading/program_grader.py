@@ -5,6 +5,7 @@ The program is the last ```python block of the reply. All tests must pass: parti
 
 import json
 import re
+import time
 from typing import Any
 
 from shoal.tasks.grading.sandbox import SandboxLimits, passes, run_script
@@ -14,6 +15,8 @@ LIMITS = SandboxLimits()
 """Limits of all calls of a program together."""
 SCRIPT_LIMITS = SandboxLimits(cpu_s=5, wall_s=10.0)
 """Limits of one run of a script. The INTELLECT-2 report gives each test 5 s."""
+SCRIPTS_S = 120.0
+"""Seconds of wall-clock time for all scripts of an answer together; beyond it the answer is wrong."""
 MAX_PROGRAM_CHARS = 100_000
 
 _BLOCK = re.compile(r"```(?:python|py)\s*\n(.*?)```", re.DOTALL)
@@ -48,7 +51,10 @@ def grade_program(problem: Problem, text: str) -> Reward:
         # The tests use the data set's own helpers: the program may have redefined them.
         tests = [before, *tests]
     good = not tests or passes(program, tests, limits=LIMITS, entry_points=check.get("entry_points"))
-    good = good and all(_prints(program, stdin, wanted) for stdin, wanted in scripts)
+    give_up_s = time.monotonic() + SCRIPTS_S
+    good = good and all(
+        time.monotonic() < give_up_s and _prints(program, stdin, wanted) for stdin, wanted in scripts
+    )
     return RIGHT if good else WRONG
 
 

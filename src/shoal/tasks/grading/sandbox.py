@@ -136,9 +136,19 @@ def _run_tests(
 # -- levels -----------------------------------------------------------------------------------------------
 
 
-@functools.cache
+_LEVEL_LOCK = threading.Lock()
+"""Held while the levels are tried, so that the threads of a pool do not try them all at once."""
+
+
 def best_level() -> Level:
     """Returns the strongest level that this system allows, by trying them; once per process. Raises CannotGrade."""
+    with _LEVEL_LOCK:
+        return find_level()
+
+
+@functools.cache
+def find_level() -> Level:
+    """Tries the levels, strongest first."""
     for level in LEVELS:
         if not works(level):
             continue
