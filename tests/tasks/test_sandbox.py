@@ -379,6 +379,7 @@ def test_a_sleeping_program_is_wrong_after_its_wall_clock_limit() -> None:
         assert time.monotonic() - started_s < 6
 
 
+@pytest.mark.slow
 def test_a_program_that_waits_for_a_processor_is_not_called_wrong() -> None:
     """Gives the program a tenth of one processor: it is cut off long before it could have computed for its limit."""
     processors = os.sched_getaffinity(0)
