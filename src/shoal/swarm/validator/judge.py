@@ -94,8 +94,8 @@ def judge_many(
     full = [one for one in opened if isinstance(one, OpenedSubmission) and one.claim.checks == "full"]
     to_check = [RowsToCheck(one.table.rows, one.claim.lease) for one in full]
     found = recompute_many(to_check, policy, control_seed=control_seed, stop=stop)
-    for one, facts in zip(full, found, strict=True):
-        one.facts = facts
+    for submission, facts in zip(full, found, strict=True):
+        submission.facts = facts
     verdicts: list[Verdict | Failed] = []
     for one in opened:
         if not isinstance(one, OpenedSubmission):
