@@ -87,7 +87,11 @@ def as_received(codec: CodecName, values_KN: Tensor) -> Tensor:
         return values_KN.clamp(-65504.0, 65504.0).half().float()
     num, block = values_KN.shape[1], BLOCK[codec]
     blocks = torch.nn.functional.pad(values_KN, (0, -num % block)).view(len(values_KN), -1, block)
-    scales = blocks.abs().amax(-1, keepdim=True) / LARGEST[codec]
+    largest = blocks.abs().amax(-1, keepdim=True)
+    if codec == "fp16-scaled":
+        scales = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), largest.frexp()[1] - 15), 1.0)
+        return ((blocks / scales).half().float() * scales).view(len(values_KN), -1)[:, :num]
+    scales = largest / LARGEST[codec]
     coded = (blocks / torch.where(scales > 0, scales, 1.0)).round()
     return (coded * scales).view(len(values_KN), -1)[:, :num]
 

@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=60)
     parser.add_argument("--inner-steps", type=int, default=5)
     parser.add_argument("--groups", type=int, default=16, help="groups a step, over all sites")
-    parser.add_argument("--codec", default="fp16")
+    parser.add_argument("--codec", default="fp16-scaled")
     parser.add_argument("--outer-lr", type=float, default=1.0)
     parser.add_argument("--outer-momentum", type=float, default=0.3)
     parser.add_argument("--sites", type=int, choices=[1, 2], help="run only this half of the comparison")

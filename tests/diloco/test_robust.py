@@ -13,7 +13,7 @@ from local_swarm import in_threads, make_peer, one_round, start_swarm, vector
 from shoal.diloco.averaging.averager import AveragingGroup, Ready, Reduced
 from shoal.diloco.averaging.peers import PeerAverager
 from shoal.diloco.averaging.reducer import PartReduction
-from shoal.diloco.codec import CodecName, decode, encode, reduce_chunk
+from shoal.diloco.codec import CODECS, CodecName, decode, encode, reduce_chunk
 from shoal.diloco.outer import Outer, OuterState, Vector, outer_step
 from shoal.diloco.robust import BadChunk, PartAverager, RobustSettings, declared_norm, upper_median
 from shoal.diloco.rounds import RoundOutcome, RoundResult
@@ -209,7 +209,7 @@ def test_trimmed_mean_by_coordinate() -> None:
     assert RobustSettings().num_trimmed(8) == 0
 
 
-@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8", "int4"])
+@pytest.mark.parametrize("codec", CODECS)
 def test_honest_values_are_within_their_declared_norm_in_every_codec(codec: CodecName) -> None:
     """Also the worst case of int4: values of half a step are rounded up to a step."""
     step = np.full(1280, 0.5001, np.float32)

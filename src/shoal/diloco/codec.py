@@ -1,9 +1,11 @@
 """Encodes pseudo-gradients for the network: fp32, fp16, 8 or 4 bit. Sums are always float32.
 
-    fp32   little-endian float32
-    fp16   little-endian float16, values out of range clipped
-    int8   blocks of 256 values: a float32 scale per block (its largest magnitude / 127), then a signed byte per value
-    int4   blocks of 128 values: a float32 scale per block (its largest magnitude / 7), then half a byte per value
+    fp32          little-endian float32
+    fp16          little-endian float16, values out of range clipped; values below 6e-5 lose digits
+    fp16-scaled   blocks of 256 values: a float32 scale per block (the power of two that brings its largest magnitude to
+                  2^14 or more and below 2^15), then a little-endian float16 per value
+    int8          blocks of 256 values: a float32 scale per block (its largest magnitude / 127), then a signed byte per value
+    int4          blocks of 128 values: a float32 scale per block (its largest magnitude / 7), then half a byte per value
 
 Each chunk is coded on its own, so that coding, sending and summing overlap. No library is used, because the same values
 must give the same bytes with every version of every library.
@@ -18,10 +20,10 @@ from numpy.typing import NDArray
 
 from shoal.diloco.outer import Vector
 
-CodecName = Literal["fp32", "fp16", "int8", "int4"]
+CodecName = Literal["fp32", "fp16", "fp16-scaled", "int8", "int4"]
 Coded = bytes | bytearray | memoryview
 CODECS: tuple[CodecName, ...] = get_args(CodecName)
-BLOCK = {"int8": 256, "int4": 128}
+BLOCK = {"fp16-scaled": 256, "int8": 256, "int4": 128}
 """Values that share a scale. Fewer for int4, which has fewer steps, so that one large value affects fewer others."""
 LARGEST = {"int8": 127, "int4": 7}
 """Largest magnitude of a coded value."""
@@ -56,7 +58,8 @@ def coded_bytes(codec: CodecName, num_values: int) -> int:
         return 4 * num_values
     if codec == "fp16":
         return 2 * num_values
-    return 4 * _num_blocks(codec, num_values) + (num_values if codec == "int8" else (num_values + 1) // 2)
+    body = {"fp16-scaled": 2 * num_values, "int8": num_values, "int4": (num_values + 1) // 2}[codec]
+    return 4 * _num_blocks(codec, num_values) + body
 
 
 def reduce_chunk(
@@ -129,28 +132,48 @@ def _encode_blocks(codec: CodecName, values_N: Vector) -> bytes:
     padded = np.zeros(num_blocks * block, np.float32)
     padded[: len(values_N)] = values_N
     blocks = padded.reshape(num_blocks, block)
-    scales = np.maximum(blocks.max(axis=1), -blocks.min(axis=1)) / np.float32(LARGEST[codec])
+    largest = np.maximum(blocks.max(axis=1), -blocks.min(axis=1))
+    scales = _fp16_scales(largest) if codec == "fp16-scaled" else largest / np.float32(LARGEST[codec])
     not_finite = ~np.isfinite(scales)
     if not_finite.any():  # integers cannot represent NaN or infinity, so the block's scale becomes NaN
         scales[not_finite], blocks[not_finite] = np.nan, 0.0
     # A block of zeros has scale 0: divide by 1 instead.
     blocks /= np.where(scales > 0, scales, np.float32(1))[:, None]
+    head: bytes = scales.astype("<f4").tobytes()
+    if codec == "fp16-scaled":
+        return head + _to_fp16(padded[: len(values_N)]).tobytes()
     np.rint(blocks, out=blocks)
     values = padded[: len(values_N)].astype(np.int8)
-    head: bytes = scales.astype("<f4").tobytes()
     return head + (values.tobytes() if codec == "int8" else _pack_int4(values))
 
 
 def _decode_blocks(codec: CodecName, coded: Coded, num_values: int) -> Vector:
     num_blocks, block = _num_blocks(codec, num_values), BLOCK[codec]
     scales = np.frombuffer(coded, "<f4", count=num_blocks).astype(np.float32, copy=False)
-    body = np.frombuffer(coded, np.int8, offset=4 * num_blocks)
-    values = (body if codec == "int8" else _unpack_int4(body, num_values)).astype(np.float32)
+    if codec == "fp16-scaled":
+        values = _from_fp16(np.frombuffer(coded, "<f2", offset=4 * num_blocks))
+    else:
+        body = np.frombuffer(coded, np.int8, offset=4 * num_blocks)
+        values = (body if codec == "int8" else _unpack_int4(body, num_values)).astype(np.float32)
     whole = num_values // block * block
     values[:whole].reshape(-1, block)[:] *= scales[: whole // block, None]
     if whole < num_values:
         values[whole:] *= scales[-1]
     return values
+
+
+def _fp16_scales(largest_B: Vector) -> Vector:
+    """Returns powers of two, by which dividing and multiplying is exact: only float16's own rounding remains, 2^-11.
+
+    Float16 keeps that precision over 29 powers of two, so values of a block down to 2^-28 of its largest have it.
+    """
+    exponents_B = np.frexp(largest_B)[1]
+    # The smallest normal float32: a smaller scale would be rounded itself.
+    scales_B = np.ldexp(np.float32(1), np.maximum(exponents_B - 15, -126)).astype(np.float32)
+    scales: Vector = np.where(np.isfinite(largest_B), np.where(largest_B > 0, scales_B, 0), np.nan).astype(
+        np.float32
+    )
+    return scales
 
 
 def _pack_int4(values_N: NDArray[np.int8]) -> bytes:

@@ -274,10 +274,10 @@ class Reducer:
             self._mesh.mark_broken(owner)
             raise RoundFailed(f"{owner} disconnected: {broken}") from None
         finally:
+            stream.close()  # before the await below: if the task is cancelled there, nothing after it runs
             if sending is not None:
                 sending.cancel()
                 await asyncio.gather(sending, return_exceptions=True)
-            stream.close()
 
     async def _send_chunks(self, stream: Stream, chunks: list[tuple[int, int]], delta_N: Vector) -> None:
         for start, end in chunks:
