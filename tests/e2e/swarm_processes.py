@@ -153,7 +153,7 @@ class Swarm:
 
     def stats(self) -> Stats | None:
         try:
-            return Stats.parse(httpx2.get(f"{self.url}/v1/stats", timeout=5.0).content)
+            return Stats.parse(httpx2.get(f"{self.url}/v1/stats", timeout=5.0).raise_for_status().content)
         except httpx2.HTTPError:
             return None
 

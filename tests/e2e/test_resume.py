@@ -80,6 +80,6 @@ def test_resume_refuses_a_changed_or_missing_run(tmp_path: Path) -> None:
     held.rename(swarm.folder / "holiday.jpg")
     not_ours = shoal(*run, "--fresh")
     assert not_ours.returncode == 2
-    assert "left alone" in not_ours.stderr
+    assert "they are not deleted" in not_ours.stderr
     assert [path.name for path in swarm.folder.iterdir()] == ["holiday.jpg"]
     assert not any("Traceback" in each.stderr for each in (nothing, earlier, changed, both, not_ours))

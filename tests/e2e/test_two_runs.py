@@ -65,7 +65,7 @@ def test_nodes_work_for_the_run_they_fit(tmp_path: Path) -> None:
         stats = roles.wait_until_finished(f"{url}/runs/small")
         assert worker.wait(200) == 0
         assert stats.submissions.get("accepted", 0) > 0
-        assert "takes 'small'" in roles.log("worker")
+        assert "joins 'small'" in roles.log("worker")
         other = httpx2.get(f"{url}/runs/big/v1/stats").json()
         assert (other["newest_version"], other["submissions"]) == (0, {})
         for name in ("small", "big"):
