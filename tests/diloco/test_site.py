@@ -15,9 +15,9 @@ from shoal.cli.main import parse, run_command
 from shoal.cli.run.supervise import lock_folder
 from shoal.cli.ui.plot import plot_losses, read_events
 from shoal.diloco import LocalHub
-from shoal.diloco.site.diloco_file import DilocoFile, load_diloco_file
+from shoal.diloco.site.diloco_file import DilocoFile, InnerSection, load_diloco_file
 from shoal.diloco.site.language import Samples, read_corpus
-from shoal.diloco.site.site import Site, SiteCheckpoints, SiteProgress, learning_rate
+from shoal.diloco.site.site import Site, SiteCheckpoints, SiteProgress, inner_groups, learning_rate
 from shoal.model.load_model import load_decoder
 from shoal.net.waiting import Stopped
 from shoal.telemetry import Log, Metrics
@@ -320,6 +320,28 @@ def test_learning_rate_rises_and_falls() -> None:
     assert learning_rate(1.0, 0, 10, 100) == pytest.approx(0.1)
     assert learning_rate(1.0, 10, 10, 100) == pytest.approx(1.0)
     assert learning_rate(1.0, 100, 10, 100) == pytest.approx(0.1)
+    assert learning_rate(1.0, 55, 10, 100, final_share=0.0) == pytest.approx(0.5)
+    assert learning_rate(1.0, 100, 10, 100, final_share=0.0) == pytest.approx(0.0)
+
+
+def test_weight_decay_of_norms_is_an_option() -> None:
+    assert InnerSection().decay_norms is False
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+    for decay_norms in (False, True):
+        inner = InnerSection(decay_norms=decay_norms)
+        groups = inner_groups(model, inner)
+        assert [len(group["params"]) for group in groups] == [1, 3]
+        assert [group["weight_decay"] for group in groups] == [0.1, 0.1 if decay_norms else 0.0]
+
+
+@pytest.mark.parametrize(("name", "inner_steps"), [("opendiloco-150m", 500), ("opendiloco-1b", 125)])
+def test_opendiloco_run_files_have_the_papers_values(name: str, inner_steps: int) -> None:
+    file = load_diloco_file(Path(__file__).parents[2] / "runs" / "diloco" / f"{name}.toml")
+    inner = file.inner
+    assert (file.run.steps, file.rounds.inner_steps, file.data.sequence) == (88_000, inner_steps, 1024)
+    assert (inner.lr, inner.warmup_steps, inner.final_lr_share) == (4e-4, 1000, 0.0)
+    assert (inner.weight_decay, inner.decay_norms) == (0.1, True)
+    assert (file.outer.lr, file.outer.momentum, file.run.steps % inner_steps) == (0.7, 0.9, 0)
 
 
 def test_malformed_card_in_the_directory_is_skipped() -> None:

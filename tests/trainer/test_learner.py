@@ -3,20 +3,43 @@
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_learner import CONFIG, make_batch, make_learner
 
 from shoal.net.waiting import Stopped
+from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.pack import pack
-from shoal.trainer.optim.learner import output_logprobs, warmup_rate
+from shoal.trainer.optim.learner import output_logprobs, update_rate, warmup_rate
 
 
 def test_learning_rate_rises_and_then_stays() -> None:
     rates = [warmup_rate(1.0, step=step, warmup_steps=3) for step in range(6)]
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
     assert warmup_rate(1.0, step=0, warmup_steps=0) == 1.0
+
+
+def test_cosine_schedule_falls_to_zero_after_the_warm_up() -> None:
+    config = TrainerConfig(learning_rate=2.0, warmup_steps=3, lr_schedule="cosine", decay_steps=13)
+    rates = [update_rate(config, step) for step in (0, 1, 2, 3, 8, 13, 99)]
+    assert rates == pytest.approx([0.5, 1.0, 1.5, 2.0, 1.0, 0.0, 0.0])
+    constant = TrainerConfig(learning_rate=2.0, warmup_steps=3)
+    assert [update_rate(constant, step) for step in (0, 3, 99)] == [0.5, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"lr_schedule": "cosine"}, "needs decay_steps"),
+        ({"decay_steps": 9}, '"constant" does not use it'),
+        ({"lr_schedule": "cosine", "decay_steps": 5}, "must be above warmup_steps=5"),
+    ],
+)
+def test_schedule_without_a_horizon_is_refused(keys: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        TrainerConfig(**keys)
 
 
 def test_good_answers_become_more_likely(model: Path) -> None:

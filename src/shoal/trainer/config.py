@@ -44,6 +44,10 @@ class DilocoConfig(Record):
     codec: Literal["fp32", "fp16", "fp16-scaled", "int8", "int4"] = "fp16-scaled"
     """Encoding of a merge on the network, one of diloco.codec's. Repeated here, because run files are read without torch.
     Plain fp16 loses up to a third of a merge at reinforcement learning's small rates."""
+    average: Literal["mean", "trimmed"] = "mean"
+    """"trimmed" leaves out the highest and lowest quarter of the sites at every coordinate."""
+    max_norm_ratio: float = Field(default=3.0, ge=1)
+    """Largest norm and weight of a site's update, as a multiple of the sites' median."""
     outer_lr: float = Field(default=1.0, gt=0)
     outer_momentum: float = Field(default=0.3, ge=0, lt=1)
     """With outer_lr 1 and outer_momentum 0 a merge is the mean of the sites. The papers' 0.7 and 0.9 overshoot in
@@ -57,7 +61,11 @@ class TrainerConfig(Record):
 
     learning_rate: float = Field(default=3e-4, gt=0)
     warmup_steps: int = Field(default=5, ge=0)
-    """The learning rate rises linearly over this many optimizer steps, then stays."""
+    """The learning rate rises linearly over this many optimizer steps."""
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    """After the warm-up the rate stays, or falls along a cosine to 0 at optimizer step `decay_steps`."""
+    decay_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of the whole cosine schedule, warm-up included: versions times `optimizer_steps`."""
     betas: tuple[Beta, Beta] = (0.9, 0.99)
     weight_decay: float = Field(default=0.0, ge=0)
     clip_norm: float = Field(default=1.0, gt=0)
@@ -129,6 +137,17 @@ class TrainerConfig(Record):
             raise ValueError(
                 f"delta={recipe.delta} must be above 1 + eps = {1 + recipe.eps_high}; the report uses 4 and 0.2"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> "TrainerConfig":
+        if (self.lr_schedule == "cosine") != (self.decay_steps > 0):
+            raise ValueError(
+                f'lr_schedule="{self.lr_schedule}" with decay_steps={self.decay_steps}: "cosine" needs decay_steps, such as '
+                'last_version * optimizer_steps, and "constant" does not use it'
+            )
+        if self.decay_steps and self.decay_steps <= self.warmup_steps:
+            raise ValueError(f"decay_steps={self.decay_steps} must be above warmup_steps={self.warmup_steps}")
         return self
 
     @model_validator(mode="after")

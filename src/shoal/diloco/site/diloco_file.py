@@ -20,7 +20,7 @@ class DilocoRunSection(Record):
     """`tiny`, `smollm2-135m`, or the path of a model folder that transformers can load."""
     seed: int = Field(default=0, ge=0)
     steps: int = Field(ge=1)
-    """Inner steps of the whole run. The learning rate falls to a tenth by the last one."""
+    """Inner steps of the whole run. The learning rate falls along a cosine until the last one."""
     engine: Literal["hivemind", "torchft", "local"] = "hivemind"
 
 
@@ -40,7 +40,11 @@ class InnerSection(Record):
 
     lr: float = Field(default=4e-4, gt=0)
     warmup_steps: int = Field(default=100, ge=0)
+    final_lr_share: float = Field(default=0.1, ge=0, le=1)
+    """The rate at the last step, as a share of `lr`. OpenDiLoCo's is 0."""
     weight_decay: float = Field(default=0.1, ge=0)
+    decay_norms: bool = False
+    """Whether norms and biases are decayed too, as in OpenDiLoCo."""
     batch: int = Field(default=32, ge=1)
     """Samples per inner step and site."""
     micro_batch: int = Field(default=32, ge=1)

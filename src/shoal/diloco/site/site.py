@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shoal.diloco.averaging.averager import Averager
 from shoal.diloco.optimizer import DiLoCo, RoundReport, Schedule
 from shoal.diloco.outer import Outer
-from shoal.diloco.site.diloco_file import DilocoFile
+from shoal.diloco.site.diloco_file import DilocoFile, InnerSection
 from shoal.diloco.site.language import (
     Samples,
     Tokens,
@@ -143,7 +143,11 @@ class Site:
         nn.utils.clip_grad_norm_(self.model.parameters(), inner.clip_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(
-                inner.lr, self.optimizer.steps, inner.warmup_steps, self.file.run.steps
+                inner.lr,
+                self.optimizer.steps,
+                inner.warmup_steps,
+                self.file.run.steps,
+                final_share=inner.final_lr_share,
             )
         self.optimizer.count_samples(inner.batch)
         self.optimizer.step()
@@ -224,16 +228,7 @@ class Site:
 
     def _make_optimizer(self, averager: Averager) -> DiLoCo:
         inner, rounds = self.file.inner, self.file.rounds
-        matrices = [p for p in self.model.parameters() if p.dim() > 1]
-        vectors = [p for p in self.model.parameters() if p.dim() <= 1]
-        adamw = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": inner.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=inner.lr,
-            betas=(0.9, 0.95),
-        )
+        adamw = torch.optim.AdamW(inner_groups(self.model, inner), lr=inner.lr, betas=(0.9, 0.95))
         return DiLoCo(
             self.model,
             inner=adamw,
@@ -288,12 +283,25 @@ def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def learning_rate(top: float, step: int, warmup_steps: int, last_step: int) -> float:
-    """Returns a learning rate that rises linearly, then falls along a cosine to a tenth."""
+def inner_groups(model: nn.Module, inner: InnerSection) -> list[dict[str, Any]]:
+    """Returns the parameter groups of the inner optimizer: matrices, then norms and biases."""
+    return [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": inner.weight_decay},
+        {
+            "params": [p for p in model.parameters() if p.dim() <= 1],
+            "weight_decay": inner.weight_decay if inner.decay_norms else 0.0,
+        },
+    ]
+
+
+def learning_rate(
+    top: float, step: int, warmup_steps: int, last_step: int, *, final_share: float = 0.1
+) -> float:
+    """Returns a learning rate that rises linearly, then falls along a cosine to `final_share` of `top`."""
     if step < warmup_steps:
         return top * (step + 1) / warmup_steps
     done = min(1.0, (step - warmup_steps) / max(1, last_step - warmup_steps))
-    return top * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+    return top * (final_share + 0.5 * (1 - final_share) * (1 + math.cos(math.pi * done)))
 
 
 _NAME = re.compile(r"step-(\d{8})-([0-9a-f]{16})\.pt")

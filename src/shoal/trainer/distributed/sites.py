@@ -14,6 +14,7 @@ from shoal.diloco.averaging.averager import Averager
 from shoal.diloco.averaging.peers import AveragerSettings, PeerAverager
 from shoal.diloco.optimizer import DiLoCo, RoundReport, Schedule
 from shoal.diloco.outer import Outer
+from shoal.diloco.robust import RobustSettings
 from shoal.diloco.transport.hivemind_mesh import HivemindMesh, PeerAddress
 from shoal.telemetry import Log, Metrics
 from shoal.trainer.config import DilocoConfig
@@ -24,6 +25,7 @@ def make_averager(
     config: DilocoConfig, address: PeerAddress, run: str, *, log: Log, stop: threading.Event
 ) -> Averager:
     """Creates the averaging engine that the run file names. `address` says where this site listens and whom it joins."""
+    robust = RobustSettings(average=config.average, max_norm_ratio=config.max_norm_ratio)
     if config.engine == "hivemind":
         return PeerAverager(
             HivemindMesh(f"rl-{run}", address),
@@ -32,7 +34,8 @@ def make_averager(
             settings=AveragerSettings(
                 gather_s=config.deadline_s / 2,
                 shared=f"inner_steps = {config.inner_steps}, codec = {config.codec}, "
-                f"outer_lr = {config.outer_lr}, outer_momentum = {config.outer_momentum}",
+                f"outer_lr = {config.outer_lr}, outer_momentum = {config.outer_momentum}, {robust.as_text()}",
+                robust=robust,
                 admit=frozenset(address.admit) or None,
             ),
             stop=stop,
@@ -49,6 +52,7 @@ def make_averager(
         address.join[0],
         log=log,
         codec=config.codec,
+        robust=robust,
         host=address.host,
         stop=stop,
     )

@@ -130,7 +130,7 @@ class Learner:
         config = self.config
         number = self.version * config.optimizer_steps + index
         for group in self.optimizer.param_groups:
-            group["lr"] = warmup_rate(config.learning_rate, step=number, warmup_steps=config.warmup_steps)
+            group["lr"] = update_rate(config, number)
         self.optimizer.zero_grad(set_to_none=True)
         # The gap to the worker's log-probs can be measured only until the first update changes the weights.
         self._accumulate(minibatch, sums, stop, with_gap=config.behaviour == "worker" and index == 0)
@@ -299,6 +299,15 @@ def make_optimizer(model: nn.Module, config: TrainerConfig, *, learning_rate: fl
 def warmup_rate(learning_rate: float, *, step: int, warmup_steps: int) -> float:
     """Returns the learning rate of step number `step`, counted from 0: linear up to `warmup_steps`, then constant."""
     return learning_rate * min(1.0, (step + 1) / (warmup_steps + 1))
+
+
+def update_rate(config: TrainerConfig, step: int) -> float:
+    """Returns the learning rate of update number `step`, counted from 0: the warm-up, then constant or a cosine to 0."""
+    rate = warmup_rate(config.learning_rate, step=step, warmup_steps=config.warmup_steps)
+    if config.lr_schedule == "constant" or step < config.warmup_steps:
+        return rate
+    done = min(1.0, (step - config.warmup_steps) / (config.decay_steps - config.warmup_steps))
+    return rate * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def clip_gradient(model: nn.Module, clip_norm: float) -> float:
