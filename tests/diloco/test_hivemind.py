@@ -165,3 +165,14 @@ def _listens(port: int) -> bool:
     return any(
         f":{port:04X} " in line and " 0A " in line for line in Path("/proc/net/tcp").read_text().splitlines()
     )
+
+
+def test_values_that_are_not_finite_are_refused_over_hivemind(start: Any) -> None:
+    """One of four peers sends a NaN in every round; the others go on without it, with the right average."""
+    peers = start(4, rounds=3, num_values=30_000, min_peers=3, liar=3)
+    said = [peer.rest() for peer in peers[:3]]
+    rounds = [round_events(each) for each in said]
+    assert all(len(each) == 3 for each in rounds)
+    assert all(what["right"] and what["outcome"] == "COMMITTED" for each in rounds for what in each)
+    assert all(what["peers"] == 3 for each in rounds for what in each)
+    assert len({each[-1]["state"] for each in rounds}) == 1
