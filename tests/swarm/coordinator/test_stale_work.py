@@ -211,3 +211,18 @@ def test_a_synchronous_swarm_waits_for_the_next_version(tmp_path: Path) -> None:
         assert [policy.version for policy in node.lease().policies] == [1]
     finally:
         swarm.close()
+
+
+def test_work_that_goes_stale_in_the_queue_does_not_stop_its_node(tmp_path: Path) -> None:
+    """The node submitted in time; that no validator came is not its fault. Stale at receipt would take its allowance."""
+    config = CONFIG.model_copy(update={"groups_per_step": 40})
+    swarm = SmallSwarm(tmp_path, config, SPEC.model_copy(update={"max_lag": 1}))
+    swarm.start()
+    node = swarm.node()
+    delivered = [node.deliver() for _ in range(12)]
+    for version in (1, 2):
+        swarm.announce(version)
+    swarm.tick()
+    assert {node.status(lease).code for lease in delivered} == {"void.stale"}
+    assert node.lease().policies[-1].version == 2
+    swarm.close()

@@ -38,7 +38,7 @@ could otherwise get another seed by choosing how its lease ends."""
 _EXPIRED = Statement(select(leases).where(leases.c.state.in_(AWAITED), leases.c.deadline_s < given("now_s")))
 
 
-def end(
+def end(  # noqa: PLR0913 - everything that the end of a lease changes
     tx: Transaction,
     coordinator: Coordinator,
     lease: Row[Any],
@@ -47,6 +47,7 @@ def end(
     code: str,
     detail: str,
     credit: int = 0,
+    takes_allowance: bool = True,
 ) -> None:
     """Moves a lease to a terminal state. Every lease ends here."""
     state = next_state(LeaseState(lease.state), event)
@@ -61,7 +62,7 @@ def end(
     )
     if state is LeaseState.VOID and (upload := UPLOADS.find(tx.db, lease.lease_id)) is not None:
         remove_bytes(tx, coordinator, expected_upload(upload))
-    if state is LeaseState.VOID:
+    if state is LeaseState.VOID and takes_allowance:
         _count_void(tx, coordinator, lease.node, code)
     if code in OWED and lease.purpose == "train":
         epochs.add_debt(tx, lease if lease.unit == lease.lease_id else find_lease(tx.db, lease.unit))
@@ -78,11 +79,27 @@ def _count_void(tx: Transaction, coordinator: Coordinator, node: str, code: str)
     )
 
 
-def void(tx: Transaction, coordinator: Coordinator, lease: Row[Any], code: str, detail: str) -> None:
+def void(
+    tx: Transaction,
+    coordinator: Coordinator,
+    lease: Row[Any],
+    code: str,
+    detail: str,
+    *,
+    takes_allowance: bool = True,
+) -> None:
     """Ends a lease without a verdict, without blame and without credit."""
     tx.record("lease.void", lease_id=lease.lease_id, node=lease.node, code=code, detail=detail)
     count_void(tx, lease.node)
-    end(tx, coordinator, lease, LeaseEvent.VOID, code=code, detail=detail)
+    end(
+        tx,
+        coordinator,
+        lease,
+        LeaseEvent.VOID,
+        code=code,
+        detail=detail,
+        takes_allowance=takes_allowance,
+    )
     if code == "void.expired":
         change_standing(
             tx, coordinator, lease.node, TrustEvent.LAPSED, f"leases expired, the last {lease.lease_id}"
@@ -151,18 +168,26 @@ def void_stale(tx: Transaction, coordinator: Coordinator, newest: int) -> None:
         )
     ).all()
     for row in rows:
-        void_as_stale(tx, coordinator, row, row.policy_version, newest)
+        # The node submitted in time and no validator came: an overloaded validator must not stop honest nodes.
+        void_as_stale(tx, coordinator, row, row.policy_version, newest, takes_allowance=False)
 
 
 def void_as_stale(
-    tx: Transaction, coordinator: Coordinator, lease: Row[Any], version: int, newest: int
+    tx: Transaction,
+    coordinator: Coordinator,
+    lease: Row[Any],
+    version: int,
+    newest: int,
+    *,
+    takes_allowance: bool = True,
 ) -> None:
+    """Voids a submission of a version that is too old. `takes_allowance`: it was too old when the node submitted it."""
     if lease.purpose == "train":
         rule = f"at most {coordinator.spec.max_lag} is used"
     else:
         rule = f"the newest {coordinator.spec.keep_versions} are kept"
     detail = f"made with version {version}, {newest - version} behind {newest}; {rule}"
-    void(tx, coordinator, lease, "void.stale", detail)
+    void(tx, coordinator, lease, "void.stale", detail, takes_allowance=takes_allowance)
 
 
 def finish_run(tx: Transaction, coordinator: Coordinator) -> None:

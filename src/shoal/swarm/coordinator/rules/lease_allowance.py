@@ -1,8 +1,9 @@
 """The allowance of a node for leases that it does not answer: what it delivered limits what it may let go.
 
 Each node has a bucket of tokens. A lease that ends void takes tokens out, whatever the way: given back, expired, stale, suspicious,
-uncheckable. An accepted submission puts one in, and so does time. A node without a token gets no new lease. A node that delivers
-never notices it; a key that takes leases and gives them back gets BURST of them, and then one every quarter of `lease_s`.
+uncheckable. An accepted submission puts one in, and so does time. A node without a token gets no new lease. Work that went
+stale in the queue of the validators takes none. A node that delivers never notices it; a key that takes leases and gives them back
+gets BURST of them, and then one every quarter of `lease_s`.
 
 Nothing here reads a clock: callers pass the time. The buckets are in memory: a restart of the coordinator fills them.
 """
