@@ -117,7 +117,7 @@ $(VENV)-lowest/.ready: pyproject.toml .ci/lowest_versions.py
 	@$(PYTHON) -m venv $(VENV)-lowest
 	@$(PYTHON) .ci/lowest_versions.py > $(VENV)-lowest/constraints.txt
 	@$(VENV)-lowest/bin/pip install --quiet --disable-pip-version-check --constraint $(VENV)-lowest/constraints.txt --editable '.[s3]' \
-		pytest pytest-timeout hypothesis 'psycopg[binary]' 
+		pytest pytest-timeout hypothesis fastapi schemathesis 'psycopg[binary]'
 	@touch $@
 
 clean:

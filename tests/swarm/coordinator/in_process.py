@@ -13,6 +13,8 @@ from typing import Any
 import httpx2
 
 TIMEOUT_S = 60.0
+PORT = 8700
+"""The port in the address of a coordinator that is called in process; nothing listens there."""
 
 
 @cache
@@ -23,12 +25,21 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 class InProcessTransport(httpx2.BaseTransport):
-    """Passes requests for any host to the app that `find_app` returns: a coordinator that is reopened has a new one."""
+    """Passes requests for PORT to the app that `find_app` returns: a coordinator that is reopened has a new one.
+
+    Other requests, such as uploads to an object store, go over a socket.
+    """
 
     def __init__(self, find_app: Callable[[], Any]) -> None:
         self._find_app = find_app
+        self._others = httpx2.HTTPTransport(verify=False)
+
+    def close(self) -> None:
+        self._others.close()
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        if request.url.port != PORT:
+            return self._others.handle_request(request)
         body = request.read()
         return asyncio.run_coroutine_threadsafe(self._call(request, body), event_loop()).result(TIMEOUT_S)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from in_process import InProcessTransport
+from in_process import PORT, InProcessTransport
 
 from ledger_reader import read_ledger
 from s3_stores import CREDENTIALS
@@ -166,7 +166,7 @@ class SmallSwarm:
         )
         resume(self.coordinator)
         sock = listen("127.0.0.1", port) if self.on_socket else None
-        self.authority = f"127.0.0.1:{sock.getsockname()[1] if sock else 8700}"
+        self.authority = f"127.0.0.1:{sock.getsockname()[1] if sock else PORT}"
         self.url = f"http://{self.authority}"
         names = None if self.any_name else frozenset({self.authority})
         self.app = app = RunApp(self.coordinator, authorities=names, cache_s=0.0)
