@@ -43,7 +43,7 @@ CONTROL_PLANE = [
     "shoal.cli.main",
     "shoal.cli.run.roles",
 ]
-MAX_MODULES = 230
+MAX_MODULES = 300
 MAX_MODULES_IN_A_FOLDER = 20
 MIN_LINES, MAX_LINES = 40, 500
 MAX_CHAIN = 8
