@@ -16,8 +16,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 HAS_CHROMIUM := { command -v chromium || command -v google-chrome; } >/dev/null
 
-# The number of test processes; 0 runs tests in one process, for a debugger.
-WORKERS ?= auto
+# The number of test processes; 0 runs tests in one process, for a debugger. Two more than cores, because many tests wait.
+WORKERS ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 2)))
 # DURATIONS=25 prints the 25 slowest tests.
 PYTEST = $(BIN)/pytest $(if $(DURATIONS),--durations=$(DURATIONS))
 PARALLEL := -n $(WORKERS) --dist loadfile

@@ -1,4 +1,4 @@
-"""Housekeeping: once a second leases and claims expire, once a minute nonces are pruned and SQLite's log is checkpointed."""
+"""Housekeeping: once a second leases and claims expire and SQLite's log is checkpointed, once a minute nonces are pruned."""
 
 import threading
 import time
@@ -27,6 +27,7 @@ def tick(coordinator: Coordinator) -> None:
         lifecycle.expire_overdue(tx, coordinator)
         verdicts.release_lapsed_claims(tx, coordinator)
         nodes.record_offline(tx, coordinator.config.heartbeat_s)
+    coordinator.database.checkpoint()
 
 
 def tidy(coordinator: Coordinator) -> None:
@@ -34,7 +35,7 @@ def tidy(coordinator: Coordinator) -> None:
     with coordinator.transaction() as tx:
         prune_nonces(tx)
         lifecycle.end_old_debts(tx, coordinator)
-    coordinator.database.checkpoint()
+    coordinator.database.truncate_log()
 
 
 def run_housekeeping(

@@ -149,8 +149,8 @@ def read_and_check_table(
     hidden_size = policy.decoder.shape.hidden_size
     if lease.proof.topk > hidden_size:  # the operator's mistake, not the node's
         raise CannotCheck(
-            f"proof.topk={lease.proof.topk} is more than the model's {hidden_size} values per state, so an answer of two "
-            "tokens has no proof; lower proof.topk"
+            f"proof.topk={lease.proof.topk} is more than the model's {hidden_size} values per hidden state, so "
+            "the shortest answers cannot be proven; lower proof.topk"
         )
     prompt_tokens = encode_prompts(lease, tokenizer)
     table = reader.read(data, table_limits(lease, max(map(len, prompt_tokens))))

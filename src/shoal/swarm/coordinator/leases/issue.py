@@ -40,12 +40,13 @@ from shoal.wire.record import Sealed, seal
 from shoal.wire.seeded_draw import lease_seed, problem_seeds
 
 PROVEN_LAPSES = 2
-"""A node that let this many leases in a row run out does not count as proven."""
+"""A node whose last leases, this many in a row, all expired does not count as proven."""
 
 _UNPROVEN = (nodes.c.accepted == 0) | (nodes.c.lapses >= PROVEN_LAPSES)
 _HOPED = leases.c.state.in_(AWAITED) & _UNPROVEN
-# Leases issued before version `oldest` was published are answered by an older one, and come too late for any batch. If `oldest`
-# is not published yet, the comparison with NULL leaves no row.
+# `oldest` is the oldest version whose rollouts the next batch accepts. A lease that was issued before `oldest` was published is
+# generated with an older version, so it is too stale for any batch. While `oldest` is not published, the comparison with NULL
+# leaves no row.
 _IN_FLIGHT = Statement(
     select(
         func.coalesce(func.sum(leases.c.num_prompts), 0).label("total"),
@@ -85,7 +86,7 @@ def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Seale
         wait_s = _refuse(tx, coordinator, node)
         raise Rejected("request.too_early", str(reason), retry_after_s=wait_s) from None
     tx.after_commit(lambda: coordinator.backpressure.release_place(node.node))
-    # After the last check: a request that is refused after it has written makes its whole group run twice.
+    # After the last check: if a request writes and is then refused, all requests of its commit group run twice.
     mark_live(tx)
     return _issue(tx, coordinator, node, work)
 
@@ -94,7 +95,7 @@ def _expire_own(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> tu
     """Voids the node's leases that ran out, and returns its row and its other leases that it has not submitted.
 
     Housekeeping voids expired leases once a second. Here the node's own must be voided at once, or it would be given a lease
-    that it can no longer submit, or a new seed in place of the one that it owes.
+    that it can no longer submit, or a new seed although it still has to deliver an earlier one.
     """
     held = awaited_of(tx.db, tx.actor)
     expired = [lease for lease in held if lease.deadline_s < tx.now_s]
@@ -106,7 +107,7 @@ def _expire_own(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> tu
 
 
 def _refuse(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> float:
-    """Returns how long a node without work should wait. Counts the refusal after commit, because a group may be redone.
+    """Returns how long a node without work should wait. Counts the refusal after commit, because a commit group may run twice.
 
     Only nodes with an accepted submission keep a place in the queue; otherwise new keys, which cost nothing, could block it.
     """
@@ -176,7 +177,7 @@ def is_proven(node: Row[Any]) -> bool:
 
 
 def groups_in_flight(db: Connection, oldest: int) -> tuple[int, int]:
-    """Returns the groups of open train leases of version `oldest` or newer: those to count on, and those of unproven nodes."""
+    """Counts the groups of open train leases of version `oldest` or newer: first those of proven nodes, then the others."""
     found = _IN_FLIGHT.row(db, oldest=oldest)
     assert found is not None, "a sum is one row"
     return int(found.total - found.hoped), int(found.hoped)

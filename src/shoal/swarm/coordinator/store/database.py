@@ -131,15 +131,26 @@ class Database:
             yield db
 
     def checkpoint(self) -> None:
-        """Moves SQLite's write-ahead log into the database file, so that the log does not grow without bound."""
-        if not self.is_sqlite:
-            return
-        with self._lock:
-            raw = self._engine.raw_connection()
-            try:
-                raw.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            finally:
-                raw.close()
+        """Copies SQLite's write-ahead log into the database file while others read and write.
+
+        Commits never do it (`wal_autocheckpoint=0`), because they would wait for two more flushes of the disk. Once everything
+        is copied, SQLite writes the log from its beginning again, so the log does not grow without bound.
+        """
+        if self.is_sqlite:
+            self._checkpoint("PASSIVE")
+
+    def truncate_log(self) -> None:
+        """Copies SQLite's write-ahead log and empties its file. Writers wait meanwhile."""
+        if self.is_sqlite:
+            with self._lock:
+                self._checkpoint("TRUNCATE")
+
+    def _checkpoint(self, mode: str) -> None:
+        raw = self._engine.raw_connection()
+        try:
+            raw.cursor().execute(f"PRAGMA wal_checkpoint({mode})")
+        finally:
+            raw.close()
 
     def close(self) -> None:
         self._engine.dispose()
@@ -219,6 +230,7 @@ def _configure_sqlite(engine: Engine) -> None:
             "journal_mode=WAL",
             f"synchronous={SQLITE_SYNCHRONOUS}",
             "foreign_keys=ON",
+            "wal_autocheckpoint=0",
             f"busy_timeout={BUSY_TIMEOUT_MS}",
         ):
             cursor.execute(f"PRAGMA {pragma}")
