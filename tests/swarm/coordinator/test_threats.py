@@ -1,11 +1,11 @@
-"""One hostile client for each row of the threat table, each asserted on its code and on nothing having changed.
+"""Hostile clients of the coordinator, each asserted on its code and on nothing having changed; docs/threats.md names them.
 
-Clients whose lie is inside the file meet the validator: `ELSEWHERE` names their tests, and a test checks that these exist.
+Clients whose lie is inside the file meet the validator: the page names their tests too.
 """
 
-import ast
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,71 +45,23 @@ from shoal.wire.request import Target, sign_request
 from shoal.wire.run_spec import PROTOCOL
 
 TESTS = Path(__file__).parents[2]
-ELSEWHERE: dict[str, tuple[str, ...]] = {
-    # 4, 8, 9, 14, 15: what the file claims and the leased model did not do.
-    "copied work": ("e2e/test_liars.py::test_another_nodes_file", "swarm/validator/test_lies.py::"),
-    "answers left out": ("e2e/test_liars.py::test_an_answer_left_out",),
-    "wrong model, prompt, sampling or ending": (
-        "e2e/test_liars.py::test_every_lying_worker_is_refused_with_its_own_code_and_ejected",
-        "swarm/validator/test_lies.py::test_a_lie_is_refused_with_its_code",
-    ),
-    # 6, 27: programs and answers that attack their grader.
-    "reward hacking": (
-        "tasks/test_sandbox.py::test_a_program_cannot_pretend_to_have_passed",
-        "tasks/test_sandbox.py::test_no_program_sees_the_environment_or_opens_a_socket",
-    ),
-    # 10
-    "parquet bombs": (
-        "swarm/validator/test_reader.py::test_a_parquet_bomb_is_refused_by_its_footer",
-        "swarm/validator/test_reader.py::test_a_bomb_that_passes_the_footer_meets_the_memory_limit",
-        "swarm/validator/test_parquet_corpus.py::",
-    ),
-    # 7, 16: seeds and hoarding over time.
-    "walking away": ("swarm/coordinator/test_holes.py::test_an_abandoned_seed_is_leased_again",),
-    "hoarding": ("swarm/coordinator/test_holes.py::test_idle_keys_cannot_take_work_away_from_proven_nodes",),
-    # 19: anyone can repeat the draw of the checks.
-    "an operator that spares a liar": (
-        "swarm/coordinator/test_holes.py::test_draws_are_secret_before_and_verifiable_after",
-    ),
-    # 21: connections.
-    "slow headers": ("net/test_http_server.py::test_headers_that_never_end_time_out",),
-    # 22, 23: relays.
-    "bandwidth theft": (
-        "shardcast/test_private_relay.py::test_a_ticket_is_needed_and_the_error_says_so",
-        "net/test_file_server.py::test_too_many_connections_of_one_address_are_refused",
-    ),
-    "poisoned weights": (
-        "shardcast/test_fetch.py::test_a_corrupting_relay_is_dropped_and_named",
-        "shardcast/test_fetch.py::test_a_manifest_of_another_key_is_refused_without_a_request",
-        "shardcast/test_peer_failures.py::test_no_name_leaves_the_folder",
-    ),
-    # 25: the worker's side of it.
-    "a coordinator that is not the one that was joined": (
-        "rollout/test_worker.py::test_another_run_under_the_same_address_is_refused",
-    ),
-    # 26: text that a terminal or log would interpret.
-    "log injection": ("test_telemetry.py::test_untrusted_text_cannot_start_a_log_line",),
-    # 28
-    "a rewritten ledger": (
-        "swarm/coordinator/test_ledger_on_disk.py::test_a_changed_row_is_found",
-        "cli/test_ledger_verify.py::test_a_changed_ledger_is_reported",
-    ),
-    # Uploads to an object store.
-    "object stores": (
-        "swarm/coordinator/test_both_stores.py::test_exactly_the_declared_bytes",
-        "swarm/coordinator/test_both_stores.py::test_a_url_is_for_one_name_one_method_and_its_time",
-    ),
-}
-"""24 (contributors hold the weights) and 30 (phishing) are nothing a client can be refused for."""
+PAGE = TESTS.parent / "docs" / "threats.md"
 
 
-@pytest.mark.parametrize("names", ELSEWHERE.values(), ids=ELSEWHERE.keys())
-def test_the_named_tests_exist(names: tuple[str, ...]) -> None:
-    for name in names:
-        file, _, function = name.partition("::")
-        tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
-        found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-        assert function in found or not function, name
+def test_every_row_of_the_page_names_tests_that_exist() -> None:
+    source = "\n".join(path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py"))
+    existing = set(re.findall(r"^(?:async )?def (test_\w+)", source, flags=re.MULTILINE))
+    rows = [
+        line
+        for line in PAGE.read_text(encoding="utf-8").splitlines()
+        if re.match(r"\| (?!who|setting|---|`)", line)
+    ]
+    assert len(rows) > 60
+    for row in rows:
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+        names = re.findall(r"`(test_\w+)`", cells[-1])
+        assert names or "not stopped" in row, f"no test is named: {row}"
+        assert existing.issuperset(names), set(names) - existing
 
 
 # -- what must not change ---------------------------------------------------------------------------------
