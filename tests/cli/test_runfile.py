@@ -69,7 +69,7 @@ def test_example_files_are_good(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ('model = "tiny"', "model = 1", "run.model = 1: "),
         ('name = "sort"', 'name = "sorting"', "task: unknown task 'sorting'; known: ['add', 'count', "),
         ("length = 4", "length = 40", "task: sort: length=40 must be a whole number from 2 to 12"),
-        ("length = 4", "lenght = 4", "task: task 'sort': "),
+        ("length = 4", "lenght = 4", "task: task 'sort' has no option 'lenght'; did you mean length?"),
         ("max_new_tokens = 8", "max_new_tokens = 64", "trainer.row_tokens = 64 cannot hold a prompt and"),
         ("row_tokens = 64", "keep_versions = 9", "trainer.keep_versions is not a key"),
         ("eval_every = 10", "keep_versions = 9", "coordinator.keep_versions is not a key"),

@@ -4,6 +4,27 @@
 """
 
 from shoal.tasks.registry import make_task
-from shoal.tasks.task import CannotGrade, Finite, Outcome, Problem, Reward, Split, Task
+from shoal.tasks.task import (
+    CannotGrade,
+    Finite,
+    Outcome,
+    Problem,
+    Reward,
+    Split,
+    Task,
+    is_held_out,
+    problem_rng,
+)
 
-__all__ = ["CannotGrade", "Finite", "Outcome", "Problem", "Reward", "Split", "Task", "make_task"]
+__all__ = [
+    "CannotGrade",
+    "Finite",
+    "Outcome",
+    "Problem",
+    "Reward",
+    "Split",
+    "Task",
+    "is_held_out",
+    "make_task",
+    "problem_rng",
+]

@@ -1,11 +1,13 @@
 """Finds tasks by name: built-in ones, and those of installed packages in the entry point group `shoal.tasks`."""
 
+import difflib
 import functools
+import inspect
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
 from shoal.tasks.datasets.data_set import DataSet, Format, Listed
-from shoal.tasks.datasets.file_options import checked_options
+from shoal.tasks.datasets.file_options import Options, checked_options
 from shoal.tasks.datasets.formats import GENESYS, GSM8K, HUMANEVAL, MATH, MBPP, SVAMP
 from shoal.tasks.length_budget import with_budgets
 from shoal.tasks.procedural import Add, Count, Largest, Sort
@@ -43,8 +45,10 @@ def make_task(spec: TaskSpec) -> Task:
 def _make(text: str) -> Task:
     spec = TaskSpec.model_validate_json(text)
     factory = _find(spec.name)
+    options = checked_options(spec)
+    _check_options(spec.name, factory, options)
     try:
-        task = factory(**checked_options(spec))
+        task = factory(**options)
     except TypeError as error:
         raise ValueError(f"task {spec.name!r}: {error}") from None
     return with_budgets(task, spec.budgets, spec.budget_alpha) if spec.budgets else task
@@ -56,5 +60,31 @@ def _find(name: str) -> Factory:
     found = entry_points(group=ENTRY_POINTS)
     if name not in found.names:
         raise ValueError(f"unknown task {name!r}; known: {sorted(TASKS.keys() | found.names)}")
-    factory: Factory = found[name].load()
+    try:
+        factory: Factory = found[name].load()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"task {name!r}: its entry point {found[name].value} cannot be loaded: {error}; correct the entry point in the "
+            "package's pyproject.toml and install the package again"
+        ) from None
     return factory
+
+
+def _check_options(name: str, factory: Factory, options: Options) -> None:
+    """Raises ValueError with the known options for one that the task does not have."""
+    try:
+        known = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return
+    if any(one.kind is one.VAR_KEYWORD for one in known.values()):
+        return
+    names = [
+        one for one, kind in known.items() if one != "format" or not isinstance(factory, functools.partial)
+    ]
+    for option in options:
+        if option not in names:
+            close = difflib.get_close_matches(option, names, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise ValueError(
+                f"task {name!r} has no option {option!r}; {hint}it has: {', '.join(names) or 'none'}"
+            )

@@ -17,7 +17,7 @@ class RunTerms(Record):
     run_key: str
     software: str
     task: str
-    options: dict[str, int | float | str]
+    options: dict[str, bool | int | float | str]
     samples_per_prompt: int
     max_lag: int
     last_version: int

@@ -20,7 +20,7 @@ class TaskSpec(Record):
     """
 
     name: str
-    options: dict[str, int | float | str] = Field(default_factory=dict)
+    options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     budgets: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Answer lengths in tokens; each prompt asks for one of them. Empty: prompts ask for no length."""
     budget_alpha: float = Field(default=0.0003, gt=0)

@@ -441,7 +441,7 @@ def test_a_check_can_be_stopped(policy: LoadedPolicy, honest: RolloutTable) -> N
 
 def test_a_lease_that_contradicts_itself_blames_no_node(verdict: Judge, honest: RolloutTable) -> None:
     lease = LEASE.model_copy(update={"prompts": ("1111=", *LEASE.prompts[1:])})
-    with pytest.raises(CannotCheck, match="do not follow from its seed"):
+    with pytest.raises(CannotCheck, match="gives other prompts"):
         verdict(honest, lease=lease)
 
 

@@ -27,6 +27,9 @@ LOCK_WAIT_S = 15.0
 MAX_RESTARTS = 5
 MAX_DEADLINES = 2
 """Restarts of a role that gave up waiting. It has waited for minutes each time, so it is not restarted for ever."""
+NO_LOG = "the log is empty"
+TRACE_LINES = 80
+"""Lines at the end of a log in which a traceback is looked for."""
 STABLE_AFTER_S = 30.0
 """Seconds after which a running child counts as healthy and its count of restarts is reset."""
 
@@ -39,6 +42,19 @@ FINAL_CODES = {EXIT_OK, EXIT_USAGE, EXIT_EJECTED}
 class RunFailed(Exception):
     """The run cannot continue. The message says why, and which log to read."""
 
+    def __init__(self, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.trace = trace
+        """The traceback at the end of the role's log, if there is one; `describe_error` prints it above the message."""
+
+
+class RoleStopped(ValueError):
+    """A role ended with an error that its owner must correct."""
+
+    def __init__(self, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.trace = trace
+
 
 @dataclass
 class Child:
@@ -50,6 +66,8 @@ class Child:
     restarts: int = 0
     deadlines: int = 0
     """How often it ended because it had waited too long for another role."""
+    reason: str = ""
+    """The last line of its log when it died last. Dying of the same reason twice in a row ends the run."""
     ended: int | None = None
     """Exit code, once it has ended and will not be restarted."""
 
@@ -83,22 +101,29 @@ class Supervisor:
             if code in FINAL_CODES:
                 child.ended = code
                 if code == EXIT_USAGE:
-                    raise ValueError(
-                        f"{child.name} stopped: {last_line(child.log_path)} (log: {child.log_path})"
+                    raise RoleStopped(
+                        f"{child.name} stopped: {last_line(child.log_path)} (log: {child.log_path})",
+                        last_trace(child.log_path),
                     )
                 continue
             if code == EXIT_DEADLINE:
                 self._count_deadline(child)
             elif time.monotonic() - child.started_s > STABLE_AFTER_S:
                 child.restarts = 0
-            if child.restarts >= MAX_RESTARTS:
+            reason = last_line(child.log_path)
+            repeats = code == EXIT_FAILED and child.restarts > 0 and reason == child.reason
+            if repeats or child.restarts >= MAX_RESTARTS:
                 raise RunFailed(
                     f"{child.name} died {child.restarts + 1} times in a row, the last time with {_describe_exit(code)}: "
-                    f"{last_line(child.log_path)} (log: {child.log_path})"
+                    f"{reason} (log: {child.log_path})",
+                    last_trace(child.log_path),
                 )
             child.restarts += 1
+            child.reason = reason
+            why = f": {reason}" if code > 0 and reason != NO_LOG else ""
             self.events.append(
-                f"{child.name} ended with {_describe_exit(code)}; restarted ({child.restarts} of {MAX_RESTARTS})"
+                f"{child.name} ended with {_describe_exit(code)}{why}; restarted ({child.restarts} of {MAX_RESTARTS}), "
+                f"log: {child.log_path}"
             )
             _close_stdin(child.process)
             child.process = self._spawn(child.command, child.log_path)
@@ -185,7 +210,21 @@ def _try_lock(descriptor: int) -> bool:
 def last_line(log_path: Path) -> str:
     """Returns the last line of a log that is not empty."""
     lines = [line for line in log_path.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip().removeprefix("shoal: ") if lines else "the log is empty"
+    return lines[-1].strip().removeprefix("shoal: ") if lines else NO_LOG
+
+
+def last_trace(log_path: Path) -> str:
+    """Returns the traceback that is nearest to the end of a log, within its last lines; empty if there is none."""
+    lines = log_path.read_text(errors="replace").splitlines()[-TRACE_LINES:]
+    starts = [at for at, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    if not starts:
+        return ""
+    found = lines[starts[-1] : starts[-1] + 1]
+    for line in lines[starts[-1] + 1 :]:
+        found.append(line)
+        if not line.startswith(" "):  # the exception's own line is not indented
+            break
+    return "\n".join(found)
 
 
 def _close_stdin(process: subprocess.Popen[bytes]) -> None:

@@ -15,8 +15,17 @@ from shoal.wire.codes import CODES, CorruptData, Rejected
 TRANSIENT_REFUSALS = frozenset({"request.replayed", "request.wrong_digest"})
 """Refusals with status 401 that a new request can pass: a used nonce, and a body that was cut off on its way."""
 
-_EXTRAS = {"hivemind", "torchft"}
-"""Packages whose extra has their name; the other missing packages are in the extra `torch`."""
+_EXTRAS = {
+    "hivemind": "hivemind",
+    "torchft": "torchft",
+    "boto3": "s3",
+    "psycopg": "postgres",
+    "matplotlib": "plot",
+    "gguf": "smollm2",
+    "vllm": "vllm",
+    **dict.fromkeys(("torch", "numpy", "safetensors", "tokenizers", "transformers", "pyarrow"), "torch"),
+}
+"""The extra of pyproject.toml that brings a package."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,10 +47,12 @@ class Parser(argparse.ArgumentParser):
 def describe_error(error: Exception, options: argparse.Namespace) -> str:
     """Returns the report of an error: three lines if standard error is a terminal, else one."""
     message = error_message(error, has_deadline="deadline_s" in options, folder=getattr(options, "dir", None))
+    trace = getattr(error, "trace", "")
+    above = f"{trace.rstrip()}\n" if trace else ""
     if not sys.stderr.isatty():
-        return f"shoal: {message}"
+        return f"{above}shoal: {message}"
     value, remedy = split_remedy(message)
-    return _report("shoal", _kind_of(error), value, remedy or "shoal COMMAND --help, or docs/cli.md")
+    return above + _report("shoal", _kind_of(error), value, remedy or "shoal COMMAND --help, or docs/cli.md")
 
 
 def error_message(error: Exception, *, has_deadline: bool, folder: Path | None = None) -> str:
@@ -57,9 +68,7 @@ def error_message(error: Exception, *, has_deadline: bool, folder: Path | None =
             "--deadline-s sets how long it waits"
         )
     if isinstance(error, ModuleNotFoundError):
-        package = (error.name or "").split(".")[0]
-        extra = package if package in _EXTRAS else "torch"
-        return f"this needs the package {package}: pip install 'shoal-rl[{extra}]'"
+        return _missing_module(error)
     if isinstance(error, OSError) and is_disk_full(error) and not isinstance(error, DiskFull):
         place = error.filename or folder  # a write to an open file does not name it
         where = f"{place}: " if place is not None else ""
@@ -73,6 +82,15 @@ def error_message(error: Exception, *, has_deadline: bool, folder: Path | None =
     if isinstance(error, Unreachable) and "check " not in str(error):
         return f"{error}; check the URL, and that the coordinator runs there"
     return str(error)
+
+
+def _missing_module(error: ModuleNotFoundError) -> str:
+    package = (error.name or "").split(".")[0]
+    if package in _EXTRAS:
+        return f"this needs the package {package}: pip install 'shoal-rl[{_EXTRAS[package]}]'"
+    if not package:
+        return str(error)
+    return f"the module {error.name} is not installed in this environment ({sys.prefix}); install the package that has it"
 
 
 def split_remedy(message: str) -> tuple[str, str | None]:

@@ -55,10 +55,12 @@ def share(text: str) -> float:
     return number
 
 
-def option(text: str) -> tuple[str, int | float | str]:
+def option(text: str) -> tuple[str, bool | int | float | str]:
     name, sign, value = text.partition("=")
     if not sign or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"{text!r} must look like KEY=VALUE")
+    if value in ("true", "false"):
+        return name, value == "true"
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return name, kind(value)
@@ -198,6 +200,12 @@ def check_device(name: str) -> None:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"--device {name}: torch knows no such device; use cpu or cuda") from None
+    if device.type not in ("cpu", "cuda", "mps") or (
+        device.type == "mps" and not torch.backends.mps.is_available()
+    ):
+        raise ValueError(
+            f"--device {name}: torch {torch.__version__} has no such device here; use cpu or cuda"
+        )
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             f"--device {name}: torch {torch.__version__} finds no CUDA device here; use --device cpu"

@@ -31,6 +31,7 @@ from shoal.swarm.validator.recompute import BATCH_TOKENS, DEVICE_BATCH_TOKENS, C
 from shoal.swarm.validator.table_reader import ReaderFailed, TableReader
 from shoal.tasks import CannotGrade, make_task
 from shoal.tasks.datasets.file_options import file_digests, with_files_from
+from shoal.tasks.task_errors import TaskError, print_trace, try_task
 from shoal.telemetry import Log
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.keys import Key
@@ -44,6 +45,10 @@ MAX_TOGETHER = 16
 """Most submissions claimed at a time. Each claim has a deadline, so the validator must not hold too many."""
 MAX_CRASHES = 2
 """Checks of one submission that may end the process before it is void."""
+MAX_TASK_FAILURES = 2
+"""Failures of the task's code after which a validator that has never graded a submission ends."""
+SLOW_GRADING_S, SLOW_EVERY_S = 5.0, 60.0
+"""Grading a submission for longer than the first is reported, once in the second."""
 _TOO_LATE = ("request.conflict", "request.lease_closed", "request.not_found")
 """Codes with which the coordinator refuses a verdict that came too late to count."""
 
@@ -153,6 +158,9 @@ class Validator:
     ) -> None:
         self._config, self._client, self._reader, self._log = config, client, reader, log
         self._num_checked = 0
+        self._num_graded = 0
+        self._task_failures = 0
+        self._slow_told_s = float("-inf")
         self._ask = AskClaim(validator=secrets.token_hex(8))
 
     def startup(self) -> None:
@@ -181,9 +189,9 @@ class Validator:
         )
         # Reading a data set takes a while and may fail; later it would use up a claim's deadline.
         task = make_task(self._spec_with_files().task)
-        problem = task.problem("train", 0)
         try:
-            task.reward(problem, problem.answer, 1)
+            for warning in try_task(task):
+                self._log.warning(warning)
         except CannotGrade as error:
             raise ValueError(f"this machine cannot grade the run's answers: {error}") from None
         self._log.info(f"checking for run {self._info.spec.run!r}", coordinator=config.coordinator)
@@ -276,14 +284,27 @@ class Validator:
                 control_seed=secrets.randbits(64),
                 stop=self._client.stop,
             )
-        except CannotCheck as error:
-            if len(submissions) == 1:
-                return [_void(first, str(error))]
-            return [verdict for one in submissions for verdict in self._judge([one])]
+        except (CannotCheck, TaskError) as error:
+            if len(submissions) > 1:
+                return [verdict for one in submissions for verdict in self._judge([one])]
+            if isinstance(error, TaskError):
+                self._note_task_error(error)
+            return [_void(first, str(error))]
         return [
             one if isinstance(one, Verdict) else _void(claim, str(one))
             for one, (_, claim) in zip(found, submissions, strict=True)
         ]
+
+    def _note_task_error(self, error: TaskError) -> None:
+        """Logs a failure of the task's code. Raises it if the task has never graded a submission here.
+
+        After that it may be one answer that the code does not expect, and a worker must not be able to end the validator.
+        """
+        print_trace(error.trace)
+        self._task_failures += 1
+        if not self._num_graded and self._task_failures >= MAX_TASK_FAILURES:
+            raise error
+        self._log.error(str(error))
 
     def _spec_with_files(self) -> RunSpec:
         """Fetches the task's files and returns the run's terms with them. Raises CannotCheck if they are not available."""
@@ -312,6 +333,8 @@ class Validator:
         finally:
             self._crash_guard.end(verdict.lease_id)
         self._num_checked += 1
+        self._num_graded += bool(verdict.rewards)
+        self._warn_if_slow(verdict)
         good = verdict.code == ACCEPTED or verdict.code.startswith("void.")
         log = self._log.info if good else self._log.warning
         log(
@@ -322,6 +345,17 @@ class Validator:
             waited_s=round(time.time() - claim.received_at_s, 1),
             checked=self._num_checked,
             detail=verdict.detail,
+        )
+
+    def _warn_if_slow(self, verdict: Verdict) -> None:
+        """Logs, once a minute at most, that grading holds the run up."""
+        grade_s = float(verdict.evidence.get("grade_s", 0.0))
+        if grade_s < SLOW_GRADING_S or time.monotonic() - self._slow_told_s < SLOW_EVERY_S:
+            return
+        self._slow_told_s = time.monotonic()
+        self._log.warning(
+            f"grading {len(verdict.rewards)} answers took {grade_s:.1f} s, and the run waits for it; make reward() faster, or "
+            "start more validators (local.validators)"
         )
 
     def _ask_info(self) -> Info:

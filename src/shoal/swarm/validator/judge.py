@@ -23,6 +23,7 @@ from shoal.swarm.validator.table_reader import ReaderFailed, TableReader
 from shoal.tasks import CannotGrade, Outcome, Problem, Reward, Task, make_task
 from shoal.tasks.datasets.file_options import file_digests
 from shoal.tasks.grading.pool import Answer, GradingStopped, GradingTimeout, grading_pool
+from shoal.tasks.task_errors import pose_problem
 from shoal.toploc import expected_bytes
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.lease import Lease, Verdict
@@ -180,10 +181,13 @@ def leased_problems(lease: Lease, run: str, task: Task) -> list[Problem]:
     seeds = problem_seeds(
         lease.seed, run=run, purpose=lease.purpose, chunk=lease.chunk, num_prompts=len(lease.prompts)
     )
-    problems = [task.problem(lease.purpose, seed) for seed in seeds]
+    problems = [pose_problem(task, lease.purpose, seed) for seed in seeds]
     if tuple(problem.prompt for problem in problems) != lease.prompts:
-        raise CannotCheck(f"the prompts of lease {lease.lease_id} do not follow from its seed")
-    if lease.chat != task.chat:
+        raise CannotCheck(
+            "posing the lease's problems again gives other prompts: problem() must depend on the seed only, and coordinator "
+            "and validators need the same release of the task"
+        )
+    if lease.chat != bool(task.chat):
         raise CannotCheck(f"lease {lease.lease_id} has chat={lease.chat}, its task has chat={task.chat}")
     return problems
 
@@ -211,6 +215,7 @@ def give_verdict(
             evidence |= fact_checks.evidence(table.rows, one.facts, spec.tolerances)
             fact_checks.check_facts(table.rows, one.facts, spec.tolerances, spec.noise)
         limit_s = SPARED_S if one.facts is None else None
+        began_s = time.monotonic()
         graded = (
             () if one.task is None else grade(one, one.task, policy.tokenizer, limit_s=limit_s, stop=stop)
         )
@@ -219,7 +224,7 @@ def give_verdict(
     except CannotCheck as failed:
         return failed
     if graded:
-        evidence |= count_outcomes(graded)
+        evidence |= count_outcomes(graded) | {"grade_s": round(time.monotonic() - began_s, 2)}
         evidence |= show_sample(table, graded, claim, policy.tokenizer)
     num_tokens = sum(len(row.output_tokens) for row in table.rows)
     note = "" if graded else "; not graded, because the task's files are missing here"

@@ -17,7 +17,7 @@ from shoal.wire.run_spec import TaskSpec
 _ADDRESS = re.compile(r"sha256:([0-9a-f]{64})")
 _DIGEST = "_sha256"
 
-Options = Mapping[str, int | float | str]
+Options = Mapping[str, bool | int | float | str]
 
 
 def is_file_option(name: str) -> bool:

@@ -15,6 +15,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from shoal.tasks.task import CannotGrade, Problem, Reward, Task
+from shoal.tasks.task_errors import grade_answer
 
 ROW_S = 60.0
 """Seconds of wall-clock time that a row may take on average before a submission's grading is given up."""
@@ -62,7 +63,8 @@ class GradingPool:
         limit_s = limit_s or ROW_S * -(-len(answers) // self.workers)
         give_up_s = time.monotonic() + limit_s
         futures = [
-            self._executor.submit(task.reward, one.problem, one.text, one.num_tokens) for one in answers
+            self._executor.submit(grade_answer, task, one.problem, one.text, one.num_tokens)
+            for one in answers
         ]
         try:
             while not self._all_done(futures, min(POLL_S, give_up_s - time.monotonic())):

@@ -10,6 +10,7 @@ import threading
 from shoal.model.tokenizer import Tokenizer
 from shoal.net.waiting import Stopped
 from shoal.tasks import Task
+from shoal.tasks.task_errors import pose_problem
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainSample
@@ -39,7 +40,7 @@ def warm_up(learner: Learner, task: Task, tokenizer: Tokenizer, *, log: Log, sto
 
 def answered_problem(task: Task, tokenizer: Tokenizer, seed: int) -> TrainSample:
     """Returns a training problem with its right answer as a sample."""
-    problem = task.problem("train", seed)
+    problem = pose_problem(task, "train", seed)
     prompt = tokenizer.encode_prompt(problem.prompt, chat=task.chat)
     answer = tokenizer.encode_answer(problem.answer)
     return TrainSample(

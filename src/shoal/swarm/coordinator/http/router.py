@@ -24,6 +24,7 @@ from shoal.swarm.coordinator.context import Coordinator
 from shoal.swarm.coordinator.http.auth import Caller, admitted
 from shoal.swarm.coordinator.store.database import WriteGroup
 from shoal.swarm.coordinator.store.writer import Writer
+from shoal.tasks.task_errors import TaskError, print_trace
 from shoal.wire.codes import CODES, Rejected
 from shoal.wire.messages import ProblemDetails
 from shoal.wire.record import Record
@@ -222,9 +223,13 @@ class Router:
 def failure(coordinator: Coordinator, scope: Scope, error: Exception) -> Response:
     """Logs an internal error and returns the answer to it, which does not say more than that there was one."""
     first_line = str(error).partition("\n")[0]
-    coordinator.log.error(
-        f"{scope['method']} {scope['path'][:200]} failed: {type(error).__name__}: {first_line}"
-    )
+    if isinstance(error, TaskError):  # the operator's own code: the log needs its traceback
+        coordinator.log.error(first_line)
+        print_trace(error.trace)
+    else:
+        coordinator.log.error(
+            f"{scope['method']} {scope['path'][:200]} failed: {type(error).__name__}: {first_line}"
+        )
     return problem("request.failed", "an error on our side; it is logged", now_s=coordinator.clock())
 
 

@@ -33,6 +33,7 @@ from shoal.swarm.coordinator.rules.planning import (
 from shoal.swarm.coordinator.rules.trust import Trust, next_lease_s, open_leases
 from shoal.swarm.coordinator.store.schema import leases, nodes, policies
 from shoal.swarm.coordinator.store.statements import Statement, given
+from shoal.tasks.task_errors import pose_prompts
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease, PolicyRef
 from shoal.wire.messages import AskLease
@@ -307,7 +308,7 @@ def _compose(tx: Transaction, coordinator: Coordinator, work: Work, origin: Seed
     seeds = problem_seeds(
         seed, run=spec.run, purpose=work.purpose, chunk=work.chunk, num_prompts=origin.num_prompts
     )
-    prompts = tuple(coordinator.task.problem(work.purpose, number).prompt for number in seeds)
+    prompts = pose_prompts(coordinator.task, work.purpose, seeds)
     sampling = spec.sampling.model_copy(update={"samples_per_prompt": work.samples_per_prompt})
     return Lease(
         lease_id=lease_id,
@@ -322,7 +323,7 @@ def _compose(tx: Transaction, coordinator: Coordinator, work: Work, origin: Seed
         relays=work.relays,
         task=spec.task,
         prompts=prompts,
-        chat=coordinator.task.chat,
+        chat=bool(coordinator.task.chat),
         sampling=sampling,
         proof=spec.proof,
         max_bytes=min(max_bytes(prompts, sampling, spec.proof), config.max_upload_bytes),
@@ -345,7 +346,7 @@ def check_upload_limit(coordinator: Coordinator) -> None:
     """Raises ValueError if the largest lease may need a larger upload than the configuration allows."""
     config, spec = coordinator.config, coordinator.spec
     most = max(config.prompts_per_lease, config.max_prompts_per_lease)
-    prompts = tuple(coordinator.task.problem("train", seed).prompt for seed in range(most))
+    prompts = pose_prompts(coordinator.task, "train", range(most))
     needed = max_bytes(prompts, spec.sampling, spec.proof)
     if needed > config.max_upload_bytes:
         raise ValueError(

@@ -1,0 +1,130 @@
+"""Calls a task's methods so that a mistake in them names the file and the line, and tries a task before a run depends on it."""
+
+import functools
+import math
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+from shoal.tasks.task import CannotGrade, Problem, Reward, Split, Task
+
+USUAL_REWARD = 10.0
+"""Rewards beyond this are reported: tasks give 0 to 1, and plots and `expect_gain` assume such numbers."""
+WRONG_ANSWERS = ("", "?")
+"""Answers that are wrong for nearly every task; a reward must be able to grade them."""
+TRIED_SEEDS = (0, 1, 2)
+
+_OURS = Path(__file__).parent.parent
+
+
+class TaskError(ValueError):
+    """A mistake in the code of a task. `trace` is the traceback as text; it is empty if nothing was raised."""
+
+    def __init__(self, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.trace = trace
+
+
+def pose_problem(task: Task, split: Split, seed: int) -> Problem:
+    """Returns the problem of a seed. Raises TaskError with file and line if the task's code fails."""
+    try:
+        problem = task.problem(split, seed)
+    except Exception as error:
+        raise _explained(task, f"problem({split!r}, {seed})", error) from error
+    if not isinstance(problem, Problem):
+        raise TaskError(
+            f"task {_name(task)}: problem() returned {problem!r}; return shoal.tasks.Problem(prompt, answer)"
+        )
+    return problem
+
+
+def pose_prompts(task: Task, split: Split, seeds: Iterable[int]) -> tuple[str, ...]:
+    """Returns the prompts of these seeds."""
+    return tuple(pose_problem(task, split, seed).prompt for seed in seeds)
+
+
+def grade_answer(task: Task, problem: Problem, text: str, num_tokens: int) -> Reward:
+    """Returns the reward of an answer. Raises TaskError if the task's code fails or its value is not a finite number."""
+    try:
+        reward = task.reward(problem, text, num_tokens)
+    except CannotGrade:
+        raise
+    except Exception as error:
+        raise _explained(task, "reward()", error) from error
+    if not isinstance(reward, Reward):
+        raise TaskError(
+            f"task {_name(task)}: reward() returned {reward!r}; return shoal.tasks.Reward(value, Outcome.RIGHT or .WRONG)"
+        )
+    if not isinstance(reward.value, int | float) or not math.isfinite(reward.value):
+        raise TaskError(
+            f"task {_name(task)}: reward() gave {reward.value!r} for the answer {text[:60]!r}; return a finite number"
+        )
+    return reward
+
+
+def try_task(task: Task) -> list[str]:
+    """Poses problems twice and grades a right and two wrong answers. Returns warnings; raises TaskError for what cannot work."""
+    values: list[float] = []
+    warnings: list[str] = []
+    for seed in TRIED_SEEDS:
+        problem, again = (pose_problem(task, "train", seed) for _ in range(2))
+        if problem != again:
+            raise TaskError(
+                f"task {_name(task)}: problem('train', {seed}) gave {problem.prompt[:80]!r} and then {again.prompt[:80]!r}; "
+                "it must depend on the seed only: use shoal.tasks.problem_rng(seed, 0) instead of random"
+            )
+        right = grade_answer(task, problem, problem.answer, max(1, len(problem.answer) // 4))
+        wrong = [grade_answer(task, problem, text, 1) for text in WRONG_ANSWERS]
+        values += [right.value, *(one.value for one in wrong)]
+        if not warnings and right.value <= max(one.value for one in wrong) and problem.budget is None:
+            warnings.append(
+                f"task {_name(task)}: reward() gives the right answer {problem.answer[:60]!r} {right.value:g}, no more than a "
+                "wrong one; compare reward() with the answers that problem() returns"
+            )
+    largest = max(values, key=abs)
+    if abs(largest) > USUAL_REWARD:
+        warnings.append(
+            f"task {_name(task)}: reward() gave {largest:g}; divide it so that rewards are from 0 to 1, as plots and expect_gain assume"
+        )
+    return warnings
+
+
+@functools.lru_cache(maxsize=64)
+def print_trace(trace: str) -> None:
+    """Writes a traceback to standard error, which is a role's log; the same one only once."""
+    if trace:
+        sys.stderr.write(f"{trace.rstrip()}\n")
+        sys.stderr.flush()
+
+
+def _explained(task: Task, call: str, error: Exception) -> Exception:
+    """Returns the error to raise: Shoal's own sentences unchanged, everything else as a TaskError with its place."""
+    frames = traceback.extract_tb(_below_this_module(error.__traceback__))
+    if isinstance(error, TaskError | OSError) or (
+        isinstance(error, ValueError) and (not frames or _OURS in Path(frames[-1].filename).parents)
+    ):
+        return error
+    own = [frame for frame in frames if not _is_library(frame.filename)] or list(frames)
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    trace = "".join(traceback.format_exception(type(error), error, _below_this_module(error.__traceback__)))
+    return TaskError(
+        f"task {_name(task)}: {call} raised {type(error).__name__}: {error}{place}; correct the task and start again",
+        trace,
+    )
+
+
+def _below_this_module(trace: TracebackType | None) -> TracebackType | None:
+    """Returns the traceback without the frames of this file."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith(("<", sys.base_prefix + "/lib")) or "site-packages" in filename
+
+
+def _name(task: Task) -> str:
+    return type(task).__name__
