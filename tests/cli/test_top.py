@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.commands.watch import sparkline
 from shoal.cli.main import parse, run_command
 from shoal.cli.run.supervise import EXIT_DEADLINE, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
+from shoal.cli.ui.view import sparkline
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.http.server import run_coordinator
 from shoal.wire.page_data import Snapshot

@@ -4,18 +4,21 @@ import io
 
 import pytest
 from rich.console import Console
-from small_stats import HONEST, LIAR, evaluation, node, stats
+from small_stats import HONEST, LIAR, evaluation, node, stats, step
 
 from shoal.cli.ui.view import (
     ChangeLog,
     LineView,
     LiveView,
+    Pace,
     count_submissions,
+    duration,
     headline,
+    is_waiting,
     make_view,
     node_table,
-    waiting_note,
 )
+from shoal.wire.messages import RunWarning
 
 NAMES = {LIAR: "worker-2, lies: truncated", HONEST: "worker-1"}
 
@@ -28,10 +31,51 @@ def refused(times: int, trust: str = "quarantined"):  # type: ignore[no-untyped-
 
 def test_headline() -> None:
     assert headline(stats()) == (
-        "version 3/10  reward 0.250  train 9,876 tok/s  lag 1.5 (max 2)  generate 1,234 tok/s"
-        "  accepted 5  refused 2  void 3"
+        "reward 0.250  train 9,876 tok/s  lag 1.5 (max 2)  generate 1,234 tok/s  accepted 5  refused 2  void 3"
     )
-    assert headline(stats(newest_version=None, latest=None)).startswith("version -/10  no step yet  generate")
+    assert headline(stats(newest_version=None, latest=None)).startswith("no step yet  generate")
+    all_accepted = step(accepted_reward_mean=0.5, accepted_rollouts=64)
+    assert headline(stats(latest=all_accepted)).startswith("reward 0.250 (all 64 accepted: 0.500)  train")
+
+
+def test_progress_has_a_bar_and_the_time_that_is_left() -> None:
+    pace = Pace()
+    pace.note(stats(newest_version=None, latest=None), 0.0)
+    assert pace.progress(stats(newest_version=None)) == "[....................] version -/10"
+    for version in (2, 3, 4):
+        pace.note(stats(newest_version=version), 100.0 * version)
+    assert pace.progress(stats(newest_version=4)) == "[########............] version 4/10, about 10 min left"
+    assert pace.progress(stats(newest_version=10)) == "[####################] version 10/10"
+
+
+def test_waiting_counts_the_seconds_of_one_reason() -> None:
+    pace, first = Pace(), "rollouts: 1 of 4 groups ready"
+    pace.note(stats(waiting_for=first), 10.0)
+    pace.note(stats(waiting_for="rollouts: 2 of 4 groups ready"), 20.0)
+    assert pace.waiting(stats(waiting_for=first), 40.0) == f"waiting for {first}, 30 s so far"
+    pace.note(stats(newest_version=4, waiting_for=first), 50.0)
+    assert pace.waiting(stats(waiting_for=first), 51.0) == (
+        f"waiting for {first}, 1 s so far; a version takes about 40 s"
+    )
+
+
+def test_durations() -> None:
+    assert [duration(value) for value in (8, 89, 200, 7500)] == ["8 s", "89 s", "3 min", "2 h 5 min"]
+
+
+def test_warnings_and_void_reasons_are_reported_once() -> None:
+    news = ChangeLog({})
+    warned = RunWarning(source="trainer", text="starving: waits", version=3, time_s=1.0)
+    said = RunWarning(source="shoal run", text="said when it happened", time_s=2.0)
+    assert news.since_last(stats(warnings=(warned, said))) == ["warning, version 3: starving: waits"]
+    assert news.since_last(stats(warnings=(warned, said))) == []
+    for void, lease in ((1, "00aa00aa"), (2, "11bb11bb")):
+        told = news.since_last(
+            stats(
+                nodes=(node(HONEST, void=void, last_code="void.infra", last_detail=f"lease {lease}: gone"),)
+            )
+        )
+        assert len(told) == (void == 1)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +93,7 @@ def test_waiting_is_shown_before_the_first_step_and_when_a_role_is_missing(
     latest: bool, waiting_for: str, said: bool
 ) -> None:
     seen = stats(waiting_for=waiting_for) if latest else stats(waiting_for=waiting_for, latest=None)
-    assert waiting_note(seen) == (f"  (waiting for {waiting_for})" if said else "")
+    assert is_waiting(seen) is said
 
 
 def test_count_submissions() -> None:

@@ -27,7 +27,8 @@ class Mine:
             raise self.gives
         if text != problem.answer:
             return Reward(0.0, Outcome.WRONG)
-        return self.gives
+        given: Reward = self.gives
+        return given
 
 
 class Unseeded(Mine):
@@ -37,7 +38,8 @@ class Unseeded(Mine):
 
 class Missing(Mine):
     def problem(self, split: Split, seed: int) -> Problem:
-        return {}["prompt"]
+        row: dict[str, Problem] = {}
+        return row["prompt"]
 
 
 def test_an_exception_in_reward_names_file_and_line() -> None:

@@ -96,7 +96,7 @@ def test_starving_names_what_it_waits_for() -> None:
     said = sentence(reports(5, wait_s=9.0, waited_on="workers: none live (0 of 3 enrolled)"), "starving")
     assert said == (
         "a step waits 9 s for rollouts and trains 1 s (medians of the last 5); "
-        "it waited for workers: none live (0 of 3 enrolled)"
+        "the last wait was for workers: none live (0 of 3 enrolled)"
     )
 
 
@@ -110,3 +110,8 @@ def test_each_warning_is_given_once_until_it_stops() -> None:
     run = [report for step, gap in enumerate(gaps) for report in reports(step + 1, logprob_gap=gap)[-1:]]
     assert [len(tracker.add(report)) for report in run] == [0, 1, 0, 0, 1]
     assert tracker.add(run[-1]) == [], "a step that is reported again after a crash"
+
+
+def test_a_wait_for_the_trainers_own_publication_is_not_starving() -> None:
+    on = "the trainer: it has the batch of version 12 and has not published version 13"
+    assert all(warning.kind != "starving" for warning in early_warnings(reports(5, wait_s=9.0, waited_on=on)))

@@ -24,7 +24,7 @@ import torch
 from shoal.diloco.transport.hivemind_mesh import PeerAddress
 from shoal.model.builtin import create_model
 from shoal.model.tokenizer import load_tokenizer
-from shoal.net.http_client import SignedClient, fetch_files
+from shoal.net.http_client import Refused, SignedClient, Unreachable, fetch_files
 from shoal.net.waiting import NotYet, Stopped, wait_for
 from shoal.shardcast.publish import SHARD_BYTES
 from shoal.shardcast.store import VersionStore
@@ -39,9 +39,9 @@ from shoal.trainer.io.checkpoint import Checkpoint, Checkpoints, LearnerSnapshot
 from shoal.trainer.io.publisher import BackgroundPublication, OriginAddress, Publisher
 from shoal.trainer.reporting.early_warnings import WarningTracker
 from shoal.trainer.reporting.sinks import check_packages, open_sinks
-from shoal.trainer.reporting.step_figures import step_report
+from shoal.trainer.reporting.step_figures import step_report, written_evaluations
 from shoal.wire.keys import Key
-from shoal.wire.messages import Info, StepReport
+from shoal.wire.messages import Info, Stats, StepReport
 from shoal.wire.run_spec import RunSpec, TaskSpec
 
 FINISH_POLL_S = 0.5
@@ -148,6 +148,7 @@ class _TrainerRun:
         self._client, self._metrics, self._log = client, metrics, log
         self._stop = client.stop
         self._warnings = WarningTracker()
+        self._evaluated = written_evaluations(site.folder / "metrics.jsonl")
         self._sites: Sites | None = None
         self._model_folder = site.folder / "model"
         self._checkpoints = Checkpoints(site.folder / "checkpoints", keep=config.keep_checkpoints, log=log)
@@ -192,7 +193,7 @@ class _TrainerRun:
             batch = self._inbox.take(learner.version)
             wait_s = time.monotonic() - started_s
             figures = self._lockstep.step(batch)
-            report = step_report(batch, figures, wait_s)
+            report = self._warnings.with_warnings(step_report(batch, figures, wait_s))
             self._wait_for_publication()  # before the snapshot: host memory holds only one
             snapshot = self._lockstep.snapshot(self._checkpoints.shard_folder(learner.version))
             self._checkpoints.begin(snapshot, report)
@@ -270,11 +271,28 @@ class _TrainerRun:
         manifest = self._publisher.serve(folder, snapshot.version)
         self._publisher.announce(manifest, report)
         if report is not None:
-            self._metrics.write("step", **report.model_dump())
-            for warning in self._warnings.add(report):
-                self._log.warning(warning.sentence, version=report.version, kind=warning.kind)
+            self._metrics.write("step", **report.model_dump(exclude={"warnings"}))
+            for warning in report.warnings:
+                kind, _, sentence = warning.partition(": ")
+                self._log.warning(sentence, version=report.version, kind=kind)
+                self._metrics.write("warning", version=report.version, kind=kind, sentence=sentence)
+            self._write_evaluations()
+
+    def _write_evaluations(self) -> None:
+        """Writes held-out results to the metrics that the coordinator has completed since the last call."""
+        try:
+            known = self._client.call("GET", "/v1/stats", None, Stats).evaluations
+        except (Refused, Unreachable):
+            return  # the next version asks again
+        for one in known:
+            if one.complete and one.version not in self._evaluated:
+                self._evaluated.add(one.version)
                 self._metrics.write(
-                    "warning", version=report.version, kind=warning.kind, sentence=warning.sentence
+                    "evaluation",
+                    version=one.version,
+                    held_out_reward=one.reward_mean,
+                    held_out_rollouts=one.rollouts,
+                    held_out_answer_tokens=one.answer_tokens_mean,
                 )
 
     def _wait_for_publication(self) -> None:
@@ -298,6 +316,7 @@ class _TrainerRun:
             log=self._log,
             stop=self._stop,
         )
+        self._write_evaluations()
 
 
 def _fetch_spec(client: SignedClient, site: TrainerSite) -> RunSpec:

@@ -254,7 +254,7 @@ class StepReport(Record):
     version: int
     loss: float
     reward_mean: float
-    """Mean over every accepted group since the last batch, including those without signal."""
+    """Mean reward of the rollouts that the step trained on. Groups without signal are not among them."""
     groups: int
     dropped_groups: int
     """Accepted groups whose rewards were all equal. They carry no signal and are not trained on."""
@@ -276,6 +276,14 @@ class StepReport(Record):
     train_s: float
     tokens_per_s: float
     # The fields below have defaults because older ledgers contain reports without them.
+    accepted_reward_mean: float | None = None
+    """Mean reward of every rollout accepted since the last batch, with and without signal; None if there was none."""
+    accepted_rollouts: int = 0
+    """Number of those rollouts. With few of them the mean jumps from step to step."""
+    answer_tokens_mean: float = 0.0
+    """Mean number of output tokens of the rollouts that the step trained on."""
+    warnings: tuple[ShortText, ...] = ()
+    """What the trainer noticed in the last steps, with what to do."""
     stale_groups: int = 0
     """Accepted groups that became stale before they were used."""
     lags: tuple[int, ...] = ()
@@ -329,6 +337,9 @@ class Batch(Record):
     dropped_groups: int
     stale_groups: int
     reward_mean: float
+    """Mean reward of the groups in this batch."""
+    accepted_reward_mean: float | None = None
+    accepted_rollouts: int = 0
     dropped_share: float = 0.0
     unparseable: float = 0.0
 
@@ -340,6 +351,8 @@ class Evaluation(Record):
     reward_mean: float
     rollouts: int
     complete: bool
+    answer_tokens_mean: float = 0.0
+    """Mean number of output tokens of an answer."""
 
 
 class NodeView(Record):
@@ -360,6 +373,8 @@ class NodeView(Record):
     owner: str | None = None
     last_code: str | None
     last_detail: str | None
+    name: str = ""
+    """The name that `shoal run` gave it; empty for a node that it did not start."""
 
 
 class RelayView(Record):
@@ -369,6 +384,16 @@ class RelayView(Record):
     liveness: str
     versions: tuple[int, ...]
     bytes_sent: int
+
+
+class RunWarning(Record):
+    """Something that the run's owner should know, with what to do about it."""
+
+    source: str
+    """The role that noticed it, such as `trainer`."""
+    text: str
+    version: int | None = None
+    time_s: float | None = None
 
 
 class Stats(Record):
@@ -401,6 +426,8 @@ class Stats(Record):
     """Bytes sent for all versions; of a delta, the bytes of the delta."""
     ledger_seq: int
     server_time_s: float
+    warnings: tuple[RunWarning, ...] = ()
+    """The newest warnings of the trainer, and what `shoal run` noticed about the processes it started, oldest first."""
 
 
 class History(Record):

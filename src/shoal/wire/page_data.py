@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from shoal.wire.messages import Evaluation, NodeView, RelayView
+from shoal.wire.messages import Evaluation, NodeView, RelayView, RunWarning
 from shoal.wire.record import Record
 
 Stage = Literal["generate", "upload", "queue", "check", "train", "broadcast"]
@@ -55,6 +55,11 @@ class Curve(Record):
     steps_per_point: int
     version: tuple[int, ...]
     reward: tuple[float, ...]
+    """Mean reward of the rollouts that were trained on."""
+    accepted_reward: tuple[float, ...]
+    """Mean reward of all accepted rollouts, with and without signal."""
+    accepted_rollouts: tuple[int, ...]
+    answer_tokens: tuple[float, ...]
     lag: tuple[float, ...]
     lag_max: tuple[int, ...]
     wait_s: tuple[float, ...]
@@ -119,6 +124,8 @@ class Sample(Record):
     answer: str
     reward: float
     given_at_s: float
+    expected: str = ""
+    """The right answer of the task, if it has one."""
 
 
 class Head(Record):
@@ -144,6 +151,7 @@ class Snapshot(Record):
     releases: tuple[Release, ...]
     samples: tuple[Sample, ...]
     head: Head | None
+    warnings: tuple[RunWarning, ...] = ()
 
 
 class WorkItem(Record):

@@ -110,8 +110,10 @@ def test_groups_without_signal_are_dropped_and_counted(swarm: SmallSwarm) -> Non
     swarm.work(node)
     batch = swarm.batch(0)
     assert (len(batch.groups), batch.dropped_groups) == (4, 3)
-    # Over every accepted group since the last batch: two of 1, one of 0, five of a half.
-    assert batch.reward_mean == pytest.approx((2 * 1 + 0 + 5 * 0.5) / 8)
+    # The batch's own groups; beside it every group accepted since the last batch: two of 1, one of 0, five of a half.
+    assert batch.reward_mean == 0.5
+    assert batch.accepted_reward_mean == pytest.approx((2 * 1 + 0 + 5 * 0.5) / 8)
+    assert batch.accepted_rollouts == 16
     # The remaining groups were already counted, so the next batch reports only later ones.
     swarm.announce(1)
     swarm.work(node)

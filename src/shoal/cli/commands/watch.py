@@ -28,7 +28,6 @@ POLL_S = 1.0
 ANSWER_S = 5.0
 SILENCE_S = 60.0
 """Seconds without an answer from the coordinator after which `shoal top` gives up."""
-BLOCKS = "▁▂▃▄▅▆▇█"
 MAX_NODES = 100
 """Most nodes whose own pages go into a report."""
 
@@ -91,20 +90,13 @@ def watch_until_finished(api: "PublicApi", stop: threading.Event, console: "Cons
 
 def final_summary(snapshot: "Snapshot") -> str:
     """Returns the reward curve as one line, with the first and the last held-out reward."""
+    from shoal.cli.ui.view import sparkline
+
     held = [one for one in snapshot.evaluations if one.complete]
     ends = (
         f"; held-out reward {held[0].reward_mean:.3f} -> {held[-1].reward_mean:.3f}" if len(held) > 1 else ""
     )
     return f"finished at version {snapshot.now.newest_version}: {sparkline(snapshot.curve.reward)}{ends}"
-
-
-def sparkline(values: tuple[float, ...], width: int = 40) -> str:
-    """Returns the values as a row of at most `width` blocks, scaled from the lowest to the highest value."""
-    size = -(-len(values) // width) or 1
-    means = [sum(values[at : at + size]) / len(values[at : at + size]) for at in range(0, len(values), size)]
-    low, high = min(means, default=0.0), max(means, default=0.0)
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[round((value - low) * scale)] for value in means)
 
 
 # -- shoal report -------------------------------------------------------------------------------------------
@@ -169,6 +161,7 @@ class FolderTerms:
     config: "CoordinatorConfig"
     spec: "RunSpec"
     clock: Callable[[], float]
+    folder: Path
 
 
 def read_folder(folder: Path, database: str = "") -> dict[str, Any]:
@@ -193,7 +186,12 @@ def read_folder(folder: Path, database: str = "") -> dict[str, Any]:
             )
         # The report shows the run at the time of its last event.
         last_s = float(db.execute(select(func.coalesce(func.max(ledger.c.time_s), 0.0))).scalar_one())
-        terms = FolderTerms(config=config, spec=RunSpec.parse(held.spec), clock=lambda: last_s)
+        terms = FolderTerms(
+            config=config,
+            spec=RunSpec.parse(held.spec),
+            clock=lambda: last_s,
+            folder=coordinator_folder(folder),
+        )
         snapshot = take_snapshot(db, terms)
         pages = [node_page(db, terms, worker.node) for worker in snapshot.workers[:MAX_NODES]]
     return to_data(snapshot, pages)
@@ -206,6 +204,11 @@ def config_of(folder: Path) -> "CoordinatorConfig":
     file = folder / "run.toml"
     table = tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return CoordinatorConfig.parse(json.dumps(table.get("coordinator", {})))
+
+
+def coordinator_folder(folder: Path) -> Path:
+    """Returns the coordinator's folder of a run's folder, or the folder itself if it is the coordinator's."""
+    return folder / "coordinator" if (folder / "coordinator").is_dir() else folder
 
 
 def find_database(folder: Path, name: str) -> Path:

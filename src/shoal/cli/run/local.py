@@ -148,7 +148,7 @@ def finish(
     print_summary(run.file, stats, verdict, run.folder, plotted=plotted, names=names, console=console)
     if written := write_report(run.folder, run.folder / "report.html"):
         print_plainly(console, f"  report            {written}: this run's page as one file, to share")
-    return EXIT_OK if verdict is RunVerdict.GOOD else EXIT_FAILED
+    return EXIT_OK if verdict in (RunVerdict.GOOD, RunVerdict.FINISHED) else EXIT_FAILED
 
 
 def resume_command(run: LocalRun) -> str:

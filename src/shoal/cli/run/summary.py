@@ -16,6 +16,7 @@ class RunVerdict(Enum):
     """The verdict on a finished run. The value is printed in the first line of the summary."""
 
     GOOD = "as expected"
+    FINISHED = "finished; its file expects nothing (local.expect_gain)"
     NO_GAIN = "held-out reward did not rise by the expected margin"
     LIAR_NOT_EJECTED = "a lying worker was not ejected"
     HONEST_EJECTED = "an honest worker was ejected"
@@ -46,7 +47,7 @@ def judge_run(file: RunFile, stats: Stats, workers: Mapping[str, LocalWorker]) -
     ends, expected = held_out(stats), file.local.expect_gain
     if expected is not None and (ends is None or ends[1].reward_mean - ends[0].reward_mean < expected):
         return RunVerdict.NO_GAIN
-    return RunVerdict.GOOD
+    return RunVerdict.GOOD if liars or expected is not None else RunVerdict.FINISHED
 
 
 def held_out(stats: Stats) -> tuple[Evaluation, Evaluation] | None:

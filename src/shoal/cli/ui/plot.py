@@ -36,7 +36,8 @@ def plot_rewards(history: History, path: Path, title: str) -> bool:
     )
     axes.set_xlabel("policy version")
     axes.set_ylabel("mean reward")
-    axes.set_ylim(0, 1.02)
+    rewards = [step.reward_mean for step in history.steps] + [one.reward_mean for one in done]
+    axes.set_ylim(min(0.0, *rewards, 0.0), 1.02 * max(1.0, *rewards, 1.0))
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")

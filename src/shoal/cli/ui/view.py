@@ -1,7 +1,8 @@
 """The display of a running run: a live table at a terminal, a line every few seconds in a log."""
 
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -14,7 +15,10 @@ from shoal.telemetry import printable
 from shoal.wire.codes import ACCEPTED, explain_code
 from shoal.wire.messages import NodeView, Stats
 
-LINE_EVERY_S = 3.0
+LINE_EVERY_S, QUIET_LINE_S = 3.0, 60.0
+"""Least and most seconds between two lines. The time doubles while no new version appears."""
+BLOCKS = "▁▂▃▄▅▆▇█"
+BAR_WIDTH = 20
 
 
 class View(Protocol):
@@ -37,15 +41,23 @@ class LineView:
 
     def __init__(self, names: Mapping[str, str], console: Console) -> None:
         self._console = console
-        self._last_s = float("-inf")
-        self._changes = ChangeLog(names)
+        self._last_s, self._pause_s = float("-inf"), LINE_EVERY_S
+        self._version: int | None = None
+        self._changes, self._pace = ChangeLog(names), Pace()
 
     def show(self, stats: Stats) -> None:
+        now_s = time.monotonic()
+        self._pace.note(stats, now_s)
         for sentence in self._changes.since_last(stats):
             self.say(sentence)
-        if time.monotonic() - self._last_s >= LINE_EVERY_S:
-            self._last_s = time.monotonic()
-            self.say(headline(stats) + waiting_note(stats))
+        if stats.newest_version != self._version:
+            self._version, self._pause_s = stats.newest_version, LINE_EVERY_S
+        if now_s - self._last_s >= self._pause_s:
+            self._last_s, self._pause_s = now_s, min(QUIET_LINE_S, 2 * self._pause_s)
+            self.say(f"{self._pace.progress(stats)}  {headline(stats)}{self._note(stats, now_s)}")
+
+    def _note(self, stats: Stats, now_s: float) -> str:
+        return f"  ({self._pace.waiting(stats, now_s)})" if is_waiting(stats) else ""
 
     def say(self, sentence: str) -> None:
         self._console.print(
@@ -61,18 +73,21 @@ class LiveView:
 
     def __init__(self, names: Mapping[str, str], console: Console) -> None:
         self._names = names
-        self._changes = ChangeLog(names)
+        self._changes, self._pace = ChangeLog(names), Pace()
         self._live = Live(console=console, refresh_per_second=4, transient=True)
         self._live.start()
 
     def show(self, stats: Stats) -> None:
+        now_s = time.monotonic()
+        self._pace.note(stats, now_s)
         for sentence in self._changes.since_last(stats):
             self.say(sentence)
         # Text without markup or control characters: a node chooses some of these words and could garble the terminal.
         self._live.update(
             Group(
-                Text(headline(stats), style="bold"),
-                Text(f"waiting for {stats.waiting_for}"),
+                Text(self._pace.progress(stats), style="bold"),
+                Text(f"{headline(stats)}  {sparkline(self._pace.rewards)}"),
+                Text(self._pace.waiting(stats, now_s)),
                 node_table(stats, self._names, self._live.console.width),
             )
         )
@@ -84,6 +99,68 @@ class LiveView:
         self._live.stop()
 
 
+class Pace:
+    """Measures how fast versions appear, to estimate when the run ends, and how long it has waited for one thing."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[float, int]] = []
+        self._waits_for, self._since_s = "", 0.0
+        self.rewards: list[float] = []
+
+    def note(self, stats: Stats, now_s: float) -> None:
+        """Takes the state of the run at `now_s`."""
+        kind = stats.waiting_for.partition(":")[0]
+        newest = stats.newest_version
+        if newest is not None and (not self._seen or self._seen[-1][1] != newest):
+            self._seen.append((now_s, newest))
+            self._waits_for = ""
+            if stats.latest is not None:
+                self.rewards.append(stats.latest.reward_mean)
+        if kind != self._waits_for:
+            self._waits_for, self._since_s = kind, now_s
+
+    def step_s(self) -> float | None:
+        """Returns the mean seconds of the last ten versions that were seen; None before the second one."""
+        recent = self._seen[-11:]
+        if len(recent) < 2 or recent[-1][1] <= recent[0][1]:
+            return None
+        return (recent[-1][0] - recent[0][0]) / (recent[-1][1] - recent[0][1])
+
+    def progress(self, stats: Stats) -> str:
+        """Returns the versions as a bar, with the time that the rest will take."""
+        newest, last = stats.newest_version or 0, stats.last_version
+        full = BAR_WIDTH * min(newest, last) // last
+        version = "-" if stats.newest_version is None else str(newest)
+        step_s = self.step_s()
+        left = (
+            "" if step_s is None or newest >= last else f", about {duration(step_s * (last - newest))} left"
+        )
+        return f"[{'#' * full}{'.' * (BAR_WIDTH - full)}] version {version}/{last}{left}"
+
+    def waiting(self, stats: Stats, now_s: float) -> str:
+        """Returns what the run waits for, for how long so far, and how long a version takes."""
+        step_s = self.step_s()
+        usual = "" if step_s is None else f"; a version takes about {duration(step_s)}"
+        return f"waiting for {stats.waiting_for}, {duration(now_s - self._since_s)} so far{usual}"
+
+
+def duration(seconds: float) -> str:
+    """Returns a time in words: `8 s`, `3 min`, `2 h 5 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """Returns the values as a row of at most `width` blocks, scaled from the lowest to the highest value."""
+    size = -(-len(values) // width) or 1
+    means = [sum(values[at : at + size]) / len(values[at : at + size]) for at in range(0, len(values), size)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((value - low) * scale)] for value in means)
+
+
 class ChangeLog:
     """Finds what changed since the last call: refusals, ejections, held-out results."""
 
@@ -92,6 +169,9 @@ class ChangeLog:
         self._rejected: dict[str, int] = {}
         self._trust: dict[str, str] = {}
         self._evaluated: set[int] = set()
+        self._warned: set[tuple[int | None, str]] = set()
+        self._void: dict[str, int] = {}
+        self._void_told: set[str] = set()
 
     def since_last(self, stats: Stats) -> list[str]:
         """Returns one sentence for each change."""
@@ -110,8 +190,15 @@ class ChangeLog:
                 sentences.append(
                     f"{name} ejected after {node.rejected} refusals; the refused work is not trained on"
                 )
-            self._rejected[node.node] = node.rejected
+            if node.void > self._void.get(node.node, 0) and (reason := self._new_void_reason(node)):
+                sentences.append(f"{name}: work is void, and no node is to blame: {reason}")
+            self._rejected[node.node], self._void[node.node] = node.rejected, node.void
             self._trust[node.node] = node.trust
+        for warning in stats.warnings:
+            key = (warning.version, warning.text)
+            if warning.source == "trainer" and key not in self._warned:
+                self._warned.add(key)
+                sentences.append(f"warning, version {warning.version}: {warning.text}")
         for evaluation in stats.evaluations:
             if evaluation.complete and evaluation.version not in self._evaluated:
                 self._evaluated.add(evaluation.version)
@@ -120,27 +207,43 @@ class ChangeLog:
                 )
         return sentences
 
+    def _new_void_reason(self, node: NodeView) -> str:
+        """Returns why a node's last work is void, the first time that this reason appears; else an empty text."""
+        if not node.last_code or not node.last_code.startswith("void."):
+            return ""
+        reason = f"{explain_code(node.last_code)} [{node.last_code}: {node.last_detail}]"
+        kind = re.sub(r"[0-9a-f]{6,}|\d+", "", reason)
+        if kind in self._void_told:
+            return ""
+        self._void_told.add(kind)
+        return reason
+
 
 def headline(stats: Stats) -> str:
     """Returns the state of the run in one line."""
-    version = "-" if stats.newest_version is None else str(stats.newest_version)
     step = stats.latest
-    learned = (
-        f"reward {step.reward_mean:.3f}  train {step.tokens_per_s:,.0f} tok/s  lag {step.lag_mean:.1f} (max {step.lag_max})"
-        if step
-        else "no step yet"
-    )
+    learned = "no step yet"
+    if step is not None:
+        accepted = (
+            f" (all {step.accepted_rollouts} accepted: {step.accepted_reward_mean:.3f})"
+            if step.accepted_reward_mean is not None and step.accepted_rollouts
+            else ""
+        )
+        learned = (
+            f"reward {step.reward_mean:.3f}{accepted}  train {step.tokens_per_s:,.0f} tok/s"
+            f"  lag {step.lag_mean:.1f} (max {step.lag_max})"
+        )
     counts = count_submissions(stats)
     return (
-        f"version {version}/{stats.last_version}  {learned}  generate {stats.generation_tokens_per_s:,.0f} tok/s"
+        f"{learned}  generate {stats.generation_tokens_per_s:,.0f} tok/s"
         f"  accepted {counts['accepted']}  refused {counts['refused']}  void {counts['void']}"
     )
 
 
-def waiting_note(stats: Stats) -> str:
-    """Returns what the run waits for, before the first step and when a role is missing; else nothing."""
+def is_waiting(stats: Stats) -> bool:
+    """Returns whether a line should say what the run waits for: before the first step, and when a role is missing."""
     missing = stats.waiting_for.startswith(("workers", "relays", "a validator"))
-    return f"  (waiting for {stats.waiting_for})" if stats.latest is None or missing else ""
+    return stats.latest is None or missing
 
 
 def count_submissions(stats: Stats) -> dict[str, int]:

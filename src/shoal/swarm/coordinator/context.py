@@ -172,6 +172,10 @@ class Coordinator:
             if events:
                 group.after_commit.append(lambda: self._log_events(events))
 
+    @property
+    def folder(self) -> Path:
+        return self.data.parent
+
     def _log_events(self, events: list[NewEvent]) -> None:
         """Runs after commit: writes the transaction's events to the log."""
         for new in events:

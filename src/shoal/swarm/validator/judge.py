@@ -38,6 +38,9 @@ for its prompt and not for its size."""
 SHOWN_CHARACTERS = 1000
 """Length of the sampled answer in the evidence, which the ledger keeps for ever."""
 
+SHOWN_EXPECTED = 200
+"""Length of the expected answer beside it."""
+
 SPARED_S = 30.0
 """Seconds for grading all rows of a submission whose proofs were not checked."""
 
@@ -225,7 +228,7 @@ def give_verdict(
         return failed
     if graded:
         evidence |= count_outcomes(graded) | {"grade_s": round(time.monotonic() - began_s, 2)}
-        evidence |= show_sample(table, graded, claim, policy.tokenizer)
+        evidence |= show_sample(table, graded, claim, policy.tokenizer, one.problems)
     num_tokens = sum(len(row.output_tokens) for row in table.rows)
     note = "" if graded else "; not graded, because the task's files are missing here"
     return Verdict(
@@ -272,7 +275,11 @@ def count_outcomes(graded: tuple[Reward, ...]) -> dict[str, float | int | str]:
 
 
 def show_sample(
-    table: RolloutTable, graded: tuple[Reward, ...], claim: Claim, tokenizer: Tokenizer
+    table: RolloutTable,
+    graded: tuple[Reward, ...],
+    claim: Claim,
+    tokenizer: Tokenizer,
+    problems: Sequence[Problem],
 ) -> dict[str, float | int | str]:
     """Returns one answer as text for the run's page, or nothing for held-out problems: a worker could learn their answers from the page.
 
@@ -286,6 +293,7 @@ def show_sample(
         "sample_prompt": row.prompt_index,
         "sample_answer": tokenizer.decode(row.output_tokens)[:SHOWN_CHARACTERS],
         "sample_reward": graded[index].value,
+        "sample_expected": problems[row.prompt_index].answer[:SHOWN_EXPECTED],
     }
 
 

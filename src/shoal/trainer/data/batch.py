@@ -46,6 +46,8 @@ class TrainBatch:
     """What the coordinator said the batch was waiting for; empty if it was ready at once."""
     dropped_share: float = 0.0
     unparseable: float = 0.0
+    accepted_reward_mean: float | None = None
+    accepted_rollouts: int = 0
 
     @property
     def num_outputs(self) -> int:
@@ -123,6 +125,8 @@ def build_batch(
         waited_on=waited_on,
         dropped_share=batch.dropped_share,
         unparseable=batch.unparseable,
+        accepted_reward_mean=batch.accepted_reward_mean,
+        accepted_rollouts=batch.accepted_rollouts,
     )
 
 

@@ -15,6 +15,8 @@ Kind = Literal["no-signal", "entropy-rising", "clip-creeping", "gradient-creepin
 
 WINDOW = 10
 """Steps in a window; trends compare the means of windows."""
+MAX_CHARS = 300
+"""Longest warning in a step's report."""
 HISTORY = 30 * WINDOW
 """Reports that are kept for the trends."""
 
@@ -48,6 +50,11 @@ class WarningTracker:
         self._reports: list[StepReport] = []
         self._active: set[Kind] = set()
 
+    def with_warnings(self, report: StepReport) -> StepReport:
+        """Returns the report with its new warnings, each as `kind: sentence`."""
+        new = tuple(f"{warning.kind}: {warning.sentence}"[:MAX_CHARS] for warning in self.add(report))
+        return report.model_copy(update={"warnings": new})
+
     def add(self, report: StepReport) -> list[EarlyWarning]:
         """Returns the warnings that are new with this report."""
         if self._reports and self._reports[-1].version >= report.version:
@@ -66,7 +73,11 @@ def no_signal(reports: Sequence[StepReport]) -> str | None:
     dropped = sum(report.dropped_groups for report in recent)
     if len(recent) < WINDOW // 2 or dropped < 9 * useful:
         return None
-    reward = fmean(report.reward_mean for report in recent)
+    # The batch's own reward says nothing here: groups that are solved or too hard are not in it.
+    reward = fmean(
+        report.reward_mean if report.accepted_reward_mean is None else report.accepted_reward_mean
+        for report in recent
+    )
     share = f"{100 * dropped / (dropped + useful):.0f} % of the groups of the last {len(recent)} steps had all-equal rewards"
     if reward < 0.1:
         return f"{share} and the mean reward is {reward:.3f}: the task is too hard; make it easier, filter the prompts, or raise samples_per_prompt"
@@ -133,9 +144,11 @@ def starving(reports: Sequence[StepReport]) -> str | None:
     if len(recent) < WINDOW // 2 or waited_s < 2 * trained_s:
         return None
     on = next((report.waited_on for report in reversed(recent) if report.waited_on), "")
+    if on.startswith("the trainer"):
+        return None  # it waited for its own publication, not for rollouts
     return (
         f"a step waits {waited_s:.3g} s for rollouts and trains {trained_s:.3g} s (medians of the last {len(recent)}); "
-        + (f"it waited for {on}" if on else "more workers would make the run faster")
+        + (f"the last wait was for {on}" if on else "more workers would make the run faster")
     )
 
 

@@ -111,6 +111,8 @@ class PrometheusSink:
             self._warnings.labels(self._run, str(values["kind"])).inc()
             return
         for name, number in numbers_of(values).items():
+            if event == "evaluation" and name == "version":
+                name = "held_out_version"  # the gauge `version` must not go back
             if name not in self._gauges:
                 self._gauges[name] = Gauge(
                     f"shoal_{name}", f"Newest {name}.", ["run"], registry=self._registry
@@ -136,7 +138,13 @@ class WandbSink:
         if event == "warning":
             self._run.alert(title=str(values["kind"]), text=str(values["sentence"]))
             return
-        self._run.log({f"shoal/{name}": number for name, number in numbers_of(values).items()}, step=version)
+        numbers = {f"shoal/{name}": number for name, number in numbers_of(values).items()}
+        if event == "evaluation":
+            # It belongs to an earlier version, and W&B drops what is logged for a step before the newest one.
+            numbers["shoal/held_out_version"] = numbers.pop("shoal/version")
+            self._run.log(numbers, commit=False)
+            return
+        self._run.log(numbers, step=version)
 
     def close(self) -> None:
         self._run.finish()

@@ -5,8 +5,11 @@ The sums are kept in one tensor on the device, so that no micro-batch waits for 
 N counts the output tokens of one micro-batch, F the sums.
 """
 
+import contextlib
+import json
 from collections import Counter
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -116,6 +119,9 @@ def step_report(batch: TrainBatch, figures: StepFigures, wait_s: float) -> StepR
     return StepReport(
         version=batch.version + 1,
         reward_mean=batch.reward_mean,
+        accepted_reward_mean=batch.accepted_reward_mean,
+        accepted_rollouts=batch.accepted_rollouts,
+        answer_tokens_mean=batch.num_outputs / len(batch.samples),
         groups=batch.num_groups,
         dropped_groups=batch.dropped_groups,
         dropped_share=batch.dropped_share,
@@ -131,3 +137,16 @@ def step_report(batch: TrainBatch, figures: StepFigures, wait_s: float) -> StepR
         tokens_per_s=batch.num_tokens / max(figures.train_s, 1e-9),
         **asdict(figures),
     )
+
+
+def written_evaluations(metrics: Path) -> set[int]:
+    """Returns the versions whose held-out results are in a metrics.jsonl, so that a resumed run does not repeat them."""
+    found: set[int] = set()
+    if not metrics.exists():
+        return found
+    with metrics.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if '"evaluation"' in line:
+                with contextlib.suppress(ValueError, KeyError):  # a kill may have cut the last line
+                    found.add(int(json.loads(line)["version"]))
+    return found

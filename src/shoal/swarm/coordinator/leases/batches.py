@@ -217,7 +217,10 @@ def form_batch(tx: Transaction, coordinator: Coordinator, version: int) -> Batch
     if len(rows) < wanted:
         return None
     batch = Batch(
-        version=version, groups=tuple(_to_group(row) for row in rows), **_since_last_batch(tx.db, rows)
+        version=version,
+        groups=tuple(_to_group(row) for row in rows),
+        reward_mean=math.fsum(row.reward_mean for row in rows) / len(rows),
+        **_since_last_batch(tx.db, coordinator.spec.sampling.samples_per_prompt),
     )
     ids = [group.group_id for group in batch.groups]
     seq = tx.record(
@@ -227,6 +230,8 @@ def form_batch(tx: Transaction, coordinator: Coordinator, version: int) -> Batch
         dropped_groups=batch.dropped_groups,
         stale_groups=batch.stale_groups,
         reward_mean=batch.reward_mean,
+        accepted_reward_mean=batch.accepted_reward_mean,
+        accepted_rollouts=batch.accepted_rollouts,
     )
     tx.write(
         insert(batches).values(
@@ -257,7 +262,7 @@ def _choose(db: Connection, oldest: int, wanted: int, max_unchecked_share: float
     return found[:wanted]
 
 
-def _since_last_batch(db: Connection, chosen: list[Row[Any]] | Any) -> dict[str, Any]:
+def _since_last_batch(db: Connection, samples_per_prompt: int) -> dict[str, Any]:
     """Returns counts of dropped and stale groups and the mean reward of what was accepted since the last batch."""
     last_seq = db.execute(select(func.coalesce(func.max(batches.c.seq), 0))).scalar_one()
     accepted = groups.c.accepted_seq > last_seq
@@ -271,13 +276,11 @@ def _since_last_batch(db: Connection, chosen: list[Row[Any]] | Any) -> dict[str,
     stale = db.execute(
         select(func.count()).select_from(groups).where(groups.c.stale_seq > last_seq)
     ).scalar_one()
-    # If nothing was accepted since the last batch, the mean is that of the chosen groups.
-    if mean is None:
-        mean = math.fsum(row.reward_mean for row in chosen) / len(chosen)
     return {
         "dropped_groups": dropped,
         "stale_groups": stale,
-        "reward_mean": mean,
+        "accepted_reward_mean": mean,
+        "accepted_rollouts": num_accepted * samples_per_prompt,
         "dropped_share": dropped / max(1, num_accepted),
         "unparseable": share_unparseable(
             db, verdicts.c.lease_id.in_(select(groups.c.lease_id).where(accepted).distinct())

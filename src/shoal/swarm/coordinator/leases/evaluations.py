@@ -16,7 +16,7 @@ from sqlalchemy import Connection, func, insert, select, update
 from shoal.swarm.coordinator.context import Coordinator, Transaction
 from shoal.swarm.coordinator.rules.lease_states import OPEN
 from shoal.swarm.coordinator.rules.planning import LEASE_SHARE, EvalChunk
-from shoal.swarm.coordinator.store.schema import evaluation_chunks, evaluations, leases, nodes
+from shoal.swarm.coordinator.store.schema import evaluation_chunks, evaluations, leases, nodes, verdicts
 from shoal.swarm.coordinator.store.statements import Statement, given
 from shoal.wire.messages import Evaluation
 
@@ -163,8 +163,10 @@ def views(db: Connection) -> tuple[Evaluation, ...]:
             evaluations.c.completed_at_s,
             func.sum(evaluation_chunks.c.reward_sum).label("reward_sum"),
             func.sum(evaluation_chunks.c.rollouts).label("rollouts"),
+            func.coalesce(func.sum(verdicts.c.output_tokens), 0).label("output_tokens"),
         )
         .join(evaluation_chunks, evaluation_chunks.c.version == evaluations.c.version)
+        .outerjoin(verdicts, verdicts.c.lease_id == evaluation_chunks.c.lease_id)
         .group_by(evaluations.c.version, evaluations.c.completed_at_s)
         .order_by(evaluations.c.version)
     )
@@ -174,6 +176,7 @@ def views(db: Connection) -> tuple[Evaluation, ...]:
             reward_mean=row.reward_sum / int(row.rollouts),
             rollouts=int(row.rollouts),
             complete=row.completed_at_s is not None,
+            answer_tokens_mean=int(row.output_tokens) / int(row.rollouts),
         )
         for row in rows
     )

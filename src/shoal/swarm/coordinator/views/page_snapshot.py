@@ -55,6 +55,7 @@ def take_snapshot(db: Connection, context: ViewContext, curve: Curve | None = No
         releases=_releases(db),
         samples=read_samples(db, limit=MAX_SAMPLES),
         head=_head(db),
+        warnings=current.warnings,
     )
 
 
@@ -179,12 +180,27 @@ def make_curve(steps: Sequence[StepReport]) -> Curve:
         steps_per_point=size,
         version=tuple(point[-1].version for point in points),
         reward=means("reward_mean", 4),
+        accepted_reward=tuple(_accepted_reward(point) for point in points),
+        accepted_rollouts=tuple(sum(step.accepted_rollouts for step in point) for point in points),
+        answer_tokens=means("answer_tokens_mean", 1),
         lag=means("lag_mean", 2),
         lag_max=tuple(max(step.lag_max for step in point) for point in points),
         wait_s=means("wait_s", 2),
         train_s=means("train_s", 2),
         tokens_per_s=means("tokens_per_s", 0),
     )
+
+
+def _accepted_reward(steps: Sequence[StepReport]) -> float:
+    """Returns the mean reward of all rollouts accepted for these steps; without any, that of the trained ones."""
+    known = [
+        (step.accepted_reward_mean, step.accepted_rollouts)
+        for step in steps
+        if step.accepted_reward_mean is not None and step.accepted_rollouts
+    ]
+    if not known:
+        return round(sum(step.reward_mean for step in steps) / len(steps), 4)
+    return round(sum(mean * count for mean, count in known) / sum(count for _, count in known), 4)
 
 
 # -- workers ----------------------------------------------------------------------------------------------
@@ -282,7 +298,7 @@ def _sample(row: Any) -> Sample | None:
     """Returns the sample in a verdict's evidence, with the prompt from the lease; None if the evidence has no valid sample."""
     evidence = json.loads(row.body)["evidence"]
     index, answer = evidence.get("sample_prompt"), evidence.get("sample_answer")
-    reward = evidence.get("sample_reward")
+    reward, expected = evidence.get("sample_reward"), evidence.get("sample_expected")
     lease = Sealed[Lease].parse(row.sealed).body
     complete = isinstance(index, int) and isinstance(answer, str) and isinstance(reward, int | float)
     if not complete or not 0 <= index < len(lease.prompts):
@@ -295,4 +311,5 @@ def _sample(row: Any) -> Sample | None:
         answer=answer[:MAX_TEXT],
         reward=float(reward),
         given_at_s=round(row.given_at_s, 1),
+        expected=expected[:MAX_TEXT] if isinstance(expected, str) else "",
     )

@@ -1,7 +1,10 @@
 """Reads what the public routes show: information about the run, counts, nodes, and one sentence on what the run waits for."""
 
+import contextlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from sqlalchemy import Connection, Row, func, select, true
@@ -27,8 +30,9 @@ from shoal.swarm.coordinator.store.ledger_chain import head_seq
 from shoal.swarm.coordinator.store.schema import batches as batch_table
 from shoal.swarm.coordinator.store.schema import leases, policies, submissions, verdicts
 from shoal.swarm.coordinator.store.schema import nodes as node_table
+from shoal.wire.codes import Rejected
 from shoal.wire.manifest import Manifest
-from shoal.wire.messages import History, Info, NodeView, RunList, RunView, Stats, StepReport
+from shoal.wire.messages import History, Info, NodeView, RunList, RunView, RunWarning, Stats, StepReport
 from shoal.wire.record import Sealed
 from shoal.wire.run_spec import PROTOCOL, RunSpec
 
@@ -50,6 +54,8 @@ class Situation:
     eval_workers: int
     """Workers that are live and not in quarantine."""
     queued_checks: int
+    running_checks: int = 0
+    """Submissions that a validator has claimed and not judged yet."""
     queue_untouched_s: float
     """Seconds since the last claim, or since the oldest queued submission arrived, whichever is later."""
     ready_groups: int
@@ -105,9 +111,9 @@ def _work_reason(now: Situation) -> str:
             else ""
         )
         held = f"; {_count(now.held_groups, 'group')} held until checked" if now.held_groups else ""
-        return (
-            f"rollouts: {now.ready_groups} of {now.groups_needed} groups ready, {open_leases}{dropped}{held}"
-        )
+        unchecked = now.queued_checks + now.running_checks
+        checks = f"; {_count(unchecked, 'submission')} at the validator" if unchecked else ""
+        return f"rollouts: {now.ready_groups} of {now.groups_needed} groups ready, {open_leases}{checks}{dropped}{held}"
     if not now.eval_workers:
         return f"workers: {now.live_workers} live, all in quarantine, and an evaluation needs one that is not"
     done, total = now.eval_chunks or (0, 0)
@@ -130,13 +136,18 @@ class ViewContext(Protocol):
     @property
     def clock(self) -> Callable[[], float]: ...
 
+    @property
+    def folder(self) -> Path:
+        """The coordinator's folder, with what `shoal run` writes there: NOTICES_FILE and NAMES_FILE."""
 
-def _node_view(node: Row[Any], held: int, now_s: float, heartbeat_s: float) -> NodeView:
+
+def _node_view(node: Row[Any], held: int, now_s: float, heartbeat_s: float, name: str) -> NodeView:
     return NodeView(
         node=node.node,
         trust=node.trust,
         liveness=liveness(node.last_seen_s, now_s, heartbeat_s).value,
-        phase=node.phase,
+        # An ejected node gets no more work; its last heartbeat may still claim to generate.
+        phase="" if node.trust == Trust.BANNED.value else node.phase,
         policy_version=node.policy_version,
         tokens_per_s=node.tokens_per_s,
         accepted=node.accepted,
@@ -147,6 +158,7 @@ def _node_view(node: Row[Any], held: int, now_s: float, heartbeat_s: float) -> N
         owner=node.owner,
         last_code=node.last_code,
         last_detail=node.last_detail,
+        name=name,
     )
 
 
@@ -165,7 +177,11 @@ def node_views(db: Connection, rows: Sequence[Row[Any]], context: ViewContext) -
     for row in rows:
         if row.trust in (Trust.QUARANTINED.value, Trust.BANNED.value):
             held[row.node] = _held(db, row, now_s, config.hold_s)
-    return tuple(_node_view(row, held.get(row.node, 0), now_s, config.heartbeat_s) for row in rows)
+    names = read_names(context.folder)
+    return tuple(
+        _node_view(row, held.get(row.node, 0), now_s, config.heartbeat_s, names.get(row.node, ""))
+        for row in rows
+    )
 
 
 def _held(db: Connection, node: Row[Any], now_s: float, hold_s: float) -> int:
@@ -177,6 +193,9 @@ def _held(db: Connection, node: Row[Any], now_s: float, hold_s: float) -> int:
     return int(db.execute(query).scalar_one())
 
 
+NOTICES_FILE, NAMES_FILE = "notices.jsonl", "names.json"
+"""Files of `shoal run` in the coordinator's folder: a RunWarning on each line, and the workers' names by node id."""
+MAX_WARNINGS = 40
 SPEED_WINDOW_S = 60.0
 """Speeds are averages over this time."""
 NODES_SHOWN = 500
@@ -258,7 +277,46 @@ def stats(db: Connection, context: ViewContext) -> Stats:
         ),
         ledger_seq=head_seq(db),
         server_time_s=now_s,
+        warnings=read_warnings(db, context.folder),
     )
+
+
+def read_warnings(db: Connection, folder: Path) -> tuple[RunWarning, ...]:
+    """Returns the newest warnings of the trainer's reports and the notices of `shoal run`, oldest first."""
+    reports = db.execute(
+        select(policies.c.report, policies.c.published_at_s)
+        .where(policies.c.report.like('%"warnings":["%'))
+        .order_by(policies.c.version.desc())
+        .limit(MAX_WARNINGS)
+    )
+    found = [
+        RunWarning(source="trainer", text=text, version=report.version, time_s=published_at_s)
+        for body, published_at_s in reports
+        for report in [StepReport.parse(body)]
+        for text in report.warnings
+    ]
+    found += read_notices(folder)
+    return tuple(sorted(found, key=lambda one: one.time_s or 0.0)[-MAX_WARNINGS:])
+
+
+def read_notices(folder: Path) -> list[RunWarning]:
+    """Returns the newest notices in the coordinator's folder; none if `shoal run` did not start it."""
+    path = folder / NOTICES_FILE
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()[-MAX_WARNINGS:]
+    with contextlib.suppress(Rejected):  # a kill may have cut the last line
+        return [RunWarning.parse(line) for line in lines]
+    return []
+
+
+def read_names(folder: Path) -> dict[str, str]:
+    """Returns the names that `shoal run` gave to the workers it started, by node id."""
+    path = folder / NAMES_FILE
+    if not path.exists():
+        return {}
+    names: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+    return names
 
 
 def history(db: Connection) -> History:
@@ -293,6 +351,7 @@ def read_situation(db: Connection, context: ViewContext) -> Situation:
         live_workers=live,
         eval_workers=live - quarantined,
         queued_checks=by_state.get(LeaseState.SUBMITTED.value, 0),
+        running_checks=by_state.get(LeaseState.CHECKING.value, 0),
         queue_untouched_s=_queue_untouched_s(db, now_s),
         ready_groups=count_ready(db, 0, context.config.max_unchecked_share),
         held_groups=count_held(db),
