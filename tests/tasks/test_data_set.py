@@ -216,7 +216,7 @@ def test_a_bad_row_is_an_error_that_names_it(
 
 def test_unusable_files_and_options(tmp_path: Path) -> None:
     for content, message in (
-        ("{", "line 1: not JSON"),
+        ("{", "row 1: not JSON"),
         ("[1]", "row 1: int, expected an object"),
         ("[", "not JSON"),
     ):
@@ -296,10 +296,11 @@ def test_genesys_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"task_type": "llm_judgeable_groundtruth_similarity"}, "cannot be verified"),
+        ({"task_type": "llm_judgeable_groundtruth_similarity"}, "needs a model as judge"),
         ({"verification_info": "{}"}, "no field 'ground_truth'"),
         ({"verification_info": "no"}, "Expecting value"),
-        ({"verification_info": json.dumps({"ground_truth": ""})}, "expected a string"),
+        ({"task_type": "swe"}, "cannot be verified"),
+        ({"verification_info": json.dumps({"ground_truth": ""})}, "expected a text"),
         ({"verification_info": json.dumps({"ground_truth": "\\left( \\right."})}, "math-verify cannot parse"),
         ({"task_type": "verifiable_code", "verification_info": {"test_cases": []}}, "any program would pass"),
         (

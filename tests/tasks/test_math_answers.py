@@ -69,6 +69,20 @@ def test_plain_numbers(gold: str, text: str, outcome: Outcome) -> None:
         ("p - q", "\\boxed{q - p}", W),
         ("\\left( 3, \\frac{\\pi}{2} \\right)", "\\boxed{(\\pi/2, 3)}", W),
         ("42", "\\boxed{42}, no: \\boxed{41}", W),
+        ("42", "\\boxed{\\approx 42.}", R),
+        ("x + \\frac{1}{2}", "\\boxed{\\frac{1}{2} + x.}", R),
+        # A part of the answer that can be parsed is not the answer.
+        (
+            "\\left( \\frac{1}{4}, \\frac{3}{4} \\right)",
+            "\\boxed{\\left( \\frac{1}{4}, \\frac{3}{4} \\right)+1}",
+            U,
+        ),
+        (
+            "\\left( \\frac{1}{4}, \\frac{3}{4} \\right)",
+            "\\boxed{2\\left( \\frac{1}{4}, \\frac{3}{4} \\right)}",
+            U,
+        ),
+        ("42", "\\boxed{987 \\\\ 42}", U),
         ("42", "42", U),
         ("42", "\\boxed{", U),
         ("42", "\\boxed{}", U),

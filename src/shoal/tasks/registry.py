@@ -2,16 +2,23 @@
 
 import difflib
 import functools
+import hashlib
 import inspect
+import json
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from pathlib import Path
 
-from shoal.tasks.datasets.data_set import DataSet, Format, Listed
-from shoal.tasks.datasets.file_options import Options, checked_options
-from shoal.tasks.datasets.formats import GENESYS, GSM8K, HUMANEVAL, MATH, MBPP, SVAMP
+from shoal.files import write_bytes_atomically
+from shoal.tasks.datasets.data_set import DataSet, Format, Listed, checks_text
+from shoal.tasks.datasets.file_options import Options, checked_options, keep_files
+from shoal.tasks.datasets.formats import GSM8K, HUMANEVAL, MATH, MBPP, SVAMP
+from shoal.tasks.datasets.genesys import GENESYS
+from shoal.tasks.datasets.row_index import copy_index
 from shoal.tasks.length_budget import with_budgets
 from shoal.tasks.procedural import Add, Count, Largest, Sort
 from shoal.tasks.task import Task
+from shoal.telemetry import Log
 from shoal.wire.run_spec import TaskSpec
 
 ENTRY_POINTS = "shoal.tasks"
@@ -52,6 +59,42 @@ def _make(text: str) -> Task:
     except TypeError as error:
         raise ValueError(f"task {spec.name!r}: {error}") from None
     return with_budgets(task, spec.budgets, spec.budget_alpha) if spec.budgets else task
+
+
+def keep_task_files(spec: TaskSpec, folder: Path, *, reports: Path) -> TaskSpec:
+    """Copies a task's files into `folder`; returns the spec that names them by digest.
+
+    The spec of a data set also names lists of its unusable rows, so that every machine of the run leaves out the same rows and only
+    this one checks gold answers. The rows and their reasons are written to `reports`. Raises ValueError if too many are unusable.
+    """
+    task = _find(spec.name)(**checked_options(spec)) if spec.name in TASKS else None
+    kept = keep_files(spec, folder)
+    if not isinstance(task, DataSet) or task.path.startswith("sha256:"):
+        return kept
+    _ = task.split_rows  # raises if too many rows are unusable
+    options = dict(kept.options)
+    for option, index in task.indices.items():
+        source, digest = Path(str(spec.options[option])), str(options[option]).removeprefix("sha256:")
+        copy_index(source, folder / digest, task.indexed_format())
+        text = checks_text(index)
+        name = hashlib.sha256(text).hexdigest()
+        write_bytes_atomically(folder / name, text)
+        options[option.replace("path", "checks_path")] = f"sha256:{name}"
+        if index.bad:
+            report = reports / f"unusable-rows-{source.stem}.jsonl"
+            lines = (
+                json.dumps({"file": str(source), "row": number, "reason": reason})
+                for number, reason in index.bad.items()
+            )
+            write_bytes_atomically(report, "".join(f"{line}\n" for line in lines).encode())
+            Log("data").warning(
+                "unusable rows are left out",
+                file=str(source),
+                unusable=len(index.bad),
+                rows=index.num_rows,
+                listed_in=str(report),
+            )
+    return kept.model_copy(update={"options": options})
 
 
 def _find(name: str) -> Factory:

@@ -69,7 +69,9 @@ def test_the_file_reaches_validators_and_only_them(
         swarm.report_relay(url, 0)
         swarm.join()
         info = swarm.node.call("GET", "/v1/info", None, Info)
-        assert info.spec.task.options == {"path": f"sha256:{digest}", "style": "bare"}
+        options = dict(info.spec.task.options)
+        assert str(options.pop("checks_path")).startswith("sha256:"), "the list of unusable rows"
+        assert options == {"path": f"sha256:{digest}", "style": "bare"}
         lease = swarm.lease()
         assert all(prompt.startswith("Question: What is 2") for prompt in lease.prompts) and not lease.chat
         assert "somebodys" not in lease.model_dump_json() + info.model_dump_json()

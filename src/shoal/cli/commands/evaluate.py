@@ -228,7 +228,9 @@ def _with_own_files(spec: TaskSpec, options: argparse.Namespace) -> TaskSpec:
             raise ValueError(
                 f"--option {name}={value} is not the file of the run, which has {spec.options.get(name)}; give that file"
             )
-    spec = spec.model_copy(update={"options": dict(spec.options) | given})
+    # The lists of unusable rows are found again from the user's own copies.
+    own = {name: value for name, value in spec.options.items() if not name.endswith("checks_path")}
+    spec = spec.model_copy(update={"options": own | given})
     if file_digests(spec):
         missing = [name for name in spec.options if is_file_option(name) and name not in given]
         raise ValueError(

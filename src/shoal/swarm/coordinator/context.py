@@ -22,7 +22,8 @@ from shoal.swarm.coordinator.store.ledger_chain import NewEvent, log_event
 from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, batches, policies, run
 from shoal.swarm.coordinator.store.statements import Statement, TableStatements
 from shoal.tasks import Task, make_task
-from shoal.tasks.datasets.file_options import keep_files, with_files_from
+from shoal.tasks.datasets.file_options import with_files_from
+from shoal.tasks.registry import keep_task_files
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
@@ -203,7 +204,7 @@ def open_coordinator(
     """
     dir.mkdir(parents=True, exist_ok=True)
     keys, data = dir / "keys", dir / "data"
-    spec = spec.model_copy(update={"task": keep_files(spec.task, data)})
+    spec = spec.model_copy(update={"task": keep_task_files(spec.task, data, reports=dir)})
     roles = {Key.load_or_create(keys / f"{role}.key").public: role for role in get_args(Role)}
     run_key = Key.load_or_create(keys / "run.key")
     store: ObjectStore = LocalStore(dir / "objects")

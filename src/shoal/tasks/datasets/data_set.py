@@ -1,27 +1,32 @@
-"""Tasks whose problems are rows of a file: JSON Lines, one JSON array, or Parquet.
+"""Tasks whose problems are rows of a file: JSON Lines, one JSON array, Parquet, or CSV with a line of column names.
 
-    DataSet   a published data set; a Format (formats.py) reads its rows and grades answers
+    DataSet   a published data set; a Format (formats.py, genesys.py) reads its rows and grades answers
     Listed    problems of another task, listed in a file that `shoal data filter` wrote
 
-A DataSet holds out its own test file (`eval_path`), or one row in five by the hash of its question. Questions of the test file
-that also occur in the training file are not trained on.
+A DataSet holds out its own test file (`eval_path`), or one row in five by the hash of its question. Questions that are held out
+are not trained on, even if they are written with other spaces, case or typesetting. Unusable rows are skipped, unless there are
+too many.
 """
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
+from shoal.tasks.datasets.row_index import Array, IndexedFormat, RowIndex, read_rows
+from shoal.tasks.datasets.row_index import Row as Row
 from shoal.tasks.task import Problem, Reward, Split, Task, check_style, check_whole, is_held_out
 from shoal.wire.run_spec import TaskSpec
 
-Row = dict[str, Any]
 Style = Literal["chat", "direct", "bare"]
 
-SHOWN = 50
+SHOWN = 20
 """Maximum number of bad rows that an error lists."""
 
 
@@ -36,6 +41,8 @@ class Format:
     find_bad: Callable[[Sequence[Problem]], dict[int, str]] = lambda problems: {}
     """Returns the problems whose answers cannot be graded, and why. Called when the file is loaded, so none is ever asked."""
     evaluation_only: bool = False
+    is_held_out: Callable[[str], bool] = is_held_out
+    """Returns whether the row with this question is held out, in a file without a test file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +52,16 @@ class Entry:
     number: int
     row: Row
     problem: Problem
-    question: str
-    """The prompt in style "chat", by which rows are held out: the same rows in all styles."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitRows:
+    """The rows of both splits, as places in the indices of their files, and how many were left out."""
+
+    places: dict[Split, Array]
+    indices: dict[Split, RowIndex]
+    left_out: dict[str, int]
+    """Number of rows that are usable but not in a split, by the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +80,34 @@ class DataSet:
     """Leaves out longer prompts, if above 0. A prompt and its answer must fit the trainer's row_tokens."""
     skip_rows: str = ""
     """Numbers of rows of `path` to leave out because they are bad, as `671,902`."""
+    max_bad_share: float = 0.02
+    """Largest share of unusable rows of a file. They are skipped; with more of them the file is refused."""
+    task_types: str = ""
+    """The values of `task_type` whose rows are used, as `verifiable_math,prime_rl_code`; empty uses all."""
+    min_solve_rate: float = 0.0
+    max_solve_rate: float = 1.0
+    """Trains on rows whose column `solve_rate_field` is within these."""
+    solve_rate_field: str = ""
+    """The column with the solve rates. Empty takes the only one whose name begins with solve_rate."""
+    checks_path: str = ""
+    eval_checks_path: str = ""
+    """Files with the unusable rows of `path` and `eval_path`, so that all machines of a run use the same rows. The coordinator
+    writes them."""
 
     def __post_init__(self) -> None:
-        check_style(self.format.name, self.style, ("chat", "direct", "bare"))
+        name = self.format.name
+        check_style(name, self.style, ("chat", "direct", "bare"))
         if self.format.evaluation_only and self.eval_path:
-            raise ValueError(
-                f"{self.format.name} is for evaluation only, with all rows of `path`; remove eval_path"
-            )
-        check_whole(f"{self.format.name}: max_chars", self.max_chars, least=0, most=1 << 30)
+            raise ValueError(f"{name} is for evaluation only, with all rows of `path`; remove eval_path")
+        check_whole(f"{name}: max_chars", self.max_chars, least=0, most=1 << 30)
         if not re.fullmatch(r"(\s*\d+\s*(,|$))*", self.skip_rows):
+            raise ValueError(f"{name}: skip_rows={self.skip_rows!r} must be row numbers, as in '671,902'")
+        if not 0 <= self.max_bad_share <= 1:
+            raise ValueError(f"{name}: max_bad_share={self.max_bad_share!r} must be from 0 to 1")
+        if not 0 <= self.min_solve_rate <= self.max_solve_rate <= 1:
             raise ValueError(
-                f"{self.format.name}: skip_rows={self.skip_rows!r} must be row numbers, as in '671,902'"
+                f"{name}: min_solve_rate={self.min_solve_rate!r} and max_solve_rate={self.max_solve_rate!r} must be from 0 to 1, "
+                "the smaller one first"
             )
 
     @property
@@ -89,56 +121,133 @@ class DataSet:
         return self.format.grade(problem, text)
 
     def size(self, split: Split) -> int:
-        return len(self._entries[split])
+        return len(self.split_rows.places[split])
 
     def entry(self, split: Split, seed: int) -> Entry:
         """Returns the row of this seed; raises ValueError if the split is empty."""
-        entries = self._entries[split]
-        if not entries:
+        places, index = self.split_rows.places[split], self.split_rows.indices[split]
+        if not len(places):
             raise ValueError(self._empty_message(split))
-        return entries[seed % len(entries)]
+        place = int(places[seed % len(places)])
+        row = index.row(place)
+        return Entry(int(index.numbers[place]), row, self.format.read(row, self.style))
 
     @cached_property
-    def _entries(self) -> dict[Split, list[Entry]]:
-        skipped = {int(number) for number in self.skip_rows.split(",") if number.strip()}
-        entries = self._load(self.path, skipped)
-        if self.format.evaluation_only:
-            return {"train": [], "eval": entries}
-        if self.eval_path:
-            held_out = self._load(self.eval_path, set())
-            asked = {entry.question for entry in held_out}
-            return {"train": [e for e in entries if e.question not in asked], "eval": held_out}
-        by_hash = [is_held_out(entry.question) for entry in entries]
+    def indices(self) -> dict[str, RowIndex]:
+        """The index of each file, by its option. Reading it for the first time takes minutes for a large file."""
+        files = [("path", self.path, self.checks_path), ("eval_path", self.eval_path, self.eval_checks_path)]
         return {
-            "train": [entry for entry, held in zip(entries, by_hash, strict=True) if not held],
-            "eval": [entry for entry, held in zip(entries, by_hash, strict=True) if held],
+            option: RowIndex.load(
+                Path(path), self.indexed_format(), known_bad=_read_checks(checks) if checks else None
+            )
+            for option, path, checks in files
+            if path
         }
 
-    def _load(self, path: str, skipped: set[int]) -> list[Entry]:
-        entries: list[Entry] = []
-        bad: dict[int, str] = {}
-        for number, row in read_rows(Path(path)):
-            if number in skipped:
-                continue
-            try:
-                question = self.format.read(row, "chat").prompt
-                entries.append(Entry(number, row, self.format.read(row, self.style), question))
-            except KeyError as error:
-                bad[number] = f"no field {error}, which {self.format.name} needs; it has {sorted(row)[:12]}"
-            except (ValueError, TypeError, AttributeError) as error:
-                bad[number] = str(error)
-        for place, reason in self.format.find_bad([entry.problem for entry in entries]).items():
-            bad[entries[place].number] = reason
-        if bad:
-            raise ValueError(_bad_rows_message(path, bad))
-        return [e for e in entries if not self.max_chars or len(e.problem.prompt) <= self.max_chars]
+    def indexed_format(self) -> IndexedFormat:
+        """Returns the functions that the index of a file needs. The fields of a subclass may change what they return."""
+        names = ["task_types"] + [one.name for one in fields(self) if one.name not in _DATA_SET_FIELDS]
+        return IndexedFormat(
+            self.format.name,
+            json.dumps({name: str(getattr(self, name)) for name in names}),
+            lambda row: self.format.read(row, "chat"),
+            self.format.is_held_out,
+            self.format.find_bad,
+            frozenset(kind.strip() for kind in self.task_types.split(",") if kind.strip()),
+        )
+
+    @cached_property
+    def split_rows(self) -> SplitRows:
+        """The rows of each split. Raises ValueError if too many rows of a file are unusable."""
+        train = self.indices["path"]
+        skipped = {int(number) for number in self.skip_rows.split(",") if number.strip()}
+        self._check_bad("path", skipped)
+        all_rows, left_out = np.arange(len(train)), dict[str, int]()
+        all_rows = self._short(train, all_rows[~np.isin(train.numbers, sorted(skipped))], left_out)
+        if self.format.evaluation_only:
+            return SplitRows(
+                places={"train": all_rows[:0], "eval": all_rows},
+                indices={"train": train, "eval": train},
+                left_out=left_out,
+            )
+        if self.eval_path:
+            self._check_bad("eval_path", set())
+            held_out = self.indices["eval_path"]
+            held_rows = self._short(held_out, np.arange(len(held_out)), {})
+        else:
+            held_out, held_rows = train, all_rows[train.held_out[all_rows]]
+            all_rows = all_rows[~train.held_out[all_rows]]
+        asked = np.isin(train.keys[all_rows], held_out.keys)
+        if not self.eval_path:
+            asked = np.isin(train.keys[all_rows], held_out.keys[held_rows])
+        left_out["asked in the held-out rows too"] = int(asked.sum())
+        chosen = self._in_solve_rate(train, all_rows[~asked], left_out)
+        return SplitRows(
+            places={"train": chosen, "eval": held_rows},
+            indices={"train": train, "eval": held_out},
+            left_out={reason: count for reason, count in left_out.items() if count},
+        )
+
+    def _short(self, index: RowIndex, places: Array, left_out: dict[str, int]) -> Array:
+        if not self.max_chars:
+            return places
+        short = index.chars[places] <= self.max_chars
+        left_out[f"longer than max_chars = {self.max_chars}"] = int((~short).sum())
+        kept: Array = places[short]
+        return kept
+
+    def _in_solve_rate(self, index: RowIndex, places: Array, left_out: dict[str, int]) -> Array:
+        if (self.min_solve_rate, self.max_solve_rate) == (0.0, 1.0):
+            return places
+        rates = index.rates[self._solve_rate_column(index)][places]
+        kept = (rates >= np.float32(self.min_solve_rate)) & (rates <= np.float32(self.max_solve_rate))
+        left_out["outside min_solve_rate and max_solve_rate"] = int((~kept).sum())
+        chosen: Array = places[kept]
+        return chosen
+
+    def _solve_rate_column(self, index: RowIndex) -> str:
+        known = sorted(index.rates)
+        if self.solve_rate_field in known:
+            return self.solve_rate_field
+        if not self.solve_rate_field and len(known) == 1:
+            return known[0]
+        raise ValueError(
+            f"{self.path}: solve_rate_field={self.solve_rate_field!r} must be a column with solve rates; it has: "
+            f"{', '.join(known) or 'none'}. Remove min_solve_rate and max_solve_rate to use all rows"
+        )
+
+    def _check_bad(self, option: str, skipped: set[int]) -> None:
+        index, path = self.indices[option], self.path if option == "path" else self.eval_path
+        bad = {number: reason for number, reason in index.bad.items() if number not in skipped}
+        if len(bad) > self.max_bad_share * index.num_rows:
+            raise ValueError(_bad_rows_message(path, bad, index.num_rows, self.max_bad_share))
 
     def _empty_message(self, split: Split) -> str:
         if self.format.evaluation_only:
             return f"{self.format.name} is for evaluation only; train on another task"
         if split == "eval" and not self.eval_path:
             return f"{self.path}: too few rows to hold any out; set eval_path to a test file"
-        return f"{self.eval_path or self.path} has no rows to {'hold out' if split == 'eval' else 'train on'}"
+        left_out = "; ".join(f"{count} {reason}" for reason, count in self.split_rows.left_out.items())
+        wanted = "hold out" if split == "eval" else "train on"
+        return f"{self.eval_path if split == 'eval' else self.path} has no rows to {wanted}" + (
+            f": {left_out}" if left_out else ""
+        )
+
+
+_DATA_SET_FIELDS = frozenset(one.name for one in fields(DataSet))
+
+
+def checks_text(index: RowIndex) -> bytes:
+    """Returns the content of a file for `checks_path`: the unusable rows, which another machine could find otherwise."""
+    return json.dumps({"unusable_rows": sorted(index.bad)}).encode() + b"\n"
+
+
+def _read_checks(path: str) -> frozenset[int]:
+    try:
+        found = json.loads(Path(path).read_bytes())["unusable_rows"]
+        return frozenset(int(number) for number in found)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a list of unusable rows: {error}; remove checks_path") from None
 
 
 def listed_row(problem: Problem, spec: TaskSpec) -> dict[str, Any]:
@@ -171,12 +280,17 @@ class Listed:
 
     @cached_property
     def _rows(self) -> list[tuple[int, dict[str, Any]]]:
-        rows = read_rows(Path(self.path))
+        rows: list[tuple[int, Row]] = []
+        for number, row in read_rows(Path(self.path)):
+            if isinstance(row, str) or set(row) != {"prompt", "answer", "task"}:
+                raise ValueError(
+                    f"{self.path}, row {number}: expected prompt, answer and the same task in every row"
+                )
+            rows.append((number, row))
         if not rows:
             raise ValueError(f"{self.path} has no rows")
-        first = rows[0][1].get("task")
         for number, row in rows:
-            if set(row) != {"prompt", "answer", "task"} or row["task"] != first:
+            if row["task"] != rows[0][1]["task"]:
                 raise ValueError(
                     f"{self.path}, row {number}: expected prompt, answer and the same task in every row"
                 )
@@ -201,47 +315,13 @@ class Listed:
         return self.make_task(spec)
 
 
-def _bad_rows_message(path: str, bad: dict[int, str]) -> str:
+def _bad_rows_message(path: str, bad: dict[int, str], num_rows: int, max_share: float) -> str:
     first = min(bad)
     numbers = ",".join(map(str, sorted(bad)[:SHOWN])) + (",..." if len(bad) > SHOWN else "")
+    reasons = Counter(re.sub(r"'[^']*'", "'...'", reason)[:60] for reason in bad.values())
+    common = "; ".join(f"{count} times: {reason}" for reason, count in reasons.most_common(3))
     return (
-        f"{path}, row {first}: {bad[first]}. Rows that cannot be used: {len(bad)}; correct the file, or skip them "
-        f'with skip_rows = "{numbers}"'
+        f"{path}, row {first}: {bad[first]}. {len(bad)} of {num_rows} rows are unusable, more than max_bad_share = {max_share:g} "
+        f'({common}). Correct the file, raise max_bad_share, choose task_types, or skip them with skip_rows = "{numbers}"; '
+        "`shoal data check` lists them all"
     )
-
-
-def read_rows(path: Path) -> list[tuple[int, Row]]:
-    """Reads all rows with their numbers, from 1: the line in a JSON Lines file, else the position in the list."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise ValueError(f"no data file at {path}; check the path in the task's options") from None
-    if data[:4] == b"PAR1":
-        return list(enumerate(_parquet_rows(path), start=1))
-    if data.lstrip()[:1] == b"[":
-        return _checked(path, enumerate(_parse(data, f"{path}"), start=1))
-    lines = ((number, line) for number, line in enumerate(data.splitlines(), start=1) if line.strip())
-    return _checked(path, ((number, _parse(line, f"{path}, line {number}")) for number, line in lines))
-
-
-def _parse(data: bytes, where: str) -> Any:
-    try:
-        return json.loads(data)
-    except ValueError as error:
-        raise ValueError(f"{where}: not JSON: {error}") from None
-
-
-def _checked(path: Path, rows: Any) -> list[tuple[int, Row]]:
-    found: list[tuple[int, Row]] = []
-    for number, row in rows:
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, row {number}: {type(row).__name__}, expected an object")
-        found.append((number, row))
-    return found
-
-
-def _parquet_rows(path: Path) -> list[Row]:
-    import pyarrow.parquet
-
-    rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
-    return rows

@@ -36,6 +36,10 @@ BATCH = 200
 
 _PLAIN = re.compile(r"([-+]?)\s?\\?\$?\s?((?:\d{1,3}(?:,\d{3})+|\d{1,30})(?:\.\d{1,30})?|\.\d{1,30})")
 _MARK = "####"
+_SIMPLE = re.compile(
+    r"[-+]?(?:\d{1,30}/[1-9]\d{0,29}|\\[dt]?frac\{\d{1,30}\}\{[1-9]\d{0,29}\}|\d{0,30}\\sqrt\{\d{1,30}\}|\d{0,30}\\pi)"
+)
+"""Gold answers that math-verify is known to parse. Asking it takes milliseconds each, which is minutes for a large data set."""
 _REWARDS = {"right": RIGHT, "wrong": WRONG, "unparseable": UNPARSEABLE}
 T = TypeVar("T")
 
@@ -97,6 +101,16 @@ def compare(gold: str, answer: str) -> Reward:
     return math_grader().compare(gold, answer)
 
 
+def compare_any(golds: Sequence[str], answer: str) -> Reward:
+    """Returns RIGHT if the answer equals one of the gold answers."""
+    rewards = []
+    for gold in golds:
+        rewards.append(compare(gold, answer))
+        if rewards[-1] is RIGHT:
+            return RIGHT
+    return WRONG if WRONG in rewards else UNPARSEABLE
+
+
 def find_bad_number(problems: Sequence[Problem]) -> dict[int, str]:
     """Returns the problems whose gold answer is not a number, and why."""
     math_grader().check_installed()
@@ -109,14 +123,23 @@ def find_bad_number(problems: Sequence[Problem]) -> dict[int, str]:
 
 def find_bad_expression(problems: Sequence[Problem]) -> dict[int, str]:
     """Returns the problems whose gold answer math-verify cannot parse, and why: no answer to them could be right."""
+    return find_bad_golds([(problem.check,) for problem in problems])
+
+
+def find_bad_golds(golds: Sequence[Sequence[str]]) -> dict[int, str]:
+    """Returns the places of problems none of whose gold answers can be parsed, and why."""
     math_grader().check_installed()
-    unclear = [index for index, problem in enumerate(problems) if plain_number(problem.check) is None]
-    parsed = math_grader().can_parse([problems[index].check for index in unclear])
+    unclear = {gold: False for several in golds for gold in several if not _is_simple(gold)}
+    parsed = dict(zip(unclear, math_grader().can_parse(list(unclear)), strict=True))
     return {
-        index: f"math-verify cannot parse the answer {problems[index].check[:80]!r}"
-        for index, good in zip(unclear, parsed, strict=True)
-        if not good
+        index: f"math-verify cannot parse the answer {several[0][:80]!r}"
+        for index, several in enumerate(golds)
+        if not any(parsed.get(gold, True) for gold in several)
     }
+
+
+def _is_simple(gold: str) -> bool:
+    return plain_number(gold) is not None or _SIMPLE.fullmatch(gold.strip()) is not None
 
 
 def _first_number(text: str) -> Decimal | None:
@@ -214,8 +237,14 @@ def serve_math(limits: ChildLimits) -> None:
     configs = (LatexExtractionConfig(), ExprExtractionConfig())
 
     def parsed(text: str) -> list[Any]:
+        # first_match: otherwise an answer that cannot be parsed as a whole is graded by a part of it that can, such as the
+        # numbers of the pair in `\left(3, \frac{1}{2}\right)+1`.
         found = parse(
-            f"\\boxed{{{text}}}", extraction_config=configs, parsing_timeout=None, raise_on_error=False
+            f"\\boxed{{{_without_frills(text)}}}",
+            extraction_config=configs,
+            extraction_mode="first_match",
+            parsing_timeout=None,
+            raise_on_error=False,
         )
         # math-verify also returns the text itself; text alone means that it could not parse it.
         return list(found) if any(not isinstance(one, str) for one in found) else []
@@ -240,6 +269,12 @@ def serve_math(limits: ChildLimits) -> None:
 
     outcome("\\frac{1}{2}", "0.5")  # loads modules that math-verify imports late, before the limits apply
     serve(answer, limits)
+
+
+def _without_frills(text: str) -> str:
+    """Returns the answer without a full stop at its end or a sign `approximately` at its start."""
+    text = text.strip().removeprefix("\\approx").strip()
+    return text if text.endswith("\\right.") else text.removesuffix(".").strip()
 
 
 def _or_else(otherwise: T, call: Callable[[], T]) -> T:

@@ -1,11 +1,14 @@
 """Grades programs by tests, in a sandbox.
 
-The program is the last ```python block of the reply. All tests must pass: partial credit would teach to write for the tests.
+The program is the last ```python block of the reply, or its last block without a label if there is none. All tests must pass:
+partial credit would teach to write for the tests.
 """
 
 import json
+import math
 import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from shoal.tasks.grading.sandbox import SandboxLimits, passes, run_script
@@ -18,8 +21,33 @@ SCRIPT_LIMITS = SandboxLimits(cpu_s=5, wall_s=10.0)
 SCRIPTS_S = 120.0
 """Seconds of wall-clock time for all scripts of an answer together; beyond it the answer is wrong."""
 MAX_PROGRAM_CHARS = 100_000
+TOLERANCE = 1e-6
+"""How far a printed number with a fraction may be from the expected one, absolutely or relative to it."""
 
 _BLOCK = re.compile(r"```(?:python|py)\s*\n(.*?)```", re.DOTALL)
+_ANY_BLOCK = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
+_FRACTION = re.compile(r"[-+]?\d{1,40}\.\d{1,40}(?:[eE][-+]?\d{1,3})?")
+_FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
+
+JUDGE_IMPORTS = """
+from typing import *
+import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys, time
+from collections import ChainMap, Counter, OrderedDict, defaultdict, deque
+from functools import cache, lru_cache, reduce
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, combinations, permutations, product
+from math import ceil, floor, gcd, inf, log2, sqrt
+"""
+"""Names that programs for contest problems use without importing them, because the judges of those sites provide them."""
+
+_FIND_METHOD = """
+if {name!r} not in globals():
+    for _class in [globals().get("Solution"), *globals().values()]:
+        if isinstance(_class, type) and _class.__module__ == __name__ and callable(getattr(_class, {name!r}, None)):
+            {name} = getattr(_class(), {name!r})
+            break
+"""
+"""Code after a program that should define a function: takes a method of that name, of the class Solution or else of the first class."""
 
 
 def in_block(program: str) -> str:
@@ -28,8 +56,11 @@ def in_block(program: str) -> str:
 
 
 def program_in(text: str) -> str | None:
-    """Returns the last ```python block of the reply, or None."""
-    blocks: list[str] = _BLOCK.findall(reply_of(text))
+    """Returns the last ```python block of the reply, else its last block without a label, or None."""
+    reply = reply_of(text)
+    blocks: list[str] = _BLOCK.findall(reply)
+    if not blocks:
+        blocks = [body for label, body in _ANY_BLOCK.findall(reply) if not label.strip()]
     return blocks[-1] if blocks and len(blocks[-1]) <= MAX_PROGRAM_CHARS else None
 
 
@@ -38,7 +69,8 @@ def grade_program(problem: Problem, text: str) -> Reward:
 
     `check` is JSON: `tests` call the program's functions, `entry_points` maps names in the tests to functions that are called like
     a builtin or a module, `before` is code of the data set that comes before the program, and `scripts` are pairs of standard input
-    and expected output.
+    and expected output. With `judge_imports` the program has the names of JUDGE_IMPORTS; `methods` are functions that may also be
+    methods of a class.
     """
     program = program_in(text)
     if program is None:
@@ -47,6 +79,10 @@ def grade_program(problem: Problem, text: str) -> Reward:
     before = check.get("before", "")
     tests, scripts = check.get("tests", []), check.get("scripts", [])
     program = before + program
+    methods: list[str] = check.get("methods", [])
+    if check.get("judge_imports"):
+        program = _with_imports(program, without=methods)
+    program += "".join(_FIND_METHOD.format(name=name) for name in methods)
     if tests and before:
         # The tests use the data set's own helpers: the program may have redefined them.
         tests = [before, *tests]
@@ -58,10 +94,40 @@ def grade_program(problem: Problem, text: str) -> Reward:
     return RIGHT if good else WRONG
 
 
+def _with_imports(program: str, *, without: Sequence[str]) -> str:
+    """Returns the program after JUDGE_IMPORTS. Imports from __future__ stay first, as Python demands.
+
+    `without` are the functions that the program must define itself: one called `gcd` must not be the imported one.
+    """
+    future = "".join(f"{line}\n" for line in _FUTURE.findall(program))
+    removed = "".join(f"globals().pop({name!r}, None)\n" for name in without)
+    return f"{future}{JUDGE_IMPORTS}{removed}{_FUTURE.sub('', program)}"
+
+
 def _prints(program: str, stdin: str, wanted: str) -> bool:
-    """Returns whether the script prints what is wanted, compared line by line without leading and trailing spaces."""
+    """Returns whether the script prints what is wanted, compared line by line without leading and trailing spaces.
+
+    A number with a fraction may differ by rounding, since problems rarely say how many digits to print.
+    """
     ended = run_script(program, stdin.encode(), limits=SCRIPT_LIMITS)
-    return ended.status == 0 and _lines(ended.output.decode(errors="replace")) == _lines(wanted)
+    if ended.status != 0:
+        return False
+    given, expected = _lines(ended.output.decode(errors="replace")), _lines(wanted)
+    return given == expected or (
+        len(given) == len(expected) and all(map(_same_words, map(str.split, given), map(str.split, expected)))
+    )
+
+
+def _same_words(given: list[str], expected: list[str]) -> bool:
+    return len(given) == len(expected) and all(map(_same_word, given, expected))
+
+
+def _same_word(given: str, expected: str) -> bool:
+    if given == expected:
+        return True
+    if not (_FRACTION.fullmatch(given) and _FRACTION.fullmatch(expected)):
+        return False
+    return math.isclose(float(given), float(expected), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
 def _lines(text: str) -> list[str]:
