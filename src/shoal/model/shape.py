@@ -15,6 +15,16 @@ _MUST_BE: dict[str, tuple[object, ...]] = {
     "pretraining_tp": (1,),
 }
 
+_NEEDED = (
+    "num_attention_heads",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -58,6 +68,11 @@ def read_shape(folder: Path) -> Shape:
     qkv_bias = family == "qwen2" or bool(config.get("attention_bias", False))
     if family == "llama" and qkv_bias:
         raise ValueError(f"{folder}/config.json: attention_bias=true is not supported for llama")
+    missing = [key for key in _NEEDED if key not in config]
+    if missing:
+        raise ValueError(
+            f"{folder}/config.json has no {', '.join(missing)}; is it the config.json of a whole model?"
+        )
     num_heads = int(config["num_attention_heads"])
     return Shape(
         vocab_size=int(config["vocab_size"]),

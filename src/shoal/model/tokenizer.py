@@ -122,6 +122,11 @@ class FileTokenizer:
         self.vocab_size = int(config["vocab_size"])
         self._end: int = own if own in self.end_tokens else ends[0]
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the folder has a chat template; without one, prompts of chat tasks are given as plain text."""
+        return self._template is not None
+
     def encode_prompt(self, text: str, *, chat: bool) -> list[int]:
         if not chat or self._template is None:
             return self._encode(text, add_special_tokens=True)

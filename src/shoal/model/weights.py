@@ -32,11 +32,12 @@ def save_tensors(named: Iterable[tuple[str, Tensor]], path: Path, *, sync: bool 
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Copies a file's values into the model's parameters in place.
+    """Copies a file's values into the model's parameters in place. Without the file, the shards beside it are read.
 
     Names and shapes are checked before the first value is copied, so a wrong file changes nothing.
     """
-    load_weight_files(model, [path])
+    shards = sorted(path.parent.glob("model-*-of-*.safetensors"))
+    load_weight_files(model, shards if shards and not path.exists() else [path])
 
 
 def load_weight_files(model: nn.Module, paths: Iterable[Path]) -> None:

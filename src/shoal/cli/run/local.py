@@ -2,15 +2,13 @@
 
 import argparse
 import contextlib
-import itertools
 import json
-import random
 import shlex
 import shutil
-import socket
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,8 +17,12 @@ from rich.console import Console
 from shoal.cli.commands.diloco import check_peer_join
 from shoal.cli.commands.watch import write_report
 from shoal.cli.public_api import PublicApi
+from shoal.cli.run.addresses import COORDINATOR_PORT, LOOPBACK, RunAddresses, choose_addresses, join_sentences
+from shoal.cli.run.changes import changes_between, check_changes, describe_changes
 from shoal.cli.run.estimate import estimates
-from shoal.cli.run.runfile import RunFile, check_names, derived_numbers, load_run_file
+from shoal.cli.run.notices import LogFollower, NoticeFiles
+from shoal.cli.run.preflight import memory_needed, try_run
+from shoal.cli.run.runfile import RunFile, derived_numbers, load_run_file
 from shoal.cli.run.summary import LocalWorker, RunVerdict, judge_run, print_plainly, print_summary
 from shoal.cli.run.supervise import (
     EXIT_FAILED,
@@ -34,20 +36,16 @@ from shoal.cli.run.supervise import (
 from shoal.cli.ui.plot import plot_rewards
 from shoal.cli.ui.progress_bar import progress
 from shoal.cli.ui.values import check_device
-from shoal.cli.ui.view import View, make_view
-from shoal.files import write_bytes_atomically
+from shoal.cli.ui.view import View, duration, make_view
 from shoal.net.http_client import Unreachable
 from shoal.net.waiting import Stopped
 from shoal.wire.keys import Key
 from shoal.wire.messages import History, Stats
 
-HOST = "127.0.0.1"
 MARKER = "run.toml"
 """Copy of the run file. A folder that has it is a run's folder."""
-PORTS = range(20_000, 30_000)
-"""Below the ports that systems give to outgoing connections, so that a restarted role finds its port free."""
-START_S = 60.0
-"""Seconds the coordinator may take to start."""
+SAY_AFTER_S = 10.0
+"""Seconds after which a coordinator that has not started yet is mentioned."""
 GUESTS_S = 20.0
 """Most seconds that a finished run keeps its coordinator up for workers from other machines."""
 POLL_S = 0.5
@@ -69,6 +67,9 @@ class LocalRun:
     device: str
     peer_join: tuple[str, ...] = ()
     """Addresses of other sites, for a run with [trainer.diloco]."""
+    host: str = LOOPBACK
+    port: int | None = None
+    """The coordinator's port; None takes the one of the last start, COORDINATOR_PORT, or another free one."""
 
 
 # -- the command --------------------------------------------------------------------------------------------
@@ -82,13 +83,16 @@ def run(options: argparse.Namespace, stop: threading.Event) -> int:
         )
     file = load_run_file(options.file)
     check_peer_join(options.peer_join, file.trainer.diloco)
-    if options.dry_run or options.fresh:  # with --fresh, before anything is deleted
-        with progress("reading the model and the task's problems"):
-            check_names(file, options.file)
-    if options.dry_run:
-        return _print_numbers(options, file)
     if options.device != "cpu":
         check_device(options.device)
+    warnings: list[str] = []
+    if not options.resume:  # with --fresh, before anything is deleted
+        with progress("trying the model and the task"):
+            warnings = try_run(file, options.file, starts=not options.dry_run)
+    if options.dry_run:
+        return _print_numbers(options, file, warnings)
+    for warning in warnings:
+        print(f"shoal: warning: {warning}", file=sys.stderr)
     local_run = LocalRun(
         file=file,
         source=options.file,
@@ -97,16 +101,23 @@ def run(options: argparse.Namespace, stop: threading.Event) -> int:
         fresh=options.fresh,
         device=options.device,
         peer_join=tuple(options.peer_join),
+        host=options.host,
+        port=options.port,
     )
     return run_local(local_run, stop, Console(highlight=False))
 
 
-def _print_numbers(options: argparse.Namespace, file: RunFile) -> int:
+def _print_numbers(options: argparse.Namespace, file: RunFile, warnings: list[str]) -> int:
     numbers = derived_numbers(file) | estimates(file)
+    folder = Path(file.run.model)
+    if (folder / "config.json").is_file():
+        numbers["memory of all processes here, about"] = f"{memory_needed(file, folder) / 1e9:.1f} GB"
     if options.json:
-        print(json.dumps(numbers, default=str))
+        print(json.dumps(numbers | {"warnings": warnings}, default=str))
         return EXIT_OK
     print(f"{options.file}: good")
+    for warning in warnings:
+        print(f"  WARNING: {warning}")
     for name, value in numbers.items():
         print(f"  {name:<38} {value}")
     return EXIT_OK
@@ -118,12 +129,13 @@ def run_local(run: LocalRun, stop: threading.Event, console: Console) -> int:
     run.folder.mkdir(parents=True, exist_ok=True)
     with lock_folder(run.folder, stop) as lock:
         check_folder(run)  # again: another run may have used the folder until now
-        prepare_folder(run)
+        prepare_folder(run, console)
         supervisor = Supervisor(run.folder, lock)
         watched = Watched()
         try:
-            url = start_roles(run, supervisor, stop)
-            watch(run, url, supervisor, watched, stop, console)
+            addresses = choose_addresses(run.folder, run.host, run.port, relays=run.file.local.relays)
+            start_roles(run, addresses, supervisor, stop, console)
+            watch(run, addresses, supervisor, watched, stop, console)
         except Stopped:
             pass
         finally:
@@ -158,6 +170,10 @@ def resume_command(run: LocalRun) -> str:
         words += ["--dir", str(run.folder)]
     if run.device != "cpu":
         words += ["--device", run.device]
+    if run.host != LOOPBACK:
+        words += ["--host", run.host]
+    if run.port is not None:
+        words += ["--port", str(run.port)]
     for address in run.peer_join:
         words += ["--peer-join", address]
     return shlex.join([*words, "--resume"])
@@ -176,11 +192,7 @@ def check_folder(run: LocalRun) -> None:
     if run.resume:
         if not marker.exists():
             raise ValueError(f"nothing to resume: {run.folder} holds no run; start it without --resume")
-        if marker.read_bytes() != run.source.read_bytes():
-            raise ValueError(
-                f"{run.source} differs from {marker}, the file this run began with; "
-                "restore it, or delete the run and start again with --fresh"
-            )
+        check_changes(changes_between(marker, run.source), marker, run.source)
     elif run.folder.exists() and any(run.folder.iterdir()):
         if not marker.exists():
             raise ValueError(
@@ -192,10 +204,21 @@ def check_folder(run: LocalRun) -> None:
             )
 
 
-def prepare_folder(run: LocalRun) -> None:
-    """Empties the folder of a new run and copies the run file into it."""
+def prepare_folder(run: LocalRun, console: Console) -> None:
+    """Empties the folder of a new run, and copies the run file into it. Says what is deleted and what has changed."""
+    marker = run.folder / MARKER
     if run.resume:
+        if changes := changes_between(marker, run.source):
+            print_plainly(
+                console, f"changed since the run began: {describe_changes(changes)}; the ledger records it"
+            )
+        shutil.copyfile(run.source, marker)
         return
+    if marker.exists():
+        age_s = time.time() - marker.stat().st_mtime
+        print_plainly(
+            console, f"--fresh: deleting the run in {run.folder}, which was started {duration(age_s)} ago"
+        )
     # The folder itself stays, because its descriptor holds the lock.
     for path in run.folder.iterdir():
         if path.is_dir() and not path.is_symlink():
@@ -208,35 +231,35 @@ def prepare_folder(run: LocalRun) -> None:
 # -- the roles ----------------------------------------------------------------------------------------------
 
 
-def start_roles(run: LocalRun, supervisor: Supervisor, stop: threading.Event) -> str:
-    """Starts the coordinator, which writes the keys, then all other roles; returns the coordinator's URL."""
-    ports = choose_ports(run.folder, 2 + run.file.local.relays)
-    url = f"http://{HOST}:{ports[0]}"
-    coordinator, *others = commands_of_roles(run, url, ports)
+def start_roles(
+    run: LocalRun, addresses: RunAddresses, supervisor: Supervisor, stop: threading.Event, console: Console
+) -> None:
+    """Starts the coordinator, which writes the keys, then all other roles."""
+    coordinator, *others = commands_of_roles(run, addresses)
     supervisor.start(*coordinator)
-    wait_until_up(url, supervisor, run.folder / "coordinator" / "keys", stop)
+    wait_until_up(addresses.url, supervisor, run, stop, console)
     for name, arguments in others:
         supervisor.start(name, arguments)
-    return url
 
 
-def commands_of_roles(run: LocalRun, url: str, ports: Sequence[int]) -> list[tuple[str, list[str]]]:
+def commands_of_roles(run: LocalRun, addresses: RunAddresses) -> list[tuple[str, list[str]]]:
     """Returns name and arguments of every role, as an operator would type them."""
     file, keys, local = run.file, run.folder / "coordinator" / "keys", run.file.local
-    client = ["--coordinator", url, "--deadline-s", str(local.deadline_s)]
+    client = ["--coordinator", addresses.url, "--deadline-s", str(local.deadline_s)]
     device = ["--device", run.device]
     threads = [*device, "--threads", str(local.worker_threads)]
+    coordinator_port, origin_port, *relay_ports = addresses.ports
     commands = [
-        ("coordinator", ["coordinator", str(run.source), "--port", str(ports[0])]),
+        ("coordinator", ["coordinator", str(run.source), *addresses.options(coordinator_port)]),
         (
             "trainer",
-            ["trainer", str(run.source), *client, "--keys", str(keys), "--port", str(ports[1])]
+            ["trainer", str(run.source), *client, "--keys", str(keys), *addresses.options(origin_port)]
             + [*device, "--threads", str(local.trainer_threads)]
             + [word for address in run.peer_join for word in ("--peer-join", address)],
         ),
     ]
-    for index, port in enumerate(ports[2:]):
-        relay = ["relay", *client, "--key", str(keys / "relay.key"), "--port", str(port)]
+    for index, port in enumerate(relay_ports):
+        relay = ["relay", *client, "--key", str(keys / "relay.key"), *addresses.options(port)]
         relay += ["--private"] if file.shardcast.private else []
         commands.append((f"relay-{index + 1}", relay))
     for index in range(local.validators):
@@ -264,21 +287,28 @@ def workers_by_node(run: LocalRun) -> dict[str, LocalWorker]:
     return found
 
 
-def wait_until_up(url: str, supervisor: Supervisor, keys: Path, stop: threading.Event) -> None:
-    """Waits until the coordinator answers and has written its keys. Raises RunFailed after START_S."""
-    give_up_s = time.monotonic() + START_S
+def wait_until_up(
+    url: str, supervisor: Supervisor, run: LocalRun, stop: threading.Event, console: Console
+) -> None:
+    """Waits until the coordinator answers and has written its keys. Raises RunFailed after local.deadline_s."""
+    began_s = time.monotonic()
+    key, said = run.folder / "coordinator" / "keys" / "relay.key", False
     with PublicApi(url, timeout_s=ANSWER_S) as api:
         while True:
             supervisor.check()
             with contextlib.suppress(Unreachable):
                 api.get("/healthz")
-                if (keys / "relay.key").exists():
+                if key.exists():
                     return
-            if time.monotonic() > give_up_s:
+            waited_s = time.monotonic() - began_s
+            if waited_s > SAY_AFTER_S and not said:
+                said = True
+                print_plainly(console, "the coordinator is still starting; the machine may be busy")
+            if waited_s > run.file.local.deadline_s:
                 log_path = supervisor.children["coordinator"].log_path
                 raise RunFailed(
-                    f"the coordinator at {url} did not start within {START_S:.0f} s; the last line of its log, {log_path}: "
-                    f"{last_line(log_path)}"
+                    f"the coordinator at {url} did not start within {waited_s:.0f} s (local.deadline_s); the last line of its "
+                    f"log, {log_path}: {last_line(log_path)}"
                 )
             if stop.wait(0.1):
                 raise Stopped("stopped while waiting for the coordinator")
@@ -300,17 +330,23 @@ class Watched:
 
 def watch(
     run: LocalRun,
-    url: str,
+    addresses: RunAddresses,
     supervisor: Supervisor,
     watched: Watched,
     stop: threading.Event,
     console: Console,
 ) -> None:
     """Shows the run until it is finished or stopped."""
-    view = make_view(watched.names, console)
+    view, url = make_view(watched.names, console), addresses.url
     try:
         view.say(f"run {run.file.run.name}: coordinator {url}, files in {run.folder}")
-        view.say(f"watch it in a browser: {url}/")
+        if run.port is None and addresses.ports[0] != COORDINATOR_PORT:
+            view.say(
+                f"port {COORDINATOR_PORT} is in use, so the coordinator has port {addresses.ports[0]} (--port chooses one)"
+            )
+        view.say(f"watch it in a browser: {addresses.outside_url}/")
+        for sentence in join_sentences(addresses, run.file.coordinator.admission):
+            view.say(sentence)
         with PublicApi(url, timeout_s=ANSWER_S) as api:
             poll_until_finished(run, api, supervisor, watched, view, stop)
         if watched.stats is not None and (guests := live_guests(watched.stats, watched.workers)):
@@ -332,12 +368,15 @@ def poll_until_finished(
     """Polls the coordinator, restarts roles that died, and sets `watched.stats` and `history` when the run is finished."""
     said = 0
     heard_s = time.monotonic()
+    follower, notices = LogFollower(run.folder / "logs"), NoticeFiles(run.folder / "coordinator")
     while not stop.wait(POLL_S):
         supervisor.check()
         watched.workers = workers_by_node(run)
         watched.names.update({node: worker.display_name for node, worker in watched.workers.items()})
-        for event in supervisor.events[said:]:
-            view.say(event)
+        notices.set_names(watched.names)
+        for sentence in [*supervisor.events[said:], *follower.new_warnings()]:
+            view.say(sentence)
+            notices.add(sentence)
         said = len(supervisor.events)
         try:
             stats = api.read("/v1/stats", Stats)
@@ -368,43 +407,3 @@ def check_workers(supervisor: Supervisor) -> None:
     if all(child.ended is not None for child in workers):
         words = "; ".join(f"{child.name}: {last_line(child.log_path)}" for child in workers)
         raise RunFailed(f"every worker has left before the run was finished: {words}")
-
-
-# -- ports --------------------------------------------------------------------------------------------------
-
-
-def choose_ports(folder: Path, count: int) -> list[int]:
-    """Returns free ports, the ones of the last start where possible: leases issued then name the relays by them."""
-    path = folder / "ports.json"
-    before = json.loads(path.read_text()) if path.exists() else []
-    ports = free_ports(count, before)
-    write_bytes_atomically(path, json.dumps(ports).encode())
-    return ports
-
-
-def free_ports(count: int, wanted: Sequence[int] = ()) -> list[int]:
-    """Returns different ports that are free now, `wanted` ones first. All are bound while choosing, so that they differ."""
-    others = iter(random.sample(PORTS, 500))
-    with contextlib.ExitStack() as bound:
-        found = []
-        for first in [*wanted, *[None] * count][:count]:
-            candidates = itertools.chain(() if first is None else (first,), others)
-            port = next((port for port in candidates if _try_bind(port, bound)), None)
-            if port is None:
-                raise RunFailed(
-                    f"{HOST}: none of 500 ports in {PORTS} is free; stop the programs that use them"
-                )
-            found.append(port)
-    return found
-
-
-def _try_bind(port: int, bound: contextlib.ExitStack) -> bool:
-    sock = bound.enter_context(socket.socket())
-    # As the roles do, so that closed connections of an earlier run do not count.
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((HOST, port))
-        sock.listen()
-    except OSError:
-        return False
-    return True

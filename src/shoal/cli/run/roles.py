@@ -170,6 +170,7 @@ def _add_client_options(parser: argparse.ArgumentParser) -> None:
 
 
 def coordinator(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.run.changes import recorded_settings
     from shoal.cli.run.runfile import load_run_file
     from shoal.swarm.coordinator.http.server import Hosting, run_pool
 
@@ -185,6 +186,7 @@ def coordinator(options: argparse.Namespace, stop: threading.Event) -> int:
             spec=file.spec(),
             dir=options.dir / file.run.name if len(files) > 1 else options.dir,
             credentials=credentials,
+            settings=recorded_settings(file),
         )
         for file in files
     ]

@@ -1,6 +1,7 @@
 """The run file: one TOML file describes one run. Unknown keys and wrong values are refused, each with the key and the value."""
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -66,9 +67,9 @@ class RunFile(Record):
 
     run: RunSettings
     task: TaskSpec
-    sampling: Sampling
-    trainer: TrainerConfig
-    coordinator: CoordinatorConfig
+    sampling: Sampling = Sampling()
+    trainer: TrainerConfig = TrainerConfig()
+    coordinator: CoordinatorConfig = CoordinatorConfig()
     proof: ProofSpec = ProofSpec()
     tolerances: Tolerances | None = None
     """Tolerances that are not set here come from `default_tolerances` for the run's compute_dtype."""
@@ -90,6 +91,11 @@ class RunFile(Record):
             raise ValueError(
                 f"trainer.row_tokens = {self.trainer.row_tokens} cannot hold a prompt and sampling.max_new_tokens = "
                 f"{self.sampling.max_new_tokens}; raise it"
+            )
+        if self.sampling.samples_per_prompt < 2:
+            raise ValueError(
+                "sampling.samples_per_prompt = 1: an answer is compared with the others to its prompt, so one alone teaches "
+                "nothing; set it to 2 or more"
             )
         if self.trainer.optimizer_steps > self.coordinator.groups_per_step:
             raise ValueError(
@@ -170,26 +176,11 @@ def _describe(problem: Any) -> str:
     if problem["type"] == "value_error":
         reason = str(problem["ctx"]["error"])
         return f"{where}: {reason}" if where else reason
+    if where == "run.name" and problem["type"] == "string_pattern_mismatch":
+        return f"{where} = {problem['input']!r}: use lower-case letters, digits and hyphens, 40 at most"
+    # A value of several types has one problem for each of them; the type's name is not part of the key.
+    where = re.sub(r"\.(bool|int|float|str)$", "", where)
     return f"{where} = {problem['input']!r}: {problem['msg']}"
-
-
-def check_names(file: RunFile, path: Path) -> None:
-    """Checks the task's data, the model's name and the names of the lies; raises ValueError.
-
-    Apart from `load_run_file` because it imports torch. Used by `--dry-run`, and before `--fresh` deletes an earlier run.
-    """
-    from shoal.model.builtin import BUILTIN, is_gguf
-    from shoal.rollout.adversary.lies import LIES
-
-    make_task(file.task).problem("train", 0)
-    model = file.run.model
-    if model not in BUILTIN and not Path(model).is_dir() and not is_gguf(model):
-        raise ValueError(
-            f"{path}: run.model = {model!r} is neither a model folder nor a GGUF file nor one of {', '.join(BUILTIN)}"
-        )
-    for lie in file.local.lies:
-        if lie not in LIES:
-            raise ValueError(f"{path}: local.lies: unknown lie {lie!r}; known: {', '.join(LIES)}")
 
 
 def derived_numbers(file: RunFile) -> dict[str, str]:

@@ -8,6 +8,9 @@ from shoal.swarm.coordinator.rules.node_status import Demands
 from shoal.wire.record import Record
 from shoal.wire.run_spec import PROTOCOL
 
+NOTICES_FILE, NAMES_FILE = "notices.jsonl", "names.json"
+"""Files of `shoal run` in the coordinator's folder: a RunWarning on each line, and the workers' names by node id."""
+
 
 class CoordinatorConfig(Record):
     """The `[coordinator]` section of a run file."""

@@ -19,7 +19,7 @@ from shoal.swarm.coordinator.rules.lease_allowance import LeaseAllowance
 from shoal.swarm.coordinator.store import ledger_chain
 from shoal.swarm.coordinator.store.database import Database, WriteGroup
 from shoal.swarm.coordinator.store.ledger_chain import NewEvent, log_event
-from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, batches, policies, run
+from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, batches, ledger, policies, run
 from shoal.swarm.coordinator.store.statements import Statement, TableStatements
 from shoal.tasks import Task, make_task
 from shoal.tasks.datasets.file_options import with_files_from
@@ -195,12 +195,13 @@ def open_coordinator(
     log: Log,
     clock: Callable[[], float] = time.time,
     credentials: Credentials | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Coordinator:
     """Opens the coordinator of `dir`, and creates it there first if it is new. Raises ValueError for the folder of another run.
 
     With `config.database` the tables are in PostgreSQL. Several coordinators may share them, with the same keys and objects;
     then `dir` is a folder that all of them see. With `config.store` uploads go to an object store; without `credentials`, boto3
-    looks for them.
+    looks for them. `settings` are further settings of the run file; the ledger records them, and every change of them.
     """
     dir.mkdir(parents=True, exist_ok=True)
     keys, data = dir / "keys", dir / "data"
@@ -222,7 +223,7 @@ def open_coordinator(
         clock=clock,
         log=log,
     )
-    _open_run(coordinator, dir)
+    _open_run(coordinator, dir, settings)
     return coordinator
 
 
@@ -239,7 +240,7 @@ def _open_s3(url: str, credentials: Credentials | None, *, folder: str, log: Log
     return store
 
 
-def _open_run(coordinator: Coordinator, dir: Path) -> None:
+def _open_run(coordinator: Coordinator, dir: Path, settings: Mapping[str, Any] | None) -> None:
     spec, key = coordinator.spec, coordinator.run_key.public
     with coordinator.transaction() as tx:
         found = tx.db.execute(select(run)).one_or_none()
@@ -247,7 +248,8 @@ def _open_run(coordinator: Coordinator, dir: Path) -> None:
             _check_same_run(found, spec, key, dir)
             _check_last_version(newest_version(tx.db), spec, dir)
         text, terms = spec.model_dump_json(), json.dumps(coordinator.config.terms())
-        if found is not None and (found.spec, found.terms) == (text, terms):
+        same_settings = settings is None or _recorded_settings(tx.db) == settings
+        if found is not None and (found.spec, found.terms) == (text, terms) and same_settings:
             return
         if found is None:
             row = {
@@ -268,7 +270,15 @@ def _open_run(coordinator: Coordinator, dir: Path) -> None:
             protocol=PROTOCOL,
             spec=spec.model_dump(mode="json"),
             terms=coordinator.config.terms(),
+            **({} if settings is None else {"settings": dict(settings)}),
         )
+
+
+def _recorded_settings(db: Connection) -> dict[str, Any] | None:
+    """Returns the settings in the newest `run.opened`; None if it has none."""
+    query = select(ledger.c.body).where(ledger.c.type == "run.opened").order_by(ledger.c.seq.desc()).limit(1)
+    body = db.execute(query).scalar_one_or_none()
+    return None if body is None else json.loads(body).get("settings")
 
 
 def _check_same_run(found: Any, spec: RunSpec, key: str, dir: Path) -> None:

@@ -11,11 +11,12 @@ import contextlib
 import gc
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -280,6 +281,8 @@ class Hosting:
     dir: Path
     credentials: Credentials | None = None
     """Credentials of its object store, if it has one."""
+    settings: Mapping[str, Any] | None = None
+    """Settings of the run file that the ledger records besides the terms."""
 
 
 def run_coordinator(
@@ -323,7 +326,12 @@ def run_pool(
 def _opened(run: Hosting) -> Iterator[Coordinator]:
     with contextlib.nullcontext() if run.config.database else hold_run_folder(run.dir):
         coordinator = open_coordinator(
-            run.config, run.spec, run.dir, log=Log("coordinator"), credentials=run.credentials
+            run.config,
+            run.spec,
+            run.dir,
+            log=Log("coordinator"),
+            credentials=run.credentials,
+            settings=run.settings,
         )
         try:
             check_upload_limit(coordinator)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from sqlalchemy import Connection, Row, func, select, true
 
 from shoal import __version__
-from shoal.swarm.coordinator.config import CoordinatorConfig
+from shoal.swarm.coordinator.config import NAMES_FILE, NOTICES_FILE, CoordinatorConfig
 from shoal.swarm.coordinator.context import Coordinator, is_finished, newest_version
 from shoal.swarm.coordinator.leases import evaluations
 from shoal.swarm.coordinator.leases.batches import (
@@ -193,8 +193,6 @@ def _held(db: Connection, node: Row[Any], now_s: float, hold_s: float) -> int:
     return int(db.execute(query).scalar_one())
 
 
-NOTICES_FILE, NAMES_FILE = "notices.jsonl", "names.json"
-"""Files of `shoal run` in the coordinator's folder: a RunWarning on each line, and the workers' names by node id."""
 MAX_WARNINGS = 40
 SPEED_WINDOW_S = 60.0
 """Speeds are averages over this time."""
