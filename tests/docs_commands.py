@@ -70,6 +70,7 @@ ELSEWHERE: dict[str, str] = {
     "make docs": ".ci/run",
     "make hivemind": ".ci/run",
     "shoal run runs/demo.toml": "tests/e2e/test_demo.py",
+    "shoal run reverse.toml": "tests/e2e/test_tutorial.py",
     "shoal coordinator runs/demo.toml": "tests/e2e/test_docs_live.py",
     "shoal trainer runs/demo.toml": "tests/e2e/test_docs_live.py",
     "shoal relay --coordinator": "tests/e2e/test_docs_live.py",

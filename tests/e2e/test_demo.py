@@ -37,7 +37,7 @@ def test_a_swarm_that_learns_and_catches_a_liar(tmp_path: Path) -> None:
         assert swarm.wait_until_over() == 0, swarm.output
     seen = swarm.output
     assert re.search(
-        r"version \d+/24  reward 0\.\d{3}  train [\d,]+ tok/s  lag \d\.\d \(max \d\)  generate [\d,]+ tok/s"
+        r"version \d+/24(, about .* left)?  reward 0\.\d{3}( \(all \d+ accepted: 0\.\d{3}\))?  train [\d,]+ tok/s  lag \d\.\d \(max \d\)  generate [\d,]+ tok/s"
         r"  accepted \d+  refused \d+  void \d+",
         seen,
     )

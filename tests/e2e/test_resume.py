@@ -32,12 +32,12 @@ def test_a_run_that_was_interrupted_goes_on_to_its_end(tmp_path: Path) -> None:
         assert books.events[: len(before)] == before, "what was written down before has changed"
         assert read_steps(swarm.folder)[: len(steps)] == steps
         assert not swarm.processes()
-        summary = swarm.output[swarm.output.index("run e2e: as expected") :]
+        summary = swarm.output[swarm.output.index("run e2e: finished") :]
 
         # Resuming a finished run prints the same summary and does nothing else.
         swarm.start("--resume")
         assert swarm.wait_until_over() == 0, swarm.output
-        again = swarm.output[swarm.output.index("run e2e: as expected") :]
+        again = swarm.output[swarm.output.index("run e2e: finished") :]
         assert lines_about(again, "held-out", "versions", "submissions") == lines_about(
             summary, "held-out", "versions", "submissions"
         )

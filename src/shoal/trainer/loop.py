@@ -44,7 +44,7 @@ from shoal.wire.keys import Key
 from shoal.wire.messages import Info, Stats, StepReport
 from shoal.wire.run_spec import RunSpec, TaskSpec
 
-FINISH_POLL_S = 0.5
+FINISH_POLL_S, LAST_LOOKS = 0.5, 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,7 +316,10 @@ class _TrainerRun:
             log=self._log,
             stop=self._stop,
         )
-        self._write_evaluations()
+        for _ in range(LAST_LOOKS):  # the coordinator's answer may be a second old
+            self._write_evaluations()
+            if self._spec.last_version in self._evaluated or self._stop.wait(FINISH_POLL_S):
+                return
 
 
 def _fetch_spec(client: SignedClient, site: TrainerSite) -> RunSpec:

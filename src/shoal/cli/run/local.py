@@ -48,6 +48,8 @@ SAY_AFTER_S = 10.0
 """Seconds after which a coordinator that has not started yet is mentioned."""
 GUESTS_S = 20.0
 """Most seconds that a finished run keeps its coordinator up for workers from other machines."""
+TRAINER_END_S = 5.0
+"""Most seconds that a finished run waits for its trainer to end by itself."""
 POLL_S = 0.5
 ANSWER_S = 2.0
 """Timeout of a request. Short, so that Ctrl-C does not wait for a coordinator that hangs."""
@@ -392,6 +394,7 @@ def poll_until_finished(
         view.show(stats)
         if history is not None:
             watched.stats, watched.history = stats, history
+            supervisor.wait_for("trainer", TRAINER_END_S)  # it writes the last evaluation to its metrics
             return
         check_workers(supervisor)
 

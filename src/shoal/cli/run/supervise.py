@@ -137,6 +137,11 @@ class Supervisor:
                 f"{child.name} gave up waiting {child.deadlines} times: {last_line(child.log_path)} (log: {child.log_path})"
             )
 
+    def wait_for(self, name: str, timeout_s: float) -> None:
+        """Waits until a child has ended, for `timeout_s` at most."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.children[name].process.wait(timeout_s)
+
     def stop(self) -> None:
         """Asks every child to stop, waits for GRACE_S in all, then kills the ones that still run."""
         running = [child for child in self.children.values() if child.process.poll() is None]
