@@ -4,6 +4,7 @@ Our own code instead of a library (limits, slowapi), because it must be pure: th
 asks how long to sleep before the next bytes instead of whether a request is allowed.
 """
 
+import functools
 import ipaddress
 import math
 from dataclasses import dataclass, field
@@ -128,6 +129,32 @@ class UsageByAddress:
         wait_s = self.debt_s(usage, now_s)
         usage.paid_until_s = now_s + wait_s + num_bytes / self.limits.bytes_per_s
         return wait_s
+
+
+@functools.lru_cache(maxsize=4096)
+def network_prefix(address: str) -> str:
+    """Returns the network that shares one account: 24 bits of IPv4 or 48 bits of IPv6, which one organisation usually owns.
+
+    A text that is no address is returned as it is.
+    """
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv6Address):
+        if parsed.ipv4_mapped is None:
+            return str(ipaddress.ip_network((parsed, 48), strict=False))
+        parsed = parsed.ipv4_mapped
+    return str(ipaddress.ip_network((parsed, 24), strict=False))
+
+
+@functools.lru_cache(maxsize=4096)
+def is_local(address: str) -> bool:
+    """Returns whether an address is of this machine or of a private network, as that of a reverse proxy usually is."""
+    try:
+        return not ipaddress.ip_address(address.partition("%")[0]).is_global
+    except ValueError:
+        return True
 
 
 def limited_network(address: str) -> str:

@@ -87,6 +87,8 @@ class Score:
     mean: float
     """Mean of the statistic over the tested units."""
     honest_mean: float
+    standard: float | None = None
+    """z in units in which honest submissions of this size have mean 0 and variance 1; None for single rows and units."""
 
     @property
     def is_certain(self) -> bool:
@@ -255,6 +257,28 @@ def bound_for(tails: Sequence[Tail], num_rows: int, rate: float) -> float:
     return max(bound(below, rate), bound(above, rate))
 
 
+def standard_score(tails: Sequence[Tail], num_rows: int, z: float) -> float:
+    """Returns z in units of the honest spread of submissions with this many rows, for sums over many submissions.
+
+    The spread is that of the pair of machines with the widest tail, so that 1 in 100 of its honest submissions exceed 2.326. Where the
+    tail is narrow for its distance from 0, the pair is off in every submission by about the same amount, and that is
+    subtracted: it would otherwise add up.
+    """
+    below = max((tail for tail in tails if tail.rows <= num_rows), key=lambda tail: tail.rows)
+    above = min((tail for tail in tails if tail.rows >= num_rows), key=lambda tail: tail.rows, default=None)
+    if above is None:
+        return _standard(below, z / math.sqrt(num_rows / below.rows))
+    return min(_standard(below, z), _standard(above, z))
+
+
+def _standard(tail: Tail, z: float) -> float:
+    """Returns the score by one tail, from the mean and spread of a normal distribution with the same two values."""
+    one_in_100 = max(tail.one_in_100, NORMAL_TAIL[0])
+    spread = (tail.one_in_1000 - tail.one_in_100) / (NORMAL_TAIL[1] - NORMAL_TAIL[0])
+    offset = max(0.0, one_in_100 - NORMAL_TAIL[0] * max(1.0, spread))
+    return (z - offset) * NORMAL_TAIL[0] / (one_in_100 - offset)
+
+
 def outlier_bound(tail: Tail, rate: float, *, num_rows: int = 1) -> float:
     """Returns the z of a sum over `num_rows` that its worst row alone exceeds with probability `rate`."""
     first = max(tail.one_in_100, NORMAL_TAIL[0])
@@ -301,10 +325,11 @@ def _score(
 ) -> Score:
     """Returns the score of some sums. `looks` is the number of rows this is the worst of; they share the rate."""
     found, tails = sum(prompts, _Sum()), calibrated.honest.tails
+    z = _z(prompts, calibrated.honest)
     return Score(
         statistic=calibrated.name,
         where=where,
-        z=_z(prompts, calibrated.honest),
+        z=z,
         suspicious=max(
             bound_for(tails, num_rows, SUSPICIOUS / looks),
             outlier_bound(tails[0], SUSPICIOUS / looks, num_rows=num_rows),
@@ -315,4 +340,5 @@ def _score(
         ),
         mean=found.total / found.count,
         honest_mean=found.honest / found.count,
+        standard=standard_score(tails, num_rows, z) if looks == 1 else None,
     )

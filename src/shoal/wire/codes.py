@@ -164,6 +164,11 @@ CODES: dict[str, Meaning] = {
     "reject.wrong_sampling": Meaning(
         0, "the tokens are not those that the lease's seed draws", "sample as docs/wire/draw.md says"
     ),
+    "reject.accumulated_evidence": Meaning(
+        0,
+        "all submissions of the node or its owner together are further off than honest work ever is",
+        "run the leased version unchanged and take the tokens that its seed draws; the detail names what is off",
+    ),
     # -- submissions: the contributor is not blamed -----------------------------------------------------
     "void.stale": Meaning(0, "newer policy versions came before the work was used", "nothing to do"),
     "void.expired": Meaning(
@@ -187,6 +192,7 @@ CODES: dict[str, Meaning] = {
 }
 
 ACCEPTED = "accepted"
+ACCUMULATED = "reject.accumulated_evidence"
 UNCERTAIN = "void.uncertain"
 UNCHECKED = "void.unchecked"
 

@@ -30,8 +30,8 @@ class InProcessTransport(httpx2.BaseTransport):
     Other requests, such as uploads to an object store, go over a socket.
     """
 
-    def __init__(self, find_app: Callable[[], Any]) -> None:
-        self._find_app = find_app
+    def __init__(self, find_app: Callable[[], Any], address: str = "127.0.0.1") -> None:
+        self._find_app, self._address = find_app, address
         self._others = httpx2.HTTPTransport(verify=False)
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class InProcessTransport(httpx2.BaseTransport):
             "query_string": request.url.query,
             "headers": [(name.lower(), value) for name, value in request.headers.raw],
             "server": (request.url.host, request.url.port),
-            "client": ("127.0.0.1", 40000),
+            "client": (self._address, 40000),
             "root_path": "",
             "state": {},
         }

@@ -180,9 +180,9 @@ class SmallSwarm:
         )
         self.public = httpx2.Client(base_url=self.url, transport=self.transport())
 
-    def transport(self) -> httpx2.BaseTransport:
-        """Returns a transport for a client: straight to the app, or over a socket."""
-        return socket_transport() if self.on_socket else InProcessTransport(lambda: self.app)
+    def transport(self, address: str = "127.0.0.1") -> httpx2.BaseTransport:
+        """Returns a transport for a client: straight to the app, which sees `address` as the client's, or over a socket."""
+        return socket_transport() if self.on_socket else InProcessTransport(lambda: self.app, address)
 
     def close(self) -> None:
         for client in (self.trainer, self.validator, self.relay, *(node.client for node in self._nodes)):
@@ -212,8 +212,8 @@ class SmallSwarm:
         self._close_app()
         self._open(port)
 
-    def node(self) -> Node:
-        node = Node(self.url, Key.generate(), self.transport()).join()
+    def node(self, address: str = "127.0.0.1") -> Node:
+        node = Node(self.url, Key.generate(), self.transport(address)).join()
         self._nodes.append(node)
         return node
 
@@ -254,7 +254,13 @@ class SmallSwarm:
     def claim(self) -> Claim:
         return self.validator.call("POST", "/v1/checks/claim", None, Claim)
 
-    def verdict(self, lease: Lease, code: str = "accepted", rewards: tuple[float, ...] = ()) -> LeaseStatus:
+    def verdict(
+        self,
+        lease: Lease,
+        code: str = "accepted",
+        rewards: tuple[float, ...] = (),
+        evidence: dict[str, float] | None = None,
+    ) -> LeaseStatus:
         accepted = code == "accepted"
         body = Verdict(
             lease_id=lease.lease_id,
@@ -262,6 +268,7 @@ class SmallSwarm:
             detail="because",
             rewards=(rewards or with_signal(lease)) if accepted else (),
             output_tokens=3 * lease.num_rows if accepted else 0,
+            evidence={**(evidence or {})},
         )
         return self.validator.call("POST", f"/v1/checks/{lease.lease_id}/verdict", body, LeaseStatus)
 

@@ -8,7 +8,6 @@ from sqlalchemy import select, update
 
 from shoal.net.http_client import Refused
 from shoal.swarm.coordinator.ledger_replay import replay, seed_of
-from shoal.swarm.coordinator.rules.lease_allowance import LeaseAllowance
 from shoal.swarm.coordinator.store.schema import leases as lease_table
 from shoal.swarm.coordinator.store.schema import submissions
 from shoal.wire.codes import CorruptData
@@ -338,52 +337,3 @@ def test_a_key_that_sends_too_many_requests_is_limited_alone(tmp_path: Path) -> 
     for _ in range(30):
         swarm.relay_up()  # the run's own are not counted
     swarm.close()
-
-
-# -- letting leases go ------------------------------------------------------------------------------------
-
-
-def test_leases_given_back_are_limited_by_what_was_delivered(swarm: SmallSwarm) -> None:
-    swarm.start()
-    walker, honest = swarm.node(), swarm.node()
-    taken = 0
-    for _ in range(20):
-        try:
-            abandon(walker, walker.lease())
-        except Refused as refused:
-            assert (
-                refused.code == "request.too_early" and "ended without valid work" in refused.problem.detail
-            )
-            break
-        taken += 1
-    assert taken == 8
-    honest.lease()
-    swarm.clock.ahead_s += swarm.config.lease_s / 4 + 1
-    swarm.work(walker)
-    # One token came with the time, another with the accepted submission.
-    for _ in range(2):
-        abandon(walker, walker.lease())
-    assert refusal(walker.lease).code == "request.too_early"
-
-
-def test_a_node_that_delivers_never_meets_the_limit() -> None:
-    allowance, now_s = LeaseAllowance(), 0.0
-    for accepted in range(1000):
-        if accepted % 2:
-            allowance.count_void("node", "void.stale", now_s, accepted=accepted, refill_s=30.0)
-        allowance.count_accepted("node")
-        assert allowance.wait_s("node", now_s, accepted=accepted, refill_s=30.0) == 0.0
-        now_s += 0.01
-
-
-@pytest.mark.parametrize(
-    ("code", "leases"), [("void.abandoned", 8), ("void.uncertain", 8), ("void.infra", 15)]
-)
-def test_ends_that_cost_a_lease(code: str, leases: int) -> None:
-    allowance, taken = LeaseAllowance(), 0
-    while allowance.wait_s("node", 0.0, accepted=0, refill_s=30.0) == 0.0:
-        allowance.count_void("node", code, 0.0, accepted=0, refill_s=30.0)
-        taken += 1
-    assert taken == leases
-    allowance.count_void("other", "void.operator", 0.0, accepted=0, refill_s=30.0)
-    assert allowance.wait_s("other", 0.0, accepted=0, refill_s=30.0) == 0.0

@@ -350,5 +350,6 @@ def _until_deadline(wait: Callable[[float], T], end_s: float) -> T:
 
 def _lease_error(refused: Refused) -> Exception:
     if refused.code in _LEASE_OVER:
-        return LeaseLost(str(refused), still_open=refused.code == "request.too_large")
+        # A conflict may leave the lease open: its version is stale, and the node's next lease has the same seed and newer ones.
+        return LeaseLost(str(refused), still_open=refused.code in ("request.too_large", "request.conflict"))
     return refused

@@ -26,6 +26,8 @@ class CoordinatorConfig(Record):
     """Seconds between heartbeats. A node is late after three of them without a request, offline after eight."""
     trusted_after: int = Field(default=3, ge=1)
     """Accepted submissions in a row that end a node's probation."""
+    loss_half_life_s: float = Field(default=0.0, ge=0)
+    """Seconds in which half of a node's, owner's or network's lost leases is forgotten; 0: 15 times lease_s."""
     max_open_leases: int = Field(default=2, ge=1)
     """Most leases that a trusted node may hold; it earns them by streaks. Every other node holds one at a time."""
     max_prompts_per_lease: int = Field(default=0, ge=0)
@@ -83,6 +85,10 @@ class CoordinatorConfig(Record):
                 'submission must get every check; leave check_rate at 1, or set admission to "invite", "allow" or "stake"'
             )
         return self
+
+    def half_life_s(self) -> float:
+        """Returns the half-life of lost leases."""
+        return self.loss_half_life_s or 15 * self.lease_s
 
     def demands(self) -> Demands:
         return Demands(protocol=PROTOCOL, min_software=self.min_software, grace_s=self.grace_s)

@@ -15,7 +15,6 @@ from shoal.net.object_store import LocalStore, ObjectStore
 from shoal.net.s3_store import Credentials, S3Address, S3Store
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.rules.backpressure import Backpressure
-from shoal.swarm.coordinator.rules.lease_allowance import LeaseAllowance
 from shoal.swarm.coordinator.store import ledger_chain
 from shoal.swarm.coordinator.store.database import Database, WriteGroup
 from shoal.swarm.coordinator.store.ledger_chain import NewEvent, log_event
@@ -48,6 +47,8 @@ class Transaction:
         self.events: list[NewEvent] = []
         self.node: Row[Any] | None = None
         """The calling node's row as it was when the transaction began; None for a role and for housekeeping."""
+        self.network = ""
+        """Network prefix that the request came from; empty if it is not known, for a role and for housekeeping."""
         self._group = group
 
     def insert(self, table: TableStatements, **values: Any) -> None:
@@ -154,7 +155,6 @@ class Coordinator:
     log: Log
     health: Health = field(default_factory=Health)
     backpressure: Backpressure = field(default_factory=Backpressure)
-    allowance: LeaseAllowance = field(default_factory=LeaseAllowance)
 
     @contextmanager
     def transaction(

@@ -12,7 +12,7 @@ from shoal.swarm.coordinator.context import Coordinator, Transaction, is_finishe
 from shoal.swarm.coordinator.http.auth import prune_nonces
 from shoal.swarm.coordinator.leases import evaluations, lifecycle, verdicts
 from shoal.swarm.coordinator.leases.lease_rows import expected_upload, find_lease
-from shoal.swarm.coordinator.membership import nodes
+from shoal.swarm.coordinator.membership import accounts, nodes
 from shoal.swarm.coordinator.rules.lease_states import LeaseState
 from shoal.swarm.coordinator.store.schema import leases as lease_table
 from shoal.swarm.coordinator.store.schema import uploads
@@ -35,6 +35,7 @@ def tidy(coordinator: Coordinator) -> None:
     with coordinator.transaction() as tx:
         prune_nonces(tx)
         lifecycle.end_old_debts(tx, coordinator)
+        accounts.forget_networks(tx, coordinator.config.half_life_s())
     coordinator.database.truncate_log()
 
 

@@ -1,8 +1,8 @@
 """Replays a ledger: computes every node's trust and credit from the events alone. Pure functions.
 
 Raises CorruptData with the event's number if no honest coordinator could have written the events in that order: a change of
-trust without a reason, a second end of a lease, a group trained on twice, a secret other than the committed one, or a check
-that the draw required but that was not made.
+trust without a reason, a second end of a lease, a group trained on twice, a secret other than the committed one, a check that
+the draw required but that was not made, or a conviction by accumulated evidence that the recorded scores do not give.
 """
 
 import hashlib
@@ -11,6 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shoal.swarm.coordinator.rules.credit import Balance, Earning, amount, balance, held_since_s, to_revoke
+from shoal.swarm.coordinator.rules.cumulative_evidence import (
+    GIVEN_CODE,
+    Sums,
+    convicting,
+    next_baseline,
+    next_sums,
+    scores_of,
+)
 from shoal.swarm.coordinator.rules.trust import (
     NodeStanding,
     Trust,
@@ -21,7 +29,7 @@ from shoal.swarm.coordinator.rules.trust import (
     next_standing,
     verdict_kind,
 )
-from shoal.wire.codes import UNCERTAIN, UNCHECKED, CorruptData
+from shoal.wire.codes import ACCUMULATED, UNCERTAIN, UNCHECKED, CorruptData
 from shoal.wire.ledger import LedgerEvent
 from shoal.wire.seeded_draw import lease_seed
 
@@ -36,6 +44,7 @@ class ReplayedNode:
     """A node's standing and credit, as computed from the events."""
 
     standing: NodeStanding
+    owner: str | None = None
     recorded_trust: Trust = Trust.PROBATION
     """The trust that the last event about the node names."""
     accepted: int = 0
@@ -90,6 +99,9 @@ class ReplayedLedger:
     released: set[str] = field(default_factory=set)
     """Groups accepted without every check that may be trained on, because a later full check of their node passed."""
     unchecked_draws: list[RecordedDraw] = field(default_factory=list)
+    baseline: Sums = field(default_factory=dict)
+    evidence: dict[str, Sums] = field(default_factory=dict)
+    """The sums of the cumulative tests of each node and owner, by key."""
     seq: int = 0
     time_s: float = 0.0
     last_standing: tuple[str, NodeStanding] | None = None
@@ -128,7 +140,9 @@ class ReplayedLedger:
     def _enrolled(self, body: dict[str, Any]) -> None:
         if body["node"] in self.nodes:
             raise self._corrupt(f"node {body['node'][:16]} is enrolled a second time")
-        self.nodes[body["node"]] = ReplayedNode(NodeStanding(trust=Trust.PROBATION, since_s=self.time_s))
+        self.nodes[body["node"]] = ReplayedNode(
+            NodeStanding(trust=Trust.PROBATION, since_s=self.time_s), owner=body.get("owner")
+        )
 
     def _session(self, body: dict[str, Any]) -> None:
         self._apply_event(body["node"], TrustEvent.RETURN)
@@ -179,6 +193,7 @@ class ReplayedLedger:
             RecordedDraw(body["lease_id"], drawn["epoch"], drawn["rate"], drawn["checks"])
         )
         self._check_draws()
+        self._check_conviction(body, node)
         if finding is VerdictKind.VOID:
             node.void += 1
             if body["code"] == UNCERTAIN:
@@ -187,6 +202,22 @@ class ReplayedLedger:
             self._apply_event(body["node"], TrustEvent.REJECTED)
         else:
             self._accepted(node, body, full)
+
+    def _check_conviction(self, body: dict[str, Any], node: ReplayedNode) -> None:
+        """Adds the scores of a verdict to the evidence, and checks that the node is convicted if and only if they suffice."""
+        code = body["evidence"].get(GIVEN_CODE, body["code"]) if body["code"] == ACCUMULATED else body["code"]
+        scores = scores_of(code, body["evidence"])
+        before, convicted = self.baseline, False
+        self.baseline = next_baseline(before, scores)
+        # The prefixes keep apart a key that is a node and an owner.
+        for key in (f"node {body['node']}", *([f"owner {node.owner}"] if node.owner else [])):
+            sums = next_sums(self.evidence.get(key, {}), scores, before)
+            over = convicting(sums) is not None
+            self.evidence[key] = {} if over else sums
+            convicted = convicted or over
+        if convicted != (body["code"] == ACCUMULATED):
+            rest = "suffices to convict its node" if convicted else "does not suffice to convict its node"
+            raise self._corrupt(f"lease {body['lease_id']} is {body['code']}, but the evidence {rest}")
 
     def _accepted(self, node: ReplayedNode, body: dict[str, Any], full: bool) -> None:
         expected = amount(body["output_tokens"], self.terms["credit_factor"])

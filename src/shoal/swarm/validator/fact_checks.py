@@ -47,15 +47,21 @@ class RowFacts:
 
 
 def check_facts(
-    rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances, noise: Noise | None = None
+    rows: Sequence[Rollout],
+    facts: Sequence[RowFacts],
+    tolerances: Tolerances,
+    noise: Noise | None = None,
+    scores: Sequence[Score] | None = None,
 ) -> None:
-    """Runs all checks in the order of the module's docstring. Raises Rejected at the first that fails."""
+    """Runs all checks in the order of the module's docstring. Raises Rejected at the first that fails.
+
+    `scores` are those of `score_facts`, for callers that have them already.
+    """
     check_forgery(rows, facts, tolerances)
     early_stop = find_early_stop(rows, facts, tolerances)
     if early_stop is not None and _draws_match(facts, tolerances, without_last=True):
         raise early_stop
-    units = [units_of(row, fact) for row, fact in zip(rows, facts, strict=True)]
-    scores = [] if noise is None else noise_scores(units, noise, [row.prompt_index for row in rows])
+    scores = score_facts(rows, facts, noise) if scores is None else scores
     check_computation(rows, facts, tolerances, noise)
     _check_scores(scores, ("mismatches", "mantissas"), "reject.wrong_computation")
     check_sampling(facts, tolerances, noise)
@@ -68,6 +74,14 @@ def check_facts(
     if early_stop is not None:
         raise early_stop
     check_uncertain(rows, facts, tolerances, scores)
+
+
+def score_facts(rows: Sequence[Rollout], facts: Sequence[RowFacts], noise: Noise | None) -> list[Score]:
+    """Returns the scores of a submission by a calibration; none without a calibration."""
+    if noise is None:
+        return []
+    units = [units_of(row, fact) for row, fact in zip(rows, facts, strict=True)]
+    return noise_scores(units, noise, [row.prompt_index for row in rows])
 
 
 def _check_scores(scores: Sequence[Score], statistics: Sequence[str], code: str) -> None:
@@ -402,14 +416,18 @@ def check_uncertain(
 
 
 def evidence(
-    rows: Sequence[Rollout], facts: Sequence[RowFacts], tolerances: Tolerances
+    rows: Sequence[Rollout],
+    facts: Sequence[RowFacts],
+    tolerances: Tolerances,
+    scores: Sequence[Score] = (),
 ) -> dict[str, float | int | str]:
-    """Returns the numbers behind a verdict, which the ledger keeps."""
+    """Returns the numbers behind a verdict, which the ledger keeps. `z_NAME` are the standard scores over all rows, which the
+    coordinator adds up over a node's life."""
     segments = [segment for fact in facts for segment in fact.segments]
     mismatches, _ = _mismatches(facts)
     misses, _ = _draw_misses(facts, tolerances)
     far, _ = _far_draws(facts, tolerances)
-    return {
+    numbers: dict[str, float | int | str] = {
         "segments": len(segments),
         "exponent_mismatches_max": max((s.exponent_mismatches for s in segments), default=0),
         "exponent_mismatches_mean": mismatches / max(1, len(segments)),
@@ -423,3 +441,4 @@ def evidence(
         "surprise_z": surprise_z(facts),
         "logprob_gap_max": max(logprob_gap(row, fact) for row, fact in zip(rows, facts, strict=True)),
     }
+    return numbers | {f"z_{one.statistic}": one.standard for one in scores if one.standard is not None}

@@ -215,8 +215,9 @@ def give_verdict(
         if isinstance(one.facts, Rejected):
             raise one.facts
         if one.facts is not None:
-            evidence |= fact_checks.evidence(table.rows, one.facts, spec.tolerances)
-            fact_checks.check_facts(table.rows, one.facts, spec.tolerances, spec.noise)
+            scores = fact_checks.score_facts(table.rows, one.facts, spec.noise)
+            evidence |= fact_checks.evidence(table.rows, one.facts, spec.tolerances, scores)
+            fact_checks.check_facts(table.rows, one.facts, spec.tolerances, spec.noise, scores)
         limit_s = SPARED_S if one.facts is None else None
         began_s = time.monotonic()
         graded = (

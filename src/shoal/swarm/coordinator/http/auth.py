@@ -28,9 +28,17 @@ _SPEND_NONCE = InsertIfNew(nonces)
 
 @contextmanager
 def admitted(
-    coordinator: Coordinator, group: WriteGroup, signer: Signer, allowed: frozenset[Caller]
+    coordinator: Coordinator,
+    group: WriteGroup,
+    signer: Signer,
+    allowed: frozenset[Caller],
+    *,
+    network: str = "",
 ) -> Iterator[Transaction]:
-    """Opens the transaction of one signed request. If the request is refused inside it, only the nonce stays spent."""
+    """Opens the transaction of one signed request. If the request is refused inside it, only the nonce stays spent.
+
+    `network` is the network prefix that the request came from; empty if it is not known.
+    """
     # A role's key is never a node's, even if the same key is enrolled.
     role = coordinator.roles.get(signer.key)
     node = find_node(group.db, signer.key) if role is None else None
@@ -38,7 +46,7 @@ def admitted(
     if not _SPEND_NONCE.run(group.db, key=signer.key, nonce=signer.nonce, seen_at_s=coordinator.clock()):
         raise Rejected("request.replayed", f"nonce {signer.nonce} of key {signer.key[:16]} is spent")
     with coordinator.transaction(signer.key, group=group) as tx:
-        tx.node = node
+        tx.node, tx.network = node, network
         if node is not None:
             _check_node(tx, node, allowed)
         yield tx

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from shoal.net.object_store import LocalStore
-from shoal.net.rate_limit import Buckets, retry_after_header
+from shoal.net.rate_limit import Buckets, is_local, network_prefix, retry_after_header
 from shoal.swarm.coordinator import disk_full
 from shoal.swarm.coordinator.context import Coordinator
 from shoal.swarm.coordinator.http.auth import Caller, admitted
@@ -38,6 +38,7 @@ BODY_S = 20.0
 """Body timeout; guards against slow clients that hold connections open."""
 
 _HEADERS = {b"host", b"content-digest", b"signature-input", b"signature", b"content-length"}
+_PROXY_HEADERS = {b"x-forwarded-for", b"forwarded", b"x-real-ip"}
 _OPEN, _CLOSE = "{", "}"
 
 UploadReceiver = Callable[[str, str, Receive], Awaitable[Response]]
@@ -170,7 +171,8 @@ class Router:
             note = await run_in_threadpool(route.before, self._coordinator, signer.key, value or "")
             if note is not None:
                 await self._writer.run(note)
-        return await self._writer.run(partial(self._execute, route, value, body, signer))
+        network = network_of(scope)
+        return await self._writer.run(partial(self._execute, route, value, body, signer, network))
 
     def _verify(self, scope: Scope, headers: Mapping[str, str], body: bytes) -> Signer:
         """Returns who signed the request; raises Rejected if the signature is not valid or the key asks too often."""
@@ -199,11 +201,17 @@ class Router:
         return signer
 
     def _execute(
-        self, route: SignedRoute, value: str | None, body: bytes, signer: Signer, group: WriteGroup
+        self,
+        route: SignedRoute,
+        value: str | None,
+        body: bytes,
+        signer: Signer,
+        network: str,
+        group: WriteGroup,
     ) -> bytes | Response:
         """Runs in the writer thread: executes one signed request as part of `group`."""
         coordinator = self._coordinator
-        with admitted(coordinator, group, signer, route.callers) as tx:
+        with admitted(coordinator, group, signer, route.callers, network=network) as tx:
             arguments: list[Any] = [tx, coordinator]
             if value is not None:
                 arguments.append(route.parse_path(value))
@@ -231,6 +239,18 @@ def failure(coordinator: Coordinator, scope: Scope, error: Exception) -> Respons
             f"{scope['method']} {scope['path'][:200]} failed: {type(error).__name__}: {first_line}"
         )
     return problem("request.failed", "an error on our side; it is logged", now_s=coordinator.clock())
+
+
+def network_of(scope: Scope) -> str:
+    """Returns the network prefix of the client; empty if a reverse proxy hides it, because all nodes would share one account.
+
+    The header of a proxy only switches the account off, and only where the other side is on this machine or in a private network.
+    Its value is not used: any client can send it.
+    """
+    client = scope.get("client")
+    address = client[0] if client else ""
+    proxied = is_local(address) and any(name in _PROXY_HEADERS for name, _ in scope["headers"])
+    return "" if proxied else network_prefix(address)
 
 
 def _read_headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:

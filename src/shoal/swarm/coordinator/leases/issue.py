@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Row, func, select
 from shoal.swarm.coordinator.context import Coordinator, RunState, Transaction, run_state
 from shoal.swarm.coordinator.leases import batches, epochs, evaluations, lifecycle
 from shoal.swarm.coordinator.leases.lease_rows import LEASES, awaited_of, find_lease
-from shoal.swarm.coordinator.membership import admission, relays
+from shoal.swarm.coordinator.membership import accounts, admission, relays
 from shoal.swarm.coordinator.membership.nodes import (
     check_compatible,
     get_node,
@@ -19,9 +19,9 @@ from shoal.swarm.coordinator.membership.nodes import (
     standing_of,
 )
 from shoal.swarm.coordinator.rules.backpressure import SPREAD
+from shoal.swarm.coordinator.rules.lease_account import LeaseAccount
 from shoal.swarm.coordinator.rules.lease_states import AWAITED, OPEN, LeaseState
 from shoal.swarm.coordinator.rules.planning import (
-    LEASE_SHARE,
     EvalChunk,
     NoWork,
     PlanningInputs,
@@ -74,13 +74,14 @@ def ask_lease(tx: Transaction, coordinator: Coordinator, ask: AskLease) -> Seale
     state = run_state(tx.db)
     node, held = _expire_own(tx, coordinator, tx.caller())
     _check_eligible(tx, coordinator, node, state)
-    if _must_reuse(tx, coordinator, node, held):
+    account = accounts.node_account(tx, coordinator, node)
+    if _must_reuse(tx, coordinator, node, held, account):
         tx.update(LEASES, held[0].lease_id, session_epoch=node.session_epoch)
         tx.after_commit(lambda: coordinator.backpressure.release_place(node.node))
         mark_live(tx)
         return Sealed[Lease].parse(held[0].sealed)
     _check_lapses(tx, coordinator, node)
-    _check_allowance(tx, coordinator, node)
+    accounts.check_next_lease(tx, coordinator, node, account)
     try:
         work = plan(_planning_inputs(tx, coordinator, node, state), planning_terms(coordinator))
     except NoWork as reason:
@@ -140,33 +141,23 @@ def _check_lapses(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> 
         )
 
 
-def _check_allowance(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> None:
-    """Raises Rejected if the node let more leases go than its deliveries allow."""
-    wait_s = coordinator.allowance.wait_s(
-        node.node, tx.now_s, accepted=node.accepted, refill_s=coordinator.config.lease_s * LEASE_SHARE
-    )
-    if wait_s > 0:
-        raise Rejected(
-            "request.too_early",
-            f"{node.void} leases of this node ended without valid work, {node.accepted} with it; it gets the next in {wait_s:.0f} s",
-            retry_after_s=min(wait_s, 60.0),
-        )
-
-
-def _may_hold(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> int:
+def _may_hold(tx: Transaction, coordinator: Coordinator, node: Row[Any], account: LeaseAccount) -> int:
     config = coordinator.config
     earned = open_leases(standing_of(node), most=config.max_open_leases, trusted_after=config.trusted_after)
+    earned = accounts.limit_open(account, earned)
     staked = admission.staked_leases(tx.db, coordinator, node.owner or node.node)
     return earned if staked is None else min(earned, staked)
 
 
-def _must_reuse(tx: Transaction, coordinator: Coordinator, node: Row[Any], held: list[Row[Any]]) -> bool:
+def _must_reuse(
+    tx: Transaction, coordinator: Coordinator, node: Row[Any], held: list[Row[Any]], account: LeaseAccount
+) -> bool:
     """Returns whether the first lease of `held` is to be given again.
 
     It is, if it belongs to an earlier session, or if the node has as many leases as it may hold. So a node that crashed, or
     that never got the answer, continues where it was instead of waiting for a deadline.
     """
-    limit = _may_hold(tx, coordinator, node)
+    limit = _may_hold(tx, coordinator, node, account)
     if not held and limit == 0:
         raise Rejected("request.not_admitted", "the stake does not suffice for a single lease any more")
     return bool(held) and (len(held) >= limit or held[0].session_epoch != node.session_epoch)
@@ -243,6 +234,7 @@ def _issue(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work
         LEASES,
         lease_id=lease.lease_id,
         node=lease.node,
+        network=tx.network,
         unit=lease.unit or lease.lease_id,
         purpose=lease.purpose,
         epoch=lease.epoch,

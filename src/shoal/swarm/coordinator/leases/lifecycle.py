@@ -15,9 +15,9 @@ from shoal.swarm.coordinator.leases.lease_rows import (
     remove_bytes,
     status,
 )
+from shoal.swarm.coordinator.membership import accounts
 from shoal.swarm.coordinator.membership.nodes import change_standing, check_in_full, count_void, get_node
 from shoal.swarm.coordinator.rules.lease_states import AWAITED, OPEN, LeaseEvent, LeaseState, next_state
-from shoal.swarm.coordinator.rules.planning import LEASE_SHARE
 from shoal.swarm.coordinator.rules.trust import TrustEvent
 from shoal.swarm.coordinator.store.schema import leases, run, submissions
 from shoal.swarm.coordinator.store.statements import Statement, given
@@ -47,9 +47,9 @@ def end(  # noqa: PLR0913 - everything that the end of a lease changes
     code: str,
     detail: str,
     credit: int = 0,
-    takes_allowance: bool = True,
+    is_loss: bool = True,
 ) -> None:
-    """Moves a lease to a terminal state. Every lease ends here."""
+    """Moves a lease to a terminal state. Every lease ends here. `is_loss`: without valid work it counts as lost by its node."""
     state = next_state(LeaseState(lease.state), event)
     tx.update(
         LEASES,
@@ -62,21 +62,12 @@ def end(  # noqa: PLR0913 - everything that the end of a lease changes
     )
     if state is LeaseState.VOID and (upload := UPLOADS.find(tx.db, lease.lease_id)) is not None:
         remove_bytes(tx, coordinator, expected_upload(upload))
-    if state is LeaseState.VOID and takes_allowance:
-        _count_void(tx, coordinator, lease.node, code)
+    if is_loss or state is LeaseState.ACCEPTED:
+        accounts.count_end(tx, coordinator, lease, get_node(tx.db, lease.node), code)
     if code in OWED and lease.purpose == "train":
         epochs.add_debt(tx, lease if lease.unit == lease.lease_id else find_lease(tx.db, lease.unit))
     run_over = is_finished(tx.db, coordinator.spec)
     epochs.reveal_after(tx, lease.epoch, coordinator.config.leases_per_epoch, run_over=run_over)
-
-
-def _count_void(tx: Transaction, coordinator: Coordinator, node: str, code: str) -> None:
-    """Takes a void lease from its node's allowance, after the commit: a group may be redone."""
-    accepted, now_s = get_node(tx.db, node).accepted, tx.now_s
-    refill_s = coordinator.config.lease_s * LEASE_SHARE
-    tx.after_commit(
-        lambda: coordinator.allowance.count_void(node, code, now_s, accepted=accepted, refill_s=refill_s)
-    )
 
 
 def void(
@@ -86,7 +77,7 @@ def void(
     code: str,
     detail: str,
     *,
-    takes_allowance: bool = True,
+    is_loss: bool = True,
 ) -> None:
     """Ends a lease without a verdict, without blame and without credit."""
     tx.record("lease.void", lease_id=lease.lease_id, node=lease.node, code=code, detail=detail)
@@ -98,7 +89,7 @@ def void(
         LeaseEvent.VOID,
         code=code,
         detail=detail,
-        takes_allowance=takes_allowance,
+        is_loss=is_loss,
     )
     if code == "void.expired":
         change_standing(
@@ -169,7 +160,7 @@ def void_stale(tx: Transaction, coordinator: Coordinator, newest: int) -> None:
     ).all()
     for row in rows:
         # The node submitted in time and no validator came: an overloaded validator must not stop honest nodes.
-        void_as_stale(tx, coordinator, row, row.policy_version, newest, takes_allowance=False)
+        void_as_stale(tx, coordinator, row, row.policy_version, newest, is_loss=False)
 
 
 def void_as_stale(
@@ -179,15 +170,15 @@ def void_as_stale(
     version: int,
     newest: int,
     *,
-    takes_allowance: bool = True,
+    is_loss: bool = True,
 ) -> None:
-    """Voids a submission of a version that is too old. `takes_allowance`: it was too old when the node submitted it."""
+    """Voids a submission of a version that is too old. `is_loss`: it was too old when the node submitted it."""
     if lease.purpose == "train":
         rule = f"at most {coordinator.spec.max_lag} is used"
     else:
         rule = f"the newest {coordinator.spec.keep_versions} are kept"
     detail = f"made with version {version}, {newest - version} behind {newest}; {rule}"
-    void(tx, coordinator, lease, "void.stale", detail, takes_allowance=takes_allowance)
+    void(tx, coordinator, lease, "void.stale", detail, is_loss=is_loss)
 
 
 def finish_run(tx: Transaction, coordinator: Coordinator) -> None:

@@ -35,12 +35,15 @@ def submit(tx: Transaction, coordinator: Coordinator, lease_id: str, ask: Submit
     if found is not None:
         return _again(found, ask)
     check_deliverable(tx, lease, ask.epoch)
-    _check_version(lease, ask.policy_version)
-    _check_stored(tx, coordinator, ask, lease_id)
-    receipt = _receive(tx, coordinator, lease, ask)
     newest = newest_version(tx.db)
     assert newest is not None, "a lease was issued, so a policy was published"
-    if lease.purpose == "train" and is_stale(newest, ask.policy_version, coordinator.spec.max_lag):
+    stale = lease.purpose == "train" and is_stale(newest, ask.policy_version, coordinator.spec.max_lag)
+    _check_version(lease, ask.policy_version)
+    if stale:
+        _check_newer_is_stale(lease, ask.policy_version, newest, coordinator.spec.max_lag)
+    _check_stored(tx, coordinator, ask, lease_id)
+    receipt = _receive(tx, coordinator, lease, ask)
+    if stale:
         void_as_stale(tx, coordinator, find_lease(tx.db, lease_id), ask.policy_version, newest)
     return receipt
 
@@ -58,12 +61,30 @@ def _again(found: Row[Any], ask: Submit) -> Sealed[Receipt]:
 
 
 def _check_version(lease: Row[Any], version: int) -> None:
-    # Plain JSON: the coordinator sealed this lease itself, so parsing and verifying it again would only cost time.
-    allowed = [policy["version"] for policy in json.loads(lease.sealed)["body"]["policies"]]
+    allowed = _leased_versions(lease)
     if version not in allowed:
         raise Rejected(
             "request.conflict", f"version {version} was not leased; lease {lease.lease_id} allows {allowed}"
         )
+
+
+def _check_newer_is_stale(lease: Row[Any], version: int, newest: int, max_lag: int) -> None:
+    """Raises Rejected for a stale version while a newer leased version could still be used.
+
+    The lease stays open: a node could otherwise let go of a seed by its choice of the version.
+    """
+    last = _leased_versions(lease)[-1]
+    if not is_stale(newest, last, max_lag):
+        raise Rejected(
+            "request.conflict",
+            f"version {version} is stale, {newest - version} behind {newest}; generate the rollouts of lease {lease.lease_id} "
+            f"with version {last} and submit them, or give the lease back",
+        )
+
+
+def _leased_versions(lease: Row[Any]) -> list[int]:
+    # Plain JSON: the coordinator sealed this lease itself, so parsing and verifying it again would only cost time.
+    return [policy["version"] for policy in json.loads(lease.sealed)["body"]["policies"]]
 
 
 def _check_stored(tx: Transaction, coordinator: Coordinator, ask: Submit, lease_id: str) -> None:

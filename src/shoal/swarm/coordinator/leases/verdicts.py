@@ -9,7 +9,7 @@ from shoal.swarm.coordinator.context import Coordinator, Transaction, newest_ver
 from shoal.swarm.coordinator.leases import batches, evaluations
 from shoal.swarm.coordinator.leases.lease_rows import SUBMISSIONS, find_lease, move, status
 from shoal.swarm.coordinator.leases.lifecycle import end, finish_run, void, void_all, void_stale
-from shoal.swarm.coordinator.membership import admission, relays
+from shoal.swarm.coordinator.membership import accounts, admission, relays
 from shoal.swarm.coordinator.membership.nodes import (
     change_standing,
     change_standing_of,
@@ -20,12 +20,13 @@ from shoal.swarm.coordinator.membership.nodes import (
 from shoal.swarm.coordinator.membership.revocation import revoke_unchecked
 from shoal.swarm.coordinator.rules import credit as credits
 from shoal.swarm.coordinator.rules import node_status
+from shoal.swarm.coordinator.rules.cumulative_evidence import GIVEN_CODE
 from shoal.swarm.coordinator.rules.lease_states import TERMINAL, LeaseEvent, LeaseState
 from shoal.swarm.coordinator.rules.planning import serving
 from shoal.swarm.coordinator.rules.trust import Trust, TrustEvent, VerdictKind, is_draw_open, verdict_kind
 from shoal.swarm.coordinator.store.schema import leases, submissions, verdicts
 from shoal.swarm.coordinator.store.statements import Statement, TableStatements, given
-from shoal.wire.codes import ACCEPTED, CODES, UNCERTAIN, UNCHECKED, Rejected
+from shoal.wire.codes import ACCEPTED, ACCUMULATED, CODES, UNCERTAIN, UNCHECKED, Rejected
 from shoal.wire.lease import Lease, Verdict
 from shoal.wire.messages import AskClaim, Claim, LeaseStatus
 from shoal.wire.record import Sealed
@@ -167,7 +168,8 @@ def give_verdict(tx: Transaction, coordinator: Coordinator, lease_id: str, verdi
     lease = find_lease(tx.db, lease_id)
     # Every verdict ends its lease, so an open lease has none.
     earlier = _GIVEN.value(tx.db, id=lease_id) if lease.state in TERMINAL else None
-    if earlier is not None and earlier != verdict.code:
+    convicted = earlier == ACCUMULATED and verdict.code in (ACCEPTED, UNCERTAIN)
+    if earlier is not None and earlier != verdict.code and not convicted:
         raise Rejected("request.conflict", f"lease {lease_id} has the verdict {earlier}, not {verdict.code}")
     # The lease may have ended without a verdict: it went stale, or its node was ejected. The answer says so.
     if earlier is not None or lease.state in TERMINAL:
@@ -213,7 +215,18 @@ def _check_accepted(lease: Row[Any], verdict: Verdict) -> None:
 def _apply(
     tx: Transaction, coordinator: Coordinator, lease: Row[Any], submission: Row[Any], verdict: Verdict
 ) -> None:
-    """Records a verdict, ends its lease, and changes the node's counts and trust."""
+    """Records a verdict, ends its lease, and changes the node's counts and trust.
+
+    The evidence of all submissions together may convict a node whose submission alone is accepted or uncertain.
+    """
+    convicted = accounts.add_evidence(tx, coordinator, get_node(tx.db, lease.node), verdict)
+    if convicted is not None:
+        verdict = Verdict(
+            lease_id=lease.lease_id,
+            code=ACCUMULATED,
+            detail=convicted,
+            evidence=verdict.evidence | {GIVEN_CODE: verdict.code},
+        )
     finding = verdict_kind(verdict.code)
     accepted = finding is VerdictKind.ACCEPTED
     credit = credits.amount(verdict.output_tokens, coordinator.config.credit_factor) if accepted else 0
@@ -254,7 +267,6 @@ def _apply(
         change_standing_of(
             tx, coordinator, node, TrustEvent.ACCEPTED if full else TrustEvent.TAKEN_ON_TRUST, ""
         )
-        tx.after_commit(lambda: coordinator.allowance.count_accepted(lease.node))
         if full and is_draw_open(submission.draw_rate, lease.purpose):
             batches.release_held(tx, lease.node, lease.lease_id, submission.seq)
         _use_accepted(tx, coordinator, lease, submission, verdict, seq)

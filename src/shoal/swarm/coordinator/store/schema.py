@@ -17,12 +17,16 @@ from sqlalchemy import (
     Text,
     inspect,
     select,
+    text,
 )
 
 SCHEMA_VERSION = 5
 """The layout of release 0.2.0. Raise it in the release that changes a table; other layouts are refused."""
 
 metadata = MetaData()
+
+NOT_SUBMITTED = text("state IN ('issued', 'uploading')")
+"""As text: SQLite uses a partial index only for a query that has the same constants."""
 
 run = Table(
     "run",
@@ -121,6 +125,8 @@ leases = Table(
     metadata,
     Column("lease_id", String, primary_key=True),
     Column("node", ForeignKey("nodes.node"), nullable=False),
+    # Network prefix that its request came from; empty if it is not known.
+    Column("network", String, nullable=False),
     # The first lease of the same work; itself, unless an earlier one was let go.
     Column("unit", String, nullable=False),
     Column("purpose", String, nullable=False),
@@ -146,6 +152,21 @@ leases = Table(
     Index("leases_by_node", "node", "state"),
     Index("leases_by_epoch", "epoch", "state"),
     Index("leases_by_evaluation", "eval_version", "state"),
+    Index("leases_by_network", "network", sqlite_where=NOT_SUBMITTED, postgresql_where=NOT_SUBMITTED),
+)
+
+# Lost leases and evidence by node, owner and network (rules/lease_account.py, rules/cumulative_evidence.py).
+accounts = Table(
+    "accounts",
+    metadata,
+    # "node KEY", "owner KEY" or "network PREFIX"; "run" has the baseline of the evidence.
+    Column("name", String, primary_key=True),
+    # Both decayed until `at_s`.
+    Column("lost", Float, nullable=False),
+    Column("delivered", Float, nullable=False),
+    Column("at_s", Float, nullable=False),
+    # The sums of the tests as JSON; empty if all are 0.
+    Column("evidence", Text, nullable=False),
 )
 
 # Train work that a node was leased and did not deliver: its next train leases repeat it.

@@ -1,0 +1,203 @@
+"""Accounts of nodes, owners and networks in the database: the leases that they lost and delivered, and the evidence about them.
+
+The rules are pure functions (rules/lease_account.py, rules/cumulative_evidence.py). The rows are written in the transaction that ends
+a lease, so they survive a restart, and coordinators that share a database share them.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Row, delete, func, select
+
+from shoal.swarm.coordinator.context import Coordinator, Transaction
+from shoal.swarm.coordinator.rules import cumulative_evidence
+from shoal.swarm.coordinator.rules.cumulative_evidence import THRESHOLDS, Sums
+from shoal.swarm.coordinator.rules.lease_account import (
+    NETWORK,
+    NODE,
+    OWNER,
+    AccountTerms,
+    LeaseAccount,
+    after_delivery,
+    after_loss,
+    decayed,
+    delivers_more,
+    most_open,
+    wait_s,
+    weight_of,
+)
+from shoal.swarm.coordinator.rules.planning import LEASE_SHARE
+from shoal.swarm.coordinator.store.schema import NOT_SUBMITTED, accounts, leases, nodes
+from shoal.swarm.coordinator.store.statements import Statement, TableStatements, given
+from shoal.wire.codes import Rejected
+from shoal.wire.lease import Verdict
+
+ACCOUNTS = TableStatements(accounts)
+MAX_WAIT_S = 60.0
+"""Longest wait that one answer asks for. The client asks again after it, and learns if the account has changed."""
+FORGOTTEN = 20
+"""Half-lives after which the account of a network is deleted."""
+RUN = "run"
+"""Name of the row with the run's baseline."""
+
+_NOT_SUBMITTED = select(func.count()).select_from(leases).join(nodes, nodes.c.node == leases.c.node)
+_OPEN_OF_NETWORK = Statement(
+    _NOT_SUBMITTED.where(leases.c.network == given("name"), NOT_SUBMITTED, nodes.c.accepted == 0)
+)
+_OPEN_OF_OWNER = Statement(_NOT_SUBMITTED.where(nodes.c.owner == given("name"), NOT_SUBMITTED))
+
+
+@dataclass(frozen=True, slots=True)
+class AccountRow:
+    """An account as it is now, and where it is stored."""
+
+    name: str
+    terms: AccountTerms
+    account: LeaseAccount
+    evidence: str
+    exists: bool
+
+
+def _find(tx: Transaction, coordinator: Coordinator, name: str, terms: AccountTerms) -> AccountRow:
+    """Returns an account, decayed until now. An account without a row has lost and delivered nothing."""
+    row = ACCOUNTS.find(tx.db, name)
+    if row is None:
+        return AccountRow(name, terms, LeaseAccount(at_s=tx.now_s), "", exists=False)
+    before = LeaseAccount(row.lost, row.delivered, row.at_s)
+    account = decayed(before, tx.now_s, coordinator.config.half_life_s())
+    return AccountRow(name, terms, account, row.evidence, exists=True)
+
+
+def _store(tx: Transaction, row: AccountRow, account: LeaseAccount, evidence: str) -> None:
+    values = {
+        "lost": account.lost,
+        "delivered": account.delivered,
+        "at_s": account.at_s,
+        "evidence": evidence,
+    }
+    if row.exists:
+        tx.update(ACCOUNTS, row.name, **values)
+    else:
+        tx.insert(ACCOUNTS, name=row.name, **values)
+
+
+def _accounts_of(node: Row[Any], network: str) -> list[tuple[str, AccountTerms]]:
+    """Returns the names of the accounts that a lease of a node belongs to."""
+    found = [(f"node {node.node}", NODE)]
+    if node.owner:
+        found.append((f"owner {node.owner}", OWNER))
+    if network:
+        found.append((f"network {network}", NETWORK))
+    return found
+
+
+# -- lost and delivered leases ------------------------------------------------------------------------------
+
+
+def count_end(tx: Transaction, coordinator: Coordinator, lease: Row[Any], node: Row[Any], code: str) -> None:
+    """Adds the end of a lease to the accounts of its node, owner and network. `code` is `accepted` or why it did not count."""
+    weight = weight_of(code)
+    accepted = code == "accepted"
+    if not accepted and not weight:
+        return
+    for name, terms in _accounts_of(node, lease.network):
+        row = _find(tx, coordinator, name, terms)
+        account = after_delivery(row.account, terms) if accepted else after_loss(row.account, weight)
+        _store(tx, row, account, row.evidence)
+
+
+def node_account(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> LeaseAccount:
+    """Returns the account of a node as it is now."""
+    return _find(tx, coordinator, f"node {node.node}", NODE).account
+
+
+def limit_open(account: LeaseAccount, usual: int) -> int:
+    """Returns how many leases a node may hold that may hold `usual` by its trust."""
+    return most_open(account, NODE, usual)
+
+
+def check_next_lease(
+    tx: Transaction, coordinator: Coordinator, node: Row[Any], account: LeaseAccount
+) -> None:
+    """Raises Rejected if the node, its owner or its network lost too many leases or has too many open.
+
+    A network limits only nodes that have not delivered more than they lost.
+    """
+    _check_losses(coordinator, account, NODE, "this node")
+    if node.owner:
+        row = _find(tx, coordinator, f"owner {node.owner}", OWNER)
+        _check_losses(coordinator, row.account, OWNER, f"the nodes of owner {node.owner[:16]}")
+        _check_open(tx.db, coordinator, row, _OPEN_OF_OWNER, node.owner, f"owner {node.owner[:16]}")
+    if tx.network and not delivers_more(account, node.accepted):
+        row = _find(tx, coordinator, f"network {tx.network}", NETWORK)
+        _check_losses(coordinator, row.account, NETWORK, f"nodes in network {tx.network}")
+        _check_open(
+            tx.db, coordinator, row, _OPEN_OF_NETWORK, tx.network, f"new nodes in network {tx.network}"
+        )
+
+
+def _check_losses(coordinator: Coordinator, account: LeaseAccount, terms: AccountTerms, who: str) -> None:
+    wait = wait_s(account, terms, coordinator.config.half_life_s())
+    if wait > 0:
+        raise Rejected(
+            "request.too_early",
+            f"leases of {who} that ended without valid work: {account.lost:.1f} not made up for; the next lease is in {wait:.0f} s, "
+            "or after accepted work",
+            retry_after_s=min(wait, MAX_WAIT_S),
+        )
+
+
+def _check_open(
+    db: Connection, coordinator: Coordinator, row: AccountRow, count: Statement, key: str, who: str
+) -> None:
+    opened, most = int(count.value(db, name=key)), most_open(row.account, row.terms)
+    if opened >= most:
+        raise Rejected(
+            "request.too_early",
+            f"{opened} leases of {who} wait for their submissions, at most {most}; accepted work raises the limit",
+            retry_after_s=min(coordinator.config.lease_s * LEASE_SHARE, MAX_WAIT_S),
+        )
+
+
+def forget_networks(tx: Transaction, half_life_s: float) -> None:
+    """Deletes the accounts of networks in which nothing happened for long. Housekeeping calls it once a minute."""
+    old = accounts.c.at_s < tx.now_s - FORGOTTEN * half_life_s
+    tx.write(delete(accounts).where(accounts.c.name.like("network %"), old))
+
+
+# -- evidence -----------------------------------------------------------------------------------------------
+
+
+def add_evidence(tx: Transaction, coordinator: Coordinator, node: Row[Any], verdict: Verdict) -> str | None:
+    """Adds the scores of a verdict to the evidence about the node and its owner.
+
+    Returns what convicts one of them, as a sentence; its sums begin at 0 again. None if nothing does.
+    """
+    scores = cumulative_evidence.scores_of(verdict.code, verdict.evidence)
+    if not scores:
+        return None
+    run = _find(tx, coordinator, RUN, NODE)
+    baseline = _parse(run.evidence)
+    _store(tx, run, run.account, _dump(cumulative_evidence.next_baseline(baseline, scores)))
+    found = None
+    for name, terms in _accounts_of(node, network=""):
+        row = _find(tx, coordinator, name, terms)
+        sums = cumulative_evidence.next_sums(_parse(row.evidence), scores, baseline)
+        statistic = cumulative_evidence.convicting(sums)
+        if statistic is not None:
+            found = (
+                f"{statistic}: the scores of {name[:22]} add up to {sums[statistic]:.1f} above honest work, at most "
+                f"{THRESHOLDS[statistic]:.1f}"
+            )
+            sums = {}
+        _store(tx, row, row.account, _dump(sums))
+    return found
+
+
+def _parse(text: str) -> Sums:
+    return dict(json.loads(text)) if text else {}
+
+
+def _dump(sums: Sums) -> str:
+    return json.dumps(sums) if sums else ""

@@ -1,0 +1,130 @@
+"""Evidence that adds up over a node's life: convicts what no single submission shows. Pure functions.
+
+Every full check gives standard scores: how far the submission is off honest work, in units in which honest work has mean 0 and
+variance 1 (toploc/decision.py). A node that steers its draws within the tolerance, or replaces few tokens, stays below the bound of each
+check, but its scores are too high on average. Each statistic has a CUSUM:
+
+    sum = max(0, sum + min(score - baseline, CLIP) - DRIFT)        the node is convicted when the sum passes the threshold
+
+The baseline is the median score of the whole run, followed in steps of STEP, never below 0: training changes the model and with it
+the noise of everybody's work, and a calibration measured before the run does not know that. Because it is never below 0,
+work that is too exact cannot make others look false.
+
+Threshold. Let X = min(score, CLIP) of honest work have mean at most MEAN and variance at most VARIANCE, given everything before. It need
+not be normal: of all such variables, Bennett's inequality says, one with two values has the largest E exp(t X). With b =
+CLIP - MEAN and t the positive root of
+
+    (b^2 exp(-t VARIANCE / b) + VARIANCE exp(t b)) / (b^2 + VARIANCE) = exp(t (DRIFT - MEAN))
+
+exp(t * sum) is a supermartingale from each start of the CUSUM, which passes a threshold h with probability at most exp(-t h). A life
+of LIFE submissions has at most LIFE starts in each of the tests, so that
+
+    h = ln(LIFE * number of tests / RATE) / t
+
+convicts an honest node with probability at most RATE = 1e-5 in a life of 10,000 submissions. With MEAN 0.5, VARIANCE 1, DRIFT 1 and CLIP
+4: t = 0.56, h = 40. Scores of 1.2 on average convict within 200 submissions, 2 within 41, 4 and more within 14.
+
+Submissions that are void.uncertain have a test of their own with scores 1 and 0. Of honest work at most UNCERTAIN_RATE may be uncertain
+(measured: 13 of 12,288). Seven in a row convict.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.wire.codes import ACCEPTED, UNCERTAIN
+
+LIFE = 10_000
+RATE = 1e-5
+STEP = 0.01
+"""Change of the baseline by one submission."""
+UNCERTAIN_RATE = 0.01
+CALIBRATED = ("draws", "logprobs", "mismatches", "mantissas")
+"""Statistics whose standard scores need a calibration. `z_NAME` in the evidence of a verdict has them."""
+GIVEN_CODE = "verdict"
+"""Key in the evidence of a conviction: the validator's own code for the submission."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CumulativeTest:
+    """The terms of one CUSUM: what is assumed of honest work, and what is subtracted from each score."""
+
+    mean: float
+    variance: float
+    clip: float
+    drift: float
+
+    def excess(self, t: float) -> float:
+        """Returns the logarithm of the largest possible E exp(t (X - drift)) of honest work."""
+        b = self.clip - self.mean
+        weights = b * b + self.variance
+        low = b * b / weights * math.exp(-t * self.variance / b)
+        high = self.variance / weights * math.exp(t * b)
+        return math.log(low + high) - t * (self.drift - self.mean)
+
+    def exponent(self) -> float:
+        """Returns the positive root of `excess`, rounded down: the tail of the sum falls with exp(-t * sum) for honest work."""
+        low, high = 1e-6, 64.0 / self.clip
+        assert self.excess(low) < 0 < self.excess(high), "drift must be above the mean and below clip"
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.excess(middle) < 0 else (low, middle)
+        return low
+
+
+SCORE_TEST = CumulativeTest(mean=0.5, variance=1.0, clip=4.0, drift=1.0)
+UNCERTAIN_TEST = CumulativeTest(
+    mean=UNCERTAIN_RATE, variance=UNCERTAIN_RATE * (1 - UNCERTAIN_RATE), clip=1.0, drift=0.1
+)
+TESTS: dict[str, CumulativeTest] = {
+    **dict.fromkeys((*CALIBRATED, "surprise", "lack of surprise"), SCORE_TEST),
+    "uncertain": UNCERTAIN_TEST,
+}
+THRESHOLDS = {name: math.log(LIFE * len(TESTS) / RATE) / test.exponent() for name, test in TESTS.items()}
+
+Sums = dict[str, float]
+"""The sum of each test, by the name of its statistic. A statistic that is missing has the sum 0."""
+
+
+def scores_of(code: str, evidence: Mapping[str, Any]) -> Sums:
+    """Returns the scores in a verdict. Empty if it was refused, or given without a forward pass."""
+    surprise = _number(evidence.get("surprise_z"))
+    if code not in (ACCEPTED, UNCERTAIN) or surprise is None:
+        return {}
+    scores = {"surprise": surprise, "lack of surprise": -surprise}
+    for name in CALIBRATED:
+        if (value := _number(evidence.get(f"z_{name}"))) is not None:
+            scores[name] = value
+    scores["uncertain"] = 1.0 if code == UNCERTAIN else 0.0
+    return scores
+
+
+def next_baseline(baseline: Mapping[str, float], scores: Mapping[str, float]) -> Sums:
+    """Returns the run's baseline after one more submission: a step towards each score, never below 0."""
+    after = dict(baseline)
+    for name, score in scores.items():
+        if name in CALIBRATED:
+            before = after.get(name, 0.0)
+            after[name] = max(0.0, before + (STEP if score > before else -STEP))
+    return {name: value for name, value in after.items() if value > 0}
+
+
+def next_sums(sums: Mapping[str, float], scores: Mapping[str, float], baseline: Mapping[str, float]) -> Sums:
+    """Returns the sums after one more submission. `baseline` is the one before it."""
+    after = dict(sums)
+    for name, score in scores.items():
+        test = TESTS[name]
+        step = min(score - baseline.get(name, 0.0), test.clip) - test.drift
+        after[name] = max(0.0, after.get(name, 0.0) + step)
+    return {name: value for name, value in after.items() if value > 0}
+
+
+def convicting(sums: Mapping[str, float]) -> str | None:
+    """Returns the statistic whose sum passes its threshold by the largest factor; None if no sum does."""
+    worst = max(sums, key=lambda name: sums[name] / THRESHOLDS[name], default=None)
+    return worst if worst is not None and sums[worst] > THRESHOLDS[worst] else None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

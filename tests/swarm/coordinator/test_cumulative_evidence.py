@@ -1,0 +1,268 @@
+"""Evidence over a node's life: the false-alarm rate of the tests as calculated and as measured, and convictions by a real coordinator."""
+
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from small_swarm import CONFIG, SPEC, Node, SmallSwarm
+
+from shoal.swarm.coordinator.ledger_replay import replay
+from shoal.swarm.coordinator.membership.accounts import ACCOUNTS
+from shoal.swarm.coordinator.rules.cumulative_evidence import (
+    LIFE,
+    RATE,
+    SCORE_TEST,
+    TESTS,
+    THRESHOLDS,
+    UNCERTAIN_TEST,
+    CumulativeTest,
+    Sums,
+    convicting,
+    next_baseline,
+    next_sums,
+    scores_of,
+)
+from shoal.wire.codes import CODES, CorruptData
+from shoal.wire.delegation import delegate
+from shoal.wire.keys import Key
+from shoal.wire.messages import Enrol, Enrolled, NodeView, OpenSession, Session
+from shoal.wire.run_spec import PROTOCOL
+
+ACCUMULATED = "reject.accumulated_evidence"
+Floats = npt.NDArray[np.float64]
+
+
+# -- the false-alarm rate ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("test", [SCORE_TEST, UNCERTAIN_TEST])
+def test_threshold_gives_the_stated_rate(test: CumulativeTest) -> None:
+    t = test.exponent()
+    assert test.excess(t) == pytest.approx(0, abs=1e-9)
+    threshold = next(THRESHOLDS[name] for name, one in TESTS.items() if one is test)
+    assert LIFE * len(TESTS) * math.exp(-t * threshold) == pytest.approx(RATE)
+
+
+@pytest.mark.parametrize("name", ["normal", "two values", "skewed", "heavy tails"])
+def test_no_honest_distribution_exceeds_the_bound(name: str) -> None:
+    """E exp(t (X - drift)) is at most 1 for distributions with the largest allowed mean and variance."""
+    scores = np.minimum(honest_scores(name, (400_000,), seed=1), SCORE_TEST.clip)
+    assert np.exp(SCORE_TEST.exponent() * (scores - SCORE_TEST.drift)).mean() <= 1.01
+
+
+@pytest.mark.parametrize("name", ["normal", "two values", "skewed", "heavy tails"])
+def test_false_alarms_of_simulated_lives(name: str) -> None:
+    """Of 2,000 honest lives of 1,000 submissions none is convicted. At lower thresholds, where alarms can be counted, they are rarer
+    than calculated."""
+    lives, length = 2000, 1000
+    largest = largest_sums(honest_scores(name, (length, lives), seed=2))
+    assert largest.max() < THRESHOLDS["draws"]
+    for rate in (0.5, 0.05):
+        threshold = math.log(length / rate) / SCORE_TEST.exponent()
+        assert (largest > threshold).mean() <= rate
+
+
+def honest_scores(name: str, shape: tuple[int, ...], seed: int) -> Floats:
+    """Returns scores with mean 0.5 and variance 1, the most that the threshold allows honest work."""
+    draw = np.random.default_rng(seed)
+    if name == "normal":
+        centred = draw.standard_normal(shape)
+    elif name == "two values":
+        b = SCORE_TEST.clip - SCORE_TEST.mean
+        centred = np.where(draw.random(shape) < 1 / (1 + b * b), b, -1 / b)
+    elif name == "skewed":
+        centred = draw.standard_exponential(shape) - 1
+    else:
+        centred = draw.standard_t(4, shape) / math.sqrt(2)
+    return SCORE_TEST.mean + centred
+
+
+def largest_sums(scores: Floats) -> Floats:
+    """Returns the largest sum of each life; `scores` has submissions in rows and lives in columns."""
+    sums = largest = np.zeros(scores.shape[1])
+    for row in np.minimum(scores, SCORE_TEST.clip) - SCORE_TEST.drift:
+        sums = np.maximum(0, sums + row)
+        largest = np.maximum(largest, sums)
+    return largest
+
+
+def test_the_simulation_adds_as_the_rule_does() -> None:
+    scores = honest_scores("heavy tails", (500, 1), seed=3) + 0.5
+    sums: Sums = {}
+    largest = 0.0
+    for score in scores[:, 0]:
+        sums = next_sums(sums, {"draws": float(score)}, {})
+        largest = max(largest, sums.get("draws", 0.0))
+    assert largest == pytest.approx(float(largest_sums(scores)[0]))
+
+
+@pytest.mark.parametrize(("mean", "within"), [(1.3, 200), (2.0, 60), (3.0, 30), (8.0, 14)])
+def test_lies_that_no_single_submission_shows_are_convicted(mean: float, within: int) -> None:
+    draw = np.random.default_rng(4)
+    lives = mean + draw.standard_normal((within, 500))
+    convicted = (largest_sums(lives) > THRESHOLDS["draws"]).mean()
+    assert convicted > (0.8 if mean < 2 else 0.99)
+
+
+def test_uncertain_work_convicts_after_seven_in_a_row() -> None:
+    sums: Sums = {}
+    for _ in range(7):
+        assert convicting(sums) is None
+        sums = next_sums(sums, scores_of("void.uncertain", {"surprise_z": 0.0}), {})
+    assert convicting(sums) == "uncertain"
+
+
+def test_noise_that_all_nodes_share_convicts_nobody() -> None:
+    """Training raises everybody's scores slowly to 3; a node 2 above the others is convicted all the same."""
+    draw = np.random.default_rng(5)
+    baseline: Sums = {}
+    honest: Sums = {}
+    liar: Sums = {}
+    caught = False
+    for number in range(6000):
+        level = min(3.0, number / 1500)
+        score = {"draws": level + float(draw.standard_normal())}
+        honest = next_sums(honest, score, baseline)
+        assert convicting(honest) is None
+        if number % 20 == 0:
+            lie = {"draws": level + 2 + float(draw.standard_normal())}
+            liar = next_sums(liar, lie, baseline)
+            caught = caught or convicting(liar) is not None
+        baseline = next_baseline(baseline, score)
+    assert caught
+    assert baseline["draws"] == pytest.approx(3.0, abs=0.5)
+
+
+def test_work_that_is_too_exact_does_not_make_others_look_false() -> None:
+    assert next_baseline({}, {"draws": -5.0}) == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "evidence"),
+    [
+        ("accepted", {}),
+        ("reject.copied", {"surprise_z": 9.0}),
+        ("accepted", {"surprise_z": math.nan}),
+        ("accepted", {"surprise_z": "9"}),
+    ],
+)
+def test_verdicts_without_scores_change_nothing(code: str, evidence: dict[str, float]) -> None:
+    assert scores_of(code, evidence) == {}
+
+
+# -- a real coordinator -----------------------------------------------------------------------------------
+
+ROOMY = CONFIG.model_copy(update={"groups_per_step": 400})
+STEERED = {"surprise_z": 0.3, "z_draws": 5.0}
+HONEST = {"surprise_z": 0.3, "z_draws": 0.4}
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> SmallSwarm:
+    swarm = SmallSwarm(tmp_path, ROOMY, SPEC)
+    swarm.start()
+    return swarm
+
+
+def deliver(swarm: SmallSwarm, node: Node, evidence: dict[str, float], code: str = "accepted") -> str:
+    """Takes one lease to its verdict and returns the code that the coordinator gives it."""
+    lease = node.deliver()
+    swarm.claim()
+    found = swarm.verdict(lease, code, evidence=evidence)
+    assert swarm.verdict(lease, code, evidence=evidence) == found  # a validator may send its verdict again
+    return found.code or ""
+
+
+def deliver_until_convicted(swarm: SmallSwarm, nodes: list[Node], evidence: dict[str, float]) -> int:
+    for number in range(1, 100):
+        if deliver(swarm, nodes[number % len(nodes)], evidence) == ACCUMULATED:
+            return number
+    raise AssertionError("100 submissions were accepted")
+
+
+def test_steering_within_the_tolerance_is_convicted(swarm: SmallSwarm) -> None:
+    steering, honest = swarm.node(), swarm.node()
+    for _ in range(3):
+        deliver(swarm, honest, HONEST)
+    swarm.reopen()  # the evidence is in the database
+    swarm.relay_up()
+    assert deliver_until_convicted(swarm, [steering], STEERED) == 14
+    view = NodeView.parse(swarm.public.get(f"/v1/nodes/{steering.id}").content)
+    assert (view.trust, view.accepted, view.rejected) == ("quarantined", 13, 1)
+    assert view.last_code == ACCUMULATED and ACCUMULATED in CODES
+    assert deliver(swarm, honest, HONEST) == "accepted"
+    # The sums began at 0 again: the second conviction needs as much evidence as the first, and ejects the node.
+    assert deliver_until_convicted(swarm, [steering], STEERED) == 14
+    assert NodeView.parse(swarm.public.get(f"/v1/nodes/{steering.id}").content).trust == "banned"
+    event = swarm.events("verdict.given")[-1]
+    assert event.body["code"] == ACCUMULATED and event.body["evidence"]["verdict"] == "accepted"
+    assert "draws: the scores of node" in event.body["detail"]
+    assert event.body["rewards"] == [] and event.body["credit"] == 0
+    replayed = replay(swarm.ledger())
+    assert replayed.nodes[steering.id].standing.trust == "banned"
+    assert_ledger_has_the_sums(swarm, [steering.id, honest.id])
+    swarm.close()
+
+
+def test_replay_detects_a_conviction_without_evidence_and_evidence_without_conviction(
+    swarm: SmallSwarm,
+) -> None:
+    node = swarm.node()
+    deliver_until_convicted(swarm, [node], STEERED)
+    events = swarm.ledger()
+    last = max(event.seq for event in events if event.type == "verdict.given")
+    spared = [
+        event.model_copy(update={"body": event.body | {"code": "accepted"}}) if event.seq == last else event
+        for event in events
+    ]
+    with pytest.raises(CorruptData, match="suffices to convict"):
+        replay(spared)
+    framed = [
+        event.model_copy(update={"body": event.body | {"evidence": HONEST}})
+        if event.type == "verdict.given" and event.seq < last
+        else event
+        for event in events
+    ]
+    with pytest.raises(CorruptData, match="does not suffice"):
+        replay(framed)
+    swarm.close()
+
+
+def test_uncertain_work_again_and_again_is_convicted(swarm: SmallSwarm) -> None:
+    node = swarm.node()
+    codes = [deliver(swarm, node, HONEST, "void.uncertain") for _ in range(7)]
+    assert codes == ["void.uncertain"] * 6 + [ACCUMULATED]
+    replay(swarm.ledger())
+    swarm.close()
+
+
+def test_evidence_of_an_owners_nodes_adds_up(swarm: SmallSwarm) -> None:
+    owner = Key.generate()
+    nodes = [owned_node(swarm, owner) for _ in range(5)]
+    assert deliver_until_convicted(swarm, nodes, STEERED) == 14
+    assert "owner" in swarm.events("verdict.given")[-1].body["detail"]
+    replay(swarm.ledger())
+    assert_ledger_has_the_sums(swarm, [node.id for node in nodes])
+    swarm.close()
+
+
+def owned_node(swarm: SmallSwarm, owner: Key) -> Node:
+    node = swarm.stranger(Key.generate())
+    ask = Enrol(protocol=PROTOCOL, software="test", delegation=delegate(owner, node.id, now_s=time.time()))
+    node.client.call("POST", "/v1/enrol", ask, Enrolled)
+    node.epoch = node.client.call("POST", "/v1/session", OpenSession(software="test"), Session).epoch
+    return node
+
+
+def assert_ledger_has_the_sums(swarm: SmallSwarm, nodes: list[str]) -> None:
+    """Compares the sums in the database with those of the ledger, bit by bit."""
+    replayed = replay(swarm.ledger())
+    with swarm.coordinator.transaction() as tx:
+        for node in nodes:
+            row = ACCOUNTS.find(tx.db, f"node {node}")
+            assert row is not None
+            assert json.loads(row.evidence or "{}") == replayed.evidence[f"node {node}"]
