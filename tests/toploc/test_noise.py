@@ -8,7 +8,15 @@ import pytest
 from pydantic import ValidationError
 
 from shoal import toploc
-from shoal.toploc.decision import CERTAIN, NORMAL_TAIL, bound, bound_for, outlier_bound, size_class
+from shoal.toploc.decision import (
+    CERTAIN,
+    NORMAL_TAIL,
+    bound,
+    bound_for,
+    outlier_bound,
+    size_class,
+    standard_score,
+)
 from shoal.toploc.segments import NO_MATCH, SegmentCheck
 from shoal.wire.proof_noise import Noise, Tail
 
@@ -272,3 +280,36 @@ def test_a_calibration_with_contradicting_parts_is_refused(noise: Noise) -> None
         Noise(**(noise.model_dump() | {"sizes": (FULL,)}))
     with pytest.raises(ValidationError, match="must increase"):
         Noise(**(noise.model_dump() | {"sizes": (FULL, SHORT)}))
+
+
+# -- standard scores --------------------------------------------------------------------------------------
+
+
+def test_standard_scores_of_honest_work_have_no_mean_that_adds_up() -> None:
+    """One pair of machines is a little noisier in every row. Its z grows with the number of rows; its standard score does not."""
+    rng = np.random.default_rng(8)
+    quiet, loud = draw_rows(rng, 400), draw_rows(rng, 400, mismatches=2.7, mantissa=1.5)
+    both = toploc.measure_noise({"quiet": quiet, "loud": loud}, model="made up", compute_dtype="bfloat16")
+    raw, standard = [], []
+    for _ in range(40):
+        scores = toploc.noise_scores(draw_rows(rng, 256, mismatches=2.7, mantissa=1.5), both)
+        over_all = [score for score in scores if score.standard is not None]
+        assert [score.where for score in over_all] == ["over all rows"] * 2
+        raw.append([score.z for score in over_all])
+        standard.append([score.standard for score in over_all])
+    assert np.mean(raw, axis=0).max() > 2
+    assert np.mean(standard, axis=0).max() < 0.5
+    assert np.var(standard, axis=0).max() < 1.5
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 40, 64, 500])
+def test_standard_score_of_a_normal_tail_is_z(num_rows: int) -> None:
+    tails = [Tail(rows=rows, one_in_100=NORMAL_TAIL[0], one_in_1000=NORMAL_TAIL[1]) for rows in (1, 16, 64)]
+    shrunk = math.sqrt(max(1.0, num_rows / 64))
+    assert standard_score(tails, num_rows, 2.0) == pytest.approx(2.0 / shrunk)
+
+
+def test_standard_score_of_a_wide_tail_is_less_than_z() -> None:
+    wide = [Tail(rows=1, one_in_100=5.0, one_in_1000=9.0)]
+    assert standard_score(wide, 1, 5.0) == pytest.approx(NORMAL_TAIL[0])
+    assert standard_score(wide, 1, 0.0) == 0.0
