@@ -296,7 +296,7 @@ def test_standard_scores_of_honest_work_have_no_mean_that_adds_up() -> None:
         over_all = [score for score in scores if score.standard is not None]
         assert [score.where for score in over_all] == ["over all rows"] * 2
         raw.append([score.z for score in over_all])
-        standard.append([score.standard for score in over_all])
+        standard.append([score.standard or 0.0 for score in over_all])
     assert np.mean(raw, axis=0).max() > 2
     assert np.mean(standard, axis=0).max() < 0.5
     assert np.var(standard, axis=0).max() < 1.5
