@@ -8,6 +8,7 @@ The environment is the one for which templates are written (transformers): the s
 differ: `strftime_now` gives UTC, so that all machines render the same prompt, and `lipsum` does not exist.
 """
 
+import functools
 import json
 import signal
 from collections.abc import Callable
@@ -47,6 +48,26 @@ def render_chat(template: str, turns: list[dict[str, str]], special_tokens: dict
     if "error" in reply:
         raise ValueError(f"the chat template cannot be rendered: {reply['error']}")
     return str(reply["text"])
+
+
+THOUGHT_START, THOUGHT_END = "<think>", "</think>"
+_PROBE = "What is 1 + 1"
+
+
+@functools.lru_cache(maxsize=64)
+def template_thinks(template: str, special_tokens: str) -> bool:
+    """Returns whether the template makes the model think before its answer. `special_tokens` is JSON.
+
+    The start of the model's turn decides: a thought that is opened there and not closed (QwQ) means yes, one that is closed at once
+    (Qwen3 with enable_thinking = false) means no. If there is none, the model opens the thought itself where the template knows how
+    to leave earlier thoughts out of a conversation (Qwen3).
+    """
+    if THOUGHT_START not in template and THOUGHT_END not in template:
+        return False
+    prompt = render_chat(template, [{"role": "user", "content": _PROBE}], json.loads(special_tokens))
+    start = prompt.rpartition(_PROBE)[2]
+    opened, closed = start.rfind(THOUGHT_START), start.rfind(THOUGHT_END)
+    return opened > closed if opened != closed else THOUGHT_END in template
 
 
 # -- in the child -------------------------------------------------------------------------------------------

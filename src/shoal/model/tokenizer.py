@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shoal.model.chat_template import render_chat
+from shoal.model.chat_template import THOUGHT_END, render_chat, template_thinks
 from shoal.model.shape import read_end_tokens, read_json
 
 if TYPE_CHECKING:
@@ -34,11 +34,14 @@ class Tokenizer(Protocol):
     def encode_prompt(self, text: str, *, chat: bool) -> list[int]:
         """Returns the tokens of a prompt: with `chat` as a user's turn in the chat template, if there is one."""
 
+    def thinks(self, *, chat: bool) -> bool:
+        """Returns whether the chat template makes the model think first. Then only the text after `</think>` is its answer."""
+
     def encode_answer(self, text: str) -> list[int]:
         """Returns the tokens of an answer, with an end token."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of an answer without special tokens."""
+        """Returns the text of an answer without special tokens, but with the end of a thought."""
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -72,6 +75,9 @@ class CharTokenizer:
 
     def encode_prompt(self, text: str, *, chat: bool) -> list[int]:
         return [self.BOS, *self._encode(text)]
+
+    def thinks(self, *, chat: bool) -> bool:
+        return False
 
     def encode_answer(self, text: str) -> list[int]:
         return [*self._encode(text), self.EOS]
@@ -120,6 +126,12 @@ class FileTokenizer:
             )
         self.end_tokens = frozenset(ends)
         self.vocab_size = int(config["vocab_size"])
+        special = {
+            token.content: number
+            for number, token in self._raw.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self._thought_end = special.get(THOUGHT_END, -1)
         self._end: int = own if own in self.end_tokens else ends[0]
 
     @property
@@ -134,11 +146,24 @@ class FileTokenizer:
         prompt = render_chat(self._template, turns, self._special_tokens)
         return self._encode(prompt, add_special_tokens=False)
 
+    def thinks(self, *, chat: bool) -> bool:
+        if not chat or self._template is None:
+            return False
+        return template_thinks(self._template, json.dumps(self._special_tokens))
+
     def encode_answer(self, text: str) -> list[int]:
         return [*self._encode(text, add_special_tokens=False), self._end]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self._raw.decode(list(tokens), skip_special_tokens=True))
+        tokens = list(tokens)
+        if self._thought_end not in tokens:
+            return str(self._raw.decode(tokens, skip_special_tokens=True))
+        # As a special token it would be left out, and the whole thought would be graded, or nothing.
+        place = len(tokens) - 1 - tokens[::-1].index(self._thought_end)
+        parts = (
+            self._raw.decode(part, skip_special_tokens=True) for part in (tokens[:place], tokens[place + 1 :])
+        )
+        return THOUGHT_END.join(parts)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         tokens = list(self._raw.encode(text, add_special_tokens=add_special_tokens).ids)

@@ -14,7 +14,7 @@ HELD_OUT_IN = 5
 """One problem in this many is held out, by the hash of its question."""
 
 _NUMBER = re.compile(r"-?\d+")
-_THOUGHT_ENDS = "</think>"
+THOUGHT_END = "</think>"
 
 
 class Outcome(Enum):
@@ -103,8 +103,8 @@ def is_held_out(question: str) -> bool:
 
 
 def reply_of(text: str) -> str:
-    """Returns the text after the last `</think>`, or all of it if there is none."""
-    return text.rpartition(_THOUGHT_ENDS)[2]
+    """Returns the text after the last `</think>`, or all of it if there is none, as with a model that does not think first."""
+    return text.rpartition(THOUGHT_END)[2]
 
 
 def grade_number(answer: str, text: str) -> Reward:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
-from shoal.tasks.task import CannotGrade, Problem, Reward, Split, Task
+from shoal.tasks.task import THOUGHT_END, CannotGrade, Outcome, Problem, Reward, Split, Task
 
 USUAL_REWARD = 10.0
 """Rewards beyond this are reported: tasks give 0 to 1, and plots and `expect_gain` assume such numbers."""
@@ -45,8 +45,17 @@ def pose_prompts(task: Task, split: Split, seeds: Iterable[int]) -> tuple[str, .
     return tuple(pose_problem(task, split, seed).prompt for seed in seeds)
 
 
-def grade_answer(task: Task, problem: Problem, text: str, num_tokens: int) -> Reward:
-    """Returns the reward of an answer. Raises TaskError if the task's code fails or its value is not a finite number."""
+def grade_answer(task: Task, problem: Problem, text: str, num_tokens: int, *, thinks: bool = False) -> Reward:
+    """Returns the reward of an answer. Raises TaskError if the task's code fails or its value is not a finite number.
+
+    With `thinks`, the model's chat template makes it think first: only what follows the thought is graded, and an answer that never
+    closes its thought earns nothing. Otherwise it would pay to be cut off with a guess in the thought.
+    """
+    if thinks:
+        closed, text = THOUGHT_END in text, text.rpartition(THOUGHT_END)[2]
+        if not closed:
+            nothing = grade_answer(task, problem, "", num_tokens)
+            return Reward(min(0.0, nothing.value), Outcome.UNPARSEABLE)
     try:
         reward = task.reward(problem, text, num_tokens)
     except CannotGrade:

@@ -20,6 +20,7 @@ from shoal.cli.ui.progress_bar import progress
 from shoal.cli.ui.values import check_device
 from shoal.net.waiting import Stopped
 from shoal.tasks import CannotGrade, Finite, Outcome, Problem, Split, Task, make_task
+from shoal.tasks.task_errors import grade_answer
 from shoal.wire.run_spec import ProofSpec, Sampling, TaskSpec
 from shoal.wire.seeded_draw import sample_seed
 
@@ -189,7 +190,8 @@ def _graded(engine: "Engine", task: Task, problem: Problem, row: "FinishedRow") 
 
     text = engine.tokenizer.decode(row.output_tokens)
     try:
-        reward = task.reward(problem, text, len(row.output_tokens))
+        thinks = engine.tokenizer.thinks(chat=task.chat)
+        reward = grade_answer(task, problem, text, len(row.output_tokens), thinks=thinks)
     except CannotGrade as error:
         raise ValueError(f"an answer could not be graded: {error}") from None
     num_tokens = len(row.output_tokens)

@@ -255,8 +255,14 @@ def grade(
 
     Without it, only a grader that is too slow takes longer than the pool allows: CannotCheck, which no node is blamed for.
     """
+    thinks = tokenizer.thinks(chat=one.claim.lease.chat)
     answers = [
-        Answer(one.problems[row.prompt_index], tokenizer.decode(row.output_tokens), len(row.output_tokens))
+        Answer(
+            one.problems[row.prompt_index],
+            tokenizer.decode(row.output_tokens),
+            len(row.output_tokens),
+            thinks,
+        )
         for row in one.table.rows
     ]
     try:

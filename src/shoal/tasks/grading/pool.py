@@ -38,6 +38,8 @@ class Answer:
     problem: Problem
     text: str
     num_tokens: int
+    thinks: bool = False
+    """Whether the model's chat template makes it think first."""
 
 
 class GradingPool:
@@ -63,7 +65,9 @@ class GradingPool:
         limit_s = limit_s or ROW_S * -(-len(answers) // self.workers)
         give_up_s = time.monotonic() + limit_s
         futures = [
-            self._executor.submit(grade_answer, task, one.problem, one.text, one.num_tokens)
+            self._executor.submit(
+                grade_answer, task, one.problem, one.text, one.num_tokens, thinks=one.thinks
+            )
             for one in answers
         ]
         try:

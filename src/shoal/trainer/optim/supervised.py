@@ -42,7 +42,9 @@ def answered_problem(task: Task, tokenizer: Tokenizer, seed: int) -> TrainSample
     """Returns a training problem with its right answer as a sample."""
     problem = pose_problem(task, "train", seed)
     prompt = tokenizer.encode_prompt(problem.prompt, chat=task.chat)
-    answer = tokenizer.encode_answer(problem.answer)
+    # Without the end of the thought, the model would learn answers that earn nothing.
+    thought = "</think>\n\n" if tokenizer.thinks(chat=task.chat) else ""
+    answer = tokenizer.encode_answer(thought + problem.answer)
     return TrainSample(
         tokens=(*prompt, *answer),
         prompt_len=len(prompt),
