@@ -13,6 +13,7 @@ import httpx2
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from shoal.model.tokenizer import Tokenizer
 from shoal.net.http_client import Refused, SignedClient
 from shoal.rollout.engine.api import make_requests, make_table
 from shoal.rollout.engine.torch_engine import TorchEngine
@@ -22,7 +23,7 @@ from shoal.rollout.worker.worker_folder import WorkerFolder
 from shoal.telemetry import Log
 from shoal.wire.lease import Lease, Receipt
 from shoal.wire.ledger import LedgerEvent
-from shoal.wire.messages import AskUpload, LeaseStatus, Submit, Upload
+from shoal.wire.messages import AskLease, AskUpload, LeaseStatus, Submit, Upload
 from shoal.wire.record import Sealed
 from shoal.wire.rollouts import FORMAT, SCHEMA, Rollout, RolloutTable
 
@@ -44,11 +45,15 @@ class Made(NamedTuple):
 class Liar:
     """A node that is enrolled, has a session and can do honest work. The test decides what it sends."""
 
-    def __init__(self, url: str, folder: Path) -> None:
+    def __init__(self, url: str, folder: Path, *, address: str | None = None) -> None:
+        """Enrols a node. `address` is the loopback address that it comes from; by default that of everybody else."""
         folder.mkdir(parents=True)
         log = Log("liar")
         worker_folder = WorkerFolder(folder)
-        self.client = SignedClient(url, worker_folder.key, log=log, stop=threading.Event())
+        transport = httpx2.HTTPTransport(verify=False, local_address=address)
+        self.client = SignedClient(
+            url, worker_folder.key, log=log, stop=threading.Event(), transport=transport
+        )
         self.node = worker_folder.key.public
         self._since_seq = self._ledger_seq()
         joined = join(self.client, worker_folder, deadline_s=WAIT_S, log=log)
@@ -70,6 +75,17 @@ class Liar:
         while self._engine.has_work:
             finished += self._engine.step()
         return make_table(lease, policy.version, finished)
+
+    def tokenizer(self, lease: Lease) -> Tokenizer:
+        """Returns the tokenizer of a leased version, for files that are made without its model."""
+        self._versions.ensure(lease, stop=self.client.stop, wait_for_newest=True)
+        self._versions.load(self._versions.choose(lease), self._engine)
+        return self._engine.tokenizer
+
+    def ask_lease_once(self) -> Lease:
+        """Returns a lease, or raises Refused where a worker would wait."""
+        ask = AskLease(epoch=self.epoch)
+        return self.client.call("POST", "/v1/leases", ask, Sealed[Lease]).body
 
     def deliver(self, make: Callable[[Lease], Made]) -> LeaseStatus:
         """Takes a lease, makes a file, uploads and submits it, and returns the verdict. Tries again if the work became stale."""

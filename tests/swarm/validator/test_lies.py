@@ -46,6 +46,7 @@ CODE_OF = {
     "best-of-n": "reject.wrong_sampling",
     "copied-rows": "reject.wrong_sampling",
     "replay": "reject.replayed",
+    "fabricated": "reject.wrong_computation",
 }
 
 SPEC = make_spec(sampling=Sampling(max_new_tokens=12, samples_per_prompt=8))

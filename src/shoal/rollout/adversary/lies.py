@@ -9,10 +9,12 @@ import ipaddress
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from random import Random
 
 import httpx2
 
 from shoal.model.load_model import DTYPES
+from shoal.model.tokenizer import Tokenizer
 from shoal.rollout.adversary.lying_engines import (
     Alter,
     AlteredEngine,
@@ -29,7 +31,8 @@ from shoal.rollout.engine.api import Behaviour, ComputeDtype, Engine, Generation
 from shoal.tasks import make_task
 from shoal.toploc.proof import PRIME, num_segments
 from shoal.wire.lease import Lease
-from shoal.wire.rollouts import Finish, RolloutTable
+from shoal.wire.rollouts import Finish, Rollout, RolloutTable
+from shoal.wire.seeded_draw import problem_seeds
 
 FORGED_VALUE = 0x4010
 """2.25 as bfloat16: about the size of the largest normed states, so that exponents match as often as possible."""
@@ -275,6 +278,56 @@ class Replay(Behaviour):
         return self._first
 
 
+class Fabricated(Behaviour):
+    """Sends a file that needs no model, the cheapest lie: see `fabricate`."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+
+    def engine(self, engine: Engine) -> Engine:
+        self._engine = engine
+        return engine
+
+    def table(self, table: RolloutTable, lease: Lease) -> RolloutTable:
+        assert self._engine is not None, "engine() must be called before table()"
+        return fabricate(lease, table.policy_version, self._engine.tokenizer)
+
+
+def fabricate(lease: Lease, policy_version: int, tokenizer: Tokenizer) -> RolloutTable:
+    """Returns a table of the right form without running a model: the right answer in each prompt's first sample, the reversed one in
+    the others, so that every group has signal, with invented log-probs and random proofs."""
+    task, rng = make_task(lease.task), Random(lease.lease_id)
+    seeds = problem_seeds(
+        lease.seed, run=lease.run, purpose=lease.purpose, chunk=lease.chunk, num_prompts=len(lease.prompts)
+    )
+    rows = []
+    for prompt_index, seed in enumerate(seeds):
+        problem = task.problem(lease.purpose, seed)
+        prompt_tokens = tuple(tokenizer.encode_prompt(problem.prompt, chat=lease.chat))
+        for sample_index in range(lease.sampling.samples_per_prompt):
+            text = problem.answer if sample_index == 0 else problem.answer[::-1]
+            answer = tuple(tokenizer.encode_prompt(text, chat=False))[-len(text) :]
+            output = (*answer[: lease.sampling.max_new_tokens - 1], min(tokenizer.end_tokens))
+            segments = num_segments(len(output) - 1, lease.proof.segment_tokens)
+            words = [
+                word
+                for _ in range(segments)
+                for word in (PRIME, *(rng.randrange(PRIME) for _ in range(lease.proof.topk)))
+            ]
+            rows.append(
+                Rollout(
+                    prompt_index=prompt_index,
+                    sample_index=sample_index,
+                    prompt_tokens=prompt_tokens,
+                    output_tokens=output,
+                    logprobs=(-0.5,) * len(output),
+                    finish=Finish.EOS,
+                    proof=b"".join(word.to_bytes(2, "big") for word in words),
+                )
+            )
+    return RolloutTable(lease_id=lease.lease_id, policy_version=policy_version, rows=tuple(rows))
+
+
 LIES: dict[str, Callable[[], Behaviour]] = {
     "wrong-weights": partial(OtherWeights, partial(with_noise, relative=0.3)),
     "q8-weights": partial(OtherWeights, quantised_in_blocks),
@@ -299,6 +352,7 @@ LIES: dict[str, Callable[[], Behaviour]] = {
     "best-of-n": BestOfN,
     "copied-rows": CopiedRows,
     "replay": Replay,
+    "fabricated": Fabricated,
 }
 
 

@@ -60,6 +60,8 @@ from shoal.wire.run_spec import RunSpec
 PREFIX = "/runs/"
 CACHE_S = 1.0
 """How long the answer of a costly public route is given again."""
+LEDGER_PAGES = 2
+"""Pages of the ledger that are read at the same time. Further readers wait, so that they do not delay the nodes' requests."""
 COSTLY_PER_S = 20.0
 """Requests a second that one address may send to costly public routes; ten times as many at once."""
 _WILDCARDS = ("0.0.0.0", "::", "")
@@ -116,6 +118,7 @@ async def _run_lifespan(receive: Receive, send: Send, apps: Sequence[RunApp]) ->
 def _public_app(coordinator: Coordinator, feed: Feed, cache_s: float) -> Starlette:
     """Returns the framework's app for unsigned requests."""
     cache = AnswerCache(coordinator, cache_s)
+    pages = asyncio.Semaphore(LEDGER_PAGES)
 
     def look(route: PublicRoute, request: Request) -> Response:
         with coordinator.database.read() as db:
@@ -130,7 +133,7 @@ def _public_app(coordinator: Coordinator, feed: Feed, cache_s: float) -> Starlet
 
     def endpoint(route: PublicRoute) -> Endpoint:
         view = partial(look, route)
-        return cache.cached(view) if route.is_costly else _in_thread(view)
+        return cache.cached(view) if route.is_costly else _in_thread(view, pages if route.many else None)
 
     description = openapi.document(SIGNED_ROUTES, PUBLIC_ROUTES)
 
@@ -146,9 +149,10 @@ def _public_app(coordinator: Coordinator, feed: Feed, cache_s: float) -> Starlet
     return app
 
 
-def _in_thread(view: Callable[[Request], Response]) -> Endpoint:
+def _in_thread(view: Callable[[Request], Response], limit: asyncio.Semaphore | None = None) -> Endpoint:
     async def endpoint(request: Request) -> Response:
-        return await run_in_threadpool(view, request)
+        async with limit or contextlib.nullcontext():
+            return await run_in_threadpool(view, request)
 
     return endpoint
 

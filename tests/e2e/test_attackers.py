@@ -1,0 +1,209 @@
+"""Attackers as real clients against a real swarm: throw-away keys, framing, dropped seeds, kept held-out work, leases given back, junk,
+event streams. Nothing of theirs is trained on, nobody honest is blamed, and the run goes on.
+
+One swarm for the whole file: coordinator, trainer, relay, validator and an honest worker, all processes of their own. Attackers come from
+other addresses of the loopback network, as strangers do.
+"""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+import torch
+from liar_client import Liar, Made, sha256_of
+from swarm_processes import Swarm
+
+from shoal.net.http_client import Refused
+from shoal.rollout.adversary.lies import fabricate
+from shoal.wire.codes import ACCEPTED
+from shoal.wire.keys import Key
+from shoal.wire.lease import Lease
+from shoal.wire.messages import Abandon, LeaseStatus
+from shoal.wire.rollouts import encode
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+Enter = Callable[[], Liar]
+STREAMS = 16
+"""Event streams that one address may have."""
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
+    torch.set_num_threads(1)
+    swarm = Swarm(
+        tmp_path_factory.mktemp("attackers"),
+        last_version=100_000,  # ends with the tests
+        relays=1,
+        workers=1,
+        deadline_s=300.0,
+        settings={"heartbeat_s": 5.0, "claim_s": 30.0},
+    )
+    with swarm:
+        swarm.wait_for_version(1, deadline_s=240.0)
+        yield swarm
+
+
+NETWORKS = (f"127.{number}.0.1" for number in itertools.count(2))
+
+
+@pytest.fixture
+def enter(swarm: Swarm, tmp_path: Path) -> Iterator[Enter]:
+    """Returns a function that enrols a new node from a network of its own at each call."""
+    liars: list[Liar] = []
+
+    def enter() -> Liar:
+        liars.append(Liar(swarm.url, tmp_path / f"node-{len(liars)}", address=next(NETWORKS)))
+        return liars[-1]
+
+    yield enter
+    for liar in liars:
+        liar.close()
+
+
+def honest_file(node: Liar, lease: Lease) -> Made:
+    table = node.work(lease)
+    return Made(encode(table), table.policy_version)
+
+
+def fabricated_file(node: Liar, lease: Lease) -> Made:
+    version = lease.policies[-1].version
+    return Made(encode(fabricate(lease, version, node.tokenizer(lease))), version)
+
+
+def give_back(node: Liar, lease: Lease) -> None:
+    body = Abandon(epoch=node.epoch, reason="no")
+    node.client.call("POST", f"/v1/leases/{lease.lease_id}/abandon", body, LeaseStatus)
+
+
+def trained_leases(swarm: Swarm) -> set[str]:
+    """Returns the leases whose groups are in batches."""
+    formed = [event for event in swarm.ledger() if event.type == "batch.formed"]
+    return {group.split("-")[0] for event in formed for group in event.body["group_ids"]}
+
+
+def wait_for_batches(swarm: Swarm) -> None:
+    """Waits until everything that was ready has been trained on."""
+    seen = swarm.stats()
+    assert seen is not None and seen.newest_version is not None
+    swarm.wait_for_version(seen.newest_version + 3, deadline_s=240.0)
+
+
+def test_throwaway_keys_train_nothing(swarm: Swarm, enter: Enter) -> None:
+    """Three honest submissions, then files made without a model, then the next key, which lies at once."""
+    lies: list[str] = []
+
+    def lie(node: Liar, lease: Lease) -> Made:
+        lies.append(lease.lease_id)
+        return fabricated_file(node, lease)
+
+    patient = enter()
+    for _ in range(3):
+        assert patient.deliver(lambda lease: honest_file(patient, lease)).code == ACCEPTED
+    for node in (patient, enter(), enter()):
+        status = node.deliver(lambda lease, node=node: lie(node, lease))  # type: ignore[misc]
+        assert status.code == "reject.wrong_computation"
+    wait_for_batches(swarm)
+    assert trained_leases(swarm).isdisjoint(lies)
+
+
+def test_an_honest_node_is_not_framed(enter: Enter) -> None:
+    """An attacker submits the victim's own bytes before the victim does."""
+    victim, attacker = enter(), enter()
+    for _ in range(4):
+        lease = victim.session.ask_lease()
+        made = honest_file(victim, lease)
+        status = attacker.deliver(lambda its, made=made: Made(made.data, its.policies[-1].version))  # type: ignore[misc]
+        assert status.code == "reject.wrong_lease"
+        victim.session.deliver(lease, made.data, policy_version=made.version)
+        found = victim.verdict_on(lease)
+        if found.code != "void.stale":
+            break
+        attacker = enter()
+    assert found.code == ACCEPTED
+
+
+def test_no_way_of_letting_a_lease_go_buys_another_seed(swarm: Swarm, enter: Enter) -> None:
+    node = enter()
+    lease = node.session.ask_lease()
+    seeds = {lease.seed}
+    give_back(node, lease)
+    lease = node.session.ask_lease()
+    seeds.add(lease.seed)
+    swarm.wait_for_version(lease.policies[0].version + 4, deadline_s=240.0)
+    junk = b"stale by choice"
+    with contextlib.suppress(
+        Refused
+    ):  # a stale version is refused while a newer one of the lease is not stale
+        path = node.ask_upload(lease.lease_id, len(junk), sha256_of(junk)).path
+        node.client.put_bytes(path, junk)
+        node.submit(lease.lease_id, junk, lease.policies[0].version)
+    give_up_s = time.monotonic() + 120
+    while time.monotonic() < give_up_s:
+        with contextlib.suppress(Refused):  # it has to wait for its next lease
+            after = node.ask_lease_once()
+            if after.lease_id != lease.lease_id:
+                break
+        time.sleep(0.5)
+    assert after.lease_id != lease.lease_id
+    assert {*seeds, after.seed} == {lease.seed}
+    stored = swarm.folder / "coordinator" / "objects" / sha256_of(junk)[:2] / sha256_of(junk)
+    swarm.wait_for("the junk to be deleted", lambda: not stored.exists())
+
+
+def test_keys_that_never_delivered_keep_no_held_out_work(swarm: Swarm, enter: Enter) -> None:
+    """They take and keep what they are given over the evaluation of a version, which is finished all the same."""
+    keys = [enter() for _ in range(4)]
+    seen = swarm.stats()
+    assert seen is not None and seen.newest_version is not None
+    evaluated = 10 * (seen.newest_version // 10 + 1)
+    purposes = set()
+
+    def finished() -> bool:
+        for key in keys:
+            with contextlib.suppress(Refused):
+                purposes.add(key.ask_lease_once().purpose)
+        stats = swarm.stats()
+        return stats is not None and any(
+            one.version >= evaluated and one.complete for one in stats.evaluations
+        )
+
+    swarm.wait_for(f"the evaluation of version {evaluated}", finished, deadline_s=240.0, pause_s=1.0)
+    assert purposes == {"train"}
+
+
+def test_a_key_cannot_take_leases_and_give_them_back_for_ever(enter: Enter) -> None:
+    node, taken = enter(), 0
+    with pytest.raises(Refused) as refused:
+        for _ in range(100):
+            lease = node.ask_lease_once()
+            taken += 1
+            give_back(node, lease)
+    assert refused.value.code == "request.too_early"
+    assert 1 <= taken <= 16
+
+
+def test_one_address_does_not_take_all_event_streams(swarm: Swarm) -> None:
+    def client(address: str) -> httpx2.Client:
+        transport = httpx2.HTTPTransport(verify=False, local_address=address)
+        return httpx2.Client(base_url=swarm.url, transport=transport, timeout=30.0)
+
+    with client("127.200.0.1") as greedy, client("127.201.0.1") as viewer, contextlib.ExitStack() as streams:
+        codes = []
+        for _ in range(STREAMS + 4):
+            codes.append(streams.enter_context(greedy.stream("GET", "/v1/events")).status_code)
+        assert codes.count(200) <= STREAMS and codes[-1] == 429
+        assert streams.enter_context(viewer.stream("GET", "/v1/events")).status_code == 200
+
+
+def test_nobody_honest_was_blamed_and_the_run_goes_on(swarm: Swarm) -> None:
+    wait_for_batches(swarm)
+    honest = Key.load(swarm.folder / "worker-1" / "node.key").public
+    verdicts = [event.body for event in swarm.ledger() if event.type == "verdict.given"]
+    assert {verdict["code"] for verdict in verdicts if verdict["node"] == honest} == {ACCEPTED}
+    accepted = {verdict["lease_id"] for verdict in verdicts if verdict["code"] == ACCEPTED}
+    assert trained_leases(swarm) <= accepted
