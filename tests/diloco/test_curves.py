@@ -12,7 +12,7 @@ from shoal.diloco.codec import CODECS, CodecName, decode, encode, reduce_chunk
 from shoal.diloco.outer import Outer, first_state, outer_step
 from shoal.diloco.site.language import next_token_loss
 from shoal.model.load_model import empty_decoder
-from shoal.model.shape import Shape
+from shoal.model.shape import Rope, Shape
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
@@ -67,7 +67,7 @@ def test_stacked_model_equals_the_decoder() -> None:
         num_kv_heads=2,
         head_dim=8,
         ffn_size=24,
-        rope_theta=10000.0,
+        rope=Rope(),
         norm_eps=1e-5,
         tied_embeddings=True,
         qkv_bias=False,

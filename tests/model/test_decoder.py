@@ -20,6 +20,28 @@ FAMILIES = {
     "llama-tied-mha": {"tie_word_embeddings": True, "num_key_value_heads": 4},
     "qwen2": {"num_key_value_heads": 2, "rope_theta": 1e6},
     "qwen3": {"num_key_value_heads": 1, "head_dim": 24},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": None},
+    "llama-linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    "llama-dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
+    "llama-llama3": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "rope_theta": 100.0,
+        }
+    },
+    "qwen2-yarn": {
+        "num_key_value_heads": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "rope_theta": 1e3,
+        },
+    },
 }
 
 
@@ -123,7 +145,9 @@ def test_bfloat16_stays_bfloat16(decoder: Decoder) -> None:
     ("change", "message"),
     [
         ({"model_type": "gpt2"}, "model_type='gpt2' is not supported"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope type 'llama3'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}, "rope type 'longrope'"),
+        ({"attention_bias": True}, "attention_bias=true"),
+        ({"model_type": "mistral", "sliding_window": 4}, "sliding_window=4"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
     ],
@@ -148,6 +172,8 @@ def _reference(family: str, folder: Path):  # type: ignore[no-untyped-def]
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
         Qwen2Config,
         Qwen2ForCausalLM,
         Qwen3Config,
@@ -156,6 +182,7 @@ def _reference(family: str, folder: Path):  # type: ignore[no-untyped-def]
 
     kinds: dict[str, tuple[Any, Any]] = {
         "llama": (LlamaConfig, LlamaForCausalLM),
+        "mistral": (MistralConfig, MistralForCausalLM),
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     }

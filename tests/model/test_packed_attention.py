@@ -5,7 +5,7 @@ import torch
 
 from shoal.model.decoder import LONG, Decoder, find_segments
 from shoal.model.logprobs import _gradient, _reduced, token_scores
-from shoal.model.shape import Shape
+from shoal.model.shape import Rope, Shape
 
 SHAPE = Shape(
     vocab_size=9001,
@@ -15,7 +15,7 @@ SHAPE = Shape(
     num_kv_heads=2,
     head_dim=64,
     ffn_size=512,
-    rope_theta=1e4,
+    rope=Rope(),
     norm_eps=1e-5,
     tied_embeddings=True,
     qkv_bias=False,

@@ -5,13 +5,16 @@ import importlib.util
 import pytest
 
 from shoal.cli.main import main
-from shoal.rollout.engine.torch_engine import TorchEngine, make_engine
+from shoal.rollout.engine.selection import make_engine
 from shoal.wire.run_spec import ProofSpec
 
 
 def test_the_torch_engine_uses_one_device() -> None:
     engine = make_engine("torch", compute_dtype="float32", proof=ProofSpec(), max_rows=4, device="cpu")
-    assert isinstance(engine, TorchEngine)
+    assert engine.policy_version is None
+    assert not engine.has_work
+    with pytest.raises(ValueError, match="load a version first"):
+        engine.submit([])
     with pytest.raises(ValueError, match="--tensor-parallel 2 needs --engine vllm"):
         make_engine(
             "torch",

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.model.shape import Shape
+from shoal.model.shape import Rope, Shape
 from shoal.rollout.engine.api import GenerationRequest
 from shoal.rollout.engine.prompt_cache import FirstDraws, PromptBatch, PromptCache
 from shoal.rollout.engine.scheduler import (
@@ -29,7 +29,7 @@ SHAPE = Shape(
     num_kv_heads=2,
     head_dim=32,
     ffn_size=256,
-    rope_theta=1e4,
+    rope=Rope(),
     norm_eps=1e-5,
     tied_embeddings=True,
     qkv_bias=False,

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from shoal.files import replace_folder
 from shoal.model.decoder import Decoder
 from shoal.model.load_model import decoder_refuses, empty_decoder, load_causal
-from shoal.model.shape import read_shape
+from shoal.model.shape import read_json, read_shape
 from shoal.model.tokenizer import TOKENIZER_FILE, CharTokenizer, explain_missing_tokenizer
+from shoal.model.transformers_model import TransformersModel
 from shoal.model.weights import WEIGHTS_FILE, load_weight_files, save_weights
 
 BUILTIN = ("tiny", "smollm2-135m")
@@ -137,6 +138,7 @@ def _write_copy(source: Path, folder: Path) -> None:
     if not weights:
         raise ValueError(f"{source}: no *.safetensors file; convert the weights to safetensors first")
     copy_all_but_weights(source, folder)
+    _declare_bfloat16(folder)
     decoder = empty_decoder(shape, torch.bfloat16)
     load_weight_files(decoder, weights)
     save_weights(decoder, folder / WEIGHTS_FILE)
@@ -157,8 +159,21 @@ def _write_transformers_copy(source: Path, folder: Path) -> None:
     except (OSError, ValueError) as error:
         raise ValueError(f"{source}: {decoder_refuses(source)}, and transformers says: {error}") from None
     copy_all_but_weights(source, folder)
-    save_weights(model, folder / WEIGHTS_FILE)
-    load_causal(folder)  # raises now if the trainer could not load it
+    _declare_bfloat16(folder)
+    whole = TransformersModel(model)
+    if whole.shape.hidden_size < MIN_HIDDEN_SIZE:
+        raise ValueError(
+            f"{source}: hidden_size={whole.shape.hidden_size}, proofs need at least {MIN_HIDDEN_SIZE}"
+        )
+    save_weights(whole, folder / WEIGHTS_FILE)
+    load_causal(folder)  # raises now if a role could not load it
+
+
+def _declare_bfloat16(folder: Path) -> None:
+    """Sets the dtype in config.json to that of the weights; other programs compute in the dtype it names."""
+    config = read_json(folder / "config.json")
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"  # transformers 4 and 5
+    _write_json(folder / "config.json", config | {key: "bfloat16"})
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.model.logprobs import LogitHead
+from shoal.model.rope import rope_table
 from shoal.model.shape import Shape
 
 LONG = 8192
@@ -263,19 +264,6 @@ class Decoder(nn.Module):
             self._rope_P2D = rope_table(self.shape).to(positions_BT.device)
         at_BT1E = self._rope_P2D[positions_BT][:, :, None].to(self.model.embed_tokens.weight.dtype)
         return at_BT1E[..., : self.shape.head_dim], at_BT1E[..., self.shape.head_dim :]
-
-
-def rope_table(shape: Shape) -> Tensor:
-    """Returns cosines and signed sines of every position, [positions, 2 D], float32.
-
-    They are computed on the CPU, so that all devices use the same values. The sines of the first half are negated: rotating is
-    then x * cos + (x with its halves swapped) * sin.
-    """
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64, device="cpu").float() / shape.head_dim
-    frequencies = 1.0 / (shape.rope_theta**exponents)
-    angles = torch.arange(shape.max_positions, device="cpu").float()[:, None] * frequencies
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos, -sin, sin), dim=1)
 
 
 def rotate(x_BTND: Tensor, rope_BT1D: tuple[Tensor, Tensor]) -> Tensor:

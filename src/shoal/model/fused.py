@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.model.decoder import Decoder, Layer, rope_table
+from shoal.model.decoder import Decoder, Layer
+from shoal.model.rope import rope_table
 from shoal.model.shape import Shape
 
 PACKED_ROWS = 32

@@ -28,13 +28,20 @@ def load_decoder(
 def load_causal(
     folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Decoder | TransformersModel:
-    """Loads a model for training: a family that Decoder does not support is loaded through transformers."""
-    if (refusal := decoder_refuses(folder)) is None:
+    """Loads a model; a family that Decoder does not support is loaded through transformers."""
+    if decoder_refuses(folder) is None:
         return load_decoder(folder, dtype, device)
+    return load_transformers_model(folder, dtype, device)
+
+
+def load_transformers_model(
+    folder: Path, dtype: torch.dtype, device: torch.device | str
+) -> TransformersModel:
+    """Loads a model of any family through transformers."""
     try:
         model = empty_transformers_model(read_json(folder / "config.json"), dtype, device)
     except ImportError:
-        raise ValueError(f"{refusal}; other families need transformers") from None
+        raise ValueError(f"{decoder_refuses(folder)}; other families need transformers") from None
     load_weights(model, folder / WEIGHTS_FILE)
     check_head_and_packing(model, folder)
     return model

@@ -1,11 +1,13 @@
-"""Reads the sizes and settings of a Llama, Qwen2 or Qwen3 model from its Hugging Face config.json."""
+"""Reads the sizes and settings of a Llama, Mistral, Qwen2 or Qwen3 model from its Hugging Face config.json."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 # Settings that would change the results and that Decoder supports with these values only.
 _MUST_BE: dict[str, tuple[object, ...]] = {
@@ -27,6 +29,24 @@ _NEEDED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """The rotary settings of a config.json; names are Hugging Face's."""
+
+    rope_type: str = "default"
+    rope_theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float = 0.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """Sizes and settings of a decoder."""
 
@@ -37,7 +57,7 @@ class Shape:
     num_kv_heads: int
     head_dim: int
     ffn_size: int
-    rope_theta: float
+    rope: Rope
     norm_eps: float
     tied_embeddings: bool
     qkv_bias: bool
@@ -65,14 +85,20 @@ def read_shape(folder: Path) -> Shape:
             raise ValueError(
                 f"{folder}/config.json: {key}={config[key]!r} is not supported; only {allowed[0]!r}"
             )
-    qkv_bias = family == "qwen2" or bool(config.get("attention_bias", False))
-    if family == "llama" and qkv_bias:
-        raise ValueError(f"{folder}/config.json: attention_bias=true is not supported for llama")
     missing = [key for key in _NEEDED if key not in config]
     if missing:
         raise ValueError(
             f"{folder}/config.json has no {', '.join(missing)}; is it the config.json of a whole model?"
         )
+    if family != "qwen2" and config.get("attention_bias"):
+        raise ValueError(f"{folder}/config.json: attention_bias=true is not supported for {family}")
+    window = config.get("sliding_window") if family == "mistral" else None
+    if window is not None and window < config["max_position_embeddings"]:
+        raise ValueError(f"{folder}/config.json: sliding_window={window} is not supported; only null")
+    try:
+        rope = read_rope(config)
+    except ValueError as error:
+        raise ValueError(f"{folder}/config.json: {error}") from None
     num_heads = int(config["num_attention_heads"])
     return Shape(
         vocab_size=int(config["vocab_size"]),
@@ -82,23 +108,30 @@ def read_shape(folder: Path) -> Shape:
         num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
         head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // num_heads),
         ffn_size=int(config["intermediate_size"]),
-        rope_theta=_rope_theta(folder, config),
+        rope=rope,
         norm_eps=float(config["rms_norm_eps"]),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=qkv_bias,
+        qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
         max_positions=int(config["max_position_embeddings"]),
         eos_token_ids=read_end_tokens(folder, config),
     )
 
 
-def _rope_theta(folder: Path, config: dict[str, Any]) -> float:
+def read_rope(config: Mapping[str, Any]) -> Rope:
+    """Reads the settings of a config.json. Raises ValueError that names the setting if it is not supported."""
     # transformers 4 writes rope_theta and rope_scaling, transformers 5 writes one dict for both.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"{folder}/config.json: rope type {kind!r} is not supported; only 'default'")
-    return float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    given.setdefault("rope_type", given.get("type", "default"))
+    given.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
+    if given["rope_type"] not in ROPE_TYPES:
+        raise ValueError(f"rope type {given['rope_type']!r} is not supported; known: {', '.join(ROPE_TYPES)}")
+    if float(given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1.0:
+        raise ValueError("partial_rotary_factor is not supported")
+    if not given.get("original_max_position_embeddings"):
+        given["original_max_position_embeddings"] = int(config["max_position_embeddings"])
+    known = {one.name for one in fields(Rope)}
+    return Rope(**{name: value for name, value in given.items() if name in known and value is not None})
 
 
 def read_end_tokens(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:

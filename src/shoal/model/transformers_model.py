@@ -1,10 +1,13 @@
-"""Any causal language model of transformers, with the interface of Decoder. For training only.
+"""Any causal language model of transformers, with the interface of Decoder: for training, generating and checking.
 
 Samples are packed by restarting position ids, which transformers turns into a block mask for most architectures. A test with the
 loaded weights shows whether this one does. Where packed samples influence each other (recurrent states, ALiBi), each sample gets
 a row of its own: the states are the same, with more padding.
 """
 
+import json
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,31 @@ from shoal.model.logprobs import LogitHead
 
 _PROBE_TOKENS = 7
 _TOLERANCE = 1e-3
+_CACHES = ("past_key_values", "cache_params")
+"""Names under which families take and return what they keep of the tokens so far."""
+UNLIMITED_POSITIONS = 1 << 20
+"""Positions of a family without a limit of its own, such as a recurrent one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """The sizes of a model that engines and validators need; Shape has them too."""
+
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
 
 
 class TransformersModel(nn.Module):
-    """A model of transformers. `forward` returns the states before the head; parameters keep their names."""
+    """A model of transformers. `forward` returns the states before the head; parameters keep their names.
+
+    Learned values that transformers keep as persistent buffers, such as the expert biases of DeepSeek-V3, become parameters
+    without a gradient, so that they are saved, sent and loaded like all other weights.
+    """
 
     def __init__(self, lm: Any) -> None:
         super().__init__()
+        _make_buffers_parameters(lm)
         # Registered part by part, so that parameter names get no prefix.
         for name, module in lm.named_children():
             self.add_module(name, module)
@@ -30,6 +51,11 @@ class TransformersModel(nn.Module):
         self.config = lm.config
         self.packs = True
         """Whether packed samples do not influence each other; set by check_head_and_packing."""
+
+    @property
+    def shape(self) -> ModelLimits:
+        """The sizes of the model."""
+        return _limits(self.config)
 
     @property
     def trunk(self) -> Any:
@@ -89,21 +115,80 @@ class TransformersModel(nn.Module):
         return flat.view(*tokens_BT.shape, -1)
 
 
+class CachedRows:
+    """Rows that are fed piece by piece, as in generation. All rows have the same number of tokens."""
+
+    def __init__(self, model: TransformersModel) -> None:
+        self._model = model
+        self._fed_BT: Tensor | None = None
+        self._cache: dict[str, Any] = {}
+
+    def feed(self, tokens_BT: Tensor) -> Tensor:
+        """Appends tokens to the rows and returns their states, [B, T, H]."""
+        fed_BT = tokens_BT if self._fed_BT is None else torch.cat((self._fed_BT, tokens_BT), dim=1)
+        self._fed_BT = fed_BT
+        # A family without a cache computes the whole row again.
+        answer = self._model.trunk(
+            input_ids=tokens_BT if self._cache else fed_BT, use_cache=True, **self._cache
+        )
+        self._cache = {name: kept for name in _CACHES if (kept := getattr(answer, name, None)) is not None}
+        states: Tensor = answer.last_hidden_state[:, -tokens_BT.shape[1] :]
+        return states
+
+    def select(self, rows_B: Tensor) -> None:
+        """Keeps these rows only."""
+        assert self._fed_BT is not None, "nothing was fed"
+        self._fed_BT = self._fed_BT[rows_B]
+        for cache in self._cache.values():
+            if not hasattr(cache, "batch_select_indices"):
+                self._cache = {}  # the next call computes the rows again
+                return
+            cache.batch_select_indices(rows_B)
+
+
 def empty_transformers_model(
     config: dict[str, Any], dtype: torch.dtype, device: torch.device | str
 ) -> TransformersModel:
     """Returns a model of this config.json with random parameters; its buffers, such as rotation tables, are complete."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    kind = dict(config)
     try:
-        settings = AutoConfig.for_model(kind.pop("model_type"), **kind)
+        settings = _read_config(config)
         lm: Any = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False)
     except (KeyError, ValueError) as error:
         raise ValueError(
             f"config.json: transformers has no causal language model of model_type={config.get('model_type')!r}: {error}"
         ) from None
     return TransformersModel(lm.to(device).eval())  # dropout would make two passes over a sample differ
+
+
+def read_limits(config: dict[str, Any]) -> ModelLimits:
+    """Returns the sizes of a model of this config.json, without creating it."""
+    return _limits(_read_config(config))
+
+
+def _read_config(config: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    # From a file, because from_pretrained also reads values that JSON lacks, such as infinity.
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _limits(config: Any) -> ModelLimits:
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    return ModelLimits(text.hidden_size, text.vocab_size, positions or UNLIMITED_POSITIONS)
+
+
+def _make_buffers_parameters(lm: Any) -> None:
+    for module in lm.modules():
+        for name, buffer in list(module._buffers.items()):
+            kept = name not in module._non_persistent_buffers_set
+            if buffer is not None and kept and buffer.is_floating_point():
+                del module._buffers[name]
+                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
 
 
 def check_head_and_packing(model: TransformersModel, folder: Path) -> None:

@@ -33,7 +33,7 @@ class Capabilities(Record):
     dtypes: Annotated[tuple[ShortName, ...], Field(max_length=16)]
     """Dtypes that its engine can compute in."""
     families: Annotated[tuple[ShortName, ...], Field(max_length=64)]
-    """Model families that its engine supports."""
+    """Model families that its engine supports; `any` for those that transformers has."""
 
 
 def unmet_needs(machine: Capabilities, needs: Needs, compute_dtype: str) -> list[str]:
@@ -47,7 +47,7 @@ def unmet_needs(machine: Capabilities, needs: Needs, compute_dtype: str) -> list
         )
     if compute_dtype not in machine.dtypes:
         reasons.append(f"it computes in {compute_dtype}, this engine in {', '.join(machine.dtypes)}")
-    if needs.family and needs.family not in machine.families:
+    if needs.family and not {needs.family, "any"} & set(machine.families):
         reasons.append(
             f"its model family is {needs.family}, this engine supports {', '.join(machine.families)}"
         )

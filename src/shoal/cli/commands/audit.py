@@ -129,7 +129,7 @@ def _parse_page(data: bytes, seq: int) -> list[LedgerEvent]:
 
 def audit(options: argparse.Namespace, stop: threading.Event) -> int:
     """Repeats verdicts and compares each with the one in the ledger."""
-    from shoal.model.load_model import DTYPES, load_decoder
+    from shoal.model.load_model import DTYPES, load_causal
     from shoal.swarm.validator.loaded_versions import LoadedVersions
     from shoal.swarm.validator.table_reader import TableReader
 
@@ -157,7 +157,7 @@ def audit(options: argparse.Namespace, stop: threading.Event) -> int:
             options.dir / "policies",
             client,
             run_key=info.run_key,
-            load=partial(load_decoder, dtype=DTYPES[info.spec.compute_dtype], device="cpu"),
+            load=partial(load_causal, dtype=DTYPES[info.spec.compute_dtype], device="cpu"),
             max_loaded=2,
             fetch_s=FETCH_S,
             log=log,

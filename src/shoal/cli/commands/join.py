@@ -50,7 +50,7 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
     """Checks the machine and the run, asks for consent, then works until the run is finished."""
     limit_thread_spinning()
     from shoal.cli.commands.doctor import examine, print_findings
-    from shoal.rollout.engine.torch_engine import check_engine
+    from shoal.rollout.engine.selection import check_engine
     from shoal.rollout.worker.worker_folder import is_in_use
 
     if is_in_use(options.dir):
@@ -91,7 +91,7 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def _choose_run(options: argparse.Namespace) -> str:
     """Returns the URL of the run to join: the coordinator's only run, or one that this machine is suitable for."""
-    from shoal.rollout.engine.torch_engine import machine_capabilities
+    from shoal.rollout.engine.selection import machine_capabilities
 
     try:
         with PublicApi(options.url, timeout_s=TIMEOUT_S) as api:
@@ -341,7 +341,7 @@ def check_file(file: Path, lease_file: Path, versions: Path, spec: RunSpec) -> V
     It cannot find copies of other nodes' files, which only the coordinator sees, and it does not grade answers of tasks that
     read files, because those files are not public.
     """
-    from shoal.model.load_model import DTYPES, load_decoder
+    from shoal.model.load_model import DTYPES, load_causal
     from shoal.model.tokenizer import load_tokenizer
     from shoal.swarm.validator.judge import judge
     from shoal.swarm.validator.recompute import LoadedPolicy
@@ -364,7 +364,7 @@ def check_file(file: Path, lease_file: Path, versions: Path, spec: RunSpec) -> V
         deadline_s=time.time() + 3600,
         copy_of=None,
     )
-    decoder = load_decoder(folder, dtype=DTYPES[spec.compute_dtype])
+    decoder = load_causal(folder, dtype=DTYPES[spec.compute_dtype])
     policy = LoadedPolicy(version, decoder, load_tokenizer(folder))
     with TableReader() as reader:
         return judge(data, claim, spec, policy, reader=reader, control_seed=secrets.randbits(64))

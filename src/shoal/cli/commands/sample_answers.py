@@ -122,7 +122,7 @@ def model_folder(name: str) -> Iterator[Path]:
 def load_engine(folder: Path, options: argparse.Namespace) -> "Engine":
     import torch
 
-    from shoal.rollout.engine.torch_engine import make_engine
+    from shoal.rollout.engine.selection import make_engine
 
     check_device(options.device)
     if options.threads:

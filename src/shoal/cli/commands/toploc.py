@@ -16,7 +16,7 @@ import torch
 from shoal import toploc
 from shoal.cli.commands.sample_answers import load_engine, model_folder
 from shoal.cli.ui.progress_bar import progress
-from shoal.model.load_model import DTYPES, load_decoder
+from shoal.model.load_model import DTYPES, load_causal
 from shoal.model.tokenizer import load_tokenizer
 from shoal.net.waiting import Stopped
 from shoal.rollout.engine.api import ComputeDtype, Engine, FinishedRow, GenerationRequest
@@ -71,7 +71,7 @@ def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
     prompts: dict[str, list[int]] = {}
     with model_folder(options.model) as folder:
         policy = LoadedPolicy(
-            0, load_decoder(folder, DTYPES[options.dtype], options.device), load_tokenizer(folder)
+            0, load_causal(folder, DTYPES[options.dtype], options.device), load_tokenizer(folder)
         )
         for path in options.files:
             table = read_rows(path)

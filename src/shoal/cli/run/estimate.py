@@ -30,7 +30,10 @@ def estimates(file: RunFile) -> dict[str, str]:
     folder = Path(file.run.model)
     if not (folder / "config.json").is_file():
         return {}
-    shape = read_shape(folder)
+    try:
+        shape = read_shape(folder)
+    except ValueError as reason:
+        return {"model": f"through transformers, slowly, or with --engine vllm: {reason}"}
     report = REPORT if file.run.name == "intellect-2" else {}
 
     def beside(value: str, key: str) -> str:

@@ -275,7 +275,7 @@ def relay(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def worker(options: argparse.Namespace, stop: threading.Event) -> int:
     limit_thread_spinning()
-    from shoal.rollout.engine.torch_engine import check_engine
+    from shoal.rollout.engine.selection import check_engine
     from shoal.rollout.worker.session import WorkerExit
     from shoal.rollout.worker.worker import WorkerConfig, run_worker
 

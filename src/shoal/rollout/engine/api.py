@@ -1,10 +1,10 @@
 """What a worker asks of an engine: requests in, finished rows with log-probs and proofs out.
 
 make_requests, make_table   from a lease to requests, and from finished rows to the table that is submitted
-Engine                      the interface that TorchEngine and VllmEngine have
+Engine                      the interface that TorchEngine, TransformersEngine and VllmEngine have
 Behaviour                   hooks between lease, engine and submission; adversary/ overrides them
 
-No torch here. torch_engine.make_engine chooses between the engines.
+No torch here. selection.make_engine chooses between the engines.
 """
 
 from collections.abc import Iterable, Sequence
@@ -82,8 +82,9 @@ def make_table(lease: Lease, policy_version: int, finished: Iterable[FinishedRow
 class Engine(Protocol):
     """Generates rows with the weights it holds."""
 
-    policy_version: int | None
-    """Version of the weights; None before the first load, and during and after a load that failed."""
+    @property
+    def policy_version(self) -> int | None:
+        """Version of the weights; None before the first load, and during and after a load that failed."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...

@@ -1,4 +1,4 @@
-"""TorchEngine: a small continuous-batching decoder for CPUs and CUDA devices; and make_engine, which chooses an engine.
+"""TorchEngine: a small continuous-batching decoder for CPUs and CUDA devices.
 
     submit ──▶ waiting ──▶ prompts: each computed once ──▶ slots ──decode, a token a step──▶ prover ──▶ finished
                            └ first token of each row       └ state of each fed token         └ beside the decoding
@@ -7,10 +7,9 @@ A row of N tokens is fed N-1 of them: the first is drawn from the prompt's last 
 The scheduler decides which rows run; CpuStep or CudaStep holds the tensors and computes a step.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,13 +17,11 @@ import torch
 from shoal.model.fused import fuse, pack, repack_jobs
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.packed_prefill import upload
-from shoal.model.shape import FAMILIES, read_shape
+from shoal.model.shape import read_shape
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, load_weights
 from shoal.rollout.engine.api import (
     ComputeDtype,
-    Engine,
-    EngineName,
     FinishedRow,
     GenerationRequest,
     check_requests,
@@ -40,7 +37,6 @@ from shoal.rollout.engine.scheduler import (
     free_memory_bytes,
 )
 from shoal.rollout.engine.step_cpu import CoreThreads, CpuStep
-from shoal.wire.requirements import Capabilities
 from shoal.wire.run_spec import ProofSpec
 
 if TYPE_CHECKING:
@@ -256,57 +252,3 @@ def _free_bytes(device: torch.device) -> int:
         return free_memory_bytes()
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-# -- choosing an engine ------------------------------------------------------------------------------------
-
-
-def check_engine(name: EngineName, *, device: str, tensor_parallel: int) -> None:
-    """Raises ValueError, with what to do, if this machine cannot run the engine. Call it before joining a run."""
-    if name == "vllm":
-        from shoal.rollout.engine.vllm_engine import check_installed
-
-        check_installed(device)
-    elif tensor_parallel > 1:
-        raise ValueError(
-            f"--tensor-parallel {tensor_parallel} needs --engine vllm; the torch engine uses one GPU, start one worker per GPU"
-        )
-
-
-def make_engine(
-    name: EngineName,
-    *,
-    compute_dtype: ComputeDtype,
-    proof: ProofSpec,
-    max_rows: int,
-    device: str,
-    tensor_parallel: int = 1,
-) -> Engine:
-    """Returns an engine that holds no weights yet. Raises ValueError as `check_engine` does."""
-    check_engine(name, device=device, tensor_parallel=tensor_parallel)
-    if name == "vllm":
-        from shoal.rollout.engine.vllm_engine import VllmEngine
-
-        return VllmEngine(
-            compute_dtype=compute_dtype,
-            proof=proof,
-            max_rows=max_rows,
-            device=device,
-            tensor_parallel=tensor_parallel,
-        )
-    return TorchEngine(compute_dtype=compute_dtype, proof=proof, max_rows=max_rows, device=device)
-
-
-def machine_capabilities(device: str) -> Capabilities:
-    """Returns what this machine offers to a run with `device`: cpu, or cuda with or without a number."""
-    kind: Literal["cpu", "cuda"] = "cuda" if torch.device(device).type == "cuda" else "cpu"
-    if kind == "cuda":
-        num_bytes = torch.cuda.get_device_properties(torch.device(device)).total_memory
-    else:
-        num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Capabilities(
-        device=kind,
-        memory_gb=num_bytes / 1e9,
-        dtypes=("float32", "bfloat16"),
-        families=FAMILIES,
-    )

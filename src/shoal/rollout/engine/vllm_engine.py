@@ -13,8 +13,10 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from shoal.model.shape import Shape, read_shape
+from shoal.model.load_model import decoder_refuses
+from shoal.model.shape import Shape, read_json, read_shape
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
+from shoal.model.transformers_model import ModelLimits, read_limits
 from shoal.rollout.engine.api import FinishedRow, GenerationRequest, check_requests
 from shoal.rollout.engine.scheduler import free_memory_bytes
 from shoal.wire.rollouts import Finish
@@ -154,7 +156,7 @@ class RunningVllm:
         self.options = options
         self._num_added = 0
         self._open: set[str] = set()
-        self.shape: Shape = read_shape(folder)
+        self.shape = _read_limits(folder)
         if on_cpu:
             rows, value_bytes = options["max_num_seqs"], 2 if options["dtype"] == "bfloat16" else 4
             options = options | {"kv_cache_memory_bytes": _cache_bytes(self.shape, rows, value_bytes)}
@@ -181,7 +183,7 @@ class RunningVllm:
 
     def reload(self, folder: Path) -> None:
         """Replaces the weights in place."""
-        if (shape := read_shape(folder)) != self.shape:
+        if (shape := _read_limits(folder)) != self.shape:
             raise ValueError(f"{folder}: {shape} is not what this engine was built for; start a new engine")
         self.vllm.collective_rpc("shoal_reload", args=(str(folder),))
         if not self.vllm.reset_prefix_cache():
@@ -218,8 +220,16 @@ class RunningVllm:
         return str(number)
 
 
-def _cache_bytes(shape: Shape, max_rows: int, value_bytes: int) -> int:
+def _read_limits(folder: Path) -> Shape | ModelLimits:
+    if decoder_refuses(folder) is None:
+        return read_shape(folder)
+    return read_limits(read_json(folder / "config.json"))
+
+
+def _cache_bytes(shape: Shape | ModelLimits, max_rows: int, value_bytes: int) -> int:
     """Returns the memory for all rows at their longest, or what fits. Without a limit vLLM takes nearly all memory."""
+    if isinstance(shape, ModelLimits):
+        return int(CPU_MEMORY_SHARE * free_memory_bytes())
     position = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * value_bytes
     return min(
         position * (shape.max_positions + BLOCK) * max_rows, int(CPU_MEMORY_SHARE * free_memory_bytes())

@@ -23,7 +23,7 @@ from shoal.background import BackgroundTask
 from shoal.net.http_client import SignedClient
 from shoal.net.waiting import Stopped
 from shoal.rollout.engine.api import Behaviour, Engine, EngineName, FinishedRow, make_requests, make_table
-from shoal.rollout.engine.torch_engine import machine_capabilities, make_engine
+from shoal.rollout.engine.selection import machine_capabilities, make_engine
 from shoal.rollout.worker.heartbeat import Activity, HeartbeatThread, WorkerStatus
 from shoal.rollout.worker.lease_supply import PAUSE_AFTER_LOSS_S, LeaseSupply, SessionOpener
 from shoal.rollout.worker.session import (

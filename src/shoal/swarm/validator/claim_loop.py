@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from shoal.files import write_bytes_atomically
-from shoal.model.load_model import DTYPES, load_decoder
+from shoal.model.load_model import DTYPES, load_causal
 from shoal.net.http_client import Refused, SignedClient, Unreachable, fetch_files
 from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.swarm.validator.judge import judge_many, refuse_claim
@@ -182,7 +182,7 @@ class Validator:
             config.dir / "policies",
             self._client,
             run_key=self._info.run_key,
-            load=partial(load_decoder, dtype=DTYPES[self._info.spec.compute_dtype], device=config.device),
+            load=partial(load_causal, dtype=DTYPES[self._info.spec.compute_dtype], device=config.device),
             max_loaded=config.max_loaded,
             fetch_s=config.fetch_s,
             log=self._log,

@@ -4,14 +4,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.model.decoder import Decoder
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, load_weights
 from shoal.net.http_client import Refused, SignedClient
 from shoal.net.ticket_client import Tickets
 from shoal.net.waiting import DeadlinePassed
 from shoal.shardcast import RelayChoice, fetch_version, prune_versions
-from shoal.swarm.validator.recompute import CannotCheck, LoadedPolicy
+from shoal.swarm.validator.recompute import CannotCheck, LoadedPolicy, Model
 from shoal.telemetry import Log
 from shoal.wire.codes import CorruptData, Rejected
 from shoal.wire.lease import Lease
@@ -31,7 +30,7 @@ class LoadedVersions:
         client: SignedClient,
         *,
         run_key: str,
-        load: Callable[[Path], Decoder],
+        load: Callable[[Path], Model],
         max_loaded: int,
         fetch_s: float,
         log: Log,

@@ -22,6 +22,7 @@ from torch import Tensor
 from shoal.model.decoder import Decoder, KVCache, supports_flash_attention
 from shoal.model.packed_prefill import flat, packed_states, upload
 from shoal.model.tokenizer import Tokenizer
+from shoal.model.transformers_model import TransformersModel
 from shoal.net.waiting import Stopped
 from shoal.swarm.validator.fact_checks import RowFacts
 from shoal.swarm.validator.format_checks import where
@@ -45,6 +46,7 @@ DEVICE_LOGITS_AT_ONCE = 1 << 30
 
 
 Floats = npt.NDArray[np.float64]
+Model = Decoder | TransformersModel
 
 
 class CannotCheck(Exception):
@@ -56,7 +58,7 @@ class LoadedPolicy:
     """A policy version in memory."""
 
     version: int
-    decoder: Decoder
+    decoder: Model
     tokenizer: Tokenizer
     batch_tokens: int = BATCH_TOKENS
 
@@ -174,22 +176,33 @@ def _length(row: Rollout) -> int:
     return len(row.prompt_tokens) + len(row.output_tokens) - 1
 
 
-def _prefill(decoder: Decoder, rows: Sequence[Rollout]) -> list[Tensor]:
-    """Returns for each row the states that predict its output tokens, [T, H]. Rows with the same prompt share its prefill."""
-    device = decoder.model.norm.weight.device
+def _prefill(model: Model, rows: Sequence[Rollout]) -> list[Tensor]:
+    """Returns for each row the states that predict its output tokens, [T, H]."""
     end = max(_length(row) for row in rows)
-    if end >= decoder.shape.max_positions:
-        raise CannotCheck(
-            f"{end + 1} tokens are more than the model's {decoder.shape.max_positions} positions"
-        )
-    if supports_flash_attention(device, decoder.model.norm.weight.dtype):
-        return packed_states(decoder, [(row.prompt_tokens, row.output_tokens[:-1]) for row in rows])
-    return _prefill_cached(decoder, rows, end, device)
+    if end >= model.shape.max_positions:
+        raise CannotCheck(f"{end + 1} tokens are more than the model's {model.shape.max_positions} positions")
+    if isinstance(model, TransformersModel):
+        return _prefill_padded(model, rows)
+    weight = model.model.norm.weight
+    if supports_flash_attention(weight.device, weight.dtype):
+        return packed_states(model, [(row.prompt_tokens, row.output_tokens[:-1]) for row in rows])
+    return _prefill_cached(model, rows, end, weight.device)
+
+
+def _prefill_padded(model: TransformersModel, rows: Sequence[Rollout]) -> list[Tensor]:
+    """Computes whole rows, padded on the right, which a causal model does not attend to."""
+    tokens_BT = torch.zeros(len(rows), max(_length(row) for row in rows), dtype=torch.int64)
+    for place, row in enumerate(rows):
+        fed = row.prompt_tokens + row.output_tokens[:-1]
+        tokens_BT[place, : len(fed)] = torch.tensor(fed)
+    states_BTH = model(tokens_BT.to(model.head().weight_VH.device), tokens_BT)
+    return [states_BTH[place, len(row.prompt_tokens) - 1 : _length(row)] for place, row in enumerate(rows)]
 
 
 def _prefill_cached(
     decoder: Decoder, rows: Sequence[Rollout], end: int, device: torch.device
 ) -> list[Tensor]:
+    """Computes rows with the same prompt from one prefill of it."""
     prompts = list(dict.fromkeys(row.prompt_tokens for row in rows))
     prompt_cache, last_PH = _run_prompts(decoder, prompts, device)
     index_B = torch.tensor([prompts.index(row.prompt_tokens) for row in rows], device=device)
@@ -252,7 +265,7 @@ class _StartedBatch(NamedTuple):
     per_token_4N: HostCopy
 
 
-def _start_batch(decoder: Decoder, batch: list[_Entry], control_seed: int) -> _StartedBatch:
+def _start_batch(decoder: Model, batch: list[_Entry], control_seed: int) -> _StartedBatch:
     """Starts the prefill, the proofs and the token distributions of a batch; on a GPU this only queues them."""
     states_NH = torch.cat(_prefill(decoder, [entry.row for entry in batch]))
     states = torch.split(states_NH, [len(entry.row.output_tokens) for entry in batch])
@@ -346,7 +359,7 @@ def _start_proofs(batch: Sequence[_Entry], states: Sequence[Tensor], control_see
     )
 
 
-def _token_columns(decoder: Decoder, batch: Sequence[_Entry], states_NH: Tensor) -> Tensor:
+def _token_columns(decoder: Model, batch: Sequence[_Entry], states_NH: Tensor) -> Tensor:
     """Returns [4, N] float64: each output token's log-prob, draw distance, surprise and variance of the surprise."""
     tokens_N = upload(flat(entry.row.output_tokens for entry in batch).astype(np.int64), states_NH.device)
     on_device = states_NH.device.type == "cuda"
@@ -369,13 +382,13 @@ def _per_token(batch: Sequence[_Entry], columns_4N: Floats) -> list[Floats]:
     return np.split(columns_4N, ends, axis=1)
 
 
-def _device_distribution(decoder: Decoder, hidden_NH: Tensor, tokens_N: Tensor, temperature: float) -> Tensor:
+def _device_distribution(decoder: Model, hidden_NH: Tensor, tokens_N: Tensor, temperature: float) -> Tensor:
     from shoal.model.kernels.logits import token_intervals
 
     return token_intervals(decoder.logits(hidden_NH), tokens_N, temperature)
 
 
-def _distribution(decoder: Decoder, hidden_NH: Tensor, tokens_N: Tensor, temperature: float) -> Tensor:
+def _distribution(decoder: Model, hidden_NH: Tensor, tokens_N: Tensor, temperature: float) -> Tensor:
     """Returns [5, N] float64: each token's log-prob, the two ends of its interval of the cumulative distribution over
     ascending ids, and entropy and variance of -log p under the whole distribution."""
     logprobs_NV = torch.log_softmax(decoder.logits(hidden_NH).float() / temperature, dim=-1)

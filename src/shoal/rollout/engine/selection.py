@@ -1,0 +1,121 @@
+"""Chooses the engine: vLLM if asked for, else TorchEngine, or transformers for the families that TorchEngine does not have."""
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from shoal.model.load_model import decoder_refuses
+from shoal.model.shape import FAMILIES
+from shoal.model.tokenizer import Tokenizer
+from shoal.rollout.engine.api import ComputeDtype, Engine, EngineName, FinishedRow, GenerationRequest
+from shoal.rollout.engine.torch_engine import TorchEngine
+from shoal.telemetry import Log
+from shoal.wire.requirements import Capabilities
+from shoal.wire.run_spec import ProofSpec
+
+_LOG = Log("worker")
+
+
+def check_engine(name: EngineName, *, device: str, tensor_parallel: int) -> None:
+    """Raises ValueError, with what to do, if this machine cannot run the engine. Call it before joining a run."""
+    if name == "vllm":
+        from shoal.rollout.engine.vllm_engine import check_installed
+
+        check_installed(device)
+    elif tensor_parallel > 1:
+        raise ValueError(
+            f"--tensor-parallel {tensor_parallel} needs --engine vllm; the torch engine uses one GPU, start one worker per GPU"
+        )
+
+
+def make_engine(
+    name: EngineName,
+    *,
+    compute_dtype: ComputeDtype,
+    proof: ProofSpec,
+    max_rows: int,
+    device: str,
+    tensor_parallel: int = 1,
+) -> Engine:
+    """Returns an engine that holds no weights yet. Raises ValueError as `check_engine` does."""
+    check_engine(name, device=device, tensor_parallel=tensor_parallel)
+    if name == "vllm":
+        from shoal.rollout.engine.vllm_engine import VllmEngine
+
+        return VllmEngine(
+            compute_dtype=compute_dtype,
+            proof=proof,
+            max_rows=max_rows,
+            device=device,
+            tensor_parallel=tensor_parallel,
+        )
+    return AutoEngine(compute_dtype=compute_dtype, proof=proof, max_rows=max_rows, device=device)
+
+
+class AutoEngine:
+    """A TorchEngine, or a TransformersEngine if the first folder that is loaded holds a family that Decoder does not support."""
+
+    def __init__(self, *, compute_dtype: ComputeDtype, proof: ProofSpec, max_rows: int, device: str) -> None:
+        self._make = partial(
+            _make_for, compute_dtype=compute_dtype, proof=proof, max_rows=max_rows, device=device
+        )
+        self._chosen: Engine | None = None
+
+    @property
+    def policy_version(self) -> int | None:
+        return None if self._chosen is None else self._chosen.policy_version
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._engine().tokenizer
+
+    @property
+    def has_work(self) -> bool:
+        return self._chosen is not None and self._chosen.has_work
+
+    def load(self, folder: Path, version: int) -> None:
+        if self._chosen is None:
+            self._chosen = self._make(folder)
+        self._chosen.load(folder, version)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._engine().submit(requests)
+
+    def step(self) -> list[FinishedRow]:
+        return self._engine().step()
+
+    def _engine(self) -> Engine:
+        if self._chosen is None:
+            raise ValueError("the engine holds no model; load a version first")
+        return self._chosen
+
+
+def _make_for(
+    folder: Path, *, compute_dtype: ComputeDtype, proof: ProofSpec, max_rows: int, device: str
+) -> Engine:
+    refusal = decoder_refuses(folder)
+    if refusal is None:
+        return TorchEngine(compute_dtype=compute_dtype, proof=proof, max_rows=max_rows, device=device)
+    from shoal.rollout.engine.transformers_engine import TransformersEngine
+
+    _LOG.warning(f"generating through transformers, which is slow: {refusal}; --engine vllm is faster")
+    return TransformersEngine(compute_dtype=compute_dtype, proof=proof, max_rows=max_rows, device=device)
+
+
+def machine_capabilities(device: str) -> Capabilities:
+    """Returns what this machine offers to a run with `device`: cpu, or cuda with or without a number."""
+    kind: Literal["cpu", "cuda"] = "cuda" if torch.device(device).type == "cuda" else "cpu"
+    if kind == "cuda":
+        num_bytes = torch.cuda.get_device_properties(torch.device(device)).total_memory
+    else:
+        num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Capabilities(
+        device=kind,
+        memory_gb=num_bytes / 1e9,
+        dtypes=("float32", "bfloat16"),
+        families=(*FAMILIES, "any"),
+    )

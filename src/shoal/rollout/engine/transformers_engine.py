@@ -1,0 +1,172 @@
+"""TransformersEngine: generates with a model of transformers, for families that neither TorchEngine nor vLLM has.
+
+Rows with the same prompt run together, without padding, through the family's own cache. One batch after another: an answer takes
+as many passes as it has tokens, and short rows do not make room for new ones. It is slow, and right for every family.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal import toploc
+from shoal.model.load_model import DTYPES, load_transformers_model
+from shoal.model.tokenizer import Tokenizer, load_tokenizer
+from shoal.model.transformers_model import CachedRows, TransformersModel
+from shoal.model.weights import WEIGHTS_FILE, load_weights
+from shoal.rollout.engine.api import ComputeDtype, FinishedRow, GenerationRequest, check_requests
+from shoal.rollout.engine.sampling import draw_tokens
+from shoal.wire.rollouts import Finish
+from shoal.wire.run_spec import ProofSpec
+from shoal.wire.seeded_draw import uniforms
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Rows of one prompt that are generated together. A row that ended leaves `rows` and the cache."""
+
+    rows: list[GenerationRequest]
+    cached: CachedRows
+    next_BH: Tensor
+    """The states that predict the next token of each row."""
+    tokens_B: list[list[int]]
+    logprobs_B: list[list[float]]
+    states_B: list[list[Tensor]] = field(default_factory=list)
+    """The state of each fed output token, in bfloat16; proofs are built from them."""
+
+
+class TransformersEngine:
+    """The Engine (api.py) that computes with transformers."""
+
+    def __init__(
+        self, *, compute_dtype: ComputeDtype, proof: ProofSpec | None, max_rows: int, device: str = "cpu"
+    ) -> None:
+        """`proof=None` is for measuring what proofs cost."""
+        self.policy_version: int | None = None
+        self._dtype, self._device, self._proof = DTYPES[compute_dtype], torch.device(device), proof
+        self._max_rows = max_rows
+        self._model: TransformersModel | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._waiting: deque[GenerationRequest] = deque()
+        self._batch: _Batch | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise ValueError("the engine holds no model; load a version first")
+        return self._tokenizer
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._batch)
+
+    def load(self, folder: Path, version: int) -> None:
+        if self.has_work:
+            raise ValueError(
+                f"version {version} came while rows of version {self.policy_version} are unfinished; finish them first"
+            )
+        self.policy_version = None  # until the copy is complete the weights are neither version
+        if self._model is None:
+            self._model = load_transformers_model(folder, self._dtype, self._device)
+            self._tokenizer = load_tokenizer(folder)
+        else:
+            load_weights(self._model, folder / WEIGHTS_FILE)
+        self.policy_version = version
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        check_requests(requests, self.policy_version, self._loaded().shape)
+        self._waiting += requests
+
+    @torch.inference_mode()
+    def step(self) -> list[FinishedRow]:
+        if self.policy_version is None:
+            raise ValueError("the engine holds no complete weights; load a version first")
+        if self._batch is None:
+            if not self._waiting:
+                return []
+            self._batch = self._start()
+        return self._decode(self._batch)
+
+    def _loaded(self) -> TransformersModel:
+        if self._model is None:
+            raise ValueError("the engine holds no model; load a version first")
+        return self._model
+
+    def _start(self) -> _Batch:
+        """Takes the next rows with one prompt from the queue and computes the prompt."""
+        prompt = self._waiting[0].prompt_tokens
+        rows: list[GenerationRequest] = []
+        while self._waiting and len(rows) < self._max_rows and self._waiting[0].prompt_tokens == prompt:
+            rows.append(self._waiting.popleft())
+        cached = CachedRows(self._loaded())
+        states_BTH = cached.feed(torch.tensor([prompt] * len(rows), device=self._device))
+        empty: list[list[int]] = [[] for _ in rows]
+        return _Batch(rows, cached, states_BTH[:, -1], empty, [[] for _ in rows], states_B=[[] for _ in rows])
+
+    def _decode(self, batch: _Batch) -> list[FinishedRow]:
+        """Draws one token for every row and computes the states after it. Returns the rows that ended."""
+        tokens_B, logprobs_B = self._draw(batch)
+        for place, (token, logprob) in enumerate(zip(tokens_B.tolist(), logprobs_B.tolist(), strict=True)):
+            batch.tokens_B[place].append(token)
+            batch.logprobs_B[place].append(logprob)
+        running = [place for place in range(len(batch.rows)) if not self._ended(batch, place)]
+        ended = sorted(set(range(len(batch.rows))) - set(running))
+        finished = self._finish(batch, ended)
+        if not running:
+            self._batch = None
+            return finished
+        if ended:
+            self._keep(batch, running)
+        states_BTH = batch.cached.feed(tokens_B[running][:, None])
+        batch.next_BH = states_BTH[:, -1]
+        for states, state_H in zip(batch.states_B, batch.next_BH.to(torch.bfloat16), strict=True):
+            states.append(state_H)
+        return finished
+
+    def _draw(self, batch: _Batch) -> tuple[Tensor, Tensor]:
+        seeds = np.array([row.sample_seed for row in batch.rows], dtype=np.uint64)
+        counts = np.array([len(tokens) for tokens in batch.tokens_B], dtype=np.uint64)
+        temperatures_B = torch.tensor([row.temperature for row in batch.rows], device=self._device)
+        uniforms_B = torch.from_numpy(uniforms(seeds, counts)).to(self._device)
+        return draw_tokens(self._loaded().logits(batch.next_BH).float(), temperatures_B, uniforms_B)
+
+    def _ended(self, batch: _Batch, place: int) -> bool:
+        tokens = batch.tokens_B[place]
+        return tokens[-1] in self.tokenizer.end_tokens or len(tokens) == batch.rows[place].max_new_tokens
+
+    def _keep(self, batch: _Batch, places: list[int]) -> None:
+        batch.cached.select(torch.tensor(places, device=self._device))
+        batch.rows = [batch.rows[place] for place in places]
+        batch.tokens_B = [batch.tokens_B[place] for place in places]
+        batch.logprobs_B = [batch.logprobs_B[place] for place in places]
+        batch.states_B = [batch.states_B[place] for place in places]
+
+    def _finish(self, batch: _Batch, places: list[int]) -> list[FinishedRow]:
+        if not places:
+            return []
+        proofs = [b""] * len(places)
+        if self._proof is not None:
+            width = self._loaded().shape.hidden_size
+            states = [
+                torch.stack(kept) if (kept := batch.states_B[place]) else torch.empty(0, width)
+                for place in places
+            ]
+            proofs = toploc.build_proofs(
+                states, topk=self._proof.topk, segment_tokens=self._proof.segment_tokens
+            )
+        return [
+            FinishedRow(
+                request=batch.rows[place],
+                output_tokens=tuple(batch.tokens_B[place]),
+                logprobs=tuple(batch.logprobs_B[place]),
+                finish=Finish.EOS
+                if batch.tokens_B[place][-1] in self.tokenizer.end_tokens
+                else Finish.LENGTH,
+                proof=proof,
+            )
+            for place, proof in zip(places, proofs, strict=True)
+        ]
