@@ -33,6 +33,7 @@ import torch
 
 from shoal.cli.commands.sample_answers import model_folder
 from shoal.model.load_model import DTYPES, load_decoder
+from shoal.model.shape import Shape
 from shoal.model.tokenizer import load_tokenizer
 from shoal.rollout.engine.api import FinishedRow, GenerationRequest
 from shoal.rollout.engine.kv_slots import cache_dtype
@@ -132,9 +133,15 @@ def parts(
     return {name: spent_s / len(submissions) for name, spent_s in found.items()}
 
 
+def shape_of(policy: LoadedPolicy) -> Shape:
+    shape = policy.decoder.shape
+    assert isinstance(shape, Shape), "this bench measures Shoal's own decoder"
+    return shape
+
+
 def flops(policy: LoadedPolicy, finished: list[FinishedRow]) -> float:
     """Returns the FLOPs of one check: every matrix once per token, each prompt once, and causal attention."""
-    shape = policy.decoder.shape
+    shape = shape_of(policy)
     matrices = sum(parameter.numel() for parameter in policy.decoder.parameters() if parameter.dim() == 2)
     if not shape.tied_embeddings:
         matrices -= shape.vocab_size * shape.hidden_size  # the embedding is a lookup, not a product
@@ -149,7 +156,7 @@ def flops(policy: LoadedPolicy, finished: list[FinishedRow]) -> float:
 
 def fits(options: argparse.Namespace, policy: LoadedPolicy, rows: int, tokens: int) -> bool:
     """Returns whether every engine can run this many rows at once."""
-    device, shape = torch.device(options.device), policy.decoder.shape
+    device, shape = torch.device(options.device), shape_of(policy)
     is_cuda = device.type == "cuda"
     memory_bytes = torch.cuda.mem_get_info(device)[1] if is_cuda else free_memory_bytes()
     size = PREFILL_SIZES[device.type]

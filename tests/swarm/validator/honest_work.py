@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from shoal.model.builtin import create_model
-from shoal.model.decoder import KVCache
+from shoal.model.decoder import Decoder, KVCache
 from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.swarm.validator.recompute import LoadedPolicy
@@ -73,6 +73,7 @@ def make_policy(
 
 def sharpen(policy: LoadedPolicy, factor: float = 4.0) -> LoadedPolicy:
     """Make a random model sure of itself, as a trained one is: end tokens likely here, unlikely there."""
+    assert isinstance(policy.decoder, Decoder)
     with torch.no_grad():
         policy.decoder.model.norm.weight.mul_(factor)
     return policy
@@ -89,6 +90,7 @@ class Drawn:
 def generate(lease: Lease, policy: LoadedPolicy, *, temperature: float | None = None) -> list[Drawn]:
     """Generates every row of the lease in one batch; prompts of a sort task have one length."""
     decoder, tokenizer = policy.decoder, policy.tokenizer
+    assert isinstance(decoder, Decoder)
     samples, max_new = lease.sampling.samples_per_prompt, lease.sampling.max_new_tokens
     prompts = [
         tokenizer.encode_prompt(prompt, chat=False) for prompt in lease.prompts for _ in range(samples)

@@ -450,7 +450,7 @@ def test_broken_weights_blame_no_node(
 ) -> None:
     broken = LoadedPolicy(0, copy.deepcopy(policy.decoder), policy.tokenizer)
     with torch.no_grad():
-        broken.decoder.model.norm.weight.fill_(math.nan)
+        next(broken.decoder.parameters()).fill_(math.nan)
     data = encode(honest)
     with pytest.raises(CannotCheck, match="not finite"):
         judge(data, make_claim(LEASE, data), SPEC, broken, reader=reader, control_seed=1)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from honest_work import make_lease, make_spec
 from loopback import LOG, Swarm, origin_of
+from torch import nn
 
-from shoal.model.decoder import Decoder
 from shoal.model.load_model import load_decoder
 from shoal.swarm.validator.loaded_versions import LoadedVersions
 from shoal.swarm.validator.recompute import CannotCheck
@@ -44,7 +44,7 @@ def make_versions(swarm: Swarm, *, run_key: str | None = None) -> LoadedVersions
     )
 
 
-def same_weights(one: Decoder, other: Decoder) -> bool:
+def same_weights(one: nn.Module, other: nn.Module) -> bool:
     ours, theirs = dict(one.named_parameters()), dict(other.named_parameters())
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
