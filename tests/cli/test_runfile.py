@@ -145,7 +145,7 @@ def test_the_dry_run_tries_the_file(tmp_path: Path) -> None:
         (("pytorch_model.bin",), {}, "has \\*.bin files only"),
         (("adapter_config.json",), {}, "is an adapter"),
         (("model.safetensors",), {"hidden_size": 64}, "hidden_size=64, but a proof needs proof.topk=128"),
-        (("model.safetensors",), {"model_type": "mistral"}, "workers and validators cannot run this model"),
+        (("model.safetensors",), {"model_type": "nonesuch"}, "no role can run this model"),
         (("model.safetensors",), {}, "tokenizer"),
     ],
 )

@@ -7,9 +7,11 @@ import torch
 from shoal.model.decoder import Decoder
 from shoal.model.shape import Shape, read_json, read_shape
 from shoal.model.transformers_model import (
+    ModelLimits,
     TransformersModel,
     check_head_and_packing,
     empty_transformers_model,
+    read_limits,
 )
 from shoal.model.weights import WEIGHTS_FILE, load_weights
 
@@ -45,6 +47,17 @@ def load_transformers_model(
     load_weights(model, folder / WEIGHTS_FILE)
     check_head_and_packing(model, folder)
     return model
+
+
+def read_model_limits(folder: Path) -> Shape | ModelLimits:
+    """Returns the sizes of the model in `folder` without loading it. Raises ValueError if no family of transformers fits."""
+    refusal = decoder_refuses(folder)
+    if refusal is None:
+        return read_shape(folder)
+    try:
+        return read_limits(read_json(folder / "config.json"))
+    except (ImportError, KeyError, ValueError, AttributeError) as error:
+        raise ValueError(f"{refusal}, and transformers says: {error}") from None
 
 
 def empty_decoder(

@@ -135,7 +135,9 @@ def test_short_answers_in_bfloat16_are_accepted_too(
 
 def test_a_topk_above_the_hidden_size_blames_no_node(verdict: Judge, honest: RolloutTable) -> None:
     lease = LEASE.model_copy(update={"proof": ProofSpec(topk=256)})
-    with pytest.raises(CannotCheck, match=r"proof\.topk=256 is more than the model's 128 values per hidden state"):
+    with pytest.raises(
+        CannotCheck, match=r"proof\.topk=256 is more than the model's 128 values per hidden state"
+    ):
         verdict(honest, lease=lease)
 
 

@@ -52,8 +52,7 @@ class _NoWeights(ValueError):
 def check_model(file: RunFile, path: Path) -> Path | None:
     """Returns the model's folder, or None for a built-in model or a GGUF file. Raises ValueError if it cannot be used."""
     from shoal.model.builtin import BUILTIN, find_smollm2, is_gguf
-    from shoal.model.load_model import decoder_refuses
-    from shoal.model.shape import read_shape
+    from shoal.model.load_model import read_model_limits
 
     model = file.run.model
     if model == "smollm2-135m":
@@ -67,17 +66,17 @@ def check_model(file: RunFile, path: Path) -> Path | None:
         raise ValueError(
             f"{path}: {folder} is an adapter, not a whole model; merge it into its base model first"
         )
-    if (refusal := decoder_refuses(folder)) is not None:
-        raise ValueError(
-            f"{path}: workers and validators cannot run this model: {refusal}; choose another model"
-        )
+    try:
+        hidden_size = read_model_limits(folder).hidden_size
+    except ValueError as error:
+        raise ValueError(f"{path}: no role can run this model: {error}; choose another model") from None
     if not any(folder.glob("*.safetensors")):
         if any(folder.glob("*.bin")):
             raise ValueError(
                 f"{path}: {folder} has *.bin files only; convert the weights to safetensors first"
             )
         raise _NoWeights(f"{path}: {folder} has no *.safetensors file; put the model's weights there")
-    hidden_size, topk = read_shape(folder).hidden_size, file.proof.topk
+    topk = file.proof.topk
     if hidden_size < topk:
         raise ValueError(
             f"{path}: {folder} has hidden_size={hidden_size}, but a proof needs proof.topk={topk} values of a state; choose a "
@@ -127,9 +126,12 @@ def check_prompts(file: RunFile, path: Path, task: Task, folder: Path | None) ->
 
 def memory_needed(file: RunFile, folder: Path) -> float:
     """Returns the bytes of memory that all processes of a run on this machine take, as an estimate."""
-    from shoal.model.shape import read_shape
+    from shoal.model.load_model import read_model_limits
+    from shoal.model.shape import Shape
 
-    parameters = num_parameters(read_shape(folder))
+    limits = read_model_limits(folder)
+    weights = sum(one.stat().st_size for one in folder.glob("*.safetensors"))
+    parameters = num_parameters(limits) if isinstance(limits, Shape) else weights / 2
     width = 4 if file.run.compute_dtype == "float32" else 2
     workers = file.local.workers + len(file.local.lies)
     # A validator keeps one version more than rollouts may lag, three at most.

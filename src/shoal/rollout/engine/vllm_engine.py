@@ -13,10 +13,10 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from shoal.model.load_model import decoder_refuses
-from shoal.model.shape import Shape, read_json, read_shape
+from shoal.model.load_model import read_model_limits
+from shoal.model.shape import Shape
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
-from shoal.model.transformers_model import ModelLimits, read_limits
+from shoal.model.transformers_model import ModelLimits
 from shoal.rollout.engine.api import FinishedRow, GenerationRequest, check_requests
 from shoal.rollout.engine.scheduler import free_memory_bytes
 from shoal.wire.rollouts import Finish
@@ -156,7 +156,7 @@ class RunningVllm:
         self.options = options
         self._num_added = 0
         self._open: set[str] = set()
-        self.shape = _read_limits(folder)
+        self.shape = read_model_limits(folder)
         if on_cpu:
             rows, value_bytes = options["max_num_seqs"], 2 if options["dtype"] == "bfloat16" else 4
             options = options | {"kv_cache_memory_bytes": _cache_bytes(self.shape, rows, value_bytes)}
@@ -183,7 +183,7 @@ class RunningVllm:
 
     def reload(self, folder: Path) -> None:
         """Replaces the weights in place."""
-        if (shape := _read_limits(folder)) != self.shape:
+        if (shape := read_model_limits(folder)) != self.shape:
             raise ValueError(f"{folder}: {shape} is not what this engine was built for; start a new engine")
         self.vllm.collective_rpc("shoal_reload", args=(str(folder),))
         if not self.vllm.reset_prefix_cache():
@@ -218,12 +218,6 @@ class RunningVllm:
         )
         self.vllm.add_request(str(number), {"prompt_token_ids": list(request.prompt_tokens)}, params)
         return str(number)
-
-
-def _read_limits(folder: Path) -> Shape | ModelLimits:
-    if decoder_refuses(folder) is None:
-        return read_shape(folder)
-    return read_limits(read_json(folder / "config.json"))
 
 
 def _cache_bytes(shape: Shape | ModelLimits, max_rows: int, value_bytes: int) -> int:
