@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 import churn
 import timeline
 
+from shoal.wire.delegation import delegate_relay
 from shoal.wire.keys import Key
 from shoal.wire.lease import Lease
 from shoal.wire.manifest import FileEntry, Manifest
@@ -54,7 +55,7 @@ folder, database = Path(sys.argv[1]), sys.argv[2]
 spec = RunSpec(run="load", task=TaskSpec(name="sort", options={"length": 6}), compute_dtype="float32",
                sampling=Sampling(max_new_tokens=8, samples_per_prompt=4), last_version=9)
 config = CoordinatorConfig(groups_per_step=10**6, prompts_per_lease=2, eval_prompts=0, lease_s=600,
-                           max_open_leases=64, requests_per_s=10**6, database=database)
+                           max_open_leases=64, requests_per_s=10**6, database=database, try_relays=False)
 import shoal.telemetry
 run_coordinator(config, spec, folder, "127.0.0.1", 0, threading.Event(),
                 lambda url: print(url, flush=True))
@@ -148,8 +149,10 @@ async def publish(line: Line, coordinator: Coordinator) -> None:
         manifest=seal(manifest, coordinator.key("run")), origin_url="http://127.0.0.1:1", report=None
     )
     await line.call(coordinator.key("trainer"), "POST", "/v1/policies", told)
-    here = RelayReport(url="http://127.0.0.1:2", versions=(0,))
-    await line.call(coordinator.key("relay"), "POST", "/v1/relays", here)
+    operator, url = coordinator.key("relay"), "http://127.0.0.1:2"
+    delegation = delegate_relay(operator, operator.public, url, now_s=time.time() - 1)
+    here = RelayReport(url=url, versions=(0,), delegation=delegation)
+    await line.call(operator, "POST", "/v1/relays", here)
 
 
 def report(what: str, latencies: list[float], wall_s: float, cpu_s: float) -> None:

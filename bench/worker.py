@@ -43,6 +43,7 @@ from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.http.server import run_coordinator
 from shoal.swarm.validator.claim_loop import ValidatorConfig, run_validator
 from shoal.telemetry import Log
+from shoal.wire.delegation import read_relay_delegation, write_relay_key
 from shoal.wire.keys import Key
 from shoal.wire.messages import Announce, Recorded, Stats, StepReport
 from shoal.wire.run_spec import RunSpec, Sampling, TaskSpec
@@ -193,8 +194,10 @@ def serve(scratch: Path, options: argparse.Namespace) -> None:
     port = int(sock.getsockname()[1])
     sock.close()
     link = Link(port, bytes_per_s=options.mbit * 1e6 / 8)
-    relay = RelayConfig(folder=scratch / "relay", coordinator=url, port=port, url=link.url)
-    begin(lambda: run_relay(relay, key=Key.load(keys / "relay.key"), log=Log("relay"), stop=stop))
+    relay_key = write_relay_key(Key.load(keys / "relay.key"), link.url, scratch / "relay-key")
+    delegation = read_relay_delegation(relay_key)
+    relay = RelayConfig(folder=scratch / "relay", coordinator=url, port=port, delegation=delegation)
+    begin(lambda: run_relay(relay, key=Key.load(relay_key), log=Log("relay"), stop=stop))
     check = ValidatorConfig(
         coordinator=url, key=keys / "validator.key", dir=scratch / "validator", num_threads=1
     )

@@ -73,6 +73,7 @@ ELSEWHERE: dict[str, str] = {
     "shoal run reverse.toml": "tests/e2e/test_tutorial.py",
     "shoal coordinator runs/demo.toml": "tests/e2e/test_docs_live.py",
     "shoal trainer runs/demo.toml": "tests/e2e/test_docs_live.py",
+    "shoal identity relay": "tests/e2e/test_docs_live.py",
     "shoal relay --coordinator": "tests/e2e/test_docs_live.py",
     "shoal validator --coordinator": "tests/e2e/test_docs_live.py",
     "shoal worker --coordinator": "tests/e2e/test_docs_live.py",

@@ -14,6 +14,7 @@ from shoal.cli.ui.errors import error_message
 from shoal.net.http_client import Refused, Unreachable
 from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.wire.codes import CODES, CorruptData, Rejected
+from shoal.wire.delegation import read_relay_delegation
 from shoal.wire.keys import Key
 from shoal.wire.messages import ProblemDetails
 
@@ -165,10 +166,18 @@ def test_roles_refuse_before_they_wait(tmp_path: Path, capsys: pytest.CaptureFix
     key.write_text("not a key")
     assert do("relay", *there, "--key", str(key)) == 2
     assert f"{key}: not an Ed25519 private key" in capsys.readouterr().err
+    key.unlink()
     Key.load_or_create(tmp_path / "good.key")
     everywhere = ["--key", str(tmp_path / "good.key"), "--host", "0.0.0.0"]
     assert do("relay", *there, *everywhere) == 2
-    assert "--host 0.0.0.0 listens on every address of this machine; give --url" in capsys.readouterr().err
+    assert f"no {tmp_path}/delegation.json: a relay needs a delegation" in capsys.readouterr().err
+    url = "http://relay.example:8702"
+    assert do("identity", "relay", url, "--owner", str(tmp_path / "good.key"), "--out", str(tmp_path)) == 0
+    made = read_relay_delegation(tmp_path / "relay.key").body
+    assert (made.url, made.relay) == (url, Key.load(tmp_path / "relay.key").public)
+    other = ["--key", str(tmp_path / "relay.key"), "--url", "http://other.example:8702"]
+    assert do("relay", *there, *other) == 2
+    assert "but the delegation is for http://relay.example:8702" in capsys.readouterr().err
     assert do("trainer", str(file), *there, "--keys", str(tmp_path / "nowhere")) == 2
     assert f"no key at {tmp_path}/nowhere/trainer.key" in capsys.readouterr().err
     assert do("trainer", str(tmp_path / "no.toml"), *there, "--keys", str(tmp_path)) == 2

@@ -25,7 +25,13 @@ class Some:
 
 
 INFO = cast("Info", Some(entry_points=("https://second.example", "http://third.example:8800")))
-STATS = cast("Stats", Some(relays=(Some(url="http://relay.example:8702"), Some(url="http://old.example"))))
+STATS = cast(
+    "Stats",
+    Some(
+        relays=(Some(url="http://relay.example:8702"), Some(url="http://old.example")),
+        origin="http://trainer.example:8701",
+    ),
+)
 
 
 def options(tmp_path: Path, *more: str) -> argparse.Namespace:
@@ -36,7 +42,7 @@ def test_the_ports_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("urllib.request.getproxies", lambda: {"http": "http://proxy.example:3128", "no": "x"})
     asked = options(tmp_path, "--allow-port", "9000").allow_port
     rules = confinement("http://a:8700", tmp_path, INFO, STATS, allow_ports=tuple(asked))
-    assert rules.ports == (53, 80, 443, 3128, 8700, 8702, 8800, 9000)
+    assert rules.ports == (53, 80, 443, 3128, 8700, 8701, 8702, 8800, 9000)
     assert rules.writable == (tmp_path,)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import httpx2
 from swarm_processes import RUN_FILE, SHOAL, change
 
+from shoal.wire.delegation import write_relay_key
+from shoal.wire.keys import Key
 from shoal.wire.messages import Stats
 
 
@@ -71,7 +73,11 @@ class Roles:
     def start_crew(self, url: str, file: Path, keys: Path, *, name: str = "") -> None:
         """Starts trainer, relay and validator of one run."""
         self.start_trainer(url, file, keys, name=name)
-        relay = ("--key", keys / "relay.key", "--port", free_port())
+        port = free_port()
+        key = write_relay_key(
+            Key.load(keys / "relay.key"), f"http://127.0.0.1:{port}", self.folder / f"{name}relay-key"
+        )
+        relay = ("--key", key, "--port", port)
         self.start(f"{name}relay", "relay", *_client(url), *relay)
         validator = ("--key", keys / "validator.key", "--threads", "1")
         self.start(f"{name}validator", "validator", *_client(url), *validator)

@@ -183,6 +183,7 @@ def test_a_run_over_several_hosts(tmp_path: Path) -> None:
     assert [command.words[1] for command in block] == [
         "coordinator",
         "trainer",
+        "identity",
         "relay",
         "validator",
         "worker",
@@ -200,6 +201,8 @@ def test_a_run_over_several_hosts(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack, contextlib.chdir(tmp_path):
         for command in block:
             role = stack.enter_context(Role(tmp_path / "logs", *here(command)))
+            if role.name == "identity":
+                assert role.wait_until_over(60) == 0, role.log
             if role.name == "coordinator":
                 keys = tmp_path / "run" / "coordinator" / "keys"
                 wait_until(keys.joinpath("admin.key").exists, f"the run's keys:\n{role.log}")

@@ -10,6 +10,8 @@ import pytest
 from swarm_processes import RUN_FILE, Role, read_ledger, shoal
 
 from fault_proxy import FAULTS, FaultProxy
+from shoal.wire.delegation import write_relay_key
+from shoal.wire.keys import Key
 from shoal.wire.messages import Stats
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -47,7 +49,11 @@ def test_the_run_finishes(tmp_path: Path) -> None:
         near.wait_for_log("serving")
         by_proxy = ("--coordinator", far, *patient)
         trainer = start("trainer", str(file), *by_proxy, "--keys", str(keys), "--dir", dirs["trainer"])
-        start("relay", *by_proxy, "--key", str(keys / "relay.key"), "--dir", dirs["relay"])
+        relay_port = free_port()
+        key = write_relay_key(
+            Key.load(keys / "relay.key"), f"http://127.0.0.1:{relay_port}", tmp_path / "relay-key"
+        )
+        start("relay", *by_proxy, "--key", str(key), "--port", str(relay_port), "--dir", dirs["relay"])
         start("validator", *by_proxy, "--key", str(keys / "validator.key"), "--dir", dirs["validator"])
         workers = [start("worker", *by_proxy, "--dir", dirs[name]) for name in ("w1", "w2")]
         assert trainer.wait_until_over(300) == 0, trainer.log[-3000:]

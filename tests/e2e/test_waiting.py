@@ -6,8 +6,10 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from roles import free_port
 from swarm_processes import Role, Swarm
 
+from shoal.wire.delegation import write_relay_key
 from shoal.wire.keys import Key
 from shoal.wire.messages import Stats
 
@@ -47,7 +49,11 @@ class Cast:
         )
 
     def relay(self) -> Role:
-        return self.client("relay", "--key", str(self.keys / "relay.key"), "--port", "0")
+        port = free_port()
+        key = write_relay_key(
+            Key.load(self.keys / "relay.key"), f"http://127.0.0.1:{port}", self.folder / "relay-key"
+        )
+        return self.client("relay", "--key", str(key), "--port", str(port))
 
     def worker(self, deadline_s: float = DEADLINE) -> Role:
         return self.client("worker", "--threads", "1", deadline_s=deadline_s)

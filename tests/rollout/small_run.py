@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx2
 
+from relay_reports import delegated_report
 from shoal.model.builtin import create_model
 from shoal.net.http_client import SignedClient
 from shoal.net.http_server import listen
@@ -23,9 +24,10 @@ from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.swarm.coordinator.http.server import run_coordinator
 from shoal.swarm.validator.claim_loop import ValidatorConfig, run_validator
 from shoal.telemetry import Log
+from shoal.wire.delegation import read_relay_delegation, write_relay_key
 from shoal.wire.keys import Key
 from shoal.wire.ledger import LedgerEvent
-from shoal.wire.messages import Announce, Recorded, RelayReport, Stats, StepReport
+from shoal.wire.messages import Announce, Recorded, Stats, StepReport
 from shoal.wire.run_spec import RunSpec, Sampling, TaskSpec
 
 WAIT_S = 60.0
@@ -44,6 +46,7 @@ CONFIG = CoordinatorConfig(
     heartbeat_s=0.5,
     eval_prompts=0,
     retry_s=0.05,
+    try_relays=False,
 )
 
 
@@ -102,15 +105,24 @@ class SmallRun:
     # -- other roles ----------------------------------------------------------------------------------------
 
     def start_relay(self) -> None:
-        config = RelayConfig(folder=self.folder / "relay", coordinator=self.url)
-        key = Key.load(self.keys / "relay.key")
+        port = free_port()
+        path = write_relay_key(
+            Key.load(self.keys / "relay.key"), f"http://127.0.0.1:{port}", self.folder / "relay-key"
+        )
+        config = RelayConfig(
+            folder=self.folder / "relay",
+            coordinator=self.url,
+            port=port,
+            delegation=read_relay_delegation(path),
+        )
+        key = Key.load(path)
         self._start(lambda: run_relay(config, key=key, log=Log("relay"), stop=self.stop))
 
     def serve_from_origin(self, claims: tuple[int, ...] = ()) -> None:
         """Lets workers fetch from the origin itself, as if it were a relay. `claims` may name versions that it does not have."""
 
         def report() -> None:
-            body = RelayReport(url=self.origin_url, versions=claims or self._store.complete())
+            body = delegated_report(client.key, self.origin_url, claims or self._store.complete())
             client.send("POST", "/v1/relays", body.model_dump_json().encode())
 
         def keep_reporting() -> None:

@@ -398,7 +398,7 @@ def test_a_client_with_a_delta_manifest_takes_the_whole_version(
 def test_a_relay_with_a_delta_manifest_takes_the_whole_version(
     line: Line, kit: Any, serve: Any, fetch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirror_module, "ATTEMPT_S", 0.3)
+    monkeypatch.setattr(mirror_module, "STALL_S", 0.3)
     line.publish(0, 1)
     store = shardcast.VersionStore(tmp_path / "relay", run="demo", run_key=line.key.public)
     store.begin(line.manifests[1])

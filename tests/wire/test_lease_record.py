@@ -21,6 +21,7 @@ LEASE = Lease(
     chunk=0,
     policies=(PolicyRef(version=2, weights_digest="ef" * 32), PolicyRef(version=3, weights_digest="01" * 32)),
     relays=("http://127.0.0.1:9001",),
+    origin="http://127.0.0.1:9000",
     task=TaskSpec(name="sort", options={"length": 4}),
     prompts=("1234=", "4321="),
     sampling=Sampling(temperature=1.0, max_new_tokens=8, samples_per_prompt=4),

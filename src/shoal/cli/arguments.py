@@ -157,6 +157,17 @@ def _add_identity(commands: Commands) -> None:
         "--out", type=Path, default=Path("delegation.json"), help="(default: delegation.json)"
     )
     delegate.set_defaults(action=_delegate)
+    relay = actions.add_parser("relay", help="make, as the operator, the key of the relay at a URL")
+    relay.add_argument("url", type=url, help="the URL at which workers reach the relay")
+    relay.add_argument("--owner", type=Path, required=True, help="relay.key of the coordinator's keys folder")
+    relay.add_argument("--days", type=above_zero, default=365.0, help="(default: 365)")
+    relay.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="folder for relay.key and delegation.json, to copy to its host",
+    )
+    relay.set_defaults(action=_delegate_relay)
 
 
 def _add_node_folder(parser: argparse.ArgumentParser, action: Action) -> None:
@@ -343,6 +354,12 @@ def _delegate(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.cli.commands.join import delegate
 
     return delegate(options, stop)
+
+
+def _delegate_relay(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.join import delegate_relay
+
+    return delegate_relay(options, stop)
 
 
 def _doctor(options: argparse.Namespace, stop: threading.Event) -> int:

@@ -44,6 +44,9 @@ class Lease(Sealable):
     policies: tuple[PolicyRef, ...]
     """Versions that may generate the rollouts, newest last. All rows of a submission use the same one."""
     relays: tuple[str, ...]
+    """Where the weights are served: relays with at least two different keys, if there are that many."""
+    origin: str = ""
+    """Where the trainer serves them, for when no relay delivers."""
     task: TaskSpec
     prompts: tuple[str, ...]
     chat: bool = False

@@ -7,14 +7,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shoal.wire.delegation import Delegation
+from shoal.wire.delegation import Delegation, RelayDelegation
 from shoal.wire.lease import Checks, Hex32, Lease, LeaseId, Sha256
 from shoal.wire.manifest import Manifest
-from shoal.wire.record import Count, Record, Sealed
+from shoal.wire.record import Count, Record, Sealed, Url
 from shoal.wire.requirements import Capabilities, Offer
 from shoal.wire.run_spec import RunSpec
 
-Url = Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.\-\[\]:]{1,255}(/[A-Za-z0-9._~/-]{0,255})?$")]
 ABANDON_REASON = 100
 """Most characters of the reason for which a lease is given back. The ledger keeps it for ever."""
 ShortText = Annotated[str, Field(max_length=300, pattern=r"^[^\x00]*$")]
@@ -232,14 +231,18 @@ class Claim(Record):
     """`rewards`: the draw did not choose this submission, so the cheap checks and the rewards are enough; no prefill."""
     relays: tuple[str, ...] = ()
     """Relays that serve the version now; those of the lease may have gone offline."""
+    origin: str = ""
+    """Where the trainer serves its versions now, for when no relay delivers."""
 
 
 class RelayReport(Record):
-    """POST /v1/relays (relay): its URL, the versions it stores, and the bytes it sent."""
+    """POST /v1/relays (relay): its URL, the versions it stores, and the bytes it sent. It counts for the relay's own URL only."""
 
     url: Url
-    versions: tuple[Count, ...]
+    versions: Annotated[tuple[Count, ...], Field(max_length=1000)]
     bytes_sent: Count = 0
+    delegation: Sealed[RelayDelegation] | None = None
+    """The operator's statement that the signing key is the relay at `url`. Without it the report is refused."""
 
 
 class Origin(Record):
@@ -383,7 +386,11 @@ class RelayView(Record):
     url: str
     liveness: str
     versions: tuple[int, ...]
+    """The announced versions that it says it has."""
     bytes_sent: int
+    key: str = ""
+    problem: str = ""
+    """Why leases do not name it, if it is live: the coordinator tried the URL and it does not work."""
 
 
 class RunWarning(Record):
@@ -422,6 +429,8 @@ class Stats(Record):
     evaluations: tuple[Evaluation, ...]
     nodes: tuple[NodeView, ...]
     relays: tuple[RelayView, ...]
+    origin: str = ""
+    """Where the trainer serves the versions that it publishes; empty before version 0."""
     bytes_published: int
     """Bytes sent for all versions; of a delta, the bytes of the delta."""
     ledger_seq: int

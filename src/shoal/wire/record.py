@@ -16,6 +16,7 @@ from shoal.wire.keys import Key, verify
 
 Count = Annotated[int, Field(ge=0, le=2**53 - 1)]
 """A whole number that JSON represents exactly and every database can store. Used for numbers from untrusted senders."""
+Url = Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.\-\[\]:]{1,255}(/[A-Za-z0-9._~/-]{0,255})?$")]
 
 
 class Record(BaseModel):
@@ -147,4 +148,4 @@ def _sealed_bytes(body: Sealable, canonical: bytes | None = None) -> bytes:
     return body.tag().encode() + b"\n" + (canonical or body.canonical())
 
 
-__all__ = ["Count", "Record", "Sealable", "Sealed", "canonical_json", "seal"]
+__all__ = ["Count", "Record", "Sealable", "Sealed", "Url", "canonical_json", "seal"]

@@ -11,6 +11,7 @@ import httpx2
 from in_process import PORT, InProcessTransport
 
 from ledger_reader import read_ledger
+from relay_reports import delegated_report
 from s3_stores import CREDENTIALS
 from shoal.net.http_client import Refused, SignedClient
 from shoal.net.http_server import Server, listen
@@ -38,7 +39,6 @@ from shoal.wire.messages import (
     LeaseStatus,
     OpenSession,
     Recorded,
-    RelayReport,
     Session,
     Stats,
     StepReport,
@@ -64,7 +64,13 @@ SPEC = RunSpec(
     last_version=4,
 )
 CONFIG = CoordinatorConfig(
-    groups_per_step=4, prompts_per_lease=2, lease_s=100, claim_s=30, trusted_after=2, eval_prompts=0
+    groups_per_step=4,
+    prompts_per_lease=2,
+    lease_s=100,
+    claim_s=30,
+    trusted_after=2,
+    eval_prompts=0,
+    try_relays=False,
 )
 
 
@@ -243,7 +249,7 @@ class SmallSwarm:
         return self.trainer.call("POST", "/v1/policies", body, Recorded)
 
     def relay_up(self) -> HeartbeatReply:
-        told = RelayReport(url=RELAY_URL, versions=tuple(range(SPEC.last_version + 1)), bytes_sent=7)
+        told = delegated_report(self.relay.key, RELAY_URL, range(SPEC.last_version + 1), bytes_sent=7)
         return self.relay.call("POST", "/v1/relays", told, HeartbeatReply)
 
     def start(self) -> None:

@@ -18,6 +18,7 @@ import pytest
 from small_swarm import CONFIG, LOG, RELAY_URL, SPEC, Node, manifest, signed_client, with_signal
 
 from ledger_reader import read_ledger
+from relay_reports import delegated_report
 from shoal.net.http_client import Refused, Unreachable
 from shoal.net.waiting import NotYet, Stopped, wait_for
 from shoal.swarm.coordinator.context import DATABASE_FILE, open_coordinator
@@ -34,7 +35,6 @@ from shoal.wire.messages import (
     HeartbeatReply,
     LeaseStatus,
     Recorded,
-    RelayReport,
     Stats,
 )
 from shoal.wire.record import Sealed, seal
@@ -135,7 +135,7 @@ class Clients:
         sealed = seal(manifest(version), self.run_key)
         body = Announce(manifest=sealed, origin_url="http://127.0.0.1:1", report=None)
         self.persist(self.trainer.call, "POST", "/v1/policies", body, Recorded)
-        told = RelayReport(url=RELAY_URL, versions=tuple(range(version + 1)))
+        told = delegated_report(self.relay.key, RELAY_URL, range(version + 1))
         self.persist(self.relay.call, "POST", "/v1/relays", told, HeartbeatReply)
 
     def batch(self, version: int) -> Batch:

@@ -19,6 +19,7 @@ from small_swarm import CONFIG, LOG, SPEC, manifest
 from sqlalchemy import select
 
 from ledger_reader import read_ledger
+from relay_reports import delegated_report
 from shoal.net.object_store import LocalStore
 from shoal.swarm.coordinator.context import DATABASE_FILE, Coordinator, Transaction, open_coordinator
 from shoal.swarm.coordinator.housekeeping import resume, tick
@@ -30,6 +31,7 @@ from shoal.swarm.coordinator.store.database import Database
 from shoal.swarm.coordinator.store.schema import leases as lease_table
 from shoal.swarm.coordinator.store.schema import nodes as node_table
 from shoal.wire.codes import Rejected
+from shoal.wire.keys import Key
 from shoal.wire.lease import Verdict
 from shoal.wire.ledger import verify_chain
 from shoal.wire.messages import (
@@ -39,7 +41,6 @@ from shoal.wire.messages import (
     AskUpload,
     Enrol,
     OpenSession,
-    RelayReport,
     Submit,
 )
 from shoal.wire.record import seal
@@ -56,7 +57,7 @@ class Errand:
     def __init__(self, dir: Path, config: Any, answered: Path) -> None:
         self.coordinator: Coordinator = open_coordinator(config, SPEC, dir, log=LOG, clock=lambda: 1e9)
         resume(self.coordinator)
-        self.answered = answered
+        self.dir, self.answered = dir, answered
 
     def act(self, actor: str | None, effect: Callable[[Transaction], Any]) -> Any:
         with self.coordinator.transaction(actor) as tx:
@@ -76,7 +77,8 @@ class Errand:
             manifest=seal(manifest(0), coordinator.run_key), origin_url="http://127.0.0.1:1", report=None
         )
         self.say(f"seq {self.act(None, lambda tx: versions.announce(tx, coordinator, told)).seq}")
-        here = RelayReport(url="http://127.0.0.1:2", versions=(0,))
+        operator, run = Key.load(self.dir / "keys" / "relay.key"), coordinator.run_key.public
+        here = delegated_report(operator, "http://127.0.0.1:2", (0,), relay=run, now_s=1e9)
         self.act(None, lambda tx: relays.report(tx, coordinator, here))
         self.act(NODE, lambda tx: admission.enrol(tx, coordinator, Enrol(protocol=PROTOCOL, software="")))
         session = self.act(NODE, lambda tx: nodes.open_session(tx, coordinator, OpenSession(software="")))

@@ -6,13 +6,14 @@ import pytest
 from small_swarm import CONFIG, Node, SmallSwarm, refusal
 from sqlalchemy import select, update
 
+from relay_reports import delegated_report
 from shoal.net.http_client import Refused
 from shoal.swarm.coordinator.ledger_replay import replay, seed_of
 from shoal.swarm.coordinator.store.schema import leases as lease_table
 from shoal.swarm.coordinator.store.schema import submissions
 from shoal.wire.codes import CorruptData
 from shoal.wire.lease import Lease, Verdict
-from shoal.wire.messages import Abandon, HeartbeatReply, LeaseStatus, NodeView, RelayReport
+from shoal.wire.messages import Abandon, HeartbeatReply, LeaseStatus, NodeView
 from shoal.wire.seeded_draw import lease_seed
 
 
@@ -120,7 +121,7 @@ def test_owed_work_belongs_to_one_node(swarm: SmallSwarm) -> None:
 
 
 def report(swarm: SmallSwarm, url: str, *versions: int) -> None:
-    swarm.relay.call("POST", "/v1/relays", RelayReport(url=url, versions=versions), HeartbeatReply)
+    swarm.relay.call("POST", "/v1/relays", delegated_report(swarm.relay.key, url, versions), HeartbeatReply)
 
 
 def test_leases_and_claims_name_relays_that_have_the_version(swarm: SmallSwarm) -> None:

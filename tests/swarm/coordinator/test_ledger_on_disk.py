@@ -43,6 +43,7 @@ def test_every_transition_is_recorded_and_the_chain_verifies(swarm: SmallSwarm) 
     assert {event.type for event in events} == {
         "run.opened",
         "policy.published",
+        "relay.delegated",
         "node.enrolled",
         "session.opened",
         "epoch.committed",

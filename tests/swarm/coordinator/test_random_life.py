@@ -15,6 +15,7 @@ from small_swarm import CONFIG, LOG, SPEC, manifest, report
 from sqlalchemy import Connection, select
 
 from ledger_reader import read_ledger
+from relay_reports import delegated_report
 from shoal.net.object_store import LocalStore
 from shoal.swarm.coordinator.context import DATABASE_FILE, Transaction, newest_version, open_coordinator
 from shoal.swarm.coordinator.housekeeping import resume, tick
@@ -27,6 +28,7 @@ from shoal.swarm.coordinator.store.database import RedoGroup, WriteGroup
 from shoal.swarm.coordinator.store.schema import leases as lease_table
 from shoal.swarm.coordinator.store.schema import nodes as node_table
 from shoal.wire.codes import Rejected
+from shoal.wire.keys import Key
 from shoal.wire.lease import Checks, Lease, Verdict
 from shoal.wire.ledger import verify_chain
 from shoal.wire.messages import (
@@ -38,7 +40,6 @@ from shoal.wire.messages import (
     Enrol,
     Heartbeat,
     OpenSession,
-    RelayReport,
     Submit,
 )
 from shoal.wire.record import seal
@@ -116,7 +117,8 @@ class Life:
         self.act(None, lambda tx: versions.announce(tx, self.coordinator, told))
 
     def beat_relay(self) -> None:
-        told = RelayReport(url="http://127.0.0.1:2", versions=tuple(range(13)))
+        operator, run = Key.load(self.dir / "keys" / "relay.key"), self.coordinator.run_key.public
+        told = delegated_report(operator, "http://127.0.0.1:2", range(13), relay=run, now_s=self.now_s)
         self.act(None, lambda tx: relays.report(tx, self.coordinator, told))
 
     def ask_lease(self) -> None:

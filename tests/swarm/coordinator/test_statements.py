@@ -20,7 +20,9 @@ BYTES = Statement(select(relays.c.bytes_sent).where(relays.c.url == given("name"
 
 
 def row(url: str, **values: Any) -> dict[str, Any]:
-    return {"url": url, "versions": "[]", "bytes_sent": 2**40, "last_seen_s": 1.5} | values
+    named = {"url": url, "versions": "[]", "bytes_sent": 2**40, "last_seen_s": 1.5}
+    others = {"key": "k", "delegated_at_s": 0.0, "problem": "", "tried_at_s": None}
+    return named | others | values
 
 
 def test_rows_values_and_counts(database: Database) -> None:

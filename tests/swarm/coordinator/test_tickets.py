@@ -14,6 +14,8 @@ from shoal.net.ticket_client import PAUSE_S, Tickets
 from shoal.net.waiting import DeadlinePassed
 from shoal.swarm.coordinator.store.schema import nodes
 from shoal.telemetry import Log
+from shoal.wire.delegation import read_relay_delegation, write_relay_key
+from shoal.wire.keys import Key
 from shoal.wire.record import Sealed
 from shoal.wire.ticket import TICKET_S, Ticket, check_ticket
 
@@ -80,13 +82,17 @@ def test_a_private_relay_serves_members_of_the_run_only(swarm: SmallSwarm, tmp_p
     store.adopt(0)
     origin = shardcast.RelayServer(store, listen("127.0.0.1", 0), private=True)
     origin.start()
+    key_file = write_relay_key(swarm.relay.key, "http://127.0.0.1:20777", tmp_path / "key")
+    delegation = read_relay_delegation(key_file)
     config = shardcast.RelayConfig(
         folder=tmp_path / "relay",
         coordinator=swarm.url,
+        port=int(delegation.body.url.rsplit(":", 1)[1]),
+        delegation=delegation,
         upstreams=(f"http://127.0.0.1:{origin.port}",),
         private=True,
     )
-    relay = shardcast.Relay(config, swarm.relay.key, log=LOG, stop=stop)
+    relay = shardcast.Relay(config, Key.load(key_file), log=LOG, stop=stop)
     relay.startup()
     terms: dict[str, Any] = {"run_key": key.public, "log": LOG, "stop": threading.Event()}
     try:

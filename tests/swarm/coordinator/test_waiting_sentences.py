@@ -126,5 +126,5 @@ def test_stats(swarm: SmallSwarm) -> None:
     assert 36 / 40 < stats.generation_tokens_per_s < 36 / 30
     assert stats.latest is not None and stats.latest.version == 1
     assert (stats.nodes[0].tokens_per_s, stats.nodes[0].phase) == (123.0, "testing")
-    assert (stats.relays[0].bytes_sent, stats.relays[0].versions) == (7, (0, 1, 2, 3, 4))
+    assert (stats.relays[0].bytes_sent, stats.relays[0].versions) == (7, (0, 1))
     assert stats.ledger_seq == len(swarm.ledger())

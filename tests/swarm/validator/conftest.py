@@ -15,7 +15,9 @@ from shoal.swarm.coordinator.http.server import run_coordinator
 @pytest.fixture
 def swarm(tmp_path: Path) -> Iterator[Swarm]:
     spec, ready = make_spec(), threading.Event()
-    config = CoordinatorConfig(groups_per_step=4, prompts_per_lease=2, eval_prompts=0, retry_s=0.05)
+    config = CoordinatorConfig(
+        groups_per_step=4, prompts_per_lease=2, eval_prompts=0, retry_s=0.05, try_relays=False
+    )
     urls: list[str] = []
 
     def serve(stop: threading.Event) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from relay_reports import delegated_report
 from shoal.model.builtin import create_model
 from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import load_tokenizer
@@ -31,7 +32,6 @@ from shoal.wire.messages import (
     LeaseStatus,
     OpenSession,
     Recorded,
-    RelayReport,
     Session,
     StepReport,
     Submit,
@@ -81,7 +81,7 @@ class Swarm:
         return LoadedPolicy(version, load_decoder(folder), load_tokenizer(folder))
 
     def report_relay(self, url: str, *versions: int) -> None:
-        report = RelayReport(url=url, versions=versions)
+        report = delegated_report(self.key("relay"), url, versions)
         self.client_of(self.key("relay")).call("POST", "/v1/relays", report, HeartbeatReply)
 
     def join(self) -> None:

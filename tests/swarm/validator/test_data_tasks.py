@@ -43,7 +43,9 @@ def data(tmp_path: Path) -> Path:
 def swarm(tmp_path: Path, data: Path) -> Iterator[Swarm]:
     task = TaskSpec(name="gsm8k", options={"path": str(data), "style": "bare"})
     spec, ready = make_spec(task=task), threading.Event()
-    config = CoordinatorConfig(groups_per_step=4, prompts_per_lease=2, eval_prompts=0, retry_s=0.05)
+    config = CoordinatorConfig(
+        groups_per_step=4, prompts_per_lease=2, eval_prompts=0, retry_s=0.05, try_relays=False
+    )
     urls: list[str] = []
 
     def serve(stop: threading.Event) -> None:

@@ -259,7 +259,7 @@ def repeat_verdict(
     except ValueError:
         return f"the stored file is not {claim.sha256}"
     try:
-        policy = versions.get(claim.policy_version, claim.lease, claim.relays)
+        policy = versions.get(claim.policy_version, claim.lease, claim.relays, claim.origin)
         again = judge(data, claim, spec, policy, reader=reader, control_seed=secrets.randbits(64))
     except CannotCheck as error:
         return f"cannot be checked: {error}"

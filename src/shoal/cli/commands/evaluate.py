@@ -35,7 +35,7 @@ from shoal.tasks.datasets.file_options import digest_of, file_digests, is_file_o
 from shoal.telemetry import Log
 from shoal.wire.keys import Key
 from shoal.wire.manifest import Manifest
-from shoal.wire.messages import Info, Origin, Stats
+from shoal.wire.messages import Info, Stats
 from shoal.wire.record import Sealed
 from shoal.wire.run_spec import Sampling, TaskSpec
 
@@ -183,18 +183,27 @@ def fetch_published(
         which = "a version" if version is None else f"version {version}"
         raise ValueError(f"{api.url} has not published {which}; the newest is {info.newest_version}")
     sealed = Sealed[Manifest].parse(found)
-    relays = api.read("/v1/stats", Stats).relays
-    sources = [relay.url for relay in relays if relay.liveness != "offline"]
-    sources = sources or [api.read("/v1/origin", Origin).url]
+    stats = api.read("/v1/stats", Stats)
+    sources = [relay.url for relay in stats.relays if relay.liveness != "offline" and not relay.problem]
+    sources += [stats.origin] if stats.origin else []
     with contextlib.ExitStack() as stack:
         ticket = None
         if options.key is not None:
             client = SignedClient(options.model, Key.load(options.key), log=log, stop=stop)
             stack.callback(client.close)
             ticket = Tickets(client, log=log)
-        choice = RelayChoice(_willing(sources, ticket), ticket=ticket)
+        willing = _willing(sources, ticket)
+        last = stats.origin if stats.origin in willing else ""
+        choice = RelayChoice([url for url in willing if url != last], last=last, ticket=ticket)
         folder = fetch_version(
-            sealed, choice, into, run_key=info.run_key, log=log, stop=stop, deadline_s=FETCH_S
+            sealed,
+            choice,
+            into,
+            run_key=info.run_key,
+            log=log,
+            stop=stop,
+            deadline_s=FETCH_S,
+            while_growing=True,
         )
     return info, folder, sealed.body.version
 

@@ -29,7 +29,7 @@ from shoal.net.waiting import Stopped
 from shoal.telemetry import Log
 from shoal.wire.codes import ACCEPTED, CODES, Rejected
 from shoal.wire.delegation import delegate as sign_delegation
-from shoal.wire.delegation import read_delegation
+from shoal.wire.delegation import read_delegation, write_relay_key
 from shoal.wire.keys import PUBLIC_KEY, Key
 from shoal.wire.lease import Lease, Verdict
 from shoal.wire.messages import Claim, Info, Leave, NodeView, OpenSession, Recorded, RunList, Session, Stats
@@ -307,6 +307,16 @@ def delegate(options: argparse.Namespace, stop: threading.Event) -> int:
     delegation = sign_delegation(owner, options.node, now_s=time.time(), days=options.days)
     _write_text(options.out, delegation.model_dump_json() + "\n")
     print(f"owner {owner.public}\nwrote {options.out}; copy it into the node's folder as delegation.json")
+    return EXIT_OK
+
+
+def delegate_relay(options: argparse.Namespace, stop: threading.Event) -> int:
+    """Writes the key of one relay and its delegation. A key that is in the folder already gets a newer delegation."""
+    key = write_relay_key(Key.load(options.owner), options.url, options.out, days=options.days)
+    print(
+        f"relay {Key.load(key).public[:16]} at {options.url}: copy {options.out} to its host and start it there with\n"
+        f"  shoal relay --key {key} --coordinator URL --dir DIR"
+    )
     return EXIT_OK
 
 

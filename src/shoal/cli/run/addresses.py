@@ -48,7 +48,11 @@ class RunAddresses:
     def options(self, port: int) -> list[str]:
         """Returns the options of a role that listens on one of the ports."""
         named = ["--host", self.host, "--port", str(port)]
-        return named + (["--url", self._url(self.outside, port)] if port != self.ports[0] else [])
+        return named + (["--url", self.url_of(port)] if port != self.ports[0] else [])
+
+    def url_of(self, port: int) -> str:
+        """Returns the URL by which others reach the role that listens on one of the ports."""
+        return self._url(self.outside, port)
 
     @staticmethod
     def _url(name: str, port: int) -> str:

@@ -46,6 +46,7 @@ def confinement(
         url,
         *info.entry_points,
         *(relay.url for relay in stats.relays),
+        *([stats.origin] if stats.origin else []),
         *urllib.request.getproxies().values(),
     ]
     ports = {port for one in urls if (port := _port(one)) is not None}

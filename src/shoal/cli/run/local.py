@@ -39,6 +39,7 @@ from shoal.cli.ui.values import check_device
 from shoal.cli.ui.view import View, duration, make_view
 from shoal.net.http_client import Unreachable
 from shoal.net.waiting import Stopped
+from shoal.wire.delegation import write_relay_key
 from shoal.wire.keys import Key
 from shoal.wire.messages import History, Stats
 
@@ -240,6 +241,9 @@ def start_roles(
     coordinator, *others = commands_of_roles(run, addresses)
     supervisor.start(*coordinator)
     wait_until_up(addresses.url, supervisor, run, stop, console)
+    operator = Key.load(run.folder / "coordinator" / "keys" / "relay.key")
+    for index, port in enumerate(addresses.ports[2:]):
+        write_relay_key(operator, addresses.url_of(port), run.folder / "relay-keys" / str(index + 1))
     for name, arguments in others:
         supervisor.start(name, arguments)
 
@@ -261,7 +265,8 @@ def commands_of_roles(run: LocalRun, addresses: RunAddresses) -> list[tuple[str,
         ),
     ]
     for index, port in enumerate(relay_ports):
-        relay = ["relay", *client, "--key", str(keys / "relay.key"), *addresses.options(port)]
+        key = run.folder / "relay-keys" / str(index + 1) / "relay.key"
+        relay = ["relay", *client, "--key", str(key), *addresses.options(port)]
         relay += ["--private"] if file.shardcast.private else []
         commands.append((f"relay-{index + 1}", relay))
     for index in range(local.validators):

@@ -76,7 +76,12 @@ def _add_trainer(commands: Commands) -> None:
 
 def _add_relay(commands: Commands) -> None:
     parser = commands.add_parser("relay", help="mirror new versions and serve them")
-    parser.add_argument("--key", type=Path, required=True, help="relay.key, from the coordinator")
+    parser.add_argument(
+        "--key",
+        type=Path,
+        required=True,
+        help="the relay's own key, with its delegation.json beside it, as `shoal identity relay` writes them",
+    )
     parser.add_argument(
         "--upstream",
         type=url,
@@ -85,7 +90,7 @@ def _add_relay(commands: Commands) -> None:
         help="origin or relay to mirror (default: the origin the coordinator names)",
     )
     parser.add_argument(
-        "--url", type=url, help="the URL at which workers reach this relay (default: http://HOST:PORT)"
+        "--url", type=url, help="the URL at which workers reach this relay (default: the delegated one)"
     )
     parser.add_argument(
         "--max-gb",
@@ -251,11 +256,12 @@ def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
 def relay(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.shardcast import RelayConfig, run_relay
     from shoal.telemetry import Log
+    from shoal.wire.delegation import read_relay_delegation
     from shoal.wire.keys import Key
 
-    _check_public_url(options)
     key = Key.load(options.key)
     config = RelayConfig(
+        delegation=read_relay_delegation(options.key),
         folder=options.dir,
         coordinator=options.coordinator,
         upstreams=tuple(options.upstream),

@@ -27,7 +27,7 @@ from shoal.wire.lease import Lease, PolicyRef
 FETCH_SHARE = 0.5
 """Share of a lease's remaining time that one version may take. The rest is for an older version and for the work."""
 FETCH_AHEAD_S = 600.0
-"""Deadline for a version that no lease has named yet."""
+"""Time without progress after which the fetch of a version that no lease has named yet is given up."""
 POLL_S = 0.1
 ASKS_PER_HEARTBEAT = 3
 """How often the newest version is asked for: the coordinator chooses its heartbeat interval by what it can answer."""
@@ -54,7 +54,8 @@ class VersionCache:
         self._worker_folder, self._session, self._log = folder, session, log
         self._max_lag, self._keep_versions = spec.max_lag, spec.keep_versions
         self._relays: tuple[str, ...] = ()
-        """Those of the newest lease."""
+        self._origin = ""
+        """Both are those of the newest lease."""
         self._relay_choice = RelayChoice(ticket=session.tickets)
         self._fetch_lock = threading.Lock()
         self._folders: dict[PolicyRef, Path] = {}
@@ -72,7 +73,7 @@ class VersionCache:
         Without `wait_for_newest`, an older version that is here is enough if it would still count after one more
         version was published; `watch` fetches the newest then.
         """
-        self._relays = lease.relays
+        self._relays, self._origin = lease.relays, lease.origin
         policies = _newest_first(lease)
         self.note_published(policy.version for policy in policies)
         if not wait_for_newest and any(self._is_good_enough(policy, policies[0]) for policy in policies):
@@ -172,7 +173,9 @@ class VersionCache:
 
     def _is_missing(self, version: int) -> bool:
         """Returns whether a version can and should be fetched. Before the first lease no relay is known."""
-        return bool(self._relays) and all(policy.version != version for policy in self._folders)
+        return bool(self._relays or self._origin) and all(
+            policy.version != version for policy in self._folders
+        )
 
     # -- one version ---------------------------------------------------------------------------------------
 
@@ -209,7 +212,7 @@ class VersionCache:
                 raise Rejected(
                     "request.conflict", f"the lease names weights {digest[:16]}, the manifest {found[:16]}"
                 )
-            self._relay_choice.update(self._relays)
+            self._relay_choice.update(self._relays, last=self._origin)
             folder = fetch_version(
                 manifest,
                 self._relay_choice,
@@ -218,6 +221,8 @@ class VersionCache:
                 log=self._log,
                 stop=fetch.stop,
                 deadline_s=end_s - time.monotonic(),
+                # A worker without any version must get one, however long it takes: later ones are small.
+                while_growing=digest is None or not self._folders,
             )
         except Stopped:
             if stop.is_set() or not self._is_dropped(version):

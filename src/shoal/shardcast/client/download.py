@@ -14,6 +14,9 @@ A request is for one shard from a relay that is slow or unknown, and for many fr
 When no shard is left to take, a shard that another relay would probably deliver sooner, or that has taken long, is requested a
 second time; the first right answer counts. A relay gets at most its share of the threads and never all of them, and one that
 has delivered nothing yet gets one. So a slow or hanging relay does not determine the duration.
+
+A shard that grows counts as progress, for the timeouts and for the choice of what to request again: over a slow link a large shard
+may take minutes. The last source (the origin) is asked only while all relays together deliver less than LAST_SOURCE_BYTES_PER_S.
 """
 
 import contextlib
@@ -24,10 +27,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.shardcast.assembly import Assembly, Shard, WrongBytes
-from shoal.shardcast.client.http_source import Connections, NotOnRelay, RelayFailed, ask_shards
+from shoal.shardcast.client.http_source import (
+    PROGRESS_BYTES,
+    Connections,
+    NotOnRelay,
+    RelayFailed,
+    ask_shards,
+)
 from shoal.shardcast.client.relay_choice import RelayChoice
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
@@ -43,6 +53,8 @@ LAST_REQUEST_S = 0.02
 """Towards the end requests get smaller, but not smaller than what should arrive within this time."""
 SECOND_REQUEST_S = 1.0
 """A shard that takes longer than this is requested from a second relay."""
+LAST_SOURCE_S, LAST_SOURCE_BYTES_PER_S = 3.0, 256e3
+"""The last source is asked after this time in which the relays delivered less than this."""
 CHECK_EVERY_S = 0.2
 """How often the download as a whole is checked."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
@@ -61,6 +73,10 @@ class _ShardRequest:
     relay: str
     started_s: float
     """When the first shard was requested, or the one before it arrived."""
+    num_bytes: int = 0
+    """Bytes of the first shard that have arrived."""
+    grew_s: float = 0.0
+    """When its last byte arrived."""
     counted_as_failed: bool = False
 
 
@@ -82,26 +98,30 @@ class Download:
         self._not_before_s: dict[str, float] = {}
         self._failure: OSError | Rejected | None = None
         self._over = False
-        self._last_shard_s = 0.0
+        self._progress_s = 0.0  # when the last shard or the last PROGRESS_BYTES of one arrived
+        self._unproven_bytes = 0  # bytes since then
+        self._window_s, self._window_bytes = 0.0, 0  # what relays delivered lately, without the last source
+        self._asks_last = False
         self._threads: list[threading.Thread] = []
 
     def run(self, deadline_s: float, *, stall_s: float | None = None) -> None:
         """Returns when every file is complete. What has arrived stays on disk, whatever happens.
 
-        Raises DeadlinePassed after `deadline_s`, or when no shard has arrived for `stall_s`; NoRelayLeft, Stopped, and
+        Raises DeadlinePassed after `deadline_s`, or when no shard has grown for `stall_s`; NoRelayLeft, Stopped, and
         OSError if the disk fails.
         """
         if self._assembly.complete:
             return
         progress = _ProgressLog(self._version, self._assembly, self._log)
-        self._last_shard_s = time.monotonic()
-        end_s = self._last_shard_s + deadline_s
+        self._progress_s = self._window_s = time.monotonic()
+        end_s = self._progress_s + deadline_s
         try:
             while not self._assembly.complete:
                 with self._work:
                     if self._failure is not None:
                         raise self._failure
                     self._check_time(deadline_s, end_s, deadline_s if stall_s is None else stall_s)
+                    self._update_sources()
                     self._start_threads()
                     progress.log_if_due(self._state)
                     self._news.wait(min(CHECK_EVERY_S, end_s - time.monotonic()))
@@ -118,7 +138,7 @@ class Download:
             raise NoRelayLeft(
                 f"cannot download version {self._version}: no usable relay; {self._state()}; name another relay"
             )
-        if time.monotonic() >= min(end_s, self._last_shard_s + stall_s):
+        if time.monotonic() >= min(end_s, self._progress_s + stall_s):
             raise DeadlinePassed(
                 f"version {self._version} did not arrive within {min(deadline_s, stall_s):.1f} s: {self._state()}; "
                 "name more relays, or allow more time"
@@ -129,9 +149,34 @@ class Download:
         relays = [f"{url}: {self._reasons.get(url, 'no error')}" for url in self._choice.urls]
         return f"{len(self._assembly.missing())} of {num_shards} shards missing; {'; '.join(relays) or 'no relay known'}"
 
+    def _update_sources(self) -> None:
+        """Decides from time to time whether the last source is asked: while the relays deliver next to nothing."""
+        waited_s = time.monotonic() - self._window_s
+        relays = [url for url in self._choice.urls if url != self._choice.last]
+        if not self._choice.last or (waited_s < LAST_SOURCE_S and not self._dropped.issuperset(relays)):
+            return
+        asks = self._dropped.issuperset(relays) or self._window_bytes < waited_s * LAST_SOURCE_BYTES_PER_S
+        if asks and not self._asks_last and relays:
+            self._log.warning(
+                f"version {self._version}: relays deliver too little, asking the origin too",
+                origin=self._choice.last,
+                relays=self._state(),
+            )
+        self._asks_last = asks
+        self._window_s, self._window_bytes = time.monotonic(), 0
+        self._work.notify_all()
+
+    def _sources(self) -> list[str]:
+        """Returns what may be asked: the relays that were not dropped, and the last source if they deliver too little."""
+        return [
+            url
+            for url in self._choice.urls
+            if url not in self._dropped and (url != self._choice.last or self._asks_last)
+        ]
+
     def _start_threads(self) -> None:
         """Starts as many threads as are useful now; they run until the end."""
-        relays = [self._choice.stats(url) for url in self._choice.urls]
+        relays = [self._choice.stats(url) for url in self._sources()]
         num = min(MAX_STREAMS, NUM_STREAMS - 1 + len(relays), len(self._threads) + len(self._pending))
         if len(relays) == 1 and (not self._threads or (relays[0].bandwidth or 0.0) > FAST_BYTES_PER_S):
             num = min(num, FIRST_STREAMS)
@@ -176,19 +221,34 @@ class Download:
         """Returns whether another relay would probably deliver the request's next shard sooner."""
         waited_s = now_s - request.started_s
         if waited_s > SECOND_REQUEST_S:
-            return True
+            return not self._arrives_soon(request, now_s)
         expected_s = {
             url: request.shards[0].num_bytes / bandwidth
-            for url in self._choice.urls
-            if request.shards
-            and url not in self._dropped
-            and (bandwidth := self._choice.stats(url).bandwidth)
+            for url in self._sources()
+            if request.shards and (bandwidth := self._choice.stats(url).bandwidth)
         }
         if request.relay not in expected_s:
             return False
         own_s = expected_s.pop(request.relay) * self._num_requests_to(request.relay)
         is_late = waited_s > 3 * own_s + 0.1
         return is_late or own_s - waited_s > 2 * min(expected_s.values(), default=math.inf)
+
+    def _arrives_soon(self, request: _ShardRequest, now_s: float) -> bool:
+        """Returns whether the rest of a growing shard should arrive before another relay could send the whole of it.
+
+        Without this, every large shard on a slow link would be requested twice, and the link would carry both.
+        """
+        if not request.shards or not request.num_bytes or now_s - request.grew_s > SECOND_REQUEST_S:
+            return False
+        shard = request.shards[0]
+        bytes_per_s = request.num_bytes / (request.grew_s - request.started_s + 1e-6)
+        left_s = (shard.num_bytes - request.num_bytes) / bytes_per_s
+        others = [self._choice.stats(url).bandwidth for url in self._sources() if url != request.relay]
+        if any(bandwidth is None for bandwidth in others):
+            return left_s < SECOND_REQUEST_S
+        return left_s < min(
+            (shard.num_bytes / max(1.0, bandwidth or 0.0) for bandwidth in others), default=math.inf
+        )
 
     def _take_run(self, shard: Shard, relay: str) -> deque[Shard]:
         """Takes the shard and those after it that the relay should deliver within REQUEST_S."""
@@ -210,10 +270,9 @@ class Download:
         """Returns the relays that may be asked for the shard now."""
         now_s = time.monotonic()
         asked = {request.relay for request in self._requests if shard in request.shards}
-        usable = [url for url in self._choice.urls if url not in self._dropped]
         return [
             url
-            for url, share in self._choice.shares(usable).items()
+            for url, share in self._choice.shares(self._sources()).items()
             if url not in asked
             and self._not_before_s.get(url, 0.0) <= now_s
             and self._num_requests_to(url) < self._max_requests_to(url, share)
@@ -232,7 +291,12 @@ class Download:
     def _receive(self, connections: Connections, request: _ShardRequest) -> None:
         try:
             received = ask_shards(
-                connections, request.relay, self._version, tuple(request.shards), cancelled=lambda: self._over
+                connections,
+                request.relay,
+                self._version,
+                tuple(request.shards),
+                cancelled=lambda: self._over,
+                received=partial(self._count_bytes, request),
             )
             with contextlib.closing(received):
                 for data in received:
@@ -260,10 +324,25 @@ class Download:
 
     # -- statistics -------------------------------------------------------------------------------------
 
+    def _count_bytes(self, request: _ShardRequest, num_bytes: int) -> None:
+        """Counts bytes of a shard that is still arriving. Single bytes are no progress, or they could stop every timeout."""
+        with self._work:
+            request.num_bytes += num_bytes
+            request.grew_s = time.monotonic()
+            self._unproven_bytes += num_bytes
+            if request.relay != self._choice.last:
+                self._window_bytes += num_bytes
+            if self._unproven_bytes >= PROGRESS_BYTES:
+                self._note_progress()
+
+    def _note_progress(self) -> None:
+        self._progress_s, self._unproven_bytes = time.monotonic(), 0
+
     def _count_delivery(self, request: _ShardRequest, shard: Shard, took_s: float) -> None:
         with self._work:
             request.shards.popleft()
-            request.started_s = self._last_shard_s = time.monotonic()
+            self._note_progress()
+            request.started_s, request.num_bytes = self._progress_s, 0
             if self._over:
                 return
             # Simultaneous requests to one relay share its link: its bandwidth is what they deliver together.

@@ -12,8 +12,8 @@ or a delta cannot be had, another plan is made.
 """
 
 import contextlib
+import math
 import os
-import random
 import shutil
 import threading
 import time
@@ -64,7 +64,7 @@ MIN_ATTEMPT_S = 0.1
 """With less time left no new attempt is made: its timeout would hide that the disk was full."""
 
 
-def fetch_version(
+def fetch_version(  # noqa: PLR0913 - what a fetch needs, by name
     manifest: Sealed[Manifest],
     relays: Sequence[str] | RelayChoice,
     into: Path,
@@ -73,11 +73,13 @@ def fetch_version(
     log: Log,
     stop: threading.Event,
     deadline_s: float,
+    while_growing: bool = False,
 ) -> Path:
     """Downloads and verifies a version; returns its folder, `into/v{version}`.
 
     With an earlier version in `into`, only the changes since then are downloaded, if the publisher sends them. Pass a
-    RelayChoice instead of URLs to keep relay statistics over several calls, and to show relays a ticket.
+    RelayChoice instead of URLs to keep relay statistics over several calls, and to show relays a ticket. With
+    `while_growing`, `deadline_s` is the time without progress: a large version over a slow link takes as long as it needs.
 
     Raises Rejected for a manifest that the run key did not sign, CorruptData if every plan gave wrong bytes, DeadlinePassed
     with the last failure of every relay or with the folder that is full, Stopped, and OSError when the disk fails.
@@ -97,7 +99,16 @@ def fetch_version(
         if disk_full and left_s < MIN_ATTEMPT_S:
             raise NotYet(disk_full)
         try:
-            fetch = Fetch(manifest, into, choice, run_key=run_key, log=log, stop=stop, deadline_s=left_s)
+            fetch = Fetch(
+                manifest,
+                into,
+                choice,
+                run_key=run_key,
+                log=log,
+                stop=stop,
+                deadline_s=left_s,
+                while_growing=while_growing,
+            )
             fetch.run()
         except DiskFull as reason:
             disk_full = str(reason)
@@ -115,7 +126,7 @@ def fetch_version(
 class Fetch:
     """One attempt to fetch a version into `partial`; `run` once per object."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - as `fetch_version`
         self,
         sealed: Sealed[Manifest],
         into: Path,
@@ -125,7 +136,9 @@ class Fetch:
         log: Log,
         stop: threading.Event,
         deadline_s: float,
+        while_growing: bool = False,
     ) -> None:
+        self._deadline_s, self._while_growing = deadline_s, while_growing
         self._manifest = sealed.body
         self.partial = partial_folder(into, sealed.body.version)
         self._into, self._choice, self._run_key, self._log, self._stop = into, choice, run_key, log, stop
@@ -275,7 +288,12 @@ class Fetch:
         assembly = Assembly(folder, sealed.body, wanted=names)
         try:
             download = Download(assembly, self._choice, log=self._log, stop=self._stop)
-            download.run(max(0.0, self._left_s()), stall_s=stall_s)
+            if not self._while_growing:
+                download.run(max(0.0, self._left_s()), stall_s=stall_s)
+            else:
+                left_s = max(0.0, self._left_s())
+                download.run(math.inf, stall_s=left_s if stall_s is None else min(stall_s, left_s))
+                self._end_s = time.monotonic() + self._deadline_s
         finally:
             assembly.close()
 
@@ -368,7 +386,7 @@ def fetch_manifest(
     def attempt() -> Sealed[Manifest]:
         found: list[Sealed[Manifest]] = []
         reasons = []
-        for url in random.sample(choice.urls, len(choice.urls)):
+        for url in choice.in_random_order():
             try:
                 if version is not None:
                     sealed: Sealed[Manifest] | None = ask_manifest(connections, url, version)
@@ -406,7 +424,7 @@ def fetch_newer(
 
     def attempt() -> Sealed[Manifest]:
         reasons = []
-        urls = random.sample(choice.urls, len(choice.urls))
+        urls = choice.in_random_order()
         for url in urls:
             try:
                 # All relays are asked; the last one, each time another, may hold the request.

@@ -28,8 +28,9 @@ STALL_S = 3.0
 """Timeout without any byte, beyond the time that the server was allowed to wait."""
 SHARD_WAIT_S = 2.0
 """How long a relay may wait for a shard that it is downloading itself, before it answers "too early"."""
-ANSWER_DEADLINE_S = 60.0
-"""Timeout of a manifest or of one shard: guards against relays that send single bytes."""
+ANSWER_DEADLINE_S, PROGRESS_BYTES = 60.0, 256 << 10
+"""Time for each PROGRESS_BYTES of a shard or manifest: guards against relays that send single bytes. A shard that grows faster may
+take as long as it needs."""
 MAX_MANIFEST_BYTES = 16 << 20
 PIECE_BYTES = 256 << 10
 CHECK_EVERY_S = 0.25
@@ -157,8 +158,12 @@ def ask_shards(
     shards: Sequence[Shard],
     *,
     cancelled: Callable[[], bool],
+    received: Callable[[int], None] = lambda num_bytes: None,
 ) -> Generator[memoryview, None, None]:
-    """Yields the bytes of consecutive shards of one file, not verified; each is valid until the next is requested."""
+    """Yields the bytes of consecutive shards of one file, not verified; each is valid until the next is requested.
+
+    `received` is called with the number of bytes whenever some have arrived, several times for a shard that arrives slowly.
+    """
     first, last = shards[0], shards[-1]
     where = f"{url}/versions/{version}/{first.name}?wait_s={SHARD_WAIT_S:g}"
     headers = {"Range": f"bytes={first.start}-{last.stop - 1}"}
@@ -176,7 +181,7 @@ def ask_shards(
             read = _socket_reader(response, sock, cancelled)
         for shard in shards:
             data = buffer[: shard.num_bytes]
-            count = _fill(data, read, cancelled)
+            count = _fill(data, read, cancelled, received)
             response.length -= count
             if count != len(data):
                 raise RelayFailed(
@@ -219,32 +224,49 @@ def _socket_reader(
     return read
 
 
-def _fill(data: memoryview, read: ReadInto, cancelled: Callable[[], bool]) -> int:
-    """Reads until `data` is full, the body ends, or time is up; returns the number of bytes."""
-    deadline_s = time.monotonic() + ANSWER_DEADLINE_S
+def _fill(
+    data: memoryview, read: ReadInto, cancelled: Callable[[], bool], received: Callable[[int], None]
+) -> int:
+    """Reads until `data` is full, the body ends, or it grows too slowly; returns the number of bytes."""
+    deadline = _GrowthDeadline()
     position = 0
-    while position < len(data) and not cancelled() and time.monotonic() < deadline_s:
+    while position < len(data) and not cancelled() and not deadline.passed(position):
         count = read(data[position:])
         if not count:
             break
         position += count
+        received(count)
     return position
 
 
+class _GrowthDeadline:
+    """A deadline that moves on whenever another PROGRESS_BYTES have arrived."""
+
+    def __init__(self) -> None:
+        self._end_s, self._next_bytes = time.monotonic() + ANSWER_DEADLINE_S, PROGRESS_BYTES
+
+    def passed(self, num_bytes: int) -> bool:
+        """Returns whether time is up, after `num_bytes` in all."""
+        if num_bytes >= self._next_bytes:
+            self._end_s, self._next_bytes = time.monotonic() + ANSWER_DEADLINE_S, num_bytes + PROGRESS_BYTES
+        return time.monotonic() >= self._end_s
+
+
 def _get_manifest(connections: Connections, where: str, wait_s: float) -> bytes:
-    deadline_s = time.monotonic() + ANSWER_DEADLINE_S
-    body = b""
+    deadline = _GrowthDeadline()
+    body = bytearray()
     with connections.get(where, {}, read_s=wait_s + STALL_S) as (response, _):
         _check_status(response)
         while piece := response.read1(PIECE_BYTES):
             body += piece
-            if len(body) > MAX_MANIFEST_BYTES or time.monotonic() > deadline_s:
+            if len(body) > MAX_MANIFEST_BYTES or deadline.passed(len(body)):
                 raise RelayFailed(
-                    f"the manifest exceeds {MAX_MANIFEST_BYTES} bytes or took over {ANSWER_DEADLINE_S:.0f} s"
+                    f"the manifest exceeds {MAX_MANIFEST_BYTES} bytes, or {PROGRESS_BYTES} bytes of it took over "
+                    f"{ANSWER_DEADLINE_S:.0f} s"
                 )
         if response.length:
             raise RelayFailed(f"the manifest ended {response.length} bytes too early")
-    return body
+    return bytes(body)
 
 
 def _check_status(response: http.client.HTTPResponse) -> None:

@@ -5,10 +5,11 @@
     success of every relay += 0.01, at most 1               after each request to any relay: failed ones are retried
     probability ~ success * bandwidth
 
-Sampling, instead of always taking the best relay, spreads the load and adds up the bandwidths. Pure: no clock, no randomness,
-no network. Not thread-safe; the owner locks.
+Sampling, instead of always taking the best relay, spreads the load and adds up the bandwidths. No clock, no network. Not
+thread-safe; the owner locks.
 """
 
+import random
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
@@ -35,21 +36,41 @@ class RelayChoice:
     """Knows the relays of a client and how well each has served it."""
 
     def __init__(
-        self, urls: Iterable[str] = (), *, heal: float = HEAL, ticket: TicketSource | None = None
+        self,
+        urls: Iterable[str] = (),
+        *,
+        last: str = "",
+        heal: float = HEAL,
+        ticket: TicketSource | None = None,
     ) -> None:
-        """`ticket` is called for the Authorization header that private relays ask for."""
+        """`last` is a source for when no relay delivers; `ticket` is called for the Authorization header of private relays."""
         self._heal, self.ticket = heal, ticket
         self._stats: dict[str, RelayStats] = {}
-        self.update(urls)
+        self.update(urls, last=last)
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The known relays."""
+        """The known relays, and the last source behind them."""
         return tuple(self._stats)
 
-    def update(self, urls: Iterable[str]) -> None:
-        """Replaces the list of relays, and keeps the statistics of those that stay."""
-        self._stats = {url: self._stats.get(url) or RelayStats() for url in (url.rstrip("/") for url in urls)}
+    def update(self, urls: Iterable[str], *, last: str = "") -> None:
+        """Replaces the list of relays, and keeps the statistics of those that stay.
+
+        `last`, the origin, is asked only while the relays deliver next to nothing: it serves them all, and its link is the
+        trainer's. A relay with the same URL stays a relay.
+        """
+        relays = [url.rstrip("/") for url in urls]
+        last = last.rstrip("/")
+        self.last = "" if last in relays else last
+        self._stats = {
+            url: self._stats.get(url) or RelayStats()
+            for url in [*relays, *([self.last] if self.last else [])]
+        }
+
+    def in_random_order(self) -> list[str]:
+        """Returns the relays in random order, and the last source at the end."""
+        relays = [url for url in self.urls if url != self.last]
+        return [*random.sample(relays, len(relays)), *([self.last] if self.last else [])]
 
     def stats(self, url: str) -> RelayStats:
         """Returns the statistics of one relay."""

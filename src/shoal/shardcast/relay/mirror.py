@@ -8,6 +8,7 @@ than the link would keep every version incomplete. Versions that were missed are
 first, as far back as the store keeps them and their deltas need them.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,8 +31,8 @@ from shoal.wire.codes import Rejected
 
 POLL_S, MIN_POLL_S = 10.0, 0.5
 """How long an upstream may hold a request for a newer version, and the least time between two requests."""
-ATTEMPT_S = 15.0
-"""Time for one version before another incomplete one gets its turn, if no shard arrived."""
+STALL_S = 15.0
+"""Time without progress after which another incomplete version gets its turn. A shard that grows is progress."""
 PAUSE_S = 1.0
 LOG_DISK_FULL_S = 30.0
 WARN_AFTER_S = 60.0
@@ -175,7 +176,7 @@ class Mirror:
         return max(others or wanted, default=None)
 
     def _attempt(self, version: int) -> bool:
-        """Downloads one version for a while; returns whether shards arrived."""
+        """Downloads one version until it is complete or stalls; returns whether shards arrived."""
         try:
             with self._store.writing(version) as assembly:
                 return self._download(version, assembly)
@@ -200,7 +201,7 @@ class Mirror:
         problem = ""
         try:
             assembly.reuse_files([self._store.path(other) for other in reversed(self._store.complete())])
-            Download(assembly, self._choice, log=self._log, stop=self._stop).run(ATTEMPT_S)
+            Download(assembly, self._choice, log=self._log, stop=self._stop).run(math.inf, stall_s=STALL_S)
         except Stopped:
             return False
         except Rejected as rejected:

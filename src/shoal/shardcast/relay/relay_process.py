@@ -21,11 +21,17 @@ from shoal.shardcast.relay.mirror import Mirror, UpstreamUrl
 from shoal.shardcast.relay.relay_app import RelayServer
 from shoal.shardcast.store import KEEP_VERSIONS, VersionStore
 from shoal.telemetry import Log
+from shoal.wire.delegation import RelayDelegation
 from shoal.wire.keys import Key
-from shoal.wire.messages import Info, Origin, RelayReport, Url
-from shoal.wire.record import Record
+from shoal.wire.messages import Info, Origin, RelayReport
+from shoal.wire.record import Record, Sealed, Url
 
-_WRONG_KEY_CODES = ("request.unknown_key", "request.not_allowed")
+_WRONG_KEY_CODES = (
+    "request.unknown_key",
+    "request.not_allowed",
+    "request.revoked",
+    "request.bad_signature",
+)
 REPORT_EVERY_S = 5.0
 
 
@@ -41,7 +47,9 @@ class RelayConfig(Record):
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
     url: Url | None = None
-    """The URL under which others reach this relay. None: http://host:port, which is right on one machine."""
+    """The URL under which others reach this relay. None: that of the delegation, or http://host:port without one."""
+    delegation: Sealed[RelayDelegation] | None = None
+    """The operator's statement that the relay's key belongs to its URL. A coordinator takes no report without it."""
     keep_versions: int | None = Field(default=None, ge=1)
     """Number of versions to keep. None: as many as the run's terms say, so that leased versions are available."""
     max_bytes: int | None = Field(default=None, gt=0)
@@ -58,7 +66,12 @@ class RelayConfig(Record):
     def _enough(self) -> "RelayConfig":
         if self.coordinator is None and not (self.run and self.run_key and self.upstreams):
             raise ValueError("without a coordinator a relay needs run, run_key and upstreams")
-        if self.url is None and self.host in ("0.0.0.0", "::"):
+        delegated = None if self.delegation is None else self.delegation.body.url
+        if self.url is not None and delegated is not None and self.url.rstrip("/") != delegated:
+            raise ValueError(
+                f"url is {self.url}, but the delegation is for {delegated}; use that URL, or make another delegation"
+            )
+        if self.url is None and delegated is None and self.host in ("0.0.0.0", "::"):
             raise ValueError(
                 f"host={self.host!r} means every address of this machine; set url to the one that others use"
             )
@@ -101,7 +114,10 @@ class Relay:
         self.app = self._server.app
         self._server.start()
         host = f"[{config.host}]" if ":" in config.host else config.host
-        self.url = config.url or f"http://{host}:{self._server.port}"
+        delegated = None if config.delegation is None else config.delegation.body.url
+        self.url = delegated or config.url or f"http://{host}:{self._server.port}"
+        if self._client is not None:
+            self._report()  # before the mirror asks for a ticket, which only a known relay gets
         self._mirror = Mirror(
             self.store,
             self._upstreams(),
@@ -179,7 +195,12 @@ class Relay:
 
     def _report(self) -> None:
         assert self._client is not None
-        report = RelayReport(url=self.url, versions=self.store.complete(), bytes_sent=self.app.bytes_sent)
+        report = RelayReport(
+            url=self.url,
+            versions=self.store.complete(),
+            bytes_sent=self.app.bytes_sent,
+            delegation=self.config.delegation,
+        )
         try:
             self._client.send("POST", "/v1/relays", report.model_dump_json().encode())
             self._accepted = True

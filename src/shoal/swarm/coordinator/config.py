@@ -63,6 +63,9 @@ class CoordinatorConfig(Record):
     """Seconds that a client is told to wait when there is no work for it yet."""
     requests_per_s: float = Field(default=50.0, gt=0)
     """Requests per second that one node's key may send; a burst may have ten times as many."""
+    try_relays: bool = True
+    """Whether the coordinator fetches a manifest from a relay before leases name it. Set it to false where the coordinator cannot
+    reach the URLs that workers use, for example behind a NAT without hairpinning."""
     entry_points: tuple[str, ...] = ()
     """Other URLs of this run's coordinators. Clients use them when the URL that they know does not answer."""
     database: str = ""

@@ -275,7 +275,7 @@ class Validator:
             return [verdict for one in submissions for verdict in self._judge([one])]
         _, first = submissions[0]
         try:
-            policy = self._versions.get(first.policy_version, first.lease, first.relays)
+            policy = self._versions.get(first.policy_version, first.lease, first.relays, first.origin)
             found = judge_many(
                 submissions,
                 self._spec_with_files(),

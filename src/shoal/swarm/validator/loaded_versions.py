@@ -42,14 +42,17 @@ class LoadedVersions:
         self._same_model: tuple[object, Tokenizer] | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
-    def get(self, version: int, lease: Lease, relays: tuple[str, ...] = ()) -> LoadedPolicy:
-        """Returns a version. One that is not loaded is fetched from `relays`, or from the lease's relays if there are none."""
+    def get(self, version: int, lease: Lease, relays: tuple[str, ...] = (), origin: str = "") -> LoadedPolicy:
+        """Returns a version. One that is not loaded is fetched from `relays`, or from the lease's relays if there are none.
+
+        The origin is asked when relays deliver too little.
+        """
         if version in self._loaded:
             self._loaded.move_to_end(version)
             return self._loaded[version]
         try:
             manifest = self._manifest(version, lease)
-            self._relays.update(relays or lease.relays)
+            self._relays.update(relays or lease.relays, last=origin or lease.origin)
             folder = fetch_version(
                 manifest,
                 self._relays,
@@ -58,6 +61,7 @@ class LoadedVersions:
                 log=self._log,
                 stop=self._client.stop,
                 deadline_s=self._fetch_s,
+                while_growing=True,
             )
             policy = self._load(folder, manifest.body)
         except (CorruptData, Rejected, Refused, DeadlinePassed, ValueError, OSError) as error:

@@ -133,6 +133,8 @@ _ADMIN: frozenset[Caller] = frozenset({"admin"})
 _TRAINER: frozenset[Caller] = frozenset({"trainer"})
 _VALIDATOR: frozenset[Caller] = frozenset({"validator"})
 _RELAY: frozenset[Caller] = frozenset({"relay"})
+_REPORTER: frozenset[Caller] = _RELAY | {"newcomer"}
+"""A new relay's key is unknown until its first report, whose delegation says whose key it is."""
 _MEMBER = _NODE | _TRAINER | _VALIDATOR | _RELAY
 
 
@@ -204,7 +206,7 @@ SIGNED_ROUTES = (
     _signed("GET", "/v1/objects/{name}", _TRAINER | _VALIDATOR, get_object, None, None),
     _signed("POST", "/v1/policies", _TRAINER, versions.announce, Announce, Recorded, max_body=LARGE_BODY),
     _signed("GET", "/v1/batches/{version}", _TRAINER, get_batch, None, Batch),
-    _signed("POST", "/v1/relays", _RELAY, relays.report, RelayReport, HeartbeatReply),
+    _signed("POST", "/v1/relays", _REPORTER, relays.report, RelayReport, HeartbeatReply),
     _signed("POST", "/v1/tickets", _MEMBER, relays.issue_ticket, None, Sealed[Ticket]),
 )
 

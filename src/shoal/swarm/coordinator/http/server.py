@@ -49,6 +49,7 @@ from shoal.swarm.coordinator.http.routes import PUBLIC_ROUTES, SIGNED_ROUTES
 from shoal.swarm.coordinator.http.upload_receiver import Receiver
 from shoal.swarm.coordinator.leases import uploads
 from shoal.swarm.coordinator.leases.issue import check_upload_limit
+from shoal.swarm.coordinator.membership.relay_trials import start_trials
 from shoal.swarm.coordinator.store.writer import Writer
 from shoal.swarm.coordinator.views import prometheus, stats
 from shoal.telemetry import Log
@@ -323,6 +324,7 @@ def run_pool(
         coordinators = [stack.enter_context(_opened(run)) for run in runs]
         for coordinator in coordinators:
             _start_sweeping(coordinator, stop)
+            start_trials(coordinator, stop)
         _serve(coordinators, host, port, stop, on_ready)
 
 

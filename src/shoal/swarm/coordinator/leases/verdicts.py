@@ -121,11 +121,12 @@ def look_again(tx: Transaction, coordinator: Coordinator, lease_id: str) -> Clai
 
 def _to_claim(tx: Transaction, coordinator: Coordinator, row: Row[Any], *, until_s: float) -> Claim:
     version = range(row.policy_version, row.policy_version + 1)
-    live = relays.usable(relays.reports(tx.db), tx.now_s, coordinator.config.heartbeat_s)
+    live = relays.usable(relays.reports(tx.db), tx.now_s, coordinator.config.heartbeat_s, row.policy_version)
     return Claim(
         lease=Sealed[Lease].parse(row.sealed).body,
         checks=row.checks,
         relays=serving(live, version)[0],
+        origin=relays.origin_url(tx.db),
         policy_version=row.policy_version,
         sha256=row.sha256,
         num_bytes=row.num_bytes,

@@ -15,6 +15,8 @@ submission) is not expected to arrive, so idle newcomers take no work away from 
 a newcomer still gets a lease to prove itself."""
 LEASE_SHARE = 0.25
 """A lease is sized so that its node needs this share of the time until the deadline."""
+MIN_RELAY_KEYS = 2
+"""A lease names relays with at least this many different keys, if there are that many."""
 PROMPT_SLACK_TOKENS = 1024
 """Tokens that a chat template may add to a prompt. A prompt has at most as many tokens as bytes."""
 
@@ -203,11 +205,22 @@ def max_bytes(prompts: tuple[str, ...], sampling: Sampling, proof: ProofSpec) ->
 
 
 def serving(relays: tuple[RelayView, ...], versions: range) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Returns the relays to fetch from, and those of `versions` that some relay has. The relays are those with the newest."""
+    """Returns the relays to fetch from, and those of `versions` that some relay has.
+
+    The relays are those with the newest version. If one key alone says that it has it, those with the next newest are added, until
+    there are two keys: a relay that lies about its versions is never the only one, and an honest one has the version soon.
+    """
     held = {version for relay in relays for version in relay.versions if version in versions}
     if not held:
         return (), ()
-    newest = max(held)
+    by_version = {
+        relay.url: max((v for v in relay.versions if v in versions), default=-1) for relay in relays
+    }
     # A relay that is still mirroring the newest version would keep a worker waiting for it.
-    urls = tuple(relay.url for relay in relays if newest in relay.versions)
-    return urls, tuple(sorted(held))
+    chosen = [relay for relay in relays if by_version[relay.url] == max(held)]
+    keys = {relay.key for relay in chosen}
+    for relay in sorted(relays, key=lambda relay: -by_version[relay.url]):
+        if len(keys) < MIN_RELAY_KEYS and relay.key not in keys:
+            keys.add(relay.key)
+            chosen.append(relay)
+    return tuple(relay.url for relay in chosen), tuple(sorted(held))

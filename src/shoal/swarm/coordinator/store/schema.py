@@ -327,9 +327,16 @@ relays = Table(
     "relays",
     metadata,
     Column("url", String, primary_key=True),
+    # The key that the operator delegated for this URL, and when.
+    Column("key", String, nullable=False, index=True),
+    Column("delegated_at_s", Float, nullable=False),
     Column("versions", Text, nullable=False),
     Column("bytes_sent", Integer, nullable=False),
     Column("last_seen_s", Float, nullable=False),
+    # Why leases do not name it; empty if they do.
+    Column("problem", String, nullable=False),
+    # NULL before the first trial.
+    Column("tried_at_s", Float),
 )
 
 

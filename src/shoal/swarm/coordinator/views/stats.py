@@ -49,6 +49,9 @@ class Situation:
     finished: bool
     known_relays: int
     live_relays: int
+    """Relays that leases may name."""
+    relay_problem: str = ""
+    """Why leases do not name one that reports."""
     enrolled: int
     live_workers: int
     eval_workers: int
@@ -93,7 +96,8 @@ def _trainer_reason(now: Situation) -> str | None:
 
 def _missing_role_reason(now: Situation) -> str | None:
     if not now.live_relays:
-        return f"relays: none live (0 of {now.known_relays} known)"
+        problem = f"; {now.relay_problem}" if now.relay_problem else ""
+        return f"relays: none live (0 of {now.known_relays} known){problem}"
     if now.queued_checks and now.queue_untouched_s > VALIDATOR_PATIENCE_S:
         queued = _count(now.queued_checks, "submission")
         return f"a validator: {queued} queued, none claimed for {now.queue_untouched_s:.0f} s"
@@ -225,7 +229,9 @@ def runs(db: Connection, coordinator: Coordinator) -> RunList:
     newest = db.execute(
         select(policies.c.manifest).order_by(policies.c.version.desc()).limit(1)
     ).scalar_one_or_none()
-    live = relays.usable(relays.reports(db), coordinator.clock(), config.heartbeat_s)
+    live = relays.usable(
+        relays.reports(db), coordinator.clock(), config.heartbeat_s, situation.newest_version
+    )
     view = RunView(
         run=spec.run,
         task=spec.task.name,
@@ -269,7 +275,8 @@ def stats(db: Connection, context: ViewContext) -> Stats:
         latest=_latest_report(db),
         evaluations=evaluations.views(db),
         nodes=node_views(db, _nodes(db), context),
-        relays=relays.views(relays.reports(db), now_s, heartbeat_s),
+        relays=relays.views(relays.reports(db), now_s, heartbeat_s, situation.newest_version),
+        origin=relays.origin_url(db),
         bytes_published=int(
             db.execute(select(func.coalesce(func.sum(policies.c.num_bytes), 0))).scalar_one()
         ),
@@ -336,7 +343,8 @@ def read_situation(db: Connection, context: ViewContext) -> Situation:
     """Reads the counts that decide what the run is waiting for."""
     now_s, heartbeat_s = context.clock(), context.config.heartbeat_s
     newest = newest_version(db)
-    known_relays = relays.views(relays.reports(db), now_s, heartbeat_s)
+    known_relays = relays.views(relays.reports(db), now_s, heartbeat_s, newest)
+    live_relays = [relay for relay in known_relays if relay.liveness != Liveness.OFFLINE.value]
     enrolled, live, quarantined = _count_workers(db, now_s - LATE_AFTER * heartbeat_s)
     by_state = dict(_open_by_state(db))
     return Situation(
@@ -344,7 +352,8 @@ def read_situation(db: Connection, context: ViewContext) -> Situation:
         last_version=context.spec.last_version,
         finished=is_finished(db, context.spec),
         known_relays=len(known_relays),
-        live_relays=sum(relay.liveness != Liveness.OFFLINE.value for relay in known_relays),
+        live_relays=sum(not relay.problem for relay in live_relays),
+        relay_problem=next((f"{relay.url}: {relay.problem}" for relay in live_relays if relay.problem), ""),
         enrolled=enrolled,
         live_workers=live,
         eval_workers=live - quarantined,
