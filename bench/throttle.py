@@ -1,7 +1,8 @@
-"""A TCP proxy that limits the speed of a link, with one token bucket for all connections, and can fail on purpose."""
+"""A TCP proxy that gives a link a speed, a latency and losses, with one token bucket for all connections, and can fail on purpose."""
 
 import asyncio
 import contextlib
+import random
 import threading
 import time
 
@@ -9,13 +10,18 @@ PIECE_BYTES = 16 << 10
 BURST_S = 0.02
 """How much an idle or late proxy may catch up: without this, a busy machine makes the link slower than configured."""
 TICK_S = 0.002
+LOSS_S = 0.2
+"""Least time that TCP waits before it sends a lost packet again."""
+MAX_UNDERWAY = 1024
+"""Pieces that are on the link at once: more than 590 Mbit/s and 150 ms need."""
 
 
 class Link:
     """Listens on a free port, forwards to `target_port`, and limits what comes back to `bytes_per_s`.
 
     After `die_after` bytes all connections are closed, after `stall_after` bytes they hang. One bit in every
-    `corrupt_every` bytes is flipped (0: none).
+    `corrupt_every` bytes is flipped (0: none). Every piece takes `latency_s` in each direction. A share `loss` of the pieces is
+    lost and sent again: its connection delivers nothing for LOSS_S and two latencies, as TCP does after a lost packet.
     """
 
     def __init__(
@@ -26,7 +32,10 @@ class Link:
         die_after: float = float("inf"),
         stall_after: float = float("inf"),
         corrupt_every: int = 0,
+        latency_s: float = 0.0,
+        loss: float = 0.0,
     ) -> None:
+        self._latency_s, self._loss, self._rng = latency_s, loss, random.Random(7)
         self._target_port, self._bytes_per_s = target_port, bytes_per_s
         self._die_after, self._stall_after, self._corrupt_every = die_after, stall_after, corrupt_every
         self._free_at_s = 0.0
@@ -80,15 +89,27 @@ class Link:
         up_reader, up_writer = await asyncio.open_connection(
             "127.0.0.1", self._target_port, limit=PIECE_BYTES
         )
-        requests = asyncio.ensure_future(_copy(reader, up_writer))
+        requests = asyncio.ensure_future(self._copy(reader, up_writer))
+        underway: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_UNDERWAY)
+        arrivals = asyncio.ensure_future(_deliver(underway, writer))
         try:
             while piece := await up_reader.read(PIECE_BYTES):
                 await self._wait_for_turn(len(piece))
-                writer.write(self._corrupt(piece))
-                await writer.drain()
+                lost_s = LOSS_S + 2 * self._latency_s if self._rng.random() < self._loss else 0.0
+                await underway.put((time.monotonic() + self._latency_s + lost_s, self._corrupt(piece)))
+            await underway.put((0.0, b""))
+            await arrivals
         finally:
             requests.cancel()
+            arrivals.cancel()
             up_writer.transport.abort()
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while piece := await reader.read(PIECE_BYTES):
+                await asyncio.sleep(self._latency_s)
+                writer.write(piece)
+                await writer.drain()
 
     async def _wait_for_turn(self, num_bytes: int) -> None:
         before, self.num_bytes = self.num_bytes, self.num_bytes + num_bytes
@@ -108,8 +129,14 @@ class Link:
         return piece[:-1] + bytes([piece[-1] ^ 1])
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while piece := await reader.read(PIECE_BYTES):
-            writer.write(piece)
-            await writer.drain()
+async def _deliver(underway: "asyncio.Queue[tuple[float, bytes]]", writer: asyncio.StreamWriter) -> None:
+    """Writes each piece at its time, in order, until an empty one."""
+    while True:
+        due_s, piece = await underway.get()
+        if not piece:
+            return
+        late_s = due_s - time.monotonic()
+        if late_s > 0:
+            await asyncio.sleep(late_s)
+        writer.write(piece)
+        await writer.drain()
