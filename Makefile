@@ -8,6 +8,7 @@
 # make browser      the page and the docs in a real Chromium (installed by apt-get where that is allowed)
 # make docs         the docs as a site in out/site; a broken link is an error
 # make hivemind     DiLoCo between real Hivemind peers on loopback, in an environment of its own
+# make environments tasks of other packages (reasoning-gym, rlve-gym, datasets), in an environment of its own
 # make gpu          tests that need a CUDA device
 # make test-lowest  the control plane's tests with the lowest versions that pyproject.toml allows
 
@@ -22,7 +23,7 @@ WORKERS ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 2)))
 PYTEST = $(BIN)/pytest $(if $(DURATIONS),--durations=$(DURATIONS))
 PARALLEL := -n $(WORKERS) --dist loadfile
 
-.PHONY: env demo test integration check postgres docs e2e slow gpu smollm2 s3 browser hivemind test-lowest clean
+.PHONY: env demo test integration check postgres docs e2e slow gpu smollm2 s3 browser hivemind environments test-lowest clean
 
 env: $(VENV)/.ready
 
@@ -108,9 +109,18 @@ $(VENV)-hivemind/.ready: pyproject.toml constraints.txt
 	@$(VENV)-hivemind/bin/pip install --quiet --disable-pip-version-check --constraint $(VENV)-hivemind/constraints.txt --editable '.[torch,plot,hivemind,torchft,dev]'
 	@touch $@
 
+# Apart from the rest, because the packages of others bring many of their own.
+environments: $(VENV)-environments/.ready
+	$(VENV)-environments/bin/pytest -m environments tests/tasks tests/cli
+
+$(VENV)-environments/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv $(VENV)-environments
+	@$(VENV)-environments/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[math,reasoning-gym,rlve-gym,datasets,dev]'
+	@touch $@
+
 # The control plane alone: the lowest torch has no build for every machine.
 test-lowest: $(VENV)-lowest/.ready
-	$(VENV)-lowest/bin/pytest -p no:schemathesis -m 'not gpu and not e2e and not slow and not s3 and not browser and not hivemind and not vllm and not integration' \
+	$(VENV)-lowest/bin/pytest -p no:schemathesis -m 'not gpu and not e2e and not slow and not s3 and not browser and not hivemind and not vllm and not environments and not integration' \
 		tests/wire tests/net tests/shardcast tests/swarm/coordinator
 
 $(VENV)-lowest/.ready: pyproject.toml .ci/lowest_versions.py

@@ -60,6 +60,7 @@ LIVE: tuple[str, ...] = (
 """How commands begin that are run as they stand against a live run, in the order of the page."""
 
 ELSEWHERE: dict[str, str] = {
+    "shoal tasks show sort": "tests/cli/test_tasks_command.py",
     "make demo": "tests/e2e/test_demo.py",
     "make test": ".ci/run",
     "make check": ".ci/run",

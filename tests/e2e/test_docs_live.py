@@ -43,15 +43,14 @@ class Reader:
                 r'^```toml title="(.*?)"\n(.*?)^```$', page.read_text(), re.MULTILINE | re.DOTALL
             ):
                 (folder / title).write_text(text)
-        self.packages = folder / "packages"
-        install_reverse(self.packages)
+        write_reverse(self.folder)
         self.joined: subprocess.Popen[bytes] | None = None
         self.done: set[str] = set()
         """Runs a command that is on several pages once."""
 
     @property
     def environment(self) -> dict[str, str]:
-        paths = [str(self.packages), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+        paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
         return os.environ | self.swarm.mark | {"PYTHONPATH": ":".join(filter(None, paths))}
 
     def words(self, command: Command) -> list[str]:
@@ -130,16 +129,12 @@ def read_until(terminal: int, words: bytes, deadline_s: float = 90.0) -> bytes:
     return said
 
 
-def install_reverse(folder: Path) -> None:
-    """Installs the example of docs/guides/researcher.md as pip would."""
+def write_reverse(folder: Path) -> None:
+    """Writes the example of docs/guides/researcher.md."""
     text = (ROOT / "docs" / "guides" / "researcher.md").read_text()
     source = re.search(r'^```python title="reverse_words.py"\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
     assert source is not None
-    info = folder / "reverse_words-1.0.dist-info"
-    info.mkdir(parents=True)
     (folder / "reverse_words.py").write_text(source[1])
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: reverse-words\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[shoal.tasks]\nreverse = reverse_words:Reverse\n")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The tutorial of docs/guides/researcher.md, run to its result: a task of one's own is trained on."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -22,21 +21,15 @@ def file_of_guide(name: str) -> str:
 
 
 def write_tutorial(folder: Path, source: str) -> None:
-    """Writes the tutorial's files, and the metadata that pip would install."""
+    """Writes the tutorial's files."""
     (folder / "reverse_words.py").write_text(source)
     (folder / "reverse.toml").write_text(file_of_guide("reverse.toml"))
-    info = folder / "reverse_words-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: reverse-words\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[shoal.tasks]\nreverse = reverse_words:Reverse\n")
 
 
 def run_tutorial(folder: Path) -> subprocess.CompletedProcess[str]:
-    path = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
     return subprocess.run(
         [sys.executable, "-m", "shoal", "run", "reverse.toml"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=500,

@@ -19,6 +19,7 @@ from shoal.cli.ui.values import (
     add_json,
     add_sampling_options,
     add_task_options,
+    add_task_settings,
     add_threads,
     at_least_one,
     count,
@@ -181,7 +182,7 @@ def _add_node_folder(parser: argparse.ArgumentParser, action: Action) -> None:
 
 
 def add_analysis_commands(commands: Commands) -> None:
-    """Adds ledger, audit, explain, eval, data and toploc."""
+    """Adds ledger, audit, explain, eval, tasks, data and toploc."""
     _add_ledger(commands)
     _add_audit(commands)
     explain = commands.add_parser("explain", help="what a refusal code means")
@@ -189,6 +190,7 @@ def add_analysis_commands(commands: Commands) -> None:
     add_json(explain)
     explain.set_defaults(action=_explain)
     _add_eval(commands)
+    _add_tasks(commands)
     _add_data(commands)
     _add_toploc(commands)
 
@@ -236,6 +238,17 @@ def _add_eval(commands: Commands) -> None:
     add_sampling_options(parser)
     add_json(parser)
     parser.set_defaults(action=_evaluate)
+
+
+def _add_tasks(commands: Commands) -> None:
+    parser = commands.add_parser("tasks", help="list the installed tasks, or show problems of one")
+    parser.set_defaults(action=_list_tasks)
+    actions = parser.add_subparsers(metavar="ACTION")
+    show = actions.add_parser("show", help="print three problems, each with a right and a wrong answer")
+    show.add_argument("task", metavar="NAME", help="a task that `shoal tasks` lists, or FILE.py:CLASS")
+    add_task_settings(show)
+    show.add_argument("--seed", type=int, default=0, help="chooses the problems (default: 0)")
+    show.set_defaults(action=_show_task)
 
 
 def _add_data(commands: Commands) -> None:
@@ -390,6 +403,18 @@ def _evaluate(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.cli.commands.evaluate import evaluate
 
     return evaluate(options, stop)
+
+
+def _list_tasks(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.tasks import list_tasks
+
+    return list_tasks(options, stop)
+
+
+def _show_task(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.tasks import show_task
+
+    return show_task(options, stop)
 
 
 def _filter(options: argparse.Namespace, stop: threading.Event) -> int:

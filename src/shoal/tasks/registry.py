@@ -1,4 +1,4 @@
-"""Finds tasks by name: built-in ones, and those of installed packages in the entry point group `shoal.tasks`."""
+"""Finds tasks by name: built-in ones, those of installed packages in the entry point group `shoal.tasks`, and FILE.py:CLASS."""
 
 import difflib
 import functools
@@ -10,10 +10,13 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from shoal.files import write_bytes_atomically
+from shoal.tasks.code_files import CODE_DIGEST, is_code, load_code, pin_code
 from shoal.tasks.datasets.data_set import DataSet, Format, Listed, checks_text
 from shoal.tasks.datasets.file_options import Options, checked_options, keep_files
 from shoal.tasks.datasets.formats import GSM8K, HUMANEVAL, MATH, MBPP, SVAMP
 from shoal.tasks.datasets.genesys import GENESYS
+from shoal.tasks.datasets.hub_files import with_hub_files
+from shoal.tasks.datasets.question_answer import QuestionAnswer
 from shoal.tasks.datasets.row_index import copy_index
 from shoal.tasks.length_budget import with_budgets
 from shoal.tasks.procedural import Add, Count, Largest, Sort
@@ -30,12 +33,18 @@ def _data_set(format: Format) -> Factory:
     return functools.partial(DataSet, format=format)
 
 
+def _listed(path: str) -> Task:
+    """Trains on the problems of a file that `shoal data filter` wrote."""
+    return Listed(path=path, make_task=make_task)
+
+
 TASKS: dict[str, Factory] = {
     "add": Add,
     "sort": Sort,
     "largest": Largest,
     "count": Count,
-    "listed": lambda path: Listed(path=path, make_task=make_task),
+    "qa": QuestionAnswer,
+    "listed": _listed,
     **{format.name: _data_set(format) for format in (GSM8K, SVAMP, MATH, MBPP, HUMANEVAL, GENESYS)},
 }
 
@@ -51,8 +60,8 @@ def make_task(spec: TaskSpec) -> Task:
 @functools.lru_cache(maxsize=8)
 def _make(text: str) -> Task:
     spec = TaskSpec.model_validate_json(text)
-    factory = _find(spec.name)
-    options = checked_options(spec)
+    options = dict(checked_options(spec))
+    factory = find_task(spec.name, str(options.pop(CODE_DIGEST, "")))
     _check_options(spec.name, factory, options)
     try:
         task = factory(**options)
@@ -67,7 +76,8 @@ def keep_task_files(spec: TaskSpec, folder: Path, *, reports: Path) -> TaskSpec:
     The spec of a data set also names lists of its unusable rows, so that every machine of the run leaves out the same rows and only
     this one checks gold answers. The rows and their reasons are written to `reports`. Raises ValueError if too many are unusable.
     """
-    task = _find(spec.name)(**checked_options(spec)) if spec.name in TASKS else None
+    spec = pin_task(spec)
+    task = find_task(spec.name)(**checked_options(spec)) if spec.name in TASKS else None
     kept = keep_files(spec, folder)
     if not isinstance(task, DataSet) or task.path.startswith("sha256:"):
         return kept
@@ -97,9 +107,32 @@ def keep_task_files(spec: TaskSpec, folder: Path, *, reports: Path) -> TaskSpec:
     return kept.model_copy(update={"options": options})
 
 
-def _find(name: str) -> Factory:
+def task_origins() -> dict[str, str]:
+    """Returns the names of all installed tasks, and where each comes from: `built in`, or a package and its version."""
+    found = dict.fromkeys(TASKS, "built in")
+    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
+        origin = "a package" if point.dist is None else f"{point.dist.name} {point.dist.version}"
+        found.setdefault(point.name, origin)
+    return found
+
+
+def pin_task(spec: TaskSpec) -> TaskSpec:
+    """Returns the spec for the public terms of a run: with local files, the digests of code files and the versions of packages.
+
+    An adapter to another package has a method `pins`, which returns the options that fix what its problems depend on.
+    """
+    spec = with_hub_files(pin_code(spec))
+    pins = getattr(find_task(spec.name, str(spec.options.get(CODE_DIGEST, ""))), "pins", None)
+    return spec if pins is None else spec.model_copy(update={"options": spec.options | pins(spec.options)})
+
+
+def find_task(name: str, digest: str = "") -> Factory:
+    """Returns the class or function that makes the task of this name from its options. Raises ValueError if unknown."""
     if name in TASKS:
         return TASKS[name]
+    if is_code(name):
+        code: Factory = load_code(name, digest)
+        return code
     found = entry_points(group=ENTRY_POINTS)
     if name not in found.names:
         raise ValueError(f"unknown task {name!r}; known: {sorted(TASKS.keys() | found.names)}")

@@ -20,6 +20,8 @@ from shoal.cli.ui.progress_bar import progress
 from shoal.cli.ui.values import check_device
 from shoal.net.waiting import Stopped
 from shoal.tasks import CannotGrade, Finite, Outcome, Problem, Split, Task, make_task
+from shoal.tasks.code_files import allow_code
+from shoal.tasks.datasets.hub_files import with_hub_files
 from shoal.tasks.task_errors import grade_answer
 from shoal.wire.run_spec import ProofSpec, Sampling, TaskSpec
 from shoal.wire.seeded_draw import sample_seed
@@ -64,12 +66,15 @@ class DrawSettings:
 
 
 def task_spec(options: argparse.Namespace) -> TaskSpec:
-    return TaskSpec(
+    """Returns the task of the command line, with local files. A Python file that it names may be executed."""
+    spec = TaskSpec(
         name=options.task,
         options=dict(options.option),
         budgets=tuple(options.budgets),
         budget_alpha=options.budget_alpha,
     )
+    allow_code(spec)
+    return with_hub_files(spec)
 
 
 def make_draw(options: argparse.Namespace, samples: int, sampling: Sampling) -> DrawSettings:

@@ -10,6 +10,7 @@ from pathlib import Path
 from shoal.cli.run.estimate import num_parameters
 from shoal.cli.run.runfile import RunFile
 from shoal.tasks import CannotGrade, Task, make_task
+from shoal.tasks.datasets.hub_files import with_hub_files
 from shoal.tasks.task_errors import pose_prompts, try_task
 
 MEASURED_PROMPTS = 32
@@ -32,7 +33,7 @@ def try_run(file: RunFile, path: Path, *, starts: bool) -> list[str]:
         if lie not in LIES:
             raise ValueError(f"{path}: local.lies: unknown lie {lie!r}; known: {', '.join(LIES)}")
     check_packages(file.trainer.metrics)
-    task = make_task(file.task)
+    task = make_task(with_hub_files(file.task))
     warnings = _try_task(task)
     try:
         folder = check_model(file, path)

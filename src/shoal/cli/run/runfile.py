@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.tasks import make_task
+from shoal.tasks.code_files import allow_code
 from shoal.tasks.datasets.file_options import without_digests
 from shoal.trainer.config import TrainerConfig
 from shoal.wire.codes import Rejected
@@ -81,6 +82,7 @@ class RunFile(Record):
     @field_validator("task")
     @classmethod
     def _task_exists(cls, task: TaskSpec) -> TaskSpec:
+        allow_code(task)  # the user of this machine wrote the run file
         make_task(without_digests(task))  # without its files, which may be on the coordinator's machine only
         return task
 

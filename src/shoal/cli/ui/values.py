@@ -122,8 +122,13 @@ def add_compute_options(parser: argparse.ArgumentParser) -> None:
 
 def add_task_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument(
-        "--task", metavar="NAME", required=required, help="the task; docs/tasks.md lists them"
+        "--task", metavar="NAME", required=required, help="the task; `shoal tasks` lists them"
     )
+    add_task_settings(parser)
+
+
+def add_task_settings(parser: argparse.ArgumentParser) -> None:
+    """Adds the options and length budgets of a task that is named elsewhere."""
     parser.add_argument(
         "--option",
         type=option,

@@ -1,0 +1,268 @@
+"""The task `qa`: questions and answers of a file with any column names, graded by one of a few rules or by a Python function.
+
+    exact      the reply is the answer, without spaces at the ends
+    number     the last \\boxed{}, the number after ####, or else the last number
+    math       the last \\boxed{}, compared by math-verify
+    choice     a letter, such as B
+    regex      the first group of the last match of `pattern` is the answer
+    FILE:NAME  a function of a Python file: `def grade(reply, answer)` returns a reward from 0 to 1; it may also ask for `question`
+
+The answer of a row may be a text, a number, or a list of right answers.
+"""
+
+import hashlib
+import inspect
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any
+
+from shoal.tasks.code_files import is_code, load_code
+from shoal.tasks.datasets.data_set import DataSet, Format, Row, Style
+from shoal.tasks.grading.math_grader import (
+    compare,
+    find_bad_expression,
+    last_boxed,
+    last_number,
+    plain_number,
+)
+from shoal.tasks.grading.pattern_grader import find_last
+from shoal.tasks.task import RIGHT, UNPARSEABLE, WRONG, Outcome, Problem, Reward, reply_of
+
+_MARK = "####"
+_PLAIN_ASK = "{question}"
+_BARE_ASK = "Question: {question}\nAnswer:"
+_ASK: dict[str, tuple[str, str]] = {
+    "exact": ("{question}\nReply with the answer only.",) * 2,
+    "number": (
+        "{question}\nThink step by step, then give the answer as a number after ####.",
+        "{question} Reply with the number only.",
+    ),
+    "math": (
+        "{question}\nThink step by step, then put the final answer within \\boxed{}.",
+        "{question}\nReply with the final answer within \\boxed{} only.",
+    ),
+    "choice": (
+        "{question}\nThink step by step, then give the letter of the answer after ####.",
+        "{question} Reply with the letter only.",
+    ),
+    "regex": (_PLAIN_ASK, _PLAIN_ASK),
+}
+"""Prompts of the styles chat and direct."""
+_LETTERS = (
+    re.compile(r"\banswer(?:\s+is)?\s*:?\s*\(?([A-Za-z])\b", re.IGNORECASE),
+    re.compile(r"\A\s*\(?([A-Za-z])\)?[.:]?\s*\Z"),
+    re.compile(r"\(([A-Z])\)"),
+    re.compile(r"\b([A-HJ-Z])\b(?! [a-z])"),
+)
+"""Where a choice is looked for, in this order; the last match counts. A word such as `A` or `I` in a sentence is no choice."""
+_LITERAL = r"[^\\()\[\]{}?*+|^$.]*"
+_ONE_GROUP = re.compile(rf"({_LITERAL})\((?!\?)[^()]*\)({_LITERAL})")
+
+Grade = Callable[[str, Sequence[str], str], Reward]
+"""Grades a reply by the right answers and the question."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionAnswer(DataSet):
+    """Questions and answers of a file."""
+
+    format: Format = field(init=False)
+    question: str = "question"
+    """Name of the column with the question."""
+    answer: str = "answer"
+    """Name of the column with the answer, or with a list of right answers."""
+    grader: str = "exact"
+    grader_sha256: str = ""
+    """Digest that the file of a Python grader must have."""
+    pattern: str = ""
+    """Regular expression of the grader `regex`."""
+    template: str = ""
+    """The prompt, with {question} in it. Empty: as the style and the grader need it."""
+    eval_share: float = 0.2
+    """Share of the rows to hold out if there is no `eval_path`."""
+    eval_seed: int = 0
+    """Chooses which rows are held out."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.eval_share, int | float) or not 0 < self.eval_share < 1:
+            raise ValueError(f"qa: eval_share={self.eval_share!r} must be above 0 and below 1, such as 0.1")
+        if self.template and "{question}" not in self.template:
+            raise ValueError(
+                f"qa: template={self.template!r} must contain {{question}}, where the question goes"
+            )
+        reader = RowReader(self.question, self.answer, self.template, self.grader, self.pattern)
+        format = Format(
+            name="qa",
+            read=reader.read,
+            grade=_graded(_grade_of(self.grader, self.grader_sha256, self.pattern)),
+            find_bad=_find_bad_math if self.grader == "math" else lambda problems: {},
+            is_held_out=lambda prompt: _is_drawn(prompt, self.eval_share, self.eval_seed),
+        )
+        object.__setattr__(self, "format", format)
+        super().__post_init__()
+
+
+@dataclass(frozen=True, slots=True)
+class RowReader:
+    """Makes a problem of a row, by the names of its columns."""
+
+    question: str
+    answer: str
+    template: str
+    grader: str
+    pattern: str
+
+    def read(self, row: Row, style: Style) -> Problem:
+        asked = row[self.question]
+        if not isinstance(asked, str) or not asked.strip():
+            raise ValueError(f"the question in {self.question!r} is {asked!r}, expected a text")
+        answers = [self._text(one) for one in self._listed(row[self.answer])]
+        if not answers:
+            raise ValueError(f"the list of answers in {self.answer!r} is empty")
+        check = json.dumps({"answers": answers, "question": asked.strip()})
+        return Problem(self._prompt(asked.strip(), style), self._right(answers[0]), check=check)
+
+    def _prompt(self, question: str, style: Style) -> str:
+        direct = int(style == "direct")
+        ask = _BARE_ASK if style == "bare" else _ASK.get(self.grader, (_PLAIN_ASK,) * 2)[direct]
+        return (self.template or ask).replace("{question}", question)
+
+    def _right(self, answer: str) -> str:
+        """Returns a reply with this answer."""
+        if self.grader == "math":
+            return f"\\boxed{{{answer}}}"
+        # `The answer is (.*)` is a text around one group: a right reply can be made of it. Other patterns say too little.
+        if self.grader == "regex" and (match := _ONE_GROUP.fullmatch(self.pattern)):
+            return f"{match[1]}{answer}{match[2]}"
+        return answer
+
+    def _listed(self, value: Any) -> Sequence[Any]:
+        return value if isinstance(value, list | tuple) else [value]
+
+    def _text(self, value: Any) -> str:
+        """Returns one right answer as the grader needs it. Raises ValueError if it cannot grade by it."""
+        if isinstance(value, bool) or value is None or isinstance(value, dict | list):
+            raise ValueError(f"the answer in {self.answer!r} is {value!r}, expected a text or a number")
+        if isinstance(value, float):
+            if not math.isfinite(value):
+                raise ValueError(f"the answer in {self.answer!r} is {value!r}, expected a number")
+            value = f"{Decimal(repr(value)).normalize():f}"  # a column with an empty cell makes 12 a 12.0
+        text = str(value).strip()
+        if not text:
+            raise ValueError(f"the answer in {self.answer!r} is empty")
+        if self.grader == "number" and plain_number(text) is None:
+            raise ValueError(f'the answer {text[:80]!r} is not a number; use grader = "exact" or "regex"')
+        if self.grader == "choice":
+            if not (match := re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", text)):
+                raise ValueError(f'the answer {text[:80]!r} is not a letter; use grader = "exact"')
+            text = match[1].upper()
+        return text
+
+
+def _grade_of(grader: str, digest: str, pattern: str) -> Grade:
+    """Returns the function of a grader. Raises ValueError for an unknown one."""
+    if (grader == "regex") != bool(pattern):
+        raise ValueError('qa: grader = "regex" needs `pattern`, and no other grader has one')
+    if is_code(grader):
+        return _python_grader(grader, digest)
+    if grader == "regex":
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"qa: pattern = {pattern!r}: {error}; correct the regular expression") from None
+        return lambda reply, answers, _: _compare_text(find_last(pattern, reply), answers)
+    known: dict[str, Grade] = {
+        "exact": lambda reply, answers, _: _compare_text(reply, answers),
+        "number": _grade_number,
+        "math": _grade_math,
+        "choice": lambda reply, answers, _: _compare_text(choice_in(reply), answers),
+    }
+    if grader not in known:
+        raise ValueError(
+            f"qa: grader={grader!r} is unknown; known: {', '.join(_ASK)}, or a function as FILE.py:NAME"
+        )
+    return known[grader]
+
+
+def _graded(grade: Grade) -> Callable[[Problem, str], Reward]:
+    def of_text(problem: Problem, text: str) -> Reward:
+        check = json.loads(problem.check)
+        return grade(reply_of(text), check["answers"], check["question"])
+
+    return of_text
+
+
+def _compare_text(given: str | None, answers: Sequence[str]) -> Reward:
+    if given is None or not given.strip():
+        return UNPARSEABLE
+    return RIGHT if given.strip() in answers else WRONG
+
+
+def _grade_number(reply: str, answers: Sequence[str], question: str) -> Reward:
+    boxed = last_boxed(reply)
+    given = plain_number(boxed) if boxed else last_number(reply.rpartition(_MARK)[2])
+    if given is None:
+        return UNPARSEABLE
+    return RIGHT if given in [plain_number(answer) for answer in answers] else WRONG
+
+
+def _grade_math(reply: str, answers: Sequence[str], question: str) -> Reward:
+    boxed = last_boxed(reply)
+    if not boxed:
+        return UNPARSEABLE
+    rewards = [compare(answer, boxed) for answer in answers]
+    return max(rewards, key=lambda reward: reward.value)
+
+
+def choice_in(reply: str) -> str | None:
+    """Returns the letter that a reply chooses, or None."""
+    reply = last_boxed(reply) or reply.rpartition(_MARK)[2]
+    for pattern in _LETTERS:
+        if found := pattern.findall(reply):
+            return str(found[-1]).upper()
+    return None
+
+
+def _python_grader(address: str, digest: str) -> Grade:
+    function = load_code(address, digest)
+    names = set(inspect.signature(function).parameters)
+    if not {"reply", "answer"} <= names <= {"reply", "answer", "question"}:
+        raise ValueError(
+            f"{address}: the parameters are {', '.join(sorted(names))}; a grader is `def grade(reply, answer)` or "
+            "`def grade(reply, answer, question)`"
+        )
+
+    def grade(reply: str, answers: Sequence[str], question: str) -> Reward:
+        extra = {"question": question} if "question" in names else {}
+        values = [function(reply=reply, answer=answer, **extra) for answer in answers]
+        return max((_checked(address, value) for value in values), key=lambda reward: reward.value)
+
+    return grade
+
+
+def _checked(address: str, value: object) -> Reward:
+    if value is None:
+        return UNPARSEABLE
+    if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
+        raise ValueError(f"{address} returned {value!r}; a grader returns a number from 0 to 1, or None")
+    return Reward(float(value), Outcome.RIGHT if value == 1 else Outcome.WRONG)
+
+
+def _find_bad_math(problems: Sequence[Problem]) -> dict[int, str]:
+    """Returns the problems that have an answer that math-verify cannot parse."""
+    golds = [
+        (index, Problem("", "", check=answer))
+        for index, problem in enumerate(problems)
+        for answer in json.loads(problem.check)["answers"]
+    ]
+    bad = find_bad_expression([problem for _, problem in golds])
+    return {golds[place][0]: reason for place, reason in bad.items()}
+
+
+def _is_drawn(prompt: str, share: float, seed: int) -> bool:
+    drawn = hashlib.sha256(f"qa/{seed}/{prompt}".encode()).digest()
+    return int.from_bytes(drawn[:8], "big") < share * 2**64
