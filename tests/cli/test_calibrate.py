@@ -106,3 +106,27 @@ def test_rows_of_another_model_do_not_become_honest(
     assert main([*words, "--model", str(tmp_path / "other"), "--out", str(out)]) == 2
     assert "was not made by these weights in float32: exponents that differ" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_a_bfloat16_run_measures_its_own_noise(tmp_path: Path) -> None:
+    file, out = tmp_path / "run.toml", tmp_path / "noise.json"
+    file.write_text((RUNS / "demo.toml").read_text().replace('"float32"', '"bfloat16"', 1))
+    assert load_run_file(file).lacks_calibration
+    assert main(["toploc", "calibrate-run", str(file), "--out", str(out)]) == 0
+    calibrated = load_run_file(file, calibration=out)
+    assert not calibrated.lacks_calibration
+    noise = calibrated.spec().noise
+    assert noise is not None and noise.compute_dtype == "bfloat16"
+    assert "512 rows" in noise.measured[0]
+
+
+def test_a_bfloat16_coordinator_without_a_calibration_does_not_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    text = (RUNS / "demo.toml").read_text().replace('"float32"', '"bfloat16"', 1)
+    file.write_text(text)
+    assert main(["coordinator", str(file), "--dir", str(tmp_path / "c"), "--port", "0"]) == 2
+    assert "calibrate-run" in capsys.readouterr().err
+    file.write_text(text.replace("[run]\n", "[run]\nuncalibrated = true\n", 1))
+    assert not load_run_file(file).lacks_calibration

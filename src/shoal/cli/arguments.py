@@ -297,6 +297,15 @@ def _add_toploc(commands: Commands) -> None:
         help="files that `prove` wrote; each name should say on which machine",
     )
     calibrate.set_defaults(action=_calibrate)
+    whole = actions.add_parser(
+        "calibrate-run", help="measure the noise of a run file's own model, task and terms on this machine"
+    )
+    whole.add_argument("file", type=Path, metavar="FILE.toml")
+    whole.add_argument("--out", type=Path, required=True, metavar="NOISE")
+    whole.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    whole.add_argument("--threads", type=int, default=0, help="threads of torch (default: torch chooses)")
+    whole.add_argument("--stop-with-stdin", action="store_true", help="stop when standard input ends")
+    whole.set_defaults(action=_calibrate_run)
     for action in (prove, calibrate):
         action.add_argument("--model", required=True, help="a folder, or a built-in model")
         action.add_argument(
@@ -427,6 +436,12 @@ def _prove(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.cli.commands.toploc import prove
 
     return prove(options, stop)
+
+
+def _calibrate_run(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.toploc import calibrate_run
+
+    return calibrate_run(options, stop)
 
 
 def _calibrate(options: argparse.Namespace, stop: threading.Event) -> int:

@@ -124,7 +124,7 @@ def model_folder(name: str) -> Iterator[Path]:
         yield Path(folder) / "model"
 
 
-def load_engine(folder: Path, options: argparse.Namespace) -> "Engine":
+def load_engine(folder: Path, options: argparse.Namespace, proof: ProofSpec | None = None) -> "Engine":
     import torch
 
     from shoal.rollout.engine.selection import make_engine
@@ -135,7 +135,7 @@ def load_engine(folder: Path, options: argparse.Namespace) -> "Engine":
     engine = make_engine(
         options.engine,
         compute_dtype=options.dtype,
-        proof=ProofSpec(),
+        proof=proof or ProofSpec(),
         max_rows=options.max_rows,
         device=options.device,
         tensor_parallel=options.tensor_parallel,

@@ -15,14 +15,16 @@ import torch
 
 from shoal import toploc
 from shoal.cli.commands.sample_answers import load_engine, model_folder
+from shoal.cli.run.runfile import load_run_file
 from shoal.cli.ui.progress_bar import progress
+from shoal.files import write_bytes_atomically
 from shoal.model.load_model import DTYPES, load_causal
 from shoal.model.tokenizer import load_tokenizer
 from shoal.net.waiting import Stopped
 from shoal.rollout.engine.api import ComputeDtype, Engine, FinishedRow, GenerationRequest
 from shoal.swarm.validator.fact_checks import RowFacts, logprob_gap, units_of
 from shoal.swarm.validator.recompute import CalibrationTerms, LoadedPolicy, recompute
-from shoal.tasks import make_task
+from shoal.tasks import Task, make_task
 from shoal.wire.codes import Rejected
 from shoal.wire.proof_noise import Noise
 from shoal.wire.rollouts import RolloutTable, TableLimits, decode, encode
@@ -34,6 +36,8 @@ SAMPLES = 4
 MAX_FILE_ROWS = 1 << 20
 MAX_MISSES = 0.02
 """Largest share of draws beyond a run's tolerance in rows that count as honest."""
+RUN_ROWS, RUN_TOKENS = 512, 512
+"""Rows that a run generates to calibrate itself, and most tokens of each: half a minute of a 0.5B model on a GPU."""
 CHECK_ROWS = 64
 """Rows checked between two updates of the progress."""
 
@@ -46,21 +50,53 @@ def prove(options: argparse.Namespace, stop: threading.Event) -> int:
         )
     with model_folder(options.model) as folder:
         engine = load_engine(folder, options)
-        engine.submit(_requests(engine, options))
-        with progress("rows generated", options.rows) as advance:
-            finished: list[FinishedRow] = []
-            while engine.has_work:
-                if stop.is_set():
-                    raise Stopped(f"stopped after {len(finished)} of {options.rows} rows")
-                new = engine.step()
-                finished += new
-                advance(len(new))
-    rows = sorted(
-        (row.to_rollout() for row in finished), key=lambda row: (row.prompt_index, row.sample_index)
-    )
-    options.out.write_bytes(encode(RolloutTable(lease_id=_LEASE_ID, policy_version=0, rows=tuple(rows))))
+        task = make_task(TaskSpec(name=options.task))
+        table = _generate(
+            engine,
+            _task_requests(engine, task, options.rows, options.max_new_tokens, options.temperature),
+            stop,
+        )
+    options.out.write_bytes(encode(table))
     print(
-        f"{options.out}: {len(rows)} rows, {sum(len(row.output_tokens) for row in rows):,} tokens, {_machine(options)}"
+        f"{options.out}: {len(table.rows)} rows, {sum(len(row.output_tokens) for row in table.rows):,} tokens, "
+        f"{_machine(options)}"
+    )
+    return 0
+
+
+def calibrate_run(options: argparse.Namespace, stop: threading.Event) -> int:
+    """Generates rows with the model, the task and the terms of a run file, checks them like a validator, and writes a noise file."""
+    file = load_run_file(options.file)
+    spec = file.spec()
+    task, cap = make_task(spec.task), min(spec.sampling.max_new_tokens, RUN_TOKENS)
+    with model_folder(file.run.model) as folder:
+        options.engine, options.tensor_parallel = file.local.engine, 1
+        options.dtype, options.max_rows = spec.compute_dtype, file.local.max_rows
+        engine = load_engine(folder, options, spec.proof)
+        table = _generate(
+            engine, _task_requests(engine, task, RUN_ROWS, cap, spec.sampling.temperature), stop
+        )
+        policy = LoadedPolicy(
+            0, load_causal(folder, DTYPES[spec.compute_dtype], options.device), load_tokenizer(folder)
+        )
+    terms = CalibrationTerms(_SEED, spec.sampling, spec.proof)
+    facts = _check(table, policy, terms, stop)
+    _check_same_model(options.file, facts, spec.compute_dtype)
+    pair = f"{_machine(options)} to itself"
+    noise = toploc.measure_noise(
+        {pair: [units_of(row, fact) for row, fact in zip(table.rows, facts, strict=True)]},
+        model=_model_name(file.run.model),
+        compute_dtype=spec.compute_dtype,
+        prompts={pair: [row.prompt_index for row in table.rows]},
+    )
+    measured = {
+        "temperature": spec.sampling.temperature,
+        "topk": spec.proof.topk,
+        "segment_tokens": spec.proof.segment_tokens,
+    }
+    write_bytes_atomically(options.out, noise.model_copy(update=measured).model_dump_json(indent=1).encode())
+    print(
+        f"{options.out}: {len(table.rows)} rows, {sum(len(row.output_tokens) for row in table.rows):,} tokens"
     )
     return 0
 
@@ -75,7 +111,8 @@ def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
         )
         for path in options.files:
             table = read_rows(path)
-            facts = _check(table, policy, options.temperature, stop)
+            terms = TERMS._replace(sampling=Sampling(temperature=options.temperature))
+            facts = _check(table, policy, terms, stop)
             _check_same_model(path, facts, options.dtype)
             pair = f"{path.stem} to {_machine(options)}"
             pairs[pair] = [units_of(row, fact) for row, fact in zip(table.rows, facts, strict=True)]
@@ -99,9 +136,26 @@ _SEED = hashlib.sha256(b"shoal toploc prove").hexdigest()
 TERMS = CalibrationTerms(_SEED, Sampling(), ProofSpec())
 
 
-def _requests(engine: Engine, options: argparse.Namespace) -> list[GenerationRequest]:
-    task = make_task(TaskSpec(name=options.task))
-    problems = [task.problem("train", seed) for seed in range(-(-options.rows // SAMPLES))]
+def _generate(engine: Engine, requests: Sequence[GenerationRequest], stop: threading.Event) -> RolloutTable:
+    engine.submit(requests)
+    with progress("rows generated", len(requests)) as advance:
+        finished: list[FinishedRow] = []
+        while engine.has_work:
+            if stop.is_set():
+                raise Stopped(f"stopped after {len(finished)} of {len(requests)} rows")
+            new = engine.step()
+            finished += new
+            advance(len(new))
+    rows = sorted(
+        (row.to_rollout() for row in finished), key=lambda row: (row.prompt_index, row.sample_index)
+    )
+    return RolloutTable(lease_id=_LEASE_ID, policy_version=0, rows=tuple(rows))
+
+
+def _task_requests(
+    engine: Engine, task: Task, rows: int, max_new_tokens: int, temperature: float
+) -> list[GenerationRequest]:
+    problems = [task.problem("train", seed) for seed in range(-(-rows // SAMPLES))]
     places = [(prompt, sample) for prompt in range(len(problems)) for sample in range(SAMPLES)]
     tokens = [tuple(engine.tokenizer.encode_prompt(problem.prompt, chat=task.chat)) for problem in problems]
     return [
@@ -110,10 +164,10 @@ def _requests(engine: Engine, options: argparse.Namespace) -> list[GenerationReq
             sample_index=sample,
             prompt_tokens=tokens[prompt],
             sample_seed=sample_seed(_SEED, prompt, sample),
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
         )
-        for prompt, sample in places[: options.rows]
+        for prompt, sample in places[:rows]
     ]
 
 
@@ -131,10 +185,9 @@ def read_rows(path: Path) -> RolloutTable:
 
 
 def _check(
-    table: RolloutTable, policy: LoadedPolicy, temperature: float, stop: threading.Event
+    table: RolloutTable, policy: LoadedPolicy, terms: CalibrationTerms, stop: threading.Event
 ) -> list[RowFacts]:
     facts: list[RowFacts] = []
-    terms = TERMS._replace(sampling=Sampling(temperature=temperature))
     with progress("rows checked", len(table.rows)) as advance:
         for start in range(0, len(table.rows), CHECK_ROWS):
             rows = table.rows[start : start + CHECK_ROWS]

@@ -14,6 +14,7 @@ FIXED = frozenset(
         "run.model",
         "run.compute_dtype",
         "run.calibration",
+        "run.uncalibrated",
         "trainer.kl",
         "trainer.seed",
         "trainer.supervised_steps",

@@ -18,6 +18,7 @@ from shoal.cli.commands.diloco import check_peer_join
 from shoal.cli.commands.watch import write_report
 from shoal.cli.public_api import PublicApi
 from shoal.cli.run.addresses import COORDINATOR_PORT, LOOPBACK, RunAddresses, choose_addresses, join_sentences
+from shoal.cli.run.calibration import calibrate_here
 from shoal.cli.run.changes import changes_between, check_changes, describe_changes
 from shoal.cli.run.estimate import estimates
 from shoal.cli.run.notices import LogFollower, NoticeFiles
@@ -137,7 +138,10 @@ def run_local(run: LocalRun, stop: threading.Event, console: Console) -> int:
         watched = Watched()
         try:
             addresses = choose_addresses(run.folder, run.host, run.port, relays=run.file.local.relays)
-            start_roles(run, addresses, supervisor, stop, console)
+            noise = calibrate_here(
+                run.file, run.source, supervisor, device=run.device, stop=stop, console=console
+            )
+            start_roles(run, addresses, supervisor, noise, stop, console)
             watch(run, addresses, supervisor, watched, stop, console)
         except Stopped:
             pass
@@ -235,11 +239,16 @@ def prepare_folder(run: LocalRun, console: Console) -> None:
 
 
 def start_roles(
-    run: LocalRun, addresses: RunAddresses, supervisor: Supervisor, stop: threading.Event, console: Console
+    run: LocalRun,
+    addresses: RunAddresses,
+    supervisor: Supervisor,
+    noise: Path | None,
+    stop: threading.Event,
+    console: Console,
 ) -> None:
-    """Starts the coordinator, which writes the keys, then all other roles."""
-    coordinator, *others = commands_of_roles(run, addresses)
-    supervisor.start(*coordinator)
+    """Starts the coordinator, which writes the keys, then all other roles. `noise` is the calibration if the run measured one."""
+    (name, coordinator), *others = commands_of_roles(run, addresses)
+    supervisor.start(name, coordinator + (["--calibration", str(noise)] if noise else []))
     wait_until_up(addresses.url, supervisor, run, stop, console)
     operator = Key.load(run.folder / "coordinator" / "keys" / "relay.key")
     for index, port in enumerate(addresses.ports[2:]):

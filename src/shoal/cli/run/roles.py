@@ -54,6 +54,12 @@ def _add_coordinator(commands: Commands) -> None:
         metavar="URL",
         help="postgresql://..., instead of the run file's; several coordinators may share it",
     )
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="the noise file of one run, instead of the run file's",
+    )
     _add_role_options(parser, port=8700)
     parser.set_defaults(action=coordinator)
 
@@ -176,12 +182,16 @@ def _add_client_options(parser: argparse.ArgumentParser) -> None:
 
 def coordinator(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.cli.run.changes import recorded_settings
-    from shoal.cli.run.runfile import load_run_file
+    from shoal.cli.run.runfile import check_calibrated, load_run_file
     from shoal.swarm.coordinator.http.server import Hosting, run_pool
 
-    files = [load_run_file(path) for path in options.files]
-    if options.database and len(files) > 1:
-        raise ValueError("--database is for one run; with several, each run file names its own database")
+    files = [load_run_file(path, calibration=options.calibration) for path in options.files]
+    for path, file in zip(options.files, files, strict=True):
+        check_calibrated(path, file)
+    if (options.database or options.calibration) and len(files) > 1:
+        raise ValueError(
+            "--database and --calibration are for one run; with several, each run file names its own"
+        )
     credentials = _credentials(os.environ)
     runs = [
         Hosting(

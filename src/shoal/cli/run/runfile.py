@@ -29,6 +29,8 @@ class RunSettings(Record):
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     calibration: str | None = None
     """A file that `shoal toploc calibrate` wrote, relative to the run file. Proofs are then judged over a whole submission."""
+    uncalibrated: bool = False
+    """Whether a bfloat16 run may start without a calibration. Then int8 weights and steered draws pass."""
     last_version: int = Field(ge=1)
     max_lag: int = Field(default=2, ge=0)
     keep_versions: int = Field(default=5, ge=1)
@@ -106,6 +108,12 @@ class RunFile(Record):
             )
         return self
 
+    @property
+    def lacks_calibration(self) -> bool:
+        """Whether the run computes in bfloat16 and neither has a calibration nor does without one on purpose."""
+        run = self.run
+        return run.compute_dtype == "bfloat16" and run.calibration is None and not run.uncalibrated
+
     def spec(self) -> RunSpec:
         """Returns the public terms of the run."""
         return RunSpec(
@@ -143,8 +151,11 @@ def _read_noise(path: Path) -> Noise:
         ) from None
 
 
-def load_run_file(path: Path) -> RunFile:
-    """Returns the run file at `path`. Raises ValueError that names the file, the key and the value."""
+def load_run_file(path: Path, *, calibration: Path | None = None) -> RunFile:
+    """Returns the run file at `path`. Raises ValueError that names the file, the key and the value.
+
+    `calibration` replaces the file's run.calibration.
+    """
     try:
         with path.open("rb") as file:
             table = tomllib.load(file)
@@ -159,6 +170,8 @@ def load_run_file(path: Path) -> RunFile:
         run["calibration"] = str(
             path.parent / run["calibration"]
         )  # beside the run file, unless it is absolute
+    if isinstance(run, dict) and calibration is not None:
+        run["calibration"] = str(calibration)
     try:
         # Parsed as JSON, because its rules take a list for a tuple and refuse "20" for 20.
         return RunFile.model_validate_json(json.dumps(table, default=str))
@@ -166,6 +179,16 @@ def load_run_file(path: Path) -> RunFile:
         raise ValueError(
             "\n".join(f"{path}: {_describe(problem)}" for problem in error.errors(include_url=False))
         ) from None
+
+
+def check_calibrated(path: Path, file: RunFile) -> None:
+    """Raises ValueError for a bfloat16 run without a calibration."""
+    if file.lacks_calibration:
+        raise ValueError(
+            f"{path}: run.compute_dtype is bfloat16 and there is no calibration, so int8 weights and steered draws would pass; "
+            f"run `shoal toploc calibrate-run {path} --out noise.json` on the trainer's machine and set run.calibration, or accept "
+            "the risk with run.uncalibrated = true"
+        )
 
 
 def _describe(problem: Any) -> str:
