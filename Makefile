@@ -9,6 +9,7 @@
 # make docs         the docs as a site in out/site; a broken link is an error
 # make hivemind     DiLoCo between real Hivemind peers on loopback, in an environment of its own
 # make environments tasks of other packages (reasoning-gym, rlve-gym, datasets), in an environment of its own
+# make verifiers    tasks of the package verifiers, in an environment of its own (half a gigabyte)
 # make gpu          tests that need a CUDA device
 # make test-lowest  the control plane's tests with the lowest versions that pyproject.toml allows
 
@@ -23,7 +24,7 @@ WORKERS ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 2)))
 PYTEST = $(BIN)/pytest $(if $(DURATIONS),--durations=$(DURATIONS))
 PARALLEL := -n $(WORKERS) --dist loadfile
 
-.PHONY: env demo test integration check postgres docs e2e slow gpu smollm2 s3 browser hivemind environments test-lowest clean
+.PHONY: env demo test integration check postgres docs e2e slow gpu smollm2 s3 browser hivemind environments verifiers test-lowest clean
 
 env: $(VENV)/.ready
 
@@ -116,6 +117,14 @@ environments: $(VENV)-environments/.ready
 $(VENV)-environments/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)-environments
 	@$(VENV)-environments/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[math,reasoning-gym,rlve-gym,datasets,dev]'
+	@touch $@
+
+verifiers: $(VENV)-verifiers/.ready
+	$(VENV)-verifiers/bin/pytest -m environments tests/tasks/test_verifiers.py
+
+$(VENV)-verifiers/.ready: pyproject.toml
+	@$(PYTHON) -m venv $(VENV)-verifiers
+	@$(VENV)-verifiers/bin/pip install --quiet --disable-pip-version-check --editable '.[verifiers,dev]'
 	@touch $@
 
 # The control plane alone: the lowest torch has no build for every machine.

@@ -203,7 +203,9 @@ def test_options_and_levels_of_reasoning_gym() -> None:
 
 
 @pytest.mark.environments
-@pytest.mark.parametrize("name", ["Sorting", "GCDOne_Counting", "SubsetSum", "ShortestPath", "Knapsack"])
+@pytest.mark.parametrize(
+    "name", ["Sorting", "GCDOne_Counting", "SubsetSum", "ShortestPath", "BinaryAlternation"]
+)
 def test_reference_answers_of_rlve_gym_are_right(name: str) -> None:
     task = RlveGym(environment=name, level=1)
     problem = task.problem("eval", 1)

@@ -200,3 +200,11 @@ def test_an_error_in_a_task_file_names_its_line(tmp_path: Path) -> None:
         allow_code(spec)
         with pytest.raises(ValueError, match=f"{file.name}, {message}"):
             make_task(spec)
+
+
+def test_workers_load_no_task() -> None:
+    """A lease has prompts. The name of a task in it must never make a worker execute a file or a package."""
+    rollout = Path(__file__).parents[2] / "src" / "shoal" / "rollout"
+    modules = [path for path in rollout.rglob("*.py") if "adversary" not in path.parts]
+    assert len(modules) > 10
+    assert [path.name for path in modules if "shoal.tasks" in path.read_text()] == []

@@ -109,4 +109,5 @@ def seed_all(seed: int) -> None:
 
 
 def describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:500]
+    """Returns an exception as one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

@@ -56,7 +56,7 @@ class HostedTask:
         check_style(self.extra, style, tuple(STYLES))
         if template and "{question}" not in template:
             raise ValueError(f"{self.extra}: template={template!r} must contain {{question}}")
-        installed = self.installed()
+        installed = self.installed(options)
         if packages not in ("", installed):
             wanted = " ".join(
                 "'{}=={}'".format(*one.split())
@@ -72,8 +72,8 @@ class HostedTask:
         self._child = _child(self.package, options)
 
     @classmethod
-    def installed(cls) -> str:
-        """Returns the versions that problems depend on. Raises ValueError if the package is not installed."""
+    def installed(cls, options: Mapping[str, Any]) -> str:
+        """Returns the versions that the problems of these options depend on. Raises ValueError without the package."""
         try:
             found = [f"{name} {version(name)}" for name in cls.distributions]
         except PackageNotFoundError as error:
@@ -86,12 +86,12 @@ class HostedTask:
     @classmethod
     def pins(cls, options: Mapping[str, Any]) -> dict[str, str]:
         """Returns the options that the public terms of a run add."""
-        return {"packages": cls.installed()}
+        return {"packages": cls.installed(options)}
 
     @classmethod
     def environments(cls) -> list[str]:
         """Returns the names of the environments of the package."""
-        cls.installed()
+        cls.installed({})
         child = _child(cls.package, {})
         try:
             names: list[str] = _exchange(child, {"list": True}).get("names", [])
