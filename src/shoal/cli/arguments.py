@@ -23,6 +23,7 @@ from shoal.cli.ui.values import (
     add_threads,
     at_least_one,
     count,
+    option,
     port_number,
     seconds,
     share,
@@ -274,6 +275,26 @@ def _add_data(commands: Commands) -> None:
     filter_.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
     add_sampling_options(filter_)
     filter_.set_defaults(action=_filter)
+    check = actions.add_parser(
+        "check", help="list unusable rows of a data set; leave out rows without a model"
+    )
+    add_task_options(check, required=True)
+    check.add_argument(
+        "--against",
+        type=option,
+        action="append",
+        default=[],
+        metavar="TASK=FILE",
+        help="leave out training rows that ask a question of this data set, such as math=math500_test.jsonl; may be repeated",
+    )
+    check.add_argument(
+        "--gold",
+        action="store_true",
+        help="grade the rows' own answers; leave out rows whose answer is not right",
+    )
+    check.add_argument("--out", type=Path, metavar="FILE.jsonl", help="write the rows that remain")
+    add_json(check)
+    check.set_defaults(action=_check_data)
 
 
 def _add_toploc(commands: Commands) -> None:
@@ -424,6 +445,12 @@ def _show_task(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.cli.commands.tasks import show_task
 
     return show_task(options, stop)
+
+
+def _check_data(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.data_check import check_data
+
+    return check_data(options, stop)
 
 
 def _filter(options: argparse.Namespace, stop: threading.Event) -> int:

@@ -40,6 +40,8 @@ class Format:
     grade: Callable[[Problem, str], Reward]
     find_bad: Callable[[Sequence[Problem]], dict[int, str]] = lambda problems: {}
     """Returns the problems whose answers cannot be graded, and why. Called when the file is loaded, so none is ever asked."""
+    question: Callable[[Row], str] | None = None
+    """Returns the question of a row without instructions; None: it is the prompt."""
     evaluation_only: bool = False
     is_held_out: Callable[[str], bool] = is_held_out
     """Returns whether the row with this question is held out, in a file without a test file."""
@@ -47,11 +49,12 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A row of a file, its number in the file, and its problem."""
+    """A row of a file, its number in the file, its problem, and its question without instructions."""
 
     number: int
     row: Row
     problem: Problem
+    question: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +133,9 @@ class DataSet:
             raise ValueError(self._empty_message(split))
         place = int(places[seed % len(places)])
         row = index.row(place)
-        return Entry(int(index.numbers[place]), row, self.format.read(row, self.style))
+        problem = self.format.read(row, self.style)
+        question = problem.prompt if self.format.question is None else self.format.question(row)
+        return Entry(int(index.numbers[place]), row, problem, question)
 
     @cached_property
     def indices(self) -> dict[str, RowIndex]:

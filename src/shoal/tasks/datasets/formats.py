@@ -102,8 +102,37 @@ def _text(value: Any) -> str:
     return value
 
 
-GSM8K = Format(name="gsm8k", read=read_gsm8k, grade=grade_plain_number, find_bad=find_bad_number)
-SVAMP = Format(name="svamp", read=read_svamp, grade=grade_plain_number, find_bad=find_bad_number)
-MATH = Format(name="math", read=read_math, grade=grade_expression, find_bad=find_bad_expression)
-MBPP = Format(name="mbpp", read=read_mbpp, grade=grade_program)
-HUMANEVAL = Format(name="humaneval", read=read_humaneval, grade=grade_program, evaluation_only=True)
+GSM8K = Format(
+    name="gsm8k",
+    read=read_gsm8k,
+    grade=grade_plain_number,
+    find_bad=find_bad_number,
+    question=lambda row: str(row["question"]),
+)
+SVAMP = Format(
+    name="svamp",
+    read=read_svamp,
+    grade=grade_plain_number,
+    find_bad=find_bad_number,
+    question=lambda row: f"{row['Body']} {row['Question']}",
+)
+MATH = Format(
+    name="math",
+    read=read_math,
+    grade=grade_expression,
+    find_bad=find_bad_expression,
+    question=lambda row: str(row["problem"]),
+)
+MBPP = Format(
+    name="mbpp",
+    read=read_mbpp,
+    grade=grade_program,
+    question=lambda row: str(row["prompt"] if "prompt" in row else row["text"]),
+)
+HUMANEVAL = Format(
+    name="humaneval",
+    read=read_humaneval,
+    grade=grade_program,
+    question=lambda row: str(row["prompt"]),
+    evaluation_only=True,
+)

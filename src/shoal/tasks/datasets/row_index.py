@@ -18,9 +18,7 @@ import hashlib
 import io
 import json
 import os
-import re
 import tempfile
-import unicodedata
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +31,7 @@ import numpy as np
 
 from shoal.files import write_atomically, write_bytes_atomically
 from shoal.tasks.datasets.file_options import digest_of
+from shoal.tasks.datasets.overlap import question_key
 from shoal.tasks.task import Problem
 
 Row = dict[str, Any]
@@ -47,16 +46,6 @@ BATCH_CHARS = 4 << 20
 """Problems whose gold answers are checked together: at most this many, and about this many characters."""
 SOLVE_RATE = "solve_rate"
 """How the names of columns with a solve rate begin."""
-
-_SPACES = re.compile(r"\s+|\\[,;:! ]|\\(?:left|right)(?![a-zA-Z])|[$~]")
-_FRACTIONS = re.compile(r"\\[dt]frac(?![a-zA-Z])")
-
-
-def question_key(question: str) -> int:
-    """Returns 64 bits of the hash of a question's normalised text: equal for questions that differ in case, spaces or typesetting."""
-    text = _SPACES.sub("", unicodedata.normalize("NFKC", question)).casefold()
-    text = _FRACTIONS.sub(r"\\frac", text).rstrip(".?!:;,")
-    return int.from_bytes(hashlib.sha256(text.encode(errors="surrogatepass")).digest()[:8], "big")
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,9 @@ _SIMPLE = re.compile(
     r"[-+]?(?:\d{1,30}/[1-9]\d{0,29}|\\[dt]?frac\{\d{1,30}\}\{[1-9]\d{0,29}\}|\d{0,30}\\sqrt\{\d{1,30}\}|\d{0,30}\\pi)"
 )
 """Gold answers that math-verify is known to parse. Asking it takes milliseconds each, which is minutes for a large data set."""
+MAX_REMEMBERED = 100_000
+_PARSED: dict[str, bool] = {}
+"""Gold answers that were asked about, and whether they can be parsed: data sets repeat short ones."""
 _REWARDS = {"right": RIGHT, "wrong": WRONG, "unparseable": UNPARSEABLE}
 T = TypeVar("T")
 
@@ -129,8 +132,17 @@ def find_bad_expression(problems: Sequence[Problem]) -> dict[int, str]:
 def find_bad_golds(golds: Sequence[Sequence[str]]) -> dict[int, str]:
     """Returns the places of problems none of whose gold answers can be parsed, and why."""
     math_grader().check_installed()
-    unclear = {gold: False for several in golds for gold in several if not _is_simple(gold)}
-    parsed = dict(zip(unclear, math_grader().can_parse(list(unclear)), strict=True))
+    if len(_PARSED) > MAX_REMEMBERED:
+        _PARSED.clear()
+    parsed: dict[str, bool] = {}
+    asked = []
+    for gold in sorted({gold for several in golds for gold in several}):
+        if (known := _PARSED.get(gold)) is not None:
+            parsed[gold] = known
+        elif not _is_simple(gold):
+            asked.append(gold)
+    parsed |= zip(asked, math_grader().can_parse(asked), strict=True)
+    _PARSED.update(parsed)
     return {
         index: f"math-verify cannot parse the answer {several[0][:80]!r}"
         for index, several in enumerate(golds)
