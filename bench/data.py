@@ -4,7 +4,7 @@
     python bench/data.py load --parquet           the same as Parquet
     python bench/data.py judge FOLDER             gold and mangled answers of HumanEval, MBPP, GSM8K and MATH in FOLDER
 
-Each load runs in a process of its own, which reports its time and its largest resident memory. Two thirds of the rows are
+Each load runs in a process of its own, which reports its time, its own processor time and its largest resident memory. Two thirds of the rows are
 mathematics, a third of those with answers that math-verify must parse; the others are programs with 10 tests each. Of the answers
 that math-verify must parse only --distinct are different, since each takes it milliseconds; the time of one is printed.
 """
@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import resource
 import sys
 import tempfile
@@ -140,8 +141,8 @@ def _time_golds(count: int) -> dict[str, Any]:
 
 
 def _measured(connection: Any, act: Callable[..., dict[str, Any]], *args: Any) -> None:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = act(*args)
+    before, started_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    found = act(*args) | {"cpu_s": time.process_time() - started_s}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     connection.send(
         found | {"peak_mb": peak / 1024, "start_mb": before / 1024, "torch": "torch" in sys.modules}
@@ -159,7 +160,7 @@ def measure(name: str, act: Callable[..., dict[str, Any]], *args: Any) -> dict[s
     process.join()
     extra = f", a problem {found['problem_ms']:.2f} ms" if "problem_ms" in found else ""
     print(
-        f"{name:<34} {found['seconds']:8.1f} s  peak {found['peak_mb']:7.0f} MB (imports {found['start_mb']:.0f})  "
+        f"{name:<34} {found['seconds']:8.1f} s ({found['cpu_s']:.1f} s of processor time)  peak {found['peak_mb']:7.0f} MB (imports {found['start_mb']:.0f})  "
         f"rows {found['sizes']}{extra}, torch loaded: {found['torch']}",
         flush=True,
     )
@@ -182,7 +183,7 @@ def bench_load(options: argparse.Namespace) -> None:
         print(
             f"{options.rows:,} rows, {path.stat().st_size / 1e6:.0f} MB, load average {os.getloadavg()[0]:.1f}"
         )
-        measure("gold answers, one process", _time_golds, 500)
+        measure("gold answers, one process", _time_golds, 200)
         if not options.parquet:
             measure("before: all rows as objects", _load_before, str(path))
         spec = TaskSpec(name="genesys", options={"path": str(path)})
@@ -237,7 +238,7 @@ def _manglers(name: str) -> Callable[[Problem], list[str]]:
             problem.answer.replace("return ", "return 'x' if 1 else ").replace("print(", "str(")
         ]
     if name == "gsm8k":
-        return lambda problem: [f"#### {problem.answer}1", f"\\boxed{{{problem.answer}+1}}", ""]
+        return lambda problem: [f"#### {problem.answer}1", f"\\boxed{{1{problem.answer}}}", ""]
 
     def mangled(problem: Problem) -> list[str]:
         gold = problem.check

@@ -83,6 +83,8 @@ def test_plain_numbers(gold: str, text: str, outcome: Outcome) -> None:
             U,
         ),
         ("42", "\\boxed{987 \\\\ 42}", U),
+        ("204_5", "\\boxed{204_{5}}", R),
+        ("204_5", "\\boxed{204_7}", W),
         ("42", "42", U),
         ("42", "\\boxed{", U),
         ("42", "\\boxed{}", U),

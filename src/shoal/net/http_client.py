@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import httpx2
 
-from shoal.files import write_bytes_atomically
+from shoal.files import write_atomically
 from shoal.net.object_store import upload_headers
 from shoal.net.waiting import NotYet, wait_for
 from shoal.telemetry import Log
@@ -116,11 +116,14 @@ class SignedClient:
         """Sends one signed request and returns the raw answer; raises Refused or Unreachable."""
         return _check_success(f"{method} {path}", self._send(method, path, content))
 
-    def _send(self, method: str, path: str, content: bytes = b"") -> httpx2.Response:
-        to = self._urls[0]
+    def _sign(self, to: _CoordinatorUrl, method: str, path: str, content: bytes = b"") -> dict[str, str]:
         full_path, _, query = (to.prefix + path).partition("?")
         target = Target(method=method, authority=to.authority, path=full_path, query=query)
-        headers = sign_request(self.key, target, content, now_s=time.time())
+        return sign_request(self.key, target, content, now_s=time.time())
+
+    def _send(self, method: str, path: str, content: bytes = b"") -> httpx2.Response:
+        to = self._urls[0]
+        headers = self._sign(to, method, path, content)
         if content:
             headers["Content-Type"] = "application/json"
         try:
@@ -149,6 +152,35 @@ class SignedClient:
     def fetch_object_until(self, what: str, sha256: str, *, deadline_s: float) -> bytes:
         """Calls `fetch_object` with the retries of `call_until`."""
         return self._until(what, lambda: self.fetch_object(sha256), deadline_s)
+
+    def download(self, sha256: str, path: Path) -> None:
+        """Writes the coordinator's file of this digest to `path` piece by piece: a data set may not fit into memory.
+
+        Raises ValueError if its bytes have another digest.
+        """
+        to, object_path, digest = self._urls[0], f"/v1/objects/{sha256}", hashlib.sha256()
+        try:
+            with self._http.stream(
+                "GET", to.url + object_path, headers=self._sign(to, "GET", object_path)
+            ) as response:
+                if not response.is_success:
+                    response.read()
+                    _check_success(f"GET {object_path}", response)
+                with write_atomically(path) as file:
+                    for piece in response.iter_bytes(1 << 20):
+                        digest.update(piece)
+                        file.write(piece)
+                    if digest.hexdigest() != sha256:
+                        raise ValueError(
+                            f"object {sha256}: received bytes of another digest, {digest.hexdigest()}"
+                        )
+        except httpx2.HTTPError as error:
+            self._use_next_url()
+            raise Unreachable(f"GET {to.url}{object_path}: {type(error).__name__}: {error}") from None
+
+    def download_until(self, what: str, sha256: str, path: Path, *, deadline_s: float) -> None:
+        """Calls `download` with the retries of `call_until`."""
+        self._until(what, lambda: self.download(sha256, path), deadline_s)
 
     def put_upload(self, upload: Upload, data: bytes) -> None:
         """Uploads to the place that the coordinator chose. A URL cannot change the headers: they are computed here."""
@@ -234,9 +266,7 @@ def fetch_files(client: SignedClient, digests: Iterable[str], folder: Path, *, d
     for digest in digests:
         if (folder / digest).exists():
             continue
-        what = f"the data file {digest[:16]}"
-        data = client.fetch_object_until(what, digest, deadline_s=deadline_s)
-        write_bytes_atomically(folder / digest, data)
+        client.download_until(f"the data file {digest[:16]}", digest, folder / digest, deadline_s=deadline_s)
 
 
 def _parse_url(url: str) -> httpx2.URL:

@@ -36,6 +36,8 @@ BATCH = 200
 
 _PLAIN = re.compile(r"([-+]?)\s?\\?\$?\s?((?:\d{1,3}(?:,\d{3})+|\d{1,30})(?:\.\d{1,30})?|\.\d{1,30})")
 _MARK = "####"
+_BASE = re.compile(r"[0-9A-Za-z}]_\{?(\d+)\}?\W*$")
+"""The base of a number at the end of an answer, such as 5 in `204_5`."""
 _SIMPLE = re.compile(
     r"[-+]?(?:\d{1,30}/[1-9]\d{0,29}|\\[dt]?frac\{\d{1,30}\}\{[1-9]\d{0,29}\}|\d{0,30}\\sqrt\{\d{1,30}\}|\d{0,30}\\pi)"
 )
@@ -101,6 +103,9 @@ def compare(gold: str, answer: str) -> Reward:
         return RIGHT if numbers[0] == numbers[1] else WRONG
     if gold.strip() == answer.strip():
         return RIGHT
+    bases = _BASE.search(gold), _BASE.search(answer)
+    if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
+        return WRONG  # math-verify ignores the base of a number
     return math_grader().compare(gold, answer)
 
 
