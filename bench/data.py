@@ -234,9 +234,7 @@ def bench_judge(options: argparse.Namespace) -> None:
 
 def _manglers(name: str) -> Callable[[Problem], list[str]]:
     if name in ("humaneval", "mbpp"):
-        return lambda problem: [
-            problem.answer.replace("return ", "return 'x' if 1 else ").replace("print(", "str(")
-        ]
+        return lambda problem: [re.sub(r"\breturn\b", "return 'x' if 1 else", problem.answer)]
     if name == "gsm8k":
         return lambda problem: [f"#### {problem.answer}1", f"\\boxed{{1{problem.answer}}}", ""]
 
