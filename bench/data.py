@@ -240,7 +240,9 @@ def _manglers(name: str) -> Callable[[Problem], list[str]]:
 
     def mangled(problem: Problem) -> list[str]:
         gold = problem.check
-        return [f"\\boxed{{{gold}+1}}", f"\\boxed{{{gold}7}}", gold, ""]
+        # Seven times a matrix of zeros is the same matrix.
+        longer = f"{gold}7" if "matrix" not in gold else f"{gold}+7"
+        return [f"\\boxed{{{gold}+1}}", f"\\boxed{{{longer}}}", gold, ""]
 
     return mangled
 

@@ -88,6 +88,7 @@ def test_plain_numbers(gold: str, text: str, outcome: Outcome) -> None:
         ("0.56 = 56\\%", "\\boxed{0.56 = 56\\%+1}", U),
         ("204_5", "\\boxed{204_{5}}", R),
         ("204_5", "\\boxed{204_7}", W),
+        ("43_5.", "\\boxed{43_5.7}", W),
         ("42", "42", U),
         ("42", "\\boxed{", U),
         ("42", "\\boxed{}", U),

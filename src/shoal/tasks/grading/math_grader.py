@@ -37,7 +37,7 @@ BATCH = 50
 
 _PLAIN = re.compile(r"([-+]?)\s?\\?\$?\s?((?:\d{1,3}(?:,\d{3})+|\d{1,30})(?:\.\d{1,30})?|\.\d{1,30})")
 _MARK = "####"
-_BASE = re.compile(r"[0-9A-Za-z}]_\{?(\d+)\}?\W*$")
+_BASE = re.compile(r"[0-9A-Za-z}]_\{?(\d+(?:\.\d+)?)\}?\W*$")
 """The base of a number at the end of an answer, such as 5 in `204_5`."""
 _SIMPLE = re.compile(
     r"[-+]?(?:\d{1,30}/[1-9]\d{0,29}|\\[dt]?frac\{\d{1,30}\}\{[1-9]\d{0,29}\}|\d{0,30}\\sqrt\{\d{1,30}\}|\d{0,30}\\pi)"
