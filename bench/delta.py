@@ -55,7 +55,7 @@ from shoal.tasks import Problem, Task, make_task
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainBatch, TrainSample, group_advantages
-from shoal.trainer.io.publisher import OriginAddress, Publisher
+from shoal.trainer.io.publisher import OriginAddress, Publisher, PublisherSettings
 from shoal.trainer.optim.learner import Learner
 from shoal.trainer.optim.supervised import warm_up
 from shoal.wire.keys import Key
@@ -416,7 +416,7 @@ def make_publisher(store: shardcast.VersionStore, model_folder: Path, key: Key) 
         run_key=key,
         client=client,
         address=OriginAddress(),
-        deadline_s=60.0,
+        settings=PublisherSettings(deadline_s=60.0, snapshot_every=1000),
         log=log,
     )
     publisher.start()
@@ -424,9 +424,11 @@ def make_publisher(store: shardcast.VersionStore, model_folder: Path, key: Key) 
 
 
 def publish(publisher: Publisher, weights: dict[str, torch.Tensor], version: int) -> Manifest:
-    folder = publisher.prepare(
-        weights.items(), version, shard_bytes=shardcast.SHARD_BYTES, snapshot_every=1000
-    )
+    if publisher.newest == version - 1:
+        changes = publisher.diff.changes({name: partial(weights.__getitem__, name) for name in weights})
+        folder = publisher.prepare(changes, version)
+    else:
+        folder = publisher.prepare_whole(weights.items(), version)
     return publisher.serve(folder, version).body
 
 

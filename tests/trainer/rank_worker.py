@@ -25,10 +25,11 @@ def train(lockstep: Lockstep, model: Path, folder: Path) -> dict[str, object]:
     lockstep.create_learner(model, 0.8)
     kept = Checkpoints(folder, keep=2, log=Log("trainer"))
     figures = [lockstep.step(make_batch(0))]
-    kept.begin(lockstep.snapshot(kept.shard_folder(1)), None)
+    kept.begin(1, lockstep.later_snapshot(kept.shard_folder(1)), None)
     kept.finish(60)
     figures += [lockstep.step(make_batch(version)) for version in range(1, NUM_STEPS)]
     last = lockstep.snapshot()
+    published = {name: tensor.float().clone() for name, tensor in lockstep.whole_weights(lockstep.weights())}
     checkpoint = kept.newest()
     assert checkpoint is not None
     lockstep.load_checkpoint(checkpoint)
@@ -37,7 +38,7 @@ def train(lockstep: Lockstep, model: Path, folder: Path) -> dict[str, object]:
     assert all(torch.equal(one, last.weights[name]) for name, one in lockstep.snapshot().weights.items())
     return {
         "figures": [(one.loss, one.grad_norm, one.clip_fraction, one.logprob_gap) for one in figures],
-        "weights": dict(lockstep.published_weights(last)),
+        "weights": published,
     }
 
 

@@ -29,7 +29,7 @@ def main(model: str, out: str) -> None:
             lockstep.follow()
             continue
         lockstep.create_learner(Path(model), 0.8, 12)
-        lockstep.set_reference(Path(out) / f"{name}-{size}.safetensors", lockstep.snapshot())
+        lockstep.set_reference(Path(out) / f"{name}-{size}.safetensors")
         figures = [asdict(lockstep.step(make_batch(version))) for version in range(NUM_STEPS)]
         torch.save(
             {"figures": figures, "weights": lockstep.snapshot().weights}, Path(out) / f"{name}-{size}.pt"

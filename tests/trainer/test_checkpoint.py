@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,8 @@ def test_a_checkpoint_is_written_in_the_background(
         rename(*arguments)
 
     monkeypatch.setattr(os, "rename", held)
-    kept.begin(take_snapshot(learner), report)
+    kept.begin(1, partial(take_snapshot, learner), report)
+    kept.wait_for_copy(30)
     expected = weights_of(learner)
     advance(learner, 1)  # changes the weights while the checkpoint is written
     with pytest.raises(
@@ -214,10 +216,10 @@ def test_finish_raises_the_error_of_the_writer(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = checkpoints(tmp_path)
-    kept.begin(take_snapshot(make_learner(model)), None)
+    kept.begin(0, partial(take_snapshot, make_learner(model)), None)
     kept.finish(30)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left")))
-        kept.begin(take_snapshot(make_learner(model)), None)
+        kept.begin(0, partial(take_snapshot, make_learner(model)), None)
         with pytest.raises(OSError, match="No space left"):
             kept.finish(30)

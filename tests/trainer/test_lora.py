@@ -42,7 +42,7 @@ def test_published_weights_are_the_adapted_model(tmp_path: Path, model: Path) ->
     assert (adapted - before).abs().max() > 0.1
 
     plain = load_causal(model)
-    published = dict(lockstep.published_weights(lockstep.snapshot()))
+    published = dict(lockstep.whole_weights(lockstep.weights()))
     assert published.keys() == dict(plain.named_parameters()).keys()
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
@@ -74,7 +74,7 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, model: Path) ->
     straight = lockstep_of(model)
     kept = Checkpoints(tmp_path, keep=2, log=Log("trainer"))
     straight.step(make_batch(0))
-    kept.begin(straight.snapshot(), None)
+    kept.begin(1, straight.snapshot, None)
     kept.finish(30)
     expected = [straight.step(make_batch(version)).loss for version in (1, 2)]
     again = lockstep_of(model, seed=9)  # draws other adapters, which the checkpoint overwrites
@@ -89,7 +89,7 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, model: Path) ->
 def test_a_checkpoint_of_all_weights_is_refused_for_adapters(tmp_path: Path, model: Path) -> None:
     whole = lockstep_of(model, lora_rank=0)
     kept = Checkpoints(tmp_path, keep=2, log=Log("trainer"))
-    kept.begin(whole.snapshot(), None)
+    kept.begin(0, whole.snapshot, None)
     kept.finish(30)
     checkpoint = kept.newest()
     assert checkpoint is not None

@@ -146,7 +146,7 @@ def test_a_run_continues_from_cpu_to_gpu_and_back(tmp_path: Path, model: Path, k
         if (checkpoint := kept.newest()) is not None:
             lockstep.load_checkpoint(checkpoint)
         norms.append(lockstep.step(make_batch(lockstep.learner.version)).grad_norm)
-        kept.begin(lockstep.snapshot(), None)
+        kept.begin(lockstep.learner.version, lockstep.snapshot, None)
         kept.finish(60)
     exact = config.model_copy(
         update={"compute_dtype": "float32"}

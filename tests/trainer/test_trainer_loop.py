@@ -83,11 +83,12 @@ def test_the_newest_versions_are_kept_with_their_delta_bases(whole: tuple[SmallC
     manifests = [told.manifest.body for told in coordinator.announced]
     assert [manifest.base for manifest in manifests] == [None, 0, 1, 2, 3]
     assert all(manifest.follow_bytes < manifest.num_bytes / 2 for manifest in manifests[1:])
-    # Version 2 is the oldest that is kept. Of the versions before it only the files remain that are still sent.
+    # The whole file exists where it is sent (version 0), and of the last version.
     with_weights = [path.parent.name for path in (folder / "versions").glob("*/model.safetensors")]
-    assert sorted(with_weights) == ["v0", "v2", "v3", "v4"]
+    assert sorted(with_weights) == ["v0", "v4"]
+    # Version 2 is the oldest that is kept. Of the versions before it only the files remain that are still sent.
     assert sorted(os.listdir(folder / "versions" / "v1")) == ["manifest.json", "model.safetensors.delta"]
-    assert sorted(os.listdir(folder / "checkpoints")) == ["v000003", "v000004"]
+    assert sorted(os.listdir(folder / "checkpoints")) == ["v000000", "v000004"]
 
 
 def test_version_is_a_complete_model_folder(whole: tuple[SmallCoordinator, Path]) -> None:
@@ -137,13 +138,13 @@ def test_the_next_step_does_not_wait_for_a_publication(
     prepare, step = Publisher.prepare, Lockstep.step
     overlapped = []
 
-    def late(self: Publisher, named: Any, version: int, **terms: Any) -> Path:
+    def late(self: Publisher, changes: Any, version: int) -> Path:
         if version + 1 in stepped and version:
             assert stepped[version + 1].wait(60), (
                 f"the step to version {version + 1} waited for the publication of version {version}"
             )
             overlapped.append(version)
-        return prepare(self, named, version, **terms)
+        return prepare(self, changes, version)
 
     def noted(self: Lockstep, batch: TrainBatch) -> StepFigures:
         figures = step(self, batch)
@@ -156,6 +157,10 @@ def test_the_next_step_does_not_wait_for_a_publication(
     with SmallCoordinator(last_version=4).serving() as coordinator:
         run_trainer(CONFIG, site(tmp_path, coordinator, deadline_s=90.0), stop=threading.Event())
     assert overlapped == [1, 2, 3]
+    steps = {event["version"]: event for event in events(tmp_path) if event["event"] == "step"}
+    assert all(steps[version]["publish_exposed_s"] > 0 for version in (2, 3, 4)), (
+        "each waited for the one before"
+    )
     assert [told.manifest.body.version for told in coordinator.announced] == list(range(5))
     assert coordinator.digests() == whole[0].digests()
 
@@ -164,11 +169,11 @@ def test_a_publication_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pyte
     """The error also ends a wait for rollouts, which cannot arrive because no worker has the version they need."""
     prepare = Publisher.prepare
 
-    def full(self: Publisher, named: Any, version: int, **terms: Any) -> Path:
+    def full(self: Publisher, changes: Any, version: int) -> Path:
         if version == 1:
             coordinator.has_rollouts = False
             raise OSError(28, "No space left on device")
-        return prepare(self, named, version, **terms)
+        return prepare(self, changes, version)
 
     monkeypatch.setattr(Publisher, "prepare", full)
     with SmallCoordinator(last_version=4).serving() as coordinator:
@@ -177,19 +182,46 @@ def test_a_publication_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setattr(Publisher, "prepare", prepare)
         coordinator.has_rollouts = True
         run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
-    assert [told.manifest.body.version for told in coordinator.announced] == list(range(5))
+    assert sorted(coordinator.digests()) == list(range(5))
 
 
 def test_damaged_checkpoint_costs_steps_not_the_run(
     tmp_path: Path, whole: tuple[SmallCoordinator, Path]
 ) -> None:
+    """The versions since the checkpoint before it, or since the beginning, are made again."""
     stop = threading.Event()
     with SmallCoordinator(last_version=4).serving() as coordinator:
         coordinator.before_announce = Stopper(stop, 3)
         run_trainer(CONFIG, site(tmp_path, coordinator), stop=stop)
-        (tmp_path / "checkpoints" / "v000003" / "optimizer.pt").write_bytes(b"half a file")
+        newest = max((tmp_path / "checkpoints").glob("v*"))
+        (newest / "optimizer.pt").write_bytes(b"half a file")
         run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
     assert coordinator.digests() == whole[0].digests()
+
+
+def test_versions_that_come_out_differently_are_not_announced_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another learning rate takes the place of another machine: versions 1 and 2 come out differently, and the second process
+    continues from the published version 2."""
+    stop = threading.Event()
+    monkeypatch.setattr(
+        "shoal.trainer.loop._TrainerRun.save_on_stop", lambda self: None
+    )  # as if it was killed
+    with SmallCoordinator(last_version=4).serving() as coordinator:
+        coordinator.before_announce = Stopper(stop, 3)
+        run_trainer(CONFIG, site(tmp_path, coordinator), stop=stop)
+        other = CONFIG.model_copy(update={"learning_rate": 1.1e-3})
+        run_trainer(other, site(tmp_path, coordinator), stop=threading.Event())
+    assert sorted(coordinator.digests()) == [0, 1, 2, 3, 4], "no version was announced with two digests"
+    (again,) = (told for told in coordinator.announced if told.rederived is not None)
+    assert again.rederived is not None
+    assert again.rederived.checkpoint_version == 0
+    assert again.rederived.differing_words > 0
+    (event,) = (event for event in events(tmp_path) if event["event"] == "rederived")
+    assert event["differing_words"] == again.rederived.differing_words
+    after = next(told for told in coordinator.announced if told.manifest.body.version == 4)
+    assert after.manifest.body.base == 3
 
 
 def test_deleted_versions_are_published_again_whole(
@@ -204,7 +236,8 @@ def test_deleted_versions_are_published_again_whole(
         run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
     assert coordinator.digests() == whole[0].digests()
     bases = {told.manifest.body.version: told.manifest.body.base for told in coordinator.announced}
-    assert bases == {0: None, 1: 0, 2: 1, 3: None, 4: 3}
+    assert (bases[0], bases[1], bases[4]) == (None, 0, 3)
+    assert None in (bases[2], bases[3]), "the first version that the second process publishes is whole"
 
 
 def test_origin_serves_while_the_trainer_waits(tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ CHUNK_WORDS = 1 << 21
 ZSTD_LEVEL = 1
 NUM_THREADS = 2
 """Threads that compute chunks while another hashes them. With two, hashing is the bottleneck on three cores."""
-_HEAD = struct.Struct("<8sQ")
+DELTA_HEAD = struct.Struct("<8sQ")
+"""Magic and size of the file that the delta is for; chunks follow."""
 _CHUNK = struct.Struct("<5I")
 _MAX_VARINT = 3
 _DENSE = 4
@@ -56,7 +57,7 @@ ReadWords = Callable[[int, int], Words]
 def encode(old: bytes | memoryview, new: bytes | memoryview) -> bytes:
     """Returns the delta that turns `old` into `new`, which must have the same size."""
     read_old, read_new = _word_reader(old), _word_reader(new)
-    pieces = [_HEAD.pack(MAGIC, _equal_size(len(old), len(new)))]
+    pieces = [DELTA_HEAD.pack(MAGIC, _equal_size(len(old), len(new)))]
     pieces += [_encode_chunk(read_old(*chunk), read_new(*chunk)) for chunk in _chunks(len(new))]
     return b"".join(pieces)
 
@@ -84,7 +85,7 @@ def write_delta(old: Path, new: Path, into: Path, *, old_blake3: str, max_bytes:
         fds = old_file.fileno(), new_file.fileno()
         num_bytes = _equal_size(_size(fds[0]), _size(fds[1]))
         readers = [(_word_file_reader(fds[0]), _word_file_reader(fds[1])) for _ in range(NUM_THREADS + 1)]
-        total = out.write(_HEAD.pack(MAGIC, num_bytes))
+        total = out.write(DELTA_HEAD.pack(MAGIC, num_bytes))
         jobs = (partial(_compare_chunk, chunk) for chunk in _chunks(num_bytes))
         with closing(_in_threads(jobs, readers)) as chunks:
             for before, piece in chunks:
@@ -168,10 +169,15 @@ def _equal_size(old_bytes: int, new_bytes: int) -> int:
 
 def _encode_chunk(old: Words, new: Words) -> bytes:
     places = _changed(old, new)
+    return encode_changes(places, new[places] - old[places])
+
+
+def encode_changes(places: npt.NDArray[np.integer[Any]], differences: Words) -> bytes:
+    """Encodes one chunk: the positions that changed, ascending, and new minus old word at each, modulo 2**16."""
     if places.size == 0:
         return _CHUNK.pack(0, 0, 0, 0, 0)
     gaps = np.diff(places, prepend=-1) - 1
-    steps = (new[places] - old[places]).view(np.int16)  # wraps around modulo 2**16, as the addition does
+    steps = differences.view(np.int16)
     zigzag = ((steps << 1) ^ (steps >> 15)).view(np.uint16)
     streams = [_to_varints(gaps.astype(np.uint32)), _to_varints(zigzag.astype(np.uint32))]
     compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)  # one per chunk: compressors are not thread-safe
@@ -198,7 +204,7 @@ class DeltaReader:
 
     def __init__(self, read: Read, payload_bytes: int, num_bytes: int) -> None:
         self._read, self._left, self._position = read, payload_bytes, 0
-        magic, made_for = _HEAD.unpack(self._take(_HEAD.size))
+        magic, made_for = DELTA_HEAD.unpack(self._take(DELTA_HEAD.size))
         if magic != MAGIC:
             raise _corrupt(f"starts with {magic!r}, not {MAGIC!r}")
         if made_for != num_bytes:

@@ -5,13 +5,18 @@
     v8/manifest.json              lists which of the two are sent; written last
 
 Nothing is copied or split: shards are ranges of these files.
+
+`publish_image` does the same for a version whose largest file is in memory (file_image.py): only its delta is written, and the
+whole file where it is sent whole.
 """
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.shardcast.delta import write_delta
+from shoal.shardcast.file_image import FileImage
 from shoal.shardcast.manifest_files import (
     MANIFEST_FILE,
     hash_shards,
@@ -61,6 +66,8 @@ def publish(
     after a crash or a full disk (DiskFull).
     """
     files = tuple(_describe(path, shard_bytes) for path in _files(folder))
+    if not files:
+        raise ValueError(f"{folder} holds no files to publish")
     created_at_s = time.time() if now_s is None else now_s
     manifest = Manifest(run=run, version=version, files=files, created_at_s=created_at_s)
     existing = _existing_manifest(folder, manifest, key)
@@ -74,10 +81,92 @@ def publish(
     return sealed
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signing:
+    """What all versions of a run are signed with."""
+
+    run: str
+    key: Key
+    shard_bytes: int = SHARD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ImageDelta:
+    """The changes since an earlier version."""
+
+    before: Manifest
+    pieces: Iterable[bytes]
+    """The delta that turns the earlier version's file into the image, from FileImage.change."""
+
+
+def publish_image(
+    folder: Path,
+    name: str,
+    image: FileImage,
+    *,
+    version: int,
+    signing: Signing,
+    delta: ImageDelta | None = None,
+    whole: bool,
+) -> Sealed[Manifest]:
+    """Signs a version of which the file `name` is `image` and all other files are in `folder`. `name` may be there, too.
+
+    The whole file is written and sent too if `whole` is set, if there is no delta, or if it would not save half of the file.
+    """
+    shard_bytes = signing.shard_bytes
+    others = [_describe(path, shard_bytes) for path in _files(folder) if path.name != name]
+    payload, sent = folder / (name + DELTA_SUFFIX), None
+    if delta is not None and _write_pieces(payload, delta.pieces, int(MAX_DELTA_SHARE * image.num_bytes)):
+        found = _describe(payload, shard_bytes)
+        sent = Delta(num_bytes=found.num_bytes, blake3=found.blake3, shards=found.shards)
+    whole = whole or sent is None
+    if whole and not (folder / name).exists():
+        image.write(folder / name)
+    if not whole and delta is not None:
+        others = [_mark_same(entry, delta.before) for entry in others]
+    entry = FileEntry(
+        name=name,
+        num_bytes=image.num_bytes,
+        blake3=image.digest(),
+        codec="raw" if whole else "delta",
+        shard_bytes=shard_bytes,
+        shards=image.shard_digests(shard_bytes) if whole else (),
+        **({} if sent is None else {"delta": sent}),
+    )
+    manifest = Manifest(
+        run=signing.run,
+        version=version,
+        base=delta.before.version if delta is not None and sent is not None else None,
+        files=tuple(sorted([*others, entry], key=lambda one: one.name)),
+        created_at_s=time.time(),
+    )
+    sealed = seal(manifest, signing.key)
+    write_manifest(folder, sealed)
+    return sealed
+
+
+def _write_pieces(payload: Path, pieces: Iterable[bytes], max_bytes: int) -> bool:
+    """Writes a delta and returns True. If it exceeds `max_bytes`, reads it to its end, writes no file and returns False."""
+    total = 0
+    with remove_if_disk_full(payload), payload.open("wb") as out:
+        for piece in pieces:
+            total += len(piece)
+            if total <= max_bytes:
+                out.write(piece)
+    if total > max_bytes:
+        payload.unlink()
+    return total <= max_bytes
+
+
+def _mark_same(entry: FileEntry, before: Manifest) -> FileEntry:
+    """Returns the entry without shards if the version before has the same file."""
+    if any((old.name, old.blake3) == (entry.name, entry.blake3) for old in before.files):
+        return FileEntry(**(entry.model_dump() | {"codec": "same", "shards": ()}))
+    return entry
+
+
 def _files(folder: Path) -> list[Path]:
     paths = sorted(path for path in folder.iterdir() if not _is_own_file(path))
-    if not paths:
-        raise ValueError(f"{folder} holds no files to publish")
     for path in paths:
         if not path.is_file():
             raise ValueError(f"{path} is not a regular file; a version is a flat folder, move it elsewhere")

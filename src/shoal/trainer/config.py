@@ -109,6 +109,9 @@ class TrainerConfig(Record):
     """Train adapters of this rank beside every linear layer instead of all weights; 0 trains all weights."""
     lora_alpha: int = Field(default=32, ge=1)
     """An adapter's product is scaled by lora_alpha / lora_rank."""
+    checkpoint_minutes: float = Field(default=10.0, ge=0)
+    """Least time between two checkpoints, which are written in the background; 0 writes one for every version. With `diloco`
+    every version gets one, because merges with other sites cannot be made again."""
     keep_checkpoints: int = Field(default=2, ge=1)
     diloco: DilocoConfig | None = None
     """With it, this trainer is one of several sites (docs/diloco.md)."""

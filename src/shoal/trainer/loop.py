@@ -1,21 +1,24 @@
 """The trainer's process.
 
-    inbox ──batch──▶ lockstep ──v+1──▶ checkpoint ──▶ publisher ──▶ origin (SHARDCAST) and coordinator
-      ▲                                                                         │
+    inbox ──batch──▶ lockstep ──v+1──┬──▶ publisher ──▶ origin (SHARDCAST) and coordinator
+      ▲                              └──▶ checkpoint, every `checkpoint_minutes`
+      │                                                                         │
       └────────── GET /v1/batches/v: waits until the workers have made it ──────┘
 
-A crash is harmless at any point. Before the checkpoint is on disk, the next process makes the same step from the same
-batch. After it, the next process publishes and announces the same version again; the origin and the coordinator
-accept the repetition. The publication is prepared in a hidden folder while the checkpoint is written; it is served and
-announced only when the checkpoint is on disk. Checkpoint and publication run in the background while the next step trains
-(publisher.BackgroundPublication), and end before the next version's snapshot.
+A version is published as soon as its step is done, in the background, while the next step trains. Only two waits can hold up
+training, and both are measured: before the first update of a step, for those who still read the weights (capture and checkpoint
+copy); and after the step, for the publication before. Checkpoints are written in the background at an interval.
+
+A crash is harmless at any point: the next process loads the last checkpoint, makes the versions since then again from the same
+batches, compares the last with what was published, and continues from the published weights (_TrainerRun._catch_up). With
+several sites merges cannot be made again, so there a version is checkpointed before it is served.
 
 With several ranks this file runs on rank 0; the others run Lockstep.follow.
 """
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,8 +27,9 @@ import torch
 from shoal.diloco.transport.hivemind_mesh import PeerAddress
 from shoal.model.builtin import create_model
 from shoal.model.tokenizer import load_tokenizer
-from shoal.net.http_client import Refused, SignedClient, Unreachable, fetch_files
+from shoal.net.http_client import SignedClient, fetch_files
 from shoal.net.waiting import NotYet, Stopped, wait_for
+from shoal.shardcast.file_image import ChangedWords
 from shoal.shardcast.publish import SHARD_BYTES
 from shoal.shardcast.store import VersionStore
 from shoal.tasks.datasets.file_options import file_digests, with_files_from
@@ -35,13 +39,15 @@ from shoal.trainer.data.inbox import Inbox
 from shoal.trainer.distributed.lockstep import Lockstep
 from shoal.trainer.distributed.ranks import as_lost_rank, join_ranks
 from shoal.trainer.distributed.sites import Sites, make_averager
-from shoal.trainer.io.checkpoint import Checkpoint, Checkpoints, LearnerSnapshot
-from shoal.trainer.io.publisher import BackgroundPublication, OriginAddress, Publisher
+from shoal.trainer.io.checkpoint import Checkpoints
+from shoal.trainer.io.publisher import BackgroundPublication, OriginAddress, Publisher, PublisherSettings
+from shoal.trainer.io.weights_diff import count_changed, record_event
 from shoal.trainer.reporting.early_warnings import WarningTracker
+from shoal.trainer.reporting.recorder import ExposedTime, StepRecorder
 from shoal.trainer.reporting.sinks import check_packages, open_sinks
-from shoal.trainer.reporting.step_figures import step_report, written_evaluations
+from shoal.trainer.reporting.step_figures import step_report
 from shoal.wire.keys import Key
-from shoal.wire.messages import Info, Stats, StepReport
+from shoal.wire.messages import Info, Rederived, StepReport
 from shoal.wire.run_spec import RunSpec, TaskSpec
 
 FINISH_POLL_S, LAST_LOOKS = 0.5, 6
@@ -119,6 +125,9 @@ def _run_rank_0(
             run.startup()
             run.main_loop()
             reason = "finished"
+        except Stopped:
+            run.save_on_stop()
+            raise
         finally:
             run.shutdown()
     except Stopped as stopped:
@@ -148,7 +157,15 @@ class _TrainerRun:
         self._client, self._metrics, self._log = client, metrics, log
         self._stop = client.stop
         self._warnings = WarningTracker()
-        self._evaluated = written_evaluations(site.folder / "metrics.jsonl")
+        self._exposed = ExposedTime()
+        self._announced = -1
+        """The newest version that this process has announced."""
+        self._in_step = False
+        self._newest_report: StepReport | None = None
+        """The report of the newest version, for its checkpoint."""
+        self._checkpoint_at_s = time.monotonic() + 60 * config.checkpoint_minutes
+        """When the next checkpoint is due."""
+        self._recorder = StepRecorder(site.folder / "metrics.jsonl", metrics, client, log)
         self._sites: Sites | None = None
         self._model_folder = site.folder / "model"
         self._checkpoints = Checkpoints(site.folder / "checkpoints", keep=config.keep_checkpoints, log=log)
@@ -168,73 +185,206 @@ class _TrainerRun:
             run_key=site.run_key,
             client=client,
             address=site.address,
-            deadline_s=site.deadline_s,
+            settings=PublisherSettings(
+                deadline_s=site.deadline_s,
+                device=site.device,
+                shard_bytes=site.shard_bytes,
+                snapshot_every=site.snapshot_every,
+                last_version=spec.last_version,
+            ),
             log=log,
         )
 
     def startup(self) -> None:
-        """Serves the origin; loads, publishes and announces the version that the last process reached, or version 0."""
+        """Serves the origin; brings the learner to the newest published version, or makes and publishes version 0."""
         self._publisher.start()
         if not self._model_folder.exists():
             create_model(self._site.model, self._model_folder, self._config.seed)
         sampling = self._spec.sampling
         self._lockstep.create_learner(self._model_folder, sampling.temperature, sampling.max_new_tokens)
+        self._lockstep.learner.before_change = self._wait_for_readers
         checkpoint = self._checkpoints.newest()
         if checkpoint is None:
             self._begin()
-        else:
-            self._resume(checkpoint)
-
-    def main_loop(self) -> None:
-        """Makes one version per batch until the last version is published."""
-        learner = self._lockstep.learner
-        while learner.version < self._spec.last_version:
-            started_s = time.monotonic()
-            batch = self._inbox.take(learner.version)
-            wait_s = time.monotonic() - started_s
-            figures = self._lockstep.step(batch)
-            report = self._warnings.with_warnings(step_report(batch, figures, wait_s))
-            self._wait_for_publication()  # before the snapshot: host memory holds only one
-            snapshot = self._lockstep.snapshot(self._checkpoints.shard_folder(learner.version))
-            self._checkpoints.begin(snapshot, report)
-            self._publication.start(snapshot.version, partial(self._publish, snapshot, report))
-        self._wait_for_publication()
-        self._serve_until_finished()
-
-    def shutdown(self) -> None:
-        """Leaves the other sites and closes what was opened."""
-        if self._sites is not None:
-            self._sites.close()
-        self._publication.close()
-        self._checkpoints.close()
-        self._publisher.close()
-        self._log.info("shut down")
-
-    def _begin(self) -> None:
-        self._lockstep.warm_up(self._task(), load_tokenizer(self._model_folder))
-        self._create_sites()
-        snapshot = self._lockstep.snapshot(self._checkpoints.shard_folder(0))
-        self._lockstep.set_reference(self._reference_path, snapshot)
-        if self._sites is not None:
-            self._sites.join()  # a new site's first version has the weights that the others have reached
-            snapshot = self._lockstep.snapshot()
-        self._checkpoints.begin(snapshot, None)
-        parameters = sum(one.numel() for one in self._lockstep.learner.decoder.parameters())
-        self._metrics.write("begun", version=0, parameters=parameters)
-        self._publish(snapshot, None)
-
-    def _resume(self, checkpoint: Checkpoint) -> None:
+            self._catch_up(None)
+            return
         self._create_sites()
         self._lockstep.load_checkpoint(checkpoint)
         version = self._lockstep.learner.version
         self._log.info("resumed", version=version, checkpoint=checkpoint.folder)
         self._metrics.write("resumed", version=version)
-        snapshot = self._lockstep.snapshot()
-        self._lockstep.set_reference(self._reference_path, snapshot)
-        self._publish(snapshot, checkpoint.state.report)
+        self._lockstep.set_reference(self._reference_path)
+        self._catch_up(checkpoint.state.report)
         # Joined only now: joining may change the weights, and this version must be published with the same ones again.
         if self._sites is not None:
             self._sites.join()
+
+    def main_loop(self) -> None:
+        """Makes one version per batch until the last version is published."""
+        learner = self._lockstep.learner
+        while learner.version < self._spec.last_version:
+            report = self._newest_report = self._step()
+            if self._checkpoint_is_due():
+                self._start_checkpoint(report)
+            with self._exposed.publishing():  # several ranks gather their weights now
+                sources = self._lockstep.weights()
+            capture = partial(self._publisher.diff.changes, sources, record_event(learner.device))
+            self._publication.start(learner.version, capture, partial(self._publish, learner.version, report))
+        self._wait_for_publication()
+        self._save()
+        self._serve_until_finished()
+
+    def save_on_stop(self) -> None:
+        """Writes a checkpoint of the version that was reached.
+
+        Not if the stop came between two updates of a step, or if the version before is not announced: the next process must
+        make that one again first, because versions are announced in order.
+        """
+        unchanged = not self._in_step or self._config.optimizer_steps == 1
+        if self._announced >= 0 and unchanged and self._lockstep.learner.version <= self._announced + 1:
+            self._save()
+
+    def shutdown(self) -> None:
+        """Leaves the other sites and closes what was opened."""
+        if self._sites is not None:
+            self._sites.close()
+        if self._publication.close():
+            self._publisher.write_newest_whole()
+        self._checkpoints.close()
+        self._publisher.close()
+        self._log.info("shut down")
+
+    # -- a step -------------------------------------------------------------------------------------------
+
+    def _step(self) -> StepReport:
+        """Makes the next version and returns its report, after the version before it is published."""
+        started_s = time.monotonic()
+        batch = self._inbox.take(self._lockstep.learner.version)
+        wait_s = time.monotonic() - started_s
+        before_s = self._exposed.total_s
+        self._in_step = True
+        figures = self._lockstep.step(batch)
+        self._in_step = False
+        exposed_s = self._exposed.total_s - before_s
+        self._wait_for_publication()
+        exposed, self._exposed = self._exposed, ExposedTime()
+        report = step_report(
+            batch,
+            replace(figures, train_s=figures.train_s - exposed_s),
+            wait_s,
+            publish_exposed_s=exposed.publish_s,
+            checkpoint_exposed_s=exposed.checkpoint_s,
+        )
+        return self._warnings.with_warnings(report)
+
+    def _wait_for_readers(self) -> None:
+        """Waits until nobody reads the weights: the publication's capture and the checkpoint's copy are complete."""
+        with self._exposed.publishing():
+            self._publication.wait_for_capture(self._site.deadline_s)
+        with self._exposed.checkpointing():
+            self._checkpoints.wait_for_copy(self._site.deadline_s)
+
+    def _wait_for_publication(self) -> None:
+        # A publication waits for its checkpoint and for the coordinator, each for `deadline_s` at most; preparing it takes time too.
+        with self._exposed.publishing():
+            self._publication.wait(3 * self._site.deadline_s)
+
+    # -- checkpoints --------------------------------------------------------------------------------------
+
+    def _checkpoint_is_due(self) -> bool:
+        if self._config.diloco is not None:
+            return True
+        return not self._checkpoints.writing and time.monotonic() >= self._checkpoint_at_s
+
+    def _start_checkpoint(self, report: StepReport | None) -> None:
+        version = self._lockstep.learner.version
+        self._checkpoint_at_s = time.monotonic() + 60 * self._config.checkpoint_minutes
+        with self._exposed.checkpointing():  # several ranks copy their shards now
+            take = self._lockstep.later_snapshot(self._checkpoints.shard_folder(version))
+        self._checkpoints.begin(version, take, report)
+
+    def _save(self) -> None:
+        """Writes a checkpoint of the current version, unless there is one, and waits for it."""
+        self._checkpoints.finish(self._site.deadline_s)
+        if self._checkpoints.covered != self._lockstep.learner.version:
+            self._start_checkpoint(self._newest_report)
+            self._checkpoints.finish(self._site.deadline_s)
+
+    # -- the beginning ------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Makes version 0 and its checkpoint: its supervised steps are not made again after a crash."""
+        self._lockstep.warm_up(self._task(), load_tokenizer(self._model_folder))
+        self._create_sites()
+        self._lockstep.set_reference(self._reference_path)
+        if self._sites is not None:
+            self._sites.join()  # a new site's first version has the weights that the others have reached
+        parameters = sum(one.numel() for one in self._lockstep.learner.decoder.parameters())
+        self._metrics.write("begun", version=0, parameters=parameters)
+        self._save()
+
+    def _catch_up(self, report: StepReport | None) -> None:
+        """Brings the learner to the newest published version and announces that; publishes the learner's version if it is newer.
+
+        Versions after the checkpoint are made again from the same batches. Where they come out differently, the learner
+        takes over the published weights and keeps its own optimizer state.
+        """
+        learner = self._lockstep.learner
+        first = learner.version
+        published = self._newest_published()
+        while learner.version < published:
+            report = self._step()
+            self._log.info("version made again", version=learner.version, published=published)
+            self._recorder.record(report)
+        self._newest_report = report
+        version = learner.version
+        if version <= published and self._publisher.open_version(version):
+            differing = self._compare_with_published()
+            manifest = self._publisher.manifest(version)
+            assert manifest is not None, "a version that was opened has a manifest"
+        else:
+            differing, manifest = 0, self._publisher.serve(self._prepare_now(version), version)
+        rederived = None
+        if first < version or differing:
+            rederived = Rederived(checkpoint_version=first, differing_words=differing)
+            self._metrics.write("rederived", version=version, checkpoint=first, differing_words=differing)
+            self._checkpoint_at_s = time.monotonic()
+        self._publisher.announce(
+            manifest, report, checkpoint_version=self._checkpoints.covered, rederived=rederived
+        )
+        if report is not None:
+            self._recorder.record(report)
+        self._announced = version
+
+    def _newest_published(self) -> int:
+        """Returns the newest version that others may have: announced, or served by the process before. -1 if there is none."""
+        info = _fetch_info(self._client, self._site)
+        announced = -1 if info.newest_version is None else info.newest_version
+        served = self._publisher.newest
+        return max(announced, -1 if served is None else served)
+
+    def _compare_with_published(self) -> int:
+        """Takes over the published weights where the learner's differ; returns the number of words that did."""
+        diff, version = self._publisher.diff, self._lockstep.learner.version
+        differing = count_changed(diff.changes(self._lockstep.weights()), diff.image)
+        if differing:
+            self._log.warning(
+                "the version made again differs from the published one; training continues from the published weights"
+                if not self._config.lora_rank
+                else "the version made again differs from the published one; training continues from the adapters made again",
+                version=version,
+                differing_words=differing,
+            )
+            if not self._config.lora_rank:
+                self._lockstep.take_weights(diff.published)
+        return differing
+
+    def _prepare_now(self, version: int) -> Path:
+        """Writes the learner's version, as a delta if the version before it is here."""
+        sources = self._lockstep.weights()
+        if version and self._publisher.open_version(version - 1):
+            return self._publisher.prepare(self._publisher.diff.changes(sources), version)
+        return self._publisher.prepare_whole(self._lockstep.whole_weights(sources), version)
 
     @property
     def _reference_path(self) -> Path:
@@ -256,57 +406,28 @@ class _TrainerRun:
         fetch_files(self._client, file_digests(self._spec.task), data, deadline_s=self._site.deadline_s)
         return with_files_from(self._spec.task, data)
 
-    def _publish(self, snapshot: LearnerSnapshot, report: StepReport | None) -> None:
-        """Publishes and announces a version once its checkpoint is on disk, and writes the step to the metrics.
-
-        After a crash all three are repeated: a step may occur twice in the metrics with equal values, but none is missing.
-        """
-        folder = self._publisher.prepare(
-            self._lockstep.published_weights(snapshot),
-            snapshot.version,
-            shard_bytes=self._site.shard_bytes,
-            snapshot_every=self._site.snapshot_every,
+    def _publish(self, version: int, report: StepReport, changes: list[ChangedWords]) -> None:
+        """Publishes and announces a version and writes the step to the metrics. Runs in the background."""
+        started_s = time.monotonic()
+        folder = self._publisher.prepare(changes, version)
+        if self._config.diloco is not None:
+            self._checkpoints.finish(self._site.deadline_s)
+        manifest = self._publisher.serve(folder, version)
+        self._publisher.announce(manifest, report, checkpoint_version=self._checkpoints.covered)
+        self._announced = version
+        self._metrics.write(
+            "published",
+            version=version,
+            publish_s=round(time.monotonic() - started_s, 3),
+            bytes=manifest.body.payload_bytes,
         )
-        self._checkpoints.finish(self._site.deadline_s)
-        manifest = self._publisher.serve(folder, snapshot.version)
-        self._publisher.announce(manifest, report)
-        if report is not None:
-            self._metrics.write("step", **report.model_dump(exclude={"warnings"}))
-            for warning in report.warnings:
-                kind, _, sentence = warning.partition(": ")
-                self._log.warning(sentence, version=report.version, kind=kind)
-                self._metrics.write("warning", version=report.version, kind=kind, sentence=sentence)
-            self._write_evaluations()
-
-    def _write_evaluations(self) -> None:
-        """Writes held-out results to the metrics that the coordinator has completed since the last call."""
-        try:
-            known = self._client.call("GET", "/v1/stats", None, Stats).evaluations
-        except (Refused, Unreachable):
-            return  # the next version asks again
-        for one in known:
-            if one.complete and one.version not in self._evaluated:
-                self._evaluated.add(one.version)
-                self._metrics.write(
-                    "evaluation",
-                    version=one.version,
-                    held_out_reward=one.reward_mean,
-                    held_out_rollouts=one.rollouts,
-                    held_out_answer_tokens=one.answer_tokens_mean,
-                )
-
-    def _wait_for_publication(self) -> None:
-        # A publication waits for its checkpoint and for the coordinator, each for `deadline_s` at most; preparing it takes time too.
-        self._publication.wait(3 * self._site.deadline_s)
+        self._recorder.record(report)
 
     def _serve_until_finished(self) -> None:
         """Serves the last version until its evaluation is complete: workers still fetch it."""
 
         def attempt() -> None:
-            info = self._client.call_until(
-                "the coordinator", "GET", "/v1/info", None, Info, deadline_s=self._site.deadline_s
-            )
-            if not info.finished:
+            if not _fetch_info(self._client, self._site).finished:
                 raise NotYet("its evaluation is not complete", FINISH_POLL_S)
 
         wait_for(
@@ -317,15 +438,19 @@ class _TrainerRun:
             stop=self._stop,
         )
         for _ in range(LAST_LOOKS):  # the coordinator's answer may be a second old
-            self._write_evaluations()
-            if self._spec.last_version in self._evaluated or self._stop.wait(FINISH_POLL_S):
+            self._recorder.write_evaluations()
+            if self._spec.last_version in self._recorder.evaluated or self._stop.wait(FINISH_POLL_S):
                 return
 
 
-def _fetch_spec(client: SignedClient, site: TrainerSite) -> RunSpec:
-    info = client.call_until(
+def _fetch_info(client: SignedClient, site: TrainerSite) -> Info:
+    return client.call_until(
         f"the coordinator at {client.url}", "GET", "/v1/info", None, Info, deadline_s=site.deadline_s
     )
+
+
+def _fetch_spec(client: SignedClient, site: TrainerSite) -> RunSpec:
+    info = _fetch_info(client, site)
     if info.run_key != site.run_key.public:
         raise ValueError(
             f"the run's key is {info.run_key[:16]}…, this trainer has {site.run_key.public[:16]}…; "

@@ -305,6 +305,18 @@ class StepReport(Record):
     optimizer_steps: int = 1
     waited_on: ShortText = ""
     """What the batch was waiting for, in the coordinator's words."""
+    publish_exposed_s: float = 0.0
+    """Seconds that training stood still for a publication: its capture, or the end of the one before."""
+    checkpoint_exposed_s: float = 0.0
+    """Seconds that training stood still for a checkpoint."""
+
+
+class Rederived(Record):
+    """What a trainer that was restarted found when it made versions again, from its checkpoint and the same batches."""
+
+    checkpoint_version: int = Field(ge=0)
+    differing_words: int = Field(ge=0)
+    """16-bit words of the announced weights that came out differently. The trainer continues from the announced ones."""
 
 
 class Announce(Record):
@@ -313,6 +325,10 @@ class Announce(Record):
     manifest: Sealed[Manifest]
     origin_url: Url
     report: StepReport | None
+    checkpoint_version: int | None = None
+    """The newest version that a checkpoint covers: batches of older versions are not needed again."""
+    rederived: Rederived | None = None
+    """Set if the version was announced before and was made again after a crash."""
 
 
 class Recorded(Record):

@@ -5,7 +5,7 @@ from small_swarm import SmallSwarm, manifest, refusal, report
 
 from shoal.wire.keys import Key
 from shoal.wire.manifest import Manifest
-from shoal.wire.messages import Announce, Info, Origin, ProblemDetails, Recorded
+from shoal.wire.messages import Announce, Info, Origin, ProblemDetails, Recorded, Rederived
 from shoal.wire.record import Sealed, seal
 
 
@@ -34,6 +34,16 @@ def test_announcing_again_is_harmless_and_other_weights_are_refused(swarm: Small
     swarm.reopen()
     assert swarm.announce(0) == first
     assert len(swarm.events("policy.published")) == 2
+
+
+def test_a_version_made_again_with_other_bits_is_in_the_ledger(swarm: SmallSwarm) -> None:
+    swarm.announce(0)
+    for differing in (0, 7):
+        again = Rederived(checkpoint_version=0, differing_words=differing)
+        body = announcement(seal(manifest(0), swarm.run_key)).model_copy(update={"rederived": again})
+        swarm.trainer.call("POST", "/v1/policies", body, Recorded)
+    (event,) = swarm.events("policy.rederived")
+    assert event.body == {"version": 0, "checkpoint_version": 0, "differing_words": 7}
 
 
 def test_versions_come_in_order_and_end_with_the_last(swarm: SmallSwarm) -> None:

@@ -9,13 +9,15 @@ Ranks.broadcast and Ranks.receive alone. With a single process nothing is sent, 
 """
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from shoal.background import BackgroundTask
@@ -32,8 +34,9 @@ from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainBatch
 from shoal.trainer.distributed.ranks import Ranks
 from shoal.trainer.io.checkpoint import Checkpoint, LearnerSnapshot, load_checkpoint, take_snapshot
+from shoal.trainer.io.weights_diff import Sources, record_event
 from shoal.trainer.optim.learner import Learner
-from shoal.trainer.optim.policy import Causal, add_adapters, merge_adapters
+from shoal.trainer.optim.policy import Causal, adapted_weights, add_adapters, frozen_weight
 from shoal.trainer.optim.reference import Reference, Weights, load_reference
 from shoal.trainer.optim.supervised import warm_up
 from shoal.trainer.reporting.step_figures import StepFigures
@@ -75,6 +78,16 @@ class TakeSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class GatherWeights:
+    """Gather the trained weights on rank 0, in bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakeWeights:
+    """Receive this rank's shards of the published weights, and take those over that differ from the learner's."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadCheckpoint:
     """Continue from a checkpoint. All ranks read the folder."""
 
@@ -93,7 +106,17 @@ class EndRun:
     reason: str
 
 
-Command = CreateLearner | WarmUp | TrainStep | TakeSnapshot | LoadCheckpoint | SetReference | EndRun
+Command = (
+    CreateLearner
+    | WarmUp
+    | TrainStep
+    | TakeSnapshot
+    | GatherWeights
+    | TakeWeights
+    | LoadCheckpoint
+    | SetReference
+    | EndRun
+)
 
 
 class Lockstep:
@@ -130,13 +153,14 @@ class Lockstep:
         with self._command(LoadCheckpoint(checkpoint)):
             load_checkpoint(self.learner, checkpoint)
 
-    def set_reference(self, path: Path, snapshot: LearnerSnapshot) -> None:
+    def set_reference(self, path: Path) -> None:
         """Sets version 0's weights as the reference of the KL term, if there is one.
 
-        They are read from `path`; at version 0 they are the snapshot's, and are written there.
+        They are read from `path`; at version 0 they are the learner's, and are written there.
         """
         if self._config.kl:
-            weights = load_reference(path, snapshot.weights, snapshot.version)
+            own = {} if path.exists() or self.learner.version else self.snapshot().weights
+            weights = load_reference(path, own, self.learner.version)
             with self._command(SetReference()):
                 self._set_reference(weights)
 
@@ -155,12 +179,58 @@ class Lockstep:
         with self._command(TakeSnapshot(shard_folder)):
             return self._take_snapshot(shard_folder)
 
-    def published_weights(self, snapshot: LearnerSnapshot) -> Iterable[tuple[str, Tensor]]:
-        """Returns the weights that workers get: those trained, or the model's own with the adapters added."""
+    def later_snapshot(self, shard_folder: Path) -> Callable[[], LearnerSnapshot]:
+        """Returns a function that copies the learner's state to host memory, in any thread before the next update.
+
+        With several ranks or sites the copy is made now, because all of them take part.
+        """
+        if self._ranks.size > 1 or self.learner.sites is not None:
+            snapshot = self.snapshot(shard_folder)
+            return lambda: snapshot
+        return partial(take_snapshot, self.learner, after=record_event(self.learner.device))
+
+    def weights(self) -> Sources:
+        """Returns, for every published tensor that training changes, a function that returns its current value.
+
+        In a single process the functions read the learner: call them before the next update. With several ranks the
+        weights are gathered now, in bfloat16.
+        """
+        trained: dict[str, Tensor] = dict(self.learner.trained_parameters())
+        if self._ranks.size > 1:
+            with self._command(GatherWeights()):
+                trained = self._gather_weights()
         if not self._config.lora_rank:
-            return snapshot.weights.items()
+            return {name: partial(_itself, tensor) for name, tensor in trained.items()}
+        if self._ranks.size == 1:
+            return adapted_weights(trained, partial(frozen_weight, self.learner.decoder), self._config)
+        return adapted_weights(trained, self._frozen_weight, self._config)
+
+    def whole_weights(self, sources: Sources) -> Iterator[tuple[str, Tensor]]:
+        """Yields every published tensor: those that training changes, and with adapters also all others."""
+        yield from ((name, value()) for name, value in sources.items())
+        if self._config.lora_rank:
+            with safe_open(self._model_weights, framework="pt", device="cpu") as file:
+                names = [name for name in file.keys() if name not in sources]  # noqa: SIM118
+                yield from ((name, file.get_tensor(name)) for name in names)
+
+    def take_weights(self, published: Callable[[str], Tensor]) -> None:
+        """Sets every weight that, rounded to bfloat16, differs from the published one to the published one.
+
+        All others keep their float32 value. Not possible with adapters, which cannot be computed from the published sum.
+        """
+        assert not self._config.lora_rank, "published weights do not determine the adapters"
+        with self._command(TakeWeights()):
+            self._take_weights(published)
+
+    @property
+    def _model_weights(self) -> Path:
         assert self._base_weights is not None, "create_learner comes first"
-        return merge_adapters(self._base_weights, snapshot.weights, self._config)
+        return self._base_weights
+
+    def _frozen_weight(self, name: str) -> Tensor:
+        with safe_open(self._model_weights, framework="pt", device="cpu") as file:
+            weight: Tensor = file.get_tensor(name)
+        return weight
 
     def end(self, reason: str) -> None:
         """Ends `follow` on the other ranks.
@@ -212,6 +282,10 @@ class Lockstep:
                 self.learner.step(batch, self._stop)
             case TakeSnapshot(shard_folder):
                 self._take_snapshot(shard_folder)
+            case GatherWeights():
+                self._gather_weights()
+            case TakeWeights():
+                self._take_weights(None)
 
     # -- all ranks ----------------------------------------------------------------------------------------
 
@@ -251,9 +325,28 @@ class Lockstep:
         self._saving = snapshot.saving
         return snapshot
 
+    def _gather_weights(self) -> dict[str, Tensor]:
+        return {
+            name: self._ranks.gather(parameter.detach().to(torch.bfloat16))
+            for name, parameter in self.learner.trained_parameters().items()
+        }
+
+    def _take_weights(self, published: Callable[[str], Tensor] | None) -> None:
+        self.learner.policy.reshard()
+        with torch.no_grad():
+            for name, parameter in self.learner.trained_parameters().items():
+                wanted = torch.empty_like(parameter)
+                self._ranks.scatter(None if published is None else published(name), wanted)
+                differs = parameter.to(torch.bfloat16) != wanted.to(torch.bfloat16)
+                parameter.copy_(torch.where(differs, wanted, parameter))
+
     def _wait_for_shards(self) -> None:
         if self._saving is not None:
             self._saving.wait()
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _empty_model(architecture: "Shape | dict[str, Any]", packs: bool) -> Causal:

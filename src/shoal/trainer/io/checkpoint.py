@@ -12,15 +12,18 @@ A checkpoint is written and flushed in a hidden folder, which is then renamed: i
 whose files do not match its manifest is skipped with a warning, and the one before it is used. docs/trainer.md has the
 format.
 
-Writing happens in a thread: `Checkpoints.begin` returns at once, `finish` returns when the checkpoint is on disk. A version
-must not be served or announced before its `finish`: a crash would then leave others with a version that this trainer lost.
+Copying to host memory and writing happen in a thread: `Checkpoints.begin` returns at once, `wait_for_copy` returns when the
+weights may change, `finish` when the checkpoint is on disk. Versions are published before they are covered by a checkpoint:
+after a crash the versions since the last checkpoint are made again from the same batches (loop._TrainerRun._catch_up).
 """
 
+import errno
 import os
 import re
 import shutil
+import threading
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,10 +40,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from shoal.background import BackgroundTask
-from shoal.files import flush_folder, replace_folder, restore_disk_error
+from shoal.files import DiskFull, explain_full_disk, flush_folder, replace_folder, restore_disk_error
 from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
 from shoal.trainer.distributed.ranks import Ranks, explain_lost_rank
+from shoal.trainer.io.weights_diff import on_stream
 from shoal.trainer.optim.learner import Learner
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import StepReport
@@ -53,6 +57,7 @@ SHARDS = "shards"
 MANIFEST = "manifest.json"
 Format = Literal["shoal/checkpoint/1", "shoal/sharded-checkpoint/1"]
 MOMENTS = ("exp_avg", "exp_avg_sq")
+DISK_REMEDY = "free some space there or use a larger disk, then start the trainer again: it continues from the last checkpoint"
 _FOLDER = re.compile(r"v(\d{6,})")
 _DEVICE_SETTINGS = {"params", "fused", "foreach", "capturable"}
 """Optimizer settings that say how this device computes. They are not restored: a run may continue on another device."""
@@ -100,7 +105,7 @@ class LearnerSnapshot:
 
     version: int
     weights: dict[str, Tensor]
-    """Whole trained weights by name, float32; on rank 0 only."""
+    """Whole trained weights by name, float32; on rank 0 only, and empty if the ranks write shards."""
     optimizer: dict[str, Any]
     """torch's own state_dict. With several ranks without the moments, which are in the shards."""
     random: dict[str, Tensor]
@@ -109,29 +114,48 @@ class LearnerSnapshot:
     saving: BackgroundTask[None] | None = None
     """With several ranks: the thread that writes this rank's shards."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors that this process writes, without the shards of several ranks."""
+        states: Iterable[dict[str, Tensor]] = self.optimizer["state"].values()
+        moments = sum(tensor.nbytes for state in states for tensor in state.values())
+        return moments + sum(weight.nbytes for weight in self.weights.values())
 
-def take_snapshot(learner: Learner, shard_folder: Path | None = None) -> LearnerSnapshot:
+
+def take_snapshot(
+    learner: Learner, shard_folder: Path | None = None, after: "torch.cuda.Event | None" = None
+) -> LearnerSnapshot:
     """Copies what a later process needs to host memory. All ranks must call it.
 
-    With several ranks and a `shard_folder`, it also starts a thread that writes this rank's shards to that folder.
+    With several ranks and a `shard_folder`, it also starts a thread that writes this rank's shards to that folder. On a GPU
+    the copies have their own stream, which begins after the event `after`.
     """
     ranks = learner.ranks
-    optimizer = learner.optimizer.state_dict()
-    kept = ("step", *MOMENTS) if ranks.size == 1 else ("step",)
-    optimizer["state"] = {
-        index: {name: state[name].to("cpu", copy=True) for name in kept}
-        for index, state in optimizer["state"].items()
-    }
-    random = {"cpu": torch.get_rng_state()}
-    if learner.device.type == "cuda":
-        random["cuda"] = torch.cuda.get_rng_state(learner.device)
-    saving = None
-    if ranks.size > 1 and shard_folder is not None:
-        shards = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors(learner).items()}
-        saving = BackgroundTask("checkpoint-shards", partial(_write_shards, shards, shard_folder, ranks))
+    stream = torch.cuda.Stream(learner.device) if after is not None else None
+    with on_stream(stream, after):
+        optimizer = learner.optimizer.state_dict()
+        kept = ("step", *MOMENTS) if ranks.size == 1 else ("step",)
+        optimizer["state"] = {
+            index: {name: state[name].to("cpu", copy=True) for name in kept}
+            for index, state in optimizer["state"].items()
+        }
+        random = {"cpu": torch.get_rng_state()}
+        if learner.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(learner.device)
+        saving = None
+        if ranks.size > 1 and shard_folder is not None:
+            shards = {
+                name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors(learner).items()
+            }
+            saving = BackgroundTask("checkpoint-shards", partial(_write_shards, shards, shard_folder, ranks))
+        weights = (
+            {name: ranks.gather(one) for name, one in learner.trained_parameters().items()}
+            if saving is None
+            else {}
+        )
     return LearnerSnapshot(
         version=learner.version,
-        weights={name: ranks.gather(one) for name, one in learner.trained_parameters().items()},
+        weights=weights,
         optimizer=optimizer,
         random=random,
         outer=None if learner.sites is None else learner.sites.state(),
@@ -147,6 +171,9 @@ class Checkpoints:
         self._keep = keep
         self._log = log
         self._writing: BackgroundTask[None] | None = None
+        self._copied = threading.Event()
+        self.covered: int | None = None
+        """The newest version that is on disk, as far as this process knows."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def shard_folder(self, version: int) -> Path:
@@ -156,11 +183,31 @@ class Checkpoints:
         partial_folder.mkdir()
         return partial_folder / SHARDS
 
-    def begin(self, snapshot: LearnerSnapshot, report: StepReport | None) -> None:
-        """Starts to write a checkpoint. The one before must be finished."""
+    def begin(self, version: int, take: Callable[[], LearnerSnapshot], report: StepReport | None) -> None:
+        """Starts to copy and write a checkpoint. The one before must be finished."""
         assert self._writing is None, "finish the previous checkpoint first"
-        state = CheckpointState(version=snapshot.version, report=report)
-        self._writing = BackgroundTask(f"checkpoint-{state.version}", partial(self._write, snapshot, state))
+        self._copied = copied = threading.Event()
+
+        def work() -> None:
+            try:
+                snapshot = take()
+            finally:
+                copied.set()
+            self._write(snapshot, CheckpointState(version=version, report=report))
+
+        self._writing = BackgroundTask(f"checkpoint-{version}", work)
+
+    def wait_for_copy(self, deadline_s: float) -> None:
+        """Waits until the weights may change: the checkpoint's copy of them is complete."""
+        if self._writing is not None and not self._copied.wait(deadline_s):
+            raise DeadlinePassed(f"waited {deadline_s:.0f} s for a checkpoint to be copied to host memory")
+
+    @property
+    def writing(self) -> bool:
+        """Returns whether a checkpoint is being written. Raises the error if writing failed."""
+        if self._writing is not None and self._writing.done:
+            self.finish(0)
+        return self._writing is not None
 
     def finish(self, deadline_s: float) -> None:
         """Waits until the checkpoint is on disk; raises the error if writing failed."""
@@ -175,7 +222,7 @@ class Checkpoints:
 
     def save(self, learner: Learner, report: StepReport | None, deadline_s: float = 900.0) -> None:
         """Writes a checkpoint of a single process's learner and waits for it."""
-        self.begin(take_snapshot(learner), report)
+        self.begin(learner.version, partial(take_snapshot, learner), report)
         self.finish(deadline_s)
 
     def close(self) -> None:
@@ -191,7 +238,9 @@ class Checkpoints:
         for version in sorted(self._versions(), reverse=True):
             folder = self._folder / f"v{version:06d}"
             try:
-                return _verify(folder, version)
+                found = _verify(folder, version)
+                self.covered = found.state.version
+                return found
             except DamagedCheckpoint as damaged:
                 self._log.warning("damaged checkpoint skipped", checkpoint=folder, reason=damaged)
         return None
@@ -204,10 +253,13 @@ class Checkpoints:
         else:
             snapshot.saving.wait()
             snapshot.saving.result()
-        _write_files(partial_folder, snapshot, state)
+        check_free_space(self._folder, snapshot.num_bytes)
+        with explain_full_disk(self._folder, remedy=DISK_REMEDY):
+            _write_files(partial_folder, snapshot, state)
         # A sound checkpoint of this version would have been resumed from, so what is here is damaged.
         shutil.rmtree(final, ignore_errors=True)
         replace_folder(partial_folder, final)
+        self.covered = state.version
         self._delete_others(state.version)
 
     def _partial(self, version: int) -> Path:
@@ -222,6 +274,16 @@ class Checkpoints:
         older = sorted((version for version in self._versions() if version <= saved), reverse=True)
         for version in set(self._versions()) - set(older[: self._keep]):
             shutil.rmtree(self._folder / f"v{version:06d}")
+
+
+def check_free_space(folder: Path, num_bytes: int) -> None:
+    """Raises DiskFull before anything is written if the disk cannot hold `num_bytes` more."""
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise DiskFull(
+            errno.ENOSPC,
+            f"a checkpoint in {folder} needs {num_bytes / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free; {DISK_REMEDY}",
+        )
 
 
 def load_checkpoint(learner: Learner, checkpoint: Checkpoint) -> None:

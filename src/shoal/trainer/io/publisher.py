@@ -2,37 +2,46 @@
 
 Publication runs in the background while the next step trains, one version at a time and in order:
 
-    main        step 7 ── wait ── snapshot ── start(7) ── take batch ── step 8 ── wait ── snapshot ── start(8)
-    background                                └ write, encode, sign, wait for the checkpoint, serve, announce ┘
+    main        step 7 ── start(7) ── take batch ── step 8: forward, backward ── wait for the capture ── update ── wait ── start(8)
+    background            └ capture ────────────────────────┘ encode, hash, sign, serve, announce ────────────────┘
 
-The background thread reads and writes files and runs numpy, zstd and BLAKE3, which release the interpreter's lock.
+The capture compares the weights with the published file (weights_diff.py) and must end before the next update changes them. What
+follows reads and writes host memory and files with numpy, zstd and BLAKE3, which release the interpreter's lock.
 """
 
-import filecmp
 import shutil
+import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from shoal.background import BackgroundTask
+from shoal.files import DiskFull, explain_full_disk
 from shoal.model.builtin import copy_all_but_weights
 from shoal.model.weights import save_tensors
 from shoal.net.http_client import Refused, SignedClient
 from shoal.net.http_server import listen
 from shoal.net.waiting import DeadlinePassed
-from shoal.shardcast.publish import Base, publish
+from shoal.shardcast.file_image import ChangedWords, FileImage, restore_image
+from shoal.shardcast.publish import SHARD_BYTES, SNAPSHOT_EVERY, ImageDelta, Signing, publish_image
 from shoal.shardcast.relay.relay_app import RelayServer
 from shoal.shardcast.store import VersionStore
 from shoal.telemetry import Log
+from shoal.trainer.io.weights_diff import WeightsDiff
 from shoal.wire.keys import Key
 from shoal.wire.manifest import WEIGHTS_FILE, Manifest
-from shoal.wire.messages import Announce, Recorded, StepReport
+from shoal.wire.messages import Announce, Recorded, Rederived, StepReport
 from shoal.wire.record import Sealed
 
 EXIT_TIMEOUT_S = 5.0
 """How long a process that exits waits for a publication. The next process repeats it."""
+DISK_REMEDY = (
+    "free some space there or use a larger disk, then start the trainer again: it continues where it was"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +55,20 @@ class OriginAddress:
     """Whether only members of the run may fetch, who show a ticket."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherSettings:
+    """How versions are written, and how long the coordinator may take to accept one."""
+
+    deadline_s: float
+    device: str = "cpu"
+    """Holds the weights."""
+    shard_bytes: int = SHARD_BYTES
+    snapshot_every: int = SNAPSHOT_EVERY
+    """Versions divisible by this are also sent whole, for nodes that join late."""
+    last_version: int | None = None
+    """Is also kept whole on this disk."""
+
+
 class Publisher:
     """The origin of one run: writes versions, serves the newest, and announces each."""
 
@@ -57,15 +80,17 @@ class Publisher:
         run_key: Key,
         client: SignedClient,
         address: OriginAddress,
-        deadline_s: float,
+        settings: PublisherSettings,
         log: Log,
     ) -> None:
         self._store = store
         self._model_folder = model_folder
-        self._run_key = run_key
+        self._signing = Signing(run=store.run, key=run_key, shard_bytes=settings.shard_bytes)
         self._client = client
-        self._deadline_s = deadline_s
+        self._settings = settings
         self._log = log
+        self._diff: WeightsDiff | None = None
+        """Holds the file of the newest version; None until a version is written or opened."""
         self._server = RelayServer(
             store, listen(address.host, address.port), log=log, private=address.private
         )
@@ -76,51 +101,122 @@ class Publisher:
         self._server.start()
 
     def close(self) -> None:
+        """Stops serving."""
         self._store.close()
         self._server.close()
+        self._set_image(None)
 
-    def prepare(
-        self, named: Iterable[tuple[str, Tensor]], version: int, *, shard_bytes: int, snapshot_every: int
-    ) -> Path:
-        """Writes and signs a version in a hidden folder, as a delta if the store has the version before it.
+    @property
+    def newest(self) -> int | None:
+        """The newest version that is served."""
+        return max(self._store.complete(), default=None)
 
-        The same weights always give the same signed manifest.
-        """
+    def manifest(self, version: int) -> Sealed[Manifest] | None:
+        """Returns the manifest of a version that is served."""
+        stored = self._store.get(version)
+        return None if stored is None else stored.sealed
+
+    @property
+    def diff(self) -> WeightsDiff:
+        """Compares weights with the newest version's file. Write or open a version first."""
+        assert self._diff is not None, "no version is open: call prepare_whole or open_version first"
+        return self._diff
+
+    def open_version(self, version: int) -> bool:
+        """Reads the weights file of a served version into memory. Returns False if its files are lost or damaged."""
+        image = restore_image(self._store, version, WEIGHTS_FILE)
+        if image is not None:
+            self._set_image(image)
+        return image is not None
+
+    def prepare_whole(self, named: Iterable[tuple[str, Tensor]], version: int) -> Path:
+        """Writes and signs a version in a hidden folder, without a delta."""
+        with explain_full_disk(self._store.folder, remedy=DISK_REMEDY):
+            folder = self._new_folder(version)
+            # Not flushed to disk: after a power cut the next process makes this version again.
+            save_tensors(named, folder / WEIGHTS_FILE, sync=False)
+            image = FileImage.read(folder / WEIGHTS_FILE)
+            publish_image(
+                folder,
+                WEIGHTS_FILE,
+                image,
+                version=version,
+                signing=self._signing,
+                whole=True,
+            )
+        self._set_image(image)
+        return folder
+
+    def prepare(self, changes: list[ChangedWords], version: int) -> Path:
+        """Writes and signs a version in a hidden folder, from the words that changed since the version before it."""
+        before = self._store.get(version - 1)
+        assert before is not None, f"version {version - 1} is not served"
+        image = self.diff.image
+        with explain_full_disk(self._store.folder, remedy=DISK_REMEDY):
+            folder = self._new_folder(version)
+            publish_image(
+                folder,
+                WEIGHTS_FILE,
+                image,
+                version=version,
+                signing=self._signing,
+                delta=ImageDelta(before.sealed.body, image.change(changes)),
+                whole=version % self._settings.snapshot_every == 0,
+            )
+            if version == self._settings.last_version and not (folder / WEIGHTS_FILE).exists():
+                image.write(folder / WEIGHTS_FILE)
+        return folder
+
+    def serve(self, folder: Path, version: int) -> Sealed[Manifest]:
+        """Renames the folder that was prepared to its final name and serves it."""
+        final = self._store.path(version)
+        shutil.rmtree(final, ignore_errors=True)
+        folder.rename(final)
+        return self._store.adopt(version)
+
+    def write_newest_whole(self) -> None:
+        """Writes the newest version's whole file into its folder, for those who use it after the run has stopped."""
+        if self._diff is None or self.newest is None:
+            return
+        path, manifest = self._store.path(self.newest) / WEIGHTS_FILE, self.manifest(self.newest)
+        # A publication that failed has changed the image already.
+        if (
+            not path.exists()
+            and manifest is not None
+            and self._diff.image.digest() == manifest.body.weights_digest
+        ):
+            with suppress(DiskFull):
+                self._diff.image.write(path)
+
+    def _new_folder(self, version: int) -> Path:
         final = self._store.path(version)
         hidden = final.with_name(f".{final.name}.partial")
         shutil.rmtree(hidden, ignore_errors=True)
         hidden.mkdir(parents=True)
         copy_all_but_weights(self._model_folder, hidden)
-        # Not flushed to disk: after a power cut the checkpoint makes this version again.
-        save_tensors(named, hidden / WEIGHTS_FILE, sync=False)
-        folder = hidden
-        if _same_files(hidden, final):
-            shutil.rmtree(hidden)
-            folder = final
-        base = None
-        if self._store.get(version - 1) is not None:
-            base = Base(folder=self._store.path(version - 1), snapshot_every=snapshot_every)
-        publish(
-            folder,
-            run=self._store.run,
-            version=version,
-            key=self._run_key,
-            base=base,
-            shard_bytes=shard_bytes,
-        )
-        return folder
+        return hidden
 
-    def serve(self, folder: Path, version: int) -> Sealed[Manifest]:
-        """Renames the folder that `prepare` wrote to its final name and serves it."""
-        final = self._store.path(version)
-        if folder != final:
-            shutil.rmtree(final, ignore_errors=True)
-            folder.rename(final)
-        return self._store.adopt(version)
+    def _set_image(self, image: FileImage | None) -> None:
+        if self._diff is not None:
+            self._diff.close()
+        self._diff = None if image is None else WeightsDiff(image, torch.device(self._settings.device))
 
-    def announce(self, manifest: Sealed[Manifest], report: StepReport | None) -> None:
+    def announce(
+        self,
+        manifest: Sealed[Manifest],
+        report: StepReport | None,
+        *,
+        checkpoint_version: int | None = None,
+        rederived: Rederived | None = None,
+    ) -> None:
         """Announces a version to the coordinator, which accepts the same version again after a crash."""
-        body = Announce(manifest=manifest, origin_url=self.origin_url, report=report)
+        body = Announce(
+            manifest=manifest,
+            origin_url=self.origin_url,
+            report=report,
+            checkpoint_version=checkpoint_version,
+            rederived=rederived,
+        )
         version = manifest.body.version
         try:
             self._client.call_until(
@@ -129,7 +225,7 @@ class Publisher:
                 "/v1/policies",
                 body,
                 Recorded,
-                deadline_s=self._deadline_s,
+                deadline_s=self._settings.deadline_s,
             )
         except Refused as refused:
             if refused.code != "request.conflict":
@@ -152,18 +248,40 @@ class BackgroundPublication:
 
     def __init__(self) -> None:
         self._task: BackgroundTask[None] | None = None
+        self._captured = threading.Event()
         self._version = -1
 
-    def start(self, version: int, publish: Callable[[], None]) -> None:
-        """Starts to publish a version. Wait for the one before first."""
+    def start(
+        self,
+        version: int,
+        capture: Callable[[], list[ChangedWords]],
+        publish: Callable[[list[ChangedWords]], None],
+    ) -> None:
+        """Starts to capture and publish a version. Wait for the one before first."""
         assert self._task is None, f"wait for version {self._version} before version {version}"
         self._version = version
-        self._task = BackgroundTask(f"publish-{version}", publish)
+        self._captured = captured = threading.Event()
+
+        def work() -> None:
+            try:
+                changes = capture()
+            finally:
+                captured.set()
+            publish(changes)
+
+        self._task = BackgroundTask(f"publish-{version}", work)
 
     def check(self) -> None:
         """Raises the error of a publication that has failed. Called during waits that such a publication would end."""
         if self._task is not None and self._task.done:
             self._task.result()
+
+    def wait_for_capture(self, deadline_s: float) -> None:
+        """Waits until the weights may change: the version's changes are in host memory."""
+        if self._task is not None and not self._captured.wait(deadline_s):
+            raise DeadlinePassed(
+                f"waited {deadline_s:.0f} s for the weights of version {self._version} to be copied to host memory"
+            )
 
     def wait(self, deadline_s: float) -> None:
         """Waits until the version is published; raises the error if that failed."""
@@ -176,18 +294,9 @@ class BackgroundPublication:
         self._task.result()
         self._task = None
 
-    def close(self) -> None:
-        """Waits a few seconds for a publication in progress."""
-        if self._task is not None:
-            self._task.wait(EXIT_TIMEOUT_S)
-
-
-def _same_files(left: Path, right: Path) -> bool:
-    """Returns whether `right` has every file of `left` with the same bytes: the version was published before."""
-    return all(
-        (right / path.name).is_file() and filecmp.cmp(path, right / path.name, shallow=False)
-        for path in left.iterdir()
-    )
+    def close(self) -> bool:
+        """Waits a few seconds for a publication in progress. Returns whether none is left."""
+        return self._task is None or self._task.wait(EXIT_TIMEOUT_S)
 
 
 def _in_url(host: str) -> str:

@@ -92,6 +92,8 @@ class Learner:
         self.optimizer = make_optimizer(decoder, config, learning_rate=config.learning_rate)
         self.sites: SiteMerger | None = None
         """Set if this trainer is one of several sites; it then makes the updates."""
+        self.before_change: Callable[[], None] = lambda: None
+        """Called in a step before the weights change for the first time. It waits for those who still read the last version."""
 
     @property
     def device(self) -> torch.device:
@@ -140,6 +142,8 @@ class Learner:
                 f"step from version {self.version}: gradient norm is {grad_norm}; "
                 f"lower learning_rate ({config.learning_rate}) and resume from an earlier checkpoint"
             )
+        if index == 0:
+            self.before_change()
         if self.sites is None:
             self.optimizer.step()
         else:
@@ -160,6 +164,7 @@ class Learner:
             minibatches = self._score(minibatches, lambda scored: self._recompute(scored, sums), stop)
         if self.config.kl:
             assert self.reference is not None, "kl is above 0, but no reference is set"
+            self.before_change()  # the reference's weights take the place of the learner's for a while
             with self.reference.in_place_of(self.decoder, self.policy.reshard):
                 minibatches = self._score(minibatches, self._with_reference, stop)
         return minibatches

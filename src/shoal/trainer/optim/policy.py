@@ -15,13 +15,11 @@ relays and validators need not know about adapters:
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -185,18 +183,23 @@ def add_adapters(model: Causal, config: TrainerConfig) -> None:
         parameter.requires_grad_(name.endswith((_A, _B)))
 
 
-def merge_adapters(
-    base: Path, adapters: Mapping[str, Tensor], config: TrainerConfig
-) -> Iterator[tuple[str, Tensor]]:
-    """Yields every tensor of the file `base`, with its adapter's product added if it has one."""
+def adapted_weights(
+    adapters: Mapping[str, Tensor], frozen: Callable[[str], Tensor], config: TrainerConfig
+) -> dict[str, Callable[[], Tensor]]:
+    """Returns, for the name of every weight that has an adapter, a function that computes the weight with its adapter added.
+
+    `adapters` has the adapters' matrices by name; `frozen` returns a weight without its adapter.
+    """
     scale = config.lora_alpha / config.lora_rank
-    unused = set(adapters)
-    with safe_open(base, framework="pt", device="cpu") as file:
-        for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
-            stem = name.removesuffix(".weight")
-            weight: Tensor = file.get_tensor(name).float()
-            if stem + _A in unused:
-                weight += scale * (adapters[stem + _B].float() @ adapters[stem + _A].float())
-                unused -= {stem + _A, stem + _B}
-            yield name, weight
-    assert not unused, f"adapters of layers that the base does not have: {sorted(unused)[:2]}"
+
+    def merged(stem: str) -> Tensor:
+        product = adapters[stem + _B].float() @ adapters[stem + _A].float()
+        return frozen(f"{stem}.weight").float() + scale * product
+
+    stems = [name.removesuffix(_A) for name in adapters if name.endswith(_A)]
+    return {f"{stem}.weight": partial(merged, stem) for stem in stems}
+
+
+def frozen_weight(model: nn.Module, name: str) -> Tensor:
+    """Returns the weight beside which an adapter was added, by the name it has in the published file."""
+    return model.get_parameter(f"{name.removesuffix('.weight')}.base_layer.weight")

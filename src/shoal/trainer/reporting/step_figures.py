@@ -5,11 +5,8 @@ The sums are kept in one tensor on the device, so that no micro-batch waits for 
 N counts the output tokens of one micro-batch, F the sums.
 """
 
-import contextlib
-import json
 from collections import Counter
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -112,7 +109,14 @@ class StepSums:
         )
 
 
-def step_report(batch: TrainBatch, figures: StepFigures, wait_s: float) -> StepReport:
+def step_report(
+    batch: TrainBatch,
+    figures: StepFigures,
+    wait_s: float,
+    *,
+    publish_exposed_s: float = 0.0,
+    checkpoint_exposed_s: float = 0.0,
+) -> StepReport:
     """Returns the report for the coordinator and the metrics. Its tokens count prompts and outputs that were trained on."""
     lags = [sample.lag for sample in batch.samples]
     by_lag = Counter(lags)
@@ -134,19 +138,8 @@ def step_report(batch: TrainBatch, figures: StepFigures, wait_s: float) -> StepR
         lags=tuple(by_lag[lag] for lag in range(max(lags) + 1)),
         wait_s=wait_s,
         waited_on=batch.waited_on,
+        publish_exposed_s=publish_exposed_s,
+        checkpoint_exposed_s=checkpoint_exposed_s,
         tokens_per_s=batch.num_tokens / max(figures.train_s, 1e-9),
         **asdict(figures),
     )
-
-
-def written_evaluations(metrics: Path) -> set[int]:
-    """Returns the versions whose held-out results are in a metrics.jsonl, so that a resumed run does not repeat them."""
-    found: set[int] = set()
-    if not metrics.exists():
-        return found
-    with metrics.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if '"evaluation"' in line:
-                with contextlib.suppress(ValueError, KeyError):  # a kill may have cut the last line
-                    found.add(int(json.loads(line)["version"]))
-    return found

@@ -28,6 +28,8 @@ def announce(tx: Transaction, coordinator: Coordinator, told: Announce) -> Recor
         # A trainer that was restarted may serve the same weights from another address.
         if found.origin_url != told.origin_url:
             _move_origin(tx, manifest.version, told.origin_url)
+        if told.rederived is not None and told.rederived.differing_words:
+            tx.record("policy.rederived", version=manifest.version, **told.rederived.model_dump())
         return Recorded(seq=found.seq)
     newest = newest_version(tx.db)
     expected = 0 if newest is None else newest + 1

@@ -86,6 +86,10 @@ _PLAIN = {
     "node.enrolled": ("node enrolled", ("node", "software")),
     "node.trusted": ("node trusted", ("node", "reason")),
     "policy.published": ("policy published", ("version", "num_bytes")),
+    "policy.rederived": (
+        "policy made again with other bits; the announced weights stay",
+        ("version", "checkpoint_version", "differing_words"),
+    ),
     "lease.issued": ("lease issued", ("lease_id", "node", "purpose")),
     "epoch.revealed": ("epoch revealed", ("epoch",)),
     "group.stale": ("groups went stale", ("version", "num_groups")),

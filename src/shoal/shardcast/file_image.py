@@ -1,0 +1,160 @@
+"""One file of the newest version in host memory: the base of the next version's delta and the source of its digests.
+
+    image of v7 ──changed words──▶ image of v8, in place
+                        └─────────▶ model.safetensors.delta of v8
+
+A publisher that keeps the file in memory reads and writes only what changed. The whole file is hashed from memory by all
+cores, and is written to disk only for versions that are sent whole. Shardcast knows no tensors: the owner of the weights
+says which 16-bit words of the file changed.
+"""
+
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from shoal.shardcast.delta import CHUNK_WORDS, DELTA_HEAD, MAGIC, DeltaReader, Words, encode_changes
+from shoal.shardcast.manifest_files import hash_bytes, remove_if_disk_full, write_at
+from shoal.shardcast.store import VersionStore
+from shoal.wire.codes import CorruptData
+from shoal.wire.manifest import DELTA_SUFFIX, Manifest
+
+RANGE_WORDS = 16 * CHUNK_WORDS
+"""Words of a range (64 MiB): what a publisher compares at once, a whole number of a delta's chunks."""
+READ_BYTES = 8 << 20
+NUM_THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
+"""Threads that encode and hash. Half the cores at most: the others launch the training's kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedWords:
+    """The words of one range of a file that changed."""
+
+    start: int
+    """The first word of the range; a multiple of RANGE_WORDS."""
+    places: npt.NDArray[np.int32] | None
+    """Positions in the range, ascending; None if `words` are all words of the range."""
+    words: Words
+    """The new words at these positions."""
+
+
+class FileImage:
+    """The bytes of one file, as 16-bit words. An odd last byte is padded with a zero."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.words: Words = np.zeros(-(-num_bytes // 2), "<u2")
+
+    @classmethod
+    def read(cls, path: Path) -> "FileImage":
+        """Reads a file into memory."""
+        image = cls(path.stat().st_size)
+        view = image.view
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            done = 0
+            while done < image.num_bytes:
+                count = os.preadv(fd, [view[done : done + READ_BYTES]], done)
+                if count == 0:
+                    raise ValueError(
+                        f"{path} was truncated while it was read: {done} of {image.num_bytes} bytes"
+                    )
+                done += count
+        finally:
+            os.close(fd)
+        return image
+
+    @property
+    def view(self) -> memoryview:
+        """The file's bytes."""
+        return memoryview(self.words.view(np.uint8))[: self.num_bytes]  # type: ignore[arg-type]
+
+    def digest(self) -> str:
+        """Returns the BLAKE3 digest of the file, computed by several threads."""
+        return blake3(self.view, max_threads=NUM_THREADS).hexdigest()
+
+    def shard_digests(self, shard_bytes: int) -> tuple[str, ...]:
+        """Returns the digest of each of the file's shards."""
+        view, starts = self.view, range(0, self.num_bytes, shard_bytes)
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="shards") as threads:
+            return tuple(threads.map(lambda start: hash_bytes(view[start : start + shard_bytes]), starts))
+
+    def write(self, path: Path) -> None:
+        """Writes the file. Raises DiskFull, and leaves no file, if it does not fit."""
+        with remove_if_disk_full(path), path.open("wb", buffering=0) as file:
+            write_at(file.fileno(), self.view, 0)
+
+    def change(self, changes: Iterable[ChangedWords]) -> Iterator[bytes]:
+        """Writes the new words into the image and yields the delta, piece by piece.
+
+        `changes` has every range of the file once, in order. All ranges are changed, even if the caller stops reading.
+        """
+        yield DELTA_HEAD.pack(MAGIC, self.num_bytes)
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="delta") as threads:
+            for pieces in threads.map(self._change_range, changes):
+                yield from pieces
+
+    def _change_range(self, change: ChangedWords) -> list[bytes]:
+        """Changes one range and returns the delta's chunks of it."""
+        old = self.words[change.start : change.start + RANGE_WORDS]
+        places, words = change.places, change.words
+        if places is None:
+            places = np.flatnonzero(old != words).astype(np.int32)
+            words = words[places]
+        steps = words - old[places]  # wraps around modulo 2**16, as the addition of a client does
+        old[places] = words
+        starts = range(0, old.size, CHUNK_WORDS)
+        bounds = np.searchsorted(places, [*starts, old.size])
+        return [
+            encode_changes(places[first:last] - start, steps[first:last])
+            for start, first, last in zip(starts, bounds[:-1], bounds[1:], strict=True)
+        ]
+
+    def apply(self, payload: Path) -> None:
+        """Applies a delta file to the image. Raises CorruptData if it is not a delta for a file of this size."""
+        with payload.open("rb") as file:
+            fd, num_bytes = file.fileno(), payload.stat().st_size
+            delta = DeltaReader(lambda start, length: os.pread(fd, length, start), num_bytes, self.num_bytes)
+            for start in range(0, self.words.size, CHUNK_WORDS):
+                delta.next_chunk().apply(self.words[start : start + CHUNK_WORDS])
+            delta.check_end()
+
+
+def restore_image(store: VersionStore, version: int, name: str) -> FileImage | None:
+    """Returns the file `name` of a version in the store: from its whole file, or from an older one and deltas.
+
+    Returns None if a file on the way is missing or damaged.
+    """
+    payloads: list[Path] = []
+    wanted = _manifest(store, version)
+    number, manifest = version, wanted
+    while manifest is not None and not (store.path(number) / name).is_file():
+        entry = next((one for one in manifest.files if one.name == name), None)
+        if entry is None or manifest.base is None:
+            return None
+        if entry.delta is not None:
+            payloads.append(store.path(number) / (name + DELTA_SUFFIX))
+        elif entry.codec != "same":
+            return None
+        number = manifest.base
+        manifest = _manifest(store, number)
+    if wanted is None or manifest is None or not all(path.is_file() for path in payloads):
+        return None
+    try:
+        image = FileImage.read(store.path(number) / name)
+        for payload in reversed(payloads):
+            image.apply(payload)
+    except (CorruptData, ValueError, struct.error):
+        return None
+    return image if image.digest() == wanted.file(name).blake3 else None
+
+
+def _manifest(store: VersionStore, version: int) -> Manifest | None:
+    stored = store.get(version)
+    return None if stored is None else stored.sealed.body
