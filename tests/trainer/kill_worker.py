@@ -1,4 +1,4 @@
-"""Started by test_kill.py: kills trainers with SIGKILL at chosen points, resumes each, and compares what was announced.
+"""Started by test_trainer_kill.py: kills trainers with SIGKILL at chosen points, resumes each, and compares what was announced.
 
 Points are the calls that change a file's name, flush one, make a step, or announce a version: before each and after it. The
 parent serves the coordinator and never trains itself, because torch's gradients do not work in a process that was forked from
