@@ -28,9 +28,9 @@ def uploading(swarm: Swarm) -> bool:
     return any((swarm.folder / "coordinator" / "objects" / "incoming").iterdir())
 
 
-def newest_checkpoint(swarm: Swarm) -> int:
+def newest_served(swarm: Swarm) -> int:
     return max(
-        (int(path.name[1:]) for path in (swarm.folder / "trainer" / "checkpoints").glob("v*")), default=-1
+        (int(path.name[1:]) for path in (swarm.folder / "trainer" / "versions").glob("v*")), default=-1
     )
 
 
@@ -47,8 +47,8 @@ def test_each_role_killed_in_the_middle_of_its_work(tmp_path: Path) -> None:
             "worker-1": ("a lease being worked on", lambda: at_work(swarm)),
             "validator-1": ("a submission being checked", lambda: being_checked(swarm)),
             "relay-1": ("nothing in particular", lambda: True),
-            # The version is saved but not announced: the trainer must announce exactly this one after its restart.
-            "trainer": ("a checkpoint not yet announced", lambda: newest_checkpoint(swarm) > version),
+            # The version is served, perhaps not announced: the trainer must announce exactly this one after its restart.
+            "trainer": ("a version not yet announced", lambda: newest_served(swarm) > version),
             "coordinator": ("an upload half arrived", lambda: uploading(swarm)),
         }
         for number, (role, (what, look)) in enumerate(moments.items()):

@@ -158,7 +158,7 @@ def test_the_next_step_does_not_wait_for_a_publication(
         run_trainer(CONFIG, site(tmp_path, coordinator, deadline_s=90.0), stop=threading.Event())
     assert overlapped == [1, 2, 3]
     steps = {event["version"]: event for event in events(tmp_path) if event["event"] == "step"}
-    assert all(steps[version]["publish_exposed_s"] > 0 for version in (2, 3, 4)), (
+    assert all(float(str(steps[version]["publish_exposed_s"])) > 0 for version in (2, 3, 4)), (
         "each waited for the one before"
     )
     assert [told.manifest.body.version for told in coordinator.announced] == list(range(5))
