@@ -214,7 +214,7 @@ def test_a_synchronous_swarm_waits_for_the_next_version(tmp_path: Path) -> None:
 
 
 def test_work_that_goes_stale_in_the_queue_does_not_stop_its_node(tmp_path: Path) -> None:
-    """The node submitted in time; that no validator came is not its fault. Stale at receipt would take its allowance."""
+    """The node submitted in time; that no validator came is not its fault. Stale at receipt would be a lost lease."""
     config = CONFIG.model_copy(update={"groups_per_step": 40})
     swarm = SmallSwarm(tmp_path, config, SPEC.model_copy(update={"max_lag": 1}))
     swarm.start()

@@ -27,7 +27,6 @@ from shoal.swarm.coordinator.rules.lease_account import (
     wait_s,
     weight_of,
 )
-from shoal.swarm.coordinator.rules.planning import LEASE_SHARE
 from shoal.swarm.coordinator.store.schema import NOT_SUBMITTED, accounts, leases, nodes
 from shoal.swarm.coordinator.store.statements import Statement, TableStatements, given
 from shoal.wire.codes import Rejected
@@ -36,6 +35,8 @@ from shoal.wire.lease import Verdict
 ACCOUNTS = TableStatements(accounts)
 MAX_WAIT_S = 60.0
 """Longest wait that one answer asks for. The client asks again after it, and learns if the account has changed."""
+OPEN_RETRIES = 20
+"""How often a node asks during the time of one lease while its owner or network has too many open leases."""
 FORGOTTEN = 20
 """Half-lives after which the account of a network is deleted."""
 RUN = "run"
@@ -156,7 +157,7 @@ def _check_open(
         raise Rejected(
             "request.too_early",
             f"{opened} leases of {who} wait for their submissions, at most {most}; accepted work raises the limit",
-            retry_after_s=min(coordinator.config.lease_s * LEASE_SHARE, MAX_WAIT_S),
+            retry_after_s=max(coordinator.config.retry_s, coordinator.config.lease_s / OPEN_RETRIES),
         )
 
 

@@ -45,8 +45,8 @@ class AccountTerms:
 
 
 NODE = AccountTerms(free=8, free_per_delivery=0, paid_by_delivery=1)
-OWNER = AccountTerms(free=16, free_per_delivery=0.5, paid_by_delivery=1, open=16)
-NETWORK = AccountTerms(free=32, free_per_delivery=0.5, paid_by_delivery=0.5, open=16)
+OWNER = AccountTerms(free=16, free_per_delivery=0.5, paid_by_delivery=1, open=64)
+NETWORK = AccountTerms(free=32, free_per_delivery=0.5, paid_by_delivery=0.5, open=64)
 
 
 @dataclass(frozen=True, slots=True)
