@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.model.tokenizer import CharTokenizer
-from shoal.net.http_client import Unreachable
+from shoal.net.http_client import Refused, Unreachable
 from shoal.net.waiting import DeadlinePassed
 from shoal.rollout.engine.api import make_requests
 from shoal.rollout.worker.session import CoordinatorSession, JoinedRun, LeaseLost, LinkedEvent, ServerClock
@@ -17,7 +17,7 @@ from shoal.rollout.worker.uploader import MAX_FOLLOWED, VerdictLog
 from shoal.rollout.worker.worker_folder import PinnedRun, open_worker_folder
 from shoal.telemetry import Log
 from shoal.wire.lease import Lease, PolicyRef
-from shoal.wire.messages import LeaseStatus, Upload
+from shoal.wire.messages import LeaseStatus, ProblemDetails, Upload
 from shoal.wire.run_spec import ProofSpec, Sampling, TaskSpec
 from shoal.wire.seeded_draw import sample_seed
 
@@ -251,3 +251,35 @@ def test_a_delivery_ends_at_the_deadline_of_the_lease(monkeypatch: pytest.Monkey
         session.deliver(lease, b"rows", policy_version=2)
     assert lost.value.still_open
     assert clock.now_s - started_s == pytest.approx(left_s, abs=1.0)
+
+
+def test_work_of_a_stale_version_is_given_back() -> None:
+    """The coordinator keeps the lease open; the worker gives it back, and its next lease has the same work and newer versions."""
+    info = SimpleNamespace(run_key="ab" * 32, spec=SimpleNamespace(run="demo"))
+
+    class StrictClient:
+        """Takes the upload and refuses the version of the submission."""
+
+        stop = threading.Event()
+
+        def call_until(
+            self, what: str, method: str, path: str, body: object, reply: object, *, deadline_s: float
+        ) -> Upload:
+            if path.endswith("/submit"):
+                problem = ProblemDetails(
+                    code="request.conflict",
+                    detail="version 2 is stale",
+                    fix="use version 3",
+                    server_time_s=0.0,
+                )
+                raise Refused("a receipt", problem)
+            return Upload(path="/v1/objects/1", expires_at_s=0.0)
+
+        def put_upload(self, upload: Upload, data: bytes) -> None:
+            pass
+
+    joined = JoinedRun(info=info, epoch=1, heartbeat_s=5.0, clock=ServerClock(10.0))  # type: ignore[arg-type]
+    session = CoordinatorSession(StrictClient(), joined, deadline_s=900.0, log=Log("worker"))  # type: ignore[arg-type]
+    with pytest.raises(LeaseLost, match="version 2 is stale") as lost:
+        session.deliver(LEASE.model_copy(update={"deadline_s": 70.0}), b"rows", policy_version=2)
+    assert lost.value.still_open
