@@ -50,7 +50,7 @@ GOING = Situation(
         ),
         (
             {"queued_checks": 4, "queue_untouched_s": 2.0},
-            "rollouts: 5 of 16 groups ready, 3 leases open on 2 live workers",
+            "rollouts: 5 of 16 groups ready, 3 leases open on 2 live workers; 4 submissions at the validator",
         ),
         ({"ready_groups": 17}, "the trainer: 16 groups are ready for version 3, not collected yet"),
         (
