@@ -28,16 +28,22 @@ PARALLEL := -n $(WORKERS) --dist loadfile
 
 env: $(VENV)/.ready
 
-# torch first and alone: whatever asks for it later finds it there.
-$(VENV)/.ready: pyproject.toml constraints.txt
-	@echo "creating the environment in $(VENV) (a minute or two)"
+# What runs need, without the tools of developers. torch first and alone: whatever asks for it later finds it there. Not --quiet:
+# pip shows what it downloads and how far it is.
+$(VENV)/.run-ready: pyproject.toml constraints.txt
+	@echo "creating the environment in $(VENV): torch, then about 40 small packages (a minute or two)"
 	@$(PYTHON) -c 'import sys; sys.exit(f"Shoal needs Python 3.11 or newer, this is {sys.version.split()[0]}; set PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	@$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt torch
+	@$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable '.[torch,plot]'
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.run-ready
+	@echo "installing the tools of developers (a minute)"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[torch,plot,math,dev]'
 	@touch $@
 
-demo: env
+demo: $(VENV)/.run-ready
 	@$(BIN)/shoal run runs/demo.toml --fresh
 
 test: env

@@ -62,6 +62,8 @@ LIVE: tuple[str, ...] = (
 ELSEWHERE: dict[str, str] = {
     "shoal tasks show sort": "tests/cli/test_tasks_command.py",
     "make demo": "tests/e2e/test_demo.py",
+    "shoal demo": "tests/cli/test_first_steps.py",
+    "shoal completion": "tests/cli/test_first_steps.py",
     "make test": ".ci/run",
     "make check": ".ci/run",
     "make integration": ".ci/run",
@@ -177,26 +179,9 @@ def commands_in_lines() -> Iterator[tuple[Path, str]]:
 
 @cache
 def shoal_parser() -> argparse.ArgumentParser:
-    """The parser itself, taken at the moment it would be used."""
-    from shoal.cli import main
+    from shoal.cli.main import make_parser
 
-    taken: list[argparse.ArgumentParser] = []
-
-    class Taken(Exception):
-        pass
-
-    def take(self: argparse.ArgumentParser, *_: object) -> argparse.Namespace:
-        taken.append(self)
-        raise Taken
-
-    kept, argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_args, take  # type: ignore[assignment, method-assign]
-    try:
-        main.parse([])
-    except Taken:
-        pass
-    finally:
-        argparse.ArgumentParser.parse_args = kept  # type: ignore[method-assign]
-    return taken[0]
+    return make_parser()
 
 
 def parser_of(words: list[str]) -> tuple[argparse.ArgumentParser, list[str]]:

@@ -12,7 +12,9 @@ from docs_commands import (
     check_words,
     commands_in_blocks,
     commands_in_lines,
+    shoal_parser,
 )
+from shoal.cli.ui.examples import EXAMPLES, commands_of
 
 COMMANDS = list(commands_in_blocks())
 
@@ -58,3 +60,18 @@ def test_commands_inside_sentences_exist() -> None:
 def test_every_live_command_is_in_the_docs() -> None:
     texts = [command.text for command in COMMANDS if not command.is_marked]
     assert [start for start in LIVE if not any(text.startswith(start) for text in texts)] == []
+
+
+def test_every_command_shows_an_example_in_its_help() -> None:
+    """After a failure, add the new command to src/shoal/cli/ui/examples.py."""
+    commands = dict(commands_of(shoal_parser()))
+    assert sorted(set(commands) ^ set(EXAMPLES)) == []
+    for name, parser in commands.items():
+        assert f"example:\n  {EXAMPLES[name]}" in parser.format_help(), name
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_accepted_as_it_stands(name: str) -> None:
+    words = shlex.split(EXAMPLES[name].partition(" > ")[0])
+    assert " ".join(words).startswith(f"shoal {name}")
+    shoal_parser().parse_args([word.replace("HOST", "host.example") for word in words[1:]])

@@ -104,8 +104,8 @@ def add_contributor_commands(commands: Commands) -> None:
     add_json(check)
     _add_node_folder(check, _check_local)
     _add_identity(commands)
-    doctor = commands.add_parser("doctor", help="check whether this machine can work for a run")
-    doctor.add_argument("url", type=url, help="the coordinator's URL")
+    doctor = commands.add_parser("doctor", help="check this installation, and whether it can work for a run")
+    doctor.add_argument("url", type=url, nargs="?", help="the coordinator's URL (default: only this machine)")
     add_json(doctor)
     _add_node_folder(doctor, _doctor)
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from shoal import __version__
 from shoal.cli.arguments import add_analysis_commands, add_contributor_commands, add_run
 from shoal.cli.commands.admin import add_admin
+from shoal.cli.commands.demo import add_completion, add_demo
 from shoal.cli.commands.diloco import add_diloco
 from shoal.cli.commands.watch import add_report, add_top
 from shoal.cli.run.roles import add_roles
@@ -29,6 +30,7 @@ from shoal.cli.run.supervise import (
     RunFailed,
 )
 from shoal.cli.ui.errors import Parser, describe_error, is_permanent_refusal
+from shoal.cli.ui.examples import add_examples
 from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.telemetry import start_logging
 from shoal.wire.codes import CorruptData, Rejected
@@ -36,7 +38,7 @@ from shoal.wire.codes import CorruptData, Rejected
 EXIT_BROKEN_PIPE = 141
 """What a shell reports for a program that SIGPIPE ended: its reader, such as `head`, has exited."""
 FIRST_COMMANDS = """five commands to start with:
-  shoal run runs/demo.toml          a whole swarm on this machine, learning, with one lying worker
+  shoal demo                        a whole swarm on this machine, learning, with one lying worker
   shoal run FILE.toml --dry-run     check a run file and print the numbers that follow from it
   shoal join URL                    work for somebody's run with this machine
   shoal top URL                     watch somebody's run in the terminal
@@ -91,6 +93,11 @@ def run_command(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Returns the options of one command, with its function as `action`. Exits with code 2 on a usage error."""
+    return make_parser().parse_args(arguments)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands."""
     parser: argparse.ArgumentParser = Parser(
         prog="shoal",
         description=f"Reinforcement learning of reasoning models across computers that nobody has to trust.\n\n{FIRST_COMMANDS}",
@@ -99,6 +106,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    add_demo(commands, parse)
     add_run(commands)
     add_roles(commands)
     add_contributor_commands(commands)
@@ -107,7 +115,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_diloco(commands)
     add_report(commands)
     add_top(commands)
-    return parser.parse_args(arguments)
+    add_completion(commands, make_parser)
+    add_examples(parser)
+    return parser
 
 
 def _stop_on_signals(stop: threading.Event) -> None:

@@ -32,7 +32,7 @@ def add_admin(commands: Commands) -> None:
         epilog="\n".join(f"  {name:<11} {words}" for name, words in ACTIONS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("order", choices=ACTIONS, metavar="ACTION")
+    parser.add_argument("order", choices=tuple(ACTIONS), metavar="ACTION")
     parser.add_argument("subject", nargs="?", default="", help="a node, an owner's key or a lease")
     parser.add_argument("--reason", required=True, help="recorded in the ledger")
     parser.add_argument("--amount", type=int, default=0, help="for invite and stake")

@@ -45,9 +45,11 @@ class HealthCheck:
     remedy: str = ""
 
 
-def examine(url: str, dir: Path) -> list[HealthCheck]:
-    """Returns the results of all checks, of the machine first, then of the run."""
-    findings = [_python(), _device(), _memory(), _folder(dir), _sandbox()]
+def examine(url: str | None, dir: Path) -> list[HealthCheck]:
+    """Returns the results of all checks, of the machine first, then of the run at `url`, if there is one."""
+    findings = [_python(), _device(), _memory(), _folder(dir, make=url is not None), _sandbox()]
+    if url is None:
+        return findings
     with PublicApi(url, timeout_s=TIMEOUT_S) as api:
         try:
             info, stats = api.read("/v1/info", Info), api.read("/v1/stats", Stats)
@@ -94,9 +96,13 @@ def _memory() -> HealthCheck:
     return HealthCheck("memory", "good", words)
 
 
-def _folder(dir: Path) -> HealthCheck:
+def _folder(dir: Path, *, make: bool) -> HealthCheck:
+    """Checks that the node's folder can be written; without `make`, the folder where it would be made."""
     try:
-        dir.mkdir(parents=True, exist_ok=True)
+        if make:
+            dir.mkdir(parents=True, exist_ok=True)
+        elif not dir.exists():
+            dir = dir.absolute().parent
         probe = dir / f"write-test.{os.getpid()}"
         probe.write_bytes(b"x")
         probe.unlink()
@@ -245,13 +251,15 @@ def print_findings(findings: list[HealthCheck]) -> None:
 
 
 def doctor(options: argparse.Namespace, stop: threading.Event) -> int:
-    with progress(f"checking this machine and {options.url}"):
+    with progress(f"checking this machine{f' and {options.url}' if options.url else ''}"):
         findings = examine(options.url, options.dir)
     if options.json:
         json.dump([asdict(finding) for finding in findings], sys.stdout, indent=1)
         print()
     else:
         print_findings(findings)
+        if options.url is None:
+            print("To check a run too: shoal doctor URL")
     return EXIT_FAILED if any(finding.state == "bad" for finding in findings) else EXIT_OK
 
 

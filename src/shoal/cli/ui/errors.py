@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from shoal.cli.run.supervise import EXIT_USAGE, RunFailed
+from shoal.cli.ui.examples import commands_of
 from shoal.files import DiskFull, is_disk_full
 from shoal.net.waiting import DeadlinePassed
 from shoal.wire.codes import CODES, CorruptData, Rejected
@@ -41,7 +42,19 @@ class Parser(argparse.ArgumentParser):
             message = f"{given!r} is not a {kind.lower() if kind == 'COMMAND' else 'known action'}"
             if close := difflib.get_close_matches(given, re.findall(r"[\w-]+", choices), n=1):
                 remedy = f"did you mean `{self.prog} {close[0]}`? {remedy}"
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        if unknown is not None:
+            options = sorted(
+                {text for parser in self._all_parsers() for text in parser._option_string_actions}
+            )
+            message = f"{unknown[1]} is not an option of this command"
+            if close := difflib.get_close_matches(unknown[1], options, n=1):
+                remedy = f"did you mean {close[0]}? {remedy}"
         self.exit(EXIT_USAGE, f"{_report(self.prog, 'not understood', message, remedy)}\n")
+
+    def _all_parsers(self) -> list[argparse.ArgumentParser]:
+        """Returns the parsers of all commands: argparse reports an unknown option by the parser of the first one."""
+        return [self, *(parser for _, parser in commands_of(self))]
 
 
 def describe_error(error: Exception, options: argparse.Namespace) -> str:
