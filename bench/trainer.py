@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from shoal.model.load_model import empty_decoder
-from shoal.model.shape import Shape
+from shoal.model.shape import Rope, Shape
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainBatch, TrainSample
 from shoal.trainer.data.pack import pack
@@ -45,10 +45,12 @@ from shoal.trainer.optim.loss import grpo_loss
 PEAK_FLOPS = 989e12
 
 
-def llama(vocab: int, hidden: int, layers: int, heads: int, kv: int, ffn: int, **other: Any) -> Shape:
+def llama(
+    vocab: int, hidden: int, layers: int, heads: int, kv: int, ffn: int, rope_theta: float = 1e5, **other: Any
+) -> Shape:
     plain: dict[str, Any] = {
         "head_dim": hidden // heads,
-        "rope_theta": 1e5,
+        "rope": Rope(rope_theta=rope_theta),
         "norm_eps": 1e-5,
         "tied_embeddings": True,
         "qkv_bias": False,

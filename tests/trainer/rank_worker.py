@@ -29,7 +29,10 @@ def train(lockstep: Lockstep, model: Path, folder: Path) -> dict[str, object]:
     kept.finish(60)
     figures += [lockstep.step(make_batch(version)) for version in range(1, NUM_STEPS)]
     last = lockstep.snapshot()
-    published = {name: tensor.float().clone() for name, tensor in lockstep.whole_weights(lockstep.weights())}
+    published = {
+        name: tensor.to(torch.bfloat16, copy=True)
+        for name, tensor in lockstep.whole_weights(lockstep.weights())
+    }
     checkpoint = kept.newest()
     assert checkpoint is not None
     lockstep.load_checkpoint(checkpoint)
@@ -38,7 +41,8 @@ def train(lockstep: Lockstep, model: Path, folder: Path) -> dict[str, object]:
     assert all(torch.equal(one, last.weights[name]) for name, one in lockstep.snapshot().weights.items())
     return {
         "figures": [(one.loss, one.grad_norm, one.clip_fraction, one.logprob_gap) for one in figures],
-        "weights": published,
+        "weights": last.weights,
+        "published": published,
     }
 
 
