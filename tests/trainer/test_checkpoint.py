@@ -15,7 +15,8 @@ from tiny_learner import make_batch, make_learner
 from shoal.model.decoder import Decoder
 from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
-from shoal.trainer.io.checkpoint import Checkpoints, load_checkpoint, take_snapshot
+from shoal.trainer.io.checkpoint import Checkpoint, Checkpoints, take_snapshot
+from shoal.trainer.io.load_checkpoint import load_checkpoint
 from shoal.trainer.optim.learner import Learner
 from shoal.trainer.reporting.step_figures import step_report
 from shoal.wire.messages import StepReport
@@ -179,6 +180,33 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, model: Path) -
     other.decoder.model.layers = other.decoder.model.layers[:1]
     with pytest.raises(ValueError, match="holds another model than the run file names"):
         load_checkpoint(other, checkpoint)
+
+
+def test_an_optimizer_state_of_another_layout_changes_nothing(tmp_path: Path, model: Path) -> None:
+    learner = make_learner(model)
+    advance(learner, 1)
+    kept = checkpoints(tmp_path)
+    snapshot = take_snapshot(learner)
+    snapshot.optimizer["state"][0]["exp_avg"] = torch.zeros(3, 5)
+    kept.begin(1, lambda: snapshot, None)
+    kept.finish(30)
+    other = make_learner(model)
+    before = weights_of(other)
+    checkpoint = kept.newest()
+    assert checkpoint is not None
+    with pytest.raises(
+        ValueError, match=r"optimizer state of another layout: moments of \[\(3, 5\), .* for parameter 0 of"
+    ):
+        load_checkpoint(other, checkpoint)
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(other), before, strict=True))
+    assert other.version == 0
+    snapshot.optimizer["param_groups"].pop()
+    kept.begin(2, lambda: snapshot, None)
+    kept.finish(30)
+    with pytest.raises(ValueError, match=r"parameter groups of \[\d+\], this run has \[\d+, \d+\]; continue"):
+        load_checkpoint(
+            other, Checkpoint(tmp_path / "checkpoints" / "v000002", checkpoint.format, checkpoint.state)
+        )
 
 
 def test_a_checkpoint_is_written_in_the_background(

@@ -101,3 +101,17 @@ def test_bfloat16_and_adapters(model: Path) -> None:
     lockstep = lockstep_of(model, compute_dtype="bfloat16")
     figures = lockstep.step(make_batch(0))
     assert figures.grad_norm == pytest.approx(lockstep_of(model).step(make_batch(0)).grad_norm, rel=0.05)
+
+
+def test_frozen_weights_are_held_once_in_bfloat16(model: Path) -> None:
+    learner = lockstep_of(model, compute_dtype="bfloat16").learner
+    computing = learner.policy._scorer.model
+    assert computing is not learner.decoder
+    frozen = {name: one for name, one in learner.decoder.named_parameters() if not one.requires_grad}
+    for name, one in computing.named_parameters():
+        if name in frozen:
+            assert one.data_ptr() == frozen[name].data_ptr()
+        else:
+            assert one.dtype == torch.bfloat16
+    assert {one.dtype for one in frozen.values()} == {torch.bfloat16}
+    assert {one.dtype for one in learner.trained_parameters().values()} == {torch.float32}

@@ -15,7 +15,8 @@ from shoal.diloco.transport.mesh import LocalHub
 from shoal.telemetry import Log, Metrics
 from shoal.trainer.config import DilocoConfig, TrainerConfig
 from shoal.trainer.distributed.sites import Sites, make_averager
-from shoal.trainer.io.checkpoint import Checkpoints, load_checkpoint
+from shoal.trainer.io.checkpoint import Checkpoints
+from shoal.trainer.io.load_checkpoint import load_checkpoint
 from shoal.trainer.loop import TrainerSite, run_trainer
 from shoal.trainer.optim.learner import Learner
 

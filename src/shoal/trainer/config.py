@@ -105,6 +105,8 @@ class TrainerConfig(Record):
     """Keep only each layer's input and attention, and recompute the rest: less memory, about a quarter slower."""
     compile: bool = False
     """torch.compile each layer. Faster; off by default, because the report saw runs collapse late with it."""
+    optimizer_states: Literal["float32", "int8"] = "float32"
+    """Number format of AdamW's two moments: 8 bytes per parameter in float32, 2 in int8 (optim/compact_adamw.py)."""
     lora_rank: int = Field(default=0, ge=0)
     """Train adapters of this rank beside every linear layer instead of all weights; 0 trains all weights."""
     lora_alpha: int = Field(default=32, ge=1)
@@ -139,6 +141,14 @@ class TrainerConfig(Record):
         if recipe.delta <= 1 + recipe.eps_high:
             raise ValueError(
                 f"delta={recipe.delta} must be above 1 + eps = {1 + recipe.eps_high}; the report uses 4 and 0.2"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_states(self) -> "TrainerConfig":
+        if self.optimizer_states == "int8" and self.diloco is not None:
+            raise ValueError(
+                'optimizer_states="int8" with [trainer.diloco]: a site keeps its moments in float32; leave optimizer_states out'
             )
         return self
 

@@ -5,11 +5,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Literal
 
-from shoal.trainer.config import AdvantageKind
 from shoal.wire.messages import Batch, Group
 from shoal.wire.rollouts import Rollout, RolloutTable
 
+AdvantageKind = Literal["std", "mean"]
+"""The kinds of trainer.config.Recipe."""
 STD_FLOOR = 1e-6
 """Added to the standard deviation, as in the released code. It matters only for rewards that hardly differ."""
 

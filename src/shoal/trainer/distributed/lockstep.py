@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shoal.background import BackgroundTask
 from shoal.model.decoder import Decoder
-from shoal.model.load_model import empty_decoder, load_causal
+from shoal.model.load_model import DTYPES, empty_decoder, load_causal
 from shoal.model.shape import Shape, read_json
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformers_model import empty_transformers_model
@@ -33,8 +33,10 @@ from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainBatch
 from shoal.trainer.distributed.ranks import Ranks
-from shoal.trainer.io.checkpoint import Checkpoint, LearnerSnapshot, load_checkpoint, take_snapshot
+from shoal.trainer.io.checkpoint import Checkpoint, LearnerSnapshot, take_snapshot
+from shoal.trainer.io.load_checkpoint import load_checkpoint
 from shoal.trainer.io.weights_diff import Sources, record_event
+from shoal.trainer.memory import check_memory
 from shoal.trainer.optim.learner import Learner
 from shoal.trainer.optim.policy import Causal, adapted_weights, add_adapters, frozen_weight
 from shoal.trainer.optim.reference import Reference, Weights, load_reference
@@ -137,8 +139,9 @@ class Lockstep:
 
     def create_learner(self, folder: Path, temperature: float, max_new_tokens: int = 0) -> None:
         """Loads the model of a folder; the other ranks receive their shards from here."""
+        check_memory(folder, self._config, device=self._device, ranks=self._ranks.size)
         self._base_weights = folder / WEIGHTS_FILE
-        model = load_causal(folder, torch.float32, self._device if self._ranks.size == 1 else "cpu")
+        model = load_causal(folder, self._dtype, self._device if self._ranks.size == 1 else "cpu")
         command = CreateLearner(
             architecture=model.shape if isinstance(model, Decoder) else read_json(folder / "config.json"),
             packs=isinstance(model, Decoder) or model.packs,
@@ -223,6 +226,11 @@ class Lockstep:
             self._take_weights(published)
 
     @property
+    def _dtype(self) -> torch.dtype:
+        """The number format in which the model is loaded. Frozen weights are held once, in the format that computes."""
+        return DTYPES[self._config.compute_dtype] if self._config.lora_rank else torch.float32
+
+    @property
     def _model_weights(self) -> Path:
         assert self._base_weights is not None, "create_learner comes first"
         return self._base_weights
@@ -291,7 +299,9 @@ class Lockstep:
 
     def _create_learner(self, command: CreateLearner, loaded: Causal | None) -> None:
         """Builds the learner. `loaded` is the model with its weights, on rank 0 only."""
-        model = loaded if loaded is not None else _empty_model(command.architecture, command.packs)
+        model = (
+            loaded if loaded is not None else _empty_model(command.architecture, command.packs, self._dtype)
+        )
         if self._config.lora_rank:
             # The adapters' first values are random and must not depend on what ran before in this process.
             torch.manual_seed(self._config.seed)
@@ -349,9 +359,9 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _empty_model(architecture: "Shape | dict[str, Any]", packs: bool) -> Causal:
+def _empty_model(architecture: "Shape | dict[str, Any]", packs: bool, dtype: torch.dtype) -> Causal:
     if isinstance(architecture, Shape):
-        return empty_decoder(architecture)
-    model = empty_transformers_model(architecture, torch.float32, "cpu")
+        return empty_decoder(architecture, dtype)
+    model = empty_transformers_model(architecture, dtype, "cpu")
     model.packs = packs
     return model

@@ -22,8 +22,7 @@ import os
 import re
 import shutil
 import threading
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,20 +30,21 @@ from typing import Any, Literal, get_args
 
 import torch
 from blake3 import blake3
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+from torch.distributed.tensor import DTensor
 
 from shoal.background import BackgroundTask
 from shoal.files import DiskFull, explain_full_disk, flush_folder, replace_folder, restore_disk_error
 from shoal.net.waiting import DeadlinePassed
 from shoal.telemetry import Log
-from shoal.trainer.distributed.ranks import Ranks, explain_lost_rank
+from shoal.trainer.distributed.ranks import Ranks
 from shoal.trainer.io.weights_diff import on_stream
+from shoal.trainer.optim.compact_adamw import decode_moment
 from shoal.trainer.optim.learner import Learner
 from shoal.wire.codes import Rejected
 from shoal.wire.messages import StepReport
@@ -59,8 +59,6 @@ Format = Literal["shoal/checkpoint/1", "shoal/sharded-checkpoint/1"]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 DISK_REMEDY = "free some space there or use a larger disk, then start the trainer again: it continues from the last checkpoint"
 _FOLDER = re.compile(r"v(\d{6,})")
-_DEVICE_SETTINGS = {"params", "fused", "foreach", "capturable"}
-"""Optimizer settings that say how this device computes. They are not restored: a run may continue on another device."""
 
 
 class CheckpointState(Record):
@@ -134,9 +132,12 @@ def take_snapshot(
     stream = torch.cuda.Stream(learner.device) if after is not None else None
     with on_stream(stream, after):
         optimizer = learner.optimizer.state_dict()
-        kept = ("step", *MOMENTS) if ranks.size == 1 else ("step",)
         optimizer["state"] = {
-            index: {name: state[name].to("cpu", copy=True) for name in kept}
+            index: {
+                name: tensor.to("cpu", copy=True)
+                for name, tensor in state.items()
+                if ranks.size == 1 or name == "step"
+            }
             for index, state in optimizer["state"].items()
         }
         random = {"cpu": torch.get_rng_state()}
@@ -286,93 +287,36 @@ def check_free_space(folder: Path, num_bytes: int) -> None:
         )
 
 
-def load_checkpoint(learner: Learner, checkpoint: Checkpoint) -> None:
-    """Sets the learner to the state in a checkpoint. All ranks must call it, and all read the folder.
-
-    Raises ValueError if the checkpoint belongs to another model; the learner is then unchanged.
-    """
-    stored = torch.load(checkpoint.folder / OPTIMIZER, map_location="cpu", weights_only=True)
-    tensors = _tensors(learner, empty=True)
-    if checkpoint.format == "shoal/checkpoint/1":
-        _read_whole(learner, checkpoint.folder, stored["optimizer"]["state"], tensors)
-    else:
-        _read_shards(learner.ranks, checkpoint.folder / SHARDS, tensors)
-    # Written only now: a checkpoint of another model must leave the learner as it was.
-    with torch.no_grad():
-        for name, parameter in learner.trained_parameters().items():
-            parameter.copy_(tensors[f"weights.{name}"])
-    _restore_optimizer(learner, stored["optimizer"], tensors)
-    torch.set_rng_state(stored["rng"])
-    if learner.device.type == "cuda" and "cuda_rng" in stored:
-        torch.cuda.set_rng_state(stored["cuda_rng"], learner.device)
-    learner.version = checkpoint.state.version
-    if learner.sites is not None and "outer" in stored:
-        learner.sites.load(stored["outer"])
-
-
-def _tensors(learner: Learner, *, empty: bool = False) -> dict[str, Tensor]:
-    """Returns this rank's shards of weights and moments, as KIND.PARAMETER. With `empty`, zeros of the same layout.
+def _tensors(learner: Learner) -> dict[str, Tensor]:
+    """Returns this rank's shards of weights and moments in float32, as KIND.PARAMETER.
 
     Before the first step AdamW has no moments; zeros are equal to that, and every checkpoint has the same names.
     """
     found: dict[str, Tensor] = {}
     for name, parameter in learner.trained_parameters().items():
-        found[f"weights.{name}"] = torch.zeros_like(parameter) if empty else parameter
-        state = {} if empty else learner.optimizer.state.get(parameter, {})
+        found[f"weights.{name}"] = parameter
+        state = learner.optimizer.state.get(parameter, {})
         for moment in MOMENTS:
-            found[f"{moment}.{name}"] = state[moment] if moment in state else torch.zeros_like(parameter)
+            found[f"{moment}.{name}"] = _moment(parameter, state, moment)
     return found
 
 
-def _restore_optimizer(learner: Learner, stored: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    names = learner.optimizer_names()
-    fused = [group["fused"] for group in learner.optimizer.param_groups for _ in group["params"]]
-    parameters = learner.trained_parameters()
-    learner.optimizer.state.clear()
-    for index, state in stored["state"].items():
-        name = names[index]
-        learner.optimizer.state[parameters[name]] = {
-            # A fused optimizer counts its steps on the device.
-            "step": state["step"].to(learner.device if fused[index] else "cpu"),
-            **{moment: tensors[f"{moment}.{name}"] for moment in MOMENTS},
-        }
-    for group, settings in zip(learner.optimizer.param_groups, stored["param_groups"], strict=True):
-        group.update({key: value for key, value in settings.items() if key not in _DEVICE_SETTINGS})
-
-
-def _read_whole(
-    learner: Learner, folder: Path, moments: dict[int, dict[str, Tensor]], tensors: dict[str, Tensor]
-) -> None:
-    """Fills `tensors` from the whole tensors that a single process wrote."""
-    with safe_open(folder / WEIGHTS, framework="pt", device="cpu") as file:
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        _check_shapes(folder, shapes, learner.trained_parameters())
-        indices = {name: index for index, name in enumerate(learner.optimizer_names())}
-        for key, into in tensors.items():
-            kind, name = key.split(".", 1)
-            if kind == "weights":
-                learner.ranks.scatter(file.get_tensor(name), into)
-            elif indices[name] in moments:
-                learner.ranks.scatter(moments[indices[name]][kind], into)
-
-
-def _read_shards(ranks: Ranks, folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fills `tensors` from shards, however many ranks wrote them."""
-    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
-    shapes = {name: tuple(getattr(value, "size", ())) for name, value in stored.items()}
-    _check_shapes(folder.parent, shapes, tensors)
-    with explain_lost_rank("loading a checkpoint"), warnings.catch_warnings():
-        # torch warns that a single process loads alone, which is meant here.
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        load_sharded(tensors, checkpoint_id=folder, process_group=ranks.checkpoints, no_dist=ranks.size == 1)
-
-
-def _check_shapes(folder: Path, stored: dict[str, tuple[int, ...]], own: Mapping[str, Tensor]) -> None:
-    if stored != {name: tuple(tensor.shape) for name, tensor in own.items()}:
-        raise ValueError(
-            f"{folder} holds another model than the run file names; "
-            "give the run another folder, or name the model (and lora_rank) it was started with"
-        )
+def _moment(parameter: Tensor, state: dict[str, Tensor], moment: str) -> Tensor:
+    if moment in state:
+        return state[moment]
+    if "mean_codes" not in state:
+        return torch.zeros_like(parameter, requires_grad=False)
+    if not isinstance(parameter, DTensor):
+        return decode_moment(state, moment, parameter.shape)
+    local = decode_moment(state, moment, parameter.to_local().shape)
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _write_shards(shards: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:

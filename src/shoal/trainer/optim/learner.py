@@ -25,6 +25,7 @@ from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainBatch, TrainSample
 from shoal.trainer.data.pack import MicroBatch, pack_for_rank
 from shoal.trainer.distributed.ranks import SINGLE_PROCESS, Ranks
+from shoal.trainer.optim.compact_adamw import CompactAdamW
 from shoal.trainer.optim.loss import AnswerTokens, gap_weights, policy_loss, reference_kl, token_weights
 from shoal.trainer.optim.policy import Causal, TrainerPolicy, score
 from shoal.trainer.optim.reference import Reference
@@ -287,16 +288,20 @@ def output_scores(model: TrainerPolicy | Causal, micro: MicroBatch, *, temperatu
     return score(model, micro, temperature)
 
 
-def make_optimizer(model: nn.Module, config: TrainerConfig, *, learning_rate: float) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, config: TrainerConfig, *, learning_rate: float) -> torch.optim.Optimizer:
     """Returns AdamW over the trained parameters. Biases and norms are not decayed, as is usual."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [one for one in trained if one.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [one for one in trained if one.ndim < 2], "weight_decay": 0.0},
     ]
-    fused = all(one.is_cuda for one in trained) or None  # None lets torch choose
-    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=config.betas, fused=fused)
-    # The fused kernel does not count its writes in `_version`, by which WorkingCopy.refresh detects new weights.
+    optimizer: torch.optim.Optimizer
+    if config.optimizer_states == "int8":
+        optimizer = CompactAdamW(groups, lr=learning_rate, betas=config.betas, seed=config.seed & 0xFFFF)
+    else:
+        fused = all(one.is_cuda for one in trained) or None  # None lets torch choose
+        optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=config.betas, fused=fused)
+    # A fused kernel does not count its writes in `_version`, by which WorkingCopy.refresh detects new weights.
     optimizer.register_step_post_hook(lambda *_: increment_version(trained))
     return optimizer
 

@@ -95,19 +95,24 @@ class TrainerPolicy:
 
 
 class WorkingCopy:
-    """A copy of the model in another dtype. Each of its gradients moves to the master weight as soon as it is complete."""
+    """A copy of the model in another dtype. Each of its gradients moves to the master weight as soon as it is complete.
+
+    Frozen weights are not copied: both models have the same ones, in the copy's dtype.
+    """
 
     def __init__(self, master: Causal, dtype: torch.dtype) -> None:
-        self.model = copy.deepcopy(master)
-        for parameter in self.model.parameters():
-            # Not model.to(dtype): that would also round the buffers, and rounded rotary frequencies change the model.
-            parameter.data = parameter.data.to(dtype)
-        self._masters = list(master.parameters())
-        self._copies = list(self.model.parameters())
+        for parameter in master.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+        shared = {id(one): one for one in master.parameters() if not one.requires_grad}
+        self.model = copy.deepcopy(master, shared)
+        self._masters = [one for one in master.parameters() if one.requires_grad]
+        self._copies = [one for one in self.model.parameters() if one.requires_grad]
         self._seen = -1
         for one, of in zip(self._copies, self._masters, strict=True):
-            if one.requires_grad:
-                one.register_post_accumulate_grad_hook(partial(_move_gradient, of))
+            # Not model.to(dtype): that would also round the buffers, and rounded rotary frequencies change the model.
+            one.data = one.data.to(dtype)
+            one.register_post_accumulate_grad_hook(partial(_move_gradient, of))
 
     def refresh(self) -> None:
         """Copies the master weights if anything has written to them since the last call."""
@@ -181,6 +186,8 @@ def add_adapters(model: Causal, config: TrainerConfig) -> None:
     inject_adapter_in_model(settings, model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith((_A, _B)))
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()  # peft gives them the dtype of the frozen weights
 
 
 def adapted_weights(

@@ -1,0 +1,90 @@
+"""What a trainer holds in memory, in bytes, and the check before a model is loaded.
+
+    each rank, on its device    weights, gradients, AdamW's moments: divided among the ranks; without several ranks a bfloat16 copy
+    rank 0, in host memory      the published file (2 bytes per parameter); while a checkpoint is copied, weights and moments again
+
+Activations come on top (cli.run.estimate knows the model's shape). On a CPU both are the same memory.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shoal.trainer.config import TrainerConfig
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerMemory:
+    """Bytes of one trainer process, without activations."""
+
+    weights: float
+    """Master weights, frozen weights, and the copy in another number format, if there is one."""
+    gradients: float
+    moments: float
+    published: float
+    """Host memory of rank 0: the published file."""
+    checkpoint: float
+    """Host memory while a checkpoint is copied and written."""
+
+    @property
+    def device(self) -> float:
+        return self.weights + self.gradients + self.moments
+
+
+def trainer_memory(
+    num_parameters: float, config: TrainerConfig, *, ranks: int = 1, num_adapted: float = 0
+) -> TrainerMemory:
+    """Returns what a trainer of a model holds. With adapters, `num_adapted` is the number of their parameters."""
+    trained = num_adapted if config.lora_rank else num_parameters
+    frozen = num_parameters if config.lora_rank else 0
+    moments = 2.03 if config.optimizer_states == "int8" else 8
+    computes_in_bfloat16 = config.compute_dtype == "bfloat16"
+    copied = 2 if computes_in_bfloat16 and ranks == 1 else 0
+    return TrainerMemory(
+        weights=((4 + copied) * trained + (2 if computes_in_bfloat16 else 4) * frozen) / ranks,
+        gradients=4 * trained / ranks,
+        moments=moments * trained / ranks,
+        published=2 * num_parameters,
+        checkpoint=trained * (4 + (moments if ranks == 1 else 8)) / ranks,
+    )
+
+
+def check_memory(model_folder: Path, config: TrainerConfig, *, device: str, ranks: int) -> None:
+    """Raises ValueError, with the numbers and what to do, if the model cannot fit on this machine.
+
+    Activations are not counted, so a model that passes may still be too large for its rows.
+    """
+    num_parameters = sum(path.stat().st_size for path in model_folder.glob("*.safetensors")) / 2
+    memory = trainer_memory(num_parameters, config, ranks=ranks)
+    on_cpu = torch.device(device).type == "cpu"
+    needs = {"host": memory.published + (memory.device * ranks if on_cpu else 0)}
+    if not on_cpu:
+        needs[device] = memory.device
+    for place, needed in needs.items():
+        free = free_bytes(place)
+        if free is not None and needed > free:
+            raise ValueError(
+                f"{model_folder.name}: {num_parameters / 1e9:.2f} billion parameters need {needed / 1e9:.1f} GB of memory ({place}): "
+                f"weights {memory.weights / 1e9:.1f}, gradients {memory.gradients / 1e9:.1f}, moments {memory.moments / 1e9:.1f} a rank, "
+                f"published file {memory.published / 1e9:.1f}; {free / 1e9:.1f} GB are free; set trainer.optimizer_states = "
+                '"int8", train adapters (trainer.lora_rank), or use more ranks (torchrun)'
+            )
+
+
+def free_bytes(place: str) -> float | None:
+    """Returns the memory that is free on a CUDA device or, for "host", on this machine; None if the system does not say."""
+    if place != "host":
+        return float(torch.cuda.mem_get_info(place)[0])
+    found = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit.isdigit():
+            found.append(float(limit) - int((_CGROUP / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass
+    return min(found, default=None)

@@ -1,0 +1,49 @@
+"""The formula of a trainer's memory, and the refusal of a model that is too large for the machine."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from shoal.telemetry import Log
+from shoal.trainer import memory
+from shoal.trainer.config import TrainerConfig
+from shoal.trainer.distributed.lockstep import Lockstep
+from shoal.trainer.distributed.ranks import SINGLE_PROCESS
+from shoal.trainer.memory import free_bytes, trainer_memory
+
+
+def test_seven_billion_parameters_fit_on_one_h200_with_one_byte_moments() -> None:
+    """139 GiB, of which activations of a long row need a few tens."""
+    exact = trainer_memory(7.6e9, TrainerConfig(compute_dtype="bfloat16"))
+    compact = trainer_memory(7.6e9, TrainerConfig(compute_dtype="bfloat16", optimizer_states="int8"))
+    assert exact.device == pytest.approx(18 * 7.6e9)
+    assert compact.device == pytest.approx(12.03 * 7.6e9)
+    assert compact.device < 0.65 * 139 * 2**30 < exact.device
+
+
+def test_adapters_of_32_billion_parameters_fit_on_one_h200() -> None:
+    config = TrainerConfig(compute_dtype="bfloat16", lora_rank=16)
+    found = trainer_memory(32.8e9, config, num_adapted=134e6)
+    assert found.device < 70e9
+    assert trainer_memory(32.8e9, TrainerConfig(), ranks=8).device == pytest.approx(16 * 32.8e9 / 8)
+
+
+def test_a_model_that_is_too_large_is_refused_before_it_is_loaded(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda place: 1e6)
+    lockstep = Lockstep(
+        TrainerConfig(), SINGLE_PROCESS, device="cpu", log=Log("trainer"), stop=threading.Event()
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"need .* GB of memory \(host\): weights .* 0.0 GB are free; set trainer.optimizer_states",
+    ):
+        lockstep.create_learner(model, 0.8)
+    assert not hasattr(lockstep, "learner")
+
+
+def test_this_machine_has_free_memory() -> None:
+    free = free_bytes("host")
+    assert free is None or free > 0
