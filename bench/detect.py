@@ -9,8 +9,9 @@
 Each submission is judged by the validator's own code, once by the tolerances alone and once with --noise (or a calibration that
 this run measures first). Columns: refused as certain, with a 95 % interval; `void`, suspicious but not certain; `plain`, refused by
 the tolerances alone; `published`, refused by the published rule (38 mismatches, mean 10, median 8 in any segment); `AUC`, how often
-a single full segment of the lie scores above an honest one. An old policy is the leased one with each weight changed by ± the
-learning rate, once per version, and rounded to bfloat16.
+a single full segment of the lie scores above an honest one. A lie about tokens that changed none in a submission was not told there:
+the end of the line counts it, and no column does. An old policy is the leased one with each weight changed by ± the learning rate,
+once per version, and rounded to bfloat16.
 
 Honest work is generated and checked in every way this machine supports: with and without CUDA graphs, one row at a time, checked by
 the packed kernel, by SDPA and by plain matrix products, and from --rows-of FILE, rows that another machine made with
@@ -36,17 +37,17 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal import toploc
+from shoal.cli.arena.contest import told
 from shoal.cli.commands.sample_answers import model_folder
 from shoal.cli.commands.toploc import TERMS, read_rows
 from shoal.cli.ui.values import wilson
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
-from shoal.rollout.adversary.lies import LIES, OtherWeights, make_behaviour
-from shoal.rollout.adversary.lying_engines import AlteredEngine, quantised_by_channel
+from shoal.rollout.adversary.lies import LIES, TOKEN_LIES, OtherWeights, make_behaviour
+from shoal.rollout.adversary.lying_engines import AlteredEngine, older, quantised_by_channel
 from shoal.rollout.engine.api import (
     Behaviour,
     Engine,
@@ -93,14 +94,6 @@ MAX_SEGMENTS = 4000
 """Segments of each kind that are kept for the curves."""
 
 
-def older(weight: Tensor, *, rate: float, versions: int) -> Tensor:
-    """Returns old weights. A sum of n random signs is 2 b - n, where b is the number of set bits among n random bits."""
-    generator = torch.Generator().manual_seed(weight.numel())
-    bits = torch.randint(0, 1 << versions, weight.shape, generator=generator, dtype=torch.uint8)
-    steps = torch.tensor([2.0 * value.bit_count() - versions for value in range(1 << versions)])
-    return weight + rate * steps[bits.int()]
-
-
 @dataclass
 class Tally:
     """The verdicts of the submissions of one kind."""
@@ -113,6 +106,8 @@ class Tally:
     """Largest z divided by its bound for certainty; above 1 the submission is refused."""
     segments: list[float] = field(default_factory=list)
     """Scores of single full segments: the sum of both statistics, in standard deviations."""
+    untold: int = 0
+    """Submissions in which the lie changed no token; they are in no other number."""
     redrawn: int = 0
     """Refused submissions among REDRAWN."""
 
@@ -294,6 +289,15 @@ class Bench:
                 break
             leases = [self.lease(self.options.rows) for _ in range(min(AT_ONCE, count - start))]
             tables = self.work(behaviour, engine, leases)
+            if kind.name in TOKEN_LIES:
+                honest = self.work(Behaviour(), self.engine(Behaviour(), kind), leases)
+                engine.load(
+                    self.folder, 0
+                )  # kinds share engines: the honest rows may have changed its weights
+                pairs = list(zip(tables, honest, leases, strict=True))
+                kept = [(sent, lease) for sent, right, lease in pairs if told(right, sent)]
+                tally.untold += len(pairs) - len(kept)
+                tables, leases = [table for table, _ in kept], [lease for _, lease in kept]
             files = [behaviour.data(encode(table)) for table in tables]
             opened = []
             for place, (data, lease) in enumerate(zip(files, leases, strict=True)):
@@ -573,6 +577,7 @@ def line(name: str, tally: Tally, honest: Tally | None) -> str:
     count = tally.codes.total()
     low, high = wilson(tally.refused / count, count) if count else (0.0, 1.0)
     codes = ", ".join(f"{code} {number}" for code, number in tally.codes.most_common())
+    codes += f"; {tally.untold} not told" if tally.untold else ""
     auc = math.nan if honest is None else area(honest.segments, tally.segments)
     return (
         f"{name:<26} {tally.refused:>5} of {count:<6} {low:>7.2%} to {high:>7.2%} {tally.void:>5} {tally.plain:>6} "

@@ -60,6 +60,7 @@ LIVE: tuple[str, ...] = (
 """How commands begin that are run as they stand against a live run, in the order of the page."""
 
 ELSEWHERE: dict[str, str] = {
+    "shoal arena": "tests/cli/test_arena.py",
     "shoal tasks show sort": "tests/cli/test_tasks_command.py",
     "make demo": "tests/e2e/test_demo.py",
     "shoal demo": "tests/cli/test_first_steps.py",

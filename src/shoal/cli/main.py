@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from shoal import __version__
 from shoal.cli.arguments import add_analysis_commands, add_contributor_commands, add_run
 from shoal.cli.commands.admin import add_admin
+from shoal.cli.commands.arena import add_arena
 from shoal.cli.commands.demo import add_completion, add_demo
 from shoal.cli.commands.diloco import add_diloco
 from shoal.cli.commands.watch import add_report, add_top
@@ -111,6 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_roles(commands)
     add_contributor_commands(commands)
     add_analysis_commands(commands)
+    add_arena(commands)
     add_admin(commands)
     add_diloco(commands)
     add_report(commands)

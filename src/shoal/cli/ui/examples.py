@@ -38,6 +38,7 @@ EXAMPLES = {
     "toploc prove": "shoal toploc prove --model tiny --out rows.parquet",
     "toploc calibrate": "shoal toploc calibrate rows.parquet --model tiny --out noise.json",
     "toploc calibrate-run": "shoal toploc calibrate-run run.toml --out noise.json",
+    "arena": "shoal arena --model tiny --out scores.json",
     "admin": 'shoal admin invite --coordinator http://HOST:8700 --key admin.key --reason "for the lab"',
     "diloco": "shoal diloco train site.toml --dir site",
     "diloco train": "shoal diloco train site.toml --dir site",

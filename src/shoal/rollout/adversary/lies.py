@@ -356,6 +356,25 @@ LIES: dict[str, Callable[[], Behaviour]] = {
 }
 
 
+TOKEN_LIES = frozenset(
+    (
+        "replaced-tokens",
+        "truncated",
+        "cut-short",
+        "hot-sampling",
+        "cold-sampling",
+        "other-seeds",
+        "best-of-n",
+        "copied-rows",
+        "honest-prefix-then-copy",
+        "edge-0.003",
+        "edge-0.015",
+        "edge-0.08",
+    )
+)
+"""Lies that only change tokens. In an answer that has the honest tokens they were not told: measurements leave it out."""
+
+
 def _with_repeats(tokens: tuple[int, ...], *, every: int) -> tuple[int, ...]:
     """Replaces every `every`-th token by the one before it. Keeps the last: other checks look at how an answer ends."""
     return tuple(

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shoal import toploc
 from shoal.model.builtin import copy_all_but_weights
 from shoal.model.decoder import Decoder
 from shoal.model.load_model import load_decoder
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.weights import WEIGHTS_FILE, save_weights
 from shoal.rollout.engine.api import Engine, FinishedRow, GenerationRequest
+from shoal.rollout.engine.proofs import prove_states
 from shoal.wire.run_spec import ProofSpec
 
 Alter = Callable[[Tensor], Tensor]
@@ -43,6 +43,17 @@ def quantised_in_blocks(weight: Tensor) -> Tensor:
     if weight.shape[-1] % Q8_BLOCK:
         return weight
     return _rounded(weight.reshape(-1, Q8_BLOCK), levels=127).reshape(weight.shape)
+
+
+def older(weight: Tensor, *, rate: float, versions: int = 1) -> Tensor:
+    """Returns weights of an earlier version: each weight moved by plus or minus the learning rate, once per version.
+
+    A sum of n random signs is 2 b - n, where b is the number of set bits among n random bits.
+    """
+    generator = torch.Generator().manual_seed(weight.numel())
+    bits = torch.randint(0, 1 << versions, weight.shape, generator=generator, dtype=torch.uint8)
+    steps = torch.tensor([2.0 * value.bit_count() - versions for value in range(1 << versions)])
+    return weight + rate * steps[bits.int()]
 
 
 def _rounded(weight: Tensor, *, levels: int) -> Tensor:
@@ -78,7 +89,7 @@ class WrappedEngine:
         return self.inner.step()
 
     def _prove(self, states: Sequence[Tensor]) -> list[bytes]:
-        return toploc.build_proofs(states, topk=self.proof.topk, segment_tokens=self.proof.segment_tokens)
+        return prove_states(states, self.proof)
 
 
 class AlteredEngine(WrappedEngine):

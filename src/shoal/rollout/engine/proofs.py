@@ -22,6 +22,17 @@ MAX_JOBS = 16
 """Jobs under way at once. If proving is slower than decoding, decoding waits for it instead of filling the memory."""
 
 
+class RawStates(ProofSpec):
+    """Asks an engine for the states themselves, as bfloat16 bytes, in the place of proofs: for measurements of other schemes."""
+
+
+def prove_states(states: Sequence[Tensor], proof: ProofSpec) -> list[bytes]:
+    """Returns the proofs of each row's states, [T, H] each, in the form that `proof` asks for."""
+    if isinstance(proof, RawStates):
+        return [row.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes() for row in states]
+    return toploc.build_proofs(states, topk=proof.topk, segment_tokens=proof.segment_tokens)
+
+
 class _EndedRows(NamedTuple):
     """Rows that left their slots together and have no proofs yet."""
 
@@ -91,7 +102,7 @@ class Prover:
         states = [
             batch.states_RNH[row, : count - 1] for batch in batches for row, count in enumerate(batch.counts)
         ]
-        return toploc.build_proofs(states, topk=self._proof.topk, segment_tokens=self._proof.segment_tokens)
+        return prove_states(states, self._proof)
 
     def _finished_rows(self, batch: _EndedRows, proofs: Iterator[bytes]) -> list[FinishedRow]:
         # NumPy arrays: slicing tensors holds the interpreter lock, which decoding needs too, twice as long.

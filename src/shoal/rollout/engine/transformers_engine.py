@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal import toploc
 from shoal.model.load_model import DTYPES, load_transformers_model
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.transformers_model import CachedRows, TransformersModel
 from shoal.model.weights import WEIGHTS_FILE, load_weights
 from shoal.rollout.engine.api import ComputeDtype, FinishedRow, GenerationRequest, check_requests
+from shoal.rollout.engine.proofs import prove_states
 from shoal.rollout.engine.sampling import draw_tokens
 from shoal.wire.rollouts import Finish
 from shoal.wire.run_spec import ProofSpec
@@ -155,9 +155,7 @@ class TransformersEngine:
                 torch.stack(kept) if (kept := batch.states_B[place]) else torch.empty(0, width)
                 for place in places
             ]
-            proofs = toploc.build_proofs(
-                states, topk=self._proof.topk, segment_tokens=self._proof.segment_tokens
-            )
+            proofs = prove_states(states, self._proof)
         return [
             FinishedRow(
                 request=batch.rows[place],

@@ -265,6 +265,31 @@ class _StartedBatch(NamedTuple):
     per_token_4N: HostCopy
 
 
+class RecomputedRow(NamedTuple):
+    """What a validator computes of a row, before any comparison with what the worker sent."""
+
+    states_TH: Tensor
+    """The states that predict the output tokens; all but the first have a proof."""
+    columns_6T: Floats
+    """Of each output token: log-prob, both ends of its interval of the cumulative distribution, entropy, variance of -log p,
+    and the uniform that the lease's seed gives."""
+
+
+@torch.inference_mode()
+def recompute_rows(submissions: Sequence[RowsToCheck], policy: LoadedPolicy) -> list[RecomputedRow]:
+    """Returns states and token distributions of the rows of all submissions, to measure other schemes (`shoal arena`)."""
+    found: dict[int, RecomputedRow] = {}
+    whole = [(row, one.lease) for one in submissions for row in one.rows]
+    entries = [_Entry(0, place, row, lease) for place, (row, lease) in enumerate(whole)]
+    for batch in _batches(entries, policy.batch_tokens):
+        states = _prefill(policy.decoder, [entry.row for entry in batch])
+        columns_5N = _intervals(policy.decoder, batch, torch.cat(states)).double().cpu().numpy()
+        columns_6N = np.concatenate([columns_5N, _uniforms(batch)[None]])
+        for entry, states_TH, columns_6T in zip(batch, states, _per_token(batch, columns_6N), strict=True):
+            found[entry.place] = RecomputedRow(states_TH, columns_6T)
+    return [found[place] for place in range(len(whole))]
+
+
 def _start_batch(decoder: Model, batch: list[_Entry], control_seed: int) -> _StartedBatch:
     """Starts the prefill, the proofs and the token distributions of a batch; on a GPU this only queues them."""
     states_NH = torch.cat(_prefill(decoder, [entry.row for entry in batch]))
@@ -359,8 +384,8 @@ def _start_proofs(batch: Sequence[_Entry], states: Sequence[Tensor], control_see
     )
 
 
-def _token_columns(decoder: Model, batch: Sequence[_Entry], states_NH: Tensor) -> Tensor:
-    """Returns [4, N] float64: each output token's log-prob, draw distance, surprise and variance of the surprise."""
+def _intervals(decoder: Model, batch: Sequence[_Entry], states_NH: Tensor) -> Tensor:
+    """Returns [5, N] of each output token: log-prob, both ends of its interval, entropy and variance of -log p."""
     tokens_N = upload(flat(entry.row.output_tokens for entry in batch).astype(np.int64), states_NH.device)
     on_device = states_NH.device.type == "cuda"
     chunk = max(1, (DEVICE_LOGITS_AT_ONCE if on_device else LOGITS_AT_ONCE) // decoder.shape.vocab_size)
@@ -370,8 +395,13 @@ def _token_columns(decoder: Model, batch: Sequence[_Entry], states_NH: Tensor) -
         distribution(decoder, hidden, tokens, temperature)
         for hidden, tokens in zip(torch.split(states_NH, chunk), torch.split(tokens_N, chunk), strict=True)
     ]
+    return torch.cat(parts, dim=1)
+
+
+def _token_columns(decoder: Model, batch: Sequence[_Entry], states_NH: Tensor) -> Tensor:
+    """Returns [4, N] float64: each output token's log-prob, draw distance, surprise and variance of the surprise."""
     uniform_N = upload(_uniforms(batch), states_NH.device)
-    logprob_N, low_N, high_N, entropy_N, variance_N = torch.cat(parts, dim=1).double()
+    logprob_N, low_N, high_N, entropy_N, variance_N = _intervals(decoder, batch, states_NH).double()
     distance_N = torch.maximum(low_N - uniform_N, uniform_N - high_N).clamp(min=0)
     return torch.stack([logprob_N, distance_N, -logprob_N - entropy_N, variance_N])
 

@@ -1,0 +1,255 @@
+"""`shoal arena`: which lies each verification scheme detects, in one table. docs/arena.md explains it.
+
+The table has a line per lie and a column per scheme. The raw scores of every submission go to a JSON file.
+"""
+
+import argparse
+import json
+import math
+import platform
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli.ui.progress_bar import progress
+from shoal.cli.ui.values import (
+    Commands,
+    above_zero,
+    add_device,
+    add_threads,
+    at_least_one,
+    check_device,
+    wilson,
+)
+
+if TYPE_CHECKING:
+    from shoal.cli.arena.contest import Arena, KindTables
+    from shoal.cli.arena.schemes import Scheme
+
+NAME_WIDTH, CELL_WIDTH = 24, 17
+
+
+def add_arena(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "arena", help="compare schemes that verify inference on honest rows and on lies"
+    )
+    parser.add_argument("--model", default="tiny", help="a folder, or a built-in model (default: tiny)")
+    parser.add_argument("--task", default="sort", help="the task whose prompts are answered (default: sort)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="(default: bfloat16)"
+    )
+    parser.add_argument(
+        "--honest", type=at_least_one, default=1200, help="honest submissions (default: 1200)"
+    )
+    parser.add_argument(
+        "--submissions", type=at_least_one, default=32, help="submissions of each lie (default: 32)"
+    )
+    parser.add_argument("--max-new-tokens", type=at_least_one, default=24, help="(default: 24)")
+    parser.add_argument("--temperature", type=above_zero, default=1.0, help="(default: 1)")
+    parser.add_argument(
+        "--max-rows", type=at_least_one, default=64, help="rows decoded at once (default: 64)"
+    )
+    parser.add_argument("--lies", nargs="+", metavar="LIE", help="only these lies (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="another seed gives other prompts and draws")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write every score to this file")
+    add_device(parser)
+    add_threads(parser)
+    parser.set_defaults(action=arena)
+
+
+def arena(options: argparse.Namespace, stop: threading.Event) -> int:
+    import torch
+
+    from shoal.cli.arena.contest import Arena, ArenaSettings
+    from shoal.cli.commands.sample_answers import model_folder
+
+    check_device(options.device)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    began_s = time.monotonic()
+    settings = ArenaSettings(
+        model=options.model,
+        task=options.task,
+        dtype=options.dtype,
+        device=options.device,
+        new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        honest=options.honest,
+        lies=options.submissions,
+        max_rows=options.max_rows,
+        seed=options.seed,
+    )
+    with model_folder(options.model) as folder, torch.inference_mode():
+        contest = Arena(settings, folder, stop)
+        chosen = _chosen_lies(contest, options.lies)
+        with progress("calibrating"):
+            contest.calibrate()
+        ways = contest.ways()
+        honest, fresh = {}, {}
+        with progress("ways of honest work", len(ways)) as advance:
+            for way in ways:
+                honest[way.name] = contest.honest(way, -(-settings.honest // len(ways)))
+                fresh[way.name] = contest.honest(way, -(-settings.honest // len(ways) // 2))
+                advance(1)
+        leases = contest.leases(settings.lies)
+        from shoal.rollout.engine.api import Behaviour
+
+        sent = contest.work(Behaviour(), contest.engine(Behaviour()), leases)
+        lies: dict[str, KindTables] = {}
+        with progress("lies", len(chosen)) as advance:
+            for name, make in chosen.items():
+                lies[name] = contest.lie(name, make, leases, sent)
+                advance(1)
+        with progress("detection"):
+            results = find_results(contest, honest, fresh, lies)
+    results["seconds"] = round(time.monotonic() - began_s, 1)
+    results["settings"] = vars(settings) | {
+        "machine": f"{platform.machine()} {settings.device}, torch {torch.__version__}"
+    }
+    print_table(results)
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        print(f"raw scores: {options.out}")
+    return 0
+
+
+def _chosen_lies(contest: "Arena", wanted: Sequence[str] | None) -> dict[str, Any]:
+    known = contest.lies()
+    if unknown := sorted(set(wanted or ()) - known.keys()):
+        raise ValueError(f"unknown lie {unknown[0]!r}; known: {', '.join(known)}")
+    return {name: make for name, make in known.items() if wanted is None or name in wanted}
+
+
+def find_results(
+    contest: "Arena",
+    honest: Mapping[str, "KindTables"],
+    fresh: Mapping[str, "KindTables"],
+    lies: Mapping[str, "KindTables"],
+) -> dict[str, Any]:
+    """Returns limits, false alarms on fresh rows, detection and costs, ready for JSON."""
+    from shoal.cli.arena.contest import PROMPTS, RATES, REDRAWN, SIZES, limits
+
+    tokens = max(1, contest.timed_tokens)
+    found: dict[str, Any] = {
+        "us_per_token": {
+            "generate": 1e6 * contest.seconds["generate"] / tokens,
+            "forward": 1e6 * contest.seconds["forward"] / tokens,
+        },
+        "honest_submissions": sum(one.submissions for one in honest.values()),
+        "fresh_submissions": sum(one.submissions for one in fresh.values()),
+        "tokens_of_a_submission": sum(one.tokens for one in honest.values())
+        / sum(one.submissions for one in honest.values()),
+        "lies": {
+            name: {
+                "submissions": one.submissions,
+                "untold": one.untold,
+                "tokens": one.tokens,
+                "refused_by_reading": dict(one.read),
+            }
+            for name, one in lies.items()
+        },
+        "schemes": {},
+    }
+    for scheme in contest.schemes:
+        limit = limits(scheme, honest, PROMPTS, REDRAWN)
+        by_size = {size: limits(scheme, honest, size, REDRAWN // 10)[RATES[0]] for size in SIZES}
+        alarms = [one.scores(scheme) for one in fresh.values()]
+        found["schemes"][scheme.name] = {
+            "source": scheme.source,
+            "own_limit": scheme.has_limit,
+            "bytes_per_token": scheme.bytes_per_token(),
+            "prover_us_per_token": 1e6 * contest.seconds[f"{scheme.measured_as} prover"] / tokens,
+            "verifier_us_per_token": 1e6 * contest.seconds[f"{scheme.measured_as} verifier"] / tokens,
+            "limits": {f"{rate:g}": limit[rate] for rate in RATES},
+            "false_alarms": {
+                f"{rate:g}": [int((one > limit[rate]).sum()) for one in alarms] for rate in RATES
+            },
+            "honest_scores": {name: one.scores(scheme).tolist() for name, one in honest.items()},
+            "fresh_scores": {name: one.scores(scheme).tolist() for name, one in fresh.items()},
+            "lies": {
+                name: detection(scheme, one, limit, by_size)
+                for name, one in lies.items()
+                if scheme.measured_as in one.tables or one.read
+            },
+        }
+    return found
+
+
+def detection(
+    scheme: "Scheme",
+    lie: "KindTables",
+    limit: Mapping[float, float],
+    by_size: Mapping[int, float],
+) -> dict[str, Any]:
+    """Returns how often a scheme detects a lie, with 95 % intervals, and the tokens that it needs."""
+    from shoal.cli.arena.contest import RATES, tokens_needed
+
+    scores, read = lie.scores(scheme), sum(lie.read.values())
+    count = len(scores) + read
+    shares = {rate: (int((scores > limit[rate]).sum()) + read) / count for rate in RATES}
+    return {
+        "scores": scores.tolist(),
+        "detected": {f"{rate:g}": shares[rate] for rate in RATES},
+        "interval": {f"{rate:g}": wilson(shares[rate], count) for rate in RATES},
+        "tokens": None if read else tokens_needed(scheme, lie, by_size),
+    }
+
+
+def print_table(results: Mapping[str, Any]) -> None:
+    """Prints one line per lie: detection in % at both rates of false alarms, and the tokens needed for 99.9 %."""
+    settings, schemes = results["settings"], results["schemes"]
+    print(
+        f"{settings['model']}, {settings['dtype']}, {settings['machine']}. A submission has 16 rows, "
+        f"{results['tokens_of_a_submission']:.0f} tokens. Each cell: detected % at 1 false alarm in 1,000 and in 10,000 "
+        "honest submissions,\ntokens needed to detect 99.9 % (at 1 in 1,000; - if none of the tried sizes is enough). "
+        "'read': reading the file shows it. * limit of the scheme itself."
+    )
+    print(
+        f"{'':<{NAME_WIDTH}}{'told':>6}"
+        + "".join(f"{_title(name, one):>{CELL_WIDTH}}" for name, one in schemes.items())
+    )
+    for name, lie in results["lies"].items():
+        cells = [_cell(lie, one["lies"].get(name)) for one in schemes.values()]
+        print(
+            f"{name:<{NAME_WIDTH}}{lie['submissions']:>6}"
+            + "".join(f"{cell:>{CELL_WIDTH}}" for cell in cells)
+        )
+    rows: dict[str, Callable[[Any], str]] = {
+        "false alarms, fresh": lambda one: " ".join(str(sum(v)) for v in one["false_alarms"].values()),
+        "bytes per token": lambda one: f"{one['bytes_per_token']:.1f}",
+        "prover, µs per token": lambda one: f"{one['prover_us_per_token']:.1f}",
+        "verifier, µs per token": lambda one: f"{one['verifier_us_per_token']:.1f}",
+    }
+    for title, value in rows.items():
+        print(
+            f"{title:<{NAME_WIDTH}}{'':>6}"
+            + "".join(f"{value(one):>{CELL_WIDTH}}" for one in schemes.values())
+        )
+    cost = results["us_per_token"]
+    print(
+        f"limits from {results['honest_submissions']:,} honest submissions (resampled by prompt), false alarms of "
+        f"{results['fresh_submissions']:,} fresh ones. Every verifier also needs one forward pass, {cost['forward']:.0f} µs per token; "
+        f"generating takes {cost['generate']:.0f}. {results['seconds']:.0f} s in all."
+    )
+
+
+def _title(name: str, scheme: Mapping[str, Any]) -> str:
+    return f"{name}*" if scheme["own_limit"] else name
+
+
+def _cell(lie: Mapping[str, Any], found: Mapping[str, Any] | None) -> str:
+    if not lie["submissions"]:
+        return "not told"
+    if lie["refused_by_reading"] and sum(lie["refused_by_reading"].values()) == lie["submissions"]:
+        return "read"
+    if found is None:
+        return "n/a"
+    shares = " ".join(_percent(share) for share in found["detected"].values())
+    return f"{shares} {found['tokens'] or '-':>5}"
+
+
+def _percent(share: float) -> str:
+    """Returns a share in %, rounded down, so that only 100 % reads 100."""
+    return f"{math.floor(100 * share):>3}"
