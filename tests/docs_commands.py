@@ -107,7 +107,7 @@ class Command:
 
     @property
     def runs_live(self) -> bool:
-        return not self.is_marked and self.text.startswith(LIVE)
+        return not self.is_marked and self.runs_elsewhere is None and self.text.startswith(LIVE)
 
     @property
     def runs_elsewhere(self) -> str | None:

@@ -203,7 +203,7 @@ def test_a_run_over_several_hosts(tmp_path: Path) -> None:
                 wait_until(keys.joinpath("admin.key").exists, f"the run's keys:\n{role.log}")
                 (tmp_path / "keys").symlink_to(keys)
             last = role
-        last.wait_for_log("accepted", deadline_s=180.0)
+        last.wait_for_log("accepted", deadline_s=600.0)
 
 
 def wait_until(look: object, what: str, deadline_s: float = 60.0) -> None:
