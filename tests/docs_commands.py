@@ -7,7 +7,7 @@ named here (ELSEWHERE), or marked in the page itself with `# not tested` and why
 import argparse
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -107,14 +107,17 @@ class Command:
 
     @property
     def runs_live(self) -> bool:
-        return not self.is_marked and self.runs_elsewhere is None and self.text.startswith(LIVE)
+        return not self.is_marked and len(self._longest_start(LIVE)) > len(self._longest_start(ELSEWHERE))
 
     @property
     def runs_elsewhere(self) -> str | None:
-        if self.is_marked:
+        if self.is_marked or self.runs_live:
             return None
-        fits = [start for start in ELSEWHERE if self.text.startswith(start)]
-        return ELSEWHERE[max(fits, key=len)] if fits else None
+        return ELSEWHERE.get(self._longest_start(ELSEWHERE))
+
+    def _longest_start(self, starts: Iterable[str]) -> str:
+        """Returns the longest of `starts` that the command begins with, "" if none: the more exact entry decides."""
+        return max((start for start in starts if self.text.startswith(start)), key=len, default="")
 
 
 def pages() -> list[Path]:
