@@ -28,6 +28,7 @@ import numpy.typing as npt
 import zstandard
 from blake3 import blake3
 
+from shoal.shardcast.adapter_delta import apply_adapters, is_adapter_payload
 from shoal.shardcast.manifest_files import write_at
 from shoal.wire.codes import CorruptData
 
@@ -110,6 +111,8 @@ def apply_deltas(old: Path, payloads: Sequence[Path], into: Path) -> str:
 
     Two threads read, change and write chunks; this one hashes them in order. Raises CorruptData on an invalid payload.
     """
+    if any(is_adapter_payload(path) for path in payloads):
+        return _apply_one_by_one(old, payloads, into)
     hasher = blake3()
     with ExitStack() as files:
         old_fd = files.enter_context(old.open("rb")).fileno()
@@ -128,6 +131,23 @@ def apply_deltas(old: Path, payloads: Sequence[Path], into: Path) -> str:
         for delta in deltas:
             delta.check_end()
     return hasher.hexdigest()
+
+
+def _apply_one_by_one(old: Path, payloads: Sequence[Path], into: Path) -> str:
+    """Applies payloads of which some have adapters: each to a whole file, which is deleted after the next one is written."""
+    source, digest = old, ""
+    for index, payload in enumerate(payloads):
+        made = into if index == len(payloads) - 1 else into.with_name(f"{into.name}-{index}")
+        try:
+            if is_adapter_payload(payload):
+                digest = apply_adapters(source, payload, made)
+            else:
+                digest = apply_deltas(source, [payload], made)
+        finally:
+            if source != old:
+                source.unlink()
+        source = made
+    return digest
 
 
 def _patch_chunk(

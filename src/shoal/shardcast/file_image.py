@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from shoal.shardcast.adapter_delta import change_words, decode_adapters, is_adapter_payload
 from shoal.shardcast.delta import CHUNK_WORDS, DELTA_HEAD, MAGIC, DeltaReader, Words, encode_changes
 from shoal.shardcast.manifest_files import hash_bytes, remove_if_disk_full, write_at
 from shoal.shardcast.store import VersionStore
@@ -118,12 +119,23 @@ class FileImage:
 
     def apply(self, payload: Path) -> None:
         """Applies a delta file to the image. Raises CorruptData if it is not a delta for a file of this size."""
+        if is_adapter_payload(payload):
+            change_words(
+                decode_adapters(payload.read_bytes(), self.num_bytes),
+                lambda start, length: bytes(self.view[start : start + length]),
+                self._write_words,
+                self.num_bytes,
+            )
+            return
         with payload.open("rb") as file:
             fd, num_bytes = file.fileno(), payload.stat().st_size
             delta = DeltaReader(lambda start, length: os.pread(fd, length, start), num_bytes, self.num_bytes)
             for start in range(0, self.words.size, CHUNK_WORDS):
                 delta.next_chunk().apply(self.words[start : start + CHUNK_WORDS])
             delta.check_end()
+
+    def _write_words(self, start: int, words: Words) -> None:
+        self.view[start : start + words.nbytes] = words.tobytes()
 
 
 def restore_image(store: VersionStore, version: int, name: str) -> FileImage | None:

@@ -15,7 +15,7 @@ import mmap
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -78,12 +78,24 @@ def prune_versions(into: Path, keep_versions: int, *, spare: Collection[int] = (
         raise ValueError(f"keep_versions={keep_versions} must be at least 1")
     complete, partial = version_folders(into), partial_folders(into)
     oldest_kept = min(list(complete)[-keep_versions:], default=0)
-    deleted = sorted(v for v in complete.keys() | partial.keys() if v < oldest_kept and v not in spare)
+    spared = set(spare) | _far_bases(complete[version] for version in complete if version >= oldest_kept)
+    deleted = sorted(v for v in complete.keys() | partial.keys() if v < oldest_kept and v not in spared)
     for version in deleted:
         for folders in (complete, partial):
             if version in folders:
                 shutil.rmtree(folders[version])
     return deleted
+
+
+def _far_bases(folders: Iterable[Path]) -> set[int]:
+    """Returns the bases of these versions that are not the version before: adapters are always added to the first version."""
+    found = set()
+    for folder in folders:
+        with contextlib.suppress(Rejected):
+            sealed = read_manifest(folder)
+            if sealed is not None and sealed.body.base not in (None, sealed.body.version - 1):
+                found.add(sealed.body.base)
+    return found - {None}
 
 
 # -- manifests ------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from shoal.model.builtin import create_model
 from shoal.model.tokenizer import load_tokenizer
 from shoal.net.http_client import SignedClient, fetch_files
 from shoal.net.waiting import NotYet, Stopped, wait_for
+from shoal.shardcast.adapter_delta import AdapterMatrices
 from shoal.shardcast.file_image import ChangedWords
 from shoal.shardcast.publish import SHARD_BYTES
 from shoal.shardcast.store import VersionStore
@@ -229,7 +230,8 @@ class _TrainerRun:
             with self._exposed.publishing():  # several ranks gather their weights now
                 sources = self._lockstep.weights()
             capture = partial(self._publisher.diff.changes, sources, record_event(learner.device))
-            self._publication.start(learner.version, capture, partial(self._publish, learner.version, report))
+            publish = partial(self._publish, learner.version, report, self._adapters_to_send())
+            self._publication.start(learner.version, capture, publish)
         self._wait_for_publication()
         self._save()
         self._serve_until_finished()
@@ -383,7 +385,8 @@ class _TrainerRun:
         """Writes the learner's version, as a delta if the version before it is here."""
         sources = self._lockstep.weights()
         if version and self._publisher.open_version(version - 1):
-            return self._publisher.prepare(self._publisher.diff.changes(sources), version)
+            changes = self._publisher.diff.changes(sources)
+            return self._publisher.prepare(changes, version, self._adapters_to_send())
         return self._publisher.prepare_whole(self._lockstep.whole_weights(sources), version)
 
     @property
@@ -406,10 +409,23 @@ class _TrainerRun:
         fetch_files(self._client, file_digests(self._spec.task), data, deadline_s=self._site.deadline_s)
         return with_files_from(self._spec.task, data)
 
-    def _publish(self, version: int, report: StepReport, changes: list[ChangedWords]) -> None:
+    def _adapters_to_send(self) -> list[AdapterMatrices]:
+        """Returns the adapters of `lockstep.weights`, if adding them to version 0 gives the published weights.
+
+        Supervised steps train the adapters before version 0, which then has more than the frozen weights.
+        """
+        return [] if self._config.supervised_steps else self._lockstep.adapters
+
+    def _publish(
+        self,
+        version: int,
+        report: StepReport,
+        adapters: list[AdapterMatrices],
+        changes: list[ChangedWords],
+    ) -> None:
         """Publishes and announces a version and writes the step to the metrics. Runs in the background."""
         started_s = time.monotonic()
-        folder = self._publisher.prepare(changes, version)
+        folder = self._publisher.prepare(changes, version, adapters)
         if self._config.diloco is not None:
             self._checkpoints.finish(self._site.deadline_s)
         manifest = self._publisher.serve(folder, version)

@@ -28,6 +28,7 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformers_model import empty_transformers_model
 from shoal.model.weights import WEIGHTS_FILE
 from shoal.net.waiting import Stopped
+from shoal.shardcast.adapter_delta import AdapterMatrices
 from shoal.tasks import make_task
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
@@ -38,7 +39,7 @@ from shoal.trainer.io.load_checkpoint import load_checkpoint
 from shoal.trainer.io.weights_diff import Sources, record_event
 from shoal.trainer.memory import check_memory
 from shoal.trainer.optim.learner import Learner
-from shoal.trainer.optim.policy import Causal, adapted_weights, add_adapters, frozen_weight
+from shoal.trainer.optim.policy import Causal, adapted_weights, add_adapters, frozen_weight, rounded_adapters
 from shoal.trainer.optim.reference import Reference, Weights, load_reference
 from shoal.trainer.optim.supervised import warm_up
 from shoal.trainer.reporting.step_figures import StepFigures
@@ -131,6 +132,8 @@ class Lockstep:
     ) -> None:
         self._config, self._ranks, self._device = config, ranks, device
         self._log, self._stop = log, ranks.shared_stop(stop)
+        self.adapters: list[AdapterMatrices] = []
+        """The adapters that the last call of `weights` has added, on rank 0."""
         self._base_weights: Path | None = None
         self._saving: BackgroundTask[None] | None = None
         self._executing = False
@@ -204,9 +207,10 @@ class Lockstep:
                 trained = self._gather_weights()
         if not self._config.lora_rank:
             return {name: partial(_itself, tensor) for name, tensor in trained.items()}
+        self.adapters = rounded_adapters(trained, self._config)
         if self._ranks.size == 1:
-            return adapted_weights(trained, partial(frozen_weight, self.learner.decoder), self._config)
-        return adapted_weights(trained, self._frozen_weight, self._config)
+            return adapted_weights(self.adapters, partial(frozen_weight, self.learner.decoder))
+        return adapted_weights(self.adapters, self._frozen_weight)
 
     def whole_weights(self, sources: Sources) -> Iterator[tuple[str, Tensor]]:
         """Yields every published tensor: those that training changes, and with adapters also all others."""

@@ -11,7 +11,8 @@ follows reads and writes host memory and files with numpy, zstd and BLAKE3, whic
 
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from shoal.model.weights import save_tensors
 from shoal.net.http_client import Refused, SignedClient
 from shoal.net.http_server import listen
 from shoal.net.waiting import DeadlinePassed
+from shoal.shardcast.adapter_delta import AdapterMatrices, encode_adapters
 from shoal.shardcast.file_image import ChangedWords, FileImage, restore_image
 from shoal.shardcast.publish import SHARD_BYTES, SNAPSHOT_EVERY, ImageDelta, Signing, publish_image
 from shoal.shardcast.relay.relay_app import RelayServer
@@ -147,11 +149,21 @@ class Publisher:
         self._set_image(image)
         return folder
 
-    def prepare(self, changes: list[ChangedWords], version: int) -> Path:
-        """Writes and signs a version in a hidden folder, from the words that changed since the version before it."""
-        before = self._store.get(version - 1)
+    def prepare(
+        self, changes: list[ChangedWords], version: int, adapters: Sequence[AdapterMatrices] = ()
+    ) -> Path:
+        """Writes and signs a version in a hidden folder, from the words that changed since the version before it.
+
+        With `adapters` they are sent instead of the words, as long as version 0, to which they are added, is served.
+        """
+        first = self._store.get(0) if adapters else None
+        before = first if first is not None else self._store.get(version - 1)
         assert before is not None, f"version {version - 1} is not served"
         image = self.diff.image
+        pieces = image.change(changes)
+        if first is not None:
+            deque(pieces, maxlen=0)  # changes the image
+            pieces = iter([encode_adapters(adapters, image.num_bytes)])
         with explain_full_disk(self._store.folder, remedy=DISK_REMEDY):
             folder = self._new_folder(version)
             publish_image(
@@ -160,8 +172,9 @@ class Publisher:
                 image,
                 version=version,
                 signing=self._signing,
-                delta=ImageDelta(before.sealed.body, image.change(changes)),
-                whole=version % self._settings.snapshot_every == 0,
+                delta=ImageDelta(before.sealed.body, pieces),
+                # A node that joins late fetches version 0 and the adapters.
+                whole=first is None and version % self._settings.snapshot_every == 0,
             )
             if version == self._settings.last_version and not (folder / WEIGHTS_FILE).exists():
                 image.write(folder / WEIGHTS_FILE)

@@ -11,14 +11,16 @@ Adapters (peft) train two thin matrices beside every linear layer. What is publi
 relays and validators need not know about adapters:
 
     y = x W' + (alpha / rank) x A' B'         trained, with W frozen
-    W + (alpha / rank) B A                    published
+    W + (alpha / rank) B A                    published, with A and B rounded to 16 bits
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -27,6 +29,7 @@ from shoal.model.decoder import Decoder, RMSNorm
 from shoal.model.load_model import DTYPES
 from shoal.model.logprobs import TokenScores, token_scores
 from shoal.model.transformers_model import TransformersModel
+from shoal.shardcast.adapter_delta import LEVELS, AdapterMatrices
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.pack import MicroBatch
 from shoal.trainer.distributed.ranks import Ranks
@@ -190,21 +193,40 @@ def add_adapters(model: Causal, config: TrainerConfig) -> None:
             parameter.data = parameter.data.float()  # peft gives them the dtype of the frozen weights
 
 
+def rounded_adapters(adapters: Mapping[str, Tensor], config: TrainerConfig) -> list[AdapterMatrices]:
+    """Returns the adapters as whole numbers of 16 bits and a scale, from which everybody computes the same weights."""
+    stems = [name.removesuffix(_A) for name in adapters if name.endswith(_A)]
+    found = []
+    for stem in stems:
+        a, a_scale = _round_matrix(adapters[stem + _A])
+        b, b_scale = _round_matrix(adapters[stem + _B])
+        scale = config.lora_alpha / config.lora_rank * a_scale * b_scale
+        found.append(AdapterMatrices(name=f"{stem}.weight", scale=scale, a=a, b=b))
+    return found
+
+
+def _round_matrix(matrix: Tensor) -> tuple[npt.NDArray[np.int16], float]:
+    exact = matrix.detach().double()
+    scale = float(exact.abs().max()) / LEVELS
+    rounded = (exact / scale).round_() if scale else exact
+    return rounded.to(torch.int16).cpu().numpy(), scale
+
+
 def adapted_weights(
-    adapters: Mapping[str, Tensor], frozen: Callable[[str], Tensor], config: TrainerConfig
+    adapters: Sequence[AdapterMatrices], frozen: Callable[[str], Tensor]
 ) -> dict[str, Callable[[], Tensor]]:
     """Returns, for the name of every weight that has an adapter, a function that computes the weight with its adapter added.
 
-    `adapters` has the adapters' matrices by name; `frozen` returns a weight without its adapter.
+    `frozen` returns a weight without its adapter. The operations are those of shardcast.adapter_delta.merge_words: the product
+    is a sum of whole numbers and exact in float64, and each later operation rounds once.
     """
-    scale = config.lora_alpha / config.lora_rank
 
-    def merged(stem: str) -> Tensor:
-        product = adapters[stem + _B].float() @ adapters[stem + _A].float()
-        return frozen(f"{stem}.weight").float() + scale * product
+    def merged(one: AdapterMatrices) -> Tensor:
+        base = frozen(one.name)
+        left, right = (torch.from_numpy(values).to(base.device, torch.float64) for values in (one.b, one.a))
+        return (left @ right).mul_(one.scale).add_(base.double()).float()
 
-    stems = [name.removesuffix(_A) for name in adapters if name.endswith(_A)]
-    return {f"{stem}.weight": partial(merged, stem) for stem in stems}
+    return {one.name: partial(merged, one) for one in adapters}
 
 
 def frozen_weight(model: nn.Module, name: str) -> Tensor:
