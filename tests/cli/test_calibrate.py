@@ -37,7 +37,10 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_written_file_is_a_calibration(calibration: Path) -> None:
     noise = Noise.parse(calibration.read_bytes())
     assert noise.model == "tiny" and noise.compute_dtype == "float32"
-    assert noise.measured[0].startswith("here to ") and noise.measured[0].endswith(" rows")
+    made_by = noise.pairs[0].made_by
+    assert made_by.split("/")[1:2] == ["torch"] and made_by.endswith("/float32")
+    assert [pair.checked_by.split("/")[1] for pair in noise.pairs] == ["prefill", "plain"]
+    assert noise.measured[0] == f"{made_by} to {noise.pairs[0].checked_by}: 240 rows"
     assert sum(moments.segments for moments in noise.mismatches.by_size) > 200
 
 

@@ -1,5 +1,6 @@
 """Loads a model from a folder: as a Decoder if its family is supported, else through transformers."""
 
+import platform
 from pathlib import Path
 
 import torch
@@ -58,6 +59,17 @@ def read_model_limits(folder: Path) -> Shape | ModelLimits:
         return read_limits(read_json(folder / "config.json"))
     except (ImportError, KeyError, ValueError, AttributeError) as error:
         raise ValueError(f"{refusal}, and transformers says: {error}") from None
+
+
+def device_name(device: str | torch.device) -> str:
+    """Returns the name of the processor, as a compute class has it."""
+    kind = torch.device(device)
+    return torch.cuda.get_device_name(kind) if kind.type == "cuda" else platform.machine()
+
+
+def kernel_release() -> str:
+    """Returns the library of kernels with its release, without the patch: those do not change kernels."""
+    return "torch-" + ".".join(torch.__version__.split(".")[:2])
 
 
 def empty_decoder(

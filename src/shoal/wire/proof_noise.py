@@ -42,6 +42,14 @@ class Statistic(Record):
     """Tail of single units. Older files lack it; then the run's tolerances judge single units."""
 
 
+class PairNoise(Record):
+    """The noise of rows of one compute class, checked by another (requirements.ComputeClass, as text)."""
+
+    made_by: str = Field(max_length=200)
+    checked_by: str = Field(max_length=200)
+    noise: "Noise"
+
+
 class Noise(Record):
     """The differences that a validator measures on honest work of one model and dtype."""
 
@@ -69,6 +77,16 @@ class Noise(Record):
     """Mean |claimed - recomputed| log-prob of a block."""
     draws: Statistic | None = None
     """Mean square root of the distance between a block's uniforms and the intervals of its tokens."""
+
+    pairs: tuple[PairNoise, ...] = ()
+    """The noise of single pairs of compute classes. The other fields are for all of them together, with the widest tails."""
+
+    def of_pair(self, made_by: str, checked_by: str) -> "Noise | None":
+        """Returns the noise of a pair of compute classes, or None if it was not measured."""
+        for pair in self.pairs:
+            if (pair.made_by, pair.checked_by) == (made_by, checked_by):
+                return pair.noise
+        return None
 
     @model_validator(mode="after")
     def _classes_fit(self) -> "Noise":

@@ -4,14 +4,18 @@ A coordinator may serve several runs. It lists the run that needs workers most f
 requirements it meets, or the one it was told to take.
 """
 
+import re
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
 from shoal.wire.record import Record
 
 ShortName = Annotated[str, Field(max_length=40)]
+CLASS_PART = 40
+CLASS_PATTERN = re.compile(rf"([A-Za-z0-9._-]{{1,{CLASS_PART}}}/){{3}}[A-Za-z0-9._-]{{1,{CLASS_PART}}}")
+"""The text of a compute class: device, engine, kernels and precision."""
 Gigabytes = Annotated[float, Field(ge=0, le=1e6)]
 
 
@@ -34,6 +38,21 @@ class Capabilities(Record):
     """Dtypes that its engine can compute in."""
     families: Annotated[tuple[ShortName, ...], Field(max_length=64)]
     """Model families that its engine supports; `any` for those that transformers has."""
+
+
+class ComputeClass(NamedTuple):
+    """What computes, as it declares itself. Rows of one class, checked by one class, have the same noise (proof_noise.py)."""
+
+    device: str
+    """The processor, such as `x86_64` or `NVIDIA-H200`."""
+    engine: str
+    """What generates (`torch`, `transformers`, `vllm`) or checks (`prefill`, `plain`, `transformers`)."""
+    kernels: str
+    """The library of kernels and its release, such as `torch-2.11`."""
+    precision: str
+
+    def __str__(self) -> str:
+        return "/".join(re.sub(r"[^A-Za-z0-9._-]+", "-", part)[:CLASS_PART] for part in self)
 
 
 def unmet_needs(machine: Capabilities, needs: Needs, compute_dtype: str) -> list[str]:

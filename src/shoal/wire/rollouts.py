@@ -9,7 +9,8 @@
     proof          binary       TOPLOC proofs, one after another; empty for a one-token answer
 
 There are no rewards, advantages or node ids: the swarm computes the first two and knows the third.
-Rows are sorted by (prompt_index, sample_index). The footer names the format, the lease and the policy version.
+Rows are sorted by (prompt_index, sample_index). The footer names the format, the lease, the policy version and the
+compute class that the worker declares.
 
 `decode` reads files from untrusted senders. It checks the footer's counts and encodings before it decodes a value,
 because a 647-byte file can ask for a gigabyte. Still run it in a child process with an address-space limit, and treat a
@@ -27,6 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shoal.wire.codes import Rejected
+from shoal.wire.requirements import CLASS_PATTERN
 
 FORMAT = "shoal/rollouts/1"
 
@@ -45,7 +47,7 @@ SCHEMA = pa.schema(
 # DELTA_* decoders can be made to allocate without bound, and with a dictionary a few bytes can expand to any number
 # of long values. Our writer uses neither.
 _ENCODINGS = {"PLAIN", "RLE", "BIT_PACKED"}
-_METADATA_KEYS = (b"shoal.format", b"shoal.lease_id", b"shoal.policy_version")
+_METADATA_KEYS = (b"shoal.format", b"shoal.lease_id", b"shoal.policy_version", b"shoal.made_by")
 
 
 class Finish(IntEnum):
@@ -75,6 +77,8 @@ class RolloutTable:
     lease_id: str
     policy_version: int
     rows: tuple[Rollout, ...]
+    made_by: str = ""
+    """The compute class that the worker declares (requirements.ComputeClass); empty if it declares none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +116,8 @@ def encode(table: RolloutTable) -> bytes:
         "shoal.lease_id": table.lease_id,
         "shoal.policy_version": str(table.policy_version),
     }
+    if table.made_by:
+        metadata["shoal.made_by"] = table.made_by
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(
         sink,
@@ -194,13 +200,21 @@ def _to_table(arrow: Any, metadata: dict[bytes, bytes], limits: TableLimits) -> 
             "reject.malformed_file",
             f"policy version is {values[b'shoal.policy_version'][:32]!r}, expected a number",
         )
+    if (made_by := values[b"shoal.made_by"]) and not CLASS_PATTERN.fullmatch(made_by):
+        raise Rejected(
+            "reject.malformed_file",
+            f"compute class is {made_by[:64]!r}, expected DEVICE/ENGINE/KERNELS/PRECISION",
+        )
     rows = tuple(_to_rollout(row, limits) for row in arrow.to_pylist())
     # Rewards have no row ids and follow the order of rows: a sender that chose the order could swap the rewards of answers.
     places = [(row.prompt_index, row.sample_index) for row in rows]
     if places != sorted(places):
         raise Rejected("reject.malformed_file", "rows are not sorted by prompt_index, sample_index")
     return RolloutTable(
-        lease_id=values[b"shoal.lease_id"], policy_version=int(values[b"shoal.policy_version"]), rows=rows
+        lease_id=values[b"shoal.lease_id"],
+        policy_version=int(values[b"shoal.policy_version"]),
+        rows=rows,
+        made_by=made_by,
     )
 
 

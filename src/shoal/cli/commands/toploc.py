@@ -5,13 +5,13 @@ Prove on one machine and calibrate on another to measure the noise between the t
 
 import argparse
 import hashlib
-import platform
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from shoal import toploc
 from shoal.cli.commands.sample_answers import load_engine, model_folder
@@ -22,11 +22,13 @@ from shoal.model.load_model import DTYPES, load_causal
 from shoal.model.tokenizer import load_tokenizer
 from shoal.net.waiting import Stopped
 from shoal.rollout.engine.api import ComputeDtype, Engine, FinishedRow, GenerationRequest
+from shoal.rollout.engine.selection import compute_class
 from shoal.swarm.validator.fact_checks import RowFacts, logprob_gap, units_of
 from shoal.swarm.validator.recompute import CalibrationTerms, LoadedPolicy, recompute
 from shoal.tasks import Task, make_task
 from shoal.wire.codes import Rejected
-from shoal.wire.proof_noise import Noise
+from shoal.wire.proof_noise import Noise, PairNoise
+from shoal.wire.requirements import ComputeClass
 from shoal.wire.rollouts import RolloutTable, TableLimits, decode, encode
 from shoal.wire.run_spec import ProofSpec, Sampling, TaskSpec, default_tolerances
 from shoal.wire.seeded_draw import sample_seed
@@ -54,12 +56,13 @@ def prove(options: argparse.Namespace, stop: threading.Event) -> int:
         table = _generate(
             engine,
             _task_requests(engine, task, options.rows, options.max_new_tokens, options.temperature),
+            compute_class(engine, device=options.device, compute_dtype=options.dtype),
             stop,
         )
     options.out.write_bytes(encode(table))
     print(
         f"{options.out}: {len(table.rows)} rows, {sum(len(row.output_tokens) for row in table.rows):,} tokens, "
-        f"{_machine(options)}"
+        f"made by {table.made_by}"
     )
     return 0
 
@@ -74,27 +77,22 @@ def calibrate_run(options: argparse.Namespace, stop: threading.Event) -> int:
         options.dtype, options.max_rows = spec.compute_dtype, file.local.max_rows
         engine = load_engine(folder, options, spec.proof)
         table = _generate(
-            engine, _task_requests(engine, task, RUN_ROWS, cap, spec.sampling.temperature), stop
+            engine,
+            _task_requests(engine, task, RUN_ROWS, cap, spec.sampling.temperature),
+            compute_class(engine, device=options.device, compute_dtype=spec.compute_dtype),
+            stop,
         )
         policy = LoadedPolicy(
             0, load_causal(folder, DTYPES[spec.compute_dtype], options.device), load_tokenizer(folder)
         )
     terms = CalibrationTerms(_SEED, spec.sampling, spec.proof)
-    facts = _check(table, policy, terms, stop)
-    _check_same_model(options.file, facts, spec.compute_dtype)
-    pair = f"{_machine(options)} to itself"
-    noise = toploc.measure_noise(
-        {pair: [units_of(row, fact) for row, fact in zip(table.rows, facts, strict=True)]},
-        model=_model_name(file.run.model),
-        compute_dtype=spec.compute_dtype,
-        prompts={pair: [row.prompt_index for row in table.rows]},
-    )
-    measured = {
-        "temperature": spec.sampling.temperature,
-        "topk": spec.proof.topk,
-        "segment_tokens": spec.proof.segment_tokens,
-    }
-    write_bytes_atomically(options.out, noise.model_copy(update=measured).model_dump_json(indent=1).encode())
+    pairs: list[MeasuredPair] = []
+    for path in (policy, replace(policy, plain=True)):
+        facts = _check(table, path, terms, stop)
+        _check_same_model(options.file, facts, spec.compute_dtype)
+        pairs.append(_measured_pair(table, facts, table.made_by, path))
+    noise = _noise_of(pairs, _model_name(file.run.model), spec.compute_dtype, terms)
+    write_bytes_atomically(options.out, noise.model_dump_json(indent=1).encode())
     print(
         f"{options.out}: {len(table.rows)} rows, {sum(len(row.output_tokens) for row in table.rows):,} tokens"
     )
@@ -103,29 +101,67 @@ def calibrate_run(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def calibrate(options: argparse.Namespace, stop: threading.Event) -> int:
     """Checks honest rows like a validator and writes a noise file."""
-    pairs: dict[str, list[list[toploc.SegmentCheck | toploc.TokenBlock]]] = {}
-    prompts: dict[str, list[int]] = {}
+    pairs: list[MeasuredPair] = []
+    terms = TERMS._replace(sampling=Sampling(temperature=options.temperature))
     with model_folder(options.model) as folder:
         policy = LoadedPolicy(
             0, load_causal(folder, DTYPES[options.dtype], options.device), load_tokenizer(folder)
         )
         for path in options.files:
             table = read_rows(path)
-            terms = TERMS._replace(sampling=Sampling(temperature=options.temperature))
-            facts = _check(table, policy, terms, stop)
-            _check_same_model(path, facts, options.dtype)
-            pair = f"{path.stem} to {_machine(options)}"
-            pairs[pair] = [units_of(row, fact) for row, fact in zip(table.rows, facts, strict=True)]
-            prompts[pair] = [row.prompt_index for row in table.rows]
-            _print_tokens(path, table, facts)
-    noise = toploc.measure_noise(
-        pairs, model=_model_name(options.model), compute_dtype=options.dtype, prompts=prompts
-    )
-    noise = noise.model_copy(update={"temperature": options.temperature})
+            for by in (policy, replace(policy, plain=True)):
+                facts = _check(table, by, terms, stop)
+                _check_same_model(path, facts, options.dtype)
+                pairs.append(_measured_pair(table, facts, table.made_by or path.stem, by))
+                _print_tokens(path, table, facts)
+    noise = _noise_of(pairs, _model_name(options.model), options.dtype, terms)
     options.out.write_text(noise.model_dump_json(indent=1) + "\n")
     _print_noise(noise)
     print(f"{options.out}: set run.calibration in a run file to this file")
     return 0
+
+
+class MeasuredPair(NamedTuple):
+    """The rows of one compute class as another one checked them."""
+
+    made_by: str
+    checked_by: str
+    units: list[list[toploc.SegmentCheck | toploc.TokenBlock]]
+    prompts: list[int]
+
+
+def _measured_pair(
+    table: RolloutTable, facts: Sequence[RowFacts], made_by: str, policy: LoadedPolicy
+) -> MeasuredPair:
+    units = [units_of(row, fact) for row, fact in zip(table.rows, facts, strict=True)]
+    return MeasuredPair(made_by, str(policy.compute_class()), units, [row.prompt_index for row in table.rows])
+
+
+def _noise_of(
+    pairs: Sequence[MeasuredPair], model: str, dtype: ComputeDtype, terms: CalibrationTerms
+) -> Noise:
+    """Returns the noise of all pairs together, with that of each pair."""
+    names = [f"{pair.made_by} to {pair.checked_by}" for pair in pairs]
+    measured = {
+        "temperature": terms.sampling.temperature,
+        "topk": terms.proof.topk,
+        "segment_tokens": terms.proof.segment_tokens,
+    }
+
+    def measure(chosen: Sequence[int]) -> Noise:
+        noise = toploc.measure_noise(
+            {names[one]: pairs[one].units for one in chosen},
+            model=model,
+            compute_dtype=dtype,
+            prompts={names[one]: pairs[one].prompts for one in chosen},
+        )
+        return noise.model_copy(update=measured)
+
+    each = tuple(
+        PairNoise(made_by=pair.made_by, checked_by=pair.checked_by, noise=measure([place]))
+        for place, pair in enumerate(pairs)
+    )
+    return measure(range(len(pairs))).model_copy(update={"pairs": each})
 
 
 # -- the parts ----------------------------------------------------------------------------------------------
@@ -136,7 +172,9 @@ _SEED = hashlib.sha256(b"shoal toploc prove").hexdigest()
 TERMS = CalibrationTerms(_SEED, Sampling(), ProofSpec())
 
 
-def _generate(engine: Engine, requests: Sequence[GenerationRequest], stop: threading.Event) -> RolloutTable:
+def _generate(
+    engine: Engine, requests: Sequence[GenerationRequest], made_by: ComputeClass, stop: threading.Event
+) -> RolloutTable:
     engine.submit(requests)
     with progress("rows generated", len(requests)) as advance:
         finished: list[FinishedRow] = []
@@ -149,7 +187,7 @@ def _generate(engine: Engine, requests: Sequence[GenerationRequest], stop: threa
     rows = sorted(
         (row.to_rollout() for row in finished), key=lambda row: (row.prompt_index, row.sample_index)
     )
-    return RolloutTable(lease_id=_LEASE_ID, policy_version=0, rows=tuple(rows))
+    return RolloutTable(lease_id=_LEASE_ID, policy_version=0, rows=tuple(rows), made_by=str(made_by))
 
 
 def _task_requests(
@@ -223,14 +261,6 @@ def _check_same_model(path: Path, facts: Sequence[RowFacts], dtype: ComputeDtype
 def _model_name(model: str) -> str:
     """Returns the last part of the path: the noise file is published and should not show the user's folders."""
     return Path(model).name
-
-
-def _machine(options: argparse.Namespace) -> str:
-    if torch.device(options.device).type == "cuda":
-        name = torch.cuda.get_device_name(options.device)
-    else:
-        name = f"{platform.machine()} CPU"
-    return f"{name}, torch {torch.__version__}"
 
 
 def _print_tokens(path: Path, table: RolloutTable, facts: Sequence[RowFacts]) -> None:

@@ -73,10 +73,12 @@ def make_requests(lease: Lease, tokenizer: Tokenizer) -> list[GenerationRequest]
     ]
 
 
-def make_table(lease: Lease, policy_version: int, finished: Iterable[FinishedRow]) -> RolloutTable:
-    """Returns the table that answers a lease."""
+def make_table(
+    lease: Lease, policy_version: int, finished: Iterable[FinishedRow], made_by: str = ""
+) -> RolloutTable:
+    """Returns the table that answers a lease. `made_by` is the declared compute class."""
     rows = tuple(row.to_rollout() for row in finished)
-    return RolloutTable(lease_id=lease.lease_id, policy_version=policy_version, rows=rows)
+    return RolloutTable(lease_id=lease.lease_id, policy_version=policy_version, rows=rows, made_by=made_by)
 
 
 class Engine(Protocol):

@@ -8,13 +8,13 @@ from typing import Literal
 
 import torch
 
-from shoal.model.load_model import decoder_refuses
+from shoal.model.load_model import decoder_refuses, device_name, kernel_release
 from shoal.model.shape import FAMILIES
 from shoal.model.tokenizer import Tokenizer
 from shoal.rollout.engine.api import ComputeDtype, Engine, EngineName, FinishedRow, GenerationRequest
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.telemetry import Log
-from shoal.wire.requirements import Capabilities
+from shoal.wire.requirements import Capabilities, ComputeClass
 from shoal.wire.run_spec import ProofSpec
 
 _LOG = Log("worker")
@@ -66,6 +66,11 @@ class AutoEngine:
         self._chosen: Engine | None = None
 
     @property
+    def kind(self) -> str:
+        """Returns which engine computes, once a folder was loaded."""
+        return "torch" if self._chosen is None or isinstance(self._chosen, TorchEngine) else "transformers"
+
+    @property
     def policy_version(self) -> int | None:
         return None if self._chosen is None else self._chosen.policy_version
 
@@ -104,6 +109,16 @@ def _make_for(
 
     _LOG.warning(f"generating through transformers, which is slow: {refusal}; --engine vllm is faster")
     return TransformersEngine(compute_dtype=compute_dtype, proof=proof, max_rows=max_rows, device=device)
+
+
+def compute_class(engine: Engine, *, device: str, compute_dtype: ComputeDtype) -> ComputeClass:
+    """Returns what this engine computes with, to be declared in the file of each submission."""
+    return ComputeClass(
+        device=device_name(device),
+        engine=engine.kind if isinstance(engine, AutoEngine) else "vllm",
+        kernels=kernel_release(),
+        precision=compute_dtype,
+    )
 
 
 def machine_capabilities(device: str) -> Capabilities:

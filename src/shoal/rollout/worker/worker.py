@@ -14,6 +14,7 @@ the same leases again, and the same seeds give the same rows.
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,7 +24,7 @@ from shoal.background import BackgroundTask
 from shoal.net.http_client import SignedClient
 from shoal.net.waiting import Stopped
 from shoal.rollout.engine.api import Behaviour, Engine, EngineName, FinishedRow, make_requests, make_table
-from shoal.rollout.engine.selection import machine_capabilities, make_engine
+from shoal.rollout.engine.selection import compute_class, machine_capabilities, make_engine
 from shoal.rollout.worker.heartbeat import Activity, HeartbeatThread, WorkerStatus
 from shoal.rollout.worker.lease_supply import PAUSE_AFTER_LOSS_S, LeaseSupply, SessionOpener
 from shoal.rollout.worker.session import (
@@ -287,7 +288,8 @@ class Worker:
         self.status.begin(Activity.DELIVERING)
         self.status.tokens_per_s = sum(len(row.output_tokens) for row in finished) / took_s
         self._seconds_per_row = took_s / max(1, len(finished))
-        return self._behaviour.table(make_table(lease, version, finished), lease)
+        table = make_table(lease, version, finished, made_by=str(self._compute_class()))
+        return self._behaviour.table(table, lease)
 
     def _check_may_continue(self, lease: Lease, num_done: int, num_rows: int) -> None:
         if self._stop.is_set():
@@ -336,4 +338,6 @@ class Worker:
             device=config.device,
             tensor_parallel=config.tensor_parallel,
         )
+        dtype = spec.compute_dtype
+        self._compute_class = partial(compute_class, engine, device=config.device, compute_dtype=dtype)
         return self._behaviour.engine(engine)

@@ -9,11 +9,12 @@ last. The text of a submission that was spared the forward pass is the node's ch
 SPARED_S, the submission gets every check.
 """
 
+import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.model.tokenizer import Tokenizer
 from shoal.net.waiting import Stopped
@@ -215,14 +216,14 @@ def give_verdict(
         if isinstance(one.facts, Rejected):
             raise one.facts
         if one.facts is not None:
-            scores = fact_checks.score_facts(table.rows, one.facts, spec.noise)
-            evidence |= fact_checks.evidence(table.rows, one.facts, spec.tolerances, scores)
-            fact_checks.check_facts(table.rows, one.facts, spec.tolerances, spec.noise, scores)
+            evidence |= check_by_paths(one, one.facts, spec, policy, stop)
         limit_s = SPARED_S if one.facts is None else None
         began_s = time.monotonic()
         graded = (
             () if one.task is None else grade(one, one.task, policy.tokenizer, limit_s=limit_s, stop=stop)
         )
+    except RefusedWithEvidence as refused:
+        return _refusal(claim, refused, evidence | refused.evidence)
     except Rejected as rejected:
         return _refusal(claim, rejected, evidence)
     except CannotCheck as failed:
@@ -241,6 +242,69 @@ def give_verdict(
         checks=claim.checks,
         evidence=evidence,
     )
+
+
+ON_PROBATION = frozenset(
+    ("reject.wrong_computation", "reject.wrong_sampling", "reject.wrong_logprobs", "void.uncertain")
+)
+"""Refusals that the noise of an unknown compute class could explain."""
+
+
+class RefusedWithEvidence(Rejected):
+    """A refusal with the numbers behind it."""
+
+    def __init__(self, rejected: Rejected, evidence: dict[str, float | int | str]) -> None:
+        super().__init__(rejected.code, rejected.detail)
+        self.evidence = evidence
+
+
+def check_by_paths(
+    one: OpenedSubmission,
+    facts: Sequence[fact_checks.RowFacts],
+    spec: RunSpec,
+    policy: LoadedPolicy,
+    stop: threading.Event | None,
+) -> dict[str, float | int | str]:
+    """Checks the facts with the noise of the declared compute class and returns the numbers behind the verdict.
+
+    Work of a class that the calibration does not have is judged by the widest noise of all its pairs. If that refuses it,
+    a second forward pass with other kernels checks it again, and it is refused only if both do. Raises RefusedWithEvidence.
+    """
+    try:
+        return check_by_noise(one, facts, spec, policy)
+    except RefusedWithEvidence as refused:
+        pairs = () if spec.noise is None else spec.noise.pairs
+        known = not pairs or any(pair.made_by == one.table.made_by for pair in pairs)
+        if known or refused.code not in ON_PROBATION:
+            raise
+        first = refused
+    again = replace(policy, plain=not policy.plain)
+    to_check = [RowsToCheck(one.table.rows, one.claim.lease)]
+    (found,) = recompute_many(to_check, again, control_seed=secrets.randbits(64), stop=stop)
+    if isinstance(found, Rejected):
+        raise first
+    try:
+        return check_by_noise(one, found, spec, again) | {"refused_by_first_path": first.code}
+    except RefusedWithEvidence:
+        raise first from None
+
+
+def check_by_noise(
+    one: OpenedSubmission, facts: Sequence[fact_checks.RowFacts], spec: RunSpec, policy: LoadedPolicy
+) -> dict[str, float | int | str]:
+    """Checks the facts of one path. Returns the numbers, or raises RefusedWithEvidence."""
+    rows, made_by, checked_by = one.table.rows, one.table.made_by, str(policy.compute_class())
+    of_pair = None if spec.noise is None else spec.noise.of_pair(made_by, checked_by)
+    noise = of_pair or spec.noise
+    scores = fact_checks.score_facts(rows, facts, noise)
+    evidence = fact_checks.evidence(rows, facts, spec.tolerances, scores)
+    if made_by:
+        evidence |= {"made_by": made_by, "checked_by": checked_by, "pair_measured": int(of_pair is not None)}
+    try:
+        fact_checks.check_facts(rows, facts, spec.tolerances, noise, scores)
+    except Rejected as rejected:
+        raise RefusedWithEvidence(rejected, evidence) from None
+    return evidence
 
 
 def grade(

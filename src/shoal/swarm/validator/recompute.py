@@ -18,8 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.model.decoder import Decoder, KVCache, supports_flash_attention
+from shoal.model.load_model import device_name, kernel_release
 from shoal.model.packed_prefill import flat, packed_states, upload
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformers_model import TransformersModel
@@ -30,6 +32,7 @@ from shoal.toploc import ProofError, SegmentCheck, start_verifying
 from shoal.toploc.device import HostCopy
 from shoal.toploc.verify import Verification
 from shoal.wire.codes import Rejected
+from shoal.wire.requirements import ComputeClass
 from shoal.wire.rollouts import Rollout
 from shoal.wire.run_spec import ProofSpec, Sampling
 from shoal.wire.seeded_draw import sample_seed, uniforms
@@ -61,6 +64,19 @@ class LoadedPolicy:
     decoder: Model
     tokenizer: Tokenizer
     batch_tokens: int = BATCH_TOKENS
+    plain: bool = False
+    """Whether attention is computed by plain matrix products: a second path with other rounding."""
+
+    def compute_class(self) -> ComputeClass:
+        """Returns what this validator checks with."""
+        weight = self.decoder.head().weight_VH
+        path = "transformers" if isinstance(self.decoder, TransformersModel) else "prefill"
+        return ComputeClass(
+            device=device_name(weight.device),
+            engine="plain" if self.plain else path,
+            kernels=kernel_release(),
+            precision=str(weight.dtype).removeprefix("torch."),
+        )
 
 
 class SamplingTerms(Protocol):
@@ -131,7 +147,7 @@ def recompute_many(
             raise Stopped("stopped between two batches of a check")
         previous, started = (
             started,
-            None if batch is None else _start_batch(policy.decoder, batch, control_seed),
+            None if batch is None else _start_batch(policy, batch, control_seed),
         )
         if previous is not None:
             new_facts, new_malformed = _finish_batch(previous, control_seed, skip=malformed.keys())
@@ -176,15 +192,20 @@ def _length(row: Rollout) -> int:
     return len(row.prompt_tokens) + len(row.output_tokens) - 1
 
 
-def _prefill(model: Model, rows: Sequence[Rollout]) -> list[Tensor]:
+def _prefill(model: Model, rows: Sequence[Rollout], *, plain: bool = False) -> list[Tensor]:
     """Returns for each row the states that predict its output tokens, [T, H]."""
+    with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
+        return _prefill_by(model, rows, packed=not plain)
+
+
+def _prefill_by(model: Model, rows: Sequence[Rollout], *, packed: bool) -> list[Tensor]:
     end = max(_length(row) for row in rows)
     if end >= model.shape.max_positions:
         raise CannotCheck(f"{end + 1} tokens are more than the model's {model.shape.max_positions} positions")
     if isinstance(model, TransformersModel):
         return _prefill_padded(model, rows)
     weight = model.model.norm.weight
-    if supports_flash_attention(weight.device, weight.dtype):
+    if packed and supports_flash_attention(weight.device, weight.dtype):
         return packed_states(model, [(row.prompt_tokens, row.output_tokens[:-1]) for row in rows])
     return _prefill_cached(model, rows, end, weight.device)
 
@@ -282,7 +303,7 @@ def recompute_rows(submissions: Sequence[RowsToCheck], policy: LoadedPolicy) -> 
     whole = [(row, one.lease) for one in submissions for row in one.rows]
     entries = [_Entry(0, place, row, lease) for place, (row, lease) in enumerate(whole)]
     for batch in _batches(entries, policy.batch_tokens):
-        states = _prefill(policy.decoder, [entry.row for entry in batch])
+        states = _prefill(policy.decoder, [entry.row for entry in batch], plain=policy.plain)
         columns_5N = _intervals(policy.decoder, batch, torch.cat(states)).double().cpu().numpy()
         columns_6N = np.concatenate([columns_5N, _uniforms(batch)[None]])
         for entry, states_TH, columns_6T in zip(batch, states, _per_token(batch, columns_6N), strict=True):
@@ -290,9 +311,10 @@ def recompute_rows(submissions: Sequence[RowsToCheck], policy: LoadedPolicy) -> 
     return [found[place] for place in range(len(whole))]
 
 
-def _start_batch(decoder: Model, batch: list[_Entry], control_seed: int) -> _StartedBatch:
+def _start_batch(policy: LoadedPolicy, batch: list[_Entry], control_seed: int) -> _StartedBatch:
     """Starts the prefill, the proofs and the token distributions of a batch; on a GPU this only queues them."""
-    states_NH = torch.cat(_prefill(decoder, [entry.row for entry in batch]))
+    decoder = policy.decoder
+    states_NH = torch.cat(_prefill(decoder, [entry.row for entry in batch], plain=policy.plain))
     states = torch.split(states_NH, [len(entry.row.output_tokens) for entry in batch])
     with _side_stream(states_NH.device):
         finite = HostCopy(torch.isfinite(states_NH).all())

@@ -156,7 +156,12 @@ def _check_own_table() -> None:
 
 def encode_table(table: RolloutTable) -> bytes:
     rows = table.rows
-    head = {"lease_id": table.lease_id, "policy_version": table.policy_version, "num_rows": len(rows)}
+    head = {
+        "lease_id": table.lease_id,
+        "policy_version": table.policy_version,
+        "made_by": table.made_by,
+        "num_rows": len(rows),
+    }
     numbers = [
         (
             row.prompt_index,
@@ -193,6 +198,7 @@ def decode_reply(frame: bytes, limits: TableLimits) -> RolloutTable:
             lease_id=str(head["lease_id"]),
             policy_version=int(head["policy_version"]),
             rows=_decode_rows(body, num_rows),
+            made_by=str(head["made_by"]),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise BadReply(f"{type(error).__name__}: {error}") from None
