@@ -185,7 +185,7 @@ def run(model: Path, scratch: Path, rate: float, options: argparse.Namespace) ->
     learner = Learner(load_decoder(folder, torch.float32, options.device), config, temperature=1.0)
     engine = TorchEngine(compute_dtype="float32", proof=ProofSpec(), max_rows=64, device=options.device)
     engine.load(folder, 0)
-    warm_up(learner, task, engine.tokenizer, log=Log("bench"), stop=threading.Event())
+    warm_up(learner, [task], engine.tokenizer, log=Log("bench"), stop=threading.Event())
     before, after = scratch / "before.safetensors", folder / WEIGHTS_FILE
     for version in range(options.steps):
         save_weights(learner.decoder, after)

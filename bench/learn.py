@@ -89,7 +89,7 @@ class Loop:
         decoder = load_decoder(self.model, torch.float32, options.device)
         self.learner = Learner(decoder, config, temperature=1.0, max_new_tokens=options.new_tokens)
         self.stop = threading.Event()
-        warm_up(self.learner, self.task, load_tokenizer(self.model), log=Log("bench"), stop=self.stop)
+        warm_up(self.learner, [self.task], load_tokenizer(self.model), log=Log("bench"), stop=self.stop)
         self.engine = TorchEngine(
             compute_dtype=options.dtype, proof=ProofSpec(), max_rows=options.max_rows, device=options.device
         )

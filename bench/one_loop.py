@@ -58,7 +58,7 @@ class OneLoop:
             self.tokenizer = load_tokenizer(Path(folder) / "model")
         self.decoder = decoder  # the one that the learner trains
         self.learner = Learner(decoder, config, temperature=1.0, max_new_tokens=NEW_TOKENS)
-        warm_up(self.learner, self.task, self.tokenizer, log=Log("bench"), stop=self.stop)
+        warm_up(self.learner, [self.task], self.tokenizer, log=Log("bench"), stop=self.stop)
         self.published = deque([published(decoder)], maxlen=lag + 1)
 
     def run(self, num_steps: int) -> Curve:

@@ -199,6 +199,63 @@ def test_tolerances_are_those_of_the_dtype_and_a_file_replaces_single_ones(tmp_p
     assert load(tmp_path, coarse + "[tolerances]\ndraw = 0.2\n").spec().tolerances == expected
 
 
+SECOND_TASK = """
+[[task]]
+name = "add"
+label = "sums"
+weight = 0.5
+[task.sampling]
+max_new_tokens = 4
+"""
+
+
+def two_tasks(more: str = SECOND_TASK) -> str:
+    """Returns the good file with its task as a list, and further sections."""
+    return GOOD.replace("[task]", "[[task]]") + more
+
+
+def test_a_run_may_have_several_tasks_and_evaluations(tmp_path: Path) -> None:
+    spec = load(
+        tmp_path,
+        two_tasks(
+            SECOND_TASK
+            + '[[eval]]\ntask = "sums"\nevery = 3\nsamples = 8\ntemperature = 0.5\n'
+            + '[[eval]]\nlabel = "largest"\n[eval.task]\nname = "largest"\n'
+        ),
+    ).spec()
+    assert [task.title for task in spec.tasks] == [spec.task.name, "sums"]
+    assert spec.sampling.of(spec.tasks[1]).max_new_tokens == 4
+    assert [(one.task.title, one.every, one.samples) for one in spec.evals] == [
+        ("sums", 3, 8),
+        ("largest", 10, 4),
+    ]
+    assert spec.sampling.of(spec.evals[0].task).temperature == 0.5
+    assert spec.sampling.of(spec.evals[1].task) == spec.sampling
+    assert load(tmp_path, GOOD).spec().more_tasks == ()
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        (
+            SECOND_TASK.replace('label = "sums"', 'label = "sort"'),
+            "two entries of [[task]] are called 'sort'",
+        ),
+        (SECOND_TASK.replace('"add"', '"ad"'), "unknown task 'ad'"),
+        (
+            SECOND_TASK + '[[eval]]\ntask = "sum"\n',
+            "task = 'sum' is not the label of a task of this file; it has sort, sums",
+        ),
+        (SECOND_TASK + '[[eval]]\ntask = "sums"\n' * 2, "two entries of [[eval]] are called 'sums'"),
+        (SECOND_TASK.replace("max_new_tokens = 4", "samples_per_prompt = 1"), "samples_per_prompt = 1"),
+        (SECOND_TASK.replace("weight = 0.5", "weight = 0"), "task.1.weight = 0"),
+    ],
+)
+def test_mistakes_in_several_tasks_are_named(tmp_path: Path, sections: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        load(tmp_path, two_tasks(sections))
+
+
 PAGE = ROOT / "docs" / "run-file.md"
 
 
@@ -224,4 +281,5 @@ def section_fields(name: str) -> set[str]:
 
 def is_section(kind: object) -> bool:
     """A table within the table, with a heading of its own on the page."""
-    return any(hasattr(each, "model_fields") for each in (kind, *getattr(kind, "__args__", ())))
+    kinds = (kind, *getattr(kind, "__args__", ()))
+    return any(hasattr(each, "model_fields") for each in kinds) and str not in kinds

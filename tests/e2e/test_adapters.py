@@ -26,7 +26,7 @@ def make_warm_model(folder: Path) -> Path:
     config = TrainerConfig(supervised_steps=25, row_tokens=64, rows_per_micro_batch=32)
     lockstep = Lockstep(config, SINGLE_PROCESS, device="cpu", log=Log("warm"), stop=threading.Event())
     lockstep.create_learner(folder / "raw", 1.0)
-    lockstep.warm_up(TASK, load_tokenizer(folder / "raw"))
+    lockstep.warm_up((TASK,), load_tokenizer(folder / "raw"))
     (folder / "warm").mkdir()
     copy_all_but_weights(folder / "raw", folder / "warm")
     save_tensors(lockstep.learner.decoder.named_parameters(), folder / "warm" / WEIGHTS_FILE)

@@ -20,7 +20,7 @@ TASK = make_task(TaskSpec(name="sort", options={"length": 3}))
 def warmed(model: Path, num_steps: int) -> Learner:
     config = CONFIG.model_copy(update={"supervised_steps": num_steps, "rows_per_micro_batch": 4})
     learner = make_learner(model, config)
-    warm_up(learner, TASK, load_tokenizer(model), log=Log("test"), stop=threading.Event())
+    warm_up(learner, [TASK], load_tokenizer(model), log=Log("test"), stop=threading.Event())
     return learner
 
 

@@ -24,6 +24,7 @@ LEASE = Lease(
     origin="http://127.0.0.1:9000",
     task=TaskSpec(name="sort", options={"length": 4}),
     prompts=("1234=", "4321="),
+    attempts=(0, 3),
     sampling=Sampling(temperature=1.0, max_new_tokens=8, samples_per_prompt=4),
     proof=ProofSpec(),
     max_bytes=100_000,

@@ -57,7 +57,7 @@ def make_task(spec: TaskSpec) -> Task:
     return _make(spec.model_dump_json())
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=64)
 def _make(text: str) -> Task:
     spec = TaskSpec.model_validate_json(text)
     options = dict(checked_options(spec))

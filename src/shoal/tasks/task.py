@@ -14,6 +14,7 @@ HELD_OUT_IN = 5
 """One problem in this many is held out, by the hash of its question."""
 
 _NUMBER = re.compile(r"-?\d+")
+_BOX = re.compile(r"\\boxed\{(.*?)\}", re.DOTALL)
 THOUGHT_END = "</think>"
 
 
@@ -105,6 +106,18 @@ def is_held_out(question: str) -> bool:
 def reply_of(text: str) -> str:
     """Returns the text after the last `</think>`, or all of it if there is none, as with a model that does not think first."""
     return text.rpartition(THOUGHT_END)[2]
+
+
+def vote_key(text: str) -> str:
+    """Returns what an answer says, for counting votes: its last box, or the last number or the whole of its last line."""
+    reply = reply_of(text)
+    boxes = _BOX.findall(reply)
+    if boxes:
+        return "".join(boxes[-1].split())
+    lines = [line.strip() for line in reply.splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    numbers = _NUMBER.findall(last.replace(",", ""))
+    return numbers[-1].lstrip("0") or "0" if numbers else last.casefold()
 
 
 def grade_number(answer: str, text: str) -> Reward:

@@ -33,7 +33,7 @@ from shoal.shardcast.adapter_delta import AdapterMatrices
 from shoal.shardcast.file_image import ChangedWords
 from shoal.shardcast.publish import SHARD_BYTES
 from shoal.shardcast.store import VersionStore
-from shoal.tasks.datasets.file_options import file_digests, with_files_from
+from shoal.tasks.datasets.file_options import run_digests, with_files_from
 from shoal.telemetry import Log, Metrics
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.inbox import Inbox
@@ -202,7 +202,8 @@ class _TrainerRun:
         if not self._model_folder.exists():
             create_model(self._site.model, self._model_folder, self._config.seed)
         sampling = self._spec.sampling
-        self._lockstep.create_learner(self._model_folder, sampling.temperature, sampling.max_new_tokens)
+        longest = max(sampling.of(task).max_new_tokens for task in self._spec.tasks)
+        self._lockstep.create_learner(self._model_folder, sampling.temperature, longest)
         self._lockstep.learner.before_change = self._wait_for_readers
         checkpoint = self._checkpoints.newest()
         if checkpoint is None:
@@ -316,7 +317,7 @@ class _TrainerRun:
 
     def _begin(self) -> None:
         """Makes version 0 and its checkpoint: its supervised steps are not made again after a crash."""
-        self._lockstep.warm_up(self._task(), load_tokenizer(self._model_folder))
+        self._lockstep.warm_up(self._tasks(), load_tokenizer(self._model_folder))
         self._create_sites()
         self._lockstep.set_reference(self._reference_path)
         if self._sites is not None:
@@ -403,11 +404,11 @@ class _TrainerRun:
         self._sites = Sites(learner, diloco, averager, metrics=self._metrics, stop=self._stop)
         learner.sites = self._sites
 
-    def _task(self) -> TaskSpec:
-        """Returns the run's task, after fetching its files to this machine."""
+    def _tasks(self) -> tuple[TaskSpec, ...]:
+        """Returns the run's tasks, after fetching their files to this machine."""
         data = self._site.folder / "data"
-        fetch_files(self._client, file_digests(self._spec.task), data, deadline_s=self._site.deadline_s)
-        return with_files_from(self._spec.task, data)
+        fetch_files(self._client, run_digests(self._spec), data, deadline_s=self._site.deadline_s)
+        return tuple(with_files_from(task, data) for task in self._spec.tasks)
 
     def _adapters_to_send(self) -> list[AdapterMatrices]:
         """Returns the adapters of `lockstep.weights`, if adding them to version 0 gives the published weights.
@@ -455,7 +456,8 @@ class _TrainerRun:
         )
         for _ in range(LAST_LOOKS):  # the coordinator's answer may be a second old
             self._recorder.write_evaluations()
-            if self._spec.last_version in self._recorder.evaluated or self._stop.wait(FINISH_POLL_S):
+            done = any(version == self._spec.last_version for version, _ in self._recorder.evaluated)
+            if done or self._stop.wait(FINISH_POLL_S):
                 return
 
 

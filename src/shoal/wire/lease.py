@@ -57,6 +57,8 @@ class Lease(Sealable):
     max_bytes: int
     issued_at_s: float
     deadline_s: float
+    attempts: tuple[int, ...] = ()
+    """With difficulty sampling, the attempt that chose each problem; empty: the first. seeded_draw.py shows how seeds follow."""
     unit: LeaseId | None = None
     """The earlier lease whose work this one repeats, with the same seed, because the node did not deliver it. None: new work."""
 

@@ -251,6 +251,23 @@ class Origin(Record):
     url: Url
 
 
+class TaskFigures(Record):
+    """The part of one task in a step. Means are None without rollouts."""
+
+    groups: int
+    """Groups of the batch."""
+    reward_mean: float | None
+    """Mean reward of the rollouts that the step trained on."""
+    accepted_groups: int
+    """Groups accepted since the last batch, with and without signal."""
+    accepted_rollouts: int
+    accepted_reward_mean: float | None
+    dropped_groups: int
+    """Those of the accepted groups whose rewards were all equal."""
+    answer_tokens_mean: float = 0.0
+    """Mean number of output tokens of the rollouts that the step trained on."""
+
+
 class StepReport(Record):
     """The trainer's figures of one step; `version` is the version that the step produced."""
 
@@ -309,6 +326,8 @@ class StepReport(Record):
     """Seconds that training stood still for a publication: its capture, or the end of the one before."""
     checkpoint_exposed_s: float = 0.0
     """Seconds that training stood still for a checkpoint."""
+    tasks: dict[str, TaskFigures] = Field(default_factory=dict)
+    """The figures of each task, by its label."""
 
 
 class Rederived(Record):
@@ -346,6 +365,8 @@ class Group(Record):
     prompt_index: int
     policy_version: int
     rewards: tuple[float, ...]
+    task: str = ""
+    """Label of its task."""
 
 
 class Batch(Record):
@@ -361,10 +382,11 @@ class Batch(Record):
     accepted_rollouts: int = 0
     dropped_share: float = 0.0
     unparseable: float = 0.0
+    tasks: dict[str, TaskFigures] = Field(default_factory=dict)
 
 
 class Evaluation(Record):
-    """The held-out reward of one policy version."""
+    """The result of one held-out evaluation of one policy version."""
 
     version: int
     reward_mean: float
@@ -372,6 +394,16 @@ class Evaluation(Record):
     complete: bool
     answer_tokens_mean: float = 0.0
     """Mean number of output tokens of an answer."""
+    task: str = ""
+    """Label of the evaluation."""
+    samples: int = 0
+    """Answers to each prompt, the k of the figures below."""
+    pass_at_1: float = 0.0
+    """Share of right answers."""
+    pass_at_k: float = 0.0
+    """Share of prompts with at least one right answer."""
+    majority: float = 0.0
+    """Share of prompts whose most frequent answer is right."""
 
 
 class NodeView(Record):

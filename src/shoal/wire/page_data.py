@@ -10,6 +10,23 @@ from shoal.wire.record import Record
 Stage = Literal["generate", "upload", "queue", "check", "train", "broadcast"]
 
 
+class TaskTerms(Record):
+    """A task of the run, or a held-out evaluation."""
+
+    label: str
+    name: str
+    options: dict[str, bool | int | float | str]
+    samples_per_prompt: int
+    max_new_tokens: int
+    temperature: float
+    weight: float = 0.0
+    """Share of train leases, from 0 to 1; 0 for an evaluation."""
+    every: int = 0
+    """Versions between two evaluations; 0 for a task."""
+    prompts: int = 0
+    """Prompts of an evaluation."""
+
+
 class RunTerms(Record):
     """The settings that stay the same for the whole run."""
 
@@ -23,6 +40,10 @@ class RunTerms(Record):
     last_version: int
     started_at_s: float | None
     """Time when version 0 was published."""
+    tasks: tuple[TaskTerms, ...] = ()
+    """All tasks that are trained on."""
+    evals: tuple[TaskTerms, ...] = ()
+    """All held-out evaluations."""
 
 
 class Now(Record):
@@ -49,6 +70,18 @@ class Now(Record):
     server_time_s: float
 
 
+class TaskCurve(Record):
+    """One task's part of the steps, with as many points as the whole curve. None: no rollouts of the task."""
+
+    reward: tuple[float | None, ...]
+    """Mean reward of its rollouts that were trained on."""
+    accepted_reward: tuple[float | None, ...]
+    """Mean reward of all its accepted rollouts, with and without signal."""
+    groups: tuple[int, ...]
+    """Its groups in the batches."""
+    answer_tokens: tuple[float | None, ...]
+
+
 class Curve(Record):
     """The steps as columns. With too many steps for the plot, each point is the mean of `steps_per_point` neighbours."""
 
@@ -66,6 +99,8 @@ class Curve(Record):
     train_s: tuple[float, ...]
     tokens_per_s: tuple[float, ...]
     """The trainer's speed."""
+    tasks: dict[str, TaskCurve] = Field(default_factory=dict)
+    """The curves of each task, by its label."""
 
 
 class CodeCount(Record):
@@ -126,6 +161,8 @@ class Sample(Record):
     given_at_s: float
     expected: str = ""
     """The right answer of the task, if it has one."""
+    task: str = ""
+    """Label of its task."""
 
 
 class Head(Record):
@@ -169,6 +206,8 @@ class WorkItem(Record):
     issued_at_s: float
     received_at_s: float | None
     ended_at_s: float | None
+    task: str = ""
+    """Label of its task or evaluation."""
 
 
 class NodePage(Record):

@@ -1,5 +1,6 @@
 """The public terms of a run, which workers, validators and auditors use."""
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -10,6 +11,18 @@ from shoal.wire.requirements import Needs
 
 PROTOCOL = 1
 """Protocol version. Increase it when clients and servers of different numbers cannot work together."""
+
+
+Label = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,39}$")]
+
+
+class OwnSampling(Record):
+    """The values of `[sampling]` that a task or an evaluation replaces; None keeps the run's."""
+
+    temperature: float | None = Field(default=None, gt=0)
+    """For evaluations only: the trainer computes its ratios at one temperature."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    samples_per_prompt: int | None = Field(default=None, ge=1)
 
 
 class TaskSpec(Record):
@@ -25,6 +38,29 @@ class TaskSpec(Record):
     """Answer lengths in tokens; each prompt asks for one of them. Empty: prompts ask for no length."""
     budget_alpha: float = Field(default=0.0003, gt=0)
     """Reward subtracted per token of difference from the requested length."""
+    label: Label | Literal[""] = ""
+    """The task's name in leases, metrics and curves; empty: `name`. The labels of a run's tasks differ."""
+    weight: float = Field(default=1.0, gt=0, le=1e6)
+    """Share of train leases, relative to the weights of the run's other tasks."""
+    sampling: OwnSampling = OwnSampling()
+    difficulty: bool = False
+    """Whether problems are drawn more often if the model solves them sometimes (rules/difficulty.py). For tasks of a known size."""
+
+    @property
+    def title(self) -> str:
+        """The name by which leases, metrics and the ledger tell the task from others."""
+        return self.label or self.name
+
+
+class EvalSpec(Record):
+    """A held-out evaluation: problems of the split `eval` of a task, which is trained on or not."""
+
+    task: TaskSpec
+    every: int = Field(ge=1)
+    """Versions between two evaluations. Version 0 and the last version are always evaluated."""
+    prompts: int = Field(ge=1)
+    samples: int = Field(ge=1)
+    """Answers to each prompt: the k of pass@k and of the majority."""
 
 
 class Sampling(Record):
@@ -33,6 +69,11 @@ class Sampling(Record):
     temperature: float = Field(default=1.0, gt=0)
     max_new_tokens: int = Field(default=16, ge=1)
     samples_per_prompt: int = Field(default=16, ge=1)
+
+    def of(self, task: TaskSpec) -> "Sampling":
+        """Returns the sampling of a task: these values, less those that it replaces."""
+        own = task.sampling.model_dump(exclude_none=True)
+        return self.model_copy(update=own) if own else self
 
 
 class ProofSpec(Record):
@@ -84,6 +125,11 @@ class RunSpec(Record):
 
     run: str
     task: TaskSpec
+    """The first task."""
+    more_tasks: tuple[TaskSpec, ...] = ()
+    """The other tasks of a run with several. The seed of a train lease draws one of all by their weights."""
+    evals: tuple[EvalSpec, ...] = ()
+    """The evaluations; empty: the held-out part of each task, by the coordinator's `eval_...` settings."""
     compute_dtype: Literal["float32", "bfloat16"]
     """Dtype in which engine and validator compute. Published weights are bfloat16 in both cases."""
     sampling: Sampling
@@ -97,6 +143,50 @@ class RunSpec(Record):
     last_version: int = Field(ge=1)
     needs: Needs = Needs()
     """What the run requires of a worker's machine."""
+
+    @property
+    def tasks(self) -> tuple[TaskSpec, ...]:
+        """The tasks that are trained on."""
+        return (self.task, *self.more_tasks)
+
+    def task_specs(self) -> tuple[TaskSpec, ...]:
+        """Returns the specs of all tasks, also of those that are only evaluated."""
+        return (*self.tasks, *(one.task for one in self.evals))
+
+    def with_tasks(self, change: Callable[[TaskSpec], TaskSpec]) -> "RunSpec":
+        """Returns the terms with `change` applied to every task, for example with local files."""
+        update = {
+            "task": change(self.task),
+            "more_tasks": tuple(change(one) for one in self.more_tasks),
+            "evals": tuple(one.model_copy(update={"task": change(one.task)}) for one in self.evals),
+        }
+        return self.model_copy(update=update)
+
+    def find_task(self, title: str, *, trained: bool) -> TaskSpec | None:
+        """Returns the task of this title: one that is trained on, or that of an evaluation; None if there is none."""
+        known = self.tasks if trained or not self.evals else tuple(one.task for one in self.evals)
+        return next((one for one in known if one.title == title), None)
+
+    @model_validator(mode="after")
+    def _titles_differ(self) -> "RunSpec":
+        for section, specs in (("task", self.tasks), ("eval", tuple(one.task for one in self.evals))):
+            titles = [spec.title for spec in specs]
+            for title in titles:
+                if titles.count(title) > 1:
+                    raise ValueError(
+                        f"two entries of [[{section}]] are called {title!r}; give one of them another label"
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _tasks_share_the_temperature(self) -> "RunSpec":
+        for task in self.tasks:
+            if task.sampling.temperature not in (None, self.sampling.temperature):
+                raise ValueError(
+                    f"task {task.title!r} has temperature {task.sampling.temperature:g}, but the trainer computes ratios at "
+                    f"sampling.temperature = {self.sampling.temperature:g}; only an [[eval]] may have its own"
+                )
+        return self
 
     @model_validator(mode="after")
     def _leased_versions_are_kept(self) -> "RunSpec":
@@ -126,6 +216,12 @@ class RunSpec(Record):
                 f"the calibration was measured at temperature {self.noise.temperature:g}, sampling.temperature is "
                 f"{self.sampling.temperature:g}; prove and calibrate with --temperature {self.sampling.temperature:g}"
             )
+        for one in self.evals:
+            if one.task.sampling.temperature not in (None, self.noise.temperature):
+                raise ValueError(
+                    f"the calibration was measured at temperature {self.noise.temperature:g}, evaluation {one.task.title!r} has "
+                    f"{one.task.sampling.temperature:g}; a calibrated run has one temperature"
+                )
         measured = (self.noise.topk, self.noise.segment_tokens)
         if measured != (self.proof.topk, self.proof.segment_tokens):
             raise ValueError(

@@ -26,7 +26,6 @@ def terms(stale: Literal["drop", "wait"], max_lag: int) -> PlanningTerms:
         prompts_per_lease=8,
         max_prompts_per_lease=CONFIG.max_prompts_per_lease,
         lease_s=CONFIG.lease_s,
-        eval_samples=CONFIG.eval_samples,
         stale=stale,
         max_lag=max_lag,
         samples_per_prompt=SPEC.sampling.samples_per_prompt,

@@ -22,7 +22,7 @@ from shoal.cli.ui.progress_bar import progress
 from shoal.net.http_client import SignedClient, fetch_files
 from shoal.net.waiting import Stopped
 from shoal.swarm.coordinator.ledger_replay import ReplayedLedger, replay, seed_of
-from shoal.tasks.datasets.file_options import file_digests, with_files_from
+from shoal.tasks.datasets.file_options import run_digests, with_files_from
 from shoal.telemetry import Log
 from shoal.wire.codes import ACCEPTED, CorruptData, Rejected
 from shoal.wire.keys import Key
@@ -232,9 +232,9 @@ def verdict_on(given: list[LedgerEvent], lease_id: str) -> LedgerEvent:
 
 
 def with_fetched_files(client: SignedClient, spec: RunSpec, folder: Path) -> RunSpec:
-    """Fetches the task's files and returns the run's terms with a task that reads them."""
-    fetch_files(client, file_digests(spec.task), folder, deadline_s=FETCH_S)
-    return spec.model_copy(update={"task": with_files_from(spec.task, folder)})
+    """Fetches the files of all tasks and returns the run's terms with tasks that read them."""
+    fetch_files(client, run_digests(spec), folder, deadline_s=FETCH_S)
+    return spec.with_tasks(lambda task: with_files_from(task, folder))
 
 
 def repeat_verdict(

@@ -71,7 +71,8 @@ def calibrate_run(options: argparse.Namespace, stop: threading.Event) -> int:
     """Generates rows with the model, the task and the terms of a run file, checks them like a validator, and writes a noise file."""
     file = load_run_file(options.file)
     spec = file.spec()
-    task, cap = make_task(spec.task), min(spec.sampling.max_new_tokens, RUN_TOKENS)
+    task = make_task(spec.task)
+    cap = min(max(spec.sampling.of(one).max_new_tokens for one in spec.tasks), RUN_TOKENS)
     with model_folder(file.run.model) as folder:
         options.engine, options.tensor_parallel = file.local.engine, 1
         options.dtype, options.max_rows = spec.compute_dtype, file.local.max_rows

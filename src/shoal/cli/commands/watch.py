@@ -92,10 +92,13 @@ def final_summary(snapshot: "Snapshot") -> str:
     """Returns the reward curve as one line, with the first and the last held-out reward."""
     from shoal.cli.ui.view import sparkline
 
-    held = [one for one in snapshot.evaluations if one.complete]
-    ends = (
-        f"; held-out reward {held[0].reward_mean:.3f} -> {held[-1].reward_mean:.3f}" if len(held) > 1 else ""
-    )
+    ends = ""
+    titles = dict.fromkeys(one.task for one in snapshot.evaluations)
+    for title in titles:
+        held = [one for one in snapshot.evaluations if one.complete and one.task == title]
+        if len(held) > 1:
+            of = f" on {title}" if len(titles) > 1 else ""
+            ends += f"; held-out reward{of} {held[0].reward_mean:.3f} -> {held[-1].reward_mean:.3f}"
     return f"finished at version {snapshot.now.newest_version}: {sparkline(snapshot.curve.reward)}{ends}"
 
 

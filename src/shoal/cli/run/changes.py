@@ -6,7 +6,7 @@ from typing import Any
 
 from shoal.cli.run.runfile import RunFile
 
-FIXED_SECTIONS = ("task", "sampling", "proof", "tolerances", "needs")
+FIXED_SECTIONS = ("task", "eval", "sampling", "proof", "tolerances", "needs")
 """Sections that decide what a rollout is and how it is judged. Work of two definitions must not be mixed."""
 FIXED = frozenset(
     {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shoal.cli.run.runfile import RunFile
 from shoal.model.shape import Shape, read_shape
+from shoal.wire.run_spec import TaskSpec
 
 RANKS = (8, 16, 32, 64)
 LOGITS_CHUNK = 4096
@@ -86,8 +87,14 @@ def train_passes(file: RunFile) -> int:
 
 def answer_tokens(file: RunFile) -> int:
     """Returns the expected tokens of an answer: the mean of the budgets, or without budgets the longest allowed answer."""
-    budgets = file.task.budgets
-    return round(sum(budgets) / len(budgets)) if budgets else file.sampling.max_new_tokens
+    whole = sum(task.weight for task in file.task)
+    return round(sum(task.weight * _task_tokens(file, task) for task in file.task) / whole)
+
+
+def _task_tokens(file: RunFile, task: TaskSpec) -> float:
+    if task.budgets:
+        return sum(task.budgets) / len(task.budgets)
+    return file.sampling.of(task).max_new_tokens
 
 
 def gpu_bytes(shape: Shape, file: RunFile, ranks: int) -> float:

@@ -161,7 +161,7 @@ def finish(
     plotted = plot_rewards(
         history,
         run.folder / "reward.png",
-        f"{run.file.run.name}: {run.file.run.model} on {run.file.task.name}",
+        f"{run.file.run.name}: {run.file.run.model} on {', '.join(task.title for task in run.file.task)}",
     )
     names = {node: worker.display_name for node, worker in workers.items()}
     print_summary(run.file, stats, verdict, run.folder, plotted=plotted, names=names, console=console)

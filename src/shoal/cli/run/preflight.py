@@ -12,6 +12,7 @@ from shoal.cli.run.runfile import RunFile
 from shoal.tasks import CannotGrade, Task, make_task
 from shoal.tasks.datasets.hub_files import with_hub_files
 from shoal.tasks.task_errors import pose_prompts, try_task
+from shoal.wire.run_spec import TaskSpec
 
 MEASURED_PROMPTS = 32
 """Prompts of each split whose length is measured."""
@@ -33,8 +34,11 @@ def try_run(file: RunFile, path: Path, *, starts: bool) -> list[str]:
         if lie not in LIES:
             raise ValueError(f"{path}: local.lies: unknown lie {lie!r}; known: {', '.join(LIES)}")
     check_packages(file.trainer.metrics)
-    task = make_task(with_hub_files(file.task))
-    warnings = _try_task(task)
+    specs = file.spec().task_specs()
+    tasks = [make_task(with_hub_files(spec)) for spec in specs]
+    warnings: list[str] = []
+    for task in {id(task): task for task in tasks}.values():
+        warnings += _try_task(task)
     try:
         folder = check_model(file, path)
     except (ModuleNotFoundError, _NoWeights) as error:
@@ -42,7 +46,9 @@ def try_run(file: RunFile, path: Path, *, starts: bool) -> list[str]:
             raise
         return [*warnings, f"the run cannot start here: {error}"]
     if folder is not None or file.run.model == "tiny":
-        warnings += check_prompts(file, path, task, folder)
+        for spec, task in zip(specs, tasks, strict=True):
+            warnings += check_prompts(file, path, task, folder, spec)
+        warnings = list(dict.fromkeys(warnings))
     return warnings + (_check_memory(file, folder) if folder is not None else [])
 
 
@@ -99,7 +105,9 @@ def explain_missing_model(model: str) -> str:
     return f"is neither a model folder nor a GGUF file nor one of {', '.join(BUILTIN)}; check the path"
 
 
-def check_prompts(file: RunFile, path: Path, task: Task, folder: Path | None) -> list[str]:
+def check_prompts(
+    file: RunFile, path: Path, task: Task, folder: Path | None, spec: TaskSpec | None = None
+) -> list[str]:
     """Returns warnings about prompts. Raises ValueError if the longest one does not fit into the trainer's rows."""
     from shoal.model.builtin import ALPHABET
     from shoal.model.tokenizer import CharTokenizer, FileTokenizer, Tokenizer, load_tokenizer
@@ -110,11 +118,12 @@ def check_prompts(file: RunFile, path: Path, task: Task, folder: Path | None) ->
         *pose_prompts(task, "eval", range(MEASURED_PROMPTS)),
     ]
     longest = max(len(tokenizer.encode_prompt(prompt, chat=bool(task.chat))) for prompt in prompts)
-    needed = longest + file.sampling.max_new_tokens
-    if needed > file.trainer.row_tokens:
+    sampling = file.sampling if spec is None else file.sampling.of(spec)
+    needed = longest + sampling.max_new_tokens
+    if needed > file.trainer.row_tokens and (spec is None or spec in file.task):
         raise ValueError(
             f"{path}: the longest of {len(prompts)} prompts has {longest} tokens; with sampling.max_new_tokens = "
-            f"{file.sampling.max_new_tokens} that is {needed}, more than trainer.row_tokens = {file.trainer.row_tokens}; raise "
+            f"{sampling.max_new_tokens} that is {needed}, more than trainer.row_tokens = {file.trainer.row_tokens}; raise "
             f"row_tokens to at least {needed}"
         )
     if task.chat and isinstance(tokenizer, FileTokenizer) and not tokenizer.has_template:

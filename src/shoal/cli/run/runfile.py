@@ -17,7 +17,15 @@ from shoal.wire.codes import Rejected
 from shoal.wire.proof_noise import Noise
 from shoal.wire.record import Record
 from shoal.wire.requirements import Needs
-from shoal.wire.run_spec import ProofSpec, RunSpec, Sampling, TaskSpec, Tolerances, default_tolerances
+from shoal.wire.run_spec import (
+    EvalSpec,
+    ProofSpec,
+    RunSpec,
+    Sampling,
+    TaskSpec,
+    Tolerances,
+    default_tolerances,
+)
 
 
 class RunSettings(Record):
@@ -65,11 +73,54 @@ class LocalSection(Record):
     """`shoal run` fails unless held-out reward rises by this much. Without it, no gain is required."""
 
 
+class EvalSection(Record):
+    """The section [[eval]]: a held-out evaluation."""
+
+    task: str | TaskSpec
+    """The label of a [[task]], whose held-out part is evaluated, or the table of a task that is not trained on."""
+    label: str = ""
+    """Its name in metrics and curves; empty: that of its task."""
+    every: int = Field(default=10, ge=1)
+    """Versions between two evaluations. Version 0 and the last version are always evaluated."""
+    prompts: int = Field(default=64, ge=1)
+    samples: int = Field(default=4, ge=1)
+    """Answers to each prompt: the k of pass@k and of the majority."""
+    temperature: float | None = Field(default=None, gt=0)
+    """Its own temperature; without it, that of [sampling]."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+
+    def spec(self, tasks: tuple[TaskSpec, ...]) -> EvalSpec:
+        """Returns the evaluation of a run that trains on `tasks`."""
+        task = self.task
+        if isinstance(task, str):
+            known = {one.title: one for one in tasks}
+            if task not in known:
+                raise ValueError(
+                    f"eval: task = {task!r} is not the label of a task of this file; it has {', '.join(known)}"
+                )
+            task = known[task]
+        own = {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens}
+        changed = {name: value for name, value in own.items() if value is not None}
+        # Validated again, because model_copy does not.
+        values = task.model_dump(mode="json") | {"weight": 1.0, "difficulty": False}
+        values["sampling"] |= changed
+        values["label"] = self.label or task.label
+        return EvalSpec(
+            task=TaskSpec.model_validate_json(json.dumps(values)),
+            every=self.every,
+            prompts=self.prompts,
+            samples=self.samples,
+        )
+
+
 class RunFile(Record):
     """A whole run file."""
 
     run: RunSettings
-    task: TaskSpec
+    task: tuple[TaskSpec, ...] = Field(min_length=1)
+    """`[task]`, or `[[task]]` for each of several."""
+    eval: tuple[EvalSection, ...] = ()
+    """`[[eval]]` for each evaluation. Without any, the held-out part of each task is evaluated as [coordinator] says."""
     sampling: Sampling = Sampling()
     trainer: TrainerConfig = TrainerConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig()
@@ -83,24 +134,33 @@ class RunFile(Record):
 
     @field_validator("task")
     @classmethod
-    def _task_exists(cls, task: TaskSpec) -> TaskSpec:
-        allow_code(task)  # the user of this machine wrote the run file
-        make_task(without_digests(task))  # without its files, which may be on the coordinator's machine only
-        return task
+    def _tasks_exist(cls, tasks: tuple[TaskSpec, ...]) -> tuple[TaskSpec, ...]:
+        for task in tasks:
+            _check_task(task)
+        return tasks
+
+    @field_validator("eval")
+    @classmethod
+    def _evals_exist(cls, evals: tuple[EvalSection, ...]) -> tuple[EvalSection, ...]:
+        for one in evals:
+            if isinstance(one.task, TaskSpec):
+                _check_task(one.task)
+        return evals
 
     @model_validator(mode="after")
     def _fits_together(self) -> "RunFile":
-        self.spec()
-        if self.trainer.row_tokens <= self.sampling.max_new_tokens:
-            raise ValueError(
-                f"trainer.row_tokens = {self.trainer.row_tokens} cannot hold a prompt and sampling.max_new_tokens = "
-                f"{self.sampling.max_new_tokens}; raise it"
-            )
-        if self.sampling.samples_per_prompt < 2:
-            raise ValueError(
-                "sampling.samples_per_prompt = 1: an answer is compared with the others to its prompt, so one alone teaches "
-                "nothing; set it to 2 or more"
-            )
+        spec = self.spec()
+        for sampling in (self.sampling.of(task) for task in spec.tasks):
+            if self.trainer.row_tokens <= sampling.max_new_tokens:
+                raise ValueError(
+                    f"trainer.row_tokens = {self.trainer.row_tokens} cannot hold a prompt and sampling.max_new_tokens = "
+                    f"{sampling.max_new_tokens}; raise it"
+                )
+            if sampling.samples_per_prompt < 2:
+                raise ValueError(
+                    "sampling.samples_per_prompt = 1: an answer is compared with the others to its prompt, so one alone teaches "
+                    "nothing; set it to 2 or more"
+                )
         if self.trainer.optimizer_steps > self.coordinator.groups_per_step:
             raise ValueError(
                 f"trainer.optimizer_steps = {self.trainer.optimizer_steps} is more than coordinator.groups_per_step = "
@@ -118,7 +178,9 @@ class RunFile(Record):
         """Returns the public terms of the run."""
         return RunSpec(
             run=self.run.name,
-            task=self.task,
+            task=self.task[0],
+            more_tasks=self.task[1:],
+            evals=tuple(one.spec(self.task) for one in self.eval),
             compute_dtype=self.run.compute_dtype,
             sampling=self.sampling,
             proof=self.proof,
@@ -136,6 +198,11 @@ class RunFile(Record):
     def _tolerances(self) -> Tolerances:
         named = {} if self.tolerances is None else self.tolerances.model_dump(exclude_unset=True)
         return default_tolerances(self.run.compute_dtype).model_copy(update=named)
+
+
+def _check_task(task: TaskSpec) -> None:
+    allow_code(task)  # the user of this machine wrote the run file
+    make_task(without_digests(task))  # without its files, which may be on the coordinator's machine only
 
 
 def _read_noise(path: Path) -> Noise:
@@ -172,12 +239,17 @@ def load_run_file(path: Path, *, calibration: Path | None = None) -> RunFile:
         )  # beside the run file, unless it is absolute
     if isinstance(run, dict) and calibration is not None:
         run["calibration"] = str(calibration)
+    single = isinstance(table.get("task"), dict)
+    if single:
+        table["task"] = [table["task"]]
     try:
         # Parsed as JSON, because its rules take a list for a tuple and refuse "20" for 20.
         return RunFile.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
         raise ValueError(
-            "\n".join(f"{path}: {_describe(problem)}" for problem in error.errors(include_url=False))
+            "\n".join(
+                f"{path}: {_describe(problem, single=single)}" for problem in error.errors(include_url=False)
+            )
         ) from None
 
 
@@ -191,8 +263,9 @@ def check_calibrated(path: Path, file: RunFile) -> None:
         )
 
 
-def _describe(problem: Any) -> str:
-    where = ".".join(str(part) for part in problem["loc"])
+def _describe(problem: Any, *, single: bool) -> str:
+    # A single [task] is validated as a list of one.
+    where = ".".join(str(part) for part in problem["loc"] if not single or part != 0)
     if problem["type"] == "extra_forbidden":
         return f"{where} is not a key of a run file; docs/run-file.md lists them"
     if problem["type"] == "missing":
@@ -212,8 +285,14 @@ def derived_numbers(file: RunFile) -> dict[str, str]:
     """Returns the numbers that follow from the file, by name, for `--dry-run`."""
     sampling, coordinator = file.sampling, file.coordinator
     rollouts = coordinator.groups_per_step * sampling.samples_per_prompt
-    evaluations = 1 + -(-file.run.last_version // coordinator.eval_every)
-    eval_rollouts = coordinator.eval_prompts * coordinator.eval_samples
+    evals = coordinator.evaluations(file.spec())
+    times = [1 + -(-file.run.last_version // one.every) for one in evals]
+    eval_rollouts = sum(count * one.prompts * one.samples for count, one in zip(times, evals, strict=True))
+    held_out = [
+        f"{count} of {one.prompts} x {one.samples} = {one.prompts * one.samples:,} rollouts"
+        + (f" ({one.task.title})" if len(evals) > 1 else "")
+        for count, one in zip(times, evals, strict=True)
+    ]
     return {
         "prompts x samples = rollouts a step": f"{coordinator.groups_per_step} x {sampling.samples_per_prompt} = {rollouts:,}",
         "output tokens a step, at most": f"{rollouts * sampling.max_new_tokens:,}",
@@ -223,8 +302,8 @@ def derived_numbers(file: RunFile) -> dict[str, str]:
         "leases a step, at least": f"{-(-coordinator.groups_per_step // coordinator.prompts_per_lease)}",
         "groups ahead of the trainer, at most": f"{coordinator.groups_per_step * (file.run.max_lag + 1)}",
         "proof bytes a rollout, at most": f"{-(-(sampling.max_new_tokens - 1) // file.proof.segment_tokens) * (2 + 2 * file.proof.topk):,}",
-        "held-out evaluations": f"{evaluations} of {coordinator.eval_prompts} x {coordinator.eval_samples} = {eval_rollouts:,} rollouts",
-        "rollouts in all, at least": f"{rollouts * file.run.last_version + evaluations * eval_rollouts:,}",
+        "held-out evaluations": "; ".join(held_out) or "none",
+        "rollouts in all, at least": f"{rollouts * file.run.last_version + eval_rollouts:,}",
         "processes": f"1 coordinator, 1 trainer, {_count(file.local.relays, 'relay')}, {_count(file.local.workers + len(file.local.lies), 'worker')} ({len(file.local.lies)} lying), {_count(file.local.validators, 'validator')}",
     }
 

@@ -45,15 +45,19 @@ def judge_run(file: RunFile, stats: Stats, workers: Mapping[str, LocalWorker]) -
     if len(liars) < len(file.local.lies):  # one never made its key, so it was never caught
         return RunVerdict.LIAR_NOT_EJECTED
     ends, expected = held_out(stats), file.local.expect_gain
-    if expected is not None and (ends is None or ends[1].reward_mean - ends[0].reward_mean < expected):
+    gains = [last.reward_mean - first.reward_mean for first, last in ends.values()]
+    if expected is not None and (not gains or sum(gains) / len(gains) < expected):
         return RunVerdict.NO_GAIN
     return RunVerdict.GOOD if liars or expected is not None else RunVerdict.FINISHED
 
 
-def held_out(stats: Stats) -> tuple[Evaluation, Evaluation] | None:
-    """Returns the first and the last complete evaluation, or None if there are fewer than two."""
-    done = [evaluation for evaluation in stats.evaluations if evaluation.complete]
-    return (done[0], done[-1]) if len(done) >= 2 else None
+def held_out(stats: Stats) -> dict[str, tuple[Evaluation, Evaluation]]:
+    """Returns the first and the last complete result of each evaluation that has two or more, by its label."""
+    done: dict[str, list[Evaluation]] = {}
+    for evaluation in stats.evaluations:
+        if evaluation.complete:
+            done.setdefault(evaluation.task, []).append(evaluation)
+    return {task: (results[0], results[-1]) for task, results in done.items() if len(results) >= 2}
 
 
 def print_summary(
@@ -72,12 +76,14 @@ def print_summary(
     expected = file.local.expect_gain
     expectation = "" if expected is None else f", expected a gain of {expected:.2f}"
     lines = [f"run {file.run.name}: {verdict.value}"]
-    if ends:
+    for task, (first, last) in ends.items():
+        of = f" {task}: pass@1 {last.pass_at_1:.3f}, pass@{last.samples} {last.pass_at_k:.3f}, majority {last.majority:.3f}"
         lines.append(
-            f"  held-out reward   {ends[0].reward_mean:.3f} (version {ends[0].version}) -> {ends[1].reward_mean:.3f} (version {ends[1].version})"
+            f"  held-out reward   {first.reward_mean:.3f} (version {first.version}) -> {last.reward_mean:.3f} (version {last.version})"
+            + (of if len(ends) > 1 else "")
             + expectation
         )
-    else:
+    if not ends:
         lines.append(f"  held-out reward   fewer than two evaluations were completed{expectation}")
     sent = sum(relay.bytes_sent for relay in stats.relays)
     lines += [

@@ -9,6 +9,8 @@ from typing import Any
 from shoal.files import write_bytes_atomically
 from shoal.wire.messages import History
 
+HELD_OUT_COLOURS = ("#1f4e79", "#b5651d", "#2e7d4f", "#7b4397", "#a83232")
+
 
 def plot_rewards(history: History, path: Path, title: str) -> bool:
     """Writes training and held-out reward by version; returns False if matplotlib is not installed."""
@@ -27,13 +29,16 @@ def plot_rewards(history: History, path: Path, title: str) -> bool:
         label="training batches",
     )
     done = [evaluation for evaluation in history.evaluations if evaluation.complete]
-    axes.plot(
-        [evaluation.version for evaluation in done],
-        [evaluation.reward_mean for evaluation in done],
-        "o-",
-        color="#1f4e79",
-        label="held-out prompts",
-    )
+    titles = list(dict.fromkeys(evaluation.task for evaluation in done))
+    for place, title in enumerate(titles or [""]):
+        own = [evaluation for evaluation in done if evaluation.task == title]
+        axes.plot(
+            [evaluation.version for evaluation in own],
+            [evaluation.reward_mean for evaluation in own],
+            "o-",
+            color=HELD_OUT_COLOURS[place % len(HELD_OUT_COLOURS)],
+            label=f"held-out prompts: {title}" if len(titles) > 1 else "held-out prompts",
+        )
     axes.set_xlabel("policy version")
     axes.set_ylabel("mean reward")
     rewards = [step.reward_mean for step in history.steps] + [one.reward_mean for one in done]

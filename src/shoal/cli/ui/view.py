@@ -168,7 +168,7 @@ class ChangeLog:
         self._names = names
         self._rejected: dict[str, int] = {}
         self._trust: dict[str, str] = {}
-        self._evaluated: set[int] = set()
+        self._evaluated: set[tuple[int, str]] = set()
         self._warned: set[tuple[int | None, str]] = set()
         self._void: dict[str, int] = {}
         self._void_told: set[str] = set()
@@ -200,10 +200,12 @@ class ChangeLog:
                 self._warned.add(key)
                 sentences.append(f"warning, version {warning.version}: {warning.text}")
         for evaluation in stats.evaluations:
-            if evaluation.complete and evaluation.version not in self._evaluated:
-                self._evaluated.add(evaluation.version)
+            if evaluation.complete and (evaluation.version, evaluation.task) not in self._evaluated:
+                self._evaluated.add((evaluation.version, evaluation.task))
+                several = len({one.task for one in stats.evaluations}) > 1
+                of = f" on {evaluation.task}" if several else ""
                 sentences.append(
-                    f"held-out reward of version {evaluation.version}: {evaluation.reward_mean:.3f} over {evaluation.rollouts} rollouts"
+                    f"held-out reward of version {evaluation.version}{of}: {evaluation.reward_mean:.3f} over {evaluation.rollouts} rollouts"
                 )
         return sentences
 

@@ -298,7 +298,12 @@ def fabricate(lease: Lease, policy_version: int, tokenizer: Tokenizer) -> Rollou
     the others, so that every group has signal, with invented log-probs and random proofs."""
     task, rng = make_task(lease.task), Random(lease.lease_id)
     seeds = problem_seeds(
-        lease.seed, run=lease.run, purpose=lease.purpose, chunk=lease.chunk, num_prompts=len(lease.prompts)
+        lease.seed,
+        run=lease.run,
+        purpose=lease.purpose,
+        chunk=lease.chunk,
+        num_prompts=len(lease.prompts),
+        attempts=lease.attempts,
     )
     rows = []
     for prompt_index, seed in enumerate(seeds):

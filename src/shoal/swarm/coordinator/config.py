@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from shoal.swarm.coordinator.rules.node_status import Demands
 from shoal.wire.record import Record
-from shoal.wire.run_spec import PROTOCOL
+from shoal.wire.run_spec import PROTOCOL, EvalSpec, RunSpec
 
 NOTICES_FILE, NAMES_FILE = "notices.jsonl", "names.json"
 """Files of `shoal run` in the coordinator's folder: a RunWarning on each line, and the workers' names by node id."""
@@ -55,7 +55,8 @@ class CoordinatorConfig(Record):
     leases_per_epoch: int = Field(default=64, ge=1)
     """Leases that one secret seeds. The secret is revealed when the last of them has ended."""
     eval_every: int = Field(default=10, ge=1)
-    """Versions between held-out evaluations. Version 0 and the last version are always evaluated."""
+    """Versions between held-out evaluations. Version 0 and the last version are always evaluated. This and the next two keys are
+    for runs without [[eval]]."""
     eval_prompts: int = Field(default=64, ge=0)
     eval_samples: int = Field(default=4, ge=1)
     max_upload_bytes: int = Field(default=64 << 20, ge=1)
@@ -88,6 +89,15 @@ class CoordinatorConfig(Record):
                 'submission must get every check; leave check_rate at 1, or set admission to "invite", "allow" or "stake"'
             )
         return self
+
+    def evaluations(self, spec: RunSpec) -> tuple[EvalSpec, ...]:
+        """Returns the evaluations of a run: those of its terms, or the held-out part of each task."""
+        if spec.evals or not self.eval_prompts:
+            return spec.evals
+        return tuple(
+            EvalSpec(task=task, every=self.eval_every, prompts=self.eval_prompts, samples=self.eval_samples)
+            for task in spec.tasks
+        )
 
     def half_life_s(self) -> float:
         """Returns the half-life of lost leases."""

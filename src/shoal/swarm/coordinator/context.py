@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -20,14 +21,14 @@ from shoal.swarm.coordinator.store.database import Database, WriteGroup
 from shoal.swarm.coordinator.store.ledger_chain import NewEvent, log_event
 from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, batches, ledger, policies, run
 from shoal.swarm.coordinator.store.statements import Statement, TableStatements
-from shoal.tasks import Task, make_task
+from shoal.tasks import Finite, Task, make_task
 from shoal.tasks.datasets.file_options import with_files_from
 from shoal.tasks.registry import keep_task_files
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
 from shoal.wire.messages import Role
-from shoal.wire.run_spec import PROTOCOL, RunSpec
+from shoal.wire.run_spec import PROTOCOL, EvalSpec, RunSpec, TaskSpec
 
 DATABASE_FILE = "shoal.db"
 
@@ -137,13 +138,24 @@ class Health:
         return [self.no_space, *stopped] if self.no_space else stopped
 
 
+@dataclass(frozen=True, slots=True)
+class LeasedTask:
+    """A task that leases pose problems of: its public spec, and the task itself."""
+
+    spec: TaskSpec
+    task: Task
+
+
 @dataclass(frozen=True, kw_only=True)
 class Coordinator:
     """A run with everything its requests need: configuration, keys, database, object store and clock."""
 
     config: CoordinatorConfig
     spec: RunSpec
-    task: Task
+    trained: tuple[LeasedTask, ...]
+    """The tasks that are trained on, in the order of `spec.tasks`."""
+    evaluated: tuple[tuple[EvalSpec, LeasedTask], ...]
+    """The held-out evaluations."""
     run_key: Key
     roles: Mapping[str, Role]
     """Public key to the role it holds."""
@@ -177,6 +189,16 @@ class Coordinator:
     def folder(self) -> Path:
         return self.data.parent
 
+    def find_evaluation(self, title: str) -> tuple[EvalSpec, LeasedTask]:
+        """Returns the evaluation of this title."""
+        return next(one for one in self.evaluated if one[0].task.title == title)
+
+    def num_problems(self, title: str) -> int:
+        """Returns the number of training problems of a task with difficulty sampling."""
+        task = next(one.task for one in self.trained if one.spec.title == title)
+        assert isinstance(task, Finite), "difficulty sampling of other tasks is refused"
+        return task.size("train")
+
     def _log_events(self, events: list[NewEvent]) -> None:
         """Runs after commit: writes the transaction's events to the log."""
         for new in events:
@@ -205,7 +227,7 @@ def open_coordinator(
     """
     dir.mkdir(parents=True, exist_ok=True)
     keys, data = dir / "keys", dir / "data"
-    spec = spec.model_copy(update={"task": keep_task_files(spec.task, data, reports=dir)})
+    spec = spec.with_tasks(partial(keep_task_files, folder=data, reports=dir))
     roles = {Key.load_or_create(keys / f"{role}.key").public: role for role in get_args(Role)}
     run_key = Key.load_or_create(keys / "run.key")
     store: ObjectStore = LocalStore(dir / "objects")
@@ -214,7 +236,8 @@ def open_coordinator(
     coordinator = Coordinator(
         config=config,
         spec=spec,
-        task=make_task(with_files_from(spec.task, data)),
+        trained=tuple(_leased_task(one, data) for one in spec.tasks),
+        evaluated=tuple((one, _leased_task(one.task, data)) for one in config.evaluations(spec)),
         run_key=run_key,
         roles=roles,
         database=Database(config.database or dir / DATABASE_FILE),
@@ -225,6 +248,16 @@ def open_coordinator(
     )
     _open_run(coordinator, dir, settings)
     return coordinator
+
+
+def _leased_task(spec: TaskSpec, data: Path) -> LeasedTask:
+    task = make_task(with_files_from(spec, data))
+    if spec.difficulty and not isinstance(task, Finite):
+        raise ValueError(
+            f"task {spec.title!r}: difficulty = true needs a task with a known number of problems, such as a data set; this one "
+            "generates its problems: remove the key"
+        )
+    return LeasedTask(spec, task)
 
 
 def _open_s3(url: str, credentials: Credentials | None, *, folder: str, log: Log) -> S3Store:

@@ -29,6 +29,7 @@ from shoal.swarm.coordinator.rules.trust import (
     next_standing,
     verdict_kind,
 )
+from shoal.swarm.coordinator.task_choices import ReplayedLease, TaskChoices
 from shoal.wire.codes import ACCUMULATED, UNCERTAIN, UNCHECKED, CorruptData
 from shoal.wire.ledger import LedgerEvent
 from shoal.wire.seeded_draw import lease_seed
@@ -58,24 +59,6 @@ class ReplayedNode:
         return self.returned + sum(earning.amount for earning in self.earnings if not earning.revoked)
 
 
-@dataclass
-class ReplayedLease:
-    """A lease, as computed from the events."""
-
-    node: str
-    epoch: int
-    unit: str
-    purpose: str = "train"
-    received_seq: int = 0
-    """Number of the event `submission.received`."""
-    end: str | None = None
-    """`accepted`, `rejected`, `void` or `revoked`; None while it is open."""
-    sha256: str | None = None
-    checks: str = "full"
-    """The checks that its accepted submission passed."""
-    draw_rate: float = 1.0
-
-
 class RecordedDraw(NamedTuple):
     """The draw that a verdict claims. It can be checked once the epoch's secret is revealed."""
 
@@ -99,9 +82,14 @@ class ReplayedLedger:
     released: set[str] = field(default_factory=set)
     """Groups accepted without every check that may be trained on, because a later full check of their node passed."""
     unchecked_draws: list[RecordedDraw] = field(default_factory=list)
+    weights: dict[str, float] = field(default_factory=dict)
+    """The weight of each task, by label, as the newest terms say."""
+    choices: TaskChoices = field(default_factory=TaskChoices)
     baseline: Sums = field(default_factory=dict)
     evidence: dict[str, Sums] = field(default_factory=dict)
     """The sums of the cumulative tests of each node and owner, by key."""
+    evaluated: set[str] = field(default_factory=set)
+    """Labels of the held-out evaluations."""
     seq: int = 0
     time_s: float = 0.0
     last_standing: tuple[str, NodeStanding] | None = None
@@ -118,7 +106,11 @@ class ReplayedLedger:
             _HANDLERS[event.type](self, event.body)
 
     def close(self) -> None:
-        """Checks, after the last event, that the ledger records every change of trust that the events led to."""
+        """Checks, after the last event, that the ledger records every change of trust, and that seeds chose tasks and problems."""
+        try:
+            self.choices.check(lambda lease_id: seed_of(self, lease_id))
+        except ValueError as error:
+            raise CorruptData(f"the ledger is inconsistent: {error}") from None
         for key, node in self.nodes.items():
             if node.standing.trust is not node.recorded_trust:
                 raise self._corrupt(
@@ -136,6 +128,11 @@ class ReplayedLedger:
 
     def _opened(self, body: dict[str, Any]) -> None:
         self.terms = body.get("terms", {})
+        spec = body.get("spec", {})
+        tasks = [spec[key] for key in ("task",) if key in spec] + spec.get("more_tasks", [])
+        self.weights = {task.get("label") or task["name"]: task.get("weight", 1.0) for task in tasks}
+        evals = [one["task"] for one in spec.get("evals", [])] or tasks
+        self.evaluated = {task.get("label") or task["name"] for task in evals}
 
     def _enrolled(self, body: dict[str, Any]) -> None:
         if body["node"] in self.nodes:
@@ -166,9 +163,25 @@ class ReplayedLedger:
         unit = body.get("unit", body["lease_id"])
         if unit != body["lease_id"] and self._lease(unit).node != body["node"]:
             raise self._corrupt(f"lease {body['lease_id']} repeats the work of another node")
-        self.leases[body["lease_id"]] = ReplayedLease(
-            body["node"], body["epoch"], unit, purpose=body.get("purpose", "train")
+        lease = self.leases[body["lease_id"]] = ReplayedLease(
+            body["node"],
+            body["epoch"],
+            unit,
+            purpose=body.get("purpose", "train"),
+            task=body.get("task", ""),
+            attempts=tuple(body.get("attempts", ())),
+            problems=tuple(body.get("problems", ())),
+            num_problems=body.get("num_problems", 0),
+            num_prompts=body.get("num_prompts", 0),
+            samples=body.get("samples_per_prompt", 0),
         )
+        if lease.task:
+            known = self.weights if lease.purpose == "train" else self.evaluated
+            if lease.task not in known:
+                raise self._corrupt(
+                    f"lease {body['lease_id']} is of task {lease.task!r}, the terms have {sorted(known)}"
+                )
+            self.choices.add_lease(body["lease_id"], lease, self.weights)
 
     def _received(self, body: dict[str, Any]) -> None:
         lease = self._lease(body["lease_id"])
@@ -233,6 +246,7 @@ class ReplayedLedger:
             raise self._corrupt(
                 f"lease {body['lease_id']} was accepted without every check from a {node.standing.trust.value} node"
             )
+        self.choices.add_rewards(body["lease_id"], body["rewards"])
         node.accepted += 1
         node.earnings.append(
             Earning(lease_id=body["lease_id"], amount=body["credit"], given_at_s=self.time_s, checked=full)

@@ -30,7 +30,7 @@ from shoal.swarm.validator.loaded_versions import LoadedVersions
 from shoal.swarm.validator.recompute import BATCH_TOKENS, DEVICE_BATCH_TOKENS, CannotCheck
 from shoal.swarm.validator.table_reader import ReaderFailed, TableReader
 from shoal.tasks import CannotGrade, make_task
-from shoal.tasks.datasets.file_options import file_digests, with_files_from
+from shoal.tasks.datasets.file_options import run_digests, with_files_from
 from shoal.tasks.task_errors import TaskError, print_trace, try_task
 from shoal.telemetry import Log
 from shoal.wire.codes import ACCEPTED
@@ -188,10 +188,10 @@ class Validator:
             log=self._log,
         )
         # Reading a data set takes a while and may fail; later it would use up a claim's deadline.
-        task = make_task(self._spec_with_files().task)
         try:
-            for warning in try_task(task):
-                self._log.warning(warning)
+            for spec in self._spec_with_files().task_specs():
+                for warning in try_task(make_task(spec)):
+                    self._log.warning(warning)
         except CannotGrade as error:
             raise ValueError(f"this machine cannot grade the run's answers: {error}") from None
         self._log.info(f"checking for run {self._info.spec.run!r}", coordinator=config.coordinator)
@@ -310,10 +310,10 @@ class Validator:
         """Fetches the task's files and returns the run's terms with them. Raises CannotCheck if they are not available."""
         spec, data = self._info.spec, self._config.dir / "data"
         try:
-            fetch_files(self._client, file_digests(spec.task), data, deadline_s=self._config.fetch_s)
+            fetch_files(self._client, run_digests(spec), data, deadline_s=self._config.fetch_s)
         except (Refused, DeadlinePassed, ValueError) as error:
             raise CannotCheck(f"the task's data files are not available: {error}") from None
-        return spec.model_copy(update={"task": with_files_from(spec.task, data)})
+        return spec.with_tasks(lambda task: with_files_from(task, data))
 
     def _deliver(self, claim: Claim, verdict: Verdict) -> None:
         """Sends a verdict to the coordinator and logs it."""

@@ -24,13 +24,14 @@ from shoal.swarm.validator.table_reader import ReaderFailed, TableReader
 from shoal.tasks import CannotGrade, Outcome, Problem, Reward, Task, make_task
 from shoal.tasks.datasets.file_options import file_digests
 from shoal.tasks.grading.pool import Answer, GradingStopped, GradingTimeout, grading_pool
+from shoal.tasks.task import vote_key
 from shoal.tasks.task_errors import pose_problem
 from shoal.toploc import expected_bytes
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.lease import Lease, Verdict
 from shoal.wire.messages import Claim
 from shoal.wire.rollouts import RolloutTable, TableLimits
-from shoal.wire.run_spec import RunSpec
+from shoal.wire.run_spec import RunSpec, TaskSpec
 from shoal.wire.seeded_draw import problem_seeds
 
 PROMPT_SLACK = 4096
@@ -136,7 +137,8 @@ def open_submission(
     """Reads a submission and runs every check that needs no forward pass."""
     started_s = time.monotonic()
     try:
-        task = None if file_digests(spec.task) else make_task(spec.task)
+        own = task_of(claim.lease, spec)
+        task = None if file_digests(own) else make_task(own)
         problems = [] if task is None else leased_problems(claim.lease, spec.run, task)
         table = read_and_check_table(data, claim, policy, reader=reader)
     except Rejected as rejected:
@@ -180,10 +182,24 @@ def table_limits(lease: Lease, longest_prompt: int) -> TableLimits:
     )
 
 
+def task_of(lease: Lease, spec: RunSpec) -> TaskSpec:
+    """Returns the task of a lease as `spec` has it, with its files. Raises CannotCheck if the run has none of that name."""
+    title = lease.task.title
+    found = spec.find_task(title, trained=lease.purpose == "train")
+    if found is None:
+        raise CannotCheck(f"lease {lease.lease_id} is of task {title!r}, which the run's terms do not have")
+    return found
+
+
 def leased_problems(lease: Lease, run: str, task: Task) -> list[Problem]:
     """Returns the problems that follow from the lease's seed. Raises CannotCheck if their prompts are not the leased ones."""
     seeds = problem_seeds(
-        lease.seed, run=run, purpose=lease.purpose, chunk=lease.chunk, num_prompts=len(lease.prompts)
+        lease.seed,
+        run=run,
+        purpose=lease.purpose,
+        chunk=lease.chunk,
+        num_prompts=len(lease.prompts),
+        attempts=lease.attempts,
     )
     problems = [pose_problem(task, lease.purpose, seed) for seed in seeds]
     if tuple(problem.prompt for problem in problems) != lease.prompts:
@@ -230,6 +246,8 @@ def give_verdict(
         return failed
     if graded:
         evidence |= count_outcomes(graded) | {"grade_s": round(time.monotonic() - began_s, 2)}
+        if claim.lease.purpose == "eval":
+            evidence |= count_prompts(table, graded, policy.tokenizer)
         evidence |= show_sample(table, graded, claim, policy.tokenizer, one.problems)
     num_tokens = sum(len(row.output_tokens) for row in table.rows)
     note = "" if graded else "; not graded, because the task's files are missing here"
@@ -343,6 +361,32 @@ def count_outcomes(graded: tuple[Reward, ...]) -> dict[str, float | int | str]:
     """Returns the number of right answers and of answers that could not be parsed; the others are wrong."""
     outcomes = Counter(reward.outcome for reward in graded)
     return {"right": outcomes[Outcome.RIGHT], "unparseable": outcomes[Outcome.UNPARSEABLE]}
+
+
+def count_prompts(
+    table: RolloutTable, graded: tuple[Reward, ...], tokenizer: Tokenizer
+) -> dict[str, float | int | str]:
+    """Returns the number of prompts with a right answer, and of those whose most frequent answer is right.
+
+    Of answers that are equally frequent, that of the lowest sample index counts.
+    """
+    by_prompt: dict[int, list[tuple[int, str, bool]]] = {}
+    for row, reward in zip(table.rows, graded, strict=True):
+        vote = (
+            row.sample_index,
+            vote_key(tokenizer.decode(row.output_tokens)),
+            reward.outcome is Outcome.RIGHT,
+        )
+        by_prompt.setdefault(row.prompt_index, []).append(vote)
+    passed = majority = 0
+    for votes in by_prompt.values():
+        votes.sort()
+        passed += any(right for _, _, right in votes)
+        counts = Counter(key for _, key, _ in votes)  # keys in the order of their first sample
+        winner = max(counts, key=lambda key: counts[key])
+        rights = [right for _, key, right in votes if key == winner]
+        majority += 2 * sum(rights) > len(rights)
+    return {"passed": passed, "majority": majority}
 
 
 def show_sample(

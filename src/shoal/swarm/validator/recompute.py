@@ -8,6 +8,7 @@ P-1 .. P+T-2: all of them predict an output token, and all but the first have a 
 
 import contextlib
 import functools
+import itertools
 import math
 import threading
 from collections.abc import Collection, Iterator, Sequence
@@ -411,11 +412,17 @@ def _intervals(decoder: Model, batch: Sequence[_Entry], states_NH: Tensor) -> Te
     tokens_N = upload(flat(entry.row.output_tokens for entry in batch).astype(np.int64), states_NH.device)
     on_device = states_NH.device.type == "cuda"
     chunk = max(1, (DEVICE_LOGITS_AT_ONCE if on_device else LOGITS_AT_ONCE) // decoder.shape.vocab_size)
-    temperature = batch[0].lease.sampling.temperature
     distribution = _device_distribution if on_device else _distribution
+    # Rows of one temperature are neighbours: evaluations may have another one than training.
+    runs = itertools.groupby(batch, key=lambda entry: entry.lease.sampling.temperature)
+    sizes = [(value, sum(len(entry.row.output_tokens) for entry in entries)) for value, entries in runs]
+    lengths = [size for _, size in sizes]
     parts = [
         distribution(decoder, hidden, tokens, temperature)
-        for hidden, tokens in zip(torch.split(states_NH, chunk), torch.split(tokens_N, chunk), strict=True)
+        for (temperature, _), states, ids in zip(
+            sizes, torch.split(states_NH, lengths), torch.split(tokens_N, lengths), strict=True
+        )
+        for hidden, tokens in zip(torch.split(states, chunk), torch.split(ids, chunk), strict=True)
     ]
     return torch.cat(parts, dim=1)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shoal.files import write_atomically
-from shoal.wire.run_spec import TaskSpec
+from shoal.wire.run_spec import RunSpec, TaskSpec
 
 _ADDRESS = re.compile(r"sha256:([0-9a-f]{64})")
 _DIGEST = "_sha256"
@@ -29,6 +29,11 @@ def file_digests(spec: TaskSpec) -> list[str]:
     """Returns the SHA-256 digests of the files that the spec names by digest."""
     found = (_ADDRESS.fullmatch(str(value)) for name, value in spec.options.items() if is_file_option(name))
     return [match[1] for match in found if match]
+
+
+def run_digests(spec: RunSpec) -> list[str]:
+    """Returns the digests of the files of all tasks of a run, each once."""
+    return list(dict.fromkeys(digest for task in spec.task_specs() for digest in file_digests(task)))
 
 
 def keep_files(spec: TaskSpec, folder: Path) -> TaskSpec:

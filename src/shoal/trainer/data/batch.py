@@ -3,11 +3,11 @@
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
 
-from shoal.wire.messages import Batch, Group
+from shoal.wire.messages import Batch, Group, TaskFigures
 from shoal.wire.rollouts import Rollout, RolloutTable
 
 AdvantageKind = Literal["std", "mean"]
@@ -50,6 +50,7 @@ class TrainBatch:
     unparseable: float = 0.0
     accepted_reward_mean: float | None = None
     accepted_rollouts: int = 0
+    tasks: Mapping[str, TaskFigures] = field(default_factory=dict)
 
     @property
     def num_outputs(self) -> int:
@@ -129,7 +130,21 @@ def build_batch(
         unparseable=batch.unparseable,
         accepted_reward_mean=batch.accepted_reward_mean,
         accepted_rollouts=batch.accepted_rollouts,
+        tasks=_with_lengths(batch, samples),
     )
+
+
+def _with_lengths(batch: Batch, samples: Sequence[TrainSample]) -> dict[str, TaskFigures]:
+    """Returns the figures of each task with the mean length of its answers."""
+    lengths: dict[str, list[int]] = defaultdict(list)
+    for sample in samples:
+        lengths[batch.groups[sample.group].task].append(sample.num_outputs)
+    return {
+        title: figures.model_copy(
+            update={"answer_tokens_mean": sum(lengths[title]) / max(1, len(lengths[title]))}
+        )
+        for title, figures in batch.tasks.items()
+    }
 
 
 def group_advantages(rewards_G: Sequence[float], kind: AdvantageKind) -> list[float]:

@@ -62,7 +62,7 @@ class CreateLearner:
 class WarmUp:
     """Train on the task's own answers before version 0."""
 
-    task: TaskSpec
+    tasks: tuple[TaskSpec, ...]
     tokenizer: Tokenizer
 
 
@@ -170,10 +170,10 @@ class Lockstep:
             with self._command(SetReference()):
                 self._set_reference(weights)
 
-    def warm_up(self, task: TaskSpec, tokenizer: Tokenizer) -> None:
-        """Trains on the task's own answers before version 0."""
-        with self._command(WarmUp(task, tokenizer)):
-            warm_up(self.learner, make_task(task), tokenizer, log=self._log, stop=self._stop)
+    def warm_up(self, tasks: tuple[TaskSpec, ...], tokenizer: Tokenizer) -> None:
+        """Trains on the tasks' own answers before version 0."""
+        with self._command(WarmUp(tasks, tokenizer)):
+            self._warm_up(tasks, tokenizer)
 
     def step(self, batch: TrainBatch) -> StepFigures:
         """Trains on a batch: version v becomes v + 1."""
@@ -288,8 +288,8 @@ class Lockstep:
                 load_checkpoint(self.learner, checkpoint)
             case SetReference():
                 self._set_reference(None)
-            case WarmUp(task, tokenizer):
-                warm_up(self.learner, make_task(task), tokenizer, log=self._log, stop=self._stop)
+            case WarmUp(tasks, tokenizer):
+                self._warm_up(tasks, tokenizer)
             case TrainStep(batch):
                 self.learner.step(batch, self._stop)
             case TakeSnapshot(shard_folder):
@@ -298,6 +298,10 @@ class Lockstep:
                 self._gather_weights()
             case TakeWeights():
                 self._take_weights(None)
+
+    def _warm_up(self, tasks: tuple[TaskSpec, ...], tokenizer: Tokenizer) -> None:
+        made, weights = [make_task(task) for task in tasks], [task.weight for task in tasks]
+        warm_up(self.learner, made, tokenizer, weights=weights, log=self._log, stop=self._stop)
 
     # -- all ranks ----------------------------------------------------------------------------------------
 

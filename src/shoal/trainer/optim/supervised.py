@@ -6,6 +6,7 @@ supervised steps teach the form of an answer, so that some answers are right and
 
 import random
 import threading
+from collections.abc import Sequence
 
 from shoal.model.tokenizer import Tokenizer
 from shoal.net.waiting import Stopped
@@ -19,12 +20,25 @@ from shoal.trainer.optim.learner import Learner, clip_gradient, make_optimizer, 
 PROBLEMS_PER_STEP = 64
 
 
-def warm_up(learner: Learner, task: Task, tokenizer: Tokenizer, *, log: Log, stop: threading.Event) -> None:
-    """Makes `supervised_steps` steps with a separate optimizer; the learner's own starts fresh at version 0."""
+def warm_up(
+    learner: Learner,
+    tasks: Sequence[Task],
+    tokenizer: Tokenizer,
+    *,
+    weights: Sequence[float] = (1.0,),
+    log: Log,
+    stop: threading.Event,
+) -> None:
+    """Makes `supervised_steps` steps with a separate optimizer; the learner's own starts fresh at version 0.
+
+    Problems are drawn from the tasks by their weights.
+    """
     config = learner.config
     optimizer = make_optimizer(learner.decoder, config, learning_rate=config.supervised_learning_rate)
     for step in range(config.supervised_steps):
-        samples = [answered_problem(task, tokenizer, seed) for seed in _problem_seeds(config, step)]
+        seeds = _problem_seeds(config, step)
+        chosen = random.Random(f"tasks/{config.seed}/{step}").choices(tasks, weights, k=len(seeds))
+        samples = [answered_problem(task, tokenizer, seed) for task, seed in zip(chosen, seeds, strict=True)]
         rate = warmup_rate(
             config.supervised_learning_rate, step=step, warmup_steps=config.supervised_steps // 10
         )

@@ -2,14 +2,15 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shoal.net.http_client import Refused, SignedClient, Unreachable
 from shoal.telemetry import Log, Metrics
-from shoal.wire.messages import Stats, StepReport
+from shoal.wire.messages import Stats, StepReport, TaskFigures
 
 
 @dataclass(slots=True)
@@ -44,15 +45,16 @@ class StepRecorder:
     def __init__(self, path: Path, metrics: Metrics, client: SignedClient, log: Log) -> None:
         self._metrics, self._client, self._log = metrics, client, log
         self._last_step = max(written_versions(path, "step"), default=0)
-        self.evaluated = written_versions(path, "evaluation")
-        """Versions whose held-out results are in the metrics."""
+        self.evaluated = written_evaluations(path)
+        """Versions and labels whose held-out results are in the metrics."""
 
     def record(self, report: StepReport) -> None:
         """Writes a step and its warnings, and held-out results that are new."""
         if report.version <= self._last_step:
             return
         self._last_step = report.version
-        self._metrics.write("step", **report.model_dump(exclude={"warnings"}))
+        own = flat_figures(report.tasks) if len(report.tasks) > 1 else {}
+        self._metrics.write("step", **report.model_dump(exclude={"warnings", "tasks"}), **own)
         for warning in report.warnings:
             kind, _, sentence = warning.partition(": ")
             self._log.warning(sentence, version=report.version, kind=kind)
@@ -66,20 +68,45 @@ class StepRecorder:
         except (Refused, Unreachable):
             return  # the next version asks again
         for one in known:
-            if one.complete and one.version not in self.evaluated:
-                self.evaluated.add(one.version)
-                self._metrics.write(
-                    "evaluation",
-                    version=one.version,
-                    held_out_reward=one.reward_mean,
-                    held_out_rollouts=one.rollouts,
-                    held_out_answer_tokens=one.answer_tokens_mean,
-                )
+            if one.complete and (one.version, one.task) not in self.evaluated:
+                self.evaluated.add((one.version, one.task))
+                figures = {
+                    "held_out_reward": one.reward_mean,
+                    "held_out_rollouts": one.rollouts,
+                    "held_out_answer_tokens": one.answer_tokens_mean,
+                    "held_out_pass_at_1": one.pass_at_1,
+                    "held_out_pass_at_k": one.pass_at_k,
+                    "held_out_majority": one.majority,
+                }
+                # With one evaluation the names are plain, so that plots of other runs fit.
+                several = len({other.task for other in known}) > 1
+                names = {f"{name}/{one.task}" if several else name: value for name, value in figures.items()}
+                self._metrics.write("evaluation", version=one.version, task=one.task, **names)
+
+
+def flat_figures(tasks: Mapping[str, TaskFigures]) -> dict[str, float | int]:
+    """Returns the figures of a step's tasks as `reward_mean/LABEL` and so on, without those that are unknown."""
+    return {
+        f"{name}/{title}": value
+        for title, figures in tasks.items()
+        for name, value in figures.model_dump().items()
+        if value is not None
+    }
+
+
+def written_evaluations(metrics: Path) -> set[tuple[int, str]]:
+    """Returns the versions and labels of the evaluations in a metrics.jsonl."""
+    return {(int(one["version"]), str(one.get("task", ""))) for one in written_events(metrics, "evaluation")}
 
 
 def written_versions(metrics: Path, event: str) -> set[int]:
     """Returns the versions with an event of this kind in a metrics.jsonl, so that a resumed run does not repeat them."""
-    found: set[int] = set()
+    return {int(one["version"]) for one in written_events(metrics, event)}
+
+
+def written_events(metrics: Path, event: str) -> list[dict[str, Any]]:
+    """Returns the events of one kind in a metrics.jsonl that have a version."""
+    found: list[dict[str, Any]] = []
     if not metrics.exists():
         return found
     with metrics.open(encoding="utf-8", errors="replace") as lines:
@@ -87,6 +114,6 @@ def written_versions(metrics: Path, event: str) -> set[int]:
             if f'"{event}"' in line:
                 with suppress(ValueError, KeyError):  # a kill may have cut the last line
                     values = json.loads(line)
-                    if values["event"] == event:
-                        found.add(int(values["version"]))
+                    if values["event"] == event and isinstance(values["version"], int):
+                        found.append(values)
     return found

@@ -113,11 +113,14 @@ class PrometheusSink:
         for name, number in numbers_of(values).items():
             if event == "evaluation" and name == "version":
                 name = "held_out_version"  # the gauge `version` must not go back
-            if name not in self._gauges:
-                self._gauges[name] = Gauge(
-                    f"shoal_{name}", f"Newest {name}.", ["run"], registry=self._registry
+            name, _, task = name.partition("/")  # reward_mean/LABEL: the figure of one task
+            kind = f"{name}_of_task" if task else name
+            if kind not in self._gauges:
+                labels = ["run", "task"] if task else ["run"]
+                self._gauges[kind] = Gauge(
+                    f"shoal_{kind}", f"Newest {name}.", labels, registry=self._registry
                 )
-            self._gauges[name].labels(self._run).set(number)
+            self._gauges[kind].labels(self._run, *([task] if task else [])).set(number)
 
     def close(self) -> None:
         self._server.close()

@@ -140,6 +140,7 @@ def step_report(
         waited_on=batch.waited_on,
         publish_exposed_s=publish_exposed_s,
         checkpoint_exposed_s=checkpoint_exposed_s,
+        tasks=dict(batch.tasks),
         tokens_per_s=batch.num_tokens / max(figures.train_s, 1e-9),
         **asdict(figures),
     )

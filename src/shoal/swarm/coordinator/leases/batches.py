@@ -16,10 +16,11 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction
-from shoal.swarm.coordinator.store.schema import batches, groups, submissions, verdicts
+from shoal.swarm.coordinator.rules.difficulty import next_rate, problem_numbers
+from shoal.swarm.coordinator.store.schema import batches, groups, leases, pass_rates, submissions, verdicts
 from shoal.swarm.coordinator.store.statements import Statement, given, inserting
 from shoal.wire.lease import Verdict
-from shoal.wire.messages import Batch, Group
+from shoal.wire.messages import Batch, Group, TaskFigures
 
 
 class GroupState(StrEnum):
@@ -57,6 +58,11 @@ _COUNT_SIGNAL = Statement(
     ).select_from(_LATELY)
 )
 _INSERT = inserting(groups)
+_PASS_RATE = Statement(
+    select(pass_rates.c.rate).where(
+        pass_rates.c.task == given("label"), pass_rates.c.problem == given("number")
+    )
+)
 _FORMED = Statement(select(batches.c.version).where(batches.c.version == given("number")))
 
 
@@ -91,6 +97,7 @@ def add_groups(
         rows.append(
             {
                 "group_id": f"{lease.lease_id}-{index}",
+                "task": lease.task,
                 "lease_id": lease.lease_id,
                 "prompt_index": index,
                 "sha256": submission.sha256,
@@ -107,6 +114,31 @@ def add_groups(
     tx.write_many(_INSERT, rows)
     if stale:
         _record_stale(tx, newest, [row["group_id"] for row in rows])
+
+
+def pass_rate(db: Connection, task: str, problem: int) -> float | None:
+    """Returns the pass rate of a problem by its number; None if no group of it was accepted."""
+    rate: float | None = _PASS_RATE.value(db, label=task, number=problem)
+    return rate
+
+
+def update_pass_rates(tx: Transaction, coordinator: Coordinator, lease: Row[Any], verdict: Verdict) -> None:
+    """Enters the rewards of an accepted train lease into the pass rates of its problems, if its task uses them."""
+    body = json.loads(lease.sealed)["body"]  # plain JSON: the coordinator sealed it itself
+    if not body["attempts"]:
+        return
+    size, numbers = (
+        lease.samples_per_prompt,
+        problem_numbers(body["seed"], body["attempts"], coordinator.num_problems(lease.task)),
+    )
+    for index, number in enumerate(numbers):
+        before = pass_rate(tx.db, lease.task, number)
+        rate = next_rate(before, verdict.rewards[index * size : (index + 1) * size])
+        if before is None:
+            tx.write(insert(pass_rates).values(task=lease.task, problem=number, rate=rate))
+        else:
+            own = (pass_rates.c.task == lease.task, pass_rates.c.problem == number)
+            tx.write(update(pass_rates).where(*own).values(rate=rate))
 
 
 def retire_stale(tx: Transaction, newest: int, max_lag: int) -> None:
@@ -219,8 +251,8 @@ def form_batch(tx: Transaction, coordinator: Coordinator, version: int) -> Batch
     batch = Batch(
         version=version,
         groups=tuple(_to_group(row) for row in rows),
-        reward_mean=math.fsum(row.reward_mean for row in rows) / len(rows),
-        **_since_last_batch(tx.db, coordinator.spec.sampling.samples_per_prompt),
+        reward_mean=_mean_reward(rows) or 0.0,
+        **_since_last_batch(tx.db, coordinator, rows),
     )
     ids = [group.group_id for group in batch.groups]
     seq = tx.record(
@@ -232,6 +264,7 @@ def form_batch(tx: Transaction, coordinator: Coordinator, version: int) -> Batch
         reward_mean=batch.reward_mean,
         accepted_reward_mean=batch.accepted_reward_mean,
         accepted_rollouts=batch.accepted_rollouts,
+        tasks={title: one.model_dump(exclude={"answer_tokens_mean"}) for title, one in batch.tasks.items()},
     )
     tx.write(
         insert(batches).values(
@@ -262,30 +295,66 @@ def _choose(db: Connection, oldest: int, wanted: int, max_unchecked_share: float
     return found[:wanted]
 
 
-def _since_last_batch(db: Connection, samples_per_prompt: int) -> dict[str, Any]:
-    """Returns counts of dropped and stale groups and the mean reward of what was accepted since the last batch."""
+def _since_last_batch(db: Connection, coordinator: Coordinator, batched: list[Row[Any]]) -> dict[str, Any]:
+    """Returns counts of dropped and stale groups and mean rewards of what was accepted since the last batch, by task and in all.
+
+    `batched` are the groups of the batch that is formed now.
+    """
     last_seq = db.execute(select(func.coalesce(func.max(batches.c.seq), 0))).scalar_one()
     accepted = groups.c.accepted_seq > last_seq
-    mean, dropped, num_accepted = db.execute(
+    rows = db.execute(
         select(
-            func.avg(groups.c.reward_mean),
-            func.count().filter(groups.c.state == GroupState.DROPPED.value),
-            func.count(),
-        ).where(accepted)
-    ).one()
+            groups.c.task,
+            func.count().label("groups"),
+            func.count().filter(groups.c.state == GroupState.DROPPED.value).label("dropped"),
+            func.sum(leases.c.samples_per_prompt).label("rollouts"),
+            func.sum(groups.c.reward_mean * leases.c.samples_per_prompt).label("reward_sum"),
+        )
+        .join(leases, leases.c.lease_id == groups.c.lease_id)
+        .where(accepted)
+        .group_by(groups.c.task)
+    )
+    found = {row.task: row for row in rows}
     stale = db.execute(
         select(func.count()).select_from(groups).where(groups.c.stale_seq > last_seq)
     ).scalar_one()
+    num_accepted = sum(row.groups for row in found.values())
+    dropped = sum(row.dropped for row in found.values())
+    rollouts = sum(int(row.rollouts) for row in found.values())
     return {
         "dropped_groups": dropped,
         "stale_groups": stale,
-        "accepted_reward_mean": mean,
-        "accepted_rollouts": num_accepted * samples_per_prompt,
+        "accepted_reward_mean": sum(row.reward_sum for row in found.values()) / rollouts
+        if rollouts
+        else None,
+        "accepted_rollouts": rollouts,
         "dropped_share": dropped / max(1, num_accepted),
         "unparseable": share_unparseable(
             db, verdicts.c.lease_id.in_(select(groups.c.lease_id).where(accepted).distinct())
         ),
+        "tasks": {
+            title: _task_figures(found.get(title), [row for row in batched if row.task == title])
+            for title in (one.spec.title for one in coordinator.trained)
+        },
     }
+
+
+def _task_figures(accepted: Row[Any] | None, batched: list[Row[Any]]) -> TaskFigures:
+    """Returns a task's figures: `accepted` are the sums since the last batch, `batched` the task's groups in this one."""
+    return TaskFigures(
+        groups=len(batched),
+        reward_mean=_mean_reward(batched),
+        accepted_groups=0 if accepted is None else accepted.groups,
+        accepted_rollouts=0 if accepted is None else int(accepted.rollouts),
+        accepted_reward_mean=None if accepted is None else accepted.reward_sum / int(accepted.rollouts),
+        dropped_groups=0 if accepted is None else accepted.dropped,
+    )
+
+
+def _mean_reward(rows: list[Row[Any]]) -> float | None:
+    """Returns the mean reward of the rollouts of these groups."""
+    rewards = [reward for row in rows for reward in json.loads(row.rewards)]
+    return math.fsum(rewards) / len(rewards) if rewards else None
 
 
 def share_unparseable(db: Connection, which: ColumnElement[bool]) -> float:
@@ -308,4 +377,5 @@ def _to_group(row: Row[Any]) -> Group:
         prompt_index=row.prompt_index,
         policy_version=row.policy_version,
         rewards=tuple(json.loads(row.rewards)),
+        task=row.task,
     )

@@ -10,25 +10,29 @@ not keep a chunk from others.
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, update
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction
 from shoal.swarm.coordinator.rules.lease_states import OPEN
 from shoal.swarm.coordinator.rules.planning import LEASE_SHARE, EvalChunk
 from shoal.swarm.coordinator.store.schema import evaluation_chunks, evaluations, leases, nodes, verdicts
 from shoal.swarm.coordinator.store.statements import Statement, given
+from shoal.wire.lease import Verdict
 from shoal.wire.messages import Evaluation
 
 _PENDING = Statement(
     select(evaluations)
     .where(evaluations.c.completed_at_s.is_(None), evaluations.c.version > given("gone"))
-    .order_by(evaluations.c.version)
+    .order_by(evaluations.c.version, evaluations.c.task)
 )
 _HOLDERS = Statement(
     select(leases.c.chunk, leases.c.node, leases.c.issued_at_s, nodes.c.accepted)
     .join(nodes, nodes.c.node == leases.c.node)
-    .where(leases.c.eval_version == given("number"), leases.c.state.in_(OPEN))
+    .where(
+        leases.c.eval_version == given("number"), leases.c.task == given("label"), leases.c.state.in_(OPEN)
+    )
 )
 _LET_GO = Statement(
     select(leases.c.lease_id)
@@ -61,13 +65,15 @@ def is_due(version: int, *, eval_every: int, last_version: int) -> bool:
 
 
 def plan_evaluation(tx: Transaction, coordinator: Coordinator, version: int) -> bool:
-    """Plans the evaluation of a published version if it is due. Returns whether the run is over: the last version has none."""
+    """Plans the evaluations of a published version that are due. Returns whether the run is over: the last version has none."""
     config, last = coordinator.config, coordinator.spec.last_version
-    if config.eval_prompts and is_due(version, eval_every=config.eval_every, last_version=last):
-        row = {"num_prompts": config.eval_prompts, "chunk_prompts": config.prompts_per_lease}
-        tx.write(insert(evaluations).values(version=version, **row))
-        return False
-    return version == last
+    due = [
+        one for one, _ in coordinator.evaluated if is_due(version, eval_every=one.every, last_version=last)
+    ]
+    for one in due:
+        row = {"num_prompts": one.prompts, "chunk_prompts": config.prompts_per_lease, "samples": one.samples}
+        tx.write(insert(evaluations).values(version=version, task=one.task.title, **row))
+    return not due and version == last
 
 
 def cut(num_prompts: int, chunk_prompts: int) -> list[int]:
@@ -82,10 +88,10 @@ def next_chunk(
     if not asker.proven and newest < last_version:
         return None
     for evaluation in _PENDING.rows(db, gone=newest - keep_versions):
-        version = evaluation.version
+        version, task = evaluation.version, evaluation.task
         if _LET_GO.row(db, number=version, name=asker.node) is not None:
             continue
-        holders, accepted = _holders(db, asker, version), _accepted_chunks(db, version)
+        holders, accepted = _holders(db, asker, version, task), _accepted_chunks(db, version, task)
         free = [
             (len(holders[index]), index, size)
             for index, size in enumerate(cut(evaluation.num_prompts, evaluation.chunk_prompts))
@@ -93,14 +99,16 @@ def next_chunk(
         ]
         if free:
             _, index, size = min(free)
-            return EvalChunk(version=version, index=index, num_prompts=size)
+            return EvalChunk(
+                version=version, index=index, num_prompts=size, task=task, samples=evaluation.samples
+            )
     return None
 
 
-def _holders(db: Connection, asker: EvalAsker, version: int) -> dict[int, list[tuple[str, float]]]:
+def _holders(db: Connection, asker: EvalAsker, version: int, task: str) -> dict[int, list[tuple[str, float]]]:
     """Returns who holds a lease of each chunk, and since when. A proven node does not wait for nodes without accepted work."""
     holders: dict[int, list[tuple[str, float]]] = defaultdict(list)
-    for row in _HOLDERS.rows(db, number=version):
+    for row in _HOLDERS.rows(db, number=version, label=task):
         if row.accepted > 0 or not asker.proven or row.node == asker.node:
             holders[row.chunk].append((row.node, row.issued_at_s))
     return holders
@@ -110,79 +118,117 @@ def _is_taken(holders: list[tuple[str, float]], asker: EvalAsker) -> bool:
     return any(node == asker.node or issued_s > asker.taken_since_s for node, issued_s in holders)
 
 
-def _accepted_chunks(db: Connection, version: int) -> set[int]:
-    query = select(evaluation_chunks.c.chunk).where(evaluation_chunks.c.version == version)
+def _accepted_chunks(db: Connection, version: int, task: str) -> set[int]:
+    query = select(evaluation_chunks.c.chunk).where(
+        evaluation_chunks.c.version == version, evaluation_chunks.c.task == task
+    )
     return set(db.execute(query).scalars())
 
 
-def add_chunk(
-    tx: Transaction,
-    coordinator: Coordinator,
-    *,
-    version: int,
-    chunk: int,
-    lease_id: str,
-    rewards: tuple[float, ...],
-) -> bool:
+def add_chunk(tx: Transaction, coordinator: Coordinator, lease: Row[Any], verdict: Verdict) -> bool:
     """Adds the rewards of an accepted eval lease, unless its chunk has a result already.
 
-    Returns whether the run is over: the last version is evaluated.
+    Returns whether the run is over: all evaluations of the last version are complete.
     """
-    if chunk in _accepted_chunks(tx.db, version):
+    version, task, rewards = lease.eval_version, lease.task, verdict.rewards
+    if lease.chunk in _accepted_chunks(tx.db, version, task):
         return False
     tx.write(
         insert(evaluation_chunks).values(
-            version=version, chunk=chunk, lease_id=lease_id, reward_sum=sum(rewards), rollouts=len(rewards)
+            version=version,
+            task=task,
+            chunk=lease.chunk,
+            lease_id=lease.lease_id,
+            reward_sum=sum(rewards),
+            rollouts=len(rewards),
+            prompts=lease.num_prompts,
+            right=_counted(verdict, "right", len(rewards)),
+            passed=_counted(verdict, "passed", lease.num_prompts),
+            majority=_counted(verdict, "majority", lease.num_prompts),
         )
     )
-    row = tx.db.execute(select(evaluations).where(evaluations.c.version == version)).one()
-    done, reward_sum, rollouts = _totals(tx.db, version)
+    own = (evaluations.c.version == version, evaluations.c.task == task)
+    row = tx.db.execute(select(evaluations).where(*own)).one()
+    done = len(_accepted_chunks(tx.db, version, task))
     if done < len(cut(row.num_prompts, row.chunk_prompts)):
         return False
-    tx.write(update(evaluations).where(evaluations.c.version == version).values(completed_at_s=tx.now_s))
-    tx.record("evaluation.completed", version=version, reward_mean=reward_sum / rollouts, rollouts=rollouts)
-    return version == coordinator.spec.last_version
+    tx.write(update(evaluations).where(*own).values(completed_at_s=tx.now_s))
+    (result,) = views(tx.db, *own)
+    tx.record(
+        "evaluation.completed",
+        version=version,
+        task=task,
+        reward_mean=result.reward_mean,
+        rollouts=result.rollouts,
+        samples=result.samples,
+        pass_at_1=result.pass_at_1,
+        pass_at_k=result.pass_at_k,
+        majority=result.majority,
+    )
+    return bool(version == coordinator.spec.last_version and _all_complete(tx.db, version))
 
 
-def _totals(db: Connection, version: int) -> tuple[int, float, int]:
-    row = db.execute(
-        select(
-            func.count(),
-            func.coalesce(func.sum(evaluation_chunks.c.reward_sum), 0.0),
-            func.coalesce(func.sum(evaluation_chunks.c.rollouts), 0),
-        ).where(evaluation_chunks.c.version == version)
-    ).one()
-    return int(row[0]), float(row[1]), int(row[2])
+def _counted(verdict: Verdict, name: str, most: int) -> int:
+    """Returns a count of the verdict's evidence; 0 if the validator does not count it."""
+    count = verdict.evidence.get(name, 0)
+    return min(max(count, 0), most) if isinstance(count, int) else 0
 
 
-def views(db: Connection) -> tuple[Evaluation, ...]:
-    """Returns every evaluation that has at least one accepted chunk."""
+def _all_complete(db: Connection, version: int) -> bool:
+    open_ones = select(func.count()).where(
+        evaluations.c.version == version, evaluations.c.completed_at_s.is_(None)
+    )
+    return not db.execute(open_ones).scalar_one()
+
+
+def views(db: Connection, *which: ColumnElement[bool]) -> tuple[Evaluation, ...]:
+    """Returns every evaluation that has at least one accepted chunk, or those of them that match `which`."""
+    chunks = evaluation_chunks.c
     rows = db.execute(
         select(
             evaluations.c.version,
+            evaluations.c.task,
+            evaluations.c.samples,
             evaluations.c.completed_at_s,
-            func.sum(evaluation_chunks.c.reward_sum).label("reward_sum"),
-            func.sum(evaluation_chunks.c.rollouts).label("rollouts"),
+            func.sum(chunks.reward_sum).label("reward_sum"),
+            func.sum(chunks.rollouts).label("rollouts"),
+            func.sum(chunks.prompts).label("prompts"),
+            func.sum(chunks.right).label("right"),
+            func.sum(chunks.passed).label("passed"),
+            func.sum(chunks.majority).label("majority"),
             func.coalesce(func.sum(verdicts.c.output_tokens), 0).label("output_tokens"),
         )
-        .join(evaluation_chunks, evaluation_chunks.c.version == evaluations.c.version)
-        .outerjoin(verdicts, verdicts.c.lease_id == evaluation_chunks.c.lease_id)
-        .group_by(evaluations.c.version, evaluations.c.completed_at_s)
-        .order_by(evaluations.c.version)
+        .join(
+            evaluation_chunks,
+            (chunks.version == evaluations.c.version) & (chunks.task == evaluations.c.task),
+        )
+        .outerjoin(verdicts, verdicts.c.lease_id == chunks.lease_id)
+        .where(*which)
+        .group_by(
+            evaluations.c.version, evaluations.c.task, evaluations.c.samples, evaluations.c.completed_at_s
+        )
+        .order_by(evaluations.c.version, evaluations.c.task)
     )
     return tuple(
         Evaluation(
             version=row.version,
+            task=row.task,
+            samples=row.samples,
             reward_mean=row.reward_sum / int(row.rollouts),
             rollouts=int(row.rollouts),
             complete=row.completed_at_s is not None,
             answer_tokens_mean=int(row.output_tokens) / int(row.rollouts),
+            pass_at_1=int(row.right) / int(row.rollouts),
+            pass_at_k=int(row.passed) / int(row.prompts),
+            majority=int(row.majority) / int(row.prompts),
         )
         for row in rows
     )
 
 
 def progress(db: Connection, version: int) -> tuple[int, int] | None:
-    """Returns the accepted and the total chunks of a version's evaluation; None if it has no evaluation."""
-    row = db.execute(select(evaluations).where(evaluations.c.version == version)).one_or_none()
-    return row and (_totals(db, version)[0], len(cut(row.num_prompts, row.chunk_prompts)))
+    """Returns the accepted and the total chunks of a version's evaluations; None if it has none."""
+    rows = db.execute(select(evaluations).where(evaluations.c.version == version)).all()
+    done = select(func.count()).where(evaluation_chunks.c.version == version)
+    total = sum(len(cut(row.num_prompts, row.chunk_prompts)) for row in rows)
+    return (db.execute(done).scalar_one(), total) if rows else None

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, func, select
 
-from shoal.swarm.coordinator.context import Coordinator, RunState, Transaction, run_state
+from shoal.swarm.coordinator.context import Coordinator, LeasedTask, RunState, Transaction, run_state
 from shoal.swarm.coordinator.leases import batches, epochs, evaluations, lifecycle
 from shoal.swarm.coordinator.leases.lease_rows import LEASES, awaited_of, find_lease
 from shoal.swarm.coordinator.membership import accounts, admission, relays
@@ -19,6 +19,7 @@ from shoal.swarm.coordinator.membership.nodes import (
     standing_of,
 )
 from shoal.swarm.coordinator.rules.backpressure import SPREAD
+from shoal.swarm.coordinator.rules.difficulty import choose_attempts, problem_numbers
 from shoal.swarm.coordinator.rules.lease_account import LeaseAccount
 from shoal.swarm.coordinator.rules.lease_states import AWAITED, OPEN, LeaseState
 from shoal.swarm.coordinator.rules.planning import (
@@ -38,7 +39,7 @@ from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease, PolicyRef
 from shoal.wire.messages import AskLease
 from shoal.wire.record import Sealed, seal
-from shoal.wire.seeded_draw import lease_seed, problem_seeds
+from shoal.wire.seeded_draw import choose_task, lease_seed, problem_seeds
 
 PROVEN_LAPSES = 2
 """A node whose last leases, this many in a row, all expired does not count as proven."""
@@ -182,10 +183,9 @@ def planning_terms(coordinator: Coordinator) -> PlanningTerms:
         prompts_per_lease=config.prompts_per_lease,
         max_prompts_per_lease=config.max_prompts_per_lease,
         lease_s=config.lease_s,
-        eval_samples=config.eval_samples,
         stale=config.stale,
         max_lag=spec.max_lag,
-        samples_per_prompt=spec.sampling.samples_per_prompt,
+        samples_per_prompt=max(spec.sampling.of(task).samples_per_prompt for task in spec.tasks),
     )
 
 
@@ -237,6 +237,7 @@ def _issue(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work
         network=tx.network,
         unit=lease.unit or lease.lease_id,
         purpose=lease.purpose,
+        task=lease.task.title,
         epoch=lease.epoch,
         session_epoch=node.session_epoch,
         eval_version=work.versions[0] if work.purpose == "eval" else None,
@@ -261,8 +262,21 @@ def _issue(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work
         versions=[policy.version for policy in lease.policies],
         deadline_s=lease.deadline_s,
         lease_digest=hashlib.sha256(text).hexdigest(),
+        task=lease.task.title,
+        num_prompts=len(lease.prompts),
+        samples_per_prompt=lease.sampling.samples_per_prompt,
+        **_recorded_problems(coordinator, lease),
     )
     return sealed
+
+
+def _recorded_problems(coordinator: Coordinator, lease: Lease) -> dict[str, Any]:
+    """Returns what the ledger needs so that the choices of difficulty sampling can be repeated."""
+    if not lease.attempts:
+        return {}
+    size = coordinator.num_problems(lease.task.title)
+    numbers = problem_numbers(lease.seed, lease.attempts, size)
+    return {"attempts": list(lease.attempts), "problems": numbers, "num_problems": size}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,6 +288,8 @@ class SeedOrigin:
     epoch: int
     seed: str
     num_prompts: int
+    attempts: tuple[int, ...] = ()
+    """Those of the lease that is repeated. Choosing again would give a node that lets leases go other problems."""
 
 
 def _origin(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Work) -> SeedOrigin:
@@ -287,7 +303,8 @@ def _origin(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Wor
             unit=unit,
             epoch=first.epoch,
             seed=first.seed,
-            num_prompts=min(work.num_prompts, len(first.prompts)),
+            num_prompts=(count := min(work.num_prompts, len(first.prompts))),
+            attempts=first.attempts[:count],
         )
     epoch, secret = epochs.secret_for_lease(tx, coordinator.config.leases_per_epoch)
     seed = lease_seed(secret, lease_id, tx.actor)
@@ -297,11 +314,23 @@ def _origin(tx: Transaction, coordinator: Coordinator, node: Row[Any], work: Wor
 def _compose(tx: Transaction, coordinator: Coordinator, work: Work, origin: SeedOrigin) -> Lease:
     config, spec = coordinator.config, coordinator.spec
     lease_id, seed = origin.lease_id, origin.seed
+    if work.purpose == "train":
+        leased = coordinator.trained[_trained_index(coordinator, seed)]
+        sampling = spec.sampling.of(leased.spec)
+        attempts = origin.attempts or _choose_attempts(tx, coordinator, leased, origin)
+    else:
+        _, leased = coordinator.find_evaluation(work.evaluation)
+        own = spec.sampling.of(leased.spec)
+        sampling, attempts = own.model_copy(update={"samples_per_prompt": work.samples_per_prompt}), ()
     seeds = problem_seeds(
-        seed, run=spec.run, purpose=work.purpose, chunk=work.chunk, num_prompts=origin.num_prompts
+        seed,
+        run=spec.run,
+        purpose=work.purpose,
+        chunk=work.chunk,
+        num_prompts=origin.num_prompts,
+        attempts=attempts,
     )
-    prompts = pose_prompts(coordinator.task, work.purpose, seeds)
-    sampling = spec.sampling.model_copy(update={"samples_per_prompt": work.samples_per_prompt})
+    prompts = pose_prompts(leased.task, work.purpose, seeds)
     return Lease(
         lease_id=lease_id,
         run=spec.run,
@@ -314,14 +343,34 @@ def _compose(tx: Transaction, coordinator: Coordinator, work: Work, origin: Seed
         policies=_policy_refs(tx.db, work.versions),
         relays=work.relays,
         origin=relays.origin_url(tx.db),
-        task=spec.task,
+        task=leased.spec,
+        attempts=attempts,
         prompts=prompts,
-        chat=bool(coordinator.task.chat),
+        chat=bool(leased.task.chat),
         sampling=sampling,
         proof=spec.proof,
         max_bytes=min(max_bytes(prompts, sampling, spec.proof), config.max_upload_bytes),
         issued_at_s=tx.now_s,
         deadline_s=tx.now_s + config.lease_s,
+    )
+
+
+def _trained_index(coordinator: Coordinator, seed: str) -> int:
+    return choose_task(seed, [one.spec.weight for one in coordinator.trained])
+
+
+def _choose_attempts(
+    tx: Transaction, coordinator: Coordinator, leased: LeasedTask, origin: SeedOrigin
+) -> tuple[int, ...]:
+    """Returns the attempts of difficulty sampling; none for a task without it."""
+    if not leased.spec.difficulty or origin.unit is not None:
+        return ()
+    title = leased.spec.title
+    return choose_attempts(
+        origin.seed,
+        origin.num_prompts,
+        coordinator.num_problems(title),
+        lambda problem: batches.pass_rate(tx.db, title, problem),
     )
 
 
@@ -339,8 +388,10 @@ def check_upload_limit(coordinator: Coordinator) -> None:
     """Raises ValueError if the largest lease may need a larger upload than the configuration allows."""
     config, spec = coordinator.config, coordinator.spec
     most = max(config.prompts_per_lease, config.max_prompts_per_lease)
-    prompts = pose_prompts(coordinator.task, "train", range(most))
-    needed = max_bytes(prompts, spec.sampling, spec.proof)
+    needed = 0
+    for leased in coordinator.trained:
+        prompts = pose_prompts(leased.task, "train", range(most))
+        needed = max(needed, max_bytes(prompts, spec.sampling.of(leased.spec), spec.proof))
     if needed > config.max_upload_bytes:
         raise ValueError(
             f"a lease of {most} prompts may need {needed} bytes, above "

@@ -314,18 +314,11 @@ def _use_accepted(
 ) -> None:
     """Adds accepted work to the trainer's groups or to the held-out evaluation, by the lease's purpose."""
     if lease.purpose == "eval":
-        run_over = evaluations.add_chunk(
-            tx,
-            coordinator,
-            version=lease.eval_version,
-            chunk=lease.chunk,
-            lease_id=lease.lease_id,
-            rewards=verdict.rewards,
-        )
-        if run_over:
+        if evaluations.add_chunk(tx, coordinator, lease, verdict):
             finish_run(tx, coordinator)
         return
     newest = newest_version(tx.db)
     assert newest is not None, "a lease was issued, so a policy was published"
     max_lag = coordinator.spec.max_lag
     batches.add_groups(tx, lease, submission, verdict, seq=seq, newest=newest, max_lag=max_lag)
+    batches.update_pass_rates(tx, coordinator, lease, verdict)

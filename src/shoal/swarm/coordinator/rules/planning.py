@@ -29,10 +29,10 @@ class PlanningTerms:
     prompts_per_lease: int
     max_prompts_per_lease: int
     lease_s: float
-    eval_samples: int
     stale: Literal["drop", "wait"]
     max_lag: int
     samples_per_prompt: int
+    """The largest of the run's tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,9 @@ class EvalChunk:
     version: int
     index: int
     num_prompts: int
+    task: str
+    """Label of the evaluation."""
+    samples: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +88,9 @@ class Work:
     chunk: int
     num_prompts: int
     samples_per_prompt: int
+    """Of an eval lease. The seed of a train lease draws its task, which may have another number."""
+    evaluation: str = ""
+    """Label of the evaluation that an eval lease belongs to."""
 
 
 class NoWork(Exception):
@@ -111,7 +117,8 @@ def plan(inputs: PlanningInputs, terms: PlanningTerms) -> Work:
                 relays=urls,
                 chunk=inputs.chunk.index,
                 num_prompts=inputs.chunk.num_prompts,
-                samples_per_prompt=terms.eval_samples,
+                samples_per_prompt=inputs.chunk.samples,
+                evaluation=inputs.chunk.task,
             )
     if newest >= inputs.last_version:
         raise NoWork(f"version {newest} is the last; only its held-out evaluation is not finished")

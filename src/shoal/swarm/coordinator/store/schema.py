@@ -10,6 +10,7 @@ from sqlalchemy import (
     Connection,
     Float,
     ForeignKey,
+    ForeignKeyConstraint,
     Index,
     MetaData,
     String,
@@ -20,7 +21,7 @@ from sqlalchemy import (
     text,
 )
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """The layout of release 0.2.0. Raise it in the release that changes a table; other layouts are refused."""
 
 metadata = MetaData()
@@ -130,6 +131,8 @@ leases = Table(
     # The first lease of the same work; itself, unless an earlier one was let go.
     Column("unit", String, nullable=False),
     Column("purpose", String, nullable=False),
+    # Label of the task, or of the evaluation.
+    Column("task", String, nullable=False),
     Column("epoch", ForeignKey("epochs.epoch"), nullable=False),
     Column("session_epoch", Integer, nullable=False),
     # The version an eval lease is pinned to; NULL for train.
@@ -276,6 +279,7 @@ groups = Table(
     "groups",
     metadata,
     Column("group_id", String, primary_key=True),
+    Column("task", String, nullable=False),
     Column("lease_id", ForeignKey("leases.lease_id"), nullable=False),
     Column("prompt_index", Integer, nullable=False),
     Column("sha256", String, nullable=False),
@@ -303,24 +307,44 @@ batches = Table(
     Column("seq", Integer, nullable=False),
 )
 
+# The pass rates that difficulty sampling uses (rules/difficulty.py).
+pass_rates = Table(
+    "pass_rates",
+    metadata,
+    Column("task", String, primary_key=True),
+    Column("problem", Integer, primary_key=True),
+    Column("rate", Float, nullable=False),
+    sqlite_with_rowid=False,
+)
+
 evaluations = Table(
     "evaluations",
     metadata,
     Column("version", Integer, primary_key=True, autoincrement=False),
+    # Label of the evaluation.
+    Column("task", String, primary_key=True),
     # As planned: a changed configuration must not change an evaluation that has begun.
     Column("num_prompts", Integer, nullable=False),
     Column("chunk_prompts", Integer, nullable=False),
+    Column("samples", Integer, nullable=False),
     Column("completed_at_s", Float),
 )
 
 evaluation_chunks = Table(
     "evaluation_chunks",
     metadata,
-    Column("version", ForeignKey("evaluations.version"), primary_key=True),
+    Column("version", Integer, primary_key=True),
+    Column("task", String, primary_key=True),
     Column("chunk", Integer, primary_key=True),
     Column("lease_id", ForeignKey("leases.lease_id"), nullable=False),
     Column("reward_sum", Float, nullable=False),
     Column("rollouts", Integer, nullable=False),
+    # Right answers, and prompts: all, those with a right answer, those whose most frequent answer is right.
+    Column("right", Integer, nullable=False),
+    Column("prompts", Integer, nullable=False),
+    Column("passed", Integer, nullable=False),
+    Column("majority", Integer, nullable=False),
+    ForeignKeyConstraint(["version", "task"], ["evaluations.version", "evaluations.task"]),
 )
 
 relays = Table(

@@ -14,7 +14,7 @@ from shoal.swarm.coordinator.views.stats import ViewContext
 from shoal.swarm.coordinator.views.timeline import read_timeline
 from shoal.wire.codes import ACCEPTED, explain_code
 from shoal.wire.lease import Lease
-from shoal.wire.messages import NodeView, Stats, StepReport
+from shoal.wire.messages import NodeView, Stats, StepReport, TaskFigures
 from shoal.wire.page_data import (
     CodeCount,
     Curve,
@@ -25,10 +25,13 @@ from shoal.wire.page_data import (
     RunTerms,
     Sample,
     Snapshot,
+    TaskCurve,
+    TaskTerms,
     WorkerView,
     WorkItem,
 )
 from shoal.wire.record import Sealed
+from shoal.wire.run_spec import RunSpec, TaskSpec
 
 MAX_POINTS = 300
 MAX_WORKERS = 100
@@ -85,13 +88,26 @@ def _terms(db: Connection, context: ViewContext) -> RunTerms:
         run=spec.run,
         run_key=db.execute(select(run.c.run_key)).scalar_one(),
         software=f"shoal {__version__}",
-        task=spec.task.name,
-        options=spec.task.options,
+        task=", ".join(task.title for task in spec.tasks),
+        options=spec.task.options if not spec.more_tasks else {},
         samples_per_prompt=spec.sampling.samples_per_prompt,
         max_lag=spec.max_lag,
         last_version=spec.last_version,
         started_at_s=db.execute(select(func.min(policies.c.published_at_s))).scalar_one(),
+        tasks=tuple(
+            _task_terms(spec, task, weight=task.weight / sum(one.weight for one in spec.tasks))
+            for task in spec.tasks
+        ),
+        evals=tuple(
+            _task_terms(spec, one.task, every=one.every, prompts=one.prompts, samples_per_prompt=one.samples)
+            for one in context.config.evaluations(spec)
+        ),
     )
+
+
+def _task_terms(spec: RunSpec, task: TaskSpec, **values: Any) -> TaskTerms:
+    own = spec.sampling.of(task).model_dump() | values
+    return TaskTerms(label=task.title, name=task.name, options=task.options, **own)
 
 
 def _now(current: Stats) -> Now:
@@ -188,7 +204,33 @@ def make_curve(steps: Sequence[StepReport]) -> Curve:
         wait_s=means("wait_s", 2),
         train_s=means("train_s", 2),
         tokens_per_s=means("tokens_per_s", 0),
+        tasks={
+            title: _task_curve([[step.tasks.get(title) for step in point] for point in points])
+            for title in dict.fromkeys(title for step in steps for title in step.tasks)
+        },
     )
+
+
+def _task_curve(points: Sequence[Sequence[TaskFigures | None]]) -> TaskCurve:
+    """Returns the curve of one task from its figures in the steps of each point; None: a step without them."""
+
+    def means(value: str, weight: str, digits: int) -> tuple[float | None, ...]:
+        return tuple(_weighted_mean(point, value, weight, digits) for point in points)
+
+    return TaskCurve(
+        reward=means("reward_mean", "groups", 4),
+        accepted_reward=means("accepted_reward_mean", "accepted_rollouts", 4),
+        groups=tuple(sum(one.groups for one in point if one is not None) for point in points),
+        answer_tokens=means("answer_tokens_mean", "groups", 1),
+    )
+
+
+def _weighted_mean(steps: Sequence[TaskFigures | None], value: str, weight: str, digits: int) -> float | None:
+    pairs = [(getattr(one, value), getattr(one, weight)) for one in steps if one is not None]
+    known: list[tuple[float, int]] = [(mean, count) for mean, count in pairs if mean is not None and count]
+    if not known:
+        return None
+    return round(sum(mean * count for mean, count in known) / sum(count for _, count in known), digits)
 
 
 def _accepted_reward(steps: Sequence[StepReport]) -> float:
@@ -252,6 +294,7 @@ def _work(db: Connection, node: str) -> tuple[WorkItem, ...]:
             issued_at_s=row.issued_at_s,
             received_at_s=row.received_at_s,
             ended_at_s=row.ended_at_s,
+            task=row.task,
         )
         for row in db.execute(query)
     )
@@ -312,4 +355,5 @@ def _sample(row: Any) -> Sample | None:
         reward=float(reward),
         given_at_s=round(row.given_at_s, 1),
         expected=expected[:MAX_TEXT] if isinstance(expected, str) else "",
+        task=lease.task.title,
     )

@@ -234,7 +234,7 @@ def runs(db: Connection, coordinator: Coordinator) -> RunList:
     )
     view = RunView(
         run=spec.run,
-        task=spec.task.name,
+        task=", ".join(task.title for task in spec.tasks),
         compute_dtype=spec.compute_dtype,
         newest_version=situation.newest_version,
         last_version=spec.last_version,
