@@ -38,7 +38,8 @@ from shoal.model.tokenizer import load_tokenizer
 from shoal.rollout.engine.api import FinishedRow, GenerationRequest
 from shoal.rollout.engine.kv_slots import cache_dtype
 from shoal.rollout.engine.prompt_cache import PREFILL_SIZES
-from shoal.rollout.engine.scheduler import cache_size_for, fit_rows, free_memory_bytes
+from shoal.rollout.engine.proofs import fold_size
+from shoal.rollout.engine.scheduler import cache_size_for, fit_blocks, free_memory_bytes
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.swarm.validator import recompute as recomputing
 from shoal.swarm.validator.recompute import CalibrationTerms, LoadedPolicy, RowsToCheck, recompute_many
@@ -165,7 +166,14 @@ def fits(options: argparse.Namespace, policy: LoadedPolicy, rows: int, tokens: i
     value_bytes = cache_dtype(DTYPES[options.dtype], device).itemsize
     budget_bytes = int(MEMORY_SHARE * memory_bytes / (1 if options.proofs_only else 2))
     try:
-        return fit_rows(shape, cache, value_bytes=value_bytes, budget_bytes=budget_bytes).rows == rows
+        fitting = fit_blocks(
+            shape,
+            cache,
+            value_bytes=value_bytes,
+            state_tokens=fold_size(None).kept,
+            budget_bytes=budget_bytes,
+        )
+        return (fitting.rows, fitting.blocks) == (rows, cache.blocks)
     except ValueError:  # not even one row
         return False
 

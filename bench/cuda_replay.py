@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.model.decoder import KVCache
 from shoal.model.fused import FusedWeights
 from shoal.model.kernels import decode_attention, elementwise, prompt_attention
 from shoal.model.packed_prefill import upload
 from shoal.rollout.engine.attention_plan import AttentionPlan
-from shoal.rollout.engine.kv_slots import SlotField
-from shoal.rollout.engine.scheduler import Prompt
+from shoal.rollout.engine.block_pool import BLOCK, Prompt, blocks_for
+from shoal.rollout.engine.kv_slots import BlockCache, SlotField
 from shoal.rollout.engine.step_cuda import TILE, prefill_by_layer, row_tables
 
 
@@ -30,13 +29,9 @@ class FedTokens(NamedTuple):
 
     counts: list[int]
     table_3T: Tensor
-    """Token, position and place, as `prompt_attention.norm_and_rotate` reads them. The places put a token's key after those of
-    its row's earlier tokens."""
+    """Token, position and line of the cache, as `prompt_attention.norm_and_rotate` reads them."""
     rows: decode_attention.RowTables
-    keys_TKD: Tensor
-    values_TKD: Tensor
-    pad: int
-    """Unused lines of keys and values before the first token."""
+    prompt_positions: int
 
 
 @torch.inference_mode()
@@ -44,15 +39,13 @@ def replay(weights: FusedWeights, rows: Sequence[tuple[Prompt, Sequence[int]]]) 
     """Returns the states of (prompt, new tokens) rows, [N-1, H] each: every new token but the last, which is never fed."""
     shape, eps = weights.shape, weights.shape.norm_eps
     prompts = list(dict.fromkeys(prompt for prompt, _ in rows))
-    kept = KVCache(
-        shape,
-        num_slots=len(prompts),
-        max_context=max(len(prompt) for prompt in prompts),
-        dtype=weights.embed_VH.dtype,
-        device=weights.embed_VH.device,
-    )
-    list(prefill_by_layer(weights, prompts, range(len(prompts)), kept))
-    fed = _lay_out(weights, rows, {prompt: place for place, prompt in enumerate(prompts)})
+    lengths = [len(prompt) for prompt in prompts] + [len(tokens) for _, tokens in rows]
+    ends = np.cumsum([blocks_for(length) for length in lengths]).tolist()
+    blocks = [list(range(end - blocks_for(length), end)) for end, length in zip(ends, lengths, strict=True)]
+    of_prompt = dict(zip(prompts, blocks, strict=False))
+    cache = BlockCache(shape, ends[-1], weights.embed_VH.dtype, weights.embed_VH.device)
+    list(prefill_by_layer(weights, prompts, list(of_prompt.values()), cache))
+    fed = _lay_out(weights, rows, of_prompt, blocks[len(prompts) :])
     x_TH = F.embedding(fed.table_3T[0], weights.embed_VH)
     delta_TH: Tensor | None = None
     for number, layer in enumerate(weights.layers):
@@ -65,7 +58,7 @@ def replay(weights: FusedWeights, rows: Sequence[tuple[Prompt, Sequence[int]]]) 
             shape=shape,
             rope_PE=weights.rope_PE,
             table_3T=fed.table_3T,
-            kept=(fed.keys_TKD[:, None], fed.values_TKD[:, None]),
+            kept=(cache.keys_LMCKD[number], cache.values_LMCKD[number]),
         )
         mixed_TQ = decode_attention.attend(
             qkv_TQ,
@@ -73,8 +66,8 @@ def replay(weights: FusedWeights, rows: Sequence[tuple[Prompt, Sequence[int]]]) 
             shape=shape,
             rope_PE=weights.rope_PE,
             rows=fed.rows,
-            own=(fed.keys_TKD[fed.pad :, None], fed.values_TKD[fed.pad :, None]),
-            shared=(kept.keys_LSCKD[number], kept.values_LSCKD[number]),
+            cache=(cache.keys_LMCKD[number], cache.values_LMCKD[number]),
+            prompt_positions=fed.prompt_positions,
         )
         normed_TH = elementwise.add_norm(x_TH, F.linear(mixed_TQ, layer.o_HQ), layer.post_norm_H, eps)
         delta_TH = F.linear(elementwise.silu_mul(F.linear(normed_TH, layer.gate_up_FH)), layer.down_HF)
@@ -83,30 +76,36 @@ def replay(weights: FusedWeights, rows: Sequence[tuple[Prompt, Sequence[int]]]) 
 
 
 def _lay_out(
-    weights: FusedWeights, rows: Sequence[tuple[Prompt, Sequence[int]]], places: dict[Prompt, int]
+    weights: FusedWeights,
+    rows: Sequence[tuple[Prompt, Sequence[int]]],
+    of_prompt: dict[Prompt, list[int]],
+    of_row: Sequence[Sequence[int]],
 ) -> FedTokens:
-    shape, device = weights.shape, weights.embed_VH.device
+    """Makes a row of each fed token. `of_prompt`, `of_row`: the blocks of prompts and rows."""
+    device = weights.embed_VH.device
     counts = [len(tokens) - 1 for _, tokens in rows]
-    total, pad = sum(counts), max(len(prompt) for prompt, _ in rows)
+    total, longest = sum(counts), max(len(prompt) for prompt in of_prompt)
+    places = {prompt: place for place, prompt in enumerate(of_prompt)}
     fields_6T = np.zeros((len(SlotField), total), dtype=np.int64)
     table_3T = np.zeros((3, total), dtype=np.int64)
-    homes_T = np.zeros(total, dtype=np.int64)
+    blocks_TB = np.zeros((total, max(map(len, of_row))), dtype=np.int64)
     start = 0
-    for (prompt, tokens), count in zip(rows, counts, strict=True):
-        here = slice(start, start + count)
+    for (prompt, tokens), count, blocks in zip(rows, counts, of_row, strict=True):
+        here, own = slice(start, start + count), np.arange(count)
         table_3T[0, here] = tokens[:-1]
-        fields_6T[SlotField.POSITION, here] = table_3T[1, here] = len(prompt) + np.arange(count)
-        table_3T[2, here] = pad + start - len(prompt)
+        fields_6T[SlotField.POSITION, here] = table_3T[1, here] = len(prompt) + own
+        table_3T[2, here] = np.array(blocks)[own // BLOCK] * BLOCK + own % BLOCK
         fields_6T[SlotField.PROMPT_PLACE, here] = places[prompt]
         fields_6T[SlotField.PROMPT_LENGTH, here] = len(prompt)
-        homes_T[here] = start
+        blocks_TB[here, : len(blocks)] = blocks
         start += count
-    plan = AttentionPlan(total, pad, TILE)
+    plan = AttentionPlan(total, longest, TILE)
     prompt_places, prompt_lengths = fields_6T[SlotField.PROMPT_PLACE], fields_6T[SlotField.PROMPT_LENGTH]
-    plan.add_rows(range(total), prompt_places.tolist(), prompt_lengths.tolist())
+    prompt_blocks = [
+        of_prompt[prompt] for (prompt, _), count in zip(rows, counts, strict=True) for _ in range(count)
+    ]
+    plan.add_rows(range(total), prompt_places.tolist(), prompt_lengths.tolist(), prompt_blocks)
     plan_table = plan.table_if_changed()
     assert plan_table is not None
-    tables = row_tables(upload(fields_6T, device), upload(plan_table, device), upload(homes_T, device))
-    size = (pad + total, shape.num_kv_heads, shape.head_dim)
-    keys_TKD, values_TKD = (torch.zeros(size, dtype=weights.embed_VH.dtype, device=device) for _ in range(2))
-    return FedTokens(counts, upload(table_3T, device), tables, keys_TKD, values_TKD, pad)
+    tables = row_tables(upload(fields_6T, device), upload(plan_table, device), upload(blocks_TB, device))
+    return FedTokens(counts, upload(table_3T, device), tables, longest)

@@ -15,7 +15,9 @@ def test_every_row_attends_to_each_position_of_its_prompt_once(
 ) -> None:
     plan = AttentionPlan(12, 70, TileSize(rows=3, positions=16))
     assert plan.table_if_changed() is None
-    plan.add_rows(rows, [place for place, _ in rows.values()], [lengths[place] for place, _ in rows.values()])
+    places = [place for place, _ in rows.values()]
+    blocks = [[10 * place + at for at in range(-(-lengths[place] // 16))] for place in places]
+    plan.add_rows(rows, places, [lengths[place] for place in places], blocks)
     plan.remove_rows(removed := [slot for slot, (_, is_removed) in rows.items() if is_removed])
     table = plan.table_if_changed()
     assert table is not None
@@ -23,13 +25,13 @@ def test_every_row_attends_to_each_position_of_its_prompt_once(
     num_items, order, items = split_table(table, 12)
     items = items[:, : num_items[0]]
     seen = sorted(
-        (int(slot), int(place), int(position))
-        for first_row, num_rows, place, first, num in items.T
+        (int(slot), int(block), int(position))
+        for first_row, num_rows, block, first, num in items.T
         for slot in order[first_row : first_row + num_rows]
         for position in range(first, first + num)
     )
     assert seen == sorted(
-        (slot, place, position)
+        (slot, 10 * place + position // 16, position)
         for slot, (place, _) in rows.items()
         if slot not in removed
         for position in range(lengths[place])

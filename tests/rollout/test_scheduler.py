@@ -1,22 +1,26 @@
-"""The scheduler: which rows run in which slot, where prompts are stored, how many rows fit into memory."""
+"""The scheduler: which rows run in which slot and blocks, where prompts are stored, how many blocks fit into memory."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.model.shape import Rope, Shape
 from shoal.rollout.engine.api import GenerationRequest
+from shoal.rollout.engine.block_pool import BLOCK, BlockPool, PromptPlaces, blocks_for
 from shoal.rollout.engine.prompt_cache import FirstDraws, PromptBatch, PromptCache
 from shoal.rollout.engine.scheduler import (
+    GROW_STEPS,
     Admission,
     CacheSize,
-    PromptPlaces,
     Scheduler,
+    block_bytes,
     cache_size_for,
-    fit_rows,
+    fit_blocks,
     free_memory_bytes,
 )
 
@@ -59,7 +63,15 @@ def make_scheduler(max_rows: int, *prompts: tuple[int, ...], num_slots: int | No
 
 
 def cache_size(rows: int) -> CacheSize:
-    return CacheSize(rows=rows, row_positions=128, new_tokens=64, prompts=8, prompt_positions=128)
+    return CacheSize(
+        rows=rows,
+        row_positions=128,
+        new_tokens=64,
+        prompts=8,
+        prompt_positions=128,
+        blocks=64,
+        least_blocks=2,
+    )
 
 
 # -- rows ---------------------------------------------------------------------------------------------------
@@ -77,7 +89,7 @@ def test_rows_start_in_order_and_are_removed_once(
         admitted += [row.request.prompt_index for row in scheduler.admit({PROMPT}, step=0)]
         assert scheduler.num_running + scheduler.num_free == max_rows
         slots = data.draw(st.sets(st.sampled_from(sorted(scheduler.running)), min_size=1))
-        removed += [row.prompt_index for row in scheduler.remove(sorted(slots))]
+        removed += [row.request.prompt_index for row in scheduler.remove(sorted(slots))]
         if gapless:
             before = dict(scheduler.running)
             for source, target in scheduler.compact():
@@ -152,7 +164,7 @@ def test_rows_draw_their_first_token_from_the_batch_of_their_prompt() -> None:
 
 
 def test_prompts_that_rows_will_start_from_are_kept() -> None:
-    places = PromptPlaces(3)
+    places = PromptPlaces(BlockPool(8), 3)
     places.place([(1,), (2,)])
     placed = places.place([(3,)], keep={(2,)})
     assert (placed.added, placed.freed) == ({(3,): 0}, [0])
@@ -162,7 +174,7 @@ def test_prompts_that_rows_will_start_from_are_kept() -> None:
 
 @given(st.lists(st.integers(0, 5), max_size=60), st.data())
 def test_a_prompt_keeps_its_place_while_rows_use_it(numbers: list[int], data: st.DataObject) -> None:
-    places = PromptPlaces(4)
+    places = PromptPlaces(BlockPool(8), 4)
     running: list[tuple[int, ...]] = []
     held: dict[tuple[int, ...], int] = {}
     for number in numbers:
@@ -189,15 +201,119 @@ LONG = replace(request(0, (1,) * 100), max_new_tokens=50)
 def test_the_cache_holds_the_longest_row() -> None:
     requests = [LONG, replace(LONG, prompt_tokens=(1,) * 10, max_new_tokens=300)]
     # Prompts take no positions in the slots: two that run and two computed ahead are stored apart.
-    assert cache_size_for(requests, 7, computed_prompts=64) == CacheSize(7, 384, 300, 4, 128)
+    size = cache_size_for(requests, 7, computed_prompts=64)
+    assert size == CacheSize(7, 384, 300, 4, 128, blocks=7 * 3 + 4 + 7, least_blocks=4)
 
 
-def test_memory_limits_how_many_rows_run() -> None:
+def test_memory_limits_how_many_blocks_there_are() -> None:
     size = cache_size_for([LONG], 100, computed_prompts=16)
-    position = 2 * 2 * 2 * 32 * 4
-    row, prompts = position * size.row_positions + 50 * (2 * 128 + 20), 2 * position * 128
-    assert fit_rows(SHAPE, size, value_bytes=4, budget_bytes=1000 * row) == size
-    assert fit_rows(SHAPE, size, value_bytes=4, budget_bytes=prompts + 9 * row + 1).rows == 9
+    block, row = block_bytes(SHAPE, 4), 40 * 2 * 128 + 50 * 20
+    assert block == 2 * 2 * 2 * 32 * 4 * BLOCK
+
+    def fit(budget_bytes: int) -> CacheSize:
+        return fit_blocks(SHAPE, size, value_bytes=4, state_tokens=40, budget_bytes=budget_bytes)
+
+    assert fit(1000 * (block + row)) == size
+    assert fit(100 * row + 50 * block).blocks == 50
+    assert fit(60 * row + 9 * block).rows < 100  # states and tokens leave half of the budget to the blocks
     with pytest.raises(ValueError, match="lower max_new_tokens or free memory"):
-        fit_rows(SHAPE, size, value_bytes=4, budget_bytes=prompts + row - 1)
+        fit(row + block)
     assert free_memory_bytes() > 0
+
+
+# -- blocks -------------------------------------------------------------------------------------------------
+
+
+def test_scheduler_and_blocks_need_no_torch() -> None:
+    code = "import sys, shoal.rollout.engine.scheduler; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 12))
+def test_no_block_is_given_twice(takes: list[int], num_blocks: int) -> None:
+    pool = BlockPool(num_blocks)
+    taken: list[list[int]] = []
+    for num in takes:
+        if num <= pool.num_free and num:
+            taken.append(pool.take(num))
+        elif taken:
+            pool.give_back(taken.pop(0))
+        flat = [block for blocks in taken for block in blocks]
+        assert len(set(flat)) == len(flat) == num_blocks - pool.num_free
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 300), st.data()), min_size=1, max_size=9),
+    spare=st.integers(0, 6),
+    max_rows=st.integers(1, 5),
+)
+def test_every_row_ends_however_few_blocks_there_are(
+    lengths: list[tuple[int, int, st.DataObject]], spare: int, max_rows: int
+) -> None:
+    """Runs the scheduler as the engine does, with rows that end anywhere. No two rows or prompts ever share a block."""
+    prompts = [tuple(range(at, at + 60 * (at + 1))) for at in range(4)]
+    rows = [
+        replace(request(index, prompts[which]), max_new_tokens=most)
+        for index, (which, most, _) in enumerate(lengths)
+    ]
+    stops = {
+        row.prompt_index: data.draw(st.integers(1, most))
+        for row, (_, most, data) in zip(rows, lengths, strict=True)
+    }
+    scheduler = Scheduler(max_rows)
+    size = cache_size_for(rows, max_rows, computed_prompts=2)
+    scheduler.resize(size._replace(blocks=min(size.blocks, size.least_blocks + spare)))
+    scheduler.submit(rows)
+    ended: list[int] = []
+    ready: set[tuple[int, ...]] = set()
+    step = 0
+    while scheduler.waiting or scheduler.running:
+        assert step < 20_000, "rows preempt each other for ever"
+        if scheduler.waiting and scheduler.waiting[0].prompt_tokens not in ready:
+            placed, _ = scheduler.place_prompts(scheduler.next_prompts(max_tokens=200, max_prompts=2))
+            ready = set(placed)
+        scheduler.admit(ready, step=step)
+        if step % GROW_STEPS == 0:
+            while scheduler.grow(step=step) is None:
+                ready = set()
+                if not scheduler.places.evict():
+                    scheduler.preempt()
+        _check_blocks(scheduler, step)
+        done = [
+            slot
+            for slot, _, fed in scheduler.fed_tokens(step=step + 1)
+            if fed >= stops[scheduler.running[slot].prompt_index] - 1
+        ]
+        ended += [row.request.prompt_index for row in scheduler.remove(done)]
+        step += 1
+    assert sorted(ended) == list(range(len(rows)))
+    scheduler.places.evict()
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+
+
+def _check_blocks(scheduler: Scheduler, step: int) -> None:
+    """Checks that running rows have a block for the token that they are fed in `step`, and that no block is used twice."""
+    rows = scheduler._rows.values()
+    used = [block for row in rows for block in row.blocks]
+    used += [block for blocks in scheduler.places._blocks.values() for block in blocks]
+    assert len(set(used)) == len(used) == scheduler.pool.num_blocks - scheduler.pool.num_free
+    assert all(len(row.blocks) >= blocks_for(row.fed(step + 1)) for row in rows)
+
+
+def test_the_row_that_started_last_is_preempted_and_starts_again_first() -> None:
+    scheduler = make_scheduler(4)
+    scheduler.submit([request(index) for index in range(3)])
+    scheduler.admit({PROMPT}, step=0)
+    assert [scheduler.preempt()[0] for _ in range(2)] == [2, 1]
+    assert [row.prompt_index for row in scheduler.waiting] == [1, 2]
+    assert [row.slot for row in scheduler.admit({PROMPT}, step=5)] == [1, 2]
+
+
+def test_a_restart_keeps_every_row() -> None:
+    scheduler = make_scheduler(3)
+    scheduler.submit([request(index) for index in range(5)])
+    scheduler.admit({PROMPT}, step=0)
+    scheduler.restart()
+    assert [row.prompt_index for row in scheduler.waiting] == list(range(5))
+    assert scheduler.pool.num_blocks == scheduler.num_free == scheduler.num_running == 0

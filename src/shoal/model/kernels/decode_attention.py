@@ -48,10 +48,10 @@ class RowTables(NamedTuple):
     """The rows, sorted by prompt."""
     items_5W: Tensor
     """Items of work: up to PIECE_ROWS rows of one prompt attend to up to PROMPT_SPLIT positions of it. Rows of the table: index
-    of the first row in `order_S`, number of rows, the prompt's slot, first position, number of positions."""
+    of the first row in `order_S`, number of rows, the cache block of these positions, first position, number of positions."""
     num_items_1: Tensor
-    homes_S: Tensor
-    """Cache slot of each row's new tokens."""
+    blocks_SB: Tensor
+    """Cache blocks of each row's new tokens, in order."""
 
 
 @triton.jit
@@ -62,9 +62,13 @@ def _attend_blocks(
     mixed,
     keys,
     values,
+    blocks,
+    block_stride,
     begin,
     end,
     scale,
+    PAGED: tl.constexpr,
+    PAGE: tl.constexpr,
     STEP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -73,14 +77,21 @@ def _attend_blocks(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attends to blocks of cached positions, one every STRIDE, and updates the highest score, sum of weights and mixed values."""
+    """Attends to BLOCK_N cached positions every STRIDE, and updates the highest score, sum of weights and mixed values.
+
+    PAGED: positions are in cache blocks of PAGE, whose numbers are in `blocks`; otherwise they follow one another.
+    """
     d = tl.arange(0, BLOCK_D)
     in_d = d < D
     for start in tl.range(begin, end, STRIDE, num_stages=STAGES):
         n = start + tl.arange(0, BLOCK_N)
         seen = n < end
         in_nd = seen[:, None] & in_d[None, :]
-        at = n[:, None] * STEP + d[None, :]
+        if PAGED:
+            page = tl.load(blocks + start // PAGE) * block_stride + (start % PAGE) * STEP
+            at = page + tl.arange(0, BLOCK_N)[:, None] * STEP + d[None, :]
+        else:
+            at = n[:, None] * STEP + d[None, :]
         k_nd = tl.load(keys + at, mask=in_nd, other=0.0)
         v_nd = tl.load(values + at, mask=in_nd, other=0.0)
         scores = tl.dot(q, tl.trans(k_nd), input_precision=PRECISION) * scale
@@ -129,15 +140,14 @@ def _attend_parts(
     qkv,
     rope,
     table,
-    homes,
+    blocks,
     order,
     items,
     num_items,
     num_own,
     num_slots,
     max_items,
-    prompt_keys,
-    prompt_values,
+    max_blocks,
     keys,
     values,
     tops,
@@ -145,8 +155,7 @@ def _attend_parts(
     mixes,
     q_norm,
     k_norm,
-    prompt_stride,
-    slot_stride,
+    block_stride,
     scale,
     eps,
     NUM_HEADS: tl.constexpr,
@@ -155,6 +164,7 @@ def _attend_parts(
     PARTS: tl.constexpr,
     SHARES: tl.constexpr,
     SPLIT: tl.constexpr,
+    PAGE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -182,7 +192,7 @@ def _attend_parts(
         for item in range(program - num_own, tl.load(num_items), num_others):
             first = tl.load(items + item)
             in_q = i < tl.load(items + max_items + item) * group
-            prompt_slot = tl.load(items + 2 * max_items + item)
+            prompt_block = tl.load(items + 2 * max_items + item)
             begin = tl.load(items + 3 * max_items + item)
             num = tl.load(items + 4 * max_items + item)
             rows = tl.load(order + first + i // group, mask=in_q, other=0)
@@ -192,13 +202,13 @@ def _attend_parts(
             q = _load_rotated(
                 heads, rope + positions[:, None] * 2 * D, q_norm, in_qd, eps, D, BLOCK_D, QK_NORM
             )
-            at = prompt_slot * prompt_stride + head * D + begin * step
+            at = prompt_block * block_stride + head * D
             top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_Q], tl.float32)
             mixed = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
             top, total, mixed = _attend_blocks(
-                q, top, total, mixed, prompt_keys + at, prompt_values + at, 0, num, scale,
-                step, D, BLOCK_D, PROMPT_N, PROMPT_N, PROMPT_S, PRECISION,
+                q, top, total, mixed, keys + at, values + at, blocks, block_stride, 0, num, scale,
+                False, PAGE, step, D, BLOCK_D, PROMPT_N, PROMPT_N, PROMPT_S, PRECISION,
             )  # fmt: skip
             to = (rows * NUM_HEADS + head * group + i % group) * PARTS + SHARES + begin // SPLIT
             tl.store(tops + to, top, mask=in_q)
@@ -216,7 +226,7 @@ def _attend_parts(
             heads = qkv + row * line + (head * group + g)[:, None] * D
             turn = rope + position * 2 * D + tl.zeros([BLOCK_G, 1], tl.int32)
             q = _load_rotated(heads, turn, q_norm, in_gd, eps, D, BLOCK_D, QK_NORM)
-            slot = tl.load(homes + row) * slot_stride + head * D
+            mine_b = blocks + row * max_blocks
             top = tl.full([BLOCK_G], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_G], tl.float32)
             mixed = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
@@ -229,14 +239,17 @@ def _attend_parts(
                     k_at + mine, rope + position * 2 * D + mine, k_norm, in_1d, eps, D, BLOCK_D, QK_NORM
                 )
                 v = tl.load(k_at + NUM_KV * D + d[None, :], mask=in_1d, other=0.0)
-                tl.store(keys + slot + own * step + d[None, :], k, mask=in_1d)
-                tl.store(values + slot + own * step + d[None, :], v, mask=in_1d)
+                # Blocks of a row that has ended may belong to another row already.
+                runs = in_1d & (tl.load(table + 3 * num_slots + row) == 0)
+                to_1 = tl.load(mine_b + own // PAGE) * block_stride + (own % PAGE) * step + head * D
+                tl.store(keys + to_1 + d[None, :], k, mask=runs)
+                tl.store(values + to_1 + d[None, :], v, mask=runs)
                 top = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale
                 total = tl.full([BLOCK_G], 1.0, tl.float32)
                 mixed = mixed + v.to(tl.float32)
             top, total, mixed = _attend_blocks(
-                q, top, total, mixed, keys + slot, values + slot, share * OWN_N, own, scale,
-                step, D, BLOCK_D, OWN_N, OWN_N * SHARES, OWN_S, PRECISION,
+                q, top, total, mixed, keys + head * D, values + head * D, mine_b, block_stride, share * OWN_N, own, scale,
+                True, PAGE, step, D, BLOCK_D, OWN_N, OWN_N * SHARES, OWN_S, PRECISION,
             )  # fmt: skip
             to = (row * NUM_HEADS + head * group + g) * PARTS + share
             tl.store(tops + to, top, mask=g < group)
@@ -305,17 +318,17 @@ def attend(
     shape: Shape,
     rope_PE: Tensor,
     rows: RowTables,
-    own: tuple[Tensor, Tensor],
-    shared: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, Tensor],
+    prompt_positions: int,
 ) -> Tensor:
     """Returns the attention of one new token per row.
 
-    `own`: keys and values of the rows' new tokens, [S, C, K, D]; those of this token are stored there too. `shared`: keys and
-    values of the prompts, [P, C, K, D].
+    `cache`: keys and values of all blocks, [M, C, K, D], with C a multiple of OWN_BLOCK and not less than PROMPT_SPLIT; those of
+    this token are stored there too. `prompt_positions`: length of the longest prompt.
     """
     num_rows, heads, kv_heads = qkv_BQ.shape[0], shape.num_heads, shape.num_kv_heads
     group = heads // kv_heads
-    parts = OWN_SHARES + triton.cdiv(shared[0].shape[1], PROMPT_SPLIT)
+    parts = OWN_SHARES + triton.cdiv(prompt_positions, PROMPT_SPLIT)
     tops, totals = (qkv_BQ.new_empty(num_rows, heads, parts, dtype=torch.float32) for _ in range(2))
     mixes = qkv_BQ.new_empty(num_rows, heads, parts, shape.head_dim, dtype=torch.float32)
     out_BQ = qkv_BQ.new_empty(num_rows, heads * shape.head_dim)
@@ -334,24 +347,24 @@ def attend(
         qkv_BQ,
         rope_PE,
         rows.table_6S,
-        rows.homes_S,
+        rows.blocks_SB,
         rows.order_S,
         rows.items_5W,
         rows.num_items_1,
         num_own,
         rows.table_6S.shape[1],
         rows.items_5W.shape[1],
-        *shared,
-        *own,
+        rows.blocks_SB.shape[1],
+        *cache,
         tops,
         totals,
         mixes,
         qkv_BQ if layer.q_norm_D is None else layer.q_norm_D,
         qkv_BQ if layer.k_norm_D is None else layer.k_norm_D,
-        shared[0].stride(0),
-        own[0].stride(0),
+        cache[0].stride(0),
         shape.head_dim**-0.5,
         shape.norm_eps,
+        PAGE=cache[0].shape[1],
         BLOCK_Q=max(16, triton.next_power_of_2(PIECE_ROWS * group)),
         BLOCK_G=max(16, triton.next_power_of_2(group)),  # tl.dot needs at least 16 rows
         BLOCK_D=max(16, triton.next_power_of_2(shape.head_dim)),

@@ -36,7 +36,7 @@ def _add_norm(
     states,
     counts,
     ended,
-    state_stride,
+    num_states,
     eps,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -59,7 +59,8 @@ def _add_norm(
     if KEEP:
         runs = tl.load(ended + row) == 0
         fed = tl.load(counts + row) - 1
-        tl.store(states + row * state_stride + fed * H + h, normed.to(tl.bfloat16), mask=inside & runs)
+        line = row * num_states + fed % num_states
+        tl.store(states + line * H + h, normed.to(tl.bfloat16), mask=inside & runs)
 
 
 @triton.jit
@@ -100,7 +101,8 @@ def add_norm(
     *,
     keep: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Returns norm(x + delta) and stores the sum in x. `keep`: (states_SNH, counts_S, ended_S), where the result is stored."""
+    """Returns norm(x + delta) and stores the sum in x. `keep`: (states_SAH, counts_S, ended_S):
+    the result is stored as the state of the row's newest token, number counts_S - 1, in line modulo A."""
     out_BH = torch.empty_like(x_BH)
     states, counts, ended = keep if keep is not None else (x_BH, x_BH, x_BH)
     hidden = x_BH.shape[1]
@@ -112,7 +114,7 @@ def add_norm(
         states,
         counts,
         ended,
-        states.stride(0),
+        states.shape[1],
         eps,
         H=hidden,
         BLOCK=triton.next_power_of_2(hidden),

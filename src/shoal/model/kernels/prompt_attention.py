@@ -38,7 +38,6 @@ def _norm_and_rotate(
     q_norm,
     k_norm,
     num_tokens,
-    prompt_stride,
     eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV: tl.constexpr,
@@ -49,7 +48,7 @@ def _norm_and_rotate(
 ):
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(table + num_tokens + token)
-    slot = tl.load(table + 2 * num_tokens + token)
+    line = tl.load(table + 2 * num_tokens + token)
     dtype = out.dtype.element_ty
     d = tl.arange(0, BLOCK_D)
     in_d = d < D
@@ -76,9 +75,10 @@ def _norm_and_rotate(
     tl.store(
         out + token * (NUM_HEADS + 2 * NUM_KV) * D + h[:, None] * D + d[None, :], rotated_heads, mask=inside
     )
-    kept = inside & (slot >= 0)
-    k_at = slot * prompt_stride + position * NUM_KV * D + (h - NUM_HEADS)[:, None] * D + d[None, :]
-    tl.store(keys + k_at, rotated_heads, mask=kept & (is_q == 0) & (is_v == 0))
+    kept = inside & (line >= 0)
+    k_at = line * NUM_KV * D + (h - NUM_HEADS)[:, None] * D + d[None, :]
+    is_k = ((h >= NUM_HEADS) & (h < NUM_HEADS + NUM_KV))[:, None]
+    tl.store(keys + k_at, rotated_heads, mask=kept & is_k)
     tl.store(values + k_at - NUM_KV * D, rotated_heads, mask=kept & is_v)
 
 
@@ -93,7 +93,7 @@ def norm_and_rotate(
 ) -> Tensor:
     """Applies q/k norm and rotation to prompts laid end to end; returns queries, keys and values, [T, N + 2 K, D].
 
-    `table_3T`: for each token its id, its position, and the slot of the `kept` keys and values, [P, C, K, D], where its own are
+    `table_3T`: for each token its id, its position, and the line of the `kept` keys and values, [..., K, D], in which its own are
     stored too, or a number below 0 to store nothing.
     """
     num_tokens = len(qkv_TQ)
@@ -107,7 +107,6 @@ def norm_and_rotate(
         qkv_TQ if layer.q_norm_D is None else layer.q_norm_D,
         qkv_TQ if layer.k_norm_D is None else layer.k_norm_D,
         num_tokens,
-        kept[0].stride(0),
         shape.norm_eps,
         NUM_HEADS=shape.num_heads,
         NUM_KV=shape.num_kv_heads,

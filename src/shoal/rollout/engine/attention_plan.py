@@ -28,8 +28,8 @@ class PlanViews(NamedTuple):
     order_S: Any
     """Slots of running rows, sorted by prompt."""
     items_5W: Any
-    """A column for each item. Lines: first row (an index into `order_S`), number of rows, place of their prompt,
-    first position, number of positions."""
+    """A column for each item. Lines: first row (an index into `order_S`), number of rows, block of the cache that holds
+    these positions of their prompt, first position, number of positions."""
 
 
 def split_table(table: Any, num_slots: int) -> PlanViews:
@@ -47,6 +47,7 @@ class AttentionPlan:
         self._places_S = np.full(num_slots, -1)
         """Place of the prompt of the row in each slot; -1 where no row runs."""
         self._lengths_S = np.zeros(num_slots, dtype=np.int64)
+        self._blocks_SB = np.zeros((num_slots, self._max_splits), dtype=np.int64)
         self._changed = False
 
     @property
@@ -54,10 +55,18 @@ class AttentionPlan:
         num_slots = len(self._places_S)
         return 1 + num_slots + NUM_ITEM_FIELDS * num_slots * self._max_splits
 
-    def add_rows(self, slots: Iterable[int], places: Sequence[int], lengths: Sequence[int]) -> None:
-        """Adds rows with the places and lengths of their prompts."""
+    def add_rows(
+        self,
+        slots: Iterable[int],
+        places: Sequence[int],
+        lengths: Sequence[int],
+        blocks: Sequence[Sequence[int]],
+    ) -> None:
+        """Adds rows with the places, lengths and blocks of their prompts; a block holds the positions of one item."""
         index = list(slots)
         self._places_S[index], self._lengths_S[index] = places, lengths
+        for slot, row in zip(index, blocks, strict=True):
+            self._blocks_SB[slot, : len(row)] = row
         self._changed = True
 
     def remove_rows(self, slots: Sequence[int]) -> None:
@@ -68,6 +77,7 @@ class AttentionPlan:
         """Takes over the rows of a plan with fewer slots."""
         num_slots = len(old._places_S)
         self._places_S[:num_slots], self._lengths_S[:num_slots] = old._places_S, old._lengths_S
+        self._blocks_SB[:num_slots, : old._max_splits] = old._blocks_SB
         self._changed = True
 
     def table_if_changed(self) -> IntArray | None:
@@ -97,4 +107,5 @@ class AttentionPlan:
         split = np.arange(len(tile)) - np.repeat(np.cumsum(num_splits) - num_splits, num_splits)
         first = split * self._size.positions
         num = np.minimum(lengths[tile] - first, self._size.positions)
-        return np.stack((starts[tile], counts[tile], places[starts[tile]], first, num))
+        blocks = self._blocks_SB[slots[starts[tile]], split]
+        return np.stack((starts[tile], counts[tile], blocks, first, num))

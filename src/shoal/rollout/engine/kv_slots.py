@@ -1,8 +1,14 @@
-"""Tensors of the running rows, one slot each: position, drawn tokens, states, keys and values.
+"""Tensors of the running rows, one slot each: position, drawn tokens, newest states, keys and values.
 
-S slots, R some of them, N new tokens, H hidden size. Other letters: model/decoder.py.
+Keys and values are stored in blocks that rows get as they grow (scheduler.py). On a GPU the blocks are lines of one pool, and a
+table says which blocks a row has. On a CPU each row has a range of addresses long enough for its longest; the operating system
+adds a page of memory where a token is first written, and gets the pages back when the row ends.
+
+S slots, R some of them, N new tokens, A states kept for proofs, H hidden size, B blocks of a row, M blocks of the pool. Other
+letters: model/decoder.py.
 """
 
+import mmap
 from collections import deque
 from collections.abc import Sequence
 from enum import IntEnum
@@ -13,10 +19,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.model.decoder import KVCache
 from shoal.model.fused import FusedWeights
 from shoal.model.packed_prefill import upload
-from shoal.rollout.engine.scheduler import Admission, CacheSize
+from shoal.model.shape import Shape
+from shoal.rollout.engine.block_pool import BLOCK
+from shoal.rollout.engine.scheduler import Admission, CacheSize, GivenBlock
 from shoal.wire.seeded_draw import uniforms
 
 
@@ -41,24 +48,87 @@ class RowOutputs(NamedTuple):
 
     tokens_RN: Tensor
     logprobs_RN: Tensor
-    states_RNH: Tensor
+    states_RAH: Tensor
+    """The newest states of each row: that of new token t is in line t modulo A."""
+
+
+class BlockCache:
+    """Keys and values of all blocks on a GPU: [layer, block, position in the block, kv head, :]."""
+
+    def __init__(self, shape: Shape, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        size = (shape.num_layers, num_blocks, BLOCK, shape.num_kv_heads, shape.head_dim)
+        # Not torch.empty: a NaN in unwritten memory would pass through the mask, since 0 * NaN is NaN.
+        self.keys_LMCKD, self.values_LMCKD = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
+        self.num_blocks = num_blocks
+
+    def copy_from(self, old: "BlockCache") -> None:
+        """Copies all blocks of a smaller cache."""
+        self.keys_LMCKD[:, : old.num_blocks] = old.keys_LMCKD
+        self.values_LMCKD[:, : old.num_blocks] = old.values_LMCKD
+
+
+class PagedRows:
+    """Keys and values of rows on a CPU: [layer, slot, position, kv head, :], in pages that exist where something was written."""
+
+    def __init__(self, shape: Shape, size: CacheSize) -> None:
+        self._size = (shape.num_layers, size.rows, shape.num_kv_heads, size.row_positions, shape.head_dim)
+        self._slot_bytes = 4 * shape.num_kv_heads * size.row_positions * shape.head_dim
+        self._maps = [_lazy_memory(4 * int(np.prod(self._size))) for _ in range(2)]
+        keys, values = (torch.frombuffer(one, dtype=torch.float32).view(self._size) for one in self._maps)
+        self.keys_LSCKD, self.values_LSCKD = keys.transpose(2, 3), values.transpose(2, 3)
+        # Where all rows at their longest have blocks, pages are kept: the next row then needs no new ones.
+        self._releases = size.blocks < size.rows * (size.row_positions // BLOCK)
+
+    def copy_rows(self, source: "PagedRows", moves: Sequence[tuple[int, int]], counts: Sequence[int]) -> None:
+        """Copies the first `counts` positions of rows of a cache, which may be this one, from slot to slot."""
+        for (old, new), count in zip(moves, counts, strict=True):
+            self.keys_LSCKD[:, new, :count] = source.keys_LSCKD[:, old, :count]
+            self.values_LSCKD[:, new, :count] = source.values_LSCKD[:, old, :count]
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Gives the memory of these slots back to the operating system. They read as zeros afterwards."""
+        if not self._releases or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        for one in self._maps:
+            for layer in range(self._size[0]):
+                for slot in slots:
+                    start = (layer * self._size[1] + slot) * self._slot_bytes
+                    first, last = -(-start // mmap.PAGESIZE), (start + self._slot_bytes) // mmap.PAGESIZE
+                    if last > first:
+                        one.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
+
+
+def _lazy_memory(num_bytes: int) -> mmap.mmap:
+    """Returns zeros that take up memory only in the pages that are written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    found = mmap.mmap(-1, max(num_bytes, 1), flags=flags)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        found.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would be many rows' blocks
+    return found
 
 
 class KVSlots:
     """The tensors of `size.rows` slots on the device of `weights`."""
 
-    def __init__(self, weights: FusedWeights, size: CacheSize) -> None:
+    def __init__(
+        self,
+        weights: FusedWeights,
+        size: CacheSize,
+        *,
+        state_tokens: int,
+        paged: bool,
+        blocks: BlockCache | None = None,
+    ) -> None:
+        """`state_tokens`: states kept of each row. `paged`: each row has a range of addresses, as on a CPU; otherwise rows have
+        blocks of `blocks`, or of a new pool."""
         shape, dtype, device = weights.shape, weights.embed_VH.dtype, weights.embed_VH.device
         self.size, self.device = size, device
         rows, new_tokens = size.rows, size.new_tokens
-        self.cache = KVCache(
-            shape,
-            num_slots=rows,
-            max_context=size.row_positions,
-            dtype=cache_dtype(dtype, device),
-            device=device,
-            heads_apart=device.type == "cpu",
-        )
+        self.rows_cache = PagedRows(shape, size) if paged else None
+        self.blocks: BlockCache | None = None
+        if not paged:
+            self.blocks = blocks or BlockCache(shape, size.blocks, dtype, device)
+        self.blocks_SB = torch.zeros(rows, size.row_positions // BLOCK, dtype=torch.int64, device=device)
         self.index_S = torch.arange(rows, device=device)
         self.index_C = torch.arange(size.row_positions, device=device)
         self.fields_6S = torch.zeros(len(SlotField), rows, dtype=torch.int64, device=device)
@@ -77,8 +147,8 @@ class KVSlots:
         self.tokens_SN = torch.zeros(rows, new_tokens, dtype=torch.int64, device=device)
         self.logprobs_SN = torch.zeros(rows, new_tokens, device=device)
         # Proofs are of bfloat16 states whatever the compute dtype; storing them as bfloat16 halves their memory.
-        self.states_SNH = torch.zeros(
-            rows, new_tokens, shape.hidden_size, dtype=torch.bfloat16, device=device
+        self.states_SAH = torch.zeros(
+            rows, state_tokens, shape.hidden_size, dtype=torch.bfloat16, device=device
         )
 
     def start_rows(self, admitted: Sequence[Admission]) -> None:
@@ -86,17 +156,30 @@ class KVSlots:
         num_fields = len(SlotField)
         num_new = max(row.request.max_new_tokens for row in admitted)
         seeds = np.array([row.request.sample_seed for row in admitted], dtype=np.uint64)
-        # Slot, fields, temperature and uniforms in one array: on a GPU each copy costs more than the bytes in it.
-        host_RX = np.empty((len(admitted), 1 + num_fields + 1 + num_new), dtype=np.int64)
-        host_RX[:, 0] = [row.slot for row in admitted]
-        host_RX[:, 1 : 1 + num_fields] = [_first_fields(row) for row in admitted]
-        sampling_RE = host_RX[:, 1 + num_fields :].view(np.float64)
+        # Slot, block, fields, temperature and uniforms in one array: on a GPU each copy costs more than the bytes in it.
+        host_RX = np.empty((len(admitted), 2 + num_fields + 1 + num_new), dtype=np.int64)
+        host_RX[:, :2] = [(row.slot, row.first_block) for row in admitted]
+        host_RX[:, 2 : 2 + num_fields] = [_first_fields(row) for row in admitted]
+        sampling_RE = host_RX[:, 2 + num_fields :].view(np.float64)
         sampling_RE[:, 0] = [row.request.temperature for row in admitted]
         sampling_RE[:, 1:] = uniforms(seeds[:, None], np.arange(num_new, dtype=np.uint64)[None])
         device_RX = upload(host_RX, self.device)
         slots_R = device_RX[:, 0]
-        self.fields_6S[:, slots_R] = device_RX[:, 1 : 1 + num_fields].T
-        self._sampling_SE[slots_R, : 1 + num_new] = device_RX[:, 1 + num_fields :].view(torch.float64)
+        self.blocks_SB[slots_R, 0] = device_RX[:, 1]
+        self.fields_6S[:, slots_R] = device_RX[:, 2 : 2 + num_fields].T
+        self._sampling_SE[slots_R, : 1 + num_new] = device_RX[:, 2 + num_fields :].view(torch.float64)
+
+    def give_blocks(self, given: Sequence[GivenBlock]) -> None:
+        """Writes the blocks that rows got into the table."""
+        if given and self.blocks is not None:
+            slots_R, indices_R, blocks_R = upload(np.array(given).T, self.device)
+            self.blocks_SB[slots_R, indices_R] = blocks_R
+
+    def stop_rows(self, slots: Sequence[int]) -> None:
+        """Marks rows as ended, so that nothing more is stored for them."""
+        slots_R = upload(np.array(slots), self.device)
+        self.ended_S[slots_R] = 1
+        self.positions_S[slots_R] = 0
 
     def read_rows(self, slots: Sequence[int], num_tokens: int) -> RowOutputs:
         """Returns copies of what these rows produced, at most `num_tokens` tokens of each."""
@@ -104,17 +187,25 @@ class KVSlots:
         return RowOutputs(
             self.tokens_SN[slots_R, :num_tokens],
             self.logprobs_SN[slots_R, :num_tokens],
-            self.states_SNH[slots_R, : max(num_tokens - 1, 0)],
+            self.states_SAH[slots_R],
         )
+
+    def read_states(self, slots: Sequence[int], firsts: Sequence[int], num_tokens: int) -> Tensor:
+        """Returns copies of the states of `num_tokens` new tokens of each row, from the given first ones on, [R, tokens, H]."""
+        tokens_RT = np.array(firsts)[:, None] + np.arange(num_tokens)
+        slots_R1 = np.broadcast_to(np.array(slots)[:, None], tokens_RT.shape)
+        at_2RT = upload(np.stack((slots_R1, tokens_RT % self.states_SAH.shape[1])), self.device)
+        return self.states_SAH[at_2RT[0], at_2RT[1]]
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copies rows from slot to slot."""
+        assert self.rows_cache is not None, "only steps on a CPU move rows"
         sources, targets = (upload(np.array(side), self.device) for side in zip(*moves, strict=True))
-        context = int(self.num_drawn_S[sources].max())
         for tensor in self._per_row():
             tensor[targets] = tensor[sources]
         self.fields_6S[:, targets] = self.fields_6S[:, sources]
-        self.cache.copy_from(self.cache, source_slots=sources, slots=targets, context=context)
+        self.rows_cache.copy_rows(self.rows_cache, moves, self.num_drawn_S[sources].tolist())
+        self.rows_cache.release([source for source, _ in moves])
 
     def copy_from(self, old: "KVSlots") -> None:
         """Copies all rows of smaller slots into these."""
@@ -125,12 +216,22 @@ class KVSlots:
                 mine[:rows] = theirs
             else:
                 mine[:rows, : theirs.shape[1]] = theirs
-        self.cache.copy_from(
-            old.cache, source_slots=old.index_S, slots=old.index_S, context=old.cache.max_context
-        )
+        if self.rows_cache is not None and old.rows_cache is not None:
+            running = (old.ended_S == 0).nonzero().flatten().tolist()
+            counts = old.num_drawn_S[running].tolist()
+            self.rows_cache.copy_rows(old.rows_cache, [(slot, slot) for slot in running], counts)
+        elif self.blocks is not None and old.blocks is not None and self.blocks is not old.blocks:
+            self.blocks.copy_from(old.blocks)
 
     def _per_row(self) -> tuple[Tensor, ...]:
-        return (self.newest_S, self._sampling_SE, self.tokens_SN, self.logprobs_SN, self.states_SNH)
+        return (
+            self.newest_S,
+            self._sampling_SE,
+            self.tokens_SN,
+            self.logprobs_SN,
+            self.states_SAH,
+            self.blocks_SB,
+        )
 
 
 def _first_fields(row: Admission) -> list[int]:

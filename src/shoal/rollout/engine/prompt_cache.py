@@ -9,7 +9,8 @@ from torch import Tensor
 
 from shoal.model.decoder import Decoder, KVCache
 from shoal.model.packed_prefill import upload
-from shoal.rollout.engine.scheduler import Admission, Prompt
+from shoal.rollout.engine.block_pool import Prompt
+from shoal.rollout.engine.scheduler import Admission
 
 
 class PrefillSize(NamedTuple):
@@ -48,6 +49,9 @@ class PendingPrefill(Protocol):
     def finish(self) -> list[PromptBatch]:
         """Does the rest of the work and returns the computed prompts."""
 
+    def cancel(self) -> None:
+        """Gives up the prompts. What uses their memory next waits for the part that is done."""
+
 
 class FinishedPrefill(NamedTuple):
     """A PendingPrefill with nothing left to do, for steps that compute prompts at once."""
@@ -60,6 +64,9 @@ class FinishedPrefill(NamedTuple):
 
     def finish(self) -> list[PromptBatch]:
         return self.batches
+
+    def cancel(self) -> None:
+        pass
 
 
 class FirstDraws(NamedTuple):
@@ -83,13 +90,16 @@ class PromptCache:
         return prompt in self._lines
 
     def replace(self, batches: Sequence[PromptBatch]) -> None:
-        """Holds these prompts instead of the previous ones."""
+        """Holds these prompts, which were the pending ones, instead of the previous ones."""
+        self.pending = None
         self.clear()
         self._batches = list(batches)
         for number, batch in enumerate(batches):
             self._lines |= {prompt: (number, line) for line, prompt in enumerate(batch.prompts)}
 
     def clear(self) -> None:
+        if self.pending is not None:
+            self.pending.cancel()
         self._lines, self._batches, self.pending = {}, [], None
 
     def first_draws(self, admitted: Sequence[Admission]) -> list[FirstDraws]:

@@ -1,16 +1,23 @@
-"""Proofs of finished rows, built beside the decoding: in a thread and, on CUDA, on a stream of their own."""
+"""Proofs of rows, built beside the decoding: in a thread and, on CUDA, on a stream of their own.
+
+A segment of states becomes a proof while its row runs (`Prover.fold`), so a row holds one segment of states and a few more, however
+long it is. The rest of them follows when the row has ended (`Prover.add`).
+"""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shoal import toploc
+from shoal.model.packed_prefill import upload
 from shoal.rollout.engine.api import FinishedRow, GenerationRequest
 from shoal.rollout.engine.kv_slots import RowOutputs
+from shoal.rollout.engine.scheduler import RemovedRow
 from shoal.rollout.engine.step_cpu import single_core_pool
 from shoal.wire.rollouts import Finish
 from shoal.wire.run_spec import ProofSpec
@@ -20,6 +27,32 @@ PROVE_ROWS = 64
 device a call is about 30 launches for any number of rows."""
 MAX_JOBS = 16
 """Jobs under way at once. If proving is slower than decoding, decoding waits for it instead of filling the memory."""
+FOLD_STEPS = 8
+"""Steps between two calls of `Prover.fold`. Rows hold this many states more than a segment has."""
+
+
+class FoldSize(NamedTuple):
+    """How many states of a row are kept and turned into proofs at a time."""
+
+    segment: int
+    steps: int
+    """Steps between two folds: not more than a segment has, so that no two of a row's segments are complete at once."""
+
+    @property
+    def kept(self) -> int:
+        return self.segment + self.steps
+
+
+def fold_size(proof: ProofSpec | None) -> FoldSize:
+    segment = (proof or ProofSpec()).segment_tokens
+    return FoldSize(segment, min(FOLD_STEPS, segment))
+
+
+class _Part(NamedTuple):
+    """The proof of one segment: number `at` of a job's results."""
+
+    job: "Future[list[bytes]]"
+    at: int
 
 
 class RawStates(ProofSpec):
@@ -38,9 +71,11 @@ class _EndedRows(NamedTuple):
 
     requests: Sequence[GenerationRequest]
     counts: Sequence[int]
+    parts: Sequence[Sequence[_Part]]
+    """Proofs of the segments that were folded, for each row."""
     tokens_RN: Tensor
     logprobs_RN: Tensor
-    states_RNH: Tensor
+    states_RAH: Tensor
     """On the device. Tokens and log-probs are on the host once `copied` has happened."""
     copied: torch.cuda.Event | None
 
@@ -50,26 +85,66 @@ class Prover:
 
     def __init__(self, proof: ProofSpec | None, end_tokens: frozenset[int], device: torch.device) -> None:
         self._proof, self._end_tokens = proof, end_tokens
+        self.size = fold_size(proof)
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
         self._thread = single_core_pool(1, "prover")
         self._waiting: list[_EndedRows] = []
         self._jobs: deque[Future[list[FinishedRow]]] = deque()
+        self._folds: deque[Future[list[bytes]]] = deque()
+        self._parts: dict[int, list[_Part]] = {}
+        """By number of a running row."""
 
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._jobs)
 
-    def add(self, requests: Sequence[GenerationRequest], counts: Sequence[int], outputs: RowOutputs) -> None:
+    def num_folded(self, number: int) -> int:
+        """Returns how many segments of a row were folded."""
+        return len(self._parts.get(number, ()))
+
+    def fold(self, numbers: Sequence[int], states_RTH: Tensor) -> None:
+        """Takes the next segment of some rows, given by their numbers. Does not wait for the device."""
+        if self._proof is None:
+            return
+        while len(self._folds) >= MAX_JOBS:
+            self._folds.popleft().result()
+        job = self._thread.submit(self._build_parts, states_RTH, self._copied())
+        self._folds.append(job)
+        for at, number in enumerate(numbers):
+            self._parts.setdefault(number, []).append(_Part(job, at))
+
+    def forget(self) -> None:
+        """Drops the segments of all rows, which start again."""
+        self._parts.clear()
+
+    def forget_row(self, number: int) -> None:
+        """Drops the segments of a row that was preempted."""
+        self._parts.pop(number, None)
+
+    def add(self, rows: Sequence[RemovedRow], counts: Sequence[int], outputs: RowOutputs) -> None:
         """Takes rows that have ended after `counts` tokens. Does not wait for the device."""
-        tokens_RN, logprobs_RN, copied = outputs.tokens_RN, outputs.logprobs_RN, None
+        tokens_RN, logprobs_RN = outputs.tokens_RN, outputs.logprobs_RN
         if self._stream is not None:
             tokens_RN, logprobs_RN = _to_host(tokens_RN), _to_host(logprobs_RN)
-            copied = torch.cuda.Event()
-            copied.record()
-        rows = _EndedRows(requests, counts, tokens_RN, logprobs_RN, outputs.states_RNH, copied)
-        self._waiting.append(rows)
+        # A device reports ends late: a segment that the row did not complete may have been folded.
+        parts = [
+            self._parts.pop(row.number, [])[: (count - 1) // self.size.segment]
+            for row, count in zip(rows, counts, strict=True)
+        ]
+        requests = [row.request for row in rows]
+        self._waiting.append(
+            _EndedRows(requests, counts, parts, tokens_RN, logprobs_RN, outputs.states_RAH, self._copied())
+        )
+
+    def _copied(self) -> torch.cuda.Event | None:
+        """Returns an event that happens when the copies launched so far are complete."""
+        if self._stream is None:
+            return None
+        copied = torch.cuda.Event()
+        copied.record()
+        return copied
 
     def collect(self, *, wait: bool) -> list[FinishedRow]:
         """Returns the rows whose proofs are ready; with `wait`, waits for all of them."""
@@ -81,6 +156,16 @@ class Prover:
         while self._jobs and (wait or len(self._jobs) > MAX_JOBS or self._jobs[0].done()):
             found += self._jobs.popleft().result()
         return found
+
+    @torch.inference_mode()
+    def _build_parts(self, states_RTH: Tensor, copied: torch.cuda.Event | None) -> list[bytes]:
+        if self._stream is None:
+            return self._build(list(states_RTH))
+        assert copied is not None
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(copied)
+            states_RTH.record_stream(self._stream)
+            return self._build(list(states_RTH))
 
     @torch.inference_mode()
     def _finish(self, batches: Sequence[_EndedRows]) -> list[FinishedRow]:
@@ -99,9 +184,24 @@ class Prover:
     def _prove(self, batches: Sequence[_EndedRows]) -> list[bytes]:
         if self._proof is None:
             return [b""] * sum(len(batch.counts) for batch in batches)
-        states = [
-            batch.states_RNH[row, : count - 1] for batch in batches for row, count in enumerate(batch.counts)
+        last = self._build([states for batch in batches for states in self._unfolded(batch)])
+        parts = [row for batch in batches for row in batch.parts]
+        return [
+            b"".join(part.job.result()[part.at] for part in row) + rest
+            for row, rest in zip(parts, last, strict=True)
         ]
+
+    def _unfolded(self, batch: _EndedRows) -> list[Tensor]:
+        """Returns the states of each row after its folded segments."""
+        kept, segment = self.size.kept, self.size.segment
+        firsts_R = np.array([len(parts) * segment for parts in batch.parts])
+        lines_RA = upload((firsts_R[:, None] + np.arange(kept)) % kept, batch.states_RAH.device)
+        in_order_RAH = torch.take_along_dim(batch.states_RAH, lines_RA[:, :, None], 1)
+        counts = [count - 1 - int(first) for count, first in zip(batch.counts, firsts_R, strict=True)]
+        return [states_AH[:count] for states_AH, count in zip(in_order_RAH, counts, strict=True)]
+
+    def _build(self, states: list[Tensor]) -> list[bytes]:
+        assert self._proof is not None
         return prove_states(states, self._proof)
 
     def _finished_rows(self, batch: _EndedRows, proofs: Iterator[bytes]) -> list[FinishedRow]:

@@ -1,23 +1,26 @@
-"""Decides which rows run in which slot, which prompts are computed next, and how much memory that takes. No torch.
+"""Decides which rows run in which slot, which prompts are computed next, and which blocks of the cache they use. No torch.
 
-Scheduler     waiting rows, running rows and their slots
-PromptPlaces  where each prompt's keys and values are stored, once for all rows that start from it
-CacheSize     how many rows and prompts the caches hold, and what fits into memory
+Scheduler     waiting rows, running rows, their slots and blocks
+CacheSize     how many rows, prompts and blocks the caches hold, and what fits into memory
+
+Rows get blocks as they grow, so memory limits the tokens that rows have, not those that they might draw. When no block is free,
+the row that started last is preempted: it waits again and is later computed from its beginning. Its tokens follow from prompt,
+weights and seed, so they come out the same.
 """
 
 import heapq
 from collections import deque
 from collections.abc import Collection, Container, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from shoal.model.shape import Shape
 from shoal.rollout.engine.api import GenerationRequest
+from shoal.rollout.engine.block_pool import BLOCK, BlockPool, PlacedPrompts, Prompt, PromptPlaces, blocks_for
 
-Prompt = tuple[int, ...]
-
-POSITION_STEP = 128
-"""Cache lengths are rounded up to a multiple of this, so that slightly longer prompts need no new allocation."""
+GROW_STEPS = 16
+"""Rows get blocks for this many steps at once: on a GPU each change of the tables costs several launches."""
 
 
 class Admission(NamedTuple):
@@ -26,21 +29,43 @@ class Admission(NamedTuple):
     slot: int
     request: GenerationRequest
     prompt_place: int
+    prompt_blocks: Sequence[int] = ()
+    first_block: int = 0
+    """Where the row's first new tokens are stored."""
 
 
-class PlacedPrompts(NamedTuple):
-    """Result of `PromptPlaces.place`."""
+class GivenBlock(NamedTuple):
+    """A block that the row in `slot` got, after `num_before` others."""
 
-    added: dict[Prompt, int]
-    """Places of the prompts that were not stored before. Their keys and values must be computed."""
-    freed: list[int]
-    """Places whose prompt was evicted. Some may be in `added` again."""
+    slot: int
+    num_before: int
+    block: int
+
+
+class RemovedRow(NamedTuple):
+    """A row that left its slot."""
+
+    request: GenerationRequest
+    number: int
+    """Counts admissions: a row that is preempted and starts again gets another number."""
+
+
+@dataclass(slots=True)
+class _RunningRow:
+    request: GenerationRequest
+    number: int
+    first_step: int
+    blocks: list[int]
+
+    def fed(self, step: int) -> int:
+        """Returns how many new tokens the row was fed before decode step `step`, if it has not ended."""
+        return min(step - self.first_step, self.request.max_new_tokens - 1)
 
 
 class Scheduler:
     """Keeps rows in submission order and gives each one the lowest free slot.
 
-    A row keeps its slot until it is removed. `compact` moves rows so that the running ones fill slots
+    A row keeps its slot until it is removed or preempted. `compact` moves rows so that the running ones fill slots
     0 .. num_running-1, for steps in which unused slots cost time.
     """
 
@@ -49,15 +74,22 @@ class Scheduler:
             raise ValueError(f"max_rows={max_rows} must be at least 1")
         self.max_rows = max_rows
         self.waiting: deque[GenerationRequest] = deque()
-        self.running: dict[int, GenerationRequest] = {}
-        self.places = PromptPlaces()
-        self._first_step: dict[int, int] = {}
+        self.pool = BlockPool()
+        self.places = PromptPlaces(self.pool)
+        self.num_preempted = 0
+        self._rows: dict[int, _RunningRow] = {}
+        self._num_admitted = 0
         self._free_slots: list[int] = []
         self._num_slots = 0
 
     @property
+    def running(self) -> dict[int, GenerationRequest]:
+        """Returns the running rows by slot."""
+        return {slot: row.request for slot, row in self._rows.items()}
+
+    @property
     def num_running(self) -> int:
-        return len(self.running)
+        return len(self._rows)
 
     @property
     def num_free(self) -> int:
@@ -66,58 +98,101 @@ class Scheduler:
     @property
     def end(self) -> int:
         """Returns one more than the highest slot in use."""
-        return max(self.running, default=-1) + 1
+        return max(self._rows, default=-1) + 1
 
     def resize(self, size: "CacheSize") -> None:
-        """Adds slots and prompt places up to `size`. The number of slots never shrinks."""
+        """Adds slots, prompt places and blocks up to `size`. None of them ever becomes fewer."""
         assert size.rows >= self._num_slots
         for slot in range(self._num_slots, size.rows):
             heapq.heappush(self._free_slots, slot)
         self._num_slots = size.rows
         self.places.grow(size.prompts)
+        self.pool.grow(size.blocks)
+
+    def restart(self) -> None:
+        """Preempts every row and forgets all slots, prompts and blocks, so that `resize` may allow for fewer."""
+        while self._rows:
+            self.preempt()
+        self.pool = BlockPool()
+        self.places = PromptPlaces(self.pool)
+        self._free_slots, self._num_slots = [], 0
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
         self.waiting.extend(requests)
 
     def admit(self, ready: Container[Prompt], *, step: int) -> list[Admission]:
-        """Starts waiting rows in order, while slots are free and the next row's prompt is `ready`.
+        """Starts waiting rows in order, while slots and blocks are free and the next row's prompt is `ready`.
 
-        `step` is the first decode step that the rows take part in; `finished` needs it.
+        `step` is the first decode step that the rows take part in.
         """
         admitted: list[Admission] = []
         while self._free_slots and self.waiting and self.waiting[0].prompt_tokens in ready:
+            if self.pool.num_free < 1 + self._reserve():
+                break
             slot, request = heapq.heappop(self._free_slots), self.waiting.popleft()
-            admitted.append(Admission(slot, request, self.places.acquire(request.prompt_tokens)))
-            self.running[slot] = request
-            self._first_step[slot] = step
+            blocks = self.pool.take(1)
+            place = self.places.acquire(request.prompt_tokens)
+            prompt_blocks = self.places.blocks(request.prompt_tokens)
+            admitted.append(Admission(slot, request, place, prompt_blocks, blocks[0]))
+            self._rows[slot] = _RunningRow(request, self._num_admitted, step, blocks)
+            self._num_admitted += 1
         return admitted
+
+    def grow(self, *, step: int) -> list[GivenBlock] | None:
+        """Gives running rows the blocks that they fill in the GROW_STEPS steps from `step` on.
+
+        Returns None, and gives none, if they are not all free: then evict prompts or preempt a row, and call it again.
+        """
+        wanted = [
+            (slot, index)
+            for slot, row in self._rows.items()
+            for index in range(len(row.blocks), blocks_for(row.fed(step + GROW_STEPS)))
+        ]
+        if len(wanted) > self.pool.num_free:
+            return None
+        blocks = self.pool.take(len(wanted))
+        for (slot, _), block in zip(wanted, blocks, strict=True):
+            self._rows[slot].blocks.append(block)
+        return [GivenBlock(*at, block) for at, block in zip(wanted, blocks, strict=True)]
+
+    def preempt(self) -> tuple[int, int]:
+        """Stops the row that started last and puts it in front of the waiting rows. Returns its slot and number."""
+        slot = max(self._rows, key=lambda slot: self._rows[slot].number)
+        (row,) = self.remove([slot])
+        self.waiting.appendleft(row.request)
+        self.num_preempted += 1
+        return slot, row.number
 
     def finished(self, ended: Collection[int], *, step: int) -> list[int]:
         """Returns the slots in `ended` whose current row took part in decode step `step`.
 
         The device reports ended slots some steps late: a report from before a row started is about the slot's previous row.
         """
-        return [slot for slot in ended if slot in self.running and self._first_step[slot] <= step]
+        return [slot for slot in ended if slot in self._rows and self._rows[slot].first_step <= step]
 
-    def remove(self, slots: Sequence[int]) -> list[GenerationRequest]:
-        """Removes rows and returns their requests. Their slots are free at once."""
-        requests = [self.running.pop(slot) for slot in slots]
-        for slot, request in zip(slots, requests, strict=True):
+    def remove(self, slots: Sequence[int]) -> list[RemovedRow]:
+        """Removes rows. Their slots and blocks are free at once."""
+        rows = [self._rows.pop(slot) for slot in slots]
+        for slot, row in zip(slots, rows, strict=True):
             heapq.heappush(self._free_slots, slot)
-            self.places.release(request.prompt_tokens)
-        return requests
+            self.places.release(row.request.prompt_tokens)
+            self.pool.give_back(row.blocks)
+        return [RemovedRow(row.request, row.number) for row in rows]
 
     def compact(self) -> list[tuple[int, int]]:
         """Closes all gaps between running rows. Returns the moves (from slot, to slot), valid in any order."""
-        holes = [slot for slot in range(self.num_running) if slot not in self.running]
-        movers = sorted(slot for slot in self.running if slot >= self.num_running)
+        holes = [slot for slot in range(self.num_running) if slot not in self._rows]
+        movers = sorted(slot for slot in self._rows if slot >= self.num_running)
         moves = list(zip(movers, holes, strict=True))
         for source, target in moves:
-            self.running[target] = self.running.pop(source)
-            self._first_step[target] = self._first_step.pop(source)
+            self._rows[target] = self._rows.pop(source)
         if moves:
             self._free_slots = list(range(self.num_running, self._num_slots))
         return moves
+
+    def fed_tokens(self, *, step: int) -> list[tuple[int, int, int]]:
+        """Returns (slot, number, new tokens fed before decode step `step`) of each running row, if it has not ended."""
+        return [(slot, row.number, row.fed(step)) for slot, row in self._rows.items()]
 
     def next_prompts(
         self, *, max_tokens: int, max_prompts: int, exclude: Container[Prompt] = ()
@@ -136,6 +211,21 @@ class Scheduler:
                 chosen[prompt] = None
         return list(chosen)
 
+    def place_prompts(
+        self, prompts: Sequence[Prompt], *, keep: Container[Prompt] = ()
+    ) -> tuple[list[Prompt], PlacedPrompts]:
+        """Stores as many of the prompts as there are places and free blocks. Returns these prompts and their places."""
+        self.places.evict(keep=keep)
+        blocks, places = self.pool.num_free - self._reserve(), self.places.num_free
+        fitting: list[Prompt] = []
+        for prompt in prompts:
+            if prompt not in self.places:
+                blocks, places = blocks - blocks_for(len(prompt)), places - 1
+                if blocks < 1 or places < 0:  # one block is for the first row that starts from the prompt
+                    break
+            fitting.append(prompt)
+        return fitting, self.places.place(fitting, keep=keep)
+
     def startable_prompts(self, ready: Container[Prompt]) -> set[Prompt]:
         """Returns the prompts of the next rows that can start from `ready`, up to the first row that cannot."""
         found: set[Prompt] = set()
@@ -144,6 +234,13 @@ class Scheduler:
                 break
             found.add(prompt)
         return found
+
+    def _reserve(self) -> int:
+        """Returns how many blocks stay free when rows or prompts are added: one for each running row to grow into.
+
+        Without it a row that was preempted would start again at once, and be preempted again.
+        """
+        return len(self._rows)
 
     def _waiting_prompts(self) -> Iterable[Prompt]:
         """Yields the prompts of waiting rows, consecutive samples of one prompt once: hashing a long prompt is slow."""
@@ -154,59 +251,21 @@ class Scheduler:
                 yield last
 
 
-class PromptPlaces:
-    """Assigns places 0 .. num_places-1 to prompts. A prompt keeps its place while a running row uses it."""
-
-    def __init__(self, num_places: int = 0) -> None:
-        self._num_places = num_places
-        self._place: dict[Prompt, int] = {}
-        self._num_rows: dict[Prompt, int] = {}
-        self._free = list(range(num_places))
-
-    def __getitem__(self, prompt: Prompt) -> int:
-        return self._place[prompt]
-
-    def grow(self, num_places: int) -> None:
-        for place in range(self._num_places, num_places):
-            heapq.heappush(self._free, place)
-        self._num_places = max(self._num_places, num_places)
-
-    def place(self, prompts: Iterable[Prompt], *, keep: Container[Prompt] = ()) -> PlacedPrompts:
-        """Gives each prompt a place. Evicts prompts that no running row uses first, except those in `keep`."""
-        unused = [prompt for prompt, rows in self._num_rows.items() if rows == 0 and prompt not in keep]
-        freed = [self._place.pop(prompt) for prompt in unused]
-        for prompt, place in zip(unused, freed, strict=True):
-            heapq.heappush(self._free, place)
-            del self._num_rows[prompt]
-        added: dict[Prompt, int] = {}
-        for prompt in prompts:
-            if prompt not in self._place:
-                assert self._free, "more prompts are computed at once than CacheSize.prompts allows for"
-                added[prompt] = self._place[prompt] = heapq.heappop(self._free)
-                self._num_rows[prompt] = 0
-        return PlacedPrompts(added, freed)
-
-    def acquire(self, prompt: Prompt) -> int:
-        """Counts one more running row of the prompt and returns its place."""
-        self._num_rows[prompt] += 1
-        return self._place[prompt]
-
-    def release(self, prompt: Prompt) -> None:
-        """Counts one running row of the prompt less."""
-        self._num_rows[prompt] -= 1
-
-
 class CacheSize(NamedTuple):
     """How much the caches of running rows and of prompts hold."""
 
     rows: int
     row_positions: int
-    """Positions of each row: its new tokens. Prompts are stored apart."""
+    """Positions that a row may have: its new tokens. Prompts are stored apart."""
     new_tokens: int
     """Tokens that the longest row may draw."""
     prompts: int
     """Prompts, each stored once for all rows that start from it."""
     prompt_positions: int
+    blocks: int
+    """Blocks for rows and prompts together; at most what all of them need at their longest."""
+    least_blocks: int
+    """Blocks that the longest row and its prompt need."""
 
     def union(self, other: "CacheSize") -> "CacheSize":
         return CacheSize(*(max(pair) for pair in zip(self, other, strict=True)))
@@ -219,33 +278,49 @@ def cache_size_for(
 
     `computed_prompts` is the largest number of prompts that are computed before a row starts from them.
     """
-    longest_prompt, new_tokens = 1, 1
-    prompts: set[Prompt] = set()
+    longest_prompt, new_tokens, least = 1, 1, 1
+    prompts: dict[Prompt, None] = {}
     for request in requests:
+        row_blocks = blocks_for(len(request.prompt_tokens)) + blocks_for(request.max_new_tokens)
         longest_prompt = max(longest_prompt, len(request.prompt_tokens))
-        new_tokens = max(new_tokens, request.max_new_tokens)
-        prompts.add(request.prompt_tokens)
+        new_tokens, least = max(new_tokens, request.max_new_tokens), max(least, row_blocks)
+        prompts[request.prompt_tokens] = None
     stored = min(len(prompts), num_rows) + min(len(prompts), computed_prompts)
-    return CacheSize(num_rows, _rounded(new_tokens), new_tokens, stored, _rounded(longest_prompt))
+    blocks = num_rows * blocks_for(new_tokens) + stored * blocks_for(longest_prompt)
+    return CacheSize(
+        rows=num_rows,
+        row_positions=blocks_for(new_tokens) * BLOCK,
+        new_tokens=new_tokens,
+        prompts=stored,
+        prompt_positions=blocks_for(longest_prompt) * BLOCK,
+        blocks=blocks + num_rows,  # what `Scheduler` holds back for growing rows
+        least_blocks=least,
+    )
 
 
-def fit_rows(shape: Shape, size: CacheSize, *, value_bytes: int, budget_bytes: int) -> CacheSize:
-    """Returns `size` with as many rows as the budget allows. Raises ValueError if not even one fits."""
-    position = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * value_bytes
-    new_token = 2 * shape.hidden_size + 8 + 8 + 4  # state, uniform, token id and log-prob
-    row = position * size.row_positions + new_token * size.new_tokens
-    left = budget_bytes - position * size.prompt_positions * size.prompts
-    rows = min(size.rows, left // row)
-    if rows < 1:
+def block_bytes(shape: Shape, value_bytes: int) -> int:
+    """Returns the bytes of one block: keys and values of BLOCK positions in all layers."""
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * value_bytes * BLOCK
+
+
+def fit_blocks(
+    shape: Shape, size: CacheSize, *, value_bytes: int, state_tokens: int, budget_bytes: int
+) -> CacheSize:
+    """Returns `size` with as many blocks as the budget allows. Raises ValueError if the longest row does not fit.
+
+    A row also has `state_tokens` states and, for each token that it may draw, a uniform, a token id and a log-prob. If these
+    leave less than half of the budget, there are fewer rows.
+    """
+    row = 2 * shape.hidden_size * state_tokens + (8 + 8 + 4) * size.new_tokens
+    block = block_bytes(shape, value_bytes)
+    rows = max(1, min(size.rows, budget_bytes // 2 // row))
+    blocks = min(size.blocks, (budget_bytes - rows * row) // block)
+    if blocks < size.least_blocks:
         raise ValueError(
-            f"one row of {size.row_positions} positions needs {row / 1e9:.2f} GB, {left / 1e9:.2f} GB are free; "
-            "lower max_new_tokens or free memory"
+            f"the longest row and its prompt need {(size.least_blocks * block + row) / 1e9:.2f} GB, "
+            f"{budget_bytes / 1e9:.2f} GB are free; lower max_new_tokens or free memory"
         )
-    return size._replace(rows=rows)
-
-
-def _rounded(positions: int) -> int:
-    return -(-positions // POSITION_STEP) * POSITION_STEP
+    return size._replace(rows=rows, blocks=blocks)
 
 
 def free_memory_bytes() -> int:

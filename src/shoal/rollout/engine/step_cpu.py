@@ -23,10 +23,11 @@ from torch.nn import functional as F
 
 from shoal.model.decoder import Decoder
 from shoal.model.fused import FusedLayer, FusedWeights, linear
+from shoal.rollout.engine.block_pool import PlacedPrompts, Prompt, PromptPlaces
 from shoal.rollout.engine.kv_slots import KVSlots
 from shoal.rollout.engine.prompt_cache import FinishedPrefill, PromptBatch, prefill
 from shoal.rollout.engine.sampling import draw_tokens
-from shoal.rollout.engine.scheduler import Admission, PlacedPrompts, Prompt
+from shoal.rollout.engine.scheduler import Admission
 
 MIN_ROWS = 4
 """Rows that a thread has at least; with fewer rows, fewer threads are used."""
@@ -60,6 +61,8 @@ class CpuStep:
         threads: "CoreThreads",
     ) -> None:
         """`weights` are the decoder's own, packed or not."""
+        assert slots.rows_cache is not None, "CpuStep reads keys and values from the rows' own addresses"
+        self._cache = slots.rows_cache
         self._decoder, self._weights, self.slots, self._is_end_V = decoder, weights, slots, is_end_V
         self._threads = threads
         self._run_layers = scripted_layers()  # in this thread: TorchScript's compiler is not thread-safe
@@ -73,10 +76,11 @@ class CpuStep:
         self.slots.copy_from(old.slots)
         self._prompts = old._prompts
 
-    def prefill(self, prompts: Sequence[Prompt], placed: PlacedPrompts) -> FinishedPrefill:
+    def prefill(
+        self, prompts: Sequence[Prompt], placed: PlacedPrompts, places: PromptPlaces
+    ) -> FinishedPrefill:
         """Computes prompts for rows to start from, in batches of similar length: a CPU pays for every token of padding."""
-        for place in placed.freed:
-            self._prompts.pop(place, None)
+        self.forget_prompts(placed.freed)
         groups = split_prompts(batch_by_length(prompts), self._threads.num)
         batches = self._threads.run([partial(prefill, self._decoder, group) for group in groups])
         for batch in batches:
@@ -90,6 +94,11 @@ class CpuStep:
                     )
         return FinishedPrefill(prompts, [batch._replace(cache=None) for batch in batches])
 
+    def forget_prompts(self, places: Iterable[int]) -> None:
+        """Frees the memory of evicted prompts."""
+        for place in places:
+            self._prompts.pop(place, None)
+
     def start_rows(self, admitted: Sequence[Admission]) -> None:
         self.slots.start_rows(admitted)
         self._shares = []
@@ -101,6 +110,11 @@ class CpuStep:
     def remove_rows(self, slots: Sequence[int]) -> None:
         """Forgets how rows are shared among threads: other rows will move into these slots."""
         self._shares = []
+        self._cache.release(slots)
+
+    def preempt_row(self, slot: int) -> None:
+        self.slots.stop_rows([slot])
+        self.remove_rows([slot])
 
     def decode(self, num_rows: int) -> None:
         """Feeds every row its newest token and draws the next."""
@@ -115,7 +129,8 @@ class CpuStep:
         x_BH = F.embedding(slots.newest_S[rows], weights.embed_VH)
         x_BH = self._run_layers(x_BH, list(weights.layers), heads, share.prompts, self._step_inputs(share))
         hidden_BH = norm(x_BH, weights.norm_H, shape.norm_eps)
-        slots.states_SNH[slots.index_S[rows], slots.num_drawn_S[rows] - 1] = hidden_BH.to(torch.bfloat16)
+        lines_B = (slots.num_drawn_S[rows] - 1) % slots.states_SAH.shape[1]
+        slots.states_SAH[slots.index_S[rows], lines_B] = hidden_BH.to(torch.bfloat16)
         self._draw(linear(hidden_BH, weights.head_VH), slots.index_S[rows])
 
     def _draw(self, logits_RV: Tensor, slots_R: Tensor) -> None:
@@ -149,8 +164,8 @@ class CpuStep:
             num_own=num_own,
             beyond_BN=slots.index_C[:num_own] > own_B[:, None],
             scores_KRC=torch.full((shape.num_kv_heads, queries, columns), float("-inf")),
-            keys_LBCKD=slots.cache.keys_LSCKD[:, rows],
-            values_LBCKD=slots.cache.values_LSCKD[:, rows],
+            keys_LBCKD=self._cache.keys_LSCKD[:, rows],
+            values_LBCKD=self._cache.values_LSCKD[:, rows],
         )
 
     def _share(self, rows: range) -> "_RowShare":

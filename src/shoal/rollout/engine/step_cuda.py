@@ -3,8 +3,8 @@
     embed ─▶ layers: norm, qkv, attend, o, norm, gate_up, silu, down ─▶ norm, state stored ─▶ head ─▶ draw, row advanced
 
 A graph is captured per bucket of rows. It holds addresses, not values: weights are swapped in place and rows change
-slots under it. Every row attends exactly as far as it is long, so there is no bucket of contexts. Prompts are stored
-apart, once for all their rows: neighbouring rows read the same keys, most of them from the L2 cache.
+slots under it. Every row attends exactly as far as it is long, so there is no bucket of contexts. Keys and values are in blocks of
+one pool. A prompt's blocks are shared by all its rows: neighbouring rows read the same keys, most of them from the L2 cache.
 
 Prompts are computed laid end to end, with the kernels of a decode step: no padding, one pass for all.
 """
@@ -16,20 +16,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.model.decoder import KVCache
 from shoal.model.fused import FusedWeights
 from shoal.model.kernels import decode_attention, elementwise, logits
 from shoal.model.packed_prefill import TokenRun, fused_layers, upload
 from shoal.rollout.engine.attention_plan import AttentionPlan, TileSize, split_table
-from shoal.rollout.engine.kv_slots import KVSlots
+from shoal.rollout.engine.block_pool import BLOCK, PlacedPrompts, Prompt, PromptPlaces
+from shoal.rollout.engine.kv_slots import BlockCache, KVSlots
 from shoal.rollout.engine.prompt_cache import PromptBatch
-from shoal.rollout.engine.scheduler import Admission, PlacedPrompts, Prompt
+from shoal.rollout.engine.scheduler import Admission
 
 BUCKETS = (8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Rows of one graph. Between two buckets the time of a step hardly changes."""
 TILE = TileSize(decode_attention.PIECE_ROWS, decode_attention.PROMPT_SPLIT)
-NOT_STORED = -1
-"""Place of a prompt whose keys and values must not be written: it is stored already, and rows may be reading it."""
+assert TILE.positions == BLOCK and BLOCK % decode_attention.OWN_BLOCK == 0, "an item is one block of a prompt"
 
 
 class CudaStep:
@@ -46,16 +45,11 @@ class CudaStep:
     ) -> None:
         self._weights, self.slots, self._is_end_V = weights, slots, is_end_V
         size, device = slots.size, slots.device
-        self._prompts = KVCache(
-            weights.shape,
-            num_slots=size.prompts,
-            max_context=size.prompt_positions,
-            dtype=weights.embed_VH.dtype,
-            device=device,
-        )
+        assert slots.blocks is not None, "CudaStep reads keys and values from a pool of blocks"
+        self._cache = slots.blocks
         self._plan = AttentionPlan(size.rows, size.prompt_positions, TILE)
         self._plan_table = torch.zeros(self._plan.table_size, dtype=torch.int64, device=device)
-        self._tables = row_tables(slots.fields_6S, self._plan_table, slots.index_S)
+        self._tables = row_tables(slots.fields_6S, self._plan_table, slots.blocks_SB)
         # Prompts are computed beside the decoding, whose small kernels leave much of the chip idle.
         self._prefill_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._with_graphs = graphs
@@ -66,17 +60,20 @@ class CudaStep:
         self.slots.copy_from(old.slots)
         torch.cuda.synchronize(self.slots.device)  # graphs of the old step may still be running
         self._plan.copy_from(old._plan)
-        rows = torch.arange(old._prompts.num_slots, device=self.slots.device)
-        self._prompts.copy_from(old._prompts, source_slots=rows, slots=rows, context=old._prompts.max_context)
 
-    def prefill(self, prompts: Sequence[Prompt], placed: PlacedPrompts) -> "CudaPrefill":
+    def prefill(
+        self, prompts: Sequence[Prompt], placed: PlacedPrompts, places: PromptPlaces
+    ) -> "CudaPrefill":
         """Begins to compute prompts; their keys and values go to where the rows read them."""
-        places = [placed.added.get(prompt, NOT_STORED) for prompt in prompts]
-        layers = prefill_by_layer(self._weights, prompts, places, self._prompts)
+        blocks = [places.blocks(prompt) if prompt in placed.added else None for prompt in prompts]
+        layers = prefill_by_layer(self._weights, prompts, blocks, self._cache)
         if self._prefill_stream is not None:
-            # Steps under way may still read the prompts that were in these places.
+            # Steps under way may still read what was in these blocks.
             self._prefill_stream.wait_stream(torch.cuda.current_stream())
         return CudaPrefill(prompts, layers, self._prefill_stream)
+
+    def forget_prompts(self, places: Sequence[int]) -> None:
+        """Does nothing: the blocks of evicted prompts are in the pool already."""
 
     def start_rows(self, admitted: Sequence[Admission]) -> None:
         self.slots.start_rows(admitted)
@@ -84,6 +81,7 @@ class CudaStep:
             [row.slot for row in admitted],
             [row.prompt_place for row in admitted],
             [len(row.request.prompt_tokens) for row in admitted],
+            [row.prompt_blocks for row in admitted],
         )
 
     def draw_first_tokens(self, batch: PromptBatch, lines_R: Tensor, slots_R: Tensor) -> None:
@@ -92,6 +90,10 @@ class CudaStep:
 
     def remove_rows(self, slots: Sequence[int]) -> None:
         self._plan.remove_rows(slots)
+
+    def preempt_row(self, slot: int) -> None:
+        self.slots.stop_rows([slot])
+        self._plan.remove_rows([slot])
 
     def decode(self, num_slots: int) -> None:
         """Feeds every running row in slots 0 .. num_slots-1 its newest token and draws the next."""
@@ -129,12 +131,12 @@ class CudaStep:
                 shape=shape,
                 rope_PE=weights.rope_PE,
                 rows=self._tables,
-                own=(slots.cache.keys_LSCKD[number], slots.cache.values_LSCKD[number]),
-                shared=(self._prompts.keys_LSCKD[number], self._prompts.values_LSCKD[number]),
+                cache=(self._cache.keys_LMCKD[number], self._cache.values_LMCKD[number]),
+                prompt_positions=slots.size.prompt_positions,
             )
             normed_BH = elementwise.add_norm(x_BH, F.linear(mixed_BQ, layer.o_HQ), layer.post_norm_H, eps)
             delta_BH = F.linear(elementwise.silu_mul(F.linear(normed_BH, layer.gate_up_FH)), layer.down_HF)
-        keep = (slots.states_SNH, slots.num_drawn_S, slots.ended_S)
+        keep = (slots.states_SAH, slots.num_drawn_S, slots.ended_S)
         hidden_BH = elementwise.add_norm(x_BH, delta_BH, weights.norm_H, eps, keep=keep)
         self._draw(F.linear(hidden_BH, weights.head_VH), slots.index_S[:num_rows], slots.index_S[:num_rows])
 
@@ -154,10 +156,10 @@ class CudaStep:
         )
 
 
-def row_tables(fields_6S: Tensor, plan_table: Tensor, homes_S: Tensor) -> decode_attention.RowTables:
+def row_tables(fields_6S: Tensor, plan_table: Tensor, blocks_SB: Tensor) -> decode_attention.RowTables:
     """Returns what the attention kernel reads about the rows; `plan_table` is an AttentionPlan's table."""
     plan = split_table(plan_table, fields_6S.shape[1])
-    return decode_attention.RowTables(fields_6S, plan.order_S, plan.items_5W, plan.num_items_1, homes_S)
+    return decode_attention.RowTables(fields_6S, plan.order_S, plan.items_5W, plan.num_items_1, blocks_SB)
 
 
 class CudaPrefill:
@@ -174,6 +176,10 @@ class CudaPrefill:
             with torch.cuda.stream(self._stream):  # None: the current stream
                 self._logits_PV = next(self._layers)
 
+    def cancel(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
     def finish(self) -> list[PromptBatch]:
         while self._logits_PV is None:
             self.advance()
@@ -185,16 +191,19 @@ class CudaPrefill:
 
 
 def prefill_by_layer(
-    weights: FusedWeights, prompts: Sequence[Prompt], places: Sequence[int], cache: KVCache
+    weights: FusedWeights,
+    prompts: Sequence[Prompt],
+    blocks: Sequence[Sequence[int] | None],
+    cache: BlockCache,
 ) -> Iterator[Tensor | None]:
     """Computes whole prompts, yielding None after each layer and at the end the logits after the last tokens, [P, V].
 
-    Keys and values go to the prompts' `places` in `cache`, except where a place is NOT_STORED. The pauses exist because
-    launching all layers takes the host as long as ten decode steps.
+    Keys and values go to the prompts' `blocks` of `cache`. A prompt with None is stored already, and rows may be reading it. The
+    pauses exist because launching all layers takes the host as long as ten decode steps.
     """
     device, lengths = weights.embed_VH.device, [len(prompt) for prompt in prompts]
-    table_3T = upload(_token_table(prompts, places), device)
-    by_layer = list(zip(cache.keys_LSCKD, cache.values_LSCKD, strict=True))
+    table_3T = upload(_token_table(prompts, blocks), device)
+    by_layer = list(zip(cache.keys_LMCKD, cache.values_LMCKD, strict=True))
     for x_TH, delta_TH in fused_layers(weights, table_3T, [*map(TokenRun, lengths)], kept=by_layer):
         last = x_TH, delta_TH
         yield None
@@ -205,11 +214,14 @@ def prefill_by_layer(
 
 
 def _token_table(
-    prompts: Sequence[Prompt], places: Sequence[int]
+    prompts: Sequence[Prompt], blocks: Sequence[Sequence[int] | None]
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Returns a column for each token: its id, its position, its prompt's place."""
-    columns = [
-        np.stack((prompt, np.arange(len(prompt)), np.full(len(prompt), place)))
-        for prompt, place in zip(prompts, places, strict=True)
-    ]
+    """Returns a column for each token: its id, its position, the line of the cache where it is stored or -1."""
+    columns = []
+    for prompt, stored in zip(prompts, blocks, strict=True):
+        positions = np.arange(len(prompt))
+        lines = np.full(len(prompt), -1)
+        if stored is not None:
+            lines = np.array(stored)[positions // BLOCK] * BLOCK + positions % BLOCK
+        columns.append(np.stack((prompt, positions, lines)))
     return np.concatenate(columns, axis=1, dtype=np.int64)

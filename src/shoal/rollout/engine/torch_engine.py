@@ -1,7 +1,8 @@
 """TorchEngine: a small continuous-batching decoder for CPUs and CUDA devices.
 
     submit ──▶ waiting ──▶ prompts: each computed once ──▶ slots ──decode, a token a step──▶ prover ──▶ finished
-                           └ first token of each row       └ state of each fed token         └ beside the decoding
+                  ▲        └ first token of each row       │ └ state of each fed token       └ beside the decoding
+                  └──────────── preempted: no free block ──┘
 
 A row of N tokens is fed N-1 of them: the first is drawn from the prompt's last state, and the last is never fed.
 The scheduler decides which rows run; CpuStep or CudaStep holds the tensors and computes a step.
@@ -26,24 +27,31 @@ from shoal.rollout.engine.api import (
     GenerationRequest,
     check_requests,
 )
-from shoal.rollout.engine.kv_slots import EndedRowsReader, KVSlots, cache_dtype
+from shoal.rollout.engine.kv_slots import BlockCache, EndedRowsReader, KVSlots, cache_dtype
 from shoal.rollout.engine.prompt_cache import PREFILL_SIZES, PendingPrefill, PromptCache
 from shoal.rollout.engine.proofs import Prover
 from shoal.rollout.engine.scheduler import (
+    GROW_STEPS,
     CacheSize,
     Scheduler,
+    block_bytes,
     cache_size_for,
-    fit_rows,
+    fit_blocks,
     free_memory_bytes,
 )
 from shoal.rollout.engine.step_cpu import CoreThreads, CpuStep
+from shoal.telemetry import Log
 from shoal.wire.run_spec import ProofSpec
 
 if TYPE_CHECKING:
     from shoal.rollout.engine.step_cuda import CudaStep
 
+_LOG = Log("worker")
+
 MEMORY_SHARE = 0.7
-"""Share of the free memory that slots may use. Prefills, logits and other processes need the rest."""
+"""Share of the free memory that the cache may use. Prefills, logits and other processes need the rest."""
+GROWTH = 1.25
+"""A larger cache is allocated if it could have this many times the blocks."""
 EXCHANGE_SHARE = 64
 """On a GPU rows are exchanged when one slot in this many has ended: one exchange needs as many launches as several."""
 
@@ -73,6 +81,8 @@ class TorchEngine:
         self._model: LoadedModel | None = None
         self._cache_size: CacheSize | None = None
         """What the submitted rows need; lowered to what fits when a step is built."""
+        self._max_blocks: int | None = None
+        """Lowered when the device runs out of memory."""
         self._step: CpuStep | CudaStep | None = None
         self._ended_rows = EndedRowsReader(lookahead=0)
         self._num_steps = 0
@@ -84,7 +94,9 @@ class TorchEngine:
     @property
     def has_work(self) -> bool:
         scheduler = self._scheduler
-        return bool(scheduler.waiting or scheduler.running or (self._model and self._model.prover.has_work))
+        return bool(
+            scheduler.waiting or scheduler.num_running or (self._model and self._model.prover.has_work)
+        )
 
     def load(self, folder: Path, version: int) -> None:
         if self.has_work:
@@ -92,6 +104,7 @@ class TorchEngine:
                 f"version {version} came while rows of version {self.policy_version} are unfinished; finish them first"
             )
         self.policy_version = None  # until the copy is complete the weights are neither version
+        self._max_blocks = None
         self._prompts.clear()
         if self._model is None:
             self._model = LoadedModel(folder, self._dtype, self._device, self._proof)
@@ -104,22 +117,27 @@ class TorchEngine:
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         check_requests(requests, self.policy_version, self._loaded().decoder.shape)
         scheduler, prefill = self._scheduler, PREFILL_SIZES[self._device.type]
-        scheduler.submit(requests)
         if requests:
-            rows = [*scheduler.running.values(), *scheduler.waiting]
+            rows = [*scheduler.running.values(), *scheduler.waiting, *requests]
             num_rows = min(scheduler.max_rows, len(rows))
             size = cache_size_for(rows, num_rows, computed_prompts=prefill.batches * prefill.prompts)
-            self._cache_size = size if self._cache_size is None else size.union(self._cache_size)
+            size = size if self._cache_size is None else size.union(self._cache_size)
+            self._fit(size, self._step)  # refuses a row that cannot fit before any row is queued
+            self._cache_size = size
+            scheduler.submit(requests)
 
     @torch.inference_mode()
     def step(self) -> list[FinishedRow]:
         if self.policy_version is None:
             raise ValueError("the engine holds no complete weights; load a version first")
-        if self._scheduler.waiting:
-            self._admit_rows()
-        if self._scheduler.running:
-            self._decode()
-        idle = not (self._scheduler.running or self._scheduler.waiting)
+        try:
+            if self._scheduler.waiting:
+                self._admit_rows()
+            if self._scheduler.num_running:
+                self._decode()
+        except torch.OutOfMemoryError as error:
+            self._halve_cache(error)
+        idle = not (self._scheduler.num_running or self._scheduler.waiting)
         return self._loaded().prover.collect(wait=idle)
 
     def _loaded(self) -> "LoadedModel":
@@ -135,6 +153,8 @@ class TorchEngine:
         if scheduler.waiting[0].prompt_tokens not in self._prompts:
             self._compute_next_prompts(step)
         admitted = scheduler.admit(self._prompts, step=self._num_steps)
+        if not admitted:
+            return
         step.start_rows(admitted)
         for draw in self._prompts.first_draws(admitted):
             lines_R, slots_R = upload(np.array([draw.lines, draw.slots]), self._device)
@@ -150,21 +170,22 @@ class TorchEngine:
         if pending is None or self._scheduler.waiting[0].prompt_tokens not in pending.prompts:
             self._prompts.clear()
             pending = self._start_prefill(step)
-        assert pending is not None
-        self._prompts.replace(pending.finish())
+        if pending is not None:
+            self._prompts.replace(pending.finish())
 
     def _start_prefill(self, step: "CpuStep | CudaStep") -> PendingPrefill | None:
-        """Starts to compute the next prompts that are not cached; returns None if there are none."""
+        """Starts to compute the next prompts that are not cached; returns None if there are none or no blocks are free."""
         scheduler, size = self._scheduler, PREFILL_SIZES[self._device.type]
         cached = scheduler.startable_prompts(self._prompts)
         prompts = scheduler.next_prompts(max_tokens=size.tokens, max_prompts=size.prompts, exclude=cached)
-        if not prompts:
-            return None
-        return step.prefill(prompts, scheduler.places.place(prompts, keep=cached))
+        prompts, placed = scheduler.place_prompts(prompts, keep=cached)
+        return step.prefill(prompts, placed, scheduler.places) if prompts else None
 
     def _decode(self) -> None:
         """Feeds every running row its newest token and draws the next."""
         step = self._step_that_fits()
+        if self._num_steps % GROW_STEPS == 0:
+            self._give_blocks(step)
         if step.gapless and (moves := self._scheduler.compact()):
             step.slots.move(moves)
         step.decode(self._scheduler.end)
@@ -172,6 +193,34 @@ class TorchEngine:
             self._prompts.pending.advance()
         self._remove_ended_rows(step)
         self._num_steps += 1
+        if self._num_steps % self._loaded().prover.size.steps == 0:
+            self._fold_states(step)
+
+    def _give_blocks(self, step: "CpuStep | CudaStep") -> None:
+        """Gives rows the blocks of their next tokens. Where none is free, drops unused prompts, then preempts rows."""
+        scheduler = self._scheduler
+        while (given := scheduler.grow(step=self._num_steps)) is None:
+            self._prompts.clear()
+            freed = scheduler.places.evict()
+            step.forget_prompts(scheduler.places.place(()).freed)
+            if not freed:
+                slot, number = scheduler.preempt()
+                step.preempt_row(slot)
+                self._loaded().prover.forget_row(number)
+        step.slots.give_blocks(given)
+
+    def _fold_states(self, step: "CpuStep | CudaStep") -> None:
+        """Hands complete segments of states to the prover."""
+        prover = self._loaded().prover
+        segment = prover.size.segment
+        complete = [
+            (slot, number, prover.num_folded(number) * segment)
+            for slot, number, fed in self._scheduler.fed_tokens(step=self._num_steps)
+            if fed >= (prover.num_folded(number) + 1) * segment
+        ]
+        if complete:
+            slots, numbers, firsts = zip(*complete, strict=True)
+            prover.fold(numbers, step.slots.read_states(slots, firsts, segment))
 
     def _exchange_rows(self, step: "CpuStep | CudaStep") -> int:
         """Returns how many ended rows are worth an exchange for waiting ones."""
@@ -185,9 +234,9 @@ class TorchEngine:
             if len(slots) >= min(self._exchange_rows(step), max(1, self._scheduler.num_running)):
                 counts = ended_S[slots].tolist()
                 outputs = step.slots.read_rows(slots, max(counts))
-                requests = self._scheduler.remove(slots)
+                rows = self._scheduler.remove(slots)
                 step.remove_rows(slots)
-                self._loaded().prover.add(requests, counts, outputs)
+                self._loaded().prover.add(rows, counts, outputs)
 
     def _step_that_fits(self) -> "CpuStep | CudaStep":
         """Returns a step whose slots are enough for all submitted rows; running rows are copied into new slots."""
@@ -198,7 +247,10 @@ class TorchEngine:
         self._cache_size = size = self._fit(self._cache_size, old)
         if old is not None and old.slots.size == size:
             return old
-        self._step = new = _make_step(self._loaded(), size, graphs=self._graphs)
+        if old is not None and old.slots.size.blocks < size.least_blocks and not self._paged:
+            self._restart()  # the new blocks do not fit beside the old ones
+            old = None
+        self._step = new = _make_step(self._loaded(), size, old, graphs=self._graphs)
         if old is not None:
             if self._prompts.pending is not None:
                 self._prompts.pending.finish()  # it writes to the old step's prompts
@@ -208,12 +260,54 @@ class TorchEngine:
         self._scheduler.resize(size)
         return new
 
+    @property
+    def _paged(self) -> bool:
+        """Returns whether rows have ranges of addresses (CPU) instead of blocks of a pool."""
+        return self._loaded().threads is not None
+
     def _fit(self, size: CacheSize, old: "CpuStep | CudaStep | None") -> CacheSize:
-        """Returns what memory allows of `size`, and never fewer rows than there are slots already."""
+        """Returns what memory allows of `size`, and never fewer rows or blocks than there are already."""
         shape, value_bytes = self._loaded().decoder.shape, cache_dtype(self._dtype, self._device).itemsize
-        budget = int(MEMORY_SHARE * _free_bytes(self._device))
-        fitting = fit_rows(shape, size, value_bytes=value_bytes, budget_bytes=budget)
-        return fitting if old is None else fitting._replace(rows=max(fitting.rows, old.slots.size.rows))
+        pool, free = self._scheduler.pool, int(MEMORY_SHARE * _free_bytes(self._device))
+        used = pool.num_blocks - pool.num_free if self._paged else pool.num_blocks
+        fitting = fit_blocks(
+            shape,
+            size if self._max_blocks is None else size._replace(blocks=min(size.blocks, self._max_blocks)),
+            value_bytes=value_bytes,
+            state_tokens=self._loaded().prover.size.kept,
+            budget_bytes=free + used * block_bytes(shape, value_bytes),
+        )
+        if old is None:
+            return fitting
+        blocks = fitting.blocks
+        if not self._paged and old.slots.size.blocks >= size.least_blocks:  # allocated beside the old blocks
+            blocks = min(blocks, free // block_bytes(shape, value_bytes))
+        if blocks <= GROWTH * old.slots.size.blocks and old.slots.size.blocks >= size.least_blocks:
+            blocks = old.slots.size.blocks
+        return fitting._replace(rows=max(fitting.rows, old.slots.size.rows), blocks=blocks)
+
+    def _halve_cache(self, error: torch.OutOfMemoryError) -> None:
+        """Starts all rows again with half the blocks, after another process took the memory of the rest."""
+        assert self._cache_size is not None
+        blocks = self._cache_size.blocks // 2
+        least, self._max_blocks = self._cache_size.least_blocks, blocks
+        self._restart()
+        if blocks < least:
+            raise ValueError(
+                f"out of memory with {2 * blocks} blocks in the cache, and the longest row needs {least}; free memory on "
+                f"{self._device}, or lower max_new_tokens; the rows wait and start again with the next step"
+            ) from error
+        _LOG.warning(f"out of memory on {self._device}: all rows start again, with {blocks} cache blocks")
+        self._cache_size = self._cache_size._replace(blocks=blocks)
+
+    def _restart(self) -> None:
+        """Puts all running rows back into the queue and frees their memory. The same tokens come out later."""
+        self._prompts.clear()
+        self._scheduler.restart()
+        self._loaded().prover.forget()
+        self._step = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 class LoadedModel:
@@ -238,12 +332,20 @@ class LoadedModel:
             self.threads.run(repack_jobs(self.packed, self.weights))
 
 
-def _make_step(model: LoadedModel, size: CacheSize, *, graphs: bool) -> "CpuStep | CudaStep":
-    slots = KVSlots(model.weights, size)
+def _make_step(
+    model: LoadedModel, size: CacheSize, old: "CpuStep | CudaStep | None", *, graphs: bool
+) -> "CpuStep | CudaStep":
+    """Returns a step with slots of `size`. It keeps the blocks of the old step if there are no more."""
+    kept = model.prover.size.kept
     if model.threads is not None:
+        slots = KVSlots(model.weights, size, state_tokens=kept, paged=True)
         return CpuStep(model.decoder, model.packed, slots, model.is_end_V, model.threads)
     from shoal.rollout.engine.step_cuda import CudaStep  # needs Triton, which machines without a GPU lack
 
+    blocks: BlockCache | None = None
+    if old is not None and old.slots.size.blocks == size.blocks:
+        blocks = old.slots.blocks
+    slots = KVSlots(model.weights, size, state_tokens=kept, paged=False, blocks=blocks)
     return CudaStep(model.weights, slots, model.is_end_V, graphs=graphs)
 
 

@@ -1,0 +1,96 @@
+"""The step of CUDA devices with its pool of blocks: rows against those of the CPU step, with and without preemptions.
+
+Needs a GPU, or Triton's interpreter on a CPU: TRITON_INTERPRET=1 pytest -m gpu tests/rollout/test_block_cache.py
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shoal.model.builtin import create_model
+from shoal.rollout.engine import block_pool, kv_slots, scheduler, torch_engine
+from shoal.rollout.engine.api import FinishedRow, GenerationRequest
+from shoal.rollout.engine.attention_plan import TileSize
+from shoal.rollout.engine.prompt_cache import PREFILL_SIZES, PrefillSize
+from shoal.rollout.engine.scheduler import cache_size_for
+from shoal.rollout.engine.torch_engine import LoadedModel, TorchEngine
+from shoal.wire.run_spec import ProofSpec
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [tuple(range(3, 9)), tuple(range(3, 40)), (5, 6)]
+PROOF = ProofSpec(segment_tokens=8)
+
+
+def rows_to_generate(new_tokens: int) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            prompt_index=index,
+            sample_index=sample,
+            prompt_tokens=prompt,
+            sample_seed=10 * index + sample,
+            max_new_tokens=new_tokens - 7 * sample,
+            temperature=1.0,
+        )
+        for index, prompt in enumerate(PROMPTS)
+        for sample in range(2)
+    ]
+
+
+def run(engine: TorchEngine, folder: Path, new_tokens: int) -> dict[GenerationRequest, FinishedRow]:
+    engine.load(folder, 0)
+    engine.submit(rows_to_generate(new_tokens))
+    finished: dict[GenerationRequest, FinishedRow] = {}
+    while engine.has_work:
+        finished |= {row.request: row for row in engine.step()}
+    return finished
+
+
+def cuda_engine(device: str, monkeypatch: pytest.MonkeyPatch, max_rows: int = 6) -> TorchEngine:
+    """Returns an engine with CudaStep, on a CPU too."""
+    if device == "cpu":
+
+        def without_threads(model: LoadedModel, *arguments: object) -> None:
+            whole(model, *arguments)  # type: ignore[arg-type]
+            model.threads = None
+
+        whole = LoadedModel.__init__
+        monkeypatch.setattr(LoadedModel, "__init__", without_threads)
+        monkeypatch.setitem(PREFILL_SIZES, "cpu", PrefillSize(160, 2, batches=2))
+    return TorchEngine(
+        compute_dtype="float32", proof=PROOF, max_rows=max_rows, device=device, graphs=device == "cuda"
+    )
+
+
+@pytest.fixture
+def small_blocks(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes blocks of 16 positions, so that short rows fill several."""
+    from shoal.model.kernels import decode_attention  # needs Triton
+    from shoal.rollout.engine import step_cuda
+
+    for module in (block_pool, scheduler, kv_slots, step_cuda):
+        monkeypatch.setattr(module, "BLOCK", 16)
+    for name in ("PROMPT_SPLIT", "PROMPT_BLOCK", "OWN_BLOCK"):
+        monkeypatch.setattr(decode_attention, name, 16)
+    monkeypatch.setattr(step_cuda, "TILE", TileSize(rows=2, positions=16))
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_preempted_rows_come_out_bit_for_bit(
+    tmp_path: Path, kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_model("tiny", tmp_path / "v0", seed=11)
+    on_cpu = run(TorchEngine(compute_dtype="float32", proof=PROOF, max_rows=6), tmp_path / "v0", 36)
+    expected = run(cuda_engine(kernel_device, monkeypatch), tmp_path / "v0", 36)
+    assert {row: done.output_tokens for row, done in expected.items()} == {
+        row: done.output_tokens for row, done in on_cpu.items()
+    }
+    for row, done in expected.items():
+        np.testing.assert_allclose(done.logprobs, on_cpu[row].logprobs, atol=2e-5)
+    allowed = cache_size_for(rows_to_generate(36), 6, computed_prompts=4).least_blocks + 3
+    monkeypatch.setattr(torch_engine, "fit_blocks", lambda shape, size, **_: size._replace(blocks=allowed))
+    engine = cuda_engine(kernel_device, monkeypatch)
+    found = run(engine, tmp_path / "v0", 36)
+    assert engine._scheduler.num_preempted > 0
+    assert found == expected
