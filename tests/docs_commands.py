@@ -48,6 +48,7 @@ LIVE: tuple[str, ...] = (
     "shoal check-local",
     "shoal pause",
     "shoal leave",
+    "shoal remove",
     "shoal identity",
     "shoal ledger verify http",
     "shoal audit http",

@@ -12,7 +12,7 @@ import pytest
 
 from shoal.cli.main import parse
 from shoal.cli.run import confined_worker
-from shoal.cli.run.confined_worker import confinement, run_confined, worker_arguments
+from shoal.cli.run.confined_worker import LIMITS, confinement, run_confined, worker_arguments
 from shoal.landlock import Confinement
 from shoal.wire.messages import Info, Stats
 
@@ -53,9 +53,22 @@ def test_vllm_needs_ports_of_its_own(tmp_path: Path) -> None:
 
 
 def test_the_options_of_join_reach_the_worker(tmp_path: Path) -> None:
-    asked = options(tmp_path, "--max-rows", "3", "--threads", "2", "--deadline-s", "7.5")
+    limits = [
+        "--cores",
+        "2",
+        "--memory-gb",
+        "4",
+        "--disk-gb",
+        "1.5",
+        "--download-mbit",
+        "50",
+        "--upload-mbit",
+        "5",
+    ]
+    asked = options(tmp_path, "--max-rows", "3", "--threads", "2", "--deadline-s", "7.5", *limits)
     worker = parse(worker_arguments(asked))
-    for name in ("engine", "tensor_parallel", "device", "threads", "max_rows", "deadline_s"):
+    assert parse(worker_arguments(options(tmp_path))).cores is None
+    for name in (*LIMITS, "engine", "tensor_parallel", "device", "threads", "max_rows", "deadline_s"):
         assert getattr(worker, name) == getattr(asked, name), name
     assert (worker.coordinator, worker.dir) == (asked.url, asked.dir.resolve())
     assert worker.stop_with_stdin and not worker.lie and not worker.no_prefetch

@@ -3,9 +3,11 @@
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from pathlib import Path
@@ -60,6 +62,7 @@ def test_join_work_pause_check_and_leave(tmp_path: Path, capsys: pytest.CaptureF
             and "shoal identity backup" in said
         )
         assert f"limits    writes files only in {dir}" in said and "connects only to ports 53, " in said
+        assert "cores, as much memory as it needs" in said and "MB to download first" in said
         node = Key.load(dir / "node.key").public
 
         assert shoal("status", "--dir", dir) == 0
@@ -92,6 +95,16 @@ def test_join_work_pause_check_and_leave(tmp_path: Path, capsys: pytest.CaptureF
         assert shoal("pause", "--off", "--dir", dir) == 0
         assert shoal("leave", "--dir", dir) == 0
         assert "left; joining again" in capsys.readouterr().out
+
+        (dir / "own.txt").write_text("mine")
+        assert shoal("remove", "--dir", dir) == 2  # no terminal here
+        assert (dir / "node.key").exists()
+        assert shoal("remove", "--dir", dir, "--yes", "--keep-key") == 0
+        assert sorted(path.name for path in dir.iterdir()) == ["node.key", "own.txt"]
+        (dir / "own.txt").unlink()
+        assert shoal("remove", "--dir", dir, "--yes") == 0
+        assert not dir.exists()
+        assert "pip uninstall shoal-rl" in capsys.readouterr().out
 
 
 def test_a_machine_that_cannot_work_does_not_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,3 +247,52 @@ def test_ctrl_c_ends_the_question(tmp_path: Path) -> None:
         for end in (ours, theirs):
             os.close(end)
         assert not run.stats().nodes
+
+
+def test_too_little_disk_is_refused_before_joining(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with small_run(tmp_path / "run", CONFIG) as run:
+        run.publish(0)
+        run.serve_from_origin()
+        eventually("a relay", lambda: any(0 in relay.versions for relay in run.stats().relays))
+        assert shoal("join", run.url, "--dir", tmp_path / "node", "--yes", "--disk-gb", "0.001") == 2
+        assert "--disk-gb 0.001 is too little: two versions" in capsys.readouterr().err
+        assert run.stats().nodes == ()
+
+
+@pytest.mark.integration
+def test_at_a_terminal_a_few_lines_change_in_place(tmp_path: Path) -> None:
+    """The log goes to a file; p pauses, q stops, and the terminal is as it was."""
+    with small_run(tmp_path / "run", CONFIG) as run:
+        run.publish(0)
+        run.serve_from_origin()
+        run.start_validator()
+        ours, theirs = pty.openpty()
+        before = termios.tcgetattr(theirs)
+        words = [sys.executable, "-m", "shoal", "join", run.url, "--dir", str(tmp_path / "node"), "--yes"]
+        environ = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
+        joined = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=environ)
+        said = b""
+
+        def wait_for(text: bytes) -> None:
+            nonlocal said
+            end_s = time.monotonic() + 100
+            while text not in said:
+                assert time.monotonic() < end_s and joined.poll() is None, said.decode()[-3000:]
+                if select.select([ours], [], [], 0.2)[0]:
+                    said += os.read(ours, 65536)
+
+        wait_for(b"small at http")
+        wait_for(b"accepted 1")
+        os.write(ours, b"p")
+        wait_for(b"p continue")
+        assert (tmp_path / "node" / "paused").exists()
+        os.write(ours, b"q")
+        wait_for(b"Delete all of it: shoal remove")
+        assert joined.wait(60) == 130
+        assert termios.tcgetattr(theirs) == before
+        for end in (ours, theirs):
+            os.close(end)
+        assert b" I worker" not in said
+        assert "I worker" in (tmp_path / "node" / "worker.log").read_text()

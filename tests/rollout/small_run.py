@@ -143,7 +143,9 @@ class SmallRun:
     # -- public state ---------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        return Stats.parse(httpx2.get(f"{self.url}/v1/stats").content)
+        while (answer := httpx2.get(f"{self.url}/v1/stats")).status_code == 429:
+            time.sleep(0.1)  # a slow start asks often enough to reach the limit of requests
+        return Stats.parse(answer.content)
 
     def events(self, type: str) -> list[LedgerEvent]:
         events = httpx2.get(f"{self.url}/v1/ledger").json()

@@ -17,6 +17,7 @@ from shoal.cli.ui.values import (
     add_device,
     add_engine_choice,
     add_json,
+    add_limits,
     add_sampling_options,
     add_task_options,
     add_task_settings,
@@ -80,7 +81,7 @@ def add_run(commands: Commands) -> None:
 
 
 def add_contributor_commands(commands: Commands) -> None:
-    """Adds join, status, whoami, pause, leave, check-local, identity and doctor."""
+    """Adds join, status, whoami, pause, leave, remove, check-local, identity and doctor."""
     _add_join(commands)
     for name, words, action in (
         ("status", "what this node earned, and why a submission was refused", _status),
@@ -96,6 +97,12 @@ def add_contributor_commands(commands: Commands) -> None:
     _add_node_folder(pause, _pause)
     leave = commands.add_parser("leave", help="finish the current lease and leave the run")
     _add_node_folder(leave, _leave)
+    remove = commands.add_parser(
+        "remove", help="leave the run and delete everything that joining has written"
+    )
+    remove.add_argument("--yes", action="store_true", help="delete without being asked")
+    remove.add_argument("--keep-key", action="store_true", help="keep node.key, which owns the credit")
+    _add_node_folder(remove, _remove)
     check = commands.add_parser(
         "check-local", help="run a validator's checks on the last file this node made, or on FILE"
     )
@@ -122,6 +129,10 @@ def _add_join(commands: Commands) -> None:
     add_engine_choice(join)
     add_device(join)
     add_threads(join)
+    add_limits(join)
+    join.add_argument(
+        "--plain", action="store_true", help="print log lines instead of the view, also at a terminal"
+    )
     join.add_argument(
         "--deadline-s",
         type=seconds,
@@ -375,6 +386,12 @@ def _leave(options: argparse.Namespace, stop: threading.Event) -> int:
     return leave(options, stop)
 
 
+def _remove(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.join import remove
+
+    return remove(options, stop)
+
+
 def _check_local(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.cli.commands.join import check_local
 
@@ -382,25 +399,25 @@ def _check_local(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def _backup(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.join import backup
+    from shoal.cli.commands.identity import backup
 
     return backup(options, stop)
 
 
 def _restore(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.join import restore
+    from shoal.cli.commands.identity import restore
 
     return restore(options, stop)
 
 
 def _delegate(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.join import delegate
+    from shoal.cli.commands.identity import delegate
 
     return delegate(options, stop)
 
 
 def _delegate_relay(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.join import delegate_relay
+    from shoal.cli.commands.identity import delegate_relay
 
     return delegate_relay(options, stop)
 

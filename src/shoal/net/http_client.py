@@ -12,6 +12,7 @@ import httpx2
 
 from shoal.files import write_atomically
 from shoal.net.object_store import upload_headers
+from shoal.net.rate_limit import BandwidthLimit
 from shoal.net.waiting import NotYet, wait_for
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
@@ -75,7 +76,10 @@ class SignedClient:
         log: Log,
         stop: threading.Event | None = None,
         transport: httpx2.BaseTransport | None = None,
+        upload_limit: BandwidthLimit | None = None,
     ) -> None:
+        """`upload_limit` bounds the bytes per second of uploads; other requests are small."""
+        self._upload_limit = upload_limit
         self._urls = [_CoordinatorUrl.parse(url)]
         self.key = key
         self.stop = stop or threading.Event()
@@ -199,27 +203,32 @@ class SignedClient:
         self, method: str, url: str, data: bytes = b"", headers: dict[str, str] | None = None
     ) -> httpx2.Response:
         try:
-            return self._http.request(method, url, content=data or None, headers=headers)
+            content = self._pieces(data) if data and self._upload_limit is not None else data or None
+            return self._http.request(method, url, content=content, headers=headers)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             place = url.partition("?")[0][:200]
             raise Unreachable(f"{method} {place}: {type(error).__name__}: {error}") from None
 
     def put_bytes(self, path: str, data: bytes) -> None:
         """Uploads to a path of the coordinator, unsigned: the path itself is the permission."""
-
-        def pieces() -> Iterator[bytes]:
-            for start in range(0, len(data), 1 << 20):
-                yield data[start : start + (1 << 20)]
-
         to = self._urls[0]
         try:
             response = self._http.put(
-                to.url + path, content=pieces(), headers={"Content-Length": str(len(data))}
+                to.url + path, content=self._pieces(data), headers={"Content-Length": str(len(data))}
             )
         except httpx2.HTTPError as error:
             self._use_next_url()
             raise Unreachable(f"PUT {to.url}{path}: {type(error).__name__}: {error}") from None
         _check_success("PUT object", response)
+
+    def _pieces(self, data: bytes) -> Iterator[bytes]:
+        """Yields the data in pieces, no faster than the limit of uploads."""
+        size = 1 << 20 if self._upload_limit is None else self._upload_limit.piece_bytes
+        for start in range(0, len(data), size):
+            piece = data[start : start + size]
+            if self._upload_limit is not None:
+                self._upload_limit.wait(len(piece))
+            yield piece
 
     def call_until(
         self, what: str, method: str, path: str, body: Record | None, reply: type[R], *, deadline_s: float

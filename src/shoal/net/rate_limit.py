@@ -7,6 +7,9 @@ asks how long to sleep before the next bytes instead of whether a request is all
 import functools
 import ipaddress
 import math
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 MAX_NAMES = 65536
@@ -14,6 +17,8 @@ MAX_NAMES = 65536
 MAX_DEBT_S = 2.0
 """An address further ahead of its byte rate than this gets an error; the server sleeps off a smaller debt."""
 MAX_IDLE_ADDRESSES = 4096
+PIECE_S = 0.05
+"""Seconds that one piece takes at a client's bandwidth limit."""
 
 
 def retry_after_header(wait_s: float) -> str:
@@ -50,6 +55,34 @@ class Buckets:
             for name, (level, at_s) in self._levels.items()
             if level + (now_s - at_s) * self.rate < self.burst
         }
+
+
+class BandwidthLimit:
+    """A client's limit of bytes per second over all its connections. Thread-safe.
+
+    A client that reads less often makes the server send less: the sockets' buffers fill up.
+    """
+
+    def __init__(
+        self,
+        bytes_per_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.piece_bytes = max(1024, min(256 << 10, int(bytes_per_s * PIECE_S)))
+        """Bytes to transfer at a time: few enough that no pause looks like a dead connection."""
+        self._bytes_per_s, self._clock, self._sleep = bytes_per_s, clock, sleep
+        self._lock = threading.Lock()
+        self._paid_until_s = clock()
+
+    def wait(self, num_bytes: int) -> None:
+        """Counts bytes, and sleeps until they are within the rate."""
+        with self._lock:
+            self._paid_until_s = max(self._paid_until_s, self._clock()) + num_bytes / self._bytes_per_s
+            pause_s = self._paid_until_s - self._clock()
+        if pause_s > 0:
+            self._sleep(pause_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

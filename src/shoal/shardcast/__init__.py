@@ -9,7 +9,7 @@ docs/shardcast.md shows all four in one example. No torch here.
 """
 
 from shoal.shardcast.client.fetch import fetch_manifest, fetch_newer, fetch_version
-from shoal.shardcast.client.relay_choice import RelayChoice
+from shoal.shardcast.client.relay_choice import ProgressReceiver, RelayChoice
 from shoal.shardcast.manifest_files import prune_versions
 from shoal.shardcast.publish import SHARD_BYTES, SNAPSHOT_EVERY, Base, publish
 from shoal.shardcast.relay.mirror import Mirror
@@ -23,6 +23,7 @@ __all__ = [
     "SNAPSHOT_EVERY",
     "Base",
     "Mirror",
+    "ProgressReceiver",
     "Relay",
     "RelayApp",
     "RelayChoice",

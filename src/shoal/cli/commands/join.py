@@ -1,4 +1,4 @@
-"""Commands of a contributor: join, status, whoami, pause, leave, identity and check-local.
+"""Commands of a contributor: join, status, whoami, pause, leave, remove and check-local.
 
 A node's folder (default: shoal-node) holds its key, the run it works for, and node.json: which coordinator it joined.
 """
@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import select
+import shutil
 import sys
 import threading
 import time
@@ -19,28 +20,30 @@ from typing import Any
 from shoal.cli.public_api import PublicApi
 from shoal.cli.run.confined_worker import confinement, run_confined
 from shoal.cli.run.roles import limit_thread_spinning
-from shoal.cli.run.supervise import EXIT_FAILED, EXIT_OK
+from shoal.cli.run.supervise import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, last_line
 from shoal.cli.ui.progress_bar import progress
 from shoal.cli.ui.values import check_device
 from shoal.files import write_bytes_atomically
-from shoal.landlock import Protection
-from shoal.net.http_client import SignedClient, Unreachable
+from shoal.landlock import Confinement, Protection
+from shoal.net.http_client import Refused, SignedClient, Unreachable
 from shoal.net.waiting import Stopped
+from shoal.rollout.worker.worker_folder import LOG_FILE
 from shoal.telemetry import Log
 from shoal.wire.codes import ACCEPTED, CODES, Rejected
-from shoal.wire.delegation import delegate as sign_delegation
-from shoal.wire.delegation import read_delegation, write_relay_key
-from shoal.wire.keys import PUBLIC_KEY, Key
+from shoal.wire.delegation import read_delegation
+from shoal.wire.keys import Key
 from shoal.wire.lease import Lease, Verdict
+from shoal.wire.manifest import Manifest
 from shoal.wire.messages import Claim, Info, Leave, NodeView, OpenSession, Recorded, RunList, Session, Stats
+from shoal.wire.record import Sealed
 from shoal.wire.requirements import pick
 from shoal.wire.run_spec import RunSpec
 
 JOINED = "node.json"
-KEPT = ("node.key", JOINED, "run.json", "delegation.json")
-"""Files of a node's folder that a backup holds."""
 TIMEOUT_S = 10.0
 STOP_POLL_S = 0.1
+VIEW_TIMEOUT_S = 2.0
+"""Timeout of the view's requests. Short, because the view stands still meanwhile."""
 
 
 # -- join ---------------------------------------------------------------------------------------------------
@@ -72,21 +75,98 @@ def join(options: argparse.Namespace, stop: threading.Event) -> int:
     key = _load_or_create_key(options.dir)
     with PublicApi(options.url, timeout_s=TIMEOUT_S) as api:
         info, stats = api.read("/v1/info", Info), api.read("/v1/stats", Stats)
+        uses = _uses(options, info, _version_bytes(api, info))
     rules = confinement(
         options.url, options.dir, info, stats, engine=options.engine, allow_ports=tuple(options.allow_port)
     )
-    print(consent(info, key.public, options.url, options.dir, rules.protections()))
+    print(consent(info, key.public, options.url, options.dir, rules.protections(), uses))
     if not options.yes and not _ask_consent(stop):
         print("Nothing was sent.")
         return EXIT_FAILED
     _check_stop(stop)
-    _write_text(options.dir / JOINED, json.dumps({"coordinator": options.url}) + "\n")
+    write_text(options.dir / JOINED, json.dumps({"coordinator": options.url}) + "\n")
     if options.invite:
-        _write_text(options.dir / "invite.txt", options.invite)
+        write_text(options.dir / "invite.txt", options.invite)
     print(
         "Joining; the first lease is the qualification. Ctrl-C stops; joining again continues unfinished work."
     )
-    return run_confined(options, rules, stop)
+    if options.plain or not (sys.stdout.isatty() and sys.stdin.isatty()):
+        return run_confined(options, rules, stop)
+    return _run_with_view(options, rules, stop, key.public)
+
+
+def _run_with_view(options: argparse.Namespace, rules: Confinement, stop: threading.Event, node: str) -> int:
+    """Runs the worker with its log in a file and a few lines about it at the terminal."""
+    from rich.console import Console
+
+    from shoal.cli.ui.join_view import JoinView, single_keys
+
+    def ask() -> tuple[Info, NodeView | None] | None:
+        try:
+            found = api.find(f"/v1/nodes/{node}")
+            return api.read("/v1/info", Info), None if found is None else NodeView.parse(found)
+        except (Unreachable, Rejected):
+            return None
+
+    console = Console(highlight=False)
+    with PublicApi(options.url, timeout_s=VIEW_TIMEOUT_S) as api, single_keys():
+        with JoinView(options.dir, ask, console, url=options.url, stop=stop) as view:
+            code = run_confined(options, rules, stop, view.poll)
+        last = ask()
+    log = options.dir / LOG_FILE
+    if last is not None and last[1] is not None:
+        print(
+            f"credit {last[1].credit:,}; accepted {last[1].accepted}, refused {last[1].rejected}, void {last[1].void}"
+        )
+    if code not in (EXIT_OK, EXIT_INTERRUPTED):
+        print(f"the worker ended: {last_line(log)} (log: {log})", file=sys.stderr)
+    elif code == EXIT_INTERRUPTED:
+        print(
+            f"stopped. Continue: shoal join {options.url} --dir {options.dir}. Delete all of it: shoal remove --dir {options.dir}"
+        )
+    return code
+
+
+def _version_bytes(api: PublicApi, info: Info) -> int | None:
+    """Returns the size of the newest version; None if there is none yet."""
+    if info.newest_version is None:
+        return None
+    try:
+        return Sealed[Manifest].parse(api.get("/v1/policies/latest")).open(info.run_key).num_bytes
+    except (Unreachable, Rejected):
+        return None
+
+
+def _uses(options: argparse.Namespace, info: Info, version_bytes: int | None) -> str:
+    """Returns what the worker will use of this machine: its limits, and what follows from the size of a version."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    used = min(options.cores or cores, cores)
+    memory = (
+        "as much memory as it needs"
+        if options.memory_gb is None
+        else f"at most {options.memory_gb:g} GB of memory"
+    )
+    rates = ", ".join(
+        f"at most {rate:g} Mbit/s {way}"
+        for rate, way in ((options.download_mbit, "down"), (options.upload_mbit, "up"))
+        if rate is not None
+    )
+    needed = None if version_bytes is None else (info.spec.max_lag + 2) * version_bytes / 1e9
+    if options.disk_gb is not None:
+        disk = f"at most {options.disk_gb:g} GB of disk"
+        if version_bytes is not None and options.disk_gb * 1e9 < 2 * version_bytes:
+            raise ValueError(
+                f"--disk-gb {options.disk_gb:g} is too little: two versions of {version_bytes / 1e9:.2f} GB must fit; "
+                f"use at least --disk-gb {2.2 * version_bytes / 1e9:.2g}"
+            )
+    else:
+        disk = "disk for the weights" if needed is None else f"about {needed:.2g} GB of disk"
+    first = (
+        ""
+        if version_bytes is None
+        else f"; {version_bytes / 1e6:,.0f} MB to download first, then mostly changes"
+    )
+    return f"{used} of {cores} cores, {memory}, {disk}{first}\n            {rates or 'no limit of bandwidth'}"
 
 
 def _choose_run(options: argparse.Namespace) -> str:
@@ -117,8 +197,8 @@ def _load_or_create_key(folder: Path) -> Key:
     return key
 
 
-def consent(info: Info, node: str, url: str, folder: Path, protections: list[Protection]) -> str:
-    """Returns what will run, what it is kept from, what is sent and what is kept, for the user to agree to."""
+def consent(info: Info, node: str, url: str, folder: Path, protections: list[Protection], uses: str) -> str:
+    """Returns what will run, what it uses, what it is kept from, what is sent and kept, for the user to agree to."""
     spec = info.spec
     limits = "\n            ".join(str(protection) for protection in protections)
     return f"""
@@ -126,6 +206,7 @@ What joining means
   run       {spec.run} at {url}, task {spec.task.name}; its key is {info.run_key[:16]}...
   node      {node}
   runs      Shoal's own worker with the run's weights and tokenizer, which are read as data. No file of the run is executed.
+  uses      {uses}
   limits    {limits}
   sent      generated tokens, their log-probs and proofs; phase and speed with each heartbeat; software version.
             No file of yours, no name, no address beyond what any web request shows. No port is opened.
@@ -136,9 +217,14 @@ What joining means
 
 
 def _ask_consent(stop: threading.Event) -> bool:
+    return _ask_yes_no("Join? [y/N] ", stop, flag="read the summary above and join with --yes")
+
+
+def _ask_yes_no(question: str, stop: threading.Event, *, flag: str) -> bool:
+    """Returns whether the user agrees. `flag` says what to do where nobody can be asked."""
     if not sys.stdin.isatty():
-        raise ValueError("standard input is not a terminal; read the summary above and join with --yes")
-    print("Join? [y/N] ", end="", flush=True)
+        raise ValueError(f"standard input is not a terminal; {flag}")
+    print(question, end="", flush=True)
     while not select.select([sys.stdin], [], [], STOP_POLL_S)[0]:
         _check_stop(stop)  # Python's input() would keep waiting for an answer after Ctrl-C
     return sys.stdin.readline().strip().lower() in ("y", "yes")
@@ -185,7 +271,7 @@ def status(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def whoami(options: argparse.Namespace, stop: threading.Event) -> int:
-    known = {"node": _load_key(options.dir).public, "owner": "itself"}
+    known = {"node": load_key(options.dir).public, "owner": "itself"}
     path = options.dir / "delegation.json"
     if path.exists():
         delegation = read_delegation(path)
@@ -230,7 +316,57 @@ def leave(options: argparse.Namespace, stop: threading.Event) -> int:
     return EXIT_OK
 
 
-def _load_key(folder: Path) -> Key:
+def remove(options: argparse.Namespace, stop: threading.Event) -> int:
+    """Leaves the run and deletes what a node's folder holds. Files that Shoal did not write there are kept."""
+    from shoal.rollout.worker.limits import folder_bytes
+    from shoal.rollout.worker.worker_folder import NODE_FILES
+
+    key = load_key(options.dir)
+    size = folder_bytes(options.dir)
+    lost = "its key is kept" if options.keep_key else "its key too, and with it the claim to its credit"
+    print(
+        f"This leaves the run and deletes node {key.public[:16]} in {options.dir} ({size / 1e9:.2f} GB), {lost}."
+    )
+    if not options.yes and not _ask_yes_no(
+        "Delete? [y/N] ", stop, flag="delete without a question with --yes"
+    ):
+        print("Nothing was deleted.")
+        return EXIT_FAILED
+    _leave_before_removal(options, stop)
+    for name in set(NODE_FILES) - ({"node.key"} if options.keep_key else set()):
+        path = options.dir / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    if left := sorted(path.name for path in options.dir.iterdir()):
+        print(f"kept in {options.dir}: {', '.join(left)}")
+    else:
+        options.dir.rmdir()
+    print(f"deleted {size / 1e9:.2f} GB. To uninstall the program: pip uninstall shoal-rl")
+    return EXIT_OK
+
+
+def _leave_before_removal(options: argparse.Namespace, stop: threading.Event) -> None:
+    """Leaves the run, and waits for a worker that runs in the folder to deliver its lease and end."""
+    from shoal.rollout.worker.worker_folder import is_in_use
+
+    is_running = is_in_use(options.dir)
+    if (options.dir / JOINED).exists():
+        try:
+            leave(options, stop)
+        except (Unreachable, Refused) as error:
+            print(f"the coordinator was not told, so the node's leases there expire by themselves: {error}")
+    elif is_running:
+        raise ValueError(f"a worker runs in {options.dir}, which `shoal join` did not start; stop it first")
+    with progress("waiting for the worker to end"):
+        while is_in_use(options.dir):
+            if stop.wait(STOP_POLL_S):
+                raise Stopped("stopped before anything was deleted")
+
+
+def load_key(folder: Path) -> Key:
+    """Returns the key of the node in a folder; raises ValueError if there is none."""
     if not (folder / "node.key").exists():
         raise ValueError(f"{folder} holds no node; `shoal join URL` makes one, --dir names another folder")
     return Key.load(folder / "node.key")
@@ -238,7 +374,7 @@ def _load_key(folder: Path) -> Key:
 
 def _joined(folder: Path) -> tuple[Key, str]:
     """Returns the node's key and the URL of the coordinator it joined."""
-    key, path = _load_key(folder), folder / JOINED
+    key, path = load_key(folder), folder / JOINED
     if not path.exists():
         raise ValueError(f"{folder} has joined no run yet; join one with: shoal join URL --dir {folder}")
     url = _read_json(path).get("coordinator")
@@ -257,67 +393,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} cannot be read; delete it, and join or delegate again")
     return found
-
-
-# -- identity -----------------------------------------------------------------------------------------------
-
-
-def backup(options: argparse.Namespace, stop: threading.Event) -> int:
-    key = _load_key(options.dir)
-    kept = {name: (options.dir / name).read_text() for name in KEPT if (options.dir / name).exists()}
-    try:
-        # Not `write_atomically`, which would replace an existing file: it may be another node's only backup.
-        descriptor = os.open(options.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        raise ValueError(f"{options.file} exists and is not overwritten; choose another name") from None
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(kept, file)
-        file.flush()
-        os.fsync(file.fileno())
-    print(f"node {key.public[:16]} is backed up in {options.file}; keep it where nobody else can read it")
-    return EXIT_OK
-
-
-def restore(options: argparse.Namespace, stop: threading.Event) -> int:
-    if (options.dir / "node.key").exists():
-        raise ValueError(f"{options.dir} already holds a node; choose another --dir")
-    try:
-        kept = json.loads(options.file.read_text(encoding="utf-8"))
-        if not isinstance(kept, dict) or "node.key" not in kept or not set(kept) <= set(KEPT):
-            raise ValueError
-    except ValueError:
-        raise ValueError(
-            f"{options.file} is not a backup of a node; `shoal identity backup` makes one"
-        ) from None
-    for name, text in kept.items():
-        _write_text(options.dir / name, text, mode=0o600)
-    print(f"node {Key.load(options.dir / 'node.key').public[:16]} is restored in {options.dir}")
-    return EXIT_OK
-
-
-def delegate(options: argparse.Namespace, stop: threading.Event) -> int:
-    if not PUBLIC_KEY.fullmatch(options.node):
-        raise ValueError(
-            f"{options.node!r} is not a node's id; give the 64 hex digits that `shoal whoami` prints"
-        )
-    new = not options.owner.exists()
-    owner = Key.load_or_create(options.owner)
-    if new:
-        print(f"Made an owner's key: {options.owner}. Keep it offline and backed up; nodes never need it.")
-    delegation = sign_delegation(owner, options.node, now_s=time.time(), days=options.days)
-    _write_text(options.out, delegation.model_dump_json() + "\n")
-    print(f"owner {owner.public}\nwrote {options.out}; copy it into the node's folder as delegation.json")
-    return EXIT_OK
-
-
-def delegate_relay(options: argparse.Namespace, stop: threading.Event) -> int:
-    """Writes the key of one relay and its delegation. A key that is in the folder already gets a newer delegation."""
-    key = write_relay_key(Key.load(options.owner), options.url, options.out, days=options.days)
-    print(
-        f"relay {Key.load(key).public[:16]} at {options.url}: copy {options.out} to its host and start it there with\n"
-        f"  shoal relay --key {key} --coordinator URL --dir DIR"
-    )
-    return EXIT_OK
 
 
 # -- check-local --------------------------------------------------------------------------------------------
@@ -380,5 +455,5 @@ def check_file(file: Path, lease_file: Path, versions: Path, spec: RunSpec) -> V
         return judge(data, claim, spec, policy, reader=reader, control_seed=secrets.randbits(64))
 
 
-def _write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
+def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
     write_bytes_atomically(path, text.encode(), mode=mode)

@@ -12,10 +12,13 @@ import threading
 import time
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from shoal.cli.run.supervise import EXIT_FAILED
 from shoal.landlock import Confinement
+from shoal.rollout.worker.worker_folder import LOG_FILE
 from shoal.wire.messages import Info, Stats
 
 POLL_S = 0.2
@@ -23,6 +26,10 @@ STOP_S = 20.0
 """Seconds that a worker gets to give its leases back before it is killed."""
 COMMON_PORTS = (53, 443)
 """DNS over TCP, and HTTPS: the coordinator may send uploads to an object store, whose address is known only then."""
+LIMITS = ("cores", "memory_gb", "disk_gb", "download_mbit", "upload_mbit")
+"""Options of `shoal join` and `shoal worker` that limit what the worker uses."""
+MAX_LOG_BYTES = 20 << 20
+"""A larger log is moved to worker.log.1 when the worker starts."""
 CACHES = {
     "TMPDIR": "tmp",
     "XDG_CACHE_HOME": "other",
@@ -61,22 +68,35 @@ def _port(url: str) -> int | None:
         return None
 
 
-def run_confined(options: argparse.Namespace, rules: Confinement, stop: threading.Event) -> int:
-    """Runs `shoal worker` with the options of `shoal join` under the rules; returns its exit code."""
+def run_confined(
+    options: argparse.Namespace,
+    rules: Confinement,
+    stop: threading.Event,
+    on_poll: Callable[[int], None] | None = None,
+) -> int:
+    """Runs `shoal worker` with the options of `shoal join` under the rules; returns its exit code.
+
+    With `on_poll`, its log goes to a file in its folder, and `on_poll` is called with its process id a few times a second.
+    """
     caches = options.dir.resolve() / "cache"
     for name in CACHES.values():
         (caches / name).mkdir(parents=True, exist_ok=True)
+    log = None if on_poll is None else _open_log(options.dir / LOG_FILE)
     process = subprocess.Popen(
         [*rules.wrapper(), sys.executable, "-m", "shoal", *worker_arguments(options)],
         # A pipe: when this process ends, the worker reads its end and stops, also where no signal tells it.
         stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
         env=os.environ | {variable: str(caches / name) for variable, name in CACHES.items()},
         # Ctrl-C reaches this process only, which then tells the worker once.
         start_new_session=True,
     )
     try:
-        code = _wait(process, stop)
+        code = _wait(process, stop, on_poll)
     finally:
+        if log is not None:
+            log.close()
         process.kill()
         process.wait()
         assert process.stdin is not None
@@ -89,7 +109,7 @@ def run_confined(options: argparse.Namespace, rules: Confinement, stop: threadin
 
 def worker_arguments(options: argparse.Namespace) -> list[str]:
     """Returns the arguments of `shoal` for the worker that `shoal join` was asked for."""
-    named = {
+    named: dict[str, Any] = {
         "--coordinator": options.url,
         "--dir": options.dir.resolve(),
         "--engine": options.engine,
@@ -98,17 +118,29 @@ def worker_arguments(options: argparse.Namespace) -> list[str]:
         "--threads": options.threads,
         "--max-rows": options.max_rows,
         "--deadline-s": options.deadline_s,
+        **{f"--{name.replace('_', '-')}": getattr(options, name) for name in LIMITS},
     }
+    named = {name: value for name, value in named.items() if value is not None}
     return ["worker", "--stop-with-stdin", *(str(word) for pair in named.items() for word in pair)]
 
 
-def _wait(process: subprocess.Popen[bytes], stop: threading.Event) -> int:
+def _open_log(path: Path) -> BinaryIO:
+    if path.exists() and path.stat().st_size > MAX_LOG_BYTES:
+        path.replace(path.with_name(f"{path.name}.1"))
+    return path.open("ab")
+
+
+def _wait(
+    process: subprocess.Popen[bytes], stop: threading.Event, on_poll: Callable[[int], None] | None
+) -> int:
     kill_at_s: float | None = None
     while True:
         try:
             return process.wait(POLL_S)
         except subprocess.TimeoutExpired:
             pass
+        if on_poll is not None:
+            on_poll(process.pid)
         if stop.is_set() and kill_at_s is None:
             process.terminate()
             kill_at_s = time.monotonic() + STOP_S

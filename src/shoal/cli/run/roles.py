@@ -17,6 +17,7 @@ from shoal.cli.ui.values import (
     above_zero,
     add_device,
     add_engine_choice,
+    add_limits,
     add_threads,
     at_least_one,
     check_device,
@@ -125,6 +126,7 @@ def _add_worker(commands: Commands) -> None:
     )
     add_engine_choice(parser)
     _add_torch_options(parser)
+    add_limits(parser)
     parser.add_argument(
         "--no-prefetch", action="store_true", help="work on one lease at a time and fetch nothing ahead"
     )
@@ -291,11 +293,15 @@ def relay(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def worker(options: argparse.Namespace, stop: threading.Event) -> int:
     limit_thread_spinning()
+    from shoal.rollout.worker.limits import ResourceLimits, is_out_of_memory, limit_cores, limit_memory
+
+    num_cores = limit_cores(options.cores)
     from shoal.rollout.engine.selection import check_engine
     from shoal.rollout.worker.session import WorkerExit
     from shoal.rollout.worker.worker import WorkerConfig, run_worker
 
     check_device(options.device)
+    limit_memory(options.memory_gb, options.device)
     check_engine(options.engine, device=options.device, tensor_parallel=options.tensor_parallel)
     behaviour = None
     if options.lie:
@@ -309,9 +315,16 @@ def worker(options: argparse.Namespace, stop: threading.Event) -> int:
         device=options.device,
         tensor_parallel=options.tensor_parallel,
         max_rows=options.max_rows,
-        num_threads=options.threads,
+        num_threads=options.threads or (num_cores if options.cores else 0),
         deadline_s=options.deadline_s,
         prefetch=not options.no_prefetch,
+        limits=ResourceLimits(
+            cores=options.cores,
+            memory_gb=options.memory_gb,
+            disk_gb=options.disk_gb,
+            download_mbit=options.download_mbit,
+            upload_mbit=options.upload_mbit,
+        ),
     )
     codes = {
         WorkerExit.FINISHED: EXIT_OK,
@@ -319,7 +332,15 @@ def worker(options: argparse.Namespace, stop: threading.Event) -> int:
         WorkerExit.STOPPED: EXIT_INTERRUPTED,
         WorkerExit.EJECTED: EXIT_EJECTED,
     }
-    return codes.get(run_worker(config, stop=stop, behaviour=behaviour), EXIT_FAILED)
+    try:
+        return codes.get(run_worker(config, stop=stop, behaviour=behaviour), EXIT_FAILED)
+    except (MemoryError, RuntimeError, OSError) as error:
+        if options.memory_gb is None or not is_out_of_memory(error):
+            raise
+        raise ValueError(
+            f"the worker needs more memory than --memory-gb {options.memory_gb:g} allows ({str(error)[:80] or 'MemoryError'}); "
+            f"raise it, or lower --max-rows {options.max_rows}"
+        ) from None
 
 
 def validator(options: argparse.Namespace, stop: threading.Event) -> int:

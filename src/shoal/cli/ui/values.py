@@ -89,11 +89,36 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_device(parser: argparse.ArgumentParser, what: str = "where the model runs") -> None:
-    parser.add_argument("--device", default="cpu", help=f"{what}: cpu or cuda (default: cpu)")
+    parser.add_argument(
+        "--device", default="cpu", help=f"{what}: cpu, cuda (also AMD's ROCm) or mps (default: cpu)"
+    )
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=count, default=0, help="torch threads (default: 0, torch chooses)")
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say what a worker may use of its machine."""
+    group = parser.add_argument_group("limits", "what the worker may use of this machine (default: no limit)")
+    group.add_argument(
+        "--cores", type=at_least_one, metavar="N", help="CPU cores; torch gets as many threads"
+    )
+    group.add_argument(
+        "--memory-gb",
+        type=above_zero,
+        metavar="GB",
+        help="memory: of the machine, or of the GPU with --device cuda",
+    )
+    group.add_argument(
+        "--disk-gb", type=above_zero, metavar="GB", help="disk space for versions of the weights"
+    )
+    group.add_argument(
+        "--download-mbit", type=above_zero, metavar="MBIT", help="megabits per second for weights"
+    )
+    group.add_argument(
+        "--upload-mbit", type=above_zero, metavar="MBIT", help="megabits per second for results"
+    )
 
 
 def add_engine_choice(parser: argparse.ArgumentParser) -> None:

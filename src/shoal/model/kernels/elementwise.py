@@ -171,8 +171,11 @@ def gated_product(x_TH: Tensor, gate_up_FH: Tensor) -> Tensor:
 
 
 def has_tile_copies(x: Tensor) -> bool:
-    """Returns whether the device can copy tiles asynchronously, as the kernel needs: Hopper and later."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    """Returns whether the device can copy tiles asynchronously, as the kernel needs: Hopper and later.
+
+    AMD's numbers of devices mean something else: MI300 is (9, 4).
+    """
+    return x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 def fits_gated_product(x_TH: Tensor, gate_up_FH: Tensor) -> bool:

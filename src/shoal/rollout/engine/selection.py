@@ -103,6 +103,9 @@ def _make_for(
     folder: Path, *, compute_dtype: ComputeDtype, proof: ProofSpec, max_rows: int, device: str
 ) -> Engine:
     refusal = decoder_refuses(folder)
+    if torch.device(device).type == "mps":
+        # TorchEngine has steps for CPUs and for CUDA (AMD's ROCm included); both use what Apple's GPUs lack.
+        refusal = refusal or "TorchEngine does not run on Apple silicon (mps)"
     if refusal is None:
         return TorchEngine(compute_dtype=compute_dtype, proof=proof, max_rows=max_rows, device=device)
     from shoal.rollout.engine.transformers_engine import TransformersEngine
@@ -121,8 +124,11 @@ def compute_class(engine: Engine, *, device: str, compute_dtype: ComputeDtype) -
     )
 
 
-def machine_capabilities(device: str) -> Capabilities:
-    """Returns what this machine offers to a run with `device`: cpu, or cuda with or without a number."""
+def machine_capabilities(device: str, *, memory_gb: float | None = None) -> Capabilities:
+    """Returns what this machine offers to a run with `device`: cpu, mps, or cuda with or without a number.
+
+    `memory_gb` is the owner's limit of it. Apple silicon (mps) counts as a CPU: its GPU uses the machine's memory.
+    """
     kind: Literal["cpu", "cuda"] = "cuda" if torch.device(device).type == "cuda" else "cpu"
     if kind == "cuda":
         num_bytes = torch.cuda.get_device_properties(torch.device(device)).total_memory
@@ -130,7 +136,7 @@ def machine_capabilities(device: str) -> Capabilities:
         num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Capabilities(
         device=kind,
-        memory_gb=num_bytes / 1e9,
+        memory_gb=min(num_bytes / 1e9, memory_gb or num_bytes / 1e9),
         dtypes=("float32", "bfloat16"),
         families=(*FAMILIES, "any"),
     )

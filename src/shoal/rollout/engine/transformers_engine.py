@@ -49,6 +49,8 @@ class TransformersEngine:
         self.policy_version: int | None = None
         self._dtype, self._device, self._proof = DTYPES[compute_dtype], torch.device(device), proof
         self._max_rows = max_rows
+        # Draws and proofs need float64, which Apple's GPUs do not have.
+        self._exact_device = torch.device("cpu") if self._device.type == "mps" else self._device
         self._model: TransformersModel | None = None
         self._tokenizer: Tokenizer | None = None
         self._waiting: deque[GenerationRequest] = deque()
@@ -130,9 +132,11 @@ class TransformersEngine:
     def _draw(self, batch: _Batch) -> tuple[Tensor, Tensor]:
         seeds = np.array([row.sample_seed for row in batch.rows], dtype=np.uint64)
         counts = np.array([len(tokens) for tokens in batch.tokens_B], dtype=np.uint64)
-        temperatures_B = torch.tensor([row.temperature for row in batch.rows], device=self._device)
-        uniforms_B = torch.from_numpy(uniforms(seeds, counts)).to(self._device)
-        return draw_tokens(self._loaded().logits(batch.next_BH).float(), temperatures_B, uniforms_B)
+        temperatures_B = torch.tensor([row.temperature for row in batch.rows], device=self._exact_device)
+        uniforms_B = torch.from_numpy(uniforms(seeds, counts)).to(self._exact_device)
+        logits_BV = self._loaded().logits(batch.next_BH).float().to(self._exact_device)
+        tokens_B, logprobs_B = draw_tokens(logits_BV, temperatures_B, uniforms_B)
+        return tokens_B.to(self._device), logprobs_B
 
     def _ended(self, batch: _Batch, place: int) -> bool:
         tokens = batch.tokens_B[place]
@@ -152,7 +156,9 @@ class TransformersEngine:
         if self._proof is not None:
             width = self._loaded().shape.hidden_size
             states = [
-                torch.stack(kept) if (kept := batch.states_B[place]) else torch.empty(0, width)
+                torch.stack(kept).to(self._exact_device)
+                if (kept := batch.states_B[place])
+                else torch.empty(0, width)
                 for place in places
             ]
             proofs = prove_states(states, self._proof)

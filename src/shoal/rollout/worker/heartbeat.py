@@ -81,11 +81,29 @@ class WorkerStatus:
         self.policy_version: int | None = None
         self.tokens_per_s = 0.0
         self.utilisation = Utilisation()
+        self.fetching: tuple[int, int, int] | None = None
+        """While a version is fetched: the version, the bytes that are here, all its bytes."""
 
     def begin(self, activity: Activity, phase: str = "") -> None:
         """Switches to an activity; `phase` says more about it."""
         self.phase = phase or activity.value
+        if activity is Activity.FETCHING and (fetching := self.fetching) is not None:
+            version, have, total = fetching
+            self.phase += f": version {version}, {have / 1e6:.0f} of {total / 1e6:.0f} MB"
         self.utilisation.begin(activity)
+
+    def note_fetched(self, version: int, have: int, total: int) -> None:
+        self.fetching = None if have >= total else (version, have, total)
+
+    def describe(self) -> dict[str, object]:
+        """Returns the contents of status.json, for the owner's view."""
+        return {
+            "phase": self.phase,
+            "policy_version": self.policy_version,
+            "tokens_per_s": round(self.tokens_per_s, 1),
+            "busy_share": round(self.utilisation.busy_share, 4),
+            "fetching": self.fetching,
+        }
 
 
 class HeartbeatThread:

@@ -17,12 +17,14 @@ from shoal.background import BackgroundTask
 from shoal.net.http_client import Refused, Unreachable
 from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.rollout.engine.api import Engine
+from shoal.rollout.worker.limits import ResourceLimits, folder_bytes
 from shoal.rollout.worker.session import CoordinatorSession, LeaseLost, LinkedEvent
 from shoal.rollout.worker.worker_folder import WorkerFolder
-from shoal.shardcast import RelayChoice, fetch_version, prune_versions
+from shoal.shardcast import ProgressReceiver, RelayChoice, fetch_version, prune_versions
 from shoal.telemetry import Log
 from shoal.wire.codes import CorruptData, Rejected
 from shoal.wire.lease import Lease, PolicyRef
+from shoal.wire.manifest import Manifest
 
 FETCH_SHARE = 0.5
 """Share of a lease's remaining time that one version may take. The rest is for an older version and for the work."""
@@ -32,6 +34,10 @@ POLL_S = 0.1
 ASKS_PER_HEARTBEAT = 3
 """How often the newest version is asked for: the coordinator chooses its heartbeat interval by what it can answer."""
 MIN_ASK_PAUSE_S, MAX_ASK_PAUSE_S = 0.5, 5.0
+
+
+class DiskLimit(ValueError):
+    """The owner's limit of disk space is too small for the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +55,27 @@ class VersionCache:
     holder replaces `_folders` and `_fetch_in_progress`; other threads read them without a lock.
     """
 
-    def __init__(self, folder: WorkerFolder, session: CoordinatorSession, *, log: Log) -> None:
+    def __init__(
+        self,
+        folder: WorkerFolder,
+        session: CoordinatorSession,
+        *,
+        log: Log,
+        limits: ResourceLimits | None = None,
+        on_progress: ProgressReceiver | None = None,
+    ) -> None:
+        """`on_progress` is called a few times a second while a version is fetched."""
+        limits = limits or ResourceLimits()
+        self._max_bytes = limits.disk_bytes
         spec = session.joined.info.spec
         self._worker_folder, self._session, self._log = folder, session, log
         self._max_lag, self._keep_versions = spec.max_lag, spec.keep_versions
         self._relays: tuple[str, ...] = ()
         self._origin = ""
         """Both are those of the newest lease."""
-        self._relay_choice = RelayChoice(ticket=session.tickets)
+        self._relay_choice = RelayChoice(
+            ticket=session.tickets, limit=limits.download(), on_progress=on_progress
+        )
         self._fetch_lock = threading.Lock()
         self._folders: dict[PolicyRef, Path] = {}
         self._fetch_in_progress: FetchInProgress | None = None
@@ -116,12 +135,33 @@ class VersionCache:
         ):  # a fetch in progress may build on one of the old versions
             try:
                 keep = {policy.version} | self._worker_folder.last_submission_versions()
-                deleted = prune_versions(self._worker_folder.versions, self._max_lag + 2, spare=keep)
-                self._folders = {
-                    ref: path for ref, path in self._folders.items() if ref.version not in deleted
-                }
+                self._prune(self._max_lag + 2, keep)
             finally:
                 self._fetch_lock.release()
+
+    def _prune(self, keep_versions: int, spare: set[int]) -> None:
+        deleted = prune_versions(self._worker_folder.versions, keep_versions, spare=spare)
+        self._folders = {ref: path for ref, path in self._folders.items() if ref.version not in deleted}
+
+    def _make_room(self, manifest: Manifest) -> None:
+        """Deletes older versions until the new one fits into the limit of disk space. The caller holds the fetch lock.
+
+        The newest version that is here stays: it may be loaded, and the new one is built from it. Raises DiskLimit if both
+        do not fit.
+        """
+        if self._max_bytes is None:
+            return
+        folder = self._worker_folder.versions
+        for keep_versions in range(self._max_lag + 2, 0, -1):
+            used = folder_bytes(folder)
+            if used + manifest.num_bytes <= self._max_bytes:
+                return
+            self._prune(keep_versions, {manifest.version})
+        if folder_bytes(folder) + manifest.num_bytes > self._max_bytes:
+            raise DiskLimit(
+                f"version {manifest.version} has {manifest.num_bytes / 1e9:.2f} GB, and two versions do not fit into "
+                f"--disk-gb {self._max_bytes / 1e9:g}; join again with at least --disk-gb {2.2 * manifest.num_bytes / 1e9:.2g}"
+            )
 
     # -- ahead of leases -----------------------------------------------------------------------------------
 
@@ -212,6 +252,7 @@ class VersionCache:
                 raise Rejected(
                     "request.conflict", f"the lease names weights {digest[:16]}, the manifest {found[:16]}"
                 )
+            self._make_room(manifest.body)
             self._relay_choice.update(self._relays, last=self._origin)
             folder = fetch_version(
                 manifest,

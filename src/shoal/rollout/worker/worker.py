@@ -13,7 +13,7 @@ the same leases again, and the same seeds give the same rows.
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -27,6 +27,7 @@ from shoal.rollout.engine.api import Behaviour, Engine, EngineName, FinishedRow,
 from shoal.rollout.engine.selection import compute_class, machine_capabilities, make_engine
 from shoal.rollout.worker.heartbeat import Activity, HeartbeatThread, WorkerStatus
 from shoal.rollout.worker.lease_supply import PAUSE_AFTER_LOSS_S, LeaseSupply, SessionOpener
+from shoal.rollout.worker.limits import ResourceLimits
 from shoal.rollout.worker.session import (
     CoordinatorSession,
     LeaseLost,
@@ -45,6 +46,7 @@ from shoal.wire.rollouts import RolloutTable
 SHUTDOWN_S = 3.0
 """How long a worker that ends waits for its leases to be given back and its last upload to arrive."""
 PAUSE_POLL_S = 1.0
+STATUS_S = 0.5
 PROGRESS_S = 0.05
 """Seconds between two updates of the progress that heartbeats report."""
 
@@ -67,6 +69,8 @@ class WorkerConfig:
     """Deadline of each wait for the coordinator, and longest time without a submission."""
     prefetch: bool = True
     """Get the next lease and weights, and send the last work in, while the device generates."""
+    limits: ResourceLimits = field(default_factory=ResourceLimits)
+    """What the owner lets it use. The limits of cores and memory are set before the worker starts (limits.py)."""
 
 
 def run_worker(
@@ -110,7 +114,7 @@ def start_worker(
         joined = join(
             client,
             folder,
-            capabilities=machine_capabilities(config.device),
+            capabilities=machine_capabilities(config.device, memory_gb=config.limits.memory_gb),
             deadline_s=config.deadline_s,
             log=log,
         )
@@ -118,8 +122,10 @@ def start_worker(
         client.close()
     folder.store_entry_points(joined.info.entry_points)
 
+    upload_limit = config.limits.upload()
+
     def open_session(stop: threading.Event) -> CoordinatorSession:
-        client = SignedClient(config.coordinator, folder.key, log=log, stop=stop)
+        client = SignedClient(config.coordinator, folder.key, log=log, stop=stop, upload_limit=upload_limit)
         client.add_urls(joined.info.entry_points)
         return CoordinatorSession(client, joined, deadline_s=config.deadline_s, log=log)
 
@@ -145,7 +151,10 @@ class Worker:
         self._session = open_session(stop)
         self.status = WorkerStatus()
         self._heartbeat = HeartbeatThread(open_session(stop), self.status, log=log)
-        self._versions = VersionCache(folder, self._session, log=log)
+        self._versions = VersionCache(
+            folder, self._session, log=log, limits=config.limits, on_progress=self.status.note_fetched
+        )
+        self._status_writer = BackgroundTask("status", self._write_status)
         self._supply = LeaseSupply(
             open_session,
             self._versions,
@@ -191,7 +200,16 @@ class Worker:
         self._uploader.close(max(0.0, end_s - time.monotonic()))
         giving_back.wait(max(0.0, end_s - time.monotonic()))
         self._heartbeat.close()
+        self._status_writer.wait(max(0.0, end_s - time.monotonic()))
         self._session.close()
+
+    def _write_status(self) -> None:
+        """Writes the owner's view of the worker to its folder, a few times a second, until the worker stops."""
+        written: dict[str, object] = {}
+        while not self._stop.wait(STATUS_S):
+            if (now := self.status.describe()) != written:
+                written = now
+                self._folder.store_status(now)
 
     def _give_back(self) -> None:
         if self._lease is not None and not self._has_left:

@@ -11,12 +11,14 @@ invite.txt          an invitation; put here by the owner or by `shoal join --inv
 work.json           the proof of work found for a run that asks for one
 last/               the last submitted file and its lease, for `shoal check-local`
 paused, leaving     exist after `shoal pause` and `shoal leave`
+status.json         what the worker does, for the view of `shoal join`
+cache/, worker.log  caches of libraries, and the worker's log, if `shoal join` started it at a terminal
 """
 
 import json
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,21 @@ from shoal.wire.messages import Info
 from shoal.wire.record import Record
 
 MAX_WORK_BITS = 32
+STATUS_FILE, LOG_FILE = "status.json", "worker.log"
+NODE_FILES = (
+    *(
+        "node.key",
+        "node.json",
+        "run.json",
+        "lock",
+        "versions",
+        "entry_points.json",
+        "delegation.json",
+        "invite.txt",
+    ),
+    *("work.json", "last", "paused", "leaving", STATUS_FILE, LOG_FILE, f"{LOG_FILE}.1", "cache"),
+)
+"""Everything that a worker or `shoal join` writes into the folder; `shoal remove` deletes these."""
 
 
 class PinnedRun(Record):
@@ -67,6 +84,10 @@ class WorkerFolder:
 
     def clear_leaving(self) -> None:
         (self.folder / "leaving").unlink(missing_ok=True)
+
+    def store_status(self, status: dict[str, object]) -> None:
+        with suppress(OSError):  # a full disk must not end the thread: the next status is written again
+            _write_json(self.folder / STATUS_FILE, status)
 
     def store_last_submission(self, lease: Lease, policy_version: int, data: bytes) -> None:
         """Stores a file and its lease, before the file is sent."""

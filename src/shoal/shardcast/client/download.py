@@ -124,6 +124,12 @@ class Download:
                     self._update_sources()
                     self._start_threads()
                     progress.log_if_due(self._state)
+                    if self._choice.on_progress is not None:
+                        have = self._assembly.num_bytes_verified + sum(
+                            one.num_bytes for one in self._requests
+                        )
+                        total = self._assembly.num_bytes
+                        self._choice.on_progress(self._version, min(have, total), total)
                     self._news.wait(min(CHECK_EVERY_S, end_s - time.monotonic()))
                 if self._stop.is_set():
                     raise Stopped(f"stopped while fetching version {self._version}")
@@ -188,7 +194,7 @@ class Download:
     # -- in a thread ------------------------------------------------------------------------------------
 
     def _download_shards(self) -> None:
-        with Connections(self._choice.ticket) as connections:
+        with Connections(self._choice.ticket, self._choice.limit) as connections:
             while (request := self._next_request()) is not None:
                 self._receive(connections, request)
 

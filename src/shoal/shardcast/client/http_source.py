@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 import httpx2
 
+from shoal.net.rate_limit import BandwidthLimit
 from shoal.shardcast.assembly import Shard
 from shoal.shardcast.client.relay_choice import TicketSource
 from shoal.shardcast.manifest_files import make_buffer
@@ -55,8 +56,8 @@ def _tls_context() -> ssl.SSLContext:
 class Connections:
     """Keep-alive connections of one thread, one per server."""
 
-    def __init__(self, ticket: TicketSource | None = None) -> None:
-        self._ticket = ticket
+    def __init__(self, ticket: TicketSource | None = None, limit: BandwidthLimit | None = None) -> None:
+        self._ticket, self.limit = ticket, limit
         self._open: dict[tuple[str, str], http.client.HTTPConnection] = {}
         self._buffer = memoryview(b"")
 
@@ -181,7 +182,7 @@ def ask_shards(
             read = _socket_reader(response, sock, cancelled)
         for shard in shards:
             data = buffer[: shard.num_bytes]
-            count = _fill(data, read, cancelled, received)
+            count = _fill(data, read, cancelled, received, connections.limit)
             response.length -= count
             if count != len(data):
                 raise RelayFailed(
@@ -225,15 +226,22 @@ def _socket_reader(
 
 
 def _fill(
-    data: memoryview, read: ReadInto, cancelled: Callable[[], bool], received: Callable[[int], None]
+    data: memoryview,
+    read: ReadInto,
+    cancelled: Callable[[], bool],
+    received: Callable[[int], None],
+    limit: BandwidthLimit | None,
 ) -> int:
     """Reads until `data` is full, the body ends, or it grows too slowly; returns the number of bytes."""
+    piece = len(data) if limit is None else limit.piece_bytes
     deadline = _GrowthDeadline()
     position = 0
     while position < len(data) and not cancelled() and not deadline.passed(position):
-        count = read(data[position:])
+        count = read(data[position : position + piece])
         if not count:
             break
+        if limit is not None:
+            limit.wait(count)
         position += count
         received(count)
     return position

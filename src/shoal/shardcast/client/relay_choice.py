@@ -13,6 +13,8 @@ import random
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+from shoal.net.rate_limit import BandwidthLimit
+
 ALPHA = 0.3
 HEAL = 0.01
 MIN_BANDWIDTH_SHARE = 0.05
@@ -20,6 +22,8 @@ MIN_BANDWIDTH_SHARE = 0.05
 that failed often would keep a probability near zero after it has recovered."""
 
 
+ProgressReceiver = Callable[[int, int, int], None]
+"""Is called with a version, the bytes of it that are here, and all its bytes."""
 TicketSource = Callable[[], str]
 """Returns the Authorization header for relays, or "" (shoal.net.ticket_client)."""
 
@@ -42,9 +46,14 @@ class RelayChoice:
         last: str = "",
         heal: float = HEAL,
         ticket: TicketSource | None = None,
+        limit: BandwidthLimit | None = None,
+        on_progress: ProgressReceiver | None = None,
     ) -> None:
-        """`last` is a source for when no relay delivers; `ticket` is called for the Authorization header of private relays."""
-        self._heal, self.ticket = heal, ticket
+        """`last` is a source for when no relay delivers; `ticket` is called for the Authorization header of private relays.
+
+        `limit` bounds the bytes per second of all downloads; `on_progress` is called a few times a second during one.
+        """
+        self._heal, self.ticket, self.limit, self.on_progress = heal, ticket, limit, on_progress
         self._stats: dict[str, RelayStats] = {}
         self.update(urls, last=last)
 

@@ -1,0 +1,160 @@
+"""The limits of a worker really limit: cores, memory, disk, bandwidth."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import pytest
+import torch
+from small_run import CONFIG, eventually, small_run
+
+from shoal.net.rate_limit import BandwidthLimit
+from shoal.rollout.engine.selection import AutoEngine, _make_for, machine_capabilities
+from shoal.rollout.engine.transformers_engine import TransformersEngine
+from shoal.rollout.worker.limits import ResourceLimits, folder_bytes, is_out_of_memory
+from shoal.rollout.worker.version_cache import VersionCache
+from shoal.rollout.worker.worker import WorkerConfig, run_worker
+from shoal.wire.run_spec import ProofSpec
+
+if TYPE_CHECKING:
+    from shoal.rollout.worker.worker_folder import WorkerFolder
+    from shoal.wire.manifest import Manifest
+
+
+class FakeTime:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_a_bandwidth_limit_is_kept_over_all_threads() -> None:
+    fake = FakeTime()
+    limit = BandwidthLimit(1000.0, clock=fake.clock, sleep=fake.sleep)
+    for _ in range(50):
+        limit.wait(100)
+    assert fake.now_s == pytest.approx(5.0)
+    fake.now_s = 100.0  # an idle time is not saved up
+    limit.wait(1000)
+    assert fake.now_s == pytest.approx(101.0)
+
+
+def test_pieces_are_small_on_slow_links() -> None:
+    assert BandwidthLimit(1e6 / 8).piece_bytes < 10_000
+    assert BandwidthLimit(1e9).piece_bytes == 256 << 10
+
+
+def run_python(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+
+
+def test_cores_are_limited_for_the_whole_process() -> None:
+    program = "import os; from shoal.rollout.worker.limits import limit_cores; print(limit_cores(1), len(os.sched_getaffinity(0)))"
+    assert run_python(program).stdout.split() == ["1", "1"]
+    assert len(os.sched_getaffinity(0)) >= 1
+
+
+def test_the_kernel_refuses_more_memory() -> None:
+    program = (
+        "from shoal.rollout.worker.limits import is_out_of_memory, limit_memory\n"
+        "limit_memory(0.5, 'cpu')\n"
+        "try: kept = bytearray(600_000_000)\n"
+        "except MemoryError as error: print('refused', is_out_of_memory(error))\n"
+        "kept = bytearray(50_000_000); print('small is fine')\n"
+    )
+    assert run_python(program).stdout == "refused True\nsmall is fine\n"
+
+
+def test_words_of_torch_for_too_little_memory() -> None:
+    assert is_out_of_memory(
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")
+    )
+    assert not is_out_of_memory(RuntimeError("shapes differ"))
+
+
+def test_a_limit_of_memory_is_what_the_machine_offers() -> None:
+    assert machine_capabilities("cpu", memory_gb=0.25).memory_gb == 0.25
+    assert machine_capabilities("cpu", memory_gb=1e6).memory_gb < 1e6
+
+
+def test_files_that_are_linked_count_once(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(100_000))
+    os.link(tmp_path / "a", tmp_path / "b")
+    assert 100_000 <= folder_bytes(tmp_path) < 150_000
+
+
+def test_apple_silicon_gets_the_engine_that_runs_there(tmp_path: Path) -> None:
+    """Only the choice: no such machine was there to run it."""
+    from shoal.model.builtin import create_model
+
+    create_model("tiny", tmp_path / "v0", seed=0)
+    engine = _make_for(tmp_path / "v0", compute_dtype="float32", proof=ProofSpec(), max_rows=2, device="mps")
+    assert isinstance(engine, TransformersEngine)
+    assert engine._exact_device == torch.device("cpu")
+    assert (
+        AutoEngine(compute_dtype="float32", proof=ProofSpec(), max_rows=2, device="mps").policy_version
+        is None
+    )
+    assert machine_capabilities("mps").device == "cpu"
+
+
+def test_a_worker_keeps_its_limits_of_disk_and_bandwidth(tmp_path: Path) -> None:
+    with small_run(tmp_path / "run", CONFIG) as run:
+        run.publish(0)
+        run.start_relay()
+        eventually("a relay that serves", lambda: any(0 in relay.versions for relay in run.stats().relays))
+        run.start_validator()
+        size = folder_bytes(run.folder / "relay")
+        limits = ResourceLimits(disk_gb=2.5 * size / 1e9, download_mbit=size * 8 / 1e6, upload_mbit=10.0)
+        config = WorkerConfig(coordinator=run.url, dir=tmp_path / "node", limits=limits)
+        stop, ends = threading.Event(), []
+        began_s = time.monotonic()
+        thread = threading.Thread(target=lambda: ends.append(run_worker(config, stop=stop)))
+        thread.start()
+        try:
+            eventually("an accepted lease", lambda: any(node.accepted for node in run.stats().nodes))
+            # The rate allows one version a second; it may take longer, never less.
+            assert time.monotonic() - began_s > 0.9
+            assert (tmp_path / "node" / "status.json").exists()
+            run.publish(1)
+            eventually("version 1", lambda: (tmp_path / "node" / "versions" / "v1").exists())
+            assert folder_bytes(tmp_path / "node" / "versions") <= 2.5 * size
+        finally:
+            stop.set()
+            thread.join(60)
+
+
+def test_older_versions_make_room_for_a_new_one(tmp_path: Path) -> None:
+    for version in range(1, 5):
+        folder = tmp_path / f"v{version}"
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(bytes(100_000))
+    cache = VersionCache.__new__(VersionCache)
+    cache._folders, cache._max_lag, cache._max_bytes = {}, 2, 350_000
+    cache._worker_folder = cast("WorkerFolder", SimpleNamespace(versions=tmp_path))
+    cache._make_room(cast("Manifest", SimpleNamespace(version=5, num_bytes=100_000)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v3", "v4"]
+    with pytest.raises(ValueError, match="two versions do not fit"):
+        cache._make_room(cast("Manifest", SimpleNamespace(version=5, num_bytes=300_000)))
+    assert (tmp_path / "v4").exists()
+
+
+def test_a_limit_that_no_version_fits_into_ends_the_worker(tmp_path: Path) -> None:
+    with small_run(tmp_path / "run", CONFIG) as run:
+        run.publish(0)
+        run.serve_from_origin()
+        eventually("a relay", lambda: any(0 in relay.versions for relay in run.stats().relays))
+        config = WorkerConfig(
+            coordinator=run.url, dir=tmp_path / "node", limits=ResourceLimits(disk_gb=0.0001)
+        )
+        with pytest.raises(ValueError, match=r"do not fit into --disk-gb 0.0001; join again with at least"):
+            run_worker(config, stop=threading.Event())
