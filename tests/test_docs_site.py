@@ -44,6 +44,22 @@ def test_the_site_loads_nothing_from_other_servers_and_has_a_search(site: str, p
     assert asked and [url for url in asked if not url.startswith((site, "data:", "blob:"))] == []
 
 
+def test_every_page_has_one_title_and_leads_to_the_glossary(site: str) -> None:
+    for path in sorted(SITE.rglob("*.html")):
+        text = path.read_text(encoding="utf-8")
+        if path.name != "404.html":
+            assert text.count("<h1") == 1, path
+        assert "glossary.html" in text, path
+
+
+def test_a_word_of_the_glossary_is_found_by_the_search(site: str, page: Any) -> None:
+    page.set_viewport_size({"width": 1400, "height": 900})
+    page.goto(site)
+    page.click("input.md-search__input")
+    page.keyboard.type("pseudo-gradient")
+    page.wait_for_selector(".md-search-result__item >> text=Glossary")
+
+
 def test_every_page_fits_a_phone(site: str, page: Any) -> None:
     page.set_viewport_size({"width": 390, "height": 800})
     for path in sorted(SITE.rglob("*.html")):

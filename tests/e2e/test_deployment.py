@@ -20,7 +20,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from roles import Roles, free_port, run_file
-from swarm_processes import read_ledger
+from swarm_processes import SHOAL, read_ledger
 
 from shoal.wire.ledger import verify_chain
 
@@ -187,3 +187,73 @@ def test_two_coordinators_behind_nginx_and_tls(tmp_path: Path) -> None:
     log = (tmp_path / "access.log").read_text()
     assert all(f"127.0.0.1:{port}" in log for port in ports)
     assert "PUT 204" in log
+
+
+@needs_nginx
+@pytest.mark.e2e
+@pytest.mark.timeout(900)
+def test_the_compose_file_as_processes(tmp_path: Path) -> None:
+    """Starts what deploy/compose/compose.yaml starts, with its own commands and nginx file, as processes on loopback."""
+    yaml = pytest.importorskip("yaml")
+    folder = ROOT / "deploy" / "compose"
+    services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
+    names = ("nginx", "coordinator-1", "coordinator-2", "trainer", "relay")
+    places = {name: free_port() for name in names}
+    run = tmp_path / "run.toml"
+    text = (folder / "run.toml").read_text().replace("nginx:8080", f"127.0.0.1:{places['nginx']}")
+    run.write_text(text.replace("last_version = 100", "last_version = 4"))
+
+    with running_postgres() as postgres, Roles(tmp_path) as roles:
+        database = postgres.fresh()
+
+        def words_of(name: str) -> list[str]:
+            """Returns the command of a service, with the places that containers have replaced by those on this machine."""
+            command = str(services[name]["command"])
+            for host in ("nginx:8080", "trainer:8701", "relay:8702"):
+                command = command.replace(f"http://{host}", f"http://127.0.0.1:{places[host.split(':')[0]]}")
+            port = places.get(name, 0)
+            changes = {
+                "/etc/shoal/run.toml": str(run),
+                "postgresql://shoal@postgres/shoal": database,
+                "--host 0.0.0.0": "--host 127.0.0.1",
+                "/swarm/": f"{tmp_path}/coordinator-volume/",
+                "/var/lib/shoal/coordinator": f"{tmp_path}/coordinator-volume/coordinator",
+                "/var/lib/shoal/relay-key": f"{tmp_path}/coordinator-volume/relay-key",
+                "/var/lib/shoal/": f"{tmp_path}/{name}/",
+            }
+            for old, new in changes.items():
+                command = command.replace(old, new)
+            words = command.split()
+            if "--port" in words:
+                words[words.index("--port") + 1] = str(port)
+            return words
+
+        config = tmp_path / "nginx.conf"
+        server = (
+            (folder / "nginx.conf")
+            .read_text()
+            .replace("listen 8080;", f"listen 127.0.0.1:{places['nginx']};")
+        )
+        for name in ("coordinator-1", "coordinator-2"):
+            server = server.replace(f"server {name}:8700", f"server 127.0.0.1:{places[name]}")
+        temporary = "".join(
+            f"{kind}_temp_path {tmp_path}/{kind};\n"
+            for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        )
+        config.write_text(
+            f"pid {tmp_path}/nginx.pid;\nerror_log {tmp_path}/error.log;\nevents {{}}\n"
+            f"http {{\naccess_log off;\n{temporary}\n{server}\n}}\n"
+        )
+        for name in ("coordinator-1", "coordinator-2"):
+            roles.start(name, *words_of(name))
+            roles.wait_until_up(f"http://127.0.0.1:{places[name]}")
+        with running_nginx(config):
+            made = subprocess.run(
+                [*SHOAL, *words_of("relay-key")], capture_output=True, text=True, timeout=120
+            )
+            assert made.returncode == 0, made.stderr
+            for name in ("trainer", "relay", "validator", "worker"):
+                roles.start(name, *words_of(name))
+            stats = roles.wait_until_finished(f"http://127.0.0.1:{places['nginx']}", timeout=30)
+    assert stats.newest_version == 4
+    assert stats.submissions["accepted"] and not any(node.rejected for node in stats.nodes)
