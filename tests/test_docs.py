@@ -51,7 +51,9 @@ def test_the_readme_is_short_and_shows_what_it_must() -> None:
     assert len(text.splitlines()) <= 120
     for part in (
         "make demo",
-        "docs/img/demo-reward.png",
+        "docs/img/terminal.svg",
+        "docs/img/page.png",
+        "shoal demo",
         "shoal join URL",
         "**Not shown**",
         "docs/figures.md",
@@ -151,3 +153,13 @@ def test_decision_records_are_few_and_short() -> None:
         assert path.name.startswith(f"{number:03d}-") and len(text.splitlines()) <= 20, path.name
         for part in ("**Context.**", "**Decision.**", "**Consequence.**"):
             assert part in text, f"{path.name} has no {part}"
+
+
+def test_the_pictures_of_the_readme_ask_no_other_server() -> None:
+    drawing = (ROOT / "docs" / "img" / "terminal.svg").read_text(encoding="utf-8")
+    found = set(re.findall(r"https?://[^\s\"<)]+", drawing))
+    assert {url for url in found if "127.0.0.1" not in url} <= {
+        "http://www.w3.org/2000/svg",
+        "https://www.textualize.io",
+    }
+    assert "shoal" in drawing and "version" in drawing
