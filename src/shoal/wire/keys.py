@@ -3,6 +3,7 @@
 import re
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
@@ -12,6 +13,8 @@ from shoal.files import write_bytes_atomically
 
 PUBLIC_KEY = re.compile(r"[0-9a-f]{64}")
 _SIGNATURE = re.compile(r"[0-9a-f]{128}")
+Role = Literal["trainer", "validator", "relay", "admin"]
+"""The roles that have a key of the operator."""
 
 
 class Key:

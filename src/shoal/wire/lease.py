@@ -99,3 +99,5 @@ class Verdict(Record):
     checks: Checks = "full"
     """The checks that an accepted submission passed."""
     evidence: dict[str, float | int | str] = Field(default_factory=dict)
+    transcript: Annotated[str, Field(max_length=3 << 20, pattern=r"^[A-Za-z0-9+/=]*$")] = ""
+    """The answers as text (wire/transcript.py), compressed, in base64; empty unless accepted. Not in the ledger."""

@@ -3,7 +3,7 @@
 No body names its sender: the sender is the key that signed the request.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
@@ -328,6 +328,9 @@ class StepReport(Record):
     """Seconds that training stood still for a checkpoint."""
     tasks: dict[str, TaskFigures] = Field(default_factory=dict)
     """The figures of each task, by its label."""
+    generate_s: float = 0.0
+    """Mean seconds from lease to upload of a submission that the step trained on. Workers generate beside each other."""
+    check_s: float = 0.0
 
 
 class Rederived(Record):
@@ -383,6 +386,8 @@ class Batch(Record):
     dropped_share: float = 0.0
     unparseable: float = 0.0
     tasks: dict[str, TaskFigures] = Field(default_factory=dict)
+    generate_s: float = 0.0
+    check_s: float = 0.0
 
 
 class Evaluation(Record):
@@ -492,6 +497,3 @@ class History(Record):
 
     steps: tuple[StepReport, ...]
     evaluations: tuple[Evaluation, ...]
-
-
-Role = Literal["trainer", "validator", "relay", "admin"]

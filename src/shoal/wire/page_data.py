@@ -4,8 +4,10 @@ from typing import Literal
 
 from pydantic import Field
 
+from shoal.wire.lease import Checks
 from shoal.wire.messages import Evaluation, NodeView, RelayView, RunWarning
 from shoal.wire.record import Record
+from shoal.wire.transcript import SampleText
 
 Stage = Literal["generate", "upload", "queue", "check", "train", "broadcast"]
 
@@ -35,6 +37,8 @@ class RunTerms(Record):
     software: str
     task: str
     options: dict[str, bool | int | float | str]
+    files: dict[str, str] = Field(default_factory=dict)
+    """Names of the files among the options, whose values are digests."""
     samples_per_prompt: int
     max_lag: int
     last_version: int
@@ -101,6 +105,17 @@ class Curve(Record):
     """The trainer's speed."""
     tasks: dict[str, TaskCurve] = Field(default_factory=dict)
     """The curves of each task, by its label."""
+    loss: tuple[float, ...] = ()
+    entropy: tuple[float, ...] = ()
+    clip_fraction: tuple[float, ...] = ()
+    grad_norm: tuple[float, ...] = ()
+    kl: tuple[float, ...] = ()
+    """Only zeros if the trainer keeps no reference."""
+    dropped_share: tuple[float, ...] = ()
+    generate_s: tuple[float, ...] = ()
+    check_s: tuple[float, ...] = ()
+    publish_s: tuple[float, ...] = ()
+    """Seconds that training stood still for publications and checkpoints."""
 
 
 class CodeCount(Record):
@@ -220,3 +235,36 @@ class NodePage(Record):
     last_seen_s: float | None
     work: tuple[WorkItem, ...]
     samples: tuple[Sample, ...] = Field(default=())
+
+
+class RolloutGroup(Record):
+    """All answers to one prompt, with the verdict on the submission that they are from."""
+
+    group_id: str
+    held_out: bool
+    task: str
+    policy_version: int
+    node: str
+    given_at_s: float
+    prompt: str
+    expected: str
+    samples: tuple[SampleText, ...]
+    state: str
+    """`ready`, `held`, `dropped`, `stale`, `batched` or `withdrawn`; empty for held-out work, which is never trained on."""
+    trained_version: int | None
+    """The version that the step started from which trained on it; None if none did."""
+    code: str
+    detail: str
+    checks: Checks
+    evidence: dict[str, float | int | str]
+    """Numbers behind the verdict: `z_...` are standard scores over the whole submission, others are counts of the proofs."""
+
+
+class RolloutPage(Record):
+    """GET /v1/rollouts: groups that match, newest first. Ask again with `before` = `next` for older ones."""
+
+    groups: tuple[RolloutGroup, ...]
+    next: int | None
+    """None: there are no older ones."""
+    withheld: str = ""
+    """Why nothing is shown, if it is not public yet."""

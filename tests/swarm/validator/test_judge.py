@@ -1,5 +1,6 @@
 """Real submissions of a real (tiny) model: honest ones pass, and every lie gets its own code."""
 
+import base64
 import copy
 import math
 import threading
@@ -27,7 +28,7 @@ from honest_work import (
 
 from shoal.net.waiting import Stopped
 from shoal.swarm.validator.fact_checks import check_forgery
-from shoal.swarm.validator.judge import judge
+from shoal.swarm.validator.judge import judge, leased_problems
 from shoal.swarm.validator.recompute import CannotCheck, LoadedPolicy, recompute
 from shoal.swarm.validator.table_reader import TableReader
 from shoal.tasks import Problem, make_task
@@ -36,6 +37,7 @@ from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.lease import Lease, PolicyRef, Verdict
 from shoal.wire.rollouts import Finish, RolloutTable, encode
 from shoal.wire.run_spec import ProofSpec, RunSpec, Sampling, TaskSpec, default_tolerances
+from shoal.wire.transcript import Transcript
 
 SPEC = make_spec()
 LEASE = make_lease(SPEC)
@@ -95,6 +97,20 @@ def nudged(policy: LoadedPolicy, size: float) -> LoadedPolicy:
 
 
 # -- the honest -----------------------------------------------------------------------------------------
+
+
+def test_an_accepted_verdict_has_the_answers_as_text(
+    verdict: Judge, honest: RolloutTable, policy: LoadedPolicy
+) -> None:
+    given = verdict(honest)
+    groups = Transcript.unpack(base64.b64decode(given.transcript)).groups
+    samples = [sample for group in groups for sample in group.samples]
+    assert [sample.reward for sample in samples] == list(given.rewards)
+    for row, sample in zip(honest.rows, samples, strict=True):
+        assert "".join(sample.pieces) == policy.tokenizer.decode(row.output_tokens)
+        assert sample.logprobs == tuple(round(value, 2) for value in row.logprobs)
+    problems = leased_problems(LEASE, SPEC.run, make_task(SPEC.task))
+    assert [group.expected for group in groups] == [problem.answer for problem in problems]
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 12, 40])

@@ -59,6 +59,11 @@ class CoordinatorConfig(Record):
     for runs without [[eval]]."""
     eval_prompts: int = Field(default=64, ge=0)
     eval_samples: int = Field(default=4, ge=1)
+    rollouts_mb: int = Field(default=256, ge=0)
+    """Room in the database for answers as text, which the page and `shoal rollouts` show. When it is full, fewer and fewer of the
+    older versions are kept. 0: none."""
+    show_held_out: bool = False
+    """Whether the page shows answers to held-out problems while the run goes on; they are shown when it is finished."""
     max_upload_bytes: int = Field(default=64 << 20, ge=1)
     retry_s: float = Field(default=0.5, gt=0)
     """Seconds that a client is told to wait when there is no work for it yet."""

@@ -26,8 +26,7 @@ from shoal.tasks.datasets.file_options import with_files_from
 from shoal.tasks.registry import keep_task_files
 from shoal.telemetry import Log
 from shoal.wire.codes import Rejected
-from shoal.wire.keys import Key
-from shoal.wire.messages import Role
+from shoal.wire.keys import Key, Role
 from shoal.wire.run_spec import PROTOCOL, EvalSpec, RunSpec, TaskSpec
 
 DATABASE_FILE = "shoal.db"

@@ -1,4 +1,5 @@
-"""Housekeeping: once a second leases and claims expire and SQLite's log is checkpointed, once a minute nonces are pruned."""
+"""Housekeeping: once a second leases and claims expire and SQLite's log is checkpointed, once a minute nonces and old
+rollouts' texts are deleted."""
 
 import threading
 import time
@@ -10,7 +11,7 @@ from sqlalchemy.exc import DBAPIError
 from shoal.swarm.coordinator import disk_full
 from shoal.swarm.coordinator.context import Coordinator, Transaction, is_finished, newest_version
 from shoal.swarm.coordinator.http.auth import prune_nonces
-from shoal.swarm.coordinator.leases import evaluations, lifecycle, verdicts
+from shoal.swarm.coordinator.leases import evaluations, lifecycle, transcripts, verdicts
 from shoal.swarm.coordinator.leases.lease_rows import expected_upload, find_lease
 from shoal.swarm.coordinator.membership import accounts, nodes
 from shoal.swarm.coordinator.rules.lease_states import LeaseState
@@ -36,6 +37,7 @@ def tidy(coordinator: Coordinator) -> None:
         prune_nonces(tx)
         lifecycle.end_old_debts(tx, coordinator)
         accounts.forget_networks(tx, coordinator.config.half_life_s())
+        transcripts.prune(tx, coordinator.config.rollouts_mb * 1_000_000)
     coordinator.database.truncate_log()
 
 

@@ -33,6 +33,14 @@ from shoal.wire.messages import Claim
 from shoal.wire.rollouts import RolloutTable, TableLimits
 from shoal.wire.run_spec import RunSpec, TaskSpec
 from shoal.wire.seeded_draw import problem_seeds
+from shoal.wire.transcript import (
+    MAX_EXPECTED,
+    MAX_PIECES_BYTES,
+    GroupText,
+    SampleText,
+    Transcript,
+    make_sample,
+)
 
 PROMPT_SLACK = 4096
 """Prompt tokens that a file may have beyond the longest leased prompt: a file with an edited, longer prompt is then refused
@@ -259,6 +267,7 @@ def give_verdict(
         output_tokens=num_tokens,
         checks=claim.checks,
         evidence=evidence,
+        transcript=transcribe(table, graded, policy.tokenizer, one.problems) if graded else "",
     )
 
 
@@ -323,6 +332,22 @@ def check_by_noise(
     except Rejected as rejected:
         raise RefusedWithEvidence(rejected, evidence) from None
     return evidence
+
+
+def transcribe(
+    table: RolloutTable, graded: tuple[Reward, ...], tokenizer: Tokenizer, problems: Sequence[Problem]
+) -> str:
+    """Returns the answers as text for the rollout viewer, packed."""
+    max_bytes = MAX_PIECES_BYTES // len(table.rows)
+    samples: list[list[SampleText]] = [[] for _ in problems]
+    for row, reward in zip(table.rows, graded, strict=True):
+        text = make_sample(row, reward.value, reward.outcome.value, tokenizer.decode, max_bytes)
+        samples[row.prompt_index].append(text)
+    groups = tuple(
+        GroupText(expected=problem.answer[:MAX_EXPECTED], samples=tuple(of_problem))
+        for problem, of_problem in zip(problems, samples, strict=True)
+    )
+    return Transcript(groups=groups).pack()
 
 
 def grade(

@@ -11,11 +11,12 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from shoal.files import write_atomically
+from shoal.files import write_atomically, write_bytes_atomically
 from shoal.wire.run_spec import RunSpec, TaskSpec
 
 _ADDRESS = re.compile(r"sha256:([0-9a-f]{64})")
 _DIGEST = "_sha256"
+_NAME = ".name"
 
 Options = Mapping[str, bool | int | float | str]
 
@@ -43,6 +44,17 @@ def keep_files(spec: TaskSpec, folder: Path) -> TaskSpec:
         if is_file_option(name) and value != "" and not _ADDRESS.fullmatch(str(value)):
             options[name] = f"sha256:{_copy_to_digest(Path(str(value)), folder)}"
     return spec.model_copy(update={"options": options})
+
+
+def file_names(spec: TaskSpec, folder: Path) -> dict[str, str]:
+    """Returns the names of the files that a spec names by digest, by option; `folder` is that of `keep_files`."""
+    found = {
+        name: match[1]
+        for name, value in spec.options.items()
+        if is_file_option(name) and (match := _ADDRESS.fullmatch(str(value)))
+    }
+    paths = {name: folder / f"{digest}{_NAME}" for name, digest in found.items()}
+    return {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.exists()}
 
 
 def with_files_from(spec: TaskSpec, folder: Path) -> TaskSpec:
@@ -96,4 +108,6 @@ def _copy_to_digest(path: Path, folder: Path) -> str:
     if not (folder / digest).exists():
         with path.open("rb") as source, write_atomically(folder / digest) as copy:
             shutil.copyfileobj(source, copy)
+        # Only the name without its folder: the page shows it.
+        write_bytes_atomically(folder / f"{digest}{_NAME}", path.name.encode(), durable=False)
     return digest

@@ -51,6 +51,8 @@ class TrainBatch:
     accepted_reward_mean: float | None = None
     accepted_rollouts: int = 0
     tasks: Mapping[str, TaskFigures] = field(default_factory=dict)
+    generate_s: float = 0.0
+    check_s: float = 0.0
 
     @property
     def num_outputs(self) -> int:
@@ -131,6 +133,8 @@ def build_batch(
         accepted_reward_mean=batch.accepted_reward_mean,
         accepted_rollouts=batch.accepted_rollouts,
         tasks=_with_lengths(batch, samples),
+        generate_s=batch.generate_s,
+        check_s=batch.check_s,
     )
 
 

@@ -141,6 +141,8 @@ def step_report(
         publish_exposed_s=publish_exposed_s,
         checkpoint_exposed_s=checkpoint_exposed_s,
         tasks=dict(batch.tasks),
+        generate_s=batch.generate_s,
+        check_s=batch.check_s,
         tokens_per_s=batch.num_tokens / max(figures.train_s, 1e-9),
         **asdict(figures),
     )

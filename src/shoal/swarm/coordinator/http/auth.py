@@ -18,7 +18,7 @@ from shoal.swarm.coordinator.store.database import WriteGroup
 from shoal.swarm.coordinator.store.schema import nonces, revoked_keys
 from shoal.swarm.coordinator.store.statements import InsertIfNew
 from shoal.wire.codes import Rejected
-from shoal.wire.messages import Role
+from shoal.wire.keys import Role
 from shoal.wire.request import NONCE_KEPT_S, Signer
 
 Caller = Literal["newcomer", "node", "banned"] | Role

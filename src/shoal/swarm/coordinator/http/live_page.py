@@ -7,8 +7,10 @@ of a core.
 """
 
 import asyncio
+import gzip
 import hashlib
 import time
+import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -42,6 +44,8 @@ RETRY_MS = 2000
 PAGE_FILES = {
     "/": ("page.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
+    "/charts.js": ("charts.js", "text/javascript"),
+    "/rollouts.js": ("rollouts.js", "text/javascript"),
     "/page.js": ("page.js", "text/javascript"),
 }
 POLICY = (
@@ -86,6 +90,12 @@ class Feed:
             for name, text in sections.items():
                 if self._sections.get(name, (0, ""))[1] != text:
                     self._sections[name] = (self._serial, text)
+
+    async def curve(self, first: int, last: int) -> str:
+        """Returns the steps from version `first` to `last` as a curve, for a viewer that zooms in."""
+        await self._refresh()
+        steps = [step for step in self._steps if first <= step.version <= last]
+        return (await run_in_threadpool(make_curve, steps)).model_dump_json()
 
     def _take(self) -> tuple[dict[str, str], float]:
         """Returns every section as JSON, and the CPU time that it took."""
@@ -159,15 +169,31 @@ class Feed:
 class EventStream(StreamingResponse):
     """The response with a viewer's events. The viewer is counted until the response ends, by disconnect or error too."""
 
-    def __init__(self, feed: Feed, counted: ExitStack) -> None:
+    def __init__(self, feed: Feed, counted: ExitStack, *, is_compressed: bool) -> None:
         # Without X-Accel-Buffering nginx would buffer events until its buffer is full.
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(feed.events(), media_type="text/event-stream", headers=headers)
+        content: AsyncIterator[str | bytes] = feed.events()
+        if is_compressed:
+            headers["Content-Encoding"] = "gzip"
+            content = _compressed(feed.events())
+        super().__init__(content, media_type="text/event-stream", headers=headers)
         self._counted = counted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._counted:
             await super().__call__(scope, receive, send)
+
+
+async def _compressed(events: AsyncIterator[str]) -> AsyncIterator[bytes]:
+    """Yields the events compressed. Each is flushed, so that a browser can read it at once."""
+    stream = zlib.compressobj(3, wbits=31)
+    async for event in events:
+        yield stream.compress(event.encode()) + stream.flush(zlib.Z_SYNC_FLUSH)
+    yield stream.flush()
+
+
+def _takes_gzip(request: Request) -> bool:
+    return "gzip" in request.headers.get("accept-encoding", "")
 
 
 def sections_of(snapshot: Snapshot) -> dict[str, str]:
@@ -190,18 +216,31 @@ def page_routes(feed: Feed) -> list[Route]:
         headers = {"Cache-Control": "no-store"}
         return Response(await feed.fresh(), media_type="application/json", headers=headers)
 
+    async def get_curve(request: Request) -> Response:
+        headers = {"Cache-Control": "no-store"}
+        text = await feed.curve(_version(request, "first", 0), _version(request, "last", 10**15 - 1))
+        return Response(text, media_type="application/json", headers=headers)
+
     async def get_events(request: Request) -> Response:
         counted = ExitStack()
         address = request.client.host if request.client is not None else ""
         counted.enter_context(feed.count_viewer(limited_network(address)))
-        return EventStream(feed, counted)
+        return EventStream(feed, counted, is_compressed=_takes_gzip(request))
 
     routes: dict[str, Callable[[Request], Awaitable[Response]]] = {
         "/v1/page": get_page,
         "/v1/events": get_events,
+        "/v1/curve": get_curve,
     }
     routes |= {path: _file(page_file(name), kind) for path, (name, kind) in PAGE_FILES.items()}
     return [Route(path, endpoint, methods=["GET"]) for path, endpoint in routes.items()]
+
+
+def _version(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name, str(default))
+    if not text.isascii() or not text.isdecimal() or len(text) > 15:
+        raise Rejected("request.malformed", f"{name}={text[:32]!r} is not a version")
+    return int(text)
 
 
 def page_file(name: str) -> bytes:
@@ -213,15 +252,20 @@ def _file(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Resp
     tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
     headers = {
         "ETag": tag,
+        "Vary": "Accept-Encoding",
         "Cache-Control": "no-cache",
         "Content-Security-Policy": POLICY,
         "Referrer-Policy": "no-referrer",
         "X-Content-Type-Options": "nosniff",
     }
 
+    small = gzip.compress(content, 9, mtime=0)
+
     async def endpoint(request: Request) -> Response:
         if request.headers.get("if-none-match") == tag:
             return Response(status_code=304, headers=headers)
+        if _takes_gzip(request):
+            return Response(small, media_type=media_type, headers=headers | {"Content-Encoding": "gzip"})
         return Response(content, media_type=media_type, headers=headers)
 
     return endpoint

@@ -11,7 +11,7 @@ from shoal.swarm.coordinator.http.router import PublicRoute, SignedRoute
 from shoal.swarm.coordinator.membership.admin_actions import ACTIONS
 from shoal.wire.codes import CODES
 from shoal.wire.messages import ProblemDetails
-from shoal.wire.page_data import Snapshot
+from shoal.wire.page_data import Curve, Snapshot
 from shoal.wire.record import Record
 
 HEX_32, HEX_64 = "^[0-9a-f]{32}$", "^[0-9a-f]{64}$"
@@ -23,6 +23,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "action": {"type": "string", "enum": list(ACTIONS)},
 }
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 999999999999999}
+TEXT = {"type": "string", "maxLength": 200}
 BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 Schemas = Mapping[type[Record], dict[str, Any]]
@@ -32,13 +33,16 @@ def document(signed: Iterable[SignedRoute], public: Mapping[str, PublicRoute]) -
     """Returns the document as JSON."""
     signed = tuple(signed)
     used = {kind for route in signed for kind in (route.takes, route.gives) if kind is not None}
-    used |= {route.gives for route in public.values()} | {ProblemDetails, Snapshot}
+    used |= {route.gives for route in public.values()} | {ProblemDetails, Snapshot, Curve}
     schemas, components = _schemas(used)
     paths: dict[str, dict[str, Any]] = {}
     for route in signed:
         paths.setdefault(route.path, {})[route.method.lower()] = _signed(route, schemas)
     for path, view in public.items():
         paths.setdefault(path, {})["get"] = _public(path, view, schemas)
+    curve = _operation("/v1/curve", "the steps from version `first` to `last`", _json(schemas[Curve]))
+    curve["parameters"] = [{"name": name, "in": "query", "schema": NUMBER} for name in ("first", "last")]
+    paths["/v1/curve"] = {"get": curve}
     paths["/v1/page"] = {"get": _operation("/v1/page", "all data of the page", _json(schemas[Snapshot]))}
     paths["/v1/objects/{name}"]["put"] = _upload()
     return json.dumps(
@@ -90,6 +94,7 @@ def _public(path: str, view: PublicRoute, schemas: Schemas) -> dict[str, Any]:
         path, view.gives.__name__, _json({"type": "array", "items": schema} if view.many else schema)
     )
     operation["parameters"] += [{"name": name, "in": "query", "schema": NUMBER} for name in view.query]
+    operation["parameters"] += [{"name": name, "in": "query", "schema": TEXT} for name in view.texts]
     return operation
 
 

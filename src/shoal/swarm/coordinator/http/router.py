@@ -76,6 +76,10 @@ class PublicRoute:
     """Whether the answer is a list of records."""
     query: tuple[str, ...] = ()
     """Names of the numbers that the query may have."""
+    texts: tuple[str, ...] = ()
+    """Names of the texts that the query may have."""
+    is_limited: bool = False
+    """Whether the work depends on the query: then few requests are answered at a time, and each address may ask only so often."""
     is_costly: bool = False
     """Whether the answer sums over whole tables: then it is cached for a moment, and each address may ask only so often."""
 

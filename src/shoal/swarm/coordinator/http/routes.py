@@ -12,10 +12,18 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, RedirectResponse, Response
 
 from shoal.net.object_store import LocalStore, check_digest
-from shoal.swarm.coordinator.context import Coordinator, Transaction, run_state
+from shoal.swarm.coordinator.context import Coordinator, Transaction, is_finished, run_state
 from shoal.swarm.coordinator.http.auth import Caller
 from shoal.swarm.coordinator.http.router import LARGE_BODY, SMALL_BODY, Before, PublicRoute, SignedRoute
-from shoal.swarm.coordinator.leases import batches, issue, lifecycle, submissions, uploads, verdicts
+from shoal.swarm.coordinator.leases import (
+    batches,
+    issue,
+    lifecycle,
+    submissions,
+    transcripts,
+    uploads,
+    verdicts,
+)
 from shoal.swarm.coordinator.leases.lease_rows import LEASE_ID, get_status
 from shoal.swarm.coordinator.membership import admin_actions, admission, nodes, relays, revocation, versions
 from shoal.swarm.coordinator.store import ledger_chain
@@ -57,12 +65,18 @@ from shoal.wire.messages import (
     Submit,
     Upload,
 )
-from shoal.wire.page_data import NodePage
+from shoal.wire.page_data import NodePage, RolloutPage
 from shoal.wire.record import Record, Sealed
 from shoal.wire.ticket import Ticket
 
 _VERSION = re.compile(r"[0-9]{1,9}")
 _NUMBER = re.compile(r"[0-9]{1,15}")
+_DECIMAL = re.compile(r"-?[0-9]{1,9}(\.[0-9]{1,9})?")
+MAX_QUERY_TEXT = 200
+WITHHELD = (
+    "Answers to held-out problems are shown when the run is finished: a worker could learn the expected answers from them. "
+    "The operator reads them with shoal rollouts FOLDER --held-out."
+)
 
 
 def parse_lease_id(text: str) -> str:
@@ -262,6 +276,37 @@ def _number(request: Request, name: str, default: int) -> int:
     return int(text)
 
 
+def get_rollouts(db: Connection, coordinator: Coordinator, request: Request) -> RolloutPage:
+    held_out = request.query_params.get("held_out", "") not in ("", "0")
+    if held_out and not coordinator.config.show_held_out and not is_finished(db, coordinator.spec):
+        return RolloutPage(groups=(), next=None, withheld=WITHHELD)
+    texts = {name: request.query_params.get(name, "")[:MAX_QUERY_TEXT] for name in ("task", "node", "search")}
+    return transcripts.read_rollouts(
+        db,
+        transcripts.RolloutQuery(
+            held_out=held_out,
+            version=_number_or_none(request, "version"),
+            reward=_reward(request),
+            before=_number_or_none(request, "before"),
+            limit=max(1, _number(request, "limit", 8)),
+            **texts,
+        ),
+    )
+
+
+def _number_or_none(request: Request, name: str) -> int | None:
+    return _number(request, name, 0) if request.query_params.get(name) else None
+
+
+def _reward(request: Request) -> float | None:
+    text = request.query_params.get("reward", "")
+    if not text:
+        return None
+    if not _DECIMAL.fullmatch(text):
+        raise Rejected("request.malformed", f"reward={text[:32]!r} is not a number")
+    return float(text)
+
+
 PUBLIC_ROUTES: dict[str, PublicRoute] = {
     "/healthz": PublicRoute(get_health, HealthView),
     "/readyz": PublicRoute(get_ready, HealthView),
@@ -275,6 +320,13 @@ PUBLIC_ROUTES: dict[str, PublicRoute] = {
     "/v1/history": PublicRoute(lambda db, coordinator, request: stats.history(db), History, is_costly=True),
     "/v1/nodes/{node}": PublicRoute(get_node_view, NodeView),
     "/v1/nodes/{node}/page": PublicRoute(get_node_page, NodePage),
+    "/v1/rollouts": PublicRoute(
+        get_rollouts,
+        RolloutPage,
+        query=("version", "before", "limit", "held_out"),
+        texts=("task", "node", "reward", "search"),
+        is_limited=True,
+    ),
     "/v1/origin": PublicRoute(lambda db, coordinator, request: versions.origin(db), Origin),
     "/v1/policies/latest": PublicRoute(
         lambda db, coordinator, request: versions.get_manifest(db, None), Sealed[Manifest]

@@ -63,6 +63,8 @@ CACHE_S = 1.0
 """How long the answer of a costly public route is given again."""
 LEDGER_PAGES = 2
 """Pages of the ledger that are read at the same time. Further readers wait, so that they do not delay the nodes' requests."""
+SEARCHES = 2
+"""Searches for rollouts that run at the same time."""
 COSTLY_PER_S = 20.0
 """Requests a second that one address may send to costly public routes; ten times as many at once."""
 _WILDCARDS = ("0.0.0.0", "::", "")
@@ -119,7 +121,7 @@ async def _run_lifespan(receive: Receive, send: Send, apps: Sequence[RunApp]) ->
 def _public_app(coordinator: Coordinator, feed: Feed, cache_s: float) -> Starlette:
     """Returns the framework's app for unsigned requests."""
     cache = AnswerCache(coordinator, cache_s)
-    pages = asyncio.Semaphore(LEDGER_PAGES)
+    pages, searches = asyncio.Semaphore(LEDGER_PAGES), asyncio.Semaphore(SEARCHES)
 
     def look(route: PublicRoute, request: Request) -> Response:
         with coordinator.database.read() as db:
@@ -134,6 +136,8 @@ def _public_app(coordinator: Coordinator, feed: Feed, cache_s: float) -> Starlet
 
     def endpoint(route: PublicRoute) -> Endpoint:
         view = partial(look, route)
+        if route.is_limited:
+            return cache.limited(_in_thread(view, searches))
         return cache.cached(view) if route.is_costly else _in_thread(view, pages if route.many else None)
 
     description = openapi.document(SIGNED_ROUTES, PUBLIC_ROUTES)
@@ -182,6 +186,15 @@ class AnswerCache:
             return answer
 
         return endpoint
+
+    def limited(self, endpoint: Endpoint) -> Endpoint:
+        """Returns the endpoint with the limit for each address, without a cache."""
+
+        async def check_first(request: Request) -> Response:
+            self._check_rate(request)
+            return await endpoint(request)
+
+        return check_first
 
     def _check_rate(self, request: Request) -> None:
         address = request.client.host if request.client is not None else ""

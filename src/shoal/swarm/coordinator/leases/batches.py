@@ -17,7 +17,15 @@ from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, upd
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction
 from shoal.swarm.coordinator.rules.difficulty import next_rate, problem_numbers
-from shoal.swarm.coordinator.store.schema import batches, groups, leases, pass_rates, submissions, verdicts
+from shoal.swarm.coordinator.store.schema import (
+    batches,
+    groups,
+    leases,
+    pass_rates,
+    submissions,
+    uploads,
+    verdicts,
+)
 from shoal.swarm.coordinator.store.statements import Statement, given, inserting
 from shoal.wire.lease import Verdict
 from shoal.wire.messages import Batch, Group, TaskFigures
@@ -253,6 +261,7 @@ def form_batch(tx: Transaction, coordinator: Coordinator, version: int) -> Batch
         groups=tuple(_to_group(row) for row in rows),
         reward_mean=_mean_reward(rows) or 0.0,
         **_since_last_batch(tx.db, coordinator, rows),
+        **_mean_times(tx.db, sorted({row.lease_id for row in rows})),
     )
     ids = [group.group_id for group in batch.groups]
     seq = tx.record(
@@ -355,6 +364,22 @@ def _mean_reward(rows: list[Row[Any]]) -> float | None:
     """Returns the mean reward of the rollouts of these groups."""
     rewards = [reward for row in rows for reward in json.loads(row.rewards)]
     return math.fsum(rewards) / len(rewards) if rewards else None
+
+
+def _mean_times(db: Connection, lease_ids: list[str]) -> dict[str, Any]:
+    """Returns the mean seconds that generating and checking these leases took."""
+    generated, checked = db.execute(
+        select(
+            func.avg(uploads.c.asked_at_s - leases.c.issued_at_s),
+            func.avg(verdicts.c.given_at_s - submissions.c.claimed_at_s),
+        )
+        .select_from(leases)
+        .join(uploads, uploads.c.lease_id == leases.c.lease_id)
+        .join(submissions, submissions.c.lease_id == leases.c.lease_id)
+        .join(verdicts, verdicts.c.lease_id == leases.c.lease_id)
+        .where(leases.c.lease_id.in_(lease_ids))
+    ).one()
+    return {"generate_s": round(generated or 0.0, 3), "check_s": round(checked or 0.0, 3)}
 
 
 def share_unparseable(db: Connection, which: ColumnElement[bool]) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 from sqlalchemy import Row, or_, select
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction, newest_version
-from shoal.swarm.coordinator.leases import batches, evaluations
+from shoal.swarm.coordinator.leases import batches, evaluations, transcripts
 from shoal.swarm.coordinator.leases.lease_rows import SUBMISSIONS, find_lease, move, status
 from shoal.swarm.coordinator.leases.lifecycle import end, finish_run, void, void_all, void_stale
 from shoal.swarm.coordinator.membership import accounts, admission, relays
@@ -255,9 +255,11 @@ def _apply(
         credit=credit,
         graded=len(verdict.rewards) if accepted else 0,
         unparseable=_unparseable(verdict) if accepted else 0,
-        body=verdict.model_dump_json(),
+        body=verdict.model_dump_json(exclude={"transcript"}),
         given_at_s=tx.now_s,
     )
+    if accepted and coordinator.config.rollouts_mb:
+        transcripts.keep(tx, lease, submission, verdict, seq=seq)
     end(tx, coordinator, lease, _EVENT[finding], code=verdict.code, detail=verdict.detail, credit=credit)
     node, rate = get_node(tx.db, lease.node), _rows_per_s(tx, lease, submission)
     count_verdict(tx, node, finding, verdict=verdict, credit=credit, rows_per_s=rate)

@@ -12,6 +12,7 @@ from sqlalchemy import (
     ForeignKey,
     ForeignKeyConstraint,
     Index,
+    LargeBinary,
     MetaData,
     String,
     Table,
@@ -242,6 +243,28 @@ verdicts = Table(
     # The lease whose rejection took this one's credit back.
     Column("revoked_for", String),
     Index("verdicts_by_node", "node", "given_at_s"),
+)
+
+# Answers of accepted submissions as text, for the rollout viewer. The oldest are deleted when they take too much room.
+transcripts = Table(
+    "transcripts",
+    metadata,
+    Column("lease_id", ForeignKey("leases.lease_id"), primary_key=True),
+    # The ledger's number of its verdict.
+    Column("seq", Integer, nullable=False),
+    Column("purpose", String, nullable=False),
+    Column("task", String, nullable=False),
+    Column("policy_version", Integer, nullable=False),
+    Column("node", String, nullable=False),
+    Column("reward_min", Float, nullable=False),
+    Column("reward_max", Float, nullable=False),
+    Column("num_bytes", Integer, nullable=False),
+    # wire/transcript.py, compressed. The last column, so that a search by the others need not read it.
+    Column("body", LargeBinary, nullable=False),
+    Index("transcripts_by_seq", "purpose", "seq"),
+    Index("transcripts_by_version", "policy_version", "purpose", "seq"),
+    Index("transcripts_by_node", "node", "purpose", "seq"),
+    Index("transcripts_by_task", "task", "purpose", "seq"),
 )
 
 appeals = Table(

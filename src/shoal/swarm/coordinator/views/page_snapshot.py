@@ -12,6 +12,7 @@ from shoal.swarm.coordinator.store.schema import leases, ledger, policies, run, 
 from shoal.swarm.coordinator.views import stats
 from shoal.swarm.coordinator.views.stats import ViewContext
 from shoal.swarm.coordinator.views.timeline import read_timeline
+from shoal.tasks.datasets.file_options import file_names
 from shoal.wire.codes import ACCEPTED, explain_code
 from shoal.wire.lease import Lease
 from shoal.wire.messages import NodeView, Stats, StepReport, TaskFigures
@@ -34,11 +35,23 @@ from shoal.wire.record import Sealed
 from shoal.wire.run_spec import RunSpec, TaskSpec
 
 MAX_POINTS = 300
+REPORT_POINTS = 1500
+"""Points of the curve in a report, which cannot ask for more when a reader zooms in."""
 MAX_WORKERS = 100
 MAX_RELEASES = 40
 MAX_SAMPLES = 6
 SAMPLES_OF_NODE = 3
 MAX_WORK = 40
+SHORT_COLUMNS = (
+    "loss",
+    "entropy",
+    "clip_fraction",
+    "grad_norm",
+    "kl",
+    "dropped_share",
+    "generate_s",
+    "check_s",
+)
 MAX_TEXT = 1200
 """Most characters of a prompt or an answer."""
 
@@ -90,6 +103,7 @@ def _terms(db: Connection, context: ViewContext) -> RunTerms:
         software=f"shoal {__version__}",
         task=", ".join(task.title for task in spec.tasks),
         options=spec.task.options if not spec.more_tasks else {},
+        files=file_names(spec.task, context.folder / "data"),
         samples_per_prompt=spec.sampling.samples_per_prompt,
         max_lag=spec.max_lag,
         last_version=spec.last_version,
@@ -182,9 +196,9 @@ def read_curve(db: Connection) -> Curve:
     return make_curve(read_reports(db))
 
 
-def make_curve(steps: Sequence[StepReport]) -> Curve:
-    """Returns a curve of at most MAX_POINTS points. Each is the mean of the same number of steps; the last may have fewer."""
-    size = -(-len(steps) // MAX_POINTS) or 1
+def make_curve(steps: Sequence[StepReport], max_points: int = MAX_POINTS) -> Curve:
+    """Returns a curve of at most `max_points` points. Each is the mean of the same number of steps; the last may have fewer."""
+    size = -(-len(steps) // max_points) or 1
     points = [steps[start : start + size] for start in range(0, len(steps), size)]
 
     def means(name: str, digits: int) -> tuple[float, ...]:
@@ -207,6 +221,14 @@ def make_curve(steps: Sequence[StepReport]) -> Curve:
         tasks={
             title: _task_curve([[step.tasks.get(title) for step in point] for point in points])
             for title in dict.fromkeys(title for step in steps for title in step.tasks)
+        },
+        publish_s=tuple(
+            _short(sum(step.publish_exposed_s + step.checkpoint_exposed_s for step in point) / len(point))
+            for point in points
+        ),
+        **{
+            name: tuple(_short(sum(getattr(step, name) for step in point) / len(point)) for point in points)
+            for name in SHORT_COLUMNS
         },
     )
 
@@ -231,6 +253,11 @@ def _weighted_mean(steps: Sequence[TaskFigures | None], value: str, weight: str,
     if not known:
         return None
     return round(sum(mean * count for mean, count in known) / sum(count for _, count in known), digits)
+
+
+def _short(value: float) -> float:
+    """Returns a number with four significant digits: these columns range from 1e-6 to 1e6."""
+    return float(f"{value:.4g}")
 
 
 def _accepted_reward(steps: Sequence[StepReport]) -> float:
