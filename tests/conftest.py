@@ -3,6 +3,7 @@
 import functools
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,6 +68,24 @@ def page(chromium: Any) -> Iterator[Any]:
     yield page
     context.close()
     assert [error for error in errors if "net::ERR_" not in error] == []
+
+
+@pytest.fixture(scope="session")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Returns the source of axe-core, which finds accessibility errors of a page. It is fetched from the npm registry."""
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("needs npm, to fetch axe-core")
+    folder = tmp_path_factory.mktemp("axe")
+    done = subprocess.run(
+        [npm, "install", "--silent", "--no-save", "--prefix", str(folder), "axe-core@4"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    if done.returncode:
+        pytest.skip(f"npm could not fetch axe-core: {done.stderr[-200:]}")
+    return (folder / "node_modules" / "axe-core" / "axe.min.js").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="session")

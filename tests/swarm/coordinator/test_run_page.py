@@ -298,7 +298,7 @@ def test_a_report_is_one_file(swarm: SmallSwarm, tmp_path: Path) -> None:
     give_sample(swarm, node, sample_prompt=0, sample_answer=injected, sample_reward=1.0)
     text = make_report(read_folder(swarm.dir, swarm.config.database))
     assert injected not in text and "alert(1)</" not in text
-    assert text.count("</script>") == 2 and 'src="' not in text and 'rel="stylesheet"' not in text
+    assert text.count("</script>") == 4 and 'src="' not in text and 'rel="stylesheet"' not in text
     body = text.split('id="data">')[1].split("</script>")[0]
     data = json.loads(body)
     assert data["snapshot"]["samples"][0]["answer"] == injected

@@ -7,10 +7,12 @@ import json
 import threading
 import time
 import tomllib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 from shoal.cli.run.supervise import EXIT_INTERRUPTED, EXIT_OK
 from shoal.cli.ui.values import Commands, url
@@ -18,16 +20,24 @@ from shoal.net.waiting import DeadlinePassed, Stopped
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from sqlalchemy import Connection
 
     from shoal.cli.public_api import PublicApi
     from shoal.swarm.coordinator.config import CoordinatorConfig
-    from shoal.wire.page_data import NodePage, Snapshot
+    from shoal.swarm.coordinator.leases.transcripts import RolloutQuery
+    from shoal.wire.page_data import NodePage, RolloutGroup, RolloutPage, Snapshot
     from shoal.wire.run_spec import RunSpec
 
 POLL_S = 1.0
 ANSWER_S = 5.0
 SILENCE_S = 60.0
 """Seconds without an answer from the coordinator after which `shoal top` gives up."""
+SCRIPTS = ("charts.js", "rollouts.js", "page.js")
+"""The page's scripts in the order in which they run."""
+REPORT_VERSIONS = 7
+"""Versions whose rollouts go into a report, from the first to the last."""
+REPORT_GROUPS = 2
+"""Groups of each of them."""
 MAX_NODES = 100
 """Most nodes whose own pages go into a report."""
 
@@ -154,7 +164,17 @@ def read_url(url: str, stop: threading.Event) -> dict[str, Any]:
                     raise Stopped("stopped while the run was read")
                 pages.append(api.read(f"/v1/nodes/{worker.node}/page", NodePage))
                 advance(1)
-    return to_data(snapshot, pages)
+        rollouts = choose_rollouts(snapshot, lambda query: read_rollouts_at(api, query))
+    return to_data(snapshot, pages, rollouts)
+
+
+def read_rollouts_at(api: "PublicApi", query: "RolloutQuery") -> "RolloutPage":
+    """Returns the groups that a running coordinator has for this query."""
+    from shoal.wire.page_data import RolloutPage
+
+    given = {name: value for name, value in asdict(query).items() if value not in ("", None, False)}
+    given |= {"held_out": 1} if query.held_out else {}
+    return api.read(f"/v1/rollouts?{urlencode(given)}", RolloutPage)
 
 
 @dataclass(frozen=True)
@@ -167,14 +187,14 @@ class FolderTerms:
     folder: Path
 
 
-def read_folder(folder: Path, database: str = "") -> dict[str, Any]:
-    """Returns the data of a report from a run's tables, read-only. The run may still be running."""
+@contextmanager
+def open_folder(folder: Path, database: str = "") -> "Iterator[tuple[Connection, FolderTerms]]":
+    """Opens a run's tables read-only, as they were at its last event. The run may still be running."""
     from sqlalchemy import func, select
 
     from shoal.swarm.coordinator.context import DATABASE_FILE
     from shoal.swarm.coordinator.store.database import read_only
     from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, ledger, run
-    from shoal.swarm.coordinator.views.page_snapshot import node_page, take_snapshot
     from shoal.wire.run_spec import RunSpec
 
     config = config_of(folder)
@@ -185,19 +205,54 @@ def read_folder(folder: Path, database: str = "") -> dict[str, Any]:
         held = db.execute(select(run)).one() if layout == SCHEMA_VERSION else None
         if held is None:
             raise ValueError(
-                f"{folder} holds no run of layout {SCHEMA_VERSION}; make the report with the version that ran it"
+                f"{folder} holds no run of layout {SCHEMA_VERSION}; read it with the version of shoal that ran it"
             )
-        # The report shows the run at the time of its last event.
         last_s = float(db.execute(select(func.coalesce(func.max(ledger.c.time_s), 0.0))).scalar_one())
-        terms = FolderTerms(
-            config=config,
-            spec=RunSpec.parse(held.spec),
-            clock=lambda: last_s,
-            folder=coordinator_folder(folder),
+        yield (
+            db,
+            FolderTerms(
+                config=config,
+                spec=RunSpec.parse(held.spec),
+                clock=lambda: last_s,
+                folder=coordinator_folder(folder),
+            ),
         )
-        snapshot = take_snapshot(db, terms)
+
+
+def read_folder(folder: Path, database: str = "") -> dict[str, Any]:
+    """Returns the data of a report from a run's tables."""
+    from shoal.swarm.coordinator.leases.transcripts import read_rollouts
+    from shoal.swarm.coordinator.views.page_snapshot import (
+        REPORT_POINTS,
+        make_curve,
+        node_page,
+        read_reports,
+        take_snapshot,
+    )
+
+    with open_folder(folder, database) as (db, terms):
+        snapshot = take_snapshot(db, terms, make_curve(read_reports(db), REPORT_POINTS))
         pages = [node_page(db, terms, worker.node) for worker in snapshot.workers[:MAX_NODES]]
-    return to_data(snapshot, pages)
+        rollouts = choose_rollouts(snapshot, lambda query: read_rollouts(db, query))
+    return to_data(snapshot, pages, rollouts)
+
+
+def choose_rollouts(
+    snapshot: "Snapshot", read: "Callable[[RolloutQuery], RolloutPage]"
+) -> "list[RolloutGroup]":
+    """Returns some groups of the first, the last and a few versions between, and held-out ones of the evaluated versions."""
+    from shoal.swarm.coordinator.leases.transcripts import RolloutQuery
+
+    newest = snapshot.now.newest_version or 0
+    trained = sorted({newest * part // (REPORT_VERSIONS - 1) for part in range(REPORT_VERSIONS)})
+    evaluated = sorted({one.version for one in snapshot.evaluations})
+    evaluated = sorted({*evaluated[:1], *evaluated[len(evaluated) // 2 :][:1], *evaluated[-1:]})
+    found = list(read(RolloutQuery(limit=REPORT_GROUPS)).groups[:REPORT_GROUPS])
+    for held_out, versions in ((False, trained), (True, evaluated)):
+        for version in reversed(versions):
+            page = read(RolloutQuery(held_out=held_out, version=version, limit=REPORT_GROUPS))
+            found += page.groups[:REPORT_GROUPS]
+    return list({group.group_id: group for group in found}.values())
 
 
 def config_of(folder: Path) -> "CoordinatorConfig":
@@ -223,8 +278,9 @@ def find_database(folder: Path, name: str) -> Path:
     )
 
 
-def to_data(snapshot: "Snapshot", pages: "list[NodePage]") -> dict[str, Any]:
+def to_data(snapshot: "Snapshot", pages: "list[NodePage]", rollouts: "list[RolloutGroup]") -> dict[str, Any]:
     return {
+        "rollouts": [group.model_dump(mode="json") for group in rollouts],
         "snapshot": snapshot.model_dump(mode="json"),
         "nodes": {page.node.node: page.model_dump(mode="json") for page in pages},
     }
@@ -237,16 +293,19 @@ def make_report(data: dict[str, Any]) -> str:
     """
     from shoal.swarm.coordinator.http.live_page import page_file
 
-    page, style, script = (page_file(name).decode() for name in ("page.html", "page.css", "page.js"))
+    page, style = (page_file(name).decode() for name in ("page.html", "page.css"))
+    scripts = {name: page_file(name).decode() for name in SCRIPTS}
     policy = (
-        f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; img-src data:; style-src {_hash(style)}; "
+        f"script-src {' '.join(_hash(script) for script in scripts.values())}; base-uri 'none'; form-action 'none'"
     )
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
-    body = f'<script type="application/json" id="data">{_to_safe_json(data)}</script>\n<script>{script}</script>\n</body>'
+    body = f'<script type="application/json" id="data">{_to_safe_json(data)}</script>\n'
+    body += "".join(f"<script>{script}</script>\n" for script in scripts.values())
     page = _replace(page, '<link rel="stylesheet" href="page.css">', head)
-    page = _replace(page, '<script src="page.js" defer></script>\n', "")
-    return _replace(page, "</body>", body)
+    for name in scripts:
+        page = _replace(page, f'<script src="{name}" defer></script>\n', "")
+    return _replace(page, "</body>", body + "</body>")
 
 
 def _replace(page: str, old: str, new: str) -> str:

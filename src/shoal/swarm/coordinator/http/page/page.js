@@ -17,6 +17,11 @@ function el(tag, attributes, ...children) {
   return node;
 }
 
+// A text that may be long enough to scroll can be reached by keyboard.
+function textBox(kind, text) {
+  return el("pre", text.length > 300 || text.split("\n").length > 8 ? { class: kind, tabindex: 0 } : { class: kind }, text);
+}
+
 function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
@@ -74,6 +79,7 @@ function facts(node, pairs) {
 
 const whole = (number) => Math.round(number).toLocaleString("en");
 const short = (id) => id.slice(0, 8);
+const nameOf = (worker) => (worker.name ? `${worker.name} (${short(worker.node)})` : short(worker.node));
 const plural = (count, one, many) => `${whole(count)} ${count === 1 ? one : many || one + "s"}`;
 
 function bytes(count) {
@@ -100,23 +106,24 @@ const family = (code) => (!code || code === "accepted" ? "" : code.startsWith("r
 
 const draw = {
   terms({ terms }) {
-    document.title = `${terms.run} · Shoal`;
     say(byId("run"), terms.run);
-    const options = Object.entries(terms.options).map(([name, value]) => `${name} ${value}`).join(", ");
-    say(byId("task"), `learning ${terms.task}${options ? ` (${options})` : ""}`);
+    say(byId("task"), taskWords(terms));
     say(byId("software"), terms.software);
+    title();
   },
 
   now(all) {
     const { now, terms, curve, evaluations, workers } = all;
     say(byId("sentence"), sentence(all));
     const last = curve.version.length - 1;
-    const held = evaluations.filter((one) => one.complete);
+    const kinds = byTask(evaluations.filter((one) => one.complete));
+    const held = kinds.length ? kinds[0][1] : [];
     const version = now.newest_version === null ? "–" : String(now.newest_version);
-    const first = held.length > 1 ? `from ${held[0].reward_mean.toFixed(3)} at version ${held[0].version}` : "on problems that are never trained on";
+    const first = kinds.length > 1 ? kinds.map(([task, group]) => `${task} ${group[group.length - 1].reward_mean.toFixed(3)}`).join(", ")
+      : held.length > 1 ? `from ${held[0].reward_mean.toFixed(3)} at version ${held[0].version}` : "on problems that are never trained on";
     figures(byId("figures"), [
       ["Policy version", `${version} / ${terms.last_version}`, "", (now.newest_version || 0) / terms.last_version],
-      ["Reward", last < 0 ? "–" : curve.reward[last].toFixed(3), last < 0 ? "no step yet" : "mean of the last step"],
+      ["Reward", last < 0 ? "–" : curve.reward[last].toFixed(3), last < 0 ? "no step yet" : rewardNote(curve, last)],
       ["Held-out reward", held.length ? held[held.length - 1].reward_mean.toFixed(3) : "–", first],
       ["Tokens per second", whole(now.generation_tokens_per_s), "accepted work of all workers"],
       ["Lag", last < 0 ? "–" : curve.lag[last].toFixed(1), last < 0 ? "versions behind" : `versions behind, at most ${curve.lag_max[last]}`],
@@ -125,27 +132,38 @@ const draw = {
     link(now.finished ? "done" : inlined ? "done" : "live");
   },
 
-  curve: (all) => drawCurve(all),
-  evaluations: (all) => drawCurve(all),
+  warnings({ warnings }) {
+    byId("warnings-box").hidden = !warnings.length;
+    say(byId("warnings-words"), warnings.length > 5 ? `the newest 5 of ${warnings.length}` : "");
+    const make = () => el("li", {}, el("span", { class: "note" }), el("span"));
+    keep(byId("warnings"), warnings.slice(-5).reverse(), (one) => `${one.time_s} ${one.text}`, make, (item, one) => {
+      say(item.children[0], `${one.source}${one.version === null ? "" : `, version ${one.version}`}`);
+      say(item.children[1], one.text);
+    });
+  },
 
-  workers({ workers }) {
+  curve: (all) => drawCurves(all),
+  evaluations: (all) => drawCurves(all),
+
+  workers({ workers, now }) {
     table(byId("workers"), [
-      ["Worker", "id", (row) => ({ text: short(row.node), href: `#node/${row.node}` })],
+      ["Worker", "", (row) => ({ text: nameOf(row), href: `#node/${row.node}` })],
       ["Trust", "", (row) => ({ text: row.trust === "banned" ? "ejected" : row.trust, look: `trust ${row.trust}` })],
-      ["State", "", (row) => (row.phase ? `${row.liveness}, ${row.phase}` : row.liveness)],
+      ["State", "wide", (row) => stateWords(row, now)],
       ["Version", "num", (row) => (row.policy_version === null ? "–" : String(row.policy_version))],
       ["Tokens/s", "num", (row) => whole(row.verified_tokens_per_s)],
       ["Accepted", "num", (row) => whole(row.accepted)],
       ["Refused", "num", (row) => whole(row.rejected)],
       ["Credit", "num", (row) => whole(row.credit)],
-      ["Last verdict", "wide", (row) => ({ text: row.words, look: family(row.last_code) })],
+      ["Last verdict", "wide", (row) => ({ text: row.words || "none yet", look: family(row.last_code) })],
     ], workers, (row) => row.node);
-    say(byId("workers-words"), workers.length ? "tokens/s: accepted work of the last minute" : "no worker has joined yet");
+    say(byId("workers-words"), workers.length ? "tokens/s: accepted work of the last minute" : "No worker has joined yet.");
     if (location.hash.startsWith("#node/")) openNode();
   },
 
   verdicts({ verdicts }) {
     const most = Math.max(1, ...verdicts.map((one) => one.count));
+    say(byId("verdicts-words"), verdicts.length ? "" : "No submission has been checked yet.");
     const make = () => el("li", {}, el("span"), el("span", { class: "count" }), el("span", { class: "code" }), el("progress", { max: 1, value: 0 }));
     keep(byId("verdicts"), verdicts, (one) => one.code, make, (item, one) => {
       item.className = { reject: "refused", void: "none" }[family(one.code)] || "";
@@ -167,6 +185,7 @@ const draw = {
       ["Holds", "num", (row) => (row.versions.length ? `${Math.min(...row.versions)} – ${Math.max(...row.versions)}` : "nothing")],
       ["Sent", "num", (row) => bytes(row.bytes_sent)],
     ], all.relays, (row) => row.url);
+    byId("relays").hidden = !all.relays.length;
   },
 
   samples: ({ samples }) => drawSamples(byId("samples"), samples),
@@ -184,6 +203,29 @@ const draw = {
 
 const uses = { terms: ["now", "head"], curve: ["now"], evaluations: ["now"], workers: ["now", "timeline"] };
 
+// The task and its file. Digests are of no use to a reader: the ledger has them.
+function taskWords(terms) {
+  const titles = (terms.tasks || []).map((one) => one.label);
+  const name = titles.length > 1 ? titles.join(", ") : terms.task;
+  const files = [...new Set(Object.values(terms.files || {}))];
+  const options = Object.entries(terms.options).filter(([, value]) => !/^sha256:|[/\\]/.test(String(value))).map(([option, value]) => `${option.replaceAll("_", " ")} ${value}`);
+  const shown = titles.length > 1 ? [] : [...files, ...options.slice(0, 4)];
+  return `learning ${name}${shown.length ? `, ${shown.join(", ")}` : ""}`;
+}
+
+function stateWords(row, now) {
+  if (row.trust === "banned") return "gets no more work";
+  if (now && now.finished) return "run finished";
+  return row.phase ? `${row.liveness}, ${row.phase}` : row.liveness;
+}
+
+function title() {
+  const id = location.hash.startsWith("#node/") ? location.hash.slice("#node/".length) : "";
+  const worker = id && (state.workers || []).find((one) => one.node === id);
+  const where = id ? `${worker ? nameOf(worker) : `worker ${short(id)}`} · ` : location.hash.startsWith("#rollouts") ? "Rollouts · " : "";
+  document.title = `${where}${state.terms ? `${state.terms.run} · ` : state.compare ? "Comparison · " : ""}Shoal`;
+}
+
 function sentence({ now, terms }) {
   const taken = terms.started_at_s === null ? "" : seconds(now.server_time_s - terms.started_at_s);
   if (now.finished) return `Finished at version ${now.newest_version}: ${plural(now.trained_groups, "group")} trained on in ${plural(now.batches, "step")}.`;
@@ -191,110 +233,22 @@ function sentence({ now, terms }) {
   return `Running for ${taken}. Waiting for ${now.waiting_for}.`;
 }
 
+function rewardNote(curve, last) {
+  const count = curve.accepted_rollouts[last];
+  return count ? `last step's batch; all ${whole(count)} accepted: ${curve.accepted_reward[last].toFixed(3)}` : "last step's batch";
+}
+
 function drawSamples(node, samples) {
   const make = (one) => el("figure", { class: "sample" },
-    el("pre", { class: "prompt" }, one.prompt), el("pre", { class: "answer" }, one.answer),
-    el("figcaption", {}, el("span", {}, "version ", one.policy_version, ", ", el("a", { href: `#node/${one.node}` }, short(one.node))),
-      el("span", { class: "score" }, "reward ", Number(one.reward.toFixed(3)))));
+    el("figcaption", {}, el("span", { class: `pill ${one.reward >= 0.999 ? "good" : one.reward > 0 ? "some" : ""}` }, `reward ${Number(one.reward.toFixed(3))}`),
+      el("span", {}, `version ${one.policy_version}, `, el("a", { href: `#node/${one.node}` }, short(one.node)))),
+    textBox("prompt", one.prompt), textBox("answer", one.answer || "(empty)"),
+    ...(one.expected ? [el("p", { class: "expected" }, el("span", {}, "expected "), el("code", {}, one.expected))] : []));
   keep(node, samples, (one) => one.lease_id, make, () => {});
   if (!samples.length && !node.textContent) node.append(el("p", { class: "note", "data-key": "none" }, "No answer has been checked yet."));
 }
 
-// -- plots ----------------------------------------------------------------------------------------------------
-
-function canvas(id, height) {
-  const svg = byId(id);
-  const width = Math.max(240, svg.getBoundingClientRect().width || 900);
-  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  svg.setAttribute("height", height);
-  svg.replaceChildren();
-  return [svg, width];
-}
-
-const path = (points) => points.map(([x, y], index) => `${index ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
-
-function smooth(values) {
-  const reach = Math.max(1, Math.round(values.length / 40));
-  return values.map((_, index) => {
-    const near = values.slice(Math.max(0, index - reach), index + reach + 1);
-    return near.reduce((sum, value) => sum + value, 0) / near.length;
-  });
-}
-
-function ticks(low, high) {
-  const rough = (high - low) / 4;
-  const unit = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 2.5, 5, 10].map((times) => times * unit).find((size) => size >= rough);
-  const found = [];
-  for (let at = Math.ceil(low / step - 1e-9) * step; at <= high + 1e-9; at += step) found.push(Math.round(at * 1e6) / 1e6);
-  return found;
-}
-
-let cursor = null; // the version under the pointer
-
-function drawCurve({ curve, evaluations, terms }) {
-  const [svg, width] = canvas("curve", innerWidth < 520 ? 220 : 300);
-  const height = Number(svg.getAttribute("height"));
-  const [left, right, top, bottom] = [38, 12, 10, 26];
-  const values = [...curve.reward, ...evaluations.map((one) => one.reward_mean)];
-  const low = Math.min(0, ...values), high = Math.max(values.length ? 0 : 1, ...values) * 1.04 || 1;
-  const last = Math.max(1, curve.version[curve.version.length - 1] || 0, ...evaluations.map((one) => one.version));
-  const x = (version) => left + (version / last) * (width - left - right);
-  const y = (value) => top + (1 - (value - low) / (high - low)) * (height - top - bottom);
-  for (const at of ticks(low, high)) {
-    svg.append(el("line", { class: "grid", x1: left, x2: width - right, y1: y(at), y2: y(at) }),
-      el("text", { x: left - 8, y: y(at) + 4, "text-anchor": "end" }, at));
-  }
-  for (const at of ticks(0, last).filter(Number.isInteger)) {
-    svg.append(el("text", { x: x(at), y: height - 6, "text-anchor": at ? (at > last * 0.97 ? "end" : "middle") : "start" }, at ? at : width < 520 ? "0" : "version 0"));
-  }
-  const raw = curve.version.map((version, index) => [x(version), y(curve.reward[index])]);
-  const calm = smooth(curve.reward).map((value, index) => [x(curve.version[index]), y(value)]);
-  if (calm.length > 1) {
-    svg.append(el("path", { class: "wash", d: `${path(calm)}L${calm[calm.length - 1][0]} ${y(low)}L${calm[0][0]} ${y(low)}Z` }),
-      el("path", { class: "raw", d: path(raw) }));
-  }
-  if (calm.length) svg.append(el("path", { class: "smooth", d: path(calm.length > 1 ? calm : [calm[0], calm[0]]), "data-points": calm.length }));
-  const held = evaluations.map((one) => [x(one.version), y(one.reward_mean)]);
-  if (held.length > 1) svg.append(el("path", { class: "held-line", d: path(held) }));
-  evaluations.forEach((one, index) => svg.append(el("circle", { class: one.complete ? "held-dot" : "held-dot part", cx: held[index][0], cy: held[index][1], r: 5 },
-    el("title", {}, `held-out reward of version ${one.version}: ${one.reward_mean.toFixed(3)} over ${one.rollouts} rollouts`))));
-  if (cursor !== null) svg.append(el("line", { class: "cross", x1: x(cursor), x2: x(cursor), y1: top, y2: height - bottom }));
-  svg.setAttribute("aria-label", `Reward against policy version, ${plural(curve.version.length, "point")}`);
-  say(byId("curve-words"), curveWords({ curve, evaluations, terms }));
-  svg.readVersion = (pixel) => ((pixel - left) / (width - left - right)) * last;
-}
-
-function curveWords({ curve, evaluations }) {
-  if (!curve.version.length) return "No step has been trained yet.";
-  if (cursor === null) return "Point at the curve, or use the arrow keys, to read a step.";
-  const at = curve.version.indexOf(cursor);
-  if (at < 0) return "";
-  const held = evaluations.find((one) => one.version === cursor);
-  return `Version ${cursor}: reward ${curve.reward[at].toFixed(3)}, lag ${curve.lag[at]}, waited ${seconds(curve.wait_s[at])}, trained ${seconds(curve.train_s[at])}` +
-    (held ? `, held-out ${held.reward_mean.toFixed(3)}` : "") + (curve.steps_per_point > 1 ? ` (mean of ${curve.steps_per_point} steps)` : "");
-}
-
-function pointAt(version) {
-  const known = state.curve.version;
-  if (!known.length) return;
-  cursor = version === null ? null : known.reduce((best, one) => (Math.abs(one - version) < Math.abs(best - version) ? one : best));
-  drawCurve(state);
-}
-
-byId("curve").addEventListener("pointermove", (event) => {
-  const svg = event.currentTarget;
-  if (svg.readVersion) pointAt(svg.readVersion(event.clientX - svg.getBoundingClientRect().left));
-});
-byId("curve").addEventListener("pointerleave", () => state.curve && pointAt(null));
-byId("curve").addEventListener("keydown", (event) => {
-  const known = state.curve ? state.curve.version : [];
-  const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-  if (!known.length || !step) return;
-  event.preventDefault();
-  const at = cursor === null ? known.length : known.indexOf(cursor);
-  pointAt(known[Math.min(known.length - 1, Math.max(0, at + step))]);
-});
+// -- timeline and broadcast ------------------------------------------------------------------------------------
 
 function drawTimeline({ timeline, workers }) {
   const lanes = timelineLanes(timeline, workers);
@@ -396,7 +350,10 @@ async function openNode() {
 }
 
 function drawNode(id, page) {
-  say(byId("node-title"), page ? page.node.node : id);
+  say(byId("node-title"), page && page.node.name ? `${page.node.name}, ${page.node.node}` : id);
+  byId("node-rollouts").href = `#rollouts?node=${id}`;
+  title();
+  if (!inlined && byId("link").dataset.state === "wait") link("live");
   if (!page) {
     say(byId("node-words"), "This run has no node with this id.");
     figures(byId("node-figures"), []);
@@ -406,7 +363,7 @@ function drawNode(id, page) {
   const trust = node.trust === "banned" ? "ejected" : node.trust;
   say(byId("node-words"), `${trust}: ${page.trust_reason}. ${page.software}, enrolled ${when(page.enrolled_at_s)} UTC, last seen ${when(page.last_seen_s) || "never"}.`);
   figures(byId("node-figures"), [
-    ["State", node.liveness, node.phase || " "], ["Credit", whole(node.credit), "verified tokens"],
+    ["State", node.trust === "banned" ? "ejected" : node.liveness, node.trust === "banned" ? "gets no more work" : node.phase || " "], ["Credit", whole(node.credit), "verified tokens"],
     ["Speed", whole(node.verified_tokens_per_s), "verified tokens per second"], ["Accepted", whole(node.accepted), "submissions"],
     ["Refused", whole(node.rejected), "submissions"], ["Void", whole(node.void), "leases, without blame"],
   ]);
@@ -423,19 +380,25 @@ function drawNode(id, page) {
   drawSamples(byId("node-samples"), page.samples);
 }
 
+const VIEWS = { overview: "main", rollouts: "rollouts-title", node: "node-title" };
+
 function route() {
-  const atNode = location.hash.startsWith("#node/");
-  const changed = byId("node").hidden === atNode;
-  byId("node").hidden = !atNode;
-  byId("overview").hidden = atNode || !state.now;
-  if (atNode) openNode();
-  else {
-    shownNode = null;
-    if (state.now) redraw();
+  const name = location.hash.startsWith("#node/") ? "node" : location.hash.startsWith("#rollouts") ? "rollouts" : "overview";
+  const changed = byId(name).hidden && Object.keys(VIEWS).some((one) => !byId(one).hidden);
+  for (const one of Object.keys(VIEWS)) byId(one).hidden = one !== name || (one === "overview" && !state.now && !state.compare);
+  byId("waiting").hidden = name !== "overview" || Boolean(state.now || state.compare);
+  for (const anchor of byId("views").children) {
+    if (anchor.dataset.view === name) anchor.setAttribute("aria-current", "page");
+    else anchor.removeAttribute("aria-current");
   }
+  if (name !== "node") shownNode = null;
+  if (name === "node") openNode();
+  else if (name === "rollouts") openRollouts();
+  else if (state.now) redraw();
+  title();
   if (changed) {
     scrollTo(0, 0);
-    (atNode ? byId("node-title") : byId("main")).focus({ preventScroll: true });
+    byId(VIEWS[name]).focus({ preventScroll: true });
   }
 }
 
@@ -450,7 +413,8 @@ function take(sections) {
   const first = !state.now;
   Object.assign(state, sections);
   if (!state.now) return;
-  if (first) return route();
+  if (first) return draw.terms(state), draw.now(state), route();
+  if (!byId("rollouts").hidden) fillFilters();
   const due = new Set(Object.keys(sections).flatMap((name) => [name, ...(uses[name] || [])]));
   for (const name of due) if (draw[name] && (!byId("overview").hidden || ["terms", "now", "workers"].includes(name))) draw[name](state);
 }
@@ -486,6 +450,29 @@ function lost() {
   wait = Math.min(10000, wait * 1.5);
 }
 
+// A comparison has the curves of several runs and a table; the other parts of the page are left out.
+function showComparison() {
+  const runs = state.compare;
+  say(byId("run"), runs.map((run) => run.label).join(" and "));
+  say(byId("task"), "comparison");
+  say(byId("link"), "saved state");
+  for (const part of [...byId("overview").children, byId("views"), ...document.querySelectorAll("body > footer nav")]) {
+    if (part.id !== "curves" && part.id !== "figures") part.remove();
+  }
+  byId("figures").remove();
+  byId("overview").append(el("section", { "aria-labelledby": "h-table" }, el("div", { class: "head" }, el("h2", { id: "h-table" }, "Summary")), comparisonTable(inlined.table, runs)));
+  byId("waiting").hidden = true;
+  byId("overview").hidden = false;
+  title();
+  drawCurves(state);
+}
+
+function comparisonTable(rows, runs) {
+  const head = el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "Figure"), ...runs.map((run, place) => el("th", { scope: "col", class: "num" }, el("span", { class: `k c${place}` }, run.label)))));
+  const body = rows.map(([name, ...values]) => el("tr", {}, el("th", { scope: "row" }, name), ...values.map((value) => el("td", { class: "num" }, value))));
+  return el("table", { class: "compared" }, head, el("tbody", {}, ...body));
+}
+
 addEventListener("hashchange", route);
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault(); // the hash selects the page, so it must not change
@@ -494,14 +481,20 @@ document.querySelector(".skip").addEventListener("click", (event) => {
 let resized = 0;
 addEventListener("resize", () => {
   cancelAnimationFrame(resized);
-  resized = requestAnimationFrame(() => !byId("overview").hidden && redraw());
+  resized = requestAnimationFrame(() => !byId("overview").hidden && (state.compare ? drawCurves(state) : redraw()));
 });
 
-if (inlined) {
+listenToCharts(byId("curves"));
+listenToRollouts();
+if (inlined && inlined.compare) {
+  state.compare = inlined.compare;
+  showComparison();
+} else if (inlined) {
   take(inlined.snapshot);
   for (const anchor of document.querySelectorAll("body > footer nav")) anchor.remove();
 } else {
   connect();
+  if (location.hash) route();
   setInterval(() => {
     if (source.readyState !== EventSource.CLOSED && Date.now() - heard > SILENT_MS) lost();
   }, 5000);
