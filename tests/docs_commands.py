@@ -63,6 +63,8 @@ LIVE: tuple[str, ...] = (
 ELSEWHERE: dict[str, str] = {
     "shoal arena": "tests/cli/test_arena.py",
     "shoal tasks show sort": "tests/cli/test_tasks_command.py",
+    "shoal rollouts": "tests/swarm/coordinator/test_run_commands.py",
+    "shoal compare": "tests/swarm/coordinator/test_run_commands.py",
     "make demo": "tests/e2e/test_demo.py",
     "shoal demo": "tests/cli/test_first_steps.py",
     "shoal completion": "tests/cli/test_first_steps.py",

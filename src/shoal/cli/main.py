@@ -18,8 +18,10 @@ from shoal import __version__
 from shoal.cli.arguments import add_analysis_commands, add_contributor_commands, add_run
 from shoal.cli.commands.admin import add_admin
 from shoal.cli.commands.arena import add_arena
+from shoal.cli.commands.compare import add_compare
 from shoal.cli.commands.demo import add_completion, add_demo
 from shoal.cli.commands.diloco import add_diloco
+from shoal.cli.commands.rollouts import add_rollouts
 from shoal.cli.commands.watch import add_report, add_top
 from shoal.cli.run.roles import add_roles
 from shoal.cli.run.supervise import (
@@ -117,6 +119,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_diloco(commands)
     add_report(commands)
     add_top(commands)
+    add_rollouts(commands)
+    add_compare(commands)
     add_completion(commands, make_parser)
     add_examples(parser)
     return parser

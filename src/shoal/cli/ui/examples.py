@@ -45,6 +45,8 @@ EXAMPLES = {
     "diloco train": "shoal diloco train site.toml --dir site",
     "diloco swarm": "shoal diloco swarm --run NAME --dir rendezvous",
     "diloco id": "shoal diloco id --dir site",
+    "rollouts": "shoal rollouts out/demo --version 12 --reward 1",
+    "compare": "shoal compare out/demo out/demo-2 --out compare.html",
     "report": "shoal report out/demo --out demo.html",
     "top": "shoal top http://HOST:8700",
 }
