@@ -56,7 +56,7 @@ class Image:
         subprocess.run(["cp", "-a", str(source), str(root)], check=True)
         if parent not in stages():
             self.prepare(root)
-        where = "/"
+        where = environment.get("WHERE", "/")
         for word, rest in steps:
             sys.stdout.write(f"[{name}] {word} {rest[:100]}\n")
             sys.stdout.flush()

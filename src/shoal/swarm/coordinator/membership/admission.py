@@ -91,7 +91,8 @@ def _admit_invited(tx: Transaction, coordinator: Coordinator, ask: Enrol, owner:
     ).one_or_none()
     if found is None or found.amount < 1 or (found.expires_at_s or tx.now_s) < tx.now_s:
         raise Rejected(
-            "request.not_admitted", "the invitation is missing, unknown, used up or expired; ask the operator"
+            "request.not_admitted",
+            "the invitation is missing, unknown, used up or expired; ask the operator for one and join with --invite CODE",
         )
     change_amount(tx, "invite", digest, -1)
     tx.record("invite.used", invite=digest, node=tx.actor)
