@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 
 from shoal import __version__
+from shoal.cli.answer_arguments import add_answer_commands
 from shoal.cli.arguments import add_analysis_commands, add_contributor_commands, add_run
 from shoal.cli.commands.admin import add_admin
 from shoal.cli.commands.arena import add_arena
@@ -114,6 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_roles(commands)
     add_contributor_commands(commands)
     add_analysis_commands(commands)
+    add_answer_commands(commands)
     add_arena(commands)
     add_admin(commands)
     add_diloco(commands)

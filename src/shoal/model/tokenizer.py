@@ -34,6 +34,9 @@ class Tokenizer(Protocol):
     def encode_prompt(self, text: str, *, chat: bool) -> list[int]:
         """Returns the tokens of a prompt: with `chat` as a user's turn in the chat template, if there is one."""
 
+    def encode_turns(self, turns: list[dict[str, str]]) -> list[int]:
+        """Returns the tokens of the turns of a chat (role, content), up to where the assistant's next turn begins."""
+
     def thinks(self, *, chat: bool) -> bool:
         """Returns whether the chat template makes the model think first. Then only the text after `</think>` is its answer."""
 
@@ -75,6 +78,9 @@ class CharTokenizer:
 
     def encode_prompt(self, text: str, *, chat: bool) -> list[int]:
         return [self.BOS, *self._encode(text)]
+
+    def encode_turns(self, turns: list[dict[str, str]]) -> list[int]:
+        return self.encode_prompt("".join(turn["content"] for turn in turns), chat=True)
 
     def thinks(self, *, chat: bool) -> bool:
         return False
@@ -142,7 +148,11 @@ class FileTokenizer:
     def encode_prompt(self, text: str, *, chat: bool) -> list[int]:
         if not chat or self._template is None:
             return self._encode(text, add_special_tokens=True)
-        turns = [{"role": "user", "content": text}]
+        return self.encode_turns([{"role": "user", "content": text}])
+
+    def encode_turns(self, turns: list[dict[str, str]]) -> list[int]:
+        if self._template is None:
+            raise ValueError("the model has no chat template; send a prompt instead of turns")
         prompt = render_chat(self._template, turns, self._special_tokens)
         return self._encode(prompt, add_special_tokens=False)
 

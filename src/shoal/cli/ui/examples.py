@@ -30,6 +30,8 @@ EXAMPLES = {
     "audit": "shoal audit http://HOST:8700 --key validator.key --dir audit --sample 32",
     "explain": "shoal explain reject.wrong_computation",
     "eval": "shoal eval tiny --task count --k 8",
+    "serve": "shoal serve smollm2-135m --port 8000",
+    "verify": "shoal verify response.json --model smollm2-135m",
     "tasks": "shoal tasks show sort",
     "tasks show": "shoal tasks show sort --option length=4",
     "data": "shoal data check --task gsm8k --option path=train.jsonl",
