@@ -7,6 +7,7 @@ import pytest
 from shoal.cli.main import main
 from shoal.cli.run.runfile import load_run_file
 from shoal.model.builtin import create_model
+from shoal.toploc.decision import MIN_SEGMENTS
 from shoal.wire.proof_noise import Noise
 
 RUNS = Path(__file__).parent.parent.parent / "runs"
@@ -121,6 +122,9 @@ def test_a_bfloat16_run_measures_its_own_noise(tmp_path: Path) -> None:
     noise = calibrated.spec().noise
     assert noise is not None and noise.compute_dtype == "bfloat16"
     assert "512 rows" in noise.measured[0]
+    assert noise.draws is not None and noise.token_sizes == (1, 2, 4, 8)
+    units = [moments.segments for moments in (*noise.draws.by_size, *noise.mismatches.by_size)]
+    assert min(units) >= MIN_SEGMENTS, "answers of every length are judged by the calibration"
 
 
 def test_a_bfloat16_coordinator_without_a_calibration_does_not_start(

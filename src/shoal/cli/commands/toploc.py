@@ -40,6 +40,9 @@ MAX_MISSES = 0.02
 """Largest share of draws beyond a run's tolerance in rows that count as honest."""
 RUN_ROWS, RUN_TOKENS = 512, 512
 """Rows that a run generates to calibrate itself, and most tokens of each: half a minute of a 0.5B model on a GPU."""
+LENGTHS = 16
+"""Different lengths of every second row of a run's calibration, from 1 token to the limit. Training changes how long answers are: a random
+model never ends one, and a trained one would have only lengths that were not measured."""
 CHECK_ROWS = 64
 """Rows checked between two updates of the progress."""
 
@@ -79,7 +82,7 @@ def calibrate_run(options: argparse.Namespace, stop: threading.Event) -> int:
         engine = load_engine(folder, options, spec.proof)
         table = _generate(
             engine,
-            _task_requests(engine, task, RUN_ROWS, cap, spec.sampling.temperature),
+            _spread_lengths(_task_requests(engine, task, RUN_ROWS, cap, spec.sampling.temperature)),
             compute_class(engine, device=options.device, compute_dtype=spec.compute_dtype),
             stop,
         )
@@ -189,6 +192,16 @@ def _generate(
         (row.to_rollout() for row in finished), key=lambda row: (row.prompt_index, row.sample_index)
     )
     return RolloutTable(lease_id=_LEASE_ID, policy_version=0, rows=tuple(rows), made_by=str(made_by))
+
+
+def _spread_lengths(requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+    """Returns the requests with every second row cut to one of LENGTHS lengths, each a constant factor longer than the last."""
+    found = []
+    for number, request in enumerate(requests):
+        step = 1 + number // 2 % LENGTHS
+        length = max(1, round(request.max_new_tokens ** (step / LENGTHS)))
+        found.append(replace(request, max_new_tokens=length) if number % 2 else request)
+    return found
 
 
 def _task_requests(
