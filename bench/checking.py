@@ -32,6 +32,7 @@ from unittest import mock
 import torch
 
 from shoal.cli.commands.sample_answers import model_folder
+from shoal.files import free_memory_bytes
 from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.shape import Shape
 from shoal.model.tokenizer import load_tokenizer
@@ -39,7 +40,7 @@ from shoal.rollout.engine.api import FinishedRow, GenerationRequest
 from shoal.rollout.engine.kv_slots import cache_dtype
 from shoal.rollout.engine.prompt_cache import PREFILL_SIZES
 from shoal.rollout.engine.proofs import fold_size
-from shoal.rollout.engine.scheduler import cache_size_for, fit_blocks, free_memory_bytes
+from shoal.rollout.engine.scheduler import cache_size_for, fit_blocks
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.swarm.validator import recompute as recomputing
 from shoal.swarm.validator.recompute import CalibrationTerms, LoadedPolicy, RowsToCheck, recompute_many

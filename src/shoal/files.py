@@ -1,9 +1,10 @@
-"""Atomic writes, lock files and full disks, written once for every room.
+"""Atomic writes, lock files, full disks and free memory, written once for every room.
 
 write_atomically(path)     a file that is either complete or absent
 replace_folder(...)        the same for a folder that was filled under another name
 hold_lock(path)            one process at a time in a folder
 explain_full_disk(folder)  turns "No space left on device" into an error that names the folder and the remedy
+free_memory_bytes()        the memory that the operating system can still hand out
 restore_disk_error(path)   turns a library's own error about a full disk back into OSError
 """
 
@@ -156,3 +157,13 @@ def free_space(folder: Path) -> str:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return f"{shutil.disk_usage(folder).free / 1e6:.1f} MB free"
+
+
+def free_memory_bytes() -> int:
+    """Returns the memory that the operating system can still hand out; 4 GiB where /proc is missing (not Linux)."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 4 << 30

@@ -144,7 +144,7 @@ def test_no_row_is_lost_when_memory_is_short_for_good(folder: Path, monkeypatch:
 def test_a_row_that_outgrows_all_memory_is_refused_and_blocks_no_other(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_engine, "free_memory_bytes", lambda: 3_000_000)
+    monkeypatch.setattr(torch_engine, "free_bytes", lambda _: 3_000_000)
     engine = make_engine(folder)
     rows = requests(2, 20)
     with pytest.raises(ValueError, match="the longest row and its prompt need"):

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.files import free_memory_bytes
 from shoal.model.shape import Rope, Shape
 from shoal.rollout.engine.api import GenerationRequest
 from shoal.rollout.engine.block_pool import BLOCK, BlockPool, PromptPlaces, blocks_for
@@ -21,7 +22,6 @@ from shoal.rollout.engine.scheduler import (
     block_bytes,
     cache_size_for,
     fit_blocks,
-    free_memory_bytes,
 )
 
 PROMPT = (1,)

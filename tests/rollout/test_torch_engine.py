@@ -193,15 +193,13 @@ def test_prompts_computed_ahead_change_nothing(
 def test_rows_that_do_not_fit_into_memory_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = _requests(folder, num_samples=4, max_new_tokens=9)
     together = _run(_engine(folder, max_rows=64), requests)
-    monkeypatch.setattr(
-        "shoal.rollout.engine.torch_engine.free_memory_bytes", lambda: 2_200_000
-    )  # three rows
+    monkeypatch.setattr("shoal.rollout.engine.torch_engine.free_bytes", lambda _: 2_200_000)  # three rows
     engine = _engine(folder, max_rows=64)
     few = _run(engine, requests)
     assert {r: row.output_tokens for r, row in few.items()} == {
         r: row.output_tokens for r, row in together.items()
     }
-    monkeypatch.setattr("shoal.rollout.engine.torch_engine.free_memory_bytes", lambda: 10_000)
+    monkeypatch.setattr("shoal.rollout.engine.torch_engine.free_bytes", lambda _: 10_000)
     with pytest.raises(ValueError, match="lower max_new_tokens or free memory"):
         _run(_engine(folder, max_rows=64), requests)
 

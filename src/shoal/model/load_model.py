@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from shoal.files import free_memory_bytes
 from shoal.model.decoder import Decoder
 from shoal.model.shape import Shape, read_json, read_shape
 from shoal.model.transformers_model import (
@@ -48,6 +49,14 @@ def load_transformers_model(
     load_weights(model, folder / WEIGHTS_FILE)
     check_head_and_packing(model, folder)
     return model
+
+
+def free_bytes(device: torch.device) -> int:
+    """Returns the memory that is free on a device."""
+    if device.type == "cpu":
+        return free_memory_bytes()
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def read_model_limits(folder: Path) -> Shape | ModelLimits:

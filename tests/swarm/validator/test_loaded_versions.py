@@ -1,6 +1,7 @@
 """Versions are fetched once, swapped in place, and never believed without their digest."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from loopback import LOG, Swarm, origin_of
 from torch import nn
 
 from shoal.model.load_model import load_decoder
-from shoal.swarm.validator.loaded_versions import LoadedVersions
-from shoal.swarm.validator.recompute import CannotCheck
+from shoal.swarm.validator import loaded_versions
+from shoal.swarm.validator.loaded_versions import LoadedVersions, fetch_seconds, tokens_that_fit
+from shoal.swarm.validator.recompute import CannotCheck, Model
 from shoal.wire.keys import Key
 from shoal.wire.lease import Lease, PolicyRef
 
@@ -32,13 +34,19 @@ def lease_on(swarm: Swarm, url: str, *, digest: str | None = None) -> Lease:
     return make_lease(make_spec()).model_copy(update={"policies": tuple(refs), "relays": (url,)})
 
 
-def make_versions(swarm: Swarm, *, run_key: str | None = None) -> LoadedVersions:
+def make_versions(
+    swarm: Swarm,
+    *,
+    run_key: str | None = None,
+    max_loaded: int | None = 2,
+    load: Callable[[Path], Model] = load_decoder,
+) -> LoadedVersions:
     return LoadedVersions(
         swarm.dir / "versions",
         swarm.client_of(swarm.key("validator")),
         run_key=run_key or swarm.key("run").public,
-        load=load_decoder,
-        max_loaded=2,
+        load=load,
+        max_loaded=max_loaded,
         fetch_s=5.0,
         log=LOG,
     )
@@ -74,3 +82,42 @@ def test_a_manifest_of_another_run_key_is_not_used(swarm: Swarm, origin: str) ->
 def test_an_unpublished_version_is_not_available(swarm: Swarm, origin: str) -> None:
     with pytest.raises(CannotCheck, match="policy version 3 is not available"):
         make_versions(swarm).get(3, lease_on(swarm, origin))
+
+
+def test_versions_in_memory_follow_from_what_is_free(
+    swarm: Swarm, origin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions, lease = make_versions(swarm, max_loaded=None), lease_on(swarm, origin)
+    monkeypatch.setattr(loaded_versions, "free_bytes", lambda _: 1000)
+    zero = versions.get(0, lease)
+    assert versions.get(1, lease).decoder is zero.decoder, "there is no room for a second one"
+    monkeypatch.setattr(loaded_versions, "free_bytes", lambda _: 1 << 40)
+    assert versions.get(2, lease).decoder is not zero.decoder
+
+
+def test_a_version_that_does_not_fit_beside_the_others_takes_the_place_of_one(
+    swarm: Swarm, origin: str
+) -> None:
+    def load(folder: Path) -> Model:
+        if loaded:
+            raise torch.OutOfMemoryError("another process took it")
+        loaded.append(load_decoder(folder))
+        return loaded[0]
+
+    loaded: list[Model] = []
+    versions, lease = make_versions(swarm, load=load), lease_on(swarm, origin)
+    assert versions.get(0, lease).decoder is versions.get(1, lease).decoder is loaded[0]
+    assert same_weights(loaded[0], load_decoder(swarm.store.path(1)))
+
+
+def test_time_and_batches_follow_from_the_size_of_the_model(
+    swarm: Swarm, origin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fetch_seconds(10**6) == 120 and fetch_seconds(65 * 10**9) == 13_000
+    decoder = make_versions(swarm).get(0, lease_on(swarm, origin)).decoder
+    per_token = 4 * (2 * 256 + 4 * 128)
+    monkeypatch.setattr(loaded_versions, "free_bytes", lambda _: 2 * 1000 * per_token)
+    assert tokens_that_fit(decoder, 4096) == 1000
+    assert tokens_that_fit(decoder, 700) == 700
+    monkeypatch.setattr(loaded_versions, "free_bytes", lambda _: 0)
+    assert tokens_that_fit(decoder, 4096) == 512

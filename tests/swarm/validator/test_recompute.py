@@ -2,14 +2,17 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from honest_work import make_lease, make_policy, make_spec, make_table
 
+from shoal.swarm.validator import recompute as recomputing
 from shoal.swarm.validator.fact_checks import RowFacts
 from shoal.swarm.validator.recompute import (
+    CannotCheck,
     LoadedPolicy,
     RowsToCheck,
     _batches,
@@ -80,3 +83,30 @@ def test_submissions_checked_together_have_the_facts_of_each_alone(
         alone = recompute(tables[place], leases[place], policy, control_seed=1)
         for one, other in zip(alone, together, strict=True):
             same(one, other)
+
+
+def test_rows_that_do_not_fit_together_are_checked_in_smaller_pieces(
+    policy: LoadedPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = make_lease(SPEC, prompts=3)
+    rows = make_table(lease, policy).rows
+    expected = recompute(rows, lease, policy, control_seed=1)
+    start, sizes = recomputing._start_batch, list[int]()
+
+    def short_of_memory(policy: LoadedPolicy, batch: list[_Entry], control_seed: int) -> Any:
+        sizes.append(len(batch))
+        if len(batch) > 2:
+            raise torch.OutOfMemoryError("another process took it")
+        return start(policy, batch, control_seed)
+
+    monkeypatch.setattr(recomputing, "_start_batch", short_of_memory)
+    for one, other in zip(expected, recompute(rows, lease, policy, control_seed=1), strict=True):
+        same(one, other)
+    assert sizes[0] == len(rows) and min(sizes) <= 2
+
+    def never(*_: object) -> Any:
+        raise torch.OutOfMemoryError("another process took it")
+
+    monkeypatch.setattr(recomputing, "_start_batch", never)
+    with pytest.raises(CannotCheck, match="out of memory for a row of"):
+        recompute(rows, lease, policy, control_seed=1)

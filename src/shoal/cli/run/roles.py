@@ -148,6 +148,19 @@ def _add_validator(commands: Commands) -> None:
         action="store_true",
         help="grade programs even where they can read this user's files (also: SHOAL_ALLOW_LIMITS_SANDBOX=1)",
     )
+    parser.add_argument(
+        "--max-loaded", type=at_least_one, help="versions in memory (default: as many as fit, at most 3)"
+    )
+    parser.add_argument(
+        "--batch-tokens",
+        type=at_least_one,
+        help="tokens that are computed at once (default: what fits into half of the free memory)",
+    )
+    parser.add_argument(
+        "--fetch-s",
+        type=seconds,
+        help="seconds to try for a version before work on it is void (default: 120, more for a large model)",
+    )
     _add_torch_options(parser)
     _add_client_options(parser)
     _add_role_options(parser, port=None)
@@ -357,6 +370,9 @@ def validator(options: argparse.Namespace, stop: threading.Event) -> int:
         dir=options.dir,
         device=options.device,
         num_threads=options.threads,
+        max_loaded=options.max_loaded,
+        batch_tokens=options.batch_tokens,
+        fetch_s=options.fetch_s,
         deadline_s=options.deadline_s,
     )
     run_validator(config, stop=stop)

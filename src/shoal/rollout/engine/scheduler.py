@@ -12,7 +12,6 @@ import heapq
 from collections import deque
 from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from shoal.model.shape import Shape
@@ -321,13 +320,3 @@ def fit_blocks(
             f"{budget_bytes / 1e9:.2f} GB are free; lower max_new_tokens or free memory"
         )
     return size._replace(rows=rows, blocks=blocks)
-
-
-def free_memory_bytes() -> int:
-    """Returns the memory that the operating system can still hand out; 4 GiB where /proc is missing (not Linux)."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 4 << 30

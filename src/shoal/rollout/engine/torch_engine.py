@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from shoal.model.fused import fuse, pack, repack_jobs
-from shoal.model.load_model import DTYPES, load_decoder
+from shoal.model.load_model import DTYPES, free_bytes, load_decoder
 from shoal.model.packed_prefill import upload
 from shoal.model.shape import read_shape
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
@@ -37,7 +37,6 @@ from shoal.rollout.engine.scheduler import (
     block_bytes,
     cache_size_for,
     fit_blocks,
-    free_memory_bytes,
 )
 from shoal.rollout.engine.step_cpu import CoreThreads, CpuStep
 from shoal.telemetry import Log
@@ -268,7 +267,7 @@ class TorchEngine:
     def _fit(self, size: CacheSize, old: "CpuStep | CudaStep | None") -> CacheSize:
         """Returns what memory allows of `size`, and never fewer rows or blocks than there are already."""
         shape, value_bytes = self._loaded().decoder.shape, cache_dtype(self._dtype, self._device).itemsize
-        pool, free = self._scheduler.pool, int(MEMORY_SHARE * _free_bytes(self._device))
+        pool, free = self._scheduler.pool, int(MEMORY_SHARE * free_bytes(self._device))
         used = pool.num_blocks - pool.num_free if self._paged else pool.num_blocks
         fitting = fit_blocks(
             shape,
@@ -347,10 +346,3 @@ def _make_step(
         blocks = old.slots.blocks
     slots = KVSlots(model.weights, size, state_tokens=kept, paged=False, blocks=blocks)
     return CudaStep(model.weights, slots, model.is_end_V, graphs=graphs)
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cpu":
-        return free_memory_bytes()
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -13,12 +13,12 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from shoal.files import free_memory_bytes
 from shoal.model.load_model import read_model_limits
 from shoal.model.shape import Shape
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.transformers_model import ModelLimits
 from shoal.rollout.engine.api import FinishedRow, GenerationRequest, check_requests
-from shoal.rollout.engine.scheduler import free_memory_bytes
 from shoal.wire.rollouts import Finish
 from shoal.wire.run_spec import ProofSpec
 

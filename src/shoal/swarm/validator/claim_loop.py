@@ -26,8 +26,8 @@ from shoal.model.load_model import DTYPES, load_causal
 from shoal.net.http_client import Refused, SignedClient, Unreachable, fetch_files
 from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.swarm.validator.judge import judge_many, refuse_claim
-from shoal.swarm.validator.loaded_versions import LoadedVersions
-from shoal.swarm.validator.recompute import BATCH_TOKENS, DEVICE_BATCH_TOKENS, CannotCheck
+from shoal.swarm.validator.loaded_versions import LEAST_FETCH_S, LoadedVersions, tokens_that_fit
+from shoal.swarm.validator.recompute import BATCH_TOKENS, DEVICE_BATCH_TOKENS, CannotCheck, Model
 from shoal.swarm.validator.table_reader import ReaderFailed, TableReader
 from shoal.tasks import CannotGrade, make_task
 from shoal.tasks.datasets.file_options import run_digests, with_files_from
@@ -75,18 +75,26 @@ class ValidatorConfig:
     device: str = "cpu"
     num_threads: int = 0
     """Torch threads; 0 lets torch choose."""
-    max_loaded: int = 3
-    """Policy versions in memory. With fewer than max_lag + 1, the same versions are loaded again and again."""
+    max_loaded: int | None = None
+    """Policy versions in memory. With fewer than max_lag + 1, the same versions are loaded again and again. None: as many as fit
+    into memory, at most 3."""
     batch_tokens: int | None = None
-    """Tokens of one prefill, with padding. More is faster until memory is full. None uses the default of the device."""
-    fetch_s: float = 120.0
-    """Seconds to try for a policy version before its submissions are void."""
+    """Tokens of one prefill, with padding. More is faster until memory is full. None: what fits into half of the free memory, at
+    most the default of the device."""
+    fetch_s: float | None = None
+    """Seconds to try for a policy version before its submissions are void. None: 120, or more for a large model."""
     deadline_s: float = 900.0
     """Seconds to wait for the coordinator before giving up."""
 
+    def tokens_at_once(self, model: Model) -> int:
+        """Returns the tokens of one prefill with this model, loaded on the configured device."""
+        if self.batch_tokens is not None:
+            return self.batch_tokens
+        return tokens_that_fit(model, self.most_tokens)
+
     @property
-    def tokens_at_once(self) -> int:
-        """Tokens of one prefill on the configured device."""
+    def most_tokens(self) -> int:
+        """Tokens of one prefill if memory is no limit."""
         return self.batch_tokens or (BATCH_TOKENS if self.device == "cpu" else DEVICE_BATCH_TOKENS)
 
 
@@ -224,7 +232,7 @@ class Validator:
             return []  # it may be the reason why its claim ran out, so nothing else must wait for it
         tokens = _max_tokens(first)
         ask = self._ask.model_copy(update={"fresh": True})
-        while len(claims) + 1 < MAX_TOGETHER and tokens < self._config.tokens_at_once:
+        while len(claims) + 1 < MAX_TOGETHER and tokens < self._config.most_tokens:
             try:
                 claim = self._client.call("POST", "/v1/checks/claim", ask, Claim)
             except (Refused, Unreachable):
@@ -262,7 +270,9 @@ class Validator:
         try:
             # The client compares the digest again. If it differs now, the store or the connection is at fault.
             return self._client.fetch_object_until(
-                f"the bytes of submission {claim.sha256[:16]}", claim.sha256, deadline_s=self._config.fetch_s
+                f"the bytes of submission {claim.sha256[:16]}",
+                claim.sha256,
+                deadline_s=self._config.fetch_s or LEAST_FETCH_S,
             )
         except (Refused, DeadlinePassed, ValueError) as error:
             return _void(claim, f"the submission's bytes are not available: {error}")
@@ -279,7 +289,7 @@ class Validator:
             found = judge_many(
                 submissions,
                 self._spec_with_files(),
-                replace(policy, batch_tokens=self._config.tokens_at_once),
+                replace(policy, batch_tokens=self._config.tokens_at_once(policy.decoder)),
                 reader=self._reader,
                 control_seed=secrets.randbits(64),
                 stop=self._client.stop,
@@ -310,7 +320,9 @@ class Validator:
         """Fetches the task's files and returns the run's terms with them. Raises CannotCheck if they are not available."""
         spec, data = self._info.spec, self._config.dir / "data"
         try:
-            fetch_files(self._client, run_digests(spec), data, deadline_s=self._config.fetch_s)
+            fetch_files(
+                self._client, run_digests(spec), data, deadline_s=self._config.fetch_s or LEAST_FETCH_S
+            )
         except (Refused, DeadlinePassed, ValueError) as error:
             raise CannotCheck(f"the task's data files are not available: {error}") from None
         return spec.with_tasks(lambda task: with_files_from(task, data))

@@ -4,6 +4,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
+from shoal.model.load_model import free_bytes
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, load_weights
 from shoal.net.http_client import Refused, SignedClient
@@ -19,6 +22,14 @@ from shoal.wire.record import Sealed
 
 KEEP_ON_DISK = 4
 """Fetched versions that stay on disk."""
+MOST_LOADED = 3
+"""Versions in memory, if they fit: max_lag + 1 with the default lag."""
+ROOM = 1.5
+"""Another version is loaded beside the others if this many times its bytes are free; checks need memory too."""
+LEAST_BATCH_TOKENS = 512
+LEAST_FETCH_S = 120.0
+SLOWEST_BYTES_PER_S = 5e6
+"""Rate that a fetch is given time for: a 32B model of 65 GB gets 3.6 hours."""
 
 
 class LoadedVersions:
@@ -31,10 +42,11 @@ class LoadedVersions:
         *,
         run_key: str,
         load: Callable[[Path], Model],
-        max_loaded: int,
-        fetch_s: float,
+        max_loaded: int | None,
+        fetch_s: float | None,
         log: Log,
     ) -> None:
+        """`max_loaded=None`: as many versions as fit, at most MOST_LOADED. `fetch_s=None`: time in proportion to the size."""
         self._folder, self._client, self._run_key, self._log = folder, client, run_key, log
         self._load_decoder, self._max_loaded, self._fetch_s = load, max_loaded, fetch_s
         self._relays = RelayChoice(ticket=Tickets(client, log=log))
@@ -60,11 +72,19 @@ class LoadedVersions:
                 run_key=self._run_key,
                 log=self._log,
                 stop=self._client.stop,
-                deadline_s=self._fetch_s,
+                deadline_s=self._fetch_s or fetch_seconds(manifest.body.num_bytes),
                 while_growing=True,
             )
             policy = self._load(folder, manifest.body)
-        except (CorruptData, Rejected, Refused, DeadlinePassed, ValueError, OSError) as error:
+        except (
+            CorruptData,
+            Rejected,
+            Refused,
+            DeadlinePassed,
+            ValueError,
+            OSError,
+            torch.OutOfMemoryError,
+        ) as error:
             raise CannotCheck(f"policy version {version} is not available: {error}") from None
         self._loaded[version] = policy
         prune_versions(self._folder, KEEP_ON_DISK)
@@ -78,7 +98,7 @@ class LoadedVersions:
             f"/v1/policies/{version}",
             None,
             Sealed[Manifest],
-            deadline_s=self._fetch_s,
+            deadline_s=self._fetch_s or LEAST_FETCH_S,
         )
         manifest = sealed.open(self._run_key)
         leased = {policy.version: policy.weights_digest for policy in lease.policies}
@@ -96,8 +116,36 @@ class LoadedVersions:
             self._loaded.clear()
             self._same_model = (others, load_tokenizer(folder))
         tokenizer = self._same_model[1]
-        if len(self._loaded) < self._max_loaded:
-            return LoadedPolicy(manifest.version, self._load_decoder(folder), tokenizer)
+        if self._has_room():
+            try:
+                return LoadedPolicy(manifest.version, self._load_decoder(folder), tokenizer)
+            except torch.OutOfMemoryError:
+                if not self._loaded:
+                    raise
         _, least_used = self._loaded.popitem(last=False)
         load_weights(least_used.decoder, folder / WEIGHTS_FILE)
         return LoadedPolicy(manifest.version, least_used.decoder, tokenizer)
+
+    def _has_room(self) -> bool:
+        """Returns whether another version may be loaded beside those in memory."""
+        if self._max_loaded is not None or not self._loaded:
+            return len(self._loaded) < (self._max_loaded or 1)
+        parameters = list(next(iter(self._loaded.values())).decoder.parameters())
+        needed = ROOM * sum(parameter.nbytes for parameter in parameters)
+        return len(self._loaded) < MOST_LOADED and free_bytes(parameters[0].device) > needed
+
+
+def tokens_that_fit(model: Model, most: int) -> int:
+    """Returns how many tokens, up to `most`, a prefill may have if its activations shall fit into half of the free memory.
+
+    Counts the widest values of a layer: those between the two products of an MLP. A 7B model measured 83 kB a token.
+    """
+    weight = model.head().weight_VH
+    widest = max(max(parameter.shape) for parameter in model.blocks()[0].parameters())
+    per_token = weight.element_size() * (2 * widest + 4 * model.shape.hidden_size)
+    return max(LEAST_BATCH_TOKENS, min(most, free_bytes(weight.device) // 2 // per_token))
+
+
+def fetch_seconds(num_bytes: int) -> float:
+    """Returns how long a version of this size may take to fetch."""
+    return max(LEAST_FETCH_S, num_bytes / SLOWEST_BYTES_PER_S)

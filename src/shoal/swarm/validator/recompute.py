@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import threading
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -142,14 +143,18 @@ def recompute_many(
     facts: dict[tuple[int, int], RowFacts] = {}
     malformed: dict[int, Rejected] = {}
     started: _StartedBatch | None = None
+    work = deque(_batches(entries, policy.batch_tokens))
     # A GPU works on one batch while the host finishes the batch before it.
-    for batch in (*_batches(entries, policy.batch_tokens), None):
+    while work or started is not None:
         if stop is not None and stop.is_set():
             raise Stopped("stopped between two batches of a check")
-        previous, started = (
-            started,
-            None if batch is None else _start_batch(policy, batch, control_seed),
-        )
+        previous, started = started, None
+        if work:
+            batch = work.popleft()
+            try:
+                started = _start_batch(policy, batch, control_seed)
+            except torch.OutOfMemoryError as error:
+                work.extendleft(reversed(_smaller(batch, error, alone=previous is None)))
         if previous is not None:
             new_facts, new_malformed = _finish_batch(previous, control_seed, skip=malformed.keys())
             facts.update(new_facts)
@@ -186,6 +191,18 @@ def _batches(entries: Sequence[_Entry], batch_tokens: int) -> Iterator[list[_Ent
         num_tokens += _length(entry.row)
     if batch:
         yield batch
+
+
+def _smaller(batch: list[_Entry], error: torch.OutOfMemoryError, *, alone: bool) -> list[list[_Entry]]:
+    """Returns the halves of a batch for which memory was short. Raises CannotCheck if one row is too much, with no other batch
+    in memory (`alone`)."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if len(batch) > 1:
+        return [batch[: len(batch) // 2], batch[len(batch) // 2 :]]
+    if not alone:
+        return [batch]
+    raise CannotCheck(f"out of memory for a row of {_length(batch[0].row)} tokens: {error}") from None
 
 
 def _length(row: Rollout) -> int:
