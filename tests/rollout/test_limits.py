@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
@@ -14,11 +15,13 @@ import torch
 from small_run import CONFIG, eventually, small_run
 
 from shoal.net.rate_limit import BandwidthLimit
+from shoal.rollout.engine.api import Behaviour, GenerationRequest
 from shoal.rollout.engine.selection import AutoEngine, _make_for, machine_capabilities
 from shoal.rollout.engine.transformers_engine import TransformersEngine
 from shoal.rollout.worker.limits import ResourceLimits, folder_bytes, is_out_of_memory
 from shoal.rollout.worker.version_cache import VersionCache
 from shoal.rollout.worker.worker import WorkerConfig, run_worker
+from shoal.wire.lease import Lease
 from shoal.wire.run_spec import ProofSpec
 
 if TYPE_CHECKING:
@@ -158,3 +161,31 @@ def test_a_limit_that_no_version_fits_into_ends_the_worker(tmp_path: Path) -> No
         )
         with pytest.raises(ValueError, match=r"do not fit into --disk-gb 0.0001; join again with at least"):
             run_worker(config, stop=threading.Event())
+
+
+class PausedByItsOwner(Behaviour):
+    """The owner pauses at once while the first lease is generated."""
+
+    def __init__(self, folder: Path) -> None:
+        self.flag = folder / "paused"
+
+    def requests(self, requests: Sequence[GenerationRequest], lease: Lease) -> Sequence[GenerationRequest]:
+        self.flag.write_text("now")
+        return requests
+
+
+def test_a_pause_at_once_gives_the_lease_back(tmp_path: Path) -> None:
+    with small_run(tmp_path / "run", CONFIG) as run:
+        run.publish(0)
+        run.serve_from_origin()
+        eventually("a relay", lambda: any(0 in relay.versions for relay in run.stats().relays))
+        config = WorkerConfig(coordinator=run.url, dir=tmp_path / "node")
+        stop, behaviour = threading.Event(), PausedByItsOwner(tmp_path / "node")
+        thread = threading.Thread(target=lambda: run_worker(config, stop=stop, behaviour=behaviour))
+        thread.start()
+        try:
+            eventually("the pause", lambda: any("paused" in node.phase for node in run.stats().nodes))
+            assert run.stats().open_leases == 0 and not run.events("submission.received")
+        finally:
+            stop.set()
+            thread.join(60)

@@ -93,7 +93,11 @@ def add_contributor_commands(commands: Commands) -> None:
     pause = commands.add_parser(
         "pause", help="finish the current lease and wait; `shoal pause --off` continues"
     )
-    pause.add_argument("--off", action="store_true", help="continue")
+    when = pause.add_mutually_exclusive_group()
+    when.add_argument("--off", action="store_true", help="continue")
+    when.add_argument(
+        "--now", action="store_true", help="give the current lease back instead of finishing it"
+    )
     _add_node_folder(pause, _pause)
     leave = commands.add_parser("leave", help="finish the current lease and leave the run")
     _add_node_folder(leave, _leave)

@@ -27,7 +27,7 @@ from shoal.files import write_bytes_atomically
 from shoal.landlock import Confinement, Protection
 from shoal.net.http_client import Refused, SignedClient, Unreachable
 from shoal.net.waiting import Stopped
-from shoal.rollout.worker.worker_folder import LOG_FILE
+from shoal.rollout.worker.worker_folder import LOG_FILE, PAUSE_NOW
 from shoal.telemetry import Log
 from shoal.wire.codes import ACCEPTED, CODES, Rejected
 from shoal.wire.delegation import read_delegation
@@ -295,6 +295,11 @@ def pause(options: argparse.Namespace, stop: threading.Event) -> int:
     if options.off:
         flag.unlink(missing_ok=True)
         print("continuing")
+    elif options.now:
+        write_text(flag, PAUSE_NOW)
+        print(
+            "pausing at once; the current lease is given back and earns nothing. `shoal pause --off` continues"
+        )
     else:
         flag.touch()
         print("pausing after the current lease; `shoal pause --off` continues")

@@ -297,6 +297,8 @@ class Worker:
             now_s = time.monotonic()
             if now_s - reported_s >= PROGRESS_S:
                 reported_s = now_s
+                if self._folder.must_pause_now():
+                    raise LeaseLost("its owner wants the machine at once", still_open=True)
                 self._report_progress(version, len(finished), len(requests))
             if not ordered and self._is_time_to_order(now_s - started_s, len(finished), len(requests)):
                 ordered = True

@@ -32,6 +32,8 @@ from shoal.wire.messages import Info
 from shoal.wire.record import Record
 
 MAX_WORK_BITS = 32
+PAUSE_NOW = "now"
+"""Contents of the file `paused` after `shoal pause --now`."""
 STATUS_FILE, LOG_FILE = "status.json", "worker.log"
 NODE_FILES = (
     *(
@@ -77,6 +79,13 @@ class WorkerFolder:
     def is_paused(self) -> bool:
         """Returns whether the owner asked for a pause with `shoal pause`."""
         return (self.folder / "paused").exists()
+
+    def must_pause_now(self) -> bool:
+        """Returns whether the owner asked, with `shoal pause --now`, to give the current lease back."""
+        try:
+            return (self.folder / "paused").read_text(encoding="ascii") == PAUSE_NOW
+        except (OSError, ValueError):
+            return False
 
     def is_leaving(self) -> bool:
         """Returns whether the owner asked the worker to leave with `shoal leave`."""
