@@ -188,7 +188,7 @@ def padded(samples: list[TrainSample], device: str) -> dict[str, Tensor]:
         rows["completion_mask"].append([1] * sample.num_outputs + [0] * after)
     inputs = {name: torch.tensor(value, device=device) for name, value in rows.items()}
     inputs["advantages"] = torch.tensor([sample.advantage for sample in samples], device=device)
-    old = torch.full(inputs["completion_ids"].shape, samples[0].logprobs[0], device=device)
+    old = torch.full(inputs["completion_ids"].shape, float(samples[0].logprobs[0]), device=device)
     return inputs | {"old_per_token_logps": old}
 
 

@@ -167,3 +167,13 @@ def free_memory_bytes() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return 4 << 30
+
+
+def folder_bytes(folder: Path) -> int:
+    """Returns the bytes of all files below a folder. Files that are deleted meanwhile are not counted."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            if path.is_file():
+                total += path.stat().st_size
+    return total

@@ -11,7 +11,7 @@ from small_stats import HONEST, LIAR, evaluation, node, stats, step
 from shoal.cli.run.runfile import LocalSection, RunFile, load_run_file
 from shoal.cli.run.summary import LocalWorker, RunVerdict, judge_run, print_summary
 from shoal.cli.ui.plot import plot_rewards
-from shoal.wire.messages import History, RelayView
+from shoal.wire.messages import History, RelayView, TokenCounts
 
 WORKERS = {LIAR: LocalWorker("worker-2", "truncated"), HONEST: LocalWorker("worker-1", None)}
 NAMES = {node: worker.display_name for node, worker in WORKERS.items()}
@@ -114,6 +114,16 @@ def test_the_summary(file: RunFile) -> None:
         f"  files             {folder}: metrics in trainer/metrics.jsonl, ledger in coordinator/, logs in logs/",
         f"  plot              {folder}/reward.png",
     ]
+
+
+def test_the_arithmetic_of_a_run(file: RunFile) -> None:
+    tokens = TokenCounts(generated=900, held_out=100, checked=600, trained=100, dropped=650, unused=50)
+    lines = summary(file, Path("x"), tokens=tokens)
+    assert any(
+        "900 generated (100 held out), 600 checked, 100 trained on, 650 dropped" in line for line in lines
+    )
+    # 3 forward passes for each trained token: 300 against 1,500.
+    assert any("training : inference = 1 : 5.00" in line for line in lines)
 
 
 def test_summary_without_evaluations_or_plot(file: RunFile) -> None:

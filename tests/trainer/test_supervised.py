@@ -51,5 +51,5 @@ def test_answers_end_with_the_end_token(model: Path) -> None:
     sample = answered_problem(TASK, tokenizer, 5)
     problem = TASK.problem("train", 5)
     assert sample.tokens[: sample.prompt_len] == tuple(tokenizer.encode_prompt(problem.prompt, chat=False))
-    assert tokenizer.decode(sample.tokens[sample.prompt_len :]) == problem.answer
+    assert tokenizer.decode(tuple(sample.tokens[sample.prompt_len :])) == problem.answer
     assert sample.tokens[-1] in tokenizer.end_tokens

@@ -1,10 +1,14 @@
 """Groups and tables become samples with advantages; every mismatch between them is an error that names it."""
 
 import statistics
+from dataclasses import fields, replace
 
 import pytest
+import torch
+from tiny_learner import make_batch as make_train_batch
 
-from shoal.trainer.data.batch import build_batch, group_advantages
+from shoal.trainer.data.batch import BatchTensors, build_batch, group_advantages
+from shoal.trainer.data.pack import pack
 from shoal.wire.messages import Batch, Group
 from shoal.wire.rollouts import Finish, Rollout, RolloutTable
 
@@ -96,3 +100,22 @@ def test_equal_rewards_give_zero_advantages() -> None:
 def test_a_group_of_one_is_refused() -> None:
     with pytest.raises(ValueError, match="samples_per_prompt"):
         group_advantages([1.0], "std")
+
+
+def test_a_batch_survives_its_way_to_another_rank() -> None:
+    batch = make_train_batch(3)
+    sent = BatchTensors.of(batch)
+    received = BatchTensors.empty(len(batch.samples), len(sent.tokens_T), len(sent.logprobs_N))
+    for field in fields(sent):
+        getattr(received, field.name).copy_(getattr(sent, field.name))
+    again = received.batch(replace(batch, samples=()))
+    assert (again.version, again.num_tokens, again.num_outputs) == (3, batch.num_tokens, batch.num_outputs)
+    for micro, other in zip(
+        pack(batch.samples, row_tokens=48, rows_per_micro_batch=2),
+        pack(again.samples, row_tokens=48, rows_per_micro_batch=2),
+        strict=True,
+    ):
+        for field in fields(micro):
+            assert torch.equal(getattr(micro, field.name), getattr(other, field.name))
+    per_token = sum(getattr(sent, field.name).nbytes for field in fields(sent)) / batch.num_tokens
+    assert per_token < 16

@@ -138,13 +138,13 @@ def test_the_next_step_does_not_wait_for_a_publication(
     prepare, step = Publisher.prepare, Lockstep.step
     overlapped = []
 
-    def late(self: Publisher, changes: Any, version: int) -> Path:
+    def late(self: Publisher, changes: Any, version: int, adapters: Any) -> Path:
         if version + 1 in stepped and version:
             assert stepped[version + 1].wait(60), (
                 f"the step to version {version + 1} waited for the publication of version {version}"
             )
             overlapped.append(version)
-        return prepare(self, changes, version)
+        return prepare(self, changes, version, adapters)
 
     def noted(self: Lockstep, batch: TrainBatch) -> StepFigures:
         figures = step(self, batch)
@@ -169,11 +169,11 @@ def test_a_publication_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pyte
     """The error also ends a wait for rollouts, which cannot arrive because no worker has the version they need."""
     prepare = Publisher.prepare
 
-    def full(self: Publisher, changes: Any, version: int) -> Path:
+    def full(self: Publisher, changes: Any, version: int, adapters: Any) -> Path:
         if version == 1:
             coordinator.has_rollouts = False
             raise OSError(28, "No space left on device")
-        return prepare(self, changes, version)
+        return prepare(self, changes, version, adapters)
 
     monkeypatch.setattr(Publisher, "prepare", full)
     with SmallCoordinator(last_version=4).serving() as coordinator:

@@ -18,6 +18,7 @@ With several ranks this file runs on rank 0; the others run Lockstep.follow.
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from pathlib import Path
 import torch
 
 from shoal.diloco.transport.hivemind_mesh import PeerAddress
+from shoal.files import folder_bytes
 from shoal.model.builtin import create_model
 from shoal.model.tokenizer import load_tokenizer
 from shoal.net.http_client import SignedClient, fetch_files
@@ -228,14 +230,23 @@ class _TrainerRun:
             report = self._newest_report = self._step()
             if self._checkpoint_is_due():
                 self._start_checkpoint(report)
-            with self._exposed.publishing():  # several ranks gather their weights now
-                sources = self._lockstep.weights()
-            capture = partial(self._publisher.diff.changes, sources, record_event(learner.device))
+            with self._exposed.publishing():
+                capture = self._make_capture()
             publish = partial(self._publish, learner.version, report, self._adapters_to_send())
             self._publication.start(learner.version, capture, publish)
         self._wait_for_publication()
         self._save()
         self._serve_until_finished()
+
+    def _make_capture(self) -> Callable[[], list[ChangedWords]]:
+        """Returns a function that finds the words that changed. Several ranks find them now: all of them take part."""
+        sources = self._lockstep.weights()
+        event = record_event(self._lockstep.learner.device)
+        capture = partial(self._publisher.diff.changes, sources, event)
+        if not self._lockstep.captures_now:
+            return capture
+        changes = capture()
+        return lambda: changes
 
     def save_on_stop(self) -> None:
         """Writes a checkpoint of the version that was reached.
@@ -275,6 +286,7 @@ class _TrainerRun:
             batch,
             replace(figures, train_s=figures.train_s - exposed_s),
             wait_s,
+            disk_bytes=folder_bytes(self._site.folder),
             publish_exposed_s=exposed.publish_s,
             checkpoint_exposed_s=exposed.checkpoint_s,
         )

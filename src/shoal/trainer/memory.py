@@ -9,8 +9,6 @@ Activations come on top (cli.run.estimate knows the model's shape). On a CPU bot
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from shoal.trainer.config import TrainerConfig
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -59,7 +57,7 @@ def check_memory(model_folder: Path, config: TrainerConfig, *, device: str, rank
     """
     num_parameters = sum(path.stat().st_size for path in model_folder.glob("*.safetensors")) / 2
     memory = trainer_memory(num_parameters, config, ranks=ranks)
-    on_cpu = torch.device(device).type == "cpu"
+    on_cpu = device.partition(":")[0] == "cpu"
     needs = {"host": memory.published + (memory.device * ranks if on_cpu else 0)}
     if not on_cpu:
         needs[device] = memory.device
@@ -77,6 +75,8 @@ def check_memory(model_folder: Path, config: TrainerConfig, *, device: str, rank
 def free_bytes(place: str) -> float | None:
     """Returns the memory that is free on a CUDA device or, for "host", on this machine; None if the system does not say."""
     if place != "host":
+        import torch  # `shoal run --dry-run` needs the formula without it
+
         return float(torch.cuda.mem_get_info(place)[0])
     found = []
     try:

@@ -324,6 +324,8 @@ class StepReport(Record):
     """What the batch was waiting for, in the coordinator's words."""
     publish_exposed_s: float = 0.0
     """Seconds that training stood still for a publication: its capture, or the end of the one before."""
+    disk_bytes: int = 0
+    """Bytes of the trainer's folder when the step ended."""
     checkpoint_exposed_s: float = 0.0
     """Seconds that training stood still for a checkpoint."""
     tasks: dict[str, TaskFigures] = Field(default_factory=dict)
@@ -456,6 +458,21 @@ class RunWarning(Record):
     time_s: float | None = None
 
 
+class TokenCounts(Record):
+    """Output tokens of accepted work, by what became of them. Refused and void work is not counted."""
+
+    generated: int
+    held_out: int
+    """Of these, answers to held-out problems."""
+    checked: int
+    """Of the generated ones, those that a validator computed again."""
+    trained: int
+    dropped: int
+    """In groups without signal."""
+    unused: int
+    """In groups that went stale, were withdrawn, or wait."""
+
+
 class Stats(Record):
     """GET /v1/stats: the current state of the run."""
 
@@ -486,6 +503,7 @@ class Stats(Record):
     """Where the trainer serves the versions that it publishes; empty before version 0."""
     bytes_published: int
     """Bytes sent for all versions; of a delta, the bytes of the delta."""
+    tokens: TokenCounts | None = None
     ledger_seq: int
     server_time_s: float
     warnings: tuple[RunWarning, ...] = ()

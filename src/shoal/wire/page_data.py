@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from shoal.wire.lease import Checks
-from shoal.wire.messages import Evaluation, NodeView, RelayView, RunWarning
+from shoal.wire.messages import Evaluation, NodeView, RelayView, RunWarning, TokenCounts
 from shoal.wire.record import Record
 from shoal.wire.transcript import SampleText
 
@@ -71,6 +71,9 @@ class Now(Record):
     stale_groups: int
     unparseable: float
     bytes_published: int
+    trainer_disk_bytes: int = 0
+    """Bytes of the trainer's folder after the last step."""
+    tokens: TokenCounts | None = None
     server_time_s: float
 
 

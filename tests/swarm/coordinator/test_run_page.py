@@ -17,6 +17,7 @@ from shoal.net.waiting import NotYet, wait_for
 from shoal.swarm.coordinator.http import live_page as feed_module
 from shoal.swarm.coordinator.http.live_page import PAGE_FILES, Feed, page_file
 from shoal.swarm.coordinator.views import page_snapshot as snapshot_module
+from shoal.swarm.coordinator.views import timeline as timeline_module
 from shoal.swarm.coordinator.views.page_snapshot import make_curve
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Verdict
@@ -67,6 +68,32 @@ def test_a_snapshot_has_all_sections(swarm: SmallSwarm) -> None:
     assert stages >= {("generate", honest.id), ("check", "validator"), ("train", "trainer")}
     assert ("queue", "validator") in stages
     assert all(-seen.timeline.span_s <= span.start_s <= span.end_s <= 0 for span in seen.timeline.spans)
+
+
+def test_tokens_are_those_of_the_ledger(swarm: SmallSwarm) -> None:
+    swarm.start()
+    step(swarm, swarm.node(), 1)
+    swarm.work(swarm.node(), "reject.forged_proof")
+    found = take(swarm).now.tokens
+    accepted = [event.body for event in swarm.events("verdict.given") if event.body["code"] == "accepted"]
+    trained = {group for event in swarm.events("batch.formed") for group in event.body["group_ids"]}
+    assert found is not None and trained
+    assert found.generated == sum(body["output_tokens"] for body in accepted) > 0
+    assert found.trained + found.dropped + found.unused == found.generated - found.held_out
+    assert 0 < found.trained <= found.generated
+    assert found.checked <= found.generated
+
+
+def test_the_last_whole_step_is_shown_however_long_it_is(
+    swarm: SmallSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline_module, "LONGEST_S", 1e-3)
+    swarm.start()
+    node = swarm.node()
+    step(swarm, node, 1)
+    step(swarm, node, 2)
+    spans = take(swarm).timeline.spans
+    assert {span.version for span in spans if span.lane == "trainer" and span.stage == "train"} == {2}
 
 
 def test_a_node_has_a_page(swarm: SmallSwarm) -> None:

@@ -7,13 +7,16 @@ from pathlib import Path
 
 from shoal.cli.run.runfile import RunFile
 from shoal.model.shape import Shape, read_shape
+from shoal.trainer.memory import trainer_memory
 from shoal.wire.run_spec import TaskSpec
 
-RANKS = (8, 16, 32, 64)
+RANKS = (1, 8, 16, 32, 64)
 LOGITS_CHUNK = 4096
 """Number of tokens whose logits are in memory at once."""
 LINK_BITS_PER_S = 590e6
 """Bandwidth from relays to a worker that the INTELLECT-2 report measured."""
+DELTA_SHARE = 20
+"""A delta has about this part of the weights' bytes."""
 H100_FLOPS = 989e12
 MFU = 0.4
 
@@ -57,9 +60,10 @@ def estimates(file: RunFile) -> dict[str, str]:
         "bytes of a whole version": beside(f"{weights / 1e9:.1f} GB", "weights"),
         f"to one worker at {LINK_BITS_PER_S / 1e6:.0f} Mbit/s": beside(f"{seconds / 60:.1f} minutes", "broadcast"),
         **{
-            f"memory a GPU, FSDP2 over {ranks}": f"{gpu_bytes(shape, file, ranks) / 2**30:.0f} GiB"
+            f"memory a GPU, FSDP2 over {ranks}" if ranks > 1 else "memory on one GPU": f"{gpu_bytes(shape, file, ranks) / 2**30:.0f} GiB"
             for ranks in RANKS
         },
+        **{f"disk of a {role}, at most about": f"{size / 1e9:.1f} GB" for role, size in disk_bytes(shape, file).items()},
     }  # fmt: skip
 
 
@@ -98,20 +102,58 @@ def _task_tokens(file: RunFile, task: TaskSpec) -> float:
 
 
 def gpu_bytes(shape: Shape, file: RunFile, ranks: int) -> float:
-    """Returns the memory of each of `ranks` GPUs under FSDP2, with bfloat16 compute and float32 master weights."""
-    tokens = file.trainer.row_tokens * file.trainer.rows_per_micro_batch
-    # Weights, gradients and both moments of AdamW in float32, divided among the ranks.
-    state = 16 * num_parameters(shape) / ranks
-    # Two layers at a time and the head are gathered in bfloat16.
-    gathered = 2 * (2 * _layer_parameters(shape) + shape.vocab_size * shape.hidden_size)
+    """Returns the memory of each of `ranks` devices: the trainer's state, gathered layers, activations and logits."""
+    trainer = file.trainer
+    tokens = trainer.row_tokens * trainer.rows_per_micro_batch
+    width = 2 if trainer.compute_dtype == "bfloat16" else 4
+    state = trainer_memory(
+        num_parameters(shape), trainer, ranks=ranks, num_adapted=num_adapted(shape, trainer.lora_rank)
+    )
+    # Two layers at a time and the head are gathered.
+    gathered = (
+        width * (2 * _layer_parameters(shape) + shape.vocab_size * shape.hidden_size) if ranks > 1 else 0
+    )
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     # Every layer keeps its activations, or with checkpointing only its input and its attention output.
-    layer_bytes = 2 * tokens * (4 * shape.hidden_size + 2 * queries + 4 * keys + 3 * shape.ffn_size)
+    layer_bytes = width * tokens * (4 * shape.hidden_size + 2 * queries + 4 * keys + 3 * shape.ffn_size)
     kept = shape.num_layers * layer_bytes
-    if file.trainer.activation_checkpointing:
-        kept = 2 * tokens * shape.num_layers * (shape.hidden_size + queries) + layer_bytes
-    logits = 10 * min(LOGITS_CHUNK, tokens) * shape.vocab_size
-    return state + gathered + kept + logits
+    if trainer.activation_checkpointing:
+        kept = width * tokens * shape.num_layers * (shape.hidden_size + queries) + layer_bytes
+    logits = (8 + width) * min(LOGITS_CHUNK, tokens) * shape.vocab_size
+    return state.device + gathered + kept + logits
+
+
+def num_adapted(shape: Shape, rank: int) -> int:
+    """Returns the parameters of adapters of this rank beside every linear layer."""
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    sides = (
+        2 * (shape.hidden_size + queries)
+        + 2 * (shape.hidden_size + keys)
+        + 3 * (shape.hidden_size + shape.ffn_size)
+    )
+    return rank * shape.num_layers * sides
+
+
+def disk_bytes(shape: Shape, file: RunFile) -> dict[str, float]:
+    """Returns the most that each role keeps on its disk, about: deltas are taken to be a twentieth of the weights."""
+    run, trainer, shardcast = file.run, file.trainer, file.shardcast
+    weights = 2 * num_parameters(shape)
+    adapted = num_adapted(shape, trainer.lora_rank)
+    state = trainer_memory(weights / 2, trainer, num_adapted=adapted)
+    if trainer.lora_rank and not trainer.supervised_steps:
+        whole, deltas = 2 * weights, 2.0 * run.keep_versions * adapted
+    else:
+        whole = (2 + run.keep_versions // shardcast.snapshot_every) * weights
+        deltas = (run.keep_versions + shardcast.snapshot_every) * weights / DELTA_SHARE
+    kept = 4 * weights / 2 if trainer.kl else 0
+    # A node keeps the versions that a lease may name, one more, and the one that it is building.
+    node = (run.max_lag + 4) * weights
+    return {
+        "trainer": weights + (trainer.keep_checkpoints + 1) * state.checkpoint + whole + deltas + kept,
+        "relay": whole + deltas,
+        "worker": node,
+        "validator": node,
+    }
 
 
 def _layer_parameters(shape: Shape) -> int:

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from shoal.cli.run.estimate import num_parameters
+from shoal.cli.run.estimate import num_adapted, num_parameters
 from shoal.cli.run.runfile import RunFile
 from shoal.tasks import CannotGrade, Task, make_task
 from shoal.tasks.datasets.hub_files import with_hub_files
@@ -18,8 +18,6 @@ MEASURED_PROMPTS = 32
 """Prompts of each split whose length is measured."""
 PROCESS_BYTES = 400e6
 """Memory of a process with torch, without weights."""
-TRAINER_BYTES = 18
-"""Bytes of the trainer for each parameter: float32 weights, gradients and both moments, and a bfloat16 copy to publish."""
 
 
 def try_run(file: RunFile, path: Path, *, starts: bool) -> list[str]:
@@ -138,6 +136,7 @@ def memory_needed(file: RunFile, folder: Path) -> float:
     """Returns the bytes of memory that all processes of a run on this machine take, as an estimate."""
     from shoal.model.load_model import read_model_limits
     from shoal.model.shape import Shape
+    from shoal.trainer.memory import trainer_memory
 
     limits = read_model_limits(folder)
     weights = sum(one.stat().st_size for one in folder.glob("*.safetensors"))
@@ -147,7 +146,9 @@ def memory_needed(file: RunFile, folder: Path) -> float:
     # A validator keeps one version more than rollouts may lag, three at most.
     copies = workers + file.local.validators * min(3, file.run.max_lag + 1)
     processes = 2 + file.local.relays + workers + file.local.validators
-    return parameters * (TRAINER_BYTES + width * copies) + PROCESS_BYTES * processes
+    adapted = num_adapted(limits, file.trainer.lora_rank) if isinstance(limits, Shape) else 0
+    trainer = trainer_memory(parameters, file.trainer, num_adapted=adapted)
+    return trainer.device + trainer.published + parameters * width * copies + PROCESS_BYTES * processes
 
 
 def _check_memory(file: RunFile, folder: Path) -> list[str]:

@@ -237,6 +237,10 @@ def load_run_file(path: Path, *, calibration: Path | None = None) -> RunFile:
         run["calibration"] = str(
             path.parent / run["calibration"]
         )  # beside the run file, unless it is absolute
+    if isinstance(run, dict) and isinstance(run.get("model"), str) and (path.parent / run["model"]).exists():
+        run["model"] = str(
+            path.parent / run["model"]
+        )  # also beside it; else relative to the working directory
     if isinstance(run, dict) and calibration is not None:
         run["calibration"] = str(calibration)
     single = isinstance(table.get("task"), dict)

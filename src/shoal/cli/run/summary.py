@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from shoal.cli.run.estimate import train_passes
 from shoal.cli.run.runfile import RunFile
 from shoal.cli.ui.view import count_submissions, name_of
-from shoal.wire.messages import Evaluation, Stats
+from shoal.wire.messages import Evaluation, Stats, TokenCounts
 
 
 class RunVerdict(Enum):
@@ -92,6 +93,7 @@ def print_summary(
         f"  broadcast         {stats.bytes_published / 1e6:,.1f} MB published, {sent / 1e6:,.1f} MB sent by relays",
         f"  submissions       {counts['accepted']} accepted, {counts['refused']} refused, {counts['void']} void",
     ]
+    lines += _arithmetic(file, stats.tokens)
     for node in stats.nodes:
         lines.append(
             f"  {name_of(node, names):<40} {node.trust:<12} credit {node.credit:>10,}   accepted {node.accepted}, refused {node.rejected}, void {node.void}"
@@ -110,6 +112,20 @@ def print_summary(
 def print_plainly(console: Console, text: str) -> None:
     """Prints text without markup: a path may contain brackets."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _arithmetic(file: RunFile, tokens: TokenCounts | None) -> list[str]:
+    """Returns how the run's arithmetic was divided, in forward passes of one token. Attention over long contexts is left out."""
+    if tokens is None or not tokens.trained:
+        return []
+    passes = train_passes(file)
+    inference, training = tokens.generated + tokens.checked, passes * tokens.trained
+    return [
+        f"  output tokens     {tokens.generated:,} generated ({tokens.held_out:,} held out), {tokens.checked:,} checked, "
+        f"{tokens.trained:,} trained on, {tokens.dropped:,} dropped, {tokens.unused:,} unused",
+        f"  FLOPs             training : inference = 1 : {inference / training:.2f} (a trained token is {passes} forward passes, "
+        f"{passes - 3} of them recomputed; a generated and a checked one are 1 each)",
+    ]
 
 
 def _filtering(stats: Stats) -> str:

@@ -3,9 +3,12 @@
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal
+
+import torch
+from torch import Tensor
 
 from shoal.wire.messages import Batch, Group, TaskFigures
 from shoal.wire.rollouts import Rollout, RolloutTable
@@ -20,9 +23,10 @@ STD_FLOOR = 1e-6
 class TrainSample:
     """One answer to train on: tokens are prompt + output, logprobs the worker's, one per output token."""
 
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] | Tensor
+    """On ranks other than 0 a part of one tensor: a tuple takes 40 bytes a token, an int32 tensor 4."""
     prompt_len: int
-    logprobs: tuple[float, ...]
+    logprobs: tuple[float, ...] | Tensor
     advantage: float
     lag: int
     """The trainer's version minus the version that generated the answer."""
@@ -77,6 +81,58 @@ class TrainBatch:
             tuple(sample for group in groups[part::num_parts] for sample in group)
             for part in range(num_parts)
         ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTensors:
+    """A batch as a few tensors, in which form it is sent to the other ranks. S samples, T tokens, N output tokens."""
+
+    counts_S4: Tensor
+    """Number of tokens, length of the prompt, lag and group of each sample."""
+    advantages_S: Tensor
+    tokens_T: Tensor
+    logprobs_N: Tensor
+
+    @classmethod
+    def of(cls, batch: TrainBatch) -> "BatchTensors":
+        samples = batch.samples
+        counts = [(len(one.tokens), one.prompt_len, one.lag, one.group) for one in samples]
+        return cls(
+            counts_S4=torch.tensor(counts, dtype=torch.int64),
+            advantages_S=torch.tensor([one.advantage for one in samples], dtype=torch.float64),
+            tokens_T=torch.cat([torch.as_tensor(one.tokens, dtype=torch.int32) for one in samples]),
+            logprobs_N=torch.cat([torch.as_tensor(one.logprobs, dtype=torch.float32) for one in samples]),
+        )
+
+    @classmethod
+    def empty(cls, num_samples: int, num_tokens: int, num_outputs: int) -> "BatchTensors":
+        """Returns tensors to receive a batch into."""
+        return cls(
+            counts_S4=torch.empty(num_samples, 4, dtype=torch.int64),
+            advantages_S=torch.empty(num_samples, dtype=torch.float64),
+            tokens_T=torch.empty(num_tokens, dtype=torch.int32),
+            logprobs_N=torch.empty(num_outputs, dtype=torch.float32),
+        )
+
+    def batch(self, header: TrainBatch) -> TrainBatch:
+        """Returns `header` with these samples. They share the tensors' memory."""
+        samples, token, output = [], 0, 0
+        for (length, prompt_len, lag, group), advantage in zip(
+            self.counts_S4.tolist(), self.advantages_S.tolist(), strict=True
+        ):
+            num_outputs = length - prompt_len
+            samples.append(
+                TrainSample(
+                    tokens=self.tokens_T[token : token + length],
+                    prompt_len=prompt_len,
+                    logprobs=self.logprobs_N[output : output + num_outputs],
+                    advantage=advantage,
+                    lag=lag,
+                    group=group,
+                )
+            )
+            token, output = token + length, output + num_outputs
+        return replace(header, samples=tuple(samples))
 
 
 def build_batch(

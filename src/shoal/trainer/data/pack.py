@@ -114,7 +114,7 @@ def _to_tensors(rows: list[list[TrainSample]]) -> MicroBatch:
         start = 0
         for segment, sample in enumerate(row):
             end = start + _width(sample)
-            tokens = torch.tensor(sample.tokens)
+            tokens = torch.as_tensor(sample.tokens, dtype=torch.long)
             tokens_BT[index, start:end] = tokens[:-1]
             positions_BT[index, start:end] = torch.arange(end - start)
             segments_BT[index, start:end] = segment
@@ -131,7 +131,7 @@ def _to_tensors(rows: list[list[TrainSample]]) -> MicroBatch:
         segments_BT=segments_BT,
         predictors_N=torch.cat(predictors),
         targets_N=torch.cat(targets),
-        behaviour_N=torch.cat([torch.tensor(sample.logprobs) for sample in samples]),
+        behaviour_N=torch.cat([torch.as_tensor(one.logprobs, dtype=torch.float32) for one in samples]),
         advantages_N=torch.tensor([sample.advantage for sample in samples]).repeat_interleave(outputs),
         lags_N=torch.tensor([sample.lag for sample in samples]).repeat_interleave(outputs),
         samples_N=torch.arange(len(samples)).repeat_interleave(outputs),

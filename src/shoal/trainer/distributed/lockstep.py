@@ -11,7 +11,7 @@ Ranks.broadcast and Ranks.receive alone. With a single process nothing is sent, 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from shoal.shardcast.adapter_delta import AdapterMatrices
 from shoal.tasks import make_task
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
-from shoal.trainer.data.batch import TrainBatch
+from shoal.trainer.data.batch import BatchTensors, TrainBatch
 from shoal.trainer.distributed.ranks import Ranks
 from shoal.trainer.io.checkpoint import Checkpoint, LearnerSnapshot, take_snapshot
 from shoal.trainer.io.load_checkpoint import load_checkpoint
@@ -68,9 +68,13 @@ class WarmUp:
 
 @dataclass(frozen=True, slots=True)
 class TrainStep:
-    """Make the next version from a batch."""
+    """Make the next version from a batch, whose samples follow as tensors."""
 
-    batch: TrainBatch
+    header: TrainBatch
+    """The batch without samples."""
+    num_samples: int
+    num_tokens: int
+    num_outputs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,7 @@ class TakeSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class GatherWeights:
-    """Gather the trained weights on rank 0, in bfloat16."""
+    """Gather the trained weights on rank 0 in bfloat16, one after another and sorted by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +181,17 @@ class Lockstep:
 
     def step(self, batch: TrainBatch) -> StepFigures:
         """Trains on a batch: version v becomes v + 1."""
-        with self._command(TrainStep(batch)):
+        if self._ranks.size == 1:
+            return self.learner.step(batch, self._stop)
+        tensors = BatchTensors.of(batch)
+        command = TrainStep(
+            header=replace(batch, samples=()),
+            num_samples=len(batch.samples),
+            num_tokens=len(tensors.tokens_T),
+            num_outputs=len(tensors.logprobs_N),
+        )
+        with self._command(command):
+            self._send(tensors)
             return self.learner.step(batch, self._stop)
 
     def snapshot(self, shard_folder: Path | None = None) -> LearnerSnapshot:
@@ -198,13 +212,16 @@ class Lockstep:
     def weights(self) -> Sources:
         """Returns, for every published tensor that training changes, a function that returns its current value.
 
-        In a single process the functions read the learner: call them before the next update. With several ranks the
-        weights are gathered now, in bfloat16.
+        The functions read the learner: call them before the next update. With several ranks each of them gathers one tensor
+        from all ranks: call every one once, in the order of their names, before anything else is done with the ranks.
         """
         trained: dict[str, Tensor] = dict(self.learner.trained_parameters())
         if self._ranks.size > 1:
-            with self._command(GatherWeights()):
-                trained = self._gather_weights()
+            self._ranks.broadcast(GatherWeights())
+            gathered = self._gathered_weights()
+            if not self._config.lora_rank:
+                return gathered
+            trained = {name: value() for name, value in gathered.items()}
         if not self._config.lora_rank:
             return {name: partial(_itself, tensor) for name, tensor in trained.items()}
         self.adapters = rounded_adapters(trained, self._config)
@@ -290,12 +307,15 @@ class Lockstep:
                 self._set_reference(None)
             case WarmUp(tasks, tokenizer):
                 self._warm_up(tasks, tokenizer)
-            case TrainStep(batch):
-                self.learner.step(batch, self._stop)
+            case TrainStep(header, num_samples, num_tokens, num_outputs):
+                tensors = BatchTensors.empty(num_samples, num_tokens, num_outputs)
+                self._send(tensors)
+                self.learner.step(tensors.batch(header), self._stop)
             case TakeSnapshot(shard_folder):
                 self._take_snapshot(shard_folder)
             case GatherWeights():
-                self._gather_weights()
+                for value in self._gathered_weights().values():
+                    value()
             case TakeWeights():
                 self._take_weights(None)
 
@@ -343,11 +363,23 @@ class Lockstep:
         self._saving = snapshot.saving
         return snapshot
 
-    def _gather_weights(self) -> dict[str, Tensor]:
-        return {
-            name: self._ranks.gather(parameter.detach().to(torch.bfloat16))
-            for name, parameter in self.learner.trained_parameters().items()
-        }
+    def _gathered_weights(self) -> Sources:
+        # Adapters are small, and their product is rounded only once.
+        dtype = torch.float32 if self._config.lora_rank else torch.bfloat16
+
+        def gather(parameter: Tensor) -> Tensor:
+            return self._ranks.full(parameter.detach().to(dtype))
+
+        parameters = sorted(self.learner.trained_parameters().items())
+        return {name: partial(gather, parameter) for name, parameter in parameters}
+
+    def _send(self, tensors: BatchTensors) -> None:
+        self._ranks.broadcast_tensors(getattr(tensors, one.name) for one in fields(tensors))
+
+    @property
+    def captures_now(self) -> bool:
+        """Returns whether the functions of `weights` must be called at once, in this thread."""
+        return self._ranks.size > 1
 
     def _take_weights(self, published: Callable[[str], Tensor] | None) -> None:
         self.learner.policy.reshard()

@@ -7,7 +7,7 @@ error instead of a hang.
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -97,6 +97,19 @@ class Ranks:
                 full: Tensor = tensor.full_tensor()
             return full.cpu() if self.leads else full[:0]
         return tensor.detach().to("cpu", copy=True)
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """Returns a sharded tensor's full value on rank 0's device, and an empty tensor on the other ranks. All must call it."""
+        with explain_lost_rank("gathering weights"):
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return whole if self.leads else whole[:0]
+
+    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
+        """Sends tensors of rank 0's host memory to the other ranks, which give tensors of the same shapes to receive into."""
+        with explain_lost_rank("sending a batch to the other ranks"):
+            for tensor in tensors:
+                if tensor.numel():
+                    dist.broadcast(tensor, src=0, group=self.commands)
 
     def scatter(self, value: Tensor | None, into: Tensor) -> None:
         """Writes rank 0's full `value` into `into`, sharded or not. All ranks must call it; the others may give None."""

@@ -114,6 +114,7 @@ def step_report(
     figures: StepFigures,
     wait_s: float,
     *,
+    disk_bytes: int = 0,
     publish_exposed_s: float = 0.0,
     checkpoint_exposed_s: float = 0.0,
 ) -> StepReport:
@@ -138,6 +139,7 @@ def step_report(
         lags=tuple(by_lag[lag] for lag in range(max(lags) + 1)),
         wait_s=wait_s,
         waited_on=batch.waited_on,
+        disk_bytes=disk_bytes,
         publish_exposed_s=publish_exposed_s,
         checkpoint_exposed_s=checkpoint_exposed_s,
         tasks=dict(batch.tasks),

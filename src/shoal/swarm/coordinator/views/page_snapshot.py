@@ -142,6 +142,8 @@ def _now(current: Stats) -> Now:
         stale_groups=current.groups.get("stale", 0),
         unparseable=round(current.unparseable, 4),
         bytes_published=current.bytes_published,
+        trainer_disk_bytes=0 if current.latest is None else current.latest.disk_bytes,
+        tokens=current.tokens,
         server_time_s=round(current.server_time_s, 1),
     )
 

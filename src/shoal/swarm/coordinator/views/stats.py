@@ -28,11 +28,21 @@ from shoal.swarm.coordinator.rules.node_status import LATE_AFTER, Liveness, live
 from shoal.swarm.coordinator.rules.trust import Trust
 from shoal.swarm.coordinator.store.ledger_chain import head_seq
 from shoal.swarm.coordinator.store.schema import batches as batch_table
-from shoal.swarm.coordinator.store.schema import leases, policies, submissions, verdicts
+from shoal.swarm.coordinator.store.schema import groups, leases, policies, submissions, verdicts
 from shoal.swarm.coordinator.store.schema import nodes as node_table
 from shoal.wire.codes import Rejected
 from shoal.wire.manifest import Manifest
-from shoal.wire.messages import History, Info, NodeView, RunList, RunView, RunWarning, Stats, StepReport
+from shoal.wire.messages import (
+    History,
+    Info,
+    NodeView,
+    RunList,
+    RunView,
+    RunWarning,
+    Stats,
+    StepReport,
+    TokenCounts,
+)
 from shoal.wire.record import Sealed
 from shoal.wire.run_spec import PROTOCOL, RunSpec
 
@@ -280,9 +290,45 @@ def stats(db: Connection, context: ViewContext) -> Stats:
         bytes_published=int(
             db.execute(select(func.coalesce(func.sum(policies.c.num_bytes), 0))).scalar_one()
         ),
+        tokens=count_tokens(db),
         ledger_seq=head_seq(db),
         server_time_s=now_s,
         warnings=read_warnings(db, context.folder),
+    )
+
+
+def count_tokens(db: Connection) -> TokenCounts:
+    """Returns the output tokens of accepted work. The verdicts and groups are those of the ledger; a group's share of its lease's
+    tokens is taken to be that of the other groups."""
+    total = func.coalesce(func.sum(verdicts.c.output_tokens), 0)
+    generated = int(db.execute(select(total)).scalar_one())
+    held_out = db.execute(
+        select(total)
+        .join(leases, leases.c.lease_id == verdicts.c.lease_id)
+        .where(leases.c.purpose != "train")
+    )
+    checked = db.execute(select(total).where(verdicts.c.checks == "full"))
+    per_lease = (
+        select(groups.c.lease_id, func.count().label("num_groups")).group_by(groups.c.lease_id).subquery()
+    )
+    share = verdicts.c.output_tokens * 1.0 / per_lease.c.num_groups
+    by_state = {
+        str(state): round(float(tokens))
+        for state, tokens in db.execute(
+            select(groups.c.state, func.sum(share))
+            .join(verdicts, verdicts.c.lease_id == groups.c.lease_id)
+            .join(per_lease, per_lease.c.lease_id == groups.c.lease_id)
+            .group_by(groups.c.state)
+        )
+    }
+    trained, dropped = by_state.pop("batched", 0), by_state.pop("dropped", 0)
+    return TokenCounts(
+        generated=generated,
+        held_out=int(held_out.scalar_one()),
+        checked=int(checked.scalar_one()),
+        trained=trained,
+        dropped=dropped,
+        unused=sum(by_state.values()),
     )
 
 

@@ -26,8 +26,12 @@ def read_timeline(db: Connection, *, end_s: float) -> Timeline:
     ).all()
     since_s = min((row.formed_at_s for row in formed[:STEPS_SHOWN]), default=end_s)
     start_s = max(end_s - LONGEST_S, min(since_s, end_s - SHORTEST_S))
-    bars = [*_trainer_bars(formed, end_s), *_work_bars(db, start_s, end_s)]
-    kept = sorted((bar for bar in bars if bar.ended_s > start_s), key=lambda bar: bar.ended_s)[-MAX_SPANS:]
+    # The last whole step is shown, however long it is.
+    start_s = min([start_s, *(row.formed_at_s for row in formed if row.published_at_s is not None)][:2])
+    training = [bar for bar in _trainer_bars(formed, end_s) if bar.ended_s > start_s]
+    work = [bar for bar in _work_bars(db, start_s, end_s) if bar.ended_s > start_s]
+    shown = sorted(work, key=lambda bar: bar.ended_s)[-max(1, MAX_SPANS - len(training)) :]
+    kept = sorted([*training, *shown], key=lambda bar: bar.ended_s)
     return Timeline(
         end_s=round(end_s, 2),
         span_s=round(end_s - start_s, 2),
