@@ -6,6 +6,7 @@
 # make e2e          a whole swarm of processes on loopback, with killed and lying peers (some minutes)
 # make s3           uploads to an S3-compatible store, with two such stores in an environment of their own
 # make browser      the page and the docs in a real Chromium (installed by apt-get where that is allowed)
+# make figures      the pictures of docs/reproduction.md, drawn again from bench/results
 # make docs         the docs as a site in out/site; a broken link is an error
 # make hivemind     DiLoCo between real Hivemind peers on loopback, in an environment of its own
 # make environments tasks of other packages (reasoning-gym, rlve-gym, datasets), in an environment of its own
@@ -24,7 +25,7 @@ WORKERS ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 2)))
 PYTEST = $(BIN)/pytest $(if $(DURATIONS),--durations=$(DURATIONS))
 PARALLEL := -n $(WORKERS) --dist loadfile
 
-.PHONY: env demo test integration check postgres docs e2e slow gpu smollm2 s3 browser hivemind environments verifiers test-lowest clean
+.PHONY: figures env demo test integration check postgres docs e2e slow gpu smollm2 s3 browser hivemind environments verifiers test-lowest clean
 
 env: $(VENV)/.ready
 
@@ -45,6 +46,9 @@ $(VENV)/.ready: $(VENV)/.run-ready
 
 demo: $(VENV)/.run-ready
 	@$(BIN)/shoal run runs/demo.toml --fresh
+
+figures: $(VENV)/.run-ready
+	$(BIN)/python bench/figures.py
 
 test: env
 	$(PYTEST) $(PARALLEL)

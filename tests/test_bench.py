@@ -1,6 +1,7 @@
 """Every benchmark starts: an option or a record that it uses may have been renamed, which mypy does not always see."""
 
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -34,3 +35,21 @@ def test_every_benchmark_prints_its_help() -> None:
     with ThreadPoolExecutor(2) as pool:
         errors = dict(zip((path.name for path in scripts), pool.map(error_of, scripts), strict=True))
     assert {name: error for name, error in errors.items() if error} == {}
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
+def test_the_pictures_of_the_reproduction_page_can_be_drawn_again(tmp_path: Path) -> None:
+    """`make figures` needs only what bench/results has."""
+    page = (BENCH.parent / "docs" / "reproduction.md").read_text()
+    wanted = set(re.findall(r"\(img/([\w.-]+\.png)\)", page))
+    run = subprocess.run(
+        [sys.executable, str(BENCH / "figures.py"), "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert wanted and wanted == {path.name for path in tmp_path.iterdir()}
+    for count in re.findall(r"[\d,]{5,}", run.stdout.split("generated")[1]):
+        assert count in page, f"{count} output tokens are not in docs/reproduction.md"
+    assert all((BENCH.parent / "docs" / "img" / name).is_file() for name in wanted)

@@ -11,6 +11,7 @@ import httpx2
 import pytest
 from small_coordinator import SmallCoordinator, Stopper
 
+from shoal.files import DiskFull
 from shoal.model.load_model import load_decoder
 from shoal.net.waiting import DeadlinePassed
 from shoal.trainer.config import TrainerConfig
@@ -301,3 +302,40 @@ def test_broken_object_is_named(tmp_path: Path) -> None:
         coordinator.objects[sha256] = b"not those bytes"
         with pytest.raises(ValueError, match=f"object {sha256}: received 15 bytes of another digest"):
             run_trainer(CONFIG, site(tmp_path, coordinator), stop=threading.Event())
+
+
+def test_a_checkpoint_on_a_full_disk_ends_the_run_with_numbers_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: tuple[SmallCoordinator, Path]
+) -> None:
+    every = CONFIG.model_copy(update={"checkpoint_minutes": 0.0})
+    usage = shutil.disk_usage
+
+    def nearly_full(path: Any) -> Any:
+        is_full = (tmp_path / "checkpoints" / "v000001").exists()
+        return usage(path)._replace(free=1000) if is_full else usage(path)
+
+    with SmallCoordinator(last_version=4).serving() as coordinator:
+        monkeypatch.setattr(shutil, "disk_usage", nearly_full)
+        with pytest.raises(DiskFull, match=r"needs 3\.\d MB, and 0\.0 MB are free; free some space there or"):
+            run_trainer(every, site(tmp_path, coordinator), stop=threading.Event())
+        assert (tmp_path / "checkpoints" / "v000001").exists()
+        monkeypatch.setattr(shutil, "disk_usage", usage)
+        run_trainer(every, site(tmp_path, coordinator), stop=threading.Event())
+        assert coordinator.digests() == whole[0].digests()
+
+
+@pytest.mark.parametrize("damage", ["altered", "half"])
+def test_a_damaged_checkpoint_costs_only_time(
+    tmp_path: Path, whole: tuple[SmallCoordinator, Path], damage: str
+) -> None:
+    every = CONFIG.model_copy(update={"checkpoint_minutes": 0.0})
+    with SmallCoordinator(last_version=4).serving() as coordinator:
+        stop = threading.Event()
+        coordinator.before_announce = Stopper(stop, 3)
+        run_trainer(every, site(tmp_path, coordinator), stop=stop)
+        newest = max((tmp_path / "checkpoints").glob("v*"))
+        weights = newest / "weights.safetensors"
+        content = weights.read_bytes()
+        weights.write_bytes(content[: len(content) // 2] if damage == "half" else content[:-1] + b"?")
+        run_trainer(every, site(tmp_path, coordinator), stop=threading.Event())
+        assert coordinator.digests() == whole[0].digests()
