@@ -11,7 +11,8 @@ from small_stats import HONEST, LIAR, evaluation, node, stats, step
 from shoal.cli.run.runfile import LocalSection, RunFile, load_run_file
 from shoal.cli.run.summary import LocalWorker, RunVerdict, judge_run, print_summary
 from shoal.cli.ui.plot import plot_rewards
-from shoal.wire.messages import History, RelayView, TokenCounts
+from shoal.wire.ledger import TokenCounts
+from shoal.wire.messages import History, RelayView
 
 WORKERS = {LIAR: LocalWorker("worker-2", "truncated"), HONEST: LocalWorker("worker-1", None)}
 NAMES = {node: worker.display_name for node, worker in WORKERS.items()}

@@ -85,3 +85,18 @@ def verify_ledger(events: Iterable[LedgerEvent], head: Sealed[LedgerHead], run_k
             f"{count} events end in {last[:16]}, the signed head says {signed.seq} and {signed.hash[:16]}"
         )
     return count
+
+
+class TokenCounts(Record):
+    """Output tokens of accepted work, by what became of them. Refused and void work is not counted."""
+
+    generated: int
+    held_out: int
+    """Of these, answers to held-out problems."""
+    checked: int
+    """Of the generated ones, those that a validator computed again."""
+    trained: int
+    dropped: int
+    """In groups without signal."""
+    unused: int
+    """In groups that went stale, were withdrawn, or wait."""

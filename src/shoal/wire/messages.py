@@ -9,6 +9,7 @@ from pydantic import Field
 
 from shoal.wire.delegation import Delegation, RelayDelegation
 from shoal.wire.lease import Checks, Hex32, Lease, LeaseId, Sha256
+from shoal.wire.ledger import TokenCounts
 from shoal.wire.manifest import Manifest
 from shoal.wire.record import Count, Record, Sealed, Url
 from shoal.wire.requirements import Capabilities, Offer
@@ -325,7 +326,6 @@ class StepReport(Record):
     publish_exposed_s: float = 0.0
     """Seconds that training stood still for a publication: its capture, or the end of the one before."""
     disk_bytes: int = 0
-    """Bytes of the trainer's folder when the step ended."""
     checkpoint_exposed_s: float = 0.0
     """Seconds that training stood still for a checkpoint."""
     tasks: dict[str, TaskFigures] = Field(default_factory=dict)
@@ -456,21 +456,6 @@ class RunWarning(Record):
     text: str
     version: int | None = None
     time_s: float | None = None
-
-
-class TokenCounts(Record):
-    """Output tokens of accepted work, by what became of them. Refused and void work is not counted."""
-
-    generated: int
-    held_out: int
-    """Of these, answers to held-out problems."""
-    checked: int
-    """Of the generated ones, those that a validator computed again."""
-    trained: int
-    dropped: int
-    """In groups without signal."""
-    unused: int
-    """In groups that went stale, were withdrawn, or wait."""
 
 
 class Stats(Record):

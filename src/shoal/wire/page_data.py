@@ -5,7 +5,8 @@ from typing import Literal
 from pydantic import Field
 
 from shoal.wire.lease import Checks
-from shoal.wire.messages import Evaluation, NodeView, RelayView, RunWarning, TokenCounts
+from shoal.wire.ledger import TokenCounts
+from shoal.wire.messages import Evaluation, NodeView, RelayView, RunWarning
 from shoal.wire.record import Record
 from shoal.wire.transcript import SampleText
 

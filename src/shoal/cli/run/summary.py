@@ -10,7 +10,8 @@ from rich.console import Console
 from shoal.cli.run.estimate import train_passes
 from shoal.cli.run.runfile import RunFile
 from shoal.cli.ui.view import count_submissions, name_of
-from shoal.wire.messages import Evaluation, Stats, TokenCounts
+from shoal.wire.ledger import TokenCounts
+from shoal.wire.messages import Evaluation, Stats
 
 
 class RunVerdict(Enum):

@@ -31,6 +31,7 @@ from shoal.swarm.coordinator.store.schema import batches as batch_table
 from shoal.swarm.coordinator.store.schema import groups, leases, policies, submissions, verdicts
 from shoal.swarm.coordinator.store.schema import nodes as node_table
 from shoal.wire.codes import Rejected
+from shoal.wire.ledger import TokenCounts
 from shoal.wire.manifest import Manifest
 from shoal.wire.messages import (
     History,
@@ -41,7 +42,6 @@ from shoal.wire.messages import (
     RunWarning,
     Stats,
     StepReport,
-    TokenCounts,
 )
 from shoal.wire.record import Sealed
 from shoal.wire.run_spec import PROTOCOL, RunSpec
