@@ -8,11 +8,12 @@ One-sided is the same run with a delta so large that it never clips. Prints for 
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
 import torch
-from one_loop import Curve, OneLoop
+from one_loop import Curve, KeptRuns, OneLoop
 
 from shoal.trainer.config import TrainerConfig
 
@@ -79,13 +80,24 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--plot", type=Path)
+    KeptRuns.add_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     results: dict[str, list[Curve]] = {}
+    kept = KeptRuns(options.results, options.seconds)
+    settings = {
+        name: getattr(options, name) for name in ("lag", "rate", "clip_norm", "steps", "groups", "samples")
+    }
     print("clip                  median         99 %     largest  spikes        held-out (by seed)")
     for name, delta in DELTAS.items():
-        results[name] = [run(options, delta, seed) for seed in range(options.seeds)]
-        print(line(name, results[name]), flush=True)
+        curves = [
+            kept.get(settings | {"clip": name, "seed": seed}, partial(run, options, delta, seed))
+            for seed in range(options.seeds)
+        ]
+        if found := [curve for curve in curves if curve is not None]:
+            results[name] = found
+            print(line(name, found), flush=True)
+    kept.say_what_is_missing()
     if options.plot:
         plot(results, options.plot)
 

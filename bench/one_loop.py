@@ -6,13 +6,18 @@ are sampled from the bfloat16 weights that a swarm would have published.
 Shape letters: B rows (prompts x samples), T tokens of a row, V vocabulary.
 """
 
+import argparse
 import copy
+import json
+import math
 import tempfile
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +35,7 @@ from shoal.trainer.reporting.step_figures import StepFigures
 from shoal.wire.run_spec import TaskSpec
 
 NEW_TOKENS = 6
+SCALARS = ("rewards", "generate_s", "train_s", "held_out")
 
 
 @dataclass
@@ -42,6 +48,50 @@ class Curve:
     train_s: float = 0.0
     held_out: float = 0.0
     """Mean reward of the last version on 256 prompts that were not trained on."""
+
+
+class KeptRuns:
+    """Keeps the curve of every finished run in a file of JSON lines, so that a command can be continued after an interruption.
+
+    Without a file nothing is kept. After `seconds` no new run is begun: the caller says that the command must be repeated.
+    """
+
+    def __init__(self, path: Path | None, seconds: float | None) -> None:
+        self._path = path
+        self._end_s = math.inf if seconds is None else time.monotonic() + seconds
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        self._kept = {_key(record["settings"]): record for record in map(json.loads, lines)}
+        self.missing = 0
+        """Runs that were not begun because the time was over."""
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--results", type=Path, help="keep finished runs here, and continue from it")
+        parser.add_argument(
+            "--seconds", type=float, help="begin no new run after this time; repeat the command to continue"
+        )
+
+    def get(self, settings: dict[str, Any], make: Callable[[], Curve]) -> Curve | None:
+        """Returns the run with these settings, from the file or made now; None if the time is over."""
+        if (record := self._kept.get(_key(settings))) is not None:
+            figures = [StepFigures(**figures) for figures in record["figures"]]
+            return Curve(**{name: record[name] for name in SCALARS}, figures=figures)
+        if time.monotonic() >= self._end_s:
+            self.missing += 1
+            return None
+        curve = make()
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps({"settings": settings, **asdict(curve)}) + "\n")
+        return curve
+
+    def say_what_is_missing(self) -> None:
+        if self.missing:
+            print(f"{self.missing} runs are missing: repeat the command with the same --results")
+
+
+def _key(settings: dict[str, Any]) -> str:
+    return json.dumps(settings, sort_keys=True)
 
 
 class OneLoop:

@@ -12,11 +12,12 @@ truncate (recompute, with tokens weighted by min(trainer / worker, 2)).
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 
 import torch
-from one_loop import Curve, OneLoop
+from one_loop import Curve, KeptRuns, OneLoop
 
 from shoal.trainer.config import TrainerConfig
 
@@ -99,17 +100,31 @@ def main() -> None:
     parser.add_argument("--optimizer-steps", type=int, default=1)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=["worker", "recompute"])
     parser.add_argument("--plot", type=Path)
+    KeptRuns.add_options(parser)
     parser.add_argument("--json", type=Path, help="also plot every single curve")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results: dict[tuple[str, int], list[Curve]] = {}
+    kept = KeptRuns(options.results, options.seconds)
+    settings = {
+        name: getattr(options, name) for name in ("steps", "groups", "samples", "rate", "optimizer_steps")
+    }
     print(
         "behaviour  lag   held-out (by seed)                    last 10   gap     clipped   largest gradient"
     )
     for variant in options.variants:
         for lag in options.lags:
-            results[variant, lag] = [run(options, variant, lag, seed) for seed in range(options.seeds)]
-            print(line(variant, lag, results[variant, lag]), flush=True)
+            curves = [
+                kept.get(
+                    settings | {"variant": variant, "lag": lag, "seed": seed},
+                    partial(run, options, variant, lag, seed),
+                )
+                for seed in range(options.seeds)
+            ]
+            if found := [curve for curve in curves if curve is not None]:
+                results[variant, lag] = found
+                print(line(variant, lag, found), flush=True)
+    kept.say_what_is_missing()
     print(overlap([curve for curves in results.values() for curve in curves], options.steps))
     if options.plot:
         plot(results, options.plot)
