@@ -50,7 +50,8 @@ from shoal.trainer.reporting.recorder import ExposedTime, StepRecorder
 from shoal.trainer.reporting.sinks import check_packages, open_sinks
 from shoal.trainer.reporting.step_figures import step_report
 from shoal.wire.keys import Key
-from shoal.wire.messages import Info, Rederived, StepReport
+from shoal.wire.ledger import Rederived
+from shoal.wire.messages import Info, StepReport
 from shoal.wire.run_spec import RunSpec, TaskSpec
 
 FINISH_POLL_S, LAST_LOOKS = 0.5, 6

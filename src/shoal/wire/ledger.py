@@ -9,6 +9,8 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
+from pydantic import Field
+
 from shoal.wire.codes import CorruptData, Rejected
 from shoal.wire.record import Record, Sealable, Sealed, canonical_json
 
@@ -100,3 +102,11 @@ class TokenCounts(Record):
     """In groups without signal."""
     unused: int
     """In groups that went stale, were withdrawn, or wait."""
+
+
+class Rederived(Record):
+    """What a trainer that was restarted found when it made versions again, from its checkpoint and the same batches."""
+
+    checkpoint_version: int = Field(ge=0)
+    differing_words: int = Field(ge=0)
+    """16-bit words of the announced weights that came out differently. The trainer continues from the announced ones."""

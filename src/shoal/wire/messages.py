@@ -9,7 +9,7 @@ from pydantic import Field
 
 from shoal.wire.delegation import Delegation, RelayDelegation
 from shoal.wire.lease import Checks, Hex32, Lease, LeaseId, Sha256
-from shoal.wire.ledger import TokenCounts
+from shoal.wire.ledger import Rederived, TokenCounts
 from shoal.wire.manifest import Manifest
 from shoal.wire.record import Count, Record, Sealed, Url
 from shoal.wire.requirements import Capabilities, Offer
@@ -333,14 +333,6 @@ class StepReport(Record):
     generate_s: float = 0.0
     """Mean seconds from lease to upload of a submission that the step trained on. Workers generate beside each other."""
     check_s: float = 0.0
-
-
-class Rederived(Record):
-    """What a trainer that was restarted found when it made versions again, from its checkpoint and the same batches."""
-
-    checkpoint_version: int = Field(ge=0)
-    differing_words: int = Field(ge=0)
-    """16-bit words of the announced weights that came out differently. The trainer continues from the announced ones."""
 
 
 class Announce(Record):

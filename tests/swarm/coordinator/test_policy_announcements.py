@@ -4,8 +4,9 @@ import httpx2
 from small_swarm import SmallSwarm, manifest, refusal, report
 
 from shoal.wire.keys import Key
+from shoal.wire.ledger import Rederived
 from shoal.wire.manifest import Manifest
-from shoal.wire.messages import Announce, Info, Origin, ProblemDetails, Recorded, Rederived
+from shoal.wire.messages import Announce, Info, Origin, ProblemDetails, Recorded
 from shoal.wire.record import Sealed, seal
 
 

@@ -35,8 +35,9 @@ from shoal.shardcast.store import VersionStore
 from shoal.telemetry import Log
 from shoal.trainer.io.weights_diff import WeightsDiff
 from shoal.wire.keys import Key
+from shoal.wire.ledger import Rederived
 from shoal.wire.manifest import WEIGHTS_FILE, Manifest
-from shoal.wire.messages import Announce, Recorded, Rederived, StepReport
+from shoal.wire.messages import Announce, Recorded, StepReport
 from shoal.wire.record import Sealed
 
 EXIT_TIMEOUT_S = 5.0
