@@ -121,7 +121,7 @@ def test_a_bfloat16_run_measures_its_own_noise(tmp_path: Path) -> None:
     assert not calibrated.lacks_calibration
     noise = calibrated.spec().noise
     assert noise is not None and noise.compute_dtype == "bfloat16"
-    assert "512 rows" in noise.measured[0]
+    assert "2048 rows" in noise.measured[0].replace(",", "")
     assert noise.draws is not None and noise.token_sizes == (1, 2, 4, 8)
     units = [moments.segments for moments in (*noise.draws.by_size, *noise.mismatches.by_size)]
     assert min(units) >= MIN_SEGMENTS, "answers of every length are judged by the calibration"

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from shoal import toploc
 from shoal.toploc.decision import (
     CERTAIN,
+    NARROWEST,
     NORMAL_TAIL,
     bound,
     bound_for,
@@ -307,6 +308,14 @@ def test_standard_score_of_a_normal_tail_is_z(num_rows: int) -> None:
     tails = [Tail(rows=rows, one_in_100=NORMAL_TAIL[0], one_in_1000=NORMAL_TAIL[1]) for rows in (1, 16, 64)]
     shrunk = math.sqrt(max(1.0, num_rows / 64))
     assert standard_score(tails, num_rows, 2.0) == pytest.approx(2.0 / shrunk)
+
+
+def test_standard_score_of_a_narrow_tail_is_more_than_z() -> None:
+    """Where honest z hardly varies, a small excess adds up; but it counts at most NARROWEST times."""
+    narrow = [Tail(rows=1, one_in_100=1.163, one_in_1000=1.545)]
+    assert standard_score(narrow, 1, 1.0) == pytest.approx(2.0, abs=0.01)
+    none = [Tail(rows=1, one_in_100=0.0, one_in_1000=0.0)]
+    assert standard_score(none, 1, 1.0) == pytest.approx(NARROWEST)
 
 
 def test_standard_score_of_a_wide_tail_is_less_than_z() -> None:

@@ -42,6 +42,9 @@ one wrong exponent in a thousand segments is honest, and so is one mantissa of 1
 of its interval."""
 NORMAL_TAIL = (2.326, 3.090)
 """z that 1 in 100 and 1 in 1,000 of a normal distribution exceed. A calibration with few rows must not give less."""
+NARROWEST = 3.0
+"""Most that a standard score is larger than z, where honest z varies less than SPREAD_FLOOR assumes: z then hides small lies
+that add up."""
 ROW_STEP = 1.2
 """Least step of a single row's bound per factor of ten: its few mismatches have a skewed distribution."""
 MIN_SEGMENTS = 30
@@ -273,7 +276,7 @@ def standard_score(tails: Sequence[Tail], num_rows: int, z: float) -> float:
 
 def _standard(tail: Tail, z: float) -> float:
     """Returns the score by one tail, from the mean and spread of a normal distribution with the same two values."""
-    one_in_100 = max(tail.one_in_100, NORMAL_TAIL[0])
+    one_in_100 = max(tail.one_in_100, NORMAL_TAIL[0] / NARROWEST)
     spread = (tail.one_in_1000 - tail.one_in_100) / (NORMAL_TAIL[1] - NORMAL_TAIL[0])
     offset = max(0.0, one_in_100 - NORMAL_TAIL[0] * max(1.0, spread))
     return (z - offset) * NORMAL_TAIL[0] / (one_in_100 - offset)

@@ -8,7 +8,9 @@ from sqlalchemy import select, update
 
 from relay_reports import delegated_report
 from shoal.net.http_client import Refused
+from shoal.swarm.coordinator.leases.issue import groups_in_flight
 from shoal.swarm.coordinator.ledger_replay import replay, seed_of
+from shoal.swarm.coordinator.membership.nodes import NODES
 from shoal.swarm.coordinator.store.schema import leases as lease_table
 from shoal.swarm.coordinator.store.schema import submissions
 from shoal.wire.codes import CorruptData
@@ -47,6 +49,74 @@ def test_idle_keys_cannot_take_work_away_from_proven_nodes(swarm: SmallSwarm) ->
     for _ in range(2):
         swarm.work(worker)  # not a moment's wait
     assert swarm.stats().ready_groups == 6
+
+
+def take_all(swarm: SmallSwarm, nodes: list[Node]) -> int:
+    """Lets every node take as many leases as it gets and returns how many."""
+    taken = 0
+    for node in nodes:
+        held: set[str] = set()
+        while True:
+            try:
+                lease = node.lease()
+            except Refused as refused:
+                assert refused.code == "request.too_early"
+                break
+            if lease.lease_id in held:
+                break
+            held.add(lease.lease_id)
+            taken += 1
+    return taken
+
+
+def set_node(swarm: SmallSwarm, node: Node, **values: object) -> None:
+    with swarm.coordinator.transaction() as tx:
+        tx.update(NODES, node.id, **values)
+
+
+def test_trusted_keys_with_little_work_behind_them_do_not_keep_out_who_does_the_work(
+    swarm: SmallSwarm,
+) -> None:
+    """They take every lease that they get and keep it. A worker with four times their record does not wait for them; a worker with
+    their record does."""
+    swarm.start()
+    worker, equal = swarm.node(), swarm.node()
+    hoarders = [swarm.node() for _ in range(12)]
+    for node in hoarders:
+        set_node(swarm, node, trust="trusted", accepted=3, streak=3)
+    set_node(swarm, worker, trust="trusted", accepted=16, streak=16)
+    set_node(swarm, equal, trust="trusted", accepted=3, streak=3)
+    assert take_all(swarm, hoarders) >= 2
+    assert refusal(equal.lease).code == "request.too_early"
+    for _ in range(2):
+        swarm.work(worker)
+
+
+def test_a_lease_that_is_overdue_by_its_nodes_own_pace_is_not_counted_on(swarm: SmallSwarm) -> None:
+    swarm.start()
+    slow, worker = swarm.node(), swarm.node()
+    for node in (slow, worker):
+        set_node(swarm, node, trust="trusted", accepted=30, streak=30, rows_per_s=1.0)
+    assert take_all(swarm, [slow]) >= 1
+    rows = 4
+    with swarm.coordinator.database.read() as db:
+        now_s = swarm.clock()
+        counted = groups_in_flight(db, 0, now_s)
+        assert counted[0] > 0 and counted[1] == 0
+        late_s = now_s + 3 * rows / 1.0 + 0.05 * CONFIG.lease_s + 1
+        assert groups_in_flight(db, 0, late_s) == (0, counted[0])
+
+
+def test_a_quarantined_nodes_leases_are_not_counted_on(swarm: SmallSwarm) -> None:
+    swarm.start()
+    caught = swarm.node()
+    set_node(swarm, caught, trust="trusted", accepted=30, streak=30)
+    caught.lease()
+    with swarm.coordinator.database.read() as db:
+        assert groups_in_flight(db, 0, swarm.clock()) == (2, 0)
+    set_node(swarm, caught, trust="quarantined")
+    with swarm.coordinator.database.read() as db:
+        assert groups_in_flight(db, 0, swarm.clock()) == (0, 2)
 
 
 def test_a_node_that_lets_leases_expire_gets_smaller_leases_later(swarm: SmallSwarm) -> None:

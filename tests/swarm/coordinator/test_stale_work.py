@@ -172,7 +172,8 @@ def test_a_lease_that_can_no_longer_count_is_not_counted_on(tmp_path: Path) -> N
         swarm.relay_up()
         assert len(other.lease().prompts) == 2
         with swarm.coordinator.database.read() as db:
-            assert (groups_in_flight(db, 0), groups_in_flight(db, 2)) == ((4, 0), (2, 0))
+            now_s = swarm.clock()
+            assert (groups_in_flight(db, 0, now_s), groups_in_flight(db, 2, now_s)) == ((4, 0), (2, 0))
     finally:
         swarm.close()
 

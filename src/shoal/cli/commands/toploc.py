@@ -43,6 +43,8 @@ RUN_ROWS, RUN_TOKENS = 512, 512
 LENGTHS = 16
 """Different lengths of every second row of a run's calibration, from 1 token to the limit. Training changes how long answers are: a random
 model never ends one, and a trained one would have only lengths that were not measured."""
+SHORT_RUN_ROWS, SHORT_TOKENS = 2048, 64
+"""Rows if an answer has at most SHORT_TOKENS: short answers have few honest draws that are off, and more rows cost little."""
 CHECK_ROWS = 64
 """Rows checked between two updates of the progress."""
 
@@ -76,13 +78,14 @@ def calibrate_run(options: argparse.Namespace, stop: threading.Event) -> int:
     spec = file.spec()
     task = make_task(spec.task)
     cap = min(max(spec.sampling.of(one).max_new_tokens for one in spec.tasks), RUN_TOKENS)
+    rows = SHORT_RUN_ROWS if cap <= SHORT_TOKENS else RUN_ROWS
     with model_folder(file.run.model) as folder:
         options.engine, options.tensor_parallel = file.local.engine, 1
         options.dtype, options.max_rows = spec.compute_dtype, file.local.max_rows
         engine = load_engine(folder, options, spec.proof)
         table = _generate(
             engine,
-            _spread_lengths(_task_requests(engine, task, RUN_ROWS, cap, spec.sampling.temperature)),
+            _spread_lengths(_task_requests(engine, task, rows, cap, spec.sampling.temperature)),
             compute_class(engine, device=options.device, compute_dtype=spec.compute_dtype),
             stop,
         )

@@ -44,8 +44,26 @@ from shoal.wire.seeded_draw import choose_task, lease_seed, problem_seeds
 PROVEN_LAPSES = 2
 """A node whose last leases, this many in a row, all expired does not count as proven."""
 
-_UNPROVEN = (nodes.c.accepted == 0) | (nodes.c.lapses >= PROVEN_LAPSES)
-_HOPED = leases.c.state.in_(AWAITED) & _UNPROVEN
+OVERDUE_TIMES = 3.0
+"""A lease of a proven node counts as expected work until this many times its usual time for as many rows has passed."""
+OVERDUE_SHARE = 0.05
+"""Added to that: this share of the time until the deadline, for downloads and uploads."""
+
+RECORD, RECORD_SHARE = 20, 0.25
+"""A node waits for the work of nodes with this share of its own accepted submissions, or with RECORD of them. Trust is earned by
+few submissions, so many keys with little work behind them could otherwise keep out the nodes that do the work."""
+
+_UNPROVEN = (
+    (nodes.c.accepted == 0) | (nodes.c.lapses >= PROVEN_LAPSES) | (nodes.c.trust == Trust.QUARANTINED.value)
+)
+# Otherwise proven nodes that take leases and keep them until the deadline would keep others from getting any.
+_OVERDUE = (nodes.c.rows_per_s > 0) & (
+    given("now_s")
+    > leases.c.issued_at_s
+    + OVERDUE_SHARE * (leases.c.deadline_s - leases.c.issued_at_s)
+    + OVERDUE_TIMES * leases.c.num_prompts * leases.c.samples_per_prompt / nodes.c.rows_per_s
+)
+_HOPED = leases.c.state.in_(AWAITED) & (_UNPROVEN | _OVERDUE | (nodes.c.accepted < given("record")))
 # `oldest` is the oldest version whose rollouts the next batch accepts. A lease that was issued before `oldest` was published is
 # generated with an older version, so it is too stale for any batch. While `oldest` is not published, the comparison with NULL
 # leaves no row.
@@ -165,13 +183,16 @@ def _must_reuse(
 
 
 def is_proven(node: Row[Any]) -> bool:
-    """Returns whether the node has an accepted submission and does not let leases run out."""
-    return bool(node.accepted > 0 and node.lapses < PROVEN_LAPSES)
+    """Returns whether the node has an accepted submission, does not let leases run out and is not suspected."""
+    return bool(node.accepted > 0 and node.lapses < PROVEN_LAPSES and node.trust != Trust.QUARANTINED.value)
 
 
-def groups_in_flight(db: Connection, oldest: int) -> tuple[int, int]:
-    """Counts the groups of open train leases of version `oldest` or newer: first those of proven nodes, then the others."""
-    found = _IN_FLIGHT.row(db, oldest=oldest)
+def groups_in_flight(db: Connection, oldest: int, now_s: float, record: int = 0) -> tuple[int, int]:
+    """Counts the groups of open train leases of version `oldest` or newer: first those that will arrive, then the others.
+
+    Those of proven nodes with at least `record` accepted submissions will arrive, unless they are overdue.
+    """
+    found = _IN_FLIGHT.row(db, oldest=oldest, now_s=now_s, record=record)
     assert found is not None, "a sum is one row"
     return int(found.total - found.hoped), int(found.hoped)
 
@@ -196,7 +217,8 @@ def _planning_inputs(
     oldest = 0
     if newest is not None and config.stale == "wait":
         oldest = max(0, newest + state.batch_formed + state.next_formed - spec.max_lag)
-    coming, hoped = groups_in_flight(tx.db, oldest)
+    record = min(RECORD, int(RECORD_SHARE * node.accepted))
+    coming, hoped = groups_in_flight(tx.db, oldest, tx.now_s, record)
     return PlanningInputs(
         newest_version=newest,
         last_version=spec.last_version,
