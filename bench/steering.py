@@ -182,7 +182,8 @@ class Steerer:
         finished = []
         while engine.has_work:
             finished += engine.step()
-        return make_table(lease, 0, finished)
+        pairs = self.spec.noise.pairs if self.spec.noise is not None else ()
+        return make_table(lease, 0, finished, made_by=pairs[0].made_by if pairs else "")
 
     def _problems(self, lease: Lease) -> list[Any]:
         seeds = problem_seeds(lease.seed, run="steering", purpose="train", chunk=0, num_prompts=PROMPTS)
