@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from small_swarm import CONFIG, SPEC, Node, SmallSwarm, refusal
 
 from shoal.net.http_client import Refused
-from shoal.net.rate_limit import network_prefix
+from shoal.net.rate_limit import Buckets, network_prefix
 from shoal.swarm.coordinator.housekeeping import tidy
-from shoal.swarm.coordinator.http.router import network_of
+from shoal.swarm.coordinator.http.router import MOST_SESSIONS, network_of
 from shoal.swarm.coordinator.leases.lease_rows import find_lease
 from shoal.swarm.coordinator.leases.lifecycle import expire
 from shoal.swarm.coordinator.ledger_replay import replay
@@ -37,7 +37,7 @@ from shoal.swarm.coordinator.rules.lease_account import (
 from shoal.wire.delegation import delegate
 from shoal.wire.keys import Key
 from shoal.wire.lease import Lease
-from shoal.wire.messages import Abandon, Enrol, Enrolled, LeaseStatus, OpenSession, Session
+from shoal.wire.messages import Abandon, Enrol, Enrolled, LeaseStatus, Leave, OpenSession, Recorded, Session
 from shoal.wire.run_spec import PROTOCOL
 
 HALF_LIFE_S = 100.0
@@ -350,3 +350,35 @@ def test_a_stale_version_is_refused_while_a_newer_leased_one_is_not(tmp_path: Pa
     assert swarm.verdict(lease).state == "accepted"
     replay(swarm.ledger())
     swarm.close()
+
+
+# -- the ledger is never cut ------------------------------------------------------------------------------
+
+
+def test_a_key_cannot_fill_the_ledger_with_sessions(swarm: SmallSwarm) -> None:
+    """Each new session, and each time a node leaves, is an event of the ledger."""
+    node = swarm.node()
+    refused = None
+    for _ in range(100):
+        try:
+            node.epoch = node.client.call("POST", "/v1/session", OpenSession(software="test"), Session).epoch
+            node.client.call("POST", "/v1/leave", Leave(epoch=node.epoch), Recorded)
+        except Refused as error:
+            refused = error
+            break
+    assert refused is not None and refused.code == "request.too_many"
+    assert len(swarm.events("session.opened")) <= MOST_SESSIONS
+    swarm.clock.ahead_s += 31  # one more is allowed then
+    node.client.call("POST", "/v1/session", OpenSession(software="test"), Session)
+
+
+def test_a_network_cannot_fill_the_ledger_with_keys(
+    swarm: SmallSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swarm.app._router, "_enrolments", Buckets(rate=1.0, burst=5.0))
+    with pytest.raises(Refused) as refused:
+        for _ in range(20):
+            swarm.node("198.51.100.7")
+    assert refused.value.code == "request.too_many"
+    assert len(swarm.events("node.enrolled")) <= 8
+    swarm.node("203.0.113.7")

@@ -80,3 +80,10 @@ def test_a_node_that_may_take_longer_does_not_keep_the_place_of_others() -> None
     refuse(backpressure, 0.6, "gone")
     assert backpressure.ahead_of("c", 0.7) == 2
     assert backpressure.ahead_of("c", 0.6 + LEAST_S + 2 * LATE_S) == 1
+
+
+def test_nodes_with_little_work_behind_them_do_not_come_first() -> None:
+    backpressure = Backpressure()
+    backpressure.keep_place("new", 0.0, 1.0, accepted=3)
+    backpressure.keep_place("old", 0.0, 1.0, accepted=30)
+    assert [backpressure.ahead_of("c", 0.1, record) for record in (0, 4, 31)] == [2, 1, 0]

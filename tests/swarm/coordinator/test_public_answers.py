@@ -10,6 +10,7 @@ from in_process import InProcessTransport
 from small_swarm import SmallSwarm, at_once
 
 from shoal.net.http_server import Server, listen
+from shoal.swarm.coordinator.http import server
 from shoal.swarm.coordinator.http.server import COSTLY_PER_S, LEDGER_PAGES, RunApp, RunPool
 from shoal.swarm.coordinator.store import ledger_chain
 from shoal.swarm.coordinator.views import stats
@@ -53,6 +54,32 @@ def test_one_address_may_ask_only_so_often(public: httpx2.Client, path: str) -> 
     problem = ProblemDetails.parse(refused[0].content)
     assert problem.code == "request.too_many" and problem.retry_after_s
     assert public.get("/healthz").status_code == 200
+
+
+@pytest.fixture
+def slowly(swarm: SmallSwarm, monkeypatch: pytest.MonkeyPatch) -> RunApp:
+    """Returns an app that lets an address ask once every ten seconds, after one question."""
+    monkeypatch.setattr(server, "COSTLY_PER_S", 0.1)
+    return RunApp(swarm.coordinator, cache_s=0.3)
+
+
+def ask(swarm: SmallSwarm, app: RunApp, path: str, addresses: list[str]) -> list[int]:
+    codes = []
+    for address in addresses:
+        with httpx2.Client(base_url=swarm.url, transport=InProcessTransport(lambda: app, address)) as client:
+            codes.append(client.get(path).status_code)
+    return codes
+
+
+def test_one_address_may_look_at_pages_of_nodes_only_so_often(swarm: SmallSwarm, slowly: RunApp) -> None:
+    swarm.start()
+    codes = ask(swarm, slowly, f"/v1/nodes/{swarm.node().id}/page", ["198.51.100.7"] * 20)
+    assert codes[0] == 200 and 429 in codes
+
+
+def test_a_computer_with_many_ipv6_addresses_is_one_asker(swarm: SmallSwarm, slowly: RunApp) -> None:
+    codes = ask(swarm, slowly, "/v1/stats", [f"2001:db8::{number:x}" for number in range(20)])
+    assert codes[0] == 200 and 429 in codes
 
 
 def test_readers_of_the_ledger_wait_for_each_other(

@@ -47,6 +47,12 @@ Before = Callable[[Coordinator, str, str], Callable[[WriteGroup], None] | None]
 """Slow work before a transaction, given the key and the path parameter. Returns a write for a transaction of its own, or None."""
 
 
+MOST_SESSIONS, SESSIONS_PER_S = 60.0, 1 / 30
+"""Sessions that one key may begin or end at once, and then a second."""
+MOST_ENROLMENTS, ENROLMENTS_PER_S = 256.0, 1.0
+"""Enrolments of one network at once, and then a second."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignedRoute:
     """A route for signed requests. `act` gets the transaction, the coordinator, the path parameter and the record, if any."""
@@ -135,6 +141,8 @@ class Router:
         self._has_object_store = not isinstance(coordinator.store, LocalStore)
         rate = coordinator.config.requests_per_s
         self._buckets = Buckets(rate=rate, burst=10 * rate)
+        self._sessions = Buckets(rate=SESSIONS_PER_S, burst=MOST_SESSIONS)
+        self._enrolments = Buckets(rate=ENROLMENTS_PER_S, burst=MOST_ENROLMENTS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = self._routes.find(scope["method"], scope["path"])
@@ -176,6 +184,7 @@ class Router:
             if note is not None:
                 await self._writer.run(note)
         network = network_of(scope)
+        self._check_ledger_rate(route.path, signer, network)
         return await self._writer.run(partial(self._execute, route, value, body, signer, network))
 
     def _verify(self, scope: Scope, headers: Mapping[str, str], body: bytes) -> Signer:
@@ -203,6 +212,21 @@ class Router:
                 "request.too_many", f"a key may ask {limit:g} times a second", retry_after_s=wait_s
             )
         return signer
+
+    def _check_ledger_rate(self, path: str, signer: Signer, network: str) -> None:
+        """Raises Rejected if a key begins or ends sessions, or a network enrols keys, more often than honest ones do.
+
+        Each of these appends to the ledger, which is never cut.
+        """
+        now_s, wait_s, who = self._coordinator.clock(), 0.0, ""
+        if path in ("/v1/session", "/v1/leave"):
+            wait_s = self._sessions.wait_s(signer.key, now_s)
+            who = f"a key may begin and end {MOST_SESSIONS:g} sessions, and then one every {1 / SESSIONS_PER_S:.0f} s"
+        elif path == "/v1/enrol" and network:
+            wait_s = self._enrolments.wait_s(network, now_s)
+            who = f"network {network} may enrol {MOST_ENROLMENTS:g} keys, and then {ENROLMENTS_PER_S:g} a second"
+        if wait_s:
+            raise Rejected("request.too_many", who, retry_after_s=wait_s)
 
     def _execute(
         self,

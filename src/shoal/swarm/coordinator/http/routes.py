@@ -319,7 +319,7 @@ PUBLIC_ROUTES: dict[str, PublicRoute] = {
     ),
     "/v1/history": PublicRoute(lambda db, coordinator, request: stats.history(db), History, is_costly=True),
     "/v1/nodes/{node}": PublicRoute(get_node_view, NodeView),
-    "/v1/nodes/{node}/page": PublicRoute(get_node_page, NodePage),
+    "/v1/nodes/{node}/page": PublicRoute(get_node_page, NodePage, is_limited=True),
     "/v1/rollouts": PublicRoute(
         get_rollouts,
         RolloutPage,

@@ -136,7 +136,7 @@ def _refuse(tx: Transaction, coordinator: Coordinator, node: Row[Any]) -> float:
     wait_s = backpressure.wait_s(least_s=least_s, spread=random.uniform(*SPREAD))
     tx.after_commit(lambda: backpressure.count_refusal(now_s, least_s=least_s))
     if is_proven(node):
-        tx.after_commit(lambda: backpressure.keep_place(node.node, now_s, wait_s))
+        tx.after_commit(lambda: backpressure.keep_place(node.node, now_s, wait_s, node.accepted))
     return wait_s
 
 
@@ -231,7 +231,7 @@ def _planning_inputs(
         ready_groups=batches.count_ready(tx.db, oldest, config.max_unchecked_share),
         proven_groups=coming,
         newcomer_groups=hoped,
-        ahead=coordinator.backpressure.ahead_of(tx.actor, tx.now_s),
+        ahead=coordinator.backpressure.ahead_of(tx.actor, tx.now_s, record),
         batch_formed=state.batch_formed,
         next_formed=state.next_formed,
         signal_share=batches.signal_share(tx.db),

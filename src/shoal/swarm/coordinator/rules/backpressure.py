@@ -26,8 +26,9 @@ class Backpressure:
     _began_s: float = 0.0
     _refusals: int = 0
     _wait_s: float = 0.0
-    _back_by_s: dict[str, float] = field(default_factory=dict)
-    """When each refused node must be back. Not sorted: a wait told under high load ends later than one told now."""
+    _back_by_s: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """When each refused node must be back, and its accepted submissions. Not sorted: a wait told under high load ends later than
+    one told now."""
     _pruned_s: float = 0.0
 
     def wait_s(self, *, least_s: float, spread: float) -> float:
@@ -44,16 +45,19 @@ class Backpressure:
             self._wait_s = min(LONGEST_S, waiting / ASKS_PER_S)
             self._began_s, self._refusals = now_s, 0
 
-    def keep_place(self, node: str, now_s: float, wait_s: float) -> None:
+    def keep_place(self, node: str, now_s: float, wait_s: float, accepted: int = 0) -> None:
         """Lets a refused node come before others until it is back, or LATE_S late."""
-        self._back_by_s[node] = now_s + wait_s + LATE_S
+        self._back_by_s[node] = (now_s + wait_s + LATE_S, accepted)
 
     def release_place(self, node: str) -> None:
         self._back_by_s.pop(node, None)
 
-    def ahead_of(self, node: str, now_s: float) -> int:
-        """Returns how many nodes come before this one: all that keep a place, unless it is one of them."""
+    def ahead_of(self, node: str, now_s: float, record: int = 0) -> int:
+        """Returns how many nodes come before this one: all that keep a place, unless it is one of them. Nodes with fewer than `record`
+        accepted submissions do not count."""
         if now_s >= self._pruned_s + LATE_S:
-            self._back_by_s = {one: by_s for one, by_s in self._back_by_s.items() if by_s >= now_s}
+            self._back_by_s = {one: kept for one, kept in self._back_by_s.items() if kept[0] >= now_s}
             self._pruned_s = now_s
-        return 0 if node in self._back_by_s else len(self._back_by_s)
+        if node in self._back_by_s:
+            return 0
+        return sum(accepted >= record for _, accepted in self._back_by_s.values())
