@@ -7,6 +7,7 @@ other addresses of the loopback network, as strangers do.
 
 import contextlib
 import itertools
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from shoal.rollout.adversary.lies import fabricate
 from shoal.wire.codes import ACCEPTED
 from shoal.wire.keys import Key
 from shoal.wire.lease import Lease
-from shoal.wire.messages import Abandon, LeaseStatus
+from shoal.wire.messages import Abandon, LeaseStatus, Leave, OpenSession, Recorded, Session
 from shoal.wire.rollouts import encode
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -185,6 +186,55 @@ def test_a_key_cannot_take_leases_and_give_them_back_for_ever(enter: Enter) -> N
             give_back(node, lease)
     assert refused.value.code == "request.too_early"
     assert 1 <= taken <= 16
+
+
+def test_neither_a_restart_nor_leaving_buys_another_seed(enter: Enter) -> None:
+    node = enter()
+    lease = node.ask_lease_once()
+    node.epoch = node.client.call("POST", "/v1/session", OpenSession(software="test"), Session).epoch
+    assert node.ask_lease_once().lease_id == lease.lease_id
+    node.client.call("POST", "/v1/leave", Leave(epoch=node.epoch), Recorded)
+    give_back(node, lease)
+    node.epoch = node.client.call("POST", "/v1/session", OpenSession(software="test"), Session).epoch
+    again = node.ask_lease_once()
+    assert again.lease_id != lease.lease_id and again.seed == lease.seed
+
+
+def test_junk_of_the_largest_size_is_refused(enter: Enter) -> None:
+    node = enter()
+    lease = node.session.ask_lease()
+    junk = secrets.token_bytes(lease.max_bytes)
+    with pytest.raises(Refused) as refused:
+        node.ask_upload(lease.lease_id, len(junk) + 1, sha256_of(junk))
+    assert refused.value.code == "request.too_large"
+    node.session.deliver(lease, junk, policy_version=lease.policies[-1].version)
+    assert node.verdict_on(lease).code in ("reject.malformed_file", "void.stale")
+
+
+def test_a_void_copy_does_not_delete_an_accepted_file(swarm: Swarm, enter: Enter) -> None:
+    """A node uploads its own accepted file again under another lease and gives that lease back."""
+    node = enter()
+    files: list[bytes] = []
+
+    def keep(lease: Lease) -> Made:
+        made = honest_file(node, lease)
+        files.append(made.data)
+        return made
+
+    assert node.deliver(keep).code == ACCEPTED
+    lease, data = node.session.ask_lease(), files[-1]
+    node.client.put_upload(node.ask_upload(lease.lease_id, len(data), sha256_of(data)), data)
+    give_back(node, lease)
+    wait_for_batches(swarm)
+    assert (swarm.folder / "coordinator" / "objects" / sha256_of(data)[:2] / sha256_of(data)).exists()
+
+
+def test_a_key_cannot_begin_sessions_without_end(enter: Enter) -> None:
+    node = enter()
+    with pytest.raises(Refused) as refused:
+        for _ in range(1000):
+            node.client.call("POST", "/v1/session", OpenSession(software="test"), Session)
+    assert refused.value.code == "request.too_many"
 
 
 def test_one_address_does_not_take_all_event_streams(swarm: Swarm) -> None:
