@@ -131,6 +131,15 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
         EXPERTS | {"n_routed_experts": 4, "head_dim": 32, "first_k_dense_replace": 1, "n_group": 1},
     ),
 }
+STORED: dict[str, tuple[str, torch.dtype, str]] = {
+    "llama-float16": ("llama", torch.float16, "1GB"),
+    "llama-bfloat16": ("llama", torch.bfloat16, "1GB"),
+    "llama-in-shards": ("llama", torch.float32, "60KB"),
+    "qwen2-float16-in-shards": ("qwen2", torch.float16, "40KB"),
+    "qwen3-bfloat16-in-shards": ("qwen3", torch.bfloat16, "40KB"),
+    "mixtral-bfloat16-in-shards": ("mixtral", torch.bfloat16, "100KB"),
+}
+"""Folders of these shapes in other dtypes, or in files of at most this size."""
 IN_DEFAULT_TESTS = ("llama-3.1", "gemma2", "deepseek-v3")
 """The others take a second each and run with `make integration`."""
 
@@ -139,7 +148,7 @@ LEASE = make_lease(SPEC, prompts=2)
 
 
 def cases() -> Iterator[Any]:
-    for name in FOLDERS:
+    for name in (*FOLDERS, *STORED):
         marks = () if name in IN_DEFAULT_TESTS else (pytest.mark.integration,)
         yield pytest.param(name, marks=marks)
 
@@ -155,12 +164,14 @@ def publish(name: str, folder: Path, *, seed: int = 3) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    kind, settings = FOLDERS[name]
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SMALL | settings)))
+    shape, dtype, shard_size = STORED.get(name, (name, torch.float32, "1GB"))
+    kind, settings = FOLDERS[shape]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SMALL | settings))).to(dtype)
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("e_score_correction_bias"):
             buffer.normal_(std=0.3)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == name.endswith("shards")
     CharTokenizer(ALPHABET).save(folder)
     return folder
 
@@ -200,6 +211,12 @@ def test_a_folder_is_trained_generated_proven_and_checked(
     lie = encode(make_table(LEASE, 0, generate(tmp_path / "other", LEASE)))
     caught = judge(lie, make_claim(LEASE, lie), SPEC, policy, reader=reader, control_seed=1)
     assert caught.code.startswith("reject."), caught
+
+
+def test_the_docs_name_every_folder() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "scale.md").read_text(encoding="utf-8")
+    assert len(FOLDERS) + len(STORED) >= 47
+    assert [name for name in (*FOLDERS, *STORED) if f"`{name}`" not in page] == []
 
 
 def test_learned_buffers_are_weights(tmp_path: Path) -> None:
