@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from shoal.model.builtin import create_model
 from shoal.model.chat_template import template_thinks
-from shoal.model.tokenizer import FileTokenizer, load_tokenizer
+from shoal.model.tokenizer import ChatSetting, FileTokenizer, load_tokenizer
 from shoal.tasks import Outcome, Problem, make_task
 from shoal.tasks.task_errors import grade_answer
 from shoal.wire.run_spec import TaskSpec
@@ -97,3 +97,21 @@ def test_an_open_thought_still_costs_its_length() -> None:
     problem = task.problem("train", 0)
     reward = grade_answer(task, problem, problem.answer, 300, thinks=True)
     assert reward.outcome is U and reward.value == pytest.approx(-0.2)
+
+
+def test_messages_and_arguments_reach_the_template(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+        "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>{% endif %}"
+    )
+    tokenizer = make_tokenizer(tmp_path / "model", template)
+    setting = ChatSetting((("system", "Be terse."),), {"enable_thinking": False})
+    text = tokenizer.decode(tokenizer.encode_prompt("Why?", chat=True, setting=setting))
+    assert text == "[system]Be terse.[user]Why?[assistant]<think></think>"
+    assert tokenizer.thinks(chat=True)
+    assert not tokenizer.thinks(chat=True, setting=ChatSetting((), {"enable_thinking": False}))
+    # An argument cannot replace the conversation.
+    forged = ChatSetting((), {"messages": "none"})
+    assert tokenizer.encode_prompt("x", chat=True, setting=forged) == tokenizer.encode_prompt("x", chat=True)
+    plain = make_tokenizer(tmp_path / "plain", None)
+    assert plain.decode(plain.encode_prompt("Why?", chat=True, setting=setting)) == "Be terse.\n\nWhy?"

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.wire.codes import Rejected
 from shoal.wire.keys import Key
-from shoal.wire.lease import Lease, PolicyRef, Verdict
+from shoal.wire.lease import Lease, Message, PolicyRef, Verdict
 from shoal.wire.record import Sealed, seal
 from shoal.wire.run_spec import ProofSpec, RunSpec, Sampling, TaskSpec
 
@@ -25,6 +25,7 @@ LEASE = Lease(
     task=TaskSpec(name="sort", options={"length": 4}),
     prompts=("1234=", "4321="),
     attempts=(0, 3),
+    contexts=((Message(role="system", content="Sort."),), ()),
     sampling=Sampling(temperature=1.0, max_new_tokens=8, samples_per_prompt=4),
     proof=ProofSpec(),
     max_bytes=100_000,

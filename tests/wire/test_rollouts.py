@@ -273,7 +273,7 @@ def test_a_footer_without_metadata_is_refused() -> None:
     [
         {"output_tokens": [], "logprobs": []},
         {"output_tokens": [1, 2], "logprobs": [-1.0]},
-        {"finish": 2},
+        {"finish": 3},
         {"finish": -1},
     ],
 )

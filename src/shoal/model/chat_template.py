@@ -11,7 +11,7 @@ differ: `strftime_now` gives UTC, so that all machines render the same prompt, a
 import functools
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
@@ -34,13 +34,22 @@ _child = ChildProcess(
 """One child for all tokenizers of this process. It starts with the first template."""
 
 
-def render_chat(template: str, turns: list[dict[str, str]], special_tokens: dict[str, str]) -> str:
-    """Returns the text of a conversation followed by the start of the model's turn. Raises ValueError if it cannot."""
+def render_chat(
+    template: str,
+    turns: list[dict[str, str]],
+    special_tokens: dict[str, str],
+    arguments: Mapping[str, Any] | None = None,
+) -> str:
+    """Returns the text of a conversation followed by the start of the model's turn. Raises ValueError if it cannot.
+
+    `arguments` are further variables of the template, such as `enable_thinking`.
+    """
     if len(template) > MAX_TEMPLATE_CHARS:
         raise ValueError(
             f"the chat template has {len(template)} characters, at most {MAX_TEMPLATE_CHARS} are allowed"
         )
-    request = json.dumps({"template": template, "turns": turns, "special_tokens": special_tokens})
+    variables = dict(arguments or {}) | special_tokens
+    request = json.dumps({"template": template, "turns": turns, "special_tokens": variables})
     try:
         reply = json.loads(_child.exchange(request.encode(), timeout_s=_WAIT_S, attempts=1))
     except (ChildDied, ChildTimeout) as error:
@@ -55,8 +64,8 @@ _PROBE = "What is 1 + 1"
 
 
 @functools.lru_cache(maxsize=64)
-def template_thinks(template: str, special_tokens: str) -> bool:
-    """Returns whether the template makes the model think before its answer. `special_tokens` is JSON.
+def template_thinks(template: str, special_tokens: str, arguments: str = "{}") -> bool:
+    """Returns whether the template makes the model think before its answer. `special_tokens` and `arguments` are JSON.
 
     The start of the model's turn decides: a thought that is opened there and not closed (QwQ) means yes, one that is closed at once
     (Qwen3 with enable_thinking = false) means no. If there is none, the model opens the thought itself where the template knows how
@@ -64,7 +73,8 @@ def template_thinks(template: str, special_tokens: str) -> bool:
     """
     if THOUGHT_START not in template and THOUGHT_END not in template:
         return False
-    prompt = render_chat(template, [{"role": "user", "content": _PROBE}], json.loads(special_tokens))
+    probe = [{"role": "user", "content": _PROBE}]
+    prompt = render_chat(template, probe, json.loads(special_tokens), json.loads(arguments))
     start = prompt.rpartition(_PROBE)[2]
     opened, closed = start.rfind(THOUGHT_START), start.rfind(THOUGHT_END)
     return opened > closed if opened != closed else THOUGHT_END in template
@@ -118,7 +128,7 @@ def _error(words: str) -> bytes:
 def _render(template: Any, turns: list[dict[str, str]], special_tokens: dict[str, str]) -> str:
     pieces, num_chars = [], 0
     context = {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": True}
-    for piece in template.generate(**(context | special_tokens)):
+    for piece in template.generate(**(special_tokens | context)):
         pieces.append(piece)
         num_chars += len(piece)
         if num_chars > MAX_PROMPT_CHARS:

@@ -4,12 +4,14 @@ CharTokenizer is for the built-in model `tiny`; other models have a tokenizer.js
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.model.chat_template import THOUGHT_END, render_chat, template_thinks
 from shoal.model.shape import read_end_tokens, read_json
+from shoal.wire.lease import Lease
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
@@ -23,6 +25,22 @@ MAX_SETTINGS_BYTES = 4 << 20
 """Largest tokenizer_config.json, special_tokens_map.json and chat template that is read."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChatSetting:
+    """What a chat template gets besides the prompt."""
+
+    turns: tuple[tuple[str, str], ...] = ()
+    """Roles and texts of the turns before the prompt."""
+    arguments: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+
+    def plain_text(self, prompt: str) -> str:
+        """Returns the conversation without a template."""
+        return "\n\n".join([text for _, text in self.turns] + [prompt])
+
+
+PLAIN = ChatSetting()
+
+
 class Tokenizer(Protocol):
     """The interface of a tokenizer that the engine, the trainer and the validator use."""
 
@@ -31,13 +49,16 @@ class Tokenizer(Protocol):
     vocab_size: int
     """A model draws tokens 0 .. vocab_size-1."""
 
-    def encode_prompt(self, text: str, *, chat: bool) -> list[int]:
-        """Returns the tokens of a prompt: with `chat` as a user's turn in the chat template, if there is one."""
+    def encode_prompt(self, text: str, *, chat: bool, setting: ChatSetting = PLAIN) -> list[int]:
+        """Returns the tokens of a prompt: with `chat` as a user's turn in the chat template, if there is one.
+
+        Without a template, the turns before the prompt are put in front of it, with empty lines between them.
+        """
 
     def encode_turns(self, turns: list[dict[str, str]]) -> list[int]:
         """Returns the tokens of the turns of a chat (role, content), up to where the assistant's next turn begins."""
 
-    def thinks(self, *, chat: bool) -> bool:
+    def thinks(self, *, chat: bool, setting: ChatSetting = PLAIN) -> bool:
         """Returns whether the chat template makes the model think first. Then only the text after `</think>` is its answer."""
 
     def encode_answer(self, text: str) -> list[int]:
@@ -45,6 +66,20 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of an answer without special tokens, but with the end of a thought."""
+
+
+def leased_setting(lease: Lease, prompt_index: int) -> ChatSetting:
+    """Returns what the chat template gets for a prompt of a lease."""
+    turns = tuple((one.role, one.content) for one in lease.context(prompt_index))
+    return ChatSetting(turns, lease.task.chat_template_kwargs)
+
+
+def encode_leased_prompts(lease: Lease, tokenizer: Tokenizer) -> list[list[int]]:
+    """Returns the tokens of each prompt of a lease. Workers and validators both use it. Raises ValueError."""
+    return [
+        tokenizer.encode_prompt(prompt, chat=lease.chat, setting=leased_setting(lease, index))
+        for index, prompt in enumerate(lease.prompts)
+    ]
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -76,13 +111,13 @@ class CharTokenizer:
         """Writes the alphabet to a model folder."""
         (folder / CHAR_FILE).write_text(json.dumps({"alphabet": self.alphabet}) + "\n", encoding="utf-8")
 
-    def encode_prompt(self, text: str, *, chat: bool) -> list[int]:
-        return [self.BOS, *self._encode(text)]
+    def encode_prompt(self, text: str, *, chat: bool, setting: ChatSetting = PLAIN) -> list[int]:
+        return [self.BOS, *self._encode(setting.plain_text(text))]
 
     def encode_turns(self, turns: list[dict[str, str]]) -> list[int]:
         return self.encode_prompt("".join(turn["content"] for turn in turns), chat=True)
 
-    def thinks(self, *, chat: bool) -> bool:
+    def thinks(self, *, chat: bool, setting: ChatSetting = PLAIN) -> bool:
         return False
 
     def encode_answer(self, text: str) -> list[int]:
@@ -145,21 +180,28 @@ class FileTokenizer:
         """Whether the folder has a chat template; without one, prompts of chat tasks are given as plain text."""
         return self._template is not None
 
-    def encode_prompt(self, text: str, *, chat: bool) -> list[int]:
+    def encode_prompt(self, text: str, *, chat: bool, setting: ChatSetting = PLAIN) -> list[int]:
         if not chat or self._template is None:
-            return self._encode(text, add_special_tokens=True)
-        return self.encode_turns([{"role": "user", "content": text}])
+            return self._encode(setting.plain_text(text), add_special_tokens=True)
+        turns = [{"role": role, "content": content} for role, content in (*setting.turns, ("user", text))]
+        return self._encode_rendered(self._template, turns, setting.arguments)
 
     def encode_turns(self, turns: list[dict[str, str]]) -> list[int]:
         if self._template is None:
             raise ValueError("the model has no chat template; send a prompt instead of turns")
-        prompt = render_chat(self._template, turns, self._special_tokens)
+        return self._encode_rendered(self._template, turns, {})
+
+    def _encode_rendered(
+        self, template: str, turns: list[dict[str, str]], arguments: Mapping[str, bool | int | float | str]
+    ) -> list[int]:
+        prompt = render_chat(template, turns, self._special_tokens, arguments)
         return self._encode(prompt, add_special_tokens=False)
 
-    def thinks(self, *, chat: bool) -> bool:
+    def thinks(self, *, chat: bool, setting: ChatSetting = PLAIN) -> bool:
         if not chat or self._template is None:
             return False
-        return template_thinks(self._template, json.dumps(self._special_tokens))
+        arguments = json.dumps(dict(setting.arguments), sort_keys=True)
+        return template_thinks(self._template, json.dumps(self._special_tokens), arguments)
 
     def encode_answer(self, text: str) -> list[int]:
         return [*self._encode(text, add_special_tokens=False), self._end]

@@ -36,6 +36,8 @@ class Problem:
     """Data for the reward if the answer's text is not enough: a program's tests as JSON, or an expression's value."""
     budget: int | None = None
     """Number of tokens that the prompt asks for, with a length budget."""
+    messages: tuple[tuple[str, str], ...] = ()
+    """Turns before the prompt, which is the last user's turn: `("system" | "user" | "assistant", text)`. For chat tasks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 
 from shoal.tasks.task import THOUGHT_END, CannotGrade, Outcome, Problem, Reward, Split, Task
+from shoal.wire.lease import Message
+from shoal.wire.run_spec import TaskSpec
 
 USUAL_REWARD = 10.0
 """Rewards beyond this are reported: tasks give 0 to 1, and plots and `expect_gain` assume such numbers."""
@@ -43,6 +45,26 @@ def pose_problem(task: Task, split: Split, seed: int) -> Problem:
 def pose_prompts(task: Task, split: Split, seeds: Iterable[int]) -> tuple[str, ...]:
     """Returns the prompts of these seeds."""
     return tuple(pose_problem(task, split, seed).prompt for seed in seeds)
+
+
+def conversation_before(task: Task, spec: TaskSpec, problem: Problem) -> tuple[Message, ...]:
+    """Returns the turns before a problem's prompt: its own, and the task's system prompt if it has none.
+
+    Raises TaskError if the task's prompts are plain text, or if a role is unknown.
+    """
+    own = problem.messages
+    if spec.system and (not own or own[0][0] != "system"):
+        own = (("system", spec.system), *own)
+    if own and not task.chat:
+        raise TaskError(
+            f"task {_name(task)}: messages and `system` need prompts that are chat turns; set the task's style to chat"
+        )
+    for role, text in own:
+        if role not in ("system", "user", "assistant") or not isinstance(text, str):
+            raise TaskError(
+                f"task {_name(task)}: message {(role, text)!r} of a problem must be ('system', 'user' or 'assistant', its text)"
+            )
+    return tuple(Message.model_validate({"role": role, "content": text}) for role, text in own)
 
 
 def grade_answer(task: Task, problem: Problem, text: str, num_tokens: int, *, thinks: bool = False) -> Reward:

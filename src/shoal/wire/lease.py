@@ -28,6 +28,13 @@ class PolicyRef(Record):
     weights_digest: Blake3
 
 
+class Message(Record):
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
 class Lease(Sealable):
     """One unit of work for one node, sealed by the run key: prompts, seed, allowed versions and deadline."""
 
@@ -52,6 +59,8 @@ class Lease(Sealable):
     chat: bool = False
     """True: a prompt is a user's turn for the model's chat template. False: a prompt is plain text to continue. The lease
     says it so that a worker needs neither the task's code nor its data."""
+    contexts: tuple[tuple[Message, ...], ...] = ()
+    """The turns before each prompt, which is the last user's turn; empty: there are none."""
     sampling: Sampling
     proof: ProofSpec
     max_bytes: int
@@ -65,6 +74,10 @@ class Lease(Sealable):
     @classmethod
     def tag(cls) -> str:
         return "shoal/lease/1"
+
+    def context(self, prompt_index: int) -> tuple[Message, ...]:
+        """Returns the turns before a prompt."""
+        return self.contexts[prompt_index] if self.contexts else ()
 
     @property
     def num_rows(self) -> int:

@@ -51,10 +51,11 @@ _METADATA_KEYS = (b"shoal.format", b"shoal.lease_id", b"shoal.policy_version", b
 
 
 class Finish(IntEnum):
-    """Why an answer ended: on an end token, or at max_new_tokens."""
+    """Why an answer ended: on an end token, at max_new_tokens, or on a stop string."""
 
     EOS = 0
     LENGTH = 1
+    STOP = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,8 +241,8 @@ def _to_rollout(row: dict[str, Any], limits: TableLimits) -> Rollout:
             "reject.malformed_proof",
             f"{where}: {len(row['proof'])} proof bytes, at most {limits.max_proof_bytes}",
         )
-    if row["finish"] not in (0, 1):
-        raise Rejected("reject.bad_values", f"{where}: finish is {row['finish']}, expected 0 or 1")
+    if row["finish"] not in (0, 1, 2):
+        raise Rejected("reject.bad_values", f"{where}: finish is {row['finish']}, expected 0, 1 or 2")
     return Rollout(
         prompt_index=row["prompt_index"],
         sample_index=row["sample_index"],

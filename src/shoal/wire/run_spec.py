@@ -13,6 +13,7 @@ PROTOCOL = 1
 """Protocol version. Increase it when clients and servers of different numbers cannot work together."""
 
 
+StopString = Annotated[str, Field(min_length=1, max_length=64)]
 Label = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,39}$")]
 
 
@@ -43,6 +44,12 @@ class TaskSpec(Record):
     weight: float = Field(default=1.0, gt=0, le=1e6)
     """Share of train leases, relative to the weights of the run's other tasks."""
     sampling: OwnSampling = OwnSampling()
+    system: str = Field(default="", max_length=20_000)
+    """A system prompt before every problem that has none of its own. For tasks that ask in chat turns."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Arguments of the model's chat template, such as `enable_thinking`."""
+    stop: Annotated[tuple[StopString, ...], Field(max_length=8)] = ()
+    """An answer ends with the token that completes one of these texts (model/stop_strings.py)."""
     difficulty: bool = False
     """Whether problems are drawn more often if the model solves them sometimes (rules/difficulty.py). For tasks of a known size."""
 

@@ -33,11 +33,12 @@ def test_validator_and_eval_agree(thinks: bool, values: list[float]) -> None:
     task, tokenizer = make_task(TaskSpec(name="add")), cast(Any, StubTokenizer(thinks))
     rows = [SimpleNamespace(prompt_index=0, output_tokens=(place,), finish=Finish.EOS) for place in range(3)]
     problem = Problem("40 + 2", "42")
-    lease = SimpleNamespace(chat=True)
+    spec = TaskSpec(name="add")
+    lease = SimpleNamespace(chat=True, task=spec)
     submission = SimpleNamespace(
         problems=[problem], table=SimpleNamespace(rows=rows), claim=SimpleNamespace(lease=lease)
     )
     graded = grade(cast(Any, submission), task, tokenizer, limit_s=None, stop=None)
     assert [one.value for one in graded] == values
     engine = cast(Any, SimpleNamespace(tokenizer=tokenizer))
-    assert [_graded(engine, task, problem, cast(Any, row)).value for row in rows] == values
+    assert [_graded(engine, task, problem, cast(Any, row), spec).value for row in rows] == values

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.cli.commands.sample_answers import (
     DrawSettings,
@@ -39,6 +39,9 @@ from shoal.tasks import Outcome, Task
 from shoal.tasks.datasets.data_set import DataSet, listed_row
 from shoal.tasks.datasets.file_options import digest_of, is_file_option
 from shoal.wire.run_spec import Sampling, TaskSpec
+
+if TYPE_CHECKING:
+    from shoal.rollout.engine.api import Engine
 
 BAR = 40
 
@@ -70,7 +73,8 @@ def filter_problems(options: argparse.Namespace, stop: threading.Event) -> int:
         with FilterProgress(_beside(options.out, "progress.jsonl"), settings) as finished:
             left = [one for one in posed if one.place not in finished.done]
             if left:
-                _answer(folder, task, left, draw, finished, options=options, stop=stop)
+                engine = load_engine(folder, options)
+                _answer(engine, spec, left, draw, finished, stop=stop)
             done = finished.done
     kept = [one for one in posed if low <= done[one.place].right / draw.samples <= high]
     rows = [_row(task, one, spec) for one in kept] + _held_out_rows(task)
@@ -83,18 +87,17 @@ def filter_problems(options: argparse.Namespace, stop: threading.Event) -> int:
 
 
 def _answer(
-    folder: Path,
-    task: Task,
+    engine: "Engine",
+    spec: TaskSpec,
     left: list[PosedProblem],
     draw: DrawSettings,
     finished: "FilterProgress",
     *,
-    options: argparse.Namespace,
     stop: threading.Event,
 ) -> None:
-    engine = load_engine(folder, options)
+    task = load_task(spec)
     with progress("answers", len(left) * draw.samples) as advance, _print_how_to_continue(finished, left):
-        for one, answers in answer(engine, task, left, draw, stop=stop, advance=advance):
+        for one, answers in answer(engine, task, left, draw, spec=spec, stop=stop, advance=advance):
             outcomes = Counter(given.outcome for given in answers)
             finished.add(
                 ProblemResult(

@@ -84,7 +84,9 @@ def evaluate(options: argparse.Namespace, stop: threading.Event) -> int:
         posed = pose(task, "eval", options.prompts, options.seed)
         engine = load_engine(folder, options)
         with progress("answers", len(posed) * samples) as advance:
-            groups = [group for _, group in answer(engine, task, posed, draw, stop=stop, advance=advance)]
+            groups = [
+                group for _, group in answer(engine, task, posed, draw, spec=spec, stop=stop, advance=advance)
+            ]
     figures = compute_figures(groups, k=options.k)
     settings = {"model": options.model, "version": source.version, "task": spec.model_dump(), **asdict(draw)}
     print(json.dumps(settings | asdict(figures)) if options.json else format_figures(figures, settings))

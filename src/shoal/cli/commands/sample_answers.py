@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.ui.progress_bar import progress
 from shoal.cli.ui.values import check_device
+from shoal.model.stop_strings import text_before_stop
+from shoal.model.tokenizer import ChatSetting
 from shoal.net.waiting import Stopped
 from shoal.tasks import CannotGrade, Finite, Outcome, Problem, Split, Task, make_task
 from shoal.tasks.code_files import allow_code
 from shoal.tasks.datasets.hub_files import with_hub_files
-from shoal.tasks.task_errors import grade_answer
+from shoal.tasks.task_errors import conversation_before, grade_answer
 from shoal.wire.run_spec import ProofSpec, Sampling, TaskSpec
 from shoal.wire.seeded_draw import sample_seed
 
@@ -151,12 +153,13 @@ def answer(
     posed: Sequence[PosedProblem],
     draw: DrawSettings,
     *,
+    spec: TaskSpec,
     stop: threading.Event,
     advance: Callable[[int], None],
 ) -> Iterator[tuple[PosedProblem, tuple[GradedAnswer, ...]]]:
     """Yields each problem with its answers as soon as all are generated. Raises Stopped if `stop` is set."""
     by_place = {one.place: one for one in posed}
-    engine.submit([request for one in posed for request in _requests(engine, task, one, draw)])
+    engine.submit([request for one in posed for request in _requests(engine, task, one, draw, spec)])
     open_groups: dict[int, list[GradedAnswer | None]] = defaultdict(lambda: [None] * draw.samples)
     while engine.has_work:
         if stop.is_set():
@@ -164,7 +167,7 @@ def answer(
         for row in engine.step():
             place = row.request.prompt_index
             group = open_groups[place]
-            group[row.request.sample_index] = _graded(engine, task, by_place[place].problem, row)
+            group[row.request.sample_index] = _graded(engine, task, by_place[place].problem, row, spec)
             advance(1)
             complete = tuple(one for one in group if one is not None)
             if len(complete) == draw.samples:
@@ -172,10 +175,14 @@ def answer(
                 yield by_place[place], complete
 
 
-def _requests(engine: "Engine", task: Task, one: PosedProblem, draw: DrawSettings) -> list[Any]:
+def _requests(
+    engine: "Engine", task: Task, one: PosedProblem, draw: DrawSettings, spec: TaskSpec
+) -> list[Any]:
     from shoal.rollout.engine.api import GenerationRequest
 
-    prompt = tuple(engine.tokenizer.encode_prompt(one.problem.prompt, chat=task.chat))
+    turns = tuple((turn.role, turn.content) for turn in conversation_before(task, spec, one.problem))
+    setting = ChatSetting(turns, spec.chat_template_kwargs)
+    prompt = tuple(engine.tokenizer.encode_prompt(one.problem.prompt, chat=task.chat, setting=setting))
     source = hashlib.sha256(f"draw/{draw.seed}".encode()).hexdigest()
     return [
         GenerationRequest(
@@ -185,17 +192,20 @@ def _requests(engine: "Engine", task: Task, one: PosedProblem, draw: DrawSetting
             sample_seed=sample_seed(source, one.place, sample),
             max_new_tokens=draw.max_new_tokens,
             temperature=draw.temperature,
+            stop=spec.stop,
         )
         for sample in range(draw.samples)
     ]
 
 
-def _graded(engine: "Engine", task: Task, problem: Problem, row: "FinishedRow") -> GradedAnswer:
+def _graded(
+    engine: "Engine", task: Task, problem: Problem, row: "FinishedRow", spec: TaskSpec
+) -> GradedAnswer:
     from shoal.wire.rollouts import Finish
 
-    text = engine.tokenizer.decode(row.output_tokens)
+    text = text_before_stop(engine.tokenizer.decode(row.output_tokens), spec.stop)
     try:
-        thinks = engine.tokenizer.thinks(chat=task.chat)
+        thinks = engine.tokenizer.thinks(chat=task.chat, setting=ChatSetting((), spec.chat_template_kwargs))
         reward = grade_answer(task, problem, text, len(row.output_tokens), thinks=thinks)
     except CannotGrade as error:
         raise ValueError(f"an answer could not be graded: {error}") from None

@@ -11,7 +11,8 @@ from shoal.cli.run.estimate import num_adapted, num_parameters
 from shoal.cli.run.runfile import RunFile
 from shoal.tasks import CannotGrade, Task, make_task
 from shoal.tasks.datasets.hub_files import with_hub_files
-from shoal.tasks.task_errors import pose_prompts, try_task
+from shoal.tasks.task import Split
+from shoal.tasks.task_errors import conversation_before, pose_problem, try_task
 from shoal.wire.run_spec import TaskSpec
 
 MEASURED_PROMPTS = 32
@@ -108,14 +109,18 @@ def check_prompts(
 ) -> list[str]:
     """Returns warnings about prompts. Raises ValueError if the longest one does not fit into the trainer's rows."""
     from shoal.model.builtin import ALPHABET
-    from shoal.model.tokenizer import CharTokenizer, FileTokenizer, Tokenizer, load_tokenizer
+    from shoal.model.tokenizer import CharTokenizer, ChatSetting, FileTokenizer, Tokenizer, load_tokenizer
 
     tokenizer: Tokenizer = CharTokenizer(ALPHABET) if folder is None else load_tokenizer(folder)
-    prompts = [
-        *pose_prompts(task, "train", range(MEASURED_PROMPTS)),
-        *pose_prompts(task, "eval", range(MEASURED_PROMPTS)),
-    ]
-    longest = max(len(tokenizer.encode_prompt(prompt, chat=bool(task.chat))) for prompt in prompts)
+    splits: tuple[Split, ...] = ("train", "eval")
+    prompts = [pose_problem(task, split, seed) for split in splits for seed in range(MEASURED_PROMPTS)]
+    terms = TaskSpec(name="") if spec is None else spec
+    longest = 0
+    for problem in prompts:
+        turns = tuple((one.role, one.content) for one in conversation_before(task, terms, problem))
+        setting = ChatSetting(turns, terms.chat_template_kwargs)
+        tokens = tokenizer.encode_prompt(problem.prompt, chat=bool(task.chat), setting=setting)
+        longest = max(longest, len(tokens))
     sampling = file.sampling if spec is None else file.sampling.of(spec)
     needed = longest + sampling.max_new_tokens
     if needed > file.trainer.row_tokens and (spec is None or spec in file.task):

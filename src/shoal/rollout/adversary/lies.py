@@ -14,7 +14,7 @@ from random import Random
 import httpx2
 
 from shoal.model.load_model import DTYPES
-from shoal.model.tokenizer import Tokenizer
+from shoal.model.tokenizer import Tokenizer, encode_leased_prompts, leased_setting
 from shoal.rollout.adversary.lying_engines import (
     Alter,
     AlteredEngine,
@@ -188,7 +188,8 @@ class OtherPrompts(Behaviour):
         task = make_task(lease.task)
         candidates = (task.problem("train", seed).prompt for seed in range(1000))
         chosen = [prompt for prompt in candidates if prompt not in lease.prompts][: len(lease.prompts)]
-        encoded = [tuple(self._engine.tokenizer.encode_prompt(prompt, chat=lease.chat)) for prompt in chosen]
+        other = lease.model_copy(update={"prompts": tuple(chosen)})
+        encoded = [tuple(tokens) for tokens in encode_leased_prompts(other, self._engine.tokenizer)]
         return [replace(request, prompt_tokens=encoded[request.prompt_index]) for request in requests]
 
 
@@ -308,7 +309,8 @@ def fabricate(lease: Lease, policy_version: int, tokenizer: Tokenizer) -> Rollou
     rows = []
     for prompt_index, seed in enumerate(seeds):
         problem = task.problem(lease.purpose, seed)
-        prompt_tokens = tuple(tokenizer.encode_prompt(problem.prompt, chat=lease.chat))
+        setting = leased_setting(lease, prompt_index)
+        prompt_tokens = tuple(tokenizer.encode_prompt(problem.prompt, chat=lease.chat, setting=setting))
         for sample_index in range(lease.sampling.samples_per_prompt):
             text = problem.answer if sample_index == 0 else problem.answer[::-1]
             answer = tuple(tokenizer.encode_prompt(text, chat=False))[-len(text) :]

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from shoal.model.tokenizer import Tokenizer
+from shoal.model.stop_strings import stopped_after
+from shoal.model.tokenizer import Tokenizer, encode_leased_prompts
 from shoal.wire.lease import Lease
 from shoal.wire.rollouts import Finish, Rollout, RolloutTable
 from shoal.wire.seeded_draw import sample_seed
@@ -31,6 +32,8 @@ class GenerationRequest:
     sample_seed: int
     max_new_tokens: int
     temperature: float
+    stop: tuple[str, ...] = ()
+    """The row ends with the token that completes one of these texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +68,9 @@ def make_requests(lease: Lease, tokenizer: Tokenizer) -> list[GenerationRequest]
             sample_seed=sample_seed(lease.seed, prompt_index, sample_index),
             max_new_tokens=lease.sampling.max_new_tokens,
             temperature=lease.sampling.temperature,
+            stop=lease.task.stop,
         )
-        for prompt_index, prompt_tokens in enumerate(
-            tuple(tokenizer.encode_prompt(text, chat=lease.chat)) for text in lease.prompts
-        )
+        for prompt_index, prompt_tokens in enumerate(map(tuple, encode_leased_prompts(lease, tokenizer)))
         for sample_index in range(lease.sampling.samples_per_prompt)
     ]
 
@@ -79,6 +81,15 @@ def make_table(
     """Returns the table that answers a lease. `made_by` is the declared compute class."""
     rows = tuple(row.to_rollout() for row in finished)
     return RolloutTable(lease_id=lease.lease_id, policy_version=policy_version, rows=rows, made_by=made_by)
+
+
+def ending(request: GenerationRequest, tokens: Sequence[int], tokenizer: Tokenizer) -> tuple[int, Finish]:
+    """Returns how many of the generated tokens belong to the row, and why it ends there."""
+    count = stopped_after(tokens, request.stop, tokenizer.decode)
+    kept = tokens if count is None else tokens[:count]
+    if kept[-1] in tokenizer.end_tokens:
+        return len(kept), Finish.EOS
+    return len(kept), Finish.LENGTH if count is None else Finish.STOP
 
 
 class Engine(Protocol):

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from shoal import toploc
 from shoal.model.packed_prefill import upload
-from shoal.rollout.engine.api import FinishedRow, GenerationRequest
+from shoal.model.tokenizer import Tokenizer
+from shoal.rollout.engine.api import FinishedRow, GenerationRequest, ending
 from shoal.rollout.engine.kv_slots import RowOutputs
 from shoal.rollout.engine.scheduler import RemovedRow
 from shoal.rollout.engine.step_cpu import single_core_pool
-from shoal.wire.rollouts import Finish
 from shoal.wire.run_spec import ProofSpec
 
 PROVE_ROWS = 64
@@ -83,8 +83,8 @@ class _EndedRows(NamedTuple):
 class Prover:
     """Turns ended rows into finished rows. With `proof=None` rows get empty proofs, to measure what proofs cost."""
 
-    def __init__(self, proof: ProofSpec | None, end_tokens: frozenset[int], device: torch.device) -> None:
-        self._proof, self._end_tokens = proof, end_tokens
+    def __init__(self, proof: ProofSpec | None, tokenizer: Tokenizer, device: torch.device) -> None:
+        self._proof, self._tokenizer = proof, tokenizer
         self.size = fold_size(proof)
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -170,16 +170,35 @@ class Prover:
     @torch.inference_mode()
     def _finish(self, batches: Sequence[_EndedRows]) -> list[FinishedRow]:
         if self._stream is None:
+            batches = [self._cut(batch) for batch in batches]
             proofs = self._prove(batches)
         else:
             with torch.cuda.stream(self._stream):
                 for batch in batches:
                     assert batch.copied is not None
                     self._stream.wait_event(batch.copied)
+                    if any(request.stop for request in batch.requests):
+                        batch.copied.synchronize()
+                batches = [self._cut(batch) for batch in batches]
                 proofs = self._prove(batches)
                 self._stream.synchronize()
         ready = iter(proofs)
         return [row for batch in batches for row in self._finished_rows(batch, ready)]
+
+    def _cut(self, batch: _EndedRows) -> _EndedRows:
+        """Returns the rows without the tokens behind a stop string, which the engine notices a few steps late."""
+        if not any(request.stop for request in batch.requests):
+            return batch
+        counts = [
+            ending(request, tokens_N[:count].tolist(), self._tokenizer)[0]
+            for request, count, tokens_N in zip(
+                batch.requests, batch.counts, batch.tokens_RN.numpy(), strict=True
+            )
+        ]
+        parts = [
+            row[: (count - 1) // self.size.segment] for row, count in zip(batch.parts, counts, strict=True)
+        ]
+        return batch._replace(counts=counts, parts=parts)
 
     def _prove(self, batches: Sequence[_EndedRows]) -> list[bytes]:
         if self._proof is None:
@@ -221,7 +240,7 @@ class Prover:
             request=request,
             output_tokens=tuple(tokens),
             logprobs=tuple(logprobs),
-            finish=Finish.EOS if tokens[-1] in self._end_tokens else Finish.LENGTH,
+            finish=ending(request, tokens, self._tokenizer)[1],
             proof=proof,
         )
 

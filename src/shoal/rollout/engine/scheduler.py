@@ -193,6 +193,10 @@ class Scheduler:
         """Returns (slot, number, new tokens fed before decode step `step`) of each running row, if it has not ended."""
         return [(slot, row.number, row.fed(step)) for slot, row in self._rows.items()]
 
+    def rows_with_stops(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Returns slot and stop strings of each running row that has any."""
+        return [(slot, row.request.stop) for slot, row in self._rows.items() if row.request.stop]
+
     def next_prompts(
         self, *, max_tokens: int, max_prompts: int, exclude: Container[Prompt] = ()
     ) -> list[Prompt]:

@@ -19,6 +19,7 @@ from shoal.model.fused import fuse, pack, repack_jobs
 from shoal.model.load_model import DTYPES, free_bytes, load_decoder
 from shoal.model.packed_prefill import upload
 from shoal.model.shape import read_shape
+from shoal.model.stop_strings import stops_now
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.weights import WEIGHTS_FILE, load_weights
 from shoal.rollout.engine.api import (
@@ -193,6 +194,7 @@ class TorchEngine:
         self._remove_ended_rows(step)
         self._num_steps += 1
         if self._num_steps % self._loaded().prover.size.steps == 0:
+            self._end_stopped_rows(step)
             self._fold_states(step)
 
     def _give_blocks(self, step: "CpuStep | CudaStep") -> None:
@@ -220,6 +222,26 @@ class TorchEngine:
         if complete:
             slots, numbers, firsts = zip(*complete, strict=True)
             prover.fold(numbers, step.slots.read_states(slots, firsts, segment))
+
+    def _end_stopped_rows(self, step: "CpuStep | CudaStep") -> None:
+        """Lets rows whose text has a stop string end with their next token; the prover cuts them behind it.
+
+        Called before each fold: a row is not more than one fold longer than its answer, so its states are still there.
+        """
+        rows = self._scheduler.rows_with_stops()
+        if not rows:
+            return
+        slots, decode = step.slots, self._loaded().tokenizer.decode
+        slots_R = upload(np.array([slot for slot, _ in rows]), self._device)
+        counts = slots.num_drawn_S[slots_R].tolist()
+        tokens_RN = slots.tokens_SN[slots_R, : max(counts)].cpu().numpy()
+        stopped = [
+            slot
+            for (slot, stop), tokens_N, count in zip(rows, tokens_RN, counts, strict=True)
+            if stops_now(tokens_N[:count].tolist(), stop, decode)
+        ]
+        if stopped:
+            slots.max_drawn_S[upload(np.array(stopped), self._device)] = 0
 
     def _exchange_rows(self, step: "CpuStep | CudaStep") -> int:
         """Returns how many ended rows are worth an exchange for waiting ones."""
@@ -322,7 +344,7 @@ class LoadedModel:
         self.is_end_V = torch.zeros(self.decoder.shape.vocab_size, dtype=torch.bool, device=device)
         self.is_end_V[sorted(self.tokenizer.end_tokens)] = True
         self.threads = CoreThreads() if device.type == "cpu" else None
-        self.prover = Prover(proof, self.tokenizer.end_tokens, device)
+        self.prover = Prover(proof, self.tokenizer, device)
 
     def swap(self, folder: Path) -> None:
         """Copies new weights over the old ones, in place."""

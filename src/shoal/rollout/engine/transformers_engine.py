@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from shoal.model.load_model import DTYPES, load_transformers_model
+from shoal.model.stop_strings import stops_now
 from shoal.model.tokenizer import Tokenizer, load_tokenizer
 from shoal.model.transformers_model import CachedRows, TransformersModel
 from shoal.model.weights import WEIGHTS_FILE, load_weights
-from shoal.rollout.engine.api import ComputeDtype, FinishedRow, GenerationRequest, check_requests
+from shoal.rollout.engine.api import ComputeDtype, FinishedRow, GenerationRequest, check_requests, ending
 from shoal.rollout.engine.proofs import prove_states
 from shoal.rollout.engine.sampling import draw_tokens
-from shoal.wire.rollouts import Finish
 from shoal.wire.run_spec import ProofSpec
 from shoal.wire.seeded_draw import uniforms
 
@@ -139,8 +139,10 @@ class TransformersEngine:
         return tokens_B.to(self._device), logprobs_B
 
     def _ended(self, batch: _Batch, place: int) -> bool:
-        tokens = batch.tokens_B[place]
-        return tokens[-1] in self.tokenizer.end_tokens or len(tokens) == batch.rows[place].max_new_tokens
+        tokens, row = batch.tokens_B[place], batch.rows[place]
+        if tokens[-1] in self.tokenizer.end_tokens or len(tokens) == row.max_new_tokens:
+            return True
+        return stops_now(tokens, row.stop, self.tokenizer.decode)
 
     def _keep(self, batch: _Batch, places: list[int]) -> None:
         batch.cached.select(torch.tensor(places, device=self._device))
@@ -167,9 +169,7 @@ class TransformersEngine:
                 request=batch.rows[place],
                 output_tokens=tuple(batch.tokens_B[place]),
                 logprobs=tuple(batch.logprobs_B[place]),
-                finish=Finish.EOS
-                if batch.tokens_B[place][-1] in self.tokenizer.end_tokens
-                else Finish.LENGTH,
+                finish=ending(batch.rows[place], batch.tokens_B[place], self.tokenizer)[1],
                 proof=proof,
             )
             for place, proof in zip(places, proofs, strict=True)

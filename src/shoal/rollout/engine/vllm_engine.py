@@ -93,6 +93,10 @@ class VllmEngine:
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         loaded = self._model()
         check_requests(requests, self.policy_version, loaded.shape)
+        if any(request.stop for request in requests):
+            raise ValueError(
+                "the task has stop strings, which --engine vllm cannot end rows at; use --engine torch"
+            )
         for request in requests:
             self._running[loaded.add(request)] = request
 

@@ -6,7 +6,7 @@ fact_checks.py.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from shoal.toploc import ProofError, check_format
 from shoal.wire.codes import Rejected
@@ -117,14 +117,40 @@ def check_proof_format(table: RolloutTable, proof: ProofSpec, hidden_size: int) 
         raise Rejected("reject.malformed_proof", f"{where(table.rows[error.row])}: {error.reason}") from None
 
 
-def check_endings(table: RolloutTable, end_tokens: Iterable[int], max_new_tokens: int) -> None:
-    """Refuses answers that do not end at their first end token or at max_new_tokens."""
+def check_endings(
+    table: RolloutTable,
+    end_tokens: Iterable[int],
+    max_new_tokens: int,
+    stops: Callable[[Sequence[int]], int | None] = lambda tokens: None,
+) -> None:
+    """Refuses answers that do not end at their first end token, at their first stop string or at max_new_tokens.
+
+    `stops` returns the number of tokens after which an answer contains a stop string.
+    """
     ends = frozenset(end_tokens)
     for row in table.rows:
         if not ends.isdisjoint(row.output_tokens[:-1]):
             raise Rejected("reject.early_stop", f"{where(row)}: continues after an end token")
         ended = row.output_tokens[-1] in ends
         length = len(row.output_tokens)
+        stopped = stops(row.output_tokens)
+        if stopped is not None and stopped < length:
+            raise Rejected(
+                "reject.early_stop",
+                f"{where(row)}: has {length} tokens, but token {stopped} completes a stop string",
+            )
+        if stopped is not None and not ended:
+            if row.finish is not Finish.STOP:
+                raise Rejected(
+                    "reject.early_stop",
+                    f"{where(row)}: is marked as finished by {row.finish.name}, but it ends on a stop string",
+                )
+            continue
+        if row.finish is Finish.STOP:
+            raise Rejected(
+                "reject.early_stop",
+                f"{where(row)}: is marked as finished by STOP, but its text has no stop string",
+            )
         if not ended and length != max_new_tokens:
             raise Rejected(
                 "reject.early_stop",

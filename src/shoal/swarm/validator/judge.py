@@ -15,8 +15,10 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from shoal.model.tokenizer import Tokenizer
+from shoal.model.stop_strings import stopped_after, text_before_stop
+from shoal.model.tokenizer import ChatSetting, Tokenizer, encode_leased_prompts
 from shoal.net.waiting import Stopped
 from shoal.swarm.validator import fact_checks, format_checks
 from shoal.swarm.validator.recompute import CannotCheck, LoadedPolicy, RowsToCheck, recompute_many
@@ -25,7 +27,7 @@ from shoal.tasks import CannotGrade, Outcome, Problem, Reward, Task, make_task
 from shoal.tasks.datasets.file_options import file_digests
 from shoal.tasks.grading.pool import Answer, GradingStopped, GradingTimeout, grading_pool
 from shoal.tasks.task import vote_key
-from shoal.tasks.task_errors import pose_problem
+from shoal.tasks.task_errors import conversation_before, pose_problem
 from shoal.toploc import expected_bytes
 from shoal.wire.codes import ACCEPTED, Rejected
 from shoal.wire.lease import Lease, Verdict
@@ -173,7 +175,8 @@ def read_and_check_table(
     format_checks.check_groups(table, lease)
     format_checks.check_prompts(table, prompt_tokens)
     format_checks.check_values(table, tokenizer.vocab_size)
-    format_checks.check_endings(table, tokenizer.end_tokens, lease.sampling.max_new_tokens)
+    stops = partial(stopped_after, stop=lease.task.stop, decode=tokenizer.decode)
+    format_checks.check_endings(table, tokenizer.end_tokens, lease.sampling.max_new_tokens, stops)
     format_checks.check_proof_format(table, lease.proof, hidden_size)
     return table
 
@@ -215,6 +218,12 @@ def leased_problems(lease: Lease, run: str, task: Task) -> list[Problem]:
             "posing the lease's problems again gives other prompts: problem() must depend on the seed only, and coordinator "
             "and validators need the same release of the task"
         )
+    contexts = tuple(conversation_before(task, lease.task, problem) for problem in problems)
+    if lease.contexts != (contexts if any(contexts) else ()):
+        raise CannotCheck(
+            "posing the lease's problems again gives other messages before the prompts: coordinator and validators need the same "
+            "release of the task"
+        )
     if lease.chat != bool(task.chat):
         raise CannotCheck(f"lease {lease.lease_id} has chat={lease.chat}, its task has chat={task.chat}")
     return problems
@@ -222,7 +231,7 @@ def leased_problems(lease: Lease, run: str, task: Task) -> list[Problem]:
 
 def encode_prompts(lease: Lease, tokenizer: Tokenizer) -> list[list[int]]:
     try:
-        return [tokenizer.encode_prompt(prompt, chat=lease.chat) for prompt in lease.prompts]
+        return encode_leased_prompts(lease, tokenizer)
     except ValueError as error:
         raise CannotCheck(f"the policy's tokenizer cannot encode a leased prompt: {error}") from None
 
@@ -362,11 +371,12 @@ def grade(
 
     Without it, only a grader that is too slow takes longer than the pool allows: CannotCheck, which no node is blamed for.
     """
-    thinks = tokenizer.thinks(chat=one.claim.lease.chat)
+    lease = one.claim.lease
+    thinks = tokenizer.thinks(chat=lease.chat, setting=ChatSetting((), lease.task.chat_template_kwargs))
     answers = [
         Answer(
             one.problems[row.prompt_index],
-            tokenizer.decode(row.output_tokens),
+            text_before_stop(tokenizer.decode(row.output_tokens), lease.task.stop),
             len(row.output_tokens),
             thinks,
         )

@@ -320,8 +320,8 @@ class Lockstep:
                 self._take_weights(None)
 
     def _warm_up(self, tasks: tuple[TaskSpec, ...], tokenizer: Tokenizer) -> None:
-        made, weights = [make_task(task) for task in tasks], [task.weight for task in tasks]
-        warm_up(self.learner, made, tokenizer, weights=weights, log=self._log, stop=self._stop)
+        made = [make_task(task) for task in tasks]
+        warm_up(self.learner, made, tokenizer, specs=tasks, log=self._log, stop=self._stop)
 
     # -- all ranks ----------------------------------------------------------------------------------------
 

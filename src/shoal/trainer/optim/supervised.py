@@ -8,14 +8,15 @@ import random
 import threading
 from collections.abc import Sequence
 
-from shoal.model.tokenizer import Tokenizer
+from shoal.model.tokenizer import ChatSetting, Tokenizer
 from shoal.net.waiting import Stopped
 from shoal.tasks import Task
-from shoal.tasks.task_errors import pose_problem
+from shoal.tasks.task_errors import conversation_before, pose_problem
 from shoal.telemetry import Log
 from shoal.trainer.config import TrainerConfig
 from shoal.trainer.data.batch import TrainSample
 from shoal.trainer.optim.learner import Learner, clip_gradient, make_optimizer, output_logprobs, warmup_rate
+from shoal.wire.run_spec import TaskSpec
 
 PROBLEMS_PER_STEP = 64
 
@@ -25,20 +26,26 @@ def warm_up(
     tasks: Sequence[Task],
     tokenizer: Tokenizer,
     *,
-    weights: Sequence[float] = (1.0,),
+    specs: Sequence[TaskSpec] = (),
     log: Log,
     stop: threading.Event,
 ) -> None:
     """Makes `supervised_steps` steps with a separate optimizer; the learner's own starts fresh at version 0.
 
-    Problems are drawn from the tasks by their weights.
+    Problems are drawn from the tasks by the weights of `specs`, which also have their system prompts.
     """
     config = learner.config
     optimizer = make_optimizer(learner.decoder, config, learning_rate=config.supervised_learning_rate)
     for step in range(config.supervised_steps):
         seeds = _problem_seeds(config, step)
-        chosen = random.Random(f"tasks/{config.seed}/{step}").choices(tasks, weights, k=len(seeds))
-        samples = [answered_problem(task, tokenizer, seed) for task, seed in zip(chosen, seeds, strict=True)]
+        weights = [spec.weight for spec in specs] or None
+        places = random.Random(f"tasks/{config.seed}/{step}").choices(
+            range(len(tasks)), weights, k=len(seeds)
+        )
+        samples = [
+            answered_problem(tasks[place], tokenizer, seed, specs[place] if specs else None)
+            for place, seed in zip(places, seeds, strict=True)
+        ]
         rate = warmup_rate(
             config.supervised_learning_rate, step=step, warmup_steps=config.supervised_steps // 10
         )
@@ -52,12 +59,18 @@ def warm_up(
             log.info("supervised warm-up", step=step + 1, of=config.supervised_steps, loss=loss)
 
 
-def answered_problem(task: Task, tokenizer: Tokenizer, seed: int) -> TrainSample:
+def answered_problem(
+    task: Task, tokenizer: Tokenizer, seed: int, spec: TaskSpec | None = None
+) -> TrainSample:
     """Returns a training problem with its right answer as a sample."""
     problem = pose_problem(task, "train", seed)
-    prompt = tokenizer.encode_prompt(problem.prompt, chat=task.chat)
+    setting = ChatSetting()
+    if spec is not None:
+        turns = conversation_before(task, spec, problem)
+        setting = ChatSetting(tuple((one.role, one.content) for one in turns), spec.chat_template_kwargs)
+    prompt = tokenizer.encode_prompt(problem.prompt, chat=task.chat, setting=setting)
     # Without the end of the thought, the model would learn answers that earn nothing.
-    thought = "</think>\n\n" if tokenizer.thinks(chat=task.chat) else ""
+    thought = "</think>\n\n" if tokenizer.thinks(chat=task.chat, setting=setting) else ""
     answer = tokenizer.encode_answer(thought + problem.answer)
     return TrainSample(
         tokens=(*prompt, *answer),

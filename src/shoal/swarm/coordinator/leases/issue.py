@@ -34,7 +34,7 @@ from shoal.swarm.coordinator.rules.planning import (
 from shoal.swarm.coordinator.rules.trust import Trust, next_lease_s, open_leases
 from shoal.swarm.coordinator.store.schema import leases, nodes, policies
 from shoal.swarm.coordinator.store.statements import Statement, given
-from shoal.tasks.task_errors import pose_prompts
+from shoal.tasks.task_errors import conversation_before, pose_problem, pose_prompts
 from shoal.wire.codes import Rejected
 from shoal.wire.lease import Lease, PolicyRef
 from shoal.wire.messages import AskLease
@@ -352,7 +352,13 @@ def _compose(tx: Transaction, coordinator: Coordinator, work: Work, origin: Seed
         num_prompts=origin.num_prompts,
         attempts=attempts,
     )
-    prompts = pose_prompts(leased.task, work.purpose, seeds)
+    problems = [pose_problem(leased.task, work.purpose, problem_seed) for problem_seed in seeds]
+    prompts = tuple(problem.prompt for problem in problems)
+    contexts = tuple(conversation_before(leased.task, leased.spec, problem) for problem in problems)
+    said = tuple(
+        "".join([*(turn.content for turn in context), prompt])
+        for context, prompt in zip(contexts, prompts, strict=True)
+    )
     return Lease(
         lease_id=lease_id,
         run=spec.run,
@@ -369,9 +375,10 @@ def _compose(tx: Transaction, coordinator: Coordinator, work: Work, origin: Seed
         attempts=attempts,
         prompts=prompts,
         chat=bool(leased.task.chat),
+        contexts=contexts if any(contexts) else (),
         sampling=sampling,
         proof=spec.proof,
-        max_bytes=min(max_bytes(prompts, sampling, spec.proof), config.max_upload_bytes),
+        max_bytes=min(max_bytes(said, sampling, spec.proof), config.max_upload_bytes),
         issued_at_s=tx.now_s,
         deadline_s=tx.now_s + config.lease_s,
     )
