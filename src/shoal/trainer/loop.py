@@ -467,10 +467,10 @@ class _TrainerRun:
             log=self._log,
             stop=self._stop,
         )
+        titles = [one.task.title for one in self._spec.evals] or [task.title for task in self._spec.tasks]
         for _ in range(LAST_LOOKS):  # the coordinator's answer may be a second old
             self._recorder.write_evaluations()
-            done = any(version == self._spec.last_version for version, _ in self._recorder.evaluated)
-            if done or self._stop.wait(FINISH_POLL_S):
+            if self._recorder.has_all(self._spec.last_version, titles) or self._stop.wait(FINISH_POLL_S):
                 return
 
 

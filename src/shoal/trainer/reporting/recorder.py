@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +60,10 @@ class StepRecorder:
             self._log.warning(sentence, version=report.version, kind=kind)
             self._metrics.write("warning", version=report.version, kind=kind, sentence=sentence)
         self.write_evaluations()
+
+    def has_all(self, version: int, titles: Iterable[str]) -> bool:
+        """Returns whether the results of these evaluations of a version are in the metrics."""
+        return all((version, title) in self.evaluated for title in titles)
 
     def write_evaluations(self) -> None:
         """Writes held-out results to the metrics that the coordinator has completed since the last call."""
