@@ -2,6 +2,7 @@
 
 write_atomically(path)     a file that is either complete or absent
 replace_folder(...)        the same for a folder that was filled under another name
+replace_link(link, target) a symbolic link that is replaced in one step
 hold_lock(path)            one process at a time in a folder
 explain_full_disk(folder)  turns "No space left on device" into an error that names the folder and the remedy
 free_memory_bytes()        the memory that the operating system can still hand out
@@ -75,6 +76,14 @@ def replace_folder(partial: Path, final: Path) -> None:
     """Renames a complete folder to its final name and flushes the new name to disk. `final` must not exist."""
     os.rename(partial, final)
     flush_folder(final.parent)
+
+
+def replace_link(link: Path, target: Path) -> None:
+    """Makes `link` a symbolic link to `target`. Readers see the old link or the new one."""
+    partial = link.with_name(f".{link.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(target)
+    os.replace(partial, link)
 
 
 def flush_folder(folder: Path) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shoal.files import replace_folder
 from shoal.model.decoder import Decoder
+from shoal.model.hub import hub_folder, is_hub_name
 from shoal.model.load_model import decoder_refuses, empty_decoder, load_causal
 from shoal.model.shape import read_json, read_shape
 from shoal.model.tokenizer import TOKENIZER_FILE, CharTokenizer, explain_missing_tokenizer
@@ -97,9 +98,11 @@ def _fill(name: str, folder: Path, seed: int) -> None:
         _write_copy(Path(name), folder)
     elif is_gguf(name):
         write_gguf(Path(name), folder)
+    elif is_hub_name(name):
+        _write_copy(hub_folder(name), folder)
     else:
         raise ValueError(
-            f"unknown model {name!r}; known: {', '.join(BUILTIN)}, or the path of a model folder or GGUF file"
+            f"unknown model {name!r}; known: {', '.join(BUILTIN)}, the path of a model folder or GGUF file, or org/name of the hub"
         )
 
 

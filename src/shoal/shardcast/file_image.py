@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,6 @@ from blake3 import blake3
 from shoal.shardcast.adapter_delta import change_words, decode_adapters, is_adapter_payload
 from shoal.shardcast.delta import CHUNK_WORDS, DELTA_HEAD, MAGIC, DeltaReader, Words, encode_changes
 from shoal.shardcast.manifest_files import hash_bytes, remove_if_disk_full, write_at
-from shoal.shardcast.store import VersionStore
 from shoal.wire.codes import CorruptData
 from shoal.wire.manifest import DELTA_SUFFIX, Manifest
 
@@ -138,13 +138,21 @@ class FileImage:
         self.view[start : start + words.nbytes] = words.tobytes()
 
 
-def restore_image(store: VersionStore, version: int, name: str) -> FileImage | None:
+class Versions(Protocol):
+    """Folders of versions: a store, or an archive."""
+
+    def path(self, version: int) -> Path: ...
+
+    def manifest(self, version: int) -> Manifest | None: ...
+
+
+def restore_image(store: Versions, version: int, name: str) -> FileImage | None:
     """Returns the file `name` of a version in the store: from its whole file, or from an older one and deltas.
 
     Returns None if a file on the way is missing or damaged.
     """
     payloads: list[Path] = []
-    wanted = _manifest(store, version)
+    wanted = store.manifest(version)
     number, manifest = version, wanted
     while manifest is not None and not (store.path(number) / name).is_file():
         entry = next((one for one in manifest.files if one.name == name), None)
@@ -155,7 +163,7 @@ def restore_image(store: VersionStore, version: int, name: str) -> FileImage | N
         elif entry.codec != "same":
             return None
         number = manifest.base
-        manifest = _manifest(store, number)
+        manifest = store.manifest(number)
     if wanted is None or manifest is None or not all(path.is_file() for path in payloads):
         return None
     try:
@@ -165,8 +173,3 @@ def restore_image(store: VersionStore, version: int, name: str) -> FileImage | N
     except (CorruptData, ValueError, struct.error):
         return None
     return image if image.digest() == wanted.file(name).blake3 else None
-
-
-def _manifest(store: VersionStore, version: int) -> Manifest | None:
-    stored = store.get(version)
-    return None if stored is None else stored.sealed.body

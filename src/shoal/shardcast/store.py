@@ -167,6 +167,11 @@ class VersionStore:
         with self._lock:
             return self._versions.get(version)
 
+    def manifest(self, version: int) -> Manifest | None:
+        """Returns the manifest of a known version."""
+        stored = self.get(version)
+        return None if stored is None else stored.sealed.body
+
     def known(self) -> tuple[int, ...]:
         """Returns all known versions, oldest first."""
         with self._lock:

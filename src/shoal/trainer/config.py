@@ -115,6 +115,8 @@ class TrainerConfig(Record):
     """Least time between two checkpoints, which are written in the background; 0 writes one for every version. With `diloco`
     every version gets one, because merges with other sites cannot be made again."""
     keep_checkpoints: int = Field(default=2, ge=1)
+    archive: bool = True
+    """Whether the trainer keeps the deltas of all versions, so that every version can be exported and audited later."""
     diloco: DilocoConfig | None = None
     """With it, this trainer is one of several sites (docs/diloco.md)."""
     metrics: tuple[str, ...] = ()

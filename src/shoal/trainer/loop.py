@@ -62,7 +62,7 @@ class TrainerSite:
     """The settings of one trainer process: folders, addresses and keys."""
 
     folder: Path
-    """Holds model/, checkpoints/, versions/, metrics.jsonl, and reference.safetensors if there is a KL term."""
+    """Holds model/, checkpoints/, versions/, archive/, newest, metrics.jsonl, and reference.safetensors with a KL term."""
     model: str
     """A name or folder for model.builtin.create_model; used only when the run begins."""
     coordinator_url: str
@@ -195,6 +195,7 @@ class _TrainerRun:
                 shard_bytes=site.shard_bytes,
                 snapshot_every=site.snapshot_every,
                 last_version=spec.last_version,
+                archive=config.archive,
             ),
             log=log,
         )

@@ -23,11 +23,13 @@ from torch import Tensor
 from shoal.background import BackgroundTask
 from shoal.files import DiskFull, explain_full_disk
 from shoal.model.builtin import copy_all_but_weights
+from shoal.model.plain_folder import link_newest
 from shoal.model.weights import save_tensors
 from shoal.net.http_client import Refused, SignedClient
 from shoal.net.http_server import listen
 from shoal.net.waiting import DeadlinePassed
 from shoal.shardcast.adapter_delta import AdapterMatrices, encode_adapters
+from shoal.shardcast.archive import VersionArchive
 from shoal.shardcast.file_image import ChangedWords, FileImage, restore_image
 from shoal.shardcast.publish import SHARD_BYTES, SNAPSHOT_EVERY, ImageDelta, Signing, publish_image
 from shoal.shardcast.relay.relay_app import RelayServer
@@ -70,6 +72,8 @@ class PublisherSettings:
     """Versions divisible by this are also sent whole, for nodes that join late."""
     last_version: int | None = None
     """Is also kept whole on this disk."""
+    archive: bool = True
+    """Whether the deltas of all versions are kept, in `archive` beside the store."""
 
 
 class Publisher:
@@ -92,6 +96,7 @@ class Publisher:
         self._client = client
         self._settings = settings
         self._log = log
+        self._archive = VersionArchive(store.folder.parent / "archive") if settings.archive else None
         self._diff: WeightsDiff | None = None
         """Holds the file of the newest version; None until a version is written or opened."""
         self._server = RelayServer(
@@ -101,6 +106,9 @@ class Publisher:
 
     def start(self) -> None:
         """Starts to serve the versions that are in the store."""
+        archived = set() if self._archive is None else set(self._archive.versions())
+        for version in set(self._store.complete()) - archived:  # a crash may have come before it was archived
+            self._keep(version)
         self._server.start()
 
     def close(self) -> None:
@@ -186,7 +194,9 @@ class Publisher:
         final = self._store.path(version)
         shutil.rmtree(final, ignore_errors=True)
         folder.rename(final)
-        return self._store.adopt(version)
+        manifest = self._store.adopt(version)
+        self._keep(version)
+        return manifest
 
     def write_newest_whole(self) -> None:
         """Writes the newest version's whole file into its folder, for those who use it after the run has stopped."""
@@ -201,6 +211,19 @@ class Publisher:
         ):
             with suppress(DiskFull):
                 self._diff.image.write(path)
+                self._link_newest(self.newest)
+
+    def _keep(self, version: int) -> None:
+        """Adds a version that is served to the archive, and links to it as the newest if its weights are whole."""
+        folder = self._store.path(version)
+        with explain_full_disk(self._store.folder, remedy=DISK_REMEDY):
+            if self._archive is not None and folder.exists():
+                self._archive.add(folder, version)
+            if version == self.newest and (folder / WEIGHTS_FILE).exists():
+                self._link_newest(version)
+
+    def _link_newest(self, version: int) -> None:
+        link_newest(self._store.path(version), version, self._store.folder.parent)
 
     def _new_folder(self, version: int) -> Path:
         final = self._store.path(version)

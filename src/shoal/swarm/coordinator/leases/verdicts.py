@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from sqlalchemy import Row, or_, select
+from sqlalchemy import Connection, Row, or_, select
 
 from shoal.swarm.coordinator.context import Coordinator, Transaction, newest_version
 from shoal.swarm.coordinator.leases import batches, evaluations, transcripts
@@ -28,7 +28,7 @@ from shoal.swarm.coordinator.store.schema import leases, submissions, verdicts
 from shoal.swarm.coordinator.store.statements import Statement, TableStatements, given
 from shoal.wire.codes import ACCEPTED, ACCUMULATED, CODES, UNCERTAIN, UNCHECKED, Rejected
 from shoal.wire.lease import Lease, Verdict
-from shoal.wire.messages import AskClaim, Claim, LeaseStatus
+from shoal.wire.messages import AskClaim, Checks, Claim, LeaseStatus
 from shoal.wire.record import Sealed
 
 _EVENT = {
@@ -112,21 +112,38 @@ def claim(tx: Transaction, coordinator: Coordinator, ask: AskClaim) -> Claim:
 
 def look_again(tx: Transaction, coordinator: Coordinator, lease_id: str) -> Claim:
     """Returns a submission for an audit: every check is asked for, and nothing changes."""
-    row = _ONE.row(tx.db, id=lease_id)
+    claim = stored_claim(tx.db, lease_id)
+    serves = _serving(tx, coordinator, claim.policy_version)
+    return claim.model_copy(
+        update={"deadline_s": tx.now_s, "relays": serves, "origin": relays.origin_url(tx.db)}
+    )
+
+
+def stored_claim(db: Connection, lease_id: str) -> Claim:
+    """Returns a submission for an audit, without relays. Raises Rejected if the lease has none."""
+    row = _ONE.row(db, id=lease_id)
     if row is None:
         raise Rejected("request.not_found", f"lease {lease_id} has no submission")
-    claim = _to_claim(tx, coordinator, row, until_s=tx.now_s)
-    return claim.model_copy(update={"checks": "full"})
+    return _make_claim(row, checks="full", until_s=row.received_at_s)
+
+
+def _serving(tx: Transaction, coordinator: Coordinator, version: int) -> tuple[str, ...]:
+    """Returns the relays that serve a version."""
+    live = relays.usable(relays.reports(tx.db), tx.now_s, coordinator.config.heartbeat_s, version)
+    return serving(live, range(version, version + 1))[0]
 
 
 def _to_claim(tx: Transaction, coordinator: Coordinator, row: Row[Any], *, until_s: float) -> Claim:
-    version = range(row.policy_version, row.policy_version + 1)
-    live = relays.usable(relays.reports(tx.db), tx.now_s, coordinator.config.heartbeat_s, row.policy_version)
+    claim = _make_claim(row, checks=row.checks, until_s=until_s)
+    serves = _serving(tx, coordinator, row.policy_version)
+    return claim.model_copy(update={"relays": serves, "origin": relays.origin_url(tx.db)})
+
+
+def _make_claim(row: Row[Any], *, checks: Checks, until_s: float) -> Claim:
     return Claim(
         lease=Sealed[Lease].parse(row.sealed).body,
-        checks=row.checks,
-        relays=serving(live, version)[0],
-        origin=relays.origin_url(tx.db),
+        checks=checks,
+        relays=(),
         policy_version=row.policy_version,
         sha256=row.sha256,
         num_bytes=row.num_bytes,
