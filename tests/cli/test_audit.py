@@ -1,5 +1,6 @@
 """`shoal audit` of a real run: with an honest store, and with stored files that were changed afterwards."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -70,3 +71,36 @@ def test_refusals_are_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert f"{refused}: agrees with the ledger" in capsys.readouterr().out
         assert shoal(*words, "--lease", "0" * 32) == 2
         assert "cannot be repeated" in capsys.readouterr().err
+
+
+def test_an_audit_that_checks_nothing_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with small_run(tmp_path / "run", CONFIG) as run:
+        words = ("audit", run.url, "--key", run.keys / "validator.key", "--dir", tmp_path / "audit")
+        assert shoal(*words) == 1
+        assert "NOTHING WAS CHECKED" in capsys.readouterr().out
+        assert shoal("audit", run.url) == 2
+        assert "--key validator.key" in capsys.readouterr().err
+
+
+def test_a_folder_is_audited_without_a_coordinator(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = CONFIG.model_copy(update={"heartbeat_s": 5.0})
+    folder = tmp_path / "run"
+    with small_run(folder, config) as run:
+        run.publish(0)
+        run.serve_from_origin()
+        run.start_validator()
+        worker = RunningWorker(run)
+        eventually("accepted work", lambda: sum(node.accepted for node in run.stats().nodes) >= 2)
+        worker.stop.set()
+        worker.join()
+        eventually("an empty queue", lambda: run.stats().queued_checks == 0)
+    assert shoal("ledger", "verify", folder) == 0
+    assert "good: " in capsys.readouterr().out
+    assert shoal("audit", folder, "--sample", "2") == 1  # this folder has no versions of a trainer
+    assert "NOTHING WAS CHECKED" in capsys.readouterr().out
+    (folder / "trainer").mkdir()
+    shutil.copytree(folder / "origin", folder / "trainer" / "versions")
+    assert shoal("audit", folder, "--sample", "2") == 0
+    assert "verdicts that agree with the ledger: 2 of 2" in capsys.readouterr().out

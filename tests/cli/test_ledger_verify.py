@@ -79,7 +79,7 @@ def change(folder: Path, *statements: str) -> None:
 
 
 def verify_ledger(url: str, stop: threading.Event | None = None) -> int:
-    options = argparse.Namespace(url=url, json=False)
+    options = argparse.Namespace(run=url, json=False)
     return audit.verify(options, stop or threading.Event())
 
 

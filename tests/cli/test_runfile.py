@@ -2,6 +2,7 @@
 
 import json
 import re
+import types
 from pathlib import Path
 
 import pytest
@@ -117,8 +118,18 @@ def test_unknown_models_and_lies(tmp_path: Path) -> None:
         ValueError, match=r"test\.toml: local.lies: unknown lie 'white'; known: wrong-weights"
     ):
         try_run(load(tmp_path, GOOD + '[local]\nlies = ["white"]\n'), path, starts=False)
+
+
+def test_a_model_of_the_hub_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(*_: object, **__: object) -> str:
+        raise OSError("no route to the hub")
+
+    hub = types.SimpleNamespace(snapshot_download=snapshot_download)
+    monkeypatch.setattr("shoal.model.hub.import_hub", lambda asked_for: hub)
+    path = tmp_path / "test.toml"
     with pytest.raises(
-        ValueError, match=r"'Qwen/Qwen3-0\.6B' is no folder here; .*hf download Qwen/Qwen3-0\.6B"
+        ValueError,
+        match=r"'Qwen/Qwen3-0\.6B' is no folder here, .*no route to the hub.*hf download Qwen/Qwen3-0\.6B",
     ):
         try_run(load(tmp_path, GOOD.replace('"tiny"', '"Qwen/Qwen3-0.6B"')), path, starts=False)
 

@@ -106,6 +106,7 @@ def test_the_summary(file: RunFile) -> None:
     assert lines == [
         "run demo: as expected",
         "  held-out reward   0.200 (version 0) -> 0.500 (version 10), expected a gain of 0.20",
+        f"  best version      10, held-out reward 0.500: shoal export {folder} --version best --out FOLDER",
         "  versions          11 published, 12 groups trained on in 3 batches",
         "  filtering         25% of rollouts in groups without signal (5 of 20 groups), 2 groups stale; 10% of answers unparseable",
         "  broadcast         2.5 MB published, 3.0 MB sent by relays",
@@ -113,6 +114,7 @@ def test_the_summary(file: RunFile) -> None:
         "  worker-1 (22222222)                      trusted      credit     12,345   accepted 5, refused 0, void 0",
         "  worker-2, lies: truncated (11111111)     banned       credit     12,345   accepted 5, refused 2, void 0",
         f"  files             {folder}: metrics in trainer/metrics.jsonl, ledger in coordinator/, logs in logs/",
+        f"  model             {folder}/model: the newest version, for transformers or `shoal chat {folder}`",
         f"  plot              {folder}/reward.png",
     ]
 

@@ -19,16 +19,17 @@ from shoal.cli.ui.values import (
     add_json,
     add_limits,
     add_sampling_options,
+    add_set,
     add_task_options,
     add_task_settings,
     add_threads,
     at_least_one,
-    count,
     option,
     port_number,
     seconds,
     share,
     url,
+    url_or_folder,
 )
 
 NODE_FOLDER = Path("shoal-node")
@@ -42,6 +43,7 @@ Action: TypeAlias = Callable[[argparse.Namespace, threading.Event], int]
 def add_run(commands: Commands) -> None:
     parser = commands.add_parser("run", help="start every role of a run file on this machine")
     parser.add_argument("file", type=Path, metavar="FILE.toml")
+    add_set(parser, "; several values (1,2,3) are a sweep: one run after another")
     parser.add_argument("--dir", type=Path, help="folder for the run's files (default: out/NAME)")
     add_device(parser, "where trainer, workers and validators compute")
     parser.add_argument(
@@ -198,14 +200,13 @@ def _add_node_folder(parser: argparse.ArgumentParser, action: Action) -> None:
 
 
 def add_analysis_commands(commands: Commands) -> None:
-    """Adds ledger, audit, explain, eval, tasks, data and toploc."""
+    """Adds ledger, audit, explain, tasks, data and toploc."""
     _add_ledger(commands)
     _add_audit(commands)
     explain = commands.add_parser("explain", help="what a refusal code means")
     explain.add_argument("code", nargs="?", help="such as reject.early_stop; without one, all are listed")
     add_json(explain)
     explain.set_defaults(action=_explain)
-    _add_eval(commands)
     _add_tasks(commands)
     _add_data(commands)
     _add_toploc(commands)
@@ -215,16 +216,24 @@ def _add_ledger(commands: Commands) -> None:
     parser = commands.add_parser("ledger", help="check a run's ledger")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     verify = actions.add_parser("verify", help="recompute every hash, the signed head and every balance")
-    verify.add_argument("url", type=url, help="the coordinator's URL")
+    verify.add_argument(
+        "run", metavar="RUN", type=url_or_folder, help="a coordinator's URL, or a run's folder"
+    )
     add_json(verify)
     verify.set_defaults(action=_verify_ledger)
 
 
 def _add_audit(commands: Commands) -> None:
     parser = commands.add_parser("audit", help="repeat a sample of a run's verdicts, accepted and refused")
-    parser.add_argument("url", type=url, help="the coordinator's URL")
-    parser.add_argument("--key", type=Path, required=True, help="validator.key, from the coordinator")
-    parser.add_argument("--dir", type=Path, required=True, help="folder for the versions that are fetched")
+    parser.add_argument(
+        "run", metavar="RUN", type=url_or_folder, help="a coordinator's URL, or a run's folder"
+    )
+    parser.add_argument("--key", type=Path, help="with a URL: validator.key, from the coordinator")
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        help="with a URL: folder for the versions that are fetched (of a folder: temporary)",
+    )
     parser.add_argument(
         "--sample", type=at_least_one, default=16, help="number of verdicts, chosen at random (default: 16)"
     )
@@ -232,28 +241,6 @@ def _add_audit(commands: Commands) -> None:
     parser.add_argument("--seed", type=int, default=None, help="the same seed chooses the same sample")
     add_json(parser)
     parser.set_defaults(action=_audit)
-
-
-def _add_eval(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "eval", help="pass@1 and pass@k of a model folder or a published version on held-out problems"
-    )
-    parser.add_argument("model", metavar="MODEL", help="a folder, a built-in model, or a coordinator's URL")
-    parser.add_argument("--version", type=count, help="with a URL: which version (default: the newest)")
-    parser.add_argument(
-        "--key",
-        type=Path,
-        help="with a URL whose relays are private: a member's key, such as node.key in a worker's folder",
-    )
-    add_task_options(parser, required=False)
-    parser.add_argument(
-        "--prompts", type=at_least_one, default=200, help="number of held-out problems (default: 200)"
-    )
-    parser.add_argument("--k", type=at_least_one, default=1, help="the k of pass@k (default: 1)")
-    parser.add_argument("--samples", type=at_least_one, help="answers to each problem (default: k)")
-    add_sampling_options(parser)
-    add_json(parser)
-    parser.set_defaults(action=_evaluate)
 
 
 def _add_tasks(commands: Commands) -> None:
@@ -337,6 +324,7 @@ def _add_toploc(commands: Commands) -> None:
         "calibrate-run", help="measure the noise of a run file's own model, task and terms on this machine"
     )
     whole.add_argument("file", type=Path, metavar="FILE.toml")
+    add_set(whole)
     whole.add_argument("--out", type=Path, required=True, metavar="NOISE")
     whole.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     whole.add_argument("--threads", type=int, default=0, help="threads of torch (default: torch chooses)")
@@ -355,6 +343,12 @@ def _add_toploc(commands: Commands) -> None:
 
 
 def _run(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.run.overrides import combinations
+
+    if len(combinations(options.set)) > 1:
+        from shoal.cli.run.sweep import sweep
+
+        return sweep(options, stop)
     from shoal.cli.run.local import run
 
     return run(options, stop)
@@ -448,12 +442,6 @@ def _audit(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.cli.commands.audit import audit
 
     return audit(options, stop)
-
-
-def _evaluate(options: argparse.Namespace, stop: threading.Event) -> int:
-    from shoal.cli.commands.evaluate import evaluate
-
-    return evaluate(options, stop)
 
 
 def _list_tasks(options: argparse.Namespace, stop: threading.Event) -> int:

@@ -24,6 +24,7 @@ from shoal.cli.commands.demo import add_completion, add_demo
 from shoal.cli.commands.diloco import add_diloco
 from shoal.cli.commands.rollouts import add_rollouts
 from shoal.cli.commands.watch import add_report, add_top
+from shoal.cli.result_arguments import add_result_commands
 from shoal.cli.run.roles import add_roles
 from shoal.cli.run.supervise import (
     EXIT_DEADLINE,
@@ -119,6 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_arena(commands)
     add_admin(commands)
     add_diloco(commands)
+    add_result_commands(commands)
     add_report(commands)
     add_top(commands)
     add_rollouts(commands)

@@ -1,15 +1,20 @@
 """`shoal ledger verify` recomputes a run's ledger; `shoal audit` repeats a sample of its verdicts with the validator's own code.
 
-The audit needs validator.key, because submitted files are not public. It can only check work whose version a relay still holds.
+Both take a coordinator's URL or a run's folder on this machine. Of a URL, the audit needs validator.key, because submitted files are
+not public, and can only check work whose version a relay still holds. A folder has the weights of all versions in the trainer's archive.
 """
 
 import argparse
+import hashlib
 import json
 import random
 import secrets
+import shutil
+import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +23,7 @@ from pydantic import ValidationError
 
 from shoal.cli.public_api import PublicApi
 from shoal.cli.run.supervise import EXIT_FAILED, EXIT_OK
+from shoal.cli.run_folder import RunFolder
 from shoal.cli.ui.progress_bar import progress
 from shoal.net.http_client import SignedClient, fetch_files
 from shoal.net.waiting import Stopped
@@ -29,42 +35,52 @@ from shoal.wire.keys import Key
 from shoal.wire.lease import Verdict
 from shoal.wire.ledger import LedgerEvent, LedgerHead, verify_ledger
 from shoal.wire.messages import Claim, Info, Stats
-from shoal.wire.record import Sealed
+from shoal.wire.record import Sealed, seal
 from shoal.wire.run_spec import RunSpec
 
 if TYPE_CHECKING:  # the validator needs torch, which `shoal ledger verify` must do without
     from shoal.swarm.validator.loaded_versions import LoadedVersions
+    from shoal.swarm.validator.recompute import LoadedPolicy
     from shoal.swarm.validator.table_reader import TableReader
 
 PAGE_EVENTS = 500
 FETCH_S = 120.0
 """Seconds to try for a version's weights or a task's files."""
 GONE = "no relay holds its version any more"
+"""Why a verdict cannot be repeated. A run's folder has all versions; a URL has those that relays keep."""
 
 
 # -- shoal ledger verify ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class ShownLedger:
+    """A ledger and what its coordinator shows of it."""
+
+    run_key: str
+    shown: Stats
+    head: Sealed[LedgerHead]
+    events: list[LedgerEvent]
+
+
 def verify(options: argparse.Namespace, stop: threading.Event) -> int:
     """Recomputes the ledger's hashes and balances, and compares them with the signed head and the public tables."""
-    with PublicApi(options.url) as api:
-        run_key = api.read("/v1/info", Info).run_key
-        try:
-            # Before the head, so that the head covers every event that the tables follow from.
-            shown = Stats.parse(api.get("/v1/stats"))
-            head = Sealed[LedgerHead].parse(api.get("/v1/ledger/head"))
-            events = list(_events(api, head.body.seq, stop))
-            with progress(f"verifying {len(events):,} events"):
-                count = verify_ledger(events, head, run_key)
-                books = replay(events[: shown.ledger_seq])
-                compare(books, shown)
-        except (CorruptData, Rejected) as error:
-            reason = {"good": False, "reason": error.detail}
-            print(json.dumps(reason) if options.json else f"NOT GOOD: {error.detail}")
-            return EXIT_FAILED
+    try:
+        found = (
+            _ledger_of_url(options.run, stop) if is_url(options.run) else _ledger_of_folder(Path(options.run))
+        )
+        run_key, shown, head, events = found.run_key, found.shown, found.head, found.events
+        with progress(f"verifying {len(events):,} events"):
+            count = verify_ledger(events, head, run_key)
+            books = replay(events[: shown.ledger_seq])
+            compare(books, shown)
+    except (CorruptData, Rejected) as error:
+        reason = {"good": False, "reason": error.detail}
+        print(json.dumps(reason) if options.json else f"NOT GOOD: {error.detail}")
+        return EXIT_FAILED
     if options.json:
-        found = {"events": count, "head": head.body.hash, "run_key": run_key, "nodes": len(books.nodes)}
-        print(json.dumps({"good": True, **found, "leases": len(books.leases)}))
+        counts = {"events": count, "head": head.body.hash, "run_key": run_key, "nodes": len(books.nodes)}
+        print(json.dumps({"good": True, **counts, "leases": len(books.leases)}))
         return EXIT_OK
     print(f"good: {count} events, head {head.body.hash[:16]}, signed by run key {run_key[:16]}")
     print(
@@ -72,6 +88,31 @@ def verify(options: argparse.Namespace, stop: threading.Event) -> int:
         f"{len(shown.nodes)} nodes shown by the coordinator agree"
     )
     return EXIT_OK
+
+
+def is_url(run: str) -> bool:
+    """Returns whether the argument RUN is a coordinator's URL; otherwise it is a run's folder."""
+    return run.startswith(("http://", "https://"))
+
+
+def _ledger_of_url(url: str, stop: threading.Event) -> ShownLedger:
+    with PublicApi(url) as api:
+        run_key = api.read("/v1/info", Info).run_key
+        # Before the head, so that the head covers every event that the tables follow from.
+        shown = Stats.parse(api.get("/v1/stats"))
+        head = Sealed[LedgerHead].parse(api.get("/v1/ledger/head"))
+        return ShownLedger(run_key, shown, head, list(_events(api, head.body.seq, stop)))
+
+
+def _ledger_of_folder(folder: Path) -> ShownLedger:
+    """Reads the tables, and signs the head as the coordinator would: the folder holds the run's key."""
+    with RunFolder(folder) as run:
+        shown, events = run.stats(), list(run.events())
+        if not events:
+            raise CorruptData(f"{folder} has no ledger event")
+        last = events[-1]
+        head = LedgerHead(run=run.spec.run, seq=last.seq, hash=last.hash, time_s=last.time_s)
+        return ShownLedger(run.run_key, shown, seal(head, run.key()), events)
 
 
 def fetch_ledger(api: PublicApi, run_key: str, stop: threading.Event) -> list[LedgerEvent]:
@@ -124,35 +165,75 @@ def _parse_page(data: bytes, seq: int) -> list[LedgerEvent]:
         raise CorruptData(f"the page from event {seq} on holds no ledger events") from None
 
 
+class VersionGone(Exception):
+    """No relay serves the version of a submission any more."""
+
+
 # -- shoal audit --------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditSource:
+    """What an audit reads, of a URL or a folder."""
+
+    spec: RunSpec
+    events: list[LedgerEvent]
+    held: set[int]
+    """Versions whose weights can be had."""
+    claim: Callable[[str], Claim]
+    """Returns the submission on a lease."""
+    read_object: Callable[[str], bytes]
+    """Returns a submitted file; raises ValueError if it is missing or not the one that was submitted."""
+    policy: Callable[[Claim], "LoadedPolicy"]
+    """Returns the version that a submission names; raises CannotCheck if its weights cannot be had."""
+
+
 def audit(options: argparse.Namespace, stop: threading.Event) -> int:
-    """Repeats verdicts and compares each with the one in the ledger."""
-    from shoal.model.load_model import DTYPES, load_causal
-    from shoal.swarm.validator.loaded_versions import LoadedVersions
+    """Repeats verdicts and compares each with the one in the ledger. Fails if none could be repeated."""
     from shoal.swarm.validator.table_reader import TableReader
 
+    opened = _audit_url(options, stop) if is_url(options.run) else _audit_folder(options)
+    with opened as source, TableReader() as reader:
+        events, books = source.events, replay(source.events)
+        given = repeatable_verdicts(events, source.held)
+        chosen = (
+            [verdict_on(given, options.lease)]
+            if options.lease
+            else choose(given, options.sample, random.Random(options.seed))
+        )
+        refused = sum(verdict.body["code"] != ACCEPTED for verdict in chosen)
+        if not options.json:
+            print(
+                f"the ledger is good: {len(events)} events; verdicts to repeat: {len(chosen)}, refusals among them: {refused}"
+            )
+        found: dict[str, str | None] = {}
+        issued = {event.body["lease_id"]: event for event in events if event.type == "lease.issued"}
+        for verdict in chosen:
+            if stop.is_set():
+                raise Stopped("stopped between two verdicts")
+            lease_id = verdict.body["lease_id"]
+            found[lease_id] = repeat_verdict(source, reader, verdict, issued[lease_id])
+            if not options.json:
+                print(f"  {lease_id}: {describe(found[lease_id], seed_of(books, lease_id))}")
+    return _print_result(options, len(events), found)
+
+
+@contextmanager
+def _audit_url(options: argparse.Namespace, stop: threading.Event) -> Iterator[AuditSource]:
+    from shoal.model.load_model import DTYPES, load_causal
+    from shoal.swarm.validator.loaded_versions import LoadedVersions
+
+    if options.key is None or options.dir is None:
+        raise ValueError(
+            "an audit of a URL needs --key validator.key, from the coordinator, and --dir, a folder for the versions that are "
+            "fetched; a run's folder on this machine needs neither"
+        )
     log = Log("audit")
     key = Key.load(options.key)
-    with PublicApi(options.url) as api:
+    with PublicApi(options.run) as api:
         info, stats = api.read("/v1/info", Info), api.read("/v1/stats", Stats)
         events = fetch_ledger(api, info.run_key, stop)
-    books = replay(events)
-    held = {version for relay in stats.relays for version in relay.versions}
-    given = repeatable_verdicts(events, held)
-    chosen = (
-        [verdict_on(given, options.lease)]
-        if options.lease
-        else choose(given, options.sample, random.Random(options.seed))
-    )
-    refused = sum(verdict.body["code"] != ACCEPTED for verdict in chosen)
-    if not options.json:
-        print(
-            f"the ledger is good: {len(events)} events; verdicts to repeat: {len(chosen)}, refusals among them: {refused}"
-        )
-    found: dict[str, str | None] = {}
-    with closing(SignedClient(options.url, key, log=log, stop=stop)) as client, TableReader() as reader:
+    with closing(SignedClient(options.run, key, log=log, stop=stop)) as client:
         versions = LoadedVersions(
             options.dir / "policies",
             client,
@@ -162,28 +243,80 @@ def audit(options: argparse.Namespace, stop: threading.Event) -> int:
             fetch_s=FETCH_S,
             log=log,
         )
-        spec = with_fetched_files(client, info.spec, options.dir / "data")
-        issued = {event.body["lease_id"]: event for event in events if event.type == "lease.issued"}
-        for verdict in chosen:
-            if stop.is_set():
-                raise Stopped("stopped between two verdicts")
-            lease_id = verdict.body["lease_id"]
-            found[lease_id] = repeat_verdict(client, versions, reader, spec, verdict, issued[lease_id])
-            if not options.json:
-                print(f"  {lease_id}: {describe(found[lease_id], seed_of(books, lease_id))}")
-    return _print_result(options, len(events), found)
+        yield AuditSource(
+            spec=with_fetched_files(client, info.spec, options.dir / "data"),
+            events=events,
+            held={version for relay in stats.relays for version in relay.versions},
+            claim=lambda lease_id: client.call("GET", f"/v1/checks/{lease_id}", None, Claim),
+            read_object=client.fetch_object,
+            policy=partial(_served_policy, versions),
+        )
+
+
+def _served_policy(versions: "LoadedVersions", claim: Claim) -> "LoadedPolicy":
+    if not claim.relays:
+        raise VersionGone
+    return versions.get(claim.policy_version, claim.lease, claim.relays, claim.origin)
+
+
+@contextmanager
+def _audit_folder(options: argparse.Namespace) -> Iterator[AuditSource]:
+    with ExitStack() as stack:
+        run = stack.enter_context(RunFolder(Path(options.run)))
+        ledger = _ledger_of_folder(run.folder)
+        verify_ledger(ledger.events, ledger.head, ledger.run_key)
+        work = options.dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        yield AuditSource(
+            spec=run.local_spec(),
+            events=ledger.events,
+            held=set(run.archive.versions()),
+            claim=run.claim,
+            read_object=partial(_stored_file, run),
+            policy=partial(_archived_policy, run, work),
+        )
+
+
+def _stored_file(run: RunFolder, sha256: str) -> bytes:
+    data = run.read_object(sha256)
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise ValueError(f"the stored file is not {sha256}")
+    return data
+
+
+def _archived_policy(run: RunFolder, work: Path, claim: Claim) -> "LoadedPolicy":
+    """Restores a version from the trainer's archive and loads it. Raises CannotCheck if it is not the leased one."""
+    from shoal.model.load_model import DTYPES, load_causal
+    from shoal.model.tokenizer import load_tokenizer
+    from shoal.swarm.validator.recompute import CannotCheck, LoadedPolicy
+
+    version = claim.policy_version
+    folder = work / f"v{version}"
+    try:
+        manifest = run.archive.restore(version, folder, run_key=run.run_key)
+        leased = {policy.version: policy.weights_digest for policy in claim.lease.policies}
+        if manifest.weights_digest != leased.get(version):
+            raise ValueError(f"version {version} in the archive has other weights than the lease names")
+        model = load_causal(folder, dtype=DTYPES[run.spec.compute_dtype], device="cpu")
+        return LoadedPolicy(version, model, load_tokenizer(folder))
+    except (CorruptData, ValueError, OSError) as error:
+        raise CannotCheck(str(error)) from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _print_result(options: argparse.Namespace, num_events: int, found: dict[str, str | None]) -> int:
     good = sum(difference is None for difference in found.values())
     gone = sum(difference == GONE for difference in found.values())
+    if good + gone == len(found) and not good and not options.json:
+        why = f"because {GONE}" if gone else "because the run has no verdict on a version that can be had"
+        print(f"NOTHING WAS CHECKED, {why}")
     if options.json:
         counts = {"events": num_events, "checked": len(found), "good": good, "gone": gone}
         print(json.dumps({**counts, "found": found}))
     else:
         missing = f"; {gone} could not be repeated because {GONE}" if gone else ""
         print(f"verdicts that agree with the ledger: {good} of {len(found)}{missing}")
-    return EXIT_OK if good + gone == len(found) else EXIT_FAILED
+    return EXIT_OK if good and good + gone == len(found) else EXIT_FAILED
 
 
 def describe(difference: str | None, seed: str | None) -> str:
@@ -238,31 +371,27 @@ def with_fetched_files(client: SignedClient, spec: RunSpec, folder: Path) -> Run
 
 
 def repeat_verdict(
-    client: SignedClient,
-    versions: "LoadedVersions",
-    reader: "TableReader",
-    spec: RunSpec,
-    verdict: LedgerEvent,
-    issued: LedgerEvent,
+    source: AuditSource, reader: "TableReader", verdict: LedgerEvent, issued: LedgerEvent
 ) -> str | None:
     """Judges a submission again; returns how the result differs from the ledger, or None if it agrees."""
     from shoal.swarm.validator.judge import judge
     from shoal.swarm.validator.recompute import CannotCheck
 
-    claim = client.call("GET", f"/v1/checks/{verdict.body['lease_id']}", None, Claim)
+    claim = source.claim(verdict.body["lease_id"])
     if claim.lease.digest() != issued.body["lease_digest"]:
         return "the lease does not have the digest that the ledger has"
-    if not claim.relays:
-        return GONE
     try:
-        data = client.fetch_object(claim.sha256)
+        data = source.read_object(claim.sha256)
     except ValueError:
         return f"the stored file is not {claim.sha256}"
     try:
-        policy = versions.get(claim.policy_version, claim.lease, claim.relays, claim.origin)
-        again = judge(data, claim, spec, policy, reader=reader, control_seed=secrets.randbits(64))
+        again = judge(
+            data, claim, source.spec, source.policy(claim), reader=reader, control_seed=secrets.randbits(64)
+        )
     except CannotCheck as error:
         return f"cannot be checked: {error}"
+    except VersionGone:
+        return GONE
     return difference_between(again, verdict)
 
 

@@ -7,7 +7,7 @@ import math
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import httpx2
 
 from shoal.cli.commands.sample_answers import (
     GradedAnswer,
+    PosedProblem,
     answer,
     load_engine,
     load_task,
@@ -28,6 +29,7 @@ from shoal.cli.public_api import TIMEOUT_S, PublicApi
 from shoal.cli.run.supervise import EXIT_OK
 from shoal.cli.ui.progress_bar import progress
 from shoal.cli.ui.values import MAX_NEW_TOKENS, pass_at, wilson
+from shoal.files import write_bytes_atomically
 from shoal.net.http_client import SignedClient
 from shoal.net.ticket_client import Tickets
 from shoal.tasks import Outcome
@@ -39,6 +41,9 @@ from shoal.wire.messages import Info, Stats
 from shoal.wire.record import Sealed
 from shoal.wire.run_spec import Sampling, TaskSpec
 
+SHOWN = 4
+"""Answers to one problem that are printed."""
+SHOWN_CHARACTERS = 2000
 FETCH_S = 1800.0
 """Seconds to try for a published version."""
 
@@ -84,15 +89,57 @@ def evaluate(options: argparse.Namespace, stop: threading.Event) -> int:
         posed = pose(task, "eval", options.prompts, options.seed)
         engine = load_engine(folder, options)
         with progress("answers", len(posed) * samples) as advance:
-            groups = [
-                group for _, group in answer(engine, task, posed, draw, spec=spec, stop=stop, advance=advance)
-            ]
-    figures = compute_figures(groups, k=options.k)
+            answered = list(answer(engine, task, posed, draw, spec=spec, stop=stop, advance=advance))
+    figures = compute_figures([group for _, group in answered], k=options.k)
+    if options.answers is not None:
+        write_answers(options.answers, answered)
+    if options.show and not options.json:
+        print(format_answers(answered[: options.show]))
     settings = {"model": options.model, "version": source.version, "task": spec.model_dump(), **asdict(draw)}
     print(json.dumps(settings | asdict(figures)) if options.json else format_figures(figures, settings))
     if len(posed) < options.prompts:
         print(f"shoal: the task has only {len(posed)} held-out problems; all were used", file=sys.stderr)
     return EXIT_OK
+
+
+def format_answers(answered: Sequence[tuple[PosedProblem, tuple[GradedAnswer, ...]]]) -> str:
+    """Returns problems with the right answer and what the model answered."""
+    lines = []
+    for one, group in answered:
+        lines += [f"prompt    {_in_lines(one.problem.prompt)}", f"expected  {_in_lines(one.problem.answer)}"]
+        lines += [
+            f"answer    {_in_lines(given.text)}   [{given.outcome.value}, reward {given.value:g}]"
+            for given in group[:SHOWN]
+        ]
+        lines += [f"          and {len(group) - SHOWN} more answers"] if len(group) > SHOWN else []
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _in_lines(text: str) -> str:
+    """Returns a text with its further lines indented, truncated if it is long."""
+    shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
+    return shown.strip("\n").replace("\n", "\n          ")
+
+
+def write_answers(path: Path, answered: Sequence[tuple[PosedProblem, tuple[GradedAnswer, ...]]]) -> None:
+    """Writes one line of JSON for each answer."""
+    lines = (
+        json.dumps(
+            {
+                "prompt": one.problem.prompt,
+                "expected": one.problem.answer,
+                "answer": given.text,
+                "reward": given.value,
+                "outcome": given.outcome.value,
+                "tokens": given.num_tokens,
+                "cut": given.cut,
+            }
+        )
+        for one, group in answered
+        for given in group
+    )
+    write_bytes_atomically(path, "".join(f"{line}\n" for line in lines).encode(), durable=False)
 
 
 def compute_figures(groups: list[tuple[GradedAnswer, ...]], *, k: int) -> Figures:

@@ -55,6 +55,7 @@ class GradedAnswer:
     """Whether it reached max_new_tokens before an end token."""
     off_budget: int | None
     """Number of tokens above or below the budget, if the prompt asked for a length."""
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +212,7 @@ def _graded(
         raise ValueError(f"an answer could not be graded: {error}") from None
     num_tokens = len(row.output_tokens)
     off = None if problem.budget is None else abs(problem.budget - num_tokens)
-    return GradedAnswer(reward.outcome, reward.value, num_tokens, row.finish is Finish.LENGTH, off)
+    return GradedAnswer(reward.outcome, reward.value, num_tokens, row.finish is Finish.LENGTH, off, text)
 
 
 def load_task(spec: TaskSpec) -> Task:

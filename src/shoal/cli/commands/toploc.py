@@ -74,7 +74,7 @@ def prove(options: argparse.Namespace, stop: threading.Event) -> int:
 
 def calibrate_run(options: argparse.Namespace, stop: threading.Event) -> int:
     """Generates rows with the model, the task and the terms of a run file, checks them like a validator, and writes a noise file."""
-    file = load_run_file(options.file)
+    file = load_run_file(options.file, overrides=options.set)
     spec = file.spec()
     task = make_task(spec.task)
     cap = min(max(spec.sampling.of(one).max_new_tokens for one in spec.tasks), RUN_TOKENS)

@@ -6,6 +6,7 @@ does the work in a process of its own, so that `shoal run` itself needs no torch
 
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -25,6 +26,7 @@ def calibrate_here(
     supervisor: Supervisor,
     *,
     device: str,
+    overrides: Sequence[str] = (),
     stop: threading.Event,
     console: Console,
 ) -> Path | None:
@@ -37,6 +39,7 @@ def calibrate_here(
     print_plainly(console, "calibrating: measuring the noise of honest proofs on this machine in bfloat16")
     began_s = time.monotonic()
     command = ["toploc", "calibrate-run", str(source), "--out", str(noise), "--device", device]
+    command += [word for override in overrides for word in ("--set", override)]
     supervisor.start(_CHILD, command)
     child = supervisor.children[_CHILD]
     while child.ended is None:

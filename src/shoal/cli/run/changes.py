@@ -1,9 +1,11 @@
 """What a run file may change when its run is resumed, and the settings that the ledger records for it."""
 
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.cli.run.overrides import overridden_text
 from shoal.cli.run.runfile import RunFile
 
 FIXED_SECTIONS = ("task", "eval", "sampling", "proof", "tolerances", "needs")
@@ -38,9 +40,13 @@ _RECORDED = (
 )
 
 
-def changes_between(began: Path, now: Path) -> dict[str, tuple[Any, Any]]:
-    """Returns the keys that differ, each with both values; None stands for a key that is not set."""
-    before, after = (_flat(tomllib.loads(path.read_text(encoding="utf-8"))) for path in (began, now))
+def changes_between(began: Path, now: Path, overrides: Sequence[str] = ()) -> dict[str, tuple[Any, Any]]:
+    """Returns the keys that differ, each with both values; None stands for a key that is not set.
+
+    `overrides` are those of --set, which change the file `now`.
+    """
+    texts = (began.read_text(encoding="utf-8"), overridden_text(now, overrides))
+    before, after = (_flat(tomllib.loads(text)) for text in texts)
     return {
         key: (before.get(key), after.get(key))
         for key in sorted(before.keys() | after.keys())

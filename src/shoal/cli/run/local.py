@@ -22,9 +22,17 @@ from shoal.cli.run.calibration import calibrate_here
 from shoal.cli.run.changes import changes_between, check_changes, describe_changes
 from shoal.cli.run.estimate import estimates
 from shoal.cli.run.notices import LogFollower, NoticeFiles
-from shoal.cli.run.preflight import memory_needed, try_run
+from shoal.cli.run.overrides import overridden_text
+from shoal.cli.run.preflight import resources_needed, try_run
 from shoal.cli.run.runfile import RunFile, derived_numbers, load_run_file
-from shoal.cli.run.summary import LocalWorker, RunVerdict, judge_run, print_plainly, print_summary
+from shoal.cli.run.summary import (
+    LocalWorker,
+    RunVerdict,
+    format_sample,
+    judge_run,
+    print_plainly,
+    print_summary,
+)
 from shoal.cli.run.supervise import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -38,11 +46,13 @@ from shoal.cli.ui.plot import plot_rewards
 from shoal.cli.ui.progress_bar import progress
 from shoal.cli.ui.values import check_device
 from shoal.cli.ui.view import View, duration, make_view
+from shoal.files import replace_link, write_bytes_atomically
 from shoal.net.http_client import Unreachable
 from shoal.net.waiting import Stopped
 from shoal.wire.delegation import write_relay_key
 from shoal.wire.keys import Key
 from shoal.wire.messages import History, Stats
+from shoal.wire.page_data import Snapshot
 
 MARKER = "run.toml"
 """Copy of the run file. A folder that has it is a run's folder."""
@@ -74,6 +84,8 @@ class LocalRun:
     host: str = LOOPBACK
     port: int | None = None
     """The coordinator's port; None takes the one of the last start, COORDINATOR_PORT, or another free one."""
+    overrides: tuple[str, ...] = ()
+    """Keys of the run file that --set replaces."""
 
 
 # -- the command --------------------------------------------------------------------------------------------
@@ -85,7 +97,7 @@ def run(options: argparse.Namespace, stop: threading.Event) -> int:
         raise ValueError(
             "--json is for --dry-run; a run writes metrics.jsonl, and `shoal top URL --json` prints its state"
         )
-    file = load_run_file(options.file)
+    file = load_run_file(options.file, overrides=options.set)
     check_peer_join(options.peer_join, file.trainer.diloco)
     if options.device != "cpu":
         check_device(options.device)
@@ -107,15 +119,13 @@ def run(options: argparse.Namespace, stop: threading.Event) -> int:
         peer_join=tuple(options.peer_join),
         host=options.host,
         port=options.port,
+        overrides=tuple(options.set),
     )
     return run_local(local_run, stop, Console(highlight=False))
 
 
 def _print_numbers(options: argparse.Namespace, file: RunFile, warnings: list[str]) -> int:
-    numbers = derived_numbers(file) | estimates(file)
-    folder = Path(file.run.model)
-    if (folder / "config.json").is_file():
-        numbers["memory of all processes here, about"] = f"{memory_needed(file, folder) / 1e9:.1f} GB"
+    numbers = derived_numbers(file) | estimates(file) | resources_needed(file)
     if options.json:
         print(json.dumps(numbers | {"warnings": warnings}, default=str))
         return EXIT_OK
@@ -134,12 +144,19 @@ def run_local(run: LocalRun, stop: threading.Event, console: Console) -> int:
     with lock_folder(run.folder, stop) as lock:
         check_folder(run)  # again: another run may have used the folder until now
         prepare_folder(run, console)
+        replace_link(run.folder / "model", Path("trainer") / "newest")
         supervisor = Supervisor(run.folder, lock)
         watched = Watched()
         try:
             addresses = choose_addresses(run.folder, run.host, run.port, relays=run.file.local.relays)
             noise = calibrate_here(
-                run.file, run.source, supervisor, device=run.device, stop=stop, console=console
+                run.file,
+                run.source,
+                supervisor,
+                device=run.device,
+                overrides=run.overrides,
+                stop=stop,
+                console=console,
             )
             start_roles(run, addresses, supervisor, noise, stop, console)
             watch(run, addresses, supervisor, watched, stop, console)
@@ -181,6 +198,8 @@ def resume_command(run: LocalRun) -> str:
         words += ["--host", run.host]
     if run.port is not None:
         words += ["--port", str(run.port)]
+    for override in run.overrides:
+        words += ["--set", override]
     for address in run.peer_join:
         words += ["--peer-join", address]
     return shlex.join([*words, "--resume"])
@@ -199,7 +218,7 @@ def check_folder(run: LocalRun) -> None:
     if run.resume:
         if not marker.exists():
             raise ValueError(f"nothing to resume: {run.folder} holds no run; start it without --resume")
-        check_changes(changes_between(marker, run.source), marker, run.source)
+        check_changes(changes_between(marker, run.source, run.overrides), marker, run.source)
     elif run.folder.exists() and any(run.folder.iterdir()):
         if not marker.exists():
             raise ValueError(
@@ -215,11 +234,11 @@ def prepare_folder(run: LocalRun, console: Console) -> None:
     """Empties the folder of a new run, and copies the run file into it. Says what is deleted and what has changed."""
     marker = run.folder / MARKER
     if run.resume:
-        if changes := changes_between(marker, run.source):
+        if changes := changes_between(marker, run.source, run.overrides):
             print_plainly(
                 console, f"changed since the run began: {describe_changes(changes)}; the ledger records it"
             )
-        shutil.copyfile(run.source, marker)
+        _write_marker(run)
         return
     if marker.exists():
         age_s = time.time() - marker.stat().st_mtime
@@ -232,7 +251,13 @@ def prepare_folder(run: LocalRun, console: Console) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-    shutil.copyfile(run.source, run.folder / MARKER)
+    _write_marker(run)
+
+
+def _write_marker(run: LocalRun) -> None:
+    """Writes the run file with its overrides into the folder."""
+    text = overridden_text(run.source, run.overrides)
+    write_bytes_atomically(run.folder / MARKER, text.encode(), durable=False)
 
 
 # -- the roles ----------------------------------------------------------------------------------------------
@@ -264,11 +289,12 @@ def commands_of_roles(run: LocalRun, addresses: RunAddresses) -> list[tuple[str,
     device = ["--device", run.device]
     threads = [*device, "--threads", str(local.worker_threads)]
     coordinator_port, origin_port, *relay_ports = addresses.ports
+    file_words = [str(run.source), *(word for override in run.overrides for word in ("--set", override))]
     commands = [
-        ("coordinator", ["coordinator", str(run.source), *addresses.options(coordinator_port)]),
+        ("coordinator", ["coordinator", *file_words, *addresses.options(coordinator_port)]),
         (
             "trainer",
-            ["trainer", str(run.source), *client, "--keys", str(keys), *addresses.options(origin_port)]
+            ["trainer", *file_words, *client, "--keys", str(keys), *addresses.options(origin_port)]
             + [*device, "--threads", str(local.trainer_threads)]
             + [word for address in run.peer_join for word in ("--peer-join", address)],
         ),
@@ -382,7 +408,7 @@ def poll_until_finished(
     stop: threading.Event,
 ) -> None:
     """Polls the coordinator, restarts roles that died, and sets `watched.stats` and `history` when the run is finished."""
-    said = 0
+    said, evaluated = 0, 0
     heard_s = time.monotonic()
     follower, notices = LogFollower(run.folder / "logs"), NoticeFiles(run.folder / "coordinator")
     while not stop.wait(POLL_S):
@@ -406,11 +432,24 @@ def poll_until_finished(
             continue
         heard_s = time.monotonic()
         view.show(stats)
+        evaluated = shown_answer(api, stats, evaluated, view)
         if history is not None:
             watched.stats, watched.history = stats, history
             supervisor.wait_for("trainer", TRAINER_END_S)  # it writes the last evaluation to its metrics
             return
         check_workers(supervisor)
+
+
+def shown_answer(api: PublicApi, stats: Stats, evaluated: int, view: View) -> int:
+    """After each held-out evaluation, says the newest checked answer beside the right one. Returns the number of evaluations."""
+    done = sum(one.complete for one in stats.evaluations)
+    if done == evaluated:
+        return evaluated
+    with contextlib.suppress(Unreachable):
+        samples = api.read("/v1/page", Snapshot).samples
+        if samples:
+            view.say(format_sample(max(samples, key=lambda one: one.given_at_s)))
+    return done
 
 
 def live_guests(stats: Stats, workers: Mapping[str, LocalWorker]) -> int:

@@ -4,7 +4,7 @@
 """
 
 import os
-import re
+import shutil
 from pathlib import Path
 
 from shoal.cli.run.estimate import num_adapted, num_parameters
@@ -19,6 +19,11 @@ MEASURED_PROMPTS = 32
 """Prompts of each split whose length is measured."""
 PROCESS_BYTES = 400e6
 """Memory of a process with torch, without weights."""
+KEPT_VERSIONS = 4
+"""Versions on the disk of a worker and of a validator."""
+USUAL_DELTA = 0.012
+"""Bytes of a delta as a share of the weights, at the learning rates of the report: 1/88 to 1/241 were measured."""
+BUILTIN_PARAMETERS = {"tiny": 345_000, "smollm2-135m": 134_515_008}
 
 
 def try_run(file: RunFile, path: Path, *, starts: bool) -> list[str]:
@@ -48,7 +53,7 @@ def try_run(file: RunFile, path: Path, *, starts: bool) -> list[str]:
         for spec, task in zip(specs, tasks, strict=True):
             warnings += check_prompts(file, path, task, folder, spec)
         warnings = list(dict.fromkeys(warnings))
-    return warnings + (_check_memory(file, folder) if folder is not None else [])
+    return warnings + (_check_memory(file, folder) + _check_disk(file, folder) if folder is not None else [])
 
 
 class _NoWeights(ValueError):
@@ -58,6 +63,7 @@ class _NoWeights(ValueError):
 def check_model(file: RunFile, path: Path) -> Path | None:
     """Returns the model's folder, or None for a built-in model or a GGUF file. Raises ValueError if it cannot be used."""
     from shoal.model.builtin import BUILTIN, find_smollm2, is_gguf
+    from shoal.model.hub import hub_folder, is_hub_name
     from shoal.model.load_model import read_model_limits
 
     model = file.run.model
@@ -65,7 +71,7 @@ def check_model(file: RunFile, path: Path) -> Path | None:
         find_smollm2()
     if model in BUILTIN or is_gguf(model):
         return None
-    folder = Path(model)
+    folder = hub_folder(model) if is_hub_name(model) else Path(model)
     if not folder.is_dir():
         raise ValueError(f"{path}: run.model = {model!r} {explain_missing_model(model)}")
     if (folder / "adapter_config.json").exists():
@@ -95,13 +101,10 @@ def explain_missing_model(model: str) -> str:
     """Returns why a model's name cannot be used, and what to do."""
     from shoal.model.builtin import BUILTIN
 
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", model):
-        name = model.partition("/")[2]
-        return (
-            f"is no folder here; if it is a model of the Hugging Face hub, download it first: hf download {model} "
-            f'--local-dir models/{name}, then set model = "models/{name}"'
-        )
-    return f"is neither a model folder nor a GGUF file nor one of {', '.join(BUILTIN)}; check the path"
+    return (
+        f"is neither a model folder nor a GGUF file nor one of {', '.join(BUILTIN)} nor org/name of the Hugging Face hub; check "
+        "the path"
+    )
 
 
 def check_prompts(
@@ -137,15 +140,66 @@ def check_prompts(
     return []
 
 
+def local_folder(model: str) -> Path:
+    """Returns the folder of a run file's model on this machine; for a built-in model one that does not exist."""
+    from shoal.model.hub import hub_folder, is_hub_name
+
+    return hub_folder(model) if is_hub_name(model) else Path(model)
+
+
+def resources_needed(file: RunFile) -> dict[str, str]:
+    """Returns memory and disk that all processes of a run on this machine take, as estimates, by name; none if the size is unknown."""
+    folder = local_folder(file.run.model)
+    parameters = BUILTIN_PARAMETERS.get(file.run.model)
+    if parameters is None and not (folder / "config.json").is_file():
+        return {}
+    memory = memory_needed(file, folder)
+    kept, most = disk_needed(file, 2 * _parameters(file, folder))
+    return {
+        "memory of all processes here, about": _bytes(memory),
+        "disk of all processes here, about": f"{_bytes(kept)}; {_bytes(most)} if every version differs much from the one before",
+    }
+
+
+def disk_needed(file: RunFile, weights: float) -> tuple[float, float]:
+    """Returns the bytes of a finished run's folder: with deltas as small as usual, and with the largest ones.
+
+    `weights` are the bytes of one version. A checkpoint has weights and two moments in float32; one more is written before the
+    oldest is deleted.
+    """
+    workers = file.local.workers + len(file.local.lies)
+    checkpoints = 6 * weights * (file.trainer.keep_checkpoints + 1)
+    whole = 2 + -(-file.run.keep_versions // file.shardcast.snapshot_every)
+    trainer = checkpoints + weights * (whole + 2) + (2 * weights if file.trainer.kl else 0)
+    others = weights * (KEPT_VERSIONS * (workers + file.local.validators) + whole * file.local.relays)
+    versions = file.run.last_version if file.trainer.archive else file.run.keep_versions
+    return trainer + others + versions * USUAL_DELTA * weights, trainer + others + versions * weights
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def _parameters(file: RunFile, folder: Path) -> float:
+    from shoal.model.load_model import read_model_limits
+    from shoal.model.shape import Shape
+
+    if file.run.model in BUILTIN_PARAMETERS:
+        return BUILTIN_PARAMETERS[file.run.model]
+    limits = read_model_limits(folder)
+    if isinstance(limits, Shape):
+        return num_parameters(limits)
+    return sum(one.stat().st_size for one in folder.glob("*.safetensors")) / 2
+
+
 def memory_needed(file: RunFile, folder: Path) -> float:
     """Returns the bytes of memory that all processes of a run on this machine take, as an estimate."""
     from shoal.model.load_model import read_model_limits
     from shoal.model.shape import Shape
     from shoal.trainer.memory import trainer_memory
 
-    limits = read_model_limits(folder)
-    weights = sum(one.stat().st_size for one in folder.glob("*.safetensors"))
-    parameters = num_parameters(limits) if isinstance(limits, Shape) else weights / 2
+    limits = None if file.run.model in BUILTIN_PARAMETERS else read_model_limits(folder)
+    parameters = _parameters(file, folder)
     width = 4 if file.run.compute_dtype == "float32" else 2
     workers = file.local.workers + len(file.local.lies)
     # A validator keeps one version more than rollouts may lag, three at most.
@@ -163,6 +217,16 @@ def _check_memory(file: RunFile, folder: Path) -> list[str]:
     return [
         f"the run may need {needed / 1e9:.0f} GB of memory, and this machine has {there / 1e9:.0f} GB; use fewer local.workers, "
         'compute_dtype = "bfloat16", or start the roles on several hosts'
+    ]
+
+
+def _check_disk(file: RunFile, folder: Path) -> list[str]:
+    needed, free = disk_needed(file, 2 * _parameters(file, folder))[0], shutil.disk_usage(".").free
+    if needed <= free:
+        return []
+    return [
+        f"the run may need {_bytes(needed)} of disk, and {_bytes(free)} are free here; choose another --dir, or fewer "
+        "trainer.keep_checkpoints and local.workers"
     ]
 
 

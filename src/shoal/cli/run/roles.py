@@ -18,6 +18,7 @@ from shoal.cli.ui.values import (
     add_device,
     add_engine_choice,
     add_limits,
+    add_set,
     add_threads,
     at_least_one,
     check_device,
@@ -61,6 +62,7 @@ def _add_coordinator(commands: Commands) -> None:
         metavar="FILE",
         help="the noise file of one run, instead of the run file's",
     )
+    add_set(parser)
     _add_role_options(parser, port=8700)
     parser.set_defaults(action=coordinator)
 
@@ -74,6 +76,7 @@ def _add_trainer(commands: Commands) -> None:
     parser.add_argument(
         "--url", type=url, help="the URL at which relays reach this origin (default: http://HOST:PORT)"
     )
+    add_set(parser)
     add_peer_options(parser)
     _add_torch_options(parser)
     _add_client_options(parser)
@@ -200,12 +203,14 @@ def coordinator(options: argparse.Namespace, stop: threading.Event) -> int:
     from shoal.cli.run.runfile import check_calibrated, load_run_file
     from shoal.swarm.coordinator.http.server import Hosting, run_pool
 
-    files = [load_run_file(path, calibration=options.calibration) for path in options.files]
+    files = [
+        load_run_file(path, calibration=options.calibration, overrides=options.set) for path in options.files
+    ]
     for path, file in zip(options.files, files, strict=True):
         check_calibrated(path, file)
-    if (options.database or options.calibration) and len(files) > 1:
+    if (options.database or options.calibration or options.set) and len(files) > 1:
         raise ValueError(
-            "--database and --calibration are for one run; with several, each run file names its own"
+            "--database, --calibration and --set are for one run; with several, each run file names its own"
         )
     credentials = _credentials(os.environ)
     runs = [
@@ -245,7 +250,7 @@ def trainer(options: argparse.Namespace, stop: threading.Event) -> int:
     device = _device_of_rank(options.device)
     check_device(device)
     _check_public_url(options)
-    file = load_run_file(options.file)
+    file = load_run_file(options.file, overrides=options.set)
     check_peer_join(options.peer_join, file.trainer.diloco)
     site = TrainerSite(
         folder=options.dir,

@@ -3,11 +3,13 @@
 import json
 import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from shoal.cli.run.overrides import apply_overrides
 from shoal.swarm.coordinator.config import CoordinatorConfig
 from shoal.tasks import make_task
 from shoal.tasks.code_files import allow_code
@@ -218,10 +220,10 @@ def _read_noise(path: Path) -> Noise:
         ) from None
 
 
-def load_run_file(path: Path, *, calibration: Path | None = None) -> RunFile:
+def load_run_file(path: Path, *, calibration: Path | None = None, overrides: Sequence[str] = ()) -> RunFile:
     """Returns the run file at `path`. Raises ValueError that names the file, the key and the value.
 
-    `calibration` replaces the file's run.calibration.
+    `calibration` replaces the file's run.calibration; `overrides` are those of --set.
     """
     try:
         with path.open("rb") as file:
@@ -232,6 +234,7 @@ def load_run_file(path: Path, *, calibration: Path | None = None) -> RunFile:
         raise ValueError(f"{path} is a folder, not a run file; the examples are in runs/") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}; runs/demo.toml is an example") from None
+    apply_overrides(table, overrides)
     run = table.get("run")
     if isinstance(run, dict) and isinstance(run.get("calibration"), str):
         run["calibration"] = str(

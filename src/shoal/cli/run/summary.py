@@ -9,9 +9,14 @@ from rich.console import Console
 
 from shoal.cli.run.estimate import train_passes
 from shoal.cli.run.runfile import RunFile
+from shoal.cli.run_folder import best_version, held_out_means
 from shoal.cli.ui.view import count_submissions, name_of
 from shoal.wire.ledger import TokenCounts
 from shoal.wire.messages import Evaluation, Stats
+from shoal.wire.page_data import Sample
+
+SHOWN_CHARACTERS = 160
+"""Longest part of a prompt or an answer that is shown in one line."""
 
 
 class RunVerdict(Enum):
@@ -53,6 +58,18 @@ def judge_run(file: RunFile, stats: Stats, workers: Mapping[str, LocalWorker]) -
     return RunVerdict.GOOD if liars or expected is not None else RunVerdict.FINISHED
 
 
+def format_sample(sample: Sample) -> str:
+    """Returns one answer of a worker beside the right one, in one line."""
+    prompt, answer, expected = (
+        repr(text if len(text) <= SHOWN_CHARACTERS else f"...{text[-SHOWN_CHARACTERS:]}")
+        for text in (sample.prompt, sample.answer, sample.expected)
+    )
+    right = f", expected {expected}" if sample.expected else ""
+    return (
+        f"an answer of version {sample.policy_version}: {prompt} -> {answer}{right}, reward {sample.reward:g}"
+    )
+
+
 def held_out(stats: Stats) -> dict[str, tuple[Evaluation, Evaluation]]:
     """Returns the first and the last complete result of each evaluation that has two or more, by its label."""
     done: dict[str, list[Evaluation]] = {}
@@ -85,6 +102,11 @@ def print_summary(
             + (of if len(ends) > 1 else "")
             + expectation
         )
+    if ends and (means := held_out_means(stats.evaluations)):
+        best = best_version(means)
+        lines.append(
+            f"  best version      {best}, held-out reward {means[best]:.3f}: shoal export {folder} --version best --out FOLDER"
+        )
     if not ends:
         lines.append(f"  held-out reward   fewer than two evaluations were completed{expectation}")
     sent = sum(relay.bytes_sent for relay in stats.relays)
@@ -101,6 +123,9 @@ def print_summary(
         )
     lines.append(
         f"  files             {folder}: metrics in trainer/metrics.jsonl, ledger in coordinator/, logs in logs/"
+    )
+    lines.append(
+        f"  model             {folder / 'model'}: the newest version, for transformers or `shoal chat {folder}`"
     )
     lines.append(
         f"  plot              {folder / 'reward.png'}"

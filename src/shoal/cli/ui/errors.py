@@ -24,6 +24,7 @@ _EXTRAS = {
     "matplotlib": "plot",
     "gguf": "smollm2",
     "vllm": "vllm",
+    "huggingface_hub": "hub",
     **dict.fromkeys(("torch", "numpy", "safetensors", "tokenizers", "transformers", "pyarrow"), "torch"),
 }
 """The extra of pyproject.toml that brings a package."""

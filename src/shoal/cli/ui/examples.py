@@ -6,7 +6,7 @@ from collections.abc import Iterator
 EXAMPLES = {
     "demo": "shoal demo",
     "completion": "shoal completion bash > ~/.local/share/bash-completion/completions/shoal",
-    "run": "shoal run own.toml --host 0.0.0.0",
+    "run": "shoal run own.toml --set trainer.learning_rate=1e-5",
     "coordinator": "shoal coordinator run.toml --dir coordinator --host 0.0.0.0",
     "trainer": "shoal trainer run.toml --coordinator http://HOST:8700 --keys keys --dir trainer --device cuda",
     "relay": "shoal relay --coordinator http://HOST:8700 --key relay.key --dir relay --host 0.0.0.0",
@@ -25,6 +25,9 @@ EXAMPLES = {
     "identity delegate": "shoal identity delegate NODE --owner owner.key --days 30",
     "identity relay": "shoal identity relay http://HOST:8702 --owner keys/relay.key --out relay-keys",
     "doctor": "shoal doctor http://HOST:8700",
+    "export": "shoal export out/demo --version best --out demo-model",
+    "push": "shoal push out/demo ORG/NAME --private",
+    "chat": "shoal chat out/demo",
     "ledger": "shoal ledger verify http://HOST:8700",
     "ledger verify": "shoal ledger verify http://HOST:8700",
     "audit": "shoal audit http://HOST:8700 --key validator.key --dir audit --sample 32",

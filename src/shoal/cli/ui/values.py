@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import math
 import re
+from pathlib import Path
 from typing import TypeAlias
 
 MAX_NEW_TOKENS = 256
@@ -23,6 +24,18 @@ def url(text: str) -> str:
     if not re.fullmatch(r"https?://[A-Za-z0-9.\-\[\]:]{1,255}(/[A-Za-z0-9._~/-]{0,255})?", text):
         raise argparse.ArgumentTypeError(f"{text!r} must look like http://HOST:PORT")
     return text.rstrip("/")
+
+
+def url_or_folder(text: str) -> str:
+    """Returns a coordinator's URL, or the path of a folder that exists."""
+    if Path(text).is_dir():
+        return text
+    try:
+        return url(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no folder here and must otherwise look like http://HOST:PORT"
+        ) from None
 
 
 def port_number(text: str) -> int:
@@ -118,6 +131,16 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--upload-mbit", type=above_zero, metavar="MBIT", help="megabits per second for results"
+    )
+
+
+def add_set(parser: argparse.ArgumentParser, words: str = "") -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="replace a key of the run file, such as trainer.learning_rate=1e-5; may be repeated" + words,
     )
 
 

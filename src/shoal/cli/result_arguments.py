@@ -1,0 +1,124 @@
+"""Arguments of the commands around a run: `shoal init` before it, `shoal eval`, `export`, `push` and `chat` after it.
+
+Like arguments.py, this is imported before every command, so it imports nothing but options and their types.
+"""
+
+import argparse
+import threading
+from pathlib import Path
+
+from shoal.cli.ui.values import (
+    Commands,
+    add_json,
+    add_sampling_options,
+    add_task_options,
+    at_least_one,
+    count,
+    url_or_folder,
+)
+
+
+def add_result_commands(commands: Commands) -> None:
+    """Adds eval, export, push and chat."""
+    _add_eval(commands)
+    export = commands.add_parser(
+        "export", help="write a version of a run as a Hugging Face folder with a model card"
+    )
+    _add_version(export)
+    export.add_argument(
+        "--out", type=Path, required=True, metavar="FOLDER", help="must not exist, or be empty"
+    )
+    export.set_defaults(action=_export)
+    push = commands.add_parser(
+        "push", help="upload a version of a run, or a model folder, to the Hugging Face hub"
+    )
+    _add_version(push)
+    push.add_argument("repo", metavar="ORG/NAME", help="the repository; it is created if it does not exist")
+    push.add_argument("--private", action="store_true", help="create a private repository")
+    push.set_defaults(action=_push)
+    chat = commands.add_parser("chat", help="talk to a run's model or to a model folder")
+    chat.add_argument("model", metavar="MODEL", help="a run's folder, a model folder, or a built-in model")
+    chat.add_argument(
+        "--version",
+        default="newest",
+        metavar="N",
+        help="of a run's folder: a number, best or newest (default: newest)",
+    )
+    chat.add_argument("--prompt", metavar="TEXT", help="print the answer to this and exit")
+    chat.add_argument(
+        "--plain", action="store_true", help="continue the text as it stands, without the chat template"
+    )
+    add_sampling_options(chat)
+    chat.set_defaults(action=_chat, seed=None)
+
+
+def _add_eval(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "eval", help="pass@1 and pass@k of a model folder or a published version on held-out problems"
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder, a built-in model, or a coordinator's URL")
+    parser.add_argument("--version", type=count, help="with a URL: which version (default: the newest)")
+    parser.add_argument(
+        "--key",
+        type=Path,
+        help="with a URL whose relays are private: a member's key, such as node.key in a worker's folder",
+    )
+    add_task_options(parser, required=False)
+    parser.add_argument(
+        "--prompts", type=at_least_one, default=200, help="number of held-out problems (default: 200)"
+    )
+    parser.add_argument("--k", type=at_least_one, default=1, help="the k of pass@k (default: 1)")
+    parser.add_argument("--samples", type=at_least_one, help="answers to each problem (default: k)")
+    parser.add_argument(
+        "--show",
+        type=count,
+        default=3,
+        metavar="N",
+        help="print the answers to N problems, with the right ones (default: 3)",
+    )
+    parser.add_argument(
+        "--answers", type=Path, metavar="FILE.jsonl", help="write every answer with its reward"
+    )
+    add_sampling_options(parser)
+    add_json(parser)
+    parser.set_defaults(action=_evaluate)
+
+
+def _add_version(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run", metavar="RUN", type=url_or_folder, help="a run's folder, or a coordinator's URL"
+    )
+    parser.add_argument(
+        "--version",
+        default="best",
+        metavar="N",
+        help="a number, newest, or best by held-out reward (default: best)",
+    )
+    parser.add_argument("--key", type=Path, help="with a URL whose relays are private: a member's key")
+
+
+# -- the commands' functions, imported when called ----------------------------------------------------------
+
+
+def _export(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.export import export
+
+    return export(options, stop)
+
+
+def _push(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.export import push
+
+    return push(options, stop)
+
+
+def _chat(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.export import chat
+
+    return chat(options, stop)
+
+
+def _evaluate(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.commands.evaluate import evaluate
+
+    return evaluate(options, stop)

@@ -1,0 +1,205 @@
+"""Reads the folder of a run on this machine, such as `out/demo`: ledger, figures, submitted files and versions.
+
+No coordinator has to run, one may run, and nothing is changed.
+"""
+
+import json
+import time
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from shoal.cli.commands.watch import FolderTerms, config_of, coordinator_folder, find_database
+from shoal.tasks.code_files import allow_code
+from shoal.tasks.datasets.file_options import with_files_from
+from shoal.wire.codes import CorruptData, Rejected
+from shoal.wire.keys import Key
+from shoal.wire.ledger import LedgerEvent
+from shoal.wire.messages import Claim, Evaluation, History, Stats
+from shoal.wire.run_spec import RunSpec, TaskSpec
+
+if TYPE_CHECKING:
+    from shoal.shardcast.archive import VersionArchive
+
+PAGE = 1000
+BEST, NEWEST = "best", "newest"
+
+
+def is_run_folder(path: Path) -> bool:
+    """Returns whether a run's tables are in this folder or in its subfolder `coordinator`."""
+    from shoal.swarm.coordinator.context import DATABASE_FILE
+
+    return any((place / DATABASE_FILE).exists() for place in (path, path / "coordinator")) or (
+        (path / "run.toml").exists() and bool(config_of(path).database)
+    )
+
+
+def held_out_means(evaluations: Iterable[Evaluation]) -> dict[int, float]:
+    """Returns the held-out reward of each version that every evaluation of the run has completed; the mean if there are several."""
+    found: dict[int, dict[str, float]] = {}
+    for one in evaluations:
+        if one.complete:
+            found.setdefault(one.version, {})[one.task] = one.reward_mean
+    most = max((len(results) for results in found.values()), default=0)
+    return {
+        version: sum(results.values()) / most
+        for version, results in sorted(found.items())
+        if len(results) == most
+    }
+
+
+def best_version(means: Mapping[int, float]) -> int:
+    """Returns the version with the highest reward, the newest of several equal ones."""
+    return max(means, key=lambda version: (means[version], version))
+
+
+class RunFolder:
+    """A run's folder, open for reading. Use it as a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        from shoal.swarm.coordinator.context import DATABASE_FILE
+        from shoal.swarm.coordinator.store.database import read_only
+        from shoal.swarm.coordinator.store.schema import SCHEMA_VERSION, run
+
+        self.folder = folder
+        self.config = config_of(folder)
+        self._coordinator = coordinator_folder(folder)
+        self._stack = ExitStack()
+        where = self.config.database or find_database(folder, DATABASE_FILE)
+        self._db = self._stack.enter_context(read_only(where))
+        layout = self._db.execute(run.select().with_only_columns(run.c.schema_version)).scalar_one_or_none()
+        if layout != SCHEMA_VERSION:
+            self._stack.close()
+            raise ValueError(
+                f"{folder} holds no run of layout {SCHEMA_VERSION}; use the release of Shoal that ran it"
+            )
+        held = self._db.execute(run.select()).one()
+        self.spec = RunSpec.parse(held.spec)
+        self.run_key = str(held.run_key)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._stack.close()
+
+    # -- the ledger and figures ---------------------------------------------------------------------------
+
+    def events(self) -> Iterator[LedgerEvent]:
+        """Yields all events of the ledger. Their hashes are not checked."""
+        from shoal.swarm.coordinator.store.ledger_chain import read_page
+
+        seq = 1
+        while page := read_page(self._db, seq, PAGE):
+            yield from page
+            seq = page[-1].seq + 1
+
+    def key(self) -> Key:
+        """Returns the run's key. Raises CorruptData if it is not the one that the run began with."""
+        path = self._coordinator / "keys" / "run.key"
+        key = Key.load(path)
+        if key.public != self.run_key:
+            raise CorruptData(
+                f"{path} has the public key {key.public[:16]}, the run's is {self.run_key[:16]}"
+            )
+        return key
+
+    def stats(self) -> Stats:
+        """Returns the figures that the run's coordinator would show now."""
+        from shoal.swarm.coordinator.views.stats import stats
+
+        terms = FolderTerms(config=self.config, spec=self.spec, clock=time.time, folder=self._coordinator)
+        return stats(self._db, terms)
+
+    def history(self) -> History:
+        """Returns every step and every held-out evaluation."""
+        from shoal.swarm.coordinator.views.stats import history
+
+        return history(self._db)
+
+    @property
+    def base_model(self) -> str:
+        """Returns the run file's `model`; empty if the folder has no run file."""
+        file = self.folder / "run.toml"
+        table = tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        return str(table.get("run", {}).get("model", ""))
+
+    # -- submissions --------------------------------------------------------------------------------------
+
+    def local_spec(self) -> RunSpec:
+        """Returns the run's terms with a task that reads the coordinator's copies of its files.
+
+        A Python file of the task may be executed if the run file, which this machine's user wrote, names it.
+        """
+        file = self.folder / "run.toml"
+        if file.exists():
+            for task in _tasks_of(tomllib.loads(file.read_text(encoding="utf-8"))):
+                allow_code(TaskSpec.parse(json.dumps(task)))
+        return self.spec.with_tasks(lambda task: with_files_from(task, self._coordinator / "data"))
+
+    def claim(self, lease_id: str) -> Claim:
+        """Returns a submission for an audit."""
+        from shoal.swarm.coordinator.leases.verdicts import stored_claim
+
+        return stored_claim(self._db, lease_id)
+
+    def read_object(self, sha256: str) -> bytes:
+        """Returns a submitted file. Raises ValueError if the folder has no such file."""
+        if self.config.store:
+            raise ValueError(
+                f"the submitted files of this run are in {self.config.store}; audit its coordinator's URL instead"
+            )
+        path = self._coordinator / "objects" / sha256[:2] / sha256
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"{path}: {str(error.strerror).lower()}") from None
+
+    # -- versions -----------------------------------------------------------------------------------------
+
+    @property
+    def archive(self) -> "VersionArchive":
+        """Returns the versions that the run's trainer keeps on this machine."""
+        from shoal.shardcast.archive import VersionArchive
+
+        trainer = self.folder / "trainer"
+        return VersionArchive(trainer / "archive", trainer / "versions")
+
+    def best(self) -> int:
+        """Returns the version with the highest held-out reward."""
+        means = held_out_means(self.history().evaluations)
+        if not means:
+            raise ValueError(f"{self.folder} has no complete held-out evaluation yet; name a version instead")
+        return best_version(means)
+
+    def find_version(self, name: str) -> int:
+        """Returns the version that `best`, `newest` or a number names. Raises ValueError if it is not here."""
+        if name == BEST:
+            return self.best()
+        versions = self.archive.versions()
+        if not versions:
+            raise ValueError(
+                f"{self.folder / 'trainer'} has no version; did the run's trainer run elsewhere?"
+            )
+        if name == NEWEST:
+            return versions[-1]
+        if not name.isdigit():
+            raise ValueError(f"--version {name}: use a number, best or newest")
+        return int(name)
+
+    def restore(self, version: int, out: Path) -> None:
+        """Writes the files of a version to the folder `out`, verified with the run's key."""
+        try:
+            self.archive.restore(version, out, run_key=self.run_key)
+        except Rejected as rejected:
+            raise CorruptData(rejected.detail) from None
+
+
+def _tasks_of(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the tables of all tasks in a run file."""
+    tasks = table["task"]
+    yield from [tasks] if isinstance(tasks, dict) else tasks
+    yield from (one["task"] for one in table.get("eval", ()) if isinstance(one["task"], dict))

@@ -1,0 +1,84 @@
+"""`shoal export` and `shoal chat` on a run's folder, and what the model card says."""
+
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "rollout"))
+from small_run import CONFIG, small_run
+from test_contributor import shoal
+
+from shoal.cli.run_folder import RunFolder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the folder of a run with two versions, as `shoal run` leaves it."""
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    with small_run(folder, CONFIG) as run:
+        run.publish(0)
+        run.publish(1)
+    (folder / "trainer").mkdir()
+    shutil.move(folder / "origin", folder / "trainer" / "versions")
+    (folder / "run.toml").write_text('[run]\nname = "small"\nmodel = "tiny"\n')
+    return folder
+
+
+def test_a_version_is_exported_with_a_card(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "model"
+    assert shoal("export", folder, "--version", "1", "--out", out) == 0
+    assert "version 1 of run small" in capsys.readouterr().out
+    assert (out / "model.safetensors").read_bytes() == (
+        folder / "trainer" / "versions" / "v1" / "model.safetensors"
+    ).read_bytes()
+    assert json.loads((out / "config.json").read_text())["model_type"] == "llama"
+    assert not (out / "manifest.json").exists()
+    card = (out / "README.md").read_text()
+    with RunFolder(folder) as run:
+        head = list(run.events())[-1]
+        assert run.run_key in card
+    for words in (
+        "# small, version 1",
+        "Task: `sort` (length = 3)",
+        "from `tiny`",
+        head.hash,
+        "not evaluated",
+    ):
+        assert words in card
+    assert list(folder.glob(".export-*")) == []
+    # A second export does not write over the first.
+    assert shoal("export", folder, "--version", "0", "--out", out) == 2
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_versions_that_are_not_there_are_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for version, words in (
+        ("7", "version 7 is not in"),
+        ("best", "no complete held-out evaluation"),
+        ("latest", "use a number, best or newest"),
+    ):
+        assert shoal("export", folder, "--version", version, "--out", tmp_path / "model") == 2
+        assert words in capsys.readouterr().err
+    assert shoal("export", tmp_path, "--out", tmp_path / "model") == 2
+    assert "holds no run" in capsys.readouterr().err
+
+
+def test_a_runs_model_answers(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--max-new-tokens", "6", "--threads", "1", "--seed", "3")
+    assert shoal("chat", folder, "--prompt", "sort: 3 1 2", *words) == 0
+    first = capsys.readouterr()
+    assert "version 1 of run small" in first.err
+    assert first.out.strip()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("sort: 3 1 2\n\nsort: 2 1\n"))
+    assert shoal("chat", folder / "trainer" / "versions" / "v1", *words) == 0
+    assert capsys.readouterr().out.splitlines()[0] == first.out.splitlines()[0]
