@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import math
 import re
-from pathlib import Path
 from typing import TypeAlias
 
 MAX_NEW_TOKENS = 256
@@ -27,15 +26,8 @@ def url(text: str) -> str:
 
 
 def url_or_folder(text: str) -> str:
-    """Returns a coordinator's URL, or the path of a folder that exists."""
-    if Path(text).is_dir():
-        return text
-    try:
-        return url(text)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no folder here and must otherwise look like http://HOST:PORT"
-        ) from None
+    """Returns a coordinator's URL, or the path of a run's folder, which is looked at when it is read."""
+    return url(text) if text.startswith(("http://", "https://")) else text
 
 
 def port_number(text: str) -> int:

@@ -27,8 +27,8 @@ from shoal.swarm.coordinator.rules.trust import Trust, TrustEvent, VerdictKind, 
 from shoal.swarm.coordinator.store.schema import leases, submissions, verdicts
 from shoal.swarm.coordinator.store.statements import Statement, TableStatements, given
 from shoal.wire.codes import ACCEPTED, ACCUMULATED, CODES, UNCERTAIN, UNCHECKED, Rejected
-from shoal.wire.lease import Lease, Verdict
-from shoal.wire.messages import AskClaim, Checks, Claim, LeaseStatus
+from shoal.wire.lease import Checks, Lease, Verdict
+from shoal.wire.messages import AskClaim, Claim, LeaseStatus
 from shoal.wire.record import Sealed
 
 _EVENT = {
