@@ -52,7 +52,7 @@ def test_a_run_file_is_loaded_with_other_values() -> None:
     )
     file = load_run_file(DEMO, overrides=words)
     assert (file.trainer.learning_rate, file.sampling.temperature, file.trainer.seed) == (1e-5, 0.8, 7)
-    assert file.task.options["length"] == 3
+    assert file.task[0].options["length"] == 3
     with pytest.raises(ValueError, match=r"trainer\.learning_rat is not a key"):
         load_run_file(DEMO, overrides=("trainer.learning_rat=1",))
     with pytest.raises(ValueError, match=r"only `shoal run` makes a sweep"):

@@ -85,7 +85,7 @@ def test_the_newest_and_the_best_version_can_be_used(finished: Path) -> None:
     assert (finished / "out" / "mine" / "model").resolve().name == "v6"
     done = shoal(finished, "export", "out/mine", "--version", "best", "--out", "best")
     assert done.returncode == 0, done.stderr
-    assert "| version | held-out reward |" in (finished / "best" / "README.md").read_text()
+    assert "| version | task | held-out reward |" in (finished / "best" / "README.md").read_text()
     done = shoal(finished, "export", "out/mine", "--version", "2", "--out", "second")
     assert done.returncode == 0, done.stderr
     done = shoal(finished, "chat", "out/mine", "--prompt", "1+2=", "--max-new-tokens", "4")

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 from shoal import __version__
 from shoal.cli.public_api import PublicApi
 from shoal.cli.run.supervise import EXIT_OK
-from shoal.cli.run_folder import BEST, NEWEST, RunFolder, is_run_folder
+from shoal.cli.run_folder import BEST, NEWEST, RunFolder, best_version, held_out_means, is_run_folder
 from shoal.cli.ui.progress_bar import progress
 from shoal.cli.ui.values import MAX_NEW_TOKENS
 from shoal.net.waiting import Stopped
 from shoal.wire.ledger import LedgerHead
-from shoal.wire.messages import Evaluation, History, Stats
+from shoal.wire.messages import History, Stats
 from shoal.wire.record import Sealed
-from shoal.wire.run_spec import RunSpec
+from shoal.wire.run_spec import RunSpec, TaskSpec
 from shoal.wire.seeded_draw import sample_seed
 
 if TYPE_CHECKING:
@@ -132,11 +132,10 @@ def _fetch(options: argparse.Namespace, into: Path, stop: threading.Event) -> tu
     from shoal.shardcast.manifest_files import read_manifest
 
     with PublicApi(options.run) as api:
-        evaluations = api.read("/v1/stats", Stats).evaluations
-        done = [one for one in evaluations if one.complete]
-        if options.version == BEST and not done:
+        means = held_out_means(api.read("/v1/stats", Stats).evaluations)
+        if options.version == BEST and not means:
             raise ValueError(f"{options.run} has no complete held-out evaluation yet; use --version newest")
-        number = max(done, key=_by_reward).version if options.version == BEST else None
+        number = best_version(means) if options.version == BEST else None
         if options.version not in (BEST, NEWEST):
             number = int(options.version)
         ask = argparse.Namespace(model=options.run, version=number, key=options.key)
@@ -156,20 +155,20 @@ def _fetch(options: argparse.Namespace, into: Path, stop: threading.Event) -> tu
     )
 
 
-def _by_reward(one: Evaluation) -> tuple[float, int]:
-    return one.reward_mean, one.version
-
-
 def _held_out(facts: RunFacts) -> str:
-    found = [one for one in facts.history.evaluations if one.version == facts.version and one.complete]
-    return f", held-out reward {found[0].reward_mean:.3f}" if found else ""
+    found = held_out_means(facts.history.evaluations).get(facts.version)
+    return "" if found is None else f", held-out reward {found:.3f}"
+
+
+def _describe_task(task: TaskSpec) -> str:
+    options = ", ".join(f"{name} = {value}" for name, value in task.options.items())
+    return f"`{task.title}`" + (f" ({options})" if options else "")
 
 
 def model_card(facts: RunFacts) -> str:
     """Returns the README.md of an exported version: task, curve, and how to check where it comes from."""
     spec = facts.spec
     done = [one for one in facts.history.evaluations if one.complete]
-    options = ", ".join(f"{name} = {value}" for name, value in spec.task.options.items())
     rewards = {step.version: step.reward_mean for step in facts.history.steps}
     every = -(-len(done) // CURVE_ROWS) if done else 1
     shown = [
@@ -190,17 +189,17 @@ def model_card(facts: RunFacts) -> str:
         f"Trained with [Shoal](https://github.com/shoal-rl/shoal) {__version__} by reinforcement learning"
         + (f", from `{facts.base_model}`." if facts.base_model else "."),
         "",
-        f"- Task: `{spec.task.name}`" + (f" ({options})" if options else ""),
+        *(f"- Task: {_describe_task(task)}" for task in spec.tasks),
         f"- Sampling: temperature {spec.sampling.temperature:g}, at most {spec.sampling.max_new_tokens} tokens, "
         f"{spec.sampling.samples_per_prompt} samples for each prompt",
         f"- Held-out reward of this version: {_held_out(facts).removeprefix(', held-out reward ') or 'not evaluated'}",
         "",
         "## Held-out reward",
         "",
-        "| version | held-out reward | rollouts | answer tokens | reward of the training batch |",
-        "|---|---|---|---|---|",
+        "| version | task | held-out reward | rollouts | answer tokens | reward of the training batch |",
+        "|---|---|---|---|---|---|",
         *(
-            f"| {one.version} | {one.reward_mean:.4f} | {one.rollouts} | {one.answer_tokens_mean:.1f} | "
+            f"| {one.version} | {one.task or spec.task.title} | {one.reward_mean:.4f} | {one.rollouts} | {one.answer_tokens_mean:.1f} | "
             f"{'' if one.version not in rewards else f'{rewards[one.version]:.4f}'} |"
             for one in shown
         ),
