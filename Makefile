@@ -11,6 +11,7 @@
 # make hivemind     DiLoCo between real Hivemind peers on loopback, in an environment of its own
 # make environments tasks of other packages (reasoning-gym, rlve-gym, datasets), in an environment of its own
 # make verifiers    tasks of the package verifiers, in an environment of its own (half a gigabyte)
+# make trackers    metrics sent to the real TensorBoard, W&B, Trackio and MLflow, in an environment of its own
 # make gpu          tests that need a CUDA device
 # make test-lowest  the control plane's tests with the lowest versions that pyproject.toml allows
 
@@ -25,7 +26,7 @@ WORKERS ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 2)))
 PYTEST = $(BIN)/pytest $(if $(DURATIONS),--durations=$(DURATIONS))
 PARALLEL := -n $(WORKERS) --dist loadfile
 
-.PHONY: figures env demo test integration check postgres docs e2e slow gpu smollm2 s3 browser hivemind environments verifiers test-lowest clean
+.PHONY: figures env demo test integration check postgres docs e2e slow gpu smollm2 s3 browser hivemind environments verifiers test-lowest clean trackers
 
 env: $(VENV)/.ready
 
@@ -135,6 +136,16 @@ verifiers: $(VENV)-verifiers/.ready
 $(VENV)-verifiers/.ready: pyproject.toml
 	@$(PYTHON) -m venv $(VENV)-verifiers
 	@$(VENV)-verifiers/bin/pip install --quiet --disable-pip-version-check --editable '.[verifiers,dev]'
+	@touch $@
+
+# Apart from the rest, because MLflow brings many packages. Nothing leaves this machine.
+trackers: $(VENV)-trackers/.ready
+	$(VENV)-trackers/bin/pytest -m trackers tests/trainer/test_trackers.py
+
+$(VENV)-trackers/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv $(VENV)-trackers
+	@$(VENV)-trackers/bin/pip install --quiet --disable-pip-version-check torch
+	@$(VENV)-trackers/bin/pip install --quiet --disable-pip-version-check --editable '.[torch,tensorboard,wandb,trackio,mlflow,dev]'
 	@touch $@
 
 # The control plane alone: the lowest torch has no build for every machine.

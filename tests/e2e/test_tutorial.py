@@ -71,3 +71,22 @@ def test_a_broken_reward_ends_the_run_with_its_cause(tmp_path: Path, broken: str
     done = run_tutorial(tmp_path)
     assert done.returncode == 2
     assert re.search(words, done.stderr), done.stderr
+
+
+def test_ten_lines_of_python_train(tmp_path: Path) -> None:
+    source = file_of_guide("ten_lines.py")
+    assert len([line for line in source.splitlines() if line.strip()]) <= 10
+    (tmp_path / "ten_lines.py").write_text(source)
+    done = subprocess.run(
+        [sys.executable, "ten_lines.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "run python: finished" in done.stdout
+    assert re.search(r"^\{0: [\d.]+, 4: [\d.]+\} [04] out/python/model$", done.stdout, re.MULTILINE), (
+        done.stdout
+    )

@@ -24,7 +24,7 @@ from shoal.cli.commands.demo import add_completion, add_demo
 from shoal.cli.commands.diloco import add_diloco
 from shoal.cli.commands.rollouts import add_rollouts
 from shoal.cli.commands.watch import add_report, add_top
-from shoal.cli.result_arguments import add_result_commands
+from shoal.cli.result_arguments import add_init, add_result_commands
 from shoal.cli.run.roles import add_roles
 from shoal.cli.run.supervise import (
     EXIT_DEADLINE,
@@ -112,6 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_demo(commands, parse)
+    add_init(commands)
     add_run(commands)
     add_roles(commands)
     add_contributor_commands(commands)

@@ -52,6 +52,42 @@ def add_result_commands(commands: Commands) -> None:
     chat.set_defaults(action=_chat, seed=None)
 
 
+def add_init(commands: Commands) -> None:
+    """Adds init."""
+    parser = commands.add_parser(
+        "init", help="write a commented run file from your model and data, and try it"
+    )
+    parser.add_argument("file", type=Path, nargs="?", default=Path("run.toml"), metavar="FILE.toml")
+    parser.add_argument(
+        "--model", help="a folder, org/name of the hub, or a built-in model (default: asked, or tiny)"
+    )
+    parser.add_argument(
+        "--data", metavar="FILE", help="a file with questions and answers, or the name of a task"
+    )
+    parser.add_argument(
+        "--question", metavar="COLUMN", help="the column with the question (default: guessed)"
+    )
+    parser.add_argument("--answer", metavar="COLUMN", help="the column with the answer (default: guessed)")
+    parser.add_argument(
+        "--grader",
+        help="exact, number, math, choice, regex or FILE.py:FUNCTION (default: guessed from the answers)",
+    )
+    parser.add_argument("--pattern", help="with --grader regex: the regular expression")
+    parser.add_argument("--think", action="store_true", help="let the model think before it answers")
+    parser.add_argument("--name", help="the run's name (default: that of the file)")
+    parser.add_argument("--steps", type=at_least_one, default=50, help="training steps (default: 50)")
+    parser.add_argument(
+        "--max-new-tokens", type=at_least_one, help="longest answer (default: from the answers)"
+    )
+    parser.add_argument(
+        "--workers", type=at_least_one, help="workers on this machine (default: from its cores)"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="(default: cuda if there is a GPU)")
+    parser.add_argument("--yes", action="store_true", help="ask nothing: take the guesses")
+    parser.add_argument("--force", action="store_true", help="replace a file that exists")
+    parser.set_defaults(action=_init)
+
+
 def _add_eval(commands: Commands) -> None:
     parser = commands.add_parser(
         "eval", help="pass@1 and pass@k of a model folder or a published version on held-out problems"
@@ -98,6 +134,12 @@ def _add_version(parser: argparse.ArgumentParser) -> None:
 
 
 # -- the commands' functions, imported when called ----------------------------------------------------------
+
+
+def _init(options: argparse.Namespace, stop: threading.Event) -> int:
+    from shoal.cli.run.new_run import init
+
+    return init(options, stop)
 
 
 def _export(options: argparse.Namespace, stop: threading.Event) -> int:

@@ -6,19 +6,20 @@ No coordinator has to run, one may run, and nothing is changed.
 import json
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from shoal.cli.commands.watch import FolderTerms, config_of, coordinator_folder, find_database
+from shoal.cli.ui.values import best_version, held_out_means
 from shoal.tasks.code_files import allow_code
 from shoal.tasks.datasets.file_options import with_files_from
 from shoal.wire.codes import CorruptData, Rejected
 from shoal.wire.keys import Key
 from shoal.wire.ledger import LedgerEvent
-from shoal.wire.messages import Claim, Evaluation, History, Stats
+from shoal.wire.messages import Claim, History, Stats
 from shoal.wire.run_spec import RunSpec, TaskSpec
 
 if TYPE_CHECKING:
@@ -35,25 +36,6 @@ def is_run_folder(path: Path) -> bool:
     return any((place / DATABASE_FILE).exists() for place in (path, path / "coordinator")) or (
         (path / "run.toml").exists() and bool(config_of(path).database)
     )
-
-
-def held_out_means(evaluations: Iterable[Evaluation]) -> dict[int, float]:
-    """Returns the held-out reward of each version that every evaluation of the run has completed; the mean if there are several."""
-    found: dict[int, dict[str, float]] = {}
-    for one in evaluations:
-        if one.complete:
-            found.setdefault(one.version, {})[one.task] = one.reward_mean
-    most = max((len(results) for results in found.values()), default=0)
-    return {
-        version: sum(results.values()) / most
-        for version, results in sorted(found.items())
-        if len(results) == most
-    }
-
-
-def best_version(means: Mapping[int, float]) -> int:
-    """Returns the version with the highest reward, the newest of several equal ones."""
-    return max(means, key=lambda version: (means[version], version))
 
 
 class RunFolder:

@@ -120,7 +120,7 @@ class TrainerConfig(Record):
     diloco: DilocoConfig | None = None
     """With it, this trainer is one of several sites (docs/diloco.md)."""
     metrics: tuple[str, ...] = ()
-    """Sinks besides metrics.jsonl: "tensorboard", "prometheus:PORT", "wandb"."""
+    """Sinks besides metrics.jsonl: "tensorboard", "wandb", "trackio", "mlflow", "prometheus:PORT"."""
     seed: int = Field(default=0, ge=0)
 
     @property
@@ -184,8 +184,8 @@ class TrainerConfig(Record):
             port = where.rpartition(":")[2]
             if kind == "prometheus" and port.isdigit() and int(port) < 65536:
                 continue
-            if name not in ("tensorboard", "wandb"):
+            if name not in ("tensorboard", "wandb", "trackio", "mlflow"):
                 raise ValueError(
-                    f"metrics: unknown sink {name!r}; use tensorboard, wandb, prometheus:PORT or prometheus:HOST:PORT"
+                    f"metrics: unknown sink {name!r}; use tensorboard, wandb, trackio, mlflow, prometheus:PORT or prometheus:HOST:PORT"
                 )
         return self

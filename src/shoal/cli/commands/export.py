@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from shoal import __version__
 from shoal.cli.public_api import PublicApi
 from shoal.cli.run.supervise import EXIT_OK
-from shoal.cli.run_folder import BEST, NEWEST, RunFolder, best_version, held_out_means, is_run_folder
+from shoal.cli.run_folder import BEST, NEWEST, RunFolder, is_run_folder
 from shoal.cli.ui.progress_bar import progress
-from shoal.cli.ui.values import MAX_NEW_TOKENS
+from shoal.cli.ui.values import MAX_NEW_TOKENS, best_version, held_out_means
 from shoal.net.waiting import Stopped
 from shoal.wire.ledger import LedgerHead
 from shoal.wire.messages import History, Stats

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from shoal.cli.run.estimate import train_passes
 from shoal.cli.run.runfile import RunFile
-from shoal.cli.run_folder import best_version, held_out_means
+from shoal.cli.ui.values import best_version, held_out_means
 from shoal.cli.ui.view import count_submissions, name_of
 from shoal.wire.ledger import TokenCounts
 from shoal.wire.messages import Evaluation, Stats

@@ -11,7 +11,8 @@ from shoal.cli.run.local import default_folder, run
 from shoal.cli.run.overrides import combinations
 from shoal.cli.run.runfile import load_run_file
 from shoal.cli.run.supervise import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, RunFailed
-from shoal.cli.run_folder import RunFolder, best_version, held_out_means
+from shoal.cli.run_folder import RunFolder
+from shoal.cli.ui.values import best_version, held_out_means
 from shoal.files import write_bytes_atomically
 from shoal.net.waiting import DeadlinePassed
 

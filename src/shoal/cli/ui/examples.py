@@ -6,6 +6,7 @@ from collections.abc import Iterator
 EXAMPLES = {
     "demo": "shoal demo",
     "completion": "shoal completion bash > ~/.local/share/bash-completion/completions/shoal",
+    "init": "shoal init own.toml --model tiny --data questions.jsonl",
     "run": "shoal run own.toml --set trainer.learning_rate=1e-5",
     "coordinator": "shoal coordinator run.toml --dir coordinator --host 0.0.0.0",
     "trainer": "shoal trainer run.toml --coordinator http://HOST:8700 --keys keys --dir trainer --device cuda",

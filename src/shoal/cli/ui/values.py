@@ -4,7 +4,11 @@ import argparse
 import contextlib
 import math
 import re
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from shoal.wire.messages import Evaluation
 
 MAX_NEW_TOKENS = 256
 """Longest answer of `shoal eval` and `shoal data filter`, unless a run or an option says otherwise."""
@@ -225,6 +229,25 @@ def wilson(share: float, count: int) -> tuple[float, float]:
     middle = (share + z2 / (2 * count)) / (1 + z2 / count)
     spread = Z_95 * math.sqrt(share * (1 - share) / count + z2 / (4 * count * count)) / (1 + z2 / count)
     return max(0.0, middle - spread), min(1.0, middle + spread)
+
+
+def held_out_means(evaluations: Iterable["Evaluation"]) -> dict[int, float]:
+    """Returns the held-out reward of each version that every evaluation of the run has completed; the mean if there are several."""
+    found: dict[int, dict[str, float]] = {}
+    for one in evaluations:
+        if one.complete:
+            found.setdefault(one.version, {})[one.task] = one.reward_mean
+    most = max((len(results) for results in found.values()), default=0)
+    return {
+        version: sum(results.values()) / most
+        for version, results in sorted(found.items())
+        if len(results) == most
+    }
+
+
+def best_version(means: Mapping[int, float]) -> int:
+    """Returns the version with the highest reward, the newest of several equal ones."""
+    return max(means, key=lambda version: (means[version], version))
 
 
 def pass_at(k: int, *, samples: int, right: int) -> float:

@@ -1,10 +1,12 @@
-"""Sends a run's figures to TensorBoard, a Prometheus endpoint or Weights & Biases, besides metrics.jsonl.
+"""Sends a run's figures to TensorBoard, Weights & Biases, Trackio, MLflow or a Prometheus endpoint, besides metrics.jsonl.
 
 The run file names the sinks. Each gets the numbers of every event, under `shoal/` and by policy version. Optional packages
 are imported only when a sink needs them.
 """
 
 import importlib
+import os
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,13 @@ from starlette.routing import Route
 from shoal.net.http_server import Server, listen
 from shoal.telemetry import Sink
 
-PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
+PACKAGES = {
+    "tensorboard": "torch.utils.tensorboard",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "mlflow": "mlflow",
+}
+PROJECT = "shoal"
 
 
 def open_sinks(names: Iterable[str], *, folder: Path, run: str) -> list[Sink]:
@@ -31,6 +39,10 @@ def open_sinks(names: Iterable[str], *, folder: Path, run: str) -> list[Sink]:
         elif kind == "prometheus":
             host, _, port = where.rpartition(":")
             sinks.append(PrometheusSink(host or "127.0.0.1", int(port), run=run))
+        elif kind == "mlflow":
+            sinks.append(MlflowSink(folder, run=run))
+        elif kind == "trackio":
+            sinks.append(TrackioSink(run=run))
         else:
             assert kind == "wandb", f"config let {name!r} through"
             sinks.append(WandbSink(folder, run=run))
@@ -134,7 +146,7 @@ class WandbSink:
 
     def __init__(self, folder: Path, *, run: str) -> None:
         wandb = _import(PACKAGES["wandb"], asked_for="wandb")
-        self._run = wandb.init(project="shoal", name=run, dir=str(folder))
+        self._run = wandb.init(project=PROJECT, name=run, dir=str(folder))
 
     def write(self, event: str, values: Mapping[str, Any]) -> None:
         version = int(values.get("version", 0))
@@ -151,3 +163,60 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class TrackioSink:
+    """Logs to Trackio: to its folder on this machine, or where its own environment variables say."""
+
+    def __init__(self, *, run: str) -> None:
+        trackio = _import(PACKAGES["trackio"], asked_for="trackio")
+        self._run = trackio.init(project=PROJECT, name=run, resume="allow", embed=False)
+
+    def write(self, event: str, values: Mapping[str, Any]) -> None:
+        if event == "warning":
+            self._run.alert(title=str(values["kind"]), text=str(values["sentence"]))
+            return
+        numbers = {f"shoal/{name}": number for name, number in numbers_of(values).items()}
+        self._run.log(numbers, step=int(values.get("version", 0)))
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowSink:
+    """Logs to MLflow: to MLFLOW_TRACKING_URI, else to mlflow.db in the trainer's folder. A resumed run continues its MLflow run."""
+
+    def __init__(self, folder: Path, *, run: str) -> None:
+        mlflow = _import(PACKAGES["mlflow"], asked_for="mlflow")
+        where = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
+        self._client = mlflow.MlflowClient(tracking_uri=where)
+        self._metric = mlflow.entities.Metric
+        self._id = self._open(run, folder / "mlflow-run.txt")
+
+    def _open(self, run: str, kept: Path) -> str:
+        """Returns the id of the MLflow run, which is kept in a file."""
+        if kept.exists():
+            return kept.read_text(encoding="utf-8")
+        found = self._client.get_experiment_by_name(PROJECT)
+        experiment = self._client.create_experiment(PROJECT) if found is None else found.experiment_id
+        created = str(self._client.create_run(experiment, run_name=run).info.run_id)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(created, encoding="utf-8")
+        return created
+
+    def write(self, event: str, values: Mapping[str, Any]) -> None:
+        version = int(values.get("version", 0))
+        if event == "warning":
+            self._client.set_tag(
+                self._id, f"shoal.warning.{values['kind']}", f"version {version}: {values['sentence']}"
+            )
+            return
+        now_ms = int(time.time() * 1000)
+        metrics = [
+            self._metric(f"shoal/{name}", number, now_ms, version)
+            for name, number in numbers_of(values).items()
+        ]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)

@@ -1,0 +1,261 @@
+"""`shoal init`: asks for model, data and machine, and writes a commented run file that runs.
+
+At a terminal it asks for what the options do not say, with a guess that Enter accepts; elsewhere it takes the guesses.
+"""
+
+import argparse
+import os
+import re
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.run.overrides import to_toml
+from shoal.cli.run.preflight import local_folder, try_run
+from shoal.cli.run.runfile import load_run_file
+from shoal.cli.run.supervise import EXIT_OK
+from shoal.files import write_bytes_atomically
+from shoal.tasks.datasets.row_index import read_rows
+from shoal.tasks.registry import task_origins
+
+LOOKED_AT = 200
+"""Rows of a data file that guesses are made from."""
+QUESTIONS = ("question", "prompt", "problem", "instruction", "input", "query", "q")
+ANSWERS = ("answer", "ground_truth", "solution", "target", "output", "label", "expected", "a")
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".gz", ".zst")
+SHORT, THINKING = 16, 512
+"""Tokens of an answer alone, and of one with a train of thought before it."""
+_NUMBER = re.compile(r"\s*-?[\d,]*\.?\d+\s*")
+_LETTER = re.compile(r"\s*\(?[A-Za-z]\)?\.?\s*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the run file says."""
+
+    name: str
+    model: str
+    task: str
+    options: Mapping[str, Any]
+    steps: int
+    max_new_tokens: int
+    longest_prompt: int
+    """Characters of the longest prompt that was looked at."""
+    workers: int
+    threads: int
+    gpu: bool
+
+    @property
+    def is_random(self) -> bool:
+        """Returns whether the model has random weights, which earn nothing without supervised steps."""
+        return self.model == "tiny"
+
+
+class Asker:
+    """Asks at a terminal, or takes the guess."""
+
+    def __init__(self, *, asks: bool) -> None:
+        self._asks = asks
+
+    def ask(self, what: str, given: Any, guess: str, option: str) -> str:
+        """Returns what an option gave, else what the user types, else the guess. Raises ValueError if there is none of them."""
+        if given is not None:
+            return str(given)
+        if self._asks:
+            print(f"{what}{f' [{guess}]' if guess else ''}: ", end="", flush=True, file=sys.stderr)
+            if typed := sys.stdin.readline().strip():
+                return typed
+        if not guess:
+            raise ValueError(f"{what}: nothing was given; use {option}")
+        return guess
+
+
+def init(options: argparse.Namespace, stop: threading.Event) -> int:
+    """Writes the run file and tries it."""
+    path: Path = options.file
+    if path.exists() and not options.force:
+        raise ValueError(f"{path} exists already; choose another name, or --force to replace it")
+    plan = make_plan(options, Asker(asks=sys.stdin.isatty() and not options.yes))
+    write_bytes_atomically(path, write_run_file(plan).encode(), durable=False)
+    warnings = try_run(load_run_file(path), path, starts=False)
+    print(f"{path}: written and tried")
+    for warning in warnings:
+        print(f"  WARNING: {warning}")
+    device = " --device cuda" if plan.gpu else ""
+    print(f"  what it implies   shoal run {path}{device} --dry-run")
+    print(f"  start it          shoal run {path}{device}")
+    return EXIT_OK
+
+
+def make_plan(options: argparse.Namespace, asker: Asker) -> Plan:
+    """Returns the plan that options, answers and guesses give."""
+    model = asker.ask(
+        "Model (a folder, org/name of the Hugging Face hub, smollm2-135m, or tiny)",
+        options.model,
+        "tiny",
+        "--model",
+    )
+    source = asker.ask(
+        "Data (a file with questions and answers, or a task that `shoal tasks` lists)",
+        options.data,
+        "",
+        "--data",
+    )
+    is_file = Path(source).exists() or source.endswith(DATA_SUFFIXES)
+    if is_file:
+        task, values, answer_chars, longest = _plan_file(options, asker, Path(source), model)
+    else:
+        if source not in task_origins() and ":" not in source:
+            raise ValueError(f"{source!r} is neither a file nor a task; `shoal tasks` lists the tasks")
+        task, values, answer_chars, longest = source, {}, SHORT, 200
+    think = model != "tiny" and is_file and values.get("style") == "chat"
+    name = re.sub(r"[^a-z0-9-]+", "-", (options.name or options.file.stem).lower()).strip("-")[:40] or "own"
+    gpu = options.device == "cuda" or (options.device is None and has_gpu())
+    cores = os.cpu_count() or 2
+    workers = options.workers or (1 if gpu else max(1, min(4, cores // 2)))
+    shortest = answer_chars + 2 if model == "tiny" else max(SHORT, answer_chars)
+    return Plan(
+        name=name,
+        model=model,
+        task=task,
+        options=values,
+        steps=options.steps,
+        max_new_tokens=options.max_new_tokens or (THINKING if think else shortest),
+        longest_prompt=longest,
+        workers=workers,
+        threads=max(1, cores // (workers + 2)),
+        gpu=gpu,
+    )
+
+
+def _plan_file(
+    options: argparse.Namespace, asker: Asker, path: Path, model: str
+) -> tuple[str, dict[str, Any], int, int]:
+    """Returns task, options, the longest answer and the longest question of a data file."""
+    if not path.exists():
+        raise ValueError(f"no file {path}; give --data the path of your questions and answers")
+    rows = [row for _, row in islice(read_rows(path), LOOKED_AT) if isinstance(row, dict)]
+    if not rows:
+        raise ValueError(f"{path} has no rows that can be read")
+    columns = list(rows[0])
+    question = asker.ask(
+        f"Column with the question ({', '.join(columns)})",
+        options.question,
+        _first(QUESTIONS, columns),
+        "--question",
+    )
+    answer = asker.ask(
+        f"Column with the answer ({', '.join(columns)})", options.answer, _first(ANSWERS, columns), "--answer"
+    )
+    for column in (question, answer):
+        if column not in columns:
+            raise ValueError(f"{path} has no column {column!r}; it has {', '.join(columns)}")
+    answers = [_text(row.get(answer)) for row in rows]
+    longest = max(len(_text(row.get(question))) for row in rows)
+    if (question, answer) == ("question", "answer") and all("####" in text for text in answers):
+        return "gsm8k", {"path": str(path), "style": "bare" if model == "tiny" else "chat"}, THINKING, longest
+    grader = asker.ask(
+        "Grader (exact, number, math, choice, regex, or FILE.py:FUNCTION)",
+        options.grader,
+        guess_grader(answers),
+        "--grader",
+    )
+    values: dict[str, Any] = {"path": str(path), "question": question, "answer": answer, "grader": grader}
+    if options.pattern:
+        values["pattern"] = options.pattern
+    if model == "tiny":
+        values["template"], values["style"] = "{question}", "bare"
+    else:
+        think = (
+            options.think
+            or asker.ask("Should the model think before it answers? y or n", None, "n", "--think") == "y"
+        )
+        values["style"] = "chat" if think else "direct"
+    return "qa", values, max(len(text) for text in answers), longest
+
+
+def guess_grader(answers: Sequence[str]) -> str:
+    """Returns the grader that fits these answers."""
+    if all(_NUMBER.fullmatch(text) for text in answers):
+        return "number"
+    if all(_LETTER.fullmatch(text) for text in answers):
+        return "choice"
+    return "math" if any("\\" in text for text in answers) else "exact"
+
+
+def has_gpu() -> bool:
+    """Returns whether torch finds a CUDA device."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    return bool(torch.cuda.is_available())
+
+
+def write_run_file(plan: Plan) -> str:
+    """Returns the run file with a comment for each choice."""
+    needed = _row_tokens(plan)
+    dtype = (
+        'compute_dtype = "bfloat16"                # of workers and validators; the run calibrates itself first\n'
+        if plan.gpu
+        else ""
+    )
+    trains = 'compute_dtype = "bfloat16"\n' if plan.gpu else ""
+    warm = (
+        "supervised_steps = 100                    # random weights earn nothing before a few steps on the task's own answers\n"
+        if plan.is_random
+        else ""
+    )
+    rate = "3e-4" if plan.is_random else "1e-6" if plan.gpu else "5e-6"
+    groups, samples = (16, 16) if plan.gpu else (8, 8)
+    options = f"options = {to_toml(dict(plan.options))}\n" if plan.options else ""
+    return f"""# Written by `shoal init`. docs/run-file.md lists every key; `shoal run FILE --dry-run` prints what this implies.
+
+[run]
+name = {to_toml(plan.name)}
+model = {to_toml(plan.model)}
+{dtype}last_version = {plan.steps}                        # training steps; can be raised later, with --resume
+
+[task]
+name = {to_toml(plan.task)}
+{options}
+[sampling]
+max_new_tokens = {plan.max_new_tokens}                      # longer answers are cut
+samples_per_prompt = {samples}                    # answers to a prompt are compared with each other
+
+[trainer]
+learning_rate = {rate}                      # lower it if reward rises and then falls
+{warm}{trains}row_tokens = {needed}                         # the longest prompt and its answer must fit
+
+[coordinator]
+groups_per_step = {groups}                       # prompts of one step, {groups * samples} answers
+eval_every = 10                           # versions between two evaluations on held-out problems
+
+[local]
+workers = {plan.workers}                               # processes on this machine that generate
+trainer_threads = {plan.threads}
+worker_threads = {plan.threads}
+"""
+
+
+def _row_tokens(plan: Plan) -> int:
+    """Returns a row length for the longest prompt, measured with the model's tokenizer where it is here."""
+    # The instruction that a style adds has up to 100 characters; a token has at least two in most languages.
+    tokens = plan.longest_prompt + (2 if plan.model == "tiny" else 100)
+    if plan.model != "tiny":
+        folder = local_folder(plan.model)
+        tokens = tokens if (folder / "tokenizer.json").exists() else tokens // 2 + 100
+    return -(-(tokens + plan.max_new_tokens + 8) // 64) * 64
+
+
+def _first(names: Sequence[str], columns: Sequence[str]) -> str:
+    lowered = {column.lower(): column for column in columns}
+    return next((lowered[name] for name in names if name in lowered), "")
+
+
+def _text(value: Any) -> str:
+    return str(value[0] if isinstance(value, list) and value else value)

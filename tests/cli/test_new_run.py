@@ -1,0 +1,101 @@
+"""`shoal init`: guesses from a data file, answers at a terminal, and a written file that is valid."""
+
+import argparse
+import csv
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from test_contributor import shoal
+
+from shoal.cli.run.new_run import Asker, guess_grader, make_plan
+from shoal.cli.run.runfile import load_run_file
+
+
+@pytest.mark.parametrize(
+    ("answers", "grader"),
+    [
+        (["1", "-2.5", "1,000"], "number"),
+        (["A", "(b)", "C."], "choice"),
+        (["\\frac{1}{2}", "2"], "math"),
+        (["Paris", "4"], "exact"),
+    ],
+)
+def test_the_grader_is_guessed_from_the_answers(answers: list[str], grader: str) -> None:
+    assert guess_grader(answers) == grader
+
+
+@pytest.fixture
+def questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"id": n, "prompt": f"{n}+{n}=", "ground_truth": str(2 * n)} for n in range(60)]
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_options_alone_write_a_file_that_runs(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "init",
+        "sums.toml",
+        "--model",
+        "tiny",
+        "--data",
+        "sums.jsonl",
+        "--device",
+        "cpu",
+        "--steps",
+        "30",
+        "--yes",
+    )
+    assert shoal(*words) == 0
+    said = capsys.readouterr().out
+    assert "sums.toml: written and tried" in said and "shoal run sums.toml" in said
+    text = Path("sums.toml").read_text()
+    assert text.count("#") > 8
+    file = load_run_file(Path("sums.toml"))
+    assert (file.run.name, file.run.model, file.run.last_version) == ("sums", "tiny", 30)
+    options = file.task[0].options
+    assert (options["question"], options["answer"], options["grader"]) == ("prompt", "ground_truth", "number")
+    assert file.trainer.supervised_steps > 0
+    assert shoal("run", "sums.toml", "--dry-run") == 0
+    assert shoal(*words) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert shoal(*words, "--force") == 0
+
+
+def test_other_columns_and_formats(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open("capitals.csv", "w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["land", "capital"])
+        rows.writerows([[f"land {n}?", f"city {n}"] for n in range(60)])
+    words = ("init", "capitals.toml", "--model", "tiny", "--data", "capitals.csv", "--device", "cpu")
+    assert shoal(*words) == 2
+    assert (
+        "Column with the question (land, capital): nothing was given; use --question"
+        in capsys.readouterr().err
+    )
+    assert shoal(*words, "--question", "land", "--answer", "capital") == 0
+    assert load_run_file(Path("capitals.toml")).task[0].options["grader"] == "exact"
+    assert shoal(*words, "--question", "land", "--answer", "town", "--force") == 2
+    assert "has no column 'town'" in capsys.readouterr().err
+
+
+def test_a_task_by_name(questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("init", "sorting.toml", "--model", "tiny", "--data", "sort", "--device", "cpu") == 0
+    assert load_run_file(Path("sorting.toml")).task[0].name == "sort"
+    assert shoal("init", "x.toml", "--model", "tiny", "--data", "nothing", "--device", "cpu") == 2
+    assert "'nothing' is neither a file nor a task" in capsys.readouterr().err
+
+
+def test_questions_are_asked_at_a_terminal(questions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\nsums.jsonl\n\n\nexact\n"))
+    fields = ("model", "data", "question", "answer", "grader", "name", "workers", "max_new_tokens", "pattern")
+    options = argparse.Namespace(
+        **dict.fromkeys(fields), file=Path("a.toml"), steps=50, think=False, device="cpu"
+    )
+    plan = make_plan(options, Asker(asks=True))
+    assert (plan.model, plan.task, plan.options["grader"]) == ("tiny", "qa", "exact")
+    assert plan.options["question"] == "prompt"
