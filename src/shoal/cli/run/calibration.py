@@ -12,7 +12,6 @@ from pathlib import Path
 from rich.console import Console
 
 from shoal.cli.run.runfile import RunFile
-from shoal.cli.run.summary import print_plainly
 from shoal.cli.run.supervise import RunFailed, Supervisor, last_line
 from shoal.net.waiting import Stopped
 
@@ -36,7 +35,11 @@ def calibrate_here(
     noise = supervisor.folder / NOISE_FILE
     if noise.exists():
         return noise
-    print_plainly(console, "calibrating: measuring the noise of honest proofs on this machine in bfloat16")
+    console.print(
+        "calibrating: measuring the noise of honest proofs on this machine in bfloat16",
+        markup=False,
+        soft_wrap=True,
+    )
     began_s = time.monotonic()
     command = ["toploc", "calibrate-run", str(source), "--out", str(noise), "--device", device]
     command += [word for override in overrides for word in ("--set", override)]
@@ -51,5 +54,9 @@ def calibrate_here(
             )
         if stop.wait(0.2):
             raise Stopped("stopped during the calibration")
-    print_plainly(console, f"calibrated in {time.monotonic() - began_s:.0f} s: {last_line(child.log_path)}")
+    console.print(
+        f"calibrated in {time.monotonic() - began_s:.0f} s: {last_line(child.log_path)}",
+        markup=False,
+        soft_wrap=True,
+    )
     return noise
