@@ -11,7 +11,7 @@
 # make hivemind     DiLoCo between real Hivemind peers on loopback, in an environment of its own
 # make environments tasks of other packages (reasoning-gym, rlve-gym, datasets), in an environment of its own
 # make verifiers    tasks of the package verifiers, in an environment of its own (half a gigabyte)
-# make trackers    metrics sent to the real TensorBoard, W&B, Trackio and MLflow, in an environment of its own
+# make trackers     metrics sent to the real TensorBoard, W&B, Trackio and MLflow, in an environment of its own
 # make gpu          tests that need a CUDA device
 # make test-lowest  the control plane's tests with the lowest versions that pyproject.toml allows
 
@@ -144,7 +144,7 @@ trackers: $(VENV)-trackers/.ready
 
 $(VENV)-trackers/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)-trackers
-	@$(VENV)-trackers/bin/pip install --quiet --disable-pip-version-check torch
+	@$(VENV)-trackers/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	@$(VENV)-trackers/bin/pip install --quiet --disable-pip-version-check --editable '.[torch,tensorboard,wandb,trackio,mlflow,dev]'
 	@touch $@
 

@@ -22,7 +22,6 @@ show: the rows are resampled into 3,000 submissions, prompts with replacement, a
 
 import argparse
 import contextlib
-import copy
 import hashlib
 import json
 import math
@@ -48,13 +47,11 @@ from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.rollout.adversary.lies import LIES, TOKEN_LIES, OtherWeights, make_behaviour
 from shoal.rollout.adversary.lying_engines import AlteredEngine, older, quantised_by_channel
+from shoal.rollout.adversary.practice import NODE, generate_tables, practice_lease
 from shoal.rollout.engine.api import (
     Behaviour,
     Engine,
     FinishedRow,
-    GenerationRequest,
-    make_requests,
-    make_table,
 )
 from shoal.rollout.engine.torch_engine import TorchEngine
 from shoal.swarm.validator import fact_checks, format_checks
@@ -63,7 +60,6 @@ from shoal.swarm.validator.fact_checks import RowFacts
 from shoal.swarm.validator.judge import read_and_check_table
 from shoal.swarm.validator.recompute import LoadedPolicy, RowsToCheck, SamplingTerms, recompute_many
 from shoal.swarm.validator.table_reader import TableReader
-from shoal.tasks import make_task
 from shoal.toploc.decision import (
     CERTAIN,
     OUTLIER,
@@ -74,15 +70,13 @@ from shoal.toploc.decision import (
     outlier_bound,
 )
 from shoal.wire.codes import ACCEPTED, Rejected
-from shoal.wire.lease import Lease, PolicyRef
+from shoal.wire.lease import Lease
 from shoal.wire.messages import Claim
 from shoal.wire.proof_noise import Noise, Tail
 from shoal.wire.rollouts import Rollout, RolloutTable, encode
 from shoal.wire.run_spec import ProofSpec, RunSpec, Sampling, TaskSpec, default_tolerances
-from shoal.wire.seeded_draw import problem_seeds
 
 Units = list[Unit]
-NODE = "ab" * 32
 SAMPLES = 4
 AT_ONCE = 32
 """Submissions generated and checked together."""
@@ -208,56 +202,20 @@ class Bench:
     def lease(self, num_rows: int) -> Lease:
         """Returns a new lease with other prompts and draws."""
         self.number += 1
-        seed = hashlib.sha256(f"detect/{self.options.seed}/{self.number}".encode()).hexdigest()
-        task = make_task(self.spec.task)
-        num_prompts = max(1, num_rows // SAMPLES)
-        seeds = problem_seeds(seed, run="detect", purpose="train", chunk=0, num_prompts=num_prompts)
-        return Lease(
-            lease_id=f"{self.number:032x}",
-            run="detect",
-            node=NODE,
-            purpose="train",
-            epoch=1,
-            seed=seed,
-            chunk=0,
-            policies=(PolicyRef(version=0, weights_digest="0" * 64),),
-            relays=(),
+        return practice_lease(
+            "detect",
+            f"detect/{self.options.seed}/{self.number}",
             task=self.spec.task,
-            prompts=tuple(task.problem("train", s).prompt for s in seeds),
-            chat=task.chat,
             sampling=self.spec.sampling,
             proof=self.spec.proof,
-            max_bytes=1 << 26,
-            issued_at_s=0.0,
-            deadline_s=1e12,
+            num_prompts=max(1, num_rows // SAMPLES),
         )
-
-    def work(self, behaviour: Behaviour, engine: Engine, leases: Sequence[Lease]) -> list[RolloutTable]:
-        """Generates the tables of several leases together. Each lease has its own copy of the behaviour."""
-        behaviours = [copy.copy(behaviour) for _ in leases]
-        requests: list[GenerationRequest] = []
-        places: list[tuple[int, int]] = []
-        for number, (lease, its_own) in enumerate(zip(leases, behaviours, strict=True)):
-            for request in its_own.requests(make_requests(lease, engine.tokenizer), lease):
-                requests.append(replace(request, prompt_index=len(places)))
-                places.append((number, request.prompt_index))
-        engine.submit(requests)
-        finished: list[list[FinishedRow]] = [[] for _ in leases]
-        while engine.has_work:
-            for row in engine.step():
-                number, prompt_index = places[row.request.prompt_index]
-                finished[number].append(replace(row, request=replace(row.request, prompt_index=prompt_index)))
-        tables = []
-        for lease, its_own, rows in zip(leases, behaviours, finished, strict=True):
-            rows.sort(key=lambda row: (row.request.prompt_index, row.request.sample_index))
-            tables.append(its_own.table(make_table(lease, 0, rows), lease))
-        return tables
 
     def measure_noise(self, num_rows: int) -> Noise:
         behaviour = Behaviour()
         engine = self.engine(behaviour, Kind("honest"))
         leases = [self.lease(self.options.rows) for _ in range(-(-num_rows // self.options.rows))]
-        tables = self.work(behaviour, engine, leases)
+        tables = generate_tables(behaviour, engine, leases)
         rows, prompts = [], []
         for number, (table, facts) in enumerate(
             zip(tables, self.facts([t.rows for t in tables], leases), strict=True)
@@ -288,9 +246,9 @@ class Bench:
             if start and time.monotonic() - started_s > self.options.kind_seconds:
                 break
             leases = [self.lease(self.options.rows) for _ in range(min(AT_ONCE, count - start))]
-            tables = self.work(behaviour, engine, leases)
+            tables = generate_tables(behaviour, engine, leases)
             if kind.name in TOKEN_LIES:
-                honest = self.work(Behaviour(), self.engine(Behaviour(), kind), leases)
+                honest = generate_tables(Behaviour(), self.engine(Behaviour(), kind), leases)
                 engine.load(
                     self.folder, 0
                 )  # kinds share engines: the honest rows may have changed its weights
@@ -381,7 +339,7 @@ class Bench:
         with contextlib.suppress(KeyboardInterrupt):  # use what was generated so far
             while tally.codes.total() < options.honest and time.monotonic() - started_s < options.seconds:
                 leases = [self.lease(options.honest_rows) for _ in range(at_once)]
-                tables = self.work(behaviour, engine, leases)
+                tables = generate_tables(behaviour, engine, leases)
                 for table, facts in zip(tables, self.facts([t.rows for t in tables], leases), strict=True):
                     self.judge(table.rows, facts, noise, tally, "honest, many")
         return tally

@@ -30,6 +30,7 @@ from shoal.model.load_model import DTYPES, load_decoder
 from shoal.model.tokenizer import load_tokenizer
 from shoal.model.weights import save_weights
 from shoal.rollout.adversary.lying_engines import AlteredEngine, quantised_by_channel
+from shoal.rollout.adversary.practice import practice_lease
 from shoal.rollout.engine import step_cpu
 from shoal.rollout.engine.api import Engine, make_requests, make_table
 from shoal.rollout.engine.sampling import draw_tokens
@@ -42,7 +43,7 @@ from shoal.swarm.validator.table_reader import TableReader
 from shoal.tasks import make_task
 from shoal.trainer.config import TrainerConfig
 from shoal.wire.codes import ACCEPTED
-from shoal.wire.lease import Lease, PolicyRef, Verdict
+from shoal.wire.lease import Lease, Verdict
 from shoal.wire.messages import Claim
 from shoal.wire.proof_noise import Noise
 from shoal.wire.rollouts import encode
@@ -50,7 +51,6 @@ from shoal.wire.run_spec import RunSpec, Sampling, TaskSpec, default_tolerances
 from shoal.wire.seeded_draw import problem_seeds, sample_seed, uniforms
 
 TASK = TaskSpec(name="sort", options={"length": 4, "partial": 0.5})
-NODE = "ab" * 32
 PROMPTS, SAMPLES, NEW_TOKENS = 8, 16, 8
 """A lease of the demo."""
 RUN_FILE = """
@@ -128,26 +128,13 @@ class Steerer:
         self.spec = self.spec.model_copy(update={"noise": Noise.model_validate_json(noise.read_bytes())})
 
     def lease(self, number: int) -> Lease:
-        seed = hashlib.sha256(f"steering/{number}".encode()).hexdigest()
-        seeds = problem_seeds(seed, run="steering", purpose="train", chunk=0, num_prompts=PROMPTS)
-        return Lease(
-            lease_id=hashlib.sha256(seed.encode()).hexdigest()[:32],
-            run="steering",
-            node=NODE,
-            purpose="train",
-            epoch=1,
-            seed=seed,
-            chunk=0,
-            policies=(PolicyRef(version=0, weights_digest="0" * 64),),
-            relays=(),
+        return practice_lease(
+            "steering",
+            f"steering/{number}",
             task=TASK,
-            prompts=tuple(self.task.problem("train", s).prompt for s in seeds),
-            chat=False,
             sampling=self.spec.sampling,
             proof=self.spec.proof,
-            max_bytes=1 << 26,
-            issued_at_s=0.0,
-            deadline_s=1e12,
+            num_prompts=PROMPTS,
         )
 
     def submission(

@@ -9,13 +9,11 @@ the generated prompts say. A lie that changed none of a submission's rows was no
 """
 
 import contextlib
-import copy
-import hashlib
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -41,30 +39,20 @@ from shoal.cli.arena.schemes import (
 )
 from shoal.model.load_model import DTYPES, decoder_refuses, load_causal
 from shoal.model.tokenizer import load_tokenizer
-from shoal.net.waiting import Stopped
 from shoal.rollout.adversary.adaptive import ADAPTIVE_LIES, ENGINE_LIES, Adapted, PlainEngine
 from shoal.rollout.adversary.lies import LIES, TOKEN_LIES, make_behaviour
-from shoal.rollout.engine.api import (
-    Behaviour,
-    ComputeDtype,
-    Engine,
-    FinishedRow,
-    GenerationRequest,
-    make_requests,
-    make_table,
-)
+from shoal.rollout.adversary.practice import generate_tables, practice_lease
+from shoal.rollout.engine.api import Behaviour, ComputeDtype, Engine
 from shoal.rollout.engine.proofs import RawStates
 from shoal.rollout.engine.selection import make_engine
 from shoal.swarm.validator import fact_checks, format_checks
 from shoal.swarm.validator.judge import encode_prompts
 from shoal.swarm.validator.recompute import LoadedPolicy, RowsToCheck, recompute_rows
-from shoal.tasks import make_task
 from shoal.wire.codes import Rejected
-from shoal.wire.lease import Lease, PolicyRef
+from shoal.wire.lease import Lease
 from shoal.wire.proof_noise import Noise
 from shoal.wire.rollouts import RolloutTable
 from shoal.wire.run_spec import Sampling, TaskSpec, default_tolerances
-from shoal.wire.seeded_draw import problem_seeds
 
 SAMPLES, PROMPTS = 4, 4
 RATES = (1e-3, 1e-4)
@@ -157,32 +145,17 @@ class Arena:
     def _lease(self) -> Lease:
         self.number += 1
         settings = self.settings
-        spec = TaskSpec(name=settings.task)
-        task = make_task(spec)
-        seed = hashlib.sha256(f"arena/{settings.seed}/{self.number}".encode()).hexdigest()
-        seeds = problem_seeds(seed, run="arena", purpose="train", chunk=0, num_prompts=PROMPTS)
-        return Lease(
-            lease_id=f"{self.number:032x}",
-            run="arena",
-            node="ab" * 32,
-            purpose="train",
-            epoch=1,
-            seed=seed,
-            chunk=0,
-            policies=(PolicyRef(version=0, weights_digest="0" * 64),),
-            relays=(),
-            task=spec,
-            prompts=tuple(task.problem("train", one).prompt for one in seeds),
-            chat=task.chat,
+        return practice_lease(
+            "arena",
+            f"arena/{settings.seed}/{self.number}",
+            task=TaskSpec(name=settings.task),
             sampling=Sampling(
                 temperature=settings.temperature,
                 max_new_tokens=settings.new_tokens,
                 samples_per_prompt=SAMPLES,
             ),
             proof=RawStates(),
-            max_bytes=1 << 26,
-            issued_at_s=0.0,
-            deadline_s=1e12,
+            num_prompts=PROMPTS,
         )
 
     def engine(self, behaviour: Behaviour, max_rows: int | None = None) -> Engine:
@@ -200,27 +173,7 @@ class Arena:
         return engine
 
     def work(self, behaviour: Behaviour, engine: Engine, leases: Sequence[Lease]) -> list[RolloutTable]:
-        """Generates the tables of several leases together. Each lease has its own copy of the behaviour."""
-        behaviours = [copy.copy(behaviour) for _ in leases]
-        requests: list[GenerationRequest] = []
-        places: list[tuple[int, int]] = []
-        for number, (lease, its_own) in enumerate(zip(leases, behaviours, strict=True)):
-            for request in its_own.requests(make_requests(lease, engine.tokenizer), lease):
-                requests.append(replace(request, prompt_index=len(places)))
-                places.append((number, request.prompt_index))
-        engine.submit(requests)
-        finished: list[list[FinishedRow]] = [[] for _ in leases]
-        while engine.has_work:
-            if self.stop.is_set():
-                raise Stopped("stopped while generating")
-            for row in engine.step():
-                number, prompt_index = places[row.request.prompt_index]
-                finished[number].append(replace(row, request=replace(row.request, prompt_index=prompt_index)))
-        tables = []
-        for lease, its_own, rows in zip(leases, behaviours, finished, strict=True):
-            rows.sort(key=lambda row: (row.request.prompt_index, row.request.sample_index))
-            tables.append(its_own.table(make_table(lease, 0, rows), lease))
-        return tables
+        return generate_tables(behaviour, engine, leases, self.stop)
 
     # -- checking ------------------------------------------------------------------------------------------
 
