@@ -79,7 +79,6 @@ ELSEWHERE: dict[str, str] = {
     "make browser": ".ci/run",
     "make s3": ".ci/run",
     "make docs": ".ci/run",
-    "make trackers": ".ci/run",
     "make hivemind": ".ci/run",
     "shoal run runs/demo.toml": "tests/e2e/test_demo.py",
     "shoal run reverse.toml": "tests/e2e/test_tutorial.py",
