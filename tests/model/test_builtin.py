@@ -52,7 +52,7 @@ def test_a_model_folder_is_copied_as_one_bfloat16_file(tmp_path: Path) -> None:
 
 
 def test_errors_name_the_known_models_and_leave_no_files(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="unknown model 'huge'; known: tiny, smollm2-135m, or the path of"):
+    with pytest.raises(ValueError, match="unknown model 'huge'; known: tiny, smollm2-135m, the path of"):
         create_model("huge", tmp_path / "m", seed=0)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "m").mkdir()

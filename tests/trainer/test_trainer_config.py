@@ -31,7 +31,10 @@ def test_a_run_file_replaces_the_defaults_of_a_loss() -> None:
     [
         ({"correction": "mask"}, 'correction="mask" needs behaviour="recompute"'),
         ({"correction_band": [1.5, 2.0]}, "must contain 1"),
-        ({"metrics": ["tensorbord"]}, "unknown sink 'tensorbord'; use tensorboard, wandb, prometheus:PORT"),
+        (
+            {"metrics": ["tensorbord"]},
+            "unknown sink 'tensorbord'; use tensorboard, wandb, trackio, mlflow, prometheus",
+        ),
         ({"metrics": ["prometheus"]}, "unknown sink 'prometheus'; use"),
         ({"loss": "dapo", "delta": 1.25}, r"delta=1.25 must be above 1 \+ eps = 1.28"),
     ],
