@@ -68,7 +68,7 @@ def test_resume_refuses_a_changed_or_missing_run(tmp_path: Path) -> None:
     assert f"{swarm.folder} holds an earlier run" in earlier.stderr
     assert "--resume" in earlier.stderr and "--fresh" in earlier.stderr
 
-    swarm.file.write_text(swarm.file.read_text().replace("learning_rate = 3e-4", "learning_rate = 2e-4"))
+    swarm.file.write_text(swarm.file.read_text().replace("samples_per_prompt = 8", "samples_per_prompt = 4"))
     changed = shoal(*run, "--resume")
     assert changed.returncode == 2
     assert str(swarm.file) in changed.stderr and str(held) in changed.stderr and "--fresh" in changed.stderr
