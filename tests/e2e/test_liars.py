@@ -62,10 +62,10 @@ EXPECTED = {
     "replay": "reject.replayed",
 }
 BEGIN_HONEST = {"stale-weights", "replay"}
+"""Kinds whose first work is honest: they have no older work to send yet."""
 ALSO_EXPECTED = {"replay": {"reject.wrong_lease", "reject.oversized_table"}}
 """A file that is sent again before it was accepted is no copy of accepted work yet: it only names another lease, and may
 have more rows than this one."""
-"""Kinds whose first work is honest: they have no older work to send yet."""
 LIMITS = TableLimits(max_rows=64, max_prompt_tokens=4096, max_output_tokens=64, max_proof_bytes=4096)
 BEAT = "/v1/heartbeat"
 
