@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from roles import free_port
 from swarm_processes import SHOAL, Swarm
 
 pytest.importorskip("hivemind", reason="the extra `hivemind` is not installed: make hivemind")
@@ -43,7 +44,7 @@ def test_two_sites_hold_the_same_weights_after_each_merge(tmp_path: Path) -> Non
         ]
         for site in sites:
             site.file.write_text(site.file.read_text() + DILOCO)
-            site.start("--peer-join", address)
+            site.start("--peer-join", address, "--port", str(free_port()))
             running.push(site)
         assert [site.wait_until_over(550.0) for site in sites] == [0, 0], [site.output for site in sites]
     first, second = (merges(site) for site in sites)
