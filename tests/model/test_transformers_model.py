@@ -96,3 +96,9 @@ def test_an_unreadable_folder_gives_both_reasons(tmp_path: Path) -> None:
     (tmp_path / "m" / "config.json").write_text('{"model_type": "nonesuch"}')
     with pytest.raises(ValueError, match=r"model_type='nonesuch' is not supported.*transformers says"):
         create_model(str(tmp_path / "m"), tmp_path / "v0", seed=0)
+
+
+def test_a_bare_config_builds_no_model_of_the_familys_default_size(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(FileNotFoundError, match=r"no weights at .*; a model folder holds model\.safetensors"):
+        load_causal(tmp_path)

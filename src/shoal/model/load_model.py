@@ -15,7 +15,7 @@ from shoal.model.transformers_model import (
     empty_transformers_model,
     read_limits,
 )
-from shoal.model.weights import WEIGHTS_FILE, load_weights
+from shoal.model.weights import WEIGHTS_FILE, find_weight_files, load_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -42,6 +42,9 @@ def load_transformers_model(
     folder: Path, dtype: torch.dtype, device: torch.device | str
 ) -> TransformersModel:
     """Loads a model of any family through transformers."""
+    find_weight_files(
+        folder / WEIGHTS_FILE
+    )  # else a bare config.json would build a model of the family's default size
     try:
         model = empty_transformers_model(read_json(folder / "config.json"), dtype, device)
     except ImportError:

@@ -36,8 +36,16 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
     Names and shapes are checked before the first value is copied, so a wrong file changes nothing.
     """
-    shards = sorted(path.parent.glob("model-*-of-*.safetensors"))
-    load_weight_files(model, shards if shards and not path.exists() else [path])
+    load_weight_files(model, find_weight_files(path))
+
+
+def find_weight_files(path: Path) -> list[Path]:
+    """Returns the file, or without it the shards beside it. Raises FileNotFoundError if there are neither."""
+    if path.exists():
+        return [path]
+    if shards := sorted(path.parent.glob("model-*-of-*.safetensors")):
+        return shards
+    raise FileNotFoundError(f"no weights at {path}; a model folder holds {WEIGHTS_FILE}")
 
 
 def load_weight_files(model: nn.Module, paths: Iterable[Path]) -> None:

@@ -99,14 +99,16 @@ def _write_export(source: Path, out: Path, facts: RunFacts) -> None:
 @contextlib.contextmanager
 def _open_version(options: argparse.Namespace, stop: threading.Event) -> Iterator[tuple[Path, RunFacts]]:
     """Yields a temporary folder with the version that --version names, and what its card says."""
-    is_url = options.run.startswith(("http://", "https://"))
-    parent = None if is_url else Path(options.run)
-    with tempfile.TemporaryDirectory(dir=parent, prefix=".export-") as into:
-        if is_url:
+    if options.run.startswith(("http://", "https://")):
+        with tempfile.TemporaryDirectory(prefix=".export-") as into:
             yield _fetch(options, Path(into), stop)
-        else:
-            with RunFolder(Path(options.run)) as run:
-                yield _restore(run, options.version, Path(into))
+    else:
+        # The run is opened first: a path that holds none is named by its error. The folder is on the run's disk, for links.
+        with (
+            RunFolder(Path(options.run)) as run,
+            tempfile.TemporaryDirectory(dir=options.run, prefix=".export-") as into,
+        ):
+            yield _restore(run, options.version, Path(into))
 
 
 def _restore(run: RunFolder, name: str, into: Path) -> tuple[Path, RunFacts]:
