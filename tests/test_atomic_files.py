@@ -104,3 +104,11 @@ def test_free_space_decides_where_an_error_gives_no_reason(
     with pytest.raises(OSError, match="No space left") as full, restore_disk_error(path, RuntimeError):
         raise RuntimeError("unexpected pos 400704 vs 598")
     assert full.value.filename == str(path)
+
+
+def test_the_outer_remedy_replaces_the_usual_one_of_a_block_inside(tmp_path: Path) -> None:
+    """A process that stops must not promise that the work continues by itself."""
+    outer = explain_full_disk(tmp_path, remedy="then start again")
+    words = r"^no space left in .*inner.*; then start again$"
+    with pytest.raises(DiskFull, match=words), outer, explain_full_disk(tmp_path / "inner"):
+        raise OSError(errno.ENOSPC, "No space left on device")

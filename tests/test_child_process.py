@@ -132,6 +132,12 @@ def test_an_interpreter_that_fails_is_reported() -> None:
         child.start()
 
 
+def test_a_child_that_the_system_does_not_start_is_reported() -> None:
+    child = ChildProcess("child_functions:serve_answers", limits=LIMITS, python="/no/such/python")
+    with pytest.raises(ChildNotStarted, match=r"serve_answers cannot be started: .*No such file"):
+        child.exchange(b"x", timeout_s=10.0)
+
+
 def test_threads_share_a_child_one_request_at_a_time(child: ChildProcess) -> None:
     replies: list[bytes] = []
     threads = [threading.Thread(target=lambda: replies.append(ask(child, b"abc"))) for _ in range(4)]

@@ -1,6 +1,8 @@
 """Landlock: a confined process writes only in its folder and connects only to its ports."""
 
 import json
+import os
+import select
 import socket
 import subprocess
 import sys
@@ -22,14 +24,19 @@ def run_confined(rules: Confinement, program: str) -> subprocess.CompletedProces
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-TRY_ALL = """
-import json, os, pathlib, signal, socket, subprocess, sys
+ATTEMPT = """
 def attempt(action):
     try:
         action()
     except OSError as error:
         return type(error).__name__
     return "done"
+"""
+
+TRY_ALL = (
+    ATTEMPT
+    + """
+import json, os, pathlib, signal, socket, subprocess, sys
 folder, outside, port, other, victim = {arguments}
 inside, outside = pathlib.Path(folder), pathlib.Path(outside)
 def listen():
@@ -57,6 +64,7 @@ print(json.dumps({{
     "signal": attempt(lambda: os.kill(victim, 0)),
 }}))
 """
+)
 
 
 @needs_landlock
@@ -86,6 +94,67 @@ def test_what_a_confined_process_can_do(tmp_path: Path) -> None:
     assert all(protection.active for protection in rules.protections())
 
 
+TRY_TERMINAL = (
+    ATTEMPT
+    + """
+import fcntl, os, termios, sys
+terminal = {terminal!r}
+def type_into(fd):
+    fcntl.ioctl(fd, termios.TIOCSTI, b"\\n")
+print("printed", os.isatty(1))
+print("open", attempt(lambda: os.open(terminal, os.O_RDWR | os.O_NOCTTY)))
+print("type", attempt(lambda: type_into(os.open(terminal, os.O_RDONLY | os.O_NOCTTY))))
+print("type inherited", attempt(lambda: type_into(1)))
+print("ioctl", attempt(lambda: fcntl.ioctl(os.open("/dev/urandom", os.O_RDONLY), 0x80045200, bytes(4))))
+"""
+)
+
+
+@needs_landlock
+def test_a_confined_process_prints_but_does_not_type_into_terminals(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    program = TRY_TERMINAL.format(terminal=os.ttyname(theirs))
+    command = [*Confinement(writable=(tmp_path,), ports=()).wrapper(), sys.executable, "-c", program]
+    try:
+        subprocess.run(command, stdout=theirs, timeout=120, check=True, start_new_session=True)
+        printed = os.read(ours, 4096).decode()
+        typed = select.select([theirs], [], [], 0)[0]
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    refused = "PermissionError"
+    wanted = {
+        "printed": "True",
+        "open": refused,
+        "type": refused,
+        "type inherited": refused,
+        "ioctl": refused,
+    }
+    assert dict(line.rsplit(" ", 1) for line in printed.splitlines()) == wanted
+    assert not typed
+
+
+@needs_landlock
+def test_drivers_of_gpus_get_their_calls() -> None:
+    program = (
+        "import fcntl, os\nfrom shoal import landlock\nlandlock.GPU_DEVICES = ('/dev/urandom',)\nlandlock.DEVICES = ()\n"
+        "landlock.confine([], [])\n"
+        "print(int.from_bytes(fcntl.ioctl(os.open('/dev/urandom', os.O_RDWR), 0x80045200, bytes(4)), 'little') >= 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_a_confined_process_has_none_of_roots_privileges_but_those_for_files(tmp_path: Path) -> None:
+    program = "import subprocess\nprint(open('/proc/self/status').read(), flush=True)\nsubprocess.run(['cat', '/proc/self/status'])"
+    done = run_confined(Confinement(writable=(tmp_path,), ports=()), program)
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith(("CapPrm", "CapEff"))]
+    assert len(lines) == 4, done.stderr
+    assert {int(value, 16) for _, value in lines} <= {0, 1 << 1}
+
+
 @needs_landlock
 def test_any_port_if_connections_are_not_restricted(tmp_path: Path) -> None:
     rules = Confinement(writable=(tmp_path,), ports=None, why_any_port="vLLM listens")
@@ -97,6 +166,7 @@ def test_any_port_if_connections_are_not_restricted(tmp_path: Path) -> None:
 
 
 @needs_landlock
+@pytest.mark.integration
 def test_a_confined_process_can_use_torch(tmp_path: Path) -> None:
     program = "import torch; x = torch.randn(300, 300); print((x @ x).shape[0], torch.get_num_threads() > 0)"
     done = run_confined(Confinement(writable=(tmp_path,), ports=()), program)

@@ -10,7 +10,7 @@ In the parent:
 
 `exchange` raises a ChildError, and the next call then starts a new child:
 
-    ChildNotStarted   the child ended or hung before its first request; says which command shows why
+    ChildNotStarted   the child could not be started, or ended or hung before its first request; says which command shows why
     ChildTimeout      no reply within `timeout_s` of wall-clock time (the machine may be busy); the child is killed
     ChildDied         the request ended the child, on every attempt; `status` is its exit status, -SIGNAL if a signal ended it:
                       -SIGXCPU more than `cpu_s` of processor time, -SIGKILL the kernel's out-of-memory killer
@@ -57,7 +57,7 @@ class ChildError(RuntimeError):
 
 
 class ChildNotStarted(ChildError):
-    """A child ended, hung or sent something else before it was ready for its first request."""
+    """A child could not be started, or ended, hung or sent something else before it was ready for its first request."""
 
 
 class ChildTimeout(ChildError):
@@ -172,15 +172,21 @@ class ChildProcess:
         if self._child is None or self._child.poll() is not None:
             self.close()
             self._last_words = b""
-            self._child = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=self._env,
-                bufsize=0,
-                start_new_session=True,
-            )
+            try:
+                self._child = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env=self._env,
+                    bufsize=0,
+                    start_new_session=True,
+                )
+            # No memory, process or descriptor is left, or there is no such interpreter.
+            except OSError as error:
+                raise ChildNotStarted(
+                    f"{self._name} cannot be started: {error}; try: {' '.join(self._command)}"
+                ) from None
             for pipe in (self._child.stdin, self._child.stdout, self._child.stderr):
                 assert pipe is not None
                 os.set_blocking(pipe.fileno(), False)
@@ -270,7 +276,7 @@ def serve(answer: Callable[[bytes], bytes], limits: ChildLimits) -> None:
     replies.write(_READY)
     replies.flush()
     while length := requests.read(_LENGTH_BYTES):
-        _limit_cpu(limits.cpu_s)
+        limit_cpu(limits.cpu_s)
         reply = answer(requests.read(int.from_bytes(length, "big")))
         replies.write(len(reply).to_bytes(_LENGTH_BYTES, "big") + reply)
         replies.flush()
@@ -300,8 +306,11 @@ def _address_space_bytes() -> int:
         return 0
 
 
-def _limit_cpu(cpu_s: int) -> None:
-    """Moves the limit on processor time, which counts over the child's whole life, to `cpu_s` from now."""
+def limit_cpu(cpu_s: int) -> None:
+    """Moves the limit on processor time, which counts over the child's whole life, to `cpu_s` from now.
+
+    `serve` calls it before each request. Call it again in `answer` if the request's size decides how long it may take.
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + cpu_s, hard))

@@ -3,9 +3,11 @@
 write_atomically(path)     a file that is either complete or absent
 replace_folder(...)        the same for a folder that was filled under another name
 replace_link(link, target) a symbolic link that is replaced in one step
+link_or_copy(...)          a hard link where the file system has them
 hold_lock(path)            one process at a time in a folder
 explain_full_disk(folder)  turns "No space left on device" into an error that names the folder and the remedy
 free_memory_bytes()        the memory that the operating system can still hand out
+is_out_of_memory(error)    whether an allocation failed
 restore_disk_error(path)   turns a library's own error about a full disk back into OSError
 """
 
@@ -36,8 +38,8 @@ class DiskFull(OSError):
         return str(self.strerror)
 
 
-class AlreadyLocked(RuntimeError):
-    """Another process holds the lock file."""
+class AlreadyLocked(ValueError):
+    """Another process holds the lock file. The message says what its owner should do."""
 
 
 @contextmanager
@@ -86,6 +88,14 @@ def replace_link(link: Path, target: Path) -> None:
     os.replace(partial, link)
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    """Makes `target` the same file as `source`; a copy on another file system, or on one without hard links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def flush_folder(folder: Path) -> None:
     """Flushes a folder's entries to disk, so that renames and new names in it survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -129,11 +139,14 @@ def is_disk_full(error: BaseException) -> bool:
 
 @contextmanager
 def explain_full_disk(folder: Path, *, remedy: str = DISK_FULL_REMEDY) -> Iterator[None]:
-    """Raises DiskFull with folder, free space and remedy where the block raised a bare disk-full error."""
+    """Raises DiskFull with folder, free space and remedy where the block raised a disk-full error.
+
+    A remedy that was given replaces the usual one of a block inside: the outer one knows whether the process goes on.
+    """
     try:
         yield
-    except DiskFull:
-        raise
+    except DiskFull as error:
+        raise DiskFull(error.errno, str(error).replace(DISK_FULL_REMEDY, remedy)) from None
     except OSError as error:
         if not is_disk_full(error):
             raise
@@ -178,11 +191,24 @@ def free_memory_bytes() -> int:
     return 4 << 30
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an allocation failed, in the words of Python, of torch on a CPU, or of a GPU."""
+    words = ("can't allocate memory", "out of memory", "Cannot allocate memory")
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"  # torch's own, for GPUs
+        or (isinstance(error, (RuntimeError, OSError)) and any(word in str(error) for word in words))
+    )
+
+
 def folder_bytes(folder: Path) -> int:
-    """Returns the bytes of all files below a folder. Files that are deleted meanwhile are not counted."""
-    total = 0
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):
-            if path.is_file():
-                total += path.stat().st_size
-    return total
+    """Returns the disk space of a folder. Files that several versions share by hard links count once."""
+    sizes: dict[tuple[int, int], int] = {}
+    for root, _, names in os.walk(folder):
+        for name in names:
+            try:
+                found = os.lstat(os.path.join(root, name))
+            except FileNotFoundError:  # deleted meanwhile
+                continue
+            sizes[found.st_dev, found.st_ino] = found.st_blocks * 512
+    return sum(sizes.values())

@@ -97,14 +97,14 @@ def _ends_within_a_line(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def printable(text: str) -> str:
-    """Returns the text with control characters escaped, for a log or a terminal.
+def printable(text: str, *, keep: str = "") -> str:
+    """Returns the text with control characters escaped, except those in `keep`, for a log or a terminal.
 
     Logs contain text from untrusted nodes: a newline must not forge a log line, an escape sequence must not control a terminal.
     """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def _line(role: str, message: str, values: dict[str, object]) -> str:

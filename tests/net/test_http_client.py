@@ -4,11 +4,13 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
 
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from shoal.net.http_client import Refused, SignedClient, Unreachable
+from shoal.net.http_client import Refused, SignedClient, Unreachable, fetch_files
 from shoal.net.http_server import Server, listen
 from shoal.net.waiting import DeadlinePassed, Stopped
 from shoal.telemetry import Log
@@ -177,11 +179,13 @@ def test_an_unreachable_server() -> None:
         client.call("GET", "/v1/info", None, Session)
     with pytest.raises(DeadlinePassed, match=r"for the coordinator: GET .*ConnectError"):
         client.call_until("the coordinator", "GET", "/v1/info", None, Session, deadline_s=0.2)
-    heard: list[str] = []
+    heard: list[Exception] = []
     with pytest.raises(DeadlinePassed):
-        client.get_until("the coordinator", "/v1/info", Session, deadline_s=0.2, heard=heard.append)
+        client.call_until(
+            "the coordinator", "GET", "/v1/info", None, Session, deadline_s=0.2, heard=heard.append
+        )
     assert heard
-    assert all("ConnectError" in reason for reason in heard)
+    assert all(isinstance(failure, Unreachable) for failure in heard)
     client.stop.set()
     with pytest.raises(Stopped):
         client.call_until("the coordinator", "GET", "/v1/info", None, Session, deadline_s=60)
@@ -231,3 +235,17 @@ def test_the_default_port_is_left_out_as_in_the_host_header() -> None:
         client = SignedClient(url, KEY, log=LOG)
         assert client._urls[0].authority == authority
         client.close()
+
+
+class Downloads:
+    """Writes files in place of a client that downloads them."""
+
+    def download_until(self, what: str, sha256: str, path: Path, *, deadline_s: float) -> None:
+        path.write_text(sha256)
+
+
+def test_data_files_are_in_a_folder_that_other_users_do_not_see(tmp_path: Path) -> None:
+    folder = tmp_path / "validator" / "data"
+    fetch_files(cast("SignedClient", Downloads()), ["a" * 64], folder, deadline_s=1.0)
+    assert (folder / ("a" * 64)).exists()
+    assert folder.stat().st_mode & 0o777 == 0o700

@@ -1,17 +1,19 @@
 """The ASGI server: start, drain, stop, and its timeouts."""
 
 import contextlib
+import gc
 import inspect
 import socket
 import threading
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 
+from shoal.net import http_server
 from shoal.net.http_server import HeaderTimeoutProtocol, Server, listen
 
 
@@ -110,6 +112,21 @@ def test_a_connection_stays_open_after_a_body_that_was_read() -> None:
     server.close()
 
 
+@pytest.mark.parametrize("length", [0, 5, 50])
+def test_a_body_with_two_lengths_is_refused_and_hides_no_second_request(length: int) -> None:
+    """A proxy that goes by Content-Length and a server that goes by the chunks would see different requests."""
+    server = Server(make_app(), listen("127.0.0.1", 0))
+    server.start()
+    head = (
+        f"POST /hello HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as raw:
+        raw.sendall(f"{head}0\r\n\r\nGET /hello HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: raw.recv(4096), b""))
+    server.close()
+    assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1
+
+
 def test_headers_that_never_end_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HeaderTimeoutProtocol, "header_s", 0.3)
     server = Server(make_app(), listen("127.0.0.1", 0))
@@ -163,3 +180,54 @@ def test_what_the_header_timeout_relies_on() -> None:
         assert callable(protocol.connection_made) and callable(protocol.data_received)
     assert issubclass(HeaderTimeoutProtocol, tuple(protocol for protocol, _ in implementations))
     assert callable(uvicorn.Server.capture_signals)
+
+
+def test_close_ends_connections_whose_client_does_not_read() -> None:
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(1000):
+            await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
+
+    server = Server(endless, listen("127.0.0.1", 0))
+    server.start()
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nhost: here\r\n\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
+        server.close()
+        gc.collect()  # a connection that is still open would be reported here
+
+
+def test_one_address_cannot_take_all_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "ADDRESS_CONNECTIONS", 2)
+    monkeypatch.setattr(
+        HeaderTimeoutProtocol, "_is_limited", lambda self, address: True
+    )  # this test has loopback only
+    server = Server(FastAPI(), listen("127.0.0.1", 0))
+    server.start()
+    try:
+        with contextlib.ExitStack() as stack:
+            for _ in range(4):
+                stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            with socket.create_connection(("127.0.0.1", server.port)) as fifth:
+                fifth.settimeout(10)
+                with contextlib.suppress(ConnectionResetError):
+                    assert fifth.recv(1) == b""
+        assert httpx2.get(f"http://127.0.0.1:{server.port}/none", timeout=10).status_code == 404
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "limited"),
+    [
+        ("127.0.0.1", False),
+        ("::1", False),
+        ("::ffff:127.0.0.1", False),
+        ("8.8.8.8", True),
+        ("fe80::1%eth0", True),
+    ],
+)
+def test_only_addresses_of_other_machines_are_limited(address: str, limited: bool) -> None:
+    assert HeaderTimeoutProtocol._is_limited(cast("Any", None), address) is limited

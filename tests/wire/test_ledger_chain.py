@@ -1,13 +1,16 @@
 """The ledger's chain: a test vector, and the detection of changed, dropped, added and moved events."""
 
+import json
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from shoal.wire.codes import CorruptData
 from shoal.wire.keys import Key
 from shoal.wire.ledger import GENESIS, LedgerEvent, LedgerHead, event_hash, verify_chain, verify_ledger
-from shoal.wire.record import seal
+from shoal.wire.record import canonical_json, seal
 
 
 def chain(length: int) -> list[LedgerEvent]:
@@ -45,6 +48,25 @@ def test_an_honest_chain_verifies() -> None:
 def test_events_survive_the_wire() -> None:
     events = [LedgerEvent.parse(event.model_dump_json()) for event in chain(3)]
     assert verify_chain(events) == (3, events[-1].hash)
+
+
+@given(
+    st.recursive(
+        st.floats(allow_nan=False, allow_infinity=False) | st.integers(1 - 2**53, 2**53 - 1), st.lists
+    )
+)
+@example(2.0**64)
+@example([-(2.0**53), 2.0**53, 1e20, 1e21, -0.0])
+def test_every_number_survives_storage(value: Any) -> None:
+    """A database and the wire have the body as text; a float of 2**64 is written like an integer."""
+    body = {"evidence": value}
+    digest = event_hash(1, 1.0, "verdict.given", "ab" * 32, body, GENESIS)
+    read = json.loads(canonical_json(body))
+    event = LedgerEvent(
+        seq=1, time_s=1.0, type="verdict.given", actor="ab" * 32, body=read, prev=GENESIS, hash=digest
+    )
+    assert verify_chain([event]) == (1, digest)
+    assert verify_chain([LedgerEvent.parse(event.model_dump_json())]) == (1, digest)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def write(
         rows = golden_table().rows
         columns = {name: [getattr(row, name) for row in rows] for name in SCHEMA.names}
     sink = pa.BufferOutputStream()
-    options = {"use_dictionary": False, "store_schema": False} | options
+    options = {"compression": "zstd", "use_dictionary": False, "store_schema": False} | options
     with pq.ParquetWriter(sink, schema, **options) as writer:
         writer.write_table(pa.Table.from_pydict(columns, schema=schema))
         writer.add_key_value_metadata(METADATA if metadata is None else metadata)
@@ -195,6 +195,39 @@ def test_a_proof_bomb_is_refused_by_its_footer() -> None:
     assert refusal(bomb) == "reject.oversized_table"
 
 
+def test_a_page_that_expands_to_more_than_its_values_is_refused() -> None:
+    # One page of eight million zeros whose header and footer say that it has one value. Reading it took 32 MB, and a file of
+    # 40 KB with more and larger pages took 20 s of processor time.
+    count = 8_000_000
+    bomb = write(one_row(prompt_tokens=[0] * count), data_page_size=1 << 30, write_batch_size=count)
+    honest, lie = zigzag_varint(count), zigzag_varint(1, width=len(zigzag_varint(count)))
+    with pytest.raises(Rejected, match=r"pages of 320\d{5} bytes for 1 values") as caught:
+        decode(bomb.replace(honest, lie), LIMITS)
+    assert caught.value.code == "reject.oversized_table"
+
+
+def test_more_pages_than_values_are_refused() -> None:
+    columns = {name: values * 4 for name, values in one_row().items()}
+    columns["sample_index"] = [0, 1, 2, 3]
+    data = write(columns, data_page_size=1, write_batch_size=1)
+    assert len(decode(data, LIMITS).rows) == 4
+    # The footer's count of values of the first column, which has four pages: type 1, encodings, path, codec, count.
+    before = b"prompt_index" + bytes([0x15, 6 << 1, 0x16])
+    assert data.count(before + bytes([4 << 1])) == 1
+    forged = data.replace(before + bytes([4 << 1]), before + bytes([2 << 1]))
+    with pytest.raises(Rejected, match="more pages than its 2 values"):
+        decode(forged, LIMITS)
+
+
+def zigzag_varint(value: int, width: int = 0) -> bytes:
+    """Returns Thrift's compact integer, padded to `width` bytes."""
+    word, out = value << 1, bytearray()
+    while word >= 0x80 or len(out) < width - 1:
+        out.append(word & 0x7F | 0x80)
+        word >>= 7
+    return bytes([*out, word])
+
+
 def test_a_dictionary_bomb_is_refused() -> None:
     columns = {name: values * 4 for name, values in one_row(proof=bytes(1_000_000)).items()}
     assert refusal(write(columns, use_dictionary=True)) == "reject.malformed_file"
@@ -221,6 +254,13 @@ def test_data_that_is_not_parquet_is_refused(data: bytes) -> None:
 )
 def test_other_encodings_are_refused(options: dict[str, Any]) -> None:
     assert refusal(write(**options)) == "reject.malformed_file"
+
+
+@pytest.mark.parametrize("codec", ["snappy", "gzip", "brotli", "lz4"])
+def test_other_codecs_are_refused(codec: str) -> None:
+    with pytest.raises(Rejected, match="codec") as caught:
+        decode(write(compression=codec), LIMITS)
+    assert caught.value.code == "reject.malformed_file"
 
 
 def _without_column() -> Any:
@@ -283,9 +323,10 @@ def test_impossible_values_are_refused(change: dict[str, Any]) -> None:
 
 def test_a_file_by_another_writer_is_accepted() -> None:
     choices: list[dict[str, Any]] = [
-        {"compression": "snappy"},
         {"compression": "none"},
+        {"compression": "zstd", "data_page_size": 1},
         {"data_page_version": "2.0"},
+        {"write_statistics": True, "write_page_index": True},
     ]
     for options in choices:
         assert decode(write(**options), LIMITS) == golden_table()

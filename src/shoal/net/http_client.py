@@ -4,6 +4,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -44,6 +45,10 @@ class Refused(Exception):
 
 class Unreachable(Exception):
     """The server did not answer, or its answer cannot be understood. A retry may help."""
+
+
+FailureReceiver = Callable[[Refused | Unreachable], None]
+"""Receives each failure that is retried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +103,6 @@ class SignedClient:
             if parsed not in self._urls:
                 self._urls.append(parsed)
 
-    def _use_next_url(self) -> None:
-        self._urls = [*self._urls[1:], self._urls[0]]  # one assignment: other threads may be reading the list
-
     def close(self) -> None:
         """Closes the connections."""
         self._http.close()
@@ -130,10 +132,16 @@ class SignedClient:
         headers = self._sign(to, method, path, content)
         if content:
             headers["Content-Type"] = "application/json"
-        try:
+        with self._reaching(to, method, path):
             return self._http.request(method, to.url + path, content=content, headers=headers)
+
+    @contextmanager
+    def _reaching(self, to: _CoordinatorUrl, method: str, path: str) -> Iterator[None]:
+        """Raises Unreachable if the request in the block fails, and makes the next attempt use the next URL."""
+        try:
+            yield
         except httpx2.HTTPError as error:
-            self._use_next_url()
+            self._urls = [*self._urls[1:], self._urls[0]]  # one assignment: other threads may read the list
             raise Unreachable(f"{method} {to.url}{path}: {type(error).__name__}: {error}") from None
 
     def fetch_object(self, sha256: str) -> bytes:
@@ -163,24 +171,22 @@ class SignedClient:
         Raises ValueError if its bytes have another digest.
         """
         to, object_path, digest = self._urls[0], f"/v1/objects/{sha256}", hashlib.sha256()
-        try:
-            with self._http.stream(
-                "GET", to.url + object_path, headers=self._sign(to, "GET", object_path)
-            ) as response:
-                if not response.is_success:
-                    response.read()
-                    _check_success(f"GET {object_path}", response)
-                with write_atomically(path) as file:
-                    for piece in response.iter_bytes(1 << 20):
-                        digest.update(piece)
-                        file.write(piece)
-                    if digest.hexdigest() != sha256:
-                        raise ValueError(
-                            f"object {sha256}: received bytes of another digest, {digest.hexdigest()}"
-                        )
-        except httpx2.HTTPError as error:
-            self._use_next_url()
-            raise Unreachable(f"GET {to.url}{object_path}: {type(error).__name__}: {error}") from None
+        signed = self._sign(to, "GET", object_path)
+        with (
+            self._reaching(to, "GET", object_path),
+            self._http.stream("GET", to.url + object_path, headers=signed) as response,
+        ):
+            if not response.is_success:
+                response.read()
+                _check_success(f"GET {object_path}", response)
+            with write_atomically(path) as file:
+                for piece in response.iter_bytes(1 << 20):
+                    digest.update(piece)
+                    file.write(piece)
+                if digest.hexdigest() != sha256:
+                    raise ValueError(
+                        f"object {sha256}: received bytes of another digest, {digest.hexdigest()}"
+                    )
 
     def download_until(self, what: str, sha256: str, path: Path, *, deadline_s: float) -> None:
         """Calls `download` with the retries of `call_until`."""
@@ -212,13 +218,10 @@ class SignedClient:
     def put_bytes(self, path: str, data: bytes) -> None:
         """Uploads to a path of the coordinator, unsigned: the path itself is the permission."""
         to = self._urls[0]
-        try:
+        with self._reaching(to, "PUT", path):
             response = self._http.put(
                 to.url + path, content=self._pieces(data), headers={"Content-Length": str(len(data))}
             )
-        except httpx2.HTTPError as error:
-            self._use_next_url()
-            raise Unreachable(f"PUT {to.url}{path}: {type(error).__name__}: {error}") from None
         _check_success("PUT object", response)
 
     def _pieces(self, data: bytes) -> Iterator[bytes]:
@@ -231,37 +234,39 @@ class SignedClient:
             yield piece
 
     def call_until(
-        self, what: str, method: str, path: str, body: Record | None, reply: type[R], *, deadline_s: float
+        self,
+        what: str,
+        method: str,
+        path: str,
+        body: Record | None,
+        reply: type[R],
+        *,
+        deadline_s: float,
+        heard: FailureReceiver = lambda failure: None,
     ) -> R:
         """Calls `call` and retries while the server is unreachable, fails, or answers that it is too early.
 
-        Raises Refused for any other refusal.
+        Calls `heard` with every failure that is retried. Raises Refused for any other refusal.
         """
-        return self._until(what, lambda: self.call(method, path, body, reply), deadline_s)
-
-    def get_until(
-        self, what: str, path: str, reply: type[R], *, deadline_s: float, heard: Callable[[str], None]
-    ) -> R:
-        """Calls GET with the retries of `call_until`, and `heard` with the reason of every failed attempt."""
-        return self._until(what, lambda: self.call("GET", path, None, reply), deadline_s, heard)
+        return self._until(what, lambda: self.call(method, path, body, reply), deadline_s, heard)
 
     def _until(
         self,
         what: str,
         once: Callable[[], T],
         deadline_s: float,
-        heard: Callable[[str], None] = lambda reason: None,
+        heard: FailureReceiver = lambda failure: None,
     ) -> T:
         def attempt() -> T:
             try:
                 return once()
             except Unreachable as error:
-                heard(str(error))
+                heard(error)
                 raise NotYet(str(error)) from None
             except Refused as refused:
                 if refused.code not in _RETRYABLE:
                     raise
-                heard(refused.problem.detail)
+                heard(refused)
                 raise NotYet(refused.problem.detail, refused.problem.retry_after_s) from None
 
         return wait_for(what, attempt, deadline_s=deadline_s, log=self._log, stop=self.stop)
@@ -270,11 +275,13 @@ class SignedClient:
 def fetch_files(client: SignedClient, digests: Iterable[str], folder: Path, *, deadline_s: float) -> None:
     """Downloads a task's data files into `folder`, named by their SHA-256, unless they are there already.
 
-    Raises ValueError if a file has another digest.
+    Raises ValueError if a file has another digest. A new folder is closed to other users: in the sandbox of level `user`, programs
+    run as one of them and could read the tests that grade them.
     """
     for digest in digests:
         if (folder / digest).exists():
             continue
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         client.download_until(f"the data file {digest[:16]}", digest, folder / digest, deadline_s=deadline_s)
 
 

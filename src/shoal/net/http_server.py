@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import ipaddress
+import resource
 import socket
 import threading
 import time
@@ -11,11 +13,16 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from shoal.net.rate_limit import AddressUsage, ServerLimits, UsageByAddress
 from shoal.net.waiting import DeadlinePassed
+from shoal.telemetry import Log
 
 DRAIN_S = 3
 HEADER_S = 10.0
 """Timeout from the opening of a connection, or the first byte of a request, to the end of the request's headers."""
+
+MAX_CONNECTIONS, ADDRESS_CONNECTIONS = 8192, 256
+"""Most connections of a server, and of one client address (or IPv6 prefix); beyond twice that many they are closed."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -36,15 +43,43 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def close_on_unread_body(app: Any) -> Any:
-    """Wraps an ASGI app: an answer to a request whose body was not read completely closes the connection.
+def allow_open_files(wanted: int, log: Log) -> None:
+    """Raises the limit of open files, of which many systems allow only 1024. A connection is one, and another if it gets a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        log.warning(
+            "the system's limit of open files is too low for so many connections; raise `ulimit -n`",
+            files=allowed,
+            need=wanted,
+        )
 
-    Without this, uvicorn reads and discards the rest of the body for as long as the client sends.
+
+def authority(host: str, port: int) -> str:
+    """Returns HOST:PORT, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def guard_bodies(app: Any) -> Any:
+    """Wraps an ASGI app: refuses ambiguous bodies, and closes the connection after an answer that did not read the whole body.
+
+    Without this, uvicorn reads and discards the rest of the body for as long as the client sends. A request with Content-Length
+    and Transfer-Encoding is refused because a proxy in front may see its end elsewhere: the rest would become a request of
+    the next client on that connection.
     """
 
     async def wrapped(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or not _announces_body(scope["headers"]):
+        announced = _body_headers(scope["headers"]) if scope["type"] == "http" else {}
+        if announced in ({}, {b"content-length": b"0"}):
             await app(scope, receive, send)
+            return
+        if len(announced) > 1:
+            headers = [(b"connection", b"close"), (b"content-length", b"0")]
+            await send({"type": "http.response.start", "status": 400, "headers": headers})
+            await send({"type": "http.response.body"})
             return
         read = False
 
@@ -64,11 +99,9 @@ def close_on_unread_body(app: Any) -> Any:
     return wrapped
 
 
-def _announces_body(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    for name, value in headers:
-        if name == b"transfer-encoding" or (name == b"content-length" and value != b"0"):
-            return True
-    return False
+def _body_headers(headers: Iterable[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    """Returns the headers that announce a body, by name."""
+    return {name: value for name, value in headers if name in (b"transfer-encoding", b"content-length")}
 
 
 class HeaderTimeoutProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
@@ -80,11 +113,26 @@ class HeaderTimeoutProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """
 
     header_s = HEADER_S
+    usages: UsageByAddress
+    """Connections of each client address; each server has its own."""
     _header_timer: asyncio.TimerHandle | None = None
+    _usage: AddressUsage | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        peer = transport.get_extra_info("peername")
+        if peer and self._is_limited(peer[0]):
+            self._usage = self.usages.connect(peer[0], time.monotonic())
+            if self._usage is None:
+                transport.abort()
+                return
         self._start_timer()
+
+    def _is_limited(self, address: str) -> bool:
+        """Returns whether an address has a limit. Clients of a reverse proxy on this machine share its address."""
+        ip = ipaddress.ip_address(address.partition("%")[0])
+        mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+        return not (mapped or ip).is_loopback
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -95,6 +143,9 @@ class HeaderTimeoutProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
+        if self._usage is not None:
+            self.usages.disconnect(self._usage)
+            self._usage = None
         super().connection_lost(exc)
 
     def _between_requests(self) -> bool:
@@ -116,6 +167,18 @@ class HeaderTimeoutProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self.transport.close()
 
 
+class _DrainingServer(uvicorn.Server):
+    """uvicorn's server, which also ends the connections that are still open after the time to drain."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        # uvicorn leaves those whose client does not read, and those that were accepted while it shut down.
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        await asyncio.sleep(0)  # aborted transports close their sockets in the next iteration of the loop
+
+
 class Server:
     """Serves an ASGI app on a socket, in a thread, between `start` and `close`.
 
@@ -123,9 +186,10 @@ class Server:
     """
 
     def __init__(self, app: Any, sock: socket.socket, *, on_close: Callable[[], None] | None = None) -> None:
+        limits = ServerLimits(connections=MAX_CONNECTIONS, connections_per_address=ADDRESS_CONNECTIONS)
         config = uvicorn.Config(
-            close_on_unread_body(app),
-            http=HeaderTimeoutProtocol,
+            guard_bodies(app),
+            http=type("LimitedProtocol", (HeaderTimeoutProtocol,), {"usages": UsageByAddress(limits)}),
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=DRAIN_S,
@@ -135,7 +199,7 @@ class Server:
             # X-Forwarded-For is ignored: any client can send it.
             proxy_headers=False,
         )
-        self._uvicorn = uvicorn.Server(config)
+        self._uvicorn = _DrainingServer(config)
         self._sock = sock
         self._on_close = on_close
         self._thread: threading.Thread | None = None

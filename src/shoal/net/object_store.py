@@ -12,7 +12,7 @@ import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 from shoal.files import flush_folder
 from shoal.wire.codes import Rejected
@@ -126,13 +126,16 @@ class LocalStore:
 
 
 class Incoming:
-    """One upload in progress: counted and hashed as it arrives, rejected at the first surplus byte."""
+    """One upload in progress: counted and hashed as it arrives, rejected at the first surplus byte.
+
+    The first write creates the file, so that a request without a body leaves none.
+    """
 
     def __init__(self, partial: Path, final: Path, sha256: str, num_bytes: int) -> None:
         self._partial, self._final = partial, final
         self._sha256, self._num_bytes = sha256, num_bytes
         self._hash, self._received = hashlib.sha256(), 0
-        self._file = partial.open("wb")
+        self._file: IO[bytes] | None = None
 
     def write(self, piece: bytes) -> None:
         """Appends bytes; raises Rejected if there are more than declared."""
@@ -141,10 +144,13 @@ class Incoming:
             self.discard()
             raise Rejected("request.too_large", f"upload exceeds its declared {self._num_bytes} bytes")
         self._hash.update(piece)
+        if self._file is None:
+            self._file = self._partial.open("wb")
         self._file.write(piece)
 
-    def finish(self) -> None:
-        """Checks size and digest and gives the object its name, durably; raises Rejected if they differ."""
+    def finish(self, last: bytes = b"") -> None:
+        """Appends the last bytes, checks size and digest and gives the object its name, durably; raises Rejected if they differ."""
+        self.write(last)
         if self._received != self._num_bytes:
             self.discard()
             raise Rejected(
@@ -155,9 +161,10 @@ class Incoming:
             raise Rejected(
                 "request.wrong_digest", f"upload hashes to {self._hash.hexdigest()}, declared {self._sha256}"
             )
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        assert self._file is not None, "`write` opened it"
+        with self._file as file:
+            file.flush()
+            os.fsync(file.fileno())
         self._final.parent.mkdir(exist_ok=True)
         os.replace(self._partial, self._final)
         # The coordinator's receipt promises that the object is stored, so its name must survive a power cut too.
@@ -166,6 +173,7 @@ class Incoming:
     def discard(self) -> None:
         """Deletes what has arrived."""
         # Closing flushes the buffer, which fails again on a full disk; the file must be deleted all the same.
-        with contextlib.suppress(OSError):
-            self._file.close()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
         self._partial.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ T = TypeVar("T")
 
 MIN_PAUSE_S = 0.05
 MAX_DELAY_S = 2.0
+POLL_S = 0.1
 
 
 class DeadlinePassed(Exception):
@@ -32,6 +33,30 @@ class NotYet(Exception):
     def __init__(self, reason: str, after_s: float | None = None) -> None:
         super().__init__(reason)
         self.after_s = after_s
+
+
+class LinkedEvent(threading.Event):
+    """An event that also counts as set while `parent` is set.
+
+    For a part of a process that may be stopped alone: other parts depend on the process's own event.
+    """
+
+    def __init__(self, parent: threading.Event) -> None:
+        super().__init__()
+        self.parent = parent
+
+    def is_set(self) -> bool:
+        return super().is_set() or self.parent.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        end_s = time.monotonic() + timeout if timeout is not None else float("inf")
+        while not self.parent.is_set():
+            left_s = end_s - time.monotonic()
+            if super().wait(max(0.0, min(POLL_S, left_s))):
+                return True
+            if left_s <= POLL_S:
+                return self.parent.is_set()
+        return True
 
 
 def wait_for(

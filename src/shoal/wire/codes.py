@@ -21,7 +21,7 @@ class Meaning:
 CODES: dict[str, Meaning] = {
     # -- requests ---------------------------------------------------------------------------------------
     "request.malformed": Meaning(
-        422, "the request is not in the format of this route", "see docs/wire; update the client"
+        422, "the request is not in the format of this route", "see `shoal docs wire/api`; update the client"
     ),
     "request.unsigned": Meaning(401, "the request has no signature", "sign it with an enrolled key"),
     "request.bad_signature": Meaning(
@@ -156,13 +156,20 @@ CODES: dict[str, Meaning] = {
     "reject.wrong_computation": Meaning(
         0,
         "the proofs do not match the leased model on these tokens",
-        "run the leased policy version unchanged",
+        "run the leased policy version unchanged, in the run's compute_dtype, without quantisation or edited weights; if you did, "
+        "`shoal check-local` shows by how much this machine differs: try another --device or --engine, update Shoal and the "
+        "drivers, or appeal",
+    ),
+    "reject.weights_not_admitted": Meaning(
+        0,
+        "the file declares weights in a format that the run does not admit for this work",
+        "start the worker without --weights, or with a format in the run's admitted_weights; held-out work needs exact weights",
     ),
     "reject.wrong_logprobs": Meaning(
         0, "the log-probs are not the model's", "report the log-probs of the sampling policy"
     ),
     "reject.wrong_sampling": Meaning(
-        0, "the tokens are not those that the lease's seed draws", "sample as docs/wire/draw.md says"
+        0, "the tokens are not those that the lease's seed draws", "sample as `shoal docs wire/draw` says"
     ),
     "reject.accumulated_evidence": Meaning(
         0,

@@ -62,11 +62,7 @@ def check_delegation(sealed: Sealed[Delegation], node: str, *, now_s: float) -> 
         raise Rejected("request.revoked", f"the delegation is for node {body.node[:16]}, not {node[:16]}")
     if body.not_after_s - body.not_before_s > LONGEST_S:
         raise Rejected("request.revoked", "the delegation lasts longer than 30 days")
-    if not body.not_before_s <= now_s + 300 or now_s >= body.not_after_s:
-        raise Rejected(
-            "request.revoked",
-            f"the delegation is valid from {body.not_before_s:.0f} to {body.not_after_s:.0f}; now is {now_s:.0f}",
-        )
+    _check_period(body, now_s)
     return sealed.key
 
 
@@ -128,12 +124,17 @@ def check_relay_delegation(
             "request.not_allowed",
             f"the delegation is for relay {body.relay[:16]} at {body.url}, not for {relay[:16]} at {url}",
         )
+    _check_period(body, now_s)
+    return body
+
+
+def _check_period(body: Delegation | RelayDelegation, now_s: float) -> None:
+    """Raises Rejected if a delegation is not valid now. Its beginning may be up to 300 s ahead: clocks differ."""
     if not body.not_before_s <= now_s + 300 or now_s >= body.not_after_s:
         raise Rejected(
             "request.revoked",
             f"the delegation is valid from {body.not_before_s:.0f} to {body.not_after_s:.0f}; now is {now_s:.0f}",
         )
-    return body
 
 
 # -- proofs of work ---------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ class Lease(Sealable):
     relays: tuple[str, ...]
     """Where the weights are served: relays with at least two different keys, if there are that many."""
     origin: str = ""
-    """Where the trainer serves them, for when no relay delivers."""
+    """URL at which the trainer serves them. A worker asks there if no relay delivers."""
     task: TaskSpec
     prompts: tuple[str, ...]
     chat: bool = False

@@ -70,9 +70,25 @@ def verify_chain(
 def _recomputed_hash(event: LedgerEvent) -> str | None:
     """Returns the hash of an event's content, or None if the content has no canonical JSON (an infinity, for example)."""
     try:
-        return event_hash(event.seq, event.time_s, event.type, event.actor, event.body, event.prev)
-    except Rejected:
+        body = _with_doubles(event.body)
+        return event_hash(event.seq, event.time_s, event.type, event.actor, body, event.prev)
+    except (Rejected, RecursionError, OverflowError):
         return None
+
+
+def _with_doubles(value: Any) -> Any:
+    """Returns JSON data with whole numbers past 2**53 as floats, which they were when they were written.
+
+    RFC 8785 writes the float 2.0**64 without a point or an exponent, so Python reads an integer, which has no canonical JSON. A node
+    could otherwise make a ledger that nobody can verify: the evidence against a made-up proof has such a number.
+    """
+    if isinstance(value, dict):
+        return {key: _with_doubles(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_doubles(inner) for inner in value]
+    if isinstance(value, int) and abs(value) >= 2**53:
+        return float(value)
+    return value
 
 
 def verify_ledger(events: Iterable[LedgerEvent], head: Sealed[LedgerHead], run_key: str) -> int:

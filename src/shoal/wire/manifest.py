@@ -26,15 +26,19 @@ def check_file_name(name: str) -> None:
     Only kinds of files that no program executes are allowed: a library that receives a folder with Python files or pickles may
     run them. A name that is not on the list is refused, even if the file would be harmless.
     """
-    # The name becomes a path on the receiver's disk: no separators, no leading dot.
-    if not _FILE_NAME.fullmatch(name):
-        raise ValueError(
-            f"file name {name!r} is not a plain name: use letters, digits, dots, dashes and underscores"
-        )
+    _check_plain_name(name)
     if name not in ALLOWED_NAMES and not name.endswith(ALLOWED_SUFFIXES):
         raise ValueError(
             f"file {name!r} is not allowed in a version; allowed are the suffixes {', '.join(ALLOWED_SUFFIXES)} "
             f"and the names {', '.join(ALLOWED_NAMES)}"
+        )
+
+
+def _check_plain_name(name: str) -> None:
+    # The name becomes a path on the receiver's disk: no separators, no leading dot.
+    if not _FILE_NAME.fullmatch(name):
+        raise ValueError(
+            f"file name {name!r} is not a plain name: use letters, digits, dots, dashes and underscores"
         )
 
 
@@ -68,11 +72,7 @@ class FileEntry(Record):
 
     @model_validator(mode="after")
     def _consistent(self) -> "FileEntry":
-        # The name becomes a path on the receiver's disk: no separators, no leading dot.
-        if not _FILE_NAME.fullmatch(self.name):
-            raise ValueError(
-                f"file name {self.name!r} is not a plain name: use letters, digits, dots, dashes and underscores"
-            )
+        _check_plain_name(self.name)
         _check_shards(
             self.name, self.num_bytes if self.codec == "raw" else 0, self.shard_bytes, len(self.shards)
         )

@@ -11,6 +11,7 @@ from shoal.wire.delegation import Delegation, RelayDelegation
 from shoal.wire.lease import Checks, Hex32, Lease, LeaseId, Sha256
 from shoal.wire.ledger import Rederived, TokenCounts
 from shoal.wire.manifest import Manifest
+from shoal.wire.proof_noise import LaterNoise
 from shoal.wire.record import Count, Record, Sealed, Url
 from shoal.wire.requirements import Capabilities, Offer
 from shoal.wire.run_spec import RunSpec
@@ -328,6 +329,8 @@ class StepReport(Record):
     disk_bytes: int = 0
     checkpoint_exposed_s: float = 0.0
     """Seconds that training stood still for a checkpoint."""
+    train_passes: int = 3
+    """Arithmetic of training on a token, in forward passes: 3, and 1 each for recomputation, recomputed log-probs and KL."""
     tasks: dict[str, TaskFigures] = Field(default_factory=dict)
     """The figures of each task, by its label."""
     generate_s: float = 0.0
@@ -341,10 +344,10 @@ class Announce(Record):
     manifest: Sealed[Manifest]
     origin_url: Url
     report: StepReport | None
-    checkpoint_version: int | None = None
-    """The newest version that a checkpoint covers: batches of older versions are not needed again."""
     rederived: Rederived | None = None
     """Set if the version was announced before and was made again after a crash."""
+    noise: LaterNoise | None = None
+    """A new calibration, measured with this version, that judges the work of this version and of later ones."""
 
 
 class Recorded(Record):

@@ -75,6 +75,8 @@ class Now(Record):
     trainer_disk_bytes: int = 0
     """Bytes of the trainer's folder after the last step."""
     tokens: TokenCounts | None = None
+    train_passes: int = 3
+    """Arithmetic of training on a token, in forward passes; generating and checking one take 1 each."""
     server_time_s: float
 
 

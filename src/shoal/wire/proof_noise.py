@@ -88,6 +88,10 @@ class Noise(Record):
                 return pair.noise
         return None
 
+    def covers(self, made_by: str) -> bool:
+        """Returns whether rows of a compute class were measured; also True if the file does not tell classes apart."""
+        return not self.pairs or any(pair.made_by == made_by for pair in self.pairs)
+
     @model_validator(mode="after")
     def _classes_fit(self) -> "Noise":
         for statistic in (self.mismatches, self.mantissas):
@@ -95,6 +99,16 @@ class Noise(Record):
         for statistic in filter(None, (self.logprobs, self.draws)):
             _check_statistic(statistic, self.token_sizes)
         return self
+
+
+class LaterNoise(Record):
+    """A calibration that was repeated during the run, because the weights had moved far from those of the one before."""
+
+    from_version: Count
+    """The first version whose work it judges."""
+    moved: float = Field(ge=0)
+    """How far that version is from the weights of the calibration before, relative to their norm."""
+    noise: Noise
 
 
 def _check_statistic(statistic: Statistic, sizes: tuple[int, ...]) -> None:

@@ -146,6 +146,3 @@ def seal(body: T, key: Key, *, canonical: bytes | None = None) -> Sealed[T]:
 
 def _sealed_bytes(body: Sealable, canonical: bytes | None = None) -> bytes:
     return body.tag().encode() + b"\n" + (canonical or body.canonical())
-
-
-__all__ = ["Count", "Record", "Sealable", "Sealed", "Url", "canonical_json", "seal"]

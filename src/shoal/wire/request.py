@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.wire.codes import Rejected
-from shoal.wire.keys import PUBLIC_KEY, Key, verify
+from shoal.wire.keys import Key, verify
 
 TAG = "shoal/req/1"
 COMPONENTS = ("@method", "@authority", "@path", "@query", "content-digest")
@@ -145,15 +145,3 @@ def _signature_hex(header: str) -> str:
     # The last letter has four unused bits. They must be 0, or one signature could be written in 16 ways.
     match = re.fullmatch(r"sig1=:([A-Za-z0-9+/]{85}[AQgw]==):", header)
     return base64.b64decode(match[1]).hex() if match else ""
-
-
-__all__ = [
-    "NONCE_KEPT_S",
-    "PUBLIC_KEY",
-    "Signer",
-    "Target",
-    "content_digest",
-    "sign_request",
-    "signature_base",
-    "verify_request",
-]

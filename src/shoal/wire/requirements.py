@@ -16,6 +16,10 @@ ShortName = Annotated[str, Field(max_length=40)]
 CLASS_PART = 40
 CLASS_PATTERN = re.compile(rf"([A-Za-z0-9._-]{{1,{CLASS_PART}}}/){{3}}[A-Za-z0-9._-]{{1,{CLASS_PART}}}")
 """The text of a compute class: device, engine, kernels and precision."""
+REPLAY_PATTERN = re.compile(r"[0-9a-f]{16}/[0-9]{1,4}/[0-9]{1,6}")
+"""The text of ReplayTerms."""
+WeightFormat = Literal["int8", "fp8"]
+"""Formats that a run may let workers round the layers' weights to (model/rounded_weights.py)."""
 Gigabytes = Annotated[float, Field(ge=0, le=1e6)]
 
 
@@ -50,9 +54,40 @@ class ComputeClass(NamedTuple):
     kernels: str
     """The library of kernels and its release, such as `torch-2.11`."""
     precision: str
+    """The dtype that is computed in, followed by `-int8` or `-fp8` if the weights were rounded to that format."""
 
     def __str__(self) -> str:
         return "/".join(re.sub(r"[^A-Za-z0-9._-]+", "-", part)[:CLASS_PART] for part in self)
+
+
+class ReplayTerms(NamedTuple):
+    """What a worker's numbers depend on, to the last bit, besides its compute class. It declares them to promise that the same
+    engine with the same terms generates the same bits."""
+
+    machine: str
+    """Digest of the processor's features and the libraries' releases."""
+    threads: int
+    max_rows: int
+    """Rows that are decoded at once."""
+
+    def __str__(self) -> str:
+        return f"{self.machine}/{self.threads}/{self.max_rows}"
+
+    @classmethod
+    def parse(cls, text: str) -> "ReplayTerms":
+        """Reads what `str` wrote. The text must match REPLAY_PATTERN."""
+        machine, threads, max_rows = text.split("/")
+        return cls(machine, int(threads), int(max_rows))
+
+
+def precision_of(compute_dtype: str, weights: WeightFormat | None) -> str:
+    """Returns the last part of a compute class."""
+    return compute_dtype if weights is None else f"{compute_dtype}-{weights}"
+
+
+def declared_weights(made_by: str) -> str:
+    """Returns the format that a declared class says its weights were rounded to; empty if it says none."""
+    return made_by.rpartition("/")[2].partition("-")[2]
 
 
 def unmet_needs(machine: Capabilities, needs: Needs, compute_dtype: str) -> list[str]:

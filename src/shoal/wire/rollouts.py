@@ -12,9 +12,10 @@ There are no rewards, advantages or node ids: the swarm computes the first two a
 Rows are sorted by (prompt_index, sample_index). The footer names the format, the lease, the policy version and the
 compute class that the worker declares.
 
-`decode` reads files from untrusted senders. It checks the footer's counts and encodings before it decodes a value,
-because a 647-byte file can ask for a gigabyte. Still run it in a child process with an address-space limit, and treat a
-crash of the child as a malformed file: pyarrow aborts on some single changed bytes of a footer.
+`decode` reads files from untrusted senders. It checks the footer's counts, encodings and codecs and the sizes of all pages
+before it decodes a value, because a 647-byte file can ask for a gigabyte. Still run it in a child process with limits on address
+space and processor time, and treat a crash of the child as a malformed file: pyarrow aborts on some single changed bytes of a
+footer.
 """
 
 import re
@@ -28,7 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shoal.wire.codes import Rejected
-from shoal.wire.requirements import CLASS_PATTERN
+from shoal.wire.requirements import CLASS_PATTERN, REPLAY_PATTERN
 
 FORMAT = "shoal/rollouts/1"
 
@@ -47,7 +48,18 @@ SCHEMA = pa.schema(
 # DELTA_* decoders can be made to allocate without bound, and with a dictionary a few bytes can expand to any number
 # of long values. Our writer uses neither.
 _ENCODINGS = {"PLAIN", "RLE", "BIT_PACKED"}
-_METADATA_KEYS = (b"shoal.format", b"shoal.lease_id", b"shoal.policy_version", b"shoal.made_by")
+_CODECS = {0: "UNCOMPRESSED", 6: "ZSTD"}
+"""Codecs by Parquet's numbers. Every other one is one more decompressor that reads a stranger's bytes."""
+_MAX_THRIFT_DEPTH = 16
+_DATA_PAGES = (0, 3)
+"""Parquet's numbers of data pages, versions 1 and 2."""
+_METADATA_KEYS = (
+    b"shoal.format",
+    b"shoal.lease_id",
+    b"shoal.policy_version",
+    b"shoal.made_by",
+    b"shoal.replay",
+)
 
 
 class Finish(IntEnum):
@@ -80,6 +92,8 @@ class RolloutTable:
     rows: tuple[Rollout, ...]
     made_by: str = ""
     """The compute class that the worker declares (requirements.ComputeClass); empty if it declares none."""
+    replay: str = ""
+    """The terms under which the worker promises the same bits again (requirements.ReplayTerms); empty if it promises none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +120,12 @@ class TableLimits:
         """Uncompressed bytes, with a length before each value; doubled because a writer may add statistics per page."""
         return 2 * self.max_rows * (self.max_proof_bytes + 4) + 4096
 
+    def max_page_bytes(self, column: str, num_values: int, num_pages: int) -> int:
+        """Returns how many uncompressed bytes the pages of a column may have together: twice what its values need."""
+        if column == "proof":
+            return self.max_proof_column_bytes
+        return 2 * 4 * num_values + 64 * num_pages + 4096
+
 
 def encode(table: RolloutTable) -> bytes:
     """Returns the file's bytes. The same version of pyarrow writes the same bytes for the same table."""
@@ -119,6 +139,8 @@ def encode(table: RolloutTable) -> bytes:
     }
     if table.made_by:
         metadata["shoal.made_by"] = table.made_by
+    if table.replay:
+        metadata["shoal.replay"] = table.replay
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(
         sink,
@@ -139,6 +161,8 @@ def decode(data: bytes, limits: TableLimits) -> RolloutTable:
     try:
         file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
         _check_footer(file, limits)
+        _check_codecs(data)
+        _check_pages(data, file.metadata, limits)
         metadata = file.metadata.metadata or {}
         arrow = file.read(use_threads=False)
         arrow.validate(full=True)
@@ -148,7 +172,7 @@ def decode(data: bytes, limits: TableLimits) -> RolloutTable:
         raise Rejected(
             "reject.oversized_table", "decoding needs more memory than a submission may take"
         ) from None
-    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
         raise Rejected("reject.malformed_file", f"not readable as Parquet: {str(error)[:200]}") from None
     return _to_table(arrow, metadata, limits)
 
@@ -162,8 +186,6 @@ def _check_footer(file: Any, limits: TableLimits) -> None:
         raise Rejected("reject.oversized_table", f"{meta.num_rows} rows, the lease allows {limits.max_rows}")
     values: Counter[str] = Counter()
     num_bytes: Counter[str] = Counter()
-    # Do not read a column's codec here: pyarrow 26 aborts the process if the footer names an unknown one.
-    # Reading the values of such a column raises as it should, and the counts below bound what any codec can expand to.
     for column in _column_chunks(meta):
         if not set(column.encodings) <= _ENCODINGS:
             raise Rejected(
@@ -183,6 +205,137 @@ def _check_footer(file: Any, limits: TableLimits) -> None:
             "reject.oversized_table",
             f"proof: {num_bytes['proof']} bytes, the lease allows {limits.max_proof_column_bytes}",
         )
+
+
+def _check_codecs(data: bytes) -> None:
+    # Not by pyarrow's `column.compression`: pyarrow 26 aborts the process if the footer names an unknown codec.
+    num_bytes = int.from_bytes(data[-8:-4], "little")
+    footer = _ThriftReader(data, len(data) - 8 - num_bytes, len(data) - 8).read_struct()
+    found = {column[3][4] for group in footer[4] for column in group[1]}
+    if not found <= _CODECS.keys():
+        raise Rejected(
+            "reject.malformed_file",
+            f"compressed with codec {sorted(found - _CODECS.keys())}, allowed: {_CODECS}",
+        )
+
+
+def _check_pages(data: bytes, meta: Any, limits: TableLimits) -> None:
+    """Refuses pages that expand to more bytes than their values need.
+
+    pyarrow decompresses a whole page for its first value: 16 pages of 700 MB of zeros fit into 40 KB and take 20 s to read.
+    """
+    values: Counter[str] = Counter()
+    pages: Counter[str] = Counter()
+    num_bytes: Counter[str] = Counter()
+    for column in _column_chunks(meta):
+        name = column.path_in_schema
+        values[name] += column.num_values
+        for size in _page_sizes(data, column):
+            pages[name] += 1
+            num_bytes[name] += size
+            # Checked at every page: a file of millions of empty pages must not be walked to its end.
+            if pages[name] > max(1, values[name]):
+                raise Rejected(
+                    "reject.malformed_file", f"{name}: more pages than its {values[name]} values need"
+                )
+    for name, total in num_bytes.items():
+        if total > (allowed := limits.max_page_bytes(name, values[name], pages[name])):
+            raise Rejected(
+                "reject.oversized_table",
+                f"{name}: pages of {total} bytes for {values[name]} values, at most {allowed}",
+            )
+
+
+def _page_sizes(data: bytes, column: Any) -> Iterator[int]:
+    """Yields the uncompressed size of each page of a column chunk, from the header before it. Raises Rejected or ValueError."""
+    if column.dictionary_page_offset:
+        raise Rejected("reject.malformed_file", f"{column.path_in_schema}: dictionaries are not allowed")
+    at = column.data_page_offset
+    end = at + column.total_compressed_size
+    if not 0 <= at <= end <= len(data):
+        raise ValueError(f"column chunk at bytes {at} to {end} of {len(data)}")
+    while at < end:
+        reader = _ThriftReader(data, at, end)
+        header = reader.read_struct()
+        kind, size, compressed = header[1], header[2], header[3]
+        if kind not in _DATA_PAGES or min(size, compressed) < 0:
+            raise ValueError(f"page of type {kind} and {size} bytes, {compressed} compressed")
+        yield size
+        at = reader.at + compressed
+    if at != end:
+        raise ValueError(f"a page ends {at - end} bytes after its column chunk")
+
+
+class _ThriftReader:
+    """Reads structs of Thrift's compact protocol, which Parquet's footer and page headers are written in.
+
+    Raises ValueError for what Thrift's own reader would read in another way (numbers that it cuts to their type, fields that
+    occur twice): otherwise a page could have one size here and another one in pyarrow.
+    """
+
+    def __init__(self, data: bytes, at: int, end: int) -> None:
+        self._data, self.at, self._end = data, at, end
+
+    def read_struct(self, depth: int = 0) -> dict[int, Any]:
+        """Returns the values of a struct by field number: integers, bytes, lists and structs."""
+        fields: dict[int, Any] = {}
+        number = 0
+        while kind := (head := self._byte()) & 15:
+            number = number + (head >> 4) if head >> 4 else self._integer(16)
+            if number in fields or not 0 < number < 1 << 15:
+                raise ValueError(f"Thrift field {number} occurs twice or cannot exist")
+            fields[number] = kind == 1 if kind <= 2 else self._value(kind, depth)
+        return fields
+
+    def _value(self, kind: int, depth: int) -> Any:
+        """Returns a value of one of Thrift's types, given by its number."""
+        if depth > _MAX_THRIFT_DEPTH:
+            raise ValueError(f"Thrift values are nested deeper than {_MAX_THRIFT_DEPTH} levels")
+        match kind:
+            case 1 | 2 | 3:  # a boolean of a list, or a byte
+                return self._byte()
+            case 4 | 5 | 6:  # integers
+                return self._integer({4: 16, 5: 32, 6: 64}[kind])
+            case 7:  # a double
+                return self._bytes(8)
+            case 8:  # bytes or text
+                return self._bytes(self._varint(31))
+            case 9 | 10:  # a list or a set
+                head = self._byte()
+                size = head >> 4 if head >> 4 < 15 else self._varint(31)
+                return [self._value(head & 15, depth + 1) for _ in range(size)]
+            case 12:
+                return self.read_struct(depth + 1)
+            case _:
+                raise ValueError(f"Thrift type {kind} is not used by Parquet")
+
+    def _byte(self) -> int:
+        return self._bytes(1)[0]
+
+    def _bytes(self, count: int) -> bytes:
+        start = self.at
+        if start < 0 or start + count > self._end:
+            raise ValueError("a Thrift struct goes on after its end")
+        self.at = start + count
+        return self._data[start : self.at]
+
+    def _integer(self, num_bits: int) -> int:
+        word = self._varint(num_bits)
+        return word >> 1 ^ -(word & 1)
+
+    def _varint(self, num_bits: int) -> int:
+        word = shift = 0
+        while True:
+            byte = self._byte()
+            word |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                break
+            if shift > 63:
+                raise ValueError("a Thrift number has more than 10 bytes")
+        if word >> num_bits:
+            raise ValueError(f"a Thrift number has more than {num_bits} bits")
+        return word
 
 
 def _column_chunks(meta: Any) -> Iterator[Any]:
@@ -206,6 +359,10 @@ def _to_table(arrow: Any, metadata: dict[bytes, bytes], limits: TableLimits) -> 
             "reject.malformed_file",
             f"compute class is {made_by[:64]!r}, expected DEVICE/ENGINE/KERNELS/PRECISION",
         )
+    if (replay := values[b"shoal.replay"]) and not REPLAY_PATTERN.fullmatch(replay):
+        raise Rejected(
+            "reject.malformed_file", f"replay terms are {replay[:64]!r}, expected MACHINE/THREADS/ROWS"
+        )
     rows = tuple(_to_rollout(row, limits) for row in arrow.to_pylist())
     # Rewards have no row ids and follow the order of rows: a sender that chose the order could swap the rewards of answers.
     places = [(row.prompt_index, row.sample_index) for row in rows]
@@ -216,6 +373,7 @@ def _to_table(arrow: Any, metadata: dict[bytes, bytes], limits: TableLimits) -> 
         policy_version=int(values[b"shoal.policy_version"]),
         rows=rows,
         made_by=made_by,
+        replay=replay,
     )
 
 

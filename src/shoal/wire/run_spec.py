@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from shoal.wire.proof_noise import Noise
+from shoal.wire.proof_noise import LaterNoise, Noise
 from shoal.wire.record import Record
-from shoal.wire.requirements import Needs
+from shoal.wire.requirements import Needs, WeightFormat
 
 PROTOCOL = 1
 """Protocol version. Increase it when clients and servers of different numbers cannot work together."""
@@ -21,7 +21,6 @@ class OwnSampling(Record):
     """The values of `[sampling]` that a task or an evaluation replaces; None keeps the run's."""
 
     temperature: float | None = Field(default=None, gt=0)
-    """For evaluations only: the trainer computes its ratios at one temperature."""
     max_new_tokens: int | None = Field(default=None, ge=1)
     samples_per_prompt: int | None = Field(default=None, ge=1)
 
@@ -127,6 +126,25 @@ def default_tolerances(compute_dtype: Literal["float32", "bfloat16"]) -> Toleran
     )
 
 
+RECALIBRATE_AT = 0.05
+
+CreditShare = Annotated[float, Field(gt=0, le=1)]
+
+
+class AdmittedWeights(Record):
+    """The formats that workers may round the layers' weights to, if they declare it, and the credit of a token made with each,
+    relative to one that is made with the published weights. None: not admitted."""
+
+    int8: CreditShare | None = None
+    fp8: CreditShare | None = None
+
+    @property
+    def formats(self) -> tuple[WeightFormat, ...]:
+        """The admitted formats."""
+        named: tuple[tuple[WeightFormat, float | None], ...] = (("int8", self.int8), ("fp8", self.fp8))
+        return tuple(name for name, credit in named if credit is not None)
+
+
 class RunSpec(Record):
     """The terms of a run."""
 
@@ -144,10 +162,16 @@ class RunSpec(Record):
     tolerances: Tolerances = Tolerances()
     noise: Noise | None = None
     """The calibration of honest proofs. Without it every segment is judged alone, by `tolerances`."""
+    recalibrate_at: float = Field(default=RECALIBRATE_AT, ge=0)
+    """How far published weights may be from those of the calibration, relative to their norm, before it is repeated; 0: never."""
+    later_noise: tuple[LaterNoise, ...] = ()
+    """The calibrations that were repeated, by version. The coordinator adds them; a run begins without any."""
+    admitted_weights: AdmittedWeights = AdmittedWeights()
     max_lag: int = Field(default=2, ge=0)
     keep_versions: int = Field(default=5, ge=1)
     """How many versions origin and relays keep. Older ones are neither leased nor evaluated."""
-    last_version: int = Field(ge=1)
+    last_version: int = Field(ge=0)
+    """0: the run does not train; version 0 is published and evaluated."""
     needs: Needs = Needs()
     """What the run requires of a worker's machine."""
 
@@ -155,6 +179,11 @@ class RunSpec(Record):
     def tasks(self) -> tuple[TaskSpec, ...]:
         """The tasks that are trained on."""
         return (self.task, *self.more_tasks)
+
+    def noise_of(self, version: int) -> Noise | None:
+        """Returns the calibration that judges the work of a version."""
+        later = [one.noise for one in self.later_noise if one.from_version <= version]
+        return later[-1] if later else self.noise
 
     def task_specs(self) -> tuple[TaskSpec, ...]:
         """Returns the specs of all tasks, also of those that are only evaluated."""
@@ -186,16 +215,6 @@ class RunSpec(Record):
         return self
 
     @model_validator(mode="after")
-    def _tasks_share_the_temperature(self) -> "RunSpec":
-        for task in self.tasks:
-            if task.sampling.temperature not in (None, self.sampling.temperature):
-                raise ValueError(
-                    f"task {task.title!r} has temperature {task.sampling.temperature:g}, but the trainer computes ratios at "
-                    f"sampling.temperature = {self.sampling.temperature:g}; only an [[eval]] may have its own"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _leased_versions_are_kept(self) -> "RunSpec":
         if self.keep_versions <= self.max_lag:
             raise ValueError(
@@ -205,34 +224,36 @@ class RunSpec(Record):
         return self
 
     @model_validator(mode="after")
-    def _noise_is_of_this_dtype(self) -> "RunSpec":
-        if self.noise is not None and self.noise.compute_dtype != self.compute_dtype:
-            raise ValueError(
-                f"the calibration was measured in {self.noise.compute_dtype}, compute_dtype is {self.compute_dtype}; "
-                "calibrate in the run's dtype"
-            )
+    def _noise_is_of_these_terms(self) -> "RunSpec":
+        for noise in (self.noise, *(one.noise for one in self.later_noise)):
+            if noise is not None:
+                self._check_noise(noise)
         return self
 
-    @model_validator(mode="after")
-    def _noise_is_of_these_terms(self) -> "RunSpec":
-        """Honest work with another temperature or proof format has other noise, and would be refused."""
-        if self.noise is None:
-            return self
-        if self.noise.temperature != self.sampling.temperature:
+    def _check_noise(self, noise: Noise) -> None:
+        """Raises ValueError for the noise of another dtype, temperature or proof format: honest work would be refused."""
+        if noise.compute_dtype != self.compute_dtype:
             raise ValueError(
-                f"the calibration was measured at temperature {self.noise.temperature:g}, sampling.temperature is "
+                f"the calibration was measured in {noise.compute_dtype}, compute_dtype is {self.compute_dtype}; "
+                "calibrate in the run's dtype"
+            )
+        if noise.temperature != self.sampling.temperature:
+            raise ValueError(
+                f"the calibration was measured at temperature {noise.temperature:g}, sampling.temperature is "
                 f"{self.sampling.temperature:g}; prove and calibrate with --temperature {self.sampling.temperature:g}"
             )
-        for one in self.evals:
-            if one.task.sampling.temperature not in (None, self.noise.temperature):
+        for kind, task in (
+            *(("task", one) for one in self.tasks),
+            *(("evaluation", one.task) for one in self.evals),
+        ):
+            if task.sampling.temperature not in (None, noise.temperature):
                 raise ValueError(
-                    f"the calibration was measured at temperature {self.noise.temperature:g}, evaluation {one.task.title!r} has "
-                    f"{one.task.sampling.temperature:g}; a calibrated run has one temperature"
+                    f"the calibration was measured at temperature {noise.temperature:g}, {kind} {task.title!r} has "
+                    f"{task.sampling.temperature:g}; a calibrated run has one temperature"
                 )
-        measured = (self.noise.topk, self.noise.segment_tokens)
+        measured = (noise.topk, noise.segment_tokens)
         if measured != (self.proof.topk, self.proof.segment_tokens):
             raise ValueError(
                 f"the calibration was measured with topk = {measured[0]}, segment_tokens = {measured[1]}, but [proof] has "
                 f"{self.proof.topk} and {self.proof.segment_tokens}; remove [proof] or the calibration"
             )
-        return self

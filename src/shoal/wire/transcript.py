@@ -41,6 +41,8 @@ class SampleText(Record):
     pieces: tuple[str, ...]
     """Text of the tokens. A token that is only part of a character has no text, and the last part has the character."""
     logprobs: tuple[float, ...]
+    judgement: str = ""
+    """The text of the judge model that scored the answer; empty for tasks without a judge."""
     cut_at: int = 0
     """Number of pieces before the tokens that were left out; 0 if none were."""
 
