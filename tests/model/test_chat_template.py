@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from shoal.child_process import ChildLimits, ChildProcess
 from shoal.model.chat_template import MAX_PROMPT_CHARS, MAX_TEMPLATE_CHARS, render_chat
 
 TURNS = [{"role": "user", "content": "  What is 1 < 2 & “3”?\n"}]
@@ -204,6 +205,13 @@ def test_a_single_long_operation_ends_with_the_child() -> None:
     with pytest.raises(ValueError, match=r"time|memory"):
         render_chat("{{ 7 ** (10 ** 9) }}", TURNS, TOKENS)
     assert render_chat("{{ messages[0].role }}", TURNS, TOKENS) == "user"
+
+
+def test_a_child_that_cannot_be_started_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = ChildProcess("not:used", limits=ChildLimits(memory_bytes=1, cpu_s=1), python="/no/such/python")
+    monkeypatch.setattr("shoal.model.chat_template._child", missing)
+    with pytest.raises(ValueError, match=r"cannot be rendered: .* cannot be started"):
+        render_chat("{{ messages[0].content }}", [{"role": "user", "content": "x"}], {})
 
 
 def test_sizes_are_limited() -> None:

@@ -1,5 +1,6 @@
 """The closed loader gives the ids of transformers, executes nothing of a folder, and refuses what it cannot read."""
 
+import base64
 import json
 import shutil
 import sys
@@ -22,6 +23,7 @@ from tokenizers import (
 )
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from planted_code import name_code
 from shoal.model import tokenizer as tokenizer_module
 from shoal.model.builtin import create_model
 from shoal.model.load_model import load_decoder
@@ -143,6 +145,11 @@ def save(folder: Path, kind: str) -> None:
     PreTrainedTokenizerFast(tokenizer_object=make(), **settings).save_pretrained(folder)
 
 
+def change_tokenizer(folder: Path, **parts: Any) -> None:
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | parts))
+
+
 @pytest.mark.parametrize("template_in", ["its own file", "tokenizer_config.json"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_are_those_of_transformers(kind: str, template_in: str, folder: Path) -> None:
@@ -218,15 +225,7 @@ def planted(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     """Returns a folder whose files name Python code in it, with a terminal that answers `y`. Nothing of it may have run."""
     save(folder, "qwen")
     mark = tmp_path / "ran"
-    maps = {
-        "AutoTokenizer": ["evil.Evil", "evil.Evil"],
-        "AutoConfig": "evil.Evil",
-        "AutoModelForCausalLM": "evil.Evil",
-    }
-    for name in ("config.json", "tokenizer_config.json"):
-        settings = json.loads((folder / name).read_text())
-        extra = {"auto_map": maps, "tokenizer_class": "Evil", "trust_remote_code": True}
-        (folder / name).write_text(json.dumps(settings | extra))
+    name_code(folder, tokenizer_class="Evil")
     for name in ("evil.py", "tokenization_evil.py", "__init__.py", "sitecustomize.py"):
         (folder / name).write_text(PLANTED.format(mark))
     monkeypatch.chdir(folder)
@@ -289,6 +288,104 @@ def test_a_huge_file_is_refused_before_it_is_read(name: str, limit: str, folder:
         file.truncate(getattr(tokenizer_module, limit) + 1)  # a sparse file, which takes no space
     with pytest.raises(ValueError, match=rf"{name} has \d+ bytes, at most"):
         load_tokenizer(folder)
+
+
+TWICE = processors.TemplateProcessing(single="$A $A", special_tokens=[])
+MANY_IDS = [{"id": "<s>", "ids": [1] * 3000, "tokens": ["<s>"] * 3000}]
+BOMBS: dict[str, tuple[str, Any]] = {
+    "replacements": ("normalizer", normalizers.Sequence([normalizers.Replace("a", "aaaa")] * 14)),
+    "empty matches": ("normalizer", normalizers.Sequence([normalizers.Replace(Regex("(?=.)"), "xy")] * 8)),
+    "nested": (
+        "normalizer",
+        normalizers.Sequence([normalizers.Sequence([normalizers.Prepend("x" * 80)] * 2)] * 2),
+    ),
+    "bytes of bytes": (
+        "pre_tokenizer",
+        pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(use_regex=False)] * 30),
+    ),
+    "repeated text": ("post_processor", processors.Sequence([TWICE] * 30)),
+    "long template": (
+        "post_processor",
+        processors.TemplateProcessing(single=["<s>", "$A"] * 3000, special_tokens=MANY_IDS),
+    ),
+    "decoder": ("decoder", decoders.Sequence([decoders.Replace("a", "aaaa")] * 14)),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_steps_that_multiply_a_text_are_refused(name: str, folder: Path) -> None:
+    save(folder, "gemma")
+    field, part = BOMBS[name]
+    change_tokenizer(folder, **{field: json.loads(part.__getstate__())})
+    words = "a token may become more than 4096" if field == "decoder" else "times as long"
+    with pytest.raises(ValueError, match=words):
+        load_tokenizer(folder)
+
+
+def test_added_tokens_that_a_normalizer_makes_long_are_refused(folder: Path) -> None:
+    save(folder, "gemma")
+    change_tokenizer(folder, normalizer=json.loads(normalizers.Replace("a", "a" * 1000).__getstate__()))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    token = {"content": "a" * 100_000, "normalized": True, "special": False}
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"added_tokens_decoder": {"900": token}})
+    )
+    with pytest.raises(ValueError, match="added tokens may become 100000000 characters"):
+        load_tokenizer(folder)
+    added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    change_tokenizer(folder, added_tokens=[*added, added[-1] | token])
+    with pytest.raises(ValueError, match=r"added tokens may become \d+ characters"):
+        load_tokenizer(folder)
+
+
+def test_a_long_token_is_refused(folder: Path) -> None:
+    save(folder, "gemma")
+    raw = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    raw.add_tokens(["x" * 10_000])
+    raw.save(str(folder / "tokenizer.json"))
+    with pytest.raises(ValueError, match="a token may become more than 4096 characters"):
+        load_tokenizer(folder)
+
+
+def test_a_duplicate_key_is_refused(folder: Path) -> None:
+    save(folder, "gemma")
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text.rstrip().removesuffix("}") + ', "normalizer": null}')
+    with pytest.raises(ValueError, match="duplicate key"):
+        load_tokenizer(folder)
+
+
+def test_a_map_of_characters_to_long_texts_is_refused(folder: Path) -> None:
+    save(folder, "gemma")
+    charsmap = base64.b64encode((4).to_bytes(4, "little") + bytes(4) + b"x" * 5000 + b"\0")
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": charsmap.decode()}
+    change_tokenizer(folder, normalizer=normalizer)
+    with pytest.raises(ValueError, match="times as long"):
+        load_tokenizer(folder)
+
+
+def test_a_long_prompt_is_refused_where_steps_may_lengthen_it(folder: Path) -> None:
+    save(folder, "gemma")
+    change_tokenizer(folder, normalizer=json.loads(normalizers.Replace("a", "a" * 1000).__getstate__()))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.encode_prompt("ab", chat=False)
+    with pytest.raises(ValueError, match=r"a prompt of 100000 characters may become \d+ times as long"):
+        tokenizer.encode_prompt("a" * 100_000, chat=False)
+
+
+def test_steps_of_converted_sentencepiece_models_are_known(folder: Path) -> None:
+    save(folder, "mistral")
+    raw = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    raw.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), "▁")])
+    strip = decoders.Strip(" ", 1, 0)
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    )
+    raw.save(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.decode(tokenizer.encode_prompt("The fox " * 30_000, chat=False)).startswith(
+        "The fox The"
+    )
 
 
 def test_tokens_without_an_embedding_are_refused(folder: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.model.decoder import Decoder, KVCache
 from shoal.model.load_model import empty_decoder, load_decoder
-from shoal.model.shape import read_shape
+from shoal.model.shape import read_end_tokens, read_json, read_shape
 from shoal.model.weights import load_weights
 
 TOKENS_BT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]])
@@ -164,7 +164,7 @@ def test_unsupported_settings_are_errors(change: dict[str, object], message: str
 def test_end_tokens_come_from_both_config_files(tmp_path: Path) -> None:
     _, folder = _reference("llama", tmp_path)
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
-    assert read_shape(folder).eos_token_ids == (2, 7)
+    assert read_end_tokens(folder, read_json(folder / "config.json")) == (2, 7)
 
 
 def _reference(family: str, folder: Path):  # type: ignore[no-untyped-def]
@@ -216,3 +216,17 @@ def _gradients(decoder: Decoder, loss: Tensor) -> dict[str, Tensor]:
     decoder.zero_grad()
     loss.backward()
     return {name: p.grad.clone() for name, p in decoder.named_parameters() if p.grad is not None}
+
+
+def test_all_layers_of_a_pass_keep_the_same_mask_for_the_backward_pass(decoder: Decoder) -> None:
+    length, masks = 11, set()
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.shape[-2:] == (length, length):
+            masks.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    tokens, positions = torch.ones(1, length, dtype=torch.long), torch.arange(length)[None]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        decoder(tokens, positions, segments_BT=torch.zeros_like(tokens))
+    assert decoder.shape.num_layers > 1 and len(masks) == 1

@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import sys, torch
 from pathlib import Path
+
+import pytest
 from shoal.model.weights import save_tensors
 try:
     save_tensors([("a", torch.zeros(100_000))], Path(sys.argv[1]))
@@ -23,6 +27,7 @@ def limit_file_size() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
 
+@pytest.mark.integration
 def test_saving_weights_on_a_full_disk_raises_an_os_error_with_the_path(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     done = subprocess.run(

@@ -21,7 +21,6 @@ SHAPE = Shape(
     qkv_bias=False,
     qk_norm=True,
     max_positions=4 * LONG,
-    eos_token_ids=(2,),
 )
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import FAMILIES, folder_of
+from small_models import FAMILIES, SMALL, folder_of
 from torch import Tensor
 
 from shoal.model.builtin import create_model
@@ -101,4 +101,16 @@ def test_an_unreadable_folder_gives_both_reasons(tmp_path: Path) -> None:
 def test_a_bare_config_builds_no_model_of_the_familys_default_size(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(FileNotFoundError, match=r"no weights at .*; a model folder holds model\.safetensors"):
+        load_causal(tmp_path)
+
+
+def test_a_folder_that_cannot_compute_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """transformers builds the model and saves it; only a forward pass shows that the sizes do not fit."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("helium", **SMALL, num_key_value_heads=2, head_dim=128)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"transformers cannot compute with it: mat1 .*; correct config\.json"
+    ):
         load_causal(tmp_path)

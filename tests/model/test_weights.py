@@ -1,15 +1,18 @@
 """Weights are saved and loaded bit for bit and in place, and a wrong file changes nothing."""
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from shoal.model.builtin import create_model
-from shoal.model.load_model import empty_decoder, load_decoder
+from shoal.model.load_model import empty_decoder, load_causal, load_decoder
 from shoal.model.shape import read_shape
-from shoal.model.weights import load_weights, save_weights
+from shoal.model.weights import find_weight_files, load_weights, save_weights
 
 
 @pytest.fixture
@@ -83,3 +86,46 @@ def test_a_tied_matrix_stored_twice_is_loaded_once(folder: Path, tmp_path: Path)
     decoder = empty_decoder(read_shape(folder))
     load_weights(decoder, tmp_path / "twice.safetensors")
     assert torch.equal(decoder.model.embed_tokens.weight, load_decoder(folder).model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 10_000_000},
+        {"num_hidden_layers": -1},
+        {"num_hidden_layers": "9" * 5000},
+        {"num_hidden_layers": 2.5},
+        {"hidden_size": 2**31},
+        {"vocab_size": 2**40},
+        {"intermediate_size": 2**40},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": 10**6, "head_dim": 1},
+        {"model_type": "gpt2", "n_layer": 10_000_000, "num_hidden_layers": None},
+        {"model_type": "mixtral", "num_local_experts": 10_000_000},
+        {"model_type": "gemma3", "text_config": {"num_hidden_layers": 10_000_000, "hidden_size": 64}},
+    ],
+    ids=str,
+)
+def test_a_model_that_is_larger_than_its_weights_is_not_built(
+    folder: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """Its layers would fill a volunteer's memory before the weights are compared with them."""
+    hostile = shutil.copytree(folder, tmp_path / "hostile")
+    config = json.loads((folder / "config.json").read_text())
+    (hostile / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=r"the weights have \d+ bytes|is not a positive whole number"):
+        load_causal(hostile)
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("adapter_config.json", "is an adapter, not a whole model; merge it into its base model first"),
+        ("pytorch_model.bin", r"has \*\.bin files only; convert the weights to safetensors first"),
+        ("config.json", r"a model folder holds model\.safetensors"),
+    ],
+)
+def test_missing_weights_are_explained_by_what_is_there(tmp_path: Path, file: str, words: str) -> None:
+    (tmp_path / file).touch()
+    with pytest.raises(FileNotFoundError, match=words):
+        find_weight_files(tmp_path / "model.safetensors")

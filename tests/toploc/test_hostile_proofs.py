@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from shoal import toploc
-from shoal.toploc.proof import MODULUS_FLOOR, PRIME
+from shoal.toploc.field import PRIME
+from shoal.toploc.proof import MODULUS_FLOOR
 
 STATES = [torch.randn(length, 128, generator=torch.Generator().manual_seed(length)) for length in (40, 3)]
 PROOFS = toploc.build_proofs(STATES)

@@ -163,4 +163,32 @@ def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> Non
     page = (Path(__file__).parents[2] / "docs" / "toploc.md").read_text(encoding="utf-8")
     torch.manual_seed(0)
     exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), {})
-    assert len(capsys.readouterr().out.splitlines()) == 3, "one line per segment"
+    assert len(capsys.readouterr().out.splitlines()) == 4, "one line per segment, and the problem of the lies"
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_find_problem_says_yes_or_why_not(calibrated: bool) -> None:
+    generator = torch.Generator().manual_seed(5)
+
+    def noisy(rows: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [one * (1 + 0.002 * torch.randn(one.shape, generator=generator)) for one in rows]
+
+    noise = None
+    if calibrated:
+        many = [torch.randn(33, 576, generator=generator) for _ in range(200)]
+        honest = toploc.verify_proofs(toploc.build_proofs(many), noisy(many), control_seed=1)
+        noise = toploc.measure_noise({"here to here": honest}, model="mine", compute_dtype="bfloat16")
+    rows = [torch.randn(length, 576, generator=generator) for length in (40, 3)]
+    proofs = toploc.build_proofs(rows)
+
+    def problem(seen: list[torch.Tensor], sent: list[bytes]) -> str | None:
+        checks = toploc.verify_proofs(sent, seen, control_seed=2)
+        return toploc.find_problem(checks, compute_dtype="bfloat16", noise=noise)
+
+    assert problem(noisy(rows), proofs) is None
+    other = [rows[0], torch.randn(3, 576, generator=generator)]
+    assert "row 1, proof 0: " in (problem(other, proofs) or "")
+    constant = PRIME.to_bytes(2, "big") + (16256).to_bytes(2, "big") + bytes(254)
+    assert "row 0, proof 0: it is one constant" in (
+        problem(rows, [constant + proofs[0][258:], proofs[1]]) or ""
+    )

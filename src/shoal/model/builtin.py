@@ -91,7 +91,7 @@ def _fill(name: str, folder: Path, seed: int) -> None:
     if name == "tiny":
         _write_tiny(folder, seed)
     elif name == "smollm2-135m":
-        write_smollm2(folder)
+        write_gguf(find_smollm2(), folder)
     elif Path(name).is_dir():
         if (Path(name) / "tokenizer.model").exists() and not (Path(name) / TOKENIZER_FILE).exists():
             raise ValueError(explain_missing_tokenizer(Path(name)))  # now, and not in every worker
@@ -135,8 +135,7 @@ def _write_copy(source: Path, folder: Path) -> None:
         _write_transformers_copy(source, folder)
         return
     shape = read_shape(source)
-    if shape.hidden_size < MIN_HIDDEN_SIZE:
-        raise ValueError(f"{source}: hidden_size={shape.hidden_size}, proofs need at least {MIN_HIDDEN_SIZE}")
+    _check_width(source, shape.hidden_size)
     weights = sorted(source.glob("*.safetensors"))
     if not weights:
         raise ValueError(f"{source}: no *.safetensors file; convert the weights to safetensors first")
@@ -164,12 +163,14 @@ def _write_transformers_copy(source: Path, folder: Path) -> None:
     copy_all_but_weights(source, folder)
     _declare_bfloat16(folder)
     whole = TransformersModel(model)
-    if whole.shape.hidden_size < MIN_HIDDEN_SIZE:
-        raise ValueError(
-            f"{source}: hidden_size={whole.shape.hidden_size}, proofs need at least {MIN_HIDDEN_SIZE}"
-        )
+    _check_width(source, whole.shape.hidden_size)
     save_weights(whole, folder / WEIGHTS_FILE)
     load_causal(folder)  # raises now if a role could not load it
+
+
+def _check_width(source: Path, hidden_size: int) -> None:
+    if hidden_size < MIN_HIDDEN_SIZE:
+        raise ValueError(f"{source}: hidden_size={hidden_size}, proofs need at least {MIN_HIDDEN_SIZE}")
 
 
 def _declare_bfloat16(folder: Path) -> None:
@@ -209,11 +210,6 @@ _TIED_DISTANCE = 0.5
 def is_gguf(name: str) -> bool:
     """Returns whether a model's name is the path of a GGUF file."""
     return name.endswith(".gguf") and Path(name).is_file()
-
-
-def write_smollm2(folder: Path) -> None:
-    """Fills an existing, empty folder with SmolLM2-135M-Instruct."""
-    write_gguf(find_smollm2(), folder)
 
 
 def write_gguf(source: Path, folder: Path) -> None:

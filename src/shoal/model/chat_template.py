@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
-from shoal.child_process import ChildDied, ChildLimits, ChildProcess, ChildTimeout, serve
+from shoal.child_process import ChildDied, ChildError, ChildLimits, ChildProcess, ChildTimeout, serve
 
 MAX_TEMPLATE_CHARS = 1 << 18
 """Longest template that is compiled. The longest of known models has about 20,000 characters."""
@@ -54,6 +54,8 @@ def render_chat(
         reply = json.loads(_child.exchange(request.encode(), timeout_s=_WAIT_S, attempts=1))
     except (ChildDied, ChildTimeout) as error:
         raise ValueError(f"the chat template used up its time or memory: {error}") from None
+    except ChildError as error:
+        raise ValueError(f"the chat template cannot be rendered: {error}") from None
     if "error" in reply:
         raise ValueError(f"the chat template cannot be rendered: {reply['error']}")
     return str(reply["text"])

@@ -7,6 +7,7 @@ Parameters have Hugging Face's names, so checkpoints can be exchanged. The three
     cached   the KV cache of its slot
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,17 +60,10 @@ class KVCache:
         max_context: int,
         dtype: torch.dtype,
         device: torch.device | str,
-        heads_apart: bool = False,
     ) -> None:
-        """Allocates the cache. `heads_apart`: keeps the positions of one head together in memory; the order of the indices
-        stays the same."""
         size = (shape.num_layers, num_slots, max_context, shape.num_kv_heads, shape.head_dim)
-        if heads_apart:
-            size = (shape.num_layers, num_slots, shape.num_kv_heads, max_context, shape.head_dim)
         # Not torch.empty: a NaN in unwritten memory would pass through the mask, since 0 * NaN is NaN.
-        keys, values = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
-        self.keys_LSCKD = keys.transpose(2, 3) if heads_apart else keys
-        self.values_LSCKD = values.transpose(2, 3) if heads_apart else values
+        self.keys_LSCKD, self.values_LSCKD = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
         self.num_slots, self.max_context = num_slots, max_context
         self.context = max_context
 
@@ -257,7 +251,12 @@ class Decoder(nn.Module):
             positions_BT.device, self.model.embed_tokens.weight.dtype
         ):
             return AttentionInputs(rope_BT1D, None, None, positions_BT, find_segments(segments_BT))
-        return AttentionInputs(rope_BT1D, _mask(positions_BT, segments_BT, cache), cache, positions_BT)
+        mask_B1TC = _mask(positions_BT, segments_BT, cache)
+        if mask_B1TC is not None and segments_BT is not None:
+            # Every layer would convert a mask of bools to numbers, and keep its copy for the backward pass.
+            numbers = torch.zeros(mask_B1TC.shape, dtype=rope_BT1D[0].dtype, device=mask_B1TC.device)
+            mask_B1TC = numbers.masked_fill_(~mask_B1TC, -math.inf)
+        return AttentionInputs(rope_BT1D, mask_B1TC, cache, positions_BT)
 
     def _rope(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         if self._rope_P2D is None or self._rope_P2D.device != positions_BT.device:

@@ -115,7 +115,16 @@ def _repack(packed: Tensor, matrix: Tensor) -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Computes F.linear with a matrix that may be packed."""
+    """Computes F.linear with a matrix that may be packed. A row's result does not depend on the number of rows, bit for bit.
+
+    One row is computed as two: libraries sum its products in another order.
+    """
+    if len(x) == 1:
+        return linear_rows(x.expand(2, -1), weight, bias)[:1]
+    return linear_rows(x, weight, bias)
+
+
+def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.is_mkldnn:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return product

@@ -86,14 +86,19 @@ def token_scores(
 
 
 def _scores(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> TokenScores:
+    logprobs_N, _, entropy_N = _reduced_by_torch(logits_NV, targets_N, temperature)
+    return TokenScores(logprobs_N, entropy_N)
+
+
+def _reduced_by_torch(
+    logits_NV: Tensor, targets_N: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns log-prob, log-sum-exp and entropy of each row, with gradient."""
     z_NV = logits_NV.float() / temperature
     lse_N = z_NV.logsumexp(-1)
     logprobs_N = z_NV.gather(1, targets_N[:, None]).squeeze(1) - lse_N
-    return TokenScores(logprobs_N, _entropy(z_NV - lse_N[:, None]))
-
-
-def _entropy(logp_NV: Tensor) -> Tensor:
-    return -(logp_NV.exp() * logp_NV).sum(-1)
+    logp_NV = z_NV - lse_N[:, None]
+    return logprobs_N, lse_N, -(logp_NV.exp() * logp_NV).sum(-1)
 
 
 class _Scores(torch.autograd.Function):
@@ -155,10 +160,7 @@ def _reduced(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> tuple[
         from shoal.model.kernels.logits import reduce_rows
 
         return reduce_rows(logits_NV, targets_N, temperature)
-    z_NV = logits_NV.float() / temperature
-    lse_N = z_NV.logsumexp(-1)
-    logprobs_N = z_NV.gather(1, targets_N[:, None]).squeeze(1) - lse_N
-    return logprobs_N, lse_N, _entropy(z_NV - lse_N[:, None])
+    return _reduced_by_torch(logits_NV, targets_N, temperature)
 
 
 def _gradient(

@@ -12,7 +12,7 @@ import os
 import shutil
 from pathlib import Path
 
-from shoal.files import replace_link
+from shoal.files import link_or_copy, replace_link
 from shoal.model.tokenizer import CHAR_FILE, TOKENIZER_FILE, CharTokenizer
 
 NEWEST = "newest"
@@ -43,10 +43,7 @@ def write_plain_folder(source: Path, out: Path) -> None:
             and path.suffix != ".delta"
             and path.name not in _LEFT_OUT
         ):
-            try:
-                os.link(path, partial / path.name)
-            except OSError:
-                shutil.copyfile(path, partial / path.name)
+            link_or_copy(path, partial / path.name)
     if (source / CHAR_FILE).exists():
         write_char_tokenizer(CharTokenizer.load(source), partial)
     shutil.rmtree(out, ignore_errors=True)

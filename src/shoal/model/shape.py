@@ -63,7 +63,6 @@ class Shape:
     qkv_bias: bool
     qk_norm: bool
     max_positions: int
-    eos_token_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -100,6 +99,8 @@ def read_shape(folder: Path) -> Shape:
     except ValueError as error:
         raise ValueError(f"{folder}/config.json: {error}") from None
     num_heads = int(config["num_attention_heads"])
+    if num_heads < 1:
+        raise ValueError(f"{folder}/config.json: num_attention_heads={num_heads} is not positive")
     return Shape(
         vocab_size=int(config["vocab_size"]),
         hidden_size=int(config["hidden_size"]),
@@ -114,7 +115,6 @@ def read_shape(folder: Path) -> Shape:
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
         max_positions=int(config["max_position_embeddings"]),
-        eos_token_ids=read_end_tokens(folder, config),
     )
 
 

@@ -3,7 +3,9 @@
 CharTokenizer is for the built-in model `tiny`; other models have a tokenizer.json of the library `tokenizers` in their folder.
 """
 
+import base64
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +25,23 @@ MAX_TOKENIZER_BYTES = 64 << 20
 """Largest tokenizer.json that is read. That of Gemma 3, with 262,144 tokens, has 33 MB."""
 MAX_SETTINGS_BYTES = 4 << 20
 """Largest tokenizer_config.json, special_tokens_map.json and chat template that is read."""
+MAX_GROWTH = 1 << 12
+"""Most times that the steps of a tokenizer may lengthen a text. Known models stay below 200."""
+MAX_ENCODED_CHARS = 1 << 26
+"""Longest text that encoding may make of a prompt before it becomes tokens; the library takes about 50 bytes for each character."""
+MAX_DECODED_CHARS = 1 << 12
+"""Most characters that decoding may make of one token. The longest tokens of known models have some hundred."""
+
+_GROWTH = {
+    **{"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "BertNormalizer": 36},  # of a normalizer
+    **{
+        "Metaspace": 2,
+        "ByteLevel": 4,
+    },  # of a pre-tokenizer: a space before each word, a character for each byte
+    **{"WordPiece": 2, "BPEDecoder": 2, "CTC": 2},  # of a decoder: spaces between tokens
+    **{"BertProcessing": 3, "RobertaProcessing": 3},  # of a post-processor: special tokens around a text
+}
+"""Most characters (or tokens) that a step of a tokenizer makes of one. Steps that are not listed make at most one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +67,8 @@ class Tokenizer(Protocol):
     """Tokens that end an answer. The end token is part of the answer."""
     vocab_size: int
     """A model draws tokens 0 .. vocab_size-1."""
+    special_texts: frozenset[str]
+    """Texts that are encoded as special tokens, such as `<|im_end|>`."""
 
     def encode_prompt(self, text: str, *, chat: bool, setting: ChatSetting = PLAIN) -> list[int]:
         """Returns the tokens of a prompt: with `chat` as a user's turn in the chat template, if there is one.
@@ -100,6 +121,7 @@ class CharTokenizer:
         self.alphabet = alphabet
         self.end_tokens = frozenset({self.EOS})
         self.vocab_size = 3 + len(alphabet)
+        self.special_texts: frozenset[str] = frozenset()
         self._ids = {char: 3 + index for index, char in enumerate(alphabet)}
 
     @classmethod
@@ -153,6 +175,7 @@ class FileTokenizer:
             if name.endswith("_token") and (content := _content(value))
         }
         _add_missing_tokens(self._raw, settings, self._special_tokens)
+        self._growth = _check_growth(self._raw, folder / TOKENIZER_FILE)
         self._raw.encode_special_tokens = settings.get("split_special_tokens") is True
         self._template = _read_template(folder, settings)
         own = (
@@ -172,6 +195,7 @@ class FileTokenizer:
             for number, token in self._raw.get_added_tokens_decoder().items()
             if token.special
         }
+        self.special_texts = frozenset(special)
         self._thought_end = special.get(THOUGHT_END, -1)
         self._end: int = own if own in self.end_tokens else ends[0]
 
@@ -218,6 +242,11 @@ class FileTokenizer:
         return THOUGHT_END.join(parts)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if (len(text) + 1) * self._growth > MAX_ENCODED_CHARS:
+            raise ValueError(
+                f"a prompt of {len(text)} characters may become {self._growth} times as long by the tokenizer's steps, at most "
+                f"{MAX_ENCODED_CHARS} characters are allowed; use shorter prompts"
+            )
         tokens = list(self._raw.encode(text, add_special_tokens=add_special_tokens).ids)
         # A token without an embedding would end a process with a CUDA device.
         if tokens and max(tokens) >= self.vocab_size:
@@ -236,7 +265,9 @@ def _read_tokenizer(folder: Path) -> "RawTokenizer":
         raise ValueError(explain_missing_tokenizer(folder))
     _check_size(path, MAX_TOKENIZER_BYTES)
     try:
-        raw = RawTokenizer.from_file(str(path))
+        text = path.read_text(encoding="utf-8")
+        _check_normalizer(json.loads(text, object_pairs_hook=_without_duplicates))
+        raw = RawTokenizer.from_str(text)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # noqa: BLE001 (a panic of the library is not an Exception)
@@ -244,6 +275,78 @@ def _read_tokenizer(folder: Path) -> "RawTokenizer":
     raw.no_truncation()
     raw.no_padding()
     return raw
+
+
+def _check_growth(raw: "RawTokenizer", path: Path) -> int:
+    """Returns how many times longer encoding may make a text. Raises ValueError for a tokenizer that could exhaust the memory.
+
+    Steps multiply: thirty that replace `a` by `aa`, in a file of 2 KB, make a gigabyte of one character.
+    """
+    growth = math.prod(map(_growth_of, (raw.normalizer, raw.pre_tokenizer, raw.post_processor)))
+    if growth > MAX_GROWTH:
+        raise ValueError(
+            f"{path}: its steps may make a prompt more than {MAX_GROWTH} times as long; do not use it"
+        )
+    longest = max(map(len, raw.get_vocab()), default=0)
+    if longest * _growth_of(raw.decoder) > MAX_DECODED_CHARS:
+        raise ValueError(
+            f"{path}: a token may become more than {MAX_DECODED_CHARS} characters (the longest has {longest}); do not use it"
+        )
+    return growth
+
+
+def _check_normalizer(file: Any) -> None:
+    """Raises ValueError if loading this tokenizer.json could exhaust the memory: the library normalizes added tokens as it loads."""
+    growth = _growth(file["normalizer"]) if file.get("normalizer") else 1
+    if growth > MAX_GROWTH:
+        raise ValueError(
+            f"its normalizer may make a text more than {MAX_GROWTH} times as long; do not use it"
+        )
+    _check_added([token["content"] for token in file.get("added_tokens") or []], growth)
+
+
+def _check_added(contents: list[str], growth: int) -> None:
+    if (num_chars := sum(map(len, contents)) * growth) > MAX_ENCODED_CHARS:
+        raise ValueError(
+            f"its added tokens may become {num_chars} characters by its normalizer, at most {MAX_ENCODED_CHARS} are allowed"
+        )
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object. Raises ValueError for a duplicate key, of which the library might take the other one."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("duplicate key in an object")
+    return found
+
+
+def _growth_of(part: Any) -> int:
+    """Returns the growth of a loaded part of a tokenizer, which may be None."""
+    return 1 if part is None else _growth(json.loads(part.__getstate__()))
+
+
+def _growth(step: dict[str, Any]) -> int:
+    """Returns the most characters, or tokens, that a step of a tokenizer makes of one."""
+    kind = step["type"]
+    if kind == "Sequence":
+        # All lists: a further one, which the library ignores, must not hide the one that it uses.
+        return math.prod(
+            _growth(part) for value in step.values() if isinstance(value, list) for part in value
+        )
+    if kind == "Replace":
+        # A regular expression may match between all characters, as an empty text does.
+        pattern, content = step["pattern"].get("String", ""), step["content"]
+        return max(1, -(-len(content) // len(pattern))) if pattern else 1 + len(content)
+    if kind == "Prepend":
+        return 1 + len(step["prepend"])
+    if kind == "Precompiled":
+        charsmap = base64.b64decode(step["precompiled_charsmap"])
+        texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")
+        return max(1, *(len(text.decode(errors="replace")) for text in texts))
+    if kind == "TemplateProcessing":
+        most_ids = max((len(token["ids"]) for token in step["special_tokens"].values()), default=1)
+        return max(1, len(step["single"]) * most_ids)
+    return _GROWTH.get(kind, 1)
 
 
 def explain_missing_tokenizer(folder: Path) -> str:
@@ -298,6 +401,7 @@ def _add_missing_tokens(raw: "RawTokenizer", settings: dict[str, Any], named: di
         if content and content not in known:
             known.add(content)
             missing.append(AddedToken(content, special=True, normalized=False))
+    _check_added([token.content for token in missing], _growth_of(raw.normalizer))
     raw.add_tokens(missing)
 
 

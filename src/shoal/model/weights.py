@@ -1,5 +1,6 @@
 """Saves and loads weights as safetensors: bfloat16, Hugging Face names, the same bytes for the same weights."""
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -45,7 +46,16 @@ def find_weight_files(path: Path) -> list[Path]:
         return [path]
     if shards := sorted(path.parent.glob("model-*-of-*.safetensors")):
         return shards
-    raise FileNotFoundError(f"no weights at {path}; a model folder holds {WEIGHTS_FILE}")
+    raise FileNotFoundError(f"no weights at {path}; {explain_missing_weights(path.parent)}")
+
+
+def explain_missing_weights(folder: Path) -> str:
+    """Returns what a folder without weights holds instead, and what to do."""
+    if (folder / "adapter_config.json").exists():
+        return f"{folder} is an adapter, not a whole model; merge it into its base model first"
+    if any(folder.glob("*.bin")):
+        return f"{folder} has *.bin files only; convert the weights to safetensors first"
+    return f"a model folder holds {WEIGHTS_FILE}"
 
 
 def load_weight_files(model: nn.Module, paths: Iterable[Path]) -> None:
@@ -69,9 +79,16 @@ def load_weight_files(model: nn.Module, paths: Iterable[Path]) -> None:
                         parameters[name].copy_(file.get_tensor(name))
 
 
+def stored_names(paths: Iterable[Path]) -> set[str]:
+    """Returns the names of all tensors in these files; none for a file that cannot be read, which loading it reports."""
+    names: set[str] = set()
+    for path in paths:
+        with contextlib.suppress(SafetensorError), safe_open(path, framework="pt", device="cpu") as file:
+            names |= set(file.keys())
+    return names
+
+
 def _check_file(path: Path, parameters: Mapping[str, Tensor], ignored: set[str]) -> dict[str, Path]:
-    if not path.exists():
-        raise FileNotFoundError(f"no weights at {path}; a model folder holds {WEIGHTS_FILE}")
     found: dict[str, Path] = {}
     try:
         with safe_open(path, framework="pt", device="cpu") as file:

@@ -43,8 +43,8 @@ of its interval."""
 NORMAL_TAIL = (2.326, 3.090)
 """z that 1 in 100 and 1 in 1,000 of a normal distribution exceed. A calibration with few rows must not give less."""
 NARROWEST = 3.0
-"""Most that a standard score is larger than z, where honest z varies less than SPREAD_FLOOR assumes: z then hides small lies
-that add up."""
+"""Largest ratio of a standard score to z. It is above 1 where honest z varies less than SPREAD_FLOOR assumes: there z alone would
+hide small lies that add up over many submissions."""
 ROW_STEP = 1.2
 """Least step of a single row's bound per factor of ten: its few mismatches have a skewed distribution."""
 MIN_SEGMENTS = 30
@@ -248,13 +248,19 @@ def bound(tail: Tail, rate: float) -> float:
     return first + step * math.log10(0.01 / rate)
 
 
+def _nearest_tails(tails: Sequence[Tail], num_rows: int) -> tuple[Tail, Tail | None]:
+    """Returns the tails of the nearest numbers of rows below and above; None beyond the last."""
+    below = max((tail for tail in tails if tail.rows <= num_rows), key=lambda tail: tail.rows)
+    above = min((tail for tail in tails if tail.rows >= num_rows), key=lambda tail: tail.rows, default=None)
+    return below, above
+
+
 def bound_for(tails: Sequence[Tail], num_rows: int, rate: float) -> float:
     """Returns `bound` for any number of rows: the wider of the two nearest tails.
 
     Beyond the last tail it grows with the square root, like the z of a pair of machines that is slightly off in every row.
     """
-    below = max((tail for tail in tails if tail.rows <= num_rows), key=lambda tail: tail.rows)
-    above = min((tail for tail in tails if tail.rows >= num_rows), key=lambda tail: tail.rows, default=None)
+    below, above = _nearest_tails(tails, num_rows)
     if above is None:
         return bound(below, rate) * math.sqrt(num_rows / below.rows)
     return max(bound(below, rate), bound(above, rate))
@@ -267,8 +273,7 @@ def standard_score(tails: Sequence[Tail], num_rows: int, z: float) -> float:
     tail is narrow for its distance from 0, the pair is off in every submission by about the same amount, and that is
     subtracted: it would otherwise add up.
     """
-    below = max((tail for tail in tails if tail.rows <= num_rows), key=lambda tail: tail.rows)
-    above = min((tail for tail in tails if tail.rows >= num_rows), key=lambda tail: tail.rows, default=None)
+    below, above = _nearest_tails(tails, num_rows)
     if above is None:
         return _standard(below, z / math.sqrt(num_rows / below.rows))
     return min(_standard(below, z), _standard(above, z))

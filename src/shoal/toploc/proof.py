@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from shoal.toploc.field import PRIME, Residues, interpolate
+from shoal.toploc.field import PRIME, interpolate
 
 SEARCH_FLOOR = 1 << 15
 """The published search for a modulus ends here."""
@@ -136,22 +136,3 @@ def _check_row(
             f"segment {segment} has modulus {int(table[segment, 0])}, must be {int(lowest[segment])} to {PRIME}",
             row,
         )
-
-
-__all__ = [
-    "MODULUS_FLOOR",
-    "PRIME",
-    "ProofError",
-    "Residues",
-    "check_format",
-    "check_parameters",
-    "collisions",
-    "expected_bytes",
-    "injective_moduli",
-    "modulus_floor",
-    "no_modulus",
-    "num_segments",
-    "proof_bytes",
-    "proofs_of_points",
-    "unpack",
-]

@@ -20,14 +20,13 @@ from shoal.model.fused import FusedLayer
 from shoal.model.kernels.elementwise import normed, rotated
 from shoal.model.shape import Shape
 
-PIECE_ROWS = 10
-"""Rows of one prompt whose queries attend to it together. Most samples of a prompt have ended when the last ones still run."""
+ITEM_QUERIES = 32
+"""Queries that attend together to a part of a prompt, over all rows of an item. With 64 the sums no longer fit into registers."""
 PROMPT_SPLIT, PROMPT_BLOCK = 128, 64
 """Positions of a prompt per program, and positions it loads together. The order of sums depends on these only."""
 PROMPT_PROGRAMS, PROMPT_STAGES = 528, 2
 """Programs for all kv heads, four per multiprocessor; each takes one item after another."""
-ATTEND_WARPS, ATTEND_REGISTERS = 4, 128
-"""Maximum registers per thread: four programs then fit on a multiprocessor, and nothing is spilled."""
+ATTEND_WARPS = 4
 OWN_SHARES, OWN_BLOCK = 2, 64
 """Programs that share a row's new tokens, and tokens that one loads together. They alternate, so that the order of sums does not
 depend on the number of tokens. The step lasts as long as its longest row."""
@@ -47,11 +46,22 @@ class RowTables(NamedTuple):
     order_S: Tensor
     """The rows, sorted by prompt."""
     items_5W: Tensor
-    """Items of work: up to PIECE_ROWS rows of one prompt attend to up to PROMPT_SPLIT positions of it. Rows of the table: index
+    """Items of work: up to `rows_per_item` rows of one prompt attend to up to PROMPT_SPLIT positions of it. Rows of the table: index
     of the first row in `order_S`, number of rows, the cache block of these positions, first position, number of positions."""
     num_items_1: Tensor
     blocks_SB: Tensor
     """Cache blocks of each row's new tokens, in order."""
+
+
+def rows_per_item(shape: Shape) -> int:
+    """Returns the rows of one prompt whose queries attend to it together, of one kv head."""
+    return max(1, ITEM_QUERIES // (shape.num_heads // shape.num_kv_heads))
+
+
+def max_registers(shape: Shape) -> int:
+    """Returns the registers per thread: four programs, or three with large heads, fit on a multiprocessor, and next to nothing is
+    spilled (bench/compile_kernels.py)."""
+    return 128 if shape.head_dim <= 64 else 168
 
 
 @triton.jit
@@ -258,6 +268,45 @@ def _attend_parts(
 
 
 @triton.jit
+def _store_new(
+    qkv,
+    rope,
+    table,
+    blocks,
+    num_slots,
+    max_blocks,
+    keys,
+    values,
+    k_norm,
+    block_stride,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    QK_NORM: tl.constexpr,
+):
+    """Stores the new token's key and value of one row and kv head, with the bits that `_attend_parts` stores."""
+    row = (tl.program_id(0) // NUM_KV).to(tl.int64)
+    head = tl.program_id(0) % NUM_KV
+    step: tl.constexpr = NUM_KV * D
+    line: tl.constexpr = (NUM_HEADS + 2 * NUM_KV) * D
+    position = tl.load(table + row)
+    own = position - tl.minimum(tl.load(table + 5 * num_slots + row), position)
+    d = tl.arange(0, BLOCK_D)
+    in_1d = (d < D)[None, :]
+    mine = tl.zeros([1, 1], tl.int32)
+    k_at = qkv + row * line + (NUM_HEADS + head) * D
+    k = _load_rotated(k_at + mine, rope + position * 2 * D + mine, k_norm, in_1d, eps, D, BLOCK_D, QK_NORM)
+    v = tl.load(k_at + NUM_KV * D + d[None, :], mask=in_1d, other=0.0)
+    runs = in_1d & (tl.load(table + 3 * num_slots + row) == 0)
+    to_1 = tl.load(blocks + row * max_blocks + own // PAGE) * block_stride + (own % PAGE) * step + head * D
+    tl.store(keys + to_1 + d[None, :], k, mask=runs)
+    tl.store(values + to_1 + d[None, :], v, mask=runs)
+
+
+@triton.jit
 def _merge(
     table,
     num_slots,
@@ -320,11 +369,13 @@ def attend(
     rows: RowTables,
     cache: tuple[Tensor, Tensor],
     prompt_positions: int,
+    store_first: bool = False,
 ) -> Tensor:
     """Returns the attention of one new token per row.
 
     `cache`: keys and values of all blocks, [M, C, K, D], with C a multiple of OWN_BLOCK and not less than PROMPT_SPLIT; those of
-    this token are stored there too. `prompt_positions`: length of the longest prompt.
+    this token are stored there too. `prompt_positions`: length of the longest prompt. `store_first`: rows share blocks and attend to
+    one another's new tokens, so all are stored before any row attends.
     """
     num_rows, heads, kv_heads = qkv_BQ.shape[0], shape.num_heads, shape.num_kv_heads
     group = heads // kv_heads
@@ -341,6 +392,26 @@ def attend(
         "SPLIT": PROMPT_SPLIT,
         "OWN_N": OWN_BLOCK,
     }
+    if store_first:
+        _store_new[(num_rows * kv_heads,)](
+            qkv_BQ,
+            rope_PE,
+            rows.table_6S,
+            rows.blocks_SB,
+            rows.table_6S.shape[1],
+            rows.blocks_SB.shape[1],
+            *cache,
+            qkv_BQ if layer.k_norm_D is None else layer.k_norm_D,
+            cache[0].stride(0),
+            shape.norm_eps,
+            NUM_HEADS=heads,
+            NUM_KV=kv_heads,
+            D=shape.head_dim,
+            PAGE=cache[0].shape[1],
+            BLOCK_D=max(16, triton.next_power_of_2(shape.head_dim)),
+            QK_NORM=shape.qk_norm,
+            num_warps=ATTEND_WARPS,  # as in _attend_parts, whose norm then sums in the same order
+        )
     programs = max(16, PROMPT_PROGRAMS // kv_heads)
     num_own = num_rows * OWN_SHARES
     _attend_parts[((num_own + programs) * kv_heads,)](
@@ -365,7 +436,7 @@ def attend(
         shape.head_dim**-0.5,
         shape.norm_eps,
         PAGE=cache[0].shape[1],
-        BLOCK_Q=max(16, triton.next_power_of_2(PIECE_ROWS * group)),
+        BLOCK_Q=max(16, triton.next_power_of_2(rows_per_item(shape) * group)),
         BLOCK_G=max(16, triton.next_power_of_2(group)),  # tl.dot needs at least 16 rows
         BLOCK_D=max(16, triton.next_power_of_2(shape.head_dim)),
         PROMPT_N=PROMPT_BLOCK,
@@ -374,7 +445,7 @@ def attend(
         QK_NORM=shape.qk_norm,
         PRECISION=FLOAT32_DOT,
         num_warps=ATTEND_WARPS,
-        maxnreg=ATTEND_REGISTERS,
+        maxnreg=max_registers(shape),
         **sizes,
     )
     _merge[(num_rows * kv_heads,)](
